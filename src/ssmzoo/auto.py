@@ -1,0 +1,14 @@
+"""Register every installed family with transformers' Auto classes, by being imported.
+
+A plugin that cannot be imported is reported as a warning in the log and breaks nothing else.
+"""
+
+import logging
+
+from ssmzoo.family import families, load_family
+
+for _name in families():
+    try:
+        load_family(_name)
+    except RuntimeError as _error:
+        logging.getLogger("ssmzoo").warning("%s", _error)

@@ -1,0 +1,153 @@
+"""What a family is, and how families are found.
+
+Built-in and foreign families take the same road, the entry-point group ``ssmzoo.families``: listing
+them imports nothing, loading one imports that one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+GROUP = "ssmzoo.families"
+
+
+@dataclass(frozen=True)
+class Paper:
+    """Where a family comes from."""
+
+    title: str
+    authors: str
+    arxiv: str
+    year: int
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family: what a plugin's ``FAMILY`` must be.
+
+    Attributes:
+        name: The name users type, e.g. ``"longhorn"``; the entry point has the same.
+        config_class: Its configuration; ``config_class.model_type`` is the registered type.
+        model_class: The bare backbone.
+        causal_lm_class: The language model.
+        sequence_classification_class: The classifier.
+        paper: Where it comes from.
+        presets: Configuration fields by preset name, e.g. ``"longhorn-1.3b"``.
+        tiny: Fields of the smallest configuration that takes every branch; tests use it.
+        lora_targets: Module names that PEFT should adapt by default.
+    """
+
+    name: str
+    config_class: type[PreTrainedConfig]
+    model_class: type[PreTrainedModel]
+    causal_lm_class: type[PreTrainedModel]
+    sequence_classification_class: type[PreTrainedModel]
+    paper: Paper
+    presets: Mapping[str, Mapping[str, Any]]
+    tiny: Mapping[str, Any]
+    lora_targets: tuple[str, ...] = field(default=())
+
+    @property
+    def model_type(self) -> str:
+        """The ``model_type`` that checkpoints carry."""
+        return self.config_class.model_type
+
+    def config(self, preset: str | None = None, **fields: Any) -> PreTrainedConfig:
+        """Build a configuration from a preset and single fields; fields win.
+
+        Raises:
+            LookupError: No preset of that name; the message lists those there are.
+        """
+        if preset is not None and preset not in self.presets:
+            raise LookupError(
+                f"{self.name} has no preset {preset!r}{suggestion(preset, self.presets)}; "
+                f"presets: {', '.join(sorted(self.presets))}"
+            )
+        chosen = dict(self.presets[preset]) if preset is not None else {}
+        return self.config_class(**{**chosen, **fields})
+
+    def register(self) -> None:
+        """Make transformers' Auto classes know this family; a second call changes nothing."""
+        from transformers import (
+            AutoConfig,
+            AutoModel,
+            AutoModelForCausalLM,
+            AutoModelForSequenceClassification,
+        )
+
+        AutoConfig.register(self.model_type, self.config_class, exist_ok=True)
+        for auto, model in (
+            (AutoModel, self.model_class),
+            (AutoModelForCausalLM, self.causal_lm_class),
+            (AutoModelForSequenceClassification, self.sequence_classification_class),
+        ):
+            auto.register(self.config_class, model, exist_ok=True)
+
+
+def suggestion(name: str, known: Any) -> str:
+    """Return ``"; did you mean 'x'?"`` for the nearest of the known names, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def families() -> dict[str, EntryPoint]:
+    """Return the installed families by name. Nothing is imported.
+
+    Raises:
+        RuntimeError: Two distributions claim one name; the message names both.
+    """
+    found: dict[str, EntryPoint] = {}
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        other = found.get(point.name)
+        if other is not None and _owner(other) != _owner(point):
+            raise RuntimeError(
+                f"the family name {point.name!r} is claimed by {_owner(other)} and by "
+                f"{_owner(point)}; uninstall one of them"
+            )
+        found[point.name] = point
+    return found
+
+
+def load_family(name: str) -> Family:
+    """Import a family's plugin, register it with the Auto classes, and return it.
+
+    Raises:
+        LookupError: No such family; the message suggests and lists.
+        RuntimeError: Its plugin cannot be imported or holds no :class:`Family`.
+    """
+    installed = families()
+    if name not in installed:
+        raise LookupError(
+            f"no family named {name!r}{suggestion(name, installed)}; "
+            f"installed: {', '.join(installed) or 'none'}"
+        )
+    point = installed[name]
+    try:
+        family = point.load()
+    except Exception as error:
+        raise RuntimeError(
+            f"the plugin of family {name!r} ({_owner(point)}: {point.value}) cannot be imported: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(family, Family):
+        raise RuntimeError(
+            f"{point.value} ({_owner(point)}) must be an ssmzoo.Family, got {type(family).__name__}"
+        )
+    if family.name != name:
+        raise RuntimeError(
+            f"{point.value} ({_owner(point)}) calls itself {family.name!r}, its entry point {name!r}"
+        )
+    family.register()
+    return family
+
+
+def _owner(point: EntryPoint) -> str:
+    distribution = point.dist
+    return distribution.name if distribution is not None else point.value
