@@ -1,0 +1,11 @@
+"""Recurrences and convolutions of state-space models, on CPUs and GPUs.
+
+Every op takes activations in the layout ``[B, L, ...]``, keeps its state in float32 (float64 for
+float64 inputs), takes ``initial_state`` and ``cu_seqlens``, and returns the final state.
+"""
+
+from ssmzoo_kernels.causal_conv1d import causal_conv1d
+from ssmzoo_kernels.dispatch import last_backend, use_backend
+from ssmzoo_kernels.longhorn_scan import longhorn_scan
+
+__all__ = ["causal_conv1d", "last_backend", "longhorn_scan", "use_backend"]

@@ -1,0 +1,136 @@
+"""Which implementation of an op runs, and which one did run.
+
+=========== ====================================================================================
+backend     what it is
+=========== ====================================================================================
+reference   the formula as a loop over time on the autograd tape; any device and dtype; the judge
+eager       torch ops with the op's own backward; any device, needs no compiler
+cpu         C, built once with the machine's compiler, threaded
+triton      GPU kernels
+=========== ====================================================================================
+
+``"auto"`` goes by the tensors' device. A backend asked for by name runs or raises; it is never
+replaced by another one.
+"""
+
+import contextlib
+import contextvars
+import functools
+import importlib.util
+import logging
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+import torch
+
+Backend = Literal["auto", "reference", "eager", "cpu", "triton"]
+
+_log = logging.getLogger("ssmzoo")
+_forced: contextvars.ContextVar[Backend | None] = contextvars.ContextVar("forced", default=None)
+_ran: dict[str, str] = {}
+
+
+def last_backend(op: str) -> str | None:
+    """Return the backend that ran last for an op (``"longhorn_scan"``), or None."""
+    return _ran.get(op)
+
+
+def record(op: str, backend: str) -> None:
+    """Note that a backend ran; every implementation calls it as it starts."""
+    _ran[op] = backend
+
+
+@contextlib.contextmanager
+def use_backend(backend: Backend) -> Iterator[None]:
+    """Make every call with ``backend="auto"`` inside the block take this backend."""
+    _check_name("use_backend", backend)
+    token = _forced.set(backend)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def choose(op: str, backend: Backend, tensor: torch.Tensor) -> str:
+    """Return the backend that a call shall take.
+
+    Raises:
+        ValueError: No backend of that name, or the tensors lie on the wrong device for it.
+        RuntimeError: The machine lacks what it needs.
+    """
+    _check_name(op, backend)
+    if backend == "auto":
+        backend = _forced.get() or "auto"
+    device = tensor.device.type
+    if backend == "auto":
+        return _best(device)
+    if backend == "cpu":
+        if device not in ("cpu", "meta"):
+            raise ValueError(_wrong_device(op, backend, "CPU", device))
+        missing = compiler_missing()
+        if missing:
+            raise RuntimeError(
+                f'{op}(backend="cpu") needs a C compiler: {missing}; '
+                'install gcc or clang, or use backend="eager"'
+            )
+    if backend == "triton":
+        if device not in ("cuda", "meta") and not interpreting():
+            raise ValueError(_wrong_device(op, backend, "CUDA", device))
+        if not has_triton():
+            raise RuntimeError(
+                f'{op}(backend="triton") needs triton; pip install "ssmzoo[triton]", '
+                'or use backend="eager"'
+            )
+    return backend
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Tell whether triton can be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def compiler_missing() -> str:
+    """Return why C kernels cannot be built here, or an empty string."""
+    from ssmzoo_kernels import native
+
+    return native.missing()
+
+
+def interpreting() -> bool:
+    """Tell whether Triton kernels run in its interpreter (``TRITON_INTERPRET=1``)."""
+    import os
+
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def _best(device: str) -> str:
+    if device == "cuda":
+        if has_triton():
+            return "triton"
+        _log.warning(
+            'triton is not installed: GPU scans take the slow eager path; pip install "ssmzoo[triton]"'
+        )
+        return "eager"
+    if device == "cpu":
+        missing = compiler_missing()
+        if not missing:
+            return "cpu"
+        _log.warning("CPU scans take the slow eager path: %s; install gcc or clang", missing)
+    return "eager"
+
+
+def _check_name(op: str, backend: str) -> None:
+    if backend not in get_args(Backend):
+        raise ValueError(
+            f"{op}: backend must be one of {', '.join(get_args(Backend))}, got {backend!r}"
+        )
+
+
+def _wrong_device(op: str, backend: str, needed: str, device: str) -> str:
+    return (
+        f'{op}(backend="{backend}") needs {needed} tensors, got {device}; '
+        'use backend="auto" or "eager"'
+    )

@@ -1,0 +1,134 @@
+"""``longhorn_scan`` as a ``torch.library`` op, so that autograd and ``torch.compile`` know it.
+
+Here a batch is already flat: ``T = B * L`` tokens in a row, cut into ``S`` segments by ``offsets``.
+A backend is a module with ``CHUNK``, ``forward`` and ``backward`` of the signatures used below. The
+forward of a training step keeps the state at the start of every ``CHUNK`` tokens, and the backward
+recomputes the states in between.
+"""
+
+import importlib
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ssmzoo_kernels.dispatch import record
+from ssmzoo_kernels.scan import accumulator, chunk_slots, needs_library
+
+OP = "longhorn_scan"
+
+
+def longhorn_scan(
+    u: Tensor,  # [T, D]
+    q: Tensor,  # [T, N]
+    k: Tensor,  # [T, N]
+    dt: Tensor,  # [T, D]
+    dt_bias: Tensor | None,  # [D]
+    D: Tensor | None,  # [D]
+    z: Tensor | None,  # [T, D]
+    initial_state: Tensor | None,  # [S, D, N]
+    offsets: Tensor,  # [S + 1] int64
+    *,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Run the scan over flat segments; returns ``[T, D]`` and ``[S, D, N]``."""
+    inputs = (u, q, k, dt, dt_bias, D, z, initial_state)
+    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    if not grad and not needs_library(u):
+        record(OP, backend)
+        out, final_state, _ = _backend(backend).forward(*inputs, offsets, False)
+    else:
+        out, final_state, _ = _forward(*inputs, offsets, grad, backend)
+    return out, final_state
+
+
+def _backend(name: str) -> ModuleType:
+    return importlib.import_module(f"ssmzoo_kernels.{OP}.{name}")
+
+
+@torch.library.custom_op(f"ssmzoo::{OP}", mutates_args=())
+def _forward(
+    u: Tensor,
+    q: Tensor,
+    k: Tensor,
+    dt: Tensor,
+    dt_bias: Tensor | None,
+    D: Tensor | None,
+    z: Tensor | None,
+    initial_state: Tensor | None,
+    offsets: Tensor,
+    save: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    record(OP, backend)
+    return _backend(backend).forward(u, q, k, dt, dt_bias, D, z, initial_state, offsets, save)
+
+
+@_forward.register_fake
+def _(u, q, k, dt, dt_bias, D, z, initial_state, offsets, save, backend):
+    tokens, width = u.shape
+    states, segments = k.shape[1], offsets.shape[0] - 1
+    exact = accumulator(u)
+    slots = chunk_slots(tokens, segments, _backend(backend).CHUNK) if save else 0
+    return (
+        torch.empty_like(u, memory_format=torch.contiguous_format),
+        u.new_empty(segments, width, states, dtype=exact),
+        u.new_empty(slots, states, width, dtype=exact),
+    )
+
+
+@torch.library.custom_op(f"ssmzoo::{OP}_backward", mutates_args=())
+def _backward(
+    grad_out: Tensor | None,
+    grad_final: Tensor | None,
+    u: Tensor,
+    q: Tensor,
+    k: Tensor,
+    dt: Tensor,
+    dt_bias: Tensor | None,
+    D: Tensor | None,
+    z: Tensor | None,
+    initial_state: Tensor | None,
+    offsets: Tensor,
+    saved: Tensor,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs = (u, q, k, dt, dt_bias, D, z, initial_state)
+    grads = _backend(backend).backward(grad_out, grad_final, *inputs, offsets, saved)
+    return tuple(
+        u.new_empty(0) if x is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True)
+    )
+
+
+@_backward.register_fake
+def _(
+    grad_out, grad_final, u, q, k, dt, dt_bias, D, z, initial_state, offsets, saved, backend
+):
+    inputs = (u, q, k, dt, dt_bias, D, z, initial_state)
+    return tuple(
+        u.new_empty(0)
+        if x is None
+        else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in inputs
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, _save, backend = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, output[2])
+    ctx.backend = backend
+
+
+def _autograd(ctx, grad_out, grad_final, _grad_saved):
+    *inputs, offsets, saved = ctx.saved_tensors
+    grads = _backward(grad_out, grad_final, *inputs, offsets, saved, ctx.backend)
+    return (
+        *(None if x is None else g for g, x in zip(grads, inputs, strict=True)),
+        None,
+        None,
+        None,
+    )
+
+
+_forward.register_autograd(_autograd, setup_context=_setup_context)

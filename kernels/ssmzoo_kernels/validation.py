@@ -1,0 +1,83 @@
+"""Checks that every public op makes before it dispatches."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def check_tensor(
+    op: str, name: str, tensor: Tensor, shape: Sequence[int], like: Tensor, rule: str
+) -> None:
+    """Fail unless a tensor has a shape, a floating dtype and another tensor's device.
+
+    Args:
+        op: The op's name, which opens the message.
+        name: The argument's name.
+        tensor: The argument.
+        shape: The shape it must have.
+        like: The tensor whose device it must share.
+        rule: The shape in letters, e.g. ``"[B, L, N]"``.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor {rule}, got {type(tensor).__name__}")
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(
+            f"{op}: {name} must have shape {rule} = {list(shape)}, got {list(tensor.shape)}"
+        )
+    if not tensor.is_floating_point():
+        raise TypeError(f"{op}: {name} must be floating point, got {tensor.dtype}")
+    if tensor.device != like.device:
+        raise ValueError(f"{op}: {name} must be on {like.device}, got {tensor.device}")
+
+
+def check_leading(op: str, name: str, tensor: Tensor, rule: str) -> None:
+    """Fail unless the op's first argument is a floating tensor of as many dimensions as its rule."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor {rule}, got {type(tensor).__name__}")
+    if tensor.dim() != rule.count(",") + 1:
+        raise ValueError(f"{op}: {name} must have shape {rule}, got {list(tensor.shape)}")
+    if not tensor.is_floating_point():
+        raise TypeError(f"{op}: {name} must be floating point, got {tensor.dtype}")
+
+
+def segment_offsets(op: str, like: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Return where each sequence of a ``[B, L, ...]`` batch starts and ends once flattened.
+
+    Rows of a batch and packed sequences are the same thing to a kernel: segments of one long row.
+
+    Args:
+        op: The op's name, which opens the message.
+        like: The op's first argument, ``[B, L, ...]``.
+        cu_seqlens: Boundaries of the sequences packed into one row, ``[S + 1]``, or None. On a CPU
+            their values are checked; on a GPU that would stall the queue, and the model layer
+            checks them once for all its layers.
+
+    Returns:
+        ``[S + 1]`` int64 on the device of ``like``; ``S = B`` without ``cu_seqlens``.
+    """
+    batch, length = like.shape[:2]
+    if cu_seqlens is None:
+        return torch.arange(batch + 1, device=like.device) * length
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"{op}: cu_seqlens must be an int32 or int64 tensor [S + 1], got {kind}")
+    if batch != 1:
+        raise ValueError(f"{op}: cu_seqlens needs one packed row, B = 1, got B = {batch}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
+        raise ValueError(
+            f"{op}: cu_seqlens must have shape [S + 1] with S >= 1, got {list(cu_seqlens.shape)}"
+        )
+    if cu_seqlens.device != like.device:
+        raise ValueError(f"{op}: cu_seqlens must be on {like.device}, got {cu_seqlens.device}")
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_boundaries(op, cu_seqlens, length)
+    return cu_seqlens.to(torch.int64)
+
+
+def check_boundaries(op: str, cu_seqlens: Tensor, length: int) -> None:
+    """Fail unless boundaries rise from 0 to the row's length."""
+    values = cu_seqlens.tolist()
+    if values[0] != 0 or values[-1] != length or any(a > b for a, b in zip(values, values[1:])):
+        shown = values if len(values) <= 8 else [*values[:4], "...", *values[-3:]]
+        raise ValueError(f"{op}: cu_seqlens must rise from 0 to L = {length}, got {shown}")
