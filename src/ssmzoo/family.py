@@ -7,7 +7,7 @@ them imports nothing, loading one imports that one.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
@@ -97,22 +97,26 @@ def suggestion(name: str, known: Any) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def claims() -> dict[str, tuple[EntryPoint, ...]]:
+    """Return, by family name, every entry point that claims it. Nothing is imported.
+
+    Two claims on one name are a conflict of that name only: :func:`load_family` refuses it.
+    """
+    found: dict[str, tuple[EntryPoint, ...]] = {}
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        others = found.get(point.name, ())
+        if owner(point) not in map(owner, others):
+            found[point.name] = (*others, point)
+    return found
+
+
 def families() -> dict[str, EntryPoint]:
     """Return the installed families by name. Nothing is imported.
 
     Raises:
         RuntimeError: Two distributions claim one name; the message names both.
     """
-    found: dict[str, EntryPoint] = {}
-    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        other = found.get(point.name)
-        if other is not None and _owner(other) != _owner(point):
-            raise RuntimeError(
-                f"the family name {point.name!r} is claimed by {_owner(other)} and by "
-                f"{_owner(point)}; uninstall one of them"
-            )
-        found[point.name] = point
-    return found
+    return {name: _single(name, points) for name, points in claims().items()}
 
 
 def load_family(name: str) -> Family:
@@ -120,34 +124,55 @@ def load_family(name: str) -> Family:
 
     Raises:
         LookupError: No such family; the message suggests and lists.
-        RuntimeError: Its plugin cannot be imported or holds no :class:`Family`.
+        RuntimeError: Two distributions claim the name, its plugin cannot be imported, holds no
+            :class:`Family`, or cannot be registered.
     """
-    installed = families()
+    installed = claims()
     if name not in installed:
         raise LookupError(
             f"no family named {name!r}{suggestion(name, installed)}; "
             f"installed: {', '.join(installed) or 'none'}"
         )
-    point = installed[name]
+    point = _single(name, installed[name])
     try:
         family = point.load()
     except Exception as error:
         raise RuntimeError(
-            f"the plugin of family {name!r} ({_owner(point)}: {point.value}) cannot be imported: "
+            f"the plugin of family {name!r} ({owner(point)}: {point.value}) cannot be imported: "
             f"{type(error).__name__}: {error}"
         ) from error
     if not isinstance(family, Family):
         raise RuntimeError(
-            f"{point.value} ({_owner(point)}) must be an ssmzoo.Family, got {type(family).__name__}"
+            f"{point.value} ({owner(point)}) must be an ssmzoo.Family, got {type(family).__name__}"
         )
     if family.name != name:
         raise RuntimeError(
-            f"{point.value} ({_owner(point)}) calls itself {family.name!r}, its entry point {name!r}"
+            f"{point.value} ({owner(point)}) calls itself {family.name!r}, its entry point {name!r}"
         )
-    family.register()
+    try:
+        family.register()
+    except Exception as error:
+        raise RuntimeError(
+            f"family {name!r} ({owner(point)}) cannot be registered with transformers: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     return family
 
 
-def _owner(point: EntryPoint) -> str:
-    distribution = point.dist
-    return distribution.name if distribution is not None else point.value
+def owner(point: EntryPoint) -> str:
+    """Return the name of the distribution that declares an entry point."""
+    return point.dist.name if point.dist is not None else point.value
+
+
+def conflict(name: str, points: Sequence[EntryPoint]) -> str:
+    """Return the sentence that names everyone who claims a family name."""
+    return (
+        f"the family name {name!r} is claimed by {' and by '.join(map(owner, points))}; "
+        "uninstall all but one"
+    )
+
+
+def _single(name: str, points: Sequence[EntryPoint]) -> EntryPoint:
+    if len(points) > 1:
+        raise RuntimeError(conflict(name, points))
+    return points[0]
