@@ -1,0 +1,508 @@
+"""Publish a model folder: into another folder, or to a repository on the Hub.
+
+What goes is a closed list: configuration, safetensors weights, tokenizer, generation configuration,
+card, and the pictures that the card links. Everything else stays behind and is named in the report.
+A dry run makes the same plan and changes nothing; for a Hub repository it needs neither network nor
+token. Both kinds of publication appear at once or not at all: a folder by a rename, a repository by
+a single commit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import re
+import shutil
+import sys
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Literal
+from urllib.parse import unquote
+
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+CARD = "README.md"
+
+_CONFIGURATION = ("config.json", "generation_config.json")
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+_PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib"}
+_CODE = {".py", ".pyc", ".so", ".sh", ".ipynb"}
+_PICTURES = {".png", ".jpg", ".jpeg", ".svg", ".gif", ".webp"}
+_LINKED_PICTURE = re.compile(r"""!\[[^\]]*\]\(\s*<?([^)\s>]+)|<img\b[^>]*?\bsrc=["']([^"']+)["']""")
+_ELSEWHERE = re.compile(r"^(https?:|data:)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class PublishedFile:
+    """One file of a publication: its path inside the target, with ``/``, and its size in bytes."""
+
+    path: str
+    size: int
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """What a publication holds and where it went; a dry run returns the same, undone.
+
+    Attributes:
+        kind: ``"folder"`` or ``"hub"``.
+        target: The folder's absolute path, or the repository id.
+        files: Every file that goes, sorted by path.
+        left_out: Names in the model folder that do not go; folders end in ``/``.
+        dry_run: True if nothing was written.
+        url: Where to look at it; None for a dry run.
+        commit: The commit on the Hub; None for a folder and for a dry run.
+    """
+
+    kind: Literal["folder", "hub"]
+    target: str
+    files: tuple[PublishedFile, ...]
+    left_out: tuple[str, ...]
+    dry_run: bool
+    url: str | None = None
+    commit: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes in all files together."""
+        return sum(file.size for file in self.files)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    sources: dict[str, Path]  # path inside the target -> the file to copy
+    sizes: dict[str, int]
+    left_out: tuple[str, ...]
+
+
+def publish(
+    model_dir: str | Path,
+    target: str,
+    *,
+    dry_run: bool = False,
+    private: bool = False,
+    revision: str | None = None,
+    commit_message: str | None = None,
+) -> PublishReport:
+    """Publish a model folder into a folder or to a Hub repository.
+
+    Args:
+        model_dir: A folder as ``save_pretrained`` writes it, with the card of ``ssmzoo card``.
+        target: A folder (``./x``, ``/x``, ``folder:x``) or a repository (``user/name``,
+            ``hub:user/name``). A folder must be absent, empty, or an earlier publication of the
+            same model, which is then replaced as a whole.
+        dry_run: Check everything that can be checked here and report; write and send nothing.
+        private: Create the repository private. An existing one keeps its visibility.
+        revision: The branch to commit to, created if absent; the main branch if None.
+        commit_message: The commit's title on the Hub.
+
+    Raises:
+        ValueError: The model folder or the target is not fit; the message says why.
+        RuntimeError: The disk, the network or the Hub refused.
+    """
+    kind, place = _parse_target(target)
+    folder = Path(model_dir)
+    if not folder.is_dir():
+        raise ValueError(f"model_dir must be a folder with a saved model, got {str(model_dir)!r}")
+    folder = folder.resolve()
+    if kind == "folder" and (private or revision or commit_message):
+        raise ValueError(
+            "private, revision and commit_message are for Hub repositories, "
+            f"got them with the folder {place!r}"
+        )
+    plan = _plan(folder)
+    if kind == "folder":
+        return _publish_folder(folder, plan, _report(kind, place, plan), dry_run)
+    report = _report(kind, place, plan)
+    if dry_run:
+        return report
+    return _publish_hub(
+        plan, report, private, revision, commit_message or f"Publish {place.split('/')[1]}"
+    )
+
+
+def read_tensors(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return dtype and shape of each tensor in a safetensors file, from its header alone.
+
+    Raises:
+        ValueError: The file is truncated, too long, or no safetensors file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="np") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {
+                name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()
+            }
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{path} is corrupt or truncated ({error}); save the model again"
+        ) from error
+
+
+def read_weights(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return dtype and shape of every tensor of a saved model, and check that none is missing.
+
+    Raises:
+        ValueError: There are no weights, a shard is missing or corrupt, or index and shards differ.
+    """
+    index_path = folder / WEIGHTS_INDEX
+    present = {path.name for path in folder.glob("*.safetensors")}
+    if not index_path.exists():
+        if WEIGHTS not in present:
+            raise ValueError(
+                f"{folder} has no weights: {WEIGHTS} or {WEIGHTS_INDEX} is needed; "
+                "save the model with save_pretrained"
+            )
+        if len(present) > 1:
+            raise ValueError(
+                f"{folder} holds {_list(present - {WEIGHTS})} beside {WEIGHTS} and no index; "
+                "remove what is not of this model"
+            )
+        return read_tensors(folder / WEIGHTS)
+
+    index = _read_object(index_path).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+        raise ValueError(f"{index_path} must hold a weight_map from tensors to files")
+    shards = set(index.values())
+    if strange := {name for name in shards if Path(name).name != name or "\\" in name}:
+        raise ValueError(f"{index_path} names files outside the folder: {_list(strange)}")
+    if missing := shards - present:
+        raise ValueError(f"{folder} lacks {_list(missing)}, which {WEIGHTS_INDEX} names")
+    if extra := present - shards:
+        raise ValueError(
+            f"{folder} holds {_list(extra)}, which {WEIGHTS_INDEX} does not name; "
+            "remove what is not of this model"
+        )
+    tensors = {}
+    for shard in sorted(shards):
+        held = read_tensors(folder / shard)
+        promised = {name for name, home in index.items() if home == shard}
+        if wrong := promised ^ set(held):
+            raise ValueError(
+                f"{folder / shard} and {WEIGHTS_INDEX} disagree about {_list(wrong)}; "
+                "save the model again"
+            )
+        tensors.update(held)
+    return tensors
+
+
+def _parse_target(target: str) -> tuple[Literal["folder", "hub"], str]:
+    prefix, _, rest = target.partition(":")
+    if prefix == "folder" and rest:
+        return "folder", str(Path(rest).expanduser().resolve())
+    if target.startswith(("/", "./", "../", "~")) or target in (".", ".."):
+        return "folder", str(Path(target).expanduser().resolve())
+    repository = rest if prefix == "hub" else target
+    if repository.count("/") != 1:
+        raise ValueError(
+            "target must be a folder (./x, /x, folder:x) or a Hub repository (user/name), "
+            f"got {target!r}"
+        )
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise ValueError(f"target {target!r} is no Hub repository id: {error}") from error
+    if prefix != "hub" and Path(target).exists():
+        raise ValueError(f"target {target!r} is also a path here; write ./{target} or hub:{target}")
+    return "hub", repository
+
+
+def _plan(folder: Path) -> _Plan:
+    """List what goes, after checking every file of it."""
+    sources: dict[str, Path] = {}
+    left_out: list[str] = []
+    for path in sorted(folder.iterdir()):
+        name = path.name
+        if path.is_dir():
+            left_out.append(name + "/")
+        elif path.suffix in _PICKLES:
+            raise ValueError(
+                f"{path} is a pickle, which can run code on the reader's machine; move it away "
+                "(weights are published as safetensors only)"
+            )
+        elif path.suffix in _CODE:
+            raise ValueError(f"{path} is code, which is not published with a model; move it away")
+        elif (
+            name in (*_CONFIGURATION, *_TOKENIZER, CARD, WEIGHTS_INDEX)
+            or path.suffix == ".safetensors"
+        ):
+            sources[name] = _inside(folder, path)
+        else:
+            left_out.append(name)
+
+    if "config.json" not in sources:
+        raise ValueError(f"{folder} has no config.json; give the folder that save_pretrained wrote")
+    for name in sources:
+        if name.endswith(".json"):
+            _read_object(folder / name)
+    read_weights(folder)
+    if CARD not in sources:
+        raise ValueError(f"{folder} has no card {CARD}; write one with: ssmzoo card {folder}")
+    for name in _pictures(folder):
+        sources[name] = _inside(folder, folder / name)
+    left_out = [name for name in left_out if name not in sources]
+    sizes = {name: path.stat().st_size for name, path in sources.items()}
+    return _Plan(dict(sorted(sources.items())), sizes, tuple(left_out))
+
+
+def _pictures(folder: Path) -> list[str]:
+    """Return the pictures beside the card that it links, and check the card's metadata."""
+    from huggingface_hub import ModelCard
+
+    path = folder / CARD
+    try:
+        card = ModelCard.load(path)
+    except Exception as error:  # yaml.YAMLError, ValueError, UnicodeDecodeError: all mean one thing
+        raise ValueError(f"{path} has no readable metadata block: {error}") from error
+    names = set()
+    for match in _LINKED_PICTURE.finditer(card.text):
+        link = match[1] or match[2]
+        if _ELSEWHERE.match(link):
+            continue
+        name = PurePosixPath(unquote(re.split(r"[?#]", link)[0]))
+        if name.is_absolute() or ".." in name.parts or "\\" in str(name):
+            raise ValueError(f"{path} links {link!r}, which lies outside the model folder")
+        if name.suffix.lower() not in _PICTURES:
+            raise ValueError(f"{path} shows {link!r}, which is no picture ({_list(_PICTURES)})")
+        if not (folder / name).is_file():
+            raise ValueError(f"{path} links the picture {link!r}, which is missing")
+        names.add(str(name))
+    return sorted(names)
+
+
+def _inside(folder: Path, path: Path) -> Path:
+    real = path.resolve()
+    if not real.is_relative_to(folder):
+        raise ValueError(
+            f"{path} is a link out of the model folder; copy the folder with its links followed "
+            "(cp -rL) and publish the copy"
+        )
+    if not real.is_file():
+        raise ValueError(f"{path} must be a regular file")
+    return real
+
+
+def _read_object(path: Path) -> dict[str, object]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is corrupt: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _report(kind: Literal["folder", "hub"], place: str, plan: _Plan) -> PublishReport:
+    files = tuple(PublishedFile(name, plan.sizes[name]) for name in plan.sources)
+    return PublishReport(kind, place, files, plan.left_out, dry_run=True)
+
+
+def _done(report: PublishReport, url: str, commit: str | None = None) -> PublishReport:
+    return PublishReport(
+        report.kind, report.target, report.files, report.left_out, False, url, commit
+    )
+
+
+def _publish_folder(
+    folder: Path, plan: _Plan, report: PublishReport, dry_run: bool
+) -> PublishReport:
+    target = Path(report.target)
+    _check_folder(folder, target)
+    if dry_run:
+        return report
+    staged = target.parent / f".{target.name}.{uuid.uuid4().hex}.tmp"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staged.mkdir()
+        for name, source in plan.sources.items():
+            _copy(source, staged / name, plan.sizes[name])
+        _swap(staged, target)
+    except OSError as error:
+        raise RuntimeError(
+            f"cannot write {target}: {error}; what was there is unchanged"
+        ) from error
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+    return _done(report, target.as_uri())
+
+
+def _check_folder(folder: Path, target: Path) -> None:
+    if target == folder or target.is_relative_to(folder):
+        raise ValueError(f"target {target} must lie outside the model folder {folder}")
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"target {target} is a file; name a folder")
+    parent = next(path for path in target.parents if path.exists())
+    if not parent.is_dir():
+        raise ValueError(f"target {target} lies under {parent}, which is a file")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise RuntimeError(f"cannot write into {parent}; choose another target or its permissions")
+    if target.is_dir() and any(target.iterdir()):
+        reason = _why_foreign(folder, target)
+        if reason:
+            raise ValueError(
+                f"target {target} is not empty and no earlier publication of this model "
+                f"({reason}); choose another folder or empty it first"
+            )
+
+
+def _why_foreign(folder: Path, target: Path) -> str | None:
+    """Say why a filled target is not an earlier publication of this model; None if it is one."""
+    try:
+        earlier = _plan(target)
+    except ValueError as error:
+        return str(error)
+    present = {
+        path.relative_to(target).as_posix() for path in target.rglob("*") if not path.is_dir()
+    }
+    if foreign := present - set(earlier.sources):
+        return f"it holds {_list(foreign)}"
+    old, new = (_read_object(place / "config.json").get("model_type") for place in (target, folder))
+    if old != new:
+        return f"its model_type is {old!r}, this model's {new!r}"
+    if read_weights(target) != read_weights(folder):
+        return "its tensors have other names, types or shapes"
+    return None
+
+
+def _copy(source: Path, destination: Path, size: int) -> None:
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    with source.open("rb") as reader, destination.open("xb") as writer:
+        shutil.copyfileobj(reader, writer, 1 << 20)
+        writer.flush()
+        os.fsync(writer.fileno())
+    if destination.stat().st_size != size:
+        raise RuntimeError(f"{source} changed while it was published; nothing was published")
+
+
+def _swap(staged: Path, target: Path) -> None:
+    """Put ``staged`` in the place of ``target``; ``staged`` may then hold what was there."""
+    try:
+        os.rename(staged, target)  # succeeds where target is absent or an empty folder
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        if not _exchange(staged, target):
+            _rename_twice(staged, target)
+    _fsync_folder(target.parent)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two folders in one step; False where the system cannot."""
+    if sys.platform != "linux":
+        return False
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0
+
+
+def _rename_twice(staged: Path, target: Path) -> None:
+    """Replace a folder where no exchange exists: for an instant it is absent, never half there."""
+    aside = staged.with_suffix(".old")
+    os.rename(target, aside)
+    try:
+        os.rename(staged, target)
+    except OSError:
+        os.rename(aside, target)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _fsync_folder(folder: Path) -> None:
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _publish_hub(
+    plan: _Plan, report: PublishReport, private: bool, revision: str | None, message: str
+) -> PublishReport:
+    from huggingface_hub import CommitOperationAdd, HfApi, get_token
+
+    repository, token = report.target, get_token()
+    if token is None:
+        raise RuntimeError(
+            f"publishing to {repository} needs a Hugging Face token; run `hf auth login` "
+            "or set HF_TOKEN"
+        )
+    api = HfApi(token=token)
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repository, branch=revision, exist_ok=True)
+        _refuse_other_weights(api.list_repo_files(repository, revision=revision), plan, repository)
+        operations = [CommitOperationAdd(name, str(path)) for name, path in plan.sources.items()]
+        for operation in operations:
+            if operation.upload_info.size != plan.sizes[operation.path_in_repo]:
+                raise _Refused(
+                    f"{operation.path_or_fileobj} changed while it was published; "
+                    "nothing was published"
+                )
+        commit = api.create_commit(
+            repository, operations, commit_message=message, revision=revision
+        )
+    except _Refused as error:
+        raise RuntimeError(str(error)) from None
+    # The HTTP library under huggingface_hub differs by its version, so its errors cannot be named;
+    # the original is not chained, because a malformed header is quoted with the token in it.
+    except Exception as error:
+        raise RuntimeError(_explain(error, repository, api.endpoint, token)) from None
+    return _done(report, str(commit.commit_url).split("/commit/")[0], commit.oid)
+
+
+class _Refused(Exception):
+    """A reason of our own to stop an upload."""
+
+
+def _refuse_other_weights(remote: Iterable[str], plan: _Plan, repository: str) -> None:
+    # A loader takes model.safetensors before an index: stale weights would win over new shards.
+    stale = {
+        name
+        for name in remote
+        if (name.endswith(".safetensors") or name == WEIGHTS_INDEX) and "/" not in name
+    } - set(plan.sources)
+    if stale:
+        raise _Refused(
+            f"{repository} already holds {_list(stale)}, which this model does not replace; delete "
+            f"them first (hf repos delete-files {repository} ...) or publish elsewhere"
+        )
+
+
+def _explain(error: Exception, repository: str, endpoint: str, token: str) -> str:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    where = f"publishing to {repository} at {endpoint} failed"
+    if status == 401:
+        return f"{where}: the token is not valid (401); run `hf auth login` or set HF_TOKEN"
+    if status == 403:
+        return f"{where}: the token may not write there (403); use one with write access"
+    detail = " ".join(str(error).replace(token, "***").split())
+    return f"{where}: {type(error).__name__}: {detail}"
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

@@ -1,0 +1,423 @@
+"""A small Hub on loopback, in memory: enough to push a model and to load it back.
+
+``with HubServer() as hub`` serves model repositories at ``hub.url``. One token may write, every
+other token is refused, and public repositories can be read without one. Uploads take the git-LFS
+road, so a client must set HF_HUB_DISABLE_XET=1. ``hub.requests`` records what was asked.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+import yaml
+
+REPO = r"(?P<repo>[^/]+/[^/]+)"
+LARGE = 10_000_000  # bytes from which a file goes through LFS; safetensors always do
+
+
+@dataclass(frozen=True)
+class Blob:
+    """One file's content, and whether it came through LFS."""
+
+    content: bytes
+    lfs: bool
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+    @property
+    def git_oid(self) -> str:
+        return hashlib.sha1(b"blob %d\0" % len(self.content) + self.content).hexdigest()
+
+    @property
+    def etag(self) -> str:
+        return self.sha256 if self.lfs else self.git_oid
+
+
+@dataclass
+class Repo:
+    """A repository: trees by commit, commits by branch."""
+
+    private: bool
+    trees: dict[str, dict[str, Blob]] = field(default_factory=dict)
+    branches: dict[str, str] = field(default_factory=dict)
+
+    def commit(self, branch: str, tree: dict[str, Blob]) -> str:
+        content = "".join(f"{path}\0{blob.sha256}\n" for path, blob in sorted(tree.items()))
+        oid = hashlib.sha1(f"{len(self.trees)}\n{content}".encode()).hexdigest()
+        self.trees[oid] = tree
+        self.branches[branch] = oid
+        return oid
+
+    def resolve(self, revision: str) -> str:
+        oid = self.branches.get(revision, revision)
+        if oid not in self.trees:
+            raise Refusal(404, "RevisionNotFound", f"no revision {revision}")
+        return oid
+
+
+class Refusal(Exception):
+    """An answer other than success, in the form the Hub gives it."""
+
+    def __init__(self, status: int, code: str, message: str, body: object = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message = status, code, message
+        self.body = body if body is not None else {"error": message}
+
+
+class HubServer:
+    """The server; a context manager. See the module's text."""
+
+    def __init__(self, token: str = "hf_loopback_token", user: str = "tester") -> None:
+        self.token, self.user = token, user
+        self.repos: dict[str, Repo] = {}
+        self.lfs: dict[str, bytes] = {}
+        self.requests: list[str] = []
+        self._lock = threading.Lock()
+        hub = self
+
+        class Handler(_Handler):
+            server_hub = hub
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+
+    def __enter__(self) -> HubServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def files(self, repo: str, revision: str = "main") -> dict[str, bytes]:
+        """Return what a revision of a repository holds."""
+        found = self.repos[repo]
+        tree = found.trees[found.resolve(revision)]
+        return {path: blob.content for path, blob in tree.items()}
+
+    def answer(self, request: _Handler, body: bytes) -> None:
+        method, path = request.command, urlsplit(request.path).path
+        with self._lock:
+            self.requests.append(f"{method} {path}")
+            for methods, pattern, action in ROUTES:
+                match = re.fullmatch(pattern, path)
+                if match and method in methods.split():
+                    self._authorise(
+                        request, write=method == "POST" and "/validate-yaml" not in path
+                    )
+                    parts = {k: unquote(v) for k, v in match.groupdict().items() if v}
+                    return action(self, request, body, **parts)
+        raise Refusal(404, "NotFound", f"no endpoint {method} {path}")
+
+    def _authorise(self, request: _Handler, write: bool) -> None:
+        sent = request.headers.get("Authorization")
+        if sent is None and not write:
+            return
+        if sent != f"Bearer {self.token}":
+            raise Refusal(401, "", "Invalid credentials in Authorization header")
+
+    def _find(self, request: _Handler, repo: str) -> Repo:
+        found = self.repos.get(repo)
+        hidden = found is not None and found.private and "Authorization" not in request.headers
+        if found is None or hidden:
+            raise Refusal(404, "RepoNotFound", f"no repository {repo}")
+        return found
+
+    # accounts and repositories
+
+    def whoami(self, request: _Handler, body: bytes) -> None:
+        if "Authorization" not in request.headers:
+            raise Refusal(401, "", "Invalid credentials in Authorization header")
+        access = {"displayName": "loopback", "role": "write"}
+        request.reply(
+            {"name": self.user, "type": "user", "orgs": [], "auth": {"accessToken": access}}
+        )
+
+    def create(self, request: _Handler, body: bytes) -> None:
+        asked = json.loads(body)
+        owner = asked.get("organization") or self.user
+        repo = f"{owner}/{asked['name'].split('/')[-1]}"
+        if owner != self.user:
+            raise Refusal(403, "", f"no right to create a repository under {owner}")
+        if asked.get("type") not in (None, "model"):
+            raise Refusal(400, "", "this server holds models only")
+        made = {"url": f"{self.url}/{repo}", "name": repo, "id": repo}
+        if repo in self.repos:
+            raise Refusal(
+                409, "", "You already created this model repo", {**made, "error": "exists"}
+            )
+        private = bool(asked.get("private")) or asked.get("visibility") == "private"
+        self.repos[repo] = Repo(private)
+        attributes = Blob(b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n", lfs=False)
+        self.repos[repo].commit("main", {".gitattributes": attributes})
+        request.reply(made)
+
+    def branch(self, request: _Handler, body: bytes, repo: str, name: str) -> None:
+        found = self._find(request, repo)
+        if name in found.branches:
+            raise Refusal(409, "", f"Reference already exists: {name}")
+        start = json.loads(body or b"{}").get("startingPoint") or "main"
+        found.branches[name] = found.resolve(start)
+        request.reply({})
+
+    def refs(self, request: _Handler, body: bytes, repo: str) -> None:
+        branches = self._find(request, repo).branches.items()
+        request.reply(
+            {
+                "branches": [
+                    {"name": name, "ref": f"refs/heads/{name}", "targetCommit": oid}
+                    for name, oid in branches
+                ],
+                "tags": [],
+                "converts": [],
+            }
+        )
+
+    def validate_yaml(self, request: _Handler, body: bytes) -> None:
+        errors = metadata_errors(json.loads(body)["content"])
+        if errors:
+            messages = {"errors": [{"message": error} for error in errors], "warnings": []}
+            raise Refusal(400, "", "; ".join(errors), messages)
+        request.reply({"errors": [], "warnings": []})
+
+    # uploads
+
+    def preupload(self, request: _Handler, body: bytes, repo: str, revision: str) -> None:
+        self._find(request, repo).resolve(revision)
+        request.reply(
+            {
+                "files": [
+                    {
+                        "path": file["path"],
+                        "uploadMode": "lfs"
+                        if file["size"] >= LARGE or file["path"].endswith(".safetensors")
+                        else "regular",
+                        "shouldIgnore": False,
+                        "oid": None,
+                    }
+                    for file in json.loads(body)["files"]
+                ]
+            }
+        )
+
+    def lfs_batch(self, request: _Handler, body: bytes, repo: str) -> None:
+        self._find(request, repo)
+        objects = []
+        for wanted in json.loads(body)["objects"]:
+            entry = {"oid": wanted["oid"], "size": wanted["size"]}
+            if wanted["oid"] not in self.lfs:
+                href = f"{self.url}/lfs/{wanted['oid']}"
+                entry["actions"] = {
+                    "upload": {"href": href, "header": {}},
+                    "verify": {"href": f"{href}/verify", "header": {}},
+                }
+            objects.append(entry)
+        request.reply({"transfer": "basic", "objects": objects})
+
+    def lfs_put(self, request: _Handler, body: bytes, oid: str) -> None:
+        if hashlib.sha256(body).hexdigest() != oid:
+            raise Refusal(400, "", "the content does not match its oid")
+        self.lfs[oid] = body
+        request.reply({})
+
+    def lfs_verify(self, request: _Handler, body: bytes, oid: str) -> None:
+        if oid not in self.lfs or len(self.lfs[oid]) != json.loads(body)["size"]:
+            raise Refusal(404, "", "not uploaded")
+        request.reply({})
+
+    def commit(self, request: _Handler, body: bytes, repo: str, revision: str) -> None:
+        found = self._find(request, repo)
+        tree = dict(found.trees[found.resolve(revision)])
+        for line in body.splitlines():
+            entry = json.loads(line)
+            key, value = entry["key"], entry["value"]
+            if key == "file":
+                tree[value["path"]] = Blob(base64.b64decode(value["content"]), lfs=False)
+            elif key == "lfsFile":
+                if value["oid"] not in self.lfs:
+                    raise Refusal(400, "", f"{value['path']} was not uploaded")
+                tree[value["path"]] = Blob(self.lfs[value["oid"]], lfs=True)
+            elif key == "deletedFile":
+                if tree.pop(value["path"], None) is None:
+                    raise Refusal(404, "EntryNotFound", f"no file {value['path']}")
+            elif key != "header":
+                raise Refusal(400, "", f"unknown operation {key}")
+        card = tree.get("README.md")
+        if card and (errors := metadata_errors(card.content.decode())):
+            raise Refusal(400, "", "; ".join(errors))
+        oid = found.commit(revision, tree)
+        url = f"{self.url}/{repo}/commit/{oid}"
+        request.reply({"success": True, "commitOid": oid, "commitUrl": url, "hookOutput": ""})
+
+    # downloads
+
+    def info(self, request: _Handler, body: bytes, repo: str, revision: str = "main") -> None:
+        found = self._find(request, repo)
+        oid = found.resolve(revision)
+        siblings = [{"rfilename": path} for path in found.trees[oid]]
+        request.reply(
+            {
+                "_id": "0",
+                "id": repo,
+                "modelId": repo,
+                "sha": oid,
+                "private": found.private,
+                "gated": False,
+                "disabled": False,
+                "downloads": 0,
+                "likes": 0,
+                "tags": [],
+                "siblings": siblings,
+            }
+        )
+
+    def tree(
+        self, request: _Handler, body: bytes, repo: str, revision: str, under: str | None = None
+    ) -> None:
+        found = self._find(request, repo)
+        prefix = f"{under.rstrip('/')}/" if under else ""
+        entries = []
+        for path, blob in found.trees[found.resolve(revision)].items():
+            if not path.startswith(prefix):
+                continue
+            entry: dict[str, object] = {
+                "type": "file",
+                "path": path,
+                "size": len(blob.content),
+                "oid": blob.git_oid,
+            }
+            if blob.lfs:
+                size = len(blob.content)
+                entry["lfs"] = {"oid": blob.sha256, "size": size, "pointerSize": 134}
+            entries.append(entry)
+        if prefix and not entries:
+            raise Refusal(404, "EntryNotFound", f"no folder {under}")
+        request.reply(entries)
+
+    def resolve(self, request: _Handler, body: bytes, repo: str, revision: str, path: str) -> None:
+        found = self._find(request, repo)
+        oid = found.resolve(revision)
+        blob = found.trees[oid].get(path)
+        if blob is None:
+            raise Refusal(404, "EntryNotFound", f"no file {path}")
+        headers = {"X-Repo-Commit": oid, "ETag": f'"{blob.etag}"'}
+        if blob.lfs:
+            headers["X-Linked-Size"] = str(len(blob.content))
+            headers["X-Linked-Etag"] = f'"{blob.etag}"'
+        request.reply(blob.content, headers=headers)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server_hub: HubServer
+
+    def log_message(self, *args: object) -> None:
+        """Stay silent: the server records requests itself."""
+
+    def _serve(self) -> None:
+        body = self._body()
+        try:
+            self.server_hub.answer(self, body)
+        except Refusal as refusal:
+            headers = {"X-Error-Message": refusal.message}
+            if refusal.code:
+                headers["X-Error-Code"] = refusal.code
+            self.reply(refusal.body, refusal.status, headers)
+
+    do_GET = do_HEAD = do_POST = do_PUT = _serve
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        parts = []
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
+    def reply(
+        self, content: object, status: int = 200, headers: dict[str, str] | None = None
+    ) -> None:
+        raw = content if isinstance(content, bytes) else json.dumps(content).encode()
+        kind = "application/octet-stream" if isinstance(content, bytes) else "application/json"
+        self.send_response(status)
+        for name, value in {"Content-Type": kind, **(headers or {})}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(raw)
+
+
+def metadata_errors(card: str) -> list[str]:
+    """Return what the Hub would refuse in a card's metadata: its YAML, and its model-index."""
+    block = re.match(r"\s*---[ \t]*\n(.*?)\n---[ \t]*(\n|$)", card, re.DOTALL)
+    if block is None:
+        return []
+    try:
+        metadata = yaml.safe_load(block[1]) or {}
+    except yaml.YAMLError as error:
+        return [f"invalid YAML: {error}"]
+    if not isinstance(metadata, dict):
+        return ["metadata must be a mapping"]
+    errors = []
+    for name in ("library_name", "pipeline_tag"):
+        if name in metadata and not isinstance(metadata[name], str):
+            errors.append(f"{name} must be a string")
+    if not all(isinstance(tag, str) for tag in metadata.get("tags", [])):
+        errors.append("tags must be strings")
+    for model in metadata.get("model-index", []):
+        if not isinstance(model.get("name"), str):
+            errors.append("model-index[].name must be a string")
+        for result in model.get("results", []):
+            where = "model-index[].results[]"
+            if not result.get("task", {}).get("type"):
+                errors.append(f"{where}.task.type is missing")
+            dataset = result.get("dataset", {})
+            errors += [
+                f"{where}.dataset.{key} is missing"
+                for key in ("type", "name")
+                if not dataset.get(key)
+            ]
+            if not result.get("metrics"):
+                errors.append(f"{where}.metrics is empty")
+            for metric in result.get("metrics", []):
+                errors += [
+                    f"{where}.metrics[].{key} is missing"
+                    for key in ("type", "value")
+                    if key not in metric
+                ]
+    return errors
+
+
+Action = Callable[..., None]
+ROUTES: list[tuple[str, str, Action]] = [
+    ("GET", r"/api/whoami-v2", HubServer.whoami),
+    ("POST", r"/api/repos/create", HubServer.create),
+    ("POST", r"/api/validate-yaml", HubServer.validate_yaml),
+    ("POST", rf"/api/models/{REPO}/branch/(?P<name>[^/]+)", HubServer.branch),
+    ("GET", rf"/api/models/{REPO}/refs", HubServer.refs),
+    ("POST", rf"/api/models/{REPO}/preupload/(?P<revision>[^/]+)", HubServer.preupload),
+    ("POST", rf"/{REPO}\.git/info/lfs/objects/batch", HubServer.lfs_batch),
+    ("PUT", r"/lfs/(?P<oid>[0-9a-f]{64})", HubServer.lfs_put),
+    ("POST", r"/lfs/(?P<oid>[0-9a-f]{64})/verify", HubServer.lfs_verify),
+    ("POST", rf"/api/models/{REPO}/commit/(?P<revision>[^/]+)", HubServer.commit),
+    ("GET", rf"/api/models/{REPO}", HubServer.info),
+    ("GET", rf"/api/models/{REPO}/revision/(?P<revision>[^/]+)", HubServer.info),
+    ("GET", rf"/api/models/{REPO}/tree/(?P<revision>[^/]+)(/(?P<under>.+))?", HubServer.tree),
+    ("GET HEAD", rf"/{REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", HubServer.resolve),
+]

@@ -1,0 +1,534 @@
+"""Publication: what goes, what is refused, and a round trip over real HTTP on loopback."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from transformers import AutoModelForCausalLM, Mamba2Config, Mamba2ForCausalLM
+
+from ssmzoo import hub
+from ssmzoo.hub import publish
+
+CARD = "---\nlibrary_name: transformers\n---\n\n# tiny\n\n![Loss](loss.png)\n"
+PICTURE = b"\x89PNG\r\n\x1a\n"
+
+
+def _load_helper(name: str):
+    """Import a helper beside this file; the tests are no package."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+hub_server = _load_helper("hub_server")
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory):
+    """A tiny real model, saved once; tests copy it."""
+    folder = tmp_path_factory.mktemp("saved") / "tiny"
+    torch.manual_seed(0)
+    config = Mamba2Config(
+        vocab_size=64,
+        hidden_size=16,
+        num_hidden_layers=2,
+        state_size=8,
+        num_heads=4,
+        head_dim=8,
+        n_groups=1,
+        chunk_size=8,
+    )
+    Mamba2ForCausalLM(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "README.md").write_text(CARD)
+    (folder / "loss.png").write_bytes(PICTURE)
+    (folder / "notes.txt").write_text("mine")
+    (folder / "checkpoints").mkdir()
+    return folder
+
+
+@pytest.fixture
+def model(saved_model, tmp_path):
+    return Path(shutil.copytree(saved_model, tmp_path / "tiny"))
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+EXPECTED = {
+    "README.md",
+    "config.json",
+    "generation_config.json",
+    "loss.png",
+    "model.safetensors",
+    "tokenizer.json",
+}
+
+
+# folders
+
+
+def test_a_folder_gets_exactly_the_publishable_files(model, tmp_path):
+    report = publish(model, str(tmp_path / "out" / "tiny"))
+    published = tree(tmp_path / "out" / "tiny")
+    assert set(published) == EXPECTED == {file.path for file in report.files}
+    assert all(published[name] == (model / name).read_bytes() for name in EXPECTED)
+    assert [file.size for file in report.files] == [len(published[f.path]) for f in report.files]
+    assert report.left_out == ("checkpoints/", "notes.txt")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["tiny"]
+
+
+def test_a_dry_run_reports_the_same_and_writes_nothing(model, tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    dry = publish(model, str(tmp_path / "out" / "tiny"), dry_run=True)
+    assert sorted(tmp_path.rglob("*")) == before
+    real = publish(model, str(tmp_path / "out" / "tiny"))
+    assert dry.dry_run
+    assert not real.dry_run
+    assert (dry.files, dry.left_out, dry.target) == (real.files, real.left_out, real.target)
+
+
+def test_a_published_folder_loads_to_the_same_weights(model, tmp_path):
+    publish(model, f"folder:{tmp_path / 'out'}")
+    first = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    second = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_an_earlier_publication_is_replaced_as_a_whole(model, tmp_path):
+    target = tmp_path / "out"
+    publish(model, str(target))
+    (model / "README.md").write_text(CARD.replace("![Loss](loss.png)", "second"))
+    (model / "tokenizer.json").unlink()
+    publish(model, str(target))
+    assert set(tree(target)) == EXPECTED - {"loss.png", "tokenizer.json"}
+    assert "second" in (target / "README.md").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "tiny"]
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "rename"])
+def test_replacing_works_with_and_without_an_atomic_exchange(
+    model, tmp_path, monkeypatch, exchange
+):
+    used = []
+
+    def recorded(*folders):
+        used.append(real(*folders) if exchange else False)
+        return used[-1]
+
+    real = hub._exchange
+    monkeypatch.setattr(hub, "_exchange", recorded)
+    publish(model, str(tmp_path / "out"))
+    (model / "README.md").write_text("# second\n")
+    publish(model, str(tmp_path / "out"))
+    assert used == [exchange and sys.platform == "linux"]
+    assert (tmp_path / "out" / "README.md").read_text() == "# second\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "tiny"]
+
+
+@pytest.mark.parametrize("step", ["copy", "rename"])
+def test_a_failure_midway_leaves_the_earlier_publication_whole(model, tmp_path, monkeypatch, step):
+    publish(model, str(tmp_path / "out"))
+    before = tree(tmp_path / "out")
+    (model / "README.md").write_text("# second\n")
+
+    if step == "copy":
+        copy = hub._copy
+
+        def fail_at_the_weights(source, destination, size):
+            if destination.name == "model.safetensors":
+                raise OSError(28, "No space left on device")
+            copy(source, destination, size)
+
+        monkeypatch.setattr(hub, "_copy", fail_at_the_weights)
+    else:
+        rename = os.rename
+
+        def fail_at_the_new_folder(source, destination):
+            if str(source).endswith(".tmp"):
+                code = 39 if Path(destination).exists() else 5
+                raise OSError(code, os.strerror(code))
+            rename(source, destination)
+
+        monkeypatch.setattr(hub, "_exchange", lambda first, second: False)
+        monkeypatch.setattr(os, "rename", fail_at_the_new_folder)
+    with pytest.raises(RuntimeError, match="what was there is unchanged"):
+        publish(model, str(tmp_path / "out"))
+    assert tree(tmp_path / "out") == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "tiny"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda out: (out / "diary.txt").write_text("mine"), "it holds diary.txt"),
+        (lambda out: (out / "sub").mkdir() or (out / "sub" / "x").write_text(""), "it holds sub/x"),
+        (lambda out: (out / "config.json").write_text('{"model_type": "llama"}'), "'llama'"),
+        (
+            lambda out: save_file({"x": np.zeros(3)}, out / "model.safetensors"),
+            "its tensors have other",
+        ),
+        (lambda out: (out / "model.safetensors").write_bytes(b"short"), "corrupt or truncated"),
+    ],
+    ids=["foreign file", "foreign folder", "other family", "other shapes", "corrupt"],
+)
+def test_a_filled_foreign_folder_is_refused_and_untouched(model, tmp_path, change, reason):
+    target = tmp_path / "out"
+    publish(model, str(target))
+    change(target)
+    before = tree(target)
+    for dry_run in (True, False):
+        with pytest.raises(ValueError, match="no earlier publication of this model") as caught:
+            publish(model, str(target), dry_run=dry_run)
+        assert reason in str(caught.value)
+    assert tree(target) == before
+
+
+def test_an_unfit_target_is_one_clear_error(model, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "user" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for target, message in [
+        (str(tmp_path / "file"), "is a file; name a folder"),
+        (str(tmp_path / "file" / "below"), "which is a file"),
+        (str(model), "must lie outside the model folder"),
+        (str(model / "inner"), "must lie outside the model folder"),
+        ("word", "must be a folder"),
+        ("a/b/c", "must be a folder"),
+        ("user/na me", "no Hub repository id"),
+        ("user/-name", "no Hub repository id"),
+        ("user/name", "write ./user/name or hub:user/name"),
+        ("", "must be a folder"),
+    ]:
+        with pytest.raises(ValueError, match="target") as caught:
+            publish(model, target)
+        assert message in str(caught.value), target
+    with pytest.raises(ValueError, match="are for Hub repositories"):
+        publish(model, "./out", private=True)
+
+
+def test_an_unwritable_target_is_one_clear_error(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    for dry_run in (True, False):
+        with pytest.raises(RuntimeError, match="cannot write into"):
+            publish(model, str(tmp_path / "out"), dry_run=dry_run)
+    monkeypatch.undo()
+    if sys.platform == "linux":
+        with pytest.raises(RuntimeError, match="cannot write"):
+            publish(model, "/proc/ssmzoo-out")
+
+
+# model folders
+
+
+def _shard(model: Path, *, index: dict[str, str]) -> None:
+    (model / "model.safetensors").unlink()
+    for number in (1, 2):
+        save_file({f"t{number}": np.zeros(4)}, model / f"model-0000{number}-of-00002.safetensors")
+    (model / hub.WEIGHTS_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+GOOD_INDEX = {"t1": "model-00001-of-00002.safetensors", "t2": "model-00002-of-00002.safetensors"}
+
+
+def test_shards_go_with_their_index(model, tmp_path):
+    _shard(model, index=GOOD_INDEX)
+    report = publish(model, str(tmp_path / "out"))
+    weights = {*GOOD_INDEX.values(), hub.WEIGHTS_INDEX}
+    assert {f.path for f in report.files} == EXPECTED - {"model.safetensors"} | weights
+
+
+def _write(name: str, text: str | bytes):
+    data = text if isinstance(text, bytes) else text.encode()
+    return lambda model: (model / name).write_bytes(data)
+
+
+def _link_out(name: str):
+    def change(model: Path) -> None:
+        outside = model.parent / "outside"
+        outside.mkdir()
+        (model / name).replace(outside / name)
+        (model / name).symlink_to(outside / name)
+
+    return change
+
+
+def _cut(model: Path) -> None:
+    with (model / "model.safetensors").open("r+b") as file:
+        file.truncate(file.seek(0, os.SEEK_END) - 1)
+
+
+def _append(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+BAD_FOLDERS = {
+    "no config": (lambda m: (m / "config.json").unlink(), "has no config.json"),
+    "broken config": (_write("config.json", "{"), "config.json is corrupt"),
+    "config is a list": (_write("config.json", "[]"), "must hold a JSON object"),
+    "broken tokenizer": (_write("tokenizer.json", "{"), "tokenizer.json is corrupt"),
+    "no weights": (lambda m: (m / "model.safetensors").unlink(), "has no weights"),
+    "truncated weights": (_cut, "corrupt or truncated"),
+    "empty weights": (_write("model.safetensors", b""), "corrupt or truncated"),
+    "longer weights": (
+        lambda m: _append(m / "model.safetensors"),
+        "corrupt or truncated",
+    ),
+    "foreign weights": (lambda m: save_file({"x": np.zeros(1)}, m / "x.safetensors"), "no index"),
+    "missing shard": (
+        lambda m: _shard(m, index={**GOOD_INDEX, "t3": "model-3.safetensors"}),
+        "lacks model-3.safetensors",
+    ),
+    "unnamed shard": (
+        lambda m: _shard(m, index={"t1": GOOD_INDEX["t1"]}),
+        "holds model-00002-of-00002.safetensors",
+    ),
+    "shard lacks a tensor": (
+        lambda m: _shard(m, index={**GOOD_INDEX, "t3": GOOD_INDEX["t1"]}),
+        "disagree about t3",
+    ),
+    "index climbs out": (
+        lambda m: _shard(m, index={"t1": "../model.safetensors"}),
+        "names files outside the folder",
+    ),
+    "index is empty": (_write(hub.WEIGHTS_INDEX, "{}"), "must hold a weight_map"),
+    "pickle": (_write("training_args.bin", b"\x80"), "is a pickle"),
+    "code": (_write("modeling_tiny.py", "print()"), "is code"),
+    "no card": (lambda m: (m / "README.md").unlink(), "write one with: ssmzoo card"),
+    "broken card": (_write("README.md", "---\na: [\n---\n"), "no readable metadata"),
+    "card shows a missing picture": (
+        _write("README.md", "![x](curve.png)"),
+        "'curve.png', which is missing",
+    ),
+    "card climbs out": (_write("README.md", "![x](../x.png)"), "outside the model folder"),
+    "card climbs out, encoded": (_write("README.md", "![x](%2e%2e/x.png)"), "outside the model"),
+    "card shows an absolute path": (
+        _write("README.md", '<img src="/etc/x.png">'),
+        "outside the model folder",
+    ),
+    "card shows no picture": (_write("README.md", "![x](notes.txt)"), "is no picture"),
+    "weights link out": (_link_out("model.safetensors"), "link out of the model folder"),
+    "picture links out": (_link_out("loss.png"), "link out of the model folder"),
+    "config is a pipe": (
+        lambda m: (m / "config.json").unlink() or os.mkfifo(m / "config.json"),
+        "must be a regular file",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FOLDERS)
+def test_an_unfit_model_folder_is_refused_before_anything_is_written(model, tmp_path, case):
+    change, message = BAD_FOLDERS[case]
+    change(model)
+    for dry_run in (True, False):
+        with pytest.raises(ValueError) as caught:
+            publish(model, str(tmp_path / "out"), dry_run=dry_run)
+        assert message in str(caught.value)
+        assert str(model) in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_model_folder_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="must be a folder with a saved model"):
+        publish(tmp_path / "absent", "./out")
+
+
+def test_pictures_on_the_web_are_left_there(model, tmp_path):
+    (model / "README.md").write_text("![x](https://example.org/x.png) <img src='data:,x'>")
+    report = publish(model, str(tmp_path / "out"))
+    assert {file.path for file in report.files} == EXPECTED - {"loss.png"}
+
+
+def test_a_file_that_changes_while_it_is_copied_stops_the_publication(model, tmp_path, monkeypatch):
+    plan = hub._plan
+
+    def then_grow(folder):
+        made = plan(folder)
+        (model / "tokenizer.json").write_text('{"grown": true}')
+        return made
+
+    monkeypatch.setattr(hub, "_plan", then_grow)
+    with pytest.raises(RuntimeError, match=r"tokenizer.json changed while it was published"):
+        publish(model, str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+# the Hub, over HTTP
+
+PUSH = """
+import json, sys
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM
+from ssmzoo.hub import publish
+
+folder = sys.argv[1]
+dry = publish(folder, "tester/published", dry_run=True)
+ModelCard.load(folder + "/README.md").validate()
+sent = publish(folder, "tester/published")
+again = publish(folder, "tester/published", revision="second/try", private=True)
+AutoModelForCausalLM.from_pretrained(folder).push_to_hub("tester/pushed")
+print(json.dumps({
+    "dry": [file.path for file in dry.files],
+    "sent": [file.path for file in sent.files],
+    "urls": [dry.url, sent.url],
+    "commits": [dry.commit, sent.commit, again.commit],
+}))
+"""
+
+LOAD = """
+import sys
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+torch.set_num_threads(1)
+input_ids = torch.arange(24).reshape(2, 12)
+logits = {}
+for name in ("published", "pushed"):
+    model = AutoModelForCausalLM.from_pretrained(f"tester/{name}").eval()
+    with torch.no_grad():
+        logits[name] = model(input_ids).logits.numpy()
+np.savez(sys.argv[1], **logits)
+"""
+
+PUBLISH = """
+import sys
+from ssmzoo.hub import publish
+
+for target in sys.argv[2:]:
+    try:
+        publish(sys.argv[1], target)
+        print(target, "published")
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def run_python(script: str, *arguments: object, home: Path, url: str, token: str | None):
+    """Run a script in a fresh interpreter that knows no Hub but the given one."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
+    environment |= {
+        "HF_ENDPOINT": url,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    if token is not None:
+        environment["HF_TOKEN"] = token
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def server():
+    with hub_server.HubServer() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def pushed(server, saved_model, tmp_path_factory):
+    home = tmp_path_factory.mktemp("push-home")
+    done = run_python(PUSH, saved_model, home=home, url=server.url, token=server.token)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_hub_gets_exactly_what_the_dry_run_showed(server, saved_model, pushed):
+    held = server.files("tester/published")
+    del held[".gitattributes"]
+    assert sorted(held) == pushed["dry"] == pushed["sent"] == sorted(EXPECTED)
+    assert all(held[name] == (saved_model / name).read_bytes() for name in held)
+    dry, real = pushed["urls"]
+    assert dry is None
+    assert real == f"{server.url}/tester/published"
+
+
+def test_a_publication_is_one_commit(server, pushed):
+    repo = server.repos["tester/published"]
+    assert list(repo.trees)[1] == pushed["commits"][1] == repo.branches["main"]
+    commits = [r for r in server.requests if r.endswith("/api/models/tester/published/commit/main")]
+    assert len(commits) == 1
+
+
+def test_a_revision_is_created_and_the_repository_keeps_its_visibility(server, pushed):
+    repo = server.repos["tester/published"]
+    assert set(repo.branches) == {"main", "second/try"}
+    assert not repo.private
+    assert server.files("tester/published", "second/try") == server.files("tester/published")
+
+
+def test_published_and_pushed_models_load_by_id_in_a_fresh_process_bit_for_bit(
+    server, pushed, saved_model, tmp_path
+):
+    run_python(LOAD, tmp_path / "logits.npz", home=tmp_path / "home", url=server.url, token=None)
+    loaded = np.load(tmp_path / "logits.npz")
+    model = AutoModelForCausalLM.from_pretrained(saved_model).eval()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            expected = model(torch.arange(24).reshape(2, 12)).logits.numpy()
+    finally:
+        torch.set_num_threads(threads)
+    for name in ("published", "pushed"):
+        assert np.array_equal(loaded[name], expected), name
+    assert any("/resolve/" in r and r.endswith("model.safetensors") for r in server.requests)
+
+
+def test_a_refused_token_is_named_as_the_cause_and_never_shown(server, model, tmp_path):
+    for token in ("hf_wrong_secret", "hf_wrong_secret\u00e9"):
+        done = run_python(
+            PUBLISH, model, "tester/refused", home=tmp_path, url=server.url, token=token
+        )
+        assert "publishing to tester/refused" in done.stdout
+        assert "hf_wrong_secret" not in done.stdout + done.stderr
+    assert "tester/refused" not in server.repos
+
+
+def test_the_way_out_of_each_refusal_of_the_hub_is_named(server, model, tmp_path):
+    repo = hub_server.Repo(private=False)
+    stale_weights = hub_server.Blob(b"old", lfs=True)
+    repo.commit("main", {"model-00001-of-00002.safetensors": stale_weights})
+    server.repos["tester/sharded"] = repo
+    done = run_python(
+        PUBLISH,
+        model,
+        "tester/sharded",
+        "stranger/tiny",
+        home=tmp_path,
+        url=server.url,
+        token=server.token,
+    )
+    stale, forbidden = done.stdout.splitlines()
+    assert "already holds model-00001-of-00002.safetensors" in stale
+    assert "hf repos delete-files tester/sharded" in stale
+    assert "may not write there (403)" in forbidden
+    assert len(repo.trees) == 1
+    done = run_python(PUBLISH, model, "tester/none", home=tmp_path, url=server.url, token=None)
+    assert "needs a Hugging Face token" in done.stdout
+    assert "hf auth login" in done.stdout
