@@ -33,7 +33,7 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 def write_strength(a: Array, k: Array) -> Array:
-    """Eq. (6): ``eps = beta / (1 + beta k.k)`` with ``beta = sigmoid(a)``; a [..., D], k [..., N]."""
+    """Eq. (6): ``eps = beta / (1 + beta k.k)``, ``beta = sigmoid(a)``; a [..., D], k [..., N]."""
     beta = sigmoid(a)
     return beta / (1 + beta * np.sum(k * k, axis=-1, keepdims=True))
 
@@ -164,6 +164,6 @@ def logits(weights: Weights, config: Config, input_ids: Array) -> Array:
 
 
 def step(weights: Weights, config: Config, token: Array, state: State) -> tuple[Array, State]:
-    """Decode one token [B] from a state (:func:`empty_state` at the start): logits [B, V], state."""
+    """Decode one token [B] from a state, at first :func:`empty_state`: logits [B, V], state."""
     out, state = run(weights, config, np.asarray(token)[:, None], state)
     return out[:, 0], state
