@@ -84,9 +84,7 @@ def _backward(
 @_backward.register_fake
 def _(grad_out, grad_final, x, weight, bias, initial_state, offsets, silu, backend):
     return tuple(
-        x.new_empty(0)
-        if t is None
-        else torch.empty_like(t, memory_format=torch.contiguous_format)
+        x.new_empty(0) if t is None else torch.empty_like(t, memory_format=torch.contiguous_format)
         for t in (x, weight, bias, initial_state)
     )
 

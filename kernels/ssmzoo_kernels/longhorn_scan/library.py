@@ -101,14 +101,10 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    grad_out, grad_final, u, q, k, dt, dt_bias, D, z, initial_state, offsets, saved, backend
-):
+def _(grad_out, grad_final, u, q, k, dt, dt_bias, D, z, initial_state, offsets, saved, backend):
     inputs = (u, q, k, dt, dt_bias, D, z, initial_state)
     return tuple(
-        u.new_empty(0)
-        if x is None
-        else torch.empty_like(x, memory_format=torch.contiguous_format)
+        u.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
         for x in inputs
     )
 

@@ -1,0 +1,48 @@
+"""Longhorn for Hugging Face: state-space models as amortized online learners."""
+
+from ssmzoo import Family, Paper
+
+from .configuration_longhorn import LonghornConfig
+from .modeling_longhorn import (
+    LonghornForCausalLM,
+    LonghornForSequenceClassification,
+    LonghornModel,
+)
+
+FAMILY = Family(
+    name="longhorn",
+    config_class=LonghornConfig,
+    model_class=LonghornModel,
+    causal_lm_class=LonghornForCausalLM,
+    sequence_classification_class=LonghornForSequenceClassification,
+    paper=Paper(
+        title="Longhorn: State Space Models are Amortized Online Learners",
+        authors="Bo Liu, Rui Wang, Lemeng Wu, Yihao Feng, Peter Stone, Qiang Liu",
+        arxiv="2407.14207",
+        year=2024,
+    ),
+    presets={
+        # parameters: 128,563,968 - 369,968,128 - 1,331,595,264
+        "longhorn-125m": {"hidden_size": 768, "num_hidden_layers": 24, "vocab_size": 50304},
+        "longhorn-350m": {"hidden_size": 1024, "num_hidden_layers": 48, "vocab_size": 50304},
+        "longhorn-1.3b": {"hidden_size": 2048, "num_hidden_layers": 48, "vocab_size": 32000},
+    },
+    tiny={
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "d_state": 4,
+        "dt_rank": 3,
+        "use_bias": True,
+        "out_norm": False,
+    },
+    lora_targets=("in_proj", "x_proj", "dt_proj", "out_proj"),
+)
+
+__all__ = [
+    "FAMILY",
+    "LonghornConfig",
+    "LonghornForCausalLM",
+    "LonghornForSequenceClassification",
+    "LonghornModel",
+]

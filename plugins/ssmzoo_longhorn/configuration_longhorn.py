@@ -1,0 +1,72 @@
+"""Configuration of Longhorn (arXiv 2407.14207)."""
+
+import math
+from typing import ClassVar, Literal
+
+from huggingface_hub.dataclasses import strict
+
+from ssmzoo.modeling import SSMConfig
+
+
+@strict
+class LonghornConfig(SSMConfig):
+    """Longhorn: a Mamba block whose scan solves an online regression at every token.
+
+    Attributes:
+        d_state: N, keys and queries per token and state columns per channel.
+        expand: The mixer's inner width is ``expand * hidden_size``.
+        d_conv: K, taps of the causal convolution.
+        dt_rank: Rank of the write-strength projection; "auto" is ``ceil(hidden_size / 16)``.
+        conv_bias: Whether the convolution has a bias.
+        use_bias: Whether ``in_proj`` and ``out_proj`` have biases.
+        dt_bias_init: Initial ``dt_bias``; 0 starts every write strength at one half.
+        rescale_prenorm_residual: Divide ``out_proj`` by ``sqrt(num_hidden_layers)`` at the start.
+        transition: "diagonal" is the paper's model; "exact" keeps the whole rank-one transition and
+            runs on the slow reference only.
+        out_norm: RMSNorm on the scan's output before the gate.
+    """
+
+    model_type = "ssmzoo_longhorn"
+    attribute_map: ClassVar[dict[str, str]] = {
+        **SSMConfig.attribute_map,
+        "state_size": "d_state",
+        "conv_kernel": "d_conv",
+        "use_conv_bias": "conv_bias",
+        "time_step_rank": "dt_rank",
+        "beta_rank": "dt_rank",
+        "beta_bias_init": "dt_bias_init",
+    }
+
+    d_state: int = 16
+    expand: int = 2
+    d_conv: int = 4
+    dt_rank: int | str = "auto"
+    conv_bias: bool = True
+    use_bias: bool = False
+    dt_bias_init: float = 0.0
+    rescale_prenorm_residual: bool = True
+    transition: Literal["diagonal", "exact"] = "diagonal"
+    out_norm: bool = False
+
+    def check(self) -> None:
+        """Fail unless the mixer's sizes are sizes."""
+        super().check()
+        for name in ("d_state", "expand", "d_conv"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        rank = self.dt_rank
+        if rank != "auto" and (isinstance(rank, str) or rank < 1):
+            raise ValueError(f"dt_rank must be 'auto' or at least 1, got {rank!r}")
+
+    @property
+    def d_inner(self) -> int:
+        """E, the mixer's inner width."""
+        return self.expand * self.hidden_size
+
+    @property
+    def write_rank(self) -> int:
+        """R, ``dt_rank`` with "auto" worked out."""
+        return math.ceil(self.hidden_size / 16) if self.dt_rank == "auto" else int(self.dt_rank)
+
+
+__all__ = ["LonghornConfig"]

@@ -1,0 +1,140 @@
+"""Longhorn: state-space models as amortized online learners (arXiv 2407.14207).
+
+What surprises: the key stands where Mamba has ``B`` and before the query; there is no ``A``, because
+what a token forgets follows from what it writes; write strength, state and skip are float32 always.
+
+Dimensions: B batch, L length, D hidden, E inner, N state, K conv width, R write rank, S sequences.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ssmzoo.modeling import (
+    CausalConv1d,
+    LayerState,
+    RMSNorm,
+    SSMForCausalLM,
+    SSMForSequenceClassification,
+    SSMMixer,
+    SSMModel,
+    SSMPreTrainedModel,
+)
+from ssmzoo_kernels import longhorn_scan
+
+from .configuration_longhorn import LonghornConfig
+
+
+class LonghornMixer(SSMMixer):
+    """Gate, short convolution, and the scan that writes by solving a regression.
+
+    ``[x | z] = in_proj(h)``, ``u = SiLU(conv1d(x))``, ``[dt | k | q] = x_proj(u)``,
+    ``out_proj(longhorn_scan(u, q, k, dt_proj(dt)) * SiLU(z))``.
+    """
+
+    def __init__(self, config: LonghornConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        width, inner = config.hidden_size, config.d_inner
+        self.in_proj = nn.Linear(width, 2 * inner, bias=config.use_bias)
+        self.conv1d = CausalConv1d(inner, config.d_conv, config.conv_bias)
+        self.x_proj = nn.Linear(inner, config.write_rank + 2 * config.d_state, bias=False)
+        self.dt_proj = nn.Linear(config.write_rank, inner, bias=False)
+        self.dt_bias = nn.Parameter(torch.full((inner,), config.dt_bias_init))
+        self.D = nn.Parameter(torch.ones(inner))
+        self.out_norm = RMSNorm(inner, config.rms_norm_eps) if config.out_norm else None
+        self.out_proj = nn.Linear(inner, width, bias=config.use_bias)
+        self.splits = [config.write_rank, config.d_state, config.d_state]
+        self.transition = config.transition
+
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """Map ``[B, L, D]`` to ``[B, L, D]``; the state is ``conv`` and ``ssm [B, E, N]``."""
+        x, z = self.in_proj(hidden_states).chunk(2, dim=-1)  # [B, L, E] each
+        u, conv_state = self.conv1d(x, state.get("conv"), cu_seqlens)
+        dt, k, q = self.x_proj(u).split(self.splits, dim=-1)  # [B, L, R], [B, L, N], [B, L, N]
+        gate = z if self.out_norm is None else None
+        o, ssm_state = longhorn_scan(
+            u,
+            q,
+            k,
+            self.dt_proj(dt),
+            self.dt_bias,
+            self.D,
+            gate,
+            state.get("ssm"),
+            cu_seqlens=cu_seqlens,
+            transition=self.transition,
+        )
+        state.put("conv", conv_state)
+        state.put("ssm", ssm_state)
+        if self.out_norm is not None:
+            o = self.out_norm(o) * nn.functional.silu(z)
+        return self.out_proj(o)
+
+
+class LonghornPreTrainedModel(SSMPreTrainedModel):
+    """Loading and initialisation of Longhorn models."""
+
+    config: LonghornConfig
+    _keep_in_fp32_modules_strict = ["mixer.D", "mixer.dt_bias"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw the initial parameters.
+
+        ==================== =======================================
+        embedding            N(0, initializer_range^2)
+        norms, ``D``         1
+        ``in_proj``          U(+-1/sqrt(D))
+        ``conv1d`` and bias  U(+-1/sqrt(K))
+        ``x_proj``           U(+-1/sqrt(E))
+        ``dt_proj``          U(+-1/sqrt(R))
+        ``dt_bias``          dt_bias_init
+        ``out_proj``         U(+-1/sqrt(E)) / sqrt(num_hidden_layers)
+        other biases         0
+        ==================== =======================================
+        """
+        super()._init_weights(module)
+        if not isinstance(module, LonghornMixer):
+            return
+        config = self.config
+        for linear in (module.in_proj, module.x_proj, module.dt_proj, module.out_proj):
+            bound = linear.in_features**-0.5
+            if linear is module.out_proj and config.rescale_prenorm_residual:
+                bound *= config.num_hidden_layers**-0.5
+            init.uniform_(linear.weight, -bound, bound)
+            if linear.bias is not None:
+                init.zeros_(linear.bias)
+        bound = config.d_conv**-0.5
+        init.uniform_(module.conv1d.weight, -bound, bound)
+        if module.conv1d.bias is not None:
+            init.uniform_(module.conv1d.bias, -bound, bound)
+        init.constant_(module.dt_bias, config.dt_bias_init)
+        init.ones_(module.D)
+
+
+class LonghornModel(LonghornPreTrainedModel, SSMModel):
+    """Longhorn's backbone."""
+
+    mixer_class = LonghornMixer
+
+
+class LonghornForCausalLM(LonghornPreTrainedModel, SSMForCausalLM):
+    """Longhorn with a language-model head."""
+
+    model_class = LonghornModel
+
+
+class LonghornForSequenceClassification(LonghornPreTrainedModel, SSMForSequenceClassification):
+    """Longhorn with a classifier on the last token."""
+
+    model_class = LonghornModel
+
+
+__all__ = [
+    "LonghornForCausalLM",
+    "LonghornForSequenceClassification",
+    "LonghornModel",
+    "LonghornPreTrainedModel",
+]

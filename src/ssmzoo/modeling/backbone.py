@@ -1,0 +1,312 @@
+"""Embedding, residual blocks and final norm around a family's mixer.
+
+What surprises: a batch with padding, or with several sequences in a row, is laid out as one flat row
+``[1, B * L]`` with ``cu_seqlens`` for the mixers, and folded back at the end.
+
+Dimensions: B batch, L length, D hidden, E inner, N state, K conv width, S sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from ssmzoo.modeling.cache import LayerState, StateCache
+from ssmzoo.modeling.configuration import SSMConfig
+from ssmzoo.modeling.pretrained import SSMPreTrainedModel
+from ssmzoo.modeling.segments import Segments, find_segments
+from ssmzoo_kernels import causal_conv1d
+
+# what transformers' collators and trainer hand to every model, and a recurrent one has no use for
+_IGNORED = frozenset({"cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch"})
+
+
+class RMSNorm(nn.Module):
+    """``weight * x / sqrt(mean(x^2) + eps)`` over the last axis, computed in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``[..., size]``; the result has the weight's dtype."""
+        exact = torch.promote_types(torch.float32, x.dtype)
+        weight = self.weight
+        return F.rms_norm(x.to(exact), weight.shape, weight.to(exact), self.eps).to(weight.dtype)
+
+
+class CausalConv1d(nn.Module):
+    """Depthwise causal convolution followed by SiLU; weight ``[E, 1, K]`` as in ``nn.Conv1d``.
+
+    Not an ``nn.Conv1d``: its state goes in and out, and an adapter that wraps convolutions would be
+    silently dead on a weight that a kernel reads; on this class it is refused.
+    """
+
+    def __init__(self, channels: int, width: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        bound = width**-0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(
+        self, x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Map ``[B, L, E]`` to ``[B, L, E]`` and the last K - 1 inputs ``[B, K - 1, E]``."""
+        return causal_conv1d(
+            x,
+            self.weight.squeeze(1),
+            self.bias,
+            initial_state,
+            activation="silu",
+            cu_seqlens=cu_seqlens,
+        )
+
+
+class SSMMixer(nn.Module):
+    """Base of a family's mixer: ``[B, L, D] -> [B, L, D]`` with a state.
+
+    Parameters that belong to the mixer itself, not to a submodule of it, are SSM parameters: no cast
+    to a lower precision (``.to(bfloat16)``, ``.half()``) touches them.
+    """
+
+    def __init__(self, config: SSMConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """Mix along the sequence; read ``state.get``, leave ``state.put``."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SSMMixer:
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+
+        def keep_precision(tensor: Tensor) -> Tensor:
+            out = fn(tensor)
+            lowered = out.is_floating_point() and out.dtype.itemsize < 4 <= tensor.dtype.itemsize
+            return tensor.to(out.device) if lowered else out
+
+        return super()._apply(keep_precision, recurse=False)
+
+
+class SSMBlock(GradientCheckpointingLayer):
+    """``x + mixer(norm(x))``, the sum in float32 if the configuration says so."""
+
+    def __init__(self, config: SSMConfig, mixer: SSMMixer) -> None:
+        super().__init__()
+        self.residual_in_fp32 = config.residual_in_fp32
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mixer = mixer
+
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """Map ``[B, L, D]`` to ``[B, L, D]``."""
+        residual = hidden_states
+        if self.residual_in_fp32:
+            residual = residual.to(torch.promote_types(torch.float32, residual.dtype))
+        return residual + self.mixer(self.norm(hidden_states), state, cu_seqlens)
+
+
+class SSMModel(SSMPreTrainedModel):
+    """Embedding, blocks, final norm. A family's subclass names its ``mixer_class``."""
+
+    mixer_class: type[SSMMixer]
+
+    def __init__(self, config: SSMConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            SSMBlock(config, self.mixer_class(config, layer_idx))
+            for layer_idx in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: StateCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        segments: Segments | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+        """Run the backbone over tokens.
+
+        Args:
+            input_ids: Token ids ``[B, L]``; or give ``inputs_embeds``.
+            attention_mask: 1 for tokens, 0 for padding, ``[B, L]`` or, with a cache, ``[B, past + L]``.
+                Padding before or after a row's tokens changes nothing about them.
+            position_ids: ``[B, L]``; only used to find packed sequences: one begins where positions do
+                not go up by one, as in batches of transformers' flattening collator.
+            past_key_values: The cache to go on from; updated in place.
+            inputs_embeds: ``[B, L, D]`` instead of ``input_ids``.
+            use_cache: Return a cache. Default: the configuration's, but never while training or for
+                packed batches.
+            output_hidden_states: Also return the input of every block and the final output.
+            return_dict: Return an output object (default) or a tuple.
+            cu_seqlens: Boundaries of sequences packed into one row (B = 1), ``[S + 1]``; a cache then
+                has a row per sequence.
+            cu_seq_lens_q: The collator's name for ``cu_seqlens``.
+            seq_idx: ``[B, L]`` number of the sequence each token belongs to.
+            segments: What all these say, from :meth:`segments`; the heads pass it instead of them.
+            **kwargs: Only what transformers' own collators and trainer add.
+
+        Raises:
+            ValueError: Inputs that contradict each other or do not fit the cache.
+            TypeError: An argument this model does not have.
+        """
+        _refuse_unknown(kwargs)
+        if output_hidden_states is None:
+            output_hidden_states = bool(self.config.output_hidden_states)
+        if return_dict is None:
+            return_dict = self.config.return_dict
+        hidden_states = self._embed(input_ids, inputs_embeds)
+        batch, length = hidden_states.shape[:2]
+        if segments is None:
+            segments = self.segments(
+                hidden_states,
+                past_key_values,
+                attention_mask,
+                position_ids,
+                seq_idx,
+                cu_seq_lens_q if cu_seqlens is None else cu_seqlens,
+            )
+        packed = segments is not None and segments.rows is None
+        if use_cache is None:
+            use_cache = past_key_values is not None or (
+                bool(self.config.use_cache) and not self.training and not packed
+            )
+        sequences = segments.count if packed else batch
+        cache = self._cache(past_key_values, use_cache, sequences)
+
+        boundaries = None
+        if segments is not None:
+            boundaries = segments.cu_seqlens
+            hidden_states = hidden_states.reshape(1, batch * length, -1)
+        all_hidden_states: list[Tensor] = []
+        states: list[LayerState] = []
+        for index, layer in enumerate(self.layers):
+            if output_hidden_states:
+                all_hidden_states.append(hidden_states.view(batch, length, -1))
+            state = _layer_state(cache, index, segments)
+            hidden_states = layer(hidden_states, state, boundaries)
+            states.append(state)
+        hidden_states = self.norm(hidden_states).view(batch, length, -1)
+        if output_hidden_states:
+            all_hidden_states.append(hidden_states)
+
+        if cache is not None:
+            for layer, state in zip(cache.layers, states, strict=True):
+                layer.states = state.final
+            longest = length if not packed else int(segments.cu_seqlens.diff().max())
+            cache.seen_tokens += longest
+        output = BaseModelOutputWithPast(
+            last_hidden_state=hidden_states,
+            past_key_values=cache,
+            hidden_states=tuple(all_hidden_states) if output_hidden_states else None,
+        )
+        return output if return_dict else output.to_tuple()
+
+    def segments(
+        self,
+        inputs: Tensor,
+        past_key_values: StateCache | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        seq_idx: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> Segments | None:
+        """Find the sequences in a batch ``[B, L, ...]``; None if its rows are whole sequences."""
+        past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
+        return find_segments(
+            *inputs.shape[:2], past_length, attention_mask, position_ids, seq_idx, cu_seqlens
+        )
+
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        if inputs_embeds is not None:
+            if inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != self.config.hidden_size:
+                raise ValueError(
+                    f"inputs_embeds must have shape [B, L, {self.config.hidden_size}], "
+                    f"got {list(inputs_embeds.shape)}"
+                )
+        else:
+            if input_ids.dim() != 2:
+                raise ValueError(f"input_ids must have shape [B, L], got {list(input_ids.shape)}")
+            # on a GPU this look would stall the queue; there torch itself aborts
+            if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+                self._check_ids(input_ids)
+            inputs_embeds = self.embed_tokens(input_ids)
+        if inputs_embeds.shape[1] == 0:
+            raise ValueError(
+                "the input has no tokens (L = 0); to go on from a cache pass the new tokens, to "
+                "generate from one pass the whole sequence, old and new"
+            )
+        return inputs_embeds
+
+    def _check_ids(self, input_ids: Tensor) -> None:
+        if input_ids.numel():
+            low, high = (int(x) for x in input_ids.aminmax())
+            size = self.embed_tokens.num_embeddings
+            if low < 0 or high >= size:
+                wrong = low if low < 0 else high
+                raise ValueError(f"input_ids must be in [0, {size - 1}], got {wrong}")
+
+    def _cache(
+        self, given: StateCache | None, use_cache: bool, sequences: int
+    ) -> StateCache | None:
+        if given is not None:
+            if not isinstance(given, StateCache):
+                raise TypeError(
+                    f"past_key_values must be a StateCache, got {type(given).__name__}; "
+                    "leave it out and take the one a forward pass returns"
+                )
+            given.check(self.config, sequences)
+            return given
+        return StateCache(self.config) if use_cache else None
+
+
+def _layer_state(cache: StateCache | None, index: int, segments: Segments | None) -> LayerState:
+    if cache is None:
+        return LayerState()
+    initial = cache.layers[index].states
+    if segments is None:
+        return LayerState(initial, keep=True)
+    return LayerState(initial, keep=True, segments=segments.count, rows=segments.rows)
+
+
+def _refuse_unknown(kwargs: dict[str, Any]) -> None:
+    for name, value in kwargs.items():
+        if name in _IGNORED or (name == "output_attentions" and not value):
+            continue
+        known = ["input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache",
+                 "inputs_embeds", "output_hidden_states", "cu_seqlens", "seq_idx", "labels"]  # fmt: skip
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"this model takes no argument {name!r}{hint}")

@@ -1,0 +1,228 @@
+"""The recurrent state of a model between two calls.
+
+What surprises: the state has a fixed size however many tokens were seen; it cannot be cropped; and a
+forward pass never changes it half-way, because new states replace the old ones only at its end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import Cache
+
+if TYPE_CHECKING:
+    from ssmzoo.modeling.configuration import SSMConfig
+
+_FORMAT = "ssmzoo-state-1"
+
+
+@dataclass
+class LayerState:
+    """One layer's view of the cache during one forward pass.
+
+    A mixer reads what it carries on from with :meth:`get` and leaves its new state with :meth:`put`.
+    Reading is repeatable: what is put never shows in what is got, so a layer may be run again
+    (gradient checkpointing).
+    """
+
+    initial: Mapping[str, Tensor] = field(default_factory=dict)
+    keep: bool = False
+    segments: int | None = None  # how many, if rows of a padded batch are only some of them
+    rows: Tensor | None = None  # [B], which of the segments are the rows
+    final: dict[str, Tensor] = field(default_factory=dict)
+
+    def get(self, name: str) -> Tensor | None:
+        """Return the state to start from, one row per sequence, or None for a fresh start."""
+        state = self.initial.get(name)
+        if state is None or self.rows is None or self.segments is None:
+            return state
+        return state.new_zeros(self.segments, *state.shape[1:]).index_copy(0, self.rows, state)
+
+    def put(self, name: str, state: Tensor) -> None:
+        """Leave the state after the last token; without a cache it is dropped."""
+        if self.keep:
+            self.final[name] = state if self.rows is None else state.index_select(0, self.rows)
+
+
+class _Layer:
+    """One layer's tensors, in the shape that transformers' Cache expects of a layer."""
+
+    is_compileable = False
+    is_croppable = False
+    is_sliding = False
+    record_past = False
+
+    def __init__(self) -> None:
+        self.states: dict[str, Tensor] = {}
+
+    @property
+    def is_initialized(self) -> bool:
+        return bool(self.states)
+
+    def reset(self) -> None:
+        self.states = {}
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.states = {
+            name: state.index_select(0, indices.to(state.device))
+            for name, state in self.states.items()
+        }
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.states = {
+            name: state.repeat_interleave(repeats, dim=0) for name, state in self.states.items()
+        }
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class StateCache(Cache):
+    """The states of all layers, one row per sequence, and the number of tokens seen.
+
+    Recurrent states are float32 whatever the weights are. Pass it as ``past_key_values``; a forward
+    pass that uses it updates it in place and returns it.
+
+    Args:
+        config: The configuration of the model it will serve.
+    """
+
+    def __init__(self, config: SSMConfig) -> None:
+        super().__init__(layers=[_Layer() for _ in range(config.num_hidden_layers)])
+        self.owner = _signature(config)
+        self.seen_tokens = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return how many tokens each row has seen, padding included."""
+        return self.seen_tokens
+
+    @property
+    def batch_size(self) -> int:
+        """Return how many sequences it holds, or -1 before the first token."""
+        for layer in self.layers:
+            for state in layer.states.values():
+                return state.shape[0]
+        return -1
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of all states in bytes; it does not grow with the tokens seen."""
+        return sum(s.numel() * s.element_size() for lay in self.layers for s in lay.states.values())
+
+    def reset(self) -> None:
+        """Forget everything; the next token starts a new sequence."""
+        super().reset()
+        self.seen_tokens = 0
+
+    def crop(self, *_: Any, **__: Any) -> None:
+        """Refuse: a recurrent state holds no past to go back to.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            "a recurrent state cannot be cropped: it holds no earlier states; keep a copy.deepcopy "
+            "of the cache from before the tokens that may be taken back"
+        )
+
+    def check(self, config: SSMConfig, batch_size: int) -> None:
+        """Fail unless the cache is of this model and of this batch.
+
+        Raises:
+            ValueError: It belongs to another model or holds another number of sequences.
+        """
+        if self.owner != _signature(config):
+            raise ValueError(
+                f"past_key_values belongs to another model: made for {self.owner}, "
+                f"got {_signature(config)}"
+            )
+        if self.batch_size not in (-1, batch_size):
+            raise ValueError(
+                f"past_key_values holds {self.batch_size} sequences, the input has {batch_size}; "
+                "use its batch_repeat_interleave or batch_select_indices"
+            )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state to a safetensors file, complete or not at all.
+
+        Raises:
+            ValueError: The cache is still empty.
+            OSError: The file cannot be written.
+        """
+        if self.batch_size == -1:
+            raise ValueError("an empty StateCache cannot be saved; run the model on a prompt first")
+        tensors = {
+            f"{index}.{name}": state.detach().contiguous()
+            for index, layer in enumerate(self.layers)
+            for name, state in layer.states.items()
+        }
+        metadata = {
+            "format": _FORMAT,
+            "owner": json.dumps(self.owner),
+            "seen_tokens": str(self.seen_tokens),
+        }
+        partial = Path(f"{os.fspath(path)}.{os.getpid()}.partial")
+        try:
+            save_file(tensors, partial, metadata=metadata)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        config: SSMConfig,
+        device: str | torch.device = "cpu",
+    ) -> StateCache:
+        """Read a state that :meth:`save` wrote.
+
+        Args:
+            path: The safetensors file.
+            config: The configuration of the model that will go on with it.
+            device: Where to put the tensors.
+
+        Raises:
+            ValueError: Not such a file, damaged, or of another model.
+            OSError: The file cannot be read.
+        """
+        cache = cls(config)
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except OSError:
+            raise
+        except Exception as error:
+            raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+        if metadata.get("format") != _FORMAT:
+            raise ValueError(
+                f"{path} is not a saved StateCache: its format must be {_FORMAT!r}, "
+                f"got {metadata.get('format')!r}"
+            )
+        if json.loads(metadata["owner"]) != cache.owner:
+            raise ValueError(
+                f"{path} belongs to another model: made for {metadata['owner']}, got {cache.owner}"
+            )
+        for name, state in tensors.items():
+            index, state_name = name.split(".", 1)
+            cache.layers[int(index)].states[state_name] = state
+        cache.seen_tokens = int(metadata["seen_tokens"])
+        return cache
+
+
+def _signature(config: SSMConfig) -> dict[str, Any]:
+    names = ("model_type", "num_hidden_layers", "hidden_size", "d_state")
+    return {name: getattr(config, name) for name in names if hasattr(config, name)}

@@ -1,0 +1,91 @@
+"""The fields that every family's configuration has, and the rule that there are no others."""
+
+import dataclasses
+import difflib
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers import GenerationConfig, PreTrainedConfig
+
+# what transformers itself writes into config.json, or takes out of the keywords, besides its fields
+_TRANSFORMERS_KEYS = frozenset(
+    {
+        "attn_implementation",
+        "auto_map",
+        "experts_implementation",
+        "model_type",
+        "name_or_path",
+        "num_labels",
+        "output_attentions",
+        "quantization_config",
+        "torch_dtype",
+        "transformers_version",
+    }
+)
+
+
+@strict
+class SSMConfig(PreTrainedConfig):
+    """Base of all configurations. An unknown field is an error with a suggestion.
+
+    Attributes:
+        vocab_size: Rows of the embedding.
+        hidden_size: Width of the residual stream.
+        num_hidden_layers: Number of blocks, one mixer each.
+        rms_norm_eps: Added to the mean square in every RMSNorm.
+        residual_in_fp32: Keep the residual stream in float32 when the weights are not.
+        initializer_range: Standard deviation of the embedding's initial entries.
+        tie_word_embeddings: Let the language-model head use the embedding's weight.
+        use_cache: Return the state by default (never while training).
+    """
+
+    attribute_map: ClassVar[dict[str, str]] = {
+        "d_model": "hidden_size",
+        "n_layer": "num_hidden_layers",
+        "n_layers": "num_hidden_layers",
+        "layer_norm_epsilon": "rms_norm_eps",
+    }
+
+    vocab_size: int = 50304
+    hidden_size: int = 768
+    num_hidden_layers: int = 24
+    rms_norm_eps: float = 1e-5
+    residual_in_fp32: bool = True
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Refuse unknown fields, let transformers take its own, and check the rest.
+
+        Raises:
+            LookupError: A field that this configuration does not have.
+            ValueError: A field out of its range.
+        """
+        known = {field.name for field in dataclasses.fields(self)} | set(self.attribute_map)
+        allowed = known | _TRANSFORMERS_KEYS | set(GenerationConfig().to_dict())
+        for name in kwargs:
+            if name not in allowed and not name.startswith("_"):
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise LookupError(f"{type(self).__name__} has no field {name!r}{hint}")
+        super().__post_init__(**kwargs)
+        self.check()
+
+    def check(self) -> None:
+        """Fail unless the fields fit each other; a family adds its own rules.
+
+        Raises:
+            ValueError: A field out of its range.
+        """
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Tell transformers that the layers are recurrent."""
+        return ["linear_attention"] * self.num_hidden_layers

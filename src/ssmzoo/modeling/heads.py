@@ -1,0 +1,265 @@
+"""The language-model head, with generation, and the sequence classifier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutputWithPast
+
+from ssmzoo.modeling.backbone import SSMModel
+from ssmzoo.modeling.cache import StateCache
+from ssmzoo.modeling.configuration import SSMConfig
+from ssmzoo.modeling.pretrained import SSMPreTrainedModel
+from ssmzoo.modeling.segments import Segments
+
+
+class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
+    """A backbone and a language-model head. A family's subclass names its ``model_class``."""
+
+    model_class: type[SSMModel]
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: SSMConfig) -> None:
+        super().__init__(config)
+        self.model = self.model_class(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: StateCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cu_seqlens: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Predict the next token at every position.
+
+        Args:
+            input_ids: See :meth:`SSMModel.forward`, as for all arguments not named here.
+            attention_mask: See there.
+            position_ids: See there.
+            past_key_values: See there.
+            inputs_embeds: See there.
+            labels: ``[B, L]``, the tokens themselves; the shift happens inside, -100 does not count,
+                and no token is predicted across the boundary of packed sequences.
+            use_cache: See there.
+            output_hidden_states: See there.
+            return_dict: See there.
+            logits_to_keep: Only the last so many positions get logits (0: all), or these indices.
+            cu_seqlens: See there.
+            cu_seq_lens_q: See there.
+            seq_idx: See there.
+            **kwargs: Go to the loss, e.g. ``num_items_in_batch``.
+
+        Returns:
+            ``loss`` (mean cross-entropy in nats), ``logits [B, L, V]``, ``past_key_values``.
+        """
+        loss_kwargs = {k: kwargs[k] for k in ("num_items_in_batch",) if k in kwargs}
+        if return_dict is None:
+            return_dict = self.config.return_dict
+        segments = self.model.segments(
+            _given(input_ids, inputs_embeds),
+            past_key_values,
+            attention_mask,
+            position_ids,
+            seq_idx,
+            cu_seq_lens_q if cu_seqlens is None else cu_seqlens,
+        )
+        outputs = self.model(
+            input_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            segments=segments,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        if not isinstance(logits_to_keep, int):
+            hidden_states = hidden_states[:, logits_to_keep]
+        elif logits_to_keep:
+            hidden_states = hidden_states[:, -logits_to_keep:]
+        logits = self.lm_head(hidden_states)
+        loss = None
+        if labels is not None:
+            if logits.shape[1] != labels.shape[1]:
+                raise ValueError("labels need all logits; leave logits_to_keep at 0")
+            loss = self.loss_function(
+                logits=logits,
+                labels=_without_first_tokens(labels, segments),
+                vocab_size=self.config.vocab_size,
+                **loss_kwargs,
+            )
+        output = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+        return output if return_dict else output.to_tuple()
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, is_first_iteration: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Drop what a recurrent model needs no more once the prompt is in its state."""
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, is_first_iteration=is_first_iteration, **kwargs
+        )
+        inputs.pop("position_ids", None)
+        tokens = inputs.get("input_ids")
+        if tokens is not None and tokens.shape[1] == 1 and not is_first_iteration:
+            inputs.pop("attention_mask", None)
+        return inputs
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Give ``generate`` our cache; transformers' own would not count the tokens."""
+        if generation_config.cache_implementation is not None:
+            raise ValueError(
+                "cache_implementation must be left out, got "
+                f"{generation_config.cache_implementation!r}: the state of "
+                f"{type(self).__name__} has a fixed size and one kind"
+            )
+        given = model_kwargs.get("past_key_values")
+        if given is not None:
+            given._is_user_defined = True
+        elif generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = StateCache(self.config)
+
+
+class SSMForSequenceClassification(SSMPreTrainedModel):
+    """A backbone and a linear classifier on the last token. A subclass names its ``model_class``."""
+
+    model_class: type[SSMModel]
+
+    def __init__(self, config: SSMConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = self.model_class(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: StateCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutputWithPast | tuple[Any, ...]:
+        """Classify each sequence by the output at its last token.
+
+        The last token is the last one of ``attention_mask``, of each packed sequence, or, without
+        either, the last that is not ``pad_token_id``.
+
+        Args:
+            input_ids: See :meth:`SSMModel.forward`, as for all arguments not named here.
+            attention_mask: See there.
+            position_ids: See there.
+            past_key_values: See there.
+            inputs_embeds: See there.
+            labels: ``[B]`` classes or, for regression, values; ``[S]`` for packed sequences.
+            use_cache: See there.
+            output_hidden_states: See there.
+            return_dict: See there.
+            cu_seqlens: See there.
+            cu_seq_lens_q: See there.
+            seq_idx: See there.
+            **kwargs: See there.
+
+        Returns:
+            ``loss``, ``logits [B, num_labels]`` (``[S, num_labels]``), ``past_key_values``.
+        """
+        if return_dict is None:
+            return_dict = self.config.return_dict
+        cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
+        inputs = _given(input_ids, inputs_embeds)
+        packing = (position_ids, seq_idx, cu_seqlens)
+        if attention_mask is None and input_ids is not None and all(x is None for x in packing):
+            attention_mask = self._mask_of_padding(input_ids)
+        segments = self.model.segments(inputs, past_key_values, attention_mask, *packing)
+        outputs = self.model(
+            input_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            segments=segments,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        if segments is None:
+            last = hidden_states[:, -1]
+        else:
+            ends = segments.cu_seqlens[1:].long()
+            if segments.rows is not None:
+                ends = ends[segments.rows]
+            last = hidden_states.flatten(0, 1)[(ends - 1).clamp(min=0)]
+        logits = self.score(last)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, pooled_logits=logits, config=self.config
+            )
+        output = SequenceClassifierOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+        return output if return_dict else output.to_tuple()
+
+    def _mask_of_padding(self, input_ids: Tensor) -> Tensor | None:
+        pad = self.config.pad_token_id
+        if pad is None:
+            return None
+        real = (input_ids != pad).int()
+        # padding is what lies outside the outermost other tokens; the same token inside is content
+        started = real.cumsum(dim=1) > 0
+        unfinished = real.flip(1).cumsum(dim=1).flip(1) > 0
+        return (started & unfinished).to(torch.long)
+
+
+def _given(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+    """Return the one that was given, ``[B, L, ...]``."""
+    given = inputs_embeds if input_ids is None else input_ids
+    if given is None or (input_ids is not None and inputs_embeds is not None):
+        raise ValueError("give exactly one of input_ids and inputs_embeds")
+    if given.dim() < 2:
+        raise ValueError(f"input_ids must have shape [B, L], got {list(given.shape)}")
+    return given
+
+
+def _without_first_tokens(labels: Tensor, segments: Segments | None) -> Tensor:
+    """Take the first token of every packed sequence out of the loss: nothing predicts it."""
+    if segments is None or segments.rows is not None:
+        return labels
+    starts = segments.cu_seqlens[:-1].long()
+    # an empty last sequence starts behind the row's end
+    starts = starts.clamp(max=labels.numel() - 1)
+    return labels.flatten().index_fill(0, starts, -100).view_as(labels)

@@ -1,0 +1,138 @@
+"""Padding and packing are one thing: where, in a flat row of tokens, each sequence begins and ends.
+
+A padded batch is packed by treating the padding before and after each row's tokens as sequences of
+their own whose results nobody reads. Shapes stay those of the batch, so compilation survives, and a
+family that packs exactly pads exactly.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ssmzoo_kernels.validation import check_boundaries
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The sequences inside a flat row of ``B * L`` tokens."""
+
+    cu_seqlens: Tensor  # [S + 1]
+    rows: Tensor | None = None  # [B], the segments that are a padded batch's rows; None: all count
+
+    @property
+    def count(self) -> int:
+        """Number of segments, padding included."""
+        return self.cu_seqlens.shape[0] - 1
+
+
+def find_segments(
+    batch: int,
+    length: int,
+    past_length: int,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> Segments | None:
+    """Return the segments of a ``[B, L]`` batch, or None if every row is one whole sequence.
+
+    Args:
+        batch: B.
+        length: L.
+        past_length: Tokens already in the cache; the mask may cover them too.
+        attention_mask: 1 for tokens and 0 for padding, ``[B, L]`` or ``[B, past + L]``.
+        position_ids: ``[B, L]``; where they do not go up by one, a new sequence begins.
+        seq_idx: ``[B, L]``; where it changes, a new sequence begins.
+        cu_seqlens: Boundaries in a single packed row, ``[S + 1]``; goes before the other two.
+
+    Raises:
+        ValueError: Shapes that do not fit, or padding in the midst of a row's tokens.
+    """
+    mask = None
+    if attention_mask is not None:
+        mask = _new_columns(attention_mask, batch, length, past_length)
+    if cu_seqlens is not None:
+        if batch != 1:
+            raise ValueError(f"cu_seqlens needs one packed row, got a batch of {batch}")
+        if mask is not None and not _all(mask):
+            raise ValueError("attention_mask must be all ones where cu_seqlens is given")
+        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
+            raise ValueError(f"cu_seqlens must have shape [S + 1], got {list(cu_seqlens.shape)}")
+        if not torch.compiler.is_compiling():
+            check_boundaries("model", cu_seqlens, length)
+        return Segments(cu_seqlens)
+    starts = _starts(batch, length, mask, position_ids, seq_idx)
+    if starts is not None:
+        if mask is not None and not _all(mask):
+            # several sequences and padding in one row: cut at both, padding becomes a sequence
+            starts[:, 1:] |= mask[:, 1:] != mask[:, :-1]
+        flat = starts.flatten().nonzero().flatten()
+        return Segments(torch.cat([flat, flat.new_tensor([batch * length])]))
+    if mask is None or (not torch.compiler.is_compiling() and _all(mask)):
+        return None
+    return _padded(mask)
+
+
+def _new_columns(mask: Tensor, batch: int, length: int, past_length: int) -> Tensor:
+    if mask.dim() != 2 or mask.shape[0] != batch:
+        raise ValueError(
+            f"attention_mask must have shape [B, L] = [{batch}, {length}], got {list(mask.shape)}"
+        )
+    if mask.shape[1] not in (length, past_length + length):
+        raise ValueError(
+            f"attention_mask must cover the {length} new tokens, or these and the {past_length} "
+            f"before them, got {mask.shape[1]} columns"
+        )
+    return mask[:, mask.shape[1] - length :].bool()
+
+
+def _all(mask: Tensor) -> bool:
+    return bool(mask.all())
+
+
+def _starts(
+    batch: int,
+    length: int,
+    mask: Tensor | None,
+    position_ids: Tensor | None,
+    seq_idx: Tensor | None,
+) -> Tensor | None:
+    """Return where sequences begin, ``[B, L]``, or None if only where rows do."""
+    given = seq_idx if seq_idx is not None else position_ids
+    if given is None or length == 1:
+        return None
+    name = "seq_idx" if seq_idx is not None else "position_ids"
+    if given.shape[-1] != length or given.numel() not in (length, batch * length):
+        raise ValueError(
+            f"{name} must have shape [B, L] = [{batch}, {length}], got {list(given.shape)}"
+        )
+    given = given.reshape(-1, length)
+    step = 0 if seq_idx is not None else 1
+    breaks = given[:, 1:] - given[:, :-1] != step
+    if mask is not None:  # positions of padding mean nothing
+        breaks = breaks & mask[:, 1:] & mask[:, :-1]
+    if not bool(breaks.any()):
+        return None
+    first = torch.ones(batch, 1, dtype=torch.bool, device=given.device)
+    return torch.cat([first, breaks.expand(batch, -1)], dim=1)
+
+
+def _padded(mask: Tensor) -> Segments:
+    batch, length = mask.shape
+    count = mask.sum(dim=1)
+    first = mask.int().argmax(dim=1)  # 0 for an empty row
+    last = first + count
+    if not torch.compiler.is_compiling():
+        columns = torch.arange(length, device=mask.device)
+        whole = (columns >= first[:, None]) & (columns < last[:, None])
+        if bool((whole != mask).any()):
+            row = int((whole != mask).any(dim=1).int().argmax())
+            raise ValueError(
+                "attention_mask must have its ones in one piece (padding before or after them), "
+                f"row {row} has zeros between ones"
+            )
+    ends = torch.stack([first, last, torch.full_like(first, length)], dim=1)  # [B, 3]
+    ends = ends + torch.arange(batch, device=mask.device)[:, None] * length
+    rows = torch.arange(batch, device=mask.device) * 3 + 1
+    return Segments(torch.cat([ends.new_zeros(1), ends.flatten()]), rows)
