@@ -1,0 +1,7 @@
+"""``python -m ssmzoo``, which ``accelerate launch -m ssmzoo train ...`` needs."""
+
+import sys
+
+from ssmzoo.cli import main
+
+sys.exit(main())

@@ -1,0 +1,503 @@
+"""The command line: ``ssmzoo COMMAND ...``.
+
+Every command is one function here, which imports what it needs when it runs, so that help, errors
+and ``ssmzoo list`` never wait for torch. A user's mistake is one line on stderr and exit status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ssmzoo.family import suggestion
+
+OK, FAILED, USAGE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status.
+
+    0 is success, 1 a failed check or a fault of ours, 2 a mistake in what was asked for or
+    something the machine refused, 130 an interrupt, 141 a reader that went away.
+
+    Args:
+        arguments: What follows the program's name; the process's own if None.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.getLogger("ssmzoo")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        status = _run(arguments)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+            return BROKEN_PIPE
+        if "--debug" in arguments:
+            traceback.print_exc()
+        return _report(error)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+class UsageError(ValueError):
+    """The command line itself is wrong."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser that raises one-line errors, with a suggestion for what was mistyped."""
+
+    def __init__(self, **settings: Any) -> None:
+        settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **settings)
+        self.add_argument(
+            "--debug",
+            action="store_true",
+            default=argparse.SUPPRESS,
+            help="show the traceback of an error",
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage, which would be a second line."""
+        raise UsageError(f"{message} (see '{self.prog} --help')")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(
+                action,
+                f"no such choice {value!r}{suggestion(str(value), action.choices)}; "
+                f"choose from {', '.join(map(str, action.choices))}",
+            )
+
+
+def _run(arguments: Sequence[str]) -> int:
+    parser, commands = _parsers()
+    options, rest = parser.parse_known_args(arguments)
+    if getattr(options, "command", None) is None:
+        if rest:
+            _refuse(parser, rest[0])
+        parser.print_help()
+        return OK
+    if rest:
+        _refuse(commands[options.command], rest[0])
+    return options.run(options)
+
+
+def _refuse(parser: Parser, argument: str) -> NoReturn:
+    if not argument.startswith("-"):
+        parser.error(f"unexpected argument {argument!r}")
+    option = argument.partition("=")[0]
+    known = sorted(set(re.findall(r"--[a-z][a-z-]+", parser.format_usage())))
+    parser.error(f"no option {option!r}{suggestion(option, known)}; options: {', '.join(known)}")
+
+
+def _reader_is_gone() -> bool:
+    """Tell a closed stdout from a broken connection elsewhere; quieten Python's last flush."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
+
+
+def _report(error: Exception) -> int:
+    text = " ".join(str(error).split())
+    mistake = isinstance(
+        error, ValueError | TypeError | LookupError | RuntimeError | OSError | ImportError
+    )
+    # of a missing key, the message is the bare key: nobody raised that one for a reader
+    if mistake and not isinstance(error, KeyError | IndexError | NotImplementedError):
+        print(f"ssmzoo: error: {text or type(error).__name__}", file=sys.stderr)
+        return USAGE
+    print(
+        f"ssmzoo: error: unexpected {type(error).__name__}: {text} "
+        "(a fault of ssmzoo; --debug shows where)",
+        file=sys.stderr,
+    )
+    return FAILED
+
+
+def _parsers() -> tuple[Parser, dict[str, Parser]]:
+    from ssmzoo import __version__
+
+    parser = Parser(
+        prog="ssmzoo", description="A zoo of state-space language models for Hugging Face."
+    )
+    parser.add_argument("--version", action="version", version=f"ssmzoo {__version__}")
+    chosen = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    commands: dict[str, Parser] = {}
+
+    def command(run: Callable[[argparse.Namespace], int], name: str, about: str) -> Parser:
+        commands[name] = chosen.add_parser(
+            name, help=about, description=f"{about[0].upper()}{about[1:]}."
+        )
+        commands[name].set_defaults(run=run)
+        return commands[name]
+
+    sub = command(_list, "list", "show the installed families")
+    sub.add_argument("--load", action="store_true", help="import each one, to see whether it works")
+    _json_option(sub)
+
+    sub = command(_info, "info", "describe a family, or a saved model")
+    sub.add_argument("target", metavar="FAMILY|MODEL_DIR")
+    _json_option(sub)
+
+    sub = command(_train, "train", "train a model as a recipe says")
+    sub.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a shipped one")
+    sub.add_argument(
+        "--output", metavar="DIR", help="the run's folder (default: runs/ and the recipe's name)"
+    )
+    sub.add_argument("--resume", action="store_true", help="continue the run in that folder")
+    sub.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="change one field of the recipe, e.g. train.lr=1e-3; may be repeated",
+    )
+
+    sub = command(_generate, "generate", "continue a text")
+    _model_argument(sub)
+    sub.add_argument("prompt", metavar="PROMPT", help="the text; - reads it from standard input")
+    sub.add_argument("--max-new-tokens", metavar="N", type=int, default=100, help="(default: 100)")
+    sub.add_argument(
+        "--temperature",
+        metavar="T",
+        type=float,
+        help="0 takes the likeliest token each time (default: 0.8, with beams 0)",
+    )
+    sub.add_argument(
+        "--top-p",
+        metavar="P",
+        type=float,
+        default=1.0,
+        help="sample among the likeliest tokens that hold this much probability (default: 1)",
+    )
+    sub.add_argument("--beams", metavar="N", type=int, default=1, help="(default: 1)")
+    sub.add_argument("--seed", metavar="N", type=int, default=0, help="(default: 0)")
+    sub.add_argument("--echo", action="store_true", help="print the prompt before its continuation")
+    _machine_options(sub)
+
+    sub = command(_eval, "eval", "score a model with lm-eval")
+    _model_argument(sub)
+    sub.add_argument("--tasks", metavar="A,B", default="", help="lm-eval tasks, ours included")
+    sub.add_argument("--suite", metavar="NAME", help="a named set of tasks")
+    sub.add_argument("--text", metavar="PATH", help="a file or folder for the tasks that read text")
+    sub.add_argument(
+        "--output-dir", metavar="DIR", default="eval/results", help="(default: eval/results)"
+    )
+    sub.add_argument("--name", help="the result file's name (default: the model's)")
+    sub.add_argument("--batch-size", metavar="N", type=int, default=8, help="(default: 8)")
+    sub.add_argument("--limit", metavar="N", type=int, help="score only so many documents a task")
+    sub.add_argument("--seed", metavar="N", type=int, default=1234, help="(default: 1234)")
+    _machine_options(sub)
+    _json_option(sub)
+
+    sub = command(_card, "card", "render a model card from measured results")
+    sub.add_argument("model", metavar="MODEL_DIR")
+    sub.add_argument(
+        "--results",
+        metavar="FILE",
+        type=Path,
+        action="append",
+        default=[],
+        help="a result file of 'ssmzoo eval'; may be repeated",
+    )
+    sub.add_argument("--run", metavar="DIR", type=Path, dest="run_dir", help="the training run")
+    sub.add_argument(
+        "--output", metavar="FILE", type=Path, help="(default: README.md in the model's folder)"
+    )
+
+    sub = command(_publish, "publish", "publish a model into a folder or to the Hub")
+    sub.add_argument("model", metavar="MODEL_DIR")
+    sub.add_argument("target", metavar="TARGET", help="a folder (./x, /x, folder:x) or user/name")
+    sub.add_argument("--dry-run", action="store_true", help="show what would go; write nothing")
+    sub.add_argument("--private", action="store_true", help="create the repository private")
+    sub.add_argument("--revision", metavar="NAME", help="the branch (default: main)")
+    sub.add_argument("--message", metavar="TEXT", help="the commit's title")
+    _json_option(sub)
+
+    sub = command(_check, "check", "run the conformance suite on a family")
+    sub.add_argument("family", metavar="FAMILY")
+    _json_option(sub)
+
+    sub = command(_bench, "bench", "measure training and decoding speed")
+    sub.add_argument("families", metavar="FAMILY", nargs="*", help="(default: all installed)")
+    sub.add_argument(
+        "--lengths", metavar="N,M", type=_lengths, default=(512, 2048), help="(default: 512,2048)"
+    )
+    sub.add_argument(
+        "--peers", action="store_true", help="measure transformers' own models in the same run"
+    )
+    sub.add_argument("--output", metavar="FILE", type=Path, help="a CSV file for the rows")
+    _json_option(sub)
+    return parser, commands
+
+
+def _json_option(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _model_argument(parser: Parser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a folder with a saved model, or a Hub id")
+
+
+def _machine_options(parser: Parser) -> None:
+    parser.add_argument("--device", help="e.g. cpu or cuda:0 (default: the GPU if there is one)")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="of the weights: auto (default), float32, bfloat16 or float16",
+        metavar="DTYPE",
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="let the model bring its own Python code"
+    )
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    try:
+        lengths = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        lengths = ()
+    if not lengths or min(lengths) < 1:
+        raise argparse.ArgumentTypeError(
+            f"must be whole numbers from 1 upwards with commas between, got {text!r}"
+        )
+    return lengths
+
+
+def _list(options: argparse.Namespace) -> int:
+    from ssmzoo.describe import installed_families
+
+    rows = installed_families(load=options.load)
+    if options.json:
+        _print_json(rows)
+    elif rows:
+        _print_table(rows)
+    else:
+        print("no family is installed")
+    return OK
+
+
+def _info(options: argparse.Namespace) -> int:
+    from ssmzoo.describe import describe
+
+    facts = describe(options.target)
+    if options.json:
+        _print_json(facts)
+    elif "presets" in facts:
+        _print_family(facts)
+    else:
+        _print_checkpoint(facts)
+    return OK
+
+
+def _train(options: argparse.Namespace) -> int:
+    from ssmzoo.train import train
+
+    output = options.output or Path("runs", Path(options.recipe).stem)
+    run = train(options.recipe, output_dir=output, resume=options.resume, overrides=options.set)
+    print(run)
+    return OK
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from ssmzoo.generate import generate
+
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    streams = sys.stdout.isatty() and options.beams == 1
+    if options.echo:
+        print(prompt, end="", flush=True)
+    text = generate(
+        options.model,
+        prompt,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        beams=options.beams,
+        seed=options.seed,
+        device=options.device,
+        dtype=options.dtype,
+        trust_remote_code=options.trust_remote_code,
+        write=_write if streams else None,
+    )
+    print("" if streams else text)
+    return OK
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from ssmzoo.evaluate import evaluate
+
+    path = evaluate(
+        options.model,
+        tasks=tuple(task.strip() for task in options.tasks.split(",") if task.strip()),
+        suite=options.suite,
+        text=options.text,
+        output_dir=options.output_dir,
+        name=options.name,
+        batch_size=options.batch_size,
+        limit=options.limit,
+        seed=options.seed,
+        device=options.device,
+        dtype=options.dtype,
+        trust_remote_code=options.trust_remote_code,
+    )
+    report = json.loads(Path(path).read_text(encoding="utf-8"))
+    if options.json:
+        _print_json(report)
+    else:
+        shown = ("task", "metric", "value", "stderr", "n")
+        _print_table([{key: row[key] for key in shown} for row in report["results"]])
+        print(path)
+    return OK
+
+
+def _card(options: argparse.Namespace) -> int:
+    from ssmzoo.card import render_card
+
+    print(
+        render_card(
+            options.model, results=options.results, run_dir=options.run_dir, output=options.output
+        )
+    )
+    return OK
+
+
+def _publish(options: argparse.Namespace) -> int:
+    from ssmzoo.hub import publish
+
+    report = publish(
+        options.model,
+        options.target,
+        dry_run=options.dry_run,
+        private=options.private,
+        revision=options.revision,
+        commit_message=options.message,
+    )
+    if options.json:
+        _print_json(dataclasses.asdict(report))
+        return OK
+    _print_table([{"file": file.path, "size": _bytes(file.size)} for file in report.files])
+    if report.left_out:
+        print(f"left out: {', '.join(report.left_out)}")
+    done = "would go to" if report.dry_run else "published to"
+    print(f"{len(report.files)} files, {_bytes(report.size)}, {done} {report.url or report.target}")
+    return OK
+
+
+def _check(options: argparse.Namespace) -> int:
+    from ssmzoo.testing import check
+
+    report = check(options.family)
+    if options.json:
+        _print_json(report.as_dict())
+    else:
+        print(report)
+    return OK if report.passed else FAILED
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from ssmzoo.bench import bench
+    from ssmzoo.family import families
+
+    rows = bench(
+        options.families or tuple(families()),
+        lengths=options.lengths,
+        peers=options.peers,
+        output=options.output,
+    )
+    if options.json:
+        _print_json(rows)
+    else:
+        _print_table(rows)
+    return OK
+
+
+def _write(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _print_json(value: object) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def _print_table(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Print rows under the first one's keys, each column as wide as it must be."""
+    rows = list(rows)
+    if not rows:
+        return
+    table = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for line in table:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        print("  ".join(cells).rstrip())
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _bytes(size: int) -> str:
+    value, unit = float(size), "B"
+    for larger in ("kB", "MB", "GB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def _print_family(facts: dict[str, Any]) -> None:
+    paper = facts["paper"]
+    print(f"{facts['name']}: {paper['title']} ({paper['authors']}, {paper['year']})")
+    print(f"arXiv:       {paper['arxiv']}")
+    print(f"model_type:  {facts['model_type']}")
+    print(f"LoRA:        {', '.join(facts['lora_targets']) or '-'}")
+    print()
+    _print_table(
+        {"preset": name, "parameters": f"{preset['parameters']:,}"}
+        for name, preset in facts["presets"].items()
+    )
+    print()
+    _print_table(
+        {"field": name, "default": repr(field["default"]), "type": field["type"]}
+        for name, field in facts["fields"].items()
+    )
+
+
+def _print_checkpoint(facts: dict[str, Any]) -> None:
+    dtypes = ", ".join(f"{dtype} ({count} tensors)" for dtype, count in facts["dtypes"].items())
+    print(facts["path"])
+    print(f"model_type:  {facts['model_type']}")
+    print(f"parameters:  {facts['parameters']:,}")
+    print(f"dtype:       {dtypes}")
+    print(f"size:        {_bytes(facts['bytes'])}")
+    print()
+    _print_table(
+        {"field": name, "value": json.dumps(value, ensure_ascii=False)}
+        for name, value in facts["config"].items()
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""What is installed, what a family is, what a checkpoint holds: facts for people and for JSON."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import math
+from collections import Counter
+from dataclasses import asdict
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+from ssmzoo.family import claims, conflict, load_family, owner, suggestion
+
+
+def installed_families(*, load: bool = False) -> list[dict[str, Any]]:
+    """Return a row per installed family: name, status, distribution, version, entry_point.
+
+    The status is ``"broken: <reason>"`` if the name is contested or its package cannot be found,
+    else ``"installed"``, and nothing is imported. With ``load`` each plugin is imported too, and
+    the status is ``"ok"`` or ``"broken: <reason>"``.
+    """
+    rows = []
+    for name, points in claims().items():
+        if len(points) > 1:
+            status = f"broken: {conflict(name, points)}"
+        elif load:
+            status = _load_status(name)
+        else:
+            status = _find_status(points[0])
+        rows.extend(
+            {
+                "name": name,
+                "status": status,
+                "distribution": owner(point),
+                "version": point.dist.version if point.dist is not None else None,
+                "entry_point": point.value,
+            }
+            for point in points
+        )
+    return rows
+
+
+def describe_family(name: str) -> dict[str, Any]:
+    """Return a family's paper, presets with parameter counts, configuration fields, LoRA targets.
+
+    The counts come from building each preset on the meta device: no weights are allocated.
+
+    Raises:
+        LookupError: No family of that name is installed.
+        RuntimeError: Its plugin cannot be loaded.
+    """
+    family = load_family(name)
+    return {
+        "name": family.name,
+        "model_type": family.model_type,
+        "paper": asdict(family.paper),
+        "presets": {
+            preset: {
+                "parameters": _count(family.causal_lm_class, family.config(preset)),
+                "fields": dict(fields),
+            }
+            for preset, fields in family.presets.items()
+        },
+        "fields": _config_fields(family.config_class),
+        "lora_targets": list(family.lora_targets),
+    }
+
+
+def describe_checkpoint(folder: str | Path) -> dict[str, Any]:
+    """Return what a saved model holds, from its configuration and weight headers alone.
+
+    Returns:
+        path, model_type, parameters (stored numbers; tied weights count once), dtypes (tensors
+        by kind), bytes (all files), config.
+
+    Raises:
+        ValueError: The folder, its configuration or its weights cannot be read.
+    """
+    from ssmzoo.hub import read_weights
+
+    folder = checkpoint_folder(folder)
+    config = _read_config(folder)
+    tensors = read_weights(folder)
+    return {
+        "path": str(folder),
+        "model_type": config.get("model_type"),
+        "parameters": sum(math.prod(shape) for _, shape in tensors.values()),
+        "dtypes": dict(Counter(dtype for dtype, _ in tensors.values())),
+        "bytes": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
+        "config": config,
+    }
+
+
+def checkpoint_folder(folder: str | Path) -> Path:
+    """Return the folder as a path after checking that it holds a ``config.json``.
+
+    Raises:
+        ValueError: There is no such folder, or no model in it; names a model folder inside.
+    """
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise ValueError(f"the model must be a folder with a config.json, got {str(folder)!r}")
+    if not (path / "config.json").is_file():
+        inside = path / "model"
+        hint = f"; did you mean {str(inside)!r}?" if (inside / "config.json").is_file() else ""
+        raise ValueError(f"{str(folder)!r} holds no config.json, so no saved model{hint}")
+    return path
+
+
+def describe(target: str) -> dict[str, Any]:
+    """Describe a family by name or a checkpoint by folder; an installed family's name wins.
+
+    Raises:
+        LookupError: The target is neither.
+        ValueError: The folder holds no readable model.
+        RuntimeError: The family's plugin cannot be loaded.
+    """
+    installed = claims()
+    if target in installed:
+        return describe_family(target)
+    if Path(target).expanduser().is_dir():
+        return describe_checkpoint(target)
+    raise LookupError(
+        f"{target!r} is neither an installed family nor a folder"
+        f"{suggestion(target, installed)}; families: {', '.join(installed) or 'none'}"
+    )
+
+
+def _find_status(point: EntryPoint) -> str:
+    package = point.module.partition(".")[0]
+    # of a top-level name: looks along the path, imports nothing
+    if importlib.util.find_spec(package) is None:
+        return f"broken: package {package!r} is not there; reinstall {owner(point)}"
+    return "installed"
+
+
+def _load_status(name: str) -> str:
+    try:
+        load_family(name)
+    except RuntimeError as error:
+        return f"broken: {error}"
+    return "ok"
+
+
+def _count(model_class: type, config: object) -> int:
+    import torch
+
+    with torch.device("meta"):
+        model = model_class(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _config_fields(config_class: type) -> dict[str, dict[str, Any]]:
+    """Return type and default by field: what the class and its zoo ancestors declare."""
+    from transformers import PreTrainedConfig
+
+    types: dict[str, object] = {}
+    for ancestor in reversed(config_class.__mro__):
+        if not issubclass(PreTrainedConfig, ancestor):
+            types |= inspect.get_annotations(ancestor)
+    if not types:  # a configuration with an __init__ of its own instead of typed fields
+        types = {
+            parameter.name: parameter.annotation
+            for parameter in inspect.signature(config_class).parameters.values()
+            if parameter.kind is not parameter.VAR_KEYWORD
+        }
+    defaults = config_class()
+    return {
+        name: {"type": _type_name(kind), "default": getattr(defaults, name, None)}
+        for name, kind in types.items()
+        if not name.startswith("_") and "ClassVar" not in str(kind)
+    }
+
+
+def _type_name(kind: object) -> str:
+    if kind is inspect.Parameter.empty:
+        return ""
+    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{str(path)!r} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{str(path)!r} must hold a JSON object, got {type(config).__name__}")
+    return config

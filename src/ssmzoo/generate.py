@@ -1,0 +1,191 @@
+"""Continue a prompt with any causal language model that the Auto classes load."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ssmzoo.describe import checkpoint_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+
+DEFAULT_TEMPERATURE = 0.8
+
+
+def generate(
+    model: str | Path,
+    prompt: str,
+    *,
+    max_new_tokens: int = 100,
+    temperature: float | None = None,
+    top_p: float = 1.0,
+    beams: int = 1,
+    seed: int = 0,
+    device: str | None = None,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    write: Callable[[str], None] | None = None,
+) -> str:
+    """Return the model's continuation of a prompt, without the prompt.
+
+    Args:
+        model: A folder with a saved model and its tokenizer, or a Hub id.
+        prompt: Any text. Empty starts from the tokenizer's beginning-of-sequence token.
+        max_new_tokens: The most tokens to add; a model may end earlier.
+        temperature: 0 takes the likeliest token each time. None is 0 with beams, else 0.8.
+        top_p: Sample among the likeliest tokens that hold this much probability together.
+        beams: Search this wide for the likeliest text.
+        seed: Same seed, same text; the process's own random state stays as it was.
+        device: Where to run; the GPU if there is one.
+        dtype: Of the weights; "auto" is as saved.
+        trust_remote_code: Let the checkpoint bring its own Python code.
+        write: Called with each finished piece of text as it appears; not with beams.
+
+    Raises:
+        ValueError: An argument is out of range, or the folder holds no readable model.
+        OSError: The Hub has no such model, or cannot be reached.
+    """
+    if temperature is None:
+        temperature = DEFAULT_TEMPERATURE if beams == 1 else 0.0
+    _check(max_new_tokens, temperature, top_p, beams, write is not None)
+    network, tokenizer = load_model(
+        model, device=device, dtype=dtype, trust_remote_code=trust_remote_code
+    )
+
+    import torch
+    from transformers import GenerationConfig
+
+    inputs = _encode(tokenizer, prompt, network)
+    own = network.generation_config
+    ends = own.eos_token_id if own is not None else None
+    if ends is None:
+        ends = tokenizer.eos_token_id
+    padding = tokenizer.pad_token_id
+    if padding is None:
+        padding = ends[0] if isinstance(ends, list) else ends
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    # a fresh one, so that defaults saved with the checkpoint do not mix with what was asked for
+    network.generation_config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        num_beams=beams,
+        eos_token_id=ends,
+        pad_token_id=padding,
+        **sampling,
+    )
+    streamer = _streamer(tokenizer, write) if write is not None else None
+    cuda = [network.device] if network.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda), torch.inference_mode():
+        torch.manual_seed(seed)
+        ids = network.generate(**inputs, streamer=streamer)
+    new = ids[0, inputs["input_ids"].shape[1] :]
+    return str(tokenizer.decode(new, skip_special_tokens=True))
+
+
+def load_model(
+    model: str | Path,
+    *,
+    device: str | None = None,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return a causal language model, ready to run, and its tokenizer.
+
+    Raises:
+        ValueError: The folder is no complete saved model, or the device is not there.
+        OSError: The Hub has no such model, or cannot be reached.
+    """
+    name = str(model)
+    # a Hub id is "name" or "user/name"; everything else means a folder
+    if Path(name).expanduser().is_dir() or name[:1] in "./~" or name.count("/") > 1:
+        name = str(checkpoint_folder(name))
+
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import ssmzoo.auto  # noqa: F401
+
+    place = _device(device)
+    try:
+        network, loading = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except SafetensorError as error:
+        raise ValueError(f"the weights of {name!r} cannot be read: {error}") from error
+    if loading["missing_keys"]:
+        missing = sorted(loading["missing_keys"])
+        raise ValueError(
+            f"the weights of {name!r} lack {len(missing)} tensors that the model needs, "
+            f"the first is {missing[0]!r}"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    return network.to(place).eval(), tokenizer
+
+
+def _device(name: str | None) -> str:
+    import torch
+
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"device must be one that torch can use here, such as 'cpu' or 'cuda', got {name!r}"
+        ) from error
+    return name
+
+
+def _check(
+    max_new_tokens: int, temperature: float, top_p: float, beams: int, streams: bool
+) -> None:
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if not (temperature >= 0 and math.isfinite(temperature)):
+        raise ValueError(f"temperature must be a number from 0 upwards, got {temperature}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
+    if beams < 1:
+        raise ValueError(f"beams must be at least 1, got {beams}")
+    if top_p < 1 and temperature == 0:
+        raise ValueError(f"top_p needs a temperature above 0, got top_p {top_p} and temperature 0")
+    if streams and beams > 1:
+        raise ValueError(f"write needs beams=1: beams know their text at the end, got {beams}")
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, network: PreTrainedModel
+) -> dict[str, Any]:
+    import torch
+
+    ids = tokenizer(prompt)["input_ids"]
+    if not ids:
+        if tokenizer.bos_token_id is None:
+            raise ValueError("prompt must not be empty: this tokenizer has no token to start from")
+        ids = [tokenizer.bos_token_id]
+    rows = network.get_input_embeddings().weight.shape[0]
+    if max(ids) >= rows:
+        raise ValueError(
+            f"the tokenizer gives token id {max(ids)}, the model knows ids below {rows}: "
+            "they do not belong together"
+        )
+    input_ids = torch.tensor([ids], device=network.device)
+    return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+
+
+def _streamer(tokenizer: PreTrainedTokenizerBase, write: Callable[[str], None]) -> TextStreamer:
+    from transformers import TextStreamer
+
+    class Streamer(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            write(text)
+
+    return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[arg-type]
