@@ -111,7 +111,8 @@ def _best(device: str) -> str:
         if has_triton():
             return "triton"
         _log.warning(
-            'triton is not installed: GPU scans take the slow eager path; pip install "ssmzoo[triton]"'
+            "GPU scans take the slow eager path: triton is not installed; "
+            'pip install "ssmzoo[triton]"'
         )
         return "eager"
     if device == "cpu":

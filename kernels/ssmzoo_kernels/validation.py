@@ -1,6 +1,7 @@
 """Checks that every public op makes before it dispatches."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ def check_tensor(
 
 
 def check_leading(op: str, name: str, tensor: Tensor, rule: str) -> None:
-    """Fail unless the op's first argument is a floating tensor of as many dimensions as its rule."""
+    """Fail unless the op's first argument is a floating tensor with the rule's dimensions."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor {rule}, got {type(tensor).__name__}")
     if tensor.dim() != rule.count(",") + 1:
@@ -78,6 +79,6 @@ def segment_offsets(op: str, like: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 def check_boundaries(op: str, cu_seqlens: Tensor, length: int) -> None:
     """Fail unless boundaries rise from 0 to the row's length."""
     values = cu_seqlens.tolist()
-    if values[0] != 0 or values[-1] != length or any(a > b for a, b in zip(values, values[1:])):
+    if values[0] != 0 or values[-1] != length or any(a > b for a, b in pairwise(values)):
         shown = values if len(values) <= 8 else [*values[:4], "...", *values[-3:]]
         raise ValueError(f"{op}: cu_seqlens must rise from 0 to L = {length}, got {shown}")

@@ -1,6 +1,7 @@
 """Checkpoints under the official code's names, in and out.
 
-No pretrained weights of the paper are public; whoever trained with the official code can bring theirs.
+No pretrained weights of the paper are public; whoever trained with the official code can bring
+their own.
 """
 
 from typing import Any

@@ -1,7 +1,8 @@
 """Longhorn: state-space models as amortized online learners (arXiv 2407.14207).
 
-What surprises: the key stands where Mamba has ``B`` and before the query; there is no ``A``, because
-what a token forgets follows from what it writes; write strength, state and skip are float32 always.
+What surprises: the key stands where Mamba has ``B`` and before the query; there is no ``A``,
+because what a token forgets follows from what it writes; write strength, state and skip are float32
+always.
 
 Dimensions: B batch, L length, D hidden, E inner, N state, K conv width, R write rank, S sequences.
 """

@@ -22,8 +22,8 @@ def causal_conv1d(
 ) -> tuple[Tensor, Tensor]:
     """Convolve each channel with its own K taps, looking back only.
 
-    ``y[t,i] = act(bias[i] + sum_j weight[i,j] x[t - K + 1 + j, i])``: the last tap meets the current
-    token. Sums are float32 (float64 for float64 inputs); only the output takes x's dtype.
+    ``y[t,i] = act(bias[i] + sum_j weight[i,j] x[t - K + 1 + j, i])``: the last tap meets the
+    current token. Sums are float32 (float64 for float64 inputs); only the output takes x's dtype.
 
     Args:
         x: The inputs.

@@ -1,5 +1,6 @@
 """The short causal convolution as a sum over its taps; the judge of the other implementations."""
 
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -29,9 +30,9 @@ def causal_conv1d(
                 None if initial_state is None else initial_state[s : s + 1],
                 activation=activation,
             )
-            for s, (a, b) in enumerate(zip(bounds, bounds[1:]))
+            for s, (a, b) in enumerate(pairwise(bounds))
         ]
-        outputs, states = zip(*parts)
+        outputs, states = zip(*parts, strict=True)
         return torch.cat(outputs, dim=1), torch.cat(states, dim=0)
 
     length, taps = x.shape[1], weight.shape[1]

@@ -1,5 +1,6 @@
 """Longhorn's recurrence as a loop over time; the judge of the other implementations."""
 
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -37,9 +38,9 @@ def longhorn_scan(
                 None if initial_state is None else initial_state[s : s + 1],
                 transition=transition,
             )
-            for s, (a, b) in enumerate(zip(bounds, bounds[1:]))
+            for s, (a, b) in enumerate(pairwise(bounds))
         ]
-        outputs, states = zip(*parts)
+        outputs, states = zip(*parts, strict=True)
         return torch.cat(outputs, dim=1), torch.cat(states, dim=0)
 
     dtype = u.dtype

@@ -1,8 +1,8 @@
 """What the chunked first-order recurrences share: the chunk scheme and its bookkeeping.
 
-A recurrence ``S[t] = A[t] * S[t-1] + b[t]`` (elementwise on a ``[D, N]`` state) differs from family to
-family only in its transition, the map from a token's activations to ``A`` and ``b``. The skeletons,
-``scan.h`` for CPUs and ``triton.py`` for GPUs, own everything else.
+A recurrence ``S[t] = A[t] * S[t-1] + b[t]`` (elementwise on a ``[D, N]`` state) differs from family
+to family only in its transition, the map from a token's activations to ``A`` and ``b``. The
+skeletons, ``scan.h`` for CPUs and ``triton.py`` for GPUs, own everything else.
 """
 
 import torch

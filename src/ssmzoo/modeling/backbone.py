@@ -1,7 +1,7 @@
 """Embedding, residual blocks and final norm around a family's mixer.
 
-What surprises: a batch with padding, or with several sequences in a row, is laid out as one flat row
-``[1, B * L]`` with ``cu_seqlens`` for the mixers, and folded back at the end.
+What surprises: a batch with padding, or with several sequences in a row, is laid out as one flat
+row ``[1, B * L]`` with ``cu_seqlens`` for the mixers, and folded back at the end.
 
 Dimensions: B batch, L length, D hidden, E inner, N state, K conv width, S sequences, V vocabulary.
 """
@@ -9,6 +9,7 @@ Dimensions: B batch, L length, D hidden, E inner, N state, K conv width, S seque
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -76,8 +77,8 @@ class CausalConv1d(nn.Module):
 class SSMMixer(nn.Module):
     """Base of a family's mixer: ``[B, L, D] -> [B, L, D]`` with a state.
 
-    Parameters that belong to the mixer itself, not to a submodule of it, are SSM parameters: no cast
-    to a lower precision (``.to(bfloat16)``, ``.half()``) touches them.
+    Parameters that belong to the mixer itself, not to a submodule of it, are SSM parameters: no
+    cast to a lower precision (``.to(bfloat16)``, ``.half()``) touches them.
     """
 
     def __init__(self, config: SSMConfig, layer_idx: int) -> None:
@@ -159,18 +160,18 @@ class SSMModel(SSMPreTrainedModel):
 
         Args:
             input_ids: Token ids ``[B, L]``; or give ``inputs_embeds``.
-            attention_mask: 1 for tokens, 0 for padding, ``[B, L]`` or, with a cache, ``[B, past + L]``.
-                Padding before or after a row's tokens changes nothing about them.
-            position_ids: ``[B, L]``; only used to find packed sequences: one begins where positions do
-                not go up by one, as in batches of transformers' flattening collator.
+            attention_mask: 1 for tokens, 0 for padding, ``[B, L]`` or, with a cache,
+                ``[B, past + L]``. Padding before or after a row's tokens does not change them.
+            position_ids: ``[B, L]``; only used to find packed sequences: one begins where positions
+                do not go up by one, as in batches of transformers' flattening collator.
             past_key_values: The cache to go on from; updated in place.
             inputs_embeds: ``[B, L, D]`` instead of ``input_ids``.
             use_cache: Return a cache. Default: the configuration's, but never while training or for
                 packed batches.
             output_hidden_states: Also return the input of every block and the final output.
             return_dict: Return an output object (default) or a tuple.
-            cu_seqlens: Boundaries of sequences packed into one row (B = 1), ``[S + 1]``; a cache then
-                has a row per sequence.
+            cu_seqlens: Boundaries of sequences packed into one row (B = 1), ``[S + 1]``; a cache
+                then has a row per sequence.
             cu_seq_lens_q: The collator's name for ``cu_seqlens``.
             seq_idx: ``[B, L]`` number of the sequence each token belongs to.
             segments: What all these say, from :meth:`segments`; the heads pass it instead of them.
@@ -186,7 +187,7 @@ class SSMModel(SSMPreTrainedModel):
         if return_dict is None:
             return_dict = self.config.return_dict
         hidden_states = self._embed(input_ids, inputs_embeds)
-        batch, length = hidden_states.shape[:2]
+        batch, length, _ = hidden_states.shape
         if segments is None:
             segments = self.segments(
                 hidden_states,
@@ -196,13 +197,12 @@ class SSMModel(SSMPreTrainedModel):
                 seq_idx,
                 cu_seq_lens_q if cu_seqlens is None else cu_seqlens,
             )
-        packed = segments is not None and segments.rows is None
+        packed = segments if segments is not None and segments.rows is None else None
         if use_cache is None:
             use_cache = past_key_values is not None or (
-                bool(self.config.use_cache) and not self.training and not packed
+                bool(self.config.use_cache) and not self.training and packed is None
             )
-        sequences = segments.count if packed else batch
-        cache = self._cache(past_key_values, use_cache, sequences)
+        cache = self._cache(past_key_values, use_cache, packed.count if packed else batch)
 
         boundaries = None
         if segments is not None:
@@ -223,8 +223,7 @@ class SSMModel(SSMPreTrainedModel):
         if cache is not None:
             for layer, state in zip(cache.layers, states, strict=True):
                 layer.states = state.final
-            longest = length if not packed else int(segments.cu_seqlens.diff().max())
-            cache.seen_tokens += longest
+            cache.seen_tokens += int(packed.cu_seqlens.diff().max()) if packed else length
         output = BaseModelOutputWithPast(
             last_hidden_state=hidden_states,
             past_key_values=cache,
@@ -243,26 +242,27 @@ class SSMModel(SSMPreTrainedModel):
     ) -> Segments | None:
         """Find the sequences in a batch ``[B, L, ...]``; None if its rows are whole sequences."""
         past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
+        batch, length = inputs.shape[:2]
         return find_segments(
-            *inputs.shape[:2], past_length, attention_mask, position_ids, seq_idx, cu_seqlens
+            batch, length, past_length, attention_mask, position_ids, seq_idx, cu_seqlens
         )
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
-        if inputs_embeds is not None:
+        if inputs_embeds is not None and input_ids is None:
             if inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != self.config.hidden_size:
                 raise ValueError(
                     f"inputs_embeds must have shape [B, L, {self.config.hidden_size}], "
                     f"got {list(inputs_embeds.shape)}"
                 )
-        else:
+        elif input_ids is not None and inputs_embeds is None:
             if input_ids.dim() != 2:
                 raise ValueError(f"input_ids must have shape [B, L], got {list(input_ids.shape)}")
             # on a GPU this look would stall the queue; there torch itself aborts
             if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
                 self._check_ids(input_ids)
             inputs_embeds = self.embed_tokens(input_ids)
+        else:
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
         if inputs_embeds.shape[1] == 0:
             raise ValueError(
                 "the input has no tokens (L = 0); to go on from a cache pass the new tokens, to "
@@ -305,8 +305,6 @@ def _refuse_unknown(kwargs: dict[str, Any]) -> None:
     for name, value in kwargs.items():
         if name in _IGNORED or (name == "output_attentions" and not value):
             continue
-        known = ["input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache",
-                 "inputs_embeds", "output_hidden_states", "cu_seqlens", "seq_idx", "labels"]  # fmt: skip
-        near = difflib.get_close_matches(name, known, n=1)
+        near = difflib.get_close_matches(name, inspect.signature(SSMModel.forward).parameters, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise TypeError(f"this model takes no argument {name!r}{hint}")

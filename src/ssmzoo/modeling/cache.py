@@ -1,7 +1,7 @@
 """The recurrent state of a model between two calls.
 
-What surprises: the state has a fixed size however many tokens were seen; it cannot be cropped; and a
-forward pass never changes it half-way, because new states replace the old ones only at its end.
+What surprises: the state has a fixed size however many tokens were seen; it cannot be cropped; and
+a forward pass never changes it half-way, because new states replace the old ones only at its end.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _FORMAT = "ssmzoo-state-1"
 class LayerState:
     """One layer's view of the cache during one forward pass.
 
-    A mixer reads what it carries on from with :meth:`get` and leaves its new state with :meth:`put`.
-    Reading is repeatable: what is put never shows in what is got, so a layer may be run again
-    (gradient checkpointing).
+    A mixer reads what it carries on from with :meth:`get` and leaves its new state with
+    :meth:`put`. Reading is repeatable: what is put never shows in what is got, so a layer may be run
+    again (gradient checkpointing).
     """
 
     initial: Mapping[str, Tensor] = field(default_factory=dict)

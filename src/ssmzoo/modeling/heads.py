@@ -54,8 +54,8 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
             position_ids: See there.
             past_key_values: See there.
             inputs_embeds: See there.
-            labels: ``[B, L]``, the tokens themselves; the shift happens inside, -100 does not count,
-                and no token is predicted across the boundary of packed sequences.
+            labels: ``[B, L]``, the tokens themselves; the shift happens inside, -100 does not
+                count, and no token is predicted across the boundary of packed sequences.
             use_cache: See there.
             output_hidden_states: See there.
             return_dict: See there.
@@ -144,7 +144,10 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
 
 
 class SSMForSequenceClassification(SSMPreTrainedModel):
-    """A backbone and a linear classifier on the last token. A subclass names its ``model_class``."""
+    """A backbone and a linear classifier on the last token.
+
+    A subclass names its ``model_class``.
+    """
 
     model_class: type[SSMModel]
 

@@ -13,9 +13,9 @@ from ssmzoo.modeling.configuration import SSMConfig
 class SSMPreTrainedModel(PreTrainedModel):
     """Base of all models: loading, initialisation, optimizer groups.
 
-    A family's subclass sets ``config`` and extends :meth:`_init_weights`. Its float32 parameters are
-    listed in ``_keep_in_fp32_modules_strict`` for loading; casting a model in memory leaves them
-    alone because :class:`~ssmzoo.modeling.SSMMixer` does.
+    A family's subclass sets ``config`` and extends :meth:`_init_weights`. Its float32 parameters
+    are listed in ``_keep_in_fp32_modules_strict`` for loading; casting a model in memory leaves
+    them alone because :class:`~ssmzoo.modeling.SSMMixer` does.
     """
 
     config: SSMConfig
