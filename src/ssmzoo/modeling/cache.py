@@ -30,7 +30,7 @@ class LayerState:
     """One layer's view of the cache during one forward pass.
 
     A mixer reads what it carries on from with :meth:`get` and leaves its new state with
-    :meth:`put`. Reading is repeatable: what is put never shows in what is got, so a layer may be run
+    :meth:`put`. Reading is repeatable: what is put never shows in what is got, so a layer may run
     again (gradient checkpointing).
     """
 
