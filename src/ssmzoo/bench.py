@@ -1,0 +1,294 @@
+"""Speed of whole models on this machine, beside transformers' own of equal shape.
+
+Every figure is of one process on one batch: the median of several runs after a warm-up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import datetime
+import importlib.metadata
+import io
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HIDDEN, LAYERS, STATE, BATCH, VOCABULARY = 256, 4, 16, 4, 1000
+DECODED = 128
+SHAPE = f"hidden {HIDDEN}, {LAYERS} layers, state {STATE}, batch {BATCH}"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A model to time: how to build it, and which passes it can bear."""
+
+    build: Callable[[], Any]
+    train_lengths: tuple[int, ...] | None = None  # None: all
+    slow: bool = False
+    decode: bool = True
+
+
+def bench(
+    families: Sequence[str],
+    *,
+    lengths: Sequence[int] = (512, 2048),
+    peers: bool = True,
+    slow: bool = False,
+    output: str | Path | None = None,
+    report: Callable[[str], None] = print,
+) -> list[dict[str, Any]]:
+    """Time a training step and decoding of families and, beside them, of transformers' models.
+
+    Args:
+        families: Family names.
+        lengths: Sequence lengths of the training step.
+        peers: Also time transformers' Mamba and Mamba2.
+        slow: Also time transformers' Mamba on its default CPU path, minutes a step at length 512.
+        output: CSV file to write the rows to.
+        report: Called with each line of the report.
+
+    Returns:
+        A row a measurement: ``what``, ``variant``, ``pass``, ``shape``, ``milliseconds``,
+        ``tokens_per_second``.
+
+    Raises:
+        LookupError: An unknown family.
+    """
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    models = {name: Peer(_family(name)) for name in families}
+    if peers:
+        models |= {name: peer for name, peer in _peers().items() if slow or not peer.slow}
+    rows: list[dict[str, Any]] = []
+    for name, peer in models.items():
+        torch.manual_seed(0)
+        model = peer.build().to(device)
+        for length in lengths:
+            if peer.train_lengths is None or length in peer.train_lengths:
+                seconds = _train_seconds(model, length, device, once=peer.slow)
+                rows.append(_row(name, f"train L={length}", BATCH * length, seconds))
+                report(_line(rows[-1]))
+        if peer.decode:
+            for prompt in (100, 20_000) if name in families else (100,):
+                seconds = _decode_seconds(model, prompt, device)
+                rows.append(_row(name, f"decode after {prompt}", BATCH, seconds))
+                report(_line(rows[-1]))
+        del model
+    for name in families:
+        for line in _ratios(rows, name):
+            report(line)
+    if output is not None:
+        _write(Path(output), [{**row, **environment(device)} for row in rows])
+    return rows
+
+
+def time_call(call: Callable[[], Any], device: Any, repeats: int = 7) -> float:
+    """Return the median seconds of a call after one to warm up."""
+    import torch
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    call()
+    wait()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        wait()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def matmul_peak(device: Any, size: int = 2048) -> float:
+    """Return the GFLOP/s of a large float32 matrix product."""
+    import torch
+
+    a, b = torch.randn(2, size, size, device=device)
+    return 2 * size**3 / time_call(lambda: a @ b, device) / 1e9
+
+
+def environment(device: Any) -> dict[str, Any]:
+    """Return what a figure depends on: device, threads, versions, commit, date."""
+    import torch
+
+    def version(package: str) -> str:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package)
+        return ""
+
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        slug = name.lower().replace("nvidia", "").strip().replace(" ", "-")
+    else:
+        name, slug = _cpu_name(), "cpu"
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return {
+        "device": name,
+        "slug": slug,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "triton": version("triton"),
+        "commit": commit.stdout.strip(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return f"{line.split(':', 1)[1].strip()}, {os.cpu_count()} cores"
+    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def _family(name: str) -> Callable[[], Any]:
+    from ssmzoo.family import load_family
+
+    family = load_family(name)
+
+    def build() -> Any:
+        config = family.config(
+            hidden_size=HIDDEN, num_hidden_layers=LAYERS, d_state=STATE, vocab_size=VOCABULARY
+        )
+        return family.causal_lm_class(config)
+
+    return build
+
+
+def _peers() -> dict[str, Peer]:
+    import transformers
+
+    def mamba(**fields: Any) -> Any:
+        config = transformers.MambaConfig(
+            hidden_size=HIDDEN,
+            num_hidden_layers=LAYERS,
+            state_size=STATE,
+            vocab_size=VOCABULARY,
+            **fields,
+        )
+        return transformers.MambaForCausalLM(config)
+
+    def mamba2() -> Any:
+        config = transformers.Mamba2Config(
+            hidden_size=HIDDEN,
+            num_hidden_layers=LAYERS,
+            state_size=STATE,
+            vocab_size=VOCABULARY,
+            num_heads=8,
+            head_dim=64,
+            n_groups=1,
+            chunk_size=64,
+            tie_word_embeddings=True,
+        )
+        return transformers.Mamba2ForCausalLM(config)
+
+    return {
+        "transformers Mamba2": Peer(mamba2),
+        "transformers Mamba (mamba.py)": Peer(lambda: mamba(use_mambapy=True), decode=False),
+        "transformers Mamba": Peer(mamba, train_lengths=()),
+        "transformers Mamba (default)": Peer(mamba, train_lengths=(512,), slow=True, decode=False),
+    }
+
+
+def _train_seconds(model: Any, length: int, device: Any, *, once: bool) -> float:
+    import torch
+
+    ids = torch.randint(0, VOCABULARY, (BATCH, length), device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model.train()
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if once:
+        start = time.perf_counter()
+        step()
+        return time.perf_counter() - start
+    return time_call(step, device, repeats=5)
+
+
+def _decode_seconds(model: Any, prompt: int, device: Any) -> float:
+    """Return the seconds a step of ``generate`` takes after a prompt, the prompt's own left out."""
+    import torch
+
+    ids = torch.randint(3, VOCABULARY, (BATCH, prompt), device=device)
+    model.eval()
+
+    def run(tokens: int) -> float:
+        start = time.perf_counter()
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            pad_token_id=0,
+            eos_token_id=1,
+        )
+        return time.perf_counter() - start
+
+    run(8)
+    rates = [(run(DECODED + 1) - run(1)) / DECODED for _ in range(3)]
+    return statistics.median(rates)
+
+
+def _row(name: str, kind: str, tokens: int, seconds: float) -> dict[str, Any]:
+    return {
+        "what": "model",
+        "variant": name,
+        "pass": kind,
+        "shape": SHAPE,
+        "dtype": "float32",
+        "milliseconds": round(seconds * 1e3, 3),
+        "tokens_per_second": round(tokens / seconds),
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['variant']:30s} {row['pass']:18s} {row['milliseconds']:10.1f} ms "
+        f"{row['tokens_per_second']:9,d} tokens/s"
+    )
+
+
+def _ratios(rows: Sequence[dict[str, Any]], name: str) -> list[str]:
+    """Compare a family with every peer that ran the same pass."""
+    own = {row["pass"]: row["tokens_per_second"] for row in rows if row["variant"] == name}
+    lines = [
+        f"{name} / {row['variant']}, {row['pass']}: "
+        f"{own[row['pass']] / row['tokens_per_second']:.2f} times"
+        for row in rows
+        if row["variant"] != name and row["pass"] in own
+    ]
+    first, last = (own.get(f"decode after {n}") for n in (100, 20_000))
+    if first and last:
+        lines.append(f"{name}, decoding after 20,000 tokens / after 100: {last / first:.2f} times")
+    return lines
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text.getvalue())
+    partial.replace(path)
+
+
+__all__ = ["bench", "environment", "matmul_peak", "time_call"]
