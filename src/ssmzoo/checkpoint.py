@@ -1,0 +1,197 @@
+"""A run's folder: its lock, its metrics, and checkpoints that are complete or not there at all.
+
+- A folder is written beside its place under a hidden name, flushed to the disk, and then renamed.
+- A checkpoint lists size and sha256 of its files; a resume believes nothing that differs.
+- No pickle: tensors are safetensors, the rest is JSON.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ssmzoo.documents import file_digest
+
+CONTENTS = "contents.json"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a run's folder, making it first, against a second run into it.
+
+    Raises:
+        RuntimeError: Another process holds it, or it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("a+")
+    except OSError as error:
+        raise RuntimeError(f"output_dir must be a writable folder: {error}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise RuntimeError(
+                f"another run (process {lock.read().strip() or 'unknown'}) is writing into "
+                f"{folder}; wait for it, or choose another output_dir"
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+def write_text(target: Path, text: str) -> None:
+    """Write a text file that appears complete or not at all."""
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    with unfinished.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, target)
+
+
+def write_folder(target: Path, write: Callable[[Path], None]) -> None:
+    """Let ``write`` fill a folder that appears complete or not at all; an older one is replaced."""
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    replaced = target.with_name(f".{target.name}.replaced")
+    for leftover in (unfinished, replaced):
+        shutil.rmtree(leftover, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        write(unfinished)
+        for path in [*unfinished.rglob("*"), unfinished]:
+            _flush(path)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    if target.exists():
+        os.replace(target, replaced)
+    os.replace(unfinished, target)
+    _flush(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def save_checkpoint(root: Path, step: int, write: Callable[[Path], None], *, keep: int) -> Path:
+    """Write the checkpoint of a step and remove all but the newest ``keep``.
+
+    Raises:
+        RuntimeError: It cannot be written; earlier checkpoints are as they were.
+    """
+
+    def write_listed(folder: Path) -> None:
+        write(folder)
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        listed = {
+            str(path.relative_to(folder)): [path.stat().st_size, file_digest(path)]
+            for path in files
+        }
+        (folder / CONTENTS).write_text(json.dumps(listed, indent=1), encoding="utf-8")
+
+    target = root / f"step-{step:08d}"
+    try:
+        write_folder(target, write_listed)
+    except OSError as error:
+        raise RuntimeError(f"the checkpoint {target} cannot be written: {error}") from error
+    for old in checkpoints(root)[:-keep]:
+        shutil.rmtree(old)
+    return target
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """Return the checkpoints of a run, the newest last."""
+    return sorted(path for path in root.glob("step-*") if path.is_dir())
+
+
+def newest_checkpoint(root: Path) -> Path | None:
+    """Return the newest checkpoint, None if there is none.
+
+    Raises:
+        RuntimeError: It is damaged; the message names the file and the newest one that is whole.
+    """
+    newest_first = checkpoints(root)[::-1]
+    if not newest_first:
+        return None
+    damage = _damage(newest_first[0])
+    if damage is None:
+        return newest_first[0]
+    good = next((path for path in newest_first[1:] if _damage(path) is None), None)
+    way_out = (
+        f"the newest whole checkpoint is {good}; remove what is newer to resume from it"
+        if good is not None
+        else "there is no whole checkpoint; start the run again"
+    )
+    raise RuntimeError(f"the checkpoint {newest_first[0]} is damaged: {damage}; {way_out}")
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step after which a checkpoint was written."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+class Metrics:
+    """``metrics.jsonl``: one JSON object a line, each on the disk's way as soon as it is known."""
+
+    def __init__(self, path: Path, *, after_step: int) -> None:
+        """Open the file, first dropping what was measured after a step that is resumed from."""
+        if path.exists():
+            write_text(path, "".join(_lines_until(path, after_step)))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, **values: float | int) -> None:
+        """Append one line."""
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Return when all lines are on the disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of ``metrics.jsonl``."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _lines_until(path: Path, step: int) -> Iterator[str]:
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        # a line without its end was cut off when the run was killed
+        if not line.endswith("\n") or json.loads(line)["step"] > step:
+            return
+        yield line
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """Return what is wrong with a checkpoint, None if nothing is."""
+    try:
+        listed = json.loads((checkpoint / CONTENTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return f"{CONTENTS} cannot be read"
+    for name, (size, digest) in listed.items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes and must have {size}"
+        if file_digest(path) != digest:
+            return f"{name} has changed since it was written"
+    return None
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

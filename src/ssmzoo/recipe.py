@@ -1,0 +1,409 @@
+"""The description of a training run: a closed, typed YAML file, checked before any work is done.
+
+Relative paths in a recipe are relative to the working directory; the copy that a run keeps holds
+absolute ones. Numbers such as ``3e-4`` are numbers here, although YAML 1.1 reads them as text.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+
+from ssmzoo.family import suggestion
+from ssmzoo.resources import share
+
+try:
+    from pydantic import (
+        BaseModel,
+        BeforeValidator,
+        ConfigDict,
+        Field,
+        ValidationError,
+        field_validator,
+        model_validator,
+    )
+except ImportError as error:
+    raise RuntimeError("recipes need pydantic: pip install 'ssmzoo[train]'") from error
+
+STDLIB = "python-stdlib"
+
+
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _several(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Paths = Annotated[list[str], BeforeValidator(_several), Field(min_length=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class ModelSection(_Section):
+    """What is trained: a family of the zoo, any transformers model type, or existing weights.
+
+    Attributes:
+        family: An installed family, e.g. ``longhorn``.
+        preset: One of the family's presets; ``config`` wins over it.
+        config_of: A transformers ``model_type``, e.g. ``mamba2``, for a baseline on the same data.
+        init_from: A folder or Hub id whose weights are the start.
+        config: Fields of the model's configuration. ``vocab_size`` is the tokenizer's if absent.
+    """
+
+    family: str | None = None
+    preset: str | None = None
+    config_of: str | None = None
+    init_from: str | None = None
+    config: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> ModelSection:
+        _exactly_one(self, "model", ("family", "config_of", "init_from"))
+        if self.preset is not None and self.family is None:
+            raise ValueError("model.preset needs model.family")
+        if self.config and self.init_from is not None:
+            raise ValueError("model.config must be empty with model.init_from")
+        return self
+
+
+class DataSection(_Section):
+    """What it is trained on.
+
+    Attributes:
+        text: Files, folders or globs; a file is a document. ``python-stdlib`` stands for the
+            sources and documentation of the running Python's standard library.
+        jsonl: Files or globs (``.gz`` too); a line is a document, its text under ``text_field``.
+        parquet: Files or globs; a row is a document, its text in the column ``text_field``.
+        dataset: A data set on the Hub, or a local folder that ``datasets`` can load.
+        task: A synthetic task: ``mqar`` or ``induction_heads``, with ``task_args``.
+        config: The Hub data set's configuration.
+        split: Its split to train on.
+        revision: Its branch, tag or commit; the commit found at the start is kept for a resume.
+        streaming: Read while training and keep nothing on disk. For ``jsonl``, ``parquet`` and
+            ``dataset``.
+        shuffle_buffer: Documents shuffled together when streaming. Other sources are shuffled
+            whole.
+        text_field: Where the text is in a record.
+        tokenizer: ``bytes``, a name or a folder. If absent, ``model.init_from``'s, else bytes.
+            A task needs none: its tokens are numbers.
+        validation: What is held out. A number below 1: that share of the documents; a whole number:
+            so many documents (the first ones when streaming); otherwise paths, or a split's name
+            for ``dataset``.
+    """
+
+    text: Paths | None = None
+    jsonl: Paths | None = None
+    parquet: Paths | None = None
+    dataset: str | None = None
+    task: str | None = None
+    task_args: dict[str, Any] = {}
+    config: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    streaming: bool = False
+    shuffle_buffer: Count = 1000
+    text_field: str = "text"
+    tokenizer: str | None = None
+    validation: Any = None
+
+    @property
+    def source(self) -> str:
+        """Which of the five kinds of source is used."""
+        kinds = ("text", "jsonl", "parquet", "dataset", "task")
+        return next(kind for kind in kinds if getattr(self, kind) is not None)
+
+    @field_validator("validation")
+    @classmethod
+    def _held_out(cls, value: object) -> object:
+        if isinstance(value, float) and value >= 1 and value.is_integer():
+            value = int(value)
+        if isinstance(value, str):
+            value = [value]
+        fraction = isinstance(value, float) and 0 < value < 1
+        number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        names = isinstance(value, list) and value and all(isinstance(v, str) for v in value)
+        if value is None or fraction or number or names:
+            return value
+        raise ValueError(
+            "data.validation must be a share between 0 and 1, a number of documents, or paths, "
+            f"got {value!r}"
+        )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataSection:
+        _exactly_one(self, "data", ("text", "jsonl", "parquet", "dataset", "task"))
+        if self.streaming and self.source in ("text", "task"):
+            raise ValueError(f"data.streaming must be false with data.{self.source}")
+        if self.streaming and isinstance(self.validation, float):
+            raise ValueError(
+                "data.validation must be a number of documents, a split or paths when streaming, "
+                f"got {self.validation!r}"
+            )
+        for name in ("config", "revision"):
+            if getattr(self, name) is not None and self.source != "dataset":
+                raise ValueError(f"data.{name} needs data.dataset")
+        if self.task_args and self.task is None:
+            raise ValueError("data.task_args needs data.task")
+        if self.tokenizer is not None and self.task is not None:
+            raise ValueError("data.tokenizer must be absent with data.task: its tokens are numbers")
+        if self.task is not None and not isinstance(self.validation, int | None):
+            raise ValueError(
+                f"data.validation must be a number of examples for a task, got {self.validation!r}"
+            )
+        return self
+
+
+class TrainSection(_Section):
+    """How it is trained. Exactly one of ``steps`` and ``tokens`` is given.
+
+    Attributes:
+        steps: Optimizer steps.
+        tokens: Tokens to train on; rounded up to whole steps.
+        batch_size: Rows an optimizer step, over all processes: the same recipe trains the same
+            way on one device and on many.
+        seq_len: Tokens a row.
+        accumulate: Into how many micro-batches each process cuts its share of a step.
+        lr: Peak learning rate.
+        min_lr_ratio: The cosine ends at this share of ``lr``.
+        warmup: Linear warm-up: a share of the steps below 1, a number of steps from 1 on.
+        weight_decay: For the parameters that decay at all.
+        betas: AdamW's.
+        clip: Largest gradient norm; 0 does not clip.
+        dtype: ``bfloat16`` computes in it under autocast and keeps float32 weights; ``auto`` does
+            so where the accelerator has it.
+        seed: Of the initial weights and of the data's order.
+        gradient_checkpointing: Compute activations again in the backward pass.
+    """
+
+    steps: Count | None = None
+    tokens: Count | None = None
+    batch_size: Count
+    seq_len: Annotated[int, BeforeValidator(_whole), Field(ge=2)]
+    accumulate: Count = 1
+    lr: Annotated[float, Field(gt=0)]
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    warmup: Annotated[float, Field(ge=0)] = 0.05
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    clip: Annotated[float, Field(ge=0)] = 1.0
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    seed: Annotated[int, Field(ge=0)] = 0
+    gradient_checkpointing: bool = False
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainSection:
+        _exactly_one(self, "train", ("steps", "tokens"))
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"train.batch_size must be a multiple of train.accumulate = {self.accumulate}, "
+                f"got {self.batch_size}"
+            )
+        if self.warmup >= 1 and not self.warmup.is_integer():
+            raise ValueError(
+                f"train.warmup must be below 1 or a whole number of steps, got {self.warmup}"
+            )
+        if self.warmup_steps > self.total_steps:
+            raise ValueError(
+                f"train.warmup must be at most the run's {self.total_steps} steps, "
+                f"got {self.warmup_steps}"
+            )
+        return self
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        if self.steps is not None:
+            return self.steps
+        assert self.tokens is not None
+        return -(-self.tokens // (self.batch_size * self.seq_len))
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of linear warm-up."""
+        return round(self.warmup * self.total_steps) if self.warmup < 1 else int(self.warmup)
+
+
+class EvalSection(_Section):
+    """Validation while training: ``batches`` batches every ``every`` steps and after the last."""
+
+    every: Count = 200
+    batches: Count = 20
+
+
+class CheckpointSection(_Section):
+    """A checkpoint every ``every`` steps and after the last; the newest ``keep`` stay."""
+
+    every: Count = 500
+    keep: Count = 2
+
+
+class LogSection(_Section):
+    """A line of ``metrics.jsonl`` every ``every`` steps."""
+
+    every: Count = 10
+
+
+class Recipe(_Section):
+    """A whole run."""
+
+    model: ModelSection
+    data: DataSection
+    train: TrainSection
+    eval: EvalSection = EvalSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    log: LogSection = LogSection()
+
+    def to_yaml(self) -> str:
+        """Return the recipe as a YAML text that :func:`load_recipe` reads back to an equal one."""
+        return yaml.safe_dump(
+            self.model_dump(exclude_none=True), sort_keys=False, allow_unicode=True
+        )
+
+    def with_absolute_paths(self) -> Recipe:
+        """Return the same recipe with every local path made absolute."""
+        data = self.data
+        changed: dict[str, Any] = {
+            kind: [_absolute(path) for path in getattr(data, kind)]
+            for kind in ("text", "jsonl", "parquet")
+            if getattr(data, kind) is not None
+        }
+        if isinstance(data.validation, list) and data.source != "dataset":
+            changed["validation"] = [_absolute(path) for path in data.validation]
+        if data.dataset is not None and Path(data.dataset).is_dir():
+            changed["dataset"] = _absolute(data.dataset)
+        if data.tokenizer is not None and Path(data.tokenizer).is_dir():
+            changed["tokenizer"] = _absolute(data.tokenizer)
+        model = self.model
+        if model.init_from is not None and Path(model.init_from).is_dir():
+            model = model.model_copy(update={"init_from": _absolute(model.init_from)})
+        return self.model_copy(update={"data": data.model_copy(update=changed), "model": model})
+
+
+def load_recipe(source: str | Path | Recipe, overrides: Sequence[str] = ()) -> Recipe:
+    """Read and check a recipe.
+
+    Args:
+        source: A YAML file, the name of a shipped recipe such as ``longhorn-demo``, or a recipe.
+        overrides: ``section.field=value``, the value in YAML; they win over the file.
+
+    Raises:
+        LookupError: No such recipe or field; the message suggests.
+        ValueError: A wrong value, or a file that is not YAML.
+    """
+    if isinstance(source, Recipe):
+        name, fields = "recipe", source.model_dump(exclude_none=True)
+    else:
+        path = _find(source)
+        name = path.name
+        fields = _read_yaml(path.read_text(encoding="utf-8"), name)
+        if not isinstance(fields, dict):
+            raise ValueError(f"{name}: must hold the sections model, data, train; got {fields!r}")
+    for override in overrides:
+        _override(fields, override)
+    try:
+        return Recipe.model_validate(fields)
+    except ValidationError as error:
+        raise _one_line(name, error) from None
+
+
+class _Loader(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the field {twice!r} appears twice", node.start_mark
+            )
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def _read_yaml(text: str, name: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _find(source: str | Path) -> Path:
+    path = Path(source)
+    if path.is_file():
+        return path
+    try:
+        shipped = {p.stem: p for p in sorted(share("eval/recipes").glob("*.yaml"))}
+    except LookupError:
+        shipped = {}
+    if str(source) in shipped:
+        return shipped[str(source)]
+    near = difflib.get_close_matches(path.stem, shipped, n=1)
+    raise LookupError(
+        f"no recipe {str(source)!r}{f'; did you mean {near[0]!r}?' if near else ''}; "
+        f"shipped: {', '.join(shipped) or 'none'}"
+    )
+
+
+def _override(fields: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or len(parts) < 2 or not all(parts):
+        raise ValueError(f"an override must look like train.lr=3e-4, got {override!r}")
+    here = fields
+    for part in parts[:-1]:
+        if here.get(part) is None:
+            here[part] = {}
+        here = here[part]
+        if not isinstance(here, dict):
+            raise ValueError(f"the override {override!r} goes into {part!r}, which is no section")
+    here[parts[-1]] = _read_yaml(value, override)
+
+
+def _exactly_one(section: BaseModel, name: str, fields: Sequence[str]) -> None:
+    given = [field for field in fields if getattr(section, field) is not None]
+    if len(given) != 1:
+        came = " and ".join(given) or "none"
+        raise ValueError(f"{name} must have exactly one of {', '.join(fields)}, got {came}")
+
+
+def _one_line(name: str, error: ValidationError) -> LookupError | ValueError:
+    errors = error.errors(include_url=False)
+    # An unknown field comes first: the missing one beside it is usually the same, misspelt.
+    first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
+    path = [str(part) for part in first["loc"]]
+    where = ".".join(path)
+    if first["type"] == "extra_forbidden":
+        section: Any = Recipe
+        for part in path[:-1]:
+            section = section.model_fields[part].annotation
+        owner = ".".join(path[:-1]) or "the recipe"
+        known = section.model_fields
+        hint = suggestion(path[-1], known) or f"; it has {', '.join(known)}"
+        return LookupError(f"{name}: {owner} has no field {path[-1]!r}{hint}")
+    if first["type"] == "missing":
+        return ValueError(f"{name}: {where} is missing")
+    if first["type"] == "value_error":
+        return ValueError(f"{name}: {first['ctx']['error']}")
+    rule = first["msg"].replace("Input should be", "must be").replace("Input should", "must")
+    return ValueError(f"{name}: {where} {rule[0].lower()}{rule[1:]}, got {first['input']!r}")
+
+
+def _absolute(path: str) -> str:
+    if path == STDLIB:
+        return path
+    return str(Path(path).expanduser().absolute())

@@ -1,0 +1,728 @@
+"""One training loop for every model and machine, on Accelerate.
+
+- The loss of a step is the mean over all tokens predicted in it, whatever their split into
+  micro-batches and processes.
+- A killed run resumes from its newest checkpoint to the same weights, bit for bit on one machine.
+- Losses stay on the device between log lines; a NaN is therefore noticed at the next line, always
+  before a checkpoint, and the message names the step where it arose.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import math
+import os
+import platform
+import random
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from datetime import UTC, datetime, timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from ssmzoo.build import build_config, build_model, load_model, without_bars
+from ssmzoo.checkpoint import (
+    CONTENTS,
+    Metrics,
+    checkpoints,
+    locked,
+    newest_checkpoint,
+    read_metrics,
+    save_checkpoint,
+    write_folder,
+    write_text,
+)
+from ssmzoo.curves import draw_curves
+from ssmzoo.data import open_data, prepare_data, recipe_tokenizer
+from ssmzoo.recipe import Recipe, load_recipe
+from ssmzoo.rows import Rows
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+    from torch import nn
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger("ssmzoo")
+T = TypeVar("T")
+
+_DONT_COUNT = {".lock", "cache", ".cache.unfinished"}
+_MAY_CHANGE = {"train.steps", "train.tokens"}
+_DATA_FACTS = ("source", "dataset", "config", "revision", "documents", "tokens", "digest")
+_PACKAGES = ("ssmzoo", "torch", "transformers", "accelerate", "datasets", "numpy")
+
+
+def train(
+    recipe: str | Path | Recipe,
+    *,
+    output_dir: str | Path,
+    resume: bool = False,
+    overrides: Sequence[str] = (),
+) -> Path:
+    """Train the model of a recipe and return the run's folder.
+
+    The folder holds ``recipe.yaml``, ``run.json``, ``data.json``, ``metrics.jsonl``, ``loss.png``,
+    ``checkpoints/`` and, at the end, ``model/``, which AutoModelForCausalLM and AutoTokenizer load.
+
+    Args:
+        recipe: A YAML file, the name of a shipped recipe, or a recipe.
+        output_dir: The run's folder.
+        resume: Continue the run that is there from its newest checkpoint; begin it where there is
+            none. Only ``train.steps`` or ``train.tokens``, ``eval``, ``checkpoint`` and ``log``
+            may differ from the recipe that it began with.
+        overrides: ``section.field=value``; they win over the recipe.
+
+    Raises:
+        LookupError: A recipe, field, family, data set or tokenizer that does not exist.
+        ValueError: A wrong value in the recipe, or data that cannot be used.
+        RuntimeError: The machine: a folder in use or not writable, a damaged checkpoint, a launcher
+            that did not start what it should, a loss that is not finite.
+    """
+    chosen = load_recipe(recipe, overrides).with_absolute_paths()
+    _require_launched()
+    try:
+        from accelerate.state import AcceleratorState
+    except ImportError as error:
+        raise RuntimeError("training needs accelerate: pip install 'ssmzoo[train]'") from error
+    ours = not AcceleratorState._shared_state
+    accelerator = _accelerator(chosen)
+    folder = Path(output_dir).absolute()
+    try:
+        with locked(folder) if accelerator.is_main_process else nullcontext():
+            _Run(accelerator, chosen, folder, resume=resume).go()
+    finally:
+        accelerator.free_memory()
+        if ours:
+            accelerator.end_training()
+            AcceleratorState._reset_state(reset_partial_state=True)
+    return folder
+
+
+def param_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict[str, Any]]:
+    """Return optimizer groups: the model's own if it declares them, else by the usual rule.
+
+    The usual rule: tensors of two dimensions or more decay, vectors and scalars (norms, biases)
+    do not, nor does what is marked ``_no_weight_decay``; frozen parameters are left out.
+    """
+    declared = getattr(model, "param_groups", None)
+    if callable(declared):
+        return declared(lr=lr, weight_decay=weight_decay)
+    decay, others = [], []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            spared = parameter.ndim < 2 or getattr(parameter, "_no_weight_decay", False)
+            (others if spared else decay).append(parameter)
+    groups = [
+        {"params": decay, "lr": lr, "weight_decay": weight_decay},
+        {"params": others, "lr": lr, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def make_optimizer(
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float = 0.1,
+    betas: tuple[float, float] = (0.9, 0.95),
+) -> torch.optim.AdamW:
+    """Return AdamW on :func:`param_groups`, e.g. for ``Trainer(optimizers=(optimizer, None))``."""
+    import torch
+
+    groups = param_groups(model, lr, weight_decay)
+    kinds = {parameter.device.type for group in groups for parameter in group["params"]}
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=kinds <= {"cpu", "cuda"})
+
+
+class _Step(NamedTuple):
+    """What an optimizer step reads."""
+
+    batches: list[dict[str, torch.Tensor]]
+    targets: list[int]  # predicted tokens of each batch
+    tokens: int
+    position: dict[str, Any]  # of the data, after this step
+
+
+class _Run:
+    """A run's parts and its loop."""
+
+    def __init__(
+        self, accelerator: Accelerator, recipe: Recipe, folder: Path, *, resume: bool
+    ) -> None:
+        self.accelerator, self.recipe, self.folder = accelerator, recipe, folder
+        self.main = accelerator.is_main_process
+        world = accelerator.num_processes
+        parts = world * recipe.train.accumulate
+        if recipe.train.batch_size % parts:
+            raise ValueError(
+                f"train.batch_size must be a multiple of {world} processes x train.accumulate = "
+                f"{parts}, got {recipe.train.batch_size}"
+            )
+        self.micro = recipe.train.batch_size // parts
+        self.checkpoint = self._on_main(lambda: _starting_point(folder, recipe, resume=resume))
+        self.tokenizer = recipe_tokenizer(recipe)
+        self.config = build_config(recipe.model, self.tokenizer)
+        manifest = self._on_main(lambda: self._prepare(resume=resume))
+        self.data = open_data(
+            recipe,
+            self.tokenizer,
+            folder / "cache",
+            manifest,
+            rank=accelerator.process_index,
+            world=world,
+        )
+        self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self.window: list[tuple[float, float]] = []  # loss and gradient norm since the last line
+        self._build()
+
+    # -- beginning ---------------------------------------------------------------------------
+
+    def _on_main(self, function: Callable[[], T]) -> T:
+        """Run a function in the main process and return its result, or raise its error, in all."""
+        from accelerate.utils import broadcast_object_list
+
+        outcome: list[Any] = [None, None]
+        if self.main:
+            try:
+                outcome[0] = function()
+            except Exception as error:
+                outcome[1] = error
+        if self.accelerator.num_processes > 1:
+            broadcast_object_list(outcome)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+    def _prepare(self, *, resume: bool) -> dict[str, Any]:
+        """Check the data and write what describes the run; in the main process only."""
+        described = self.folder / "data.json"
+        begun = resume and described.exists()
+        before = json.loads(described.read_text(encoding="utf-8")) if begun else None
+        manifest = prepare_data(self.recipe, self.tokenizer, self.folder / "cache", before)
+        if not begun:
+            write_text(described, json.dumps(manifest, indent=1))
+        write_text(self.folder / "recipe.yaml", self.recipe.to_yaml())
+        facts = {
+            "command": " ".join(sys.argv),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "data": {key: manifest[key] for key in _DATA_FACTS if key in manifest},
+            "model_type": self.config.model_type,
+            "hardware": _hardware(self.accelerator),
+            "processes": self.accelerator.num_processes,
+            "dtype": "bfloat16" if self.accelerator.mixed_precision == "bf16" else "float32",
+            "versions": _versions(),
+        }
+        write_text(self.folder / "run.json", json.dumps(facts, indent=1))
+        return manifest
+
+    def _build(self) -> None:
+        """Make model, optimizer and schedule, anew or from the checkpoint."""
+        from transformers import get_cosine_with_min_lr_schedule_with_warmup_lr_rate
+
+        options = self.recipe.train
+        _seed(options.seed)
+        if self.checkpoint is None:
+            model = build_model(self.recipe.model, self.config)
+        else:
+            model = load_model(str(self.checkpoint))
+        model.train()
+        if options.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.packed = _takes_boundaries(model) and self.recipe.data.task is None
+        if not self.packed and self.recipe.data.task is None:
+            logger.warning(
+                "%s takes no cu_seqlens: documents that share a row see each other",
+                type(model).__name__,
+            )
+        beta1, beta2 = options.betas
+        optimizer = make_optimizer(
+            model, lr=options.lr, weight_decay=options.weight_decay, betas=(beta1, beta2)
+        )
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.raw_optimizer: torch.optim.Optimizer = self.optimizer.optimizer
+        self.bare: PreTrainedModel = self.accelerator.unwrap_model(self.model)
+        # not prepared: Accelerate's wrapper steps once for every process
+        self.schedule = get_cosine_with_min_lr_schedule_with_warmup_lr_rate(
+            self.raw_optimizer,
+            num_warmup_steps=options.warmup_steps,
+            num_training_steps=options.total_steps,
+            min_lr_rate=options.min_lr_ratio,
+        )
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.pending: list[torch.Tensor] = []
+        if self.checkpoint is not None:
+            self._restore(self.checkpoint)
+
+    def _restore(self, checkpoint: Path) -> None:
+        """Continue from what :meth:`_save` wrote; the weights are loaded already."""
+        from safetensors.torch import load_file
+
+        state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+        self.window = [(loss, norm) for loss, norm in state["window"]]
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        if len(state["processes"]) != world and self.recipe.data.streaming:
+            raise RuntimeError(
+                f"a streaming run must resume on as many processes as before, "
+                f"{len(state['processes'])}, got {world}"
+            )
+        mine = state["processes"][min(rank, len(state["processes"]) - 1)]
+        self.data.train.seek(mine["position"])
+        _load_optimizer(
+            self.bare, self.raw_optimizer, load_file(checkpoint / "optimizer.safetensors")
+        )
+        self.schedule.last_epoch = self.step
+        rates = zip(self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True)
+        self.schedule._last_lr = [base * rate(self.step) for base, rate in rates]
+        groups = zip(self.raw_optimizer.param_groups, self.schedule._last_lr, strict=True)
+        for group, rate in groups:
+            group["lr"] = rate
+        if len(state["processes"]) == world:
+            _set_random_state(mine["random"])
+
+    # -- running -----------------------------------------------------------------------------
+
+    def go(self) -> None:
+        """Train to the last step and write the model."""
+        from tqdm import tqdm
+
+        total = self.recipe.train.total_steps
+        self.metrics = None
+        if self.main:
+            self.metrics = Metrics(self.folder / "metrics.jsonl", after_step=self.step)
+        self.bar = tqdm(
+            total=total,
+            initial=self.step,
+            desc="train",
+            unit="step",
+            disable=None if self.main else True,
+        )
+        try:
+            self._loop(total)
+        finally:
+            self.bar.close()
+            if self.metrics is not None:
+                self.metrics.close()
+        self._on_main(self._finish)
+
+    def _loop(self, total: int) -> None:
+        plan = self.recipe
+        self.clock, self.clock_tokens = time.perf_counter(), self.tokens
+        steps = _ahead(self._read, total - self.step)
+        for read in steps:
+            self._optimize(read)
+            self.step += 1
+            self.tokens += read.tokens * self.accelerator.num_processes
+            self.bar.update()
+            last = self.step == total
+            logs = self.step % plan.log.every == 0 or last
+            evaluates = (self.step % plan.eval.every == 0 or last) and bool(self.data.validation)
+            saves = self.step % plan.checkpoint.every == 0 or last
+            if not (logs or evaluates or saves):
+                continue
+            self._collect()
+            if logs:
+                self._log()
+            pause = time.perf_counter()
+            if evaluates:
+                self._evaluate()
+            if saves:
+                self._save(read.position)
+            self.clock += time.perf_counter() - pause
+
+    def _read(self) -> _Step:
+        """Read one step's micro-batches; this runs in a thread, ahead of the training."""
+        source = self.data.train
+        parts = [source.take(self.micro) for _ in range(self.recipe.train.accumulate)]
+        targets = [part.targets for part in parts]
+        if not all(targets):
+            raise ValueError(
+                "a batch must have tokens to predict; documents of one token have none"
+            )
+        batches = [self._batch(part) for part in parts]
+        tokens = sum(part.input_ids.size for part in parts)
+        return _Step(batches, targets, tokens, source.position())
+
+    def _batch(self, rows: Rows) -> dict[str, torch.Tensor]:
+        """Return a model's arguments: packed into one row [1, n * L], or rows [n, L]."""
+        import numpy as np
+        import torch
+
+        arrays = {"input_ids": rows.input_ids, "labels": rows.labels}
+        if self.packed:
+            arrays = {name: array.reshape(1, -1) for name, array in arrays.items()}
+            ends = [*np.flatnonzero(rows.starts), rows.starts.size]
+            arrays["cu_seqlens"] = np.array(ends, np.int32)
+        batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        if self.accelerator.device.type == "cuda":
+            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+        return batch
+
+    def _forward(self, batch: dict[str, torch.Tensor]) -> Any:
+        device = self.accelerator.device
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        return self.model(**moved, use_cache=False)
+
+    def _optimize(self, read: _Step) -> None:
+        import torch
+
+        accelerator, world = self.accelerator, self.accelerator.num_processes
+        total: int | torch.Tensor = sum(read.targets)
+        if world > 1:
+            total = accelerator.reduce(torch.tensor(total, device=accelerator.device))
+        loss_of_step: torch.Tensor | float = 0.0
+        for i, (batch, targets) in enumerate(zip(read.batches, read.targets, strict=True)):
+            last = i == len(read.batches) - 1
+            with nullcontext() if last else accelerator.no_sync(self.model):
+                # the model's mean over its targets, weighted to a mean over the whole step's;
+                # gradients are averaged over processes, hence `world`
+                loss = self._forward(batch).loss * (targets / total)
+                accelerator.backward(loss * world)
+            loss_of_step = loss_of_step + loss.detach()
+        largest = self.recipe.train.clip or math.inf
+        norm = accelerator.clip_grad_norm_(self.parameters, largest)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        self.pending.append(torch.stack([torch.as_tensor(loss_of_step), _local(norm)]))
+
+    def _collect(self) -> None:
+        """Bring losses and norms from the device, and stop where one is not finite."""
+        import torch
+
+        if not self.pending:
+            return
+        values = torch.stack(self.pending).double()
+        self.pending.clear()
+        if self.accelerator.num_processes > 1:
+            values[:, 0] = self.accelerator.reduce(values[:, 0].clone())
+        pairs = values.tolist()
+        for step, (loss, norm) in enumerate(pairs, self.step - len(pairs) + 1):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                good = checkpoints(self.folder / "checkpoints")
+                way_out = f"the last good checkpoint is {good[-1]}" if good else "no checkpoint yet"
+                raise RuntimeError(
+                    f"the loss must be finite, got loss {loss} and gradient norm {norm} at step "
+                    f"{step}; {way_out}; try a smaller train.lr or a longer train.warmup"
+                )
+        self.window += [(loss, norm) for loss, norm in pairs]
+
+    def _log(self) -> None:
+        now = time.perf_counter()
+        spent = now - self.clock
+        rate = (self.tokens - self.clock_tokens) / spent
+        self.seconds += spent
+        self.clock, self.clock_tokens = now, self.tokens
+        losses, norms = zip(*self.window, strict=True)
+        self.window = []
+        line: dict[str, float | int] = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "loss": sum(losses) / len(losses),
+            "grad_norm": sum(norms) / len(norms),
+            "lr": self.raw_optimizer.param_groups[0]["lr"],
+            "tokens_per_second": round(rate, 1),
+            "seconds": round(self.seconds, 3),
+        }
+        if self.data.epoch_rows is not None:
+            row_tokens = self.recipe.train.seq_len * self.data.epoch_rows
+            line["epoch"] = round(self.tokens / row_tokens, 6)
+        self._write(line)
+        self.bar.set_postfix({"loss": f"{line['loss']:.3f}", "tok/s": f"{rate:,.0f}"})
+
+    def _evaluate(self) -> None:
+        """Measure loss and next-token accuracy on what is held out."""
+        import torch
+
+        sums = torch.zeros(3, dtype=torch.float64, device=self.accelerator.device)
+        self.model.eval()
+        with torch.no_grad():
+            for rows in self.data.validation:
+                output = self._forward(batch := self._batch(rows))
+                labels = batch["labels"][:, 1:].to(self.accelerator.device)
+                right = (output.logits[:, :-1].argmax(-1) == labels).sum()
+                sums += torch.stack(
+                    [output.loss.double() * rows.targets, right, sums.new_tensor(rows.targets)]
+                )
+        self.model.train()
+        if self.accelerator.num_processes > 1:
+            sums = self.accelerator.reduce(sums)
+        loss, right, targets = sums.tolist()
+        line = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "validation_loss": loss / targets,
+            "validation_accuracy": right / targets,
+            "validation_targets": int(targets),
+        }
+        self._write(line)
+
+    def _write(self, line: dict[str, float | int]) -> None:
+        if self.metrics is not None:
+            self.metrics.write(**line)
+
+    # -- writing -----------------------------------------------------------------------------
+
+    def _save(self, position: dict[str, Any]) -> None:
+        """Write a checkpoint: weights, optimizer, random states, position in the data."""
+        from accelerate.utils import gather_object
+        from safetensors.torch import save_file
+
+        processes = gather_object([{"position": position, "random": _random_state()}])
+        weights = self.accelerator.get_state_dict(self.model)
+        moments = _optimizer_tensors(self.bare, self.raw_optimizer)
+        spent = self.seconds + time.perf_counter() - self.clock
+        state = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": spent,
+            "window": self.window,
+            "processes": processes,
+        }
+
+        def write(folder: Path) -> None:
+            self._write_model(folder, weights)
+            save_file(moments, folder / "optimizer.safetensors")
+            (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+
+        def save() -> None:
+            assert self.metrics is not None
+            self.metrics.sync()
+            keep = self.recipe.checkpoint.keep
+            save_checkpoint(self.folder / "checkpoints", self.step, write, keep=keep)
+            self._draw()
+
+        self._on_main(save)
+
+    def _write_model(self, folder: Path, weights: dict[str, torch.Tensor] | None) -> None:
+        with without_bars():
+            self.bare.save_pretrained(folder, state_dict=weights)
+        self.tokenizer.save_pretrained(folder)
+
+    def _draw(self) -> None:
+        title = f"{self.config.model_type}, {self.bare.num_parameters():,} parameters"
+        draw_curves(self.folder / "metrics.jsonl", self.folder / "loss.png", title=title)
+
+    def _finish(self) -> None:
+        """Write ``model/`` from the last checkpoint, and what the run came to into ``run.json``."""
+        final = newest_checkpoint(self.folder / "checkpoints")
+        assert final is not None
+        ours = {CONTENTS, "optimizer.safetensors", "state.json"}
+
+        def write(folder: Path) -> None:
+            for path in final.iterdir():
+                if path.name not in ours:
+                    shutil.copy2(path, folder)
+
+        write_folder(self.folder / "model", write)
+        path = self.folder / "run.json"
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        lines = read_metrics(self.folder / "metrics.jsonl")
+        facts["finished"] = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "step": self.step,
+            "tokens": self.tokens,
+            "parameters": self.bare.num_parameters(),
+            "seconds": round(self.seconds, 1),
+            **{
+                key: next((line[key] for line in reversed(lines) if key in line), None)
+                for key in ("loss", "validation_loss", "validation_accuracy")
+            },
+        }
+        write_text(path, json.dumps(facts, indent=1))
+        shutil.rmtree(self.folder / "cache", ignore_errors=True)
+
+
+def _starting_point(folder: Path, recipe: Recipe, *, resume: bool) -> Path | None:
+    """Return the checkpoint to continue from, None to begin; nothing is written.
+
+    Raises:
+        ValueError: The folder holds something else than a run that may be continued.
+        RuntimeError: The newest checkpoint is damaged.
+    """
+    if all(path.name in _DONT_COUNT for path in folder.iterdir()):
+        return None
+    if not resume:
+        raise ValueError(
+            f"output_dir must be empty or new, got {folder}, which is not; resume the run that is "
+            "there, or choose another folder"
+        )
+    begun = folder / "recipe.yaml"
+    if not begun.exists():
+        raise ValueError(f"output_dir must hold a run to resume, got {folder} without recipe.yaml")
+    _require_same(load_recipe(begun), recipe)
+    return newest_checkpoint(folder / "checkpoints")
+
+
+def _require_same(begun: Recipe, now: Recipe) -> None:
+    for section in ("model", "data", "train"):
+        before, after = getattr(begun, section).model_dump(), getattr(now, section).model_dump()
+        for field, value in after.items():
+            name = f"{section}.{field}"
+            if value != before[field] and name not in _MAY_CHANGE:
+                raise ValueError(
+                    f"{name} must stay as the run began to resume it, {before[field]!r}, "
+                    f"got {value!r}; start a new run to change it"
+                )
+
+
+def _require_launched() -> None:
+    """Raise if a launcher was asked for several processes and started one."""
+    alone = "WORLD_SIZE" not in os.environ
+    # what `accelerate launch --cpu --num_processes N` leaves behind for N > 1
+    if alone and "ACCELERATE_USE_CPU" in os.environ and "MASTER_ADDR" in os.environ:
+        raise RuntimeError(
+            "`accelerate launch --cpu` was asked for several processes and started one; "
+            "use `torchrun --nproc_per_node N -m ssmzoo ...`, or ask for one process"
+        )
+
+
+def _accelerator(recipe: Recipe) -> Accelerator:
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+
+    dtype = recipe.train.dtype
+    bfloat16 = dtype == "bfloat16" or (
+        dtype == "auto" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    )
+    accelerator = Accelerator(
+        mixed_precision="bf16" if bfloat16 else "no",
+        cpu=not torch.accelerator.is_available(),
+        # one process tokenises while the others wait
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=6))],
+    )
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if accelerator.num_processes != world:
+        raise RuntimeError(
+            f"WORLD_SIZE asks for {world} processes, but this run has "
+            f"{accelerator.num_processes}; unset it, or start with torchrun"
+        )
+    return accelerator
+
+
+def _ahead(function: Callable[[], T], count: int) -> Iterator[T]:
+    """Yield ``count`` results of a function, each computed in a thread while the last is used."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(function) if count > 0 else None
+        for remaining in range(count - 1, -1, -1):
+            assert future is not None
+            result = future.result()
+            future = pool.submit(function) if remaining else None
+            yield result
+
+
+def _takes_boundaries(model: nn.Module) -> bool:
+    return "cu_seqlens" in inspect.signature(model.forward).parameters
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor for a norm that FSDP may give as a distributed one."""
+    full = getattr(tensor, "full_tensor", None)
+    return full() if full is not None else tensor
+
+
+def _optimizer_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
+    """Return the optimizer's state by parameter name; all processes must call this."""
+    return {
+        f"{name}/{key}": _local(value).detach().cpu().contiguous()
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
+def _load_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
+) -> None:
+    """Give the optimizer the state that :func:`_optimizer_tensors` returned."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for i, parameter in enumerate(parameters):
+        prefix = f"{names[id(parameter)]}/"
+        state[i] = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+        if isinstance(parameter, DTensor):
+            state[i] = {
+                key: distribute_tensor(value, parameter.device_mesh, parameter.placements)
+                if value.shape == parameter.shape
+                else value
+                for key, value in state[i].items()
+            }
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _seed(seed: int) -> None:
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _random_state() -> dict[str, Any]:
+    """Return this process's random states as JSON."""
+    import numpy as np
+    import torch
+
+    kind, keys, *rest = np.random.get_state()
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": [kind, keys.tolist(), *rest],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    import numpy as np
+    import torch
+
+    def tensor(text: str) -> torch.Tensor:
+        return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+    python_version, numbers, gauss = state["python"]
+    random.setstate((python_version, tuple(numbers), gauss))
+    np.random.set_state(tuple(state["numpy"]))
+    torch.set_rng_state(tensor(state["torch"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensor(state["cuda"]))
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _hardware(accelerator: Accelerator) -> str:
+    import torch
+
+    if accelerator.device.type == "cuda":
+        name = torch.cuda.get_device_name(accelerator.device)
+        return f"{accelerator.num_processes} x {name}"
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = models[0] if models else platform.processor() or platform.machine()
+    return f"{name}, {torch.get_num_threads()} threads"
