@@ -7,6 +7,8 @@ always.
 Dimensions: B batch, L length, D hidden, E inner, N state, K conv width, R write rank, S sequences.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
@@ -45,7 +47,7 @@ class LonghornMixer(SSMMixer):
         self.out_norm = RMSNorm(inner, config.rms_norm_eps) if config.out_norm else None
         self.out_proj = nn.Linear(inner, width, bias=config.use_bias)
         self.splits = [config.write_rank, config.d_state, config.d_state]
-        self.transition = config.transition
+        self.transition: Literal["diagonal", "exact"] = config.transition
 
     def forward(
         self, hidden_states: Tensor, state: LayerState, cu_seqlens: Tensor | None = None

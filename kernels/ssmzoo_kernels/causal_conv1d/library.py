@@ -6,6 +6,7 @@ A backend is a module with ``forward`` and ``backward`` of the signatures used b
 
 import importlib
 from types import ModuleType
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -76,9 +77,10 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs = (x, weight, bias, initial_state)
     grads = _backend(backend).backward(grad_out, grad_final, *inputs, offsets, silu)
-    return tuple(
+    fitting = [
         x.new_empty(0) if t is None else g.to(t.dtype) for g, t in zip(grads, inputs, strict=True)
-    )
+    ]
+    return cast(tuple[Tensor, Tensor, Tensor, Tensor], (*fitting,))
 
 
 @_backward.register_fake

@@ -8,6 +8,7 @@ recomputes the states in between.
 
 import importlib
 from types import ModuleType
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -95,9 +96,10 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = (u, q, k, dt, dt_bias, D, z, initial_state)
     grads = _backend(backend).backward(grad_out, grad_final, *inputs, offsets, saved)
-    return tuple(
+    fitting = [
         u.new_empty(0) if x is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True)
-    )
+    ]
+    return cast(tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], (*fitting,))
 
 
 @_backward.register_fake

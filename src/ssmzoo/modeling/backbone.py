@@ -254,21 +254,22 @@ class SSMModel(SSMPreTrainedModel):
                     f"inputs_embeds must have shape [B, L, {self.config.hidden_size}], "
                     f"got {list(inputs_embeds.shape)}"
                 )
+            embeddings = inputs_embeds
         elif input_ids is not None and inputs_embeds is None:
             if input_ids.dim() != 2:
                 raise ValueError(f"input_ids must have shape [B, L], got {list(input_ids.shape)}")
             # on a GPU this look would stall the queue; there torch itself aborts
             if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
                 self._check_ids(input_ids)
-            inputs_embeds = self.embed_tokens(input_ids)
+            embeddings = self.embed_tokens(input_ids)
         else:
             raise ValueError("give exactly one of input_ids and inputs_embeds")
-        if inputs_embeds.shape[1] == 0:
+        if embeddings.shape[1] == 0:
             raise ValueError(
                 "the input has no tokens (L = 0); to go on from a cache pass the new tokens, to "
                 "generate from one pass the whole sequence, old and new"
             )
-        return inputs_embeds
+        return embeddings
 
     def _check_ids(self, input_ids: Tensor) -> None:
         if input_ids.numel():

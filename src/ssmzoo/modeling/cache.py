@@ -99,8 +99,11 @@ class StateCache(Cache):
         config: The configuration of the model it will serve.
     """
 
+    layers: list[_Layer]
+
     def __init__(self, config: SSMConfig) -> None:
-        super().__init__(layers=[_Layer() for _ in range(config.num_hidden_layers)])
+        layers: Any = [_Layer() for _ in range(config.num_hidden_layers)]
+        super().__init__(layers=layers)
         self.owner = _signature(config)
         self.seen_tokens = 0
 

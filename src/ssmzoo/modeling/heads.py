@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -117,9 +117,8 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         self, input_ids: Tensor, is_first_iteration: bool = False, **kwargs: Any
     ) -> dict[str, Any]:
         """Drop what a recurrent model needs no more once the prompt is in its state."""
-        inputs = super().prepare_inputs_for_generation(
-            input_ids, is_first_iteration=is_first_iteration, **kwargs
-        )
+        prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
+        inputs = prepare(input_ids, is_first_iteration=is_first_iteration, **kwargs)
         inputs.pop("position_ids", None)
         tokens = inputs.get("input_ids")
         if tokens is not None and tokens.shape[1] == 1 and not is_first_iteration:
@@ -153,9 +152,9 @@ class SSMForSequenceClassification(SSMPreTrainedModel):
 
     def __init__(self, config: SSMConfig) -> None:
         super().__init__(config)
-        self.num_labels = config.num_labels
+        self.num_labels = cast(int, config.num_labels)
         self.model = self.model_class(config)
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
 
     def forward(

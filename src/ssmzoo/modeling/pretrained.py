@@ -1,9 +1,9 @@
 """What transformers must know of every model of the zoo."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
@@ -31,12 +31,11 @@ class SSMPreTrainedModel(PreTrainedModel):
 
         Linear layers inside a mixer are the mixer's business.
         """
-        if isinstance(module, nn.Embedding):
-            init.normal_(module.weight, std=self.config.initializer_range)
+        heads = (getattr(self, "lm_head", None), getattr(self, "score", None))
+        if isinstance(module, nn.Embedding) or any(module is head for head in heads):
+            init.normal_(cast(Tensor, module.weight), std=self.config.initializer_range)
         elif "RMSNorm" in type(module).__name__:
-            init.ones_(module.weight)
-        elif module is getattr(self, "lm_head", None) or module is getattr(self, "score", None):
-            init.normal_(module.weight, std=self.config.initializer_range)
+            init.ones_(cast(Tensor, module.weight))
 
     def param_groups(self, *, lr: float, weight_decay: float) -> list[dict[str, Any]]:
         """Return optimizer groups: matrices decay, vectors (norms, biases, SSM scalars) do not.
