@@ -1,0 +1,86 @@
+# Every target stands alone: it makes .venv and installs what it needs, once.
+# Settings: PYTHON=python3.12 (to make .venv with), PIP_ARGS='...' (for pip install),
+#           TEXT=path (for demo), WORKERS=2 (for test), TESTS='tests/x.py -k name' (for test)
+
+PYTHON ?= python3
+PIP_ARGS ?=
+WORKERS ?= 2
+TESTS ?= tests
+TEXT ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+# the oldest transformers that pyproject.toml admits, and what of it 5.23's own set does not serve
+OLDEST := transformers==5.17.0 huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
+OLDEST_DIR := $(VENV)/transformers-5.17.0
+OLDEST_TESTS := $(wildcard tests/plugins tests/test_compat.py tests/test_modeling*.py)
+
+# one thread per worker: workers that share cores with each other's threads wait for them
+PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup
+
+.PHONY: help install demo test test-gpu lint format types bench cards wheel clean
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+help: ## Show this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(INSTALLED) ## Make .venv and install the project with the versions of constraints.txt
+
+demo: $(INSTALLED) ## Train, score, publish, reload and sample a small Longhorn (TEXT=path: on your text)
+	$(PY) -m ssmzoo.demo $(if $(TEXT),--text "$(TEXT)")
+
+test: $(INSTALLED) $(OLDEST_DIR)/.installed ## Run all tests, the model tests also on the oldest transformers
+	@echo "== model tests on the oldest supported transformers =="
+	$(if $(OLDEST_TESTS),,$(error no model tests found under tests/))
+	PYTHONPATH=$(OLDEST_DIR) $(PYTEST) -p tests.versions -m "not slow and not gpu" $(OLDEST_TESTS)
+	@echo "== all tests on the versions of constraints.txt =="
+	$(PYTEST) -p tests.versions -p tests.skip_guard -m "not slow" $(TESTS)
+
+test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
+	$(PY) -m pytest -p tests.versions -m gpu $(TESTS)
+
+lint: $(INSTALLED) ## Check style and formatting
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: $(INSTALLED) ## Repair style and formatting where ruff can
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+types: $(INSTALLED) ## Check types with pyright
+	$(VENV)/bin/pyright
+
+bench: $(INSTALLED) ## Measure speed beside transformers' own models; write the committed CSV
+	$(PY) -m ssmzoo bench --peers --output kernels/benchmarks/results/cpu.csv
+
+cards: $(INSTALLED) ## Render every model card from the measured results
+	$(PY) -m ssmzoo.card model_cards
+
+wheel: $(INSTALLED) ## Build the wheel into dist/
+	$(PY) -m build --wheel --no-isolation
+
+clean: ## Remove build outputs and caches; .venv stays
+	rm -rf build dist .pytest_cache .ruff_cache
+	find src kernels plugins tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "ssmzoo needs Python 3.11 or newer, got $$($(PYTHON) --version 2>&1);" \
+	    "name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "== making $(VENV) with $$($(PYTHON) --version) =="
+	$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): pyproject.toml constraints.txt | $(PY)
+	@echo "== installing ssmzoo and all it needs into $(VENV): about 2 GB, a few minutes, once =="
+	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[dev]' -c constraints.txt
+	@touch $@
+
+$(OLDEST_DIR)/.installed: Makefile $(INSTALLED)
+	@echo "== installing transformers 5.17.0 beside the newest, for the tests =="
+	rm -rf $(OLDEST_DIR)
+	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps \
+	  --target $(OLDEST_DIR) $(OLDEST)
+	@touch $@
