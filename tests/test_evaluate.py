@@ -1,0 +1,654 @@
+"""Scoring: what a model that must be right gets, what guessing gets, and what cannot move a score.
+
+The models are rules in place of weights ("recall" looks back for the longest repeat of what it has
+just read; "even" gives every byte the same chance), so that the right score is known beforehand.
+"""
+
+import json
+import logging
+import math
+import subprocess
+import sys
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import yaml
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Mamba2Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import CausalLMOutput
+
+from ssmzoo import evaluate as evaluation
+from ssmzoo.evaluate import evaluate, load_suite, merge, read_results, suites, write_results
+from ssmzoo.tasks import symbol_tokenizer, text_documents
+from ssmzoo.tokenizer import byte_tokenizer
+
+pytestmark = [
+    # lm-eval and its many imports warn of their own affairs
+    pytest.mark.filterwarnings("default::DeprecationWarning"),
+    pytest.mark.filterwarnings("default::FutureWarning"),
+]
+
+
+class RuleConfig(PreTrainedConfig):
+    model_type = "ssmzoo_test_rule"
+    rule: str = "recall"
+    vocab_size: int = 259
+    tie_word_embeddings: bool = False
+
+
+class RuleForCausalLM(PreTrainedModel):
+    """A causal language model that follows ``config.rule``; its one weight is for show."""
+
+    config_class = RuleConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed_tokens = torch.nn.Embedding(config.vocab_size, 1)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embed_tokens
+
+    def forward(self, input_ids, **_):
+        batch, length = input_ids.shape
+        logits = torch.zeros(batch, length, self.config.vocab_size)
+        rule = self.config.rule
+        if rule == "even":
+            logits[..., 256:] = -math.inf  # the specials
+        elif rule == "padding":  # not causal: sees how long the whole row is
+            logits[..., :128] = length / 50
+        else:
+            ahead = {"recall": 1, "off_by_one": 2}[rule]
+            for row in range(batch):
+                said = look_back(input_ids[row], ahead)
+                logits[row, torch.arange(length), said] = 30.0
+        return CausalLMOutput(logits=logits)
+
+
+def look_back(ids, ahead):
+    """Return what came ``ahead`` places after the longest, latest repeat of what ends at t."""
+    length = len(ids)
+    repeat = torch.zeros(length, length, dtype=torch.long)  # [t, s]: how far back t and s agree
+    for t in range(1, length):
+        longer = torch.cat([torch.zeros(1, dtype=torch.long), repeat[t - 1, : t - 1]])
+        repeat[t, :t] = torch.where(ids[:t] == ids[t], longer + 1, 0)
+    said = torch.zeros(length, dtype=torch.long)
+    for t in range(1, length):
+        found = t - 1 - int(torch.argmax(repeat[t, :t].flip(0)))
+        if repeat[t, found]:
+            said[t] = ids[min(found + ahead, t)]
+    return said
+
+
+AutoConfig.register("ssmzoo_test_rule", RuleConfig, exist_ok=True)
+AutoModelForCausalLM.register(RuleConfig, RuleForCausalLM, exist_ok=True)
+
+TINY = {"vocab_size": 259, "hidden_size": 32, "num_hidden_layers": 2}
+MAMBA2 = Mamba2Config(
+    **TINY, state_size=16, num_heads=4, head_dim=16, expand=2, n_groups=1, chunk_size=32
+)
+LLAMA = LlamaConfig(**TINY, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2)
+
+
+def save(folder, config, tokenizer=None):
+    torch.manual_seed(0)
+    network = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in network.parameters():  # far from even logits
+            parameter.mul_(4.0 if parameter.ndim > 1 else 1.0)
+    network.save_pretrained(folder)
+    (byte_tokenizer() if tokenizer is None else tokenizer).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Return a function from a name to a saved model's folder; each is made once."""
+    root, made = tmp_path_factory.mktemp("models"), {}
+    symbols = symbol_tokenizer(40)
+    recipes = {
+        "mamba2": lambda: (MAMBA2,),
+        "llama": lambda: (LLAMA,),
+        **{r: lambda r=r: (RuleConfig(rule=r),) for r in ("recall", "off_by_one", "even")},
+        **{
+            f"{r}_symbols": lambda r=r: (RuleConfig(rule=r, vocab_size=40), symbols)
+            for r in ("recall", "off_by_one")
+        },
+    }
+
+    def folder(name):
+        if name not in made:
+            made[name] = save(root / name, *recipes[name]())
+        return made[name]
+
+    return folder
+
+
+def scores(path):
+    return {(row["task"], row["metric"]): row for row in read_results(path)["results"]}
+
+
+def value(path, task, metric="acc"):
+    return scores(path)[task, metric]["value"]
+
+
+SYMBOL_TASKS = ["ssmzoo_mqar", "ssmzoo_induction", "ssmzoo_induction_64"]
+TEXT_TASKS = ["ssmzoo_recall_text", "ssmzoo_recall_text_24", "ssmzoo_induction_text"]
+
+
+def test_a_model_that_recalls_scores_one_on_every_symbol_task(models, tmp_path):
+    path = evaluate(models("recall_symbols"), tasks=SYMBOL_TASKS, output_dir=tmp_path, limit=40)
+    assert [value(path, task) for task in SYMBOL_TASKS] == [1.0, 1.0, 1.0]
+
+
+def test_a_model_that_answers_one_symbol_late_fails_every_symbol_task(models, tmp_path):
+    path = evaluate(models("off_by_one_symbols"), tasks=SYMBOL_TASKS, output_dir=tmp_path, limit=40)
+    assert max(value(path, task) for task in SYMBOL_TASKS) < 0.3
+
+
+def test_a_model_that_recalls_scores_one_on_every_text_task(models, tmp_path):
+    path = evaluate(models("recall"), suite="zoo-recall", output_dir=tmp_path, limit=25)
+    assert [value(path, task) for task in TEXT_TASKS] == [1.0, 1.0, 1.0]
+
+
+def test_a_model_that_answers_one_byte_late_fails_every_text_task(models, tmp_path):
+    path = evaluate(models("off_by_one"), tasks=TEXT_TASKS, output_dir=tmp_path, limit=25)
+    assert max(value(path, task) for task in TEXT_TASKS) < 0.5
+
+
+def test_answers_that_are_wrong_make_the_model_that_recalls_wrong(models, tmp_path, monkeypatch):
+    from ssmzoo import tasks
+
+    def shifted(*args, **kwargs):
+        input_ids, labels = right(*args, **kwargs)
+        return input_ids, np.roll(labels, 1, axis=1)
+
+    right = tasks.mqar
+    monkeypatch.setattr(tasks, "mqar", shifted)
+    path = evaluate(models("recall_symbols"), tasks=["ssmzoo_mqar"], output_dir=tmp_path, limit=40)
+    assert value(path, "ssmzoo_mqar") < 0.3
+
+
+def test_even_chances_cost_eight_bits_a_byte_and_nothing_for_special_tokens(models, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("naïve 漢字 [1, 2] {{braces}}\n" * 150)
+    path = evaluate(models("even"), text=text, output_dir=tmp_path)
+    row = scores(path)["ssmzoo_bits_per_byte", "bits_per_byte"]
+    assert row["value"] == pytest.approx(8.0, abs=1e-5)
+    assert row["stderr"] == pytest.approx(0.0, abs=1e-5)
+    assert row["n"] == math.ceil(text.stat().st_size / 2048)
+    assert row["higher_is_better"] is False
+    assert row["settings"]["text"] == "text.txt"
+    assert row["settings"]["window"] == 2048
+
+
+def test_bits_per_byte_is_the_models_own_loss_over_the_windows(models, tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
+    (text / "b.txt").write_text("[short]")
+    path = evaluate(models("mamba2"), text=text, output_dir=tmp_path)
+    network, tokenizer = AutoModelForCausalLM.from_pretrained(models("mamba2")), byte_tokenizer()
+    bits, lengths = [], []
+    for piece in text_documents(text=str(text), seed=1234)["test"]["text"]:
+        ids = torch.tensor([[tokenizer.bos_token_id, *piece.encode()]])
+        with torch.no_grad():
+            loss = network(ids, labels=ids).loss.item()
+        lengths.append(len(piece.encode()))
+        bits.append(loss * lengths[-1] / math.log(2))
+    row = scores(path)["ssmzoo_bits_per_byte", "bits_per_byte"]
+    assert row["n"] == len(bits) == 3
+    assert row["value"] == pytest.approx(sum(bits) / sum(lengths), abs=1e-5)
+    ratio = sum(bits) / sum(lengths)
+    spread = sum((b - ratio * n) ** 2 for b, n in zip(bits, lengths, strict=True))
+    assert row["stderr"] == pytest.approx(math.sqrt(spread * 3 / 2) / sum(lengths), rel=1e-3)
+
+
+def test_a_tokenizer_that_opens_with_bos_is_not_charged_for_it(models, tmp_path):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|bos|> $A", special_tokens=[("<|bos|>", tokenizer.bos_token_id)]
+    )
+    folder = save(tmp_path / "with_bos", MAMBA2, tokenizer)
+    from transformers import AutoTokenizer
+
+    assert AutoTokenizer.from_pretrained(folder).encode("a") == [tokenizer.bos_token_id, 97]
+    text = tmp_path / "text.txt"
+    text.write_text("some words, " * 40)
+    both = [evaluate(m, text=text, output_dir=tmp_path) for m in (folder, models("mamba2"))]
+    bits = [value(path, "ssmzoo_bits_per_byte", "bits_per_byte") for path in both]
+    assert bits[0] == pytest.approx(bits[1], abs=1e-6)
+
+
+def ragged_requests():
+    from lm_eval.api.instance import Instance
+
+    rng = np.random.default_rng(0)
+
+    def letters(length):
+        return "".join(map(chr, rng.integers(97, 123, length)))
+
+    lengths = [1, 90, 7, 33, 64, 65, 5, 128, 2, 31, 40]
+    pairs = [(letters(n), letters(1 + n % 9)) for n in lengths]
+    rolling = [("".join(pair),) for pair in pairs]
+    return (
+        [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)],
+        [Instance("loglikelihood_rolling", {}, text, i) for i, text in enumerate(rolling)],
+    )
+
+
+def loglikelihoods(config, batch_size):
+    from ssmzoo.scorer import Scorer, tamed
+
+    torch.manual_seed(0)
+    network = AutoModelForCausalLM.from_config(config).eval()
+    requests, rolling = ragged_requests()
+    with tamed():
+        lm = Scorer(network, byte_tokenizer(), batch_size=batch_size)
+        one = [score for score, _ in lm.loglikelihood(requests)]
+        return np.array(one + lm.loglikelihood_rolling(rolling))
+
+
+@pytest.mark.parametrize("config", [MAMBA2, LLAMA], ids=["mamba2", "llama"])
+def test_loglikelihoods_of_ragged_prompts_do_not_move_with_the_batch_size(config):
+    alone, by_three, by_eight = (loglikelihoods(config, size) for size in (1, 3, 8))
+    assert len(alone) == 22
+    assert np.abs(by_three - alone).max() < 1e-4
+    assert np.abs(by_eight - alone).max() < 1e-4
+
+
+def test_a_model_that_sees_padding_does_move_with_the_batch_size():
+    config = RuleConfig(rule="padding")
+    assert np.abs(loglikelihoods(config, 8) - loglikelihoods(config, 1)).max() > 1e-2
+
+
+@pytest.mark.parametrize("model", ["mamba2", "llama"])
+def test_scores_do_not_move_with_the_batch_size_nor_the_company(models, tmp_path, model):
+    text = tmp_path / "text.txt"
+    text.write_text("words of several lengths; " * 300)
+    found = []
+    for size in (1, 3, 8):
+        path = evaluate(
+            models(model), tasks=TEXT_TASKS[:1], text=text, output_dir=tmp_path / str(size),
+            batch_size=size, limit=24,
+        )  # fmt: skip
+        found.append({key: (row["value"], row["n"]) for key, row in scores(path).items()})
+    for other in found[1:]:
+        assert other["ssmzoo_recall_text", "acc"] == found[0]["ssmzoo_recall_text", "acc"]
+        bits, same = other["ssmzoo_bits_per_byte", "bits_per_byte"][0], found[0]
+        assert bits == pytest.approx(same["ssmzoo_bits_per_byte", "bits_per_byte"][0], abs=1e-6)
+    path = evaluate(models(model), tasks=TEXT_TASKS[:1], output_dir=tmp_path / "alone", limit=24)
+    assert value(path, TEXT_TASKS[0]) == found[0]["ssmzoo_recall_text", "acc"][0]
+
+
+def test_the_seed_makes_the_data(models, tmp_path):
+    kwargs = {"tasks": ["ssmzoo_recall_text"], "limit": 40, "output_dir": tmp_path}
+    path = evaluate(models("mamba2"), **kwargs)
+    first = read_results(path)
+    assert read_results(evaluate(models("mamba2"), **kwargs))["results"] == first["results"]
+    again = scores(evaluate(models("mamba2"), **kwargs, seed=7))["ssmzoo_recall_text", "acc"]
+    assert again["seed"] == 7
+    assert first["results"][0]["seed"] == 1234
+
+
+def test_the_results_file_says_what_was_measured_and_how(models, tmp_path):
+    path = evaluate(
+        models("recall_symbols"), tasks=["ssmzoo_induction"], output_dir=tmp_path, name="mine",
+        limit=10, batch_size=3,
+    )  # fmt: skip
+    assert path == tmp_path / "mine.json"
+    content = json.loads(path.read_text())
+    assert list(content) == ["model", "results", "versions", "hardware", "date", "command"]
+    assert content["model"]["name"] == "mine"
+    assert content["model"]["source"] == models("recall_symbols")
+    assert content["model"]["model_type"] == "ssmzoo_test_rule"
+    assert content["model"]["parameters"] == 40
+    assert content["model"]["revision"].startswith("sha256:")
+    (row,) = content["results"]
+    assert (row["task"], row["metric"], row["value"], row["n"]) == (
+        "ssmzoo_induction",
+        "acc",
+        1,
+        10,
+    )
+    assert (row["stderr"], row["num_fewshot"], row["higher_is_better"]) == (0.0, 0, True)
+    assert row["settings"] == {
+        "version": 1.0,
+        "num_examples": 1000,
+        "seq_len": 16,
+        "vocab_size": 40,
+    }
+    assert {"ssmzoo", "torch", "transformers", "lm-eval", "python"} <= set(content["versions"])
+    assert content["date"].endswith("+00:00")
+    assert content["hardware"]
+    assert content["command"] == (
+        f"ssmzoo eval {models('recall_symbols')} --tasks ssmzoo_induction --output-dir {tmp_path} "
+        "--name mine --batch-size 3 --limit 10 --seed 1234 --dtype auto"
+    )
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_recorded_command_line_is_one_the_program_takes(models, tmp_path, monkeypatch):
+    import shlex
+
+    from ssmzoo import cli
+
+    asked = {
+        "model": models("mamba2"),
+        "tasks": ("a", "b"),
+        "suite": "zoo-recall",
+        "text": "some text.txt",
+        "output_dir": "out put",
+        "name": "n",
+        "batch_size": 2,
+        "limit": 3,
+        "seed": 4,
+        "device": "cpu",
+        "dtype": "float32",
+        "trust_remote_code": True,
+    }
+    words = shlex.split(evaluation._command(*asked.values()))
+    got = {}
+    stub = tmp_path / "r.json"
+    stub.write_text('{"results": []}')
+
+    def record(model, **kwargs):
+        got.update(model=model, **kwargs)
+        return stub
+
+    monkeypatch.setattr(evaluation, "evaluate", record)
+    assert words[0] == "ssmzoo"
+    assert cli.main(words[1:]) == 0
+    assert got == asked
+
+
+def test_a_second_call_merges_by_task_and_metric(models, tmp_path):
+    kwargs = {"output_dir": tmp_path, "limit": 10}
+    evaluate(models("recall"), tasks=TEXT_TASKS[:2], **kwargs)
+    path = evaluate(models("recall"), tasks=TEXT_TASKS[1:], output_dir=tmp_path, limit=12)
+    assert [row["task"] for row in read_results(path)["results"]] == TEXT_TASKS
+    kept, *new = read_results(path)["results"]
+    assert [kept["n"], *(row["n"] for row in new)] == [10, 12, 12]
+    assert "--limit 10" in kept["command"]
+    assert all("command" not in row for row in new)
+
+
+RESULTS = {
+    "model": {"name": "m", "source": "a/m", "revision": "1", "model_type": "x", "parameters": 1},
+    "results": [{"task": "t", "metric": "acc", "value": 0.5}],
+    "versions": {"torch": "2"},
+    "hardware": "h",
+    "date": "d",
+    "command": "c",
+}
+
+
+def test_scores_of_other_weights_are_dropped_with_a_warning(caplog):
+    new = {**RESULTS, "model": {**RESULTS["model"], "revision": "2"}, "results": []}
+    with caplog.at_level(logging.WARNING, "ssmzoo"):
+        assert merge(RESULTS, new)["results"] == []
+    assert "dropped 1 results of a/m" in caplog.text
+
+
+def test_scores_of_another_model_under_the_same_name_are_refused():
+    new = {**RESULTS, "model": {**RESULTS["model"], "revision": "2", "source": "b/m"}}
+    with pytest.raises(ValueError, match="of another model, 'a/m'"):
+        merge(RESULTS, new)
+
+
+def test_kept_scores_keep_their_own_versions_through_several_calls():
+    row = {"task": "u", "metric": "acc", "value": 0.1}
+    second = {**RESULTS, "versions": {"torch": "3"}, "results": [row]}
+    third = {**RESULTS, "versions": {"torch": "4"}, "results": [{**row, "task": "v"}]}
+    merged = merge(merge(RESULTS, second), third)
+    assert [r.get("versions") for r in merged["results"]] == [{"torch": "2"}, {"torch": "3"}, None]
+
+
+@pytest.mark.parametrize("content", ["", '{"model": {}', "[]", '{"model": {"source": "m"}}'])
+def test_a_corrupt_results_file_is_refused_before_scoring_and_left_alone(models, tmp_path, content):
+    path = tmp_path / "recall.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"results file .* is corrupt"):
+        evaluate(models("recall"), tasks=TEXT_TASKS[:1], output_dir=tmp_path)
+    assert path.read_text() == content
+
+
+def test_a_failing_write_leaves_the_old_results_and_nothing_else(tmp_path):
+    path = tmp_path / "m.json"
+    write_results(path, RESULTS)
+    before = path.read_text()
+    broken = {**RESULTS, "results": [{"task": "t", "metric": "acc", "value": math.nan}]}
+    with pytest.raises(ValueError, match="Out of range float"):
+        write_results(path, broken)
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_unwritable_output_folder_is_refused_before_scoring(models, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RuntimeError, match=r"output_dir .* cannot be written"):
+        evaluate(models("recall"), tasks=TEXT_TASKS[:1], output_dir=tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"tasks": ()}, ValueError, "nothing to score"),
+        ({"tasks": "ssmzoo_mqar"}, TypeError, "tasks must be a sequence of names"),
+        ({"limit": 0}, ValueError, "limit must be at least 1, got 0"),
+        ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
+        ({"dtype": "float31"}, ValueError, "did you mean 'float32'"),
+        ({"device": "gpu"}, ValueError, "device must be a torch device"),
+        ({"name": "a/b"}, ValueError, "name must be letters"),
+        ({"tasks": ["ssmzoo_bits_per_byte"]}, ValueError, "needs text"),
+        ({"text": "no such file"}, ValueError, "there is none at 'no such file'"),
+        ({"suite": "zoo-recal"}, LookupError, "no suite named 'zoo-recal'; did you mean 'zoo-rec"),
+        ({"tasks": ["ssmzoo_mqar"]}, ValueError, "written in symbols"),
+    ],
+)
+def test_bad_arguments_are_one_clear_error(models, tmp_path, arguments, error, message):
+    with pytest.raises(error, match=message):
+        evaluate(models("recall"), **{"tasks": TEXT_TASKS, "output_dir": tmp_path, **arguments})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_text_cannot_be_asked_of_a_model_of_symbols(models, tmp_path):
+    with pytest.raises(ValueError, match=r"holds only the symbols t0 \.\. t39"):
+        evaluate(models("recall_symbols"), tasks=TEXT_TASKS, output_dir=tmp_path)
+
+
+def test_unusable_models_are_one_clear_error(models, tmp_path):
+    def score(model):
+        evaluate(str(model), tasks=TEXT_TASKS, output_dir=tmp_path / "results")
+
+    with pytest.raises(ValueError, match="no folder"):
+        score(tmp_path / "missing")
+    with pytest.raises(ValueError, match=r"must hold a config\.json, and holds none"):
+        score(tmp_path)
+    save(tmp_path / "run" / "model", RuleConfig())
+    with pytest.raises(ValueError, match=r"did you mean '.*run/model'"):
+        score(tmp_path / "run")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="got the file"):
+        score(tmp_path / "file")
+    with pytest.raises(ValueError, match="Hub id, got 'a b'"):
+        score("a b")
+
+    cut = save(tmp_path / "cut", MAMBA2)
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="cannot load a causal language model from"):
+        score(cut)
+    few = save(tmp_path / "few", RuleConfig(vocab_size=256))
+    with pytest.raises(ValueError, match="259 tokens and the model embeds only 256"):
+        score(few)
+
+
+def test_a_checkpoint_that_lacks_tensors_is_not_scored(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = save(tmp_path / "lacking", MAMBA2)
+    weights = tmp_path / "lacking" / "model.safetensors"
+    tensors = load_file(weights)
+    tensors.pop(next(name for name in sorted(tensors) if name.endswith("A_log")))
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks 1 of the model's tensors, e.g. '.*A_log'"):
+        evaluate(folder, tasks=TEXT_TASKS, output_dir=tmp_path)
+
+
+def test_a_prompt_beyond_the_models_limit_is_cut_with_a_warning(tmp_path, caplog):
+    short = LlamaConfig(**{**LLAMA.to_dict(), "max_position_embeddings": 48})
+    folder = save(tmp_path / "short", short)
+    with caplog.at_level(logging.WARNING, "ssmzoo"):
+        evaluate(folder, tasks=["ssmzoo_recall_text"], output_dir=tmp_path, limit=6)
+    warnings = [r.message for r in caplog.records if "maximum length (48)" in r.message]
+    assert len(warnings) == 1
+
+
+def test_a_model_without_a_limit_reads_the_whole_prompt(models, caplog, monkeypatch, tmp_path):
+    from ssmzoo import scorer
+
+    monkeypatch.setattr(scorer.Scorer, "_DEFAULT_MAX_LENGTH", 16)
+    with caplog.at_level(logging.WARNING, "ssmzoo"):
+        path = evaluate(
+            models("recall"), tasks=["ssmzoo_induction_text"], output_dir=tmp_path, limit=6
+        )
+    assert value(path, "ssmzoo_induction_text") == 1.0
+    assert "maximum length" not in caplog.text
+
+
+FAKE_ROWS = {
+    "baber/piqa": {"goal": "g", "sol1": "a", "sol2": "bb", "label": 0},
+    "Rowan/hellaswag": {
+        "ctx_a": "a", "ctx_b": "b", "activity_label": "c", "endings": ["w", "xx", "y", "z"],
+        "label": "0",
+    },
+    "allenai/winogrande": {"sentence": "so _ ran", "option1": "it", "option2": "x", "answer": "1"},
+    "allenai/ai2_arc": {
+        "question": "q", "choices": {"label": ["A", "B"], "text": ["s", "tt"]}, "answerKey": "A",
+    },
+    "allenai/openbookqa": {
+        "question_stem": "q", "choices": {"label": ["A", "B"], "text": ["s", "tt"]},
+        "answerKey": "A",
+    },
+    "lighteval/siqa": {
+        "context": "c", "question": "q", "answerA": "a", "answerB": "bb", "answerC": "c",
+        "label": "1",
+    },
+    "aps/super_glue": {"passage": "p", "question": "q", "label": 1},
+}  # fmt: skip
+TABLE2 = {
+    "piqa": "acc",
+    "hellaswag": "acc_norm",
+    "winogrande": "acc",
+    "arc_easy": "acc",
+    "arc_challenge": "acc_norm",
+    "openbookqa": "acc",
+    "social_iqa": "acc_norm",
+    "boolq": "acc",
+}
+
+
+def test_table2_names_lm_evals_tasks_and_scores_each_by_the_papers_metric(
+    models, tmp_path, monkeypatch
+):
+    def fake(path, name=None, **_):
+        rows = datasets.Dataset.from_list([FAKE_ROWS[path]] * 3)
+        return datasets.DatasetDict({"train": rows, "validation": rows, "test": rows})
+
+    monkeypatch.setattr(datasets, "load_dataset", fake)
+    path = evaluate(models("mamba2"), suite="longhorn-table2", output_dir=tmp_path)
+    *rows, average = read_results(path)["results"]
+    assert {row["task"]: row["metric"] for row in rows} == TABLE2
+    assert all(row["n"] == 3 and row["num_fewshot"] == 0 for row in rows)
+    assert all(row["suite"] == "longhorn-table2" for row in rows)
+    assert (average["task"], average["metric"]) == ("longhorn-table2", "average")
+    assert average["value"] == pytest.approx(np.mean([row["value"] for row in rows]))
+
+    def unreachable(*_, **__):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(RuntimeError, match="task 'piqa' cannot be loaded: no network"):
+        evaluate(models("mamba2"), tasks=["piqa"], output_dir=tmp_path, name="other")
+    with pytest.raises(LookupError, match="no task named 'ssmzoo_mqr'; did you mean 'ssmzoo_mqar'"):
+        evaluate(models("mamba2"), tasks=["ssmzoo_mqr"], output_dir=tmp_path)
+
+
+def test_suites_state_one_metric_a_task_and_need_no_download_but_table2():
+    from ssmzoo.resources import share
+
+    ours = {path.stem for path in share("eval/tasks").glob("*.yaml")}
+    assert set(suites()) == {"longhorn-table2", "zoo-mqar", "zoo-recall"}
+    for name in suites():
+        suite = load_suite(name)
+        assert suite.name == name
+        assert all(len(entry["metric_list"]) == 1 for entry in suite.entries)
+        if name == "longhorn-table2":
+            assert suite.metrics == TABLE2
+        else:
+            assert set(suite.metrics) <= ours
+
+
+@pytest.mark.parametrize(
+    "content", ["- a", "group: x", "group: x\ntask: [a]", "group: x\ntask: [{task: a}]"]
+)
+def test_a_suite_file_that_states_no_metric_is_refused(tmp_path, content):
+    path = tmp_path / "s.yaml"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"must be an lm-eval group|must hold 'task'"):
+        load_suite(str(path))
+
+
+def test_every_task_file_is_named_after_its_task():
+    from ssmzoo.resources import share
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_constructor("!function", lambda loader, node: loader.construct_scalar(node))
+    for path in share("eval/tasks").glob("*.yaml"):
+        assert yaml.load(path.read_text(), Loader=Loader)["task"] == path.stem
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("a/longhorn-s", "longhorn-s"),
+        ("a/run7/model", "run7"),
+        ("r/checkpoints/step-9", "r-step-9"),
+    ],
+)
+def test_the_run_names_its_models(tmp_path, folder, name):
+    path = tmp_path / folder
+    path.mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    assert evaluation.model_name(str(path)) == name
+    assert evaluation.model_name("user/model") == "user__model"
+
+
+def test_scoring_is_quiet_and_needs_no_network_and_import_is_cheap(models, tmp_path):
+    code = f"""
+import sys
+from ssmzoo.evaluate import evaluate
+assert not {{"torch", "transformers", "datasets", "lm_eval"}} & set(sys.modules)
+import socket
+def refuse(*args, **kwargs): raise AssertionError("network")
+socket.socket.connect = socket.getaddrinfo = refuse
+evaluate({models("llama")!r}, tasks=["ssmzoo_recall_text"], text={__file__!r},
+         output_dir={str(tmp_path)!r}, limit=4)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert done.stderr == ""
