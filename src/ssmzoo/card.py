@@ -1,0 +1,346 @@
+"""Write a model's card from what was measured.
+
+Every number in a card comes from the model's own files, a results file of ``ssmzoo eval`` or the
+run directory of ``ssmzoo train``; one that is in none of them reads "not measured". Results count
+as this model's only if they carry the digest of its weights. The words are in
+``model_cards/template.md`` and ``model_cards/families/<family>.yaml``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ssmzoo.card_sources import (
+    NOT_MEASURED,
+    PICTURE,
+    Results,
+    Run,
+    Score,
+    family_of,
+    family_words,
+    flat,
+    is_number,
+    merged,
+    part_results,
+    read_json,
+    read_results,
+    read_run,
+)
+from ssmzoo.evaluate import model_name
+from ssmzoo.hub import CARD, read_weights
+from ssmzoo.resources import share
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCardData
+
+MARKER = "Rendered by `ssmzoo card` from measured results; edits are lost when it runs again."
+
+# What a person decided about the model survives a new rendering.
+_KEPT = ("license", "license_name", "license_link", "language", "datasets", "base_model")
+# The first name that a configuration has; zoo names first, then those of other libraries.
+_ARCHITECTURE = (
+    ("Hidden size", ("hidden_size", "n_embd", "d_model")),
+    ("Layers", ("num_hidden_layers", "n_layer")),
+    ("State size", ("d_state", "state_size")),
+    ("Expansion", ("expand",)),
+    ("Convolution width", ("d_conv", "conv_kernel")),
+    ("Attention heads", ("num_attention_heads", "n_head")),
+    ("Vocabulary", ("vocab_size",)),
+    ("Longest input", ("max_position_embeddings",)),
+    ("Transition", ("transition",)),
+    ("Tied embeddings", ("tie_word_embeddings",)),
+)
+
+
+def render_card(
+    model_dir: str | Path,
+    *,
+    results: Sequence[str | Path] = (),
+    run_dir: str | Path | None = None,
+    output: str | Path | None = None,
+) -> Path:
+    """Write a model's card, and its loss curve beside it, and return the card's path.
+
+    Args:
+        model_dir: A folder as ``save_pretrained`` writes it.
+        results: Files of ``ssmzoo eval``: this model's own, and those of models to stand beside.
+        run_dir: The run that made the model. For ``RUN/model`` it is ``RUN`` if absent.
+        output: The card's path; ``model_dir/README.md`` if absent. A file there that
+            ``ssmzoo card`` did not write is never overwritten. Licence, language, data sets and
+            base model in an earlier card's metadata are kept.
+
+    Raises:
+        ValueError: A file is missing, corrupt, or not of this model; the message names it.
+        RuntimeError: Jinja2 is not installed, or the card cannot be written.
+    """
+    try:
+        import jinja2  # noqa: F401
+    except ImportError as error:
+        raise RuntimeError(
+            "writing a card needs Jinja2; install it with: pip install 'ssmzoo[publish]'"
+        ) from error
+    from huggingface_hub import ModelCard
+
+    folder = Path(model_dir)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model_dir must be a saved model with config.json, got {str(folder)!r}")
+    config = read_json(folder / "config.json")
+    tensors = read_weights(folder)
+    parameters = sum(math.prod(shape) for _, shape in tensors.values())
+    target = Path(output) if output is not None else folder / CARD
+    kept = _kept_metadata(target)
+
+    own, others = part_results(folder, [read_results(Path(path)) for path in results])
+    name = own[0].name if own else model_name(str(folder))
+    family = family_of(config)
+    words = family_words(family.name) if family else None
+    run = _run_of(folder, config, run_dir)
+
+    card = ModelCard.from_template(
+        _metadata(name, family.name if family else None, words, own, kept),
+        template_str=share("model_cards/template.md").read_text(encoding="utf-8"),
+        marker=MARKER,
+        name=name,
+        summary=_summary(words, config, parameters, run),
+        picture=PICTURE if run and run.picture else None,
+        results=_results(name, own, others),
+        origins=_origins([*own, *others]),
+        packages="ssmzoo" if family else "transformers torch",
+        tokenizer=(folder / "tokenizer_config.json").exists(),
+        words=words,
+        family=family.name if family else None,
+        lora_targets=json.dumps(family.lora_targets) if family and family.lora_targets else None,
+        architecture=_architecture(config, parameters, tensors),
+        training=_training(run),
+        recipe=run.recipe_text.strip() if run else None,
+    )
+    _write(target, str(card).rstrip() + "\n", run.picture if run else None)
+    return target
+
+
+def _run_of(folder: Path, config: Mapping[str, Any], run_dir: str | Path | None) -> Run | None:
+    real = folder.resolve()
+    if run_dir is None:
+        if real.name != "model" or not (real.parent / "run.json").exists():
+            return None
+        run_dir = real.parent
+    # a checkpoint knows nothing of what was recorded after it
+    step = re.fullmatch(r"step-(\d+)", real.name) if real.parent.name == "checkpoints" else None
+    run = read_run(Path(run_dir), until_step=int(step[1]) if step else None)
+    trained = run.facts.get("model_type")
+    if trained not in (None, config.get("model_type")):
+        raise ValueError(
+            f"run_dir {run_dir} trained a {trained!r}, but {folder} holds a "
+            f"{config.get('model_type')!r}; give the run that made it"
+        )
+    return run
+
+
+def _kept_metadata(target: Path) -> dict[str, Any]:
+    """Return the metadata of an earlier card that a person may have set."""
+    from huggingface_hub import ModelCard
+
+    if not target.exists():
+        return {}
+    try:
+        text = target.read_text(encoding="utf-8")
+        card = ModelCard(text) if MARKER in text else None
+    except Exception as error:  # yaml.YAMLError, ValueError, OSError: all mean one thing here
+        raise ValueError(f"{target} cannot be read as a card: {error}; move it away") from error
+    if card is None:
+        raise ValueError(
+            f"{target} was not written by `ssmzoo card`; move it away or choose another output"
+        )
+    metadata = card.data.to_dict()
+    return {key: metadata[key] for key in _KEPT if key in metadata}
+
+
+def _metadata(
+    name: str,
+    family: str | None,
+    words: Mapping[str, Any] | None,
+    own: Sequence[Results],
+    kept: Mapping[str, Any],
+) -> ModelCardData:
+    from huggingface_hub import EvalResult, ModelCardData
+
+    evaluations = []
+    for row, score in merged(own).items():
+        if score.value is None:
+            continue
+        settings = {
+            "n": row.n,
+            "num_fewshot": row.num_fewshot,
+            "seed": row.seed,
+            "stderr": score.stderr,
+        }
+        evaluations.append(
+            EvalResult(
+                task_type="text-generation",
+                dataset_type=row.task,
+                dataset_name=row.task,
+                metric_type=row.metric,
+                metric_name=row.metric,
+                metric_value=score.value,
+                metric_args={key: value for key, value in settings.items() if value is not None},
+            )
+        )
+    tags = ["ssmzoo", "state-space-model", family] if family else []
+    if words:
+        tags.append(f"arxiv:{words['paper']['arxiv']}")
+    return ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=tags or None,
+        model_name=name if evaluations else None,
+        eval_results=evaluations or None,
+        **kept,
+    )
+
+
+def _summary(
+    words: Mapping[str, Any] | None, config: Mapping[str, Any], parameters: int, run: Run | None
+) -> str:
+    kind = words["title"] if words else f"`{config.get('model_type')}`"
+    tokens = run.total("tokens") if run else None
+    trained = f", trained on {_number(tokens)} tokens" if tokens is not None else ""
+    return f"A {kind} language model of {_number(parameters)} parameters{trained}."
+
+
+def _results(name: str, own: Sequence[Results], others: Sequence[Results]) -> str:
+    columns = {name: merged(own)}
+    for entry in others:
+        label = entry.name if entry.name not in columns else f"{entry.name} ({entry.source})"
+        columns[label] = dict(entry.scores)
+    rows = dict.fromkeys(row for column in columns.values() for row in column)
+    if not rows:
+        return f"{NOT_MEASURED.capitalize()}. `ssmzoo eval` measures, `ssmzoo card` writes it here."
+    lines = []
+    for row in rows:
+        scores = [column.get(row) for column in columns.values()]
+        better = next((score.higher_is_better for score in scores if score), None)
+        arrow = {True: " ↑", False: " ↓", None: ""}[better]
+        counts = [
+            "" if count is None else str(count) for count in (row.n, row.num_fewshot, row.seed)
+        ]
+        shown = [_score(score) for score in scores]
+        lines.append([row.task, row.metric + arrow, *shown, *counts, row.settings])
+    first, *rest = columns
+    header = ["Task", "Metric", f"**{first}**", *rest, "Examples", "Shots", "Seed", "Settings"]
+    note = "↑ higher is better, ↓ lower is better; ± is the standard error."
+    if others:
+        note += " The scores in a row are of the same examples."
+    return f"{_table(header, lines)}\n\n{note}"
+
+
+def _score(score: Score | None) -> str:
+    if score is None or score.value is None:
+        return NOT_MEASURED
+    return _number(score.value) + (f" ± {_number(score.stderr)}" if score.stderr else "")
+
+
+def _origins(results: Sequence[Results]) -> str | None:
+    """Say when, where and by what command the scores came about."""
+    origins = dict.fromkeys(
+        (entry.name, score.origin) for entry in results for score in entry.scores.values()
+    )
+    if not origins:
+        return None
+    commands = dict.fromkeys(origin.command for _, origin in origins)
+    rows = [[name, origin.date, origin.hardware, origin.versions] for name, origin in origins]
+    block = "\n".join(["To repeat them:", "", "```bash", *commands, "```"])
+    return f"{block}\n\n{_table(['Model', 'Date', 'Hardware', 'Versions'], rows)}"
+
+
+def _architecture(
+    config: Mapping[str, Any],
+    parameters: int,
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+) -> str:
+    rows = [
+        ["Type", f"`{config.get('model_type')}`"],
+        ["Parameters", _number(parameters)],
+        ["Stored as", ", ".join(sorted({dtype for dtype, _ in tensors.values()}))],
+    ]
+    for label, names in _ARCHITECTURE:
+        value = next((config[name] for name in names if config.get(name) is not None), None)
+        if isinstance(value, bool):
+            rows.append([label, "yes" if value else "no"])
+        elif value is not None:
+            rows.append([label, str(value)])
+    return _table(["", ""], rows)
+
+
+def _training(run: Run | None) -> str:
+    """Tabulate what the run recorded."""
+
+    def fact(name: str) -> str:
+        return flat(run.facts.get(name)) if run else NOT_MEASURED
+
+    def metric(value: object, unit: str = "") -> str:
+        return _number(value) + unit if is_number(value) else NOT_MEASURED
+
+    loss = " nats per token"
+    command = fact("command")
+    rows = [
+        ["Data", fact("data")],
+        ["Steps", metric(run and run.total("step"))],
+        ["Tokens", metric(run and run.total("tokens"))],
+        ["Last training loss", metric(run and run.last("loss"), loss)],
+        ["Last validation loss", metric(run and run.last("validation_loss"), loss)],
+        ["Last validation accuracy, next token", metric(run and run.last("validation_accuracy"))],
+        ["Computed in", fact("dtype")],
+        ["Time", metric(run and run.total("seconds"), " s")],
+        ["Hardware", fact("hardware")],
+        ["Versions", fact("versions")],
+        ["Command", command if command == NOT_MEASURED else f"`{command}`"],
+    ]
+    return _table(["", ""], rows)
+
+
+def _number(value: Any) -> str:
+    """Write a number readably: whole ones in full, others to four places or three digits."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.4f}" if abs(value) >= 0.001 or value == 0 else f"{value:.2e}"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _write(target: Path, text: str, picture: Path | None) -> None:
+    """Write the card and its picture beside it; each appears whole or not at all."""
+    try:
+        if picture is not None and picture.resolve() != (target.parent / PICTURE).resolve():
+            with _appears_whole(target.parent / PICTURE) as part:
+                shutil.copyfile(picture, part)
+        with _appears_whole(target) as part:
+            part.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RuntimeError(f"cannot write {target}: {error}") from error
+
+
+@contextmanager
+def _appears_whole(path: Path) -> Iterator[Path]:
+    """Give a path to write to, whose file becomes ``path`` if the block succeeds."""
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,309 @@
+"""What a card is written from: results files, a run directory, a family's words.
+
+Everything is checked while it is read, so that a damaged file is one clear error and never a card
+with a hole in it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ssmzoo.evaluate import _revision as weights_revision
+from ssmzoo.family import Family, families, load_family
+from ssmzoo.resources import share
+
+NOT_MEASURED = "not measured"
+PICTURE = "loss.png"
+
+_FAMILY_FIELDS = {
+    "title",
+    "paper",
+    "bibtex",
+    "architecture",
+    "equal_forms",
+    "intended_use",
+    "limits",
+}
+_PAPER_FIELDS = {"title", "authors", "venue", "year", "arxiv"}
+_LONG = 3  # entries up to which a list is written out
+
+
+@dataclass(frozen=True)
+class Row:
+    """What two scores must share to stand in one row of the table."""
+
+    task: str
+    metric: str
+    settings: str
+    n: int | None
+    num_fewshot: int | None
+    seed: int | None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The call of ``ssmzoo eval`` that a score is from, each part as text."""
+
+    date: str
+    hardware: str
+    versions: str
+    command: str
+
+
+@dataclass(frozen=True)
+class Score:
+    """A measured value; None where the measurement gave no finite number."""
+
+    value: float | None
+    stderr: float | None
+    higher_is_better: bool | None
+    origin: Origin
+
+
+@dataclass(frozen=True)
+class Results:
+    """One results file of ``ssmzoo eval``."""
+
+    path: Path
+    name: str
+    source: str
+    revision: str | None
+    scores: Mapping[Row, Score]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run directory says about the training."""
+
+    facts: Mapping[str, Any]
+    recipe_text: str
+    records: Sequence[Mapping[str, Any]]
+    picture: Path | None
+
+    def last(self, name: str) -> object:
+        """Return the last recorded value of a metric, None if it was never recorded."""
+        return next((r[name] for r in reversed(self.records) if r.get(name) is not None), None)
+
+    def total(self, name: str) -> object:
+        """Return a whole number that grows: its largest recorded value."""
+        values = [r[name] for r in self.records if is_number(r.get(name))]
+        return max(values, default=None)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        ValueError: The file is missing, corrupt, or holds something else; the message names it.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} does not exist") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is corrupt: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def read_results(path: Path) -> Results:
+    """Read a results file.
+
+    Raises:
+        ValueError: It is none; the message names the file and the entry.
+    """
+    content = read_json(path)
+    model, entries = content.get("model"), content.get("results")
+    if not isinstance(model, dict) or not isinstance(model.get("name"), str):
+        raise ValueError(f"{path} is no results file of `ssmzoo eval`: it has no model.name")
+    if not isinstance(entries, list):
+        raise ValueError(f"{path} is no results file of `ssmzoo eval`: results must be a list")
+    scores = dict(_score(f"{path}, results[{i}]", e, content) for i, e in enumerate(entries))
+    return Results(path, model["name"], str(model.get("source")), model.get("revision"), scores)
+
+
+def _score(where: str, entry: object, content: Mapping[str, Any]) -> tuple[Row, Score]:
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where} must be an object, got {entry!r}")
+    for field, kinds in (
+        ("task", str),
+        ("metric", str),
+        ("settings", dict | None),
+        ("n", int | None),
+        ("num_fewshot", int | None),
+        ("seed", int | None),
+        ("higher_is_better", bool | None),
+    ):
+        truth = isinstance(entry.get(field), bool) and field != "higher_is_better"
+        if truth or not isinstance(entry.get(field), kinds):
+            raise ValueError(f"{where}.{field} must be {_kind(kinds)}, got {entry.get(field)!r}")
+    for field in ("value", "stderr"):
+        if entry.get(field) is not None and not is_number(entry[field]):
+            raise ValueError(
+                f"{where}.{field} must be a finite number or null, got {entry[field]!r}"
+            )
+    row = Row(
+        entry["task"],
+        entry["metric"],
+        flat(entry["settings"]) if entry.get("settings") else "",
+        entry.get("n"),
+        entry.get("num_fewshot"),
+        entry.get("seed"),
+    )
+    # a score of an earlier call carries what differs from the file's own
+    origin = {
+        key: flat(entry.get(key, content.get(key)))
+        for key in ("date", "hardware", "versions", "command")
+    }
+    score = Score(
+        entry.get("value"), entry.get("stderr"), entry.get("higher_is_better"), Origin(**origin)
+    )
+    return row, score
+
+
+def _kind(kinds: object) -> str:
+    names = {str: "a string", dict | None: "an object", int | None: "a whole number"}
+    return names.get(kinds, "true, false or null")
+
+
+def is_number(value: object) -> bool:
+    """Say whether a value is a finite number; a truth value is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def part_results(folder: Path, results: Sequence[Results]) -> tuple[list[Results], list[Results]]:
+    """Part the results of the weights in a folder from those of other models.
+
+    Raises:
+        ValueError: None are of these weights; some are of this folder's former weights; two files
+            disagree about a score.
+    """
+    if not results:
+        return [], []
+    digest = weights_revision(None, folder)  # pyright: ignore[reportArgumentType] (Hub only)
+    own = [entry for entry in results if entry.revision == digest]
+    others = [entry for entry in results if entry.revision != digest]
+    for entry in others:
+        if Path(entry.source).is_dir() and Path(entry.source).resolve() == folder.resolve():
+            raise ValueError(
+                f"{entry.path} was measured on other weights ({entry.revision}) than {folder} "
+                f"holds now ({digest}); measure again with: ssmzoo eval {folder}"
+            )
+    if not own:
+        found = "; ".join(f"{entry.path} is of {entry.source}" for entry in others)
+        raise ValueError(
+            f"none of the results is of the weights in {folder} ({found}); "
+            f"measure them with: ssmzoo eval {folder}"
+        )
+    seen: dict[Row, Results] = {}
+    for entry in own:
+        for row, score in entry.scores.items():
+            first = seen.setdefault(row, entry)
+            if first.scores[row].value != score.value:
+                raise ValueError(
+                    f"{first.path} and {entry.path} give this model different values of "
+                    f"{row.task}, {row.metric}; pass the newer one only"
+                )
+    return own, others
+
+
+def merged(results: Iterable[Results]) -> dict[Row, Score]:
+    """Return the scores of several files as one mapping."""
+    return {row: score for entry in results for row, score in entry.scores.items()}
+
+
+def read_run(path: Path, *, until_step: int | None = None) -> Run:
+    """Read a run directory, with what was recorded up to a step, or all of it.
+
+    Raises:
+        ValueError: A file of it is missing or corrupt; the message names the file and the line.
+    """
+    if not path.is_dir():
+        raise ValueError(f"run_dir must be the folder of a run, got {str(path)!r}")
+    facts = read_json(path / "run.json")
+    texts = {}
+    for name in ("recipe.yaml", "metrics.jsonl"):
+        try:
+            texts[name] = (path / name).read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            raise ValueError(f"{path / name} does not exist; {path} is not a whole run") from error
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path / name} is corrupt: {error}") from error
+    records = []
+    for number, line in enumerate(texts["metrics.jsonl"].splitlines(), 1):
+        where = f"{path / 'metrics.jsonl'}, line {number}"
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{where} is corrupt: {error}") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{where} must be an object, got {line!r}")
+        if until_step is None or record.get("step", 0) <= until_step:
+            records.append(record)
+    picture = path / PICTURE
+    return Run(facts, texts["recipe.yaml"], records, picture if picture.is_file() else None)
+
+
+def family_of(config: Mapping[str, Any]) -> Family | None:
+    """Return the installed family of a checkpoint; None for a model that is not of the zoo.
+
+    Raises:
+        ValueError: It is of a zoo family that is not installed.
+        RuntimeError: Its family's plugin is broken.
+    """
+    model_type = str(config.get("model_type"))
+    installed = families()
+    likely = model_type.removeprefix("ssmzoo_")
+    if likely in installed:
+        family = load_family(likely)
+        if family.model_type == model_type:
+            return family
+    if model_type.startswith("ssmzoo_"):
+        raise ValueError(
+            f"config.json has model_type {model_type!r}, a family that is not installed; "
+            f"installed: {', '.join(installed) or 'none'}"
+        )
+    for name in installed:
+        try:
+            family = load_family(name)
+        except RuntimeError:  # a broken plugin breaks nothing else
+            continue
+        if family.model_type == model_type:
+            return family
+    return None
+
+
+def family_words(name: str) -> dict[str, Any] | None:
+    """Return what ``model_cards/families/<name>.yaml`` says; None if there is no such file.
+
+    Raises:
+        ValueError: The file is not as it must be; the message names it.
+    """
+    import yaml
+
+    try:
+        path = share(f"model_cards/families/{name}.yaml")
+    except LookupError:
+        return None
+    words = yaml.safe_load(path.read_text(encoding="utf-8"))
+    for fields, found in ((_FAMILY_FIELDS, words), (_PAPER_FIELDS, (words or {}).get("paper"))):
+        if not isinstance(found, dict) or set(found) != fields:
+            raise ValueError(f"{path} must have exactly the fields {', '.join(sorted(fields))}")
+    return {key: value.strip() if isinstance(value, str) else value for key, value in words.items()}
+
+
+def flat(value: object) -> str:
+    """Write a fact of any shape in one line; long lists are counted."""
+    if value is None or value in ("", {}, []):
+        return NOT_MEASURED
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {flat(part)}" for key, part in value.items() if part is not None)
+    if isinstance(value, list | tuple):
+        return f"({len(value)})" if len(value) > _LONG else ", ".join(map(flat, value))
+    return str(value)

@@ -1,0 +1,489 @@
+"""A model's card: nothing in it but what was measured, and nothing measured left out."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ssmzoo import card, card_sources, load_family
+from ssmzoo.card import render_card
+from ssmzoo.evaluate import _revision
+from ssmzoo.hub import publish
+from ssmzoo.resources import share
+from ssmzoo.tokenizer import byte_tokenizer
+
+TEMPLATE = share("model_cards/template.md").read_text(encoding="utf-8")
+RECIPE = "model:\n  family: longhorn\ntrain:\n  steps: 37\n"
+FACTS = {
+    "command": "ssmzoo train recipe.yaml",
+    "date": "2026-02-03T04:05:06+00:00",
+    "data": {"source": "text", "documents": 321, "digest": "0f1e2d3c"},
+    "model_type": "ssmzoo_longhorn",
+    "hardware": "Some CPU 7551, 2 threads",
+    "dtype": "float32",
+    "versions": {"ssmzoo": "0.1.0", "torch": "2.13.0"},
+}
+METRICS = [
+    {"step": 10, "tokens": 5120, "loss": 5.43219, "seconds": 1.25},
+    {"step": 37, "tokens": 18944, "loss": 3.98766, "seconds": 4.625},
+    {"step": 37, "tokens": 18944, "validation_loss": 4.01239, "validation_accuracy": 0.21875},
+]
+BPB = {
+    "task": "ssmzoo_bits_per_byte",
+    "metric": "bits_per_byte",
+    "value": 3.14159265,
+    "stderr": 0.00456,
+    "n": 60,
+    "seed": 1234,
+    "num_fewshot": 0,
+    "higher_is_better": False,
+    "settings": {"window": 2048, "text_sha256": "12ab34cd"},
+}
+RECALL = {
+    **BPB,
+    "task": "ssmzoo_recall_text",
+    "metric": "acc",
+    "value": 0.61803,
+    "stderr": None,
+    "n": 500,
+    "higher_is_better": True,
+    "settings": {},
+}
+
+
+@pytest.fixture(scope="module")
+def longhorn(tmp_path_factory):
+    """A run directory with a tiny Longhorn."""
+    run = tmp_path_factory.mktemp("runs") / "first-try"
+    family = load_family("longhorn")
+    torch.manual_seed(0)
+    model = family.causal_lm_class(family.config(**{**family.tiny, "vocab_size": 259}))
+    model.save_pretrained(run / "model")
+    byte_tokenizer().save_pretrained(run / "model")
+    (run / "run.json").write_text(json.dumps(FACTS))
+    (run / "recipe.yaml").write_text(RECIPE)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in METRICS))
+    (run / "loss.png").write_bytes(b"\x89PNG the curve")
+    return run, model.num_parameters()
+
+
+@pytest.fixture
+def run(longhorn, tmp_path):
+    return Path(shutil.copytree(longhorn[0], tmp_path / "first-try"))
+
+
+def write_results(run, name="first-try", *rows, revision=None, source=None, **other):
+    content = {
+        "model": {
+            "name": name,
+            "source": source or str(run / "model"),
+            "revision": revision or _revision(None, run / "model"),
+            "model_type": "ssmzoo_longhorn",
+            "parameters": 1,
+        },
+        "results": list(rows),
+        "versions": {"ssmzoo": "0.1.0", "lm-eval": "0.4.13"},
+        "hardware": "Another CPU 9654, 2 threads",
+        "date": "2026-03-04T05:06:07+00:00",
+        "command": f"ssmzoo eval {name} --text held-out",
+        **other,
+    }
+    path = run / f"{name}.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.fixture
+def scored(run):
+    return write_results(run, "first-try", BPB, RECALL)
+
+
+# numbers
+
+
+def prose(text: str) -> str:
+    """Return what a card says as text: no metadata, no Python snippet, no citation."""
+    text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
+    return re.sub(r"```(python|bibtex)\n.*?```", "", text, flags=re.DOTALL)
+
+
+def unsourced(text: str, sources: list[object]) -> set[str]:
+    """Return the numbers in a card that no source has, not even before rounding."""
+    known = " ".join(
+        source if isinstance(source, str) else json.dumps(source) for source in sources
+    )
+    pattern = r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
+    literal = set(re.findall(pattern, known))
+    values = {float(number.replace(",", "")) for number in literal if number.strip(",")}
+    missing = set()
+    for shown in re.findall(pattern, prose(text)):
+        number = shown.rstrip(",")
+        value = float(number.replace(",", ""))
+        mantissa, _, exponent = number.partition("e")
+        places = len(mantissa.partition(".")[2])
+        step = 10.0 ** (int(exponent or 0) - places)
+        exact = places == 0 and not exponent
+        if number not in literal and not any(
+            value == v if exact else abs(value - v) <= 0.5001 * step for v in values
+        ):
+            missing.add(shown)
+    return missing
+
+
+@pytest.fixture
+def sources(run, longhorn):
+    config = json.loads((run / "model" / "config.json").read_text())
+    paper = card_sources.family_words("longhorn")["paper"]
+    found = [FACTS, RECIPE, METRICS, config, {"parameters": longhorn[1]}, paper]
+    return found + [json.loads(path.read_text()) for path in run.glob("*.json")]
+
+
+def test_every_number_in_a_card_is_in_its_sources(run, scored, sources):
+    rival = {**BPB, "value": 2.71828, "stderr": 0.000123}
+    other = write_results(run, "rival", rival, revision="abc", source="user/rival")
+    sources.append(json.loads(other.read_text()))
+    text = render_card(run / "model", results=[scored, other]).read_text()
+    assert unsourced(text, sources) == set()
+    for shown in ("3.1416 ± 0.0046", "0.6180", "2.7183 ± 1.23e-04", "3.9877", "4.0124", "18,944"):
+        assert shown in text
+
+
+def test_a_number_that_somebody_typed_would_be_found(run, scored, sources, monkeypatch, tmp_path):
+    (tmp_path / "template.md").write_text(TEMPLATE + "\nIts accuracy is 0.9137, of 77 runs.\n")
+    real = card.share
+    monkeypatch.setattr(
+        card, "share", lambda name: tmp_path / "template.md" if "template" in name else real(name)
+    )
+    text = render_card(run / "model", results=[scored]).read_text()
+    assert unsourced(text, sources) == {"0.9137", "77"}
+
+
+def test_the_words_hold_no_number():
+    words = yaml.safe_load(share("model_cards/families/longhorn.yaml").read_text())
+    said = {key: value for key, value in words.items() if key not in ("paper", "bibtex")}
+    assert unsourced(json.dumps(said), []) == set()
+    assert unsourced(TEMPLATE, []) == set()
+
+
+def test_a_score_that_is_taken_away_reads_not_measured(run):
+    rival = write_results(run, "rival", BPB, RECALL, revision="abc", source="user/rival")
+    own = write_results(run, "first-try", BPB)
+    text = render_card(run / "model", results=[own, rival]).read_text()
+    (line,) = [line for line in text.splitlines() if line.startswith("| ssmzoo_recall_text")]
+    assert line.startswith("| ssmzoo_recall_text | acc ↑ | not measured | 0.6180 |")
+    own = write_results(run, "first-try", BPB, {**RECALL, "value": None})
+    text = render_card(run / "model", results=[own]).read_text()
+    assert "| ssmzoo_recall_text | acc ↑ | not measured |" in text
+    assert [r.dataset_type for r in ModelCard(text).data.eval_results] == ["ssmzoo_bits_per_byte"]
+
+
+def test_a_model_that_nobody_measured_gets_a_card_that_says_so(run, tmp_path):
+    folder = Path(shutil.copytree(run / "model", tmp_path / "bare"))
+    text = render_card(folder).read_text()
+    assert "## Results\n\nNot measured." in text
+    assert "loss.png" not in text
+    table = text.partition("## Training")[2].partition("##")[0]
+    facts = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][2:]
+    assert len(facts) == 11
+    assert {value for _, value in facts} == {"not measured |"}
+    assert ModelCard(text).data.eval_results is None
+
+
+@pytest.mark.parametrize(
+    ("missing", "row"),
+    [("data", "Data"), ("hardware", "Hardware"), ("versions", "Versions"), ("command", "Command")],
+)
+def test_a_fact_that_the_run_lacks_reads_not_measured(run, missing, row):
+    (run / "run.json").write_text(json.dumps({k: v for k, v in FACTS.items() if k != missing}))
+    assert f"| {row} | not measured |" in render_card(run / "model").read_text()
+
+
+def test_a_checkpoint_is_not_credited_with_later_steps(run):
+    checkpoint = run / "checkpoints" / "step-00000010"
+    shutil.copytree(run / "model", checkpoint)
+    text = render_card(checkpoint, run_dir=run).read_text()
+    assert "| Tokens | 5,120 |" in text
+    assert "| Last training loss | 5.4322 nats per token |" in text
+    assert "| Last validation loss | not measured |" in text
+
+
+def test_scores_of_other_examples_stand_in_another_row(run, scored):
+    for change in ({"n": 61}, {"seed": 1}, {"num_fewshot": 5}, {"settings": {"window": 64}}):
+        other = write_results(run, "rival", {**BPB, **change}, revision="abc", source="user/rival")
+        text = render_card(run / "model", results=[scored, other]).read_text()
+        rows = [line for line in text.splitlines() if line.startswith("| ssmzoo_bits_per_byte")]
+        assert len(rows) == 2, change
+        assert "| 3.1416 ± 0.0046 | not measured |" in rows[0]
+        assert "| not measured | 3.1416 ± 0.0046 |" in rows[1]
+
+
+def test_each_score_keeps_the_call_that_it_is_from(run):
+    early = {**RECALL, "command": "ssmzoo eval x --suite zoo-recall", "date": "2026-01-02"}
+    text = render_card(
+        run / "model", results=[write_results(run, "first-try", BPB, early)]
+    ).read_text()
+    assert "ssmzoo eval x --suite zoo-recall\n" in text
+    assert "ssmzoo eval first-try --text held-out\n" in text
+    assert "| first-try | 2026-01-02 | Another CPU 9654, 2 threads |" in text
+
+
+# metadata
+
+
+def _metadata_errors(text: str) -> list[str]:
+    spec = importlib.util.spec_from_file_location(
+        "hub_server_for_cards", Path(__file__).with_name("hub_server.py")
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module.metadata_errors(text)
+
+
+def test_the_metadata_is_what_the_hub_reads(run, scored):
+    text = render_card(run / "model", results=[scored]).read_text()
+    assert _metadata_errors(text) == []
+    assert _metadata_errors(text.replace("metrics:", "metrix:")) != []
+    data = ModelCard(text).data
+    assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
+    assert data.tags == ["ssmzoo", "state-space-model", "longhorn", "arxiv:2407.14207"]
+    assert data.model_name == "first-try"
+    found = {(r.dataset_type, r.metric_type): r for r in data.eval_results}
+    assert {key: result.metric_value for key, result in found.items()} == {
+        ("ssmzoo_bits_per_byte", "bits_per_byte"): BPB["value"],
+        ("ssmzoo_recall_text", "acc"): RECALL["value"],
+    }
+    assert found["ssmzoo_bits_per_byte", "bits_per_byte"].metric_args == {
+        "n": 60,
+        "num_fewshot": 0,
+        "seed": 1234,
+        "stderr": 0.00456,
+    }
+
+
+def test_scores_of_other_models_stay_out_of_the_metadata(run, scored):
+    other = write_results(run, "rival", {**BPB, "value": 2.5}, revision="abc", source="user/rival")
+    text = render_card(run / "model", results=[other, scored]).read_text()
+    assert "| **first-try** | rival |" in text
+    assert {r.metric_value for r in ModelCard(text).data.eval_results} == {3.14159265, 0.61803}
+
+
+def test_a_second_rendering_keeps_what_a_person_decided(run, scored):
+    path = render_card(run / "model", results=[scored])
+    first = path.read_text()
+    path.write_text(first.replace("---\nlibrary_name", "---\nlicense: mit\nlibrary_name", 1))
+    second = render_card(run / "model", results=[scored]).read_text()
+    assert ModelCard(second).data.license == "mit"
+    assert second.replace("license: mit\n", "") == first
+
+
+# words
+
+
+def test_the_card_uses_every_word_and_the_template_every_value(run, scored, monkeypatch):
+    import jinja2
+
+    passed = {}
+    real = ModelCard.from_template.__func__
+
+    def recorded(cls, data, **values):
+        passed.update(values)
+        return real(cls, data, **values)
+
+    monkeypatch.setattr(ModelCard, "from_template", classmethod(recorded))
+    text = render_card(run / "model", results=[scored]).read_text()
+    used = jinja2.meta.find_undeclared_variables(jinja2.Environment().parse(TEMPLATE))
+    assert used == {*passed, "card_data"} - {"template_str"}
+    words = card_sources.family_words("longhorn")
+    for field in ("architecture", "equal_forms", "intended_use", "bibtex"):
+        assert words[field] in text
+    assert all(f"\n- {limit}\n" in text for limit in words["limits"])
+    assert "\n\n\n" not in text
+
+
+def test_the_card_and_the_plugin_name_one_paper(run):
+    family, words = load_family("longhorn"), card_sources.family_words("longhorn")
+    paper = words["paper"]
+    assert (paper["title"], paper["authors"], paper["arxiv"]) == (
+        family.paper.title,
+        family.paper.authors,
+        family.paper.arxiv,
+    )
+    assert paper["title"] in words["bibtex"]
+    assert paper["arxiv"] in words["bibtex"]
+    assert json.dumps(family.lora_targets) in render_card(run / "model").read_text()
+
+
+def test_a_model_of_another_library_gets_a_card_without_family(tmp_path):
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "small-llama")
+    text = render_card(tmp_path / "small-llama").read_text()
+    assert "# small-llama\n" in text
+    assert f"A `llama` language model of {model.num_parameters():,} parameters." in text
+    assert "ssmzoo.auto" not in text
+    assert "## Citation" not in text
+    assert _metadata_errors(text) == []
+
+
+def test_the_card_is_what_publish_asks_for(run, tmp_path):
+    with pytest.raises(ValueError, match="ssmzoo card"):
+        publish(run / "model", str(tmp_path / "out"))
+    path = render_card(run / "model")
+    assert path == run / "model" / "README.md"
+    assert "![Loss while training](loss.png)" in path.read_text()
+    publish(run / "model", str(tmp_path / "out"))
+    assert (tmp_path / "out" / "loss.png").read_bytes() == (run / "loss.png").read_bytes()
+
+
+def test_the_snippets_of_a_card_run(run, monkeypatch, capsys):
+    text = render_card(run / "model").read_text()
+    monkeypatch.chdir(run.parent)
+    shutil.copytree(run / "model", run.parent / "published")
+    names = {}
+    snippets = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(snippets) == 2
+    for snippet in snippets:
+        exec(snippet.replace('source = "first-try"', 'source = "published"'), names)
+    assert "def mean(values):" in capsys.readouterr().out
+    assert any("lora" in name for name, _ in names["model"].named_parameters())
+
+
+# bad input
+
+
+def test_results_of_other_weights_are_refused(run, scored):
+    stranger = write_results(run, "rival", BPB, revision="abc", source="user/rival")
+    with pytest.raises(ValueError, match=r"none of the results is of the weights") as caught:
+        render_card(run / "model", results=[stranger])
+    assert str(stranger) in str(caught.value)
+    stale = write_results(run, "stale", BPB, revision="sha256:0000")
+    with pytest.raises(ValueError, match=r"stale.json was measured on other weights"):
+        render_card(run / "model", results=[scored, stale])
+    differs = write_results(run, "differs", {**BPB, "value": 3.0})
+    with pytest.raises(ValueError, match="different values of ssmzoo_bits_per_byte"):
+        render_card(run / "model", results=[scored, differs])
+    assert not (run / "model" / "README.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("results.json", '{"model": {"na', "is corrupt"),
+        ("results.json", "[]", "must hold a JSON object"),
+        ("results.json", "{}", "it has no model.name"),
+        ("results.json", '{"model": {"name": "x"}}', "results must be a list"),
+        (
+            "results.json",
+            '{"model": {"name": "x"}, "results": [3]}',
+            "results[0] must be an object",
+        ),
+        ("metrics.jsonl", '{"step": 1}\n{"st', "line 2 is corrupt"),
+        ("metrics.jsonl", "3\n", "line 1 must be an object"),
+        ("metrics.jsonl", b"\xff", "is corrupt"),
+        ("run.json", "{", "is corrupt"),
+        ("run.json", '{"model_type": "llama"}', "trained a 'llama'"),
+        ("recipe.yaml", None, "does not exist"),
+        ("model/config.json", "{", "is corrupt"),
+        ("model/config.json", '{"model_type": "ssmzoo_none"}', "not installed; installed: "),
+        ("model/model.safetensors", b"12345678", "corrupt or truncated"),
+        ("model/README.md", "# Mine\n", "was not written by `ssmzoo card`"),
+        ("model/README.md", f"---\na: [\n---\n{card.MARKER}", "cannot be read as a card"),
+    ],
+)
+def test_a_damaged_source_is_named_and_no_card_is_written(run, file, content, message):
+    path = run / file
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    results = [path] if file == "results.json" else []
+    target = run / "model" / "README.md"
+    before = target.read_bytes() if target.exists() else None
+    with pytest.raises(ValueError) as caught:
+        render_card(run / "model", results=results)
+    assert message in str(caught.value)
+    assert (run if "trained" in message else path).name in str(caught.value)
+    assert (target.read_bytes() if target.exists() else None) == before
+    assert not list((run / "model").glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("value", float("nan")),
+        ("value", "0.5"),
+        ("value", True),
+        ("stderr", "N/A"),
+        ("task", None),
+        ("metric", 3),
+        ("n", 1.5),
+        ("seed", True),
+        ("higher_is_better", 1),
+        ("settings", []),
+    ],
+)
+def test_a_score_of_the_wrong_kind_is_named(run, field, value):
+    path = write_results(run, "first-try", BPB, {**RECALL, field: value})
+    with pytest.raises(ValueError) as caught:
+        render_card(run / "model", results=[path])
+    assert f"{path}, results[1].{field} must be" in str(caught.value)
+
+
+def test_missing_folders_and_files_are_named(run, tmp_path):
+    with pytest.raises(ValueError, match=r"must be a saved model with config.json"):
+        render_card(tmp_path / "absent")
+    with pytest.raises(ValueError, match=r"absent.json does not exist"):
+        render_card(run / "model", results=[tmp_path / "absent.json"])
+    with pytest.raises(ValueError, match="must be the folder of a run"):
+        render_card(run / "model", run_dir=tmp_path / "absent")
+    with pytest.raises(RuntimeError, match="cannot write"):
+        render_card(run / "model", output=tmp_path / "absent" / "card.md")
+
+
+def test_a_failed_write_leaves_the_earlier_card(run, scored, monkeypatch):
+    path = render_card(run / "model")
+    before = path.read_text()
+    replace = os.replace
+
+    def refuse_cards(source, target):
+        if Path(target).name == "README.md":
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse_cards)
+    with pytest.raises(RuntimeError, match="No space left on device"):
+        render_card(run / "model", results=[scored])
+    assert path.read_text() == before
+    assert not list((run / "model").glob(".*"))
+
+
+def test_without_jinja2_the_error_names_the_extra(run, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *arguments, **keywords):
+        if name == "jinja2":
+            raise ImportError("No module named 'jinja2'")
+        return real(name, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(RuntimeError, match=r"pip install 'ssmzoo\[publish\]'"):
+        render_card(run / "model")
