@@ -1,0 +1,408 @@
+/* The skeleton of chunked first-order recurrences on CPUs: everything but the transition.
+ *
+ *     S[t] = A[t] S[t-1] + b[t],   o[t] = (sum_n S[t,n] q[t,n] + skip u[t]) * silu(z[t])
+ *
+ * on a state [channel, n] whose A and b come from the token's u and dt (one per channel) and key k
+ * (one per n). A family defines, before it includes this file, on vectors of channels:
+ *
+ *     Token                      what a token means to a channel vector
+ *     Sums                       gradients of a Token, summed over n
+ *     token(u, dt, energy)       Token of one token; energy = |k|^2
+ *     step(S, key, token)        S after the token
+ *     adjoint(G, S, key, token, &sums, &grad_key)
+ *                                gradient of S before the token from the one after it; adds to the
+ *                                sums and to the key's gradient
+ *     finish(token, sums, &grad_u, &grad_dt, &grad_energy)
+ *
+ * Tokens lie flat, cut into segments by `offsets`. A task is one segment and one block of channels;
+ * tasks share nothing, so results do not depend on the number of threads. In a task, CHUNK tokens
+ * at a time: a tile of VT channel vectors by NT states stays in registers while it marches through
+ * the chunk. Training keeps the state before every chunk (numbering: scan/__init__.py); the backward
+ * recomputes the states of a chunk into `history`, in the first cache, and marches back. States are
+ * never rebuilt by division. Gradients of q and k sum over channels: a partial sum per block, added
+ * up in the order of the blocks.
+ *
+ * Saved states are [slots, N, D]; initial and final ones [S, D, N]. Absent tensors are null.
+ */
+#include "vector.h"
+
+#ifndef CHUNK
+#error "CHUNK, the tokens between saved states, comes from the Python side"
+#endif
+
+/* VT * NT states fit the vector registers with room for the rest. */
+#ifdef __AVX512F__
+enum { VT = 1, NT = 16 };
+#else
+enum { VT = 1, NT = 8 };
+#endif
+enum { VECTORS = 4 * VT, BLOCK = VECTORS * LANES };
+
+/* How many channels share a partial sum of the gradients of q and k. */
+const int scan_block = BLOCK;
+
+typedef struct {
+  const REAL *u, *q, *k, *dt, *bias, *skip, *z, *initial;
+  const int64_t *offsets;
+  int64_t segments, width, states;
+  int64_t stride_u, stride_q, stride_k, stride_dt, stride_z; /* between tokens */
+} Inputs;
+
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+INLINE int64_t slot(int64_t begin, int64_t segment, int64_t chunk) {
+  return begin / CHUNK + segment + chunk;
+}
+
+/* Keys and queries of a chunk, padded with zeros, which change nothing, to whole tiles. */
+INLINE void read_rows(const Inputs *in, int64_t first, int64_t count, int64_t padded, REAL *keys,
+                      REAL *queries, REAL *energy) {
+  int64_t states = in->states;
+  for (int64_t t = 0; t < count; t++) {
+    const REAL *k = in->k + (first + t) * in->stride_k, *q = in->q + (first + t) * in->stride_q;
+    REAL *key = keys + t * padded, *query = queries + t * padded, sum = 0;
+    for (int64_t n = 0; n < states; n++) {
+      key[n] = k[n];
+      query[n] = q[n];
+      sum += k[n] * k[n];
+    }
+    for (int64_t n = states; n < padded; n++) key[n] = query[n] = 0;
+    energy[t] = sum;
+  }
+}
+
+/* [channel, n] in memory to [vector][n] vectors of channels, and back. */
+INLINE void read_states(const REAL *from, int64_t channels, int64_t states, int64_t padded,
+                        vec *to) {
+  memset(to, 0, sizeof(vec) * VECTORS * (size_t)padded);
+  if (!from) return;
+  REAL *flat = (REAL *)to;
+  for (int64_t c = 0; c < channels; c++)
+    for (int64_t n = 0; n < states; n++)
+      flat[(c / LANES * padded + n) * LANES + c % LANES] = from[c * states + n];
+}
+
+INLINE void write_states(REAL *to, int64_t channels, int64_t states, int64_t padded,
+                         const vec *from) {
+  const REAL *flat = (const REAL *)from;
+  for (int64_t c = 0; c < channels; c++)
+    for (int64_t n = 0; n < states; n++)
+      to[c * states + n] = flat[(c / LANES * padded + n) * LANES + c % LANES];
+}
+
+INLINE Token read_token(const Inputs *in, int64_t t, int64_t channel, int64_t count, REAL energy) {
+  vec u = load_some(in->u + t * in->stride_u + channel, count);
+  vec dt = load_some(in->dt + t * in->stride_dt + channel, count);
+  if (in->bias) dt += load_some(in->bias + channel, count);
+  return token(u, dt, splat(energy));
+}
+
+/* A lone token touches its states once: along n, where they lie. */
+static void step_rows(const Inputs *in, int64_t segment, int64_t channel, int64_t channels,
+                      REAL *out, REAL *final) {
+  int64_t t = in->offsets[segment], states = in->states;
+  const REAL *k = in->k + t * in->stride_k, *q = in->q + t * in->stride_q;
+  REAL energy = 0;
+  for (int64_t n = 0; n < states; n++) energy += k[n] * k[n];
+  for (int64_t c = 0; c < channels; c += LANES) {
+    int64_t count = smaller(LANES, channels - c), at = channel + c;
+    Token x = read_token(in, t, at, count, energy);
+    vec o = {0};
+    for (int64_t i = 0; i < count; i++) {
+      int64_t row = (segment * in->width + at + i) * states;
+      Token same = spread(&x, i);
+      vec read = {0};
+      for (int64_t n = 0; n < states; n += LANES) {
+        int64_t some = smaller(LANES, states - n);
+        vec S = in->initial ? load_some(in->initial + row + n, some) : (vec){0};
+        S = step(S, load_some(k + n, some), &same);
+        read += S * load_some(q + n, some);
+        store_some(final + row + n, S, some);
+      }
+      o[i] = total(read);
+    }
+    if (in->skip)
+      o += load_some(in->skip + at, count) * load_some(in->u + t * in->stride_u + at, count);
+    if (in->z) {
+      vec z = load_some(in->z + t * in->stride_z + at, count);
+      o *= z * sigmoid(z);
+    }
+    store_some(out + t * in->width + at, o, count);
+  }
+}
+
+/* March a tile of states through a chunk, adding what it reads to `read`. */
+INLINE void march(vec *states, int64_t padded, int64_t count, const Token *tokens,
+                  const REAL *keys, const REAL *queries, vec *read) {
+  vec S[VT][NT];
+  UNROLL for (int v = 0; v < VT; v++)
+    UNROLL for (int n = 0; n < NT; n++) S[v][n] = states[v * padded + n];
+  for (int64_t t = 0; t < count; t++) {
+    UNROLL for (int v = 0; v < VT; v++) {
+      Token x = tokens[t * VECTORS + v];
+      vec even = read[t * VECTORS + v], odd = {0};
+      UNROLL for (int n = 0; n < NT; n += 2) {
+        S[v][n] = step(S[v][n], splat(keys[t * padded + n]), &x);
+        even += S[v][n] * splat(queries[t * padded + n]);
+        S[v][n + 1] = step(S[v][n + 1], splat(keys[t * padded + n + 1]), &x);
+        odd += S[v][n + 1] * splat(queries[t * padded + n + 1]);
+      }
+      read[t * VECTORS + v] = even + odd;
+    }
+  }
+  UNROLL for (int v = 0; v < VT; v++)
+    UNROLL for (int n = 0; n < NT; n++) states[v * padded + n] = S[v][n];
+}
+
+static void forward_task(const Inputs *in, int64_t segment, int64_t channel, REAL *out, REAL *final,
+                         REAL *saved, void *memory) {
+  int64_t begin = in->offsets[segment], end = in->offsets[segment + 1];
+  int64_t width = in->width, padded = round_up(in->states, NT);
+  int64_t channels = smaller(BLOCK, width - channel);
+  if (end - begin == 1 && !saved) {
+    step_rows(in, segment, channel, channels, out, final);
+    return;
+  }
+  vec *states = memory;
+  REAL *keys = (REAL *)(states + VECTORS * padded), *queries = keys + CHUNK * padded;
+  REAL energy[CHUNK];
+  Token tokens[CHUNK * VECTORS];
+  vec read[CHUNK * VECTORS];
+  memset(tokens, 0, sizeof tokens);
+  int64_t edge = (segment * width + channel) * in->states;
+  read_states(in->initial ? in->initial + edge : NULL, channels, in->states, padded, states);
+  for (int64_t first = begin; first < end; first += CHUNK) {
+    int64_t count = smaller(CHUNK, end - first);
+    read_rows(in, first, count, padded, keys, queries, energy);
+    for (int64_t t = 0; t < count; t++)
+      for (int64_t c = 0, v = 0; c < channels; c += LANES, v++)
+        tokens[t * VECTORS + v] =
+            read_token(in, first + t, channel + c, channels - c, energy[t]);
+    if (saved) {
+      REAL *to = saved + slot(begin, segment, (first - begin) / CHUNK) * in->states * width;
+      for (int64_t n = 0; n < in->states; n++)
+        for (int64_t c = 0, v = 0; c < channels; c += LANES, v++)
+          store_some(to + n * width + channel + c, states[v * padded + n], channels - c);
+    }
+    memset(read, 0, sizeof read);
+    for (int64_t v = 0; v * LANES < channels; v += VT)
+      for (int64_t n = 0; n < padded; n += NT)
+        march(states + v * padded + n, padded, count, tokens + v, keys + n, queries + n, read + v);
+    for (int64_t t = 0; t < count; t++)
+      for (int64_t c = 0, v = 0; c < channels; c += LANES, v++) {
+        int64_t left = channels - c, at = channel + c;
+        vec o = read[t * VECTORS + v];
+        if (in->skip)
+          o += load_some(in->skip + at, left) *
+               load_some(in->u + (first + t) * in->stride_u + at, left);
+        if (in->z) {
+          vec z = load_some(in->z + (first + t) * in->stride_z + at, left);
+          o *= z * sigmoid(z);
+        }
+        store_some(out + (first + t) * width + at, o, left);
+      }
+  }
+  write_states(final + edge, channels, in->states, padded, states);
+}
+
+/* Returns 0, or 1 if memory ran out. */
+int scan_forward(const Inputs *in, REAL *out, REAL *final, REAL *saved, int threads) {
+  int64_t blocks = (in->width + BLOCK - 1) / BLOCK, padded = round_up(in->states, NT);
+  int failed = 0;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    void *memory = scratch(VECTORS * padded * sizeof(vec) + 2 * CHUNK * padded * sizeof(REAL));
+    if (!memory) {
+#pragma omp atomic write
+      failed = 1;
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < in->segments * blocks; i++)
+      if (memory)
+        forward_task(in, i / blocks, i % blocks * BLOCK, out, final, saved, memory);
+    free(memory);
+  }
+  return failed;
+}
+
+typedef struct {
+  const REAL *out, *final; /* incoming */
+  int64_t stride_out;
+  REAL *u, *q, *k, *dt, *bias, *skip, *z, *initial; /* q, k: [blocks, T, N]; bias, skip: [S, D] */
+} Gradients;
+
+/* Recompute a tile's states in a chunk, then carry its gradient back through it. */
+INLINE void march_back(const vec *states, vec *carry, int64_t padded, int64_t count,
+                       const Token *tokens, const REAL *keys, const REAL *queries, const vec *grads,
+                       Sums *sums, vec *read, vec *grad_keys, vec *grad_queries) {
+  vec history[(CHUNK + 1) * VT * NT], S[VT][NT];
+  UNROLL for (int v = 0; v < VT; v++) UNROLL for (int n = 0; n < NT; n++) {
+    history[v * NT + n] = S[v][n] = states[v * padded + n];
+  }
+  for (int64_t t = 0; t < count; t++)
+    UNROLL for (int v = 0; v < VT; v++) {
+      Token x = tokens[t * VECTORS + v];
+      UNROLL for (int n = 0; n < NT; n++) {
+        S[v][n] = step(S[v][n], splat(keys[t * padded + n]), &x);
+        history[((t + 1) * VT + v) * NT + n] = S[v][n];
+      }
+    }
+  vec G[VT][NT];
+  UNROLL for (int v = 0; v < VT; v++)
+    UNROLL for (int n = 0; n < NT; n++) G[v][n] = carry[v * padded + n];
+  for (int64_t t = count - 1; t >= 0; t--) {
+    vec *grad_key = grad_keys + t * padded, *grad_query = grad_queries + t * padded;
+    UNROLL for (int v = 0; v < VT; v++) {
+      Token x = tokens[t * VECTORS + v];
+      Sums sum = sums[t * VECTORS + v];
+      vec g = grads[t * VECTORS + v], o = read[t * VECTORS + v];
+      UNROLL for (int n = 0; n < NT; n++) {
+        vec key = splat(keys[t * padded + n]), query = splat(queries[t * padded + n]);
+        vec before = history[(t * VT + v) * NT + n], after = history[((t + 1) * VT + v) * NT + n];
+        grad_query[n] += g * after;
+        o += query * after;
+        G[v][n] = adjoint(G[v][n] + g * query, before, key, &x, &sum, &grad_key[n]);
+      }
+      sums[t * VECTORS + v] = sum;
+      read[t * VECTORS + v] = o;
+    }
+  }
+  UNROLL for (int v = 0; v < VT; v++)
+    UNROLL for (int n = 0; n < NT; n++) carry[v * padded + n] = G[v][n];
+}
+
+static void backward_task(const Inputs *in, const Gradients *grad, const REAL *saved,
+                          int64_t segment, int64_t block, void *memory) {
+  int64_t begin = in->offsets[segment], end = in->offsets[segment + 1];
+  int64_t width = in->width, states = in->states, padded = round_up(states, NT);
+  int64_t channel = block * BLOCK, channels = smaller(BLOCK, width - channel);
+  int64_t tokens_in_all = in->offsets[in->segments];
+  vec *carry = memory, *start = carry + VECTORS * padded;
+  vec *grad_keys = start + VECTORS * padded, *grad_queries = grad_keys + CHUNK * padded;
+  REAL *keys = (REAL *)(grad_queries + CHUNK * padded), *queries = keys + CHUNK * padded;
+  REAL energy[CHUNK];
+  Token tokens[CHUNK * VECTORS];
+  Sums sums[CHUNK * VECTORS];
+  vec read[CHUNK * VECTORS], grads[CHUNK * VECTORS];
+  double bias[BLOCK] = {0}, skip[BLOCK] = {0}; /* double: they sum over all tokens */
+  memset(tokens, 0, sizeof tokens);
+  memset(grads, 0, sizeof grads);
+  memset(start, 0, sizeof(vec) * VECTORS * (size_t)padded);
+  int64_t edge = (segment * width + channel) * states;
+  read_states(grad->final ? grad->final + edge : NULL, channels, states, padded, carry);
+  int64_t last = (end - begin + CHUNK - 1) / CHUNK;
+  for (int64_t chunk = last - 1; chunk >= 0; chunk--) {
+    int64_t first = begin + chunk * CHUNK, count = smaller(CHUNK, end - first);
+    read_rows(in, first, count, padded, keys, queries, energy);
+    const REAL *from = saved + slot(begin, segment, chunk) * states * width;
+    for (int64_t n = 0; n < states; n++)
+      for (int64_t c = 0, v = 0; c < channels; c += LANES, v++)
+        start[v * padded + n] = load_some(from + n * width + channel + c, channels - c);
+    for (int64_t t = 0; t < count; t++)
+      for (int64_t c = 0, v = 0; c < channels; c += LANES, v++) {
+        int64_t left = channels - c, at = channel + c;
+        tokens[t * VECTORS + v] = read_token(in, first + t, at, left, energy[t]);
+        if (!grad->out) continue;
+        vec g = load_some(grad->out + (first + t) * grad->stride_out + at, left);
+        if (in->z) {
+          vec z = load_some(in->z + (first + t) * in->stride_z + at, left);
+          g *= z * sigmoid(z);
+        }
+        grads[t * VECTORS + v] = g;
+      }
+    memset(sums, 0, sizeof sums);
+    memset(read, 0, sizeof read);
+    memset(grad_keys, 0, sizeof(vec) * CHUNK * (size_t)padded);
+    memset(grad_queries, 0, sizeof(vec) * CHUNK * (size_t)padded);
+    for (int64_t v = 0; v * LANES < channels; v += VT)
+      for (int64_t n = 0; n < padded; n += NT)
+        march_back(start + v * padded + n, carry + v * padded + n, padded, count, tokens + v,
+                   keys + n, queries + n, grads + v, sums + v, read + v, grad_keys + n,
+                   grad_queries + n);
+    vec bias_sum[VECTORS] = {{0}}, skip_sum[VECTORS] = {{0}};
+    for (int64_t t = 0; t < count; t++) {
+      vec energy_sum = {0};
+      for (int64_t c = 0, v = 0; c < channels; c += LANES, v++) {
+        int64_t left = channels - c, at = channel + c, here = (first + t) * width + at;
+        vec grad_u, grad_dt, grad_energy, g = grads[t * VECTORS + v];
+        finish(&tokens[t * VECTORS + v], &sums[t * VECTORS + v], &grad_u, &grad_dt, &grad_energy);
+        vec u = load_some(in->u + (first + t) * in->stride_u + at, left);
+        vec o = read[t * VECTORS + v];
+        if (in->skip) {
+          vec skip_weight = load_some(in->skip + at, left);
+          o += skip_weight * u;
+          grad_u += skip_weight * g;
+          skip_sum[v] += g * u;
+        }
+        if (in->z) {
+          vec z = load_some(in->z + (first + t) * in->stride_z + at, left), grad_z = {0};
+          if (grad->out) {
+            vec open = sigmoid(z);
+            grad_z = load_some(grad->out + (first + t) * grad->stride_out + at, left) * o * open *
+                     (splat(1) + z * (splat(1) - open));
+          }
+          store_some(grad->z + here, grad_z, left);
+        }
+        bias_sum[v] += grad_dt;
+        energy_sum += grad_energy;
+        store_some(grad->u + here, grad_u, left);
+        store_some(grad->dt + here, grad_dt, left);
+      }
+      REAL grad_energy = total(energy_sum);
+      int64_t row = (block * tokens_in_all + first + t) * states;
+      for (int64_t n = 0; n < states; n++) {
+        grad->q[row + n] = total(grad_queries[t * padded + n]);
+        grad->k[row + n] =
+            total(grad_keys[t * padded + n]) + 2 * keys[t * padded + n] * grad_energy;
+      }
+    }
+    for (int64_t c = 0; c < channels; c++) {
+      bias[c] += bias_sum[c / LANES][c % LANES];
+      skip[c] += skip_sum[c / LANES][c % LANES];
+    }
+  }
+  for (int64_t c = 0; c < channels; c++) {
+    if (grad->bias) grad->bias[segment * width + channel + c] = (REAL)bias[c];
+    if (grad->skip) grad->skip[segment * width + channel + c] = (REAL)skip[c];
+  }
+  if (grad->initial) write_states(grad->initial + edge, channels, states, padded, carry);
+}
+
+/* to[i] = sum of parts[j, i], in the order of j. */
+INLINE void add_up(const REAL *parts, int64_t count, int64_t size, REAL *to, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  for (int64_t i = 0; i < size; i++) {
+    double sum = 0;
+    for (int64_t j = 0; j < count; j++) sum += parts[j * size + i];
+    to[i] = (REAL)sum;
+  }
+}
+
+/* Returns 0, or 1 if memory ran out. */
+int scan_backward(const Inputs *in, const Gradients *grad, const REAL *saved, REAL *grad_q,
+                  REAL *grad_k, REAL *grad_bias, REAL *grad_skip, int threads) {
+  int64_t blocks = (in->width + BLOCK - 1) / BLOCK, padded = round_up(in->states, NT);
+  int failed = 0;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    void *memory = scratch((2 * VECTORS + 2 * CHUNK) * padded * sizeof(vec) +
+                           2 * CHUNK * padded * sizeof(REAL));
+    if (!memory) {
+#pragma omp atomic write
+      failed = 1;
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < in->segments * blocks; i++)
+      if (memory) backward_task(in, grad, saved, i / blocks, i % blocks, memory);
+    free(memory);
+  }
+  if (failed) return 1;
+  int64_t size = in->offsets[in->segments] * in->states;
+  add_up(grad->q, blocks, size, grad_q, threads);
+  add_up(grad->k, blocks, size, grad_k, threads);
+  if (grad_bias) add_up(grad->bias, in->segments, in->width, grad_bias, threads);
+  if (grad_skip) add_up(grad->skip, in->segments, in->width, grad_skip, threads);
+  return 0;
+}

@@ -1,0 +1,101 @@
+/* Vectors of REAL, for C kernels that run over channels.
+ *
+ * Only what GCC and clang share: vector_size types, lane-wise operators, comparisons that give
+ * integer masks. No flag may let the compiler assume finite numbers or reorder sums: NaN and Inf
+ * keep their meaning, and the same inputs give the same bits for any number of threads.
+ */
+#ifndef SSMZOO_VECTOR_H
+#define SSMZOO_VECTOR_H
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifndef REAL
+#define REAL float
+#endif
+
+#ifdef __AVX512F__
+#define VEC_BYTES 64
+#else
+#define VEC_BYTES 32
+#endif
+
+typedef REAL vec __attribute__((vector_size(VEC_BYTES)));
+typedef __typeof__((vec){0} < (vec){0}) mask; /* signed integers of REAL's size */
+
+enum { LANES = VEC_BYTES / sizeof(REAL) };
+
+#define UNROLL _Pragma("GCC unroll 16")
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vec splat(REAL x) { return x - (vec){0}; }
+
+INLINE vec load(const REAL *from) {
+  vec x;
+  memcpy(&x, from, sizeof x);
+  return x;
+}
+
+INLINE void store(REAL *to, vec x) { memcpy(to, &x, sizeof x); }
+
+/* The last vector of a row may have fewer channels than lanes; missing ones read as 0. */
+INLINE vec load_some(const REAL *from, int64_t count) {
+  if (count >= LANES) return load(from);
+  vec x = {0};
+  memcpy(&x, from, (size_t)count * sizeof(REAL));
+  return x;
+}
+
+INLINE void store_some(REAL *to, vec x, int64_t count) {
+  if (count >= LANES)
+    store(to, x);
+  else
+    memcpy(to, &x, (size_t)count * sizeof(REAL));
+}
+
+INLINE vec pick(mask where, vec yes, vec no) {
+  return (vec)((where & (mask)yes) | (~where & (mask)no));
+}
+
+INLINE vec at_most(vec x, REAL bound) { return pick(x > splat(bound), splat(bound), x); }
+
+INLINE REAL total(vec x) {
+  REAL sum = 0;
+  for (int i = 0; i < LANES; i++) sum += x[i];
+  return sum;
+}
+
+/* exp(x) = 2^n exp(r), |r| <= ln(2)/2, exp(r) by its series. Beyond the range the result is the
+ * smallest normal number or infinity; NaN stays NaN. */
+INLINE vec exponential(vec x) {
+  const int wide = sizeof(REAL) == 8;
+  const REAL high = wide ? 709.4 : 88.3, low = wide ? -708.3 : -87.3;
+  const REAL shift = wide ? 0x1.8p52 : 0x1.8p23;
+  const REAL ln2_high = wide ? 0x1.62e42feep-1 : 0x1.62ep-1;
+  const REAL ln2_low = wide ? 0x1.a39ef35793c76p-33 : 0x1.0bfbe8p-15;
+  static const double series[] = {1.0,           1.0,            1.0 / 2,         1.0 / 6,
+                                  1.0 / 24,      1.0 / 120,      1.0 / 720,       1.0 / 5040,
+                                  1.0 / 40320,   1.0 / 362880,   1.0 / 3628800,   1.0 / 39916800,
+                                  1.0 / 479001600, 1.0 / 6227020800};
+  const int terms = wide ? 13 : 7;
+  mask over = x > splat(high);
+  x = pick(over, splat(high), x);
+  x = pick(x < splat(low), splat(low), x);
+  vec shifted = x * splat((REAL)1.4426950408889634) + splat(shift); /* n in the low bits */
+  vec n = shifted - splat(shift);
+  vec r = x - n * splat(ln2_high) - n * splat(ln2_low);
+  vec sum = splat((REAL)series[terms]);
+  UNROLL for (int i = terms - 1; i >= 0; i--) sum = sum * r + splat((REAL)series[i]);
+  mask power = ((mask)shifted << (wide ? 52 : 23)) + (mask)splat(1);
+  return pick(over, splat((REAL)__builtin_inf()), sum * (vec)power);
+}
+
+INLINE vec sigmoid(vec x) { return splat(1) / (splat(1) + exponential(-x)); }
+
+/* Scratch of a thread, aligned for vectors. */
+INLINE void *scratch(int64_t bytes) {
+  return aligned_alloc(64, (size_t)((bytes + 63) / 64 * 64));
+}
+
+#endif
