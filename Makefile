@@ -7,6 +7,7 @@ PIP_ARGS ?=
 WORKERS ?= 2
 TESTS ?= tests
 TEXT ?=
+RUNS ?= runs
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -14,6 +15,7 @@ INSTALLED := $(VENV)/.installed
 # the oldest transformers that pyproject.toml admits, and what of it 5.23's own set does not serve
 OLDEST := transformers==5.17.0 huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
 OLDEST_DIR := $(VENV)/transformers-5.17.0
+MODELS = $(wildcard $(RUNS)/*/model)
 OLDEST_TESTS := $(wildcard tests/plugins tests/test_compat.py tests/test_modeling*.py)
 
 # one thread per worker: workers that share cores with each other's threads wait for them
@@ -54,10 +56,14 @@ types: $(INSTALLED) ## Check types with pyright
 	$(VENV)/bin/pyright
 
 bench: $(INSTALLED) ## Measure speed beside transformers' own models; write the committed CSV
-	$(PY) -m ssmzoo bench --peers --output kernels/benchmarks/results/cpu.csv
+	$(PY) kernels/benchmarks/run.py
 
-cards: $(INSTALLED) ## Render every model card from the measured results
-	$(PY) -m ssmzoo.card model_cards
+cards: $(INSTALLED) ## Render model_cards/<run>.md for each trained model (RUNS=runs)
+	$(if $(MODELS),,$(error no trained model found: $(RUNS)/*/model))
+	for model in $(MODELS); do \
+	  $(PY) -m ssmzoo card $$model $(addprefix --results ,$(wildcard eval/results/*.json)) \
+	    --output model_cards/$$(basename $$(dirname $$model)).md || exit 1; \
+	done
 
 wheel: $(INSTALLED) ## Build the wheel into dist/
 	$(PY) -m build --wheel --no-isolation

@@ -243,8 +243,9 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     sub.add_argument(
         "--lengths", metavar="N,M", type=_lengths, default=(512, 2048), help="(default: 512,2048)"
     )
+    sub.add_argument("--no-peers", action="store_true", help="leave out transformers' own models")
     sub.add_argument(
-        "--peers", action="store_true", help="measure transformers' own models in the same run"
+        "--slow-peers", action="store_true", help="time also those that take minutes a step"
     )
     sub.add_argument("--output", metavar="FILE", type=Path, help="a CSV file for the rows")
     _json_option(sub)
@@ -316,7 +317,8 @@ def _train(options: argparse.Namespace) -> int:
 
     output = options.output or Path("runs", Path(options.recipe).stem)
     run = train(options.recipe, output_dir=output, resume=options.resume, overrides=options.set)
-    print(run)
+    if os.environ.get("RANK", "0") == "0":  # the first of the processes that a launcher started
+        print(run)
     return OK
 
 
@@ -422,18 +424,22 @@ def _bench(options: argparse.Namespace) -> int:
     rows = bench(
         options.families or tuple(families()),
         lengths=options.lengths,
-        peers=options.peers,
+        peers=not options.no_peers,
+        slow=options.slow_peers,
         output=options.output,
+        report=_print_aside if options.json else print,
     )
     if options.json:
         _print_json(rows)
-    else:
-        _print_table(rows)
     return OK
 
 
 def _write(text: str) -> None:
     print(text, end="", flush=True)
+
+
+def _print_aside(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _print_json(value: object) -> None:

@@ -1,0 +1,159 @@
+"""The registry, with distributions made up on disk and read by fresh interpreters."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+PLUGIN = """
+from types import SimpleNamespace
+from ssmzoo import Family, Paper
+
+def family(name):
+    config = SimpleNamespace(model_type="toy")
+    paper = Paper("A title", "An author", "0000.00000", 2024)
+    return Family(name, config, None, None, None, paper, presets={"toy-small": {}}, tiny={})
+"""
+
+
+def distribution(folder, name, families, module=""):
+    """Write a distribution's metadata, and its module if there is text for one."""
+    info = folder / f"{name.replace('-', '_')}-1.2.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
+    lines = "".join(f"{family} = {value}\n" for family, value in families.items())
+    (info / "entry_points.txt").write_text(f"[ssmzoo.families]\n{lines}")
+    if module:
+        (folder / f"{name.replace('-', '_')}.py").write_text(module)
+
+
+def run(folder, *command):
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def python(folder, code):
+    done = run(folder, "-c", code)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def listing(folder, *options):
+    done = run(folder, "-m", "ssmzoo", "list", "--json", *options)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    rows = json.loads(done.stdout)
+    return {name: [r for r in rows if r["name"] == name] for name in {r["name"] for r in rows}}
+
+
+def failure(folder, name, kind):
+    """Return the message of the error that loading a family raises."""
+    code = f"""
+from ssmzoo import load_family
+try:
+    load_family({name!r})
+except {kind} as error:
+    print(error, end="")
+"""
+    return python(folder, code)
+
+
+def test_listing_shows_distribution_and_entry_point_and_imports_neither_plugin_nor_torch(tmp_path):
+    distribution(tmp_path, "toy-family", {"toy": "toy_family:FAMILY"}, "raise SystemExit('loaded')")
+    assert listing(tmp_path)["toy"] == [
+        {
+            "name": "toy",
+            "status": "installed",
+            "distribution": "toy-family",
+            "version": "1.2",
+            "entry_point": "toy_family:FAMILY",
+        }
+    ]
+    code = "import sys; from ssmzoo.cli import main; main(['list']); print(*sys.modules, sep='\\n')"
+    modules = python(tmp_path, code).split()
+    assert "ssmzoo.describe" in modules
+    assert not {"torch", "transformers", "numpy", "toy_family", "ssmzoo_longhorn"} & set(modules)
+
+
+def test_a_plugin_that_raises_at_import_is_shown_as_broken_and_breaks_nothing_else(tmp_path):
+    distribution(tmp_path, "bad-family", {"bad": "bad_family:FAMILY"}, "import no_such_thing")
+    rows = listing(tmp_path, "--load")
+    [bad] = rows["bad"]
+    assert bad["status"].startswith("broken: the plugin of family 'bad' (bad-family: bad_family:")
+    assert bad["status"].endswith("ModuleNotFoundError: No module named 'no_such_thing'")
+    assert rows["longhorn"][0]["status"] == "ok"
+    done = run(tmp_path, "-c", "import ssmzoo.auto, transformers\nprint(ssmzoo.auto.load_family)")
+    assert done.returncode == 0
+    assert "No module named 'no_such_thing'" in done.stderr
+
+
+def test_a_plugin_whose_package_is_gone_is_shown_as_broken_without_importing(tmp_path):
+    distribution(tmp_path, "gone-family", {"gone": "gone_family.sub:FAMILY"})
+    assert listing(tmp_path)["gone"][0]["status"] == (
+        "broken: package 'gone_family' is not there; reinstall gone-family"
+    )
+
+
+def test_two_owners_of_a_name_are_both_named_and_only_that_name_is_refused(tmp_path):
+    toy = PLUGIN + "FAMILY = family('toy')"
+    distribution(tmp_path, "toy-one", {"toy": "toy_one:FAMILY"}, toy)
+    distribution(tmp_path, "toy-two", {"toy": "toy_two:FAMILY"}, toy)
+    expected = "the family name 'toy' is claimed by toy-one and by toy-two; uninstall all but one"
+    rows = listing(tmp_path)
+    assert [row["status"] for row in rows["toy"]] == [f"broken: {expected}"] * 2
+    assert sorted(row["distribution"] for row in rows["toy"]) == ["toy-one", "toy-two"]
+    assert rows["longhorn"][0]["status"] == "installed"
+    assert failure(tmp_path, "toy", "RuntimeError") == expected
+    code = "import ssmzoo\ntry: ssmzoo.families()\nexcept RuntimeError as error: print(error)"
+    assert python(tmp_path, code).strip() == expected
+
+
+def test_an_unknown_family_is_answered_with_a_neighbour_and_the_list(tmp_path):
+    distribution(tmp_path, "toy-family", {"toy": "toy_family:FAMILY"})
+    message = failure(tmp_path, "longhon", "LookupError")
+    assert message.startswith("no family named 'longhon'; did you mean 'longhorn'?; installed: ")
+    assert "toy" in message.partition("installed: ")[2].split(", ")
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("FAMILY = 3", "toy_family:FAMILY (toy-family) must be an ssmzoo.Family, got int"),
+        (
+            PLUGIN + "FAMILY = family('other')",
+            "toy_family:FAMILY (toy-family) calls itself 'other', its entry point 'toy'",
+        ),
+        (
+            "NOT_IT = 1",
+            "the plugin of family 'toy' (toy-family: toy_family:FAMILY) cannot be imported: "
+            "AttributeError: module 'toy_family' has no attribute 'FAMILY'",
+        ),
+        (
+            PLUGIN + "FAMILY = family('toy')",
+            "family 'toy' (toy-family) cannot be registered with transformers: ",
+        ),
+    ],
+    ids=["not a Family", "another name", "no such attribute", "no model classes"],
+)
+def test_a_plugin_that_holds_no_usable_family_says_what_is_wrong(tmp_path, module, message):
+    distribution(tmp_path, "toy-family", {"toy": "toy_family:FAMILY"}, module)
+    assert failure(tmp_path, "toy", "RuntimeError").startswith(message)
+
+
+def test_a_preset_that_does_not_exist_is_answered_with_a_neighbour_and_the_list():
+    from ssmzoo import load_family
+
+    with pytest.raises(
+        LookupError, match=r"no preset 'longhorn-125'; did you mean 'longhorn-125m'"
+    ):
+        load_family("longhorn").config("longhorn-125")
+
+
+def test_fields_given_beside_a_preset_win_over_it():
+    from ssmzoo import load_family
+
+    config = load_family("longhorn").config("longhorn-125m", num_hidden_layers=3)
+    assert (config.num_hidden_layers, config.hidden_size) == (3, 768)
