@@ -1,0 +1,5 @@
+"""What a third party needs to hold its own family or kernel to the zoo's standards."""
+
+from ssmzoo.testing.conformance import CheckResult, FamilyConformance, Report, check
+
+__all__ = ["CheckResult", "FamilyConformance", "Report", "check"]

@@ -1,0 +1,95 @@
+"""Arguments and heads that behave as in transformers' own models."""
+
+from __future__ import annotations
+
+import torch
+
+from ssmzoo.testing.subject import BUDGETS, Measured, Subject, gradients, require
+
+EXACT = BUDGETS[torch.float64]
+
+
+def check_inputs_embeds(subject: Subject) -> Measured:
+    """Embeddings instead of token ids give the same logits and the same generation."""
+    measured = Measured()
+    model, ids = subject.model(), subject.ids(2, 9)
+    with torch.no_grad():
+        embeds = model.get_input_embeddings()(ids)
+        measured.same("logits", model(inputs_embeds=embeds).logits, model(ids).logits)
+        options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        mask = torch.ones_like(ids)
+        got = model.generate(inputs_embeds=embeds, attention_mask=mask, **options)
+        expected = model.generate(ids, attention_mask=mask, **options)[:, 9:]
+    require(torch.equal(got, expected), "generate gives other tokens for embeddings")
+    return measured
+
+
+def check_logits_to_keep(subject: Subject) -> Measured:
+    """The logits asked for are those of the whole, and no others are computed."""
+    measured = Measured()
+    model, ids = subject.model(), subject.ids(2, 9)
+    with torch.no_grad():
+        whole = model(ids).logits
+        measured.compare("the last 1", model(ids, logits_to_keep=1).logits, whole[:, -1:], EXACT)
+        measured.compare("the last 4", model(ids, logits_to_keep=4).logits, whole[:, -4:], EXACT)
+        some = torch.tensor([0, 3, 8])
+        measured.compare("three", model(ids, logits_to_keep=some).logits, whole[:, some], EXACT)
+    return measured
+
+
+def check_outputs(subject: Subject) -> Measured:
+    """Hidden states, tuples and the loss come in the forms that transformers' models have."""
+    measured = Measured()
+    model, ids = subject.model(), subject.ids(2, 9)
+    with torch.no_grad():
+        output = model(ids, labels=ids, output_hidden_states=True)
+        layers = model.config.num_hidden_layers
+        require(
+            len(output.hidden_states) == layers + 1,
+            f"{len(output.hidden_states)} hidden states for {layers} layers",
+        )
+        head = model.get_output_embeddings()(output.hidden_states[-1])
+        measured.compare("head of the last hidden state", output.logits, head, EXACT)
+        flat = model(ids, labels=ids, return_dict=False)
+        measured.same("a tuple's loss", flat[0], output.loss)
+        measured.same("a tuple's logits", flat[1], output.logits)
+        loss = torch.nn.functional.cross_entropy(
+            output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        )
+    # transformers takes the loss of float32 logits, whatever the model's dtype
+    measured.compare("loss", output.loss, loss, torch.finfo(torch.float32).eps)
+    return measured
+
+
+def check_sequence_classification(subject: Subject) -> Measured:
+    """The classifier reads each sequence's last token: alone, padded on any side, or packed."""
+    measured = Measured()
+    pad, lengths = 1, (9, 4, 6)
+    model = subject.fresh(
+        torch.float64,
+        subject.family.sequence_classification_class,
+        num_labels=3,
+        pad_token_id=pad,
+    )
+    rows = [subject.ids(1, length, seed=length)[0] for length in lengths]
+    for row in rows:
+        row[row == pad] = pad + 1
+    classes = torch.tensor([2, 0, 1])
+    expected = torch.cat([model(row[None]).logits for row in rows])
+    loss = torch.nn.functional.cross_entropy(expected, classes)
+    slopes = gradients(model, loss)
+
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    batches = {"packed": {"input_ids": torch.cat(rows)[None], "cu_seqlens": ends}}
+    for side in ("left", "right"):
+        ids = torch.full((3, max(lengths)), pad)
+        for i, row in enumerate(rows):
+            ids[i, slice(len(row)) if side == "right" else slice(-len(row), None)] = row
+        batches[f"{side} padding, found"] = {"input_ids": ids}
+        batches[f"{side} padding, masked"] = {"input_ids": ids, "attention_mask": ids != pad}
+    for name, batch in batches.items():
+        output = model(**batch, labels=classes)
+        measured.compare(f"{name}: logits", output.logits, expected, EXACT)
+        measured.compare(f"{name}: loss", output.loss, loss, EXACT)
+        measured.compare_all(f"{name}: gradient of", gradients(model, output.loss), slopes, EXACT)
+    return measured

@@ -1,0 +1,120 @@
+"""What goes into files comes back: weights, configuration, other vocabularies."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from ssmzoo.testing.subject import Measured, Subject, require
+
+
+def check_save_and_load(subject: Subject) -> Measured:
+    """Saved and loaded by the Auto classes, every tensor and the logits are equal bit for bit."""
+    measured = Measured()
+    ids = subject.ids(2, 9)
+    for tied in (True, False):
+        model = subject.fresh(tie_word_embeddings=tied)
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            stored = load_file(Path(folder) / "model.safetensors")
+            loaded = _load(folder)
+        theirs = dict(model.named_parameters())
+        require(
+            stored.keys() == theirs.keys(),
+            f"the file's tensors are not the parameters: {sorted(stored.keys() ^ theirs.keys())}",
+        )
+        for name, tensor in stored.items():
+            measured.same(f"the file's {name}", tensor, theirs[name])
+        _same_tensors(measured, loaded, model)
+        head, embedding = loaded.get_output_embeddings(), loaded.get_input_embeddings()
+        shared = head.weight.data_ptr() == embedding.weight.data_ptr()
+        require(shared == tied, f"tie_word_embeddings={tied}, and the weights do not follow it")
+        with torch.no_grad():
+            measured.same("logits", loaded(ids).logits, model(ids).logits)
+    return measured
+
+
+def check_load_in_bfloat16(subject: Subject) -> Measured:
+    """Loaded in bfloat16 a model is the one cast in memory: SSM parameters stay float32."""
+    measured = Measured()
+    model, cast = subject.fresh(), subject.model(torch.bfloat16)
+    kept = [name for name, p in cast.named_parameters() if p.dtype == torch.float32]
+    for name in kept:
+        measured.same(f"{name} after the cast", cast.get_parameter(name), model.get_parameter(name))
+    for source in (model, cast):  # also a checkpoint written in mixed precision
+        with tempfile.TemporaryDirectory() as folder:
+            source.save_pretrained(folder)
+            _same_tensors(measured, _load(folder, dtype=torch.bfloat16), cast)
+    return measured
+
+
+def check_closed_config(subject: Subject) -> Measured:
+    """A configuration survives its file, and a misspelt field is an error with a suggestion."""
+    config = subject.config()
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        loaded = {**AutoConfig.from_pretrained(folder).to_dict(), "_name_or_path": ""}
+        require(loaded == config.to_dict(), "the file gives another configuration")
+        inherited = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+        for field in dataclasses.fields(config):
+            if field.name not in inherited:
+                wrong = f"{field.name}_"
+                _refuses(wrong, lambda name=wrong: subject.config(**{name: 1}))
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "hiden_size": 8}))
+        _refuses("hiden_size", lambda: AutoConfig.from_pretrained(folder), "hidden_size")
+    return Measured()
+
+
+def check_resized_embeddings(subject: Subject) -> Measured:
+    """New tokens leave the logits of the old ones as they were, also through a file."""
+    measured = Measured()
+    for tied in (True, False):
+        model = subject.fresh(tie_word_embeddings=tied)
+        size, ids = model.config.vocab_size, subject.ids(2, 9)
+        with torch.no_grad():
+            before = model(ids).logits
+            model.resize_token_embeddings(size + 5, mean_resizing=False)
+            require(model.config.vocab_size == size + 5, "the configuration kept the old size")
+            measured.same("old logits", model(ids).logits[..., :size], before)
+            wider = model(ids + 5).logits
+            require(wider.shape[-1] == size + 5, f"{wider.shape[-1]} logits, not {size + 5}")
+            with tempfile.TemporaryDirectory() as folder:
+                model.save_pretrained(folder)
+                measured.same("loaded logits", _load(folder)(ids + 5).logits, wider)
+            model.resize_token_embeddings(size)
+            measured.same("logits after shrinking back", model(ids).logits, before)
+    return measured
+
+
+def _load(folder: str, **options: Any) -> PreTrainedModel:
+    options = {"dtype": torch.float32, **options}
+    model, facts = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    wrong = {kind: sorted(map(str, names)) for kind, names in facts.items() if names}
+    require(not wrong, f"loading reports {wrong}")
+    return model
+
+
+def _same_tensors(measured: Measured, got: PreTrainedModel, expected: PreTrainedModel) -> None:
+    for kind in ("named_parameters", "named_buffers"):
+        ours, theirs = (dict(getattr(model, kind)()) for model in (got, expected))
+        require(ours.keys() == theirs.keys(), f"other {kind} than before")
+        for name, tensor in theirs.items():
+            require(ours[name].device.type == tensor.device.type, f"{name} is on another device")
+            measured.same(f"loaded {name}", ours[name], tensor)
+
+
+def _refuses(field: str, call: Any, hint: str = "did you mean") -> None:
+    try:
+        call()
+    except LookupError as error:
+        require(field in str(error) and hint in str(error), f"the error does not help: {error}")
+        return
+    raise AssertionError(f"a field {field!r} was accepted in silence")

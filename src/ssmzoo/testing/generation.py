@@ -1,0 +1,224 @@
+"""Generation by transformers' own ``generate``, and the cache between two calls.
+
+What surprises: logits are compared, never only tokens (a toy's tokens survive a wrong cache), and
+``generate`` hands logits out in float32, so their budget is its rounding even for float64 models.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+
+from ssmzoo.modeling import StateCache
+from ssmzoo.testing.subject import BUDGETS, Measured, Subject, require
+
+EXACT = BUDGETS[torch.float64]
+ROUNDED = torch.finfo(torch.float32).eps
+NEW = 5
+PADDING = (0, 4, 2)
+
+
+def check_greedy(subject: Subject) -> Measured:
+    """Greedy generation of a ragged batch equals recomputing every token."""
+    measured = Measured()
+    model, (ids, mask) = subject.model(), _prompts(subject)
+    output = _generate(model, ids, mask)
+    expected = _recomputed(model, output.sequences)
+    measured.compare("logits", _logits(output), expected, ROUNDED)
+    chosen = expected.argmax(dim=-1)
+    require(torch.equal(output.sequences[:, -NEW:], chosen), "a token is not the likeliest one")
+    return measured
+
+
+def check_sampling(subject: Subject) -> Measured:
+    """Sampling follows the seed, and the model's logits along the sampled tokens."""
+    measured = Measured()
+    model, (ids, mask) = subject.model(), _prompts(subject)
+    drawn = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        drawn.append(_generate(model, ids, mask, do_sample=True, top_k=0))
+    once, again, other = (output.sequences for output in drawn)
+    require(torch.equal(once, again), "the same seed gave other tokens")
+    require(not torch.equal(once, other), "another seed gave the same tokens")
+    measured.compare("logits", _logits(drawn[0]), _recomputed(model, once), ROUNDED)
+    return measured
+
+
+def check_beams(subject: Subject) -> Measured:
+    """Beam search with the cache equals beam search without it."""
+    measured = Measured()
+    model, (ids, mask) = subject.model(), _prompts(subject)
+    beams = {"num_beams": 3, "num_return_sequences": 2, "output_scores": True}
+    cached, plain = (
+        _generate(model, ids, mask, use_cache=use_cache, **beams) for use_cache in (True, False)
+    )
+    require(torch.equal(cached.sequences, plain.sequences), "the beams hold other tokens")
+    for step, (got, expected) in enumerate(zip(cached.logits, plain.logits, strict=True)):
+        measured.compare(f"logits of step {step}", got, expected, ROUNDED)
+    scores = cached.sequences_scores, plain.sequences_scores
+    measured.compare("scores", *scores, BUDGETS[torch.float32])
+    return measured
+
+
+def check_continuing(subject: Subject) -> Measured:
+    """A returned cache goes on with several new tokens as if all had been read at once."""
+    measured = Measured()
+    model, (ids, mask) = subject.model(), _prompts(subject)
+    first = _generate(model, ids, mask)
+    longer = torch.cat([first.sequences, subject.ids(len(ids), 4, seed=7)], dim=1)
+    covering = torch.cat([mask, mask.new_ones(len(ids), NEW + 4)], dim=1)
+    second = _generate(model, longer, covering, past_key_values=first.past_key_values)
+    measured.compare("logits", _logits(second), _recomputed(model, second.sequences), ROUNDED)
+    return measured
+
+
+def check_chunked_prefill(subject: Subject) -> Measured:
+    """A prompt read in chunks generates what it generates read at once."""
+    measured = Measured()
+    model, ids = subject.model(), subject.ids(2, 11)
+    for mask in (torch.ones_like(ids), _prompts(subject)[1][1:]):
+        widths: list[int] = []
+        embedding = model.get_input_embeddings()
+        hook = embedding.register_forward_hook(lambda _m, a, _o, w=widths: w.append(a[0].shape[1]))
+        chunked = _generate(model, ids, mask, prefill_chunk_size=4)
+        hook.remove()
+        require(max(widths) <= 4, f"a chunk of 4 was asked for, {max(widths)} tokens were read")
+        whole = _generate(model, ids, mask)
+        require(torch.equal(chunked.sequences, whole.sequences), "other tokens")
+        measured.compare("logits", _logits(chunked), _logits(whole), ROUNDED)
+    return measured
+
+
+def check_cache_rows(subject: Subject) -> Measured:
+    """Rows of a cache can be reordered, selected and repeated."""
+    measured = Measured()
+    model, ids, more = subject.model(), subject.ids(3, 9), subject.ids(6, 3, seed=5)
+    changes = {
+        "reorder_cache": (torch.tensor([2, 0, 0]), [2, 0, 0]),
+        "batch_select_indices": (torch.tensor([1, 2]), [1, 2]),
+        "batch_repeat_interleave": (2, [0, 0, 1, 1, 2, 2]),
+    }
+    with torch.no_grad():
+        for method, (argument, rows) in changes.items():
+            cache = model(ids, use_cache=True).past_key_values
+            getattr(cache, method)(argument)
+            got = model(more[: len(rows)], past_key_values=cache).logits
+            whole = model(torch.cat([ids[rows], more[: len(rows)]], dim=1)).logits
+            measured.compare(method, got, whole[:, -3:], EXACT)
+    return measured
+
+
+def check_cache_file(subject: Subject) -> Measured:
+    """A cache saved to a file and loaded goes on bit for bit."""
+    measured = Measured()
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        model = subject.model(dtype)
+        with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+            cache = model(subject.ids(2, 9), use_cache=True).past_key_values
+            path = Path(folder) / "state.safetensors"
+            cache.save(path)
+            loaded = StateCache.load(path, model.config)
+            require(loaded.get_seq_length() == 9, "the loaded cache forgot its length")
+            more = subject.ids(2, 3, seed=5)
+            expected = model(more, past_key_values=cache).logits
+            got = model(more, past_key_values=loaded).logits
+        measured.same(f"{dtype} logits", got, expected)
+    return measured
+
+
+def check_cache_precision(subject: Subject) -> Measured:
+    """States are float32 under bfloat16 weights and autocast, and of a size that never grows."""
+    ids = subject.ids(2, 9)
+    for name, model in (("bfloat16", subject.model(torch.bfloat16)), ("autocast", None)):
+        lowered = torch.autocast("cpu", torch.bfloat16, enabled=model is None)
+        model = model or subject.model(torch.float32)
+        with torch.no_grad(), lowered:
+            cache = model(ids, use_cache=True).past_key_values
+            size, before = cache.nbytes, _states(cache)
+            model(ids[:, :1], past_key_values=cache)
+        require(cache.nbytes == size, f"{name}: the cache grew from {size} to {cache.nbytes} bytes")
+        for state, now in _states(cache).items():
+            # a lower precision loses nothing in a window of past activations, which only shifts
+            window = now.shape == before[state].shape and torch.equal(
+                now[:, :-1], before[state][:, 1:]
+            )
+            require(
+                now.dtype.itemsize >= 4 or window,
+                f"{name}: state {state} is {now.dtype}, and it accumulates",
+            )
+    return Measured()
+
+
+def check_wrong_cache(subject: Subject) -> Measured:
+    """A cache of another model, batch or kind is refused, and so is cropping."""
+    model, ids = subject.model(), subject.ids(2, 6)
+    deeper = subject.fresh(torch.float64, num_hidden_layers=model.config.num_hidden_layers + 1)
+    with torch.no_grad():
+        theirs = deeper(ids, use_cache=True).past_key_values
+        ours = model(ids, use_cache=True).past_key_values
+        _refused(ValueError, model, ids, past_key_values=theirs)
+        _refused(ValueError, model, subject.ids(3, 2), past_key_values=ours)
+        _refused(TypeError, model, ids, past_key_values=DynamicCache())
+        _refused(RuntimeError, ours.crop, 3)
+        kept = model(ids[:, :2], past_key_values=ours).logits
+        whole = model(torch.cat([ids, ids[:, :2]], dim=1)).logits[:, -2:]
+    measured = Measured()
+    measured.compare("logits after all refusals", kept, whole, EXACT)
+    return measured
+
+
+def _refused(kind: type[Exception], call: Any, *args: Any, **kwargs: Any) -> None:
+    try:
+        call(*args, **kwargs)
+    except kind:
+        return
+    raise AssertionError(f"{kind.__name__} was not raised for {sorted(kwargs) or args}")
+
+
+def _prompts(subject: Subject) -> tuple[Tensor, Tensor]:
+    """Return a left-padded batch and its mask."""
+    ids = subject.ids(len(PADDING), 11)
+    mask = torch.ones_like(ids)
+    for row, padding in enumerate(PADDING):
+        mask[row, :padding] = 0
+    return ids, mask
+
+
+def _generate(model: PreTrainedModel, ids: Tensor, mask: Tensor, **options: Any) -> Any:
+    past = {k: options.pop(k) for k in ("past_key_values",) if k in options}
+    config = GenerationConfig(
+        max_new_tokens=NEW,
+        min_new_tokens=NEW,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **options,
+    )
+    return model.generate(ids, attention_mask=mask, generation_config=config, **past)
+
+
+def _logits(output: Any) -> Tensor:
+    return torch.stack(output.logits, dim=1)
+
+
+def _recomputed(model: PreTrainedModel, sequences: Tensor) -> Tensor:
+    """Return the logits ``[B, NEW, V]`` that chose the last tokens, every row run alone."""
+    rows = []
+    with torch.no_grad():
+        for row, padding in zip(sequences, PADDING, strict=True):
+            rows.append(model(row[None, padding:-1], use_cache=False).logits[0, -NEW:])
+    return torch.stack(rows)
+
+
+def _states(cache: StateCache) -> dict[str, Tensor]:
+    return {
+        f"{name!r} of layer {index}": state.clone()
+        for index, layer in enumerate(cache.layers)
+        for name, state in layer.states.items()
+    }

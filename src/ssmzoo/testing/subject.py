@@ -1,0 +1,183 @@
+"""What a conformance check works on, and what it hands back.
+
+What surprises: every parameter is moved a little from its initial value, because biases of zero and
+scales of one would hide mistakes; nothing a check does to a :meth:`Subject.fresh` model stays.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ssmzoo.family import Family
+
+# the largest error relative to the largest entry
+BUDGETS = {torch.float64: 1e-10, torch.float32: 1e-5}
+SEED = 20240714
+
+Oracle: TypeAlias = Callable[[dict[str, np.ndarray], dict[str, Any], np.ndarray], np.ndarray]
+
+
+class NotApplicable(Exception):
+    """Raised by a check that has nothing to check here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Error:
+    """One comparison: what was compared, how far apart, how far is allowed."""
+
+    what: str
+    size: float
+    budget: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the error is within its budget; nan is not."""
+        return self.size <= self.budget
+
+    @property
+    def share(self) -> float:
+        """The error in units of its budget; infinite for any error where none is allowed."""
+        if self.size == 0:
+            return 0.0
+        return self.size / self.budget if self.budget > 0 and self.size == self.size else np.inf
+
+
+@dataclass
+class Measured:
+    """All comparisons of one check."""
+
+    errors: list[Error] = field(default_factory=list)
+
+    def compare(self, what: str, got: Tensor, expected: Tensor, budget: float) -> None:
+        """Note the largest error relative to the largest expected entry."""
+        self.errors.append(Error(what, relative(what, got, expected), budget))
+
+    def compare_all(
+        self, what: str, got: dict[str, Tensor], expected: dict[str, Tensor], budget: float
+    ) -> None:
+        """Note, for every name, the error relative to the largest entry of that name."""
+        require(got.keys() == expected.keys(), f"{what}: other names than expected")
+        for name, tensor in expected.items():
+            self.compare(f"{what} {name}", got[name], tensor, budget)
+
+    def same(self, what: str, got: Tensor, expected: Tensor) -> None:
+        """Note that two tensors must agree bit for bit, dtype included."""
+        require(got.dtype == expected.dtype, f"{what}: {got.dtype} instead of {expected.dtype}")
+        error = relative(what, got, expected)
+        self.errors.append(Error(what, 0.0 if torch.equal(got, expected) else error, 0.0))
+
+    def within(self, what: str, size: float, budget: float) -> None:
+        """Note an error that was measured otherwise."""
+        self.errors.append(Error(what, size, budget))
+
+    @property
+    def worst(self) -> Error | None:
+        """The comparison nearest to its budget, or furthest beyond it."""
+        return max(self.errors, key=lambda error: error.share, default=None)
+
+
+def require(condition: bool, sentence: str) -> None:
+    """Fail the check with a sentence unless the condition holds."""
+    if not condition:
+        raise AssertionError(sentence)
+
+
+def relative(what: str, got: Tensor, expected: Tensor) -> float:
+    """Return the largest error relative to the largest expected entry, in float64."""
+    require(
+        got.shape == expected.shape,
+        f"{what}: shape {list(got.shape)} instead of {list(expected.shape)}",
+    )
+    if expected.numel() == 0:
+        return 0.0
+    got, expected = got.detach().double(), expected.detach().double()
+    error, scale = float((got - expected).abs().max()), float(expected.abs().max())
+    return error / scale if scale > 0 else error
+
+
+class Subject:
+    """A family under test: its tiny models, and tokens to feed them.
+
+    Args:
+        family: The family.
+        oracle: A second implementation, ``(weights, config, input_ids) -> logits`` in numpy.
+    """
+
+    def __init__(self, family: Family, oracle: Oracle | None = None) -> None:
+        family.register()
+        self.family = family
+        self.oracle = oracle
+        self._models: dict[torch.dtype, PreTrainedModel] = {}
+
+    def config(self, **changes: Any) -> PreTrainedConfig:
+        """Return the tiny configuration, some fields changed."""
+        return self.family.config(**{**self.family.tiny, "eos_token_id": None, **changes})
+
+    def model(self, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+        """Return the language model, shared by all checks: it must stay as it is."""
+        if dtype not in self._models:
+            self._models[dtype] = self.fresh(dtype)
+        return self._models[dtype]
+
+    def fresh(
+        self,
+        dtype: torch.dtype = torch.float32,
+        kind: type[PreTrainedModel] | None = None,
+        **changes: Any,
+    ) -> PreTrainedModel:
+        """Return a model of one's own with the same weights as every other of its configuration.
+
+        Args:
+            dtype: Of the weights, by ``model.to``.
+            kind: Model class, the family's language model by default.
+            **changes: Changed configuration fields.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED)
+            model = (kind or self.family.causal_lm_class)(self.config(**changes))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += 0.05 * torch.randn_like(parameter)
+        return model.to(dtype).eval()
+
+    def ids(self, batch: int, length: int, seed: int = 0) -> Tensor:
+        """Return random tokens ``[batch, length]``, the same for the same arguments."""
+        generator = torch.Generator().manual_seed(SEED + seed)
+        return torch.randint(self.config().vocab_size, (batch, length), generator=generator)
+
+
+def probe(logits: Tensor) -> Tensor:
+    """Return fixed random weights in the shape of some logits, to make a loss of them."""
+    generator = torch.Generator().manual_seed(SEED)
+    return torch.randn(logits.shape, generator=generator, dtype=torch.float64).to(logits.dtype)
+
+
+def gradients(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    """Return the gradient of a loss by parameter name; zeros where none flows."""
+    names, parameters = zip(
+        *((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True
+    )
+    grads = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
+    return {
+        name: torch.zeros_like(p) if g is None else g
+        for name, p, g in zip(names, parameters, grads, strict=True)
+    }
+
+
+def modules_named(model: torch.nn.Module, suffixes: Iterable[str]) -> dict[str, torch.nn.Module]:
+    """Return the modules whose last name is one of the given."""
+    wanted = set(suffixes)
+    return {n: m for n, m in model.named_modules() if n.rsplit(".", 1)[-1] in wanted}
+
+
+def copy_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a deep copy that a check may change."""
+    return copy.deepcopy(model)

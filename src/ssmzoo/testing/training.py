@@ -1,0 +1,292 @@
+"""Training: gradients, adapters, Trainer, checkpointing, compilation, low precision."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ssmzoo.testing.subject import (
+    BUDGETS,
+    Measured,
+    NotApplicable,
+    Subject,
+    copy_of,
+    gradients,
+    modules_named,
+    probe,
+    require,
+)
+
+EXACT = BUDGETS[torch.float64]
+SLACK = 2.0
+
+
+def check_gradients(subject: Subject) -> Measured:
+    """Every parameter gets a finite, non-zero gradient and a place in one optimizer group."""
+    ids = subject.ids(2, 12)
+    for dtype in BUDGETS:
+        model = subject.model(dtype)
+        for name, slope in gradients(model, model(ids, labels=ids).loss).items():
+            require(bool(slope.isfinite().all()), f"{dtype}: the gradient of {name} is not finite")
+            require(bool(slope.any()), f"{dtype}: the gradient of {name} is zero")
+    groups = model.param_groups(lr=1e-3, weight_decay=0.1)
+    grouped = [id(parameter) for group in groups for parameter in group["params"]]
+    require(len(grouped) == len(set(grouped)), "param_groups names a parameter twice")
+    missing = [n for n, p in model.named_parameters() if id(p) not in set(grouped)]
+    require(not missing, f"param_groups leaves out {missing}")
+    return Measured()
+
+
+def check_lora(subject: Subject) -> Measured:
+    """LoRA on the family's targets: every adapter learns, changes the output, and merges."""
+    targets = subject.family.lora_targets
+    require(bool(targets), "the family declares no lora_targets")
+    present = modules_named(subject.model(), targets)
+    absent = set(targets) - {name.rsplit(".", 1)[-1] for name in present}
+    require(not absent, f"no module is called {sorted(absent)}")
+    return _adapted(subject, list(targets), present.keys())
+
+
+def check_lora_all_linear(subject: Subject) -> Measured:
+    """LoRA on ``all-linear``: every adapter learns, changes the output, and merges."""
+    model = subject.model()
+    linear = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    head = {n for n, m in model.named_modules() if m is model.get_output_embeddings()}
+    return _adapted(subject, "all-linear", linear - head)
+
+
+def check_gradient_checkpointing(subject: Subject) -> Measured:
+    """Gradient checkpointing runs every block twice and changes neither loss nor gradients."""
+    measured = Measured()
+    ids = subject.ids(2, 9)
+    for dtype, budget in BUDGETS.items():
+        model = copy_of(subject.model(dtype)).train()
+        loss = model(ids, labels=ids).loss
+        expected = gradients(model, loss)
+        model.gradient_checkpointing_enable()
+        blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        require(bool(blocks), "the model has no GradientCheckpointingLayer")
+        runs = _Counter()
+        for block in blocks:
+            # hooks of the block itself stay outside the checkpoint
+            next(block.children()).register_forward_pre_hook(runs)
+        again = model(ids, labels=ids).loss
+        again.backward()  # recomputes once; a gradient that keeps the graph would keep it ready
+        got = {name: parameter.grad for name, parameter in model.named_parameters()}
+        require(runs.count == 2 * len(blocks), f"{len(blocks)} blocks ran {runs.count} times")
+        measured.compare(f"{dtype} loss", again, loss, budget)
+        measured.compare_all(f"{dtype} gradient of", got, expected, budget)
+    return measured
+
+
+def check_trainer(subject: Subject) -> Measured:
+    """Trainer lowers the loss on packed documents, and a resumed run ends with equal weights."""
+    if importlib.util.find_spec("accelerate") is None:
+        raise NotApplicable("needs accelerate; pip install 'ssmzoo[train]'")
+    measured = Measured()
+    rows = [subject.ids(1, length, seed=length)[0] for length in (9, 5, 12, 7, 3, 10, 8, 6)]
+    whole, resumed = subject.fresh(), subject.fresh()
+    ids = torch.cat(rows)[None]
+    ends = torch.tensor([0, *map(len, rows)]).cumsum(0)
+    with tempfile.TemporaryDirectory() as folder:
+        with torch.no_grad():
+            before = whole(ids, labels=ids, cu_seqlens=ends).loss
+        _train(whole, rows, folder, resume=None)
+        checkpoints = sorted(path.name for path in Path(folder).glob("checkpoint-*"))
+        require("checkpoint-2" in checkpoints, f"Trainer saved {checkpoints}")
+        _train(resumed, rows, folder, resume=str(Path(folder) / "checkpoint-2"))
+    with torch.no_grad():
+        after = whole.eval()(ids, labels=ids, cu_seqlens=ends).loss
+    require(bool(after < before), f"the loss went from {before:.4f} to {after:.4f}")
+    for (name, got), expected in zip(resumed.named_parameters(), whole.parameters(), strict=True):
+        measured.same(f"{name} after resuming", got, expected)
+    return measured
+
+
+def check_compile(subject: Subject) -> Measured:
+    """torch.compile takes the model without a graph break and changes nothing, backward too."""
+    measured = Measured()
+    model, ids = copy_of(subject.model()), subject.ids(2, 8)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    row, ends = ids.reshape(1, -1), torch.tensor([0, 5, 6, 16])
+    batches: dict[str, dict[str, Tensor]] = {
+        "whole": {"input_ids": ids},
+        "padded": {"input_ids": ids, "attention_mask": mask},
+        "packed": {"input_ids": row, "cu_seqlens": ends},
+    }
+    for name, batch in batches.items():
+        torch._dynamo.reset()
+        try:
+            # inductor changes how kernels are fused, not what is traced; this shows the latter
+            compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
+            got = compiled(**batch, use_cache=False).logits
+        finally:
+            torch._dynamo.reset()
+        expected = model(**batch, use_cache=False).logits
+        weights = probe(expected)
+        if "attention_mask" in batch:
+            weights = weights * mask[:, :, None]
+            got, expected = got * mask[:, :, None], expected * mask[:, :, None]
+        measured.compare(f"{name}: logits", got, expected, EXACT)
+        slopes, true = (gradients(model, (x * weights).sum()) for x in (got, expected))
+        measured.compare_all(f"{name}: gradient of", slopes, true, EXACT)
+    return measured
+
+
+def check_bfloat16(subject: Subject) -> Measured:
+    """In bfloat16 the error is at most twice what rounding weights and module outputs costs.
+
+    The yardstick is the float64 model with its weights, every module's output and every gradient
+    that enters a module rounded to bfloat16 where the bfloat16 model has them in bfloat16, and with
+    everything inside a module exact. Autocast rounds less, and has the same budget.
+    """
+    measured = Measured()
+    ids, eps = subject.ids(4, 24), torch.finfo(torch.bfloat16).eps
+    low, exact = subject.model(torch.bfloat16), subject.model()
+    dtypes = _output_dtypes(low, ids)
+    rounded = copy_of(exact)
+    with torch.no_grad():
+        for parameter, lowered in zip(rounded.parameters(), low.parameters(), strict=True):
+            parameter.copy_(lowered.to(parameter.dtype))
+    for name, module in rounded.named_modules():
+        if dtypes.get(name) == torch.bfloat16:
+            module.register_forward_hook(lambda _m, _a, out: _Round.apply(out))
+    true, yardstick = _results(exact, ids), _results(rounded, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        automatic = _results(subject.model(torch.float32), ids)
+    for kind, results in (("bfloat16", _results(low, ids)), ("autocast", automatic)):
+        for name, expected in true.items():
+            scale = expected.norm()
+            error = float((results[name] - expected).norm() / scale)
+            floor = float((yardstick[name] - expected).norm() / scale)
+            measured.within(f"{kind} {name}", error, SLACK * (floor + eps))
+    return measured
+
+
+class _Round(torch.autograd.Function):
+    """Round to bfloat16, forwards the values and backwards the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.to(torch.bfloat16).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Tensor:
+        return slope.to(torch.bfloat16).to(slope.dtype)
+
+
+def _output_dtypes(model: PreTrainedModel, ids: Tensor) -> dict[str, torch.dtype]:
+    found: dict[str, torch.dtype] = {}
+    hooks = [
+        module.register_forward_hook(
+            lambda _m, _a, out, name=name: (
+                found.__setitem__(name, out.dtype) if isinstance(out, Tensor) else None
+            )
+        )
+        for name, module in model.named_modules()
+    ]
+    with torch.no_grad():
+        model(ids)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def _results(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
+    logits = model(ids, use_cache=False).logits
+    slopes = gradients(model, (logits * probe(logits)).sum())
+    slopes = {f"gradient of {name}": slope for name, slope in slopes.items()}
+    return {k: v.detach().double() for k, v in {"logits": logits, **slopes}.items()}
+
+
+def _adapted(subject: Subject, targets: list[str] | str, expected: Any) -> Measured:
+    if importlib.util.find_spec("peft") is None:
+        raise NotApplicable("needs peft; pip install 'ssmzoo[peft]'")
+    from peft import LoraConfig, get_peft_model
+
+    measured = Measured()
+    ids = subject.ids(2, 12)
+    config = LoraConfig(r=2, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(copy_of(subject.model()), config)
+    prefix = "base_model.model."
+    adapters = {n.removeprefix(prefix): m for n, m in model.named_modules() if hasattr(m, "lora_B")}
+    require(
+        adapters.keys() == set(expected),
+        f"adapters on other modules than expected: {sorted(adapters.keys() ^ set(expected))}",
+    )
+    output = model(input_ids=ids, labels=ids)
+    for name, slope in gradients(model, output.loss).items():
+        require(bool(slope.isfinite().all() and slope.any()), f"{name} learns nothing")
+    logits = output.logits.detach()
+    with torch.no_grad():
+        for name, adapter in adapters.items():
+            weight = adapter.lora_B["default"].weight
+            saved = weight.clone()
+            weight.zero_()
+            changed = model(input_ids=ids).logits
+            weight.copy_(saved)
+            difference = float((changed - logits).abs().max() / logits.abs().max())
+            require(difference > EXACT, f"the adapter on {name} does not change the output")
+        merged = model.merge_and_unload()(ids).logits
+    measured.compare("logits after merging", merged, logits, EXACT)
+    return measured
+
+
+def _train(model: PreTrainedModel, rows: list[Tensor], folder: str, resume: str | None) -> None:
+    from transformers import (
+        DataCollatorWithFlattening,
+        PrinterCallback,
+        Trainer,
+        TrainingArguments,
+    )
+
+    options = TrainingArguments(
+        folder,
+        per_device_train_batch_size=2,
+        max_steps=4,
+        save_steps=2,
+        save_strategy="steps",
+        logging_strategy="no",
+        dataloader_pin_memory=False,
+        disable_tqdm=True,
+        report_to=[],
+        use_cpu=True,
+    )
+    groups = model.param_groups(lr=1e-2, weight_decay=0.1)
+    trainer = Trainer(
+        model,
+        options,
+        train_dataset=[{"input_ids": row} for row in rows],
+        data_collator=DataCollatorWithFlattening(),
+        optimizers=(torch.optim.AdamW(groups), None),
+    )
+    trainer.remove_callback(PrinterCallback)
+    with _quiet():
+        trainer.train(resume_from_checkpoint=resume)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+class _Counter:
+    """A forward hook that counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, *_: Any) -> None:
+        self.count += 1
