@@ -1,10 +1,10 @@
 """Build the C kernels with the machine's own compiler, once, and load them.
 
 A kernel is one C file beside its op, compiled the first time it runs for each floating-point type.
-The library stays in the user's cache folder (``$XDG_CACHE_HOME/ssmzoo`` or ``~/.cache/ssmzoo``) under
-a name made of everything it depends on and of its own digest: a change rebuilds it, a damaged file
-is rebuilt, and processes that build at the same time do not see each other's halves. A folder that
-is unwritable or belongs to someone else is not used; a private temporary one is.
+The library stays in the user's cache folder (``$XDG_CACHE_HOME/ssmzoo`` or ``~/.cache/ssmzoo``)
+under a name made of everything it depends on and of its own digest: a change rebuilds it, a damaged
+file is rebuilt, and processes that build at the same time do not see each other's halves. A folder
+that is unwritable or belongs to someone else is not used; a private temporary one is.
 """
 
 import atexit
@@ -21,6 +21,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 _log = logging.getLogger("ssmzoo")
 
@@ -62,8 +63,25 @@ def library(source: Path, dtype: torch.dtype, **defines: int) -> ctypes.CDLL:
 
 
 def threads(work: int) -> int:
-    """Return how many threads to use for so many state updates: torch's number, or 1 for few."""
+    """Return how many threads to use for so many updates: torch's number, or 1 for few."""
     return torch.get_num_threads() if work > 65536 else 1
+
+
+def rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a matrix in a dtype with adjacent columns; its rows may lie apart."""
+    if x.dtype is not dtype:
+        x = x.to(dtype)
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def whole(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return a contiguous tensor in a dtype, or None for None."""
+    return None if x is None else x.to(dtype).contiguous()
+
+
+def address(x: Tensor | None) -> int | None:
+    """Return where a tensor's numbers lie, or None for None: a null pointer."""
+    return None if x is None else x.data_ptr()
 
 
 @functools.cache

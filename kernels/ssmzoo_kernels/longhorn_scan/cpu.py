@@ -120,15 +120,15 @@ def backward(
     if initial_state is not None:
         grad_initial = room(segments, width, states)
     if grad_out is not None:
-        grad_out = _rows(grad_out, exact)
+        grad_out = native.rows(grad_out, exact)
     if grad_final is not None:
         grad_final = grad_final.to(exact).contiguous()
     gradients = _Gradients(
-        _at(grad_out),
-        _at(grad_final),
+        native.address(grad_out),
+        native.address(grad_final),
         0 if grad_out is None else grad_out.stride(0),
         *map(
-            _at,
+            native.address,
             (grad_u, parts_q, parts_k, grad_dt, parts_bias, parts_skip, grad_z, grad_initial),
         ),
     )
@@ -138,8 +138,8 @@ def backward(
         saved.data_ptr(),
         grad_q.data_ptr(),
         grad_k.data_ptr(),
-        _at(grad_bias),
-        _at(grad_skip),
+        native.address(grad_bias),
+        native.address(grad_skip),
         native.threads(tokens * width * states),
     )
     if failed:
@@ -147,31 +147,21 @@ def backward(
     return grad_u, grad_q, grad_k, grad_dt, grad_bias, grad_skip, grad_z, grad_initial
 
 
-def _rows(x: Tensor, exact: torch.dtype) -> Tensor:
-    """Return ``x`` in the kernel's dtype with adjacent channels; rows may lie apart."""
-    if x.dtype is not exact:
-        x = x.to(exact)
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
-def _whole(x: Tensor | None, exact: torch.dtype) -> Tensor | None:
-    return None if x is None else x.to(exact).contiguous()
-
-
-def _at(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
-
-
 def _prepare(u, q, k, dt, dt_bias, D, z, initial_state, exact):
-    rows = (_rows(x, exact) for x in (u, q, k, dt))
-    z = None if z is None else _rows(z, exact)
-    return (*rows, *(_whole(x, exact) for x in (dt_bias, D)), z, _whole(initial_state, exact))
+    rows = (native.rows(x, exact) for x in (u, q, k, dt))
+    z = None if z is None else native.rows(z, exact)
+    return (
+        *rows,
+        *(native.whole(x, exact) for x in (dt_bias, D)),
+        z,
+        native.whole(initial_state, exact),
+    )
 
 
 def _inputs(tensors: tuple[Tensor | None, ...], offsets: Tensor) -> _Inputs:
     u, q, k, dt, _, _, z, _ = tensors
     return _Inputs(
-        *map(_at, tensors),
+        *map(native.address, tensors),
         offsets.data_ptr(),
         offsets.shape[0] - 1,
         u.shape[1],

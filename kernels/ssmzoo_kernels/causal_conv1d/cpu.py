@@ -1,0 +1,126 @@
+"""The short causal convolution in C: causal_conv1d.c."""
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ssmzoo_kernels import native
+from ssmzoo_kernels.scan import accumulator
+
+_SOURCE = Path(__file__).with_name("causal_conv1d.c")
+
+
+class _Inputs(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "initial", "offsets")),
+        *((name, ctypes.c_int64) for name in ("segments", "width", "taps", "silu", "stride")),
+    ]
+
+
+class _Gradients(ctypes.Structure):
+    _fields_ = [
+        ("out", ctypes.c_void_p),
+        ("final", ctypes.c_void_p),
+        ("stride_out", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "initial")),
+    ]
+
+
+@functools.cache
+def _library(dtype: torch.dtype) -> ctypes.CDLL:
+    library = native.library(_SOURCE, dtype)
+    inputs, pointer = ctypes.POINTER(_Inputs), ctypes.c_void_p
+    library.conv_forward.argtypes = (inputs, pointer, pointer, ctypes.c_int)
+    library.conv_backward.argtypes = (inputs, ctypes.POINTER(_Gradients), ctypes.c_int)
+    return library
+
+
+def forward(
+    x: Tensor,  # [T, D]
+    weight: Tensor,  # [D, K]
+    bias: Tensor | None,  # [D]
+    initial_state: Tensor | None,  # [S, K - 1, D]
+    offsets: Tensor,  # [S + 1] int64
+    silu: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return outputs ``[T, D]`` and the last K - 1 inputs of every segment, in x's dtype."""
+    tensors = _prepare(x, weight, bias, initial_state)
+    exact = tensors[0].dtype
+    (tokens, width), taps = x.shape, weight.shape[1]
+    out = torch.empty((tokens, width), dtype=exact)
+    final_state = torch.empty((offsets.shape[0] - 1, taps - 1, width), dtype=exact)
+    failed = _library(exact).conv_forward(
+        _inputs(tensors, offsets, silu),
+        out.data_ptr(),
+        final_state.data_ptr(),
+        native.threads(tokens * width),
+    )
+    if failed:
+        raise MemoryError("causal_conv1d: no memory for a list of spans")
+    return out.to(x.dtype), final_state.to(x.dtype)
+
+
+def backward(
+    grad_out: Tensor | None,  # [T, D]
+    grad_final: Tensor | None,  # [S, K - 1, D]
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    offsets: Tensor,
+    silu: bool,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x, weight, bias and initial state, None where one was absent."""
+    tensors = _prepare(x, weight, bias, initial_state)
+    exact = tensors[0].dtype
+    (tokens, width), taps = x.shape, weight.shape[1]
+    grad_x = torch.empty((tokens, width), dtype=exact)
+    grad_weight = torch.empty((taps, width), dtype=exact)
+    grad_bias = None if bias is None else torch.empty(width, dtype=exact)
+    grad_initial = None
+    if initial_state is not None:
+        grad_initial = torch.empty(initial_state.shape, dtype=exact)
+    if grad_out is not None:
+        grad_out = native.rows(grad_out, exact)
+    if grad_final is not None:
+        grad_final = grad_final.to(exact).contiguous()
+    gradients = _Gradients(
+        native.address(grad_out),
+        native.address(grad_final),
+        0 if grad_out is None else grad_out.stride(0),
+        *map(native.address, (grad_x, grad_weight, grad_bias, grad_initial)),
+    )
+    failed = _library(exact).conv_backward(
+        _inputs(tensors, offsets, silu), gradients, native.threads(tokens * width)
+    )
+    if failed:
+        raise MemoryError("causal_conv1d: no memory for the spans' partial sums")
+    return grad_x, grad_weight.t(), grad_bias, grad_initial
+
+
+def _prepare(x, weight, bias, initial_state):
+    exact = accumulator(x)
+    # a state in another dtype is history in x's dtype first, as the reference keeps it
+    history = None if initial_state is None else initial_state.to(x.dtype)
+    return (
+        native.rows(x, exact),
+        weight.to(exact).t().contiguous(),
+        native.whole(bias, exact),
+        native.whole(history, exact),
+    )
+
+
+def _inputs(tensors: tuple[Tensor | None, ...], offsets: Tensor, silu: bool) -> _Inputs:
+    x, weight, _, _ = tensors
+    return _Inputs(
+        *map(native.address, tensors),
+        offsets.data_ptr(),
+        offsets.shape[0] - 1,
+        x.shape[1],
+        weight.shape[0],
+        silu,
+        x.stride(0),
+    )
