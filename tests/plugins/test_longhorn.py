@@ -15,6 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 from transformers import MambaConfig, MambaForCausalLM
 
+from ssmzoo.tasks import mqar
 from ssmzoo_kernels import longhorn_scan
 from ssmzoo_longhorn import FAMILY
 
@@ -749,3 +750,35 @@ def test_the_names_other_code_uses_reach_the_same_fields():
 def test_a_value_that_makes_no_model_is_refused_by_the_name_of_its_field(field, value):
     with pytest.raises((ValueError, StrictDataclassError), match=field):
         FAMILY.config_class(**{field: value})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_two_layers_of_width_64_learn_to_recall_four_pairs_in_64_tokens():
+    torch.manual_seed(0)
+    config = FAMILY.config_class(vocab_size=8192, hidden_size=64, num_hidden_layers=2)
+    model = FAMILY.causal_lm_class(config)
+    optimizer = torch.optim.AdamW(model.param_groups(lr=1e-2, weight_decay=0.1))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 50))
+
+    def answers(examples, seed):
+        input_ids, labels = (torch.from_numpy(x) for x in mqar(examples, seed=seed))
+        asked = labels[:, 1:] != -100  # logits only where an answer is due: the vocabulary is wide
+        hidden = model.model(input_ids[:, :-1], use_cache=False).last_hidden_state
+        return model.lm_head(hidden[asked]), labels[:, 1:][asked]
+
+    accuracy = 0.0
+    for step in range(2000):
+        loss = torch.nn.functional.cross_entropy(*answers(256, seed=step))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 50 == 49:
+            with torch.no_grad():
+                logits, target = answers(1000, seed=10**6)
+            accuracy = (logits.argmax(dim=-1) == target).double().mean().item()
+            if accuracy >= 0.99:
+                break
+    assert accuracy >= 0.99
