@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
 import logging
 import os
 import re
+import select
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -109,12 +111,15 @@ def _refuse(parser: Parser, argument: str) -> NoReturn:
 
 def _reader_is_gone() -> bool:
     """Tell a closed stdout from a broken connection elsewhere; quieten Python's last flush."""
+    poll = select.poll()
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+        poll.register(sys.stdout.fileno(), 0)
+    except io.UnsupportedOperation:  # stdout is no file
+        return False
+    if not poll.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _report(error: Exception) -> int:
@@ -325,6 +330,7 @@ def _train(options: argparse.Namespace) -> int:
 def _generate(options: argparse.Namespace) -> int:
     from ssmzoo.generate import generate
 
+    _quieten_bars()
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     streams = sys.stdout.isatty() and options.beams == 1
     if options.echo:
@@ -349,6 +355,7 @@ def _generate(options: argparse.Namespace) -> int:
 def _eval(options: argparse.Namespace) -> int:
     from ssmzoo.evaluate import evaluate
 
+    _quieten_bars()
     path = evaluate(
         options.model,
         tasks=tuple(task.strip() for task in options.tasks.split(",") if task.strip()),
@@ -413,8 +420,8 @@ def _check(options: argparse.Namespace) -> int:
     if options.json:
         _print_json(report.as_dict())
     else:
-        print(report)
-    return OK if report.passed else FAILED
+        print(report.table())
+    return OK if report.ok else FAILED
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -432,6 +439,14 @@ def _bench(options: argparse.Namespace) -> int:
     if options.json:
         _print_json(rows)
     return OK
+
+
+def _quieten_bars() -> None:
+    """Let transformers and the Hub draw progress bars on a terminal only, as ours do."""
+    if not sys.stderr.isatty():
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
 
 
 def _write(text: str) -> None:

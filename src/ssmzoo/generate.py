@@ -107,10 +107,13 @@ def load_model(
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
     import ssmzoo.auto  # noqa: F401
 
     place = _device(device)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what its report of missing weights says is said below
     try:
         network, loading = AutoModelForCausalLM.from_pretrained(
             name,
@@ -120,6 +123,8 @@ def load_model(
         )
     except SafetensorError as error:
         raise ValueError(f"the weights of {name!r} cannot be read: {error}") from error
+    finally:
+        logging.set_verbosity(verbosity)
     if loading["missing_keys"]:
         missing = sorted(loading["missing_keys"])
         raise ValueError(

@@ -1,0 +1,520 @@
+"""The command line, called in this process: cheap happy paths, and all error paths."""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ssmzoo.cli import main
+
+COMMANDS = ("list", "info", "train", "generate", "eval", "card", "publish", "check", "bench")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A folder with a tiny Longhorn and the byte tokenizer."""
+    import torch
+
+    from ssmzoo.data import byte_tokenizer
+    from ssmzoo.family import load_family
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    family, tokenizer = load_family("longhorn"), byte_tokenizer()
+    torch.manual_seed(0)
+    fields = {**family.tiny, "vocab_size": len(tokenizer)}
+    family.causal_lm_class(family.config(**fields)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def fails(capsys):
+    """Run a command that must fail as a user's mistake; return its one line."""
+
+    def run(*arguments):
+        status = main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        assert status == 2, err
+        assert out == ""
+        assert err.count("\n") == 1, err
+        assert err.startswith("ssmzoo: error: ")
+        return err.removeprefix("ssmzoo: error: ").rstrip("\n")
+
+    return run
+
+
+@pytest.fixture
+def prints(capsys):
+    """Run a command that must succeed; return what it prints."""
+
+    def run(*arguments):
+        status = main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        assert status == 0, err
+        return out
+
+    return run
+
+
+# --- the command line itself --------------------------------------------------------------------
+
+
+def test_a_mistyped_command_is_answered_with_its_neighbour_and_the_list(fails):
+    line = fails("trian", "recipe.yaml")
+    assert "no such choice 'trian'; did you mean 'train'?" in line
+    assert ", ".join(COMMANDS) in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        ("list --jsn", "no option '--jsn'; did you mean '--json'?"),
+        ("info longhorn --jason", "no option '--jason'; did you mean '--json'?"),
+        ("train r.yaml --ouput x", "no option '--ouput'; did you mean '--output'?"),
+        ("train r.yaml --resme", "no option '--resme'; did you mean '--resume'?"),
+        ("train r.yaml --sets a=b", "no option '--sets'; did you mean '--set'?"),
+        ("generate m p --max-new-token 3", "did you mean '--max-new-tokens'?"),
+        ("generate m p --max-new 3", "no option '--max-new'; did you mean '--max-new-tokens'?"),
+        ("generate m p --temprature=1", "no option '--temprature'; did you mean '--temperature'?"),
+        ("generate m p --topp 0.5", "no option '--topp'; did you mean '--top-p'?"),
+        ("generate m p --beam 2", "no option '--beam'; did you mean '--beams'?"),
+        ("eval m --task a", "no option '--task'; did you mean '--tasks'?"),
+        ("eval m --suit a", "no option '--suit'; did you mean '--suite'?"),
+        ("eval m --batchsize 2", "no option '--batchsize'; did you mean '--batch-size'?"),
+        ("card m --result x", "no option '--result'; did you mean '--results'?"),
+        ("publish m ./x --dryrun", "no option '--dryrun'; did you mean '--dry-run'?"),
+        ("publish m ./x --mesage x", "no option '--mesage'; did you mean '--message'?"),
+        ("check longhorn --jsno", "no option '--jsno'; did you mean '--json'?"),
+        ("bench --length 3", "no option '--length'; did you mean '--lengths'?"),
+        ("--versoin", "no option '--versoin'; did you mean '--version'?"),
+        ("list longhorn", "unexpected argument 'longhorn'"),
+        ("generate m two words", "unexpected argument 'words'"),
+        ("generate m", "the following arguments are required: PROMPT"),
+        ("train", "the following arguments are required: RECIPE"),
+        ("publish m", "the following arguments are required: TARGET"),
+        ("train r.yaml --output", "argument --output: expected one argument"),
+        ("generate m p --seed one", "argument --seed: invalid int value: 'one'"),
+        ("generate m p --temperature hot", "argument --temperature: invalid float value: 'hot'"),
+        ("generate m p --dtype flaot32", "no such choice 'flaot32'; did you mean 'float32'?"),
+        ("eval m --limit all", "argument --limit: invalid int value: 'all'"),
+        ("eval m --dtype fp32", "choose from auto, float32, bfloat16, float16"),
+        ("bench --lengths 0", "argument --lengths: must be whole numbers from 1 upwards"),
+        ("bench --lengths a,b", "argument --lengths: must be whole numbers from 1 upwards"),
+    ],
+)
+def test_a_mistake_in_the_arguments_is_one_line_that_says_the_way_out(fails, arguments, answer):
+    line = fails(*arguments.split())
+    assert answer in line
+    assert " --help')" in line
+
+
+def test_no_arguments_print_the_commands(prints):
+    out = prints()
+    assert all(f"    {name} " in out for name in COMMANDS)
+
+
+def test_every_command_has_help_that_names_its_options(capsys):
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) as stop:
+            main([name, "--help"])
+        assert stop.value.code == 0
+        assert f"usage: ssmzoo {name}" in capsys.readouterr().out
+
+
+def test_debug_shows_the_traceback_before_or_after_the_command(capsys):
+    for arguments in (["--debug", "info", "nix"], ["info", "nix", "--debug"]):
+        assert main(arguments) == 2
+        err = capsys.readouterr().err
+        assert "Traceback" in err
+        assert "ssmzoo: error: 'nix' is neither an installed family nor a folder" in err
+
+
+def test_an_interrupt_exits_130_without_a_word(monkeypatch, capsys):
+    def interrupt(**_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ssmzoo.describe.installed_families", interrupt)
+    assert main(["list"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("error", [KeyError("lr"), AssertionError("no"), IndexError("3")])
+def test_a_fault_of_ours_is_named_as_one_and_exits_1(monkeypatch, capsys, error):
+    def fail(**_):
+        raise error
+
+    monkeypatch.setattr("ssmzoo.describe.installed_families", fail)
+    assert main(["list"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"ssmzoo: error: unexpected {type(error).__name__}: ")
+    assert "--debug shows where" in err
+
+
+def test_an_error_of_many_lines_becomes_one(monkeypatch, fails):
+    def fail(**_):
+        raise OSError("first\n  second\n\nthird")
+
+    monkeypatch.setattr("ssmzoo.describe.installed_families", fail)
+    assert fails("list") == "first second third"
+
+
+def test_a_connection_that_breaks_is_an_error_and_not_a_closed_pipe(monkeypatch, fails):
+    def fail(**_):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("ssmzoo.describe.installed_families", fail)
+    assert fails("list") == "[Errno 32] Broken pipe"
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as stdout:
+        done = subprocess.run(
+            [sys.executable, "-m", "ssmzoo", "list"], stdout=stdout, stderr=subprocess.PIPE
+        )
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_main_leaves_the_log_as_it_was(prints):
+    import logging
+
+    logger = logging.getLogger("ssmzoo")
+    before = (list(logger.handlers), logger.level)
+    prints("list")
+    assert (logger.handlers, logger.level) == before
+
+
+# --- list and info ------------------------------------------------------------------------------
+
+
+def test_list_prints_a_table_and_the_same_as_json(prints):
+    header, *lines = prints("list").splitlines()
+    assert header.split() == ["name", "status", "distribution", "version", "entry_point"]
+    rows = json.loads(prints("list", "--json"))
+    assert [line.split()[0] for line in lines] == [row["name"] for row in rows]
+    assert "longhorn" in [row["name"] for row in rows]
+
+
+def test_info_on_a_family_shows_paper_counts_fields_and_lora_targets(prints):
+    facts = json.loads(prints("info", "longhorn", "--json"))
+    assert facts["paper"]["arxiv"] == "2407.14207"
+    assert facts["presets"]["longhorn-125m"]["parameters"] == 128_563_968
+    assert facts["fields"]["d_state"] == {"type": "int", "default": 16}
+    assert facts["fields"]["hidden_size"] == {"type": "int", "default": 768}
+    assert facts["lora_targets"] == ["in_proj", "x_proj", "dt_proj", "out_proj"]
+    out = prints("info", "longhorn")
+    assert "longhorn-1.3b  1,331,595,264" in out
+    assert "transition                'diagonal'  Literal['diagonal', 'exact']" in out
+
+
+def test_info_on_a_checkpoint_shows_what_its_files_hold(prints, model):
+    import transformers
+
+    import ssmzoo.auto  # noqa: F401
+
+    facts = json.loads(prints("info", model, "--json"))
+    network = transformers.AutoModelForCausalLM.from_pretrained(model)
+    assert facts["parameters"] == sum(p.numel() for p in network.parameters())
+    assert facts["config"]["d_state"] == network.config.d_state
+    assert facts["dtypes"] == {"F32": len(list(network.parameters()))}
+    assert facts["bytes"] == sum(path.stat().st_size for path in model.iterdir())
+    out = prints("info", model)
+    assert "model_type:  ssmzoo_longhorn" in out
+    assert f"parameters:  {facts['parameters']:,}" in out
+
+
+def test_info_says_what_is_wrong_with_its_target(fails, tmp_path, model):
+    assert "did you mean 'longhorn'?" in fails("info", "longhon")
+    assert "holds no config.json" in fails("info", tmp_path)
+    assert f"did you mean '{model}'?" in run_folder_hint(fails, tmp_path, model)
+    broken = shutil.copytree(model, tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "model.safetensors" in fails("info", broken)
+    (broken / "config.json").write_text("{")
+    assert "config.json' cannot be read" in fails("info", broken)
+    (broken / "config.json").write_text("[]")
+    assert "must hold a JSON object, got list" in fails("info", broken)
+
+
+def run_folder_hint(fails, tmp_path, model):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "model").symlink_to(model)
+    return fails("info", run).replace(str(run / "model"), str(model))
+
+
+# --- generate -----------------------------------------------------------------------------------
+
+
+def test_generate_prints_the_continuation_and_the_same_seed_the_same_text(prints, model):
+    first, again, other = (
+        prints("generate", model, "Once", "--max-new-tokens", 24, "--seed", seed)
+        for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+def test_generate_at_temperature_0_is_greedy_whatever_the_seed_and_echo_prints_the_prompt_first(
+    prints, model
+):
+    from transformers import AutoTokenizer
+
+    from ssmzoo.generate import load_model
+
+    out = prints("generate", model, "ab", "--max-new-tokens", 8, "--temperature", 0, "--seed", 3)
+    network, tokenizer = load_model(model)
+    ids = tokenizer("ab", return_tensors="pt").input_ids
+    for _ in range(8):
+        token = network(ids).logits[:, -1:].argmax(-1)
+        ids = ids.new_tensor([[*ids[0].tolist(), token.item()]])
+    expected = AutoTokenizer.from_pretrained(model).decode(ids[0, 2:], skip_special_tokens=True)
+    assert out == expected + "\n"
+    assert prints("generate", model, "ab", "--max-new-tokens", 8, "--temperature", 0, "--echo") == (
+        "ab" + out
+    )
+
+
+def test_generate_reads_the_prompt_from_standard_input(prints, model, monkeypatch):
+    plain = prints("generate", model, "Once upon\n", "--max-new-tokens", 8)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Once upon\n"))
+    assert prints("generate", model, "-", "--max-new-tokens", 8) == plain
+
+
+def test_generate_streams_what_it_returns_and_leaves_the_random_state_alone(model):
+    import torch
+
+    from ssmzoo.generate import generate
+
+    pieces = []
+    state = torch.random.get_rng_state()
+    text = generate(model, "a b", max_new_tokens=40, seed=4, write=pieces.append)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert "".join(pieces) == text
+    assert len(pieces) > 1
+
+
+def test_generate_with_beams_ignores_the_seed_unless_it_samples(prints, model):
+    arguments = ("generate", model, "x", "--max-new-tokens", 12, "--beams", 3, "--seed")
+    assert prints(*arguments, 1) == prints(*arguments, 2)
+
+
+def test_generate_from_an_empty_prompt_starts_at_the_first_token(prints, model):
+    assert prints("generate", model, "", "--max-new-tokens", 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "answer"),
+    [
+        ("--max-new-tokens 0", "max_new_tokens must be at least 1, got 0"),
+        ("--temperature -1", "temperature must be a number from 0 upwards, got -1.0"),
+        ("--temperature nan", "temperature must be a number from 0 upwards, got nan"),
+        ("--temperature inf", "temperature must be a number from 0 upwards, got inf"),
+        ("--top-p 0", "top_p must be above 0 and at most 1, got 0.0"),
+        ("--top-p 1.5", "top_p must be above 0 and at most 1, got 1.5"),
+        ("--beams 0", "beams must be at least 1, got 0"),
+        ("--beams 2 --top-p 0.5", "top_p needs a temperature above 0"),
+        ("--device cdua", "device must be one that torch can use here"),
+        ("--device cuda:99", "device must be one that torch can use here"),
+    ],
+)
+def test_generate_refuses_values_out_of_range(fails, model, options, answer):
+    assert answer in fails("generate", model, "x", *options.split())
+
+
+def test_generate_says_what_is_wrong_with_the_model(fails, model, tmp_path):
+    assert "must be a folder with a config.json, got './nix'" in fails("generate", "./nix", "x")
+    assert "holds no config.json" in fails("generate", tmp_path, "x")
+    broken = shutil.copytree(model, tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "cannot be read" in fails("generate", broken, "x")
+    weights.unlink()
+    assert "model.safetensors" in fails("generate", broken, "x")
+
+
+def test_generate_refuses_weights_that_lack_a_tensor(fails, model, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    partial = shutil.copytree(model, tmp_path / "partial")
+    tensors = load_file(partial / "model.safetensors")
+    name = sorted(tensors)[-1]
+    del tensors[name]
+    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    assert f"lack 1 tensors that the model needs, the first is '{name}'" in fails(
+        "generate", partial, "x"
+    )
+
+
+def test_generate_refuses_a_tokenizer_of_another_model(fails, model, tmp_path):
+    from ssmzoo.family import load_family
+
+    family = load_family("longhorn")
+    small = shutil.copytree(model, tmp_path / "small")
+    family.causal_lm_class(family.config(**{**family.tiny, "vocab_size": 96})).save_pretrained(
+        small
+    )
+    assert "token id 120, the model knows ids below 96" in fails("generate", small, "x")
+
+
+# --- the others: what is passed on, and what is said ----------------------------------------------
+
+
+def test_train_passes_its_arguments_on_and_prints_the_runs_folder(prints, monkeypatch):
+    seen = {}
+
+    def train(recipe, **options):
+        seen.update(options, recipe=recipe)
+        return Path("runs/demo")
+
+    monkeypatch.setattr("ssmzoo.train.train", train)
+    out = prints("train", "a/demo.yaml", "--set", "train.lr=1", "--set", "train.steps=2")
+    assert out == "runs/demo\n"
+    assert seen == {
+        "recipe": "a/demo.yaml",
+        "output_dir": Path("runs/demo"),
+        "resume": False,
+        "overrides": ["train.lr=1", "train.steps=2"],
+    }
+    prints("train", "a/demo.yaml", "--output", "elsewhere", "--resume")
+    assert (seen["output_dir"], seen["resume"]) == ("elsewhere", True)
+
+
+def test_eval_passes_its_arguments_on_and_prints_scores_and_the_files_place(
+    prints, monkeypatch, tmp_path
+):
+    seen = {}
+    path = tmp_path / "m.json"
+    row = {"task": "t", "metric": "acc", "value": 0.123456, "stderr": None, "n": 9, "seed": 1}
+    path.write_text(json.dumps({"results": [row]}))
+
+    def evaluate(model, **options):
+        seen.update(options, model=model)
+        return path
+
+    monkeypatch.setattr("ssmzoo.evaluate.evaluate", evaluate)
+    out = prints("eval", "m", "--tasks", "a, b", "--limit", 5, "--text", "t.txt", "--dtype", "auto")
+    assert out.splitlines() == [
+        "task  metric  value   stderr  n",
+        "t     acc     0.1235  -       9",
+        str(path),
+    ]
+    assert seen == {
+        "model": "m",
+        "tasks": ("a", "b"),
+        "suite": None,
+        "text": "t.txt",
+        "output_dir": "eval/results",
+        "name": None,
+        "batch_size": 8,
+        "limit": 5,
+        "seed": 1234,
+        "device": None,
+        "dtype": "auto",
+        "trust_remote_code": False,
+    }
+    assert json.loads(prints("eval", "m", "--suite", "s", "--json")) == {"results": [row]}
+    assert (seen["tasks"], seen["suite"]) == ((), "s")
+
+
+def test_card_passes_its_arguments_on_and_prints_the_cards_place(prints, monkeypatch):
+    seen = {}
+
+    def render_card(model, **options):
+        seen.update(options, model=model)
+        return Path("card.md")
+
+    monkeypatch.setattr("ssmzoo.card.render_card", render_card)
+    assert prints("card", "m", "--results", "a.json", "--results", "b.json", "--run", "r") == (
+        "card.md\n"
+    )
+    results = [Path("a.json"), Path("b.json")]
+    assert seen == {"model": "m", "results": results, "run_dir": Path("r"), "output": None}
+
+
+def test_publish_dry_run_shows_files_and_sizes_and_writes_nothing(prints, model, tmp_path):
+    model = shutil.copytree(model, tmp_path / "model")
+    (model / "README.md").write_text("---\nlicense: apache-2.0\n---\n# A model\n")
+    target = tmp_path / "out"
+    out = prints("publish", model, f"folder:{target}", "--dry-run")
+    assert "model.safetensors" in out
+    assert out.rstrip().endswith(f"would go to {target}")
+    assert not target.exists()
+    report = json.loads(prints("publish", model, f"folder:{target}", "--json"))
+    assert report["dry_run"] is False
+    assert {file["path"]: file["size"] for file in report["files"]} == {
+        path.name: path.stat().st_size for path in target.iterdir()
+    }
+
+
+def test_check_exits_1_when_a_family_does_not_conform(monkeypatch, capsys):
+    from ssmzoo.testing import CheckResult, Report
+
+    for status, code in (("passed", 0), ("skipped", 0), ("failed", 1)):
+        result = CheckResult(
+            "causality", "The future changes nothing.", status, "told", 1.0, 2.0, 3
+        )
+        report = Report("longhorn", (result,))
+        monkeypatch.setattr("ssmzoo.testing.check", lambda _, report=report: report)
+        assert main(["check", "longhorn"]) == code
+        assert capsys.readouterr().out == report.table() + "\n"
+        assert main(["check", "longhorn", "--json"]) == code
+        assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(report.as_dict()))
+
+
+def test_bench_measures_all_families_unless_some_are_named(capsys, monkeypatch):
+    seen = []
+
+    def bench(families, *, report, **options):
+        seen.append((tuple(families), options))
+        report("a line")
+        return [{"what": "longhorn"}]
+
+    monkeypatch.setattr("ssmzoo.bench.bench", bench)
+    assert main(["bench", "--lengths", "64,128", "--no-peers"]) == 0
+    assert capsys.readouterr() == ("a line\n", "")
+    assert main(["bench", "longhorn", "--json", "--output", "x.csv"]) == 0
+    out, err = capsys.readouterr()
+    assert (json.loads(out), err) == ([{"what": "longhorn"}], "a line\n")
+    (every, first), (named, second) = seen
+    assert "longhorn" in every
+    assert named == ("longhorn",)
+    assert first == {"lengths": (64, 128), "peers": False, "slow": False, "output": None}
+    assert second["peers"]
+    assert second["output"] == Path("x.csv")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        ("train nix.yaml --output {tmp}/run", "nix.yaml"),
+        ("train {tmp} --output {tmp}/run", "{tmp}"),
+        ("eval {tmp}/nix --tasks ssmzoo_mqar", "{tmp}/nix"),
+        ("eval {model} --tasks ssmzoo_mqra", "did you mean 'ssmzoo_mqar'?"),
+        ("eval {model} --suite zoo-mqra", "did you mean 'zoo-mqar'?"),
+        ("eval {model} --text {tmp}/nix.txt", "nix.txt"),
+        ("eval {model}", "suite"),
+        ("eval {model} --tasks ssmzoo_mqar --limit 0", "limit must be at least 1, got 0"),
+        ("eval {model} --tasks ssmzoo_mqar --batch-size 0", "batch_size must be at least 1"),
+        ("card {tmp}/nix", "{tmp}/nix"),
+        ("card {model} --results {tmp}/nix.json", "nix.json"),
+        ("card {model} --run {tmp}/nix", "{tmp}/nix"),
+        ("publish {tmp}/nix {tmp}/out", "{tmp}/nix"),
+        ("publish {model} a/b/c/d", "a/b/c/d"),
+        ("publish {model} {tmp}/out --private", "private"),
+        ("check longhon", "did you mean 'longhorn'?"),
+        ("bench longhon", "did you mean 'longhorn'?"),
+    ],
+)
+def test_what_does_not_exist_is_one_line_and_leaves_nothing(
+    fails, tmp_path, model, arguments, answer
+):
+    fill = {"tmp": tmp_path, "model": model}
+    assert answer.format(**fill) in fails(*arguments.format(**fill).split())
+    assert list(tmp_path.iterdir()) == []
