@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
-from transformers import AutoModelForCausalLM, Mamba2Config, Mamba2ForCausalLM
+from transformers import AutoModelForCausalLM
 
-from ssmzoo import hub
+from ssmzoo import hub, load_family
 from ssmzoo.hub import publish
 
 CARD = "---\nlibrary_name: transformers\n---\n\n# tiny\n\n![Loss](loss.png)\n"
@@ -39,18 +39,9 @@ hub_server = _load_helper("hub_server")
 def saved_model(tmp_path_factory):
     """A tiny real model, saved once; tests copy it."""
     folder = tmp_path_factory.mktemp("saved") / "tiny"
+    family = load_family("longhorn")
     torch.manual_seed(0)
-    config = Mamba2Config(
-        vocab_size=64,
-        hidden_size=16,
-        num_hidden_layers=2,
-        state_size=8,
-        num_heads=4,
-        head_dim=8,
-        n_groups=1,
-        chunk_size=8,
-    )
-    Mamba2ForCausalLM(config).save_pretrained(folder)
+    family.causal_lm_class(family.config(**family.tiny)).save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "README.md").write_text(CARD)
     (folder / "loss.png").write_bytes(PICTURE)
@@ -375,13 +366,12 @@ def test_a_file_that_changes_while_it_is_copied_stops_the_publication(model, tmp
 
 PUSH = """
 import json, sys
-from huggingface_hub import ModelCard
+import ssmzoo.auto
 from transformers import AutoModelForCausalLM
 from ssmzoo.hub import publish
 
 folder = sys.argv[1]
 dry = publish(folder, "tester/published", dry_run=True)
-ModelCard.load(folder + "/README.md").validate()
 sent = publish(folder, "tester/published")
 again = publish(folder, "tester/published", revision="second/try", private=True)
 AutoModelForCausalLM.from_pretrained(folder).push_to_hub("tester/pushed")
@@ -397,6 +387,7 @@ LOAD = """
 import sys
 import numpy as np
 import torch
+import ssmzoo.auto
 from transformers import AutoModelForCausalLM
 
 torch.set_num_threads(1)
@@ -473,6 +464,7 @@ def test_a_publication_is_one_commit(server, pushed):
     assert list(repo.trees)[1] == pushed["commits"][1] == repo.branches["main"]
     commits = [r for r in server.requests if r.endswith("/api/models/tester/published/commit/main")]
     assert len(commits) == 1
+    assert "POST /api/validate-yaml" in server.requests  # the Hub's own check of the card
 
 
 def test_a_revision_is_created_and_the_repository_keeps_its_visibility(server, pushed):
@@ -500,12 +492,24 @@ def test_published_and_pushed_models_load_by_id_in_a_fresh_process_bit_for_bit(
     assert any("/resolve/" in r and r.endswith("model.safetensors") for r in server.requests)
 
 
+def test_publishing_is_quiet_when_not_on_a_terminal(server, model, tmp_path):
+    done = run_python(
+        PUBLISH, model, "tester/quiet", home=tmp_path, url=server.url, token=server.token
+    )
+    assert done.stdout == "tester/quiet published\n"
+    assert done.stderr == ""
+
+
 def test_a_refused_token_is_named_as_the_cause_and_never_shown(server, model, tmp_path):
-    for token in ("hf_wrong_secret", "hf_wrong_secret\u00e9"):
+    for token, cause in (
+        ("hf_wrong_secret", "the token is not valid (401); run `hf auth login` or set HF_TOKEN"),
+        ("hf_wrong_secret\u00e9", "holds characters that no token has"),
+    ):
         done = run_python(
             PUBLISH, model, "tester/refused", home=tmp_path, url=server.url, token=token
         )
         assert "publishing to tester/refused" in done.stdout
+        assert cause in done.stdout
         assert "hf_wrong_secret" not in done.stdout + done.stderr
     assert "tester/refused" not in server.repos
 

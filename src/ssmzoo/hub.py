@@ -17,7 +17,8 @@ import re
 import shutil
 import sys
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -450,22 +451,32 @@ def _publish_hub(
             f"publishing to {repository} needs a Hugging Face token; run `hf auth login` "
             "or set HF_TOKEN"
         )
+    if not (token.isascii() and token.isprintable()):
+        raise RuntimeError(
+            f"publishing to {repository} failed: the Hugging Face token holds characters that no "
+            "token has; run `hf auth login` or set HF_TOKEN"
+        )
     api = HfApi(token=token)
     try:
-        api.create_repo(repository, private=private, exist_ok=True)
-        if revision is not None:
-            api.create_branch(repository, branch=revision, exist_ok=True)
-        _refuse_other_weights(api.list_repo_files(repository, revision=revision), plan, repository)
-        operations = [CommitOperationAdd(name, str(path)) for name, path in plan.sources.items()]
-        for operation in operations:
-            if operation.upload_info.size != plan.sizes[operation.path_in_repo]:
-                raise _Refused(
-                    f"{operation.path_or_fileobj} changed while it was published; "
-                    "nothing was published"
-                )
-        commit = api.create_commit(
-            repository, operations, commit_message=message, revision=revision
-        )
+        with _quiet_off_terminal():
+            api.create_repo(repository, private=private, exist_ok=True)
+            if revision is not None:
+                api.create_branch(repository, branch=revision, exist_ok=True)
+            _refuse_other_weights(
+                api.list_repo_files(repository, revision=revision), plan, repository
+            )
+            operations = [
+                CommitOperationAdd(name, str(path)) for name, path in plan.sources.items()
+            ]
+            for operation in operations:
+                if operation.upload_info.size != plan.sizes[operation.path_in_repo]:
+                    raise _Refused(
+                        f"{operation.path_or_fileobj} changed while it was published; "
+                        "nothing was published"
+                    )
+            commit = api.create_commit(
+                repository, operations, commit_message=message, revision=revision
+            )
     except _Refused as error:
         raise RuntimeError(str(error)) from None
     # The HTTP library under huggingface_hub differs by its version, so its errors cannot be named;
@@ -473,6 +484,27 @@ def _publish_hub(
     except Exception as error:
         raise RuntimeError(_explain(error, repository, api.endpoint, token)) from None
     return _done(report, str(commit.commit_url).split("/commit/")[0], commit.oid)
+
+
+@contextmanager
+def _quiet_off_terminal() -> Iterator[None]:
+    """Switch huggingface_hub's progress bars off where nobody watches, as its user could."""
+    from huggingface_hub.constants import HF_HUB_DISABLE_PROGRESS_BARS
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    chosen = HF_HUB_DISABLE_PROGRESS_BARS is not None or are_progress_bars_disabled()
+    if chosen or sys.stderr.isatty():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
 class _Refused(Exception):
