@@ -13,7 +13,7 @@ import logging
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ssmzoo.recipe import STDLIB, DataSection
 
@@ -97,18 +97,21 @@ def open_dataset(
     """
     try:
         import datasets
+        from datasets.exceptions import DatasetNotFoundError
     except ImportError as error:
         raise RuntimeError("data sets need datasets: pip install 'ssmzoo[train]'") from error
     try:
         if data.dataset is not None:
-            return datasets.load_dataset(
+            opened = datasets.load_dataset(
                 data.dataset, data.config, split=split, revision=revision, streaming=streaming
             )
+            return cast("Iterable[dict[str, Any]]", opened)
         kind = "json" if data.jsonl is not None else "parquet"
         files = expand(data.jsonl or data.parquet or [], f"data.{data.source}")
         names = [str(file) for file in files]
-        return datasets.load_dataset(kind, data_files=names, split="train", streaming=streaming)
-    except (datasets.exceptions.DatasetNotFoundError, FileNotFoundError, ValueError) as error:
+        opened = datasets.load_dataset(kind, data_files=names, split="train", streaming=streaming)
+        return cast("Iterable[dict[str, Any]]", opened)
+    except (DatasetNotFoundError, FileNotFoundError, ValueError) as error:
         why = str(error).strip().splitlines()[0]
         raise LookupError(f"data.{data.source}: {why}") from error
 
@@ -168,13 +171,14 @@ def require_unchanged(manifest: Sequence[dict[str, Any]], files: Sequence[Path])
 
 def split_over_ranks(
     records: Iterable[dict[str, Any]], rank: int, world: int
-) -> IterableDataset | Iterable[dict[str, Any]]:
+) -> Iterable[dict[str, Any]]:
     """Return the share of a streamed data set that one of several processes reads."""
     if world == 1:
         return records
     from datasets.distributed import split_dataset_by_node
 
-    return split_dataset_by_node(records, rank=rank, world_size=world)  # type: ignore[type-var]
+    share = split_dataset_by_node(cast("IterableDataset", records), rank=rank, world_size=world)
+    return cast("Iterable[dict[str, Any]]", share)
 
 
 def _read_jsonl(file: Path, text_field: str) -> Iterator[tuple[int, str]]:

@@ -398,7 +398,7 @@ def _one_line(name: str, error: ValidationError) -> LookupError | ValueError:
     if first["type"] == "missing":
         return ValueError(f"{name}: {where} is missing")
     if first["type"] == "value_error":
-        return ValueError(f"{name}: {first['ctx']['error']}")
+        return ValueError(f"{name}: {first.get('ctx', {}).get('error')}")
     rule = first["msg"].replace("Input should be", "must be").replace("Input should", "must")
     return ValueError(f"{name}: {where} {rule[0].lower()}{rule[1:]}, got {first['input']!r}")
 

@@ -257,7 +257,7 @@ class StreamedRows:
 
     def _start_epoch(self, state: dict[str, Any] | None = None, records: int = 0) -> None:
         self._stream = self._open()
-        self._records = records
+        self._records, self._given = records, (records, state)
         skip = records
         if state is not None and hasattr(self._stream, "load_state_dict"):
             self._stream.load_state_dict(state)  # type: ignore[attr-defined]
@@ -271,12 +271,14 @@ class StreamedRows:
                 yield record
 
     def _standing(self) -> dict[str, Any]:
-        stream = self._stream
-        state = stream.state_dict() if hasattr(stream, "state_dict") else None  # type: ignore
+        records, state = self._given
+        # a stream knows its state only once it has been read
+        if self._records > records and hasattr(self._stream, "state_dict"):
+            state = self._stream.state_dict()  # type: ignore[attr-defined]
         return {
             "epoch": self._epoch,
             "block": self._number,
-            "stream": state if self._records else None,
+            "stream": state,
             "records": self._records,
             "carry": self._carry[0].tolist(),
             "seams": self._carry[1].tolist(),

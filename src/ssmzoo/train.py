@@ -25,7 +25,7 @@ from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from ssmzoo.build import build_config, build_model, load_model, without_bars
 from ssmzoo.checkpoint import (
@@ -111,8 +111,8 @@ def param_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict[
     The usual rule: tensors of two dimensions or more decay, vectors and scalars (norms, biases)
     do not, nor does what is marked ``_no_weight_decay``; frozen parameters are left out.
     """
-    declared = getattr(model, "param_groups", None)
-    if callable(declared):
+    declared: Callable[..., list[dict[str, Any]]] | None = getattr(model, "param_groups", None)
+    if declared is not None:
         return declared(lr=lr, weight_decay=weight_decay)
     decay, others = [], []
     for parameter in model.parameters():
@@ -376,7 +376,7 @@ class _Run:
         accelerator, world = self.accelerator, self.accelerator.num_processes
         total: int | torch.Tensor = sum(read.targets)
         if world > 1:
-            total = accelerator.reduce(torch.tensor(total, device=accelerator.device))
+            total = self._sum(torch.tensor(total, device=accelerator.device))
         loss_of_step: torch.Tensor | float = 0.0
         for i, (batch, targets) in enumerate(zip(read.batches, read.targets, strict=True)):
             last = i == len(read.batches) - 1
@@ -387,11 +387,13 @@ class _Run:
                 accelerator.backward(loss * world)
             loss_of_step = loss_of_step + loss.detach()
         largest = self.recipe.train.clip or math.inf
-        norm = accelerator.clip_grad_norm_(self.parameters, largest)
+        norm = cast("torch.Tensor", accelerator.clip_grad_norm_(self.parameters, largest))
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
-        self.pending.append(torch.stack([torch.as_tensor(loss_of_step), _local(norm)]))
+        self.pending.append(
+            torch.stack([torch.as_tensor(loss_of_step), _local(cast("torch.Tensor", norm))])
+        )
 
     def _collect(self) -> None:
         """Bring losses and norms from the device, and stop where one is not finite."""
@@ -401,8 +403,7 @@ class _Run:
             return
         values = torch.stack(self.pending).double()
         self.pending.clear()
-        if self.accelerator.num_processes > 1:
-            values[:, 0] = self.accelerator.reduce(values[:, 0].clone())
+        values[:, 0] = self._sum(values[:, 0].clone())
         pairs = values.tolist()
         for step, (loss, norm) in enumerate(pairs, self.step - len(pairs) + 1):
             if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -413,6 +414,10 @@ class _Run:
                     f"{step}; {way_out}; try a smaller train.lr or a longer train.warmup"
                 )
         self.window += [(loss, norm) for loss, norm in pairs]
+
+    def _sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all processes."""
+        return cast("torch.Tensor", self.accelerator.reduce(values))
 
     def _log(self) -> None:
         now = time.perf_counter()
@@ -452,9 +457,7 @@ class _Run:
                     [output.loss.double() * rows.targets, right, sums.new_tensor(rows.targets)]
                 )
         self.model.train()
-        if self.accelerator.num_processes > 1:
-            sums = self.accelerator.reduce(sums)
-        loss, right, targets = sums.tolist()
+        loss, right, targets = self._sum(sums).tolist()
         line = {
             "step": self.step,
             "tokens": self.tokens,
@@ -476,7 +479,7 @@ class _Run:
         from safetensors.torch import save_file
 
         processes = gather_object([{"position": position, "random": _random_state()}])
-        weights = self.accelerator.get_state_dict(self.model)
+        weights = cast("dict[str, torch.Tensor]", self.accelerator.get_state_dict(self.model))
         moments = _optimizer_tensors(self.bare, self.raw_optimizer)
         spent = self.seconds + time.perf_counter() - self.clock
         state = {
@@ -501,7 +504,7 @@ class _Run:
 
         self._on_main(save)
 
-    def _write_model(self, folder: Path, weights: dict[str, torch.Tensor] | None) -> None:
+    def _write_model(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
         with without_bars():
             self.bare.save_pretrained(folder, state_dict=weights)
         self.tokenizer.save_pretrained(folder)
@@ -677,10 +680,11 @@ def _random_state() -> dict[str, Any]:
     import numpy as np
     import torch
 
-    kind, keys, *rest = np.random.get_state()
+    numbers = np.random.get_state(legacy=False)
+    numbers["state"]["key"] = numbers["state"]["key"].tolist()
     state: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": [kind, keys.tolist(), *rest],
+        "numpy": numbers,
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
     }
     if torch.cuda.is_available():
@@ -697,7 +701,9 @@ def _set_random_state(state: dict[str, Any]) -> None:
 
     python_version, numbers, gauss = state["python"]
     random.setstate((python_version, tuple(numbers), gauss))
-    np.random.set_state(tuple(state["numpy"]))
+    numbers = state["numpy"]
+    key = np.array(numbers["state"]["key"], np.uint32)
+    np.random.set_state({**numbers, "state": {**numbers["state"], "key": key}})
     torch.set_rng_state(tensor(state["torch"]))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensor(state["cuda"]))

@@ -1,0 +1,469 @@
+import gzip
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from ssmzoo.data import byte_tokenizer, open_data, prepare_data, recipe_tokenizer
+from ssmzoo.recipe import Recipe
+from ssmzoo.rows import IGNORED, PackedRows, StreamedRows
+from ssmzoo.tokenizer import encoder
+
+BOS, EOS = 257, 258
+
+
+def documents(count, seed=0):
+    rng = np.random.default_rng(seed)
+    words = ["ant", "bee", "cat", "dodo", "elk", "fox", "gnu"]
+    return [f"{i}: " + " ".join(rng.choice(words, size=rng.integers(3, 40))) for i in range(count)]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i, text in enumerate(documents(40)):
+        (folder / f"{i:03d}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+def make_recipe(seq_len=16, batch_size=4, batches=3, seed=0, **data):
+    return Recipe.model_validate(
+        {
+            "model": {"config_of": "llama"},
+            "data": data,
+            "train": {
+                "steps": 1,
+                "batch_size": batch_size,
+                "seq_len": seq_len,
+                "lr": 1.0,
+                "seed": seed,
+            },
+            "eval": {"batches": batches},
+        }
+    )
+
+
+def opened(recipe, cache, rank=0, world=1, before=None):
+    tokenizer = recipe_tokenizer(recipe)
+    manifest = prepare_data(recipe, tokenizer, cache, before)
+    return open_data(recipe, tokenizer, cache, manifest, rank=rank, world=world)
+
+
+def segments(rows):
+    """Every run of tokens between two seams."""
+    found = []
+    for ids, starts in zip(rows.input_ids, rows.starts, strict=True):
+        bounds = [*np.flatnonzero(starts), len(ids)]
+        found += [tuple(ids[a:b]) for a, b in pairwise(bounds)]
+    return found
+
+
+def test_an_epoch_holds_every_token_once_but_for_the_last_row(texts, tmp_path):
+    recipe = make_recipe(text=[str(texts)])
+    data = opened(recipe, tmp_path / "cache")
+    whole = Counter()
+    for document in encoder(byte_tokenizer())(documents(40)):
+        whole.update(document.tolist())
+    rows = data.train.take(data.epoch_rows)
+    got = Counter(rows.input_ids.ravel().tolist())
+    assert not got - whole
+    assert (whole - got).total() == whole.total() % 16
+
+
+def test_no_row_joins_two_documents_without_a_seam(texts, tmp_path):
+    data = opened(make_recipe(text=[str(texts)]), tmp_path / "cache")
+    joined = ["".join(map(chr, d)) for d in encoder(byte_tokenizer())(documents(40))]
+    rows = data.train.take(data.epoch_rows)
+    for segment in segments(rows):
+        text = "".join(map(chr, segment))
+        assert any(text in document for document in joined)
+    assert rows.starts[:, 0].all()
+    assert (rows.input_ids[:, 1:] == BOS).sum() == rows.starts[:, 1:].sum() > 10
+
+
+def test_nothing_is_predicted_across_a_seam(texts, tmp_path):
+    rows = opened(make_recipe(text=[str(texts)]), tmp_path / "cache").train.take(8)
+    assert (rows.labels[rows.starts] == IGNORED).all()
+    assert (rows.labels[~rows.starts] == rows.input_ids[~rows.starts]).all()
+    assert rows.targets == (~rows.starts).sum()
+
+
+def test_the_order_is_the_seeds_and_differs_between_epochs(texts, tmp_path):
+    def epochs(seed):
+        data = opened(make_recipe(text=[str(texts)], seed=seed), tmp_path / "cache")
+        return [data.train.take(data.epoch_rows).input_ids for _ in range(2)]
+
+    one, same, other = epochs(0), epochs(0), epochs(1)
+    assert (one[0] == same[0]).all()
+    assert (one[1] == same[1]).all()
+    assert (one[0] != one[1]).any()
+    assert (one[0] != other[0]).any()
+
+
+def test_a_position_continues_exactly_across_the_border_of_epochs(texts, tmp_path):
+    recipe = make_recipe(text=[str(texts)])
+    whole = opened(recipe, tmp_path / "cache").train
+    count = len(whole) // 5 + 1
+    expected = [whole.take(5).input_ids for _ in range(2 * count)]
+    for stop in (1, count - 1, count):
+        first = opened(recipe, tmp_path / "cache").train
+        for _ in range(stop):
+            first.take(5)
+        second = opened(recipe, tmp_path / "cache").train
+        second.seek(json.loads(json.dumps(first.position())))
+        assert (second.take(5).input_ids == expected[stop]).all()
+
+
+def test_processes_share_the_rows_of_one_without_overlap(texts, tmp_path):
+    recipe = make_recipe(text=[str(texts)], batch_size=8, validation=0.2)
+    alone = opened(recipe, tmp_path / "cache")
+    ranks = [opened(recipe, tmp_path / "cache", rank, 4) for rank in range(4)]
+    for _ in range(5):
+        together = np.concatenate([data.train.take(2).input_ids for data in ranks])
+        assert (together == alone.train.take(8).input_ids).all()
+    held_out = [np.concatenate([r.input_ids for r in data.validation]) for data in ranks]
+    assert len({len(part) for part in held_out}) == 1
+    one = np.concatenate([r.input_ids for r in alone.validation])
+    assert (np.concatenate(held_out) == one[: len(held_out[0]) * 4]).all()
+
+
+def test_held_out_documents_are_never_trained_on_whatever_the_seed(texts, tmp_path):
+    chosen = []
+    for seed in (0, 1):
+        recipe = make_recipe(text=[str(texts)], validation=0.2, seed=seed, batches=1000)
+        tokenizer = recipe_tokenizer(recipe)
+        manifest = prepare_data(recipe, tokenizer, tmp_path / "cache")
+        data = open_data(recipe, tokenizer, tmp_path / "cache", manifest)
+        chosen.append(manifest["held_out"])
+        # only document starts are sure to be told apart: their number stands there
+        starts = [segment[:5] for segment in segments(data.train.take(data.epoch_rows))]
+        for name in manifest["held_out"]:
+            head = (BOS, *Path(name).read_bytes()[:4])
+            assert head not in starts
+    assert chosen[0] == chosen[1]
+    assert len(chosen[0]) == 8
+
+
+def test_a_copy_of_a_held_out_document_is_held_out_too(texts, tmp_path):
+    for path in list(texts.iterdir()):
+        (texts / f"copy-{path.name}").write_bytes(path.read_bytes())
+    recipe = make_recipe(text=[str(texts)], validation=8)
+    manifest = prepare_data(recipe, byte_tokenizer(), tmp_path / "cache")
+    contents = Counter(Path(name).read_text() for name in manifest["held_out"])
+    assert set(contents.values()) == {2}
+
+
+def test_of_one_document_the_end_is_held_out(tmp_path):
+    (tmp_path / "book.txt").write_text("a" * 900 + "b" * 100, encoding="utf-8")
+    recipe = make_recipe(text=[str(tmp_path / "book.txt")], validation=0.1)
+    data = opened(recipe, tmp_path / "cache")
+    trained = set(data.train.take(data.epoch_rows).input_ids.ravel().tolist())
+    assert trained <= {BOS, ord("a"), ord("b")}
+    held_out = {i for rows in data.validation for i in rows.input_ids.ravel().tolist()}
+    assert held_out <= {ord("b"), EOS}
+
+
+def write_records(folder):
+    folder.mkdir()
+    records = [{"body": text, "id": i} for i, text in enumerate(documents(40))]
+    lines = [json.dumps(record) + "\n" for record in records]
+    (folder / "a.jsonl").write_text("".join(lines[:15]) + "\n", encoding="utf-8")
+    with gzip.open(folder / "b.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.writelines(lines[15:])
+    table = pyarrow.Table.from_pylist(records)
+    pyarrow.parquet.write_table(table.slice(0, 15), folder / "a.parquet")
+    pyarrow.parquet.write_table(table.slice(15), folder / "b.parquet", row_group_size=7)
+    return folder
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"jsonl": ["a.jsonl", "b.jsonl.gz"]},
+        {"parquet": ["*.parquet"]},
+        {"dataset": "hub"},
+        {"dataset": "hub", "streaming": True},
+        {"jsonl": ["a.jsonl", "b.jsonl.gz"], "streaming": True},
+        {"parquet": ["*.parquet"], "streaming": True},
+    ],
+    ids=lambda source: "-".join(source),
+)
+def test_every_source_gives_the_same_documents(source, tmp_path, offline):
+    folder = write_records(tmp_path / "records")
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    for name in ("a", "b"):
+        (hub / f"train-{name}.parquet").write_bytes((folder / f"{name}.parquet").read_bytes())
+    fields = {
+        kind: [str(folder / name) for name in value] if isinstance(value, list) else value
+        for kind, value in source.items()
+    }
+    if "dataset" in fields:
+        fields["dataset"] = str(hub)
+    total = sum(len(d) for d in encoder(byte_tokenizer())(documents(40)))
+    recipe = make_recipe(seq_len=4, text_field="body", **fields)
+    rows = opened(recipe, tmp_path / "cache").train.take(total // 4)
+    expected = Counter()
+    for document in encoder(byte_tokenizer())(documents(40)):
+        expected.update(document.tolist())
+    assert (expected - Counter(rows.input_ids.ravel().tolist())).total() == total % 4
+
+
+def streamed(recipe, cache, rank=0, world=1):
+    return opened(recipe, cache, rank, world).train
+
+
+def test_a_stream_continues_exactly_wherever_it_was_left(tmp_path, offline):
+    folder = write_records(tmp_path / "records")
+    recipe = make_recipe(
+        parquet=[str(folder / "*.parquet")], text_field="body", streaming=True, shuffle_buffer=6
+    )
+    whole = streamed(recipe, tmp_path / "cache")
+    taken = [whole.take(7) for _ in range(60)]
+    assert whole.position()["epoch"] >= 1
+    position = streamed(recipe, tmp_path / "cache").position()
+    for rows in taken:  # killed and resumed after every step
+        resumed = streamed(recipe, tmp_path / "cache")
+        resumed.seek(json.loads(json.dumps(position)))
+        again = resumed.take(7)
+        assert (again.input_ids == rows.input_ids).all()
+        assert (again.starts == rows.starts).all()
+        position = resumed.position()
+
+
+def test_a_plain_iterable_is_resumed_by_counting():
+    texts = documents(30)
+
+    def stream():
+        return StreamedRows(
+            lambda: [{"text": text} for text in texts],
+            lambda records: (record["text"] for record in records),
+            encoder(byte_tokenizer()),
+            16,
+            0,
+            block=4,
+        )
+
+    whole = stream()
+    whole.take(20)
+    position = json.loads(json.dumps(whole.position()))
+    resumed = stream()
+    resumed.seek(position)
+    assert (resumed.take(50).input_ids == whole.take(50).input_ids).all()
+
+
+def test_streams_of_several_processes_do_not_overlap(tmp_path, offline):
+    folder = write_records(tmp_path / "records")
+    recipe = make_recipe(
+        parquet=[str(folder / "*.parquet")], text_field="body", streaming=True, seq_len=64
+    )
+    heads = []
+    for rank in range(2):
+        # within the first epoch of either share
+        rows = streamed(recipe, tmp_path / "cache", rank, 2).take(20)
+        heads.append({s[:5] for s in segments(rows) if s[0] == BOS and len(s) >= 5})
+    assert all(len(share) > 5 for share in heads)
+    assert not heads[0] & heads[1]
+
+
+def test_the_first_documents_of_a_stream_can_be_held_out(tmp_path, offline):
+    folder = write_records(tmp_path / "records")
+    recipe = make_recipe(
+        parquet=[str(folder / "*.parquet")],
+        text_field="body",
+        streaming=True,
+        validation=5,
+        seq_len=4,
+        batches=1000,
+    )
+    data = opened(recipe, tmp_path / "cache")
+    heads = {s for s in segments(data.train.take(1500)) if s[0] == BOS and len(s) == 4}
+    held_out = {(BOS, *f"{i}: ".encode()[:3]) for i in range(5)}
+    assert heads
+    assert not heads & held_out
+    seen = {s[:4] for rows in data.validation for s in segments(rows) if s[0] == BOS}
+    assert held_out & seen
+
+
+def test_validation_paths_and_splits_are_read(texts, tmp_path, offline):
+    (tmp_path / "held.txt").write_text("z" * 100, encoding="utf-8")
+    recipe = make_recipe(text=[str(texts)], validation=str(tmp_path / "held.txt"))
+    data = opened(recipe, tmp_path / "cache")
+    ids = {i for rows in data.validation for i in rows.input_ids.ravel().tolist()}
+    assert ids <= {ord("z"), BOS, EOS}
+
+    folder, hub = write_records(tmp_path / "records"), tmp_path / "hub"
+    hub.mkdir()
+    (hub / "train-0.parquet").write_bytes((folder / "a.parquet").read_bytes())
+    (hub / "test-0.parquet").write_bytes((folder / "b.parquet").read_bytes())
+    for streaming in (False, True):
+        recipe = make_recipe(
+            dataset=str(hub), text_field="body", validation="test", streaming=streaming
+        )
+        assert opened(recipe, tmp_path / f"cache-{streaming}").validation
+
+
+def test_a_tasks_rows_are_fresh_seeded_and_resumable(tmp_path):
+    recipe = make_recipe(
+        seq_len=32, task="mqar", task_args={"num_pairs": 2, "vocab_size": 64}, validation=10
+    )
+    data = opened(recipe, tmp_path / "cache")
+    one, two = data.train.take(1500), data.train.take(1500)
+    again = opened(recipe, tmp_path / "cache").train
+    again.seek(json.loads(json.dumps({"row": 1500})))
+    assert (again.take(1500).input_ids == two.input_ids).all()
+    rows = {row.tobytes() for part in (one, two) for row in part.input_ids}
+    assert len(rows) == 3000
+    held_out = {row.tobytes() for part in data.validation for row in part.input_ids}
+    assert len(held_out) == 10
+    assert not held_out & rows
+    assert one.targets == 2 * 1500
+
+
+@pytest.mark.parametrize(
+    ("task", "arguments", "message"),
+    [
+        ("mqarr", {}, "no task 'mqarr'; did you mean 'mqar'?"),
+        ("mqar", {"num_pears": 1}, "mqar has no argument 'num_pears'; did you mean 'num_pairs'?"),
+        ("induction_heads", {}, "data.task_args.vocab_size is missing"),
+    ],
+)
+def test_wrong_tasks_are_refused(task, arguments, message):
+    with pytest.raises((LookupError, ValueError)) as caught:
+        recipe_tokenizer(make_recipe(task=task, task_args=arguments))
+    assert message in str(caught.value)
+
+
+def prepared(cache, before=None, **data):
+    recipe = make_recipe(**data)
+    return prepare_data(recipe, byte_tokenizer(), cache, before)
+
+
+def test_missing_empty_and_unreadable_data_is_named(tmp_path):
+    cache = tmp_path / "cache"
+    with pytest.raises(ValueError, match=r"data\.text: .*nothing.* does not exist and matches no"):
+        prepared(cache, text=[str(tmp_path / "nothing")])
+    with pytest.raises(ValueError, match=r"data\.text: .*/\*\.md' does not exist and matches no"):
+        prepared(cache, text=[str(tmp_path / "*.md")])
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match="holds no file"):
+        prepared(cache, text=[str(tmp_path / "folder")])
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(ValueError, match=r"data\.text must hold text, got none"):
+        prepared(cache, text=[str(tmp_path / "empty.txt")])
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"latin\.txt must be UTF-8 text, got byte 0xe9 at 3"):
+        prepared(cache, text=[str(tmp_path / "latin.txt")])
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "a"}\n{"text": \n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"bad\.jsonl:2 must be JSON"):
+        prepared(cache, jsonl=[str(bad)])
+    bad.write_text('{"txt": "a"}\n', encoding="utf-8")
+    with pytest.raises(LookupError, match=r"has no field 'text', it has txt; set data\.text_field"):
+        prepared(cache, jsonl=[str(bad)])
+    bad.write_text('{"text": 5}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match="'text' must be text, got int"):
+        prepared(cache, jsonl=[str(bad)])
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(ValueError, match=r"bad\.parquet must be a parquet file"):
+        prepared(cache, parquet=[str(tmp_path / "bad.parquet")])
+    (tmp_path / "one.txt").write_text("one", encoding="utf-8")
+    with pytest.raises(ValueError, match="holds out all of the 1"):
+        prepared(cache, text=[str(tmp_path / "one.txt")], validation=3)
+    assert not [p for p in tmp_path.iterdir() if "unfinished" in p.name]
+
+
+def test_a_folders_binary_files_are_left_out_with_a_warning(texts, tmp_path, caplog):
+    (texts / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
+    manifest = prepared(tmp_path / "cache", text=[str(texts)])
+    assert manifest["documents"] == 40
+    assert "left out 1 files that are not UTF-8 text" in caplog.text
+
+
+def test_text_shorter_than_a_row_is_refused(tmp_path):
+    (tmp_path / "short.txt").write_text("short", encoding="utf-8")
+    recipe = make_recipe(text=[str(tmp_path / "short.txt")])
+    with pytest.raises(ValueError, match=r"at least one row of train\.seq_len = 16 tokens, got 7"):
+        opened(recipe, tmp_path / "cache")
+
+
+def test_an_empty_stream_is_refused(tmp_path, offline):
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n', encoding="utf-8")
+    recipe = make_recipe(jsonl=[str(tmp_path / "empty.jsonl")], streaming=True)
+    with pytest.raises(ValueError, match="must hold documents, got none"):
+        opened(recipe, tmp_path / "cache").train.take(1)
+
+
+def test_a_missing_split_is_named(tmp_path, offline):
+    folder, hub = write_records(tmp_path / "records"), tmp_path / "hub"
+    hub.mkdir()
+    (hub / "train-0.parquet").write_bytes((folder / "a.parquet").read_bytes())
+    recipe = make_recipe(dataset=str(hub), text_field="body", split="validation")
+    with pytest.raises(LookupError, match=r"data\.dataset: .*validation"):
+        opened(recipe, tmp_path / "cache")
+
+
+def test_changed_data_is_noticed_and_a_touched_file_is_not_a_change(texts, tmp_path):
+    cache, arguments = tmp_path / "cache", {"text": [str(texts)]}
+    before = json.loads(json.dumps(prepared(cache, **arguments)))
+    (texts / "003.txt").touch()
+    assert prepared(cache, before, **arguments)["digest"] == before["digest"]
+    (texts / "new.txt").write_text("new", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"new\.txt was added since the run began"):
+        prepared(cache, before, **arguments)
+    (texts / "new.txt").unlink()
+    content = (texts / "003.txt").read_text()
+    (texts / "003.txt").write_text(content.replace("3", "4", 1), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"003\.txt was changed .* start a new run"):
+        prepared(cache, before, **arguments)
+    (texts / "003.txt").unlink()
+    with pytest.raises(ValueError, match=r"003\.txt was removed since the run began"):
+        prepared(cache, before, **arguments)
+
+
+def test_the_digest_is_of_the_content_not_of_the_place(texts, tmp_path):
+    one = prepared(tmp_path / "one", text=[str(texts)])
+    moved = texts.rename(tmp_path / "moved")
+    assert prepared(tmp_path / "two", text=[str(moved)])["digest"] == one["digest"]
+    (moved / "003.txt").write_text("other", encoding="utf-8")
+    assert prepared(tmp_path / "three", text=[str(moved)])["digest"] != one["digest"]
+
+
+def test_tokens_are_made_once(texts, tmp_path, monkeypatch):
+    prepared(tmp_path / "cache", text=[str(texts)])
+    monkeypatch.setattr("ssmzoo.data._write_store", lambda *_: pytest.fail("tokenised again"))
+    prepared(tmp_path / "cache", text=[str(texts)])
+
+
+def test_a_hub_data_set_is_pinned_to_the_commit_found_first(tmp_path, monkeypatch):
+    class Info:
+        sha = "c0ffee"
+
+    asked = []
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.dataset_info",
+        lambda self, name, revision: asked.append((name, revision)) or Info,
+    )
+    arguments = {"dataset": "user/name", "revision": "main", "streaming": True}
+    before = prepared(tmp_path / "cache", **arguments)
+    assert (before["revision"], asked) == ("c0ffee", [("user/name", "main")])
+    assert prepared(tmp_path / "cache", before, **arguments) == before
+    assert len(asked) == 1
+
+
+def test_rows_of_long_documents_in_the_middle_start_with_a_seam():
+    tokens = np.arange(100, dtype=np.uint16)
+    rows = PackedRows(tokens, np.array([[0, 100]]), 10, 0).take(10)
+    assert sorted(rows.input_ids.ravel().tolist()) == list(range(100))
+    assert rows.starts.sum() == 10
