@@ -7,6 +7,7 @@ just read; "even" gives every byte the same chance), so that the right score is 
 import json
 import logging
 import math
+import os
 import subprocess
 import sys
 
@@ -26,7 +27,8 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 from ssmzoo import evaluate as evaluation
-from ssmzoo.evaluate import evaluate, load_suite, merge, read_results, suites, write_results
+from ssmzoo.evaluate import evaluate, load_suite, suites
+from ssmzoo.results import merge, read_results, write_results
 from ssmzoo.tasks import symbol_tokenizer, text_documents
 from ssmzoo.tokenizer import byte_tokenizer
 
@@ -574,6 +576,7 @@ def test_table2_names_lm_evals_tasks_and_scores_each_by_the_papers_metric(
     assert all(row["suite"] == "longhorn-table2" for row in rows)
     assert (average["task"], average["metric"]) == ("longhorn-table2", "average")
     assert average["value"] == pytest.approx(np.mean([row["value"] for row in rows]))
+    assert average["stderr"] == pytest.approx(np.hypot.reduce([r["stderr"] for r in rows]) / 8)
 
     def unreachable(*_, **__):
         raise ConnectionError("no network")
@@ -639,16 +642,29 @@ def test_the_run_names_its_models(tmp_path, folder, name):
 
 def test_scoring_is_quiet_and_needs_no_network_and_import_is_cheap(models, tmp_path):
     code = f"""
-import sys
+import os, sys
 from ssmzoo.evaluate import evaluate
 assert not {{"torch", "transformers", "datasets", "lm_eval"}} & set(sys.modules)
 import socket
-def refuse(*args, **kwargs): raise AssertionError("network")
+reached = []
+def refuse(*args, **kwargs):
+    reached.append(args)
+    raise OSError("no network")
 socket.socket.connect = socket.getaddrinfo = refuse
 evaluate({models("llama")!r}, tasks=["ssmzoo_recall_text"], text={__file__!r},
          output_dir={str(tmp_path)!r}, limit=4)
+assert not reached, reached
+os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+try:
+    evaluate("nobody/nothing", tasks=["ssmzoo_recall_text"], output_dir={str(tmp_path)!r})
+except LookupError as error:
+    print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == ""
     assert done.stderr == ""
+    assert done.stdout.startswith("no folder 'nobody/nothing' here, and no tokenizer from the Hub")
+    assert done.stdout.count("\n") == 1

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import json
 import logging
 import math
 import os
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import yaml
@@ -31,6 +30,7 @@ import yaml
 from ssmzoo import tasks as our_tasks
 from ssmzoo.family import suggestion
 from ssmzoo.resources import share
+from ssmzoo.results import Results, Score, merge, read_results, write_results
 
 if TYPE_CHECKING:
     import torch
@@ -46,50 +46,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 PACKAGES = ("ssmzoo", "torch", "transformers", "lm-eval", "datasets", "tokenizers", "numpy")
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-
-
-class ModelInfo(TypedDict):
-    """Which model was scored; ``revision`` is the Hub commit, or a digest of the local weights."""
-
-    name: str
-    source: str
-    revision: str | None
-    model_type: str
-    parameters: int
-
-
-class Score(TypedDict):
-    """One number; ``settings`` is what defines the task's data.
-
-    ``versions``, ``hardware``, ``date`` and ``command`` are there only where they differ from those
-    of the file, because the score is from an earlier call.
-    """
-
-    task: str
-    metric: str
-    value: float | None
-    stderr: float | None
-    n: int
-    seed: int
-    num_fewshot: int
-    higher_is_better: bool | None
-    settings: dict[str, Any]
-    suite: NotRequired[str]
-    versions: NotRequired[dict[str, str]]
-    hardware: NotRequired[str]
-    date: NotRequired[str]
-    command: NotRequired[str]
-
-
-class Results(TypedDict):
-    """A results file."""
-
-    model: ModelInfo
-    results: list[Score]
-    versions: dict[str, str]
-    hardware: str
-    date: str
-    command: str
 
 
 @dataclass(frozen=True)
@@ -177,7 +133,8 @@ def evaluate(
         members = [{"group": chosen.name, "task": [e]} for e in chosen.entries] if chosen else []
         specs: list[str | dict[str, Any]] = [*names, *members]
         library.check(specs)
-        network = _load_model(model, folder, dtype, trust_remote_code).to(place)
+        network = _load_model(model, folder, dtype, trust_remote_code)
+        cast("torch.nn.Module", network).to(place)
         _check_vocabulary(network, tokenizer)
         lm = scorer.Scorer(network, tokenizer, batch_size=batch_size)
         results: Results = {
@@ -202,7 +159,7 @@ def evaluate(
         for spec in specs:
             new = _score(lm, library.load(spec), limit=limit, seed=seed, symbols=symbols)
             if not isinstance(spec, str):
-                new = [Score({**score, "suite": spec["group"]}) for score in new]
+                new = [cast("Score", {**score, "suite": spec["group"]}) for score in new]
             scores += new
             results = merge(results, {**results, "results": new})
             write_results(target, results)
@@ -281,86 +238,6 @@ def model_folder(model: str) -> Path | None:
     return None
 
 
-def read_results(path: str | Path) -> Results:
-    """Read a results file.
-
-    Raises:
-        ValueError: It is not one, for instance because it was cut short.
-    """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(content["model"]["source"], str):
-            raise TypeError("model.source must be a string")
-        _ = {(row["task"], row["metric"]): row["value"] for row in content["results"]}
-        _ = [content[key] for key in ("versions", "hardware", "date", "command")]
-        _ = content["model"]["revision"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"results file {str(path)!r} is corrupt ({type(error).__name__}: {error}); move it "
-            f"away, or give another name"
-        ) from error
-    return content
-
-
-def write_results(path: str | Path, results: Results) -> None:
-    """Write a results file; it appears under its name only when it is complete."""
-    path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(results, file, indent=2, allow_nan=False, ensure_ascii=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes files private; results are as public as any other file
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-
-
-def merge(earlier: Results | None, new: Results) -> Results:
-    """Return ``new`` with the earlier scores that it does not replace.
-
-    Those that stay keep the versions, hardware, date and command of their own call. Scores of other
-    weights from the same source are dropped, with a warning.
-
-    Raises:
-        ValueError: The earlier scores are another model's.
-    """
-    if earlier is None:
-        return new
-    if earlier["model"]["revision"] != new["model"]["revision"]:
-        old, now = earlier["model"]["source"], new["model"]["source"]
-        if old != now:
-            raise ValueError(
-                f"results named {new['model']['name']!r} are of another model, {old!r}; "
-                f"give those of {now!r} another name"
-            )
-        if earlier["results"]:
-            LOG.warning(
-                "dropped %d results of %s: they are of other weights", len(earlier["results"]), now
-            )
-        return new
-    replaced = {(row["task"], row["metric"]): row for row in new["results"]}
-    rows = []
-    for row in earlier["results"]:
-        kept = replaced.pop((row["task"], row["metric"]), None)
-        if kept is None:
-            own = {
-                key: earlier[key]
-                for key in ("versions", "hardware", "date", "command")
-                if key not in row and earlier[key] != new[key]
-            }
-            kept = Score({**row, **own})
-        rows.append(kept)
-    return {**new, "results": [*rows, *replaced.values()]}
-
-
 @functools.cache
 def _lm_eval_tasks() -> TaskManager:
     """Return the index of lm-eval's own tasks; reading its ten thousand files takes seconds."""
@@ -433,7 +310,6 @@ def _score(
     lm: Scorer, loaded: dict[str, Any], *, limit: int | None, seed: int, symbols: int | None
 ) -> list[Score]:
     """Run one task, group or tag, and return every number it reports."""
-    import lm_eval
     from transformers import set_seed
 
     settings: dict[str, dict[str, Any]] = {}
@@ -448,14 +324,7 @@ def _score(
     lm.make_room(2 * max([n for n in needed if isinstance(n, int)], default=0))
     set_seed(seed)
     rolling = any(t.OUTPUT_TYPE == "loglikelihood_rolling" for t in loaded["tasks"].values())
-    outcome = lm_eval.evaluate(
-        lm=lm,
-        task_dict=loaded,  # pyright: ignore[reportArgumentType]
-        limit=limit,
-        bootstrap_iters=BOOTSTRAP_DRAWS,
-        log_samples=rolling,
-    )
-    assert outcome is not None
+    outcome = lm.run(loaded, limit=limit, bootstrap_draws=BOOTSTRAP_DRAWS, keep_samples=rolling)
     samples = outcome.get("samples", {})
     rows: list[Score] = []
     for name, numbers in outcome["results"].items():
@@ -501,13 +370,15 @@ def _average(suite: Suite, rows: list[Score]) -> Score:
     """Average a suite's tasks, every one counting alike, as the papers' tables do."""
     metrics = suite.metrics
     counted = [row for row in rows if metrics[row["task"]] == row["metric"]]
-    values, errors = [row["value"] for row in counted], [row["stderr"] for row in counted]
-    known = [e for e in errors if e is not None]
+    values = [row["value"] for row in counted if row["value"] is not None]
+    errors = [row["stderr"] for row in counted if row["stderr"] is not None]
+    whole = len(values) == len(suite.entries)
+    stderr = math.hypot(*errors) / len(errors) if whole and len(errors) == len(values) else None
     return {
         "task": suite.name,
         "metric": "average",
-        "value": _number(np.mean(values)) if None not in values else None,
-        "stderr": float(np.linalg.norm(known)) / len(counted) if None not in errors else None,
+        "value": float(np.mean(values)) if whole else None,
+        "stderr": stderr,
         "n": sum(row["n"] for row in counted),
         "seed": counted[0]["seed"],
         "num_fewshot": max(row["num_fewshot"] for row in counted),
@@ -572,13 +443,14 @@ def _load_model(model: str, folder: Path | None, dtype: Dtype, trust: bool) -> P
     from transformers import AutoModelForCausalLM
 
     with _loading("a causal language model", model, folder):
-        network, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder or model,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             trust_remote_code=trust,
             local_files_only=folder is not None,
             output_loading_info=True,
         )
+        network, info = loaded
     missing = sorted(info.get("missing_keys") or ())
     if missing:
         raise ValueError(

@@ -3,6 +3,9 @@
 Importing this module imports lm-eval, torch and transformers; ``ssmzoo.evaluate`` does it late.
 """
 
+# lm-eval's decorators hide the types of HFLM and of evaluate
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import contextlib
@@ -15,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import lm_eval
 import lm_eval.api.task
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import resolve_max_length
@@ -45,7 +49,7 @@ class Scorer(HFLM):
     ) -> None:
         super().__init__(
             pretrained=model,
-            tokenizer=tokenizer,  # pyright: ignore[reportArgumentType]
+            tokenizer=tokenizer,
             backend="causal",
             batch_size=batch_size,
             softmax_dtype="float32",
@@ -61,6 +65,20 @@ class Scorer(HFLM):
         self._max_length = resolve_max_length(self.config, self.tokenizer, default=0) or max(
             self._DEFAULT_MAX_LENGTH, tokens
         )
+
+    def run(
+        self, tasks: dict[str, Any], *, limit: int | None, bootstrap_draws: int, keep_samples: bool
+    ) -> dict[str, Any]:
+        """Score loaded tasks with lm-eval's evaluator, and return all that it reports."""
+        outcome = lm_eval.evaluate(
+            lm=self,
+            task_dict=tasks,
+            limit=limit,
+            bootstrap_iters=bootstrap_draws,
+            log_samples=keep_samples,
+        )
+        assert outcome is not None
+        return dict(outcome)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
         """Score continuations; see ``HFLM``."""
