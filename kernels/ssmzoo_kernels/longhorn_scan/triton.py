@@ -1,0 +1,106 @@
+"""Longhorn's transition for the GPU skeleton of ``ssmzoo_kernels.scan.triton``.
+
+States move by the residual, ``S += eps k (u - k S)``, which keeps full precision where
+``1 - eps k^2`` cancels; the product of decays only scales what a span carries and takes that form.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ssmzoo_kernels.scan import triton as scan
+
+CHUNK = 64
+
+
+@triton.jit
+def step_size(k, dt):
+    """Return ``1 / (exp(-dt) + 1 + |k|^2)``; an overflowing exponential gives the limit, 0."""
+    return 1.0 / (1.0 + tl.exp(-dt) + tl.sum(k * k, axis=0))
+
+
+@triton.jit
+def step(state, u, k, dt, param, live):
+    """Regress the value on the key: one implicit gradient step per state entry."""
+    rate = step_size(k, dt)[None, :] * k[:, None]
+    return state + rate * (u[None, :] - k[:, None] * state)
+
+
+@triton.jit
+def decay(k, dt, param, live):
+    """Return what remains of the state, ``1 - eps k^2``."""
+    return 1.0 - step_size(k, dt)[None, :] * (k * k)[:, None]
+
+
+@triton.jit
+def adjoint(grad, state, u, k, dt, param, live):
+    """Carry the gradient of the state after a token back to the state before it and the inputs."""
+    eps = step_size(k, dt)
+    key = k[:, None]
+    recalled = key * state
+    error = u[None, :] - recalled
+    keyed = key * grad
+    grad_eps = tl.sum(keyed * error, axis=0)
+    grad_u = eps * tl.sum(keyed, axis=0)
+    # eps * exp(-dt), finite on both ends
+    closed = 1.0 / (1.0 + tl.exp(dt) * (1.0 + tl.sum(k * k, axis=0)))
+    grad_dt = grad_eps * eps * closed
+    grad_energy = grad_eps * eps * eps
+    grad_k = eps[None, :] * grad * (error - recalled) - 2.0 * key * grad_energy[None, :]
+    return grad - eps[None, :] * key * keyed, grad_u, grad_dt, grad_k, None
+
+
+TRANSITION = scan.Transition(step, decay, adjoint)
+
+
+def forward(
+    u: Tensor,  # [T, D]
+    q: Tensor,  # [T, N]
+    k: Tensor,  # [T, N]
+    dt: Tensor,  # [T, D]
+    dt_bias: Tensor | None,  # [D]
+    D: Tensor | None,  # [D]
+    z: Tensor | None,  # [T, D]
+    initial_state: Tensor | None,  # [S, D, N]
+    offsets: Tensor,  # [S + 1] int64
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return outputs, final states and, with ``save``, the state before every chunk."""
+    return scan.forward(
+        TRANSITION, u, q, k, dt, dt_bias, D, z, None, initial_state, offsets, save, CHUNK
+    )
+
+
+def backward(
+    grad_out: Tensor | None,  # [T, D]
+    grad_final: Tensor | None,  # [S, D, N]
+    u: Tensor,
+    q: Tensor,
+    k: Tensor,
+    dt: Tensor,
+    dt_bias: Tensor | None,
+    D: Tensor | None,
+    z: Tensor | None,
+    initial_state: Tensor | None,
+    offsets: Tensor,
+    saved: Tensor,  # [slots, N, D]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of ``forward``'s eight tensors, None where one was absent."""
+    grads = scan.backward(
+        TRANSITION,
+        grad_out,
+        grad_final,
+        u,
+        q,
+        k,
+        dt,
+        dt_bias,
+        D,
+        z,
+        None,
+        initial_state,
+        offsets,
+        saved,
+        CHUNK,
+    )
+    return (*grads[:7], grads.initial_state)

@@ -1,0 +1,781 @@
+"""The chunk scheme of a first-order recurrence on GPUs; a family supplies its transition.
+
+A program owns ``BLOCK_D`` channels of one span of tokens and keeps their states, a ``[BLOCK_N,
+BLOCK_D]`` tile, in registers. Where segments and channels alone fill a GPU, a span is a whole
+segment. Otherwise segments are cut: one sweep finds what each span adds to a zero state and by what
+it multiplies another, a second combines spans in order, a third runs all spans at once. The README
+derives both directions.
+
+A transition is three ``@triton.jit`` functions. ``u`` and ``dt`` are ``[BLOCK_D]``, ``k`` is
+``[BLOCK_N]``, ``param`` is the family's own ``[BLOCK_N, BLOCK_D]`` tile or None. ``live`` is false
+past a segment's end: there ``u`` and ``k`` are zero and the state must not change.
+
+- ``step(state, u, k, dt, param, live)`` returns the next state.
+- ``decay(k, dt, param, live)`` returns the factor on the state, ``[BLOCK_N, BLOCK_D]``.
+- ``adjoint(grad, state, u, k, dt, param, live)`` takes the gradient of the state after a token and
+  the state before it. It returns the gradients of the state before, ``u``, ``dt``, ``k`` in every
+  channel, and ``param`` (or None); the last two are ``[BLOCK_N, BLOCK_D]``.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import JITFunction
+
+from ssmzoo_kernels.scan import accumulator, chunk_slots
+
+# Warps that keep a large GPU busy; a constant, so that results do not depend on the device.
+FILL = 2048
+# Lengths make no new variants; widths and strides, which a model fixes, are compiled in.
+LENGTHS = ("segments", "span", "T")
+
+
+class Transition(NamedTuple):
+    """What tells one family's recurrence from another's (signatures: the module's docstring)."""
+
+    step: JITFunction
+    decay: JITFunction
+    adjoint: JITFunction
+
+
+class Tile(NamedTuple):
+    """How a program is shaped."""
+
+    block_n: int  # states, a power of two
+    block_d: int  # channels
+    tokens: int  # tokens unrolled; the backward keeps as many states in registers
+    num_warps: int
+
+
+def tile(states: int, exact: torch.dtype) -> Tile:
+    """Choose a program's shape: 16 state entries a thread, channels along the lanes of a warp."""
+    block_n = triton.next_power_of_2(states)
+    block_d = min(32, max(1, 4096 // block_n))
+    num_warps = min(8, max(1, block_n * block_d // 512))
+    return Tile(block_n, block_d, 2 if exact == torch.float64 else 4, num_warps)
+
+
+def span_of(tokens: int, segments: int, warps: int, chunk: int) -> int | None:
+    """Return how many tokens one program runs through, or None for whole segments.
+
+    Args:
+        tokens: In all segments together.
+        segments: How many there are.
+        warps: Warps that one segment occupies.
+        chunk: What a span must be a multiple of.
+    """
+    if tokens <= 2 * chunk or 2 * segments * warps >= FILL:
+        return None
+    spans = max(1, FILL // warps)
+    return chunk * triton.cdiv(tokens, spans * chunk)
+
+
+@triton.jit
+def locate(offsets, segments, span, slot):
+    """Find the segment of a slot, the segment's first token and end, and the slot's first token."""
+    low = slot * 0
+    high = low + segments
+    while high - low > 1:
+        middle = (low + high) // 2
+        reached = tl.load(offsets + middle) // span + middle <= slot
+        low = tl.where(reached, middle, low)
+        high = tl.where(reached, high, middle)
+    first = tl.load(offsets + low)
+    begin = first + (slot - first // span - low) * span
+    return low, first, tl.load(offsets + low + 1), begin
+
+
+@triton.jit
+def channels_and_states(D, N, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return this program's channels and states, and the mask of those that exist."""
+    d = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
+    n = tl.arange(0, BLOCK_N)
+    return d, n, (n < N)[:, None] & (d < D)[None, :]
+
+
+@triton.jit
+def load_row(x, token, stride, columns, width, live, ACC: tl.constexpr):
+    """Load one token's row; zeros past the segment's end and past the last column."""
+    return tl.load(x + token * stride + columns, mask=live & (columns < width), other=0.0).to(ACC)
+
+
+@triton.jit
+def load_vector(x, d, D: tl.constexpr, ACC: tl.constexpr):
+    """Load one number a channel; zeros where there is no such vector."""
+    vector = (d * 0).to(ACC)
+    if x is not None:
+        vector += tl.load(x + d, mask=d < D, other=0.0).to(ACC)
+    return vector
+
+
+@triton.jit
+def sigmoid(x):
+    """Return the logistic function; finite for every x."""
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def gated(grad_out, z, token, stride_grad, stride_z, d, D, live, ACC: tl.constexpr):
+    """Load one token's output gradient, carried back through the gate."""
+    grad = load_row(grad_out, token, stride_grad, d, D, live, ACC)
+    if z is not None:
+        gate = load_row(z, token, stride_z, d, D, live, ACC)
+        grad *= gate * sigmoid(gate)
+    return grad
+
+
+@triton.jit
+def load_param(param, d, n, D, exists, ACC: tl.constexpr):
+    """Load the family's tile from ``[N, D]``, or None."""
+    if param is not None:
+        param = tl.load(param + n[:, None] * D + d[None, :], mask=exists, other=0.0).to(ACC)
+    return param
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def scan_fwd_carry_kernel(
+    u,
+    k,
+    dt,
+    dt_bias,
+    param,
+    local,
+    decays,
+    offsets,
+    segments,
+    span,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    stride_u: tl.constexpr,
+    stride_k: tl.constexpr,
+    stride_dt: tl.constexpr,
+    STEP: tl.constexpr,
+    DECAY: tl.constexpr,
+    ACC: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Find the state that a span leaves when it starts from zero, and its product of decays."""
+    slot = tl.program_id(0).to(tl.int64)
+    _, _, end, begin = locate(offsets, segments, span, slot)
+    stop = tl.minimum(begin + span, end)
+    d, n, exists = channels_and_states(D, N, BLOCK_N, BLOCK_D)
+    bias = load_vector(dt_bias, d, D, ACC)
+    a = load_param(param, d, n, D, exists, ACC)
+    state = tl.zeros((BLOCK_N, BLOCK_D), ACC)
+    product = tl.full((BLOCK_N, BLOCK_D), 1.0, ACC)
+    for base in range(begin, stop, TOKENS):
+        for i in tl.static_range(TOKENS):
+            t = base + i
+            live = t < stop
+            u_t = load_row(u, t, stride_u, d, D, live, ACC)
+            k_t = load_row(k, t, stride_k, n, N, live, ACC)
+            dt_t = load_row(dt, t, stride_dt, d, D, live, ACC) + bias
+            state = STEP(state, u_t, k_t, dt_t, a, live)
+            product *= DECAY(k_t, dt_t, a, live)
+    if begin < stop:
+        at = (slot * N + n[:, None]) * D + d[None, :]
+        tl.store(local + at, state, mask=exists)
+        tl.store(decays + at, product, mask=exists)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def scan_bwd_carry_kernel(
+    grad_out,
+    q,
+    k,
+    dt,
+    dt_bias,
+    z,
+    param,
+    local,
+    decays,
+    offsets,
+    segments,
+    span,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    stride_grad: tl.constexpr,
+    stride_q: tl.constexpr,
+    stride_k: tl.constexpr,
+    stride_dt: tl.constexpr,
+    stride_z: tl.constexpr,
+    DECAY: tl.constexpr,
+    ACC: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Find the state gradient that a span's outputs send to its start, and its decays' product."""
+    slot = tl.program_id(0).to(tl.int64)
+    _, _, end, begin = locate(offsets, segments, span, slot)
+    stop = tl.minimum(begin + span, end)
+    d, n, exists = channels_and_states(D, N, BLOCK_N, BLOCK_D)
+    bias = load_vector(dt_bias, d, D, ACC)
+    a = load_param(param, d, n, D, exists, ACC)
+    grad = tl.zeros((BLOCK_N, BLOCK_D), ACC)
+    product = tl.full((BLOCK_N, BLOCK_D), 1.0, ACC)
+    groups = tl.cdiv(stop - begin, TOKENS)
+    for g in range(0, groups):
+        base = begin + (groups - 1 - g) * TOKENS
+        for j in tl.static_range(TOKENS):
+            t = base + TOKENS - 1 - j
+            live = t < stop
+            k_t = load_row(k, t, stride_k, n, N, live, ACC)
+            q_t = load_row(q, t, stride_q, n, N, live, ACC)
+            dt_t = load_row(dt, t, stride_dt, d, D, live, ACC) + bias
+            g_t = gated(grad_out, z, t, stride_grad, stride_z, d, D, live, ACC)
+            factor = DECAY(k_t, dt_t, a, live)
+            grad = factor * (grad + q_t[:, None] * g_t[None, :])
+            product *= factor
+    if begin < stop:
+        at = (slot * N + n[:, None]) * D + d[None, :]
+        tl.store(local + at, grad, mask=exists)
+        tl.store(decays + at, product, mask=exists)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def scan_combine_kernel(
+    first_carry,
+    local,
+    decays,
+    last_carry,
+    offsets,
+    span,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    ACC: tl.constexpr,
+    REVERSE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Replace every span's ``local`` by the carry that enters it, span after span."""
+    segment = tl.program_id(0).to(tl.int64)
+    d, n, exists = channels_and_states(D, N, BLOCK_N, BLOCK_D)
+    whole = (segment * D + d[None, :]) * N + n[:, None]
+    carry = tl.zeros((BLOCK_N, BLOCK_D), ACC)
+    if first_carry is not None:
+        carry += tl.load(first_carry + whole, mask=exists, other=0.0).to(ACC)
+    first = tl.load(offsets + segment)
+    spans = tl.cdiv(tl.load(offsets + segment + 1) - first, span)
+    for j in range(0, spans):
+        i = spans - 1 - j if REVERSE else j
+        at = ((first // span + segment + i) * N + n[:, None]) * D + d[None, :]
+        added = tl.load(local + at, mask=exists, other=0.0)
+        factor = tl.load(decays + at, mask=exists, other=0.0)
+        tl.store(local + at, carry, mask=exists)
+        carry = factor * carry + added
+    if last_carry is not None:
+        tl.store(last_carry + whole, carry, mask=exists)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def scan_fwd_kernel(
+    u,
+    q,
+    k,
+    dt,
+    dt_bias,
+    skip,
+    z,
+    param,
+    initial,
+    starts,
+    out,
+    final,
+    saved,
+    offsets,
+    segments,
+    span,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    stride_u: tl.constexpr,
+    stride_q: tl.constexpr,
+    stride_k: tl.constexpr,
+    stride_dt: tl.constexpr,
+    stride_z: tl.constexpr,
+    STEP: tl.constexpr,
+    ACC: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write the outputs of one span, or of a whole segment where ``starts`` is None."""
+    slot = tl.program_id(0).to(tl.int64)
+    d, n, exists = channels_and_states(D, N, BLOCK_N, BLOCK_D)
+    state = tl.zeros((BLOCK_N, BLOCK_D), ACC)
+    if starts is None:
+        segment = slot
+        first = tl.load(offsets + segment)
+        begin = first
+        stop = tl.load(offsets + segment + 1)
+        whole = (segment * D + d[None, :]) * N + n[:, None]
+        if initial is not None:
+            state += tl.load(initial + whole, mask=exists, other=0.0).to(ACC)
+    else:
+        segment, first, end, begin = locate(offsets, segments, span, slot)
+        stop = tl.minimum(begin + span, end)
+        at = (slot * N + n[:, None]) * D + d[None, :]
+        state += tl.load(starts + at, mask=exists & (begin < stop), other=0.0)
+    a = load_param(param, d, n, D, exists, ACC)
+    bias = load_vector(dt_bias, d, D, ACC)
+    through = load_vector(skip, d, D, ACC)
+    for chunk in range(begin, stop, CHUNK):
+        if saved is not None:
+            kept = first // CHUNK + segment + (chunk - first) // CHUNK
+            at = (kept * N + n[:, None]) * D + d[None, :]
+            tl.store(saved + at, state, mask=exists)
+        for base in range(chunk, tl.minimum(chunk + CHUNK, stop), TOKENS):
+            for i in tl.static_range(TOKENS):
+                t = base + i
+                live = t < stop
+                u_t = load_row(u, t, stride_u, d, D, live, ACC)
+                k_t = load_row(k, t, stride_k, n, N, live, ACC)
+                q_t = load_row(q, t, stride_q, n, N, live, ACC)
+                dt_t = load_row(dt, t, stride_dt, d, D, live, ACC) + bias
+                state = STEP(state, u_t, k_t, dt_t, a, live)
+                o = tl.sum(state * q_t[:, None], axis=0) + through * u_t
+                if z is not None:
+                    gate = load_row(z, t, stride_z, d, D, live, ACC)
+                    o *= gate * sigmoid(gate)
+                tl.store(out + t * D + d, o.to(out.dtype.element_ty), mask=live & (d < D))
+    if starts is None:
+        tl.store(final + whole, state, mask=exists)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def scan_bwd_kernel(
+    grad_out,
+    grad_final,
+    u,
+    q,
+    k,
+    dt,
+    dt_bias,
+    skip,
+    z,
+    param,
+    saved,
+    ends,
+    scratch,
+    grad_u,
+    grad_q,
+    grad_k,
+    grad_dt,
+    grad_bias,
+    grad_skip,
+    grad_z,
+    grad_param,
+    grad_initial,
+    offsets,
+    segments,
+    span,
+    T,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    stride_grad: tl.constexpr,
+    stride_u: tl.constexpr,
+    stride_q: tl.constexpr,
+    stride_k: tl.constexpr,
+    stride_dt: tl.constexpr,
+    stride_z: tl.constexpr,
+    STEP: tl.constexpr,
+    ADJOINT: tl.constexpr,
+    ACC: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Walk one span backwards, or a whole segment where ``ends`` is None, and write all gradients.
+
+    Within a chunk states are computed anew from the saved one: first every TOKENS-th, to scratch,
+    then, going back, those of one group of TOKENS, which stay in registers.
+    """
+    slot = tl.program_id(0).to(tl.int64)
+    d, n, exists = channels_and_states(D, N, BLOCK_N, BLOCK_D)
+    grad = tl.zeros((BLOCK_N, BLOCK_D), ACC)
+    if ends is None:
+        segment = slot
+        first = tl.load(offsets + segment)
+        begin = first
+        stop = tl.load(offsets + segment + 1)
+        whole = (segment * D + d[None, :]) * N + n[:, None]
+        if grad_final is not None:
+            grad += tl.load(grad_final + whole, mask=exists, other=0.0).to(ACC)
+    else:
+        segment, first, end, begin = locate(offsets, segments, span, slot)
+        stop = tl.minimum(begin + span, end)
+        at = (slot * N + n[:, None]) * D + d[None, :]
+        grad += tl.load(ends + at, mask=exists & (begin < stop), other=0.0)
+    a = load_param(param, d, n, D, exists, ACC)
+    bias = load_vector(dt_bias, d, D, ACC)
+    through = load_vector(skip, d, D, ACC)
+    sum_bias = tl.zeros((BLOCK_D,), ACC)
+    sum_skip = tl.zeros((BLOCK_D,), ACC)
+    sum_param = tl.zeros((BLOCK_N, BLOCK_D), ACC)
+    own = slot * tl.num_programs(1) + tl.program_id(1)
+    own = own * (CHUNK // TOKENS) * BLOCK_N * BLOCK_D
+    own += tl.arange(0, BLOCK_N)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    partial = tl.program_id(1).to(tl.int64) * T
+
+    chunks = tl.cdiv(tl.maximum(stop - begin, 0), CHUNK)
+    for c in range(0, chunks):
+        chunk = begin + (chunks - 1 - c) * CHUNK
+        chunk_stop = tl.minimum(chunk + CHUNK, stop)
+        groups = tl.cdiv(chunk_stop - chunk, TOKENS)
+        kept = first // CHUNK + segment + (chunk - first) // CHUNK
+        at = (kept * N + n[:, None]) * D + d[None, :]
+        state = tl.load(saved + at, mask=exists, other=0.0)
+        # threads may read back what others wrote
+        tl.debug_barrier()
+        for g in range(0, groups):
+            tl.store(scratch + own + g * (BLOCK_N * BLOCK_D), state)
+            for i in tl.static_range(TOKENS):
+                t = chunk + g * TOKENS + i
+                live = t < chunk_stop
+                u_t = load_row(u, t, stride_u, d, D, live, ACC)
+                k_t = load_row(k, t, stride_k, n, N, live, ACC)
+                dt_t = load_row(dt, t, stride_dt, d, D, live, ACC) + bias
+                state = STEP(state, u_t, k_t, dt_t, a, live)
+        tl.debug_barrier()
+        for r in range(0, groups):
+            g = groups - 1 - r
+            base = chunk + g * TOKENS
+            state = tl.load(scratch + own + g * (BLOCK_N * BLOCK_D))
+            states = (state,)
+            for i in tl.static_range(TOKENS):
+                t = base + i
+                live = t < chunk_stop
+                u_t = load_row(u, t, stride_u, d, D, live, ACC)
+                k_t = load_row(k, t, stride_k, n, N, live, ACC)
+                q_t = load_row(q, t, stride_q, n, N, live, ACC)
+                dt_t = load_row(dt, t, stride_dt, d, D, live, ACC) + bias
+                g_t = load_row(grad_out, t, stride_grad, d, D, live, ACC)
+                state = STEP(state, u_t, k_t, dt_t, a, live)
+                if i + 1 < TOKENS:
+                    states = states + (state,)  # noqa: RUF005 (Triton knows no star)
+                if z is not None:
+                    gate = load_row(z, t, stride_z, d, D, live, ACC)
+                    o = tl.sum(state * q_t[:, None], axis=0) + through * u_t
+                    open_ = sigmoid(gate)
+                    grad_gate = g_t * o * open_ * (1.0 + gate * (1.0 - open_))
+                    grad_gate = grad_gate.to(grad_z.dtype.element_ty)
+                    tl.store(grad_z + t * D + d, grad_gate, mask=live & (d < D))
+                    g_t *= gate * open_
+                sum_skip += g_t * u_t
+                read = tl.sum(state * g_t[None, :], axis=1)
+                tl.store(grad_q + (partial + t) * N + n, read, mask=live & (n < N))
+            for i in tl.static_range(TOKENS - 1, -1, -1):
+                t = base + i
+                live = t < chunk_stop
+                u_t = load_row(u, t, stride_u, d, D, live, ACC)
+                k_t = load_row(k, t, stride_k, n, N, live, ACC)
+                q_t = load_row(q, t, stride_q, n, N, live, ACC)
+                dt_t = load_row(dt, t, stride_dt, d, D, live, ACC) + bias
+                g_t = gated(grad_out, z, t, stride_grad, stride_z, d, D, live, ACC)
+                grad += q_t[:, None] * g_t[None, :]
+                grad, gu, gdt, gk, gparam = ADJOINT(grad, states[i], u_t, k_t, dt_t, a, live)
+                gu += through * g_t
+                here = live & (d < D)
+                tl.store(grad_u + t * D + d, gu.to(grad_u.dtype.element_ty), mask=here)
+                tl.store(grad_dt + t * D + d, gdt.to(grad_dt.dtype.element_ty), mask=here)
+                written = tl.sum(gk, axis=1)
+                tl.store(grad_k + (partial + t) * N + n, written, mask=live & (n < N))
+                sum_bias += tl.where(live, gdt, 0.0)
+                if param is not None:
+                    sum_param += gparam
+    if dt_bias is not None:
+        tl.store(grad_bias + slot * D + d, sum_bias, mask=d < D)
+    if skip is not None:
+        tl.store(grad_skip + slot * D + d, sum_skip, mask=d < D)
+    if param is not None:
+        at = (slot * N + n[:, None]) * D + d[None, :]
+        tl.store(grad_param + at, sum_param, mask=exists)
+    if ends is None and grad_initial is not None:
+        tl.store(grad_initial + whole, grad, mask=exists)
+
+
+def rows(x: Tensor) -> Tensor:
+    """Return a matrix with contiguous rows, as the kernels read them; a copy only if needed."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def forward(
+    transition: Transition,
+    u: Tensor,  # [T, D]
+    q: Tensor,  # [T, N]
+    k: Tensor,  # [T, N]
+    dt: Tensor,  # [T, D]
+    dt_bias: Tensor | None,  # [D]
+    skip: Tensor | None,  # [D]
+    z: Tensor | None,  # [T, D]
+    param: Tensor | None,  # [N, D]
+    initial_state: Tensor | None,  # [S, D, N]
+    offsets: Tensor,  # [S + 1] int64
+    save: bool,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run a family's scan; returns outputs, final states and the state before every chunk.
+
+    ``out[t] = (sum_n S[t, n] q[t, n] + skip * u[t]) * silu(z[t])``; ``S`` follows the transition.
+    """
+    exact = accumulator(u)
+    (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1
+    shape = tile(states, exact)
+    blocks = triton.cdiv(width, shape.block_d)
+    span = span_of(tokens, segments, blocks * shape.num_warps, chunk)
+    u, q, k, dt = rows(u), rows(q), rows(k), rows(dt)
+    z = None if z is None else rows(z)
+    dt_bias, skip, param, initial_state = _whole(dt_bias, skip, param, initial_state)
+    sizes = {"D": width, "N": states}
+    common = {
+        "ACC": _ACC[exact],
+        "BLOCK_N": shape.block_n,
+        "BLOCK_D": shape.block_d,
+        "num_warps": shape.num_warps,
+    }
+
+    out = u.new_empty(tokens, width)
+    final = u.new_empty(segments, width, states, dtype=exact)
+    kept = chunk_slots(tokens, segments, chunk) if save else 0
+    saved = u.new_empty(kept, states, width, dtype=exact)
+    with torch.cuda.device_of(u):
+        starts = None
+        if span is not None:
+            slots = chunk_slots(tokens, segments, span)
+            starts = u.new_empty(slots, states, width, dtype=exact)
+            decays = torch.empty_like(starts)
+            scan_fwd_carry_kernel[(slots, blocks)](
+                u,
+                k,
+                dt,
+                dt_bias,
+                param,
+                starts,
+                decays,
+                offsets,
+                segments,
+                span,
+                **sizes,
+                stride_u=u.stride(0),
+                stride_k=k.stride(0),
+                stride_dt=dt.stride(0),
+                STEP=transition.step,
+                DECAY=transition.decay,
+                TOKENS=shape.tokens,
+                **common,
+            )
+            scan_combine_kernel[(segments, blocks)](
+                initial_state,
+                starts,
+                decays,
+                final,
+                offsets,
+                span,
+                **sizes,
+                REVERSE=False,
+                **common,
+            )
+        scan_fwd_kernel[(segments if starts is None else starts.shape[0], blocks)](
+            u,
+            q,
+            k,
+            dt,
+            dt_bias,
+            skip,
+            z,
+            param,
+            initial_state,
+            starts,
+            out,
+            final,
+            saved if save else None,
+            offsets,
+            segments,
+            span,
+            **sizes,
+            stride_u=u.stride(0),
+            stride_q=q.stride(0),
+            stride_k=k.stride(0),
+            stride_dt=dt.stride(0),
+            stride_z=0 if z is None else z.stride(0),
+            STEP=transition.step,
+            CHUNK=chunk,
+            TOKENS=shape.tokens,
+            **common,
+        )
+    return out, final, saved
+
+
+class Gradients(NamedTuple):
+    """What the backward of a scan returns; None for inputs that were absent."""
+
+    u: Tensor
+    q: Tensor
+    k: Tensor
+    dt: Tensor
+    dt_bias: Tensor | None
+    skip: Tensor | None
+    z: Tensor | None
+    param: Tensor | None
+    initial_state: Tensor | None
+
+
+def backward(
+    transition: Transition,
+    grad_out: Tensor | None,  # [T, D]
+    grad_final: Tensor | None,  # [S, D, N]
+    u: Tensor,  # [T, D]
+    q: Tensor,  # [T, N]
+    k: Tensor,  # [T, N]
+    dt: Tensor,  # [T, D]
+    dt_bias: Tensor | None,  # [D]
+    skip: Tensor | None,  # [D]
+    z: Tensor | None,  # [T, D]
+    param: Tensor | None,  # [N, D]
+    initial_state: Tensor | None,  # [S, D, N]
+    offsets: Tensor,  # [S + 1] int64
+    saved: Tensor,  # [slots, N, D]
+    chunk: int,
+) -> Gradients:
+    """Run a family's scan backwards from the states that ``forward`` saved."""
+    exact = accumulator(u)
+    (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1
+    shape = tile(states, exact)
+    blocks = triton.cdiv(width, shape.block_d)
+    span = span_of(tokens, segments, blocks * shape.num_warps, chunk)
+    grad_out = torch.zeros_like(u) if grad_out is None else grad_out
+    grad_out, u, q, k, dt = rows(grad_out), rows(u), rows(q), rows(k), rows(dt)
+    z = None if z is None else rows(z)
+    dt_bias, skip, param = _whole(dt_bias, skip, param)
+    (grad_final,) = _whole(grad_final)
+    sizes = {"D": width, "N": states}
+    strides = {
+        "stride_grad": grad_out.stride(0),
+        "stride_q": q.stride(0),
+        "stride_k": k.stride(0),
+        "stride_dt": dt.stride(0),
+        "stride_z": 0 if z is None else z.stride(0),
+    }
+    common = {
+        "ACC": _ACC[exact],
+        "BLOCK_N": shape.block_n,
+        "BLOCK_D": shape.block_d,
+        "num_warps": shape.num_warps,
+    }
+
+    grad_initial = None
+    if initial_state is not None:
+        grad_initial = u.new_empty(segments, width, states, dtype=exact)
+    with torch.cuda.device_of(u):
+        ends = None
+        if span is not None:
+            slots = chunk_slots(tokens, segments, span)
+            ends = u.new_empty(slots, states, width, dtype=exact)
+            decays = torch.empty_like(ends)
+            scan_bwd_carry_kernel[(slots, blocks)](
+                grad_out,
+                q,
+                k,
+                dt,
+                dt_bias,
+                z,
+                param,
+                ends,
+                decays,
+                offsets,
+                segments,
+                span,
+                **sizes,
+                **strides,
+                DECAY=transition.decay,
+                TOKENS=shape.tokens,
+                **common,
+            )
+            scan_combine_kernel[(segments, blocks)](
+                grad_final,
+                ends,
+                decays,
+                grad_initial,
+                offsets,
+                span,
+                **sizes,
+                REVERSE=True,
+                **common,
+            )
+        programs = segments if ends is None else ends.shape[0]
+        groups = chunk // shape.tokens
+        scratch = u.new_empty(
+            programs * blocks * groups * shape.block_n * shape.block_d, dtype=exact
+        )
+        grad_u = u.new_empty(tokens, width)
+        grad_q = q.new_empty(blocks, tokens, states, dtype=exact)
+        grad_k = torch.empty_like(grad_q)
+        grad_dt = dt.new_empty(tokens, width)
+        grad_z = None if z is None else z.new_empty(tokens, width)
+        per_program = u.new_empty(programs, width, dtype=exact)
+        grad_bias = None if dt_bias is None else torch.empty_like(per_program)
+        grad_skip = None if skip is None else torch.empty_like(per_program)
+        grad_param = None
+        if param is not None:
+            grad_param = u.new_empty(programs, states, width, dtype=exact)
+        scan_bwd_kernel[(programs, blocks)](
+            grad_out,
+            grad_final,
+            u,
+            q,
+            k,
+            dt,
+            dt_bias,
+            skip,
+            z,
+            param,
+            saved,
+            ends,
+            scratch,
+            grad_u,
+            grad_q,
+            grad_k,
+            grad_dt,
+            grad_bias,
+            grad_skip,
+            grad_z,
+            grad_param,
+            grad_initial,
+            offsets,
+            segments,
+            span,
+            tokens,
+            **sizes,
+            **strides,
+            stride_u=u.stride(0),
+            STEP=transition.step,
+            ADJOINT=transition.adjoint,
+            CHUNK=chunk,
+            TOKENS=shape.tokens,
+            **common,
+        )
+    return Gradients(
+        grad_u,
+        grad_q.sum(0),
+        grad_k.sum(0),
+        grad_dt,
+        None if grad_bias is None else grad_bias.sum(0),
+        None if grad_skip is None else grad_skip.sum(0),
+        grad_z,
+        None if grad_param is None else grad_param.sum(0),
+        grad_initial,
+    )
+
+
+_ACC = {torch.float32: tl.float32, torch.float64: tl.float64}
+
+
+def _whole(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(None if x is None else x.contiguous() for x in tensors)
