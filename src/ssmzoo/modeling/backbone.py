@@ -187,7 +187,7 @@ class SSMModel(SSMPreTrainedModel):
         if return_dict is None:
             return_dict = self.config.return_dict
         hidden_states = self._embed(input_ids, inputs_embeds)
-        batch, length, _ = hidden_states.shape
+        batch, length, width = hidden_states.shape
         if segments is None:
             segments = self.segments(
                 hidden_states,
@@ -207,16 +207,16 @@ class SSMModel(SSMPreTrainedModel):
         boundaries = None
         if segments is not None:
             boundaries = segments.cu_seqlens
-            hidden_states = hidden_states.reshape(1, batch * length, -1)
+            hidden_states = hidden_states.reshape(1, batch * length, width)
         all_hidden_states: list[Tensor] = []
         states: list[LayerState] = []
         for index, layer in enumerate(self.layers):
             if output_hidden_states:
-                all_hidden_states.append(hidden_states.view(batch, length, -1))
+                all_hidden_states.append(hidden_states.view(batch, length, width))
             state = _layer_state(cache, index, segments)
             hidden_states = layer(hidden_states, state, boundaries)
             states.append(state)
-        hidden_states = self.norm(hidden_states).view(batch, length, -1)
+        hidden_states = self.norm(hidden_states).view(batch, length, width)
         if output_hidden_states:
             all_hidden_states.append(hidden_states)
 
@@ -258,6 +258,8 @@ class SSMModel(SSMPreTrainedModel):
         elif input_ids is not None and inputs_embeds is None:
             if input_ids.dim() != 2:
                 raise ValueError(f"input_ids must have shape [B, L], got {list(input_ids.shape)}")
+            if input_ids.dtype not in (torch.int64, torch.int32):
+                raise TypeError(f"input_ids must be int64 or int32, got {input_ids.dtype}")
             # on a GPU this look would stall the queue; there torch itself aborts
             if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
                 self._check_ids(input_ids)

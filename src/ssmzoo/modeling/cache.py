@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Cache
@@ -180,6 +180,8 @@ class StateCache(Cache):
         try:
             save_file(tensors, partial, metadata=metadata)
             os.replace(partial, path)
+        except SafetensorError as error:
+            raise OSError(f"{path} cannot be written: {error}") from error
         finally:
             partial.unlink(missing_ok=True)
 

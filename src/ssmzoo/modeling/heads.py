@@ -114,11 +114,17 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         return output if return_dict else output.to_tuple()
 
     def prepare_inputs_for_generation(
-        self, input_ids: Tensor, is_first_iteration: bool = False, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool = False,
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """Drop what a recurrent model needs no more once the prompt is in its state."""
+        # generate accepts embeddings only from a model whose signature here names them
+        kwargs |= {"inputs_embeds": inputs_embeds, "is_first_iteration": is_first_iteration}
         prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
-        inputs = prepare(input_ids, is_first_iteration=is_first_iteration, **kwargs)
+        inputs = prepare(input_ids, **kwargs)
         inputs.pop("position_ids", None)
         tokens = inputs.get("input_ids")
         if tokens is not None and tokens.shape[1] == 1 and not is_first_iteration:

@@ -1,8 +1,10 @@
 """What transformers must know of every model of the zoo."""
 
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Self, cast
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
@@ -24,6 +26,21 @@ class SSMPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["SSMBlock"]
     _is_stateful = True
     _can_compile_fullgraph = True
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Self:
+        """Load a checkpoint as every transformers model does; name a damaged file.
+
+        Raises:
+            ValueError: A file of weights is cut off or not what its name says.
+            OSError: A file is missing.
+        """
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        except SafetensorError as error:
+            source = pretrained_model_name_or_path
+            damaged = next((p for p in Path(source).glob("*.safetensors") if not _whole(p)), source)
+            raise ValueError(f"{damaged} is not a whole safetensors file: {error}") from error
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -56,3 +73,11 @@ class SSMPreTrainedModel(PreTrainedModel):
             {"params": decayed, "lr": lr, "weight_decay": weight_decay},
             {"params": others, "lr": lr, "weight_decay": 0.0},
         ]
+
+
+def _whole(path: Path) -> bool:
+    try:
+        with safe_open(path, framework="pt"):
+            return True
+    except SafetensorError:
+        return False

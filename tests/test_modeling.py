@@ -1,0 +1,352 @@
+"""The shared modeling layer: bad input, one clear error each, and how rows are cut."""
+
+import copy
+import os
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from ssmzoo.modeling import StateCache
+from ssmzoo.modeling.segments import find_segments
+from ssmzoo_longhorn import FAMILY
+
+FAMILY.register()
+
+
+def build(**fields):
+    torch.manual_seed(0)
+    config = FAMILY.config(**{**FAMILY.tiny, **fields})
+    return FAMILY.causal_lm_class(config).eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build()
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(96, (2, 7), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def cache(model, ids):
+    with torch.no_grad():
+        return model(ids, use_cache=True).past_key_values
+
+
+# --- inputs ------------------------------------------------------------------------------------
+
+
+def test_ids_and_embeddings_together_are_refused(model, ids):
+    embeds = model.get_input_embeddings()(ids)
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model(ids, inputs_embeds=embeds)
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model.model(ids, inputs_embeds=embeds)
+
+
+def test_neither_ids_nor_embeddings_is_refused(model):
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model()
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model.model()
+
+
+@pytest.mark.parametrize("shape", [(7,), (1, 2, 7)])
+def test_ids_that_are_not_a_batch_of_rows_are_refused(model, shape):
+    with pytest.raises(ValueError, match=r"input_ids must have shape \[B, L\], got \["):
+        model(torch.zeros(shape, dtype=torch.long))
+
+
+@pytest.mark.parametrize("shape", [(2, 7), (2, 7, 31)])
+def test_embeddings_of_another_width_are_refused(model, shape):
+    with pytest.raises(ValueError, match=r"inputs_embeds must have shape \[B, L, 32\], got \["):
+        model(inputs_embeds=torch.zeros(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_ids_that_are_not_integers_are_refused(model, ids, dtype):
+    with pytest.raises(TypeError, match="input_ids must be int64 or int32, got torch"):
+        model(ids.to(dtype))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_tokens_are_refused_and_the_cache_survives(model, cache, packed):
+    empty = torch.zeros(2, 0, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"no tokens \(L = 0\)"):
+        model(empty, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"no tokens \(L = 0\)"):
+        model(inputs_embeds=torch.zeros(1 if packed else 2, 0, 32))
+    assert cache.get_seq_length() == 7
+
+
+def test_an_empty_batch_gives_no_rows(model):
+    with torch.no_grad():
+        assert model(torch.zeros(0, 5, dtype=torch.long)).logits.shape == (0, 5, 96)
+
+
+def test_a_single_token_is_a_sequence(model, ids):
+    with torch.no_grad():
+        one, whole = model(ids[:, :1]), model(ids)
+    assert one.logits.shape == (2, 1, 96)
+    torch.testing.assert_close(one.logits, whole.logits[:, :1])
+
+
+@pytest.mark.parametrize("wrong", [-1, 96])
+def test_a_token_outside_the_vocabulary_is_named(model, ids, wrong):
+    bad = ids.clone()
+    bad[1, 3] = wrong
+    with pytest.raises(ValueError, match=rf"input_ids must be in \[0, 95\], got {wrong}"):
+        model(bad)
+
+
+def test_non_contiguous_ids_are_taken(model, ids):
+    strided = ids.repeat_interleave(2, dim=1)[:, ::2]
+    assert not strided.is_contiguous()
+    with torch.no_grad():
+        torch.testing.assert_close(model(strided).logits, model(ids).logits)
+
+
+def test_an_argument_the_model_lacks_is_refused_with_a_suggestion(model, ids):
+    with pytest.raises(TypeError, match="'atention_mask'; did you mean 'attention_mask'"):
+        model(ids, atention_mask=torch.ones_like(ids))
+    with pytest.raises(TypeError, match="no argument 'output_attentions'"):
+        model(ids, output_attentions=True)
+
+
+def test_labels_with_only_some_logits_are_refused(model, ids):
+    with pytest.raises(ValueError, match="labels need all logits"):
+        model(ids, labels=ids, logits_to_keep=1)
+
+
+# --- padding and packing -----------------------------------------------------------------------
+
+
+def test_a_mask_with_holes_is_refused_and_the_row_named(model, ids):
+    mask = torch.ones_like(ids)
+    mask[1, 3] = 0
+    with pytest.raises(ValueError, match="row 1 has zeros between ones"):
+        model(ids, attention_mask=mask)
+
+
+@pytest.mark.parametrize("width", [1, 6, 8])
+def test_a_mask_of_another_width_is_refused(model, ids, width):
+    with pytest.raises(ValueError, match=f"attention_mask must cover the 7 new.*{width} columns"):
+        model(ids, attention_mask=torch.ones(2, width))
+
+
+def test_a_mask_of_another_batch_is_refused(model, ids):
+    with pytest.raises(ValueError, match=r"attention_mask must have shape \[B, L\] = \[2, 7\]"):
+        model(ids, attention_mask=torch.ones(3, 7))
+
+
+def test_cu_seqlens_need_one_row(model, ids):
+    with pytest.raises(ValueError, match="cu_seqlens needs one packed row, got a batch of 2"):
+        model(ids, cu_seqlens=torch.tensor([0, 3, 7]))
+
+
+@pytest.mark.parametrize("ends", [[0, 3], [1, 7], [0, 5, 3, 7], [0, 8]])
+def test_cu_seqlens_that_do_not_rise_to_the_length_are_refused(model, ids, ends):
+    with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to L = 7"):
+        model(ids[:1], cu_seqlens=torch.tensor(ends))
+
+
+def test_cu_seqlens_of_another_kind_are_refused(model, ids):
+    with pytest.raises(ValueError, match=r"cu_seqlens must have shape \[S \+ 1\]"):
+        model(ids[:1], cu_seqlens=torch.tensor([[0, 7]]))
+    with pytest.raises(TypeError, match="int32 or int64"):
+        model(ids[:1], cu_seqlens=torch.tensor([0.0, 7.0]))
+
+
+def test_position_ids_of_another_length_are_refused(model, ids):
+    with pytest.raises(ValueError, match=r"position_ids must have shape \[B, L\] = \[2, 7\]"):
+        model(ids, position_ids=torch.arange(6)[None])
+
+
+def test_packed_labels_never_cross_a_boundary(model, ids):
+    packed, ends = ids.reshape(1, -1), torch.tensor([0, 7, 14])
+    with torch.no_grad():
+        loss = model(packed, labels=packed, cu_seqlens=ends).loss
+        rows = model(ids, labels=ids).loss
+        whole = model(packed, labels=packed).loss
+        changed = packed.clone()
+        changed[0, 7] = (packed[0, 7] + 1) % 96  # as a label only; the first token of the second
+        relabelled = model(packed, labels=changed, cu_seqlens=ends).loss
+        unpacked = model(packed, labels=changed).loss
+    torch.testing.assert_close(loss, rows)
+    assert torch.equal(relabelled, loss)
+    assert not torch.equal(unpacked, whole)
+
+
+def test_whole_rows_need_no_segments():
+    mask = torch.ones(2, 5)
+    positions = torch.arange(5).expand(2, 5)
+    assert find_segments(2, 5, 0, None, None, None, None) is None
+    assert find_segments(2, 5, 0, mask, positions, torch.zeros(2, 5), None) is None
+    assert find_segments(2, 5, 3, torch.ones(2, 8), positions + 3, None, None) is None
+
+
+def test_padding_becomes_sequences_of_its_own():
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0], [0, 0, 0, 0]])
+    segments = find_segments(3, 4, 0, mask, None, None, None)
+    assert segments.cu_seqlens.tolist() == [0, 2, 4, 4, 4, 7, 8, 8, 8, 12]
+    assert segments.rows.tolist() == [1, 4, 7]
+    assert segments.count == 9
+
+
+def test_the_mask_before_the_new_tokens_is_the_caches_business():
+    past = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+    assert find_segments(2, 2, 2, past, None, None, None) is None
+
+
+def test_sequences_begin_where_positions_start_anew():
+    positions = torch.tensor([[0, 1, 2, 0, 0, 1]])
+    numbers = torch.tensor([[0, 0, 0, 1, 2, 2]])
+    for given in ((positions, None), (None, numbers), (positions, numbers)):
+        segments = find_segments(1, 6, 0, None, *given, None)
+        assert segments.cu_seqlens.tolist() == [0, 3, 4, 6]
+        assert segments.rows is None
+
+
+def test_rows_that_hold_several_sequences_are_cut_at_both():
+    numbers = torch.tensor([[0, 0, 1], [0, 0, 0]])
+    segments = find_segments(2, 3, 0, None, None, numbers, None)
+    assert segments.cu_seqlens.tolist() == [0, 2, 3, 6]
+    assert segments.rows is None
+
+
+def test_positions_of_padding_mean_nothing():
+    mask = torch.tensor([[0, 0, 1, 1]])
+    segments = find_segments(1, 4, 0, mask, torch.tensor([[1, 1, 0, 1]]), None, None)
+    assert segments.rows.tolist() == [1]
+
+
+# --- caches ------------------------------------------------------------------------------------
+
+
+def test_the_cache_of_another_model_is_refused(ids, cache):
+    with pytest.raises(ValueError, match="past_key_values belongs to another model"):
+        build(d_state=5)(ids, past_key_values=cache)
+
+
+def test_the_cache_of_another_batch_is_refused_and_stays_as_it_was(model, ids, cache):
+    before = copy.deepcopy(cache)
+    with pytest.raises(ValueError, match="holds 2 sequences, the input has 3"):
+        model(torch.zeros(3, 1, dtype=torch.long), past_key_values=cache)
+    with torch.no_grad():
+        after, expected = (model(ids, past_key_values=c).logits for c in (cache, before))
+    assert torch.equal(after, expected)
+
+
+def test_the_cache_of_another_kind_is_refused(model, ids):
+    with pytest.raises(TypeError, match="past_key_values must be a StateCache, got DynamicCache"):
+        model(ids, past_key_values=DynamicCache())
+
+
+def test_cropping_is_refused(cache):
+    with pytest.raises(RuntimeError, match="cannot be cropped"):
+        cache.crop(3)
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic", "quantized"])
+def test_a_cache_implementation_is_refused(model, ids, kind):
+    with pytest.raises(ValueError, match=f"cache_implementation must be left out, got '{kind}'"):
+        model.generate(ids, max_new_tokens=2, pad_token_id=0, cache_implementation=kind)
+
+
+def test_generation_from_embeddings_equals_generation_from_ids(model, ids):
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    options["attention_mask"] = torch.ones_like(ids)
+    embeds = model.get_input_embeddings()(ids).detach()
+    got = model.generate(inputs_embeds=embeds, **options)
+    assert torch.equal(got, model.generate(ids, **options)[:, ids.shape[1] :])
+
+
+def test_an_empty_cache_is_not_saved(model, tmp_path):
+    with pytest.raises(ValueError, match="empty StateCache cannot be saved"):
+        StateCache(model.config).save(tmp_path / "state.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_truncated_state_file_is_refused_and_named(model, cache, tmp_path):
+    path = tmp_path / "state.safetensors"
+    cache.save(path)
+    whole = path.read_bytes()
+    for size in (0, 4, 100, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"state\.safetensors is not a whole safetensors file"):
+            StateCache.load(path, model.config)
+
+
+def test_the_state_file_of_another_model_is_refused(cache, tmp_path):
+    path = tmp_path / "state.safetensors"
+    cache.save(path)
+    with pytest.raises(ValueError, match="belongs to another model"):
+        StateCache.load(path, build(d_state=5).config)
+
+
+def test_any_other_safetensors_file_is_not_a_state(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is not a saved StateCache"):
+        StateCache.load(tmp_path / "model.safetensors", model.config)
+
+
+def test_a_missing_state_file_is_reported_as_missing(model, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        StateCache.load(tmp_path / "absent.safetensors", model.config)
+
+
+@pytest.mark.parametrize("blocked", ["absent", "a file"])
+def test_a_state_that_cannot_be_written_is_an_os_error_that_leaves_nothing(
+    cache, tmp_path, blocked
+):
+    folder = tmp_path / "folder"
+    if blocked == "a file":
+        folder.write_text("")
+    with pytest.raises(OSError, match=r"state\.safetensors"):
+        cache.save(folder / "state.safetensors")
+    assert [p.name for p in tmp_path.rglob("*")] == (["folder"] if folder.exists() else [])
+
+
+def test_a_failed_save_keeps_the_state_file_there_was(model, cache, tmp_path, monkeypatch):
+    path = tmp_path / "state.safetensors"
+    cache.save(path)
+    whole = path.read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        cache.save(path)
+    assert path.read_bytes() == whole
+    assert [p.name for p in tmp_path.iterdir()] == ["state.safetensors"]
+
+
+# --- checkpoints -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 4, 1000, -1])
+def test_a_truncated_checkpoint_is_refused_and_named(model, tmp_path, size):
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a whole safetensors file"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_checkpoint_without_its_weights_is_refused(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_misspelt_field_in_a_checkpoint_is_refused(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"d_state"', '"d_sttae"'))
+    with pytest.raises(LookupError, match="no field 'd_sttae'; did you mean 'd_state'"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
