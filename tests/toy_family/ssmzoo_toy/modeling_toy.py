@@ -1,0 +1,74 @@
+"""Toy: ``out_proj(SiLU(conv1d(x)) * z)``, whose state is the last inputs of the convolution."""
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ssmzoo.modeling import (
+    CausalConv1d,
+    LayerState,
+    SSMConfig,
+    SSMForCausalLM,
+    SSMForSequenceClassification,
+    SSMMixer,
+    SSMModel,
+    SSMPreTrainedModel,
+)
+
+
+@strict
+class ToyConfig(SSMConfig):
+    """Fields beyond those that every family has.
+
+    Attributes:
+        d_conv: Taps of the convolution.
+    """
+
+    model_type = "ssmzoo_toy"
+    d_conv: int = 4
+
+
+class ToyMixer(SSMMixer):
+    """What a family writes itself: one sequence mixer, with its state."""
+
+    def __init__(self, config: ToyConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        width = config.hidden_size
+        self.in_proj = nn.Linear(width, 2 * width, bias=False)
+        self.conv1d = CausalConv1d(width, config.d_conv, bias=True)
+        self.out_proj = nn.Linear(width, width, bias=False)
+
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        x, z = self.in_proj(hidden_states).chunk(2, dim=-1)  # [B, L, D] each
+        y, final = self.conv1d(x, state.get("conv"), cu_seqlens)
+        state.put("conv", final)
+        return self.out_proj(y * z)
+
+
+class ToyPreTrainedModel(SSMPreTrainedModel):
+    config: ToyConfig
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, ToyMixer):
+            for weight in (module.in_proj.weight, module.out_proj.weight):
+                init.normal_(weight, std=weight.shape[1] ** -0.5)
+            bound = self.config.d_conv**-0.5
+            init.uniform_(module.conv1d.weight, -bound, bound)
+            init.zeros_(module.conv1d.bias)
+
+
+class ToyModel(ToyPreTrainedModel, SSMModel):
+    mixer_class = ToyMixer
+
+
+class ToyForCausalLM(ToyPreTrainedModel, SSMForCausalLM):
+    model_class = ToyModel
+
+
+class ToyForSequenceClassification(ToyPreTrainedModel, SSMForSequenceClassification):
+    model_class = ToyModel
