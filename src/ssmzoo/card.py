@@ -286,8 +286,8 @@ def _training(run: Run | None) -> str:
     def fact(name: str) -> str:
         return flat(run.facts.get(name)) if run else NOT_MEASURED
 
-    def metric(value: object, unit: str = "") -> str:
-        return _number(value) + unit if is_number(value) else NOT_MEASURED
+    def metric(value: object, unit: str = "", places: int = 4) -> str:
+        return _number(value, places) + unit if is_number(value) else NOT_MEASURED
 
     loss = " nats per token"
     command = fact("command")
@@ -299,7 +299,7 @@ def _training(run: Run | None) -> str:
         ["Last validation loss", metric(run and run.last("validation_loss"), loss)],
         ["Last validation accuracy, next token", metric(run and run.last("validation_accuracy"))],
         ["Computed in", fact("dtype")],
-        ["Time", metric(run and run.total("seconds"), " s")],
+        ["Time", metric(run and run.total("seconds"), " s", places=1)],
         ["Hardware", fact("hardware")],
         ["Versions", fact("versions")],
         ["Command", command if command == NOT_MEASURED else f"`{command}`"],
@@ -307,11 +307,12 @@ def _training(run: Run | None) -> str:
     return _table(["", ""], rows)
 
 
-def _number(value: Any) -> str:
-    """Write a number readably: whole ones in full, others to four places or three digits."""
+def _number(value: Any, places: int = 4) -> str:
+    """Write a number readably: whole ones in full, small ones to three digits."""
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:,.4f}" if abs(value) >= 0.001 or value == 0 else f"{value:.2e}"
+    small = 0 < abs(value) < 10.0 ** (1 - places)
+    return f"{value:.2e}" if small else f"{value:,.{places}f}"
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
