@@ -83,6 +83,7 @@ def test_a_folder_gets_exactly_the_publishable_files(model, tmp_path):
     assert all(published[name] == (model / name).read_bytes() for name in EXPECTED)
     assert [file.size for file in report.files] == [len(published[f.path]) for f in report.files]
     assert report.left_out == ("checkpoints/", "notes.txt")
+    assert report.url == str(tmp_path / "out" / "tiny")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["tiny"]
 
 
@@ -340,6 +341,13 @@ def test_an_unfit_model_folder_is_refused_before_anything_is_written(model, tmp_
 def test_a_missing_model_folder_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="must be a folder with a saved model"):
         publish(tmp_path / "absent", "./out")
+
+
+def test_a_run_directory_is_told_from_its_model(model, tmp_path):
+    (tmp_path / "run").mkdir()
+    model.rename(tmp_path / "run" / "model")
+    with pytest.raises(ValueError, match=r"has no config.json.*, here .*/run/model$"):
+        publish(tmp_path / "run", str(tmp_path / "out"))
 
 
 def test_pictures_on_the_web_are_left_there(model, tmp_path):

@@ -67,7 +67,7 @@ class PublishReport:
         files: Every file that goes, sorted by path.
         left_out: Names in the model folder that do not go; folders end in ``/``.
         dry_run: True if nothing was written.
-        url: Where to look at it; None for a dry run.
+        url: Where to look at it, for a folder its path; None for a dry run.
         commit: The commit on the Hub; None for a folder and for a dry run.
     """
 
@@ -252,7 +252,11 @@ def _plan(folder: Path) -> _Plan:
             left_out.append(name)
 
     if "config.json" not in sources:
-        raise ValueError(f"{folder} has no config.json; give the folder that save_pretrained wrote")
+        inside = folder / "model"
+        hint = f", here {inside}" if (inside / "config.json").exists() else ""
+        raise ValueError(
+            f"{folder} has no config.json; give the folder that save_pretrained wrote{hint}"
+        )
     for name in sources:
         if name.endswith(".json"):
             _read_object(folder / name)
@@ -344,7 +348,7 @@ def _publish_folder(
         ) from error
     finally:
         shutil.rmtree(staged, ignore_errors=True)
-    return _done(report, target.as_uri())
+    return _done(report, str(target))
 
 
 def _check_folder(folder: Path, target: Path) -> None:
