@@ -26,6 +26,7 @@ def build_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> P
         LookupError: No such family, preset, model type, weights or field.
         ValueError: A wrong value, or a vocabulary too small for the tokenizer.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     import ssmzoo.auto  # noqa: F401
@@ -44,7 +45,7 @@ def build_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> P
                 config = load_family(section.family).config(section.preset, **given)
             else:
                 config = _known_class(str(section.config_of), given)(**given)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, StrictDataclassError) as error:
             raise ValueError(f"model.config: {' '.join(str(error).split())}") from error
         for name in _SPECIAL:
             if name not in given:

@@ -54,6 +54,7 @@ logger = logging.getLogger("ssmzoo")
 T = TypeVar("T")
 
 _DONT_COUNT = {".lock", "cache", ".cache.unfinished"}
+_DRAW_SECONDS = 30  # at least, between two pictures of one run
 _MAY_CHANGE = {"train.steps", "train.tokens"}
 _DATA_FACTS = ("source", "dataset", "config", "revision", "documents", "tokens", "digest")
 _PACKAGES = ("ssmzoo", "torch", "transformers", "accelerate", "datasets", "numpy")
@@ -234,7 +235,10 @@ class _Run:
             model = load_model(str(self.checkpoint))
         model.train()
         if options.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            # the new name came with transformers 5.23
+            renamed = getattr(model, "activation_checkpointing_enable", None)
+            enable = renamed or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
         self.packed = _takes_boundaries(model) and self.recipe.data.task is None
         if not self.packed and self.recipe.data.task is None:
             logger.warning(
@@ -315,6 +319,7 @@ class _Run:
     def _loop(self, total: int) -> None:
         plan = self.recipe
         self.clock, self.clock_tokens = time.perf_counter(), self.tokens
+        self.drawn = time.perf_counter()
         steps = _ahead(self._read, total - self.step)
         for read in steps:
             self._optimize(read)
@@ -389,6 +394,7 @@ class _Run:
         largest = self.recipe.train.clip or math.inf
         norm = cast("torch.Tensor", accelerator.clip_grad_norm_(self.parameters, largest))
         self.optimizer.step()
+        self.rate = self.raw_optimizer.param_groups[0]["lr"]
         self.schedule.step()
         self.optimizer.zero_grad()
         self.pending.append(
@@ -432,7 +438,7 @@ class _Run:
             "tokens": self.tokens,
             "loss": sum(losses) / len(losses),
             "grad_norm": sum(norms) / len(norms),
-            "lr": self.raw_optimizer.param_groups[0]["lr"],
+            "lr": self.rate,
             "tokens_per_second": round(rate, 1),
             "seconds": round(self.seconds, 3),
         }
@@ -500,7 +506,8 @@ class _Run:
             self.metrics.sync()
             keep = self.recipe.checkpoint.keep
             save_checkpoint(self.folder / "checkpoints", self.step, write, keep=keep)
-            self._draw()
+            if time.perf_counter() - self.drawn > _DRAW_SECONDS:
+                self._draw()
 
         self._on_main(save)
 
@@ -512,6 +519,7 @@ class _Run:
     def _draw(self) -> None:
         title = f"{self.config.model_type}, {self.bare.num_parameters():,} parameters"
         draw_curves(self.folder / "metrics.jsonl", self.folder / "loss.png", title=title)
+        self.drawn = time.perf_counter()
 
     def _finish(self) -> None:
         """Write ``model/`` from the last checkpoint, and what the run came to into ``run.json``."""
@@ -525,6 +533,7 @@ class _Run:
                     shutil.copy2(path, folder)
 
         write_folder(self.folder / "model", write)
+        self._draw()
         path = self.folder / "run.json"
         facts = json.loads(path.read_text(encoding="utf-8"))
         lines = read_metrics(self.folder / "metrics.jsonl")

@@ -1,0 +1,543 @@
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import ssmzoo.train
+from ssmzoo.checkpoint import locked, read_metrics
+from ssmzoo.train import make_optimizer, param_groups, train
+
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "attention_dropout": 0.1,  # so that a resume must restore the random state too
+}
+
+
+def write_texts(folder):
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for i in range(30):
+        words = rng.choice(["ant", "bee", "cat", "dodo"], size=60)
+        (folder / f"{i}.txt").write_text(" ".join(words), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return write_texts(tmp_path_factory.mktemp("data") / "texts")
+
+
+@pytest.fixture(scope="module")
+def recipe(texts, tmp_path_factory):
+    def write(**changes):
+        fields = {
+            "model": {"config_of": "llama", "config": TINY},
+            "data": {"text": str(texts), "validation": 0.2},
+            "train": {"steps": 12, "batch_size": 4, "seq_len": 32, "lr": 0.01, "warmup": 3},
+            "eval": {"every": 4, "batches": 2},
+            "checkpoint": {"every": 3, "keep": 2},
+            "log": {"every": 2},
+        }
+        for name, value in changes.items():
+            section, _, field = name.partition("__")
+            if field:
+                fields[section][field] = value
+            else:
+                fields[section] = value
+        path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
+        path.write_text(yaml.safe_dump(fields), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def finished(recipe, tmp_path_factory):
+    """A run of twelve steps, not to be changed."""
+    return train(recipe(), output_dir=tmp_path_factory.mktemp("runs") / "finished")
+
+
+@pytest.fixture
+def whole(finished, tmp_path):
+    """A copy of that run."""
+    return shutil.copytree(finished, tmp_path / "whole")
+
+
+class KilledError(Exception):
+    pass
+
+
+def killed_before(monkeypatch, step):
+    """Stop the run as if it were killed when it is about to take a step."""
+    optimize = ssmzoo.train._Run._optimize
+
+    def stop(run, read):
+        if run.step == step - 1:
+            raise KilledError
+        optimize(run, read)
+
+    monkeypatch.setattr(ssmzoo.train._Run, "_optimize", stop)
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same_weights(one, two):
+    assert one.keys() == two.keys()
+    for name in one:
+        assert torch.equal(one[name], two[name]), name
+
+
+def timeless(path):
+    drop = ("tokens_per_second", "seconds")
+    return [{k: v for k, v in line.items() if k not in drop} for line in read_metrics(path)]
+
+
+def test_a_run_leaves_what_it_promises(whole):
+    assert {p.name for p in whole.iterdir()} == {
+        ".lock",
+        "checkpoints",
+        "data.json",
+        "loss.png",
+        "metrics.jsonl",
+        "model",
+        "recipe.yaml",
+        "run.json",
+    }
+    assert [p.name for p in sorted((whole / "checkpoints").iterdir())] == [
+        "step-00000009",
+        "step-00000012",
+    ]
+    suffixes = {p.suffix for p in whole.rglob("*") if p.is_file()}
+    assert suffixes <= {"", ".json", ".jsonl", ".yaml", ".png", ".safetensors"}  # no pickle
+    assert (whole / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+    facts = json.loads((whole / "run.json").read_text())
+    assert facts["finished"]["step"] == 12
+    assert facts["finished"]["tokens"] == 12 * 4 * 32
+    assert len(facts["data"]["digest"]) == 64
+    assert {"python", "torch", "transformers", "ssmzoo"} <= facts["versions"].keys()
+    assert facts["hardware"]
+
+    model = AutoModelForCausalLM.from_pretrained(whole / "model")
+    tokenizer = AutoTokenizer.from_pretrained(whole / "model")
+    assert model.config.vocab_size == len(tokenizer) == 259
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 258
+    ids = model.generate(**tokenizer("ant bee", return_tensors="pt"), max_new_tokens=3)
+    assert ids.shape[1] >= 8
+    assert_same_weights(weights(whole / "model"), weights(whole / "checkpoints/step-00000012"))
+
+
+def test_metrics_hold_every_line_and_the_loss_falls(whole):
+    lines = read_metrics(whole / "metrics.jsonl")
+    assert [line["step"] for line in lines if "loss" in line] == [2, 4, 6, 8, 10, 12]
+    assert [line["step"] for line in lines if "validation_loss" in line] == [4, 8, 12]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < losses[0] - 0.5
+    last = lines[-1]
+    assert last["validation_loss"] < losses[0]
+    assert 0 < last["validation_accuracy"] < 1
+
+
+@pytest.mark.parametrize("step", [5, 6, 7])
+def test_a_killed_run_resumes_to_the_same_weights_and_lines(
+    step, whole, recipe, tmp_path, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        killed_before(patch, step)
+        with pytest.raises(KilledError):
+            train(recipe(), output_dir=tmp_path / "killed")
+    assert not (tmp_path / "killed" / "model").exists()
+    resumed = train(recipe(), output_dir=tmp_path / "killed", resume=True)
+    assert_same_weights(weights(whole / "model"), weights(resumed / "model"))
+    assert timeless(whole / "metrics.jsonl") == timeless(resumed / "metrics.jsonl")
+    name = "checkpoints/step-00000012/optimizer.safetensors"
+    assert_same_weights(load_file(whole / name), load_file(resumed / name))
+
+
+def test_a_run_killed_outright_resumes_to_the_same_weights(whole, recipe, tmp_path):
+    script = """
+        import os, signal, sys, torch
+        import ssmzoo.train as module
+        torch.set_num_threads(int(sys.argv[3]))
+        log = module._Run._log
+        def kill(run):
+            log(run)
+            if run.step == 8:
+                os.kill(os.getpid(), signal.SIGKILL)
+        module._Run._log = kill
+        module.train(sys.argv[1], output_dir=sys.argv[2])
+    """
+    run, threads = tmp_path / "killed", str(torch.get_num_threads())
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(recipe()), str(run), threads],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "lo')  # cut off in the middle of a line
+    resumed = train(recipe(), output_dir=run, resume=True)
+    assert_same_weights(weights(whole / "model"), weights(resumed / "model"))
+    assert timeless(whole / "metrics.jsonl") == timeless(resumed / "metrics.jsonl")
+
+
+def test_a_stream_resumes_to_the_same_weights(texts, recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    records = [json.dumps({"text": p.read_text()}) for p in sorted(texts.iterdir())]
+    (tmp_path / "a.jsonl").write_text("\n".join(records), encoding="utf-8")
+    data = {
+        "jsonl": str(tmp_path / "a.jsonl"),
+        "streaming": True,
+        "shuffle_buffer": 4,
+        "validation": 3,
+    }
+    whole = train(recipe(data=data), output_dir=tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        killed_before(patch, 8)
+        with pytest.raises(KilledError):
+            train(recipe(data=data), output_dir=tmp_path / "killed")
+    resumed = train(recipe(data=data), output_dir=tmp_path / "killed", resume=True)
+    assert_same_weights(weights(whole / "model"), weights(resumed / "model"))
+
+
+def test_resuming_a_finished_run_changes_nothing(whole, recipe):
+    before = weights(whole / "model"), timeless(whole / "metrics.jsonl")
+    train(recipe(), output_dir=whole, resume=True)
+    assert_same_weights(before[0], weights(whole / "model"))
+    assert before[1] == timeless(whole / "metrics.jsonl")
+
+
+def test_a_finished_run_can_be_made_longer(whole, recipe):
+    train(recipe(), output_dir=whole, resume=True, overrides=["train.steps=14"])
+    assert read_metrics(whole / "metrics.jsonl")[-1]["step"] == 14
+    assert_same_weights(weights(whole / "model"), weights(whole / "checkpoints/step-00000014"))
+
+
+def test_accumulated_micro_batches_are_one_batch(recipe, tmp_path):
+    exact = {"model__config": TINY | {"attention_dropout": 0.0}}
+    runs = [
+        train(recipe(**exact, train__accumulate=parts), output_dir=tmp_path / str(parts))
+        for parts in (1, 4)
+    ]
+    one, two = (read_metrics(run / "metrics.jsonl") for run in runs)
+    for a, b in zip(one, two, strict=True):
+        for key in a.keys() & {"loss", "grad_norm", "validation_loss"}:
+            assert a[key] == pytest.approx(b[key], rel=1e-4)
+
+
+def test_two_processes_go_on_where_one_was_killed_and_train_alike(recipe, tmp_path, monkeypatch):
+    path = recipe(model__config=TINY | {"attention_dropout": 0.0})
+    alone = train(path, output_dir=tmp_path / "alone")
+    with monkeypatch.context() as patch:
+        killed_before(patch, 5)
+        with pytest.raises(KilledError):
+            train(path, output_dir=tmp_path / "two")
+    script = "import sys; from ssmzoo.train import train; "
+    script += "train(sys.argv[1], output_dir=sys.argv[2], resume=True)"
+    (tmp_path / "script.py").write_text(script)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*launcher, "--nproc_per_node=2", str(tmp_path / "script.py"), path, tmp_path / "two"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "two/run.json").read_text())["processes"] == 2
+    one, two = (read_metrics(tmp_path / run / "metrics.jsonl") for run in ("alone", "two"))
+    assert len(one) == len(two)
+    for a, b in zip(one, two, strict=True):
+        assert a["tokens"] == b["tokens"]
+        for key in a.keys() & {"loss", "grad_norm", "validation_loss"}:
+            assert a[key] == pytest.approx(b[key], rel=1e-4)
+    assert_close_weights(weights(alone / "model"), weights(tmp_path / "two/model"))
+
+
+def assert_close_weights(one, two):
+    for name in one:
+        # twelve AdamW steps of at most lr = 0.01 each, in float32
+        assert (one[name] - two[name]).abs().max() < 1e-4, name
+
+
+def test_the_rate_warms_up_then_falls_to_its_last_share(recipe, tmp_path):
+    run = train(recipe(log__every=1), output_dir=tmp_path / "run")
+    rates = [line["lr"] for line in read_metrics(run / "metrics.jsonl") if "lr" in line]
+    assert rates[:3] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01])
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+    assert rates[-1] == pytest.approx(0.001)
+
+
+def test_a_second_run_into_the_same_folder_is_refused(recipe, tmp_path):
+    with locked(tmp_path / "run"), pytest.raises(RuntimeError) as caught:
+        train(recipe(), output_dir=tmp_path / "run")
+    assert f"another run (process {os.getpid()}) is writing into" in str(caught.value)
+
+
+def test_a_folder_with_anything_in_it_is_refused(whole, recipe, tmp_path):
+    before = {p: p.stat().st_mtime_ns for p in whole.rglob("*") if p.name != ".lock"}
+    with pytest.raises(ValueError, match="output_dir must be empty or new"):
+        train(recipe(), output_dir=whole)
+    assert before == {p: p.stat().st_mtime_ns for p in whole.rglob("*") if p.name != ".lock"}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").touch()
+    with pytest.raises(ValueError, match=r"must hold a run to resume, got .* without recipe\.yaml"):
+        train(recipe(), output_dir=tmp_path / "other", resume=True)
+
+
+def test_a_folder_that_cannot_be_written_is_named(recipe, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RuntimeError, match=r"output_dir must be a writable folder: .*file"):
+        train(recipe(), output_dir=tmp_path / "file" / "run")
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_ones(recipe, tmp_path, monkeypatch):
+    import safetensors.torch
+
+    save = safetensors.torch.save_file
+
+    def fill_up(tensors, path):
+        if "00000006" in str(path):
+            raise OSError(28, "No space left on device")
+        save(tensors, path)
+
+    monkeypatch.setattr("safetensors.torch.save_file", fill_up)
+    with pytest.raises(RuntimeError, match=r"step-00000006 cannot be written: .*No space left"):
+        train(recipe(), output_dir=tmp_path / "run")
+    assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000003"]
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(
+    recipe, tmp_path, monkeypatch
+):
+    forward = LlamaForCausalLM.forward
+
+    def poisoned(self, *arguments, **named):
+        output = forward(self, *arguments, **named)
+        poisoned.calls += self.training
+        if poisoned.calls >= 5 and self.training:
+            output.loss = output.loss * float("nan")
+        return output
+
+    poisoned.calls = 0
+    monkeypatch.setattr(LlamaForCausalLM, "forward", poisoned)
+    with pytest.raises(RuntimeError) as caught:
+        train(recipe(), output_dir=tmp_path / "run")
+    text = str(caught.value)
+    assert "got loss nan and gradient norm nan at step 5" in text
+    assert "last good checkpoint is" in text
+    assert "step-00000003" in text
+    lines = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert lines[-1]["step"] == 4
+    monkeypatch.undo()
+    resumed = train(recipe(), output_dir=tmp_path / "run", resume=True)
+    assert all(torch.isfinite(tensor).all() for tensor in weights(resumed / "model").values())
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("model.safetensors", "cut", "model.safetensors has"),
+        ("optimizer.safetensors", "flip", "optimizer.safetensors has changed since it was written"),
+        ("state.json", "remove", "state.json is missing"),
+        ("contents.json", "cut", "contents.json cannot be read"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_with_the_last_whole_one(
+    file, damage, message, whole, recipe
+):
+    path = whole / "checkpoints/step-00000012" / file
+    content = path.read_bytes()
+    if damage == "cut":
+        path.write_bytes(content[: len(content) // 2])
+    elif damage == "flip":
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    else:
+        path.unlink()
+    with pytest.raises(RuntimeError) as caught:
+        train(recipe(), output_dir=whole, resume=True)
+    text = str(caught.value)
+    assert message in text
+    assert "step-00000012 is damaged" in text
+    assert "the newest whole checkpoint is" in text
+    assert "step-00000009; remove what is newer" in text
+
+
+def test_a_changed_recipe_does_not_resume(whole, recipe):
+    with pytest.raises(ValueError, match=r"train\.lr must stay as .* began .* 0\.01, got 0\.5"):
+        train(recipe(), output_dir=whole, resume=True, overrides=["train.lr=0.5"])
+
+
+def test_a_changed_text_does_not_resume(recipe, tmp_path, monkeypatch):
+    mine = write_texts(tmp_path / "mine")
+    path = recipe(data__text=str(mine))
+    with monkeypatch.context() as patch:
+        killed_before(patch, 5)
+        with pytest.raises(KilledError):
+            train(path, output_dir=tmp_path / "run")
+    (mine / "3.txt").write_text("something else", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"3\.txt was changed since the run began"):
+        train(path, output_dir=tmp_path / "run", resume=True)
+
+
+def test_missing_text_leaves_nothing_behind(recipe, tmp_path):
+    with pytest.raises(ValueError, match="does not exist and matches no file"):
+        train(recipe(), output_dir=tmp_path / "run", overrides=["data.text=nowhere"])
+    assert [p.name for p in (tmp_path / "run").iterdir()] == [".lock"]
+    train(recipe(), output_dir=tmp_path / "run", overrides=["train.steps=3"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"model__config": TINY | {"vocab_size": 100}}, ValueError, "tokenizer's 259, got 100"),
+        (
+            {"model__config": {"hiden_size": 8}},
+            LookupError,
+            "LlamaConfig has no field 'hiden_size'; did you mean 'hidden_size'?",
+        ),
+        ({"model": {"config_of": "lama"}}, LookupError, "did you mean 'llama'?"),
+        ({"model": {"config_of": "vit"}}, LookupError, "no causal language model of type 'vit'"),
+        ({"model": {"family": "longhron"}}, LookupError, "did you mean 'longhorn'?"),
+        ({"model": {"init_from": "./nowhere"}}, LookupError, "nowhere"),
+        ({"model__config": TINY | {"hidden_size": "x"}}, ValueError, "model.config: "),
+    ],
+)
+def test_a_wrong_model_is_refused_before_any_work(changes, kind, message, recipe, tmp_path):
+    with pytest.raises(kind) as caught:
+        train(recipe(**changes), output_dir=tmp_path / "run")
+    assert message in str(caught.value)
+    assert [p.name for p in (tmp_path / "run").iterdir()] == [".lock"]
+
+
+def test_given_weights_are_trained_on(whole, recipe, tmp_path):
+    tuned = train(
+        recipe(model={"init_from": str(whole / "model")}, train__lr=1e-6),
+        output_dir=tmp_path / "tuned",
+    )
+    first = read_metrics(tuned / "metrics.jsonl")[0]
+    assert first["loss"] < read_metrics(whole / "metrics.jsonl")[0]["loss"] - 0.5
+    assert len(AutoTokenizer.from_pretrained(tuned / "model")) == 259
+
+
+def test_a_synthetic_task_is_trained_and_scored(recipe, tmp_path):
+    data = {"task": "mqar", "task_args": {"num_pairs": 2, "vocab_size": 32}, "validation": 16}
+    run = train(recipe(data=data), output_dir=tmp_path / "run")
+    last = read_metrics(run / "metrics.jsonl")[-1]
+    assert last["validation_targets"] == 2 * 8
+    assert AutoModelForCausalLM.from_pretrained(run / "model").config.vocab_size == 32
+    assert len(AutoTokenizer.from_pretrained(run / "model")) == 32
+
+
+def test_bfloat16_computes_in_it_and_keeps_float32_weights(recipe, tmp_path, monkeypatch):
+    seen = []
+    forward = torch.nn.Linear.forward
+
+    def watched(self, x):
+        y = forward(self, x)
+        seen.append(y.dtype)
+        return y
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", watched)
+    run = train(recipe(train__dtype="bfloat16", train__steps=3), output_dir=tmp_path / "run")
+    assert set(seen) == {torch.bfloat16}
+    assert {t.dtype for t in weights(run / "model").values()} == {torch.float32}
+    assert json.loads((run / "run.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_gradient_checkpointing_changes_no_weight(finished, recipe, tmp_path):
+    run = train(recipe(train__gradient_checkpointing=True), output_dir=tmp_path / "run")
+    assert_close_weights(weights(finished / "model"), weights(run / "model"))
+
+
+def test_a_launcher_that_starts_one_process_of_several_is_reported(recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(
+        RuntimeError, match="asked for several processes and started one; use `torch"
+    ):
+        train(recipe(), output_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_without_packing_is_warned_of(recipe, tmp_path, caplog):
+    train(recipe(train__steps=3), output_dir=tmp_path / "run")
+    assert "takes no cu_seqlens: documents that share a row see each other" in caplog.text
+
+
+def test_groups_are_the_models_own_or_the_usual_ones():
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=16, **TINY))
+    model.lm_head.weight.requires_grad_(False)
+    decayed, others = param_groups(model, lr=0.1, weight_decay=0.5)
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.5, 0.0)
+    assert all(p.ndim >= 2 for p in decayed["params"])
+    assert all(p.ndim < 2 for p in others["params"])
+    assert len(decayed["params"]) + len(others["params"]) == len(list(model.parameters())) - 1
+
+    model.param_groups = lambda *, lr, weight_decay: [
+        {"params": list(model.parameters()), "lr": lr / 2, "weight_decay": weight_decay}
+    ]
+    (group,) = make_optimizer(model, lr=0.1, weight_decay=0.5).param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.05, 0.5)
+
+
+def test_the_trainer_takes_the_same_optimizer(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=16, **TINY))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = make_optimizer(model, lr=1e-2, weight_decay=0.1)
+    rows = [{"input_ids": [i % 16] * 8, "labels": [i % 16] * 8} for i in range(8)]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=3,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, optimizers=(optimizer, None))
+    trainer.train()
+    assert trainer.optimizer.optimizer is optimizer
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert all((before[n] != t).any() for n, t in model.state_dict().items() if "proj" in n)
+
+
+def test_longhorn_trains_packed_and_resumes_to_the_same_weights(recipe, tmp_path, monkeypatch):
+    model = {"family": "longhorn", "config": {"hidden_size": 32, "num_hidden_layers": 2}}
+    seen = []
+    batch = ssmzoo.train._Run._batch
+    monkeypatch.setattr(
+        ssmzoo.train._Run, "_batch", lambda run, rows: seen.append(batch(run, rows)) or seen[-1]
+    )
+    whole = train(recipe(model=model), output_dir=tmp_path / "whole")
+    assert all(b["input_ids"].shape == (1, 4 * 32) for b in seen if b["labels"].shape[1] == 128)
+    assert all(len(b["cu_seqlens"]) > 4 for b in seen[:12])
+    with monkeypatch.context() as patch:
+        killed_before(patch, 8)
+        with pytest.raises(KilledError):
+            train(recipe(model=model), output_dir=tmp_path / "killed")
+    resumed = train(recipe(model=model), output_dir=tmp_path / "killed", resume=True)
+    assert_same_weights(weights(whole / "model"), weights(resumed / "model"))
+    losses = [line["loss"] for line in read_metrics(whole / "metrics.jsonl") if "loss" in line]
+    assert losses[-1] < losses[0]
+    assert Path(whole / "loss.png").stat().st_size > 0
