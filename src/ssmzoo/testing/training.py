@@ -33,7 +33,7 @@ SLACK = 2.0
 
 def check_gradients(subject: Subject) -> Measured:
     """Every parameter gets a finite, non-zero gradient and a place in one optimizer group."""
-    ids = subject.ids(2, 12)
+    ids, model = subject.ids(2, 12), subject.model()
     for dtype in BUDGETS:
         model = subject.model(dtype)
         for name, slope in gradients(model, model(ids, labels=ids).loss).items():
@@ -82,7 +82,10 @@ def check_gradient_checkpointing(subject: Subject) -> Measured:
             next(block.children()).register_forward_pre_hook(runs)
         again = model(ids, labels=ids).loss
         again.backward()  # recomputes once; a gradient that keeps the graph would keep it ready
-        got = {name: parameter.grad for name, parameter in model.named_parameters()}
+        got = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for name, p in model.named_parameters()
+        }
         require(runs.count == 2 * len(blocks), f"{len(blocks)} blocks ran {runs.count} times")
         measured.compare(f"{dtype} loss", again, loss, budget)
         measured.compare_all(f"{dtype} gradient of", got, expected, budget)
@@ -167,7 +170,7 @@ def check_bfloat16(subject: Subject) -> Measured:
         automatic = _results(subject.model(torch.float32), ids)
     for kind, results in (("bfloat16", _results(low, ids)), ("autocast", automatic)):
         for name, expected in true.items():
-            scale = expected.norm()
+            scale = expected.norm().clamp(min=torch.finfo(torch.float64).tiny)
             error = float((results[name] - expected).norm() / scale)
             floor = float((yardstick[name] - expected).norm() / scale)
             measured.within(f"{kind} {name}", error, SLACK * (floor + eps))
