@@ -256,7 +256,7 @@ def scan_combine_kernel(
     """Replace every span's ``local`` by the carry that enters it, span after span."""
     segment = tl.program_id(0).to(tl.int64)
     d, n, exists = channels_and_states(D, N, BLOCK_N, BLOCK_D)
-    whole = (segment * D + d[None, :]) * N + n[:, None]
+    whole = (segment * N + n[:, None]) * D + d[None, :]
     carry = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     if first_carry is not None:
         carry += tl.load(first_carry + whole, mask=exists, other=0.0).to(ACC)
@@ -405,7 +405,7 @@ def scan_bwd_kernel(
         first = tl.load(offsets + segment)
         begin = first
         stop = tl.load(offsets + segment + 1)
-        whole = (segment * D + d[None, :]) * N + n[:, None]
+        whole = (segment * N + n[:, None]) * D + d[None, :]
         if grad_final is not None:
             grad += tl.load(grad_final + whole, mask=exists, other=0.0).to(ACC)
     else:
@@ -542,12 +542,13 @@ def forward(
     }
 
     out = u.new_empty(tokens, width)
-    final = u.new_empty(segments, width, states, dtype=exact)
     kept = chunk_slots(tokens, segments, chunk) if save else 0
     saved = u.new_empty(kept, states, width, dtype=exact)
     with torch.cuda.device_of(u):
         starts = None
+        final = u.new_empty(segments, width, states, dtype=exact)
         if span is not None:
+            final = u.new_empty(segments, states, width, dtype=exact)
             slots = chunk_slots(tokens, segments, span)
             starts = u.new_empty(slots, states, width, dtype=exact)
             decays = torch.empty_like(starts)
@@ -572,7 +573,7 @@ def forward(
                 **common,
             )
             scan_combine_kernel[(segments, blocks)](
-                initial_state,
+                _transposed(initial_state),
                 starts,
                 decays,
                 final,
@@ -582,6 +583,7 @@ def forward(
                 REVERSE=False,
                 **common,
             )
+            final = _transposed(final)
         scan_fwd_kernel[(segments if starts is None else starts.shape[0], blocks)](
             u,
             q,
@@ -654,7 +656,7 @@ def backward(
     grad_out, u, q, k, dt = rows(grad_out), rows(u), rows(q), rows(k), rows(dt)
     z = None if z is None else rows(z)
     dt_bias, skip, param = _whole(dt_bias, skip, param)
-    (grad_final,) = _whole(grad_final)
+    grad_final = _transposed(grad_final)
     sizes = {"D": width, "N": states}
     strides = {
         "stride_grad": grad_out.stride(0),
@@ -672,7 +674,7 @@ def backward(
 
     grad_initial = None
     if initial_state is not None:
-        grad_initial = u.new_empty(segments, width, states, dtype=exact)
+        grad_initial = u.new_empty(segments, states, width, dtype=exact)
     with torch.cuda.device_of(u):
         ends = None
         if span is not None:
@@ -770,7 +772,7 @@ def backward(
         None if grad_skip is None else grad_skip.sum(0),
         grad_z,
         None if grad_param is None else grad_param.sum(0),
-        grad_initial,
+        _transposed(grad_initial),
     )
 
 
@@ -779,3 +781,7 @@ _ACC = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 def _whole(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(None if x is None else x.contiguous() for x in tensors)
+
+
+def _transposed(states: Tensor | None) -> Tensor | None:
+    return None if states is None else states.transpose(1, 2).contiguous()

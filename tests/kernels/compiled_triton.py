@@ -1,0 +1,155 @@
+"""Compile the Triton kernels for GPUs that need not be there, and report what they use.
+
+Prints one JSON object a kernel, or with ``--table`` the Markdown of a README. The launches are the
+ops' own: a recorder stands in for the launcher, so shapes, dtypes and configurations are the real
+ones and are written down nowhere twice.
+
+    python tests/kernels/compiled_triton.py --table model_spans model_whole
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from ssmzoo_kernels.causal_conv1d import triton as conv_triton
+from ssmzoo_kernels.longhorn_scan import triton as longhorn_triton
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int64: "*i64",
+}
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+
+# name: (op, dtype of activations, channels, states or taps, tokens, segments)
+CASES = {
+    "model_spans": ("longhorn_scan", torch.bfloat16, 1536, 16, 2048, 1),
+    "model_whole": ("longhorn_scan", torch.bfloat16, 1536, 16, 65536, 64),
+    "float32_spans": ("longhorn_scan", torch.float32, 1536, 16, 2048, 1),
+    "float32_whole": ("longhorn_scan", torch.float32, 1536, 16, 65536, 64),
+    "float64_spans": ("longhorn_scan", torch.float64, 1536, 16, 2048, 1),
+    "large_spans": ("longhorn_scan", torch.bfloat16, 4096, 16, 2048, 1),
+    "ragged_spans": ("longhorn_scan", torch.bfloat16, 1537, 3, 2048, 1),
+    "states1_spans": ("longhorn_scan", torch.bfloat16, 1536, 1, 2048, 1),
+    "states64_spans": ("longhorn_scan", torch.bfloat16, 1536, 64, 2048, 1),
+    "states128_spans": ("longhorn_scan", torch.bfloat16, 1536, 128, 2048, 1),
+    "states256_spans": ("longhorn_scan", torch.bfloat16, 1536, 256, 2048, 1),
+    "conv": ("causal_conv1d", torch.bfloat16, 1536, 4, 2048, 1),
+    "conv_float32": ("causal_conv1d", torch.float32, 1536, 4, 2048, 1),
+    "conv_ragged": ("causal_conv1d", torch.bfloat16, 1537, 3, 2048, 1),
+}
+
+
+def launches(case):
+    """Return the launches of one forward and backward: kernel, positional and named arguments."""
+    op, dtype, width, size, tokens, segments = CASES[case]
+    offsets = torch.zeros(segments + 1, dtype=torch.int64)
+
+    def empty(*shape):
+        return torch.empty(shape, dtype=dtype)
+
+    seen = []
+    original = JITFunction.run
+    JITFunction.run = lambda self, *args, grid, warmup, **named: seen.append((self, args, named))
+    try:
+        if op == "causal_conv1d":
+            inputs = (empty(tokens, width), empty(width, size), empty(width))
+            inputs = (*inputs, empty(segments, size - 1, width))
+            out, final = conv_triton.forward(*inputs, offsets, True)
+            conv_triton.backward(out, final, *inputs, offsets, True)
+        else:
+            rows, keys = empty(tokens, width), empty(tokens, size)
+            vector, start = torch.empty(width), torch.empty(segments, width, size)
+            inputs = (rows, keys, keys, rows, vector, vector, rows, start)
+            out, final, saved = longhorn_triton.forward(*inputs, offsets, True)
+            longhorn_triton.backward(out, final, *inputs, offsets, saved)
+    finally:
+        JITFunction.run = original
+    return seen
+
+
+def compile_launch(kernel, args, named, target):
+    """Compile a recorded launch for a compute capability, as the launcher would."""
+    values = dict(zip(kernel.arg_names, args, strict=False)) | named
+    options = {name: values.pop(name) for name in OPTIONS if name in values}
+    signature, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        name, value = parameter.name, values[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = POINTERS[value.dtype]
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "i32"
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options), options
+
+
+def usage(compiled):
+    """Return registers a thread, and bytes of stack and local memory, from the machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [TOOLS / "cuobjdump", "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
+    return dict(zip(("registers", "stack", "local"), map(int, found.groups()), strict=True))
+
+
+def report(case, target):
+    """Compile every kernel of a case; one record a kernel."""
+    for kernel, args, named in launches(case):
+        compiled, options = compile_launch(kernel, args, named, target)
+        name = kernel.__name__ + ("[reverse]" if named.get("REVERSE") else "")
+        yield {
+            "case": case,
+            "kernel": name,
+            "target": f"sm_{target}",
+            "warps": options["num_warps"],
+            **usage(compiled),
+            "shared": compiled.metadata.shared,
+        }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="+", choices=CASES, metavar="case")
+    parser.add_argument("--targets", nargs="+", type=int, default=[80, 90])
+    parser.add_argument("--table", action="store_true")
+    arguments = parser.parse_args()
+    columns = ("case", "kernel", "target", "warps", "registers", "stack", "local", "shared")
+    if arguments.table:
+        write("| " + " | ".join(columns) + " |")
+        write("|" + " --- |" * len(columns))
+    for case in arguments.cases:
+        for target in arguments.targets:
+            for record in report(case, target):
+                if arguments.table:
+                    write("| " + " | ".join(str(record[c]) for c in columns) + " |")
+                else:
+                    write(json.dumps(record))
+
+
+def write(line):
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
