@@ -180,6 +180,24 @@ def test_packed_labels_never_cross_a_boundary(model, ids):
     assert not torch.equal(unpacked, whole)
 
 
+def test_an_empty_sequence_takes_no_label_from_its_neighbours(model, ids):
+    with torch.no_grad():
+        expected = model(ids[:1], labels=ids[:1]).loss
+        for ends in ([0, 0, 7], [0, 7, 7]):
+            got = model(ids[:1], labels=ids[:1], cu_seqlens=torch.tensor(ends)).loss
+            torch.testing.assert_close(got, expected)
+
+
+def test_left_padding_changes_no_loss(model, ids):
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    with torch.no_grad():
+        got = model(ids, attention_mask=mask, labels=labels).loss
+        long, short = (model(row, labels=row).loss for row in (ids[:1], ids[1:, 3:]))
+    torch.testing.assert_close(got, (6 * long + 3 * short) / 9)
+
+
 def test_whole_rows_need_no_segments():
     mask = torch.ones(2, 5)
     positions = torch.arange(5).expand(2, 5)

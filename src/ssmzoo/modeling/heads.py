@@ -264,10 +264,11 @@ def _given(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
 
 
 def _without_first_tokens(labels: Tensor, segments: Segments | None) -> Tensor:
-    """Take the first token of every packed sequence out of the loss: nothing predicts it."""
-    if segments is None or segments.rows is not None:
+    """Take the first token of every sequence out of the loss: nothing predicts it."""
+    if segments is None:
         return labels
-    starts = segments.cu_seqlens[:-1].long()
-    # an empty last sequence starts behind the row's end
-    starts = starts.clamp(max=labels.numel() - 1)
-    return labels.flatten().index_fill(0, starts, -100).view_as(labels)
+    chosen = slice(-1) if segments.rows is None else segments.rows
+    starts = segments.cu_seqlens[chosen].long()
+    # one place more, because an empty last sequence starts behind the row's end
+    longer = nn.functional.pad(labels.flatten(), (0, 1))
+    return longer.index_fill(0, starts, -100)[:-1].view_as(labels)
