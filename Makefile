@@ -30,6 +30,7 @@ help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 install: $(INSTALLED) ## Make .venv and install the project with the versions of constraints.txt
+	@echo "== ssmzoo is installed: $(VENV)/bin/ssmzoo list =="
 
 demo: $(INSTALLED) ## Train, score, publish, reload and sample a small Longhorn (TEXT=path: on your text)
 	$(PY) -m ssmzoo.demo $(if $(TEXT),--text "$(TEXT)")
