@@ -40,10 +40,13 @@ OPTIONS = ("num_warps", "num_stages", "maxnreg")
 CASES = {
     "model_spans": ("longhorn_scan", torch.bfloat16, 1536, 16, 2048, 1),
     "model_whole": ("longhorn_scan", torch.bfloat16, 1536, 16, 65536, 64),
+    "decode": ("longhorn_scan", torch.bfloat16, 1536, 16, 64, 64),
     "float32_spans": ("longhorn_scan", torch.float32, 1536, 16, 2048, 1),
     "float32_whole": ("longhorn_scan", torch.float32, 1536, 16, 65536, 64),
     "float64_spans": ("longhorn_scan", torch.float64, 1536, 16, 2048, 1),
     "large_spans": ("longhorn_scan", torch.bfloat16, 4096, 16, 2048, 1),
+    "ragged16_spans": ("longhorn_scan", torch.bfloat16, 1537, 16, 2048, 1),
+    "states32_spans": ("longhorn_scan", torch.bfloat16, 1536, 32, 2048, 1),
     "ragged_spans": ("longhorn_scan", torch.bfloat16, 1537, 3, 2048, 1),
     "states1_spans": ("longhorn_scan", torch.bfloat16, 1536, 1, 2048, 1),
     "states64_spans": ("longhorn_scan", torch.bfloat16, 1536, 64, 2048, 1),
@@ -76,8 +79,10 @@ def launches(case):
             rows, keys = empty(tokens, width), empty(tokens, size)
             vector, start = torch.empty(width), torch.empty(segments, width, size)
             inputs = (rows, keys, keys, rows, vector, vector, rows, start)
-            out, final, saved = longhorn_triton.forward(*inputs, offsets, True)
-            longhorn_triton.backward(out, final, *inputs, offsets, saved)
+            train = case != "decode"
+            out, final, saved = longhorn_triton.forward(*inputs, offsets, train)
+            if train:
+                longhorn_triton.backward(out, final, *inputs, offsets, saved)
     finally:
         JITFunction.run = original
     return seen

@@ -30,7 +30,7 @@ from ssmzoo_kernels.scan import accumulator, chunk_slots
 # Warps that keep a large GPU busy; a constant, so that results do not depend on the device.
 FILL = 2048
 # Lengths make no new variants; widths and strides, which a model fixes, are compiled in.
-LENGTHS = ("segments", "span", "T")
+LENGTHS = ("segments", "span", "T", "first_slot")
 
 
 class Transition(NamedTuple):
@@ -51,11 +51,16 @@ class Tile(NamedTuple):
 
 
 def tile(states: int, exact: torch.dtype) -> Tile:
-    """Choose a program's shape: 16 state entries a thread, channels along the lanes of a warp."""
+    """Choose a program's shape: up to 16 state entries a thread, channels along a warp's lanes.
+
+    How many tokens are unrolled is what the backward's registers allow on sm_80 and sm_90; only
+    float64 spills, a little.
+    """
     block_n = triton.next_power_of_2(states)
-    block_d = min(32, max(1, 4096 // block_n))
+    block_d = min(16 if exact == torch.float64 else 32, max(1, 4096 // block_n))
     num_warps = min(8, max(1, block_n * block_d // 512))
-    return Tile(block_n, block_d, 2 if exact == torch.float64 else 4, num_warps)
+    tokens = 2 if block_n <= 8 else 4 if block_n == 16 else 1
+    return Tile(block_n, block_d, 1 if exact == torch.float64 else tokens, num_warps)
 
 
 def span_of(tokens: int, segments: int, warps: int, chunk: int) -> int | None:
@@ -376,6 +381,7 @@ def scan_bwd_kernel(
     segments,
     span,
     T,
+    first_slot,
     D: tl.constexpr,
     N: tl.constexpr,
     stride_grad: tl.constexpr,
@@ -397,7 +403,8 @@ def scan_bwd_kernel(
     Within a chunk states are computed anew from the saved one: first every TOKENS-th, to scratch,
     then, going back, those of one group of TOKENS, which stay in registers.
     """
-    slot = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    slot = first_slot + program
     d, n, exists = channels_and_states(D, N, BLOCK_N, BLOCK_D)
     grad = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     if ends is None:
@@ -419,7 +426,7 @@ def scan_bwd_kernel(
     sum_bias = tl.zeros((BLOCK_D,), ACC)
     sum_skip = tl.zeros((BLOCK_D,), ACC)
     sum_param = tl.zeros((BLOCK_N, BLOCK_D), ACC)
-    own = slot * tl.num_programs(1) + tl.program_id(1)
+    own = program * tl.num_programs(1) + tl.program_id(1)
     own = own * (CHUNK // TOKENS) * BLOCK_N * BLOCK_D
     own += tl.arange(0, BLOCK_N)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     partial = tl.program_id(1).to(tl.int64) * T
@@ -569,7 +576,7 @@ def forward(
                 stride_dt=dt.stride(0),
                 STEP=transition.step,
                 DECAY=transition.decay,
-                TOKENS=shape.tokens,
+                TOKENS=min(2, shape.tokens),
                 **common,
             )
             scan_combine_kernel[(segments, blocks)](
@@ -697,7 +704,7 @@ def backward(
                 **sizes,
                 **strides,
                 DECAY=transition.decay,
-                TOKENS=shape.tokens,
+                TOKENS=min(2, shape.tokens),
                 **common,
             )
             scan_combine_kernel[(segments, blocks)](
@@ -712,9 +719,11 @@ def backward(
                 **common,
             )
         programs = segments if ends is None else ends.shape[0]
+        # several launches share one scratch where a single one would want an endless one
+        at_once = min(programs, max(1, 4 * FILL // (blocks * shape.num_warps)))
         groups = chunk // shape.tokens
         scratch = u.new_empty(
-            programs * blocks * groups * shape.block_n * shape.block_d, dtype=exact
+            at_once * blocks * groups * shape.block_n * shape.block_d, dtype=exact
         )
         grad_u = u.new_empty(tokens, width)
         grad_q = q.new_empty(blocks, tokens, states, dtype=exact)
@@ -727,42 +736,44 @@ def backward(
         grad_param = None
         if param is not None:
             grad_param = u.new_empty(programs, states, width, dtype=exact)
-        scan_bwd_kernel[(programs, blocks)](
-            grad_out,
-            grad_final,
-            u,
-            q,
-            k,
-            dt,
-            dt_bias,
-            skip,
-            z,
-            param,
-            saved,
-            ends,
-            scratch,
-            grad_u,
-            grad_q,
-            grad_k,
-            grad_dt,
-            grad_bias,
-            grad_skip,
-            grad_z,
-            grad_param,
-            grad_initial,
-            offsets,
-            segments,
-            span,
-            tokens,
-            **sizes,
-            **strides,
-            stride_u=u.stride(0),
-            STEP=transition.step,
-            ADJOINT=transition.adjoint,
-            CHUNK=chunk,
-            TOKENS=shape.tokens,
-            **common,
-        )
+        for first_slot in range(0, programs, at_once):
+            scan_bwd_kernel[(min(at_once, programs - first_slot), blocks)](
+                grad_out,
+                grad_final,
+                u,
+                q,
+                k,
+                dt,
+                dt_bias,
+                skip,
+                z,
+                param,
+                saved,
+                ends,
+                scratch,
+                grad_u,
+                grad_q,
+                grad_k,
+                grad_dt,
+                grad_bias,
+                grad_skip,
+                grad_z,
+                grad_param,
+                grad_initial,
+                offsets,
+                segments,
+                span,
+                tokens,
+                first_slot,
+                **sizes,
+                **strides,
+                stride_u=u.stride(0),
+                STEP=transition.step,
+                ADJOINT=transition.adjoint,
+                CHUNK=chunk,
+                TOKENS=shape.tokens,
+                **common,
+            )
     return Gradients(
         grad_u,
         grad_q.sum(0),
