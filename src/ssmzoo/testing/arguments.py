@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ssmzoo.testing.subject import BUDGETS, Measured, Subject, gradients, require
@@ -13,13 +15,14 @@ def check_inputs_embeds(subject: Subject) -> Measured:
     """Embeddings instead of token ids give the same logits and the same generation."""
     measured = Measured()
     model, ids = subject.model(), subject.ids(2, 9)
+    untyped: Any = model  # transformers types generate for its own models only
     with torch.no_grad():
         embeds = model.get_input_embeddings()(ids)
         measured.same("logits", model(inputs_embeds=embeds).logits, model(ids).logits)
         options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
         mask = torch.ones_like(ids)
-        got = model.generate(inputs_embeds=embeds, attention_mask=mask, **options)
-        expected = model.generate(ids, attention_mask=mask, **options)[:, 9:]
+        got = untyped.generate(inputs_embeds=embeds, attention_mask=mask, **options)
+        expected = untyped.generate(ids, attention_mask=mask, **options)[:, 9:]
     require(torch.equal(got, expected), "generate gives other tokens for embeddings")
     return measured
 
@@ -48,7 +51,7 @@ def check_outputs(subject: Subject) -> Measured:
             len(output.hidden_states) == layers + 1,
             f"{len(output.hidden_states)} hidden states for {layers} layers",
         )
-        head = model.get_output_embeddings()(output.hidden_states[-1])
+        head = model.lm_head(output.hidden_states[-1])
         measured.compare("head of the last hidden state", output.logits, head, EXACT)
         flat = model(ids, labels=ids, return_dict=False)
         measured.same("a tuple's loss", flat[0], output.loss)
@@ -65,12 +68,7 @@ def check_sequence_classification(subject: Subject) -> Measured:
     """The classifier reads each sequence's last token: alone, padded on any side, or packed."""
     measured = Measured()
     pad, lengths = 1, (9, 4, 6)
-    model = subject.fresh(
-        torch.float64,
-        subject.family.sequence_classification_class,
-        num_labels=3,
-        pad_token_id=pad,
-    )
+    model = subject.classifier(torch.float64, num_labels=3, pad_token_id=pad)
     rows = [subject.ids(1, length, seed=length)[0] for length in lengths]
     for row in rows:
         row[row == pad] = pad + 1

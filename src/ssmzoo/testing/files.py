@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from ssmzoo.modeling import SSMForCausalLM
 from ssmzoo.testing.subject import Measured, Subject, require
 
 
@@ -33,8 +34,7 @@ def check_save_and_load(subject: Subject) -> Measured:
         for name, tensor in stored.items():
             measured.same(f"the file's {name}", tensor, theirs[name])
         _same_tensors(measured, loaded, model)
-        head, embedding = loaded.get_output_embeddings(), loaded.get_input_embeddings()
-        shared = head.weight.data_ptr() == embedding.weight.data_ptr()
+        shared = loaded.lm_head.weight is loaded.get_input_embeddings().weight
         require(shared == tied, f"tie_word_embeddings={tied}, and the weights do not follow it")
         with torch.no_grad():
             measured.same("logits", loaded(ids).logits, model(ids).logits)
@@ -94,15 +94,16 @@ def check_resized_embeddings(subject: Subject) -> Measured:
     return measured
 
 
-def _load(folder: str, **options: Any) -> PreTrainedModel:
+def _load(folder: str, **options: Any) -> SSMForCausalLM:
     options = {"dtype": torch.float32, **options}
-    model, facts = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    model, facts = loaded
     wrong = {kind: sorted(map(str, names)) for kind, names in facts.items() if names}
     require(not wrong, f"loading reports {wrong}")
     return model
 
 
-def _same_tensors(measured: Measured, got: PreTrainedModel, expected: PreTrainedModel) -> None:
+def _same_tensors(measured: Measured, got: SSMForCausalLM, expected: SSMForCausalLM) -> None:
     for kind in ("named_parameters", "named_buffers"):
         ours, theirs = (dict(getattr(model, kind)()) for model in (got, expected))
         require(ours.keys() == theirs.keys(), f"other {kind} than before")

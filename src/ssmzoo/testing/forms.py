@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import DataCollatorWithFlattening, PreTrainedModel
+from transformers import DataCollatorWithFlattening
 
+from ssmzoo.modeling import SSMForCausalLM
 from ssmzoo.testing.subject import (
     BUDGETS,
     Measured,
@@ -25,7 +26,7 @@ LENGTHS = (13, 8, 1, 5)  # of the rows of a ragged batch
 MORE = 3  # tokens after the prompt
 
 
-def alone(model: PreTrainedModel, rows: Sequence[Tensor]) -> list[Tensor]:
+def alone(model: SSMForCausalLM, rows: Sequence[Tensor]) -> list[Tensor]:
     """Return the logits ``[L, V]`` of every row, run alone and whole."""
     return [model(row[None], use_cache=False).logits[0] for row in rows]
 
@@ -121,7 +122,7 @@ def check_flattening_collator(subject: Subject) -> Measured:
         batch = DataCollatorWithFlattening(**options)([{"input_ids": row} for row in rows])
         for plain in (False, True):
             if plain:  # labels that do not mark where documents begin
-                batch["labels"] = batch["input_ids"].clone()
+                batch["labels"] = batch["input_ids"]
             output = model(**batch)
             # transformers takes the loss of float32 logits, whatever the model's dtype
             measured.compare(f"{name}: loss", output.loss, loss, torch.finfo(torch.float32).eps)
@@ -174,10 +175,11 @@ def _in_pieces(subject: Subject, sizes: list[int]) -> Measured:
             output = model(piece, past_key_values=cache, use_cache=True)
             cache = output.past_key_values
             parts.append(output.logits)
-        require(
-            cache.get_seq_length() == ids.shape[1],
-            f"the cache counts {cache.get_seq_length()} tokens instead of {ids.shape[1]}",
-        )
+            seen = sum(part.shape[1] for part in parts)
+            require(
+                cache.get_seq_length() == seen,
+                f"the cache counts {cache.get_seq_length()} tokens instead of {seen}",
+            )
         expected = model(ids, use_cache=False).logits
         _compare(measured, model, f"{dtype}", torch.cat(parts, dim=1), expected)
     return measured
@@ -197,7 +199,7 @@ def _padded(subject: Subject, rows: Sequence[Tensor], side: str) -> tuple[Tensor
 
 def _compare(
     measured: Measured,
-    model: PreTrainedModel,
+    model: SSMForCausalLM,
     what: str,
     got: Tensor | Sequence[Tensor],
     expected: Tensor | Sequence[Tensor],

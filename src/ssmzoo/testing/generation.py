@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig
 
-from ssmzoo.modeling import StateCache
+from ssmzoo.modeling import SSMForCausalLM, StateCache
 from ssmzoo.testing.subject import BUDGETS, Measured, Subject, require
 
 EXACT = BUDGETS[torch.float64]
@@ -190,7 +190,7 @@ def _prompts(subject: Subject) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def _generate(model: PreTrainedModel, ids: Tensor, mask: Tensor, **options: Any) -> Any:
+def _generate(model: SSMForCausalLM, ids: Tensor, mask: Tensor, **options: Any) -> Any:
     past = {k: options.pop(k) for k in ("past_key_values",) if k in options}
     config = GenerationConfig(
         max_new_tokens=NEW,
@@ -200,14 +200,15 @@ def _generate(model: PreTrainedModel, ids: Tensor, mask: Tensor, **options: Any)
         output_logits=True,
         **options,
     )
-    return model.generate(ids, attention_mask=mask, generation_config=config, **past)
+    untyped: Any = model  # transformers types generate for its own models only
+    return untyped.generate(ids, attention_mask=mask, generation_config=config, **past)
 
 
 def _logits(output: Any) -> Tensor:
     return torch.stack(output.logits, dim=1)
 
 
-def _recomputed(model: PreTrainedModel, sequences: Tensor) -> Tensor:
+def _recomputed(model: SSMForCausalLM, sequences: Tensor) -> Tensor:
     """Return the logits ``[B, NEW, V]`` that chose the last tokens, every row run alone."""
     rows = []
     with torch.no_grad():

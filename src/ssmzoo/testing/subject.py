@@ -6,17 +6,17 @@ scales of one would hide mistakes; nothing a check does to a :meth:`Subject.fres
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ssmzoo.family import Family
+from ssmzoo.modeling import SSMForCausalLM, SSMForSequenceClassification
 
 # the largest error relative to the largest entry
 BUDGETS = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -115,34 +115,38 @@ class Subject:
         family.register()
         self.family = family
         self.oracle = oracle
-        self._models: dict[torch.dtype, PreTrainedModel] = {}
+        self._models: dict[torch.dtype, SSMForCausalLM] = {}
 
     def config(self, **changes: Any) -> PreTrainedConfig:
         """Return the tiny configuration, some fields changed."""
         return self.family.config(**{**self.family.tiny, "eos_token_id": None, **changes})
 
-    def model(self, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    def model(self, dtype: torch.dtype = torch.float64) -> SSMForCausalLM:
         """Return the language model, shared by all checks: it must stay as it is."""
         if dtype not in self._models:
             self._models[dtype] = self.fresh(dtype)
         return self._models[dtype]
 
-    def fresh(
-        self,
-        dtype: torch.dtype = torch.float32,
-        kind: type[PreTrainedModel] | None = None,
-        **changes: Any,
-    ) -> PreTrainedModel:
-        """Return a model of one's own with the same weights as every other of its configuration.
+    def fresh(self, dtype: torch.dtype = torch.float32, **changes: Any) -> SSMForCausalLM:
+        """Return a language model of one's own; equal configurations have equal weights.
 
         Args:
             dtype: Of the weights, by ``model.to``.
-            kind: Model class, the family's language model by default.
             **changes: Changed configuration fields.
         """
+        return cast(SSMForCausalLM, self._build(self.family.causal_lm_class, dtype, changes))
+
+    def classifier(self, dtype: torch.dtype, **changes: Any) -> SSMForSequenceClassification:
+        """Return a sequence classifier of one's own, as :meth:`fresh` does."""
+        kind = self.family.sequence_classification_class
+        return cast(SSMForSequenceClassification, self._build(kind, dtype, changes))
+
+    def _build(
+        self, kind: type[PreTrainedModel], dtype: torch.dtype, changes: dict[str, Any]
+    ) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
-            model = (kind or self.family.causal_lm_class)(self.config(**changes))
+            model = cast(nn.Module, kind(self.config(**changes)))
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter += 0.05 * torch.randn_like(parameter)
@@ -160,7 +164,7 @@ def probe(logits: Tensor) -> Tensor:
     return torch.randn(logits.shape, generator=generator, dtype=torch.float64).to(logits.dtype)
 
 
-def gradients(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     """Return the gradient of a loss by parameter name; zeros where none flows."""
     names, parameters = zip(
         *((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True
@@ -172,12 +176,7 @@ def gradients(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
     }
 
 
-def modules_named(model: torch.nn.Module, suffixes: Iterable[str]) -> dict[str, torch.nn.Module]:
+def modules_named(model: nn.Module, suffixes: Iterable[str]) -> dict[str, nn.Module]:
     """Return the modules whose last name is one of the given."""
     wanted = set(suffixes)
     return {n: m for n, m in model.named_modules() if n.rsplit(".", 1)[-1] in wanted}
-
-
-def copy_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a deep copy that a check may change."""
-    return copy.deepcopy(model)

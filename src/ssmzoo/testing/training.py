@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import io
 import tempfile
@@ -12,15 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ssmzoo.modeling import SSMForCausalLM
 from ssmzoo.testing.subject import (
     BUDGETS,
     Measured,
     NotApplicable,
     Subject,
-    copy_of,
     gradients,
     modules_named,
     probe,
@@ -70,7 +70,7 @@ def check_gradient_checkpointing(subject: Subject) -> Measured:
     measured = Measured()
     ids = subject.ids(2, 9)
     for dtype, budget in BUDGETS.items():
-        model = copy_of(subject.model(dtype)).train()
+        model = copy.deepcopy(subject.model(dtype)).train()
         loss = model(ids, labels=ids).loss
         expected = gradients(model, loss)
         model.gradient_checkpointing_enable()
@@ -119,7 +119,7 @@ def check_trainer(subject: Subject) -> Measured:
 def check_compile(subject: Subject) -> Measured:
     """torch.compile takes the model without a graph break and changes nothing, backward too."""
     measured = Measured()
-    model, ids = copy_of(subject.model()), subject.ids(2, 8)
+    model, ids = copy.deepcopy(subject.model()), subject.ids(2, 8)
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     row, ends = ids.reshape(1, -1), torch.tensor([0, 5, 6, 16])
@@ -158,7 +158,7 @@ def check_bfloat16(subject: Subject) -> Measured:
     ids, eps = subject.ids(4, 24), torch.finfo(torch.bfloat16).eps
     low, exact = subject.model(torch.bfloat16), subject.model()
     dtypes = _output_dtypes(low, ids)
-    rounded = copy_of(exact)
+    rounded = copy.deepcopy(exact)
     with torch.no_grad():
         for parameter, lowered in zip(rounded.parameters(), low.parameters(), strict=True):
             parameter.copy_(lowered.to(parameter.dtype))
@@ -189,7 +189,7 @@ class _Round(torch.autograd.Function):
         return slope.to(torch.bfloat16).to(slope.dtype)
 
 
-def _output_dtypes(model: PreTrainedModel, ids: Tensor) -> dict[str, torch.dtype]:
+def _output_dtypes(model: SSMForCausalLM, ids: Tensor) -> dict[str, torch.dtype]:
     found: dict[str, torch.dtype] = {}
     hooks = [
         module.register_forward_hook(
@@ -206,7 +206,7 @@ def _output_dtypes(model: PreTrainedModel, ids: Tensor) -> dict[str, torch.dtype
     return found
 
 
-def _results(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
+def _results(model: SSMForCausalLM, ids: Tensor) -> dict[str, Tensor]:
     logits = model(ids, use_cache=False).logits
     slopes = gradients(model, (logits * probe(logits)).sum())
     slopes = {f"gradient of {name}": slope for name, slope in slopes.items()}
@@ -221,7 +221,7 @@ def _adapted(subject: Subject, targets: list[str] | str, expected: Any) -> Measu
     measured = Measured()
     ids = subject.ids(2, 12)
     config = LoraConfig(r=2, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
-    model = get_peft_model(copy_of(subject.model()), config)
+    model = get_peft_model(copy.deepcopy(subject.model()), config)
     prefix = "base_model.model."
     adapters = {n.removeprefix(prefix): m for n, m in model.named_modules() if hasattr(m, "lora_B")}
     require(
@@ -246,7 +246,7 @@ def _adapted(subject: Subject, targets: list[str] | str, expected: Any) -> Measu
     return measured
 
 
-def _train(model: PreTrainedModel, rows: list[Tensor], folder: str, resume: str | None) -> None:
+def _train(model: SSMForCausalLM, rows: list[Tensor], folder: str, resume: str | None) -> None:
     from transformers import (
         DataCollatorWithFlattening,
         PrinterCallback,
@@ -254,6 +254,7 @@ def _train(model: PreTrainedModel, rows: list[Tensor], folder: str, resume: str 
         TrainingArguments,
     )
 
+    documents: Any = [{"input_ids": row} for row in rows]  # a list is a data set to Trainer
     options = TrainingArguments(
         folder,
         per_device_train_batch_size=2,
@@ -270,7 +271,7 @@ def _train(model: PreTrainedModel, rows: list[Tensor], folder: str, resume: str 
     trainer = Trainer(
         model,
         options,
-        train_dataset=[{"input_ids": row} for row in rows],
+        train_dataset=documents,
         data_collator=DataCollatorWithFlattening(),
         optimizers=(torch.optim.AdamW(groups), None),
     )
