@@ -398,10 +398,12 @@ def test_a_changed_text_does_not_resume(recipe, tmp_path, monkeypatch):
         train(path, output_dir=tmp_path / "run", resume=True)
 
 
-def test_missing_text_leaves_nothing_behind(recipe, tmp_path):
+def test_text_that_is_missing_or_too_short_leaves_the_folder_free(recipe, tmp_path):
     with pytest.raises(ValueError, match="does not exist and matches no file"):
         train(recipe(), output_dir=tmp_path / "run", overrides=["data.text=nowhere"])
     assert [p.name for p in (tmp_path / "run").iterdir()] == [".lock"]
+    with pytest.raises(ValueError, match=r"at least one row of train\.seq_len = 99999 tokens"):
+        train(recipe(train__seq_len=99999), output_dir=tmp_path / "run")
     train(recipe(), output_dir=tmp_path / "run", overrides=["train.steps=3"])
 
 

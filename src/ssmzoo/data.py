@@ -137,14 +137,14 @@ def prepare_data(
         manifest["files"] = _same_files(
             [data.dataset] if data.dataset is not None else getattr(data, data.source),
             f"data.{data.source}",
-            before and before["files"],
+            before["files"] if before else None,
             content=not data.streaming,
         )
     if isinstance(data.validation, list) and data.dataset is None:
         manifest["validation_files"] = _same_files(
             data.validation,
             "data.validation",
-            before and before["validation_files"],
+            before["validation_files"] if before else None,
             content=not data.streaming,
         )
     manifest["digest"] = _digest(_without_places(manifest), data.text_field)
@@ -177,10 +177,9 @@ def open_data(
     data, train = recipe.data, recipe.train
     micro = train.batch_size // (world * train.accumulate)
     wanted = recipe.eval.batches * train.batch_size
-    share = {"rank": rank, "world": world}
     if data.source == "task":
         generate = _task_generator(recipe)
-        examples = TaskRows(generate, train.seed, **share)
+        examples = TaskRows(generate, train.seed, rank=rank, world=world)
         validation: list[Rows] = []
         if data.validation is not None:
             held_out = TaskRows(generate, _other(train.seed))
@@ -210,7 +209,7 @@ def open_data(
     else:
         store = _read_store(cache)
         pieces, _, rest = _split(store, data.validation)
-        source = PackedRows(store.tokens, pieces, train.seq_len, train.seed, **share)
+        source = PackedRows(store.tokens, pieces, train.seq_len, train.seed, rank=rank, world=world)
         epoch_rows = len(source)
         if rest is not None:
             held_out_rows = PackedRows(store.tokens, rest, train.seq_len, 0, what="held-out")

@@ -170,7 +170,7 @@ class _Run:
         self.checkpoint = self._on_main(lambda: _starting_point(folder, recipe, resume=resume))
         self.tokenizer = recipe_tokenizer(recipe)
         self.config = build_config(recipe.model, self.tokenizer)
-        manifest = self._on_main(lambda: self._prepare(resume=resume))
+        manifest = self._on_main(self._prepare)
         self.data = open_data(
             recipe,
             self.tokenizer,
@@ -182,6 +182,7 @@ class _Run:
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.window: list[tuple[float, float]] = []  # loss and gradient norm since the last line
         self._build()
+        self._on_main(lambda: self._describe(manifest))
 
     # -- beginning ---------------------------------------------------------------------------
 
@@ -201,15 +202,16 @@ class _Run:
             raise outcome[1]
         return outcome[0]
 
-    def _prepare(self, *, resume: bool) -> dict[str, Any]:
-        """Check the data and write what describes the run; in the main process only."""
+    def _prepare(self) -> dict[str, Any]:
+        """Check the data, the same as before when resuming; in the main process only."""
         described = self.folder / "data.json"
-        begun = resume and described.exists()
-        before = json.loads(described.read_text(encoding="utf-8")) if begun else None
-        manifest = prepare_data(self.recipe, self.tokenizer, self.folder / "cache", before)
-        if not begun:
-            write_text(described, json.dumps(manifest, indent=1))
+        before = json.loads(described.read_text(encoding="utf-8")) if described.exists() else None
+        return prepare_data(self.recipe, self.tokenizer, self.folder / "cache", before)
+
+    def _describe(self, manifest: dict[str, Any]) -> None:
+        """Write what describes the run; in the main process only, and not before all is checked."""
         write_text(self.folder / "recipe.yaml", self.recipe.to_yaml())
+        write_text(self.folder / "data.json", json.dumps(manifest, indent=1))
         facts = {
             "command": " ".join(sys.argv),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -221,7 +223,6 @@ class _Run:
             "versions": _versions(),
         }
         write_text(self.folder / "run.json", json.dumps(facts, indent=1))
-        return manifest
 
     def _build(self) -> None:
         """Make model, optimizer and schedule, anew or from the checkpoint."""
