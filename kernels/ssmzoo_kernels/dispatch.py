@@ -58,10 +58,16 @@ def choose(op: str, backend: Backend, tensor: torch.Tensor) -> str:
         ValueError: No backend of that name, or the tensors lie on the wrong device for it.
         RuntimeError: The machine lacks what it needs.
     """
+    return _decide(op, backend, tensor.device.type)
+
+
+# torch.compile cannot trace what is asked here (a context variable, a compiler); the
+# answer is fixed when a graph is traced
+@torch.compiler.assume_constant_result
+def _decide(op: str, backend: Backend, device: str) -> str:
     _check_name(op, backend)
     if backend == "auto":
         backend = _forced.get() or "auto"
-    device = tensor.device.type
     if backend == "auto":
         return _best(device)
     if backend == "cpu":
