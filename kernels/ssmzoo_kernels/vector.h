@@ -61,9 +61,11 @@ INLINE vec pick(mask where, vec yes, vec no) {
 INLINE vec at_most(vec x, REAL bound) { return pick(x > splat(bound), splat(bound), x); }
 
 INLINE REAL total(vec x) {
-  REAL sum = 0;
-  for (int i = 0; i < LANES; i++) sum += x[i];
-  return sum;
+  REAL sums[LANES];
+  store(sums, x);
+  UNROLL for (int half = LANES / 2; half; half /= 2)
+    UNROLL for (int i = 0; i < half; i++) sums[i] += sums[i + half];
+  return sums[0];
 }
 
 /* exp(x) = 2^n exp(r), |r| <= ln(2)/2, exp(r) by its series. Beyond the range the result is the

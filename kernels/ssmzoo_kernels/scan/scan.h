@@ -99,6 +99,13 @@ INLINE Token read_token(const Inputs *in, int64_t t, int64_t channel, int64_t co
   return token(u, dt, splat(energy));
 }
 
+/* A chunk's rows are too far apart for the hardware to foresee: ask for a vector of the next one. */
+INLINE void fetch(const Inputs *in, int64_t t, int64_t channel) {
+  __builtin_prefetch(in->u + t * in->stride_u + channel, 0, 2);
+  __builtin_prefetch(in->dt + t * in->stride_dt + channel, 0, 2);
+  if (in->z) __builtin_prefetch(in->z + t * in->stride_z + channel, 0, 2);
+}
+
 /* A lone token touches its states once: along n, where they lie. */
 static void step_rows(const Inputs *in, int64_t segment, int64_t channel, int64_t channels,
                       REAL *out, REAL *final) {
@@ -133,14 +140,17 @@ static void step_rows(const Inputs *in, int64_t segment, int64_t channel, int64_
   }
 }
 
-/* March a tile of states through a chunk, adding what it reads to `read`. */
-INLINE void march(vec *states, int64_t padded, int64_t count, const Token *tokens,
-                  const REAL *keys, const REAL *queries, vec *read) {
+/* March a tile of states through a chunk, adding what it reads to `read`; fetch `ahead` tokens of
+ * the next chunk meanwhile. */
+INLINE void march(const Inputs *in, vec *states, int64_t padded, int64_t count, const Token *tokens,
+                  const REAL *keys, const REAL *queries, vec *read, int64_t next, int64_t ahead,
+                  int64_t channel) {
   vec S[VT][NT];
   UNROLL for (int v = 0; v < VT; v++)
     UNROLL for (int n = 0; n < NT; n++) S[v][n] = states[v * padded + n];
   for (int64_t t = 0; t < count; t++) {
     UNROLL for (int v = 0; v < VT; v++) {
+      if (t < ahead) fetch(in, next + t, channel + v * LANES);
       Token x = tokens[t * VECTORS + v];
       vec even = read[t * VECTORS + v], odd = {0};
       UNROLL for (int n = 0; n < NT; n += 2) {
@@ -189,7 +199,8 @@ static void forward_task(const Inputs *in, int64_t segment, int64_t channel, REA
     memset(read, 0, sizeof read);
     for (int64_t v = 0; v * LANES < channels; v += VT)
       for (int64_t n = 0; n < padded; n += NT)
-        march(states + v * padded + n, padded, count, tokens + v, keys + n, queries + n, read + v);
+        march(in, states + v * padded + n, padded, count, tokens + v, keys + n, queries + n,
+              read + v, first + CHUNK, n ? 0 : end - first - CHUNK, channel + v * LANES);
     for (int64_t t = 0; t < count; t++)
       for (int64_t c = 0, v = 0; c < channels; c += LANES, v++) {
         int64_t left = channels - c, at = channel + c;
@@ -233,10 +244,12 @@ typedef struct {
   REAL *u, *q, *k, *dt, *bias, *skip, *z, *initial; /* q, k: [blocks, T, N]; bias, skip: [S, D] */
 } Gradients;
 
-/* Recompute a tile's states in a chunk, then carry its gradient back through it. */
-INLINE void march_back(const vec *states, vec *carry, int64_t padded, int64_t count,
-                       const Token *tokens, const REAL *keys, const REAL *queries, const vec *grads,
-                       Sums *sums, vec *read, vec *grad_keys, vec *grad_queries) {
+/* Recompute a tile's states in a chunk, then carry its gradient back through it; fetch the tokens of
+ * the chunk before, which starts at `before` unless that is negative. */
+INLINE void march_back(const Inputs *in, const Gradients *grad, const vec *states, vec *carry,
+                       int64_t padded, int64_t count, const Token *tokens, const REAL *keys,
+                       const REAL *queries, const vec *grads, Sums *sums, vec *read,
+                       vec *grad_keys, vec *grad_queries, int64_t before, int64_t channel) {
   vec history[(CHUNK + 1) * VT * NT], S[VT][NT];
   UNROLL for (int v = 0; v < VT; v++) UNROLL for (int n = 0; n < NT; n++) {
     history[v * NT + n] = S[v][n] = states[v * padded + n];
@@ -253,6 +266,17 @@ INLINE void march_back(const vec *states, vec *carry, int64_t padded, int64_t co
   UNROLL for (int v = 0; v < VT; v++)
     UNROLL for (int n = 0; n < NT; n++) G[v][n] = carry[v * padded + n];
   for (int64_t t = count - 1; t >= 0; t--) {
+    if (before >= 0)
+      for (int v = 0; v < VT; v++) {
+        int64_t at = channel + v * LANES;
+        fetch(in, before + t, at);
+        if (grad->out)
+          __builtin_prefetch(grad->out + (before + t) * grad->stride_out + at, 0, 2);
+        int64_t here = (before + CHUNK + t) * in->width + at;
+        __builtin_prefetch(grad->u + here, 1, 2);
+        __builtin_prefetch(grad->dt + here, 1, 2);
+        if (in->z) __builtin_prefetch(grad->z + here, 1, 2);
+      }
     vec *grad_key = grad_keys + t * padded, *grad_query = grad_queries + t * padded;
     UNROLL for (int v = 0; v < VT; v++) {
       Token x = tokens[t * VECTORS + v];
@@ -260,10 +284,10 @@ INLINE void march_back(const vec *states, vec *carry, int64_t padded, int64_t co
       vec g = grads[t * VECTORS + v], o = read[t * VECTORS + v];
       UNROLL for (int n = 0; n < NT; n++) {
         vec key = splat(keys[t * padded + n]), query = splat(queries[t * padded + n]);
-        vec before = history[(t * VT + v) * NT + n], after = history[((t + 1) * VT + v) * NT + n];
-        grad_query[n] += g * after;
-        o += query * after;
-        G[v][n] = adjoint(G[v][n] + g * query, before, key, &x, &sum, &grad_key[n]);
+        vec from = history[(t * VT + v) * NT + n], to = history[((t + 1) * VT + v) * NT + n];
+        grad_query[n] += g * to;
+        o += query * to;
+        G[v][n] = adjoint(G[v][n] + g * query, from, key, &x, &sum, &grad_key[n]);
       }
       sums[t * VECTORS + v] = sum;
       read[t * VECTORS + v] = o;
@@ -318,9 +342,9 @@ static void backward_task(const Inputs *in, const Gradients *grad, const REAL *s
     memset(grad_queries, 0, sizeof(vec) * CHUNK * (size_t)padded);
     for (int64_t v = 0; v * LANES < channels; v += VT)
       for (int64_t n = 0; n < padded; n += NT)
-        march_back(start + v * padded + n, carry + v * padded + n, padded, count, tokens + v,
-                   keys + n, queries + n, grads + v, sums + v, read + v, grad_keys + n,
-                   grad_queries + n);
+        march_back(in, grad, start + v * padded + n, carry + v * padded + n, padded, count,
+                   tokens + v, keys + n, queries + n, grads + v, sums + v, read + v, grad_keys + n,
+                   grad_queries + n, n || !chunk ? -1 : first - CHUNK, channel + v * LANES);
     vec bias_sum[VECTORS] = {{0}}, skip_sum[VECTORS] = {{0}};
     for (int64_t t = 0; t < count; t++) {
       vec energy_sum = {0};
