@@ -54,7 +54,7 @@ format: $(INSTALLED) ## Repair style and formatting where ruff can
 	$(VENV)/bin/ruff format .
 
 types: $(INSTALLED) ## Check types with pyright
-	$(VENV)/bin/pyright
+	$(VENV)/bin/pyright --pythonpath $(PY)
 
 bench: $(INSTALLED) ## Measure speed beside transformers' own models; write the committed CSV
 	$(PY) kernels/benchmarks/run.py

@@ -24,12 +24,13 @@ def installed_families(*, load: bool = False) -> list[dict[str, Any]]:
     """
     rows = []
     for name, points in claims().items():
-        if len(points) > 1:
+        point, *others = points
+        if others:
             status = f"broken: {conflict(name, points)}"
         elif load:
             status = _load_status(name)
         else:
-            status = _find_status(points[0])
+            status = _find_status(point)
         rows.extend(
             {
                 "name": name,

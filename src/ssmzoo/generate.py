@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ssmzoo.describe import checkpoint_folder
 
@@ -81,7 +81,7 @@ def generate(
     cuda = [network.device] if network.device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), torch.inference_mode():
         torch.manual_seed(seed)
-        ids = network.generate(**inputs, streamer=streamer)
+        ids = cast(Any, network).generate(**inputs, streamer=streamer)
     new = ids[0, inputs["input_ids"].shape[1] :]
     return str(tokenizer.decode(new, skip_special_tokens=True))
 
@@ -115,7 +115,8 @@ def load_model(
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # what its report of missing weights says is said below
     try:
-        network, loading = AutoModelForCausalLM.from_pretrained(
+        # with output_loading_info a pair, which its annotation does not say
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             trust_remote_code=trust_remote_code,
@@ -125,6 +126,7 @@ def load_model(
         raise ValueError(f"the weights of {name!r} cannot be read: {error}") from error
     finally:
         logging.set_verbosity(verbosity)
+    network, loading = loaded
     if loading["missing_keys"]:
         missing = sorted(loading["missing_keys"])
         raise ValueError(
@@ -171,12 +173,12 @@ def _encode(
 ) -> dict[str, Any]:
     import torch
 
-    ids = tokenizer(prompt)["input_ids"]
+    ids = cast(list[int], tokenizer.encode(prompt))
     if not ids:
         if tokenizer.bos_token_id is None:
             raise ValueError("prompt must not be empty: this tokenizer has no token to start from")
         ids = [tokenizer.bos_token_id]
-    rows = network.get_input_embeddings().weight.shape[0]
+    rows = cast(torch.nn.Embedding, network.get_input_embeddings()).num_embeddings
     if max(ids) >= rows:
         raise ValueError(
             f"the tokenizer gives token id {max(ids)}, the model knows ids below {rows}: "
