@@ -368,3 +368,14 @@ def test_a_misspelt_field_in_a_checkpoint_is_refused(model, tmp_path):
     path.write_text(path.read_text().replace('"d_state"', '"d_sttae"'))
     with pytest.raises(LookupError, match="no field 'd_sttae'; did you mean 'd_state'"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+# --- classification ----------------------------------------------------------------------------
+
+
+def test_an_empty_sequence_cannot_be_classified(ids):
+    classifier = FAMILY.sequence_classification_class(FAMILY.config(**FAMILY.tiny)).eval()
+    with pytest.raises(ValueError, match="must have a token to be classified by.*number 1"):
+        classifier(ids[:1], cu_seqlens=torch.tensor([0, 3, 3, 7]))
+    with pytest.raises(ValueError, match="must have a token to be classified by.*number 0"):
+        classifier(ids, attention_mask=torch.tensor([[0] * 7, [1] * 7]))

@@ -224,9 +224,14 @@ class SSMForSequenceClassification(SSMPreTrainedModel):
         if segments is None:
             last = hidden_states[:, -1]
         else:
-            ends = segments.cu_seqlens[1:].long()
+            lengths, ends = segments.cu_seqlens.diff(), segments.cu_seqlens[1:].long()
             if segments.rows is not None:
-                ends = ends[segments.rows]
+                lengths, ends = lengths[segments.rows], ends[segments.rows]
+            if not torch.compiler.is_compiling() and bool((lengths == 0).any()):
+                raise ValueError(
+                    "every sequence must have a token to be classified by, got an empty one: "
+                    f"number {int((lengths == 0).int().argmax())}"
+                )
             last = hidden_states.flatten(0, 1)[(ends - 1).clamp(min=0)]
         logits = self.score(last)
         loss = None
