@@ -76,7 +76,9 @@ def rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def whole(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return a contiguous tensor in a dtype, or None for None."""
-    return None if x is None else x.to(dtype).contiguous()
+    if x is None or (x.dtype is dtype and x.is_contiguous()):
+        return x
+    return x.to(dtype).contiguous()
 
 
 def address(x: Tensor | None) -> int | None:

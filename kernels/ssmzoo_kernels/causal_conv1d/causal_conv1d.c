@@ -5,8 +5,8 @@
  * Tokens lie flat, cut into segments by `offsets`. A task is up to SPAN tokens of one segment by
  * BLOCK channels; tasks do not depend on the number of threads. The inputs before a segment are its
  * initial state, [S, taps - 1, D], or zeros. The backward keeps the gradient before the activation
- * of its task's tokens, and of the taps - 1 tokens after them, in the second cache. Weights come
- * transposed, [taps, D]. Absent tensors are null.
+ * of its task's tokens, and of the taps - 1 tokens after them, in the second cache. Absent tensors
+ * are null.
  */
 #include "vector.h"
 
@@ -57,22 +57,34 @@ INLINE const REAL *input(const Inputs *in, int64_t segment, int64_t token, int64
   return in->initial + ((segment + 1) * (in->taps - 1) - before) * in->width + channel;
 }
 
-INLINE vec convolve(const Inputs *in, const REAL *const *rows, int64_t taps, int64_t channel,
-                    int64_t c, int64_t left) {
-  vec sum = in->bias ? load_some(in->bias + channel + c, left) : (vec){0};
+/* The filters of a block, [D, taps] in memory, as [taps + 1][VECTORS] vectors; the bias comes last. */
+INLINE void read_filters(const Inputs *in, int64_t taps, int64_t channel, vec *filters) {
+  int64_t channels = smaller(BLOCK, in->width - channel);
+  REAL *flat = (REAL *)filters;
+  const REAL *weight = in->weight + channel * taps;
+  for (int64_t c = 0; c < channels; c++) {
+    for (int64_t j = 0; j < taps; j++) flat[j * BLOCK + c] = weight[c * taps + j];
+    flat[taps * BLOCK + c] = in->bias ? in->bias[channel + c] : 0;
+  }
+}
+
+INLINE vec convolve(const vec *filters, const REAL *const *rows, int64_t taps, int64_t c,
+                    int64_t left) {
+  vec sum = filters[taps * VECTORS];
   UNROLL for (int64_t j = 0; j < taps; j++)
-    sum += load_some(in->weight + j * in->width + channel + c, left) * load_some(rows[j] + c, left);
+    sum += filters[j * VECTORS] * load_some(rows[j] + c, left);
   return sum;
 }
 
 INLINE void forward_span(const Inputs *in, Span span, int64_t taps, int64_t channel, REAL *out,
-                         const REAL **rows) {
+                         vec *filters, const REAL **rows) {
   int64_t channels = smaller(BLOCK, in->width - channel);
+  read_filters(in, taps, channel, filters);
   for (int64_t t = span.first; t < span.last; t++) {
     for (int64_t j = 0; j < taps; j++)
       rows[j] = input(in, span.segment, t - taps + 1 + j, channel);
-    for (int64_t c = 0; c < channels; c += LANES) {
-      vec y = convolve(in, rows, taps, channel, c, channels - c);
+    for (int64_t c = 0, v = 0; c < channels; c += LANES, v++) {
+      vec y = convolve(filters + v, rows, taps, c, channels - c);
       if (in->silu) y *= sigmoid(y);
       store_some(out + t * in->width + channel + c, y, channels - c);
     }
@@ -87,20 +99,21 @@ int conv_forward(const Inputs *in, REAL *out, REAL *final, int threads) {
   int failed = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    const REAL **rows = malloc((size_t)taps * sizeof *rows);
-    if (!rows) {
+    vec *filters = scratch(VECTORS * (taps + 1) * sizeof(vec) + taps * sizeof(REAL *));
+    const REAL **rows = (const REAL **)(filters + VECTORS * (taps + 1));
+    if (!filters) {
 #pragma omp atomic write
       failed = 1;
     }
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < count * blocks; i++) {
-      if (!rows) continue;
+      if (!filters) continue;
       Span span = spans[i / blocks];
       int64_t channel = i % blocks * BLOCK;
       if (taps == 4)
-        forward_span(in, span, 4, channel, out, rows);
+        forward_span(in, span, 4, channel, out, filters, rows);
       else
-        forward_span(in, span, taps, channel, out, rows);
+        forward_span(in, span, taps, channel, out, filters, rows);
       int64_t end = in->offsets[span.segment + 1];
       size_t bytes = (size_t)smaller(BLOCK, in->width - channel) * sizeof(REAL);
       if (span.last == end)
@@ -108,7 +121,7 @@ int conv_forward(const Inputs *in, REAL *out, REAL *final, int threads) {
           memcpy(final + (span.segment * (taps - 1) + j) * in->width + channel,
                  input(in, span.segment, end - taps + 1 + j, channel), bytes);
     }
-    free(rows);
+    free(filters);
   }
   free(spans);
   return failed;
@@ -116,10 +129,11 @@ int conv_forward(const Inputs *in, REAL *out, REAL *final, int threads) {
 
 /* `before` holds vectors [token][VECTORS] from the token span.first - taps + 1 on. */
 INLINE void backward_span(const Inputs *in, const Gradients *grad, Span span, int64_t taps,
-                          int64_t channel, REAL *parts, vec *before, vec *sums,
+                          int64_t channel, REAL *parts, vec *before, vec *sums, vec *filters,
                           const REAL **rows) {
   int64_t channels = smaller(BLOCK, in->width - channel), width = in->width, s = span.segment;
   int64_t begin = in->offsets[s], end = in->offsets[s + 1], reach = taps - 1;
+  read_filters(in, taps, channel, filters);
   memset(before, 0, sizeof(vec) * VECTORS * (size_t)(SPAN + 2 * reach));
   memset(sums, 0, sizeof(vec) * VECTORS * (size_t)(taps + 1));
   if (grad->out)
@@ -131,7 +145,7 @@ INLINE void backward_span(const Inputs *in, const Gradients *grad, Span span, in
         int64_t left = channels - c;
         vec g = load_some(from + c, left);
         if (in->silu) {
-          vec y = convolve(in, rows, taps, channel, c, left), open = sigmoid(y);
+          vec y = convolve(filters + v, rows, taps, c, left), open = sigmoid(y);
           g *= open * (splat(1) + y * (splat(1) - open));
         }
         to[v] = g;
@@ -157,8 +171,7 @@ INLINE void backward_span(const Inputs *in, const Gradients *grad, Span span, in
       int64_t left = channels - c;
       vec g = kept ? load_some(kept + c, left) : (vec){0};
       UNROLL for (int64_t j = 0; j < taps; j++)
-        g += load_some(in->weight + j * width + channel + c, left) *
-             from[(reach - j) * VECTORS + v];
+        g += filters[j * VECTORS + v] * from[(reach - j) * VECTORS + v];
       store_some(to + c, g, left);
     }
   }
@@ -176,9 +189,10 @@ int conv_backward(const Inputs *in, const Gradients *grad, int threads) {
   int failed = !parts;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    int64_t size = VECTORS * (SPAN + 2 * taps + taps + 1);
-    vec *memory = failed ? NULL : scratch(size * sizeof(vec) + taps * sizeof(REAL *));
-    vec *before = memory, *sums = memory + VECTORS * (SPAN + 2 * taps);
+    int64_t size = VECTORS * (SPAN + 2 * taps + 2 * (taps + 1));
+    vec *memory = parts ? scratch(size * sizeof(vec) + taps * sizeof(REAL *)) : NULL;
+    vec *before = memory, *sums = before + VECTORS * (SPAN + 2 * taps);
+    vec *filters = sums + VECTORS * (taps + 1);
     const REAL **rows = (const REAL **)(memory + size);
     if (!memory) {
 #pragma omp atomic write
@@ -189,22 +203,24 @@ int conv_backward(const Inputs *in, const Gradients *grad, int threads) {
       if (!memory) continue;
       REAL *part = parts + i / blocks * row;
       int64_t channel = i % blocks * BLOCK;
+      Span span = spans[i / blocks];
       if (taps == 4)
-        backward_span(in, grad, spans[i / blocks], 4, channel, part, before, sums, rows);
+        backward_span(in, grad, span, 4, channel, part, before, sums, filters, rows);
       else
-        backward_span(in, grad, spans[i / blocks], taps, channel, part, before, sums, rows);
+        backward_span(in, grad, span, taps, channel, part, before, sums, filters, rows);
     }
     free(memory);
   }
-  /* in double, in the order of the spans: [taps, D] and [D] */
-  for (int64_t i = 0; !failed && i < row; i++) {
-    double sum = 0;
-    for (int64_t j = 0; j < count; j++) sum += parts[j * row + i];
-    if (i < taps * in->width)
-      grad->weight[i] = (REAL)sum;
-    else if (grad->bias)
-      grad->bias[i - taps * in->width] = (REAL)sum;
-  }
+  /* in double, in the order of the spans */
+  for (int64_t j = 0; !failed && j <= taps; j++)
+    for (int64_t c = 0; c < in->width; c++) {
+      double sum = 0;
+      for (int64_t i = 0; i < count; i++) sum += parts[i * row + j * in->width + c];
+      if (j < taps)
+        grad->weight[c * taps + j] = (REAL)sum;
+      else if (grad->bias)
+        grad->bias[c] = (REAL)sum;
+    }
   free(parts);
   free(spans);
   return failed;

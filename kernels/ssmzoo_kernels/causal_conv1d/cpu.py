@@ -78,7 +78,7 @@ def backward(
     exact = tensors[0].dtype
     (tokens, width), taps = x.shape, weight.shape[1]
     grad_x = torch.empty((tokens, width), dtype=exact)
-    grad_weight = torch.empty((taps, width), dtype=exact)
+    grad_weight = torch.empty((width, taps), dtype=exact)
     grad_bias = None if bias is None else torch.empty(width, dtype=exact)
     grad_initial = None
     if initial_state is not None:
@@ -98,7 +98,7 @@ def backward(
     )
     if failed:
         raise MemoryError("causal_conv1d: no memory for the spans' partial sums")
-    return grad_x, grad_weight.t(), grad_bias, grad_initial
+    return grad_x, grad_weight, grad_bias, grad_initial
 
 
 def _prepare(x, weight, bias, initial_state):
@@ -107,7 +107,7 @@ def _prepare(x, weight, bias, initial_state):
     history = None if initial_state is None else initial_state.to(x.dtype)
     return (
         native.rows(x, exact),
-        weight.to(exact).t().contiguous(),
+        native.whole(weight, exact),
         native.whole(bias, exact),
         native.whole(history, exact),
     )
@@ -120,7 +120,7 @@ def _inputs(tensors: tuple[Tensor | None, ...], offsets: Tensor, silu: bool) -> 
         offsets.data_ptr(),
         offsets.shape[0] - 1,
         x.shape[1],
-        weight.shape[0],
+        weight.shape[1],
         silu,
         x.stride(0),
     )
