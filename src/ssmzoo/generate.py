@@ -177,7 +177,7 @@ def _encode(
     if not ids:
         if tokenizer.bos_token_id is None:
             raise ValueError("prompt must not be empty: this tokenizer has no token to start from")
-        ids = [tokenizer.bos_token_id]
+        ids = [cast(int, tokenizer.bos_token_id)]
     rows = cast(torch.nn.Embedding, network.get_input_embeddings()).num_embeddings
     if max(ids) >= rows:
         raise ValueError(
