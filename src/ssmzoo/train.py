@@ -13,17 +13,13 @@ import inspect
 import json
 import logging
 import math
-import os
-import platform
-import random
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from datetime import UTC, datetime, timedelta
-from importlib.metadata import PackageNotFoundError, version
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -41,8 +37,17 @@ from ssmzoo.checkpoint import (
 )
 from ssmzoo.curves import draw_curves
 from ssmzoo.data import open_data, prepare_data, recipe_tokenizer
+from ssmzoo.machine import hardware, installed_versions, make_accelerator, require_launched
 from ssmzoo.recipe import Recipe, load_recipe
 from ssmzoo.rows import Rows
+from ssmzoo.state import (
+    load_optimizer,
+    optimizer_tensors,
+    random_state,
+    seed_all,
+    set_random_state,
+    whole,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +62,6 @@ _DONT_COUNT = {".lock", "cache", ".cache.unfinished"}
 _DRAW_SECONDS = 30  # at least, between two pictures of one run
 _MAY_CHANGE = {"train.steps", "train.tokens"}
 _DATA_FACTS = ("source", "dataset", "config", "revision", "documents", "tokens", "digest")
-_PACKAGES = ("ssmzoo", "torch", "transformers", "accelerate", "datasets", "numpy")
 
 
 def train(
@@ -87,13 +91,13 @@ def train(
             that did not start what it should, a loss that is not finite.
     """
     chosen = load_recipe(recipe, overrides).with_absolute_paths()
-    _require_launched()
+    require_launched()
     try:
         from accelerate.state import AcceleratorState
     except ImportError as error:
         raise RuntimeError("training needs accelerate: pip install 'ssmzoo[train]'") from error
     ours = not AcceleratorState._shared_state
-    accelerator = _accelerator(chosen)
+    accelerator = make_accelerator(chosen)
     folder = Path(output_dir).absolute()
     try:
         with locked(folder) if accelerator.is_main_process else nullcontext():
@@ -217,10 +221,10 @@ class _Run:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "data": {key: manifest[key] for key in _DATA_FACTS if key in manifest},
             "model_type": self.config.model_type,
-            "hardware": _hardware(self.accelerator),
+            "hardware": hardware(self.accelerator),
             "processes": self.accelerator.num_processes,
             "dtype": "bfloat16" if self.accelerator.mixed_precision == "bf16" else "float32",
-            "versions": _versions(),
+            "versions": installed_versions(),
         }
         write_text(self.folder / "run.json", json.dumps(facts, indent=1))
 
@@ -229,7 +233,7 @@ class _Run:
         from transformers import get_cosine_with_min_lr_schedule_with_warmup_lr_rate
 
         options = self.recipe.train
-        _seed(options.seed)
+        seed_all(options.seed)
         if self.checkpoint is None:
             model = build_model(self.recipe.model, self.config)
         else:
@@ -280,7 +284,7 @@ class _Run:
             )
         mine = state["processes"][min(rank, len(state["processes"]) - 1)]
         self.data.train.seek(mine["position"])
-        _load_optimizer(
+        load_optimizer(
             self.bare, self.raw_optimizer, load_file(checkpoint / "optimizer.safetensors")
         )
         self.schedule.last_epoch = self.step
@@ -290,7 +294,7 @@ class _Run:
         for group, rate in groups:
             group["lr"] = rate
         if len(state["processes"]) == world:
-            _set_random_state(mine["random"])
+            set_random_state(mine["random"])
 
     # -- running -----------------------------------------------------------------------------
 
@@ -399,7 +403,7 @@ class _Run:
         self.schedule.step()
         self.optimizer.zero_grad()
         self.pending.append(
-            torch.stack([torch.as_tensor(loss_of_step), _local(cast("torch.Tensor", norm))])
+            torch.stack([torch.as_tensor(loss_of_step), whole(cast("torch.Tensor", norm))])
         )
 
     def _collect(self) -> None:
@@ -485,9 +489,9 @@ class _Run:
         from accelerate.utils import gather_object
         from safetensors.torch import save_file
 
-        processes = gather_object([{"position": position, "random": _random_state()}])
+        processes = gather_object([{"position": position, "random": random_state()}])
         weights = cast("dict[str, torch.Tensor]", self.accelerator.get_state_dict(self.model))
-        moments = _optimizer_tensors(self.bare, self.raw_optimizer)
+        moments = optimizer_tensors(self.bare, self.raw_optimizer)
         spent = self.seconds + time.perf_counter() - self.clock
         state = {
             "step": self.step,
@@ -586,41 +590,6 @@ def _require_same(begun: Recipe, now: Recipe) -> None:
                 )
 
 
-def _require_launched() -> None:
-    """Raise if a launcher was asked for several processes and started one."""
-    alone = "WORLD_SIZE" not in os.environ
-    # what `accelerate launch --cpu --num_processes N` leaves behind for N > 1
-    if alone and "ACCELERATE_USE_CPU" in os.environ and "MASTER_ADDR" in os.environ:
-        raise RuntimeError(
-            "`accelerate launch --cpu` was asked for several processes and started one; "
-            "use `torchrun --nproc_per_node N -m ssmzoo ...`, or ask for one process"
-        )
-
-
-def _accelerator(recipe: Recipe) -> Accelerator:
-    import torch
-    from accelerate import Accelerator
-    from accelerate.utils import InitProcessGroupKwargs
-
-    dtype = recipe.train.dtype
-    bfloat16 = dtype == "bfloat16" or (
-        dtype == "auto" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-    )
-    accelerator = Accelerator(
-        mixed_precision="bf16" if bfloat16 else "no",
-        cpu=not torch.accelerator.is_available(),
-        # one process tokenises while the others wait
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=6))],
-    )
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if accelerator.num_processes != world:
-        raise RuntimeError(
-            f"WORLD_SIZE asks for {world} processes, but this run has "
-            f"{accelerator.num_processes}; unset it, or start with torchrun"
-        )
-    return accelerator
-
-
 def _ahead(function: Callable[[], T], count: int) -> Iterator[T]:
     """Yield ``count`` results of a function, each computed in a thread while the last is used."""
     with ThreadPoolExecutor(1) as pool:
@@ -634,111 +603,3 @@ def _ahead(function: Callable[[], T], count: int) -> Iterator[T]:
 
 def _takes_boundaries(model: nn.Module) -> bool:
     return "cu_seqlens" in inspect.signature(model.forward).parameters
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor for a norm that FSDP may give as a distributed one."""
-    full = getattr(tensor, "full_tensor", None)
-    return full() if full is not None else tensor
-
-
-def _optimizer_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, torch.Tensor]:
-    """Return the optimizer's state by parameter name; all processes must call this."""
-    return {
-        f"{name}/{key}": _local(value).detach().cpu().contiguous()
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state[parameter].items()
-    }
-
-
-def _load_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
-) -> None:
-    """Give the optimizer the state that :func:`_optimizer_tensors` returned."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    for i, parameter in enumerate(parameters):
-        prefix = f"{names[id(parameter)]}/"
-        state[i] = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-        if isinstance(parameter, DTensor):
-            state[i] = {
-                key: distribute_tensor(value, parameter.device_mesh, parameter.placements)
-                if value.shape == parameter.shape
-                else value
-                for key, value in state[i].items()
-            }
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _seed(seed: int) -> None:
-    import numpy as np
-    import torch
-
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
-def _random_state() -> dict[str, Any]:
-    """Return this process's random states as JSON."""
-    import numpy as np
-    import torch
-
-    numbers = np.random.get_state(legacy=False)
-    numbers["state"]["key"] = numbers["state"]["key"].tolist()
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": numbers,
-        "torch": torch.get_rng_state().numpy().tobytes().hex(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
-    return state
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    import numpy as np
-    import torch
-
-    def tensor(text: str) -> torch.Tensor:
-        return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
-
-    python_version, numbers, gauss = state["python"]
-    random.setstate((python_version, tuple(numbers), gauss))
-    numbers = state["numpy"]
-    key = np.array(numbers["state"]["key"], np.uint32)
-    np.random.set_state({**numbers, "state": {**numbers["state"], "key": key}})
-    torch.set_rng_state(tensor(state["torch"]))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensor(state["cuda"]))
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def _hardware(accelerator: Accelerator) -> str:
-    import torch
-
-    if accelerator.device.type == "cuda":
-        name = torch.cuda.get_device_name(accelerator.device)
-        return f"{accelerator.num_processes} x {name}"
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    name = models[0] if models else platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads"
