@@ -7,7 +7,7 @@ always.
 Dimensions: B batch, L length, D hidden, E inner, N state, K conv width, R write rank, S sequences.
 """
 
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ class LonghornMixer(SSMMixer):
         self.D = nn.Parameter(torch.ones(inner))
         self.out_norm = RMSNorm(inner, config.rms_norm_eps) if config.out_norm else None
         self.out_proj = nn.Linear(inner, width, bias=config.use_bias)
+        self.out_proj.ends_mixer = True  # its initial weights are scaled by depth
         self.splits = [config.write_rank, config.d_state, config.d_state]
         self.transition: Literal["diagonal", "exact"] = config.transition
 
@@ -99,22 +100,14 @@ class LonghornPreTrainedModel(SSMPreTrainedModel):
         ==================== =======================================
         """
         super()._init_weights(module)
-        if not isinstance(module, LonghornMixer):
-            return
         config = self.config
-        for linear in (module.in_proj, module.x_proj, module.dt_proj, module.out_proj):
-            bound = linear.in_features**-0.5
-            if linear is module.out_proj and config.rescale_prenorm_residual:
-                bound *= config.num_hidden_layers**-0.5
-            init.uniform_(linear.weight, -bound, bound)
-            if linear.bias is not None:
-                init.zeros_(linear.bias)
-        bound = config.d_conv**-0.5
-        init.uniform_(module.conv1d.weight, -bound, bound)
-        if module.conv1d.bias is not None:
-            init.uniform_(module.conv1d.bias, -bound, bound)
-        init.constant_(module.dt_bias, config.dt_bias_init)
-        init.ones_(module.D)
+        if isinstance(module, LonghornMixer):
+            init.constant_(module.dt_bias, config.dt_bias_init)
+            init.ones_(module.D)
+        elif getattr(module, "ends_mixer", False) and config.rescale_prenorm_residual:
+            weight = cast(nn.Linear, module).weight
+            bound = (weight.shape[1] * config.num_hidden_layers) ** -0.5
+            init.uniform_(weight, -bound, bound)
 
 
 class LonghornModel(LonghornPreTrainedModel, SSMModel):

@@ -1,5 +1,6 @@
 """Longhorn's recurrence as a loop over time; the judge of the other implementations."""
 
+import math
 from itertools import pairwise
 from typing import Literal
 
@@ -49,7 +50,9 @@ def longhorn_scan(
     if dt_bias is not None:
         logits = logits + dt_bias.to(exact)
     energy = k.square().sum(dim=-1, keepdim=True)  # [B, L, 1]
-    eps = 1 / (1 + torch.exp(-logits) + energy)  # [B, L, D]
+    # below -limit, exp would overflow; eps is as good as 0 there
+    limit = math.log(torch.finfo(exact).max) - 1
+    eps = 1 / (1 + torch.exp(-logits.clamp(min=-limit)) + energy)  # [B, L, D]
 
     state = u.new_zeros(u.shape[0], u.shape[2], k.shape[2])
     if initial_state is not None:

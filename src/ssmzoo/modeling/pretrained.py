@@ -44,15 +44,27 @@ class SSMPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw the entries of shared modules: norms 1, embedding and heads N(0, range^2).
+        """Draw a module's own parameters.
 
-        Linear layers inside a mixer are the mixer's business.
+        Embedding and heads: N(0, initializer_range^2). Norms: 1. Linear layers of a mixer: uniform
+        within ``1 / sqrt(inputs)``, biases 0. Convolutions: uniform within ``1 / sqrt(taps)``, bias
+        too. A family draws its mixer's own parameters. transformers asks module by module, and only
+        those that lack a tensor: a module must never count on its parent to draw its entries.
         """
         heads = (getattr(self, "lm_head", None), getattr(self, "score", None))
         if isinstance(module, nn.Embedding) or any(module is head for head in heads):
             init.normal_(cast(Tensor, module.weight), std=self.config.initializer_range)
         elif "RMSNorm" in type(module).__name__:
             init.ones_(cast(Tensor, module.weight))
+        elif isinstance(module, nn.Linear):
+            bound = module.in_features**-0.5
+            init.uniform_(module.weight, -bound, bound)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif type(module).__name__ == "CausalConv1d":
+            bound = cast(Tensor, module.weight).shape[-1] ** -0.5
+            for parameter in module.parameters():
+                init.uniform_(parameter, -bound, bound)
 
     def param_groups(self, *, lr: float, weight_decay: float) -> list[dict[str, Any]]:
         """Return optimizer groups: matrices decay, vectors (norms, biases, SSM scalars) do not.

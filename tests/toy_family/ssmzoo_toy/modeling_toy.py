@@ -1,9 +1,7 @@
 """Toy: ``out_proj(SiLU(conv1d(x)) * z)``, whose state is the last inputs of the convolution."""
 
-import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import initialization as init
 
 from ssmzoo.modeling import (
     CausalConv1d,
@@ -50,16 +48,6 @@ class ToyMixer(SSMMixer):
 
 class ToyPreTrainedModel(SSMPreTrainedModel):
     config: ToyConfig
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, ToyMixer):
-            for weight in (module.in_proj.weight, module.out_proj.weight):
-                init.normal_(weight, std=weight.shape[1] ** -0.5)
-            bound = self.config.d_conv**-0.5
-            init.uniform_(module.conv1d.weight, -bound, bound)
-            init.zeros_(module.conv1d.bias)
 
 
 class ToyModel(ToyPreTrainedModel, SSMModel):
