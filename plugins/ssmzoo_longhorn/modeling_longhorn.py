@@ -46,7 +46,8 @@ class LonghornMixer(SSMMixer):
         self.D = nn.Parameter(torch.ones(inner))
         self.out_norm = RMSNorm(inner, config.rms_norm_eps) if config.out_norm else None
         self.out_proj = nn.Linear(inner, width, bias=config.use_bias)
-        self.out_proj.ends_mixer = True  # its initial weights are scaled by depth
+        # its initial weights are scaled by depth
+        self.out_proj.ends_mixer = True  # pyright: ignore[reportArgumentType]
         self.splits = [config.write_rank, config.d_state, config.d_state]
         self.transition: Literal["diagonal", "exact"] = config.transition
 

@@ -5,13 +5,9 @@ Every figure is of one process on one batch: the median of several runs after a 
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import datetime
-import importlib.metadata
 import io
-import os
-import platform
 import statistics
 import subprocess
 import time
@@ -19,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ssmzoo.machine import hardware, installed_versions
 
 HIDDEN, LAYERS, STATE, BATCH, VOCABULARY = 256, 4, 16, 4, 1000
 DECODED = 128
@@ -121,37 +119,19 @@ def environment(device: Any) -> dict[str, Any]:
     """Return what a figure depends on: device, threads, versions, commit, date."""
     import torch
 
-    def version(package: str) -> str:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(package)
-        return ""
-
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        slug = name.lower().replace("nvidia", "").strip().replace(" ", "-")
-    else:
-        name, slug = _cpu_name(), "cpu"
+    name = hardware(device)
+    slug = name.lower().replace("nvidia", "").strip().replace(" ", "-")
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
     return {
         "device": name,
-        "slug": slug,
+        "slug": "cpu" if device.type == "cpu" else slug,
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
-        "triton": version("triton"),
+        **installed_versions("torch", "transformers", "triton"),
         "commit": commit.stdout.strip(),
         "date": datetime.date.today().isoformat(),
     }
-
-
-def _cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return f"{line.split(':', 1)[1].strip()}, {os.cpu_count()} cores"
-    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
 def _family(name: str) -> Callable[[], Any]:

@@ -12,15 +12,12 @@ import functools
 import hashlib
 import logging
 import math
-import os
-import platform
 import re
 import shlex
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -29,6 +26,7 @@ import yaml
 
 from ssmzoo import tasks as our_tasks
 from ssmzoo.family import suggestion
+from ssmzoo.machine import hardware, installed_versions
 from ssmzoo.resources import share
 from ssmzoo.results import Results, Score, merge, read_results, write_results
 
@@ -146,8 +144,8 @@ def evaluate(
                 "parameters": network.num_parameters(),
             },
             "results": [],
-            "versions": _versions(),
-            "hardware": _hardware(place),
+            "versions": installed_versions(*PACKAGES),
+            "hardware": hardware(place),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": _command(
                 model, tasks, suite, text, output_dir, name, batch_size, limit, seed, device, dtype,
@@ -564,26 +562,6 @@ def _command(
     ):
         words += [flag, str(value)] if value is not None else []
     return shlex.join([*words, "--trust-remote-code"] if trust_remote_code else words)
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
-
-
-def _hardware(place: torch.device) -> str:
-    if place.type == "cuda":
-        import torch
-
-        return torch.cuda.get_device_name(place)
-    name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if "model name" in line)
-    return f"{name}, {os.cpu_count()} cores"
 
 
 def _digest_of(parts: Iterable[bytes]) -> str:

@@ -1,7 +1,8 @@
-"""What a run runs on: the processes that a launcher started, the device, the versions."""
+"""What a figure depends on: the processes a launcher started, the device, the versions."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from datetime import timedelta
@@ -9,12 +10,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssmzoo.recipe import Recipe
-
 if TYPE_CHECKING:
+    import torch
     from accelerate import Accelerator
 
-_PACKAGES = ("ssmzoo", "torch", "transformers", "accelerate", "datasets", "numpy")
+    from ssmzoo.recipe import Recipe
 
 
 def require_launched() -> None:
@@ -57,28 +57,23 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     return accelerator
 
 
-def installed_versions() -> dict[str, str]:
-    """Return the versions that a result may depend on."""
+def installed_versions(*packages: str) -> dict[str, str]:
+    """Return the versions of Python and of those packages that are installed."""
     found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
+    for package in packages:
+        with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found
 
 
-def hardware(accelerator: Accelerator) -> str:
-    """Return what the run computes on, in words."""
+def hardware(device: torch.device) -> str:
+    """Return what a device is, in words: the GPU's name, or the processor's and its threads."""
     import torch
 
-    if accelerator.device.type == "cuda":
-        name = torch.cuda.get_device_name(accelerator.device)
-        return f"{accelerator.num_processes} x {name}"
-    try:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    name = models[0] if models else platform.processor() or platform.machine()
+        name = next(line.split(":", 1)[1].strip() for line in lines if "model name" in line)
     return f"{name}, {torch.get_num_threads()} threads"

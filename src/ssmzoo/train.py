@@ -60,6 +60,7 @@ T = TypeVar("T")
 
 _DONT_COUNT = {".lock", "cache", ".cache.unfinished"}
 _DRAW_SECONDS = 30  # at least, between two pictures of one run
+_PACKAGES = ("ssmzoo", "torch", "transformers", "accelerate", "datasets", "numpy")
 _MAY_CHANGE = {"train.steps", "train.tokens"}
 _DATA_FACTS = ("source", "dataset", "config", "revision", "documents", "tokens", "digest")
 
@@ -221,10 +222,10 @@ class _Run:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "data": {key: manifest[key] for key in _DATA_FACTS if key in manifest},
             "model_type": self.config.model_type,
-            "hardware": hardware(self.accelerator),
+            "hardware": hardware(self.accelerator.device),
             "processes": self.accelerator.num_processes,
             "dtype": "bfloat16" if self.accelerator.mixed_precision == "bf16" else "float32",
-            "versions": installed_versions(),
+            "versions": installed_versions(*_PACKAGES),
         }
         write_text(self.folder / "run.json", json.dumps(facts, indent=1))
 
