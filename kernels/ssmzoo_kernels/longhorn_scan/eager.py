@@ -33,7 +33,7 @@ def forward(
     read = values.new_empty(tokens, width)
     final_state = values.new_empty(segments, width, states)
     slots = chunk_slots(tokens, segments, CHUNK) if save else 0
-    saved = values.new_empty(slots, states, width)
+    saved = values.new_zeros(slots, states, width)
     for members, places in by_length(offsets):
         state = values.new_zeros(len(members), states, width)
         if initial_state is not None:

@@ -216,6 +216,12 @@ static void forward_task(const Inputs *in, int64_t segment, int64_t channel, REA
       }
   }
   write_states(final + edge, channels, in->states, padded, states);
+  if (!saved) return;
+  /* slots between this segment's last chunk and the next segment are nobody's */
+  int64_t next = segment + 1, chunks = (end - begin + CHUNK - 1) / CHUNK;
+  for (int64_t i = slot(begin, segment, chunks); i < slot(end, next, 0); i++)
+    for (int64_t n = 0; n < in->states; n++)
+      memset(saved + (i * in->states + n) * width + channel, 0, (size_t)channels * sizeof(REAL));
 }
 
 /* Returns 0, or 1 if memory ran out. */

@@ -1,0 +1,58 @@
+"""What holds for all tests: seeds, threads, the GPU's absence, and memory that shows its age."""
+
+import os
+import sys
+
+import pytest
+import torch
+
+# a GPU backend joins where there is a GPU: tests/kernels/test_triton_gpu.py
+BACKENDS = ("eager", "cpu")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    """Each fast implementation of an op that runs on a CPU."""
+    return request.param
+
+
+@pytest.fixture(scope="session", autouse=True)
+def threads():
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", min(2, os.cpu_count() or 1))))
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unwritten_memory_is_nan():
+    """Let what our library allocates and does not write show up as NaN."""
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in (
+            (torch, "empty"),
+            (torch, "empty_like"),
+            (torch.Tensor, "new_empty"),
+        ):
+            patch.setattr(owner, name, _filled(getattr(owner, name)))
+        yield
+
+
+def _filled(allocate):
+    def allocate_nan(*args, **options):
+        memory = allocate(*args, **options)
+        if torch.compiler.is_compiling() or not memory.is_floating_point():
+            return memory
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return memory.fill_(float("nan")) if caller.startswith("ssmzoo") else memory
+
+    return allocate_nan
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
