@@ -1,5 +1,6 @@
 """What a third party needs to hold its own family or kernel to the zoo's standards."""
 
+from ssmzoo.testing.accuracy import assert_as_accurate
 from ssmzoo.testing.conformance import CheckResult, FamilyConformance, Report, check
 
-__all__ = ["CheckResult", "FamilyConformance", "Report", "check"]
+__all__ = ["CheckResult", "FamilyConformance", "Report", "assert_as_accurate", "check"]
