@@ -37,17 +37,18 @@ def adjoint(grad, state, u, k, dt, param, live):
     """Carry the gradient of the state after a token back to the state before it and the inputs."""
     eps = step_size(k, dt)
     key = k[:, None]
-    recalled = key * state
-    error = u[None, :] - recalled
     keyed = key * grad
-    grad_eps = tl.sum(keyed * error, axis=0)
     grad_u = eps * tl.sum(keyed, axis=0)
+    before = grad - (eps[None, :] * key) * keyed
+    error = u[None, :] - key * state
+    grad_eps = tl.sum(keyed * error, axis=0)
     # eps * exp(-dt), finite on both ends
     closed = 1.0 / (1.0 + tl.exp(dt) * (1.0 + tl.sum(k * k, axis=0)))
     grad_dt = grad_eps * eps * closed
     grad_energy = grad_eps * eps * eps
-    grad_k = eps[None, :] * grad * (error - recalled) - 2.0 * key * grad_energy[None, :]
-    return grad - eps[None, :] * key * keyed, grad_u, grad_dt, grad_k, None
+    # u - 2 k S, from the error: as many tiles as this keeps alive, so many registers
+    grad_k = eps[None, :] * grad * (2.0 * error - u[None, :]) - 2.0 * key * grad_energy[None, :]
+    return before, grad_u, grad_dt, grad_k, None
 
 
 TRANSITION = scan.Transition(step, decay, adjoint)

@@ -53,14 +53,14 @@ class Tile(NamedTuple):
 def tile(states: int, exact: torch.dtype) -> Tile:
     """Choose a program's shape: up to 16 state entries a thread, channels along a warp's lanes.
 
-    How many tokens are unrolled is what the backward's registers allow on sm_80 and sm_90; only
-    float64 spills, a little.
+    How many tokens are unrolled is what the backward's registers allow on sm_80 and sm_90.
     """
     block_n = triton.next_power_of_2(states)
-    block_d = min(16 if exact == torch.float64 else 32, max(1, 4096 // block_n))
+    wide = exact == torch.float64
+    block_d = min(16 if wide else 32, max(1, 4096 // block_n))
     num_warps = min(8, max(1, block_n * block_d // 512))
-    tokens = 2 if block_n <= 8 else 4 if block_n == 16 else 1
-    return Tile(block_n, block_d, 1 if exact == torch.float64 else tokens, num_warps)
+    tokens = 1 if wide else {16: 4, 32: 2, 64: 2}.get(block_n, 1)
+    return Tile(block_n, block_d, tokens, num_warps)
 
 
 def span_of(tokens: int, segments: int, warps: int, chunk: int) -> int | None:
@@ -95,16 +95,28 @@ def locate(offsets, segments, span, slot):
 
 @triton.jit
 def channels_and_states(D, N, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return this program's channels and states, and the mask of those that exist."""
-    d = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
+    """Return this program's channels, states and cells of a ``[N, D]`` state, and which exist.
+
+    These count within one state, so 32 bits do; tokens and slots are what must be 64 bits wide.
+    """
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
-    return d, n, (n < N)[:, None] & (d < D)[None, :]
+    return d, n, n[:, None] * D + d[None, :], (n < N)[:, None] & (d < D)[None, :]
 
 
 @triton.jit
-def load_row(x, token, stride, columns, width, live, ACC: tl.constexpr):
+def row_at(x, base, i: tl.constexpr, stride: tl.constexpr, columns):
+    """Point at the row of token ``base + i``; a constant that comes last costs no register."""
+    return x + base * stride + columns + i * stride
+
+
+@triton.jit
+def load_row(
+    x, base, i: tl.constexpr, stride: tl.constexpr, columns, width, live, ACC: tl.constexpr
+):
     """Load one token's row; zeros past the segment's end and past the last column."""
-    return tl.load(x + token * stride + columns, mask=live & (columns < width), other=0.0).to(ACC)
+    at = row_at(x, base, i, stride, columns)
+    return tl.load(at, mask=live & (columns < width), other=0.0).to(ACC)
 
 
 @triton.jit
@@ -123,20 +135,31 @@ def sigmoid(x):
 
 
 @triton.jit
-def gated(grad_out, z, token, stride_grad, stride_z, d, D, live, ACC: tl.constexpr):
+def gated(
+    grad_out,
+    z,
+    base,
+    i: tl.constexpr,
+    stride_grad: tl.constexpr,
+    stride_z: tl.constexpr,
+    d,
+    D,
+    live,
+    ACC: tl.constexpr,
+):
     """Load one token's output gradient, carried back through the gate."""
-    grad = load_row(grad_out, token, stride_grad, d, D, live, ACC)
+    grad = load_row(grad_out, base, i, stride_grad, d, D, live, ACC)
     if z is not None:
-        gate = load_row(z, token, stride_z, d, D, live, ACC)
+        gate = load_row(z, base, i, stride_z, d, D, live, ACC)
         grad *= gate * sigmoid(gate)
     return grad
 
 
 @triton.jit
-def load_param(param, d, n, D, exists, ACC: tl.constexpr):
+def load_param(param, cell, exists, ACC: tl.constexpr):
     """Load the family's tile from ``[N, D]``, or None."""
     if param is not None:
-        param = tl.load(param + n[:, None] * D + d[None, :], mask=exists, other=0.0).to(ACC)
+        param = tl.load(param + cell, mask=exists, other=0.0).to(ACC)
     return param
 
 
@@ -168,22 +191,21 @@ def scan_fwd_carry_kernel(
     slot = tl.program_id(0).to(tl.int64)
     _, _, end, begin = locate(offsets, segments, span, slot)
     stop = tl.minimum(begin + span, end)
-    d, n, exists = channels_and_states(D, N, BLOCK_N, BLOCK_D)
+    d, n, cell, exists = channels_and_states(D, N, BLOCK_N, BLOCK_D)
     bias = load_vector(dt_bias, d, D, ACC)
-    a = load_param(param, d, n, D, exists, ACC)
+    a = load_param(param, cell, exists, ACC)
     state = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     product = tl.full((BLOCK_N, BLOCK_D), 1.0, ACC)
     for base in range(begin, stop, TOKENS):
         for i in tl.static_range(TOKENS):
-            t = base + i
-            live = t < stop
-            u_t = load_row(u, t, stride_u, d, D, live, ACC)
-            k_t = load_row(k, t, stride_k, n, N, live, ACC)
-            dt_t = load_row(dt, t, stride_dt, d, D, live, ACC) + bias
+            live = base + i < stop
+            u_t = load_row(u, base, i, stride_u, d, D, live, ACC)
+            k_t = load_row(k, base, i, stride_k, n, N, live, ACC)
+            dt_t = load_row(dt, base, i, stride_dt, d, D, live, ACC) + bias
             state = STEP(state, u_t, k_t, dt_t, a, live)
             product *= DECAY(k_t, dt_t, a, live)
     if begin < stop:
-        at = (slot * N + n[:, None]) * D + d[None, :]
+        at = slot * (N * D) + cell
         tl.store(local + at, state, mask=exists)
         tl.store(decays + at, product, mask=exists)
 
@@ -219,26 +241,25 @@ def scan_bwd_carry_kernel(
     slot = tl.program_id(0).to(tl.int64)
     _, _, end, begin = locate(offsets, segments, span, slot)
     stop = tl.minimum(begin + span, end)
-    d, n, exists = channels_and_states(D, N, BLOCK_N, BLOCK_D)
+    d, n, cell, exists = channels_and_states(D, N, BLOCK_N, BLOCK_D)
     bias = load_vector(dt_bias, d, D, ACC)
-    a = load_param(param, d, n, D, exists, ACC)
+    a = load_param(param, cell, exists, ACC)
     grad = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     product = tl.full((BLOCK_N, BLOCK_D), 1.0, ACC)
     groups = tl.cdiv(stop - begin, TOKENS)
     for g in range(0, groups):
         base = begin + (groups - 1 - g) * TOKENS
-        for j in tl.static_range(TOKENS):
-            t = base + TOKENS - 1 - j
-            live = t < stop
-            k_t = load_row(k, t, stride_k, n, N, live, ACC)
-            q_t = load_row(q, t, stride_q, n, N, live, ACC)
-            dt_t = load_row(dt, t, stride_dt, d, D, live, ACC) + bias
-            g_t = gated(grad_out, z, t, stride_grad, stride_z, d, D, live, ACC)
+        for i in tl.static_range(TOKENS - 1, -1, -1):
+            live = base + i < stop
+            k_t = load_row(k, base, i, stride_k, n, N, live, ACC)
+            q_t = load_row(q, base, i, stride_q, n, N, live, ACC)
+            dt_t = load_row(dt, base, i, stride_dt, d, D, live, ACC) + bias
+            g_t = gated(grad_out, z, base, i, stride_grad, stride_z, d, D, live, ACC)
             factor = DECAY(k_t, dt_t, a, live)
             grad = factor * (grad + q_t[:, None] * g_t[None, :])
             product *= factor
     if begin < stop:
-        at = (slot * N + n[:, None]) * D + d[None, :]
+        at = slot * (N * D) + cell
         tl.store(local + at, grad, mask=exists)
         tl.store(decays + at, product, mask=exists)
 
@@ -260,8 +281,8 @@ def scan_combine_kernel(
 ):
     """Replace every span's ``local`` by the carry that enters it, span after span."""
     segment = tl.program_id(0).to(tl.int64)
-    d, n, exists = channels_and_states(D, N, BLOCK_N, BLOCK_D)
-    whole = (segment * N + n[:, None]) * D + d[None, :]
+    _, _, cell, exists = channels_and_states(D, N, BLOCK_N, BLOCK_D)
+    whole = segment * (N * D) + cell
     carry = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     if first_carry is not None:
         carry += tl.load(first_carry + whole, mask=exists, other=0.0).to(ACC)
@@ -269,7 +290,7 @@ def scan_combine_kernel(
     spans = tl.cdiv(tl.load(offsets + segment + 1) - first, span)
     for j in range(0, spans):
         i = spans - 1 - j if REVERSE else j
-        at = ((first // span + segment + i) * N + n[:, None]) * D + d[None, :]
+        at = (first // span + segment + i) * (N * D) + cell
         added = tl.load(local + at, mask=exists, other=0.0)
         factor = tl.load(decays + at, mask=exists, other=0.0)
         tl.store(local + at, carry, mask=exists)
@@ -312,43 +333,44 @@ def scan_fwd_kernel(
 ):
     """Write the outputs of one span, or of a whole segment where ``starts`` is None."""
     slot = tl.program_id(0).to(tl.int64)
-    d, n, exists = channels_and_states(D, N, BLOCK_N, BLOCK_D)
+    d, n, cell, exists = channels_and_states(D, N, BLOCK_N, BLOCK_D)
     state = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     if starts is None:
         segment = slot
         first = tl.load(offsets + segment)
         begin = first
         stop = tl.load(offsets + segment + 1)
-        whole = (segment * D + d[None, :]) * N + n[:, None]
+        whole = segment * (N * D) + d[None, :] * N + n[:, None]
         if initial is not None:
             state += tl.load(initial + whole, mask=exists, other=0.0).to(ACC)
     else:
         segment, first, end, begin = locate(offsets, segments, span, slot)
         stop = tl.minimum(begin + span, end)
-        at = (slot * N + n[:, None]) * D + d[None, :]
+        at = slot * (N * D) + cell
         state += tl.load(starts + at, mask=exists & (begin < stop), other=0.0)
-    a = load_param(param, d, n, D, exists, ACC)
+    a = load_param(param, cell, exists, ACC)
     bias = load_vector(dt_bias, d, D, ACC)
     through = load_vector(skip, d, D, ACC)
     for chunk in range(begin, stop, CHUNK):
         if saved is not None:
             kept = first // CHUNK + segment + (chunk - first) // CHUNK
-            at = (kept * N + n[:, None]) * D + d[None, :]
+            at = kept * (N * D) + cell
             tl.store(saved + at, state, mask=exists)
         for base in range(chunk, tl.minimum(chunk + CHUNK, stop), TOKENS):
             for i in tl.static_range(TOKENS):
-                t = base + i
-                live = t < stop
-                u_t = load_row(u, t, stride_u, d, D, live, ACC)
-                k_t = load_row(k, t, stride_k, n, N, live, ACC)
-                q_t = load_row(q, t, stride_q, n, N, live, ACC)
-                dt_t = load_row(dt, t, stride_dt, d, D, live, ACC) + bias
+                live = base + i < stop
+                u_t = load_row(u, base, i, stride_u, d, D, live, ACC)
+                k_t = load_row(k, base, i, stride_k, n, N, live, ACC)
+                q_t = load_row(q, base, i, stride_q, n, N, live, ACC)
+                dt_t = load_row(dt, base, i, stride_dt, d, D, live, ACC) + bias
                 state = STEP(state, u_t, k_t, dt_t, a, live)
                 o = tl.sum(state * q_t[:, None], axis=0) + through * u_t
                 if z is not None:
-                    gate = load_row(z, t, stride_z, d, D, live, ACC)
+                    gate = load_row(z, base, i, stride_z, d, D, live, ACC)
                     o *= gate * sigmoid(gate)
-                tl.store(out + t * D + d, o.to(out.dtype.element_ty), mask=live & (d < D))
+                tl.store(
+                    row_at(out, base, i, D, d), o.to(out.dtype.element_ty), mask=live & (d < D)
+                )
     if starts is None:
         tl.store(final + whole, state, mask=exists)
 
@@ -405,95 +427,104 @@ def scan_bwd_kernel(
     """
     program = tl.program_id(0).to(tl.int64)
     slot = first_slot + program
-    d, n, exists = channels_and_states(D, N, BLOCK_N, BLOCK_D)
+    d, n, cell, exists = channels_and_states(D, N, BLOCK_N, BLOCK_D)
     grad = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     if ends is None:
         segment = slot
         first = tl.load(offsets + segment)
         begin = first
         stop = tl.load(offsets + segment + 1)
-        whole = (segment * N + n[:, None]) * D + d[None, :]
+        whole = segment * (N * D) + cell
         if grad_final is not None:
             grad += tl.load(grad_final + whole, mask=exists, other=0.0).to(ACC)
     else:
         segment, first, end, begin = locate(offsets, segments, span, slot)
         stop = tl.minimum(begin + span, end)
-        at = (slot * N + n[:, None]) * D + d[None, :]
+        at = slot * (N * D) + cell
         grad += tl.load(ends + at, mask=exists & (begin < stop), other=0.0)
-    a = load_param(param, d, n, D, exists, ACC)
+    a = load_param(param, cell, exists, ACC)
     bias = load_vector(dt_bias, d, D, ACC)
     through = load_vector(skip, d, D, ACC)
     sum_bias = tl.zeros((BLOCK_D,), ACC)
     sum_skip = tl.zeros((BLOCK_D,), ACC)
     sum_param = tl.zeros((BLOCK_N, BLOCK_D), ACC)
-    own = program * tl.num_programs(1) + tl.program_id(1)
-    own = own * (CHUNK // TOKENS) * BLOCK_N * BLOCK_D
-    own += tl.arange(0, BLOCK_N)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    own = (program * tl.num_programs(1) + tl.program_id(1)) * (CHUNK // TOKENS * BLOCK_N * BLOCK_D)
+    scratch += own
+    box = tl.arange(0, BLOCK_N)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     partial = tl.program_id(1).to(tl.int64) * T
 
+    first_kept = first // CHUNK + segment + (begin - first) // CHUNK
     chunks = tl.cdiv(tl.maximum(stop - begin, 0), CHUNK)
     for c in range(0, chunks):
-        chunk = begin + (chunks - 1 - c) * CHUNK
+        # The three minima here change no number. They hide from the compiler that positions are
+        # linear in the loop's counter, or seen before; it would keep a pointer per tensor and token
+        # in registers, and spill.
+        chunk = tl.minimum(begin + (chunks - 1 - c) * CHUNK, stop)
         chunk_stop = tl.minimum(chunk + CHUNK, stop)
         groups = tl.cdiv(chunk_stop - chunk, TOKENS)
-        kept = first // CHUNK + segment + (chunk - first) // CHUNK
-        at = (kept * N + n[:, None]) * D + d[None, :]
+        kept = first_kept + (chunks - 1 - c)
+        at = kept * (N * D) + cell
         state = tl.load(saved + at, mask=exists, other=0.0)
         # threads may read back what others wrote
         tl.debug_barrier()
         for g in range(0, groups):
-            tl.store(scratch + own + g * (BLOCK_N * BLOCK_D), state)
+            tl.store(scratch + g * (BLOCK_N * BLOCK_D) + box, state)
+            base = tl.minimum(chunk + g * TOKENS, stop)
             for i in tl.static_range(TOKENS):
-                t = chunk + g * TOKENS + i
-                live = t < chunk_stop
-                u_t = load_row(u, t, stride_u, d, D, live, ACC)
-                k_t = load_row(k, t, stride_k, n, N, live, ACC)
-                dt_t = load_row(dt, t, stride_dt, d, D, live, ACC) + bias
+                live = base + i < chunk_stop
+                u_t = load_row(u, base, i, stride_u, d, D, live, ACC)
+                k_t = load_row(k, base, i, stride_k, n, N, live, ACC)
+                dt_t = load_row(dt, base, i, stride_dt, d, D, live, ACC) + bias
                 state = STEP(state, u_t, k_t, dt_t, a, live)
         tl.debug_barrier()
         for r in range(0, groups):
             g = groups - 1 - r
-            base = chunk + g * TOKENS
-            state = tl.load(scratch + own + g * (BLOCK_N * BLOCK_D))
+            base = tl.minimum(chunk + g * TOKENS, stop)
+            state = tl.load(scratch + g * (BLOCK_N * BLOCK_D) + box)
             states = (state,)
             for i in tl.static_range(TOKENS):
-                t = base + i
-                live = t < chunk_stop
-                u_t = load_row(u, t, stride_u, d, D, live, ACC)
-                k_t = load_row(k, t, stride_k, n, N, live, ACC)
-                q_t = load_row(q, t, stride_q, n, N, live, ACC)
-                dt_t = load_row(dt, t, stride_dt, d, D, live, ACC) + bias
-                g_t = load_row(grad_out, t, stride_grad, d, D, live, ACC)
+                live = base + i < chunk_stop
+                u_t = load_row(u, base, i, stride_u, d, D, live, ACC)
+                k_t = load_row(k, base, i, stride_k, n, N, live, ACC)
+                q_t = load_row(q, base, i, stride_q, n, N, live, ACC)
+                dt_t = load_row(dt, base, i, stride_dt, d, D, live, ACC) + bias
+                g_t = load_row(grad_out, base, i, stride_grad, d, D, live, ACC)
                 state = STEP(state, u_t, k_t, dt_t, a, live)
                 if i + 1 < TOKENS:
                     states = states + (state,)  # noqa: RUF005 (Triton knows no star)
                 if z is not None:
-                    gate = load_row(z, t, stride_z, d, D, live, ACC)
+                    gate = load_row(z, base, i, stride_z, d, D, live, ACC)
                     o = tl.sum(state * q_t[:, None], axis=0) + through * u_t
                     open_ = sigmoid(gate)
                     grad_gate = g_t * o * open_ * (1.0 + gate * (1.0 - open_))
                     grad_gate = grad_gate.to(grad_z.dtype.element_ty)
-                    tl.store(grad_z + t * D + d, grad_gate, mask=live & (d < D))
+                    tl.store(row_at(grad_z, base, i, D, d), grad_gate, mask=live & (d < D))
                     g_t *= gate * open_
                 sum_skip += g_t * u_t
                 read = tl.sum(state * g_t[None, :], axis=1)
-                tl.store(grad_q + (partial + t) * N + n, read, mask=live & (n < N))
+                tl.store(row_at(grad_q, partial + base, i, N, n), read, mask=live & (n < N))
+            base = tl.minimum(base, chunk_stop)
             for i in tl.static_range(TOKENS - 1, -1, -1):
-                t = base + i
-                live = t < chunk_stop
-                u_t = load_row(u, t, stride_u, d, D, live, ACC)
-                k_t = load_row(k, t, stride_k, n, N, live, ACC)
-                q_t = load_row(q, t, stride_q, n, N, live, ACC)
-                dt_t = load_row(dt, t, stride_dt, d, D, live, ACC) + bias
-                g_t = gated(grad_out, z, t, stride_grad, stride_z, d, D, live, ACC)
+                live = base + i < chunk_stop
+                u_t = load_row(u, base, i, stride_u, d, D, live, ACC)
+                k_t = load_row(k, base, i, stride_k, n, N, live, ACC)
+                q_t = load_row(q, base, i, stride_q, n, N, live, ACC)
+                dt_t = load_row(dt, base, i, stride_dt, d, D, live, ACC) + bias
+                g_t = gated(grad_out, z, base, i, stride_grad, stride_z, d, D, live, ACC)
+                before = states[i]
+                if i == 0:
+                    # read again, so that its registers are free until here
+                    before = tl.load(scratch + g * (BLOCK_N * BLOCK_D) + box)
                 grad += q_t[:, None] * g_t[None, :]
-                grad, gu, gdt, gk, gparam = ADJOINT(grad, states[i], u_t, k_t, dt_t, a, live)
+                grad, gu, gdt, gk, gparam = ADJOINT(grad, before, u_t, k_t, dt_t, a, live)
                 gu += through * g_t
                 here = live & (d < D)
-                tl.store(grad_u + t * D + d, gu.to(grad_u.dtype.element_ty), mask=here)
-                tl.store(grad_dt + t * D + d, gdt.to(grad_dt.dtype.element_ty), mask=here)
+                tl.store(row_at(grad_u, base, i, D, d), gu.to(grad_u.dtype.element_ty), mask=here)
+                tl.store(
+                    row_at(grad_dt, base, i, D, d), gdt.to(grad_dt.dtype.element_ty), mask=here
+                )
                 written = tl.sum(gk, axis=1)
-                tl.store(grad_k + (partial + t) * N + n, written, mask=live & (n < N))
+                tl.store(row_at(grad_k, partial + base, i, N, n), written, mask=live & (n < N))
                 sum_bias += tl.where(live, gdt, 0.0)
                 if param is not None:
                     sum_param += gparam
@@ -502,7 +533,7 @@ def scan_bwd_kernel(
     if skip is not None:
         tl.store(grad_skip + slot * D + d, sum_skip, mask=d < D)
     if param is not None:
-        at = (slot * N + n[:, None]) * D + d[None, :]
+        at = slot * (N * D) + cell
         tl.store(grad_param + at, sum_param, mask=exists)
     if ends is None and grad_initial is not None:
         tl.store(grad_initial + whole, grad, mask=exists)
