@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ssmzoo_kernels import dispatch, last_backend, longhorn_scan, native
-from ssmzoo_kernels.longhorn_scan import cpu
+from ssmzoo_kernels.scan import cpu
 
 PACKAGE = Path(native.__file__).parent
 CACHED = (

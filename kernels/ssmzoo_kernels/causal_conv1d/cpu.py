@@ -101,19 +101,25 @@ def backward(
     return grad_x, grad_weight, grad_bias, grad_initial
 
 
-def _prepare(x, weight, bias, initial_state):
+_Prepared = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+def _prepare(
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None
+) -> _Prepared:
+    """Return the inputs as the kernel reads them, copying only what must be."""
     exact = accumulator(x)
     # a state in another dtype is history in x's dtype first, as the reference keeps it
     history = None if initial_state is None else initial_state.to(x.dtype)
     return (
         native.rows(x, exact),
-        native.whole(weight, exact),
+        weight.to(exact).contiguous(),
         native.whole(bias, exact),
         native.whole(history, exact),
     )
 
 
-def _inputs(tensors: tuple[Tensor | None, ...], offsets: Tensor, silu: bool) -> _Inputs:
+def _inputs(tensors: _Prepared, offsets: Tensor, silu: bool) -> _Inputs:
     x, weight, _, _ = tensors
     return _Inputs(
         *map(native.address, tensors),

@@ -72,6 +72,7 @@ def backward(
     rate, slope = _rates(keys, dt.to(exact), dt_bias)
     segments, width, states = offsets.shape[0] - 1, u.shape[1], k.shape[1]
     grad = torch.zeros_like(values) if grad_out is None else grad_out.to(exact)
+    grad_gate = None
     if z is not None:
         gate = z.to(exact)
         opened = gate.sigmoid()
@@ -119,7 +120,7 @@ def backward(
         grad_skip = (grad * values).sum(dim=0)
         grad_u = grad_u + skip * grad
         read = read + skip * values
-    if z is not None:
+    if grad_gate is not None:
         grad_z = grad_gate * read
     return grad_u, grad_q, grad_k, grad_dt, grad_bias, grad_skip, grad_z, grad_initial
 

@@ -26,9 +26,14 @@ INLINE Token spread(const Token *x, int64_t lane) {
   return (Token){splat(x->u[lane]), splat(x->rate[lane]), splat(x->slope[lane])};
 }
 
-INLINE vec step(vec S, vec key, const Token *x) { return S + x->rate * key * (x->u - key * S); }
+INLINE vec step(vec S, vec key, vec param, const Token *x) {
+  (void)param;
+  return S + x->rate * key * (x->u - key * S);
+}
 
-INLINE vec adjoint(vec G, vec S, vec key, const Token *x, Sums *sums, vec *grad_key) {
+INLINE vec adjoint(vec G, vec S, vec key, vec param, const Token *x, Sums *sums, vec *grad_key,
+                   vec *grad_param) {
+  (void)param, (void)grad_param;
   vec moved = x->rate * G, keyed = key * moved;
   vec recalled = key * S, error = x->u - recalled;
   sums->u += keyed;

@@ -3,16 +3,19 @@
  *     S[t] = A[t] S[t-1] + b[t],   o[t] = (sum_n S[t,n] q[t,n] + skip u[t]) * silu(z[t])
  *
  * on a state [channel, n] whose A and b come from the token's u and dt (one per channel) and key k
- * (one per n). A family defines, before it includes this file, on vectors of channels:
+ * (one per n), and, in a family that defines PARAM, from a learned param [D, N]. A family defines,
+ * before it includes this file, on vectors of channels:
  *
  *     Token                      what a token means to a channel vector
  *     Sums                       gradients of a Token, summed over n
  *     token(u, dt, energy)       Token of one token; energy = |k|^2
- *     step(S, key, token)        S after the token
- *     adjoint(G, S, key, token, &sums, &grad_key)
+ *     spread(&token, lane)       Token with one channel's values in every lane
+ *     step(S, key, param, &token)
+ *                                S after the token
+ *     adjoint(G, S, key, param, &token, &sums, &grad_key, &grad_param)
  *                                gradient of S before the token from the one after it; adds to the
- *                                sums and to the key's gradient
- *     finish(token, sums, &grad_u, &grad_dt, &grad_energy)
+ *                                sums and to the gradients of key and param
+ *     finish(&token, &sums, &grad_u, &grad_dt, &grad_energy)
  *
  * Tokens lie flat, cut into segments by `offsets`. A task is one segment and one block of channels;
  * tasks share nothing, so results do not depend on the number of threads. In a task, CHUNK tokens
@@ -42,11 +45,20 @@ enum { VECTORS = 4 * VT, BLOCK = VECTORS * LANES };
 const int scan_block = BLOCK;
 
 typedef struct {
-  const REAL *u, *q, *k, *dt, *bias, *skip, *z, *initial;
+  const REAL *u, *q, *k, *dt, *bias, *skip, *z, *param, *initial;
   const int64_t *offsets;
   int64_t segments, width, states;
   int64_t stride_u, stride_q, stride_k, stride_dt, stride_z; /* between tokens */
 } Inputs;
+
+#ifdef PARAM
+INLINE vec param_at(const vec *params, int64_t i) { return params[i]; }
+#else
+INLINE vec param_at(const vec *params, int64_t i) {
+  (void)params, (void)i;
+  return (vec){0};
+}
+#endif
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -124,7 +136,9 @@ static void step_rows(const Inputs *in, int64_t segment, int64_t channel, int64_
       for (int64_t n = 0; n < states; n += LANES) {
         int64_t some = smaller(LANES, states - n);
         vec S = in->initial ? load_some(in->initial + row + n, some) : (vec){0};
-        S = step(S, load_some(k + n, some), &same);
+        vec param = {0};
+        if (in->param) param = load_some(in->param + (at + i) * states + n, some);
+        S = step(S, load_some(k + n, some), param, &same);
         read += S * load_some(q + n, some);
         store_some(final + row + n, S, some);
       }
@@ -142,9 +156,9 @@ static void step_rows(const Inputs *in, int64_t segment, int64_t channel, int64_
 
 /* March a tile of states through a chunk, adding what it reads to `read`; fetch `ahead` tokens of
  * the next chunk meanwhile. */
-INLINE void march(const Inputs *in, vec *states, int64_t padded, int64_t count, const Token *tokens,
-                  const REAL *keys, const REAL *queries, vec *read, int64_t next, int64_t ahead,
-                  int64_t channel) {
+INLINE void march(const Inputs *in, vec *states, const vec *params, int64_t padded,
+                  int64_t count, const Token *tokens, const REAL *keys, const REAL *queries,
+                  vec *read, int64_t next, int64_t ahead, int64_t channel) {
   vec S[VT][NT];
   UNROLL for (int v = 0; v < VT; v++)
     UNROLL for (int n = 0; n < NT; n++) S[v][n] = states[v * padded + n];
@@ -154,9 +168,10 @@ INLINE void march(const Inputs *in, vec *states, int64_t padded, int64_t count, 
       Token x = tokens[t * VECTORS + v];
       vec even = read[t * VECTORS + v], odd = {0};
       UNROLL for (int n = 0; n < NT; n += 2) {
-        S[v][n] = step(S[v][n], splat(keys[t * padded + n]), &x);
+        const vec *p = params + v * padded + n;
+        S[v][n] = step(S[v][n], splat(keys[t * padded + n]), param_at(p, 0), &x);
         even += S[v][n] * splat(queries[t * padded + n]);
-        S[v][n + 1] = step(S[v][n + 1], splat(keys[t * padded + n + 1]), &x);
+        S[v][n + 1] = step(S[v][n + 1], splat(keys[t * padded + n + 1]), param_at(p, 1), &x);
         odd += S[v][n + 1] * splat(queries[t * padded + n + 1]);
       }
       read[t * VECTORS + v] = even + odd;
@@ -175,14 +190,16 @@ static void forward_task(const Inputs *in, int64_t segment, int64_t channel, REA
     step_rows(in, segment, channel, channels, out, final);
     return;
   }
-  vec *states = memory;
-  REAL *keys = (REAL *)(states + VECTORS * padded), *queries = keys + CHUNK * padded;
+  vec *states = memory, *params = states + VECTORS * padded;
+  REAL *keys = (REAL *)(params + VECTORS * padded), *queries = keys + CHUNK * padded;
   REAL energy[CHUNK];
   Token tokens[CHUNK * VECTORS];
   vec read[CHUNK * VECTORS];
   memset(tokens, 0, sizeof tokens);
   int64_t edge = (segment * width + channel) * in->states;
   read_states(in->initial ? in->initial + edge : NULL, channels, in->states, padded, states);
+  read_states(in->param ? in->param + channel * in->states : NULL, channels, in->states, padded,
+              params);
   for (int64_t first = begin; first < end; first += CHUNK) {
     int64_t count = smaller(CHUNK, end - first);
     read_rows(in, first, count, padded, keys, queries, energy);
@@ -199,8 +216,9 @@ static void forward_task(const Inputs *in, int64_t segment, int64_t channel, REA
     memset(read, 0, sizeof read);
     for (int64_t v = 0; v * LANES < channels; v += VT)
       for (int64_t n = 0; n < padded; n += NT)
-        march(in, states + v * padded + n, padded, count, tokens + v, keys + n, queries + n,
-              read + v, first + CHUNK, n ? 0 : end - first - CHUNK, channel + v * LANES);
+        march(in, states + v * padded + n, params + v * padded + n, padded, count, tokens + v,
+              keys + n, queries + n, read + v, first + CHUNK, n ? 0 : end - first - CHUNK,
+              channel + v * LANES);
     for (int64_t t = 0; t < count; t++)
       for (int64_t c = 0, v = 0; c < channels; c += LANES, v++) {
         int64_t left = channels - c, at = channel + c;
@@ -230,7 +248,7 @@ int scan_forward(const Inputs *in, REAL *out, REAL *final, REAL *saved, int thre
   int failed = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    void *memory = scratch(VECTORS * padded * sizeof(vec) + 2 * CHUNK * padded * sizeof(REAL));
+    void *memory = scratch(2 * VECTORS * padded * sizeof(vec) + 2 * CHUNK * padded * sizeof(REAL));
     if (!memory) {
 #pragma omp atomic write
       failed = 1;
@@ -247,15 +265,17 @@ int scan_forward(const Inputs *in, REAL *out, REAL *final, REAL *saved, int thre
 typedef struct {
   const REAL *out, *final; /* incoming */
   int64_t stride_out;
-  REAL *u, *q, *k, *dt, *bias, *skip, *z, *initial; /* q, k: [blocks, T, N]; bias, skip: [S, D] */
+  /* partial sums of q and k are [blocks, T, N], of bias and skip [S, D], of param [S, D, N] */
+  REAL *u, *q, *k, *dt, *bias, *skip, *z, *param, *initial;
 } Gradients;
 
 /* Recompute a tile's states in a chunk, then carry its gradient back through it; fetch the tokens of
  * the chunk before, which starts at `before` unless that is negative. */
 INLINE void march_back(const Inputs *in, const Gradients *grad, const vec *states, vec *carry,
-                       int64_t padded, int64_t count, const Token *tokens, const REAL *keys,
-                       const REAL *queries, const vec *grads, Sums *sums, vec *read,
-                       vec *grad_keys, vec *grad_queries, int64_t before, int64_t channel) {
+                       const vec *params, vec *grad_params, int64_t padded, int64_t count,
+                       const Token *tokens, const REAL *keys, const REAL *queries,
+                       const vec *grads, Sums *sums, vec *read, vec *grad_keys, vec *grad_queries,
+                       int64_t before, int64_t channel) {
   vec history[(CHUNK + 1) * VT * NT], S[VT][NT];
   UNROLL for (int v = 0; v < VT; v++) UNROLL for (int n = 0; n < NT; n++) {
     history[v * NT + n] = S[v][n] = states[v * padded + n];
@@ -264,7 +284,8 @@ INLINE void march_back(const Inputs *in, const Gradients *grad, const vec *state
     UNROLL for (int v = 0; v < VT; v++) {
       Token x = tokens[t * VECTORS + v];
       UNROLL for (int n = 0; n < NT; n++) {
-        S[v][n] = step(S[v][n], splat(keys[t * padded + n]), &x);
+        vec param = param_at(params, v * padded + n);
+        S[v][n] = step(S[v][n], splat(keys[t * padded + n]), param, &x);
         history[((t + 1) * VT + v) * NT + n] = S[v][n];
       }
     }
@@ -293,7 +314,8 @@ INLINE void march_back(const Inputs *in, const Gradients *grad, const vec *state
         vec from = history[(t * VT + v) * NT + n], to = history[((t + 1) * VT + v) * NT + n];
         grad_query[n] += g * to;
         o += query * to;
-        G[v][n] = adjoint(G[v][n] + g * query, from, key, &x, &sum, &grad_key[n]);
+        G[v][n] = adjoint(G[v][n] + g * query, from, key, param_at(params, v * padded + n), &x,
+                          &sum, &grad_key[n], &grad_params[v * padded + n]);
       }
       sums[t * VECTORS + v] = sum;
       read[t * VECTORS + v] = o;
@@ -310,7 +332,8 @@ static void backward_task(const Inputs *in, const Gradients *grad, const REAL *s
   int64_t channel = block * BLOCK, channels = smaller(BLOCK, width - channel);
   int64_t tokens_in_all = in->offsets[in->segments];
   vec *carry = memory, *start = carry + VECTORS * padded;
-  vec *grad_keys = start + VECTORS * padded, *grad_queries = grad_keys + CHUNK * padded;
+  vec *params = start + VECTORS * padded, *grad_params = params + VECTORS * padded;
+  vec *grad_keys = grad_params + VECTORS * padded, *grad_queries = grad_keys + CHUNK * padded;
   REAL *keys = (REAL *)(grad_queries + CHUNK * padded), *queries = keys + CHUNK * padded;
   REAL energy[CHUNK];
   Token tokens[CHUNK * VECTORS];
@@ -322,6 +345,8 @@ static void backward_task(const Inputs *in, const Gradients *grad, const REAL *s
   memset(start, 0, sizeof(vec) * VECTORS * (size_t)padded);
   int64_t edge = (segment * width + channel) * states;
   read_states(grad->final ? grad->final + edge : NULL, channels, states, padded, carry);
+  read_states(in->param ? in->param + channel * states : NULL, channels, states, padded, params);
+  memset(grad_params, 0, sizeof(vec) * VECTORS * (size_t)padded);
   int64_t last = (end - begin + CHUNK - 1) / CHUNK;
   for (int64_t chunk = last - 1; chunk >= 0; chunk--) {
     int64_t first = begin + chunk * CHUNK, count = smaller(CHUNK, end - first);
@@ -348,7 +373,8 @@ static void backward_task(const Inputs *in, const Gradients *grad, const REAL *s
     memset(grad_queries, 0, sizeof(vec) * CHUNK * (size_t)padded);
     for (int64_t v = 0; v * LANES < channels; v += VT)
       for (int64_t n = 0; n < padded; n += NT)
-        march_back(in, grad, start + v * padded + n, carry + v * padded + n, padded, count,
+        march_back(in, grad, start + v * padded + n, carry + v * padded + n,
+                   params + v * padded + n, grad_params + v * padded + n, padded, count,
                    tokens + v, keys + n, queries + n, grads + v, sums + v, read + v, grad_keys + n,
                    grad_queries + n, n || !chunk ? -1 : first - CHUNK, channel + v * LANES);
     vec bias_sum[VECTORS] = {{0}}, skip_sum[VECTORS] = {{0}};
@@ -397,6 +423,7 @@ static void backward_task(const Inputs *in, const Gradients *grad, const REAL *s
     if (grad->bias) grad->bias[segment * width + channel + c] = (REAL)bias[c];
     if (grad->skip) grad->skip[segment * width + channel + c] = (REAL)skip[c];
   }
+  if (grad->param) write_states(grad->param + edge, channels, states, padded, grad_params);
   if (grad->initial) write_states(grad->initial + edge, channels, states, padded, carry);
 }
 
@@ -412,12 +439,12 @@ INLINE void add_up(const REAL *parts, int64_t count, int64_t size, REAL *to, int
 
 /* Returns 0, or 1 if memory ran out. */
 int scan_backward(const Inputs *in, const Gradients *grad, const REAL *saved, REAL *grad_q,
-                  REAL *grad_k, REAL *grad_bias, REAL *grad_skip, int threads) {
+                  REAL *grad_k, REAL *grad_bias, REAL *grad_skip, REAL *grad_param, int threads) {
   int64_t blocks = (in->width + BLOCK - 1) / BLOCK, padded = round_up(in->states, NT);
   int failed = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    void *memory = scratch((2 * VECTORS + 2 * CHUNK) * padded * sizeof(vec) +
+    void *memory = scratch((4 * VECTORS + 2 * CHUNK) * padded * sizeof(vec) +
                            2 * CHUNK * padded * sizeof(REAL));
     if (!memory) {
 #pragma omp atomic write
@@ -434,5 +461,7 @@ int scan_backward(const Inputs *in, const Gradients *grad, const REAL *saved, RE
   add_up(grad->k, blocks, size, grad_k, threads);
   if (grad_bias) add_up(grad->bias, in->segments, in->width, grad_bias, threads);
   if (grad_skip) add_up(grad->skip, in->segments, in->width, grad_skip, threads);
+  size = in->width * in->states;
+  if (grad_param) add_up(grad->param, in->segments, size, grad_param, threads);
   return 0;
 }
