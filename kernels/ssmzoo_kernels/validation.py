@@ -1,5 +1,6 @@
 """Checks that every public op makes before it dispatches."""
 
+import functools
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -59,6 +60,8 @@ def segment_offsets(op: str, like: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """
     batch, length = like.shape[:2]
     if cu_seqlens is None:
+        if like.device.type == "cpu" and not torch.compiler.is_compiling() and type(like) is Tensor:
+            return _batch_offsets(batch, length)
         return torch.arange(batch + 1, device=like.device) * length
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
@@ -82,3 +85,10 @@ def check_boundaries(op: str, cu_seqlens: Tensor, length: int) -> None:
     if values[0] != 0 or values[-1] != length or any(a > b for a, b in pairwise(values)):
         shown = values if len(values) <= 8 else [*values[:4], "...", *values[-3:]]
         raise ValueError(f"{op}: cu_seqlens must rise from 0 to L = {length}, got {shown}")
+
+
+@functools.lru_cache(maxsize=64)
+def _batch_offsets(batch: int, length: int) -> Tensor:
+    """Return the offsets of a batch; every op of every layer asks for the same. Never written."""
+    with torch.inference_mode(False):  # what is made inside it could not be saved for a backward
+        return torch.arange(batch + 1) * length

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import datetime
 import io
+import itertools
 import statistics
 import subprocess
 import time
@@ -203,28 +204,35 @@ def _train_seconds(model: Any, length: int, device: Any, *, once: bool) -> float
 
 
 def _decode_seconds(model: Any, prompt: int, device: Any) -> float:
-    """Return the seconds a step of ``generate`` takes after a prompt, the prompt's own left out."""
+    """Return the median seconds between two steps of ``generate`` after a prompt."""
     import torch
+    from transformers import LogitsProcessor, LogitsProcessorList
+
+    class Clock(LogitsProcessor):
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            self.times.append(time.perf_counter())
+            return scores
 
     ids = torch.randint(3, VOCABULARY, (BATCH, prompt), device=device)
     model.eval()
-
-    def run(tokens: int) -> float:
-        start = time.perf_counter()
+    for steps in (8, DECODED):  # the first to warm up
+        clock = Clock()
         model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
+            max_new_tokens=steps,
+            min_new_tokens=steps,
             pad_token_id=0,
             eos_token_id=1,
+            logits_processor=LogitsProcessorList([clock]),
         )
-        return time.perf_counter() - start
-
-    run(8)
-    rates = [(run(DECODED + 1) - run(1)) / DECODED for _ in range(3)]
-    return statistics.median(rates)
+    return statistics.median(b - a for a, b in itertools.pairwise(clock.times))
 
 
 def _row(name: str, kind: str, tokens: int, seconds: float) -> dict[str, Any]:

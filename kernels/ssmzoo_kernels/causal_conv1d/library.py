@@ -4,6 +4,7 @@ Here a batch is already flat: ``T = B * L`` tokens in a row, cut into ``S`` segm
 A backend is a module with ``forward`` and ``backward`` of the signatures used below.
 """
 
+import functools
 import importlib
 from types import ModuleType
 from typing import cast
@@ -37,6 +38,7 @@ def causal_conv1d(
     return _forward(*inputs, offsets, silu, backend)
 
 
+@functools.cache
 def _backend(name: str) -> ModuleType:
     return importlib.import_module(f"ssmzoo_kernels.{OP}.{name}")
 

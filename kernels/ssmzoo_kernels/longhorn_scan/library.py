@@ -6,6 +6,7 @@ forward of a training step keeps the state at the start of every ``CHUNK`` token
 recomputes the states in between.
 """
 
+import functools
 import importlib
 from types import ModuleType
 from typing import cast
@@ -43,6 +44,7 @@ def longhorn_scan(
     return out, final_state
 
 
+@functools.cache
 def _backend(name: str) -> ModuleType:
     return importlib.import_module(f"ssmzoo_kernels.{OP}.{name}")
 

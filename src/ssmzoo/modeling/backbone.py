@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -40,8 +39,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``[..., size]``; the result has the weight's dtype."""
         exact = torch.promote_types(torch.float32, x.dtype)
-        weight = self.weight
-        return F.rms_norm(x.to(exact), weight.shape, weight.to(exact), self.eps).to(weight.dtype)
+        x, weight = x.to(exact), self.weight
+        scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps)
+        return (x * scale * weight).to(weight.dtype)
 
 
 class CausalConv1d(nn.Module):

@@ -15,6 +15,12 @@ from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 from ssmzoo.modeling.segments import Segments
 
+# what `generate` passes along in a decoding step, and this model has a use for or none at all
+_STEP_ARGUMENTS = frozenset(
+    {"past_key_values", "next_sequence_length", "use_cache", "logits_to_keep", "position_ids"}
+    | {"attention_mask"}
+)
+
 
 class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
     """A backbone and a language-model head. A family's subclass names its ``model_class``."""
@@ -121,6 +127,15 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Drop what a recurrent model needs no more once the prompt is in its state."""
+        one = kwargs.get("next_sequence_length") == 1 and kwargs.get("past_key_values") is not None
+        if one and not is_first_iteration and kwargs.keys() <= _STEP_ARGUMENTS:
+            # a plain decoding step, by far the most frequent call
+            return {
+                "input_ids": input_ids[:, -1:],
+                "past_key_values": kwargs["past_key_values"],
+                "use_cache": kwargs.get("use_cache"),
+                "logits_to_keep": kwargs.get("logits_to_keep") or 0,
+            }
         # generate accepts embeddings only from a model whose signature here names them
         kwargs |= {"inputs_embeds": inputs_embeds, "is_first_iteration": is_first_iteration}
         prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
