@@ -6,6 +6,7 @@ float64 inputs), takes ``initial_state`` and ``cu_seqlens``, and returns the fin
 
 from ssmzoo_kernels.causal_conv1d import causal_conv1d
 from ssmzoo_kernels.dispatch import last_backend, use_backend
+from ssmzoo_kernels.few_rows_linear import few_rows_linear
 from ssmzoo_kernels.longhorn_scan import longhorn_scan
 
-__all__ = ["causal_conv1d", "last_backend", "longhorn_scan", "use_backend"]
+__all__ = ["causal_conv1d", "few_rows_linear", "last_backend", "longhorn_scan", "use_backend"]

@@ -1,7 +1,6 @@
 """Checks that every public op makes before it dispatches."""
 
 import functools
-from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 
 
 def check_tensor(
-    op: str, name: str, tensor: Tensor, shape: Sequence[int], like: Tensor, rule: str
+    op: str, name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor, rule: str
 ) -> None:
     """Fail unless a tensor has a shape, a floating dtype and another tensor's device.
 
@@ -23,7 +22,7 @@ def check_tensor(
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor {rule}, got {type(tensor).__name__}")
-    if tuple(tensor.shape) != tuple(shape):
+    if tensor.shape != shape:
         raise ValueError(
             f"{op}: {name} must have shape {rule} = {list(shape)}, got {list(tensor.shape)}"
         )

@@ -3,7 +3,7 @@
 A family writes a mixer and names it in its model class; everything else comes from here.
 """
 
-from ssmzoo.modeling.backbone import CausalConv1d, RMSNorm, SSMBlock, SSMMixer, SSMModel
+from ssmzoo.modeling.backbone import CausalConv1d, Linear, RMSNorm, SSMBlock, SSMMixer, SSMModel
 from ssmzoo.modeling.cache import LayerState, StateCache
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.heads import SSMForCausalLM, SSMForSequenceClassification
@@ -12,6 +12,7 @@ from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 __all__ = [
     "CausalConv1d",
     "LayerState",
+    "Linear",
     "RMSNorm",
     "SSMBlock",
     "SSMConfig",

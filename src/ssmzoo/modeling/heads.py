@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutputWithPast
 
-from ssmzoo.modeling.backbone import SSMModel
+from ssmzoo.modeling.backbone import Linear, SSMModel
 from ssmzoo.modeling.cache import StateCache
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
@@ -32,7 +32,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = self.model_class(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     def forward(
@@ -175,7 +175,7 @@ class SSMForSequenceClassification(SSMPreTrainedModel):
         super().__init__(config)
         self.num_labels = cast(int, config.num_labels)
         self.model = self.model_class(config)
-        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
+        self.score = Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
 
     def forward(

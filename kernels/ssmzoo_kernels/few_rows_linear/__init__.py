@@ -1,0 +1,80 @@
+"""A linear map of a few rows, as in decoding, at the speed its weight can be read.
+
+Matrix libraries are made for many rows; with a handful they reach a fraction of the memory's
+bandwidth. This is for inference on a CPU: no gradient. The one weight that a kernel of ours reads:
+the caller is the layer that owns it, so adapters around that layer keep working.
+"""
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ssmzoo_kernels import dispatch, native
+
+OP = "few_rows_linear"
+MOST_ROWS = 8
+_SOURCE = Path(__file__).with_name("few_rows_linear.c")
+
+
+def few_rows_linear(
+    x: Tensor,  # [..., I]
+    weight: Tensor,  # [O, I]
+    bias: Tensor | None = None,  # [O]
+) -> Tensor:
+    """Compute ``x @ weight.T + bias`` without gradients; the same as ``F.linear`` otherwise.
+
+    Takes the C kernel where it is the faster one: float32 or float64 on a CPU, at most
+    ``MOST_ROWS`` rows, a compiler at hand, neither tracing nor autocast; else ``F.linear``.
+
+    Returns:
+        ``[..., O]`` in x's dtype.
+    """
+    inputs = weight.shape[1]
+    count = x.numel() // inputs if inputs else 0
+    if not (0 < count <= MOST_ROWS and _fits(x, weight, bias)):
+        return F.linear(x, weight, bias)
+    dispatch.record(OP, "cpu")
+    x = x.contiguous()
+    y = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype)
+    _kernel(x.dtype)(
+        x.data_ptr(),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        count,
+        inputs,
+        weight.shape[0],
+    )
+    return y
+
+
+def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return (
+        x.dtype in (torch.float32, torch.float64)
+        and x.dtype is weight.dtype
+        and x.device.type == weight.device.type == "cpu"
+        and x.shape[-1] == weight.shape[1]
+        and type(x) is Tensor
+        and type(weight) in (Tensor, torch.nn.Parameter)
+        and weight.is_contiguous()
+        and (bias is None or (bias.dtype is x.dtype and bias.is_contiguous()))
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cpu")
+        and not dispatch.compiler_missing()
+    )
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype) -> ctypes._CFuncPtr:
+    kernel = native.library(_SOURCE, dtype).few_rows_linear
+    kernel.argtypes = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3)
+    kernel.restype = None
+    return kernel
+
+
+__all__ = ["MOST_ROWS", "few_rows_linear"]

@@ -1,0 +1,84 @@
+"""few_rows_linear: the same as F.linear, only where nobody needs gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ssmzoo_kernels import few_rows_linear
+from ssmzoo_kernels.dispatch import _ran, last_backend
+
+
+@pytest.fixture(autouse=True)
+def nothing_ran():
+    _ran.pop("few_rows_linear", None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", range(1, 9))
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 5), (16, 3), (65, 130), (256, 48)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_it_is_as_exact_as_a_sum_in_the_same_precision(dtype, rows, inputs, outputs, biased):
+    x, weight = torch.randn(rows, 1, inputs, dtype=dtype), torch.randn(outputs, inputs, dtype=dtype)
+    bias = torch.randn(outputs, dtype=dtype) if biased else None
+    with torch.no_grad():
+        y = few_rows_linear(x, weight, bias)
+    assert last_backend("few_rows_linear") == "cpu"
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    # an inner product of n terms errs by at most n roundings of the sum of absolute values
+    size = F.linear(x.double().abs(), weight.double().abs())
+    allowed = (inputs + 1) * torch.finfo(dtype).eps * (size + exact.abs())
+    assert y.shape == (rows, 1, outputs)
+    assert y.dtype == dtype
+    assert ((y - exact).abs() <= allowed).all()
+
+
+def test_strided_rows_give_what_contiguous_rows_give():
+    x, weight = torch.randn(4, 1, 64)[..., ::2], torch.randn(9, 32)
+    with torch.no_grad():
+        assert few_rows_linear(x, weight).equal(few_rows_linear(x.contiguous(), weight))
+
+
+@pytest.mark.parametrize(
+    "case", ["gradients", "many rows", "no rows", "bfloat16", "mixed", "strided weight", "autocast"]
+)
+def test_where_it_does_not_fit_torch_runs(case):
+    x, weight = torch.randn(4, 1, 32), torch.randn(9, 32)
+    if case == "many rows":
+        x = torch.randn(9, 1, 32)
+    elif case == "no rows":
+        x = x[:0]
+    elif case == "bfloat16":
+        x, weight = x.bfloat16(), weight.bfloat16()
+    elif case == "mixed":
+        weight = weight.double()
+        x = x.double().requires_grad_()
+    elif case == "strided weight":
+        weight = torch.randn(32, 9).T
+    with (
+        torch.set_grad_enabled(case in ("gradients", "mixed")),
+        torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"),
+    ):
+        y = few_rows_linear(x, weight)
+        expected = F.linear(x, weight)
+    assert y.equal(expected)
+    assert last_backend("few_rows_linear") is None
+
+
+def test_nan_and_infinity_keep_their_meaning():
+    x, weight = torch.tensor([[float("nan"), 1.0], [float("inf"), 1.0]]), torch.ones(1, 2)
+    with torch.no_grad():
+        y = few_rows_linear(x, weight)
+    assert y[0].isnan()
+    assert y[1].isinf()
+
+
+def test_a_model_decodes_with_it_and_trains_without():
+    from ssmzoo_longhorn import FAMILY
+
+    model = FAMILY.causal_lm_class(FAMILY.config(**FAMILY.tiny))
+    ids = torch.zeros(2, 1, dtype=torch.long)
+    model(ids)
+    assert last_backend("few_rows_linear") is None
+    with torch.no_grad():
+        model(ids)
+    assert last_backend("few_rows_linear") == "cpu"
