@@ -233,6 +233,8 @@ class _Run:
         """Make model, optimizer and schedule, anew or from the checkpoint."""
         from transformers import get_cosine_with_min_lr_schedule_with_warmup_lr_rate
 
+        from ssmzoo.compat import enable_gradient_checkpointing
+
         options = self.recipe.train
         seed_all(options.seed)
         if self.checkpoint is None:
@@ -241,10 +243,7 @@ class _Run:
             model = load_model(str(self.checkpoint))
         model.train()
         if options.gradient_checkpointing:
-            # the new name came with transformers 5.23
-            renamed = getattr(model, "activation_checkpointing_enable", None)
-            enable = renamed or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
+            enable_gradient_checkpointing(model)
         self.packed = _takes_boundaries(model) and self.recipe.data.task is None
         if not self.packed and self.recipe.data.task is None:
             logger.warning(
