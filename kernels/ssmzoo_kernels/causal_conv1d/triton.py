@@ -5,6 +5,9 @@ along it in registers. Before a segment's first token the window looks into its 
 position counts from ``begin - (K - 1)``.
 """
 
+# a kernel launch is no ordinary call: Triton's types do not describe it
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
 import torch
 import triton
 import triton.language as tl
@@ -281,4 +284,4 @@ _ACC = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 def _block(width: int) -> int:
     """Choose the channels of a program: one warp, up to 8 bytes a lane in bfloat16."""
-    return min(128, max(32, triton.next_power_of_2(width)))
+    return min(128, max(32, int(triton.next_power_of_2(width))))

@@ -7,6 +7,7 @@ the caller is the layer that owns it, so adapters around that layer keep working
 
 import ctypes
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -70,7 +71,7 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype) -> ctypes._CFuncPtr:
+def _kernel(dtype: torch.dtype) -> Callable[..., None]:
     kernel = native.library(_SOURCE, dtype).few_rows_linear
     kernel.argtypes = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3)
     kernel.restype = None

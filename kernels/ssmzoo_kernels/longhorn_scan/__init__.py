@@ -95,10 +95,18 @@ def longhorn_scan(
             u, q, k, dt, dt_bias, D, z, initial_state, cu_seqlens=cu_seqlens, transition=transition
         )
 
-    flat = [x.reshape(batch * length, x.shape[2]) for x in (u, q, k, dt)]
-    gate = None if z is None else z.reshape(batch * length, width)
+    tokens = batch * length
     out, final_state = library.longhorn_scan(
-        *flat, dt_bias, D, gate, initial_state, offsets, backend=chosen
+        u.reshape(tokens, width),
+        q.reshape(tokens, states),
+        k.reshape(tokens, states),
+        dt.reshape(tokens, width),
+        dt_bias,
+        D,
+        None if z is None else z.reshape(tokens, width),
+        initial_state,
+        offsets,
+        backend=chosen,
     )
     return out.view(batch, length, width), final_state
 

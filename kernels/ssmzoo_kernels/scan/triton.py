@@ -17,6 +17,9 @@ past a segment's end: there ``u`` and ``k`` are zero and the state must not chan
   channel, and ``param`` (or None); the last two are ``[BLOCK_N, BLOCK_D]``.
 """
 
+# a kernel launch is no ordinary call: Triton's types do not describe it
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
 from typing import NamedTuple
 
 import torch
@@ -75,7 +78,7 @@ def span_of(tokens: int, segments: int, warps: int, chunk: int) -> int | None:
     if tokens <= 2 * chunk or 2 * segments * warps >= FILL:
         return None
     spans = max(1, FILL // warps)
-    return chunk * triton.cdiv(tokens, spans * chunk)
+    return chunk * -(-tokens // (spans * chunk))
 
 
 @triton.jit
@@ -621,7 +624,7 @@ def forward(
                 REVERSE=False,
                 **common,
             )
-            final = _transposed(final)
+            final = final.transpose(1, 2).contiguous()
         scan_fwd_kernel[(segments if starts is None else starts.shape[0], blocks)](
             u,
             q,
