@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -35,6 +36,12 @@ def write_texts(folder):
         words = rng.choice(["ant", "bee", "cat", "dodo"], size=60)
         (folder / f"{i}.txt").write_text(" ".join(words), encoding="utf-8")
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_accelerate():
+    """Forget the state that a Trainer of another file left in this process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")
