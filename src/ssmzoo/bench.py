@@ -20,7 +20,7 @@ from typing import Any
 from ssmzoo.machine import hardware, installed_versions
 
 HIDDEN, LAYERS, STATE, BATCH, VOCABULARY = 256, 4, 16, 4, 1000
-DECODED = 128
+DECODED = 400
 SHAPE = f"hidden {HIDDEN}, {LAYERS} layers, state {STATE}, batch {BATCH}"
 
 

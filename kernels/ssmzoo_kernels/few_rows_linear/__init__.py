@@ -49,6 +49,7 @@ def few_rows_linear(
         count,
         inputs,
         weight.shape[0],
+        native.threads(weight.numel()),
     )
     return y
 
@@ -73,7 +74,7 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 @functools.cache
 def _kernel(dtype: torch.dtype) -> Callable[..., None]:
     kernel = native.library(_SOURCE, dtype).few_rows_linear
-    kernel.argtypes = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3)
+    kernel.argtypes = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int)
     kernel.restype = None
     return kernel
 
