@@ -74,10 +74,10 @@ def run(text: str | None, output: Path, steps: int | None) -> None:
         ]
         if steps is not None:
             overrides.append(f"train.steps={steps}")
-        folder = train(recipe, output_dir=output / name, overrides=overrides)
+        train(recipe, output_dir=output / name, overrides=overrides)
         say(f"scoring {name}")
         results[name] = evaluate(
-            str(folder / "model"),
+            str(output / name / "model"),
             tasks=TASKS,
             text=output / "text" / "held-out",
             output_dir=output / "results",

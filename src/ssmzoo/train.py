@@ -13,6 +13,7 @@ import inspect
 import json
 import logging
 import math
+import shlex
 import shutil
 import sys
 import time
@@ -218,7 +219,7 @@ class _Run:
         write_text(self.folder / "recipe.yaml", self.recipe.to_yaml())
         write_text(self.folder / "data.json", json.dumps(manifest, indent=1))
         facts = {
-            "command": " ".join(sys.argv),
+            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "data": {key: manifest[key] for key in _DATA_FACTS if key in manifest},
             "model_type": self.config.model_type,
