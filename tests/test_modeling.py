@@ -375,7 +375,7 @@ def test_a_misspelt_field_in_a_checkpoint_is_refused(model, tmp_path):
 
 def test_an_empty_sequence_cannot_be_classified(ids):
     classifier = FAMILY.sequence_classification_class(FAMILY.config(**FAMILY.tiny)).eval()
-    with pytest.raises(ValueError, match="must have a token to be classified by.*number 1"):
+    with pytest.raises(ValueError, match=r"must have a token to be classified by.*number 1"):
         classifier(ids[:1], cu_seqlens=torch.tensor([0, 3, 3, 7]))
-    with pytest.raises(ValueError, match="must have a token to be classified by.*number 0"):
+    with pytest.raises(ValueError, match=r"must have a token to be classified by.*number 0"):
         classifier(ids, attention_mask=torch.tensor([[0] * 7, [1] * 7]))
