@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from ssmzoo import tasks
 from ssmzoo.tasks import IGNORED, induction_heads, mqar
+from ssmzoo.tasks.common import distinct
 
 MQAR_SHAPES = [(64, 4, 8192), (16, 4, 10), (17, 3, 64), (4, 1, 4), (512, 64, 8192)]
 
@@ -86,7 +87,7 @@ def test_query_places_follow_the_power_law_without_replacement():
 @pytest.mark.parametrize("high", [5, 12])
 def test_distinct_draws_take_every_ordered_choice_alike(high):
     rows = 60_000
-    drawn = tasks._distinct(np.random.default_rng(0), rows, 2, 1, high)
+    drawn = distinct(np.random.default_rng(0), rows, 2, 1, high)
     choices, counts = np.unique(drawn, axis=0, return_counts=True)
     assert len(choices) == (high - 1) * (high - 2)
     assert np.abs(counts / rows * len(choices) - 1).max() < 5 * np.sqrt(len(choices) / rows)

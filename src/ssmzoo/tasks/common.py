@@ -1,0 +1,46 @@
+"""What the tasks share: the mark of a place without a label, checks, draws, symbols as text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+IGNORED = -100
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def at_least(name: str, value: int, least: int) -> None:
+    """Raise a ValueError unless an argument is at least ``least``."""
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def distinct(rng: np.random.Generator, rows: int, count: int, low: int, high: int) -> np.ndarray:
+    """Draw ``count`` different integers of low .. high-1 a row, every ordered choice alike."""
+    if 4 * count >= high - low:
+        return low + np.argsort(rng.random((rows, high - low)), axis=1)[:, :count]
+    drawn = rng.integers(low, high, size=(rows, count))
+    while True:
+        order = np.argsort(drawn, axis=1, kind="stable")
+        ranked = np.take_along_axis(drawn, order, axis=1)
+        repeated = np.zeros_like(drawn, dtype=bool)
+        np.put_along_axis(repeated, order[:, 1:], ranked[:, 1:] == ranked[:, :-1], axis=1)
+        if not repeated.any():
+            return drawn
+        drawn[repeated] = rng.integers(low, high, size=int(repeated.sum()))
+
+
+def symbols(ids: np.ndarray) -> str:
+    """Write token ids as the text of :func:`symbol_tokenizer`."""
+    return " ".join(f"t{i}" for i in ids)
+
+
+def lm_eval_split(**columns: list[Any]) -> dict[str, Dataset]:
+    """Return the columns as the data set that lm-eval scores."""
+    from datasets import Dataset
+
+    return {"test": Dataset.from_dict(columns)}
