@@ -19,9 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ssmzoo import card, card_sources, load_family
 from ssmzoo.card import render_card
-from ssmzoo.evaluate import _revision
 from ssmzoo.hub import publish
 from ssmzoo.resources import share
+from ssmzoo.results import weights_revision
 from ssmzoo.tokenizer import byte_tokenizer
 
 TEMPLATE = share("model_cards/template.md").read_text(encoding="utf-8")
@@ -89,7 +89,7 @@ def write_results(run, name="first-try", *rows, revision=None, source=None, **ot
         "model": {
             "name": name,
             "source": source or str(run / "model"),
-            "revision": revision or _revision(None, run / "model"),
+            "revision": revision or weights_revision(run / "model"),
             "model_type": "ssmzoo_longhorn",
             "parameters": 1,
         },

@@ -13,6 +13,7 @@ import torch
 from registry import ENTRIES, Entry
 
 from ssmzoo.bench import bench, environment, matmul_peak, time_call
+from ssmzoo.files import appears_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = [
@@ -115,12 +116,10 @@ def write(path: Path, rows: list[dict]) -> None:
                 r for r in csv.DictReader(file) if tuple(r.get(k, "") for k in key) not in fresh
             ]
         rows = kept + rows
-    partial = path.with_suffix(".partial")
-    with partial.open("w", newline="") as file:
+    with appears_whole(path) as partial, partial.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", restval="")
         writer.writeheader()
         writer.writerows(rows)
-    partial.replace(path)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ssmzoo.files import write_text
 from ssmzoo.machine import hardware, installed_versions
 
 HIDDEN, LAYERS, STATE, BATCH, VOCABULARY = 256, 4, 16, 4, 1000
@@ -275,9 +276,7 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     writer = csv.DictWriter(text, list(rows[0]))
     writer.writeheader()
     writer.writerows(rows)
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text.getvalue())
-    partial.replace(path)
+    write_text(path, text.getvalue())
 
 
 __all__ = ["bench", "environment", "matmul_peak", "time_call"]

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
-import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +33,7 @@ from ssmzoo.card_sources import (
     read_run,
 )
 from ssmzoo.evaluate import model_name
+from ssmzoo.files import appears_whole, write_text
 from ssmzoo.hub import CARD, read_weights
 from ssmzoo.resources import share
 
@@ -328,20 +326,8 @@ def _write(target: Path, text: str, picture: Path | None) -> None:
     """Write the card and its picture beside it; each appears whole or not at all."""
     try:
         if picture is not None and picture.resolve() != (target.parent / PICTURE).resolve():
-            with _appears_whole(target.parent / PICTURE) as part:
+            with appears_whole(target.parent / PICTURE) as part:
                 shutil.copyfile(picture, part)
-        with _appears_whole(target) as part:
-            part.write_text(text, encoding="utf-8")
+        write_text(target, text)
     except OSError as error:
         raise RuntimeError(f"cannot write {target}: {error}") from error
-
-
-@contextmanager
-def _appears_whole(path: Path) -> Iterator[Path]:
-    """Give a path to write to, whose file becomes ``path`` if the block succeeds."""
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        yield part
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ssmzoo.evaluate import _revision as weights_revision
 from ssmzoo.family import Family, families, load_family
 from ssmzoo.resources import share
+from ssmzoo.results import weights_revision
 
 NOT_MEASURED = "not measured"
 PICTURE = "loss.png"
@@ -186,7 +186,7 @@ def part_results(folder: Path, results: Sequence[Results]) -> tuple[list[Results
     """
     if not results:
         return [], []
-    digest = weights_revision(None, folder)  # pyright: ignore[reportArgumentType] (Hub only)
+    digest = weights_revision(folder)
     own = [entry for entry in results if entry.revision == digest]
     others = [entry for entry in results if entry.revision != digest]
     for entry in others:

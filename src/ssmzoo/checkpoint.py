@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ssmzoo.documents import file_digest
+from ssmzoo.files import file_digest, write_folder, write_text
 
 CONTENTS = "contents.json"
 
@@ -46,37 +46,6 @@ def locked(folder: Path) -> Iterator[None]:
         lock.write(str(os.getpid()))
         lock.flush()
         yield
-
-
-def write_text(target: Path, text: str) -> None:
-    """Write a text file that appears complete or not at all."""
-    unfinished = target.with_name(f".{target.name}.unfinished")
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, target)
-
-
-def write_folder(target: Path, write: Callable[[Path], None]) -> None:
-    """Let ``write`` fill a folder that appears complete or not at all; an older one is replaced."""
-    unfinished = target.with_name(f".{target.name}.unfinished")
-    replaced = target.with_name(f".{target.name}.replaced")
-    for leftover in (unfinished, replaced):
-        shutil.rmtree(leftover, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        write(unfinished)
-        for path in [*unfinished.rglob("*"), unfinished]:
-            _flush(path)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    if target.exists():
-        os.replace(target, replaced)
-    os.replace(unfinished, target)
-    _flush(target.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def save_checkpoint(root: Path, step: int, write: Callable[[Path], None], *, keep: int) -> Path:
@@ -187,11 +156,3 @@ def _damage(checkpoint: Path) -> str | None:
         if file_digest(path) != digest:
             return f"{name} has changed since it was written"
     return None
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from ssmzoo.checkpoint import read_metrics
+from ssmzoo.files import appears_whole
 
 
 def draw_curves(metrics: Path, target: Path, *, title: str) -> None:
@@ -37,6 +37,5 @@ def draw_curves(metrics: Path, target: Path, *, title: str) -> None:
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    unfinished = target.with_name(f".{target.name}.unfinished")
-    figure.savefig(unfinished, format="png")
-    os.replace(unfinished, target)
+    with appears_whole(target) as unfinished:
+        figure.savefig(unfinished, format="png")

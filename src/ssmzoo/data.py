@@ -12,8 +12,6 @@ import hashlib
 import inspect
 import json
 import logging
-import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +30,7 @@ from ssmzoo.documents import (
     texts_of,
 )
 from ssmzoo.family import suggestion
+from ssmzoo.files import write_folder
 from ssmzoo.recipe import DataSection, Recipe
 from ssmzoo.rows import PackedRows, Rows, RowSource, StreamedRows, TaskRows
 from ssmzoo.tokenizer import (
@@ -446,33 +445,31 @@ def _write_store(
 ) -> None:
     """Tokenise documents into a folder, which appears only when it is complete."""
     encode = encoder(tokenizer)
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    names: list[str] = []
-    hashes: list[int] = []
-    lengths: list[int] = []
-    with (
-        (unfinished / "tokens").open("wb") as file,
-        tqdm(desc="tokenise", unit=" tokens", unit_scale=True, disable=None) as bar,
-    ):
-        for batch_names, texts in _batches(documents):
-            tokens = encode(texts)
-            file.write(np.concatenate(tokens).tobytes())
-            lengths += map(len, tokens)
-            bar.update(sum(map(len, tokens)))
-            hashes += [_hash(text) for text in texts]
-            names += [name for name in batch_names if field == "data.text"]
-    if not sum(lengths):
-        shutil.rmtree(unfinished)
-        raise ValueError(f"{field} must hold text, got none")
-    np.save(unfinished / "ends.npy", np.cumsum(lengths, dtype=np.int64))
-    np.save(unfinished / "hashes.npy", np.array(hashes, np.uint64))
-    dtype = np.dtype(token_dtype(len(tokenizer))).name
-    facts = {"key": key, "dtype": dtype, "tokens": sum(lengths), "names": names}
-    (unfinished / "store.json").write_text(json.dumps(facts), encoding="utf-8")
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(unfinished, folder)
+
+    def write(folder: Path) -> None:
+        names: list[str] = []
+        hashes: list[int] = []
+        lengths: list[int] = []
+        with (
+            (folder / "tokens").open("wb") as file,
+            tqdm(desc="tokenise", unit=" tokens", unit_scale=True, disable=None) as bar,
+        ):
+            for batch_names, texts in _batches(documents):
+                tokens = encode(texts)
+                file.write(np.concatenate(tokens).tobytes())
+                lengths.extend(map(len, tokens))
+                bar.update(sum(map(len, tokens)))
+                hashes.extend(_hash(text) for text in texts)
+                names.extend(name for name in batch_names if field == "data.text")
+        if not sum(lengths):
+            raise ValueError(f"{field} must hold text, got none")
+        np.save(folder / "ends.npy", np.cumsum(lengths, dtype=np.int64))
+        np.save(folder / "hashes.npy", np.array(hashes, np.uint64))
+        dtype = np.dtype(token_dtype(len(tokenizer))).name
+        facts = {"key": key, "dtype": dtype, "tokens": sum(lengths), "names": names}
+        (folder / "store.json").write_text(json.dumps(facts), encoding="utf-8")
+
+    write_folder(folder, write)
 
 
 def _is_store(folder: Path, key: str) -> bool:

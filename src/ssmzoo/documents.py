@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import glob
 import gzip
-import hashlib
 import json
 import logging
 import sysconfig
@@ -15,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from ssmzoo.files import file_digest
 from ssmzoo.recipe import STDLIB, DataSection
 
 if TYPE_CHECKING:
@@ -141,12 +141,6 @@ def file_manifest(files: Sequence[Path], *, content: bool) -> list[dict[str, Any
             }
         )
     return manifest
-
-
-def file_digest(file: Path) -> str:
-    """Return the sha256 of a file's content."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def require_unchanged(manifest: Sequence[dict[str, Any]], files: Sequence[Path]) -> None:

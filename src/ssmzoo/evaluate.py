@@ -28,7 +28,7 @@ from ssmzoo import tasks as our_tasks
 from ssmzoo.family import suggestion
 from ssmzoo.machine import hardware, installed_versions
 from ssmzoo.resources import share
-from ssmzoo.results import Results, Score, merge, read_results, write_results
+from ssmzoo.results import Results, Score, merge, read_results, weights_revision, write_results
 
 if TYPE_CHECKING:
     import torch
@@ -139,7 +139,9 @@ def evaluate(
             "model": {
                 "name": target.stem,
                 "source": model,
-                "revision": _revision(network, folder),
+                "revision": weights_revision(folder)
+                if folder is not None
+                else getattr(network.config, "_commit_hash", None),
                 "model_type": network.config.model_type,
                 "parameters": network.num_parameters(),
             },
@@ -487,21 +489,6 @@ def _device(device: str | None) -> torch.device:
             f"device {device!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices"
         )
     return place
-
-
-def _revision(network: PreTrainedModel, folder: Path | None) -> str | None:
-    """Return the Hub's commit, or a digest of a local model's configuration and weights."""
-    if folder is None:
-        return getattr(network.config, "_commit_hash", None)
-    digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.suffix in (".safetensors", ".bin") or path.name in (
-            "config.json",
-            "adapter_config.json",
-        ):
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-    return f"sha256:{digest.hexdigest()[:16]}"
 
 
 def _results_file(output_dir: str | Path, name: str) -> Path:

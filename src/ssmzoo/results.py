@@ -5,13 +5,13 @@ Read with :func:`read_results`, joined with :func:`merge`, written with :func:`w
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import json
 import logging
-import os
-import tempfile
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
+
+from ssmzoo.files import file_digest, write_json
 
 LOG = logging.getLogger("ssmzoo")
 
@@ -60,6 +60,18 @@ class Results(TypedDict):
     command: str
 
 
+def weights_revision(folder: Path) -> str:
+    """Return a digest of a saved model's configuration and weights, ``sha256:`` and 16 digits."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".safetensors", ".bin") or path.name in (
+            "config.json",
+            "adapter_config.json",
+        ):
+            digest.update(bytes.fromhex(file_digest(path)))
+    return f"sha256:{digest.hexdigest()[:16]}"
+
+
 def read_results(path: str | Path) -> Results:
     """Read a results file.
 
@@ -83,23 +95,7 @@ def read_results(path: str | Path) -> Results:
 
 def write_results(path: str | Path, results: Results) -> None:
     """Write a results file; it appears under its name only when it is complete."""
-    path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(results, file, indent=2, allow_nan=False, ensure_ascii=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes files private; results are as public as any other file
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+    write_json(Path(path), results, indent=2)
 
 
 def merge(earlier: Results | None, new: Results) -> Results:

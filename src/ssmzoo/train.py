@@ -13,6 +13,7 @@ import inspect
 import json
 import logging
 import math
+import re
 import shlex
 import shutil
 import sys
@@ -33,11 +34,10 @@ from ssmzoo.checkpoint import (
     newest_checkpoint,
     read_metrics,
     save_checkpoint,
-    write_folder,
-    write_text,
 )
 from ssmzoo.curves import draw_curves
 from ssmzoo.data import open_data, prepare_data, recipe_tokenizer
+from ssmzoo.files import write_folder, write_json, write_text
 from ssmzoo.machine import hardware, installed_versions, make_accelerator, require_launched
 from ssmzoo.recipe import Recipe, load_recipe
 from ssmzoo.rows import Rows
@@ -59,7 +59,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ssmzoo")
 T = TypeVar("T")
 
-_DONT_COUNT = {".lock", "cache", ".cache.unfinished"}
+# what a run that was killed before it began may have left
+_DONT_COUNT = re.compile(r"\.lock|cache|\..+\.(unfinished|replaced)")
 _DRAW_SECONDS = 30  # at least, between two pictures of one run
 _PACKAGES = ("ssmzoo", "torch", "transformers", "accelerate", "datasets", "numpy")
 _MAY_CHANGE = {"train.steps", "train.tokens"}
@@ -217,7 +218,7 @@ class _Run:
     def _describe(self, manifest: dict[str, Any]) -> None:
         """Write what describes the run; in the main process only, and not before all is checked."""
         write_text(self.folder / "recipe.yaml", self.recipe.to_yaml())
-        write_text(self.folder / "data.json", json.dumps(manifest, indent=1))
+        write_json(self.folder / "data.json", manifest)
         facts = {
             "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -228,7 +229,7 @@ class _Run:
             "dtype": "bfloat16" if self.accelerator.mixed_precision == "bf16" else "float32",
             "versions": installed_versions(*_PACKAGES),
         }
-        write_text(self.folder / "run.json", json.dumps(facts, indent=1))
+        write_json(self.folder / "run.json", facts)
 
     def _build(self) -> None:
         """Make model, optimizer and schedule, anew or from the checkpoint."""
@@ -554,7 +555,7 @@ class _Run:
                 for key in ("loss", "validation_loss", "validation_accuracy")
             },
         }
-        write_text(path, json.dumps(facts, indent=1))
+        write_json(path, facts)
         shutil.rmtree(self.folder / "cache", ignore_errors=True)
 
 
@@ -565,7 +566,7 @@ def _starting_point(folder: Path, recipe: Recipe, *, resume: bool) -> Path | Non
         ValueError: The folder holds something else than a run that may be continued.
         RuntimeError: The newest checkpoint is damaged.
     """
-    if all(path.name in _DONT_COUNT for path in folder.iterdir()):
+    if all(_DONT_COUNT.fullmatch(path.name) for path in folder.iterdir()):
         return None
     if not resume:
         raise ValueError(
