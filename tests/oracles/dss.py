@@ -77,8 +77,9 @@ def readout(w: Array, lam: Array, c: Array, variant: str, norm_length: int, eps:
     """What multiplies mode n's exponential in the kernel: [C, H, N] from w [C, H, N].
 
     exp is Proposition 1(a), ``w (e^c - 1) / lambda``; softmax is Proposition 1(b), ``w / lambda``
-    over the sum of the row's M exponentials, of a growing mode those of c' = -c read backwards. eps regularises the reciprocal of
-    ``d = lambda (e^c' - 1) sum_r e^{c' r} = lambda (e^{c' M} - 1)`` as the published code does.
+    over the sum of the row's M exponentials, of a growing mode those of c' = -c read backwards.
+    eps regularises the reciprocal of ``d = lambda (e^c' - 1) sum_r e^{c' r}``, that is of
+    ``lambda (e^{c' M} - 1)``, as the published code does.
     """
     if variant == "exp_no_scale":
         return w.astype(complex)
@@ -108,10 +109,11 @@ def kernel(
     growing = (lam.real > 0) & (variant == "softmax")
     if length > norm_length and growing.any():
         raise ValueError(f"a growing mode has no taps from {norm_length} on, asked {length}")
+    falling = np.where(growing, -c, c)
     out = np.zeros((*w.shape[:2], length))
     for tap in range(length):
-        exponential = np.where(growing, np.exp(-c * (norm_length - 1 - tap)), np.exp(c * tap))
-        out[:, :, tap] = np.sum((rho * exponential).real, axis=-1)
+        lag = np.where(growing, norm_length - 1 - tap, tap)
+        out[:, :, tap] = np.sum((rho * np.exp(falling * lag)).real, axis=-1)
     return out
 
 
