@@ -1,0 +1,275 @@
+"""A rational filter as a recurrence: one token, many tokens, and what a state still has to say."""
+
+import torch
+from torch import Tensor
+
+from ssmzoo_kernels.companion_step import continuation, library, reference
+from ssmzoo_kernels.dispatch import Backend, choose, record
+from ssmzoo_kernels.rational_kernel import check_polynomials, inverse_series, rational_kernel
+from ssmzoo_kernels.segments import by_length
+from ssmzoo_kernels.validation import check_leading, check_tensor, segment_offsets
+
+OP = "companion_step"
+
+
+def companion_step(
+    u: Tensor,  # [B, D]
+    ring: Tensor,  # [B, D, n]
+    position: Tensor,  # [B] int64
+    a: Tensor,  # [D_a, n]
+    b: Tensor,  # [D, n]
+    d: Tensor,  # [D]
+    *,
+    inplace: bool = False,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Decode one token: ``y = d u + sum b_i x_i``, ``w = u - sum a_i x_i``, w becomes ``x_1``.
+
+    Both sums take the state before the update. The state of n past values of ``w`` lies in a ring:
+    ``x_i`` of row r is ``ring[r, :, (position[r] + i - 1) % n]``, and a step overwrites ``x_n``.
+    Everything is computed in the ring's dtype; only the output takes u's. For inference: no
+    gradient.
+
+    Args:
+        u: The inputs.
+        ring: The state, float32 or float64.
+        position: Where each row's newest value lies, 0 .. n - 1.
+        a: Denominators without their leading 1; ``D_a`` divides D and channel c has row
+            ``c // (D / D_a)``.
+        b: Numerators of the infinite response, from ``z^-1`` on.
+        d: Direct gains.
+        inplace: Write into ``ring`` and return it, n times less traffic than a copy.
+        backend: "auto" goes by device. Naming a backend that cannot run is an error.
+
+    Returns:
+        The outputs ``[B, D]`` in u's dtype, the ring and the positions after the step.
+
+    Raises:
+        ValueError: Shapes, devices or choices that do not fit.
+        TypeError: Not a tensor, or of a wrong dtype.
+        RuntimeError: The machine lacks what the named backend needs.
+    """
+    check_leading(OP, "u", u, "[B, D]")
+    check_polynomials(OP, a, b)
+    (batch, width), order = u.shape, a.shape[1]
+    check_tensor(OP, "b", b, (width, order), u, "[D, n]")
+    check_tensor(OP, "d", d, (width,), u, "[D]")
+    check_tensor(OP, "ring", ring, (batch, width, order), u, "[B, D, n]")
+    if ring.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{OP}: ring must be float32 or float64, got {ring.dtype}")
+    _check_position(position, batch, ring)
+    chosen = choose(OP, backend, u)
+    if chosen == "reference":
+        record(OP, "reference")
+        y, after, moved = reference.companion_step(u, ring, position, a, b, d)
+        return y, ring.copy_(after) if inplace else after, moved
+    with torch.no_grad():
+        if not (inplace and ring.is_contiguous()):
+            after = ring.clone(memory_format=torch.contiguous_format)
+        else:
+            after = ring
+        exact = ring.dtype
+        y = library.step_(
+            u.to(exact), after, position, a.to(exact), b.to(exact), d.to(exact), chosen
+        )
+        if inplace and after is not ring:
+            after = ring.copy_(after)
+        return y.to(u.dtype), after, (position - 1) % order if order else position
+
+
+def companion_state(
+    u: Tensor,  # [B, L, D]
+    a: Tensor,  # [D_a, n]
+    initial_state: Tensor | None = None,  # [B, D, n], zeros if absent
+    *,
+    inverse: Tensor | None = None,  # [D_a, >= L]
+    cu_seqlens: Tensor | None = None,  # [S + 1]
+    backend: Backend = "auto",
+) -> Tensor:
+    """Return the state after all tokens: the last n values of ``w[t] = u[t] - sum a_i w[t-i]``.
+
+    Newest first: a ring with position 0. By FFT with the series ``1 / a``, in O(L log L); in
+    float32, or float64 for float64 inputs. Gradients flow to all tensors.
+
+    Args:
+        u: The inputs.
+        a: Denominators without their leading 1.
+        initial_state: The values before the first token, newest first; with ``cu_seqlens`` one row
+            per packed sequence, ``[S, D, n]``.
+        inverse: ``inverse_series(a, length)``, if the caller has it, as long as the longest
+            sequence at least.
+        cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64.
+        backend: "auto", "eager" or "reference": torch's FFTs serve every device.
+
+    Returns:
+        ``[B, D, n]`` (``[S, D, n]``) in float32 or float64.
+
+    Raises:
+        ValueError: Shapes, devices or choices that do not fit.
+        TypeError: Not a tensor, or not floating point.
+    """
+    op = "companion_state"
+    check_leading(op, "u", u, "[B, L, D]")
+    _, length, width = u.shape
+    order = _check_denominators(op, a, u, width)
+    offsets = segment_offsets(op, u, cu_seqlens)
+    rows = offsets.shape[0] - 1
+    exact = torch.promote_types(torch.float32, u.dtype)
+    if initial_state is not None:
+        rule = "[B, D, n]" if cu_seqlens is None else "[S, D, n]"
+        check_tensor(op, "initial_state", initial_state, (rows, width, order), u, rule)
+        initial_state = initial_state.to(exact)
+    judged = _judged(op, backend, u)
+    u, a = u.to(exact), a.to(exact)
+
+    if cu_seqlens is None:
+        groups = [(None, u, length)]
+    else:
+        groups = [(m, u[0][places], places.shape[1]) for m, places in by_length(offsets)]
+    longest = max(group[2] for group in groups)
+    if judged:
+        series = None
+    elif inverse is None:
+        series = inverse_series(a, longest)
+    else:
+        _check_series(op, "inverse", inverse, (a.shape[0], longest), u, "[D_a, L]")
+        series = inverse.to(exact)
+
+    found = []
+    for members, tokens, _ in groups:
+        start = initial_state
+        if start is not None and members is not None:
+            start = start[members]
+        if series is None:
+            zeros = u.new_zeros(tokens.shape[0], width, order)
+            found.append(reference.companion_state(tokens, a, zeros if start is None else start))
+        else:
+            found.append(continuation.state_after(tokens.transpose(1, 2), a, series, start))
+    if cu_seqlens is None:
+        return found[0]
+    order_of_rows = torch.cat([group[0] for group in groups if group[0] is not None])
+    return torch.cat(found)[order_of_rows.argsort()]
+
+
+def companion_response(
+    state: Tensor,  # [B, D, n]
+    a: Tensor,  # [D_a, n]
+    b: Tensor,  # [D, n]
+    length: int,
+    *,
+    kernel: Tensor | None = None,  # [D, >= length]
+    cu_seqlens: Tensor | None = None,  # [B + 1]
+    backend: Backend = "auto",
+) -> Tensor:
+    """Return what a carried state adds to the next outputs: the filter's answer to no input.
+
+    The outputs of a chunk are the convolution of its inputs plus this. The past owes token j
+    ``p_j = -sum_{i>j} a_i x_{i-j}`` as an input and ``q_j = sum_{i>j} b_i x_{i-j}`` as an output,
+    both for ``j < n`` only, and the response is ``k * p + q`` with the exact kernel k. In the
+    state's dtype; gradients flow to all tensors.
+
+    Args:
+        state: The last n values of w, newest first (a ring with position 0).
+        a: Denominators without their leading 1.
+        b: Numerators of the infinite response, from ``z^-1`` on.
+        length: How many outputs; with ``cu_seqlens`` the length of the packed row.
+        kernel: ``rational_kernel(a, b, length)`` of mode "exact", if the caller has it, as long
+            as the longest sequence at least.
+        cu_seqlens: Where packed sequences begin and end, one state each; the result is one row.
+        backend: "auto", "eager" or "reference": torch's FFTs serve every device.
+
+    Returns:
+        ``[B, length, D]``, or ``[1, length, D]`` with ``cu_seqlens``, in the state's dtype, float32
+        at least.
+
+    Raises:
+        ValueError: Shapes, devices or choices that do not fit.
+        TypeError: Not a tensor, or not floating point.
+    """
+    op = "companion_response"
+    check_leading(op, "state", state, "[B, D, n]")
+    check_polynomials(op, a, b)
+    rows, width, order = state.shape
+    check_tensor(op, "b", b, (width, order), state, "[D, n]")
+    if length < 0:
+        raise ValueError(f"{op}: length must be at least 0, got {length}")
+    exact = torch.promote_types(torch.float32, state.dtype)
+    judged = _judged(op, backend, state)
+    state, a, b = state.to(exact), a.to(exact), b.to(exact)
+
+    groups = None
+    longest = length
+    if cu_seqlens is not None:
+        offsets = segment_offsets(op, state.new_empty(1, length), cu_seqlens)
+        if offsets.shape[0] - 1 != rows:
+            raise ValueError(
+                f"{op}: cu_seqlens must have one sequence per state, {rows + 1} boundaries, "
+                f"got {offsets.shape[0]}"
+            )
+        groups = by_length(offsets)
+        longest = max(places.shape[1] for _, places in groups)
+    if not judged:
+        if kernel is None:
+            kernel = rational_kernel(a, b, longest)
+        else:
+            _check_series(op, "kernel", kernel, (width, longest), state, "[D, L]")
+            kernel = kernel.to(exact)
+
+    def answer(some: Tensor, count: int) -> Tensor:
+        if kernel is None or judged:
+            return reference.companion_response(some, a, b, count)
+        return continuation.response(some, a, b, kernel, count).transpose(1, 2)
+
+    if groups is None:
+        return answer(state, length)
+    row = state.new_zeros(length, width)
+    for members, places in groups:
+        row = row.index_put((places,), answer(state[members], places.shape[1]))
+    return row[None]
+
+
+def _check_position(position: Tensor, batch: int, ring: Tensor) -> None:
+    if not isinstance(position, Tensor) or position.dtype is not torch.int64:
+        kind = position.dtype if isinstance(position, Tensor) else type(position).__name__
+        raise TypeError(f"{OP}: position must be an int64 tensor [B], got {kind}")
+    if position.shape != (batch,):
+        raise ValueError(
+            f"{OP}: position must have shape [B] = [{batch}], got {list(position.shape)}"
+        )
+    if position.device != ring.device:
+        raise ValueError(f"{OP}: position must be on {ring.device}, got {position.device}")
+
+
+def _check_denominators(op: str, a: Tensor, u: Tensor, width: int) -> int:
+    check_leading(op, "a", a, "[D_a, n]")
+    check_tensor(op, "a", a, (a.shape[0], a.shape[1]), u, "[D_a, n]")
+    if a.shape[0] < 1 or width % a.shape[0]:
+        raise ValueError(
+            f"{op}: the {a.shape[0]} rows of a must divide the {width} channels of u: "
+            "each denominator serves equally many"
+        )
+    return a.shape[1]
+
+
+def _check_series(
+    op: str, name: str, series: Tensor, least: tuple[int, int], like: Tensor, rule: str
+) -> None:
+    """Fail unless a cached series has its rows and at least its length."""
+    check_leading(op, name, series, rule)
+    length = max(least[1], series.shape[1])
+    check_tensor(op, name, series, (least[0], length), like, f"{rule} or longer")
+
+
+def _judged(op: str, backend: Backend, like: Tensor) -> bool:
+    """Tell whether the loop of the reference is asked for; refuse what does not exist."""
+    chosen = choose(op, backend, like)
+    if backend in ("cpu", "triton"):
+        raise ValueError(
+            f"{op} has no backend {backend!r}: torch's FFTs serve every device; "
+            'use "auto", "eager" or "reference"'
+        )
+    record(op, "reference" if chosen == "reference" else "eager")
+    return chosen == "reference"
+
+
+__all__ = ["companion_response", "companion_state", "companion_step"]

@@ -1,0 +1,68 @@
+"""The state of the companion recurrence after many tokens, and what a state adds to later ones.
+
+Everything here is a power series in ``z^-1`` multiplied by FFT, on the autograd tape.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ssmzoo_kernels.rational_kernel.eager import fast_size
+
+
+def state_after(
+    u: Tensor,  # [B, D, T]
+    a: Tensor,  # [D_a, n]
+    inverse: Tensor,  # [D_a, >= T]
+    initial_state: Tensor | None,  # [B, D, n]
+) -> Tensor:
+    """Return ``x_T = (w[T-1] .. w[T-n])`` of ``w = u / a``, ``[B, D, n]``."""
+    order, length = a.shape[1], u.shape[2]
+    kept = min(order, length)
+    if initial_state is None:
+        initial_state = u.new_zeros(*u.shape[:2], order)
+    if not kept:
+        return initial_state
+    late = initial_state[..., : order - kept]
+    owed = -by_state(initial_state, a)[..., :kept]
+    size = fast_size(length + kept)
+    hat = torch.fft.rfft(u, n=size) + torch.fft.rfft(owed, n=size)
+    w = torch.fft.irfft(_per_group(hat, torch.fft.rfft(inverse[:, :length], n=size)), n=size)
+    return torch.cat([w[..., length - kept : length].flip(-1), late], dim=-1)
+
+
+def response(
+    state: Tensor,  # [B, D, n]
+    a: Tensor,  # [D_a, n]
+    b: Tensor,  # [D, n]
+    kernel: Tensor,  # [D, >= T], b / a
+    length: int,
+) -> Tensor:
+    """Return the next T outputs without any input, ``[B, D, T]``."""
+    kept = min(a.shape[1], length)
+    if not kept:
+        return state.new_zeros(*state.shape[:2], length)
+    owed = -by_state(state, a)[..., :kept]
+    direct = by_state(state, b)[..., :kept]
+    size = fast_size(length + kept)
+    hat = torch.fft.rfft(owed, n=size) * torch.fft.rfft(kernel[:, :length], n=size)
+    y = torch.fft.irfft(hat, n=size)[..., :length]
+    return y + F.pad(direct, (0, length - kept))
+
+
+def by_state(state: Tensor, coefficients: Tensor) -> Tensor:
+    """Return ``sum_{i > j} c_i x_{i-j}`` for ``j = 0 .. n - 1``, ``[B, D, n]``.
+
+    That is what the values before token 0 contribute to token j through ``c``.
+    """
+    order = state.shape[2]
+    size = fast_size(2 * order)
+    hat = _per_group(torch.fft.rfft(state, n=size).conj(), torch.fft.rfft(coefficients, n=size))
+    return torch.fft.irfft(hat, n=size)[..., :order]
+
+
+def _per_group(x: Tensor, shared: Tensor) -> Tensor:
+    """Multiply ``[B, D, F]`` by ``[D_a, F]``, each row serving D / D_a channels."""
+    groups = shared.shape[0]
+    grouped = x.view(x.shape[0], groups, x.shape[1] // groups, x.shape[2])
+    return (grouped * shared[:, None]).view(x.shape)

@@ -1,0 +1,133 @@
+"""Rational kernels as ``torch.library`` ops, so that autograd and ``torch.compile`` know them."""
+
+import torch
+from torch import Tensor
+
+from ssmzoo_kernels.dispatch import record
+from ssmzoo_kernels.rational_kernel import eager
+from ssmzoo_kernels.scan import needs_library
+
+OP = "rational_kernel"
+
+
+def rational_kernel(a: Tensor, b: Tensor, length: int, grid: int | None) -> Tensor:
+    """Return ``[D, L]`` in the polynomials' dtype; ``grid`` None is the exact mode."""
+    grad = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+    if grad or needs_library(a):
+        return _exact(a, b, length)[0] if grid is None else _truncated(a, b, length, grid)
+    record(OP, "eager")
+    if grid is None:
+        return eager.exact(eager.inverse_series(a, length), b, length)
+    return eager.truncated(a, b, length, grid)
+
+
+def inverse_series(a: Tensor, length: int) -> Tensor:
+    """Return the power series of ``1 / a``, ``[D_a, L]``."""
+    if (torch.is_grad_enabled() and a.requires_grad) or needs_library(a):
+        return _inverse(a, length)
+    return eager.inverse_series(a, length)
+
+
+@torch.library.custom_op("ssmzoo::rational_kernel_truncated", mutates_args=())
+def _truncated(a: Tensor, b: Tensor, length: int, grid: int) -> Tensor:
+    record(OP, "eager")
+    return eager.truncated(a, b, length, grid)
+
+
+@_truncated.register_fake
+def _(a, b, length, grid):
+    return b.new_empty(b.shape[0], length)
+
+
+@torch.library.custom_op("ssmzoo::rational_kernel_truncated_backward", mutates_args=())
+def _truncated_backward(grad: Tensor, a: Tensor, b: Tensor, grid: int) -> tuple[Tensor, Tensor]:
+    grad_a, grad_b = eager.truncated_backward(grad.contiguous(), a, b, grid)
+    return grad_a.contiguous(), grad_b.contiguous()
+
+
+@_truncated_backward.register_fake
+def _(grad, a, b, grid):
+    return a.new_empty(a.shape), b.new_empty(b.shape)
+
+
+def _truncated_context(ctx, inputs, output):
+    a, b, _, ctx.grid = inputs
+    ctx.save_for_backward(a, b)
+
+
+def _truncated_autograd(ctx, grad):
+    return (*_truncated_backward(grad, *ctx.saved_tensors, ctx.grid), None, None)
+
+
+_truncated.register_autograd(_truncated_autograd, setup_context=_truncated_context)
+
+
+@torch.library.custom_op("ssmzoo::rational_kernel_exact", mutates_args=())
+def _exact(a: Tensor, b: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    record(OP, "eager")
+    inverse = eager.inverse_series(a, length)
+    return eager.exact(inverse, b, length), inverse
+
+
+@_exact.register_fake
+def _(a, b, length):
+    return b.new_empty(b.shape[0], length), a.new_empty(a.shape[0], length)
+
+
+@torch.library.custom_op("ssmzoo::rational_kernel_exact_backward", mutates_args=())
+def _exact_backward(
+    grad: Tensor, kernel: Tensor, inverse: Tensor, order: int
+) -> tuple[Tensor, Tensor]:
+    grad_a, grad_b = eager.exact_backward(grad.contiguous(), kernel, inverse, order)
+    return grad_a.contiguous(), grad_b.contiguous()
+
+
+@_exact_backward.register_fake
+def _(grad, kernel, inverse, order):
+    return inverse.new_empty(inverse.shape[0], order), kernel.new_empty(kernel.shape[0], order)
+
+
+def _exact_context(ctx, inputs, output):
+    kernel, inverse = output
+    ctx.order = inputs[0].shape[1]
+    ctx.mark_non_differentiable(inverse)
+    ctx.save_for_backward(kernel, inverse)
+
+
+def _exact_autograd(ctx, grad, _):
+    return (*_exact_backward(grad, *ctx.saved_tensors, ctx.order), None)
+
+
+_exact.register_autograd(_exact_autograd, setup_context=_exact_context)
+
+
+@torch.library.custom_op("ssmzoo::inverse_series", mutates_args=())
+def _inverse(a: Tensor, length: int) -> Tensor:
+    return eager.inverse_series(a, length)
+
+
+@_inverse.register_fake
+def _(a, length):
+    return a.new_empty(a.shape[0], length)
+
+
+@torch.library.custom_op("ssmzoo::inverse_series_backward", mutates_args=())
+def _inverse_backward(grad: Tensor, inverse: Tensor, order: int) -> Tensor:
+    return eager.inverse_series_backward(grad, inverse, order).contiguous()
+
+
+@_inverse_backward.register_fake
+def _(grad, inverse, order):
+    return inverse.new_empty(inverse.shape[0], order)
+
+
+def _inverse_context(ctx, inputs, output):
+    ctx.order = inputs[0].shape[1]
+    ctx.save_for_backward(output)
+
+
+def _inverse_autograd(ctx, grad):
+    return _inverse_backward(grad, *ctx.saved_tensors, ctx.order), None
+
+
+_inverse.register_autograd(_inverse_autograd, setup_context=_inverse_context)
