@@ -6,20 +6,27 @@ float64 inputs), takes ``initial_state`` and ``cu_seqlens``, and returns the fin
 
 from ssmzoo_kernels.causal_conv1d import causal_conv1d
 from ssmzoo_kernels.companion_step import companion_response, companion_state, companion_step
+from ssmzoo_kernels.diagonal_step import diagonal_step
 from ssmzoo_kernels.dispatch import last_backend, use_backend
 from ssmzoo_kernels.few_rows_linear import few_rows_linear
+from ssmzoo_kernels.fft_conv import fft_conv
 from ssmzoo_kernels.longhorn_scan import longhorn_scan
 from ssmzoo_kernels.rational_kernel import inverse_series, rational_kernel
+from ssmzoo_kernels.vandermonde import vandermonde, vandermonde_state
 
 __all__ = [
     "causal_conv1d",
     "companion_response",
     "companion_state",
     "companion_step",
+    "diagonal_step",
     "few_rows_linear",
+    "fft_conv",
     "inverse_series",
     "last_backend",
     "longhorn_scan",
     "rational_kernel",
     "use_backend",
+    "vandermonde",
+    "vandermonde_state",
 ]

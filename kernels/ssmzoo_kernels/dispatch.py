@@ -25,6 +25,8 @@ import torch
 
 Backend = Literal["auto", "reference", "eager", "cpu", "triton"]
 
+ALL = ("reference", "eager", "cpu", "triton")
+
 _log = logging.getLogger("ssmzoo")
 _forced: contextvars.ContextVar[Backend | None] = contextvars.ContextVar("forced", default=None)
 _ran: dict[str, str] = {}
@@ -42,7 +44,10 @@ def record(op: str, backend: str) -> None:
 
 @contextlib.contextmanager
 def use_backend(backend: Backend) -> Iterator[None]:
-    """Make every call with ``backend="auto"`` inside the block take this backend."""
+    """Make every call with ``backend="auto"`` inside the block take this backend.
+
+    An op that has no such backend (``fft_conv`` has no C kernel) keeps its own choice.
+    """
     _check_name("use_backend", backend)
     token = _forced.set(backend)
     try:
@@ -51,25 +56,41 @@ def use_backend(backend: Backend) -> Iterator[None]:
         _forced.reset(token)
 
 
-def choose(op: str, backend: Backend, tensor: torch.Tensor) -> str:
+def choose(op: str, backend: Backend, tensor: torch.Tensor, offers: tuple[str, ...] = ALL) -> str:
     """Return the backend that a call shall take.
+
+    Args:
+        op: The op's name, which opens the messages.
+        backend: What the caller asked for.
+        tensor: Where the op runs.
+        offers: The backends that the op has; ``"eager"`` among them. It stands in for the device's
+            own backend where the op has none.
 
     Raises:
         ValueError: No backend of that name, or the tensors lie on the wrong device for it.
         RuntimeError: The machine lacks what it needs.
     """
-    return _decide(op, backend, tensor.device.type)
+    return _decide(op, backend, tensor.device.type, offers)
 
 
 # torch.compile cannot trace what is asked here (a context variable, a compiler); the
 # answer is fixed when a graph is traced
 @torch.compiler.assume_constant_result
-def _decide(op: str, backend: Backend, device: str) -> str:
+def _decide(op: str, backend: Backend, device: str, offers: tuple[str, ...] = ALL) -> str:
     _check_name(op, backend)
     if backend == "auto":
-        backend = _forced.get() or "auto"
+        forced = _forced.get()
+        backend = forced if forced in offers else "auto"
+    elif backend not in offers:
+        raise ValueError(
+            f"{op}: backend must be one of auto, {', '.join(offers)}, got {backend!r}: "
+            "this op has no such implementation"
+        )
     if backend == "auto":
-        return _best(device)
+        if offers is not ALL and not {"cpu", "triton"} & {*offers}:
+            return "eager"
+        best = _best(device)
+        return best if best in offers else "eager"
     if backend == "cpu":
         if device not in ("cpu", "meta"):
             raise ValueError(_wrong_device(op, backend, "CPU", device))

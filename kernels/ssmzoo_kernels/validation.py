@@ -32,6 +32,22 @@ def check_tensor(
         raise ValueError(f"{op}: {name} must be on {like.device}, got {tensor.device}")
 
 
+def check_complex(
+    op: str, name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor, rule: str
+) -> None:
+    """Fail unless a tensor has a shape, a complex dtype and another tensor's device."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor {rule}, got {type(tensor).__name__}")
+    if tensor.shape != shape:
+        raise ValueError(
+            f"{op}: {name} must have shape {rule} = {list(shape)}, got {list(tensor.shape)}"
+        )
+    if tensor.dtype not in (torch.complex64, torch.complex128):
+        raise TypeError(f"{op}: {name} must be complex64 or complex128, got {tensor.dtype}")
+    if tensor.device != like.device:
+        raise ValueError(f"{op}: {name} must be on {like.device}, got {tensor.device}")
+
+
 def check_leading(op: str, name: str, tensor: Tensor, rule: str) -> None:
     """Fail unless the op's first argument is a floating tensor with the rule's dimensions."""
     if not isinstance(tensor, Tensor):

@@ -1,0 +1,106 @@
+"""The long depthwise convolution of state-space models, by FFT."""
+
+import torch
+from torch import Tensor
+
+from ssmzoo_kernels.dispatch import Backend, choose, record
+from ssmzoo_kernels.fft_conv import library, reference
+from ssmzoo_kernels.validation import check_leading, check_tensor, segment_offsets
+
+OP = "fft_conv"
+
+
+def fft_conv(
+    u: Tensor,  # [B, L, D]
+    kernel: Tensor,  # [D, K]
+    D: Tensor | None = None,  # [D]
+    initial_state: Tensor | None = None,  # [B, K - 1, D], zeros if absent
+    *,
+    future_kernel: Tensor | None = None,  # [D, F]
+    cu_seqlens: Tensor | None = None,  # [S + 1]
+    output_final_state: bool = False,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Convolve each channel with its own long filter.
+
+    ``y[t,i] = sum_j kernel[i,j] u[t-j,i] + D[i] u[t,i] + sum_j future_kernel[i,j] u[t+1+j,i]``,
+    where ``u[t]`` for ``t < 0`` is the initial state and for ``t >= L`` zero. K and L are free of
+    each other. FFTs and sums are float32 (float64 for float64 inputs); only the output takes u's
+    dtype. An FFT spreads rounding over the sequence: outputs before a huge input carry about 1e-7
+    of its size.
+
+    Args:
+        u: The inputs.
+        kernel: One filter per channel; its first tap meets the current token.
+        D: Direct term, added in the time domain.
+        initial_state: The K - 1 inputs before the first one, oldest first; with ``cu_seqlens`` one
+            row per packed sequence, ``[S, K - 1, D]``.
+        future_kernel: A second filter that sees only later tokens; its first tap meets the next.
+        cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64.
+        output_final_state: Return the last K - 1 inputs, to continue from.
+        backend: "auto" takes torch's FFT ("eager"), "reference" the sum over taps.
+
+    Returns:
+        The outputs ``[B, L, D]``, and the last K - 1 inputs ``[B, K - 1, D]`` (``[S, K - 1, D]``)
+        or None, both in u's dtype. Gradients flow through both.
+
+    Raises:
+        ValueError: Shapes, devices or choices that do not fit.
+        TypeError: Not a tensor, or not floating point.
+    """
+    check_leading(OP, "u", u, "[B, L, D]")
+    check_leading(OP, "kernel", kernel, "[D, K]")
+    batch, _, width = u.shape
+    taps = kernel.shape[1]
+    if taps < 1:
+        raise ValueError(f"{OP}: kernel must have at least one tap, got {list(kernel.shape)}")
+    check_tensor(OP, "kernel", kernel, (width, taps), u, "[D, K]")
+    if D is not None:
+        check_tensor(OP, "D", D, (width,), u, "[D]")
+    if future_kernel is not None:
+        check_leading(OP, "future_kernel", future_kernel, "[D, F]")
+        shape = (width, future_kernel.shape[1])
+        check_tensor(OP, "future_kernel", future_kernel, shape, u, "[D, F]")
+    if cu_seqlens is not None:
+        cu_seqlens = segment_offsets(OP, u, cu_seqlens)
+        batch = cu_seqlens.shape[0] - 1
+    if initial_state is not None:
+        rule = "[B, K - 1, D]" if cu_seqlens is None else "[S, K - 1, D]"
+        check_tensor(OP, "initial_state", initial_state, (batch, taps - 1, width), u, rule)
+
+    if choose(OP, backend, u, ("reference", "eager")) == "reference":
+        record(OP, "reference")
+        y = reference.fft_conv(
+            u, kernel, D, initial_state, future_kernel=future_kernel, cu_seqlens=cu_seqlens
+        )
+    else:
+        y = library.fft_conv(u, kernel, D, initial_state, future_kernel, cu_seqlens)
+    if not output_final_state:
+        return y, None
+    return y, _last_inputs(u, taps - 1, initial_state, cu_seqlens)
+
+
+def _last_inputs(
+    u: Tensor, count: int, initial_state: Tensor | None, cu_seqlens: Tensor | None
+) -> Tensor:
+    """Return the last inputs of every sequence, reaching back into its initial state."""
+    batch, length, width = u.shape
+    if cu_seqlens is None:
+        if length >= count:
+            # never the caller's memory: what is done to it later is not done to the state
+            return u[:, length - count :].clone(memory_format=torch.contiguous_format)
+        before = u.new_zeros(batch, count, width) if initial_state is None else initial_state
+        return torch.cat([before[:, length:].to(u.dtype), u], dim=1)
+    begin, end = cu_seqlens[:-1, None], cu_seqlens[1:, None]
+    place = end - count + torch.arange(count, device=u.device)  # [S, K - 1]
+    row = u[0] if length else u.new_zeros(1, width)
+    found = row[place.clamp(0, row.shape[0] - 1)]
+    inside = (place >= begin).unsqueeze(-1)
+    if initial_state is None:
+        return found.where(inside, 0.0)
+    back = (place - begin + count).clamp(0, max(count - 1, 0)).unsqueeze(-1)
+    earlier = initial_state.to(u.dtype).gather(1, back.expand(-1, -1, width))
+    return torch.where(inside, found, earlier)
+
+
+__all__ = ["fft_conv"]

@@ -1,0 +1,157 @@
+"""Sums of complex exponentials, the kernels of diagonal state spaces, and their transpose."""
+
+import torch
+from torch import Tensor
+
+from ssmzoo_kernels.dispatch import Backend, choose, record
+from ssmzoo_kernels.segments import by_length
+from ssmzoo_kernels.validation import check_complex, check_leading, segment_offsets
+from ssmzoo_kernels.vandermonde import library, reference
+
+OP = "vandermonde"
+STATE = "vandermonde_state"
+OFFERS = ("reference", "eager")
+
+
+def vandermonde(
+    weight: Tensor,  # [..., H, N]
+    exponent: Tensor,  # [H, N]
+    length: int,
+    *,
+    offset: int = 0,
+    reversed: Tensor | None = None,  # [H, N]
+    norm_length: int | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Sum N complex exponentials per head at ``length`` consecutive positions.
+
+    ``K[h,l] = Re sum_n weight[h,n] e^{exponent[h,n] lag}`` with ``lag = offset + l``, or, where
+    ``reversed``, ``lag = norm_length - 1 - (offset + l)``: a mode that grows with l, written as one
+    that decays away from position ``norm_length - 1`` (its exponent already has the sign of decay).
+    No factor 2 and no conjugate partner. Phases are reduced in float64; products are float32, or
+    float64 for complex128 weights. Takes ``H N sqrt(L)`` memory and never ``H N L``.
+
+    Args:
+        weight: Coefficients; any batch in front, e.g. a state times its read-out.
+        exponent: One exponent per head and mode, with ``Re <= 0``; complex64 is widened.
+        length: How many positions.
+        offset: The first position.
+        reversed: Which modes count their lag down, or none.
+        norm_length: From where reversed modes count; ``offset + length`` if absent.
+        backend: "auto" goes by device. Naming a backend that cannot run is an error.
+
+    Returns:
+        ``[..., H, length]``, real. Gradients flow to weight and exponent.
+
+    Raises:
+        ValueError: Shapes, devices or choices that do not fit, or lags below zero.
+        TypeError: Not a tensor, or not complex.
+    """
+    _check_exponent(OP, exponent, reversed)
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{OP}: weight must be a tensor [..., H, N], got {type(weight).__name__}")
+    shape = (*weight.shape[:-2], *exponent.shape)
+    check_complex(OP, "weight", weight, shape, exponent, "[..., H, N]")
+    for name, value in (("length", length), ("offset", offset)):
+        if value < 0:
+            raise ValueError(f"{OP}: {name} must not be negative, got {value}")
+    end = offset + length
+    norm_length = end if norm_length is None else norm_length
+    if reversed is not None and norm_length < end:
+        raise ValueError(
+            f"{OP}: norm_length must be at least offset + length = {end} where modes are reversed, "
+            f"got {norm_length}: position norm_length is past a reversed mode's last lag"
+        )
+
+    exponent = exponent.to(torch.complex128)
+    chosen = choose(OP, backend, weight, OFFERS)
+    if chosen == "reference":
+        record(OP, "reference")
+        return reference.vandermonde(weight, exponent, length, offset, reversed, norm_length)
+    flat = weight.reshape(-1, *exponent.shape)
+    kernel = library.vandermonde(
+        flat, exponent, length, offset, norm_length - end, reversed, chosen
+    )
+    return kernel.view(*weight.shape[:-1], length)
+
+
+def vandermonde_state(
+    u: Tensor,  # [B, L, H]
+    exponent: Tensor,  # [H, N]
+    *,
+    offset: int = 0,
+    reversed: Tensor | None = None,  # [H, N]
+    cu_seqlens: Tensor | None = None,  # [S + 1]
+    backend: Backend = "auto",
+) -> Tensor:
+    """Return what L inputs leave in a diagonal state: ``vandermonde`` transposed.
+
+    ``s[h,n] = sum_j u[j,h] e^{exponent[h,n] (L-1-j)}``, the state of ``s = e^{exponent} s + u``
+    from zero. Where ``reversed``, ``s[h,n] = sum_j u[j,h] e^{exponent[h,n] (offset+j)}``: such a
+    mode keeps its sum from the first token on and moves the phase to the read-out.
+
+    Args:
+        u: The inputs.
+        exponent: One exponent per head and mode, with ``Re <= 0``; complex64 is widened.
+        offset: How many tokens came before these; only reversed modes ask.
+        reversed: Which modes are reversed, or none.
+        cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64;
+            ``offset`` then holds for each.
+        backend: "auto" goes by device. Naming a backend that cannot run is an error.
+
+    Returns:
+        ``[B, H, N]`` (``[S, H, N]``), complex64, or complex128 for float64 inputs. Gradients flow
+        to u and exponent.
+
+    Raises:
+        ValueError: Shapes, devices or choices that do not fit.
+        TypeError: Not a tensor, or of the wrong kind.
+    """
+    check_leading(STATE, "u", u, "[B, L, H]")
+    _check_exponent(STATE, exponent, reversed)
+    if u.shape[2] != exponent.shape[0] or u.device != exponent.device:
+        raise ValueError(
+            f"{STATE}: u must have shape [B, L, H] with H = {exponent.shape[0]} on "
+            f"{exponent.device}, got {list(u.shape)} on {u.device}"
+        )
+    if offset < 0:
+        raise ValueError(f"{STATE}: offset must not be negative, got {offset}")
+    exponent = exponent.to(torch.complex128)
+    chosen = choose(STATE, backend, u, OFFERS)
+    if cu_seqlens is None:
+        return _state(u, exponent, offset, reversed, chosen)
+    groups = by_length(segment_offsets(STATE, u, cu_seqlens))
+    order = torch.cat([members for members, _ in groups])
+    states = [_state(u[0, places], exponent, offset, reversed, chosen) for _, places in groups]
+    return torch.cat(states)[order.argsort()]
+
+
+def _state(
+    u: Tensor, exponent: Tensor, offset: int, reversed: Tensor | None, backend: str
+) -> Tensor:
+    if backend == "reference":
+        record(STATE, "reference")
+        return reference.vandermonde_state(u, exponent, offset, reversed)
+    wide = u.to(torch.promote_types(torch.float32, u.dtype)).transpose(1, 2)
+    return library.vandermonde_state(wide, exponent, offset, reversed, backend)
+
+
+def _check_exponent(op: str, exponent: Tensor, reversed: Tensor | None) -> None:
+    if not isinstance(exponent, Tensor) or not exponent.is_complex():
+        kind = exponent.dtype if isinstance(exponent, Tensor) else type(exponent).__name__
+        raise TypeError(f"{op}: exponent must be a complex tensor [H, N], got {kind}")
+    if exponent.dim() != 2:
+        raise ValueError(f"{op}: exponent must have shape [H, N], got {list(exponent.shape)}")
+    if reversed is None:
+        return
+    if not isinstance(reversed, Tensor) or reversed.dtype is not torch.bool:
+        kind = reversed.dtype if isinstance(reversed, Tensor) else type(reversed).__name__
+        raise TypeError(f"{op}: reversed must be a bool tensor [H, N], got {kind}")
+    if reversed.shape != exponent.shape or reversed.device != exponent.device:
+        raise ValueError(
+            f"{op}: reversed must have shape [H, N] = {list(exponent.shape)} on "
+            f"{exponent.device}, got {list(reversed.shape)} on {reversed.device}"
+        )
+
+
+__all__ = ["vandermonde", "vandermonde_state"]
