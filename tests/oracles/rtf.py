@@ -154,7 +154,13 @@ def coefficients(weights: Weights, config: Config, prefix: str) -> list[tuple[Ar
     b, gain = weights[prefix + "b"], weights[prefix + "D"]
     a = np.repeat(a, len(b) // len(a), axis=0)  # channel c reads row c // (D / A)
     sides = 2 if config["bidirectional"] else 1
-    return [tuple(np.split(x, sides)[side] for x in (a, b, gain)) for side in range(sides)]
+    split = (np.split(x, sides) for x in (a, b, gain))
+    return list(zip(*split, strict=True))
+
+
+def grid_of(config: Config) -> int:
+    """Points of Algorithm 1's grid: trunc_len, made even."""
+    return config["trunc_len"] + config["trunc_len"] % 2
 
 
 def kernels(weights: Weights, config: Config, prefix: str, length: int) -> list[Array]:
@@ -165,8 +171,7 @@ def kernels(weights: Weights, config: Config, prefix: str, length: int) -> list[
             taps = impulse_response(a, b, length)
         else:
             assert config["kernel_mode"] == "truncated"
-            assert config["trunc_len"] % 2 == 0
-            taps = truncated_kernel(a, b, config["trunc_len"])[:, :length]
+            taps = truncated_kernel(a, b, grid_of(config))[:, :length]
         taps[:, 0] += gain
         out.append(taps)
     return out
@@ -178,7 +183,7 @@ def filtered(weights: Weights, config: Config, prefix: str, u: Array, form: str)
         (a, b, gain), *more = coefficients(weights, config, prefix)
         assert not more
         if config["kernel_mode"] == "truncated":
-            b, wrapped = deployed(a, truncated_kernel(a, b, config["trunc_len"]))
+            b, wrapped = deployed(a, truncated_kernel(a, b, grid_of(config)))
             gain = gain + wrapped
         return recurrence(u, a, b, gain)[0]
     return convolution(u, *kernels(weights, config, prefix, u.shape[1]))
