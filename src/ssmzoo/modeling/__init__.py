@@ -3,21 +3,36 @@
 A family writes a mixer and names it in its model class; everything else comes from here.
 """
 
-from ssmzoo.modeling.backbone import CausalConv1d, Linear, RMSNorm, SSMBlock, SSMMixer, SSMModel
+from ssmzoo.modeling.backbone import SSMBlock, SSMMixer, SSMModel
 from ssmzoo.modeling.cache import LayerState, StateCache
+from ssmzoo.modeling.causal_lm import SSMForCausalLM
+from ssmzoo.modeling.classifiers import (
+    SSMForPairClassification,
+    SSMForSequenceClassification,
+    SSMForTokenClassification,
+)
 from ssmzoo.modeling.configuration import SSMConfig
-from ssmzoo.modeling.heads import SSMForCausalLM, SSMForSequenceClassification
+from ssmzoo.modeling.layers import MLP, CausalConv1d, Dropout, Linear
+from ssmzoo.modeling.norms import BatchNorm, LayerNorm, RMSNorm
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
+from ssmzoo.modeling.segments import AlignedRows
 
 __all__ = [
+    "MLP",
+    "AlignedRows",
+    "BatchNorm",
     "CausalConv1d",
+    "Dropout",
+    "LayerNorm",
     "LayerState",
     "Linear",
     "RMSNorm",
     "SSMBlock",
     "SSMConfig",
     "SSMForCausalLM",
+    "SSMForPairClassification",
     "SSMForSequenceClassification",
+    "SSMForTokenClassification",
     "SSMMixer",
     "SSMModel",
     "SSMPreTrainedModel",

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,66 +20,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ssmzoo.modeling.cache import LayerState, StateCache
 from ssmzoo.modeling.configuration import SSMConfig
+from ssmzoo.modeling.layers import MLP, Dropout, Linear
+from ssmzoo.modeling.norms import BatchNorm, LayerNorm, RMSNorm, make_norm
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 from ssmzoo.modeling.segments import Segments, find_segments
-from ssmzoo_kernels import causal_conv1d, few_rows_linear
 
 # what transformers' collators and trainer hand to every model, and a recurrent one has no use for
 _IGNORED = frozenset({"cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch"})
-
-
-class RMSNorm(nn.Module):
-    """``weight * x / sqrt(mean(x^2) + eps)`` over the last axis, computed in float32."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``[..., size]``; the result has the weight's dtype."""
-        exact = torch.promote_types(torch.float32, x.dtype)
-        x, weight = x.to(exact), self.weight
-        scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps)
-        return (x * scale * weight).to(weight.dtype)
-
-
-class Linear(nn.Linear):
-    """``nn.Linear``, at the memory's speed when it decodes a few rows on a CPU."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Map ``[..., in_features]`` to ``[..., out_features]``."""
-        return few_rows_linear(input, self.weight, self.bias)
-
-
-class CausalConv1d(nn.Module):
-    """Depthwise causal convolution followed by SiLU; weight ``[E, 1, K]`` as in ``nn.Conv1d``.
-
-    Not an ``nn.Conv1d``: its state goes in and out, and an adapter that wraps convolutions would be
-    silently dead on a weight that a kernel reads; on this class it is refused.
-    """
-
-    def __init__(self, channels: int, width: int, bias: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, width))
-        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
-        bound = width**-0.5
-        nn.init.uniform_(self.weight, -bound, bound)
-        if self.bias is not None:
-            nn.init.uniform_(self.bias, -bound, bound)
-
-    def forward(
-        self, x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Map ``[B, L, E]`` to ``[B, L, E]`` and the last K - 1 inputs ``[B, K - 1, E]``."""
-        return causal_conv1d(
-            x,
-            self.weight.squeeze(1),
-            self.bias,
-            initial_state,
-            activation="silu",
-            cu_seqlens=cu_seqlens,
-        )
 
 
 class SSMMixer(nn.Module):
@@ -87,7 +34,13 @@ class SSMMixer(nn.Module):
 
     Parameters that belong to the mixer itself, not to a submodule of it, are SSM parameters: no
     cast to a lower precision (``.to(bfloat16)``, ``.half()``) touches them.
+
+    Attributes:
+        param_group_names: By parameter name the optimizer group it belongs to, for parameters that
+            do not decay and may have a learning rate of their own.
     """
+
+    param_group_names: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, config: SSMConfig, layer_idx: int) -> None:
         super().__init__()
@@ -114,37 +67,83 @@ class SSMMixer(nn.Module):
 
 
 class SSMBlock(GradientCheckpointingLayer):
-    """``x + mixer(norm(x))``, the sum in float32 if the configuration says so."""
+    """A mixer, and an MLP if the configuration has one, each in a residual branch.
+
+    ``x + mixer(norm(x))``, or ``norm(x + mixer(x))`` without ``prenorm``; the sum is in float32 if
+    the configuration says so.
+    """
 
     def __init__(self, config: SSMConfig, mixer: SSMMixer) -> None:
         super().__init__()
         self.residual_in_fp32 = config.residual_in_fp32
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.prenorm = config.prenorm
+        self.norm = make_norm(config)
         self.mixer = mixer
+        self.dropout = Dropout(config.dropout, config.tie_dropout)
+        self.mlp = None
+        if config.intermediate_size is not None:
+            self.mlp_norm = make_norm(config)
+            self.mlp = MLP(config)
 
     def forward(
         self, hidden_states: Tensor, state: LayerState, cu_seqlens: Tensor | None = None
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``."""
-        residual = hidden_states
+
+        def mix(x: Tensor) -> Tensor:
+            return self.mixer(x, state, cu_seqlens)
+
+        hidden_states = self._branch(mix, self.norm, hidden_states, state, cu_seqlens)
+        if self.mlp is None:
+            return hidden_states
+        return self._branch(self.mlp, self.mlp_norm, hidden_states, state, cu_seqlens)
+
+    def _branch(
+        self,
+        inner: Callable[[Tensor], Tensor],
+        norm: RMSNorm | LayerNorm | BatchNorm,
+        x: Tensor,
+        state: LayerState,
+        cu_seqlens: Tensor | None,
+    ) -> Tensor:
+        residual = x
         if self.residual_in_fp32:
             residual = residual.to(torch.promote_types(torch.float32, residual.dtype))
-        return residual + self.mixer(self.norm(hidden_states), state, cu_seqlens)
+        if self.prenorm:
+            return residual + self.dropout(inner(_normed(norm, x, state, cu_seqlens)), cu_seqlens)
+        x = residual + self.dropout(inner(x.to(norm.weight.dtype)), cu_seqlens)
+        return _normed(norm, x, state, cu_seqlens)
+
+
+def _normed(
+    norm: RMSNorm | LayerNorm | BatchNorm, x: Tensor, state: LayerState, cu_seqlens: Tensor | None
+) -> Tensor:
+    if not isinstance(norm, BatchNorm) or not norm.training or cu_seqlens is None:
+        return norm(x)
+    return norm(x, Segments(cu_seqlens, state.rows).real(x.shape[0] * x.shape[1]))
 
 
 class SSMModel(SSMPreTrainedModel):
-    """Embedding, blocks, final norm. A family's subclass names its ``mixer_class``."""
+    """Embedding, blocks, final norm. A family's subclass names its ``mixer_class``.
+
+    With ``config.input_channels`` continuous values come in through ``embed_values`` and there is
+    no ``embed_tokens``.
+    """
 
     mixer_class: type[SSMMixer]
 
     def __init__(self, config: SSMConfig) -> None:
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.input_channels is None:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        else:
+            self.embed_values = Linear(config.input_channels, config.hidden_size)
+        self.dropout = Dropout(config.embedding_dropout, config.tie_dropout)
         self.layers = nn.ModuleList(
             SSMBlock(config, self.mixer_class(config, layer_idx))
             for layer_idx in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = make_norm(config) if config.prenorm else None
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -161,10 +160,11 @@ class SSMModel(SSMPreTrainedModel):
         cu_seqlens: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
+        input_values: Tensor | None = None,
         segments: Segments | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
-        """Run the backbone over tokens.
+        """Run the backbone over tokens or values.
 
         Args:
             input_ids: Token ids ``[B, L]``; or give ``inputs_embeds``.
@@ -182,6 +182,8 @@ class SSMModel(SSMPreTrainedModel):
                 then has a row per sequence.
             cu_seq_lens_q: The collator's name for ``cu_seqlens``.
             seq_idx: ``[B, L]`` number of the sequence each token belongs to.
+            input_values: Continuous inputs ``[B, L, C]``, or ``[B, L]`` for one channel, of a model
+                with ``input_channels``.
             segments: What all these say, from :meth:`segments`; the heads pass it instead of them.
             **kwargs: Only what transformers' own collators and trainer add.
 
@@ -194,7 +196,7 @@ class SSMModel(SSMPreTrainedModel):
             output_hidden_states = bool(self.config.output_hidden_states)
         if return_dict is None:
             return_dict = self.config.return_dict
-        hidden_states = self._embed(input_ids, inputs_embeds)
+        hidden_states = self._embed(input_ids, inputs_embeds, input_values)
         batch, length, width = hidden_states.shape
         if segments is None:
             segments = self.segments(
@@ -206,9 +208,15 @@ class SSMModel(SSMPreTrainedModel):
                 cu_seq_lens_q if cu_seqlens is None else cu_seqlens,
             )
         packed = segments if segments is not None and segments.rows is None else None
+        causal = self.config.causal
         if use_cache is None:
             use_cache = past_key_values is not None or (
-                bool(self.config.use_cache) and not self.training and packed is None
+                bool(self.config.use_cache) and not self.training and packed is None and causal
+            )
+        if use_cache and not causal:
+            raise ValueError(
+                f"{type(self).__name__} is bidirectional and cannot have a cache: later tokens "
+                "change earlier outputs; pass whole sequences with use_cache=False"
             )
         cache = self._cache(past_key_values, use_cache, packed.count if packed else batch)
 
@@ -216,6 +224,8 @@ class SSMModel(SSMPreTrainedModel):
         if segments is not None:
             boundaries = segments.cu_seqlens
             hidden_states = hidden_states.reshape(1, batch * length, width)
+        hidden_states = self.dropout(hidden_states, boundaries)
+        state = LayerState()
         all_hidden_states: list[Tensor] = []
         states: list[LayerState] = []
         for index, layer in enumerate(self.layers):
@@ -224,7 +234,9 @@ class SSMModel(SSMPreTrainedModel):
             state = _layer_state(cache, index, segments)
             hidden_states = layer(hidden_states, state, boundaries)
             states.append(state)
-        hidden_states = self.norm(hidden_states).view(batch, length, width)
+        if self.norm is not None:
+            hidden_states = _normed(self.norm, hidden_states, state, boundaries)
+        hidden_states = hidden_states.view(batch, length, width)
         if output_hidden_states:
             all_hidden_states.append(hidden_states)
 
@@ -255,15 +267,43 @@ class SSMModel(SSMPreTrainedModel):
             batch, length, past_length, attention_mask, position_ids, seq_idx, cu_seqlens
         )
 
-    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        if inputs_embeds is not None and input_ids is None:
+    def _embed(
+        self, input_ids: Tensor | None, inputs_embeds: Tensor | None, input_values: Tensor | None
+    ) -> Tensor:
+        channels = self.config.input_channels
+        if sum(x is not None for x in (input_ids, inputs_embeds, input_values)) != 1:
+            wanted = "input_ids" if channels is None else "input_values"
+            raise ValueError(f"give exactly one of {wanted} and inputs_embeds")
+        if inputs_embeds is not None:
             if inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != self.config.hidden_size:
                 raise ValueError(
                     f"inputs_embeds must have shape [B, L, {self.config.hidden_size}], "
                     f"got {list(inputs_embeds.shape)}"
                 )
             embeddings = inputs_embeds
-        elif input_ids is not None and inputs_embeds is None:
+        elif input_values is not None:
+            if channels is None:
+                raise ValueError(
+                    "this model takes input_ids, got input_values; "
+                    "for values set input_channels in its configuration"
+                )
+            if input_values.dim() == 2 and channels == 1:
+                input_values = input_values.unsqueeze(2)
+            if input_values.dim() != 3 or input_values.shape[2] != channels:
+                raise ValueError(
+                    f"input_values must have shape [B, L, {channels}], "
+                    f"got {list(input_values.shape)}"
+                )
+            if not input_values.is_floating_point():
+                raise TypeError(f"input_values must be floating point, got {input_values.dtype}")
+            embeddings = self.embed_values(input_values.to(self.embed_values.weight.dtype))
+        else:
+            assert input_ids is not None
+            if channels is not None:
+                raise ValueError(
+                    f"this model takes input_values [B, L, {channels}], got input_ids; "
+                    "for tokens leave input_channels out of its configuration"
+                )
             if input_ids.dim() != 2:
                 raise ValueError(f"input_ids must have shape [B, L], got {list(input_ids.shape)}")
             if input_ids.dtype not in (torch.int64, torch.int32):
@@ -272,14 +312,16 @@ class SSMModel(SSMPreTrainedModel):
             if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
                 self._check_ids(input_ids)
             embeddings = self.embed_tokens(input_ids)
-        else:
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
         if embeddings.shape[1] == 0:
             raise ValueError(
                 "the input has no tokens (L = 0); to go on from a cache pass the new tokens, to "
                 "generate from one pass the whole sequence, old and new"
             )
         return embeddings
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        """Return the token embedding, None for a model of continuous values."""
+        return self.embed_tokens if self.config.input_channels is None else None
 
     def _check_ids(self, input_ids: Tensor) -> None:
         if input_ids.numel():
@@ -305,11 +347,13 @@ class SSMModel(SSMPreTrainedModel):
 
 def _layer_state(cache: StateCache | None, index: int, segments: Segments | None) -> LayerState:
     if cache is None:
-        return LayerState()
+        if segments is None:
+            return LayerState()
+        return LayerState({}, False, segments.count, segments.rows, segments.row_length)
     initial = cache.layers[index].states
     if segments is None:
         return LayerState(initial, keep=True)
-    return LayerState(initial, keep=True, segments=segments.count, rows=segments.rows)
+    return LayerState(initial, True, segments.count, segments.rows, segments.row_length)
 
 
 def _refuse_unknown(kwargs: dict[str, Any]) -> None:

@@ -19,6 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Cache
 
+from ssmzoo.modeling.segments import AlignedRows
+
 if TYPE_CHECKING:
     from ssmzoo.modeling.configuration import SSMConfig
 
@@ -38,6 +40,7 @@ class LayerState:
     keep: bool = False
     segments: int | None = None  # how many, if rows of a padded batch are only some of them
     rows: Tensor | None = None  # [B], which of the segments are the rows
+    row_length: int | None = None  # L of that padded batch
     final: dict[str, Tensor] = field(default_factory=dict)
 
     def get(self, name: str) -> Tensor | None:
@@ -46,6 +49,19 @@ class LayerState:
         if state is None or self.rows is None or self.segments is None:
             return state
         return state.new_zeros(self.segments, *state.shape[1:]).index_copy(0, self.rows, state)
+
+    def aligned(self, cu_seqlens: Tensor) -> AlignedRows:
+        """Return the sequences of the flat row as rows of a batch: those whose states count."""
+        return AlignedRows.of(cu_seqlens, self.rows, self.row_length)
+
+    def get_row(self, name: str) -> Tensor | None:
+        """Return the state to start from, one for every row of :meth:`aligned`."""
+        return self.initial.get(name)
+
+    def put_row(self, name: str, state: Tensor) -> None:
+        """Leave the states of the rows of :meth:`aligned`; without a cache they are dropped."""
+        if self.keep:
+            self.final[name] = state
 
     def put(self, name: str, state: Tensor) -> None:
         """Leave the state after the last token; without a cache it is dropped."""
@@ -128,6 +144,20 @@ class StateCache(Cache):
         """Forget everything; the next token starts a new sequence."""
         super().reset()
         self.seen_tokens = 0
+
+    def reset_rows(self, rows: Tensor) -> None:
+        """Let some rows start new sequences with their next token; the others go on.
+
+        Args:
+            rows: Their numbers ``[R]``, or a mask ``[B]`` of booleans.
+        """
+        if rows.dtype is torch.bool:
+            rows = rows.nonzero().flatten()
+        for layer in self.layers:
+            layer.states = {  # all zeros is where every family starts
+                name: state.index_fill(0, rows.to(state.device), 0)
+                for name, state in layer.states.items()
+            }
 
     def crop(self, *_: Any, **__: Any) -> None:
         """Refuse: a recurrent state holds no past to go back to.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig, PreTrainedConfig
@@ -32,7 +32,18 @@ class SSMConfig(PreTrainedConfig):
         vocab_size: Rows of the embedding.
         hidden_size: Width of the residual stream.
         num_hidden_layers: Number of blocks, one mixer each.
-        rms_norm_eps: Added to the mean square in every RMSNorm.
+        rms_norm_eps: Added to the mean square, or the variance, in every norm.
+        norm_type: RMSNorm, LayerNorm or BatchNorm. The last one's training statistics see every
+            token, so a language model trained with it looks ahead.
+        prenorm: ``x + mixer(norm(x))`` and a norm at the end; otherwise ``norm(x + mixer(x))``.
+        intermediate_size: Width of an MLP after every mixer; None has none.
+        dropout: Probability to drop what a mixer or MLP adds, while training.
+        embedding_dropout: The same for the embedding.
+        tie_dropout: Drop whole features of a sequence instead of single entries.
+        input_channels: Take continuous ``input_values`` with so many channels through a linear
+            layer instead of token ids through an embedding.
+        pooling: What a sequence classifier looks at: the output at the last token, or the mean.
+        classifier_bias: Whether a classifier's linear map has a bias.
         residual_in_fp32: Keep the residual stream in float32 when the weights are not.
         initializer_range: Standard deviation of the embedding's initial entries.
         tie_word_embeddings: Let the language-model head use the embedding's weight.
@@ -50,6 +61,15 @@ class SSMConfig(PreTrainedConfig):
     hidden_size: int = 768
     num_hidden_layers: int = 24
     rms_norm_eps: float = 1e-5
+    norm_type: Literal["rms", "layer", "batch"] = "rms"
+    prenorm: bool = True
+    intermediate_size: int | None = None
+    dropout: float = 0.0
+    embedding_dropout: float = 0.0
+    tie_dropout: bool = False
+    input_channels: int | None = None
+    pooling: Literal["last", "mean"] = "last"
+    classifier_bias: bool = False
     residual_in_fp32: bool = True
     initializer_range: float = 0.02
     tie_word_embeddings: bool = True
@@ -84,6 +104,20 @@ class SSMConfig(PreTrainedConfig):
         for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("intermediate_size", "input_channels"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be None or at least 1, got {value}")
+        for name in ("dropout", "embedding_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} must be at least 0 and below 1, got {getattr(self, name)}"
+                )
+
+    @property
+    def causal(self) -> bool:
+        """Whether no output depends on a later input; a bidirectional family says no."""
+        return True
 
     @property
     def layer_types(self) -> list[str]:

@@ -1,5 +1,7 @@
 """What transformers must know of every model of the zoo."""
 
+import difflib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -54,8 +56,16 @@ class SSMPreTrainedModel(PreTrainedModel):
         heads = (getattr(self, "lm_head", None), getattr(self, "score", None))
         if isinstance(module, nn.Embedding) or any(module is head for head in heads):
             init.normal_(cast(Tensor, module.weight), std=self.config.initializer_range)
-        elif "RMSNorm" in type(module).__name__:
+        elif "RMSNorm" in type(module).__name__ or isinstance(module, nn.LayerNorm):
             init.ones_(cast(Tensor, module.weight))
+            if isinstance(module, nn.LayerNorm):
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.BatchNorm1d):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+            init.zeros_(cast(Tensor, module.running_mean))
+            init.ones_(cast(Tensor, module.running_var))
+            init.zeros_(cast(Tensor, module.num_batches_tracked))
         elif isinstance(module, nn.Linear):
             bound = module.in_features**-0.5
             init.uniform_(module.weight, -bound, bound)
@@ -66,25 +76,72 @@ class SSMPreTrainedModel(PreTrainedModel):
             for parameter in module.parameters():
                 init.uniform_(parameter, -bound, bound)
 
-    def param_groups(self, *, lr: float, weight_decay: float) -> list[dict[str, Any]]:
-        """Return optimizer groups: matrices decay, vectors (norms, biases, SSM scalars) do not.
+    def param_groups(
+        self,
+        *,
+        lr: float,
+        weight_decay: float,
+        groups: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Return optimizer groups.
+
+        Matrices decay, vectors (norms, biases, SSM scalars) do not, and neither do parameters that
+        their mixer names in ``param_group_names``; those can have a rate of their own.
 
         Args:
-            lr: Learning rate of every group.
-            weight_decay: Decay of the first group.
+            lr: Learning rate.
+            weight_decay: Decay of the matrices.
+            groups: By group name what differs, e.g. ``{"ssm": {"lr": 1e-3}}``; keys ``lr`` and
+                ``weight_decay``.
 
         Returns:
-            Two groups for ``torch.optim`` optimizers, each with ``params``, ``lr``,
-            ``weight_decay``; frozen parameters are in neither.
+            Groups for ``torch.optim`` optimizers, each with ``params``, ``lr``, ``weight_decay``
+            and, of a named group, ``name``; a frozen parameter is in none.
+
+        Raises:
+            LookupError: A group or a key that does not exist.
         """
-        decayed, others = [], []
+        groups = groups or {}
+        named: dict[nn.Parameter, str] = {}
+        for module in self.modules():
+            for name, group in getattr(module, "param_group_names", {}).items():
+                parameter = module._parameters.get(name)
+                if parameter is not None:
+                    named[parameter] = group
+        known = sorted(set(named.values()))
+        for name, changes in groups.items():
+            if name not in known:
+                raise LookupError(
+                    f"{type(self).__name__} has no parameter group {name!r}"
+                    f"{_near(name, known)}; groups: {', '.join(known) or 'none'}"
+                )
+            for key in changes.keys() - {"lr", "weight_decay"}:
+                raise LookupError(
+                    f"a parameter group has no setting {key!r}{_near(key, _SETTINGS)}; "
+                    f"settings: {', '.join(_SETTINGS)}"
+                )
+        found: list[dict[str, Any]] = [
+            {"params": [], "lr": lr, "weight_decay": weight_decay},
+            {"params": [], "lr": lr, "weight_decay": 0.0},
+            *(
+                {"params": [], "lr": lr, "weight_decay": 0.0, "name": name, **groups.get(name, {})}
+                for name in known
+            ),
+        ]
         for parameter in self.parameters():
             if parameter.requires_grad:
-                (decayed if parameter.dim() >= 2 else others).append(parameter)
-        return [
-            {"params": decayed, "lr": lr, "weight_decay": weight_decay},
-            {"params": others, "lr": lr, "weight_decay": 0.0},
-        ]
+                own = named.get(parameter)
+                index = (parameter.dim() < 2) if own is None else 2 + known.index(own)
+                found[index]["params"].append(parameter)
+        return found
+
+
+_SETTINGS = ("lr", "weight_decay")
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _whole(path: Path) -> bool:

@@ -5,6 +5,8 @@ their own whose results nobody reads. Shapes stay those of the batch, so compila
 family that packs exactly pads exactly.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +21,72 @@ class Segments:
 
     cu_seqlens: Tensor  # [S + 1]
     rows: Tensor | None = None  # [B], the segments that are a padded batch's rows; None: all count
+    row_length: int | None = None  # L of that padded batch
 
     @property
     def count(self) -> int:
         """Number of segments, padding included."""
         return self.cu_seqlens.shape[0] - 1
+
+    def numbers(self, tokens: int) -> Tensor:
+        """Return which segment each of the row's tokens lies in, ``[tokens]``."""
+        places = torch.arange(tokens, device=self.cu_seqlens.device)
+        return torch.searchsorted(self.cu_seqlens[1:].contiguous(), places, right=True)
+
+    def real(self, tokens: int) -> Tensor | None:
+        """Return which of the row's tokens are not padding, ``[tokens]``; None: all of them."""
+        if self.rows is None:
+            return None
+        counts = torch.zeros(self.count, dtype=torch.bool, device=self.cu_seqlens.device)
+        return counts.index_fill(0, self.rows, True)[self.numbers(tokens)]
+
+
+@dataclass(frozen=True)
+class AlignedRows:
+    """The sequences of a flat row ``[1, T, D]`` as rows of a batch, each beginning at column 0.
+
+    For mixers that take a batch of whole sequences, such as long convolutions. Columns behind a
+    sequence's end hold zeros.
+    """
+
+    starts: Tensor  # [S]
+    lengths: Tensor  # [S]
+    width: int
+
+    @classmethod
+    def of(
+        cls, cu_seqlens: Tensor, rows: Tensor | None = None, row_length: int | None = None
+    ) -> AlignedRows:
+        """Find where the sequences lie.
+
+        Args:
+            cu_seqlens: Boundaries, ``[S + 1]``.
+            rows: Which of the segments count, all if None.
+            row_length: A bound on their lengths; without one the longest is looked up.
+        """
+        starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+        if rows is not None:
+            starts, lengths = starts[rows], lengths[rows]
+        width = int(lengths.max()) if row_length is None else row_length
+        return cls(starts, lengths, width)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Map ``[1, T, D]`` to ``[S, width, D]``."""
+        if x.shape[1] == 0:
+            return x.new_zeros(self.starts.shape[0], self.width, x.shape[2])
+        columns = torch.arange(self.width, device=x.device)
+        inside = columns < self.lengths[:, None]  # [S, width]
+        places = (self.starts[:, None] + columns).clamp(max=x.shape[1] - 1)
+        return x[0, places] * inside.unsqueeze(-1).to(x.dtype)
+
+    def scatter(self, x: Tensor, tokens: int) -> Tensor:
+        """Map ``[S, width, D]`` back to ``[1, tokens, D]``; zeros where no sequence lies."""
+        columns = torch.arange(self.width, device=x.device)
+        inside = columns < self.lengths[:, None]
+        # one place more, where everything behind a sequence's end goes
+        places = torch.where(inside, self.starts[:, None] + columns, tokens)
+        flat = x.new_zeros(tokens + 1, x.shape[2])
+        return flat.index_copy(0, places.flatten(), x.flatten(0, 1))[None, :tokens]
 
 
 def find_segments(
@@ -135,4 +198,25 @@ def _padded(mask: Tensor) -> Segments:
     ends = torch.stack([first, last, torch.full_like(first, length)], dim=1)  # [B, 3]
     ends = ends + torch.arange(batch, device=mask.device)[:, None] * length
     rows = torch.arange(batch, device=mask.device) * 3 + 1
-    return Segments(torch.cat([ends.new_zeros(1), ends.flatten()]), rows)
+    return Segments(torch.cat([ends.new_zeros(1), ends.flatten()]), rows, length)
+
+
+def given_inputs(
+    input_ids: Tensor | None, inputs_embeds: Tensor | None, input_values: Tensor | None = None
+) -> Tensor:
+    """Return the one that was given, ``[B, L, ...]``.
+
+    Raises:
+        ValueError: None or several were given, or it has fewer than two dimensions.
+    """
+    names = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "input_values": input_values}
+    given = {name: tensor for name, tensor in names.items() if tensor is not None}
+    if len(given) != 1:
+        raise ValueError(
+            "give exactly one of input_ids and inputs_embeds, or input_values alone, "
+            f"got {', '.join(given) or 'none'}"
+        )
+    ((name, tensor),) = given.items()
+    if tensor.dim() < 2:
+        raise ValueError(f"{name} must have shape [B, L], got {list(tensor.shape)}")
+    return tensor

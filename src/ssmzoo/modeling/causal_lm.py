@@ -1,19 +1,20 @@
-"""The language-model head, with generation, and the sequence classifier."""
+"""The language-model head, with generation."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
-from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ssmzoo.modeling.backbone import Linear, SSMModel
+from ssmzoo.modeling.backbone import SSMModel
 from ssmzoo.modeling.cache import StateCache
 from ssmzoo.modeling.configuration import SSMConfig
+from ssmzoo.modeling.layers import Linear
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
-from ssmzoo.modeling.segments import Segments
+from ssmzoo.modeling.segments import Segments, given_inputs
 
 # what `generate` passes along in a decoding step, and this model has a use for or none at all
 _STEP_ARGUMENTS = frozenset(
@@ -30,6 +31,12 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
 
     def __init__(self, config: SSMConfig) -> None:
         super().__init__(config)
+        if config.input_channels is not None or not config.causal:
+            why = "is bidirectional" if not config.causal else "takes continuous values"
+            raise ValueError(
+                f"{type(self).__name__} predicts the next of some tokens, but its configuration "
+                f"{why}; use a classification head, or change the configuration"
+            )
         self.model = self.model_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -78,7 +85,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         if return_dict is None:
             return_dict = self.config.return_dict
         segments = self.model.segments(
-            _given(input_ids, inputs_embeds),
+            given_inputs(input_ids, inputs_embeds),
             past_key_values,
             attention_mask,
             position_ids,
@@ -161,126 +168,6 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
             given._is_user_defined = True
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = StateCache(self.config)
-
-
-class SSMForSequenceClassification(SSMPreTrainedModel):
-    """A backbone and a linear classifier on the last token.
-
-    A subclass names its ``model_class``.
-    """
-
-    model_class: type[SSMModel]
-
-    def __init__(self, config: SSMConfig) -> None:
-        super().__init__(config)
-        self.num_labels = cast(int, config.num_labels)
-        self.model = self.model_class(config)
-        self.score = Linear(config.hidden_size, self.num_labels, bias=False)
-        self.post_init()
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: StateCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        cu_seqlens: Tensor | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        seq_idx: Tensor | None = None,
-        **kwargs: Any,
-    ) -> SequenceClassifierOutputWithPast | tuple[Any, ...]:
-        """Classify each sequence by the output at its last token.
-
-        The last token is the last one of ``attention_mask``, of each packed sequence, or, without
-        either, the last that is not ``pad_token_id``.
-
-        Args:
-            input_ids: See :meth:`SSMModel.forward`, as for all arguments not named here.
-            attention_mask: See there.
-            position_ids: See there.
-            past_key_values: See there.
-            inputs_embeds: See there.
-            labels: ``[B]`` classes or, for regression, values; ``[S]`` for packed sequences.
-            use_cache: See there.
-            output_hidden_states: See there.
-            return_dict: See there.
-            cu_seqlens: See there.
-            cu_seq_lens_q: See there.
-            seq_idx: See there.
-            **kwargs: See there.
-
-        Returns:
-            ``loss``, ``logits [B, num_labels]`` (``[S, num_labels]``), ``past_key_values``.
-        """
-        if return_dict is None:
-            return_dict = self.config.return_dict
-        cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
-        inputs = _given(input_ids, inputs_embeds)
-        packing = (position_ids, seq_idx, cu_seqlens)
-        if attention_mask is None and input_ids is not None and all(x is None for x in packing):
-            attention_mask = self._mask_of_padding(input_ids)
-        segments = self.model.segments(inputs, past_key_values, attention_mask, *packing)
-        outputs = self.model(
-            input_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
-            segments=segments,
-            **kwargs,
-        )
-        hidden_states = outputs.last_hidden_state
-        if segments is None:
-            last = hidden_states[:, -1]
-        else:
-            lengths, ends = segments.cu_seqlens.diff(), segments.cu_seqlens[1:].long()
-            if segments.rows is not None:
-                lengths, ends = lengths[segments.rows], ends[segments.rows]
-            if not torch.compiler.is_compiling() and bool((lengths == 0).any()):
-                raise ValueError(
-                    "every sequence must have a token to be classified by, got an empty one: "
-                    f"number {int((lengths == 0).int().argmax())}"
-                )
-            last = hidden_states.flatten(0, 1)[(ends - 1).clamp(min=0)]
-        logits = self.score(last)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(
-                logits=logits, labels=labels, pooled_logits=logits, config=self.config
-            )
-        output = SequenceClassifierOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-        )
-        return output if return_dict else output.to_tuple()
-
-    def _mask_of_padding(self, input_ids: Tensor) -> Tensor | None:
-        pad = self.config.pad_token_id
-        if pad is None:
-            return None
-        real = (input_ids != pad).int()
-        # padding is what lies outside the outermost other tokens; the same token inside is content
-        started = real.cumsum(dim=1) > 0
-        unfinished = real.flip(1).cumsum(dim=1).flip(1) > 0
-        return (started & unfinished).to(torch.long)
-
-
-def _given(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-    """Return the one that was given, ``[B, L, ...]``."""
-    given = inputs_embeds if input_ids is None else input_ids
-    if given is None or (input_ids is not None and inputs_embeds is not None):
-        raise ValueError("give exactly one of input_ids and inputs_embeds")
-    if given.dim() < 2:
-        raise ValueError(f"input_ids must have shape [B, L], got {list(given.shape)}")
-    return given
 
 
 def _without_first_tokens(labels: Tensor, segments: Segments | None) -> Tensor:

@@ -1,0 +1,361 @@
+"""Heads that judge instead of generate: whole sequences, single tokens, pairs of documents.
+
+Every head takes token ids, embeddings or, with ``config.input_channels``, continuous values, and
+classifies or, with ``config.problem_type = "regression"``, estimates numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_outputs import (
+    SequenceClassifierOutput,
+    SequenceClassifierOutputWithPast,
+    TokenClassifierOutput,
+)
+
+from ssmzoo.modeling.backbone import SSMModel
+from ssmzoo.modeling.cache import StateCache
+from ssmzoo.modeling.configuration import SSMConfig
+from ssmzoo.modeling.layers import Linear
+from ssmzoo.modeling.pretrained import SSMPreTrainedModel
+from ssmzoo.modeling.segments import Segments, given_inputs
+
+
+class SSMForSequenceClassification(SSMPreTrainedModel):
+    """A backbone and a linear map of each sequence's last token or, ``pooling="mean"``, its mean.
+
+    A subclass names its ``model_class``.
+    """
+
+    model_class: type[SSMModel]
+
+    def __init__(self, config: SSMConfig) -> None:
+        super().__init__(config)
+        self.num_labels = cast(int, config.num_labels)
+        self.model = self.model_class(config)
+        self.score = Linear(config.hidden_size, self.num_labels, bias=config.classifier_bias)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: StateCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        input_values: Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutputWithPast | tuple[Any, ...]:
+        """Classify each sequence.
+
+        Its tokens are those of ``attention_mask``, of each packed sequence, or, without either, all
+        but the ``pad_token_id`` around them.
+
+        Args:
+            input_ids: See :meth:`SSMModel.forward`, as for all arguments not named here.
+            attention_mask: See there.
+            position_ids: See there.
+            past_key_values: See there.
+            inputs_embeds: See there.
+            labels: ``[B]`` classes or, for regression, values; ``[S]`` for packed sequences.
+            use_cache: See there.
+            output_hidden_states: See there.
+            return_dict: See there.
+            cu_seqlens: See there.
+            cu_seq_lens_q: See there.
+            seq_idx: See there.
+            input_values: See there.
+            **kwargs: See there.
+
+        Returns:
+            ``loss``, ``logits [B, num_labels]`` (``[S, num_labels]``), ``past_key_values``.
+        """
+        if return_dict is None:
+            return_dict = self.config.return_dict
+        if self.config.pooling == "mean" and past_key_values is not None:
+            raise ValueError(
+                'pooling="mean" needs the whole sequence in one call, got past_key_values'
+            )
+        cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
+        inputs = given_inputs(input_ids, inputs_embeds, input_values)
+        packing = (position_ids, seq_idx, cu_seqlens)
+        if attention_mask is None and input_ids is not None and all(x is None for x in packing):
+            attention_mask = _mask_of_padding(input_ids, self.config.pad_token_id)
+        segments = self.model.segments(inputs, past_key_values, attention_mask, *packing)
+        outputs = self.model(
+            input_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            input_values=input_values,
+            segments=segments,
+            **kwargs,
+        )
+        logits = self.score(pool(outputs.last_hidden_state, segments, self.config.pooling))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, pooled_logits=logits, config=self.config
+            )
+        output = SequenceClassifierOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+        return output if return_dict else output.to_tuple()
+
+
+class SSMForTokenClassification(SSMPreTrainedModel):
+    """A backbone and a linear map of every token's output. A subclass names its ``model_class``."""
+
+    model_class: type[SSMModel]
+
+    def __init__(self, config: SSMConfig) -> None:
+        super().__init__(config)
+        self.num_labels = cast(int, config.num_labels)
+        self.model = self.model_class(config)
+        self.score = Linear(config.hidden_size, self.num_labels, bias=config.classifier_bias)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        input_values: Tensor | None = None,
+        **kwargs: Any,
+    ) -> TokenClassifierOutput | tuple[Any, ...]:
+        """Classify each token; labels are not shifted.
+
+        Args:
+            input_ids: See :meth:`SSMModel.forward`, as for all arguments not named here.
+            attention_mask: See there.
+            position_ids: See there.
+            inputs_embeds: See there.
+            labels: ``[B, L]`` classes, -100 does not count; for regression values ``[B, L]`` or
+                ``[B, L, num_labels]``, where nan does not count.
+            output_hidden_states: See there.
+            return_dict: See there.
+            cu_seqlens: See there.
+            cu_seq_lens_q: See there.
+            seq_idx: See there.
+            input_values: See there.
+            **kwargs: See there.
+
+        Returns:
+            ``loss`` (mean cross-entropy in nats, or mean squared error) and
+            ``logits [B, L, num_labels]``.
+        """
+        if return_dict is None:
+            return_dict = self.config.return_dict
+        segments = self.model.segments(
+            given_inputs(input_ids, inputs_embeds, input_values),
+            None,
+            attention_mask,
+            position_ids,
+            seq_idx,
+            cu_seq_lens_q if cu_seqlens is None else cu_seqlens,
+        )
+        outputs = self.model(
+            input_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=False,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            input_values=input_values,
+            segments=segments,
+            **kwargs,
+        )
+        logits = self.score(outputs.last_hidden_state)
+        loss = None if labels is None else self._loss(logits, labels, segments)
+        output = TokenClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states
+        )
+        return output if return_dict else output.to_tuple()
+
+    def _loss(self, logits: Tensor, labels: Tensor, segments: Segments | None) -> Tensor:
+        real = None if segments is None else segments.real(labels.shape[0] * labels.shape[1])
+        if self.config.problem_type != "regression":
+            if real is not None:
+                labels = labels.masked_fill(~real.view_as(labels), -100)
+            return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+        if labels.dim() == 2 and self.num_labels == 1:
+            labels = labels.unsqueeze(2)
+        if labels.shape != logits.shape:
+            raise ValueError(
+                f"labels must have shape {list(logits.shape)}, got {list(labels.shape)}"
+            )
+        counts = ~labels.isnan()
+        if real is not None:
+            counts = counts & real.view(*labels.shape[:2], 1)
+        error = torch.where(counts, logits - labels.nan_to_num().to(logits.dtype), 0)
+        return error.square().sum() / counts.sum()
+
+
+class SSMForPairClassification(SSMPreTrainedModel):
+    """Two documents through one backbone, and a classifier of what they have to do with each other.
+
+    Their pooled outputs ``a`` and ``b`` become ``[a, b, a - b, a * b]``, then Linear, GELU, Linear.
+    A subclass names its ``model_class``.
+    """
+
+    model_class: type[SSMModel]
+
+    def __init__(self, config: SSMConfig) -> None:
+        super().__init__(config)
+        self.num_labels = cast(int, config.num_labels)
+        self.model = self.model_class(config)
+        self.compare = Linear(4 * config.hidden_size, config.hidden_size)
+        self.score = Linear(config.hidden_size, self.num_labels)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        pair_input_ids: Tensor | None = None,
+        pair_attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        return_dict: bool | None = None,
+        input_values: Tensor | None = None,
+        pair_input_values: Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput | tuple[Any, ...]:
+        """Classify pairs of documents; the two of a pair may differ in length.
+
+        Args:
+            input_ids: The first documents ``[B, L1]``.
+            attention_mask: Their tokens are 1, padding 0; ``[B, L1]``. Without it the
+                ``pad_token_id`` around a document is padding.
+            pair_input_ids: The second documents ``[B, L2]``.
+            pair_attention_mask: As ``attention_mask``, ``[B, L2]``.
+            labels: ``[B]`` classes or, for regression, values.
+            return_dict: Return an output object (default) or a tuple.
+            input_values: Continuous first documents ``[B, L1, C]`` instead.
+            pair_input_values: The second ones.
+            **kwargs: As for :meth:`SSMModel.forward`.
+
+        Returns:
+            ``loss`` and ``logits [B, num_labels]``.
+        """
+        if return_dict is None:
+            return_dict = self.config.return_dict
+        name = "input_ids" if input_values is None else "input_values"
+        documents, masks = [], []
+        for own, values, mask in (
+            (input_ids, input_values, attention_mask),
+            (pair_input_ids, pair_input_values, pair_attention_mask),
+        ):
+            document = given_inputs(own, None, values)
+            if mask is None and own is not None:
+                mask = _mask_of_padding(own, self.config.pad_token_id)
+            if mask is None:
+                mask = document.new_ones(document.shape[:2], dtype=torch.long)
+            documents.append(document)
+            masks.append(mask)
+        first, second = documents
+        if first.shape[0] != second.shape[0] or first.dtype != second.dtype:
+            raise ValueError(
+                f"a pair is two {name} of one kind and one batch size, got {list(first.shape)} "
+                f"{first.dtype} and {list(second.shape)} {second.dtype}"
+            )
+        length = max(first.shape[1], second.shape[1])
+        # one batch of both, so that a batch norm sees what it would see of single documents
+        both = torch.cat([_lengthened(x, length) for x in documents])
+        mask = torch.cat([_lengthened(x, length) for x in masks])
+        segments = self.model.segments(both, None, mask, None, None, None)
+        outputs = self.model(
+            **{name: both}, use_cache=False, return_dict=True, segments=segments, **kwargs
+        )
+        a, b = pool(outputs.last_hidden_state, segments, self.config.pooling).chunk(2)
+        logits = self.score(F.gelu(self.compare(torch.cat([a, b, a - b, a * b], dim=1))))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, pooled_logits=logits, config=self.config
+            )
+        output = SequenceClassifierOutput(loss=loss, logits=logits)
+        return output if return_dict else output.to_tuple()
+
+
+def pool(hidden_states: Tensor, segments: Segments | None, pooling: str) -> Tensor:
+    """Return one vector a sequence: the output at its last token, or the mean over its tokens.
+
+    Args:
+        hidden_states: ``[B, L, D]``.
+        segments: Where the sequences lie; None: every row is one.
+        pooling: ``"last"`` or ``"mean"``.
+
+    Returns:
+        ``[B, D]``, ``[S, D]`` for packed sequences.
+
+    Raises:
+        ValueError: A sequence without tokens.
+    """
+    if segments is None:
+        return hidden_states[:, -1] if pooling == "last" else hidden_states.mean(dim=1)
+    lengths, ends = segments.cu_seqlens.diff(), segments.cu_seqlens[1:].long()
+    if segments.rows is not None:
+        lengths, ends = lengths[segments.rows], ends[segments.rows]
+    if not torch.compiler.is_compiling() and bool((lengths == 0).any()):
+        raise ValueError(
+            "every sequence must have a token to be classified by, got an empty one: "
+            f"number {int((lengths == 0).int().argmax())}"
+        )
+    if pooling == "last":
+        return hidden_states.flatten(0, 1)[(ends - 1).clamp(min=0)]
+    if segments.rows is None:
+        exact = hidden_states[0].to(torch.promote_types(torch.float32, hidden_states.dtype))
+        offsets = segments.cu_seqlens.to(exact.device)
+        mean = torch.segment_reduce(exact, "mean", offsets=offsets, axis=0)
+    else:
+        real = segments.real(hidden_states.shape[0] * hidden_states.shape[1])
+        assert real is not None
+        weight = real.view(*hidden_states.shape[:2], 1).to(hidden_states.dtype)
+        mean = (hidden_states * weight).sum(dim=1) / lengths.unsqueeze(1)
+    return mean.to(hidden_states.dtype)
+
+
+def _mask_of_padding(input_ids: Tensor, pad: int | None) -> Tensor | None:
+    if pad is None:
+        return None
+    real = (input_ids != pad).int()
+    # padding is what lies outside the outermost other tokens; the same token inside is content
+    started = real.cumsum(dim=1) > 0
+    unfinished = real.flip(1).cumsum(dim=1).flip(1) > 0
+    return (started & unfinished).to(torch.long)
+
+
+def _lengthened(x: Tensor, length: int) -> Tensor:
+    """Put zeros behind ``[B, L, ...]``; as token ids they are read but never counted."""
+    missing = x.new_zeros(x.shape[0], length - x.shape[1], *x.shape[2:])
+    return torch.cat([x, missing], dim=1)
+
+
+__all__ = [
+    "SSMForPairClassification",
+    "SSMForSequenceClassification",
+    "SSMForTokenClassification",
+    "pool",
+]

@@ -1,0 +1,100 @@
+"""Layers that mixers and blocks are made of.
+
+Dimensions: B batch, L length, D hidden, E inner, K conv width, S sequences, T tokens in a row.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ssmzoo.modeling.configuration import SSMConfig
+from ssmzoo_kernels import causal_conv1d, few_rows_linear
+
+
+class Linear(nn.Linear):
+    """``nn.Linear``, at the memory's speed when it decodes a few rows on a CPU."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map ``[..., in_features]`` to ``[..., out_features]``."""
+        return few_rows_linear(input, self.weight, self.bias)
+
+
+class CausalConv1d(nn.Module):
+    """Depthwise causal convolution followed by SiLU; weight ``[E, 1, K]`` as in ``nn.Conv1d``.
+
+    Not an ``nn.Conv1d``: its state goes in and out, and an adapter that wraps convolutions would be
+    silently dead on a weight that a kernel reads; on this class it is refused.
+
+    Args:
+        channels: E.
+        width: K.
+        bias: Whether to add one.
+        activation: ``"silu"``, or None for the bare convolution.
+    """
+
+    def __init__(
+        self, channels: int, width: int, bias: bool, activation: str | None = "silu"
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.activation = activation
+        bound = width**-0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(
+        self, x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Map ``[B, L, E]`` to ``[B, L, E]`` and the last K - 1 inputs ``[B, K - 1, E]``."""
+        return causal_conv1d(
+            x,
+            self.weight.squeeze(1),
+            self.bias,
+            initial_state,
+            activation=self.activation,
+            cu_seqlens=cu_seqlens,
+        )
+
+
+class Dropout(nn.Module):
+    """Dropout of single entries or, ``tied``, of whole features over all tokens of a sequence."""
+
+    def __init__(self, p: float, tied: bool) -> None:
+        super().__init__()
+        self.p = p
+        self.tied = tied
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Drop from ``[B, L, D]``; packed sequences ``[S + 1]`` are dropped from one by one."""
+        if not self.training or self.p == 0:
+            return x
+        if not self.tied:
+            return F.dropout(x, self.p)
+        sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        kept = F.dropout(x.new_ones(sequences, x.shape[2]), self.p)  # [S, D]
+        if cu_seqlens is None:
+            return x * kept.unsqueeze(1)
+        lengths = cu_seqlens.diff()
+        return x * kept.repeat_interleave(lengths, dim=0, output_size=x.shape[1])
+
+    def extra_repr(self) -> str:
+        """Show the settings in ``print(model)``."""
+        return f"p={self.p}, tied={self.tied}"
+
+
+class MLP(nn.Module):
+    """``down_proj(GELU(up_proj(x)))`` with biases and the tanh form of GELU, as in GPT-2."""
+
+    def __init__(self, config: SSMConfig) -> None:
+        super().__init__()
+        assert config.intermediate_size is not None
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[..., D]`` to ``[..., D]``."""
+        return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))

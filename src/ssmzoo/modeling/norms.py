@@ -1,0 +1,91 @@
+"""The norms a backbone can have. Each computes in float32 and returns its weight's dtype."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ssmzoo.modeling.configuration import SSMConfig
+
+
+class RMSNorm(nn.Module):
+    """``weight * x / sqrt(mean(x^2) + eps)`` over the last axis, computed in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``[..., size]``; the result has the weight's dtype."""
+        exact = torch.promote_types(torch.float32, x.dtype)
+        x, weight = x.to(exact), self.weight
+        scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps)
+        return (x * scale * weight).to(weight.dtype)
+
+
+class LayerNorm(nn.LayerNorm):
+    """``weight * (x - mean) / sqrt(var + eps) + bias`` over the last axis, in float32."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise ``[..., size]``; the result has the weight's dtype."""
+        exact = torch.promote_types(torch.float32, input.dtype)
+        weight, bias = self.weight.to(exact), self.bias.to(exact)
+        x = F.layer_norm(input.to(exact), self.normalized_shape, weight, bias, self.eps)
+        return x.to(self.weight.dtype)
+
+
+class BatchNorm(nn.BatchNorm1d):
+    """Normalise every feature over all tokens of the batch, padding excepted.
+
+    In evaluation it uses running statistics, so no token sees another. In training every token sees
+    the whole batch, the future too.
+    """
+
+    def forward(self, input: Tensor, real: Tensor | None = None) -> Tensor:
+        """Normalise ``[B, L, D]``.
+
+        Args:
+            input: The tokens' features.
+            real: ``[B * L]``, False for padding; None if there is none. Only training reads it.
+
+        Raises:
+            ValueError: Fewer than two tokens to take statistics from.
+        """
+        exact = torch.promote_types(torch.float32, input.dtype)
+        x = input.to(exact).flatten(0, 1)  # [T, D]
+        mean, variance = self.running_mean, self.running_var
+        assert mean is not None and variance is not None and self.momentum is not None
+        if self.training:
+            weight = x.new_ones(x.shape[0], 1) if real is None else real.to(exact).unsqueeze(1)
+            count = weight.sum()
+            if not torch.compiler.is_compiling() and count < 2:
+                raise ValueError(
+                    "batch norm needs two tokens or more to train on, "
+                    f"got {int(count)}; use norm_type='layer' or 'rms'"
+                )
+            batch_mean = (x * weight).sum(dim=0) / count
+            batch_variance = ((x - batch_mean).square() * weight).sum(dim=0) / count
+            self._remember(batch_mean.detach(), batch_variance.detach() * count / (count - 1))
+            mean, variance = batch_mean, batch_variance
+        scale = self.weight.to(exact) * torch.rsqrt(variance.to(exact) + self.eps)
+        out = (x - mean.to(exact)) * scale + self.bias.to(exact)
+        return out.to(self.weight.dtype).view(input.shape)
+
+    @torch.no_grad()
+    def _remember(self, mean: Tensor, variance: Tensor) -> None:
+        # gradient checkpointing runs the forward once more, inside the backward pass
+        if torch._C._current_graph_task_id() != -1:
+            return
+        assert self.running_mean is not None and self.running_var is not None
+        assert self.num_batches_tracked is not None and self.momentum is not None
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), self.momentum)
+        self.num_batches_tracked.add_(1)
+
+
+def make_norm(config: SSMConfig) -> RMSNorm | LayerNorm | BatchNorm:
+    """Return a norm of the kind and size that the configuration names."""
+    kinds = {"layer": LayerNorm, "batch": BatchNorm, "rms": RMSNorm}
+    return kinds[config.norm_type](config.hidden_size, eps=config.rms_norm_eps)
