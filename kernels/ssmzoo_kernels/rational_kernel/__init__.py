@@ -13,6 +13,7 @@ from ssmzoo_kernels.validation import check_leading, check_tensor
 OP = "rational_kernel"
 Mode = Literal["exact", "truncated"]
 
+OFFERS = ("reference", "eager")
 NEAR_ZERO = 1e-4
 
 
@@ -63,12 +64,7 @@ def rational_kernel(
     if mode not in get_args(Mode):
         raise ValueError(f"{OP}: mode must be 'exact' or 'truncated', got {mode!r}")
     grid = _grid(a.shape[1], length, mode, trunc_len)
-    chosen = choose(OP, backend, a)
-    if backend in ("cpu", "triton"):
-        raise ValueError(
-            f"{OP} has no backend {backend!r}: torch's FFTs serve every device; "
-            'use "auto", "eager" or "reference"'
-        )
+    chosen = choose(OP, backend, a, OFFERS)
     dtype = torch.promote_types(torch.float32, torch.promote_types(a.dtype, b.dtype))
     a, b = a.to(dtype), b.to(dtype)
     if grid is not None and a.device.type == "cpu" and not torch.compiler.is_compiling():

@@ -1,0 +1,126 @@
+"""Coefficients of rational filters: how they start, stay stable and come to be decoded.
+
+A filter is ``H(z) = h0 + b(z) / a(z)`` of order n: ``a(z) = 1 + sum a_i z^-i`` and
+``b(z) = sum b_i z^-i``. ``D_a`` denominators serve D channels, channel c having denominator
+``c // (D / D_a)``.
+"""
+
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ssmzoo_kernels import rational_kernel
+
+Init = Literal["zeros", "xavier", "montel", "copying"]
+
+# what the authors' code adds to the sum it divides by
+SMALLEST_SUM = 1e-6
+
+
+def initial_coefficients(
+    init: Init, rows: int, order: int, *, generator: torch.Generator | None = None
+) -> Tensor:
+    """Draw the coefficients of numerators or denominators, ``[rows, n]`` float32.
+
+    ========= ==================================================================================
+    zeros     the identity once h0 is 1; farthest from losing stability
+    xavier    uniform within ``1 / sqrt(n)``; as denominators mostly unstable from n = 128 on
+    montel    uniform within ``1 / n``; always stable
+    copying   positive, with a sum of 0.999: the paper's choice for its Copying task
+    ========= ==================================================================================
+
+    Raises:
+        LookupError: No initialisation of that name.
+    """
+    if init not in get_args(Init):
+        raise LookupError(
+            f"no coefficient initialisation named {init!r}; there are {', '.join(get_args(Init))}"
+        )
+    if init == "zeros" or not order:
+        return torch.zeros(rows, order)
+    drawn = torch.rand(rows, order, generator=generator)
+    if init == "copying":
+        return drawn * (0.999 / drawn.sum(1, keepdim=True))
+    return (2 * drawn - 1) / (order if init == "montel" else order**0.5)
+
+
+def from_taps(taps: Tensor, num_denominators: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(a, b, h0)`` of the filters whose impulse responses are given and then end.
+
+    Args:
+        taps: The responses ``[D, n + 1]``, tap 0 first.
+        num_denominators: Rows of ``a``, all zero.
+    """
+    if taps.dim() != 2 or taps.shape[1] < 1:
+        raise ValueError(f"taps must have shape [D, n + 1], got {list(taps.shape)}")
+    a = taps.new_zeros(num_denominators, taps.shape[1] - 1)
+    return a, taps[:, 1:].clone(), taps[:, 0].clone()
+
+
+def montel(
+    a: Tensor,  # [D_a, n]
+    slack: Tensor,  # [D_a]
+    margin: float = 1e-3,
+) -> Tensor:
+    """Shrink each denominator until ``sum |a_i| < 1``, which puts all poles inside the unit disc.
+
+    ``a / ((1 + margin) sum |a| + |slack| + 1e-6)``: a reparametrisation, gradients flow to both. A
+    fit drives the slack to zero where it wants slow decay; without a margin ``|a(z)|`` then comes
+    arbitrarily near zero on the unit circle, with one it stays above ``margin / (1 + margin)``.
+
+    Args:
+        a: Unconstrained coefficients.
+        slack: Learned distance from the boundary.
+        margin: What is left of it when the slack is gone; 0 is the paper.
+    """
+    if margin < 0:
+        raise ValueError(f"margin must be at least 0, got {margin}")
+    total = a.abs().sum(1, keepdim=True)
+    return a / ((1 + margin) * total + slack.abs()[:, None] + SMALLEST_SUM)
+
+
+def deployed_numerator(
+    a: Tensor,  # [D_a, n]
+    b: Tensor,  # [D, n]
+    trunc_len: int,
+) -> tuple[Tensor, Tensor]:
+    """Turn numerators trained on a grid into those of the infinite response.
+
+    What the truncated kernel k optimises is ``C (I - A^M)``, M the grid's size. The recurrence
+    ``k[m] = b_m - sum a_i k[m - i]`` of its taps 1..n gives the numerator back without a matrix,
+    also with poles outside the disc. Computed in float64.
+
+    Args:
+        a: Denominators.
+        b: Numerators as trained.
+        trunc_len: The grid's length.
+
+    Returns:
+        The numerators ``[D, n]`` and the tap that the grid wraps onto tap 0, ``[D]``, in b's dtype:
+        a step with the direct gain ``h0 +`` that tap reproduces every tap of the trained kernel.
+    """
+    order = a.shape[1]
+    kernel = rational_kernel(
+        a.double(), b.double(), order + 1, mode="truncated", trunc_len=trunc_len
+    )
+    true = numerator_of_response(a.double(), kernel[:, 1:])
+    return true.to(b.dtype), kernel[:, 0].to(b.dtype)
+
+
+def numerator_of_response(
+    a: Tensor,  # [D_a, n]
+    response: Tensor,  # [D, n]
+) -> Tensor:
+    """Return the b ``[D, n]`` for which ``b / a`` begins with taps 1..n of an impulse response.
+
+    ``b_m = sum_{i<m} a_i h_{m-i}`` with ``a_0 = 1``.
+    """
+    order = a.shape[1]
+    if not order:
+        return response
+    monic_hat = torch.fft.rfft(F.pad(a, (1, 0), value=1.0), n=2 * order)
+    grouped = response.reshape(a.shape[0], response.shape[0] // a.shape[0], order)
+    product = torch.fft.rfft(grouped, n=2 * order) * monic_hat[:, None]
+    return torch.fft.irfft(product, n=2 * order)[..., :order].reshape(response.shape)

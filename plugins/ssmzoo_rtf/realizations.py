@@ -1,0 +1,225 @@
+"""Rational filters from other realizations of the same transfer function, and back.
+
+Coefficients are a fragile way to write down poles that cluster: rounding them moves such poles far
+(S4's low-frequency poles leave the unit disc). Every conversion is therefore checked, after
+rounding to the dtype that will hold it, against the impulse response it came from, and refused
+with the reason where they differ.
+"""
+
+import torch
+from torch import Tensor
+
+from ssmzoo_kernels import rational_kernel
+
+from .filters import numerator_of_response
+from .stability import poles, poles_outside
+
+
+def from_dense(
+    A: Tensor,  # [D, n, n]
+    B: Tensor,  # [D, n]
+    C: Tensor,  # [D, n]
+    D: Tensor | None = None,  # [D]
+    *,
+    dtype: torch.dtype = torch.float32,
+    tolerance: float = 1e-4,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(a, b, h0)`` of ``x' = A x + B u, y = C x + D u``, one triple per channel.
+
+    The denominator is A's characteristic polynomial; the numerator follows from the first n taps
+    ``C A^(t-1) B``. Computed in float64.
+
+    Args:
+        A: State matrices.
+        B: Input vectors.
+        C: Output vectors, meeting the state before its update.
+        D: Direct gains, zeros if absent.
+        dtype: What the coefficients are rounded to.
+        tolerance: The largest error of the impulse response allowed, relative to its largest tap.
+
+    Raises:
+        ValueError: Shapes that do not fit, or poles too clustered for coefficients.
+    """
+    if A.dim() != 3 or A.shape[1] != A.shape[2]:
+        raise ValueError(f"A must have shape [D, n, n], got {list(A.shape)}")
+    for name, vector in (("B", B), ("C", C)):
+        if vector.shape != A.shape[:2]:
+            raise ValueError(
+                f"{name} must have shape [D, n] = {list(A.shape[:2])}, got {list(vector.shape)}"
+            )
+    A, state, C = A.double(), B.double(), C.double()
+    taps = []
+    for _ in range(_checked_taps(A.shape[1])):
+        taps.append((C * state).sum(1))
+        state = (A @ state[..., None])[..., 0]
+    found = torch.linalg.eigvals(A)
+    h0 = C.new_zeros(A.shape[0]) if D is None else D
+    return _coefficients(found, torch.stack(taps, 1), h0, dtype, tolerance)
+
+
+def from_diagonal(
+    eigenvalues: Tensor,  # [D_a, n] complex
+    residues: Tensor,  # [D, n] complex
+    h0: Tensor | None = None,  # [D]
+    *,
+    conjugates: bool = False,
+    dtype: torch.dtype = torch.float32,
+    tolerance: float = 1e-4,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(a, b, h0)`` of the filters with taps ``sum_i r_i lambda_i^(t-1)``, t from 1 on.
+
+    Args:
+        eigenvalues: The poles; ``D_a`` divides D.
+        residues: What they are weighted with.
+        h0: Direct gains, zeros if absent.
+        conjugates: Only one of each conjugate pair is given, and the taps are twice the real part
+            of the sum; the order is 2n.
+        dtype: What the coefficients are rounded to.
+        tolerance: The largest error of the impulse response allowed, relative to its largest tap.
+
+    Raises:
+        ValueError: Shapes that do not fit, taps that are not real, or poles too clustered for
+            coefficients.
+    """
+    rows, order = eigenvalues.shape
+    if residues.dim() != 2 or residues.shape[1] != order or residues.shape[0] % rows:
+        raise ValueError(
+            f"residues must have shape [D, n] = [multiple of {rows}, {order}], "
+            f"got {list(residues.shape)}"
+        )
+    values, weights = eigenvalues.to(torch.complex128), residues.to(torch.complex128)
+    if conjugates:
+        values = torch.cat([values, values.conj()], 1)
+        weights = torch.cat([weights, weights.conj()], 1)
+    taps = _modal_taps(values, weights, _checked_taps(values.shape[1]))
+    if taps.imag.abs().max() > 1e-8 * taps.abs().max():
+        raise ValueError(
+            "eigenvalues and residues must come in conjugate pairs, got taps with imaginary part "
+            f"{float(taps.imag.abs().max()):.2g}; pass one of each pair with conjugates=True"
+        )
+    gains = taps.real.new_zeros(weights.shape[0]) if h0 is None else h0
+    return _coefficients(values, taps.real, gains, dtype, tolerance)
+
+
+def to_diagonal(
+    a: Tensor,  # [D_a, n]
+    b: Tensor,  # [D, n]
+    *,
+    tolerance: float = 1e-4,
+) -> tuple[Tensor, Tensor]:
+    """Return poles ``[D_a, n]`` and residues ``[D, n]``, complex128; for analysis, not decoding.
+
+    ``r_i = b(lambda_i) / a'(lambda_i)`` as polynomials in z.
+
+    Raises:
+        ValueError: Poles repeat or nearly so: no diagonal form gives the impulse response back.
+    """
+    order = a.shape[1]
+    found, sharing = poles(a), b.shape[0] // a.shape[0]
+    at = found.repeat_interleave(sharing, 0)
+    value, slope = torch.zeros_like(at), torch.zeros_like(at)
+    monic = torch.nn.functional.pad(a.double(), (1, 0), value=1.0).repeat_interleave(sharing, 0)
+    for i in range(order):
+        value = value * at + b[:, i : i + 1]
+        slope = slope * at + (order - i) * monic[:, i : i + 1]
+    residues = value / slope
+    count = _checked_taps(order)
+    expected = rational_kernel(a.double(), b.double(), count + 1)[:, 1:]
+    error = _relative_error(_modal_taps(found, residues, count).real, expected)
+    if not bool((error <= tolerance).all()):
+        row = _worst(error)
+        raise ValueError(
+            f"channel {row} has no usable diagonal form: poles repeat or cluster, and the sum over "
+            f"them differs from its impulse response by {float(error[row]):.2g} of its largest tap "
+            f"(tolerance {tolerance:g}); keep the coefficients"
+        )
+    return found, residues
+
+
+def from_rtf2(
+    a: Tensor,  # [D_a, n]
+    c: Tensor,  # [D, n]
+    h0: Tensor,  # [D]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(a, b, h0)`` of a filter that is read out after its state's update.
+
+    The authors' ``RTF2`` has the numerator ``sum c_i z^(1-i)``; dividing its direct term out leaves
+    ``b_m = c_(m+1) - c_1 a_m`` and ``h0 + c_1``.
+    """
+    first = c[:, :1]
+    shifted = torch.nn.functional.pad(c[:, 1:], (0, 1))
+    b = shifted - first * a.repeat_interleave(c.shape[0] // a.shape[0], 0)
+    return a, b, h0 + first.sum(1)
+
+
+def _checked_taps(order: int) -> int:
+    return max(4 * order, 256)
+
+
+def _modal_taps(values: Tensor, weights: Tensor, count: int) -> Tensor:
+    """Return ``sum_i r_i lambda_i^t`` for t = 0 .. count - 1, ``[D, count]`` complex."""
+    values = values.repeat_interleave(weights.shape[0] // values.shape[0], 0)
+    taps = []
+    for _ in range(count):
+        taps.append(weights.sum(1))
+        weights = weights * values
+    return torch.stack(taps, 1)
+
+
+def _coefficients(
+    found: Tensor, taps: Tensor, h0: Tensor, dtype: torch.dtype, tolerance: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return coefficients of filters with given poles and first taps, if they are true to them."""
+    order = found.shape[1]
+    a = _polynomial(found)
+    b = numerator_of_response(a, taps[:, :order])
+    a, b = a.to(dtype), b.to(dtype)
+    _refuse_unfaithful(found, taps, a, b, tolerance)
+    return a, b, h0.to(dtype)
+
+
+def _polynomial(roots: Tensor) -> Tensor:
+    """Return ``prod (1 - root / z)`` without its leading 1, from its values on a grid."""
+    order = roots.shape[1]
+    grid = 2 * (order // 2 + 1)
+    steps = torch.arange(grid, dtype=torch.float64, device=roots.device)
+    angles = steps * (-2 * torch.pi / grid)
+    values = torch.ones(roots.shape[0], grid, dtype=roots.dtype, device=roots.device)
+    points = torch.polar(torch.ones_like(angles), angles)
+    for i in range(order):
+        values = values * (1 - roots[:, i : i + 1] * points)
+    return torch.fft.ifft(values).real[:, 1 : order + 1]
+
+
+def _refuse_unfaithful(found: Tensor, taps: Tensor, a: Tensor, b: Tensor, tolerance: float) -> None:
+    radius = found.abs().amax(1)
+    finite = a.isfinite().all(1)
+    moved = torch.zeros_like(finite)
+    moved[finite] = (radius[finite] < 1) & (poles_outside(a[finite]) > 0)
+    kernel = rational_kernel(a.double(), b.double(), taps.shape[1] + 1)[:, 1:]
+    error = _relative_error(kernel, taps)
+    sharing = b.shape[0] // a.shape[0]
+    wrong = (error > tolerance) | error.isnan() | (moved | ~finite).repeat_interleave(sharing)
+    if not bool(wrong.any()):
+        return
+    row = int(wrong.nonzero()[0])
+    owner = row // sharing
+    after = float(poles(a[owner : owner + 1]).abs().max()) if bool(finite[owner]) else float("inf")
+    raise ValueError(
+        f"channel {row} cannot be written with {str(a.dtype).removeprefix('torch.')} coefficients: "
+        "its poles cluster, so that rounding moves the largest radius from "
+        f"{float(radius[owner]):.4g} to {after:.4g} and the impulse response by "
+        f"{float(error[row]):.2g} of its largest tap (tolerance {tolerance:g}); keep the "
+        "state-space form, or fit a filter to its response"
+    )
+
+
+def _relative_error(got: Tensor, expected: Tensor) -> Tensor:
+    """Return each row's largest error relative to its largest tap; 0 where both are zero."""
+    scale = expected.abs().amax(1)
+    error = (got - expected).abs().amax(1)
+    return torch.where(error == 0, error, error / scale)
+
+
+def _worst(error: Tensor) -> int:
+    return int(error.nan_to_num(nan=float("inf")).argmax())

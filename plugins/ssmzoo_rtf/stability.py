@@ -1,0 +1,137 @@
+"""Where the poles of a denominator lie, without computing them.
+
+``a(z) = prod (1 - pole / z)`` turns once backward around zero, as z runs around a circle, for every
+pole outside that circle and not at all for one inside. Counting turns costs an FFT.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FINEST_GRID = 2**20
+# up to this order all eigenvalues of the companion matrix are cheap
+SMALL_ORDER = 128
+
+
+def poles_outside(a: Tensor, radius: float | Tensor = 1.0) -> Tensor:
+    """Count the poles that are not inside a circle, ``[D_a]`` int64; zeros mean stable.
+
+    The winding number of ``a`` on a grid that is refined, row by row, until no step turns by more
+    than a right angle; poles that stay too near the circle for that are computed.
+
+    Args:
+        a: Denominators without their leading 1, ``[D_a, n]``.
+        radius: The circle's radius, or one per row.
+
+    Raises:
+        ValueError: A coefficient is not finite, or a radius not positive.
+    """
+    _check_finite("denominator", a)
+    radii = torch.as_tensor(radius, dtype=torch.float64, device=a.device).expand(a.shape[0])
+    if not bool((radii > 0).all()):
+        raise ValueError(f"radius must be positive, got {radius}")
+    scaled = _on_circle(a, radii)
+    counts = torch.zeros(a.shape[0], dtype=torch.int64, device=a.device)
+    open_rows = torch.arange(a.shape[0], device=a.device)
+    grid = 2 ** math.ceil(math.log2(4 * (a.shape[1] + 1)))
+    while len(open_rows) and grid <= FINEST_GRID:
+        still = []
+        # a bounded number of rows at a time: fine grids are long
+        for rows in open_rows.split(max(1, 2**22 // grid)):
+            turns, clear = _winding(scaled[rows], grid)
+            counts[rows[clear]] = -turns[clear]
+            still.append(rows[~clear])
+        open_rows = torch.cat(still)
+        grid *= 4
+    for row in open_rows.tolist():
+        limit = radii[row] * (1 - 1e-10)
+        counts[row] = (poles(a[row : row + 1])[0].abs() >= limit).sum()
+    return counts
+
+
+def spectral_radius(a: Tensor, tolerance: float = 1e-3) -> Tensor:
+    """Return the largest pole's distance from zero, ``[D_a]`` float64.
+
+    Exact up to order 128; above, halved down to ``tolerance`` by counting poles outside circles.
+
+    Args:
+        a: Denominators without their leading 1, ``[D_a, n]``.
+        tolerance: The largest error for high orders.
+    """
+    _check_finite("denominator", a)
+    if not a.shape[1]:
+        return a.new_zeros(a.shape[0], dtype=torch.float64)
+    if a.shape[1] <= SMALL_ORDER:
+        return poles(a).abs().amax(1)
+    low = torch.zeros(a.shape[0], dtype=torch.float64, device=a.device)
+    high = 1 + a.double().abs().amax(1)  # Cauchy's bound
+    while bool(((high - low) > tolerance).any()):
+        middle = (low + high) / 2
+        outside = poles_outside(a, middle) > 0
+        low, high = torch.where(outside, middle, low), torch.where(outside, high, middle)
+    return (low + high) / 2
+
+
+def poles(a: Tensor) -> Tensor:
+    """Return all poles ``[D_a, n]`` complex128: the eigenvalues of the companion matrix."""
+    order = a.shape[1]
+    companion = torch.zeros(a.shape[0], order, order, dtype=torch.float64, device=a.device)
+    companion[:, 0] = -a.double()
+    companion.diagonal(offset=-1, dim1=1, dim2=2).fill_(1.0)
+    return torch.linalg.eigvals(companion)
+
+
+def check_filters(a: Tensor, b: Tensor, *, stable: bool = False) -> None:
+    """Fail, naming the channel, if a coefficient is not finite or a pole not inside the disc.
+
+    Args:
+        a: Denominators, ``[D_a, n]``.
+        b: Numerators, ``[D, n]``.
+        stable: Look for poles too.
+
+    Raises:
+        ValueError: With the row, and the radius of the farthest pole.
+    """
+    _check_finite("denominator", a)
+    _check_finite("numerator", b)
+    if not stable:
+        return
+    counts = poles_outside(a)
+    if bool((counts > 0).any()):
+        row = int(counts.argmax())
+        radius = float(spectral_radius(a[row : row + 1]))
+        raise ValueError(
+            f"denominator {row} must have all poles inside the unit disc, got {int(counts[row])} "
+            f"outside, the farthest at radius {radius:.4g} ({int((counts > 0).sum())} of "
+            f"{len(counts)} denominators are unstable); use the l1_montel constraint or the "
+            "truncated kernel with FIR decoding"
+        )
+
+
+def _check_finite(name: str, coefficients: Tensor) -> None:
+    finite = coefficients.isfinite().all(1)
+    if not bool(finite.all()):
+        row = int((~finite).nonzero()[0])
+        found = coefficients[row][~coefficients[row].isfinite()][0]
+        raise ValueError(f"{name} {row} must be finite, got {float(found)}")
+
+
+def _on_circle(a: Tensor, radii: Tensor) -> Tensor:
+    """Return ``a`` on circles as if on the unit circle, ``[D_a, n + 1]``, largest entry 1."""
+    monic = F.pad(a.double(), (1, 0), value=1.0)
+    powers = torch.arange(monic.shape[1], device=a.device)
+    # in logarithms: r^-i alone may overflow
+    sizes = monic.abs().log() - powers * radii.log()[:, None]
+    return monic.sign() * (sizes - sizes.amax(1, keepdim=True)).exp()
+
+
+def _winding(coefficients: Tensor, grid: int) -> tuple[Tensor, Tensor]:
+    """Return how often each row turns around zero, and whether the grid is fine enough to say."""
+    values = torch.fft.rfft(coefficients, n=grid)
+    steps = (values[:, 1:] * values[:, :-1].conj()).angle()
+    rounding = 1e-12 * coefficients.abs().sum(1)
+    clear = (steps.abs().amax(1) <= math.pi / 2) & (values.abs().amin(1) > rounding)
+    # half a circle, and the other half is its mirror image
+    return (steps.sum(1) / math.pi).round().to(torch.int64), clear
