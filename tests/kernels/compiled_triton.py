@@ -118,10 +118,13 @@ def usage(compiled):
 
 
 def report(case, target):
-    """Compile every kernel of a case; one record a kernel."""
-    for kernel, args, named in launches(case):
-        compiled, options = compile_launch(kernel, args, named, target)
-        name = kernel.__name__ + ("[reverse]" if named.get("REVERSE") else "")
+    """Compile every kernel of a case; one record a kernel, however often it is launched."""
+    found = {
+        kernel.__name__ + ("[reverse]" if named.get("REVERSE") else ""): (kernel, args, named)
+        for kernel, args, named in launches(case)
+    }
+    for name, launch in found.items():
+        compiled, options = compile_launch(*launch, target)
         yield {
             "case": case,
             "kernel": name,

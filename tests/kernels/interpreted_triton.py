@@ -17,6 +17,7 @@ import ssmzoo_kernels
 from ssmzoo_kernels import causal_conv1d, last_backend, longhorn_scan
 from ssmzoo_kernels.causal_conv1d import triton as conv_triton
 from ssmzoo_kernels.longhorn_scan import triton as longhorn_triton
+from ssmzoo_kernels.scan import interval
 from ssmzoo_kernels.scan import triton as skeleton
 
 # numpy warns where a GPU goes to infinity, as the formulas mean it to
@@ -120,6 +121,19 @@ def test_a_span_of_several_chunks_equals_the_reference(monkeypatch, small_chunks
     monkeypatch.setattr(skeleton, "FILL", 3)
     assert skeleton.span_of(35, 1, 1, 8) == 16
     assert_as_accurate(longhorn_scan, scan_inputs(1, 35, 4, 2))
+
+
+@pytest.mark.parametrize("fill", [1, 10**6], ids=["whole_segments", "spans"])
+def test_intervals_of_several_chunks_equal_the_reference(monkeypatch, small_chunks, fill):
+    monkeypatch.setattr(skeleton, "FILL", fill)
+    assert interval(10, 8) == 16
+    inputs = scan_inputs(1, 27, 5, 10, segments=3)
+    assert_as_accurate(longhorn_scan, inputs, cu_seqlens=bounds(0, 26, 1))
+
+
+def test_blocks_that_take_turns_at_a_partial_sum_equal_the_reference(monkeypatch):
+    monkeypatch.setattr(skeleton, "parts_of", lambda blocks, width, states: 2)
+    assert_as_accurate(longhorn_scan, scan_inputs(1, 5, 90, 3))
 
 
 @pytest.mark.parametrize("states", [1, 3, 16, 40])

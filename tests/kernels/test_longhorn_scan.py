@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from ssmzoo.testing.accuracy import assert_as_accurate, outputs_and_grads
 from ssmzoo_kernels import last_backend, longhorn_scan, use_backend
-from ssmzoo_kernels.longhorn_scan import library, reference
-from ssmzoo_kernels.scan import chunk_slots
+from ssmzoo_kernels.longhorn_scan import eager, library, reference
+from ssmzoo_kernels.scan import chunk_slots, interval
 
 NAMES = ("u", "q", "k", "dt", "dt_bias", "D", "z", "initial_state")
 
@@ -57,6 +57,25 @@ def test_any_length_is_as_exact_as_the_loop(backend, length):
 @pytest.mark.parametrize("width", [1, 16, 63, 130])
 def test_any_width_and_state_size_is_as_exact_as_the_loop(backend, width, states):
     judge(draw(L=33, D=width, N=states), backend)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_intervals_of_several_chunks_are_as_exact_as_the_loop(backend, packed):
+    assert interval(40, library._backend(backend).CHUNK) == 48
+    options = {"cu_seqlens": bounds(0, 48, 97, 0, 15, 40)} if packed else {}
+    judge(draw(B=1, L=200, D=20, N=40, segments=6 if packed else None), backend, **options)
+
+
+@pytest.mark.parametrize("width", [320, 330, 600])
+def test_blocks_that_take_turns_at_a_partial_sum_are_as_exact_as_the_loop(width):
+    judge(draw(B=1, L=20, D=width, N=width // 4), "cpu")
+
+
+def test_segments_that_take_turns_are_as_exact_as_the_loop():
+    lengths = [17] * 40
+    inputs = draw(B=1, L=sum(lengths), D=6, N=5, segments=40)
+    assert len(list(eager._groups(bounds(*lengths), 5))) > 1
+    judge(inputs, "eager", cu_seqlens=bounds(*lengths))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -448,17 +467,18 @@ def test_nan_and_infinity_keep_their_meaning(backend):
 # --- torch.library and torch.compile ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_registered_ops_pass_opcheck(backend, packed):
+@pytest.mark.parametrize(("packed", "states"), [(False, 40), (True, 3)])
+def test_registered_ops_pass_opcheck(backend, packed, states):
     offsets = bounds(20, 0, 20) if packed else bounds(20, 20)
-    inputs = draw(B=2, L=20, D=6, N=3, segments=len(offsets) - 1, dtype=torch.float32)
+    inputs = draw(B=2, L=20, D=6, N=states, segments=len(offsets) - 1, dtype=torch.float32)
     flat = [x.flatten(0, 1) if x.dim() == 3 and x is not inputs[-1] else x for x in inputs]
     leaves = [x.requires_grad_() for x in flat]
     forward = torch.ops.ssmzoo.longhorn_scan.default
     torch.library.opcheck(forward, (*leaves, offsets, True, backend))
     saved = library._backend(backend).forward(*[x.detach() for x in leaves], offsets, True)[2]
-    assert saved.shape[0] == chunk_slots(40, len(offsets) - 1, library._backend(backend).CHUNK)
-    grads = (torch.randn(40, 6), torch.randn(len(offsets) - 1, 6, 3))
+    between = interval(states, library._backend(backend).CHUNK)
+    assert saved.shape[0] == chunk_slots(40, len(offsets) - 1, between)
+    grads = (torch.randn(40, 6), torch.randn(len(offsets) - 1, 6, states))
     torch.library.opcheck(
         torch.ops.ssmzoo.longhorn_scan_backward.default,
         (*grads, *[x.detach() for x in leaves], offsets, saved, backend),

@@ -23,7 +23,7 @@ def forward(
     offsets: Tensor,  # [S + 1] int64
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return outputs, final states and, with ``save``, the state before every chunk."""
+    """Return outputs, final states and, with ``save``, the state before every interval."""
     return scan.forward(_SOURCE, u, q, k, dt, dt_bias, D, z, None, initial_state, offsets, save)
 
 

@@ -1,16 +1,20 @@
 """Longhorn's scan in torch, with its own backward: any device, no compiler.
 
-The loop over time keeps nothing on the autograd tape; the backward recomputes a chunk of states
-from its saved start and works on the chunk at once, but for the carry.
+The loop over time keeps nothing on the autograd tape; the backward marches again from a saved
+state to the chunks after it, recomputes the states of a chunk, and works on the chunk at once, but
+for the carry. Of many segments only so many run together that their states stay few.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from ssmzoo_kernels.scan import accumulator, chunk_slots
+from ssmzoo_kernels.scan import accumulator, chunk_slots, interval
 from ssmzoo_kernels.segments import by_length
 
 CHUNK = 16
+ABREAST = 16  # segments that may always run together
 
 
 def forward(
@@ -25,22 +29,23 @@ def forward(
     offsets: Tensor,  # [S + 1] int64
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return outputs, final states and, with ``save``, the state before every chunk."""
+    """Return outputs, final states and, with ``save``, the state before every interval."""
     exact = accumulator(u)
     values, queries, keys = (x.to(exact) for x in (u, q, k))
     rate, _ = _rates(keys, dt.to(exact), dt_bias)
     (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1
     read = values.new_empty(tokens, width)
     final_state = values.new_empty(segments, width, states)
-    slots = chunk_slots(tokens, segments, CHUNK) if save else 0
+    between = interval(states, CHUNK)
+    slots = chunk_slots(tokens, segments, between) if save else 0
     saved = values.new_zeros(slots, states, width)
-    for members, places in by_length(offsets):
+    for members, places in _groups(offsets, states):
         state = values.new_zeros(len(members), states, width)
         if initial_state is not None:
             state = initial_state[members].to(exact).transpose(1, 2)
         for j, chunk in enumerate(places.split(CHUNK, dim=1)):
-            if save:
-                saved[_slots(offsets, members, j)] = state
+            if save and j * CHUNK % between == 0:
+                saved[_slots(offsets, members, j, between)] = state
             history = _march(state, values[chunk], keys[chunk], rate[chunk])
             read[chunk] = (history[:, 1:] * queries[chunk].unsqueeze(-1)).sum(dim=2)
             state = history[:, -1]
@@ -83,7 +88,9 @@ def backward(
     grad_q, grad_k = torch.empty_like(queries), torch.empty_like(keys)
     grad_rate = torch.empty_like(values)  # times rate
     grad_initial = values.new_empty(segments, width, states)
-    for members, places in by_length(offsets):
+    between = interval(states, CHUNK)
+    for members, places in _groups(offsets, states):
+        starts: list[Tensor] = []
         carry = values.new_zeros(len(members), states, width)
         if grad_final is not None:
             carry = grad_final[members].to(exact).transpose(1, 2)
@@ -91,8 +98,12 @@ def backward(
         for j, chunk in reversed(list(enumerate(chunks))):
             key, query = keys[chunk].unsqueeze(-1), queries[chunk].unsqueeze(-1)  # [G, C, N, 1]
             value, speed = values[chunk].unsqueeze(2), rate[chunk].unsqueeze(2)  # [G, C, 1, D]
-            state = saved[_slots(offsets, members, j)]
-            history = _march(state, values[chunk], keys[chunk], rate[chunk])
+            if not starts:
+                first = j - j % (between // CHUNK)
+                starts = [saved[_slots(offsets, members, first, between)]]
+                for c in chunks[first:j]:
+                    starts.append(_march(starts[-1], values[c], keys[c], rate[c])[:, -1].clone())
+            history = _march(starts.pop(), values[chunk], keys[chunk], rate[chunk])
             before, after = history[:, :-1], history[:, 1:]
             incoming = grad[chunk].unsqueeze(2) * query  # [G, C, N, D]
             decay = 1 - speed * key * key
@@ -143,5 +154,17 @@ def _march(state: Tensor, u: Tensor, k: Tensor, rate: Tensor) -> Tensor:
     return history
 
 
-def _slots(offsets: Tensor, members: Tensor, chunk: int) -> Tensor:
-    return offsets[members] // CHUNK + members + chunk
+def _groups(offsets: Tensor, states: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield segments of one length and their tokens, so few that their chunks' states stay small.
+
+    Together they are no more than an activation, or what ``ABREAST`` segments need.
+    """
+    tokens = int(offsets[-1])
+    for members, places in by_length(offsets):
+        held = max(1, min(places.shape[1], max(CHUNK, interval(states, CHUNK) // CHUNK)))
+        count = max(ABREAST, tokens // (held * states))
+        yield from zip(members.split(count), places.split(count), strict=True)
+
+
+def _slots(offsets: Tensor, members: Tensor, chunk: int, between: int) -> Tensor:
+    return offsets[members] // between + members + chunk * CHUNK // between

@@ -2,8 +2,8 @@
 
 Here a batch is already flat: ``T = B * L`` tokens in a row, cut into ``S`` segments by ``offsets``.
 A backend is a module with ``CHUNK``, ``forward`` and ``backward`` of the signatures used below. The
-forward of a training step keeps the state at the start of every ``CHUNK`` tokens, and the backward
-recomputes the states in between.
+forward of a training step keeps the state at the start of every ``interval(N, CHUNK)`` tokens, and
+the backward recomputes the states in between, at most ``CHUNK`` at once.
 """
 
 import functools
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ssmzoo_kernels.dispatch import record
-from ssmzoo_kernels.scan import accumulator, chunk_slots, needs_library
+from ssmzoo_kernels.scan import accumulator, chunk_slots, interval, needs_library
 
 OP = "longhorn_scan"
 
@@ -72,7 +72,8 @@ def _(u, q, k, dt, dt_bias, D, z, initial_state, offsets, save, backend):
     tokens, width = u.shape
     states, segments = k.shape[1], offsets.shape[0] - 1
     exact = accumulator(u)
-    slots = chunk_slots(tokens, segments, _backend(backend).CHUNK) if save else 0
+    between = interval(states, _backend(backend).CHUNK)
+    slots = chunk_slots(tokens, segments, between) if save else 0
     return (
         torch.empty_like(u, memory_format=torch.contiguous_format),
         u.new_empty(segments, width, states, dtype=exact),

@@ -15,12 +15,31 @@ def accumulator(x: Tensor) -> torch.dtype:
 
 
 def chunk_slots(tokens: int, segments: int, chunk: int) -> int:
-    """Return how many chunk-start states to make room for.
+    """Return how many states at the starts of chunks to make room for.
 
     Segment ``s`` with first token ``a`` keeps chunk ``j`` in slot ``a // chunk + s + j``: no two
     chunks share one, whatever the lengths are, and the count depends on shapes alone.
     """
     return tokens // chunk + segments
+
+
+def interval(states: int, chunk: int) -> int:
+    """Return how many tokens lie between saved states: whole chunks, and at least ``states``.
+
+    A token's state is ``states`` numbers a channel, so what is saved never outweighs one activation
+    ``[T, D]`` (and one state a segment), whatever the state's size.
+    """
+    return chunk * -(-states // chunk)
+
+
+def parts_of(blocks: int, width: int, states: int) -> int:
+    """Return how many partial sums ``[T, N]`` of the gradients of ``q`` and ``k`` to keep.
+
+    One a block of channels would be ``T * D * N`` numbers over the block's width. Where that is
+    more than an activation ``[T, D]`` (and more than four sums), blocks take turns at fewer.
+    """
+    turns = -(-blocks // max(4, width // states))
+    return -(-blocks // max(1, turns))
 
 
 def needs_library(x: Tensor) -> bool:

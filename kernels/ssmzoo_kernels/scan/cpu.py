@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ssmzoo_kernels import native
-from ssmzoo_kernels.scan import accumulator, chunk_slots
+from ssmzoo_kernels.scan import accumulator, chunk_slots, interval, parts_of
 
-CHUNK = 16  # tokens between saved states
+CHUNK = 16  # tokens whose states are recomputed at once
 
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 
@@ -25,7 +25,7 @@ class _Inputs(ctypes.Structure):
     _fields_ = (
         *((x, _POINTER) for x in ("u", "q", "k", "dt", "bias", "skip", "z", "param", "initial")),
         ("offsets", _POINTER),
-        *((x, _INTEGER) for x in ("segments", "width", "states")),
+        *((x, _INTEGER) for x in ("segments", "width", "states", "interval")),
         *((f"stride_{x}", _INTEGER) for x in ("u", "q", "k", "dt", "z")),
     )
 
@@ -37,6 +37,7 @@ class _Gradients(ctypes.Structure):
         ("out", _POINTER),
         ("final", _POINTER),
         ("stride_out", _INTEGER),
+        ("parts", _INTEGER),
         *((f"grad_{x}", _POINTER) for x in ("u", "q", "k", "dt", "bias", "skip", "z", "param")),
         ("grad_initial", _POINTER),
     )
@@ -74,14 +75,14 @@ def forward(
 
     Returns:
         Outputs ``[T, D]`` in u's dtype; in the accumulator's, final states ``[S, D, N]`` and, with
-        ``save``, the state before every chunk ``[slots, N, D]``.
+        ``save``, the state before every interval ``[slots, N, D]``.
     """
     exact = accumulator(u)
     tensors = _prepare(exact, u, q, k, dt, dt_bias, skip, z, param, initial_state)
     (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1
     out = torch.empty((tokens, width), dtype=exact)
     final_state = torch.empty((segments, width, states), dtype=exact)
-    slots = chunk_slots(tokens, segments, CHUNK) if save else 0
+    slots = chunk_slots(tokens, segments, interval(states, CHUNK)) if save else 0
     saved = torch.empty((slots, states, width), dtype=exact)
     failed = _library(source, exact).scan_forward(
         _inputs(tensors, offsets),
@@ -117,6 +118,7 @@ def backward(
     (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1
     library = _library(source, exact)
     blocks = -(-width // ctypes.c_int.in_dll(library, "scan_block").value)
+    part_count = parts_of(blocks, width, states)
 
     def room(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=exact)
@@ -135,10 +137,10 @@ def backward(
         param=None if param is None else room(width, states),
         initial_state=None if initial_state is None else room(segments, width, states),
     )
-    # sums over channels come in one part a block of channels, sums over tokens one a segment
+    # sums over channels come in parts, sums over tokens in one a segment
     parts = grads._replace(
-        q=room(blocks, tokens, states),
-        k=room(blocks, tokens, states),
+        q=room(part_count, tokens, states),
+        k=room(part_count, tokens, states),
         dt_bias=None if dt_bias is None else room(segments, width),
         skip=None if skip is None else room(segments, width),
         param=None if param is None else room(segments, width, states),
@@ -149,6 +151,7 @@ def backward(
             native.address(grad_out),
             native.address(grad_final),
             0 if grad_out is None else grad_out.stride(0),
+            part_count,
             *map(native.address, parts),
         ),
         saved.data_ptr(),
@@ -209,6 +212,7 @@ def _inputs(tensors: _Prepared, offsets: Tensor) -> _Inputs:
         offsets.shape[0] - 1,
         u.shape[1],
         k.shape[1],
+        interval(k.shape[1], CHUNK),
         u.stride(0),
         q.stride(0),
         k.stride(0),

@@ -20,17 +20,18 @@
  * Tokens lie flat, cut into segments by `offsets`. A task is one segment and one block of channels;
  * tasks share nothing, so results do not depend on the number of threads. In a task, CHUNK tokens
  * at a time: a tile of VT channel vectors by NT states stays in registers while it marches through
- * the chunk. Training keeps the state before every chunk (numbering: scan/__init__.py); the backward
- * recomputes the states of a chunk into `history`, in the first cache, and marches back. States are
- * never rebuilt by division. Gradients of q and k sum over channels: a partial sum per block, added
- * up in the order of the blocks.
+ * the chunk. Training keeps the state before every `interval` of chunks, one if N <= CHUNK (numbering:
+ * scan/__init__.py); the backward marches through an interval again for the states before its other
+ * chunks, recomputes the states of a chunk into `history`, in the first cache, and marches back.
+ * States are never rebuilt by division. Gradients of q and k sum over channels: every `parts`-th
+ * block adds to the same partial sum, in order, and the parts are added up in theirs.
  *
  * Saved states are [slots, N, D]; initial and final ones [S, D, N]. Absent tensors are null.
  */
 #include "vector.h"
 
 #ifndef CHUNK
-#error "CHUNK, the tokens between saved states, comes from the Python side"
+#error "CHUNK, the tokens whose states are recomputed at once, comes from the Python side"
 #endif
 
 /* VT * NT states fit the vector registers with room for the rest. */
@@ -41,13 +42,13 @@ enum { VT = 1, NT = 8 };
 #endif
 enum { VECTORS = 4 * VT, BLOCK = VECTORS * LANES };
 
-/* How many channels share a partial sum of the gradients of q and k. */
+/* How many channels a task has. */
 const int scan_block = BLOCK;
 
 typedef struct {
   const REAL *u, *q, *k, *dt, *bias, *skip, *z, *param, *initial;
   const int64_t *offsets;
-  int64_t segments, width, states;
+  int64_t segments, width, states, interval;
   int64_t stride_u, stride_q, stride_k, stride_dt, stride_z; /* between tokens */
 } Inputs;
 
@@ -64,8 +65,8 @@ INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
-INLINE int64_t slot(int64_t begin, int64_t segment, int64_t chunk) {
-  return begin / CHUNK + segment + chunk;
+INLINE int64_t slot(const Inputs *in, int64_t segment, int64_t number) {
+  return in->offsets[segment] / in->interval + segment + number;
 }
 
 /* Keys and queries of a chunk, padded with zeros, which change nothing, to whole tiles. */
@@ -111,6 +112,13 @@ INLINE Token read_token(const Inputs *in, int64_t t, int64_t channel, int64_t co
   return token(u, dt, splat(energy));
 }
 
+INLINE void read_tokens(const Inputs *in, int64_t first, int64_t count, int64_t channel,
+                        int64_t channels, const REAL *energy, Token *tokens) {
+  for (int64_t t = 0; t < count; t++)
+    for (int64_t c = 0, v = 0; c < channels; c += LANES, v++)
+      tokens[t * VECTORS + v] = read_token(in, first + t, channel + c, channels - c, energy[t]);
+}
+
 /* A chunk's rows are too far apart for the hardware to foresee: ask for a vector of the next one. */
 INLINE void fetch(const Inputs *in, int64_t t, int64_t channel) {
   __builtin_prefetch(in->u + t * in->stride_u + channel, 0, 2);
@@ -154,8 +162,8 @@ static void step_rows(const Inputs *in, int64_t segment, int64_t channel, int64_
   }
 }
 
-/* March a tile of states through a chunk, adding what it reads to `read`; fetch `ahead` tokens of
- * the next chunk meanwhile. */
+/* March a tile of states through a chunk, adding what it reads to `read` unless that is null; fetch
+ * `ahead` tokens of the next chunk meanwhile. */
 INLINE void march(const Inputs *in, vec *states, const vec *params, int64_t padded,
                   int64_t count, const Token *tokens, const REAL *keys, const REAL *queries,
                   vec *read, int64_t next, int64_t ahead, int64_t channel) {
@@ -166,15 +174,16 @@ INLINE void march(const Inputs *in, vec *states, const vec *params, int64_t padd
     UNROLL for (int v = 0; v < VT; v++) {
       if (t < ahead) fetch(in, next + t, channel + v * LANES);
       Token x = tokens[t * VECTORS + v];
-      vec even = read[t * VECTORS + v], odd = {0};
+      vec even = {0}, odd = {0};
+      if (read) even = read[t * VECTORS + v];
       UNROLL for (int n = 0; n < NT; n += 2) {
         const vec *p = params + v * padded + n;
         S[v][n] = step(S[v][n], splat(keys[t * padded + n]), param_at(p, 0), &x);
-        even += S[v][n] * splat(queries[t * padded + n]);
+        if (read) even += S[v][n] * splat(queries[t * padded + n]);
         S[v][n + 1] = step(S[v][n + 1], splat(keys[t * padded + n + 1]), param_at(p, 1), &x);
-        odd += S[v][n + 1] * splat(queries[t * padded + n + 1]);
+        if (read) odd += S[v][n + 1] * splat(queries[t * padded + n + 1]);
       }
-      read[t * VECTORS + v] = even + odd;
+      if (read) read[t * VECTORS + v] = even + odd;
     }
   }
   UNROLL for (int v = 0; v < VT; v++)
@@ -203,12 +212,9 @@ static void forward_task(const Inputs *in, int64_t segment, int64_t channel, REA
   for (int64_t first = begin; first < end; first += CHUNK) {
     int64_t count = smaller(CHUNK, end - first);
     read_rows(in, first, count, padded, keys, queries, energy);
-    for (int64_t t = 0; t < count; t++)
-      for (int64_t c = 0, v = 0; c < channels; c += LANES, v++)
-        tokens[t * VECTORS + v] =
-            read_token(in, first + t, channel + c, channels - c, energy[t]);
-    if (saved) {
-      REAL *to = saved + slot(begin, segment, (first - begin) / CHUNK) * in->states * width;
+    read_tokens(in, first, count, channel, channels, energy, tokens);
+    if (saved && (first - begin) % in->interval == 0) {
+      REAL *to = saved + slot(in, segment, (first - begin) / in->interval) * in->states * width;
       for (int64_t n = 0; n < in->states; n++)
         for (int64_t c = 0, v = 0; c < channels; c += LANES, v++)
           store_some(to + n * width + channel + c, states[v * padded + n], channels - c);
@@ -235,9 +241,9 @@ static void forward_task(const Inputs *in, int64_t segment, int64_t channel, REA
   }
   write_states(final + edge, channels, in->states, padded, states);
   if (!saved) return;
-  /* slots between this segment's last chunk and the next segment are nobody's */
-  int64_t next = segment + 1, chunks = (end - begin + CHUNK - 1) / CHUNK;
-  for (int64_t i = slot(begin, segment, chunks); i < slot(end, next, 0); i++)
+  /* slots between this segment's last interval and the next segment are nobody's */
+  int64_t used = (end - begin + in->interval - 1) / in->interval;
+  for (int64_t i = slot(in, segment, used); i < slot(in, segment + 1, 0); i++)
     for (int64_t n = 0; n < in->states; n++)
       memset(saved + (i * in->states + n) * width + channel, 0, (size_t)channels * sizeof(REAL));
 }
@@ -264,8 +270,8 @@ int scan_forward(const Inputs *in, REAL *out, REAL *final, REAL *saved, int thre
 
 typedef struct {
   const REAL *out, *final; /* incoming */
-  int64_t stride_out;
-  /* partial sums of q and k are [blocks, T, N], of bias and skip [S, D], of param [S, D, N] */
+  int64_t stride_out, parts;
+  /* partial sums of q and k are [parts, T, N], of bias and skip [S, D], of param [S, D, N] */
   REAL *u, *q, *k, *dt, *bias, *skip, *z, *param, *initial;
 } Gradients;
 
@@ -325,14 +331,37 @@ INLINE void march_back(const Inputs *in, const Gradients *grad, const vec *state
     UNROLL for (int n = 0; n < NT; n++) carry[v * padded + n] = G[v][n];
 }
 
+/* The states before so many chunks: the one saved before the first, at token `first`, then what a
+ * march through them leaves. */
+static void find_starts(const Inputs *in, const REAL *from, int64_t first, int64_t chunks,
+                        int64_t channel, int64_t channels, int64_t padded, const vec *params,
+                        REAL *keys, REAL *queries, REAL *energy, Token *tokens, vec *starts) {
+  for (int64_t n = 0; n < in->states; n++)
+    for (int64_t c = 0, v = 0; c < channels; c += LANES, v++)
+      starts[v * padded + n] = load_some(from + n * in->width + channel + c, channels - c);
+  for (int64_t i = 1; i < chunks; i++, first += CHUNK) {
+    vec *states = starts + i * VECTORS * padded;
+    memcpy(states, states - VECTORS * padded, sizeof(vec) * VECTORS * (size_t)padded);
+    read_rows(in, first, CHUNK, padded, keys, queries, energy);
+    read_tokens(in, first, CHUNK, channel, channels, energy, tokens);
+    for (int64_t v = 0; v * LANES < channels; v += VT)
+      for (int64_t n = 0; n < padded; n += NT)
+        march(in, states + v * padded + n, params + v * padded + n, padded, CHUNK, tokens + v,
+              keys + n, NULL, NULL, first + CHUNK, n || i + 1 == chunks ? 0 : CHUNK,
+              channel + v * LANES);
+  }
+}
+
+/* Sums over channels start anew in a part's first block. */
 static void backward_task(const Inputs *in, const Gradients *grad, const REAL *saved,
                           int64_t segment, int64_t block, void *memory) {
   int64_t begin = in->offsets[segment], end = in->offsets[segment + 1];
   int64_t width = in->width, states = in->states, padded = round_up(states, NT);
   int64_t channel = block * BLOCK, channels = smaller(BLOCK, width - channel);
   int64_t tokens_in_all = in->offsets[in->segments];
-  vec *carry = memory, *start = carry + VECTORS * padded;
-  vec *params = start + VECTORS * padded, *grad_params = params + VECTORS * padded;
+  int64_t per_interval = in->interval / CHUNK, part = block % grad->parts;
+  vec *carry = memory, *starts = carry + VECTORS * padded;
+  vec *params = starts + per_interval * VECTORS * padded, *grad_params = params + VECTORS * padded;
   vec *grad_keys = grad_params + VECTORS * padded, *grad_queries = grad_keys + CHUNK * padded;
   REAL *keys = (REAL *)(grad_queries + CHUNK * padded), *queries = keys + CHUNK * padded;
   REAL energy[CHUNK];
@@ -342,7 +371,7 @@ static void backward_task(const Inputs *in, const Gradients *grad, const REAL *s
   double bias[BLOCK] = {0}, skip[BLOCK] = {0}; /* double: they sum over all tokens */
   memset(tokens, 0, sizeof tokens);
   memset(grads, 0, sizeof grads);
-  memset(start, 0, sizeof(vec) * VECTORS * (size_t)padded);
+  memset(starts, 0, sizeof(vec) * VECTORS * (size_t)padded);
   int64_t edge = (segment * width + channel) * states;
   read_states(grad->final ? grad->final + edge : NULL, channels, states, padded, carry);
   read_states(in->param ? in->param + channel * states : NULL, channels, states, padded, params);
@@ -350,16 +379,17 @@ static void backward_task(const Inputs *in, const Gradients *grad, const REAL *s
   int64_t last = (end - begin + CHUNK - 1) / CHUNK;
   for (int64_t chunk = last - 1; chunk >= 0; chunk--) {
     int64_t first = begin + chunk * CHUNK, count = smaller(CHUNK, end - first);
+    int64_t place = chunk % per_interval;
+    vec *start = starts + place * VECTORS * padded;
+    if (chunk == last - 1 || place == per_interval - 1)
+      find_starts(in, saved + slot(in, segment, chunk / per_interval) * states * width,
+                  first - place * CHUNK, place + 1, channel, channels, padded, params, keys,
+                  queries, energy, tokens, starts);
     read_rows(in, first, count, padded, keys, queries, energy);
-    const REAL *from = saved + slot(begin, segment, chunk) * states * width;
-    for (int64_t n = 0; n < states; n++)
-      for (int64_t c = 0, v = 0; c < channels; c += LANES, v++)
-        start[v * padded + n] = load_some(from + n * width + channel + c, channels - c);
-    for (int64_t t = 0; t < count; t++)
+    read_tokens(in, first, count, channel, channels, energy, tokens);
+    for (int64_t t = 0; grad->out && t < count; t++)
       for (int64_t c = 0, v = 0; c < channels; c += LANES, v++) {
         int64_t left = channels - c, at = channel + c;
-        tokens[t * VECTORS + v] = read_token(in, first + t, at, left, energy[t]);
-        if (!grad->out) continue;
         vec g = load_some(grad->out + (first + t) * grad->stride_out + at, left);
         if (in->z) {
           vec z = load_some(in->z + (first + t) * in->stride_z + at, left);
@@ -407,11 +437,12 @@ static void backward_task(const Inputs *in, const Gradients *grad, const REAL *s
         store_some(grad->dt + here, grad_dt, left);
       }
       REAL grad_energy = total(energy_sum);
-      int64_t row = (block * tokens_in_all + first + t) * states;
+      int64_t row = (part * tokens_in_all + first + t) * states;
       for (int64_t n = 0; n < states; n++) {
-        grad->q[row + n] = total(grad_queries[t * padded + n]);
-        grad->k[row + n] =
-            total(grad_keys[t * padded + n]) + 2 * keys[t * padded + n] * grad_energy;
+        REAL grad_q = total(grad_queries[t * padded + n]);
+        REAL grad_k = total(grad_keys[t * padded + n]) + 2 * keys[t * padded + n] * grad_energy;
+        grad->q[row + n] = grad_q + (block == part ? 0 : grad->q[row + n]);
+        grad->k[row + n] = grad_k + (block == part ? 0 : grad->k[row + n]);
       }
     }
     for (int64_t c = 0; c < channels; c++) {
@@ -441,24 +472,25 @@ INLINE void add_up(const REAL *parts, int64_t count, int64_t size, REAL *to, int
 int scan_backward(const Inputs *in, const Gradients *grad, const REAL *saved, REAL *grad_q,
                   REAL *grad_k, REAL *grad_bias, REAL *grad_skip, REAL *grad_param, int threads) {
   int64_t blocks = (in->width + BLOCK - 1) / BLOCK, padded = round_up(in->states, NT);
+  int64_t parts = grad->parts, vectors = (3 + in->interval / CHUNK) * VECTORS + 2 * CHUNK;
   int failed = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    void *memory = scratch((4 * VECTORS + 2 * CHUNK) * padded * sizeof(vec) +
-                           2 * CHUNK * padded * sizeof(REAL));
+    void *memory = scratch(vectors * padded * sizeof(vec) + 2 * CHUNK * padded * sizeof(REAL));
     if (!memory) {
 #pragma omp atomic write
       failed = 1;
     }
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < in->segments * blocks; i++)
-      if (memory) backward_task(in, grad, saved, i / blocks, i % blocks, memory);
+    for (int64_t i = 0; i < in->segments * parts; i++)
+      for (int64_t block = i % parts; memory && block < blocks; block += parts)
+        backward_task(in, grad, saved, i / parts, block, memory);
     free(memory);
   }
   if (failed) return 1;
   int64_t size = in->offsets[in->segments] * in->states;
-  add_up(grad->q, blocks, size, grad_q, threads);
-  add_up(grad->k, blocks, size, grad_k, threads);
+  add_up(grad->q, parts, size, grad_q, threads);
+  add_up(grad->k, parts, size, grad_k, threads);
   if (grad_bias) add_up(grad->bias, in->segments, in->width, grad_bias, threads);
   if (grad_skip) add_up(grad->skip, in->segments, in->width, grad_skip, threads);
   size = in->width * in->states;

@@ -20,7 +20,7 @@ past a segment's end: there ``u`` and ``k`` are zero and the state must not chan
 # a kernel launch is no ordinary call: Triton's types do not describe it
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,12 +28,12 @@ import triton.language as tl
 from torch import Tensor
 from triton import JITFunction
 
-from ssmzoo_kernels.scan import accumulator, chunk_slots
+from ssmzoo_kernels.scan import accumulator, chunk_slots, interval, parts_of
 
 # Warps that keep a large GPU busy; a constant, so that results do not depend on the device.
 FILL = 2048
 # Lengths make no new variants; widths and strides, which a model fixes, are compiled in.
-LENGTHS = ("segments", "span", "T", "first_slot")
+LENGTHS = ("segments", "span", "T", "first_slot", "first_block")
 
 
 class Transition(NamedTuple):
@@ -97,12 +97,12 @@ def locate(offsets, segments, span, slot):
 
 
 @triton.jit
-def channels_and_states(D, N, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return this program's channels, states and cells of a ``[N, D]`` state, and which exist.
+def channels_and_states(block, D, N, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return a block's channels, states and cells of a ``[N, D]`` state, and which exist.
 
     These count within one state, so 32 bits do; tokens and slots are what must be 64 bits wide.
     """
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    d = block * BLOCK_D + tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
     return d, n, n[:, None] * D + d[None, :], (n < N)[:, None] & (d < D)[None, :]
 
@@ -194,7 +194,7 @@ def scan_fwd_carry_kernel(
     slot = tl.program_id(0).to(tl.int64)
     _, _, end, begin = locate(offsets, segments, span, slot)
     stop = tl.minimum(begin + span, end)
-    d, n, cell, exists = channels_and_states(D, N, BLOCK_N, BLOCK_D)
+    d, n, cell, exists = channels_and_states(tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
     bias = load_vector(dt_bias, d, D, ACC)
     a = load_param(param, cell, exists, ACC)
     state = tl.zeros((BLOCK_N, BLOCK_D), ACC)
@@ -244,7 +244,7 @@ def scan_bwd_carry_kernel(
     slot = tl.program_id(0).to(tl.int64)
     _, _, end, begin = locate(offsets, segments, span, slot)
     stop = tl.minimum(begin + span, end)
-    d, n, cell, exists = channels_and_states(D, N, BLOCK_N, BLOCK_D)
+    d, n, cell, exists = channels_and_states(tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
     bias = load_vector(dt_bias, d, D, ACC)
     a = load_param(param, cell, exists, ACC)
     grad = tl.zeros((BLOCK_N, BLOCK_D), ACC)
@@ -284,7 +284,7 @@ def scan_combine_kernel(
 ):
     """Replace every span's ``local`` by the carry that enters it, span after span."""
     segment = tl.program_id(0).to(tl.int64)
-    _, _, cell, exists = channels_and_states(D, N, BLOCK_N, BLOCK_D)
+    _, _, cell, exists = channels_and_states(tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
     whole = segment * (N * D) + cell
     carry = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     if first_carry is not None:
@@ -329,14 +329,14 @@ def scan_fwd_kernel(
     stride_z: tl.constexpr,
     STEP: tl.constexpr,
     ACC: tl.constexpr,
-    CHUNK: tl.constexpr,
+    INTERVAL: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Write the outputs of one span, or of a whole segment where ``starts`` is None."""
     slot = tl.program_id(0).to(tl.int64)
-    d, n, cell, exists = channels_and_states(D, N, BLOCK_N, BLOCK_D)
+    d, n, cell, exists = channels_and_states(tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
     state = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     if starts is None:
         segment = slot
@@ -354,12 +354,11 @@ def scan_fwd_kernel(
     a = load_param(param, cell, exists, ACC)
     bias = load_vector(dt_bias, d, D, ACC)
     through = load_vector(skip, d, D, ACC)
-    for chunk in range(begin, stop, CHUNK):
+    for kept in range(begin, stop, INTERVAL):
         if saved is not None:
-            kept = first // CHUNK + segment + (chunk - first) // CHUNK
-            at = kept * (N * D) + cell
+            at = (first // INTERVAL + segment + (kept - first) // INTERVAL) * (N * D) + cell
             tl.store(saved + at, state, mask=exists)
-        for base in range(chunk, tl.minimum(chunk + CHUNK, stop), TOKENS):
+        for base in range(kept, tl.minimum(kept + INTERVAL, stop), TOKENS):
             for i in tl.static_range(TOKENS):
                 live = base + i < stop
                 u_t = load_row(u, base, i, stride_u, d, D, live, ACC)
@@ -407,6 +406,7 @@ def scan_bwd_kernel(
     span,
     T,
     first_slot,
+    first_block,
     D: tl.constexpr,
     N: tl.constexpr,
     stride_grad: tl.constexpr,
@@ -418,6 +418,7 @@ def scan_bwd_kernel(
     STEP: tl.constexpr,
     ADJOINT: tl.constexpr,
     ACC: tl.constexpr,
+    INTERVAL: tl.constexpr,
     CHUNK: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -425,12 +426,13 @@ def scan_bwd_kernel(
 ):
     """Walk one span backwards, or a whole segment where ``ends`` is None, and write all gradients.
 
-    Within a chunk states are computed anew from the saved one: first every TOKENS-th, to scratch,
-    then, going back, those of one group of TOKENS, which stay in registers.
+    A march from the state saved before an interval leads to a chunk in it. Within a chunk states
+    are computed anew: first every TOKENS-th, to scratch, then, going back, those of one group of
+    TOKENS, which stay in registers.
     """
     program = tl.program_id(0).to(tl.int64)
     slot = first_slot + program
-    d, n, cell, exists = channels_and_states(D, N, BLOCK_N, BLOCK_D)
+    d, n, cell, exists = channels_and_states(first_block + tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
     grad = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     if ends is None:
         segment = slot
@@ -456,7 +458,7 @@ def scan_bwd_kernel(
     box = tl.arange(0, BLOCK_N)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     partial = tl.program_id(1).to(tl.int64) * T
 
-    first_kept = first // CHUNK + segment + (begin - first) // CHUNK
+    first_kept = first // INTERVAL + segment + (begin - first) // INTERVAL
     chunks = tl.cdiv(tl.maximum(stop - begin, 0), CHUNK)
     for c in range(0, chunks):
         # The three minima here change no number. They hide from the compiler that positions are
@@ -465,9 +467,16 @@ def scan_bwd_kernel(
         chunk = tl.minimum(begin + (chunks - 1 - c) * CHUNK, stop)
         chunk_stop = tl.minimum(chunk + CHUNK, stop)
         groups = tl.cdiv(chunk_stop - chunk, TOKENS)
-        kept = first_kept + (chunks - 1 - c)
+        kept = first_kept + (chunks - 1 - c) // (INTERVAL // CHUNK)
         at = kept * (N * D) + cell
         state = tl.load(saved + at, mask=exists, other=0.0)
+        if INTERVAL > CHUNK:
+            for t in range(chunk - (chunks - 1 - c) % (INTERVAL // CHUNK) * CHUNK, chunk):
+                live = t < chunk
+                u_t = load_row(u, t, 0, stride_u, d, D, live, ACC)
+                k_t = load_row(k, t, 0, stride_k, n, N, live, ACC)
+                dt_t = load_row(dt, t, 0, stride_dt, d, D, live, ACC) + bias
+                state = STEP(state, u_t, k_t, dt_t, a, live)
         # threads may read back what others wrote
         tl.debug_barrier()
         for g in range(0, groups):
@@ -547,6 +556,69 @@ def rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
+class Plan(NamedTuple):
+    """How one call is cut into programs, and the arguments that its kernels share, by name."""
+
+    shape: Tile
+    blocks: int  # of channels
+    span: int | None  # tokens a program, or None for whole segments
+    slots: int  # saved states
+    arguments: dict[str, Any]
+
+
+def plan(
+    transition: Transition,
+    u: Tensor,
+    q: Tensor,
+    k: Tensor,
+    dt: Tensor,
+    dt_bias: Tensor | None,
+    skip: Tensor | None,
+    z: Tensor | None,
+    param: Tensor | None,
+    offsets: Tensor,
+    chunk: int,
+) -> Plan:
+    """Shape the programs of a call and gather what its kernels have in common."""
+    exact = accumulator(u)
+    (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1
+    shape = tile(states, exact)
+    blocks = triton.cdiv(width, shape.block_d)
+    between = interval(states, chunk)
+    span = span_of(tokens, segments, blocks * shape.num_warps, between)
+    matrices = {"u": rows(u), "q": rows(q), "k": rows(k), "dt": rows(dt)}
+    matrices["z"] = None if z is None else rows(z)
+    vectors = {"dt_bias": _whole(dt_bias), "skip": _whole(skip), "param": _whole(param)}
+    arguments = {
+        **matrices,
+        **vectors,
+        **{f"stride_{name}": _stride(x) for name, x in matrices.items()},
+        "offsets": offsets,
+        "segments": segments,
+        "span": span,
+        "T": tokens,
+        "D": width,
+        "N": states,
+        "STEP": transition.step,
+        "DECAY": transition.decay,
+        "ADJOINT": transition.adjoint,
+        "ACC": _ACC[exact],
+        "INTERVAL": between,
+        "CHUNK": chunk,
+        "TOKENS": shape.tokens,
+        "BLOCK_N": shape.block_n,
+        "BLOCK_D": shape.block_d,
+    }
+    return Plan(shape, blocks, span, chunk_slots(tokens, segments, between), arguments)
+
+
+def launch(kernel: JITFunction, grid: tuple[int, int], made: Plan, **own: object) -> None:
+    """Launch a kernel with its own arguments and with those of the plan that it names."""
+    arguments = made.arguments | own
+    named = {name: arguments[name] for name in kernel.arg_names if name in arguments}
+    kernel[grid](**named, num_warps=made.shape.num_warps)
+
+
 def forward(
     transition: Transition,
     u: Tensor,  # [T, D]
@@ -562,96 +634,46 @@ def forward(
     save: bool,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run a family's scan; returns outputs, final states and the state before every chunk.
+    """Run a family's scan; returns outputs, final states and the state before every interval.
 
     ``out[t] = (sum_n S[t, n] q[t, n] + skip * u[t]) * silu(z[t])``; ``S`` follows the transition.
     """
     exact = accumulator(u)
     (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1
-    shape = tile(states, exact)
-    blocks = triton.cdiv(width, shape.block_d)
-    span = span_of(tokens, segments, blocks * shape.num_warps, chunk)
-    u, q, k, dt = rows(u), rows(q), rows(k), rows(dt)
-    z = None if z is None else rows(z)
-    dt_bias, skip, param, initial_state = _whole(dt_bias, skip, param, initial_state)
-    sizes = {"D": width, "N": states}
-    common = {
-        "ACC": _ACC[exact],
-        "BLOCK_N": shape.block_n,
-        "BLOCK_D": shape.block_d,
-        "num_warps": shape.num_warps,
-    }
-
+    made = plan(transition, u, q, k, dt, dt_bias, skip, z, param, offsets, chunk)
+    blocks, span = made.blocks, made.span
     out = u.new_empty(tokens, width)
-    kept = chunk_slots(tokens, segments, chunk) if save else 0
-    saved = u.new_empty(kept, states, width, dtype=exact)
+    saved = u.new_empty(made.slots if save else 0, states, width, dtype=exact)
     with torch.cuda.device_of(u):
-        starts = None
+        starts, programs = None, segments
         final = u.new_empty(segments, width, states, dtype=exact)
         if span is not None:
             final = u.new_empty(segments, states, width, dtype=exact)
-            slots = chunk_slots(tokens, segments, span)
-            starts = u.new_empty(slots, states, width, dtype=exact)
+            programs = chunk_slots(tokens, segments, span)
+            starts = u.new_empty(programs, states, width, dtype=exact)
             decays = torch.empty_like(starts)
-            scan_fwd_carry_kernel[(slots, blocks)](
-                u,
-                k,
-                dt,
-                dt_bias,
-                param,
-                starts,
-                decays,
-                offsets,
-                segments,
-                span,
-                **sizes,
-                stride_u=u.stride(0),
-                stride_k=k.stride(0),
-                stride_dt=dt.stride(0),
-                STEP=transition.step,
-                DECAY=transition.decay,
-                TOKENS=min(2, shape.tokens),
-                **common,
-            )
-            scan_combine_kernel[(segments, blocks)](
-                _transposed(initial_state),
-                starts,
-                decays,
-                final,
-                offsets,
-                span,
-                **sizes,
+            found = {"local": starts, "decays": decays}
+            few = min(2, made.shape.tokens)
+            launch(scan_fwd_carry_kernel, (programs, blocks), made, **found, TOKENS=few)
+            launch(
+                scan_combine_kernel,
+                (segments, blocks),
+                made,
+                **found,
+                first_carry=_transposed(initial_state),
+                last_carry=final,
                 REVERSE=False,
-                **common,
             )
             final = final.transpose(1, 2).contiguous()
-        scan_fwd_kernel[(segments if starts is None else starts.shape[0], blocks)](
-            u,
-            q,
-            k,
-            dt,
-            dt_bias,
-            skip,
-            z,
-            param,
-            initial_state,
-            starts,
-            out,
-            final,
-            saved if save else None,
-            offsets,
-            segments,
-            span,
-            **sizes,
-            stride_u=u.stride(0),
-            stride_q=q.stride(0),
-            stride_k=k.stride(0),
-            stride_dt=dt.stride(0),
-            stride_z=0 if z is None else z.stride(0),
-            STEP=transition.step,
-            CHUNK=chunk,
-            TOKENS=shape.tokens,
-            **common,
+        launch(
+            scan_fwd_kernel,
+            (programs, blocks),
+            made,
+            initial=_whole(initial_state),
+            starts=starts,
+            out=out,
+            final=final,
+            saved=saved if save else None,
         )
     return out, final, saved
 
@@ -690,142 +712,100 @@ def backward(
     """Run a family's scan backwards from the states that ``forward`` saved."""
     exact = accumulator(u)
     (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1
-    shape = tile(states, exact)
-    blocks = triton.cdiv(width, shape.block_d)
-    span = span_of(tokens, segments, blocks * shape.num_warps, chunk)
-    grad_out = torch.zeros_like(u) if grad_out is None else grad_out
-    grad_out, u, q, k, dt = rows(grad_out), rows(u), rows(q), rows(k), rows(dt)
-    z = None if z is None else rows(z)
-    dt_bias, skip, param = _whole(dt_bias, skip, param)
+    made = plan(transition, u, q, k, dt, dt_bias, skip, z, param, offsets, chunk)
+    shape, blocks, span = made.shape, made.blocks, made.span
+    grad_out = rows(torch.zeros_like(u) if grad_out is None else grad_out)
     grad_final = _transposed(grad_final)
-    sizes = {"D": width, "N": states}
-    strides = {
-        "stride_grad": grad_out.stride(0),
-        "stride_q": q.stride(0),
-        "stride_k": k.stride(0),
-        "stride_dt": dt.stride(0),
-        "stride_z": 0 if z is None else z.stride(0),
-    }
-    common = {
-        "ACC": _ACC[exact],
-        "BLOCK_N": shape.block_n,
-        "BLOCK_D": shape.block_d,
-        "num_warps": shape.num_warps,
-    }
-
+    incoming = {"grad_out": grad_out, "stride_grad": _stride(grad_out)}
     grad_initial = None
     if initial_state is not None:
         grad_initial = u.new_empty(segments, states, width, dtype=exact)
     with torch.cuda.device_of(u):
-        ends = None
+        ends, programs = None, segments
         if span is not None:
-            slots = chunk_slots(tokens, segments, span)
-            ends = u.new_empty(slots, states, width, dtype=exact)
+            programs = chunk_slots(tokens, segments, span)
+            ends = u.new_empty(programs, states, width, dtype=exact)
             decays = torch.empty_like(ends)
-            scan_bwd_carry_kernel[(slots, blocks)](
-                grad_out,
-                q,
-                k,
-                dt,
-                dt_bias,
-                z,
-                param,
-                ends,
-                decays,
-                offsets,
-                segments,
-                span,
-                **sizes,
-                **strides,
-                DECAY=transition.decay,
-                TOKENS=min(2, shape.tokens),
-                **common,
-            )
-            scan_combine_kernel[(segments, blocks)](
-                grad_final,
-                ends,
-                decays,
-                grad_initial,
-                offsets,
-                span,
-                **sizes,
+            found = {"local": ends, "decays": decays}
+            few = min(2, shape.tokens)
+            launch(scan_bwd_carry_kernel, (programs, blocks), made, **incoming, **found, TOKENS=few)
+            launch(
+                scan_combine_kernel,
+                (segments, blocks),
+                made,
+                **found,
+                first_carry=grad_final,
+                last_carry=grad_initial,
                 REVERSE=True,
-                **common,
             )
-        programs = segments if ends is None else ends.shape[0]
-        # several launches share one scratch where a single one would want an endless one
-        at_once = min(programs, max(1, 4 * FILL // (blocks * shape.num_warps)))
-        groups = chunk // shape.tokens
-        scratch = u.new_empty(
-            at_once * blocks * groups * shape.block_n * shape.block_d, dtype=exact
-        )
-        grad_u = u.new_empty(tokens, width)
-        grad_q = q.new_empty(blocks, tokens, states, dtype=exact)
-        grad_k = torch.empty_like(grad_q)
-        grad_dt = dt.new_empty(tokens, width)
-        grad_z = None if z is None else z.new_empty(tokens, width)
+        # partial sums of q and k, and a scratch for states: where all blocks and programs at once
+        # would want more of either than is bounded, several launches share it
+        parts = parts_of(blocks, width, states)
+        at_once = min(programs, max(1, 4 * FILL // (parts * shape.num_warps)))
+        box = shape.block_n * shape.block_d
+        part_q = q.new_empty(parts, tokens, states, dtype=exact)
+        part_k = torch.empty_like(part_q)
         per_program = u.new_empty(programs, width, dtype=exact)
-        grad_bias = None if dt_bias is None else torch.empty_like(per_program)
-        grad_skip = None if skip is None else torch.empty_like(per_program)
-        grad_param = None
+        per_param = None
         if param is not None:
-            grad_param = u.new_empty(programs, states, width, dtype=exact)
-        for first_slot in range(0, programs, at_once):
-            scan_bwd_kernel[(min(at_once, programs - first_slot), blocks)](
-                grad_out,
-                grad_final,
-                u,
-                q,
-                k,
-                dt,
-                dt_bias,
-                skip,
-                z,
-                param,
-                saved,
-                ends,
-                scratch,
-                grad_u,
-                grad_q,
-                grad_k,
-                grad_dt,
-                grad_bias,
-                grad_skip,
-                grad_z,
-                grad_param,
-                grad_initial,
-                offsets,
-                segments,
-                span,
-                tokens,
-                first_slot,
-                **sizes,
-                **strides,
-                stride_u=u.stride(0),
-                STEP=transition.step,
-                ADJOINT=transition.adjoint,
-                CHUNK=chunk,
-                TOKENS=shape.tokens,
-                **common,
-            )
+            per_param = u.new_empty(programs, states, width, dtype=exact)
+        grads = {
+            "grad_u": u.new_empty(tokens, width),
+            "grad_dt": dt.new_empty(tokens, width),
+            "grad_z": None if z is None else z.new_empty(tokens, width),
+            "grad_bias": None if dt_bias is None else torch.empty_like(per_program),
+            "grad_skip": None if skip is None else torch.empty_like(per_program),
+            "grad_param": per_param,
+            "grad_initial": grad_initial,
+        }
+        scratch = u.new_empty(at_once * parts * (chunk // shape.tokens) * box, dtype=exact)
+        grad_q = part_q.new_zeros(tokens, states)
+        grad_k = torch.zeros_like(grad_q)
+        for first_block in range(0, blocks, parts):
+            some = min(parts, blocks - first_block)
+            for first_slot in range(0, programs, at_once):
+                launch(
+                    scan_bwd_kernel,
+                    (min(at_once, programs - first_slot), some),
+                    made,
+                    **incoming,
+                    **grads,
+                    grad_final=grad_final,
+                    saved=saved,
+                    ends=ends,
+                    scratch=scratch,
+                    grad_q=part_q,
+                    grad_k=part_k,
+                    first_slot=first_slot,
+                    first_block=first_block,
+                )
+            grad_q += part_q[:some].sum(0)
+            grad_k += part_k[:some].sum(0)
+    grad_bias, grad_skip, grad_param = (
+        None if x is None else x.sum(0) for x in (grads["grad_bias"], grads["grad_skip"], per_param)
+    )
     return Gradients(
-        grad_u,
-        grad_q.sum(0),
-        grad_k.sum(0),
-        grad_dt,
-        None if grad_bias is None else grad_bias.sum(0),
-        None if grad_skip is None else grad_skip.sum(0),
-        grad_z,
-        None if grad_param is None else grad_param.sum(0),
-        _transposed(grad_initial),
+        u=grads["grad_u"],
+        q=grad_q,
+        k=grad_k,
+        dt=grads["grad_dt"],
+        dt_bias=grad_bias,
+        skip=grad_skip,
+        z=grads["grad_z"],
+        param=grad_param,
+        initial_state=_transposed(grad_initial),
     )
 
 
 _ACC = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
-def _whole(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    return tuple(None if x is None else x.contiguous() for x in tensors)
+def _stride(x: Tensor | None) -> int:
+    return 0 if x is None else x.stride(0)
+
+
+def _whole(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def _transposed(states: Tensor | None) -> Tensor | None:
