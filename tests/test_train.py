@@ -15,8 +15,9 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-import ssmzoo.train
 from ssmzoo.checkpoint import locked, read_metrics
+from ssmzoo.loop import Run
+from ssmzoo.objective import CausalLM
 from ssmzoo.train import make_optimizer, param_groups, train
 
 TINY = {
@@ -91,14 +92,14 @@ class KilledError(Exception):
 
 def killed_before(monkeypatch, step):
     """Stop the run as if it were killed when it is about to take a step."""
-    optimize = ssmzoo.train._Run._optimize
+    optimize = Run._optimize
 
     def stop(run, read):
         if run.step == step - 1:
             raise KilledError
         optimize(run, read)
 
-    monkeypatch.setattr(ssmzoo.train._Run, "_optimize", stop)
+    monkeypatch.setattr(Run, "_optimize", stop)
 
 
 def weights(folder):
@@ -181,15 +182,16 @@ def test_a_killed_run_resumes_to_the_same_weights_and_lines(
 def test_a_run_killed_outright_resumes_to_the_same_weights(whole, recipe, tmp_path):
     script = """
         import os, signal, sys, torch
-        import ssmzoo.train as module
+        from ssmzoo.loop import Run
+        from ssmzoo.train import train
         torch.set_num_threads(int(sys.argv[3]))
-        log = module._Run._log
+        log = Run._log
         def kill(run):
             log(run)
             if run.step == 8:
                 os.kill(os.getpid(), signal.SIGKILL)
-        module._Run._log = kill
-        module.train(sys.argv[1], output_dir=sys.argv[2])
+        Run._log = kill
+        train(sys.argv[1], output_dir=sys.argv[2])
     """
     run, threads = tmp_path / "killed", str(torch.get_num_threads())
     done = subprocess.run(
@@ -534,9 +536,9 @@ def test_the_trainer_takes_the_same_optimizer(tmp_path):
 def test_longhorn_trains_packed_and_resumes_to_the_same_weights(recipe, tmp_path, monkeypatch):
     model = {"family": "longhorn", "config": {"hidden_size": 32, "num_hidden_layers": 2}}
     seen = []
-    batch = ssmzoo.train._Run._batch
+    batch = CausalLM.batch
     monkeypatch.setattr(
-        ssmzoo.train._Run, "_batch", lambda run, rows: seen.append(batch(run, rows)) or seen[-1]
+        CausalLM, "batch", lambda goal, rows: seen.append(batch(goal, rows)) or seen[-1]
     )
     whole = train(recipe(model=model), output_dir=tmp_path / "whole")
     assert all(b["input_ids"].shape == (1, 4 * 32) for b in seen if b["labels"].shape[1] == 128)

@@ -32,10 +32,10 @@ from ssmzoo.card_sources import (
     read_results,
     read_run,
 )
-from ssmzoo.evaluate import model_name
 from ssmzoo.files import appears_whole, write_text
 from ssmzoo.hub import CARD, read_weights
 from ssmzoo.resources import share
+from ssmzoo.source import model_name
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData

@@ -1,0 +1,124 @@
+"""A run's folder: what it holds, and whether a run may begin or continue there."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ssmzoo.checkpoint import CONTENTS, newest_checkpoint, read_metrics
+from ssmzoo.curves import draw_curves
+from ssmzoo.files import write_folder, write_json, write_text
+from ssmzoo.machine import installed_versions
+from ssmzoo.recipe import Recipe, load_recipe
+
+# what a run that was killed before it began may have left
+_DONT_COUNT = re.compile(r"\.lock|cache|\..+\.(unfinished|replaced)")
+_DRAW_SECONDS = 30  # at least, between two pictures of one run
+_PACKAGES = ("ssmzoo", "torch", "transformers", "accelerate", "datasets", "numpy")
+_MAY_CHANGE = {"train.steps", "train.tokens"}
+_DATA_FACTS = ("source", "dataset", "config", "revision", "documents", "tokens", "digest")
+_NOT_OF_THE_MODEL = {CONTENTS, "optimizer.safetensors", "state.json"}
+
+
+class RunFolder:
+    """The folder of a run; one process writes it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.cache = path / "cache"
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+        self._drawn = time.perf_counter()
+
+    def starting_point(self, recipe: Recipe, *, resume: bool) -> Path | None:
+        """Return the checkpoint to continue from, None to begin; nothing is written.
+
+        Raises:
+            ValueError: The folder holds something else than a run that may be continued.
+            RuntimeError: The newest checkpoint is damaged.
+        """
+        if all(_DONT_COUNT.fullmatch(path.name) for path in self.path.iterdir()):
+            return None
+        if not resume:
+            raise ValueError(
+                f"output_dir must be empty or new, got {self.path}, which is not; resume the run "
+                "that is there, or choose another folder"
+            )
+        begun = self.path / "recipe.yaml"
+        if not begun.exists():
+            raise ValueError(
+                f"output_dir must hold a run to resume, got {self.path} without recipe.yaml"
+            )
+        _require_same(load_recipe(begun), recipe)
+        return newest_checkpoint(self.checkpoints)
+
+    def manifest(self) -> dict[str, Any] | None:
+        """Return what the run found its data to be when it began."""
+        described = self.path / "data.json"
+        return json.loads(described.read_text(encoding="utf-8")) if described.exists() else None
+
+    def describe(self, recipe: Recipe, manifest: dict[str, Any], facts: dict[str, Any]) -> None:
+        """Write what describes the run: recipe, data, and the facts beside time and versions."""
+        write_text(self.path / "recipe.yaml", recipe.to_yaml())
+        write_json(self.path / "data.json", manifest)
+        described = {
+            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "date": _now(),
+            "data": {key: manifest[key] for key in _DATA_FACTS if key in manifest},
+            **facts,
+            "versions": installed_versions(*_PACKAGES),
+        }
+        write_json(self.path / "run.json", described)
+
+    def draw(self, title: str, *, now: bool = False) -> None:
+        """Draw the curves, if that was not done a moment ago, or ``now``."""
+        if now or time.perf_counter() - self._drawn > _DRAW_SECONDS:
+            draw_curves(self.metrics, self.path / "loss.png", title=title)
+            self._drawn = time.perf_counter()
+
+    def finish(self, **facts: float | int) -> None:
+        """Write ``model/`` from the last checkpoint, and what the run came to into ``run.json``."""
+        final = newest_checkpoint(self.checkpoints)
+        assert final is not None
+
+        def write(folder: Path) -> None:
+            for path in final.iterdir():
+                if path.name not in _NOT_OF_THE_MODEL:
+                    shutil.copy2(path, folder)
+
+        write_folder(self.path / "model", write)
+        described = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+        lines = read_metrics(self.metrics)
+        described["finished"] = {
+            "date": _now(),
+            **facts,
+            **{
+                key: next((line[key] for line in reversed(lines) if key in line), None)
+                for key in ("loss", "validation_loss", "validation_accuracy")
+            },
+        }
+        write_json(self.path / "run.json", described)
+        shutil.rmtree(self.cache, ignore_errors=True)
+
+
+def _require_same(begun: Recipe, now: Recipe) -> None:
+    for section in ("model", "data", "train"):
+        before, after = getattr(begun, section).model_dump(), getattr(now, section).model_dump()
+        for field, value in after.items():
+            name = f"{section}.{field}"
+            if value != before[field] and name not in _MAY_CHANGE:
+                raise ValueError(
+                    f"{name} must stay as the run began to resume it, {before[field]!r}, "
+                    f"got {value!r}; start a new run to change it"
+                )
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
