@@ -10,8 +10,8 @@ from torch import Tensor
 
 def truncated(a: Tensor, b: Tensor, length: int, grid: int) -> Tensor:
     """Return the first taps of ``b(z) / a(z)`` sampled on ``grid`` roots of unity, ``[D, L]``."""
-    denominator, numerator = _spectra(a, b, grid)
-    kernel = torch.fft.irfft(numerator / denominator, n=grid)[..., :length]
+    inverse, numerator = _spectra(a, b, grid)
+    kernel = torch.fft.irfft(inverse * numerator, n=grid)[..., :length]
     return kernel.reshape(b.shape[0], length)
 
 
@@ -23,13 +23,13 @@ def truncated_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of both polynomials."""
     order = a.shape[1]
-    denominator, numerator = _spectra(a, b, grid)
+    inverse, numerator = _spectra(a, b, grid)
     grad_hat = torch.fft.rfft(
         grad.view(a.shape[0], b.shape[0] // a.shape[0], grad.shape[1]), n=grid
     )
-    grad_hat = grad_hat / denominator.conj()
+    grad_hat = grad_hat * inverse.conj()
     grad_b = torch.fft.irfft(grad_hat, n=grid)[..., 1 : order + 1]
-    shared = (grad_hat * (numerator / denominator).conj()).sum(1)
+    shared = (grad_hat * (inverse * numerator).conj()).sum(1)
     grad_a = -torch.fft.irfft(shared, n=grid)[..., 1 : order + 1]
     return grad_a, grad_b.reshape(b.shape)
 
@@ -37,7 +37,7 @@ def truncated_backward(
 def closest_to_zero(a: Tensor, grid: int) -> Tensor:
     """Return how near each denominator comes to zero on the grid, ``[D_a]``."""
     spectrum = torch.fft.rfft(_monic(a), n=grid)
-    return torch.view_as_real(spectrum).square().sum(-1).amin(-1).sqrt()
+    return (spectrum.real.square() + spectrum.imag.square()).amin(-1).sqrt()
 
 
 def inverse_series(a: Tensor, length: int) -> Tensor:
@@ -135,7 +135,8 @@ def _monic(a: Tensor) -> Tensor:
 
 
 def _spectra(a: Tensor, b: Tensor, grid: int) -> tuple[Tensor, Tensor]:
-    """Return both polynomials on the grid, ``[D_a, 1, F]`` and ``[D_a, R, F]``."""
-    denominator = torch.fft.rfft(_monic(a), n=grid)[:, None]
+    """Return ``1 / a`` and ``b`` on the grid, ``[D_a, 1, F]`` and ``[D_a, R, F]``."""
+    # torch divides complex numbers one by one, its reciprocal is vectorised
+    inverse = torch.fft.rfft(_monic(a), n=grid).reciprocal()
     numerator = torch.fft.rfft(F.pad(b, (1, 0)), n=grid)
-    return denominator, numerator.view(a.shape[0], b.shape[0] // a.shape[0], -1)
+    return inverse[:, None], numerator.view(a.shape[0], b.shape[0] // a.shape[0], -1)
