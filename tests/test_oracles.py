@@ -178,6 +178,9 @@ def test_a_capped_dss_kernel_is_normalised_over_the_cap():
     whole = dss.logits(weights, config, IDS)
     config["kernel_norm_length"] = 14
     np.testing.assert_array_equal(dss.logits(weights, config, IDS), whole)
+    config["kernel_norm_length"] = None
+    short = dss.logits(weights, config, IDS[:, :3])  # shorter than the cap
+    np.testing.assert_allclose(short, whole[:, :3], rtol=1e-12)
     changed = IDS.copy()
     changed[:, 0] = (changed[:, 0] + 1) % 11
     moved = dss.logits(weights, config, changed)

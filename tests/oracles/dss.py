@@ -196,10 +196,10 @@ def mixer(weights: Weights, config: Config, prefix: str, x: Array, form: str) ->
     channels = config["channels"]
     assert len(w) == channels * (2 if config["bidirectional"] else 1)
 
-    norm_length = config["kernel_norm_length"] or length
-    taps = length
-    if cap is not None:
-        norm_length, taps = min(norm_length, cap), min(taps, cap)
+    norm_length, taps = config["kernel_norm_length"] or length, length
+    if cap is not None:  # the kernel is built over the cap, however short the sequence
+        norm_length = min(config["kernel_norm_length"] or cap, cap)
+        taps = min(length, cap)
     if form == "recurrence":
         assert cap is None
         assert not config["bidirectional"]
