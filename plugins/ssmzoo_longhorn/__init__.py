@@ -5,7 +5,9 @@ from ssmzoo import Family, Paper
 from .configuration_longhorn import LonghornConfig
 from .modeling_longhorn import (
     LonghornForCausalLM,
+    LonghornForPairClassification,
     LonghornForSequenceClassification,
+    LonghornForTokenClassification,
     LonghornModel,
 )
 
@@ -15,6 +17,8 @@ FAMILY = Family(
     model_class=LonghornModel,
     causal_lm_class=LonghornForCausalLM,
     sequence_classification_class=LonghornForSequenceClassification,
+    token_classification_class=LonghornForTokenClassification,
+    pair_classification_class=LonghornForPairClassification,
     paper=Paper(
         title="Longhorn: State Space Models are Amortized Online Learners",
         authors="Bo Liu, Rui Wang, Lemeng Wu, Yihao Feng, Peter Stone, Qiang Liu",
@@ -43,6 +47,8 @@ __all__ = [
     "FAMILY",
     "LonghornConfig",
     "LonghornForCausalLM",
+    "LonghornForPairClassification",
     "LonghornForSequenceClassification",
+    "LonghornForTokenClassification",
     "LonghornModel",
 ]

@@ -19,7 +19,9 @@ from ssmzoo.modeling import (
     Linear,
     RMSNorm,
     SSMForCausalLM,
+    SSMForPairClassification,
     SSMForSequenceClassification,
+    SSMForTokenClassification,
     SSMMixer,
     SSMModel,
     SSMPreTrainedModel,
@@ -125,14 +127,28 @@ class LonghornForCausalLM(LonghornPreTrainedModel, SSMForCausalLM):
 
 
 class LonghornForSequenceClassification(LonghornPreTrainedModel, SSMForSequenceClassification):
-    """Longhorn with a classifier on the last token."""
+    """Longhorn with a classifier of sequences."""
+
+    model_class = LonghornModel
+
+
+class LonghornForTokenClassification(LonghornPreTrainedModel, SSMForTokenClassification):
+    """Longhorn with a classifier of tokens."""
+
+    model_class = LonghornModel
+
+
+class LonghornForPairClassification(LonghornPreTrainedModel, SSMForPairClassification):
+    """Longhorn with a classifier of pairs of documents."""
 
     model_class = LonghornModel
 
 
 __all__ = [
     "LonghornForCausalLM",
+    "LonghornForPairClassification",
     "LonghornForSequenceClassification",
+    "LonghornForTokenClassification",
     "LonghornModel",
     "LonghornPreTrainedModel",
 ]

@@ -37,11 +37,14 @@ class Family:
         config_class: Its configuration; ``config_class.model_type`` is the registered type.
         model_class: The bare backbone.
         causal_lm_class: The language model.
-        sequence_classification_class: The classifier.
+        sequence_classification_class: The classifier of sequences.
         paper: Where it comes from.
         presets: Configuration fields by preset name, e.g. ``"longhorn-1.3b"``.
         tiny: Fields of the smallest configuration that takes every branch; tests use it.
         lora_targets: Module names that PEFT should adapt by default.
+        token_classification_class: The classifier of single tokens, if there is one.
+        pair_classification_class: The classifier of pairs of documents, if there is one; it has no
+            Auto class.
     """
 
     name: str
@@ -53,6 +56,8 @@ class Family:
     presets: Mapping[str, Mapping[str, Any]]
     tiny: Mapping[str, Any]
     lora_targets: tuple[str, ...] = field(default=())
+    token_classification_class: type[PreTrainedModel] | None = None
+    pair_classification_class: type[PreTrainedModel] | None = None
 
     @property
     def model_type(self) -> str:
@@ -80,6 +85,7 @@ class Family:
             AutoModel,
             AutoModelForCausalLM,
             AutoModelForSequenceClassification,
+            AutoModelForTokenClassification,
         )
 
         AutoConfig.register(self.model_type, self.config_class, exist_ok=True)
@@ -87,8 +93,10 @@ class Family:
             (AutoModel, self.model_class),
             (AutoModelForCausalLM, self.causal_lm_class),
             (AutoModelForSequenceClassification, self.sequence_classification_class),
+            (AutoModelForTokenClassification, self.token_classification_class),
         ):
-            auto.register(self.config_class, model, exist_ok=True)
+            if model is not None:
+                auto.register(self.config_class, model, exist_ok=True)
 
 
 def suggestion(name: str, known: Any) -> str:

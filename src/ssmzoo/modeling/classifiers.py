@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_outputs import (
     SequenceClassifierOutput,
     SequenceClassifierOutputWithPast,
@@ -224,6 +224,8 @@ class SSMForPairClassification(SSMPreTrainedModel):
 
     def __init__(self, config: SSMConfig) -> None:
         super().__init__(config)
+        # transformers would guess by the class's name, and has no pairs
+        self.loss_type = "ForSequenceClassification"
         self.num_labels = cast(int, config.num_labels)
         self.model = self.model_class(config)
         self.compare = Linear(4 * config.hidden_size, config.hidden_size)

@@ -5,6 +5,8 @@ Dimensions: B batch, L length, D hidden, E inner, K conv width, S sequences, T t
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,12 +37,12 @@ class CausalConv1d(nn.Module):
     """
 
     def __init__(
-        self, channels: int, width: int, bias: bool, activation: str | None = "silu"
+        self, channels: int, width: int, bias: bool, activation: Literal["silu"] | None = "silu"
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
-        self.activation = activation
+        self.activation: Literal["silu"] | None = activation
         bound = width**-0.5
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from ssmzoo.modeling.configuration import SSMConfig
 
+_MOMENTUM = 0.1
+
 
 class RMSNorm(nn.Module):
     """``weight * x / sqrt(mean(x^2) + eps)`` over the last axis, computed in float32."""
@@ -56,7 +58,8 @@ class BatchNorm(nn.BatchNorm1d):
         exact = torch.promote_types(torch.float32, input.dtype)
         x = input.to(exact).flatten(0, 1)  # [T, D]
         mean, variance = self.running_mean, self.running_var
-        assert mean is not None and variance is not None and self.momentum is not None
+        assert mean is not None
+        assert variance is not None
         if self.training:
             weight = x.new_ones(x.shape[0], 1) if real is None else real.to(exact).unsqueeze(1)
             count = weight.sum()
@@ -78,10 +81,10 @@ class BatchNorm(nn.BatchNorm1d):
         # gradient checkpointing runs the forward once more, inside the backward pass
         if torch._C._current_graph_task_id() != -1:
             return
-        assert self.running_mean is not None and self.running_var is not None
-        assert self.num_batches_tracked is not None and self.momentum is not None
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), self.momentum)
+        for average, new in ((self.running_mean, mean), (self.running_var, variance)):
+            assert average is not None
+            average.lerp_(new.to(average.dtype), _MOMENTUM)
+        assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
 
 
