@@ -1,5 +1,7 @@
-"""Recall problems and local text, made from a seed: for training, and for scoring with lm-eval.
+"""Tasks: for training, and for scoring with lm-eval.
 
+- ``load_task`` gives any task to a trainer, in one form (:class:`Supervised`): the tasks of the
+  Long Range Arena, Speech Commands, copying, delay, and the recall problems.
 - ``mqar`` and ``induction_heads`` give token ids; recipes train on them.
 - ``*_documents`` wrap the same problems as lm-eval data sets; ``eval/tasks/*.yaml`` name them.
 - Labels follow Hugging Face's convention: ``labels[:, t]`` is what position ``t - 1`` must predict,
@@ -13,19 +15,32 @@ from ssmzoo.tasks.induction import (
     induction_heads,
     induction_text_documents,
 )
+from ssmzoo.tasks.listops import LISTOPS_SYMBOLS, listops_trees
+from ssmzoo.tasks.load import SUPERVISED_TASKS, load_task
+from ssmzoo.tasks.pathfinder import Pathfinder, pathfinder_images
 from ssmzoo.tasks.recall import mqar, mqar_documents
 from ssmzoo.tasks.recall_text import recall_text_documents
+from ssmzoo.tasks.supervised import Batch, Ragged, Supervised
 from ssmzoo.tasks.symbols import symbol_count, symbol_tokenizer
 from ssmzoo.tasks.text import cut, read_documents, text_documents
 
 __all__ = [
     "IGNORED",
+    "LISTOPS_SYMBOLS",
+    "SUPERVISED_TASKS",
+    "Batch",
+    "Pathfinder",
+    "Ragged",
+    "Supervised",
     "cut",
     "induction_documents",
     "induction_heads",
     "induction_text_documents",
+    "listops_trees",
+    "load_task",
     "mqar",
     "mqar_documents",
+    "pathfinder_images",
     "read_documents",
     "recall_text_documents",
     "symbol_count",

@@ -1,0 +1,53 @@
+"""Image of the Long Range Arena: CIFAR-10 in grey, pixel by pixel, row by row."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ssmzoo.tasks.sources import open_data, require_datasets
+from ssmzoo.tasks.supervised import Supervised, require_split, value_rows
+
+_SPLIT_SEED = 42
+
+
+def load_cifar10(split: str, seed: int, *, data: str = "uoft-cs/cifar10") -> Supervised:
+    """Return CIFAR-10 in grey (0.299 R + 0.587 G + 0.114 B), standardised as (x - 122.6) / 61.
+
+    A tenth of the training images is the validation split, the same one always: torch's
+    permutation of seed 42, as in the papers' code.
+
+    Args:
+        split: ``train``, ``validation`` or ``test``.
+        seed: Not used.
+        data: A Hub id or a folder with the splits train and test, columns ``img`` and ``label``.
+
+    Raises:
+        LookupError: No such split, or no such data.
+        ValueError: An image that is not 32 by 32, or a label that is not 0 .. 9.
+        RuntimeError: ``datasets`` or Pillow is not installed.
+    """
+    import torch
+
+    require_split(split)
+    try:
+        import PIL  # noqa: F401
+    except ImportError as error:
+        raise RuntimeError("images need Pillow: pip install 'ssmzoo[train]'") from error
+    rows = open_data("cifar10", data, "test" if split == "test" else "train", ("img", "label"))
+    if split != "test":
+        kept = int(len(rows) * 0.9)
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(_SPLIT_SEED))
+        rows = rows.select((order[:kept] if split == "train" else order[kept:]).tolist())
+    pixels = np.empty((len(rows), 32 * 32), dtype=np.uint8)
+    images = rows.cast_column("img", require_datasets().Image())
+    for index, row in enumerate(images):
+        image = row["img"]  # pyright: ignore[reportArgumentType, reportCallIssue]
+        if image.size != (32, 32):
+            raise ValueError(f"images of {data!r} must be 32 by 32, got {image.size}")
+        pixels[index] = np.asarray(image.convert("L")).reshape(-1)
+    labels = np.array(rows["label"])
+    if not np.isin(labels, np.arange(10)).all():
+        raise ValueError(
+            f"labels of {data!r} must be 0 to 9, got {np.unique(labels)[-5:].tolist()}"
+        )
+    return value_rows(pixels, labels, shift=122.6, scale=61.0, num_labels=10)

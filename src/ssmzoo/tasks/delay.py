@@ -1,0 +1,84 @@
+"""Delay: say at every place what the signal was some places before; before its beginning, zero.
+
+The signal is periodic white noise of a limited band, shifted as a whole so that it begins at zero,
+as in the code that the papers share. A model without memory of the delay can therefore still do
+better than the signal's deviation, by the mean.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ssmzoo.tasks.common import at_least
+from ssmzoo.tasks.supervised import SPLITS, Batch, Supervised, require_split
+
+
+def load_delay(
+    split: str,
+    seed: int,
+    *,
+    length: int = 4000,
+    delay: int = 1000,
+    cutoff: float = 0.25,
+    rms: float = 0.5,
+    num_train: int = 16_384,
+    num_validation: int = 1_024,
+    num_test: int = 1_024,
+    fresh: bool = True,
+) -> Supervised:
+    """Return the delay task, made when it is asked for. The defaults are the RTF paper's.
+
+    Args:
+        split: ``train``, ``validation`` or ``test``.
+        seed: Same seed, same signals.
+        length: Samples of a signal.
+        delay: Samples between input and label.
+        cutoff: Highest frequency, in cycles a sample: 1 kHz at 4000 samples a second is 0.25.
+        rms: Root mean square of the noise before it is shifted.
+        num_train: Training signals an epoch.
+        num_validation: Validation signals.
+        num_test: Test signals.
+        fresh: Draw new training signals every epoch.
+
+    Raises:
+        LookupError: No such split.
+        ValueError: A size below 1, a delay outside of the signal, or a band without a frequency.
+    """
+    require_split(split)
+    sizes = {"train": num_train, "validation": num_validation, "test": num_test}
+    for name, size in sizes.items():
+        at_least(f"num_{name}", size, 1)
+    at_least("length", length, 2)
+    if not 0 <= delay < length:
+        raise ValueError(f"delay must be between 0 and length - 1 = {length - 1}, got {delay}")
+    if not 1 / length <= cutoff <= 0.5:
+        raise ValueError(f"cutoff must be between 1 / length and 0.5, got {cutoff}")
+    if not rms > 0:
+        raise ValueError(f"rms must be positive, got {rms}")
+    anew = fresh and split == "train"
+    # half the sampling rate is left out: a wave of that frequency has no phase
+    band = min(int(cutoff * length), (length - 1) // 2)
+    at_least("frequencies below cutoff", band, 1)
+    deviation = rms * length / np.sqrt(4 * band)
+
+    def make(indices: np.ndarray, epoch: int) -> Batch:
+        spectrum = np.zeros((len(indices), length // 2 + 1), dtype=np.complex128)
+        for row, index in zip(spectrum, indices, strict=True):
+            rng = np.random.default_rng([seed, SPLITS.index(split), epoch if anew else 0, index])
+            real, imaginary = rng.normal(scale=deviation, size=(2, band))
+            row[1 : band + 1] = real + 1j * imaginary
+        signals = np.fft.irfft(spectrum, n=length, axis=1)
+        signals = (signals - signals[:, :1]).astype(np.float32)
+        labels = np.zeros_like(signals)
+        labels[:, delay:] = signals[:, : length - delay]
+        return Batch(signals[..., None], labels, np.full(len(indices), length))
+
+    return Supervised(
+        "values",
+        "token_regression",
+        sizes[split],
+        make,
+        num_labels=1,
+        input_channels=1,
+        fresh=anew,
+    )

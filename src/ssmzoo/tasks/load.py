@@ -1,0 +1,140 @@
+"""The tasks that a recipe can name, and their closed arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ssmzoo.family import suggestion
+from ssmzoo.tasks.cifar10 import load_cifar10
+from ssmzoo.tasks.common import at_least
+from ssmzoo.tasks.copying import load_copying
+from ssmzoo.tasks.delay import load_delay
+from ssmzoo.tasks.imdb import load_imdb
+from ssmzoo.tasks.induction import induction_heads
+from ssmzoo.tasks.listops import load_listops
+from ssmzoo.tasks.pathfinder import load_pathfinder
+from ssmzoo.tasks.recall import mqar
+from ssmzoo.tasks.retrieval import load_retrieval
+from ssmzoo.tasks.speech_commands import load_speech_commands
+from ssmzoo.tasks.supervised import SPLITS, Batch, Supervised, require_split
+
+
+def load_task(name: str, split: str, seed: int, **args: Any) -> Supervised:
+    """Return one split of a task.
+
+    Args:
+        name: One of :data:`SUPERVISED_TASKS`.
+        split: ``train``, ``validation`` or ``test``.
+        seed: What is generated is drawn from it; data sets that exist do not depend on it.
+        **args: The task's own arguments.
+
+    Raises:
+        LookupError: No such task, split, argument, or data set.
+        ValueError: An argument is missing or out of range.
+        TypeError: An argument is of another kind.
+        RuntimeError: A library that the task's data needs is not installed.
+    """
+    if name not in SUPERVISED_TASKS:
+        raise LookupError(
+            f"no task {name!r}{suggestion(name, SUPERVISED_TASKS)}; "
+            f"there are {', '.join(SUPERVISED_TASKS)}"
+        )
+    function = SUPERVISED_TASKS[name]
+    parameters = dict(inspect.signature(function, eval_str=True).parameters)
+    del parameters["split"], parameters["seed"]
+    for argument, value in args.items():
+        if argument not in parameters:
+            hint = suggestion(argument, parameters) or f"; it has {', '.join(parameters) or 'none'}"
+            raise LookupError(f"task {name} has no argument {argument!r}{hint}")
+        kind = parameters[argument].annotation
+        exact = isinstance(value, kind) and (isinstance(value, bool) == (kind is bool))
+        if not exact and not (kind is float and type(value) is int):
+            raise TypeError(
+                f"{argument} of task {name} must be {getattr(kind, '__name__', kind)}, "
+                f"got {value!r}"
+            )
+    for argument, parameter in parameters.items():
+        if parameter.default is inspect.Parameter.empty and argument not in args:
+            raise ValueError(f"task {name} needs the argument {argument!r}")
+    return function(split, seed, **args)
+
+
+def _load_mqar(
+    split: str,
+    seed: int,
+    *,
+    seq_len: int = 64,
+    num_pairs: int = 4,
+    vocab_size: int = 8192,
+    power: float = 0.01,
+    num_train: int = 100_000,
+    num_validation: int = 3_000,
+    num_test: int = 3_000,
+) -> Supervised:
+    def make(count: int, drawn: int) -> tuple[np.ndarray, np.ndarray]:
+        return mqar(
+            count,
+            seq_len=seq_len,
+            num_pairs=num_pairs,
+            vocab_size=vocab_size,
+            power=power,
+            seed=drawn,
+        )
+
+    return _language(split, seed, (num_train, num_validation, num_test), vocab_size, make)
+
+
+def _load_induction_heads(
+    split: str,
+    seed: int,
+    *,
+    seq_len: int,
+    vocab_size: int,
+    num_train: int = 100_000,
+    num_validation: int = 3_000,
+    num_test: int = 3_000,
+) -> Supervised:
+    def make(count: int, drawn: int) -> tuple[np.ndarray, np.ndarray]:
+        return induction_heads(count, seq_len=seq_len, vocab_size=vocab_size, seed=drawn)
+
+    return _language(split, seed, (num_train, num_validation, num_test), vocab_size, make)
+
+
+def _language(
+    split: str,
+    seed: int,
+    sizes: tuple[int, int, int],
+    vocab_size: int,
+    make_rows: Callable[[int, int], tuple[np.ndarray, np.ndarray]],
+) -> Supervised:
+    """Return a recall problem whose rows lie in memory."""
+    require_split(split)
+    for name, size in zip(SPLITS, sizes, strict=True):
+        at_least(f"num_{name}", size, 1)
+    number = SPLITS.index(split)
+    drawn = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+    inputs, labels = make_rows(sizes[number], drawn)
+
+    def make(indices: np.ndarray, _epoch: int) -> Batch:
+        lengths = np.full(len(indices), inputs.shape[1])
+        return Batch(inputs[indices], labels[indices], lengths)
+
+    return Supervised("tokens", "causal_lm", len(inputs), make, vocab_size=vocab_size)
+
+
+SUPERVISED_TASKS: dict[str, Callable[..., Supervised]] = {
+    "aan": load_retrieval,
+    "cifar10": load_cifar10,
+    "copying": load_copying,
+    "delay": load_delay,
+    "imdb": load_imdb,
+    "induction_heads": _load_induction_heads,
+    "listops": load_listops,
+    "mqar": _load_mqar,
+    "pathfinder": load_pathfinder,
+    "speech_commands": load_speech_commands,
+}

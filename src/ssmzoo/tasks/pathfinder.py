@@ -1,0 +1,358 @@
+"""Pathfinder and Path-X of the Long Range Arena: are the two discs ends of one dashed curve?
+
+Two dashed curves that touch nowhere, shorter ones to distract, and two discs: the first at the
+beginning of one of the two curves, the second at the far end of the same curve (label 1) or of the
+other (label 0). Curves grow dash by dash, many images at once.
+
+- Lengths and places are in pixels, a place is (x, y), and pixel (0, 0) reaches from (0, 0) to
+  (1, 1).
+- Images are made some at a time, each time with a generator of its own, so the first n images do
+  not depend on how many are asked for.
+- An image in which something finds no room is thrown away before its label is drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import numpy as np
+
+from ssmzoo.tasks.common import at_least
+from ssmzoo.tasks.supervised import SPLITS, Supervised, require_split, value_rows
+
+_SCALE = 2  # drawn at twice the size
+_CANDIDATES = 256  # images tried together; part of what a seed means
+_DIRECTIONS = 32
+_TRIALS = 8
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """The arena's settings for one size of image."""
+
+    size: int
+    margins: tuple[float, ...]  # free space around a dash, one is drawn an image
+    length: float
+    thickness: float
+    radius: float  # of a disc
+    seed_distance: float
+    continuity: float  # higher is straighter
+    distractor_dashes: int  # of all distractors together
+    contrast: float
+    padding: float = 1.0
+
+
+_SETTINGS = {
+    32: _Settings(32, (1.0,), 2.0, 0.5, 1.5, 7.0, 1.0, 20, min(1.0, 2 * 0.75)),
+    128: _Settings(128, (2.0, 3.0), 5.0, 1.5, 3.0, 20.0, 1.8, 35, 0.9),
+}
+
+
+@dataclass(frozen=True)
+class Pathfinder:
+    """Drawn images and what is in them.
+
+    Attributes:
+        images: Grey values, uint8 [n, S, S].
+        labels: Whether the discs are on one curve [n].
+        curves: Both curves' dashes, each as x, y of its beginning and end [n, 2, K, 4].
+        distractors: The same of the other curves [n, M, J, 4].
+        discs: Centres [n, 2, 2].
+    """
+
+    images: np.ndarray
+    labels: np.ndarray
+    curves: np.ndarray
+    distractors: np.ndarray
+    discs: np.ndarray
+
+
+def pathfinder_images(
+    num_images: int, *, resolution: int = 32, contour_length: int = 14, seed: int
+) -> Pathfinder:
+    """Draw Pathfinder images.
+
+    Args:
+        num_images: Images; about half of their labels are 1.
+        resolution: 32, or 128 for Path-X.
+        contour_length: Dashes of the two curves: 6, 9 or 14, from easy to hard.
+        seed: Same seed, same images.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+    _check(resolution, contour_length)
+    at_least("num_images", num_images, 1)
+    rounds = list(_rounds(_SETTINGS[resolution], contour_length, seed, num_images))
+    return Pathfinder(
+        *(
+            np.concatenate([getattr(made, name) for made in rounds])[:num_images]
+            for name in ("images", "labels", "curves", "distractors", "discs")
+        )
+    )
+
+
+def load_pathfinder(
+    split: str,
+    seed: int,
+    *,
+    resolution: int = 32,
+    contour_length: int = 14,
+    num_train: int = 160_000,
+    num_validation: int = 20_000,
+    num_test: int = 20_000,
+    cache: str | None = None,
+) -> Supervised:
+    """Return Pathfinder as rows of pixels in [-1, 1], row by row.
+
+    Args:
+        split: ``train``, ``validation`` or ``test``.
+        seed: Same seed, same images.
+        resolution: 32, or 128 for Path-X.
+        contour_length: Dashes of the two curves: 6, 9 or 14, from easy to hard.
+        num_train: Training images.
+        num_validation: Validation images.
+        num_test: Test images.
+        cache: A folder to keep the images in, and to find them in the next time.
+
+    Raises:
+        LookupError: No such split.
+        ValueError: An argument is out of range.
+    """
+    require_split(split)
+    _check(resolution, contour_length)
+    sizes = {"train": num_train, "validation": num_validation, "test": num_test}
+    for name, size in sizes.items():
+        at_least(f"num_{name}", size, 1)
+    drawn = int(np.random.SeedSequence([seed, SPLITS.index(split)]).generate_state(1)[0])
+    settings, size = _SETTINGS[resolution], sizes[split]
+    if cache is None:
+        rows = np.empty((size, resolution**2 + 1), dtype=np.uint8)
+        _fill(rows, settings, contour_length, drawn)
+    else:
+        rows = _cached(Path(cache).expanduser(), settings, contour_length, drawn, size)
+    return value_rows(rows[:, :-1], rows[:, -1], shift=127.5, scale=127.5, num_labels=2)
+
+
+def _check(resolution: int, contour_length: int) -> None:
+    if resolution not in _SETTINGS:
+        raise ValueError(f"resolution must be 32 or 128, got {resolution}")
+    if contour_length not in (6, 9, 14):
+        raise ValueError(f"contour_length must be 6, 9 or 14, got {contour_length}")
+
+
+def _rounds(
+    settings: _Settings, contour_length: int, seed: int, num_images: int
+) -> Iterator[Pathfinder]:
+    """Yield images, some at a time, until there are enough."""
+    number = found = 0
+    while found < num_images:
+        rng = np.random.default_rng([seed, number])
+        two, others = _grow(settings, contour_length, rng)
+        number += 1
+        found += len(two)
+        if len(two):
+            yield _draw(settings, two, others, rng)
+
+
+def _fill(rows: np.ndarray, settings: _Settings, contour_length: int, seed: int) -> None:
+    """Write images, flat and followed by their label, into rows."""
+    start = 0
+    for made in _rounds(settings, contour_length, seed, len(rows)):
+        part = rows[start : start + len(made.images)]
+        part[:, :-1] = made.images.reshape(len(made.images), -1)[: len(part)]
+        part[:, -1] = made.labels[: len(part)]
+        start += len(part)
+
+
+def _cached(
+    folder: Path, settings: _Settings, contour_length: int, seed: int, size: int
+) -> np.ndarray:
+    meaning = [asdict(settings), contour_length, seed, size, _CANDIDATES]
+    digest = hashlib.sha256(json.dumps(meaning).encode()).hexdigest()[:16]
+    path = folder / f"pathfinder-{settings.size}-{digest}.npy"
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=folder, suffix=".partial", delete=False) as file:
+            part = Path(file.name)
+        try:
+            shape = (size, settings.size**2 + 1)
+            rows = np.lib.format.open_memmap(part, mode="w+", dtype=np.uint8, shape=shape)
+            _fill(rows, settings, contour_length, seed)
+            rows.flush()
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+    return np.load(path, mmap_mode="r")
+
+
+def _draw(
+    settings: _Settings, two: np.ndarray, others: np.ndarray, rng: np.random.Generator
+) -> Pathfinder:
+    """Draw labels, discs and images for curves that are there, half of the labels 1."""
+    count = len(two)
+    every = np.arange(count)
+    labels = rng.permutation(every % 2)
+    first = rng.integers(0, 2, size=count)
+    second = np.where(labels == 1, first, 1 - first)
+    discs = np.stack([two[every, first, 0, :2], two[every, second, -1, 2:]], axis=1)
+
+    large = settings.size * _SCALE
+    pad = _window(settings.length / 2 + settings.thickness + settings.radius)
+    canvas = np.zeros((count, large + 2 * pad, large + 2 * pad), dtype=np.float32)
+    dashes = np.concatenate([two.reshape(count, -1, 4), others.reshape(count, -1, 4)], axis=1)
+    thick = np.full(count, settings.thickness / 2, dtype=np.float32)
+    for dash in dashes.transpose(1, 0, 2):
+        where, inside = _covered(every, dash, thick, pad)
+        canvas[where] = np.maximum(canvas[where], settings.contrast * inside)
+    round_ = np.full(count, settings.radius, dtype=np.float32)
+    for disc in discs.transpose(1, 0, 2):
+        where, inside = _covered(every, np.tile(disc, 2), round_, pad)
+        canvas[where] = np.maximum(canvas[where], inside)
+    shrink = _lanczos(settings.size)
+    small = shrink @ canvas[:, pad:-pad, pad:-pad] @ shrink.T
+    images = np.rint(np.clip(small, 0, 1) * 255).astype(np.uint8)
+    return Pathfinder(images, labels, two, others, discs)
+
+
+def _grow(
+    settings: _Settings, contour_length: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return two curves and the distractors of those of ``_CANDIDATES`` images that have room."""
+    count, size = _CANDIDATES, settings.size
+    margin = rng.choice(settings.margins, size=count).astype(np.float32)
+    reach = margin + settings.thickness  # between the axes of two dashes
+    pad = _window(settings.length / 2 + float(reach.max())) + 2 * _SCALE
+    side = size * _SCALE + 2 * pad
+    taken = np.zeros((count, side, side), dtype=np.int8)  # how many dashes forbid a place
+    steps = np.linspace(0, 1, 1 + 2 * int(np.ceil(settings.length)), dtype=np.float32)[:, None]
+
+    def stamp(ids: np.ndarray, dash: np.ndarray, sign: int = 1) -> None:
+        where, inside = _covered(ids, dash, reach[ids], pad)
+        taken[where] += sign * inside.astype(np.int8)
+
+    def free(ids: np.ndarray, dash: np.ndarray) -> np.ndarray:  # [n], [n, K, 4] -> [n, K]
+        places = dash[..., None, :2] * (1 - steps) + dash[..., None, 2:] * steps
+        inside = (places >= settings.padding) & (places <= size - settings.padding)
+        cell = (places.clip(0, size - 0.5) * _SCALE).astype(np.int32) + pad
+        clear = taken[ids[:, None, None], cell[..., 1], cell[..., 0]] == 0
+        return (inside.all(axis=3) & clear).all(axis=2)
+
+    def extend(ids: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        angle = np.arctan2(last[:, 3] - last[:, 1], last[:, 2] - last[:, 0])
+        gap = margin[ids, None] / 2
+        pivot = last[:, 2:] + gap * _unit(angle)
+        jitter = rng.random((len(ids), 1), dtype=np.float32)
+        bend = ((np.arange(_DIRECTIONS) + jitter) / _DIRECTIONS * 2 - 1) * np.pi / 2
+        ahead = _unit(angle[:, None] + bend / settings.continuity)
+        start = pivot[:, None] + gap[:, None] * ahead
+        dashes = np.concatenate([start, start + settings.length * ahead], axis=2)
+        total = (np.cos(bend) ** 2 * free(ids, dashes)).cumsum(axis=1)
+        drawn = rng.random((len(ids), 1), dtype=np.float32) * total[:, -1:]
+        chosen = (total <= drawn).sum(axis=1).clip(max=_DIRECTIONS - 1)
+        return dashes[np.arange(len(ids)), chosen], total[:, -1] > 0
+
+    def dashes_at(middle: np.ndarray) -> np.ndarray:
+        half = settings.length / 2 * _unit(rng.uniform(0, 2 * np.pi, size=middle.shape[:-1]))
+        return np.concatenate([middle - half, middle + half], axis=-1).astype(np.float32)
+
+    far = 2 * settings.seed_distance
+    middle = rng.uniform(far, size - far, size=(count, 2))
+    apart = settings.seed_distance * _unit(rng.uniform(0, 2 * np.pi, size=count))
+    two = np.zeros((count, 2, contour_length, 4), dtype=np.float32)
+    two[:, 0, 0], two[:, 1, 0] = dashes_at(middle), dashes_at(middle + apart)
+    alive = np.arange(count)
+    stamp(alive, two[:, 1, 0])
+    for curve in (0, 1):
+        if curve:
+            stamp(alive, two[alive, 1, 0], -1)
+        for step in range(1, contour_length):
+            # the newest dash is not stamped yet: the next one may be near it, and near no other
+            dash, room = extend(alive, two[alive, curve, step - 1])
+            alive, dash = alive[room], dash[room]
+            stamp(alive, two[alive, curve, step - 1])
+            two[alive, curve, step] = dash
+        stamp(alive, two[alive, curve, -1])
+
+    per_curve = contour_length // 3
+    others = np.zeros(
+        (count, settings.distractor_dashes // per_curve, per_curve, 4), dtype=np.float32
+    )
+    for number in range(others.shape[1]):
+        missing = alive
+        for _ in range(_TRIALS):
+            seeds = dashes_at(rng.uniform(0, size, size=(len(missing), _DIRECTIONS, 2)))
+            room = free(missing, seeds)
+            chosen = room.argmax(axis=1)
+            ids = missing[room.any(axis=1)]
+            grown = [seeds[np.arange(len(missing)), chosen][room.any(axis=1)]]
+            for _ in range(per_curve - 1):
+                dash, room = extend(ids, grown[-1])
+                ids = ids[room]
+                grown = [*(before[room] for before in grown), dash[room]]
+            clear = _apart(np.stack(grown, axis=1), reach[ids], steps)
+            ids = ids[clear]
+            for step, dash in enumerate(grown):
+                others[ids, number, step] = dash[clear]
+                stamp(ids, dash[clear])
+            missing = np.setdiff1d(missing, ids)
+            if not len(missing):
+                break
+        alive = np.setdiff1d(alive, missing)
+    return two[alive], others[alive]
+
+
+def _apart(curve: np.ndarray, reach: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """Return which curves [n, J, 4] keep their distance from themselves."""
+    places = curve[:, :, None, :2] * (1 - steps) + curve[:, :, None, 2:] * steps
+    good = np.ones(len(curve), dtype=bool)
+    for later in range(2, curve.shape[1]):
+        for former in range(later - 1):
+            between = places[:, later, :, None] - places[:, former, None]
+            good &= ((between**2).sum(axis=3) >= reach[:, None, None] ** 2).all(axis=(1, 2))
+    return good
+
+
+def _covered(
+    ids: np.ndarray, dash: np.ndarray, radius: np.ndarray, pad: int
+) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
+    """Return the places around a dash [n, 4] of every image, and which are within the radius."""
+    middle = (dash[:, :2] + dash[:, 2:]) / 2
+    half = (dash[:, 2:] - dash[:, :2]) / 2
+    squared = (half**2).sum(axis=1)
+    window = _window(float(np.sqrt(squared).max(initial=0) + radius.max(initial=0)))
+    offset = np.arange(-window, window + 1)
+    cell = np.floor(middle * _SCALE).astype(np.int32)
+    columns, rows = cell[:, 0, None] + offset, cell[:, 1, None] + offset  # [n, w]
+    x = ((columns + 0.5) / _SCALE - middle[:, 0, None]).astype(np.float32)
+    y = ((rows + 0.5) / _SCALE - middle[:, 1, None]).astype(np.float32)
+    scale = 1 / np.maximum(squared, 1e-9)[:, None]
+    along = (y * half[:, 1, None] * scale)[:, :, None] + (x * half[:, 0, None] * scale)[:, None, :]
+    along.clip(-1, 1, out=along)
+    away = (x[:, None, :] - along * half[:, 0, None, None]) ** 2
+    away += (y[:, :, None] - along * half[:, 1, None, None]) ** 2
+    where = (ids[:, None, None], (rows + pad)[:, :, None], (columns + pad)[:, None, :])
+    return where, away <= radius[:, None, None] ** 2
+
+
+def _window(extent: float) -> int:
+    """Return how many places to each side an extent in pixels reaches, at most."""
+    return int(np.ceil(extent * _SCALE)) + 1
+
+
+def _unit(angle: np.ndarray) -> np.ndarray:
+    return np.stack([np.cos(angle), np.sin(angle)], axis=-1)
+
+
+def _lanczos(size: int) -> np.ndarray:
+    """Return the matrix that shrinks ``_SCALE * size`` places to ``size`` with three lobes."""
+    middle = (np.arange(size)[:, None] + 0.5) * _SCALE
+    at = (np.arange(size * _SCALE) + 0.5 - middle) / _SCALE
+    weight = np.where(np.abs(at) < 3, np.sinc(at) * np.sinc(at / 3), 0)
+    return (weight / weight.sum(axis=1, keepdims=True)).astype(np.float32)

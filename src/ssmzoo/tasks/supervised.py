@@ -1,0 +1,151 @@
+"""What the trainer sees of a task: batches of inputs, labels and lengths, and what they mean.
+
+A batch is a pure function of the indices and the epoch, so a run resumes on the same examples.
+Rows end at different places; they are padded on the right with zeros, and ``lengths`` says where
+they end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ssmzoo.family import suggestion
+
+Kind = Literal["tokens", "values", "token_pairs"]
+Objective = Literal[
+    "classification", "regression", "token_classification", "token_regression", "causal_lm"
+]
+Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some examples, padded to the longest of them.
+
+    Attributes:
+        inputs: Tokens int64 [B, L]; pairs of documents int64 [B, 2, L]; values float32 [B, L, C].
+        labels: Classes int64 [B] or values float32 [B]; for each token [B, L]. A class of -100 is
+            ignored. A token's class stands at the place that must say it, but under ``causal_lm``
+            one later, as Hugging Face's models expect.
+        lengths: Places of each row that are no padding, int64 [B]; for pairs [B, 2].
+    """
+
+    inputs: np.ndarray
+    labels: np.ndarray
+    lengths: np.ndarray
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """One split of a task.
+
+    Attributes:
+        kind: What the inputs are.
+        objective: What the labels are.
+        size: Examples an epoch.
+        make: Examples by index and epoch; use :meth:`batch`.
+        vocab_size: Ids the tokens are below; None for values. Id 0 is padding.
+        num_labels: Classes, or values a label; None for ``causal_lm``.
+        input_channels: Values a place; None for tokens.
+        fresh: Every epoch has examples of its own.
+    """
+
+    kind: Kind
+    objective: Objective
+    size: int
+    make: Callable[[np.ndarray, int], Batch]
+    vocab_size: int | None = None
+    num_labels: int | None = None
+    input_channels: int | None = None
+    fresh: bool = False
+
+    def __len__(self) -> int:
+        return self.size
+
+    def batch(self, indices: Sequence[int] | np.ndarray, epoch: int = 0) -> Batch:
+        """Return the examples at these indices, in this order.
+
+        Raises:
+            IndexError: No index, or one outside of the split.
+        """
+        chosen = np.asarray(indices, dtype=np.int64)
+        if chosen.ndim != 1 or not len(chosen):
+            raise IndexError(f"indices must be a list of at least one, got shape {chosen.shape}")
+        if chosen.min() < 0 or chosen.max() >= self.size:
+            raise IndexError(
+                f"indices must be between 0 and {self.size - 1}, "
+                f"got {chosen.min()} to {chosen.max()}"
+            )
+        return self.make(chosen, epoch)
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Rows of different lengths, end to end.
+
+    Attributes:
+        values: All rows [N].
+        ends: Where each row ends [n].
+    """
+
+    values: np.ndarray
+    ends: np.ndarray
+
+    @classmethod
+    def of(cls, rows: Sequence[np.ndarray]) -> Ragged:
+        """Join rows."""
+        return cls(np.concatenate(rows), np.cumsum([len(row) for row in rows]))
+
+    def padded(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return rows padded with zeros, int64 [B, L], and their lengths [B]."""
+        starts = np.concatenate([[0], self.ends[:-1]])[indices]
+        lengths = self.ends[indices] - starts
+        column = np.arange(max(1, lengths.max()))
+        inside = column < lengths[:, None]
+        places = np.where(inside, starts[:, None] + column, 0)
+        return np.where(inside, self.values[places], 0).astype(np.int64), lengths
+
+
+def token_rows(rows: Ragged, labels: np.ndarray, *, vocab_size: int, num_labels: int) -> Supervised:
+    """Return the classification of rows of tokens that lie in memory."""
+
+    def make(indices: np.ndarray, _epoch: int) -> Batch:
+        inputs, lengths = rows.padded(indices)
+        return Batch(inputs, labels[indices].astype(np.int64), lengths)
+
+    return Supervised(
+        "tokens", "classification", len(labels), make, vocab_size=vocab_size, num_labels=num_labels
+    )
+
+
+def value_rows(
+    rows: np.ndarray,  # [n, L], any type
+    labels: np.ndarray,  # [n]
+    *,
+    shift: float,
+    scale: float,
+    num_labels: int,
+) -> Supervised:
+    """Return the classification of rows of values, given to the model as (row - shift) / scale."""
+
+    def make(indices: np.ndarray, _epoch: int) -> Batch:
+        values = ((rows[indices].astype(np.float64) - shift) / scale).astype(np.float32)
+        lengths = np.full(len(indices), rows.shape[1], dtype=np.int64)
+        return Batch(values[..., None], labels[indices].astype(np.int64), lengths)
+
+    return Supervised(
+        "values", "classification", len(labels), make, num_labels=num_labels, input_channels=1
+    )
+
+
+def require_split(split: str) -> None:
+    """Raise a LookupError unless a split has one of the three names."""
+    if split not in SPLITS:
+        raise LookupError(
+            f"split must be one of {', '.join(SPLITS)}, got {split!r}{suggestion(split, SPLITS)}"
+        )
