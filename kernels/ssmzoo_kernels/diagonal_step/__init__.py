@@ -1,6 +1,5 @@
 """One token of a diagonal state space with complex modes: how such models decode."""
 
-import torch
 from torch import Tensor
 
 from ssmzoo_kernels.diagonal_step import reference

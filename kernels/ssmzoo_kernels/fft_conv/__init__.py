@@ -38,7 +38,8 @@ def fft_conv(
         future_kernel: A second filter that sees only later tokens; its first tap meets the next.
         cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64.
         output_final_state: Return the last K - 1 inputs, to continue from.
-        backend: "auto" takes torch's FFT ("eager"), "reference" the sum over taps.
+        backend: "auto" goes by device; the FFTs are torch's in any case. Naming a backend that
+            cannot run is an error.
 
     Returns:
         The outputs ``[B, L, D]``, and the last K - 1 inputs ``[B, K - 1, D]`` (``[S, K - 1, D]``)
@@ -47,6 +48,7 @@ def fft_conv(
     Raises:
         ValueError: Shapes, devices or choices that do not fit.
         TypeError: Not a tensor, or not floating point.
+        RuntimeError: The machine lacks what the named backend needs.
     """
     check_leading(OP, "u", u, "[B, L, D]")
     check_leading(OP, "kernel", kernel, "[D, K]")
@@ -68,13 +70,14 @@ def fft_conv(
         rule = "[B, K - 1, D]" if cu_seqlens is None else "[S, K - 1, D]"
         check_tensor(OP, "initial_state", initial_state, (batch, taps - 1, width), u, rule)
 
-    if choose(OP, backend, u, ("reference", "eager")) == "reference":
+    chosen = choose(OP, backend, u, ("reference", "eager", "cpu"))
+    if chosen == "reference":
         record(OP, "reference")
         y = reference.fft_conv(
             u, kernel, D, initial_state, future_kernel=future_kernel, cu_seqlens=cu_seqlens
         )
     else:
-        y = library.fft_conv(u, kernel, D, initial_state, future_kernel, cu_seqlens)
+        y = library.fft_conv(u, kernel, D, initial_state, future_kernel, cu_seqlens, chosen)
     if not output_final_state:
         return y, None
     return y, _last_inputs(u, taps - 1, initial_state, cu_seqlens)

@@ -3,13 +3,15 @@
 Saved for the backward: the inputs and the kernels, never their spectra.
 """
 
+import functools
+import importlib
+from types import ModuleType
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from ssmzoo_kernels.dispatch import record
-from ssmzoo_kernels.fft_conv import eager
 from ssmzoo_kernels.scan import needs_library
 
 OP = "fft_conv"
@@ -22,14 +24,20 @@ def fft_conv(
     initial_state: Tensor | None,  # [B, K - 1, D]
     future_kernel: Tensor | None,  # [D, F]
     cu_seqlens: Tensor | None,  # [S + 1]
+    backend: str,
 ) -> Tensor:
     """Convolve; returns ``[B, L, D]``."""
     inputs = (u, kernel, D, initial_state, future_kernel)
     grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     if not grad and not needs_library(u):
-        record(OP, "eager")
-        return eager.forward(*inputs, cu_seqlens)
-    return _forward(*inputs, cu_seqlens)
+        record(OP, backend)
+        return _backend(backend).forward(*inputs, cu_seqlens)
+    return _forward(*inputs, cu_seqlens, backend)
+
+
+@functools.cache
+def _backend(name: str) -> ModuleType:
+    return importlib.import_module(f"ssmzoo_kernels.{OP}.{name}")
 
 
 @torch.library.custom_op(f"ssmzoo::{OP}", mutates_args=())
@@ -40,13 +48,14 @@ def _forward(
     initial_state: Tensor | None,
     future_kernel: Tensor | None,
     cu_seqlens: Tensor | None,
+    backend: str,
 ) -> Tensor:
-    record(OP, "eager")
-    return eager.forward(u, kernel, D, initial_state, future_kernel, cu_seqlens)
+    record(OP, backend)
+    return _backend(backend).forward(u, kernel, D, initial_state, future_kernel, cu_seqlens)
 
 
 @_forward.register_fake
-def _(u, kernel, D, initial_state, future_kernel, cu_seqlens):
+def _(u, kernel, D, initial_state, future_kernel, cu_seqlens, backend):
     return torch.empty_like(u, memory_format=torch.contiguous_format)
 
 
@@ -59,9 +68,10 @@ def _backward(
     initial_state: Tensor | None,
     future_kernel: Tensor | None,
     cu_seqlens: Tensor | None,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = (u, kernel, D, initial_state, future_kernel)
-    grads = eager.backward(grad_y, *inputs, cu_seqlens)
+    grads = _backend(backend).backward(grad_y, *inputs, cu_seqlens)
     fitting = [
         u.new_empty(0) if g is None or t is None else g.to(t.dtype)
         for g, t in zip(grads, inputs, strict=True)
@@ -70,7 +80,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(grad_y, u, kernel, D, initial_state, future_kernel, cu_seqlens):
+def _(grad_y, u, kernel, D, initial_state, future_kernel, cu_seqlens, backend):
     return tuple(
         u.new_empty(0) if t is None else torch.empty_like(t, memory_format=torch.contiguous_format)
         for t in (u, kernel, D, initial_state, future_kernel)
@@ -78,13 +88,14 @@ def _(grad_y, u, kernel, D, initial_state, future_kernel, cu_seqlens):
 
 
 def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
+    *tensors, ctx.backend = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _autograd(ctx, grad_y):
     *inputs, cu_seqlens = ctx.saved_tensors
-    grads = _backward(grad_y, *inputs, cu_seqlens)
-    return (*(None if t is None else g for g, t in zip(grads, inputs, strict=True)), None)
+    grads = _backward(grad_y, *inputs, cu_seqlens, ctx.backend)
+    return (*(None if t is None else g for g, t in zip(grads, inputs, strict=True)), None, None)
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)

@@ -39,9 +39,10 @@ def fft_conv(
     for j in range(taps):
         begin = taps - 1 - j
         y = y + kernel[:, j].to(exact) * history[:, begin : begin + length]
-    for j in range(0 if future_kernel is None else min(future_kernel.shape[1], length - 1)):
-        ahead = torch.nn.functional.pad(inputs[:, j + 1 :], (0, 0, 0, j + 1))
-        y = y + future_kernel[:, j].to(exact) * ahead
+    if future_kernel is not None:
+        for j in range(min(future_kernel.shape[1], length - 1)):
+            ahead = torch.nn.functional.pad(inputs[:, j + 1 :], (0, 0, 0, j + 1))
+            y = y + future_kernel[:, j].to(exact) * ahead
     if D is not None:
         y = y + D.to(exact) * inputs
     return y.to(u.dtype)
