@@ -25,6 +25,12 @@ def model():
     return build()
 
 
+@pytest.fixture
+def classifier():
+    torch.manual_seed(0)
+    return FAMILY.sequence_classification_class(FAMILY.config(**FAMILY.tiny)).eval()
+
+
 @pytest.fixture(scope="module")
 def ids():
     return torch.randint(96, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -112,8 +118,6 @@ def test_non_contiguous_ids_are_taken(model, ids):
 def test_an_argument_the_model_lacks_is_refused_with_a_suggestion(model, ids):
     with pytest.raises(TypeError, match="'atention_mask'; did you mean 'attention_mask'"):
         model(ids, atention_mask=torch.ones_like(ids))
-    with pytest.raises(TypeError, match="no argument 'output_attentions'"):
-        model(ids, output_attentions=True)
 
 
 def test_labels_with_only_some_logits_are_refused(model, ids):
@@ -379,3 +383,138 @@ def test_an_empty_sequence_cannot_be_classified(ids):
         classifier(ids[:1], cu_seqlens=torch.tensor([0, 3, 3, 7]))
     with pytest.raises(ValueError, match=r"must have a token to be classified by.*number 0"):
         classifier(ids, attention_mask=torch.tensor([[0] * 7, [1] * 7]))
+
+
+@torch.no_grad()
+def test_a_call_under_another_default_device_changes_nothing(model, ids):
+    expected = model(ids).logits
+    with torch.device("meta"):
+        inside = model(ids).logits
+    assert torch.equal(inside, expected)
+    assert torch.equal(model(ids).logits, expected)
+
+
+def test_vmap_goes_around_the_kernel_of_few_rows(model):
+    layer, x = model.lm_head, torch.randn(3, 2, model.config.hidden_size)
+    with torch.no_grad():
+        mapped = torch.vmap(layer)(x)
+    torch.testing.assert_close(mapped, layer(x))
+
+
+@torch.no_grad()
+def test_position_ids_do_not_make_padding_count(classifier):
+    ids = torch.tensor([[5, 7, 9, 0, 0]])
+    classifier.config.pad_token_id = 0
+    expected = classifier(ids).logits
+    got = classifier(ids, position_ids=torch.arange(5)[None]).logits
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(expected, classifier(ids[:, :3]).logits)
+
+
+@torch.no_grad()
+def test_padding_between_packed_sequences_is_no_sequence(classifier):
+    ids = torch.tensor([[5, 7, 9, 4, 3, 3]])
+    positions = torch.tensor([[0, 1, 0, 1, 0, 1]])
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0]])
+    logits = classifier(ids, position_ids=positions, attention_mask=mask).logits
+    singly = [classifier(ids[:, :2]).logits, classifier(ids[:, 2:4]).logits]
+    torch.testing.assert_close(logits, torch.cat(singly))
+
+
+def test_a_classifier_under_accumulation_has_the_gradient_of_the_whole_batch(classifier, tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"input_ids": torch.tensor([i + 1, 3, 5]), "labels": i % 2} for i in range(8)]
+    norms = []
+    for batch, accumulate in ((8, 1), (2, 4)):
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / str(batch)),
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulate,
+            max_steps=1,
+            learning_rate=0.0,
+            logging_steps=1,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            seed=0,
+        )
+        trainer = Trainer(copy.deepcopy(classifier), arguments, train_dataset=rows)
+        trainer.train()
+        norms += [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
+    assert len(norms) == 2
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
+def test_a_copied_cache_goes_back_to_before(model, ids):
+    cache = model(ids[:, :4], use_cache=True).past_key_values  # with a graph, as in training
+    kept = copy.deepcopy(cache)
+    expected = model(ids[:, 4:], past_key_values=cache).logits
+    assert kept.get_seq_length() == 4
+    got = model(ids[:, 4:], past_key_values=kept).logits
+    assert torch.equal(got, expected)
+
+
+@torch.no_grad()
+def test_a_damaged_state_file_is_refused(model, ids, tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    path = tmp_path / "state.safetensors"
+    model(ids, use_cache=True).past_key_values.save(path)
+    with safe_open(path, "pt") as file:
+        metadata, names = file.metadata(), list(file.keys())
+        tensors = {name: file.get_tensor(name) for name in names}
+    first = {names[0]: tensors[names[0]]}
+    for damaged, marks in (
+        (first, metadata),
+        ({**tensors, "99.ssm": tensors[names[0]].clone()}, metadata),
+        (tensors, {k: v for k, v in metadata.items() if k != "owner"}),
+        (tensors, {**metadata, "seen_tokens": "many"}),
+    ):
+        save_file(damaged, path, metadata=marks)
+        with pytest.raises(ValueError, match="damaged StateCache"):
+            StateCache.load(path, model.config)
+
+
+@torch.no_grad()
+def test_a_cache_of_another_width_is_refused_as_such(model, ids):
+    cache = model(ids, use_cache=True).past_key_values
+    other = build(expand=3)
+    with pytest.raises(ValueError, match="past_key_values belongs to another model"):
+        other(ids, past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"past_key_values": ((1,),)}, TypeError, "must be a StateCache, got tuple"),
+        ({"attention_mask": [[1] * 7] * 2}, TypeError, "attention_mask must be a tensor"),
+        ({"labels": torch.zeros(7).long()}, ValueError, r"labels must have shape \[B, L\]"),
+        ({"output_attentions": True}, ValueError, "no attention"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_named(model, ids, arguments, error, message):
+    with pytest.raises(error, match=message):
+        model(ids, **arguments)
+
+
+def test_boundaries_that_are_no_whole_numbers_are_named(model, ids):
+    with pytest.raises(TypeError, match=r"cu_seqlens must be an int32 or int64 tensor.*float32"):
+        model(ids[:1], cu_seqlens=torch.tensor([0.0, 7.0]))
+
+
+@torch.no_grad()
+def test_token_type_ids_of_a_tokenizer_are_ignored(model, ids):
+    got = model(ids, token_type_ids=torch.zeros_like(ids)).logits
+    assert torch.equal(got, model(ids).logits)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_packed_batches_compile_to_one_graph_by_boundaries_even_with_a_mask(model, ids):
+    row, ends = ids[:1], torch.tensor([0, 3, 7])
+    with torch.no_grad():
+        expected = model(row, cu_seqlens=ends).logits
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        got = compiled(row, cu_seqlens=ends, attention_mask=torch.ones_like(row)).logits
+    torch.testing.assert_close(got, expected)

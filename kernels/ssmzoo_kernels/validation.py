@@ -106,4 +106,4 @@ def check_boundaries(op: str, cu_seqlens: Tensor, length: int) -> None:
 def _batch_offsets(batch: int, length: int) -> Tensor:
     """Return the offsets of a batch; every op of every layer asks for the same. Never written."""
     with torch.inference_mode(False):  # what is made inside it could not be saved for a backward
-        return torch.arange(batch + 1) * length
+        return torch.arange(batch + 1, device="cpu") * length

@@ -50,8 +50,8 @@ def forward(
     tensors = _prepare(x, weight, bias, initial_state)
     exact = tensors[0].dtype
     (tokens, width), taps = x.shape, weight.shape[1]
-    out = torch.empty((tokens, width), dtype=exact)
-    final_state = torch.empty((offsets.shape[0] - 1, taps - 1, width), dtype=exact)
+    out = torch.empty((tokens, width), dtype=exact, device="cpu")
+    final_state = torch.empty((offsets.shape[0] - 1, taps - 1, width), dtype=exact, device="cpu")
     failed = _library(exact).conv_forward(
         _inputs(tensors, offsets, silu),
         out.data_ptr(),
@@ -77,12 +77,12 @@ def backward(
     tensors = _prepare(x, weight, bias, initial_state)
     exact = tensors[0].dtype
     (tokens, width), taps = x.shape, weight.shape[1]
-    grad_x = torch.empty((tokens, width), dtype=exact)
-    grad_weight = torch.empty((width, taps), dtype=exact)
-    grad_bias = None if bias is None else torch.empty(width, dtype=exact)
+    grad_x = torch.empty((tokens, width), dtype=exact, device="cpu")
+    grad_weight = torch.empty((width, taps), dtype=exact, device="cpu")
+    grad_bias = None if bias is None else torch.empty(width, dtype=exact, device="cpu")
     grad_initial = None
     if initial_state is not None:
-        grad_initial = torch.empty(initial_state.shape, dtype=exact)
+        grad_initial = torch.empty(initial_state.shape, dtype=exact, device="cpu")
     if grad_out is not None:
         grad_out = native.rows(grad_out, exact)
     if grad_final is not None:

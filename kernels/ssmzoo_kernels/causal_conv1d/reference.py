@@ -48,4 +48,4 @@ def causal_conv1d(
         y = y + bias.to(exact)
     if activation == "silu":
         y = F.silu(y)
-    return y.to(x.dtype), history[:, length:]
+    return y.to(x.dtype), history[:, length:].clone()  # a view would keep the whole input

@@ -40,7 +40,7 @@ def few_rows_linear(
         return F.linear(x, weight, bias)
     dispatch.record(OP, "cpu")
     x = x.contiguous()
-    y = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype)
+    y = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device="cpu")
     _kernel(x.dtype)(
         x.data_ptr(),
         weight.data_ptr(),
@@ -66,6 +66,7 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and (bias is None or (bias.dtype is x.dtype and bias.is_contiguous()))
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is None  # vmap's tensors have no address
         and not torch.is_autocast_enabled("cpu")
         and not dispatch.compiler_missing()
     )

@@ -26,7 +26,9 @@ from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 from ssmzoo.modeling.segments import Segments, find_segments
 
 # what transformers' collators and trainer hand to every model, and a recurrent one has no use for
-_IGNORED = frozenset({"cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch"})
+_IGNORED = frozenset(
+    {"cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch", "token_type_ids"}
+)
 
 
 class SSMMixer(nn.Module):
@@ -207,7 +209,7 @@ class SSMModel(SSMPreTrainedModel):
                 seq_idx,
                 cu_seq_lens_q if cu_seqlens is None else cu_seqlens,
             )
-        packed = segments if segments is not None and segments.rows is None else None
+        packed = segments if segments is not None and segments.packed else None
         causal = self.config.causal
         if use_cache is None:
             use_cache = past_key_values is not None or (
@@ -218,7 +220,7 @@ class SSMModel(SSMPreTrainedModel):
                 f"{type(self).__name__} is bidirectional and cannot have a cache: later tokens "
                 "change earlier outputs; pass whole sequences with use_cache=False"
             )
-        cache = self._cache(past_key_values, use_cache, packed.count if packed else batch)
+        cache = self._cache(past_key_values, use_cache, packed.sequences if packed else batch)
 
         boundaries = None
         if segments is not None:
@@ -261,6 +263,11 @@ class SSMModel(SSMPreTrainedModel):
         cu_seqlens: Tensor | None,
     ) -> Segments | None:
         """Find the sequences in a batch ``[B, L, ...]``; None if its rows are whole sequences."""
+        if past_key_values is not None and not isinstance(past_key_values, StateCache):
+            raise TypeError(
+                f"past_key_values must be a StateCache, got {type(past_key_values).__name__}; "
+                "leave it out and take the one a forward pass returns"
+            )
         past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
         batch, length = inputs.shape[:2]
         return find_segments(
@@ -326,7 +333,7 @@ class SSMModel(SSMPreTrainedModel):
     def _check_ids(self, input_ids: Tensor) -> None:
         if input_ids.numel():
             low, high = (int(x) for x in input_ids.aminmax())
-            size = self.embed_tokens.num_embeddings
+            size = self.config.vocab_size
             if low < 0 or high >= size:
                 wrong = low if low < 0 else high
                 raise ValueError(f"input_ids must be in [0, {size - 1}], got {wrong}")
@@ -335,11 +342,6 @@ class SSMModel(SSMPreTrainedModel):
         self, given: StateCache | None, use_cache: bool, sequences: int
     ) -> StateCache | None:
         if given is not None:
-            if not isinstance(given, StateCache):
-                raise TypeError(
-                    f"past_key_values must be a StateCache, got {type(given).__name__}; "
-                    "leave it out and take the one a forward pass returns"
-                )
             given.check(self.config, sequences)
             return given
         return StateCache(self.config) if use_cache else None
@@ -360,6 +362,8 @@ def _refuse_unknown(kwargs: dict[str, Any]) -> None:
     for name, value in kwargs.items():
         if name in _IGNORED or (name == "output_attentions" and not value):
             continue
+        if name == "output_attentions":
+            raise ValueError("output_attentions must be False: this model has no attention")
         near = difflib.get_close_matches(name, inspect.signature(SSMModel.forward).parameters, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise TypeError(f"this model takes no argument {name!r}{hint}")

@@ -6,6 +6,9 @@ a forward pass never changes it half-way, because new states replace the old one
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import functools
 import json
 import os
 from collections.abc import Mapping
@@ -17,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, PreTrainedConfig
 
 from ssmzoo.modeling.segments import AlignedRows
 
@@ -140,6 +143,18 @@ class StateCache(Cache):
         """Return the size of all states in bytes; it does not grow with the tokens seen."""
         return sum(s.numel() * s.element_size() for lay in self.layers for s in lay.states.values())
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateCache:
+        """Copy the states, without the graph that may have made them."""
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        for name, value in self.__dict__.items():
+            if name != "layers":
+                setattr(copied, name, copy.deepcopy(value, memo))
+        copied.layers = [_Layer() for _ in self.layers]
+        for mine, theirs in zip(copied.layers, self.layers, strict=True):
+            mine.states = {name: state.detach().clone() for name, state in theirs.states.items()}
+        return copied
+
     def reset(self) -> None:
         """Forget everything; the next token starts a new sequence."""
         super().reset()
@@ -204,6 +219,7 @@ class StateCache(Cache):
         metadata = {
             "format": _FORMAT,
             "owner": json.dumps(self.owner),
+            "states": json.dumps(sorted(tensors)),
             "seen_tokens": str(self.seen_tokens),
         }
         partial = Path(f"{os.fspath(path)}.{os.getpid()}.partial")
@@ -247,17 +263,39 @@ class StateCache(Cache):
                 f"{path} is not a saved StateCache: its format must be {_FORMAT!r}, "
                 f"got {metadata.get('format')!r}"
             )
-        if json.loads(metadata["owner"]) != cache.owner:
+        try:
+            owner, names = json.loads(metadata["owner"]), json.loads(metadata["states"])
+            cache.seen_tokens = int(metadata["seen_tokens"])
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{path} is a damaged StateCache: bad metadata {error}") from error
+        if owner != cache.owner:
             raise ValueError(
-                f"{path} belongs to another model: made for {metadata['owner']}, got {cache.owner}"
+                f"{path} belongs to another model: made for {owner}, got {cache.owner}"
+            )
+        if sorted(tensors) != names:
+            raise ValueError(
+                f"{path} is a damaged StateCache: it holds {sorted(tensors)} of {names}"
             )
         for name, state in tensors.items():
             index, state_name = name.split(".", 1)
             cache.layers[int(index)].states[state_name] = state
-        cache.seen_tokens = int(metadata["seen_tokens"])
         return cache
 
 
+# fields that change neither what a state means nor its shape
+_STATELESS = frozenset(
+    {"vocab_size", "initializer_range", "tie_word_embeddings", "use_cache", "pooling", "dropout"}
+    | {"embedding_dropout", "tie_dropout", "classifier_bias", "residual_in_fp32"}
+)
+
+
 def _signature(config: SSMConfig) -> dict[str, Any]:
-    names = ("model_type", "num_hidden_layers", "hidden_size", "d_state")
-    return {name: getattr(config, name) for name in names if hasattr(config, name)}
+    """Return what two models must share for a state of one to have the other's shape."""
+    return {name: getattr(config, name) for name in _own_fields(type(config))}
+
+
+@functools.cache
+def _own_fields(kind: type[SSMConfig]) -> tuple[str, ...]:
+    general = {field.name for field in dataclasses.fields(PreTrainedConfig)} | _STATELESS
+    names = [field.name for field in dataclasses.fields(kind) if field.name not in general]
+    return ("model_type", *names)

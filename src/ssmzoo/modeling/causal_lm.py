@@ -109,6 +109,8 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         logits = self.lm_head(hidden_states)
         loss = None
         if labels is not None:
+            if labels.dim() != 2:
+                raise ValueError(f"labels must have shape [B, L], got {list(labels.shape)}")
             if logits.shape[1] != labels.shape[1]:
                 raise ValueError("labels need all logits; leave logits_to_keep at 0")
             loss = self.loss_function(

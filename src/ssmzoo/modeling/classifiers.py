@@ -32,6 +32,8 @@ class SSMForSequenceClassification(SSMPreTrainedModel):
     """
 
     model_class: type[SSMModel]
+    # the loss is a batch's mean, so a Trainer that accumulates has to divide
+    accepts_loss_kwargs = False
 
     def __init__(self, config: SSMConfig) -> None:
         super().__init__(config)
@@ -90,7 +92,9 @@ class SSMForSequenceClassification(SSMPreTrainedModel):
         cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
         inputs = given_inputs(input_ids, inputs_embeds, input_values)
         packing = (position_ids, seq_idx, cu_seqlens)
-        if attention_mask is None and input_ids is not None and all(x is None for x in packing):
+        # positions say where sequences begin, not where they end
+        open_ended = attention_mask is None and seq_idx is None and cu_seqlens is None
+        if open_ended and input_ids is not None:
             attention_mask = _mask_of_padding(input_ids, self.config.pad_token_id)
         segments = self.model.segments(inputs, past_key_values, attention_mask, *packing)
         outputs = self.model(
@@ -123,6 +127,8 @@ class SSMForTokenClassification(SSMPreTrainedModel):
     """A backbone and a linear map of every token's output. A subclass names its ``model_class``."""
 
     model_class: type[SSMModel]
+    # the loss is a batch's mean, so a Trainer that accumulates has to divide
+    accepts_loss_kwargs = False
 
     def __init__(self, config: SSMConfig) -> None:
         super().__init__(config)
@@ -221,6 +227,8 @@ class SSMForPairClassification(SSMPreTrainedModel):
     """
 
     model_class: type[SSMModel]
+    # the loss is a batch's mean, so a Trainer that accumulates has to divide
+    accepts_loss_kwargs = False
 
     def __init__(self, config: SSMConfig) -> None:
         super().__init__(config)

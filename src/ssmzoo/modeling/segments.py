@@ -20,13 +20,19 @@ class Segments:
     """The sequences inside a flat row of ``B * L`` tokens."""
 
     cu_seqlens: Tensor  # [S + 1]
-    rows: Tensor | None = None  # [B], the segments that are a padded batch's rows; None: all count
-    row_length: int | None = None  # L of that padded batch
+    rows: Tensor | None = None  # the segments that are no padding; None: all of them
+    row_length: int | None = None  # L of the batch
+    packed: bool = True  # False: one sequence for every row of the batch
 
     @property
     def count(self) -> int:
         """Number of segments, padding included."""
         return self.cu_seqlens.shape[0] - 1
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences: segments without padding."""
+        return self.count if self.rows is None else self.rows.shape[0]
 
     def numbers(self, tokens: int) -> Tensor:
         """Return which segment each of the row's tokens lies in, ``[tokens]``."""
@@ -118,8 +124,11 @@ def find_segments(
     if cu_seqlens is not None:
         if batch != 1:
             raise ValueError(f"cu_seqlens needs one packed row, got a batch of {batch}")
-        if mask is not None and not _all(mask):
+        if mask is not None and not torch.compiler.is_compiling() and not _all(mask):
             raise ValueError("attention_mask must be all ones where cu_seqlens is given")
+        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+            kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+            raise TypeError(f"cu_seqlens must be an int32 or int64 tensor [S + 1], got {kind}")
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
             raise ValueError(f"cu_seqlens must have shape [S + 1], got {list(cu_seqlens.shape)}")
         if not torch.compiler.is_compiling():
@@ -127,17 +136,22 @@ def find_segments(
         return Segments(cu_seqlens)
     starts = _starts(batch, length, mask, position_ids, seq_idx)
     if starts is not None:
+        rows = None
         if mask is not None and not _all(mask):
-            # several sequences and padding in one row: cut at both, padding becomes a sequence
+            # several sequences and padding in one row: cut at both
             starts[:, 1:] |= mask[:, 1:] != mask[:, :-1]
+            rows = mask.flatten()[starts.flatten()].nonzero().flatten()
         flat = starts.flatten().nonzero().flatten()
-        return Segments(torch.cat([flat, flat.new_tensor([batch * length])]))
+        ends = torch.cat([flat, flat.new_tensor([batch * length])])
+        return Segments(ends, rows, length)
     if mask is None or (not torch.compiler.is_compiling() and _all(mask)):
         return None
     return _padded(mask)
 
 
 def _new_columns(mask: Tensor, batch: int, length: int, past_length: int) -> Tensor:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor [B, L], got {type(mask).__name__}")
     if mask.dim() != 2 or mask.shape[0] != batch:
         raise ValueError(
             f"attention_mask must have shape [B, L] = [{batch}, {length}], got {list(mask.shape)}"
@@ -198,7 +212,7 @@ def _padded(mask: Tensor) -> Segments:
     ends = torch.stack([first, last, torch.full_like(first, length)], dim=1)  # [B, 3]
     ends = ends + torch.arange(batch, device=mask.device)[:, None] * length
     rows = torch.arange(batch, device=mask.device) * 3 + 1
-    return Segments(torch.cat([ends.new_zeros(1), ends.flatten()]), rows, length)
+    return Segments(torch.cat([ends.new_zeros(1), ends.flatten()]), rows, length, packed=False)
 
 
 def given_inputs(
