@@ -4,7 +4,9 @@ The judge is ``tests/oracles/longhorn.py``, float64 numpy from the paper alone. 
 its reference backend here; that the other backends equal it is the business of ``tests/kernels``.
 """
 
+import argparse
 import importlib.util
+import inspect
 import math
 from pathlib import Path
 
@@ -783,3 +785,48 @@ def test_two_layers_of_width_64_learn_to_recall_four_pairs_in_64_tokens():
         logits, target = answers(1000, seed=10**6)
     accuracy = (logits.argmax(dim=-1) == target).double().mean().item()
     assert accuracy >= 0.99
+
+
+def spell(text, *, layers, width, batch, length, steps, device):
+    """Train on a text's characters; return the losses in nats."""
+    torch.manual_seed(0)
+    characters = sorted(set(text))
+    ids = torch.tensor([characters.index(c) for c in text])
+    config = FAMILY.config_class(
+        vocab_size=len(characters), hidden_size=width, num_hidden_layers=layers
+    )
+    model = FAMILY.causal_lm_class(config).to(device)
+    optimizer = torch.optim.AdamW(model.param_groups(lr=1e-3, weight_decay=0.1))
+    losses = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        starts = torch.randint(len(ids) - length, (batch, 1), generator=generator)
+        rows = ids[starts + torch.arange(length)].to(device)
+        loss = model(rows, labels=rows).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses).cpu()
+
+
+def prose():
+    return inspect.getsource(argparse) + inspect.getsource(inspect)
+
+
+def test_a_small_model_learns_to_spell():
+    losses = spell(prose(), layers=2, width=32, batch=8, length=64, steps=40, device="cpu")
+    assert losses.isfinite().all()
+    assert losses[-5:].mean() < losses[0] - 1
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.parametrize("layers", [6, 12])
+def test_width_384_learns_to_spell_without_diverging(layers):
+    size = {"layers": layers, "width": 384, "batch": 64, "length": 256}
+    losses = spell(prose(), **size, steps=5000, device="cuda")
+    assert losses.isfinite().all()
+    assert losses[-100:].mean() < 1
+    assert losses[1000:].max() < 1.5 * losses[900:1000].max()
