@@ -1,9 +1,10 @@
 """One token of a diagonal state space with complex modes: how such models decode."""
 
+import torch
 from torch import Tensor
 
-from ssmzoo_kernels.diagonal_step import reference
-from ssmzoo_kernels.dispatch import Backend, choose, record
+from ssmzoo_kernels.diagonal_step import library, reference
+from ssmzoo_kernels.dispatch import ALL, Backend, choose, record
 from ssmzoo_kernels.validation import check_complex, check_leading, check_tensor
 
 OP = "diagonal_step"
@@ -56,9 +57,19 @@ def diagonal_step(
         check_complex(OP, "drive", drive, (heads, modes), u, "[H, N]")
     if D is not None:
         check_tensor(OP, "D", D, (heads,), u, "[H]")
-    choose(OP, backend, u, ("reference", "eager"))
-    record(OP, "eager")
-    return reference.diagonal_step(u, state, decay, drive, readout, D)
+    inputs = (u, state, decay, drive, readout, D)
+    taped = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    offers = ("reference", "eager") if taped else ALL
+    if taped and backend in ("cpu", "triton"):
+        raise ValueError(
+            f'{OP}(backend="{backend}") has no gradients, and an argument wants them; '
+            'call it under torch.no_grad(), or use backend="auto" or "reference"'
+        )
+    chosen = choose(OP, backend, u, offers)
+    if chosen in ("reference", "eager"):  # one line of torch is both
+        record(OP, chosen)
+        return reference.diagonal_step(*inputs)
+    return library.diagonal_step(*inputs, chosen)
 
 
 __all__ = ["diagonal_step"]

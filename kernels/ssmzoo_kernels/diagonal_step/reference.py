@@ -1,4 +1,4 @@
-"""One step of a diagonal recurrence in torch, on the autograd tape; the judge and the fallback."""
+"""One step of a diagonal recurrence in torch, with gradients; the judge and the fallback."""
 
 from torch import Tensor
 
