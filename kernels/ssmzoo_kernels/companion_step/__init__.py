@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ssmzoo_kernels.companion_step import continuation, library, reference
+from ssmzoo_kernels.companion_step import continuation, eager, library, reference
 from ssmzoo_kernels.dispatch import Backend, choose, record
 from ssmzoo_kernels.rational_kernel import check_polynomials, inverse_series, rational_kernel
 from ssmzoo_kernels.segments import by_length
@@ -27,19 +27,21 @@ def companion_step(
 
     Both sums take the state before the update. The state of n past values of ``w`` lies in a ring:
     ``x_i`` of row r is ``ring[r, :, (position[r] + i - 1) % n]``, and a step overwrites ``x_n``.
-    Everything is computed in the ring's dtype; only the output takes u's. For inference: no
-    gradient.
+    Everything is computed in the ring's dtype; only the output takes u's. Where gradients are asked
+    for, torch runs it on the tape.
 
     Args:
         u: The inputs.
         ring: The state, float32 or float64.
-        position: Where each row's newest value lies, 0 .. n - 1.
+        position: Where each row's newest value lies, counted modulo n.
         a: Denominators without their leading 1; ``D_a`` divides D and channel c has row
             ``c // (D / D_a)``.
         b: Numerators of the infinite response, from ``z^-1`` on.
         d: Direct gains.
-        inplace: Write into ``ring`` and return it, n times less traffic than a copy.
-        backend: "auto" goes by device. Naming a backend that cannot run is an error.
+        inplace: The ring may be written and returned: one value a channel instead of a copy. Never
+            done on the tape.
+        backend: "auto" goes by device. Naming a backend that cannot run is an error, and so is
+            asking "cpu" or "triton" for gradients.
 
     Returns:
         The outputs ``[B, D]`` in u's dtype, the ring and the positions after the step.
@@ -61,20 +63,22 @@ def companion_step(
     chosen = choose(OP, backend, u)
     if chosen == "reference":
         record(OP, "reference")
-        y, after, moved = reference.companion_step(u, ring, position, a, b, d)
-        return y, ring.copy_(after) if inplace else after, moved
-    with torch.no_grad():
-        if not (inplace and ring.is_contiguous()):
-            after = ring.clone(memory_format=torch.contiguous_format)
-        else:
-            after = ring
-        exact = ring.dtype
-        y = library.step_(
-            u.to(exact), after, position, a.to(exact), b.to(exact), d.to(exact), chosen
-        )
-        if inplace and after is not ring:
-            after = ring.copy_(after)
-        return y.to(u.dtype), after, (position - 1) % order if order else position
+        return reference.companion_step(u, ring, position, a, b, d)
+    exact = ring.dtype
+    drive, a, b, d = u.to(exact), a.to(exact), b.to(exact), d.to(exact)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (drive, ring, a, b, d)):
+        if backend in ("cpu", "triton"):
+            raise ValueError(
+                f"{OP}(backend={backend!r}) has no gradients; call it under torch.no_grad(), "
+                'or take "auto" or "eager"'
+            )
+        record(OP, "eager")
+        y, ring = eager.step(drive, ring, position, a, b, d)
+        return y.to(u.dtype), ring, torch.zeros_like(position)
+    if not (inplace and ring.is_contiguous()):
+        ring = ring.clone(memory_format=torch.contiguous_format)
+    y = library.step_(drive, ring, position, a, b, d, chosen)
+    return y.to(u.dtype), ring, (position - 1) % order if order else position
 
 
 def companion_state(

@@ -24,7 +24,8 @@ void companion_step(const REAL *u, REAL *rings, const int64_t *positions, const 
                     int64_t order, int64_t sharing, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
   for (int64_t task = 0; task < batch * width; task++) {
-    int64_t channel = task % width, first = positions[task / width];
+    int64_t channel = task % width, first = order ? positions[task / width] % order : 0;
+    if (first < 0) first += order;
     REAL *ring = rings + task * order;
     const REAL *as = a + channel / sharing * order, *bs = b + channel * order;
     Sums sums = {{0}, {0}};

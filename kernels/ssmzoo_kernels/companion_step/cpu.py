@@ -32,7 +32,7 @@ def step_(
     """Return the outputs ``[B, D]`` in the ring's dtype; put ``w`` where ``x_n`` was."""
     batch, width, order = ring.shape
     u, position, a, b, d = (x.contiguous() for x in (u, position, a, b, d))
-    y = torch.empty((batch, width), dtype=ring.dtype)
+    y = torch.empty((batch, width), dtype=ring.dtype, device="cpu")
     _kernel(ring.dtype)(
         u.data_ptr(),
         ring.data_ptr(),

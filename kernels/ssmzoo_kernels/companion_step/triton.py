@@ -33,6 +33,9 @@ def companion_step_kernel(
     channel = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     live = channel < D
     first = tl.load(position + row)
+    if N > 0:
+        first = first % N
+        first = tl.where(first < 0, first + N, first)
     state = ring + (row * D + channel) * N
     by_a = tl.zeros((BLOCK_D, BLOCK_N), dtype=ring.dtype.element_ty)
     by_b = tl.zeros((BLOCK_D, BLOCK_N), dtype=ring.dtype.element_ty)

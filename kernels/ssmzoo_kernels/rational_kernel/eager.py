@@ -12,7 +12,7 @@ def truncated(a: Tensor, b: Tensor, length: int, grid: int) -> Tensor:
     """Return the first taps of ``b(z) / a(z)`` sampled on ``grid`` roots of unity, ``[D, L]``."""
     inverse, numerator = _spectra(a, b, grid)
     kernel = torch.fft.irfft(inverse * numerator, n=grid)[..., :length]
-    return kernel.reshape(b.shape[0], length)
+    return kernel.reshape(b.shape[0], length).contiguous()
 
 
 def truncated_backward(
@@ -43,9 +43,11 @@ def closest_to_zero(a: Tensor, grid: int) -> Tensor:
 def inverse_series(a: Tensor, length: int) -> Tensor:
     """Return ``1 / a(z)`` as a power series of ``length`` terms, ``[D_a, L]``, by Newton doubling.
 
-    Known terms are never touched again, so a longer series begins with a shorter one.
+    Known terms are never touched again, so a longer series begins with a shorter one. In float64:
+    a doubling takes over the errors of the terms before it, and slow poles keep them.
     """
-    known, monic = a.new_ones(a.shape[0], 1), _monic(a)
+    monic = _monic(a.double())
+    known = torch.ones_like(monic[:, :1])
     while known.shape[1] < length:
         half = known.shape[1]
         size = 2 * half
@@ -55,7 +57,7 @@ def inverse_series(a: Tensor, length: int) -> Tensor:
         error_hat = torch.fft.rfft(error[:, half:], n=size)
         correction = torch.fft.irfft(known_hat * error_hat, n=size)[:, :half]
         known = torch.cat([known, -correction], dim=1)
-    return known[:, :length].contiguous()
+    return known[:, :length].to(a.dtype).contiguous()
 
 
 def inverse_series_backward(grad: Tensor, inverse: Tensor, order: int) -> Tensor:

@@ -1,0 +1,348 @@
+"""rational_kernel: both modes by FFT against long division and the sampled ratio."""
+
+import functools
+import warnings
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ssmzoo.testing.accuracy import assert_as_accurate
+from ssmzoo_kernels import inverse_series, last_backend, rational_kernel
+from ssmzoo_kernels.rational_kernel import eager
+
+
+def draw(order, width=4, denominators=2, dtype=torch.float64, seed=0):
+    """Stable denominators, ``sum |a| < 1``, and numerators of any size."""
+    generator = torch.Generator().manual_seed(seed)
+    a = 2 * torch.rand(denominators, order, generator=generator, dtype=torch.float64) - 1
+    b = torch.randn(width, order, generator=generator, dtype=torch.float64)
+    return [(0.9 * a / max(order, 1)).to(dtype), b.to(dtype)]
+
+
+def truncated(a, b, length, grid=None, **options):
+    grid = grid or length
+    return rational_kernel(a, b, length, mode="truncated", trunc_len=grid, **options)
+
+
+def from_poles(*poles):
+    """The denominator with these real poles, ``[1, n]`` float64."""
+    a = torch.ones(1, dtype=torch.float64)
+    for pole in poles:
+        a = torch.cat([a, a.new_zeros(1)]) - pole * torch.cat([a.new_zeros(1), a])
+    return a[None, 1:]
+
+
+def error(got, expected):
+    """The largest error relative to the largest entry."""
+    assert got.shape == expected.shape
+    got, expected = got.detach().double(), expected.detach().double()
+    return float((got - expected).abs().max() / expected.abs().max())
+
+
+def judge(op, inputs, dtype, length):
+    """Hold an op to the loop's own error, and to what rounding does to FFTs of this length."""
+    known = functools.partial(op, backend="reference")
+    logarithm = max(1, length).bit_length()
+    assert_as_accurate(op, known, inputs, dtype, slack=2 + logarithm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("order", [1, 2, 5, 64])
+@pytest.mark.parametrize("length", [2, 3, 7, 63, 64, 65, 300])
+def test_exact_kernels_and_gradients_are_those_of_long_division(length, order, dtype):
+    judge(functools.partial(rational_kernel, length=length), draw(order), dtype, length)
+    rational_kernel(*draw(order), length)
+    assert last_backend("rational_kernel") == "eager"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("order", "length", "grid"),
+    [(1, 2, 2), (1, 128, 128), (2, 5, 8), (64, 128, 128), (127, 128, 128), (63, 9, 64)],
+)
+def test_truncated_kernels_and_gradients_are_those_of_the_sampled_ratio(order, length, grid, dtype):
+    op = functools.partial(truncated, length=length, grid=grid)
+    judge(op, draw(order), dtype, grid)
+
+
+@pytest.mark.parametrize(("order", "length"), [(0, 9), (3, 0), (3, 1), (0, 0)])
+def test_nothing_to_expand_gives_zeros_and_zero_gradients(order, length):
+    a, b = (x.requires_grad_() for x in draw(order))
+    kernel = rational_kernel(a, b, length)
+    assert torch.equal(kernel, torch.zeros(4, length, dtype=torch.float64))
+    kernel.sum().backward()
+    assert torch.equal(a.grad, torch.zeros_like(a))
+    assert torch.equal(b.grad, torch.zeros_like(b))
+
+
+@pytest.mark.parametrize("denominators", [1, 2, 4])
+@pytest.mark.parametrize("mode", ["exact", "truncated"])
+def test_gradcheck_with_shared_denominators(mode, denominators):
+    inputs = [x.requires_grad_() for x in draw(3, denominators=denominators)]
+    grid = 8 if mode == "truncated" else None
+    op = functools.partial(rational_kernel, length=7, mode=mode, trunc_len=grid)
+    assert torch.autograd.gradcheck(op, inputs)
+
+
+@pytest.mark.parametrize("grid", [None, 64])
+def test_shared_denominators_sum_the_gradients_of_their_channels(grid):
+    a, b = (x.requires_grad_() for x in draw(5, width=6, denominators=2))
+    options = {"mode": "truncated", "trunc_len": grid} if grid else {}
+    weights = torch.randn(6, 50, dtype=torch.float64)
+    shared = torch.autograd.grad((weights * rational_kernel(a, b, 50, **options)).sum(), (a, b))
+    own = a.detach().repeat_interleave(3, 0).requires_grad_()
+    each = torch.autograd.grad((weights * rational_kernel(own, b, 50, **options)).sum(), (own, b))
+    assert error(shared[0], each[0].view(2, 3, 5).sum(1)) < 1e-14
+    assert error(shared[1], each[1]) < 1e-14
+
+
+def test_a_wrong_op_fails_the_accuracy_check():
+    def doubtful(a, b, length, backend="auto"):
+        kernel = rational_kernel(a, b, length, backend=backend)
+        return kernel if backend == "reference" else kernel + 1e-4 * b[:, :1]
+
+    with pytest.raises(AssertionError, match="output 0"):
+        judge(functools.partial(doubtful, length=40), draw(5), torch.float32, 40)
+
+
+@pytest.mark.parametrize("radius", [0.9, 0.999, 0.9999, 1.003, 1.01])
+def test_exact_kernels_of_slow_and_growing_poles_are_exact(radius):
+    a = from_poles(radius, -0.7 * radius, 0.3)
+    b = torch.randn(1, 3, dtype=torch.float64)
+    expected = rational_kernel(a, b, 1024, backend="reference")
+    assert error(rational_kernel(a, b, 1024), expected) < 1e-13
+    rounded = [a.float(), b.float()]
+    expected = rational_kernel(*[x.double() for x in rounded], 1024, backend="reference")
+    assert error(rational_kernel(*rounded, 1024), expected) < 1e-5
+
+
+def test_a_longer_kernel_begins_with_a_shorter_one():
+    a, b = draw(17, dtype=torch.float32)
+    whole = rational_kernel(a, b, 1000)
+    for length in (1, 16, 17, 18, 255, 256, 257, 999):
+        part = rational_kernel(a, b, length)
+        assert (part - whole[:, :length]).abs().max() <= 1e-6 * whole.abs().max()
+    series = inverse_series(a, 1000)
+    for length in (0, 1, 2, 63, 64, 65):
+        assert torch.equal(inverse_series(a, length), series[:, :length])
+
+
+@pytest.mark.parametrize("grid", [128, 256])
+def test_the_grid_wraps_the_tail_onto_the_first_taps(grid):
+    a, b = from_poles(0.95, -0.9, 0.6), torch.randn(1, 3, dtype=torch.float64)
+    series = rational_kernel(a, b, 20 * grid)  # 0.95^(20 * 128) is nothing
+    assert error(truncated(a, b, grid), series.view(1, 20, grid).sum(1)) < 1e-14
+
+
+def test_a_growing_grid_tends_to_the_exact_kernel():
+    a, b = from_poles(0.99, 0.5), torch.randn(1, 2, dtype=torch.float64)
+    exact = rational_kernel(a, b, 64)
+    errors = [error(truncated(a, b, 64, grid), exact) for grid in (64, 256, 1024, 4096)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] > 0.1
+    assert errors[-1] < 1e-13
+
+
+def test_tap_zero_is_the_wrapped_tap_on_a_grid_and_zero_in_the_series():
+    a, b = draw(4, width=2)
+    A = torch.zeros(2, 4, 4, dtype=torch.float64)
+    A[:, 0], A[:, 1:, :-1] = -a, torch.eye(3, dtype=torch.float64)
+    power = torch.linalg.matrix_power(A, 16)
+    C = torch.linalg.solve((torch.eye(4, dtype=torch.float64) - power).mT, b)
+    wrapped = torch.einsum(
+        "di,dij,j->d", C, torch.linalg.matrix_power(A, 15), torch.eye(4)[0].double()
+    )
+    assert error(truncated(a, b, 16)[:, 0], wrapped) < 1e-12
+    assert torch.equal(rational_kernel(a, b, 16)[:, 0], torch.zeros(2, dtype=torch.float64))
+
+
+def test_without_coefficients_the_kernel_is_exactly_zero():
+    for a, b in (draw(0), [torch.zeros(2, 8), torch.zeros(4, 8)]):
+        assert not rational_kernel(a, b, 40).any()
+        assert not truncated(a, b, 40).any()
+
+
+def test_a_numerator_alone_is_a_finite_response():
+    a, b = torch.zeros(1, 6), torch.randn(3, 6)
+    for kernel in (rational_kernel(a, b, 40), truncated(a, b, 40)):
+        expected = torch.nn.functional.pad(b, (1, 33))
+        torch.testing.assert_close(kernel, expected, rtol=1e-6, atol=1e-6)
+    delay = torch.eye(6)[4:5]
+    assert rational_kernel(a, delay, 40).argmax() == 5
+
+
+def test_first_order_and_double_poles_have_their_closed_forms():
+    steps = torch.arange(1, 200, dtype=torch.float64)
+    one = rational_kernel(from_poles(-0.9), torch.tensor([[2.0]]).double(), 200)[0, 1:]
+    assert error(one, 2 * (-0.9) ** (steps - 1)) < 1e-14
+    numerator = torch.tensor([[1.0, 0.0]]).double()
+    double = rational_kernel(from_poles(0.9, 0.9), numerator, 200)[0, 1:]
+    assert error(double, steps * 0.9 ** (steps - 1)) < 1e-13
+
+
+def test_poles_outside_the_disc_leave_the_truncated_kernel_finite():
+    a, b = from_poles(1.2, 0.5), torch.ones(1, 2, dtype=torch.float64)
+    kernel = truncated(a, b, 2048)
+    assert kernel.isfinite().all()
+    assert error(kernel, truncated(a, b, 2048, backend="reference")) < 1e-12
+    assert rational_kernel(a, b, 100)[0, -1] > 1e6
+
+
+def test_poles_on_the_grid_are_told_once_with_their_row():
+    a = torch.zeros(3, 4)
+    a[1, 3] = -1  # 1 - z^-4: zero at four points of every grid divisible by 4
+    b = torch.ones(3, 4)
+    with pytest.warns(RuntimeWarning, match="denominator 1 comes within") as told:
+        truncated(a, b, 16)
+    assert len(told) == 1
+    assert truncated(a.mul(0.5), b, 16).isfinite().all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert rational_kernel(a, b, 16).isfinite().all()
+
+
+def test_an_odd_grid_is_made_even_and_shorter_kernels_are_prefixes():
+    a, b = draw(5)
+    assert torch.equal(truncated(a, b, 30, 33), truncated(a, b, 34, 34)[:, :30])
+
+
+def test_dtypes():
+    a, b = draw(5, dtype=torch.bfloat16)
+    for kernel in (rational_kernel(a, b, 9), truncated(a, b, 9)):
+        assert kernel.dtype is torch.float32
+    assert rational_kernel(a, b.double(), 9).dtype is torch.float64
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = rational_kernel(a.float(), b.float(), 9)
+    assert torch.equal(inside, rational_kernel(a.float(), b.float(), 9))
+
+
+def test_nan_stays_in_its_own_channels():
+    a, b = draw(3, width=4, denominators=4)
+    a[1, 2], b[2, 0] = float("nan"), float("nan")
+    for kernel in (rational_kernel(a, b, 32), truncated(a, b, 32)):
+        assert kernel.isnan().any(1).tolist() == [False, True, True, False]
+
+
+class Traffic(TorchDispatchMode):
+    """Note the sizes of all FFTs, and count the numbers written."""
+
+    def __init__(self):
+        super().__init__()
+        self.transforms, self.numbers = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, torch.Tensor) and not func.is_view:
+                self.numbers += x.numel()
+        if "_fft_" in func.name():
+            self.transforms.append((func.name(), tuple(args[0].shape[:-1]), tuple(result.shape)))
+        return result
+
+
+@pytest.mark.parametrize("mode", ["exact", "truncated"])
+def test_the_work_does_not_depend_on_the_order(mode):
+    length, seen = 1024, []
+    for order in (2, 32, length // 4):
+        a, b = draw(order)
+        with Traffic() as traffic:
+            if mode == "exact":
+                inverse = eager.inverse_series(a, length)
+                kernel = eager.exact(inverse, b, length)
+                eager.exact_backward(torch.ones_like(kernel), kernel, inverse, order)
+            else:
+                kernel = eager.truncated(a, b, length, length)
+                eager.truncated_backward(torch.ones_like(kernel), a, b, length)
+        seen.append(traffic)
+    for other in seen[1:]:
+        assert other.transforms == seen[0].transforms
+        assert other.numbers <= 1.1 * seen[0].numbers
+
+
+def test_fast_sizes_are_even_smooth_and_the_smallest():
+    def smooth(size):
+        for factor in (2, 3, 5):
+            while size % factor == 0:
+                size //= factor
+        return size == 1
+
+    for least in (1, 2, 3, 17, 255, 256, 257, 1999, 10241):
+        candidates = range(least + least % 2, 4 * least + 4, 2)
+        assert eager.fast_size(least) == next(x for x in candidates if smooth(x))
+
+
+def test_inverse_series_inverts_and_has_its_gradient():
+    a, _ = draw(6)
+    series = inverse_series(a, 50)
+    product = torch.zeros(2, 50, dtype=torch.float64)
+    for i, column in enumerate(torch.nn.functional.pad(a, (1, 0), value=1.0).T):
+        product[:, i:] += column[:, None] * series[:, : 50 - i]
+    expected = torch.zeros(2, 50, dtype=torch.float64)
+    expected[:, 0] = 1
+    torch.testing.assert_close(product, expected, rtol=0, atol=1e-14)
+    for length in (1, 2, 4, 9):
+        assert torch.autograd.gradcheck(
+            functools.partial(inverse_series, length=length), a.requires_grad_()
+        )
+
+
+def test_registered_ops_pass_opcheck():
+    a, b = (x.requires_grad_() for x in draw(5, dtype=torch.float32))
+    ops = torch.ops.ssmzoo
+    torch.library.opcheck(ops.rational_kernel_exact.default, (a, b, 20))
+    torch.library.opcheck(ops.rational_kernel_truncated.default, (a, b, 20, 24))
+    torch.library.opcheck(ops.inverse_series.default, (a, 20))
+    a, b = a.detach(), b.detach()
+    grad, series = torch.randn(4, 20), torch.randn(2, 20)
+    torch.library.opcheck(ops.rational_kernel_exact_backward.default, (grad, grad, series, 5))
+    torch.library.opcheck(ops.rational_kernel_truncated_backward.default, (grad, a, b, 24))
+    torch.library.opcheck(ops.inverse_series_backward.default, (series, series, 5))
+
+
+@pytest.mark.parametrize("grid", [None, 32])
+def test_compiled_functions_have_no_graph_break_and_the_same_results(grid):
+    options = {"mode": "truncated", "trunc_len": grid} if grid else {}
+
+    def layer(a, b):
+        return torch.sin(rational_kernel(torch.tanh(a), b, 30, **options))
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    results = []
+    for op in (layer, compiled):
+        a, b = (x.requires_grad_() for x in draw(5))
+        kernel = op(a, b)
+        results.append((kernel, *torch.autograd.grad(kernel.square().sum(), (a, b))))
+    for expected, got in zip(*results, strict=True):
+        assert error(got, expected) < 1e-13
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"a": None}, TypeError, "a must be a tensor .*got NoneType"),
+        ({"a": torch.ones(3)}, ValueError, r"a must have shape \[D_a, n\]"),
+        ({"a": torch.ones(2, 3).long()}, TypeError, "a must be floating point"),
+        ({"b": torch.ones(4, 2)}, ValueError, r"b must have shape \[D, n\] = \[4, 3\]"),
+        ({"b": torch.ones(4, 3, device="meta")}, ValueError, "b must be on cpu, got meta"),
+        ({"a": torch.ones(3, 3)}, ValueError, "the 3 rows of a must divide the 4 rows of b"),
+        ({"length": -1}, ValueError, "length must be at least 0, got -1"),
+        ({"length": 2.0}, TypeError, "length must be an int, got float"),
+        ({"mode": "fast"}, ValueError, "mode must be 'exact' or 'truncated', got 'fast'"),
+        ({"trunc_len": 8}, ValueError, "trunc_len belongs to mode='truncated'"),
+        ({"mode": "truncated"}, ValueError, "needs trunc_len"),
+        ({"mode": "truncated", "trunc_len": 0}, ValueError, "trunc_len must be at least 1"),
+        ({"mode": "truncated", "trunc_len": 6}, ValueError, "length must be at most trunc_len = 6"),
+        (
+            {"mode": "truncated", "trunc_len": 2, "length": 1},
+            ValueError,
+            "trunc_len must exceed the order n = 3, got 2",
+        ),
+        ({"backend": "fast"}, ValueError, "backend must be one of"),
+        ({"backend": "cpu"}, ValueError, "backend must be one of auto, reference, eager"),
+    ],
+)
+def test_wrong_arguments_are_named(changes, kind, message):
+    arguments = {"a": torch.ones(2, 3), "b": torch.ones(4, 3), "length": 7} | changes
+    with pytest.raises(kind, match=f"rational_kernel.*{message}"):
+        rational_kernel(**arguments)
