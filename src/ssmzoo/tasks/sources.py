@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -16,9 +16,7 @@ UNKNOWN, END = 1, 2
 _TOGETHER = 1000
 
 
-def open_data(
-    task: str, data: str, split: str, columns: Iterable[str], *, config: str | None = None
-) -> Dataset:
+def open_data(task: str, data: str, split: str, columns: Sequence[str]) -> Dataset:
     """Open a split of a data set on the Hub, or of a folder that ``datasets`` can load.
 
     Args:
@@ -26,27 +24,44 @@ def open_data(
         data: A Hub id, a folder of data files, or one that ``save_to_disk`` wrote.
         split: The split's name there.
         columns: What it must hold.
-        config: The Hub data set's configuration.
 
     Raises:
         LookupError: There is no such data, split or column.
         RuntimeError: ``datasets`` is not installed.
     """
+    rows = _opened(task, data, split, columns)
+    _require_columns(task, data, rows, columns)
+    return rows
+
+
+def open_all(task: str, data: str, columns: Sequence[str]) -> list[Dataset]:
+    """Open all splits of a data set; see :func:`open_data`."""
+    opened = list(_opened(task, data, None, columns).values())
+    for rows in opened:
+        _require_columns(task, data, rows, columns)
+    return opened
+
+
+def _opened(task: str, data: str, split: str | None, columns: Sequence[str]) -> Any:
     datasets = require_datasets()
+    from datasets.exceptions import DatasetsError
+
     folder = Path(data).expanduser()
     try:
         if (folder / "dataset_dict.json").is_file():
-            opened = datasets.load_from_disk(str(folder))[split]
-        else:
-            name = str(folder) if folder.is_dir() else data
-            opened = datasets.load_dataset(name, config, split=split)
-    except (OSError, ValueError, KeyError) as error:
+            saved = datasets.load_from_disk(str(folder))
+            return saved if split is None else saved[split]
+        return datasets.load_dataset(str(folder) if folder.is_dir() else data, split=split)
+    except (OSError, ValueError, KeyError, DatasetsError) as error:
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        what = "data" if split is None else f"split {split!r} of the data"
         raise LookupError(
-            f"task {task}: no split {split!r} of the data {data!r}: {why}; give the argument data "
-            f"a folder or a data set on the Hub with the columns {', '.join(columns)}"
+            f"task {task}: no {what} {data!r}: {why}; give the argument data a folder or a data "
+            f"set on the Hub with the columns {', '.join(columns)}"
         ) from error
-    rows = cast("Dataset", opened)
+
+
+def _require_columns(task: str, data: str, rows: Dataset, columns: Sequence[str]) -> None:
     for column in columns:
         if column not in rows.column_names:
             raise LookupError(
@@ -54,8 +69,7 @@ def open_data(
                 f"it has {', '.join(rows.column_names)}"
             )
     if not len(rows):
-        raise LookupError(f"task {task}: the split {split!r} of the data {data!r} is empty")
-    return rows
+        raise LookupError(f"task {task}: the data {data!r} has an empty split")
 
 
 def require_datasets():

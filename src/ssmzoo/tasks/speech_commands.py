@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import io
 import wave
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
 from ssmzoo.tasks.common import at_least
-from ssmzoo.tasks.sources import require_datasets
+from ssmzoo.tasks.sources import open_all, require_datasets
 from ssmzoo.tasks.supervised import Supervised, require_split, value_rows
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
 _RATE = 16_000
@@ -67,41 +65,23 @@ def load_speech_commands(split: str, seed: int, *, data: str, length: int = _RAT
     return value_rows(sound[chosen], label[chosen], shift=shift, scale=scale, num_labels=len(WORDS))
 
 
-def _clips(data: str) -> list[tuple[str, bytes, str]]:
-    """Return name, content and word of every clip of the ten words."""
-    datasets = require_datasets()
+def _clips(data: str) -> Iterator[tuple[str, bytes, str]]:
+    """Yield name, content and word of every clip of the ten words."""
     folder = Path(data).expanduser()
-    try:
-        if (folder / WORDS[0]).is_dir():
-            files = [str(folder / word / "*.wav") for word in WORDS if (folder / word).is_dir()]
-            opened = datasets.load_dataset("audiofolder", data_files=files, drop_labels=False)
-        elif (folder / "dataset_dict.json").is_file():
-            opened = datasets.load_from_disk(str(folder))
-        else:
-            opened = datasets.load_dataset(str(folder) if folder.is_dir() else data)
-    except (OSError, ValueError) as error:
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise LookupError(
-            f"task speech_commands: no data {data!r}: {why}; give the argument data the folder of "
-            f"the unpacked archive, which holds {', '.join(WORDS)}"
-        ) from error
-    found = []
-    for part in cast("dict[str, Dataset]", opened).values():
-        for column in ("audio", "label"):
-            if column not in part.column_names:
-                raise LookupError(
-                    f"task speech_commands: the data {data!r} has no column {column!r}, "
-                    f"it has {', '.join(part.column_names)}"
-                )
-        rows = part.cast_column("audio", datasets.Audio(decode=False))
+    if (folder / WORDS[0]).is_dir():
+        for word in WORDS:
+            for path in sorted((folder / word).glob("*.wav")):
+                yield path.name, path.read_bytes(), word
+        return
+    for part in open_all("speech_commands", data, ("audio", "label")):
+        rows = part.cast_column("audio", require_datasets().Audio(decode=False))
         words: Any = rows.features["label"]
-        for row in cast("list[dict[str, Any]]", rows):
+        for row in cast("Iterator[dict[str, Any]]", iter(rows)):
             word = words.int2str(row["label"]) if hasattr(words, "int2str") else row["label"]
             if word in WORDS:
                 audio = row["audio"]
                 content = audio["bytes"] or Path(audio["path"]).read_bytes()
-                found.append((Path(audio["path"] or "").name, content, word))
-    return found
+                yield Path(audio["path"] or "").name, content, word
 
 
 def _samples(content: bytes, name: str) -> np.ndarray:
