@@ -10,7 +10,7 @@ from ssmzoo_kernels.vandermonde import library, reference
 
 OP = "vandermonde"
 STATE = "vandermonde_state"
-OFFERS = ("reference", "eager")
+OFFERS = ("reference", "eager", "triton")
 
 
 def vandermonde(

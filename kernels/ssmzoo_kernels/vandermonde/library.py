@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ssmzoo_kernels.dispatch import record
 from ssmzoo_kernels.scan import needs_library
-from ssmzoo_kernels.vandermonde.eager import Lags
+from ssmzoo_kernels.vandermonde.tables import Lags
 
 OP = "vandermonde"
 STATE = "vandermonde_state"

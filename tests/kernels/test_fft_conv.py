@@ -1,0 +1,297 @@
+"""fft_conv: torch's FFTs against the sum over taps."""
+
+import functools
+
+import pytest
+import torch
+
+from ssmzoo.testing.accuracy import outputs_and_grads
+from ssmzoo_kernels import fft_conv, last_backend, use_backend
+from ssmzoo_kernels.fft_conv import eager, library
+
+NAMES = ("u", "kernel", "D", "initial_state", "future_kernel")
+
+
+def draw(B=2, L=9, D=5, K=7, F=4, segments=None, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((B, L, D), (D, K), (D,), (segments or B, K - 1, D), (D, F))
+    tensors = [torch.randn(x, generator=generator, dtype=torch.float64) for x in shapes]
+    return [x.to(dtype) for x in tensors]
+
+
+def run(u, kernel, D, initial_state, future_kernel, **options):
+    y, state = fft_conv(
+        u, kernel, D, initial_state, future_kernel=future_kernel, output_final_state=True, **options
+    )
+    return y, state
+
+
+def bounds(*lengths):
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def close(got, expected, tolerance):
+    assert got.shape == expected.shape
+    assert got.dtype == expected.dtype
+    if expected.numel():
+        error = (got.double() - expected.double()).abs().max()
+        assert error <= tolerance * expected.double().abs().max(), f"error {error:.2e}"
+
+
+def judge(inputs, backend, dtype=torch.float64, tolerance=1e-12, **options):
+    """Compare results and gradients with the float64 sum of the same inputs."""
+    inputs = [None if x is None else x.to(dtype) for x in inputs]
+    known = functools.partial(run, backend="reference", **options)
+    found = outputs_and_grads(functools.partial(run, backend=backend, **options), inputs, dtype)
+    assert last_backend("fft_conv") == backend
+    for name, expected in outputs_and_grads(known, inputs, torch.float64).items():
+        assert found[name].dtype == dtype
+        close(found[name].double(), expected, tolerance)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 63, 64, 65])
+@pytest.mark.parametrize("taps", [1, 2, 7, 64, 100])
+def test_any_length_and_filter_equal_the_sum(backend, length, taps):
+    whole = draw(L=length, K=taps, D=3)
+    judge(whole, backend)
+    judge([*whole[:2], None, None, None], backend)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 8, 9, 40])
+def test_the_future_filter_sees_only_later_inputs_of_its_sequence(backend, ahead):
+    judge(draw(F=ahead), backend)
+    judge(draw(F=ahead, segments=3, B=1, L=11), backend, cu_seqlens=bounds(1, 8, 2))
+
+
+@pytest.mark.parametrize("width", [1, 15, 16, 17, 40])
+def test_blocks_of_channels_and_rows_change_nothing(backend, width, monkeypatch):
+    inputs = draw(B=3, L=20, D=width)
+    whole = outputs_and_grads(functools.partial(run, backend=backend), inputs, torch.float64)
+    monkeypatch.setitem(eager.WORKSPACE, "cpu", 1)
+    blocks = list(eager._Circle(*(inputs[i] for i in (0, 1, 3, 4)), eager.move).blocks())
+    assert len(blocks) == -(-width // 16)
+    assert len(blocks[0][1]) == 3
+    for name, got in outputs_and_grads(
+        functools.partial(run, backend=backend), inputs, torch.float64
+    ).items():
+        close(got, whole[name], 1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("length", [33, 1000])
+def test_rounding_stays_within_the_transforms_budget(backend, dtype, length):
+    # a transform of size F errs by about eps log2(F) of its largest result; three in a row
+    inputs = draw(L=length, K=40, D=3, F=5)
+    eps = torch.finfo(torch.float32).eps
+    tolerance = 3 * 11 * eps + (0 if dtype is torch.float32 else 2 * torch.finfo(dtype).eps)
+    judge(inputs, backend, dtype, tolerance)
+
+
+def test_mixed_dtypes_as_under_autocast(backend):
+    u, kernel, D, state, future = draw(L=20)
+    mixed = (u.bfloat16(), kernel.float(), D.half(), state.float(), future.double())
+    leaves = [x.requires_grad_() for x in mixed]
+    with torch.autocast("cpu", torch.bfloat16):
+        y, final = run(*leaves, backend=backend)
+    assert y.dtype == final.dtype == torch.bfloat16
+    expected, _ = run(*(x.detach().double() for x in leaves), backend="reference")
+    close(y.double(), expected, 2 * torch.finfo(torch.bfloat16).eps)
+    for x, grad in zip(leaves, torch.autograd.grad(y.float().sum(), leaves), strict=True):
+        assert grad.dtype == x.dtype
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_pass_gradcheck(backend, packed):
+    inputs = [x.requires_grad_() for x in draw(B=1, L=6, D=2, K=4, F=3, segments=1 + packed)]
+    options = {"cu_seqlens": bounds(4, 2)} if packed else {}
+    assert torch.autograd.gradcheck(functools.partial(run, backend=backend, **options), inputs)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 3, 17, 24])
+@pytest.mark.parametrize("taps", [1, 4, 60])
+def test_two_halves_with_the_state_carried_equal_the_whole(backend, cut, taps):
+    inputs = [*draw(L=24, K=taps)[:4], None]
+
+    def halves(u, kernel, D, state, _):
+        first, state = run(u[:, :cut], kernel, D, state, None, backend=backend)
+        second, state = run(u[:, cut:], kernel, D, state, None, backend=backend)
+        return torch.cat([first, second], dim=1), state
+
+    kept = [x for x in inputs if x is not None]
+    whole = outputs_and_grads(lambda *x: run(*x, None, backend=backend), kept, torch.float64)
+    for name, got in outputs_and_grads(lambda *x: halves(*x, None), kept, torch.float64).items():
+        close(got, whole[name], 1e-12)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_packed_sequences_equal_single_ones_and_do_not_leak(backend, given):
+    lengths = (5, 0, 2, 1, 5, 40, 0)
+    u, kernel, D, state, future = draw(B=1, L=sum(lengths), segments=len(lengths))
+    state = state if given else None
+    cu = bounds(*lengths)
+    packed, finals = run(u, kernel, D, state, future, cu_seqlens=cu.int(), backend=backend)
+    for s in range(len(lengths)):
+        piece = slice(cu[s], cu[s + 1])
+        own = None if state is None else state[s : s + 1]
+        y, final = run(u[:, piece], kernel, D, own, future, backend=backend)
+        close(packed[:, piece], y, 1e-13)
+        assert torch.equal(finals[s : s + 1], final)
+    judge(draw(B=1, L=sum(lengths), segments=len(lengths)), backend, cu_seqlens=cu)
+
+
+def test_the_kept_state_is_the_last_inputs_bit_for_bit(backend):
+    u, kernel, D, state, _ = draw(L=4, K=7, dtype=torch.float32)
+    _, final = run(u, kernel, D, state, None, backend=backend)
+    assert torch.equal(final, torch.cat([state[:, 4:], u], dim=1))
+    long = torch.randn(2, 30, 5)
+    _, final = run(long, kernel, D, None, None, backend=backend)
+    long.zero_()  # the caller's memory is not the state's
+    assert final.abs().min() > 0
+    assert fft_conv(u, kernel, backend=backend)[1] is None
+
+
+def test_the_order_of_a_batch_is_irrelevant(backend):
+    u, kernel, D, state, future = draw(B=3, L=21, dtype=torch.float32)
+    order = torch.tensor([2, 0, 1])
+    got = run(u[order], kernel, D, state[order], future, backend=backend)
+    expected = run(u, kernel, D, state, future, backend=backend)
+    for a, b in zip(got, expected, strict=True):
+        close(a, b[order], 1e-6)
+
+
+def test_the_same_inputs_give_the_same_bits(backend):
+    inputs = draw(B=3, L=100, D=20, K=50, dtype=torch.float32)
+    first, second = (
+        outputs_and_grads(functools.partial(run, backend=backend), inputs, torch.float32)
+        for _ in range(2)
+    )
+    for name, expected in first.items():
+        assert torch.equal(second[name], expected), name
+
+
+def test_a_later_input_changes_earlier_outputs_by_rounding_only(backend):
+    u, kernel, D, *_ = draw(L=50, K=50, dtype=torch.float32)
+    changed = u.clone()
+    changed[:, -1] += 1.0
+    y, other = (fft_conv(x, kernel, D, backend=backend)[0] for x in (u, changed))
+    # each of the three transforms of size 100 may leave some roundings of its largest entry
+    allowed = 3 * 7 * torch.finfo(torch.float32).eps * y.abs().max()
+    assert (y - other)[:, :-1].abs().max() <= allowed
+    assert (y - other)[:, -1].abs().max() > 1e-3
+
+
+def test_an_impulse_in_the_past_never_meets_the_future_filter(backend):
+    u = torch.zeros(1, 12, 1, dtype=torch.float64)
+    u[0, 4] = 1.0
+    future = torch.arange(1.0, 9.0, dtype=torch.float64).view(1, 8)
+    y, _ = fft_conv(u, torch.zeros(1, 3).double(), future_kernel=future, backend=backend)
+    expected = torch.tensor([4.0, 3, 2, 1, 0, 0, 0, 0, 0, 0, 0, 0], dtype=torch.float64)
+    close(y.flatten(), expected, 1e-13)
+
+
+def test_a_circle_too_small_is_found_out(backend, monkeypatch):
+    monkeypatch.setattr(eager, "good_size", lambda least: least - 1)
+    with pytest.raises(AssertionError, match="error"):
+        judge(draw(L=20, K=20), backend)
+
+
+def test_good_sizes_are_even_small_and_have_small_factors():
+    for least in (1, 2, 3, 511, 512, 513, 1999, 4095, 16383 * 2, 31999):
+        size = eager.good_size(least)
+        assert size % 2 == 0
+        assert max(2, least) <= size <= max(2, 1.16 * least + 1)
+        for prime in (2, 3, 5):
+            while size % prime == 0:
+                size //= prime
+        assert size == 1
+
+
+def test_strided_inputs_give_the_same_results(backend):
+    inputs = draw(L=20, D=18, dtype=torch.float32)
+    strided = [x.transpose(0, -1).contiguous().transpose(0, -1) for x in inputs]
+    op = functools.partial(run, backend=backend)
+    results = [outputs_and_grads(op, x, torch.float32) for x in (inputs, strided)]
+    for name, expected in results[0].items():
+        close(results[1][name], expected, 1e-6)
+
+
+def test_saved_for_the_backward_are_inputs_and_kernels_only(backend):
+    saved = []
+    inputs = [x.requires_grad_() for x in draw(B=2, L=64, K=64, D=8)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        fft_conv(*inputs[:3], backend=backend)
+    assert sum(x.numel() for x in saved) == sum(x.numel() for x in inputs[:3])
+
+
+def test_nothing_to_convolve_gives_nothing(backend):
+    u, kernel, D, state, future = draw(L=0)
+    y, final = run(u, kernel, D, state, future, backend=backend)
+    assert y.shape == (2, 0, 5)
+    assert torch.equal(final, state)
+    assert run(u[:0], kernel, D, state[:0], future, backend=backend)[0].shape == (0, 0, 5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_registered_ops_pass_opcheck(backend, packed):
+    offsets = bounds(20, 0, 20) if packed else None
+    inputs = draw(B=1 if packed else 2, L=40, D=6, segments=3 if packed else 2)
+    leaves = [x.float().requires_grad_() for x in inputs]
+    torch.library.opcheck(torch.ops.ssmzoo.fft_conv.default, (*leaves, offsets, backend))
+    plain = [x.detach() for x in leaves]
+    torch.library.opcheck(
+        torch.ops.ssmzoo.fft_conv_backward.default,
+        (torch.randn_like(plain[0]), *plain, offsets, backend),
+    )
+    gradients = library._backend(backend).backward(torch.ones_like(plain[0]), *plain, offsets)
+    assert all(g.is_contiguous() for g in gradients)  # as the fake implementation promises
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiled_functions_have_no_graph_break_and_the_same_results(backend, packed):
+    inputs = draw(B=1, L=20, D=6, segments=3, dtype=torch.float32)
+    options = {"cu_seqlens": bounds(12, 0, 8)} if packed else {}
+    if not packed:
+        inputs[3] = inputs[3][:1]
+
+    def layer(u, *rest):
+        y, final = run(torch.tanh(u), *rest, backend=backend, **options)
+        return torch.sin(y), final
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    expected = outputs_and_grads(layer, inputs, torch.float32)
+    for name, got in outputs_and_grads(compiled, inputs, torch.float32).items():
+        close(got, expected[name], 1e-6)
+
+
+def test_backends_it_does_not_have_are_refused_by_name_and_passed_over_in_a_block():
+    u, kernel, *_ = draw()
+    with pytest.raises(ValueError, match=r"fft_conv: backend must be .*got 'triton'"):
+        fft_conv(u, kernel, backend="triton")
+    with use_backend("triton"):
+        fft_conv(u, kernel)
+    assert last_backend("fft_conv") == "cpu"
+    with use_backend("eager"):
+        fft_conv(u, kernel)
+    assert last_backend("fft_conv") == "eager"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("u", None, TypeError, "u must be a tensor .*got NoneType"),
+        ("u", torch.randn(9, 5), ValueError, r"u must have shape \[B, L, D\]"),
+        ("kernel", torch.randn(4, 7), ValueError, r"kernel must have shape \[D, K\] = \[5, 7\]"),
+        ("kernel", torch.randn(5, 0), ValueError, "at least one tap"),
+        ("kernel", torch.randn(5, 7).cfloat(), TypeError, "kernel must be floating point"),
+        ("D", torch.randn(4), ValueError, r"D must have shape \[D\] = \[5\], got \[4\]"),
+        ("initial_state", torch.randn(2, 7, 5), ValueError, r"= \[2, 6, 5\], got \[2, 7, 5\]"),
+        ("future_kernel", torch.randn(4, 3), ValueError, r"future_kernel must have shape"),
+        ("future_kernel", torch.randn(3), ValueError, r"future_kernel must have shape"),
+        ("cu_seqlens", torch.tensor([0, 9]), ValueError, "B = 1, got B = 2"),
+        ("backend", "fast", ValueError, "backend must be one of"),
+    ],
+)
+def test_wrong_arguments_are_named(name, value, error, message):
+    arguments = dict(zip(NAMES, draw(), strict=True)) | {name: value}
+    with pytest.raises(error, match=f"fft_conv.*{message}"):
+        fft_conv(**arguments)
