@@ -1,6 +1,8 @@
 """longhorn_scan: every fast backend against the loop over time, and the paper's golden checks."""
 
 import functools
+import json
+from itertools import accumulate
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from ssmzoo.testing.accuracy import assert_as_accurate, outputs_and_grads
 from ssmzoo_kernels import last_backend, longhorn_scan, use_backend
 from ssmzoo_kernels.longhorn_scan import eager, library, reference
 from ssmzoo_kernels.scan import chunk_slots, interval
+from ssmzoo_kernels.scan import cpu as scan_cpu
 
 NAMES = ("u", "q", "k", "dt", "dt_bias", "D", "z", "initial_state")
 
@@ -276,6 +279,72 @@ def test_strided_inputs_give_the_same_results(backend):
         results.append((out, final, *torch.autograd.grad(loss, leaves)))
     for expected, got in zip(*results, strict=True):
         same(got, expected, backend)
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+
+def saved_numbers(backend, states, batch=3, length=200, width=40):
+    """Return how many numbers autograd keeps besides the inputs."""
+    inputs = [x.requires_grad_() for x in draw(batch, length, width, states)]
+    own = {x.untyped_storage().data_ptr() for x in inputs}
+    kept = {}
+
+    def pack(x):
+        if x.is_floating_point() and x.untyped_storage().data_ptr() not in own:
+            kept[x.untyped_storage().data_ptr()] = x.numel()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        longhorn_scan(*inputs, backend=backend)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("states", [1, 16, 17, 128, 300])
+def test_training_keeps_at_most_one_activation_and_a_state_a_sequence(backend, states):
+    kept = saved_numbers(backend, states)
+    assert 0 < kept <= 3 * 200 * 40 + 3 * 40 * states
+
+
+def peak_numbers(backend, states, length, path, width=512):
+    """Return the most float32 numbers that a forward and backward hold at once."""
+    inputs = [x.requires_grad_() for x in draw(1, length, width, states, dtype=torch.float32)]
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
+        longhorn_scan(*inputs, backend=backend)[0].sum().backward()
+    profiler.export_chrome_trace(str(path))
+    events = [x for x in json.loads(path.read_text())["traceEvents"] if x["name"] == "[memory]"]
+    changes = [x["args"]["Bytes"] for x in sorted(events, key=lambda x: x["ts"])]
+    assert changes
+    return max(accumulate(changes)) / 4
+
+
+def growth(backend, path):
+    """Return the numbers that a token costs more with 128 states than with 16."""
+    small, large = (
+        (peak_numbers(backend, n, 256, path) - peak_numbers(backend, n, 128, path)) / 128
+        for n in (16, 128)
+    )
+    return large - small
+
+
+# keys, queries, their gradients and four partial sums of both: in [T, N], not in [T, D, N]
+ALLOWED = 12 * (128 - 16)
+
+
+def test_peak_memory_has_no_term_in_tokens_times_channels_times_states(backend, tmp_path):
+    assert growth(backend, tmp_path / "trace.json") <= ALLOWED
+
+
+@pytest.mark.parametrize("scheme", ["a state per chunk", "a partial sum per block"])
+def test_the_memory_check_notices_such_a_term(monkeypatch, tmp_path, scheme):
+    if scheme == "a state per chunk":
+        for module in (library, scan_cpu):
+            monkeypatch.setattr(module, "interval", lambda states, chunk: chunk)
+    else:
+        monkeypatch.setattr(scan_cpu, "parts_of", lambda blocks, width, states: blocks)
+    assert growth("cpu", tmp_path / "trace.json") > 1.4 * ALLOWED
 
 
 # --- determinism ------------------------------------------------------------------------------
