@@ -46,4 +46,4 @@ def _outputs(u: Tensor, state: Tensor, a: Tensor, b: Tensor, d: Tensor) -> tuple
     y = torch.einsum("bdn,dn->bd", state, b) + d * u
     grouped = state.view(batch, a.shape[0], width // a.shape[0], order)
     w = u - torch.einsum("bgrn,gn->bgr", grouped, a).reshape(batch, width)
-    return y, w
+    return y.contiguous(), w
