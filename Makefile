@@ -1,6 +1,7 @@
 # Every target stands alone: it makes .venv and installs what it needs, once.
 # Settings: PYTHON=python3.12 (to make .venv with), PIP_ARGS='...' (for pip install),
-#           TEXT=path (for demo), WORKERS=2 (for test), TESTS='tests/x.py -k name' (for test)
+#           TEXT=path (for demo), WORKERS=2 (for test), TESTS='tests/x.py -k name' (for test),
+#           RUNS=folder (for cards)
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -16,6 +17,7 @@ INSTALLED := $(VENV)/.installed
 OLDEST := transformers==5.17.0 huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
 OLDEST_DIR := $(VENV)/transformers-5.17.0
 MODELS = $(wildcard $(RUNS)/*/model)
+RESULTS = $(sort $(wildcard eval/results/*.json))
 OLDEST_TESTS := $(wildcard tests/plugins tests/test_compat.py tests/test_modeling*.py)
 
 # one thread per worker: workers that share cores with each other's threads wait for them
@@ -59,11 +61,13 @@ types: $(INSTALLED) ## Check types with pyright
 bench: $(INSTALLED) ## Measure speed beside transformers' own models; write the committed CSV
 	$(PY) kernels/benchmarks/run.py
 
-cards: $(INSTALLED) ## Render model_cards/<run>.md for each trained model (RUNS=runs)
-	$(if $(MODELS),,$(error no trained model found: $(RUNS)/*/model))
+cards: $(INSTALLED) ## Render the cards in model_cards/ again, and one for each trained model in RUNS
 	for model in $(MODELS); do \
-	  $(PY) -m ssmzoo card $$model $(addprefix --results ,$(wildcard eval/results/*.json)) \
+	  $(PY) -m ssmzoo card $$model $(addprefix --results ,$(RESULTS)) \
 	    --output model_cards/$$(basename $$(dirname $$model)).md || exit 1; \
+	done
+	for card in $$(ls model_cards/*.json); do \
+	  $(PY) -m ssmzoo card $$card $(addprefix --results ,$(RESULTS)) || exit 1; \
 	done
 
 wheel: $(INSTALLED) ## Build the wheel into dist/

@@ -24,6 +24,7 @@ from ssmzoo.resources import share
 from ssmzoo.results import weights_revision
 from ssmzoo.tokenizer import byte_tokenizer
 
+ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = share("model_cards/template.md").read_text(encoding="utf-8")
 RECIPE = "model:\n  family: longhorn\ntrain:\n  steps: 37\n"
 FACTS = {
@@ -490,3 +491,59 @@ def test_without_jinja2_the_error_names_the_extra(run, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(RuntimeError, match=r"pip install 'ssmzoo\[publish\]'"):
         render_card(run / "model")
+
+
+# cards that are kept apart from their weights
+
+
+def test_a_card_apart_from_its_model_is_rendered_again_without_the_weights(run, scored, tmp_path):
+    shelf = tmp_path / "shelf"
+    shelf.mkdir()
+    first = render_card(run / "model", results=[scored], output=shelf / "first-try.md")
+    files = {path.name for path in shelf.iterdir()}
+    assert files == {"first-try.md", "first-try.json", "first-try.png"}
+    assert "![Loss while training](first-try.png)" in first.read_text()
+    before = first.read_text()
+    shutil.rmtree(run / "model")
+    assert render_card(shelf / "first-try.json", results=[scored]) == first
+    assert first.read_text() == before
+    other = write_results(run, "other", BPB, revision="abc", source="user/other")
+    with pytest.raises(ValueError, match=r"none of the results is of the weights in .*try\.json"):
+        render_card(shelf / "first-try.json", results=[other])
+    (shelf / "first-try.png").unlink()
+    with pytest.raises(ValueError, match=r"first-try\.png does not exist; it belongs to"):
+        render_card(shelf / "first-try.json", results=[scored])
+    (shelf / "first-try.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"first-try\.json must have exactly the fields config,"):
+        render_card(shelf / "first-try.json", results=[scored])
+
+
+def test_no_folder_of_this_machine_gets_into_a_card(run, scored, tmp_path):
+    data = {"text": ["python-stdlib", "/home/me/my texts"], "validation": "/home/me/held-out"}
+    (run / "recipe.yaml").write_text(yaml.safe_dump({"data": data, "train": {"lr": 0.003}}))
+    text = render_card(
+        run / "model", results=[scored], output=tmp_path / "first-try.md"
+    ).read_text()
+    summary = (tmp_path / "first-try.json").read_text()
+    for written in (text, summary):
+        assert "/home" not in written
+        assert str(tmp_path) not in written
+    assert "- python-stdlib\n  - my texts\n  validation: held-out" in text
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "model_cards").glob("*.json")), ids=lambda path: path.stem
+)
+def test_a_committed_card_is_what_its_sources_give(path, tmp_path):
+    for file in path.parent.glob(f"{path.stem}.*"):
+        shutil.copyfile(file, tmp_path / file.name)
+    results = sorted((ROOT / "eval" / "results").glob("*.json"))
+    again = render_card(tmp_path / path.name, results=results).read_text()
+    committed = path.with_suffix(".md").read_text()
+    assert again == committed, "the card is not what its sources give; run: make cards"
+
+
+def test_every_committed_card_has_its_sources():
+    cards = {path.stem for path in (ROOT / "model_cards").glob("*.md")} - {"template"}
+    assert cards
+    assert cards == {path.stem for path in (ROOT / "model_cards").glob("*.json")}

@@ -9,8 +9,6 @@ as this model's only if they carry the digest of its weights. The words are in
 from __future__ import annotations
 
 import json
-import math
-import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +18,6 @@ from ssmzoo.card_sources import (
     NOT_MEASURED,
     PICTURE,
     Results,
-    Run,
     Score,
     family_of,
     family_words,
@@ -28,14 +25,13 @@ from ssmzoo.card_sources import (
     is_number,
     merged,
     part_results,
-    read_json,
     read_results,
-    read_run,
 )
+from ssmzoo.card_summary import Summary, read_summary, summarise
 from ssmzoo.files import appears_whole, write_text
-from ssmzoo.hub import CARD, read_weights
+from ssmzoo.hub import CARD
+from ssmzoo.portable import portable
 from ssmzoo.resources import share
-from ssmzoo.source import model_name
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
@@ -60,7 +56,7 @@ _ARCHITECTURE = (
 
 
 def render_card(
-    model_dir: str | Path,
+    model: str | Path,
     *,
     results: Sequence[str | Path] = (),
     run_dir: str | Path | None = None,
@@ -68,13 +64,16 @@ def render_card(
 ) -> Path:
     """Write a model's card, and its loss curve beside it, and return the card's path.
 
+    A card outside the model's folder gets, under its own name, the curve (``.png``) and what the
+    card says of model and run (``.json``); from that file it can be rendered again.
+
     Args:
-        model_dir: A folder as ``save_pretrained`` writes it.
+        model: A folder as ``save_pretrained`` writes it, or the ``.json`` beside a card.
         results: Files of ``ssmzoo eval``: this model's own, and those of models to stand beside.
         run_dir: The run that made the model. For ``RUN/model`` it is ``RUN`` if absent.
-        output: The card's path; ``model_dir/README.md`` if absent. A file there that
-            ``ssmzoo card`` did not write is never overwritten. Licence, language, data sets and
-            base model in an earlier card's metadata are kept.
+        output: The card's path; ``README.md`` in the model's folder, or beside the ``.json``, if
+            absent. A file there that ``ssmzoo card`` did not write is never overwritten. Licence,
+            language, data sets and base model in an earlier card's metadata are kept.
 
     Raises:
         ValueError: A file is missing, corrupt, or not of this model; the message names it.
@@ -86,61 +85,68 @@ def render_card(
         raise RuntimeError(
             "writing a card needs Jinja2; install it with: pip install 'ssmzoo[publish]'"
         ) from error
+
+    place = Path(model)
+    read = [read_results(Path(path)) for path in results]
+    if place.suffix == ".json":
+        if run_dir is not None:
+            raise ValueError(f"run_dir must be absent with {place}, which holds what the run said")
+        summary, picture = read_summary(place), place.with_suffix(".png")
+        target = Path(output) if output is not None else place.with_suffix(".md")
+        if summary.picture and not picture.is_file():
+            raise ValueError(f"{picture} does not exist; it belongs to {place}")
+        own, others = part_results(summary.revision, place, read)
+    else:
+        summary, picture = summarise(place, run_dir)
+        target = Path(output) if output is not None else place / CARD
+        own, others = part_results(summary.revision, place, read)
+    alone = target.resolve().parent != place.resolve()
+    shown = target.with_suffix(".png") if alone else target.with_name(PICTURE)
+    text = _render(summary, own, others, kept=_kept_metadata(target), picture=shown.name)
+    try:
+        if summary.picture and picture is not None and picture.resolve() != shown.resolve():
+            with appears_whole(shown) as part:
+                shutil.copyfile(picture, part)
+        if alone and target.with_suffix(".json").resolve() != place.resolve():
+            summary.write(target.with_suffix(".json"))
+        write_text(target, text)
+    except OSError as error:
+        raise RuntimeError(f"cannot write {target}: {error}") from error
+    return target
+
+
+def _render(
+    summary: Summary,
+    own: Sequence[Results],
+    others: Sequence[Results],
+    *,
+    kept: Mapping[str, Any],
+    picture: str,
+) -> str:
     from huggingface_hub import ModelCard
 
-    folder = Path(model_dir)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"model_dir must be a saved model with config.json, got {str(folder)!r}")
-    config = read_json(folder / "config.json")
-    tensors = read_weights(folder)
-    parameters = sum(math.prod(shape) for _, shape in tensors.values())
-    target = Path(output) if output is not None else folder / CARD
-    kept = _kept_metadata(target)
-
-    own, others = part_results(folder, [read_results(Path(path)) for path in results])
-    name = own[0].name if own else model_name(str(folder))
-    family = family_of(config)
+    name = own[0].name if own else summary.name
+    family = family_of(summary.config)
     words = family_words(family.name) if family else None
-    run = _run_of(folder, config, run_dir)
-
     card = ModelCard.from_template(
         _metadata(name, family.name if family else None, words, own, kept),
         template_str=share("model_cards/template.md").read_text(encoding="utf-8"),
         marker=MARKER,
         name=name,
-        summary=_summary(words, config, parameters, run),
-        picture=PICTURE if run and run.picture else None,
+        summary=_summary(words, summary),
+        picture=picture if summary.picture else None,
         results=_results(name, own, others),
         origins=_origins([*own, *others]),
         packages="ssmzoo" if family else "transformers torch",
-        tokenizer=(folder / "tokenizer_config.json").exists(),
+        tokenizer=summary.tokenizer,
         words=words,
         family=family.name if family else None,
         lora_targets=json.dumps(family.lora_targets) if family and family.lora_targets else None,
-        architecture=_architecture(config, parameters, tensors),
-        training=_training(run),
-        recipe=run.recipe_text.strip() if run else None,
+        architecture=_architecture(summary),
+        training=_training(summary),
+        recipe=summary.recipe.strip() if summary.recipe else None,
     )
-    _write(target, str(card).rstrip() + "\n", run.picture if run else None)
-    return target
-
-
-def _run_of(folder: Path, config: Mapping[str, Any], run_dir: str | Path | None) -> Run | None:
-    real = folder.resolve()
-    if run_dir is None:
-        if real.name != "model" or not (real.parent / "run.json").exists():
-            return None
-        run_dir = real.parent
-    # a checkpoint knows nothing of what was recorded after it
-    step = re.fullmatch(r"step-(\d+)", real.name) if real.parent.name == "checkpoints" else None
-    run = read_run(Path(run_dir), until_step=int(step[1]) if step else None)
-    trained = run.facts.get("model_type")
-    if trained not in (None, config.get("model_type")):
-        raise ValueError(
-            f"run_dir {run_dir} trained a {trained!r}, but {folder} holds a "
-            f"{config.get('model_type')!r}; give the run that made it"
-        )
-    return run
+    return str(card).rstrip() + "\n"
 
 
 def _kept_metadata(target: Path) -> dict[str, Any]:
@@ -205,19 +211,19 @@ def _metadata(
     )
 
 
-def _summary(
-    words: Mapping[str, Any] | None, config: Mapping[str, Any], parameters: int, run: Run | None
-) -> str:
-    kind = words["title"] if words else f"`{config.get('model_type')}`"
-    tokens = run.total("tokens") if run else None
+def _summary(words: Mapping[str, Any] | None, summary: Summary) -> str:
+    kind = words["title"] if words else f"`{summary.config.get('model_type')}`"
+    tokens = summary.measured.get("tokens")
     trained = f", trained on {_number(tokens)} tokens" if tokens is not None else ""
-    return f"A {kind} language model of {_number(parameters)} parameters{trained}."
+    return f"A {kind} language model of {_number(summary.parameters)} parameters{trained}."
 
 
 def _results(name: str, own: Sequence[Results], others: Sequence[Results]) -> str:
     columns = {name: merged(own)}
     for entry in others:
-        label = entry.name if entry.name not in columns else f"{entry.name} ({entry.source})"
+        label = (
+            entry.name if entry.name not in columns else f"{entry.name} ({portable(entry.source)})"
+        )
         columns[label] = dict(entry.scores)
     rows = dict.fromkeys(row for column in columns.values() for row in column)
     if not rows:
@@ -259,15 +265,12 @@ def _origins(results: Sequence[Results]) -> str | None:
     return f"{block}\n\n{_table(['Model', 'Date', 'Hardware', 'Versions'], rows)}"
 
 
-def _architecture(
-    config: Mapping[str, Any],
-    parameters: int,
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
-) -> str:
+def _architecture(summary: Summary) -> str:
+    config = summary.config
     rows = [
         ["Type", f"`{config.get('model_type')}`"],
-        ["Parameters", _number(parameters)],
-        ["Stored as", ", ".join(sorted({dtype for dtype, _ in tensors.values()}))],
+        ["Parameters", _number(summary.parameters)],
+        ["Stored as", ", ".join(summary.dtypes)],
     ]
     for label, names in _ARCHITECTURE:
         value = next((config[name] for name in names if config.get(name) is not None), None)
@@ -278,26 +281,27 @@ def _architecture(
     return _table(["", ""], rows)
 
 
-def _training(run: Run | None) -> str:
+def _training(summary: Summary) -> str:
     """Tabulate what the run recorded."""
 
     def fact(name: str) -> str:
-        return flat(run.facts.get(name)) if run else NOT_MEASURED
+        return flat((summary.run or {}).get(name))
 
-    def metric(value: object, unit: str = "", places: int = 4) -> str:
+    def metric(name: str, unit: str = "", places: int = 4) -> str:
+        value = summary.measured.get(name)
         return _number(value, places) + unit if is_number(value) else NOT_MEASURED
 
     loss = " nats per token"
     command = fact("command")
     rows = [
         ["Data", fact("data")],
-        ["Steps", metric(run and run.total("step"))],
-        ["Tokens", metric(run and run.total("tokens"))],
-        ["Last training loss", metric(run and run.last("loss"), loss)],
-        ["Last validation loss", metric(run and run.last("validation_loss"), loss)],
-        ["Last validation accuracy, next token", metric(run and run.last("validation_accuracy"))],
+        ["Steps", metric("step")],
+        ["Tokens", metric("tokens")],
+        ["Last training loss", metric("loss", loss)],
+        ["Last validation loss", metric("validation_loss", loss)],
+        ["Last validation accuracy, next token", metric("validation_accuracy")],
         ["Computed in", fact("dtype")],
-        ["Time", metric(run and run.total("seconds"), " s", places=1)],
+        ["Time", metric("seconds", " s", places=1)],
         ["Hardware", fact("hardware")],
         ["Versions", fact("versions")],
         ["Command", command if command == NOT_MEASURED else f"`{command}`"],
@@ -320,14 +324,3 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
-
-
-def _write(target: Path, text: str, picture: Path | None) -> None:
-    """Write the card and its picture beside it; each appears whole or not at all."""
-    try:
-        if picture is not None and picture.resolve() != (target.parent / PICTURE).resolve():
-            with appears_whole(target.parent / PICTURE) as part:
-                shutil.copyfile(picture, part)
-        write_text(target, text)
-    except OSError as error:
-        raise RuntimeError(f"cannot write {target}: {error}") from error

@@ -11,11 +11,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from ssmzoo.family import Family, families, load_family
 from ssmzoo.resources import share
-from ssmzoo.results import weights_revision
 
 NOT_MEASURED = "not measured"
 PICTURE = "loss.png"
@@ -172,34 +171,40 @@ def _kind(kinds: object) -> str:
     return names.get(kinds, "true, false or null")
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
     """Say whether a value is a finite number; a truth value is none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def part_results(folder: Path, results: Sequence[Results]) -> tuple[list[Results], list[Results]]:
-    """Part the results of the weights in a folder from those of other models.
+def part_results(
+    revision: str, place: Path, results: Sequence[Results]
+) -> tuple[list[Results], list[Results]]:
+    """Part the results of a model's weights from those of other models.
+
+    Args:
+        revision: The digest of the weights.
+        place: The folder that holds them, or the file that says so.
+        results: All of them.
 
     Raises:
-        ValueError: None are of these weights; some are of this folder's former weights; two files
+        ValueError: None are of these weights; some are of the folder's former weights; two files
             disagree about a score.
     """
     if not results:
         return [], []
-    digest = weights_revision(folder)
-    own = [entry for entry in results if entry.revision == digest]
-    others = [entry for entry in results if entry.revision != digest]
+    own = [entry for entry in results if entry.revision == revision]
+    others = [entry for entry in results if entry.revision != revision]
     for entry in others:
-        if Path(entry.source).is_dir() and Path(entry.source).resolve() == folder.resolve():
+        if Path(entry.source).is_dir() and Path(entry.source).resolve() == place.resolve():
             raise ValueError(
-                f"{entry.path} was measured on other weights ({entry.revision}) than {folder} "
-                f"holds now ({digest}); measure again with: ssmzoo eval {folder}"
+                f"{entry.path} was measured on other weights ({entry.revision}) than {place} "
+                f"holds now ({revision}); measure again with: ssmzoo eval {place}"
             )
     if not own:
         found = "; ".join(f"{entry.path} is of {entry.source}" for entry in others)
         raise ValueError(
-            f"none of the results is of the weights in {folder} ({found}); "
-            f"measure them with: ssmzoo eval {folder}"
+            f"none of the results is of the weights in {place} ({found}); "
+            f"measure them with: ssmzoo eval {place}"
         )
     seen: dict[Row, Results] = {}
     for entry in own:

@@ -216,7 +216,11 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     _json_option(sub)
 
     sub = command(_card, "card", "render a model card from measured results")
-    sub.add_argument("model", metavar="MODEL_DIR")
+    sub.add_argument(
+        "model",
+        metavar="MODEL_DIR|JSON",
+        help="a saved model, or the .json beside a card that was written elsewhere",
+    )
     sub.add_argument(
         "--results",
         metavar="FILE",
@@ -227,7 +231,10 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     )
     sub.add_argument("--run", metavar="DIR", type=Path, dest="run_dir", help="the training run")
     sub.add_argument(
-        "--output", metavar="FILE", type=Path, help="(default: README.md in the model's folder)"
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="(default: README.md in the model's folder, or beside the .json)",
     )
 
     sub = command(_publish, "publish", "publish a model into a folder or to the Hub")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import shlex
 import tempfile
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ssmzoo import tasks as our_tasks
 from ssmzoo.family import suggestion
 from ssmzoo.machine import hardware, installed_versions
+from ssmzoo.portable import portable_command
 from ssmzoo.results import Results, Score, merge, read_results, weights_revision, write_results
 from ssmzoo.scoring import TEXT_TASK, Library, score_task
 from ssmzoo.source import (
@@ -225,7 +225,7 @@ def _command(
         ("--dtype", dtype),
     ):
         words += [flag, str(value)] if value is not None else []
-    return shlex.join([*words, "--trust-remote-code"] if trust_remote_code else words)
+    return portable_command([*words, "--trust-remote-code"] if trust_remote_code else words)
 
 
 def _digest_of(parts: Iterable[bytes]) -> str:

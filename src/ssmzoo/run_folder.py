@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 import sys
 import time
@@ -16,6 +15,7 @@ from ssmzoo.checkpoint import CONTENTS, newest_checkpoint, read_metrics
 from ssmzoo.curves import draw_curves
 from ssmzoo.files import write_folder, write_json, write_text
 from ssmzoo.machine import installed_versions
+from ssmzoo.portable import portable, portable_command
 from ssmzoo.recipe import Recipe, load_recipe
 
 # what a run that was killed before it began may have left
@@ -23,7 +23,7 @@ _DONT_COUNT = re.compile(r"\.lock|cache|\..+\.(unfinished|replaced)")
 _DRAW_SECONDS = 30  # at least, between two pictures of one run
 _PACKAGES = ("ssmzoo", "torch", "transformers", "accelerate", "datasets", "numpy")
 _MAY_CHANGE = {"train.steps", "train.tokens"}
-_DATA_FACTS = ("source", "dataset", "config", "revision", "documents", "tokens", "digest")
+_DATA_FACTS = ("source", "config", "revision", "documents", "tokens", "digest")
 _NOT_OF_THE_MODEL = {CONTENTS, "optimizer.safetensors", "state.json"}
 
 
@@ -69,9 +69,12 @@ class RunFolder:
         write_text(self.path / "recipe.yaml", recipe.to_yaml())
         write_json(self.path / "data.json", manifest)
         described = {
-            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "command": portable_command([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "date": _now(),
-            "data": {key: manifest[key] for key in _DATA_FACTS if key in manifest},
+            "data": {
+                "names": portable(getattr(recipe.data, recipe.data.source)),
+                **{key: manifest[key] for key in _DATA_FACTS if key in manifest},
+            },
             **facts,
             "versions": installed_versions(*_PACKAGES),
         }
