@@ -6,6 +6,13 @@ import sys
 import pytest
 import torch
 
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--update-golden", action="store_true", help="write tests/golden anew, to review as a diff"
+    )
+
+
 # a GPU backend joins where there is a GPU: tests/kernels/test_triton_gpu.py
 BACKENDS = ("eager", "cpu")
 
