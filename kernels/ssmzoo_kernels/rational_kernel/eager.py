@@ -1,6 +1,8 @@
 """Kernels of rational transfer functions by torch's FFTs, with their own backward.
 
 The cost is that of FFTs of the kernel's length; the order n only says how much of them is zero.
+Conjugates are written out: inside a registered op that a compiled graph calls, torch 2.13 forgets
+the lazy ones.
 """
 
 import torch
@@ -27,9 +29,9 @@ def truncated_backward(
     grad_hat = torch.fft.rfft(
         grad.view(a.shape[0], b.shape[0] // a.shape[0], grad.shape[1]), n=grid
     )
-    grad_hat = grad_hat * inverse.conj()
+    grad_hat = grad_hat * inverse.conj_physical()
     grad_b = torch.fft.irfft(grad_hat, n=grid)[..., 1 : order + 1]
-    shared = (grad_hat * (inverse * numerator).conj()).sum(1)
+    shared = (grad_hat * (inverse * numerator).conj_physical()).sum(1)
     grad_a = -torch.fft.irfft(shared, n=grid)[..., 1 : order + 1]
     return grad_a, grad_b.reshape(b.shape)
 
@@ -100,7 +102,7 @@ def exact_backward(
     shared = kernel[:, 1:].view(groups, -1, terms)
     count = min(order, terms - 1)
     size = fast_size(terms + max(count + 1, length // 4))
-    product = torch.fft.rfft(adjoint, n=size) * torch.fft.rfft(shared, n=size).conj()
+    product = torch.fft.rfft(adjoint, n=size) * torch.fft.rfft(shared, n=size).conj_physical()
     grad_a = -torch.fft.irfft(product.sum(1), n=size)[:, 1 : count + 1]
     return F.pad(grad_a, (0, order - count)), F.pad(grad_b, (0, order - grad_b.shape[1]))
 
@@ -110,7 +112,7 @@ def correlate(x: Tensor, y: Tensor, lags: int) -> Tensor:
     length = x.shape[-1]
     lags = min(lags, length)
     size = fast_size(length + max(lags, length // 4))
-    product = torch.fft.rfft(x, n=size) * torch.fft.rfft(y, n=size).conj()
+    product = torch.fft.rfft(x, n=size) * torch.fft.rfft(y, n=size).conj_physical()
     return torch.fft.irfft(product, n=size)[..., :lags]
 
 
