@@ -115,8 +115,7 @@ def split_text(text: str | None, target: Path) -> tuple[int, int]:
     Raises:
         ValueError: No text, or too little of it.
     """
-    from ssmzoo.documents import expand, read_files
-    from ssmzoo.recipe import STDLIB
+    from ssmzoo.documents import STDLIB, expand, read_files
 
     files = expand([text or STDLIB], "TEXT")
     documents = [content for _, content in read_files("text", files, "text", skip_binary=True)]

@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ssmzoo.files import file_digest
-from ssmzoo.recipe import STDLIB, DataSection
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
+
+    from ssmzoo.recipe import DataSection
+
+STDLIB = "python-stdlib"
 
 logger = logging.getLogger("ssmzoo")
 
@@ -70,7 +73,7 @@ def read_files(
             except UnicodeDecodeError as error:
                 if not skip_binary:
                     raise ValueError(
-                        f"data.text: {file} must be UTF-8 text, got byte "
+                        f"{file} must be UTF-8 text, got byte "
                         f"0x{error.object[error.start]:02x} at {error.start}"
                     ) from None
                 skipped.append(file)
@@ -206,7 +209,7 @@ def _read_parquet(file: Path, text_field: str) -> Iterator[tuple[int, str]]:
     if text_field not in table.schema_arrow.names:
         raise LookupError(
             f"{file} has no column {text_field!r}, it has {', '.join(table.schema_arrow.names)}; "
-            "set data.text_field"
+            "set data.text_field in the recipe"
         )
     row = 0
     for batch in table.iter_batches(columns=[text_field]):
@@ -222,7 +225,7 @@ def _checked(record: Any, text_field: str, place: str) -> Iterator[str]:
     if text_field not in record:
         raise LookupError(
             f"{place} has no field {text_field!r}, it has {', '.join(record) or 'none'}; "
-            "set data.text_field"
+            "set data.text_field in the recipe"
         )
     text = record[text_field]
     if text is not None and not isinstance(text, str):

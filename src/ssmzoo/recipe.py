@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 
+from ssmzoo.documents import STDLIB
 from ssmzoo.family import suggestion
 from ssmzoo.resources import share
 
@@ -29,8 +30,6 @@ try:
     )
 except ImportError as error:
     raise RuntimeError("recipes need pydantic: pip install 'ssmzoo[train]'") from error
-
-STDLIB = "python-stdlib"
 
 
 def _whole(value: object) -> object:

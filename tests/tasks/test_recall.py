@@ -253,15 +253,18 @@ def test_a_folder_leaves_out_what_is_not_text_with_a_warning(tmp_path, caplog):
 def test_unusable_text_is_one_clear_error(tmp_path):
     with pytest.raises(ValueError, match="there is none at"):
         tasks.read_documents(tmp_path / "missing")
+    with pytest.raises(ValueError, match="holds no file"):
+        tasks.read_documents(tmp_path)
+    (tmp_path / "blank.txt").write_text(" \n")
     with pytest.raises(ValueError, match="is empty"):
         tasks.read_documents(tmp_path)
     binary = tmp_path / "b.bin"
     binary.write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="text must be UTF-8"):
+    with pytest.raises(ValueError, match=r"b\.bin must be UTF-8 text, got byte 0xff at 0"):
         tasks.read_documents(binary)
     records = tmp_path / "r.jsonl"
     records.write_text('{"text": "x"}\n{"body": "y"}\n')
-    with pytest.raises(ValueError, match=r"line 2 of .* field 'text'"):
+    with pytest.raises(LookupError, match=r"r\.jsonl:2 has no field 'text', it has body"):
         tasks.read_documents(records)
     with pytest.raises(ValueError, match="needs a text"):
         tasks.text_documents()

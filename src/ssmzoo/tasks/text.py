@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ssmzoo.documents import expand, read_files
 from ssmzoo.tasks.common import at_least, lm_eval_split
 
 if TYPE_CHECKING:
@@ -40,26 +38,20 @@ def read_documents(text: str | Path) -> list[str]:
     """Read a text file, or every text file below a folder in the order of their names.
 
     A ``.jsonl`` file holds one document a line, in the field ``text``; any other file is one
-    document. Empty documents, hidden files, and files in a folder that are not UTF-8 are left out.
+    document. Blank documents, hidden files, and files in a folder that are not UTF-8 are left out.
 
     Raises:
         ValueError: There is no such file or folder, or no text in it.
+        LookupError: A line of a ``.jsonl`` file has no field ``text``.
     """
     root = Path(text).expanduser()
-    if root.is_dir():
-        files = [p for p in sorted(root.rglob("*")) if p.is_file() and not _hidden(p, root)]
-    elif root.is_file():
-        files = [root]
-    else:
+    if not root.exists():
         raise ValueError(f"text must name a file or a folder, and there is none at {str(text)!r}")
     documents = []
-    for path in files:
-        try:
-            documents += [d for d in _documents_in(path) if d.strip()]
-        except UnicodeDecodeError as error:
-            if path == root:
-                raise ValueError(f"text must be UTF-8, and {str(text)!r} is not") from error
-            logging.getLogger("ssmzoo").warning("left out %s: it is not UTF-8 text", path)
+    for file in expand([str(text)], "text"):
+        kind = "jsonl" if file.suffix == ".jsonl" else "text"
+        found = read_files(kind, [file], "text", skip_binary=root.is_dir())
+        documents += [document for _, document in found if document.strip()]
     if not documents:
         raise ValueError(f"text must hold something to score, and {str(text)!r} is empty")
     return documents
@@ -81,24 +73,3 @@ def cut(document: str, window: int) -> list[str]:
         pieces.append(data[start:end].decode())
         start = end
     return pieces
-
-
-def _documents_in(path: Path) -> Iterator[str]:
-    content = path.read_bytes().decode()
-    if path.suffix != ".jsonl":
-        yield content
-        return
-    for number, line in enumerate(content.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            yield json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"line {number} of {path} must be a JSON object with a field 'text'"
-            ) from error
-
-
-def _hidden(path: Path, root: Path) -> bool:
-    parts = path.relative_to(root).parts
-    return any(part.startswith(".") or part == "__pycache__" for part in parts)
