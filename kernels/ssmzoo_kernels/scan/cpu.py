@@ -80,10 +80,10 @@ def forward(
     exact = accumulator(u)
     tensors = _prepare(exact, u, q, k, dt, dt_bias, skip, z, param, initial_state)
     (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1
-    out = torch.empty((tokens, width), dtype=exact)
-    final_state = torch.empty((segments, width, states), dtype=exact)
+    out = torch.empty((tokens, width), dtype=exact, device="cpu")
+    final_state = torch.empty((segments, width, states), dtype=exact, device="cpu")
     slots = chunk_slots(tokens, segments, interval(states, CHUNK)) if save else 0
-    saved = torch.empty((slots, states, width), dtype=exact)
+    saved = torch.empty((slots, states, width), dtype=exact, device="cpu")
     failed = _library(source, exact).scan_forward(
         _inputs(tensors, offsets),
         out.data_ptr(),
@@ -121,7 +121,7 @@ def backward(
     part_count = parts_of(blocks, width, states)
 
     def room(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=exact)
+        return torch.empty(shape, dtype=exact, device="cpu")
 
     if grad_out is not None:
         grad_out = native.rows(grad_out, exact)
