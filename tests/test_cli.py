@@ -461,11 +461,47 @@ def test_check_exits_1_when_a_family_does_not_conform(monkeypatch, capsys):
             "causality", "The future changes nothing.", status, "told", 1.0, 2.0, 3
         )
         report = Report("longhorn", (result,))
-        monkeypatch.setattr("ssmzoo.testing.check", lambda _, report=report: report)
+        monkeypatch.setattr("ssmzoo.testing.check", lambda _, oracle, report=report: report)
         assert main(["check", "longhorn"]) == code
         assert capsys.readouterr().out == report.table() + "\n"
         assert main(["check", "longhorn", "--json"]) == code
         assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(report.as_dict()))
+
+
+def test_check_compares_with_an_oracle_from_a_file(monkeypatch, capsys):
+    from ssmzoo import testing
+
+    file = Path(__file__).with_name("oracles") / "longhorn.py"
+    real = testing.check
+    monkeypatch.setattr(
+        testing, "check", lambda family, oracle: real(family, oracle=oracle, only=["oracle"])
+    )
+    assert main(["check", "longhorn", "--oracle", f"{file}:logits"]) == 0
+    assert "1 passed, 0 failed, 0 skipped" in capsys.readouterr().out
+    assert main(["check", "longhorn"]) == 0
+    assert "0 passed, 0 failed, 1 skipped" in capsys.readouterr().out
+    assert main(["check", "longhorn", "--oracle", f"{file}:silu"]) == 1
+    assert "0 passed, 1 failed, 0 skipped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ("oracle.py", "oracle must look like FILE.py:function, got 'oracle.py'"),
+        ("oracle.py:", "oracle must look like FILE.py:function"),
+        ("absent.py:logits", "'absent.py' does not exist"),
+        ("oracle.py:logit", "has no function 'logit'; did you mean 'logits'?"),
+        ("oracle.py:width", "must be a function, got int"),
+        ("broken.py:logits", "cannot be imported: NameError: name 'nmpy' is not defined"),
+        ("oracle.txt:logits", "must be in a file that ends in .py, got 'oracle.txt'"),
+    ],
+)
+def test_a_wrong_oracle_is_named(named, message, fails, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("oracle.py", "oracle.txt"):
+        (tmp_path / name).write_text("width = 3\ndef logits(weights, config, ids): ...\n")
+    (tmp_path / "broken.py").write_text("nmpy.zeros(3)\n")
+    assert message in fails("check", "longhorn", "--oracle", named)
 
 
 def test_bench_measures_all_families_unless_some_are_named(capsys, monkeypatch):

@@ -248,6 +248,13 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
 
     sub = command(_check, "check", "run the conformance suite on a family")
     sub.add_argument("family", metavar="FAMILY")
+    sub.add_argument(
+        "--oracle",
+        metavar="FILE.py:FUNCTION",
+        help="a second implementation to compare logits with, called with (weights, config, "
+        "input_ids): numpy arrays by parameter name, the configuration's fields, ids [B, L]; it "
+        "returns logits [B, L, V] (default: none, and that check is skipped)",
+    )
     _json_option(sub)
 
     sub = command(_bench, "bench", "measure training and decoding speed")
@@ -421,9 +428,10 @@ def _publish(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from ssmzoo.testing import check
+    from ssmzoo.testing import check, load_oracle
 
-    report = check(options.family)
+    oracle = load_oracle(options.oracle) if options.oracle is not None else None
+    report = check(options.family, oracle=oracle)
     if options.json:
         _print_json(report.as_dict())
     else:

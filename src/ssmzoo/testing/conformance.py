@@ -157,7 +157,8 @@ def check(
         family: Its name, or the family itself if it is not installed.
         oracle: A second implementation, ``(weights, config, input_ids) -> logits``: a dict of
             numpy arrays by parameter name, the configuration's fields, ids ``[B, L]`` to logits
-            ``[B, L, V]``. Without one that check is skipped.
+            ``[B, L, V]``. Without one that check is skipped. :func:`load_oracle` takes one from a
+            file.
         only: Names of the checks to run; all by default.
 
     Returns:
