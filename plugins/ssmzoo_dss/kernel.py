@@ -1,0 +1,245 @@
+"""The mathematics of diagonal state spaces: spectra, kernels, and the state they are stepped by.
+
+A feature's filter is a sum of N complex exponentials, ``K[l] = Re sum_n rho_n e^{c_n l}`` with
+``c = dt lambda``. The variants differ in what lambda may be and in rho. Only "softmax" lets modes
+grow; it divides each by its sum over ``norm_length`` positions. A growing mode is written as one
+that decays away from the last of these, ``e^{c' (norm_length - 1 - l)}`` with ``c' = -c``, so that
+nothing ever overflows.
+
+What surprises: there is no factor 2 and no conjugate partner (except on request); everything of
+size [H, N] is complex128, because phases ``c l`` of long sequences have no digits left in float32.
+
+Dimensions: B batch, L length, H hidden, N modes, C channels.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ssmzoo_kernels import vandermonde, vandermonde_state
+
+CLIP = 1e-4  # the largest real part of the variant "clip"
+EXP_FLOOR = 1e-7  # of |lambda|^2 in the reciprocal of the variants without a softmax
+
+
+@functools.cache
+def skew_hippo(modes: int) -> Tensor:
+    """Return the positive frequencies ``[N]`` of HiPPO's normal part, falling; float64, on the CPU.
+
+    They are the positive eigenvalues of ``i M``, where M is the skew matrix of order 2N with
+    ``sqrt((2i + 1) (2j + 1)) / 2`` above its diagonal.
+    """
+    odd = 2 * torch.arange(2 * modes, dtype=torch.float64, device="cpu") + 1
+    size = torch.outer(odd, odd).sqrt() / 2
+    matrix = torch.triu(size, 1) - torch.tril(size, -1)
+    return torch.linalg.eigvalsh(1j * matrix)[modes:].flip(0)
+
+
+def initial_eigenvalues(modes: int, kind: str, constrained: bool) -> tuple[Tensor, Tensor]:
+    """Return real and imaginary parts ``[N]`` that a model starts with; float64, on the CPU.
+
+    Args:
+        modes: N.
+        kind: "skew_hippo" and "lin" have the real part -1/2; "lin" has the frequencies ``pi n``;
+            "randn" draws every part from N(0, 1).
+        constrained: The real part must be negative; "randn" then takes -1/2 too.
+    """
+    real = torch.full((modes,), -0.5, dtype=torch.float64, device="cpu")
+    if kind == "skew_hippo":
+        return real, skew_hippo(modes)
+    if kind == "lin":
+        return real, math.pi * torch.arange(modes, dtype=torch.float64, device="cpu")
+    if not constrained:
+        real = torch.randn(modes, dtype=torch.float64, device="cpu")
+    return real, torch.randn(modes, dtype=torch.float64, device="cpu")
+
+
+def exponents(eigenvalues: Tensor, log_dt: Tensor) -> Tensor:
+    """Return ``c = dt lambda``, ``[H, N]``; two columns of ``log_dt`` step the parts separately."""
+    dt = log_dt.to(torch.float64).exp()
+    if dt.dim() == 1:
+        return dt[:, None] * eigenvalues
+    return torch.complex(dt[:, :1] * eigenvalues.real, dt[:, 1:] * eigenvalues.imag)
+
+
+def modes_of(
+    eigenvalues: Tensor,  # [N] complex128
+    log_dt: Tensor,  # [H] or [H, 2]
+    weight: Tensor,  # [C, H, N, 2]
+    *,
+    variant: str,
+    norm_length: int | None = None,
+    eps: float = 0.0,
+    conjugate_pairs: bool = False,
+    legacy_detached_shift: bool = False,
+) -> Modes:
+    """Return the modes of a layer.
+
+    ``rho = W (e^c - 1) / lambda`` for the variants "exp", "exp_re_im" and "clip" (zero-order hold),
+    ``rho = W`` for "exp_no_scale", and for "softmax" ``W / lambda`` over the row's sum
+    ``(e^{c' norm_length} - 1) / (e^{c'} - 1)``, the reciprocal regularised by ``eps``.
+
+    Args:
+        eigenvalues: lambda.
+        log_dt: Logarithms of the time steps.
+        weight: W in pairs of real numbers.
+        variant: ``kernel_variant`` of the configuration.
+        norm_length: Positions that a softmax sums over; "softmax" needs it, the others ignore it.
+        eps: Added to the squared size of what "softmax" divides by.
+        conjugate_pairs: Every mode stands for its conjugate too: a factor 2.
+        legacy_detached_shift: The published code's gradient of growing modes, too large by
+            ``(norm_length - 1)`` times the kernel; values are the same.
+    """
+    c = exponents(eigenvalues, log_dt)
+    w = torch.view_as_complex(weight.to(torch.float64))
+    grows = None
+    if variant == "softmax":
+        assert norm_length is not None
+        grows = eigenvalues.real > 0
+        falling = torch.where(grows, -c, c)
+        divisor = torch.expm1(falling * norm_length) * eigenvalues
+        size = divisor.real.square() + divisor.imag.square() + eps
+        # zero only for lambda = 0 and eps = 0, where the mode drops out
+        inverse = divisor.conj() / torch.where(size > 0, size, 1.0)
+        rho = w * (torch.expm1(falling) * inverse)
+        if legacy_detached_shift:
+            shift = (c - c.detach()) * (norm_length - 1)
+            rho = rho * torch.where(grows, 1 + shift, 1.0)
+        c = falling
+    elif variant == "exp_no_scale":
+        rho = w
+    else:
+        size = eigenvalues.real.square() + eigenvalues.imag.square()
+        rho = w * (torch.expm1(c) * (eigenvalues.conj() / size.clamp(min=EXP_FLOOR)))
+    if conjugate_pairs:
+        rho = 2 * rho
+    exact = torch.complex128 if weight.dtype == torch.float64 else torch.complex64
+    return Modes(c, rho.to(exact), grows, norm_length if grows is not None else None)
+
+
+@dataclass(frozen=True)
+class Modes:
+    """What a layer's kernels are made of, and how its state is stepped.
+
+    The state ``z [B, H, N]`` does not depend on W, so all channels share it, nor on
+    ``norm_length``. A mode that falls keeps ``z = e^c z + u``. One that grows keeps
+    ``z = sum_k e^{c' k} u_k`` over absolute positions k, and is read out by
+    ``rho e^{c' (norm_length - 1 - k)}``: every exponential decays.
+
+    Attributes:
+        exponent: ``c'``, ``[H, N]`` complex128, with ``Re <= 0`` (``<= dt CLIP`` for "clip").
+        readout: rho, ``[C, H, N]``.
+        grows: Which modes grow with the lag, ``[N]``; None if none can.
+        norm_length: From where growing modes count; None if none can grow.
+    """
+
+    exponent: Tensor
+    readout: Tensor
+    grows: Tensor | None
+    norm_length: int | None
+
+    @property
+    def reversed(self) -> Tensor | None:
+        """Return ``grows`` for every feature, ``[H, N]``."""
+        return None if self.grows is None else self.grows.expand_as(self.exponent)
+
+    def kernel(self, taps: int) -> Tensor:
+        """Return the filters ``[C, H, taps]``; growing modes have ``norm_length`` taps at most."""
+        norm_length = taps if self.norm_length is None else max(taps, self.norm_length)
+        return vandermonde(
+            self.readout, self.exponent, taps, reversed=self.reversed, norm_length=norm_length
+        )
+
+    def response(
+        self, z: Tensor, position: Tensor | None, length: int, lengths: Tensor | None
+    ) -> Tensor:
+        """Return what a state adds to the next outputs, ``[B, length, C * H]``.
+
+        Args:
+            z: ``[B, H, N]`` complex.
+            position: Tokens each row has seen, ``[B]``; only growing modes ask.
+            length: How many outputs.
+            lengths: How many of them each row has, ``[B]``, from the first on; None: all.
+        """
+        weight = self.readout[:, None] * z  # [C, B, H, N]
+        if self.grows is None:
+            return _features(vandermonde(weight, self.exponent, length, offset=1))
+        assert position is not None
+        assert self.norm_length is not None
+        end = position + (length if lengths is None else lengths)
+        late = (self.norm_length - end).clamp(min=0)[:, None, None]
+        weight = torch.where(
+            self.grows, weight * torch.exp(self.exponent * late).to(z.dtype), weight
+        )
+        if lengths is None:
+            # falling modes have the lags 1 ... length, growing ones length - 1 ... 0
+            y = vandermonde(
+                weight,
+                self.exponent,
+                length,
+                offset=1,
+                reversed=self.reversed,
+                norm_length=length + 1,
+            )
+            return _features(y)
+        falling = weight.masked_fill(self.grows, 0)
+        growing = weight.masked_fill(~self.grows, 0)
+        y = vandermonde(falling, self.exponent, length, offset=1)
+        everything = torch.ones_like(self.exponent, dtype=torch.bool)
+        ending = vandermonde(growing, self.exponent, length, reversed=everything)
+        return _features(y) + rolled(_features(ending), lengths - length)
+
+    def state(
+        self,
+        u: Tensor,  # [B, L, H]
+        z: Tensor | None,
+        position: Tensor | None,
+        lengths: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> Tensor:
+        """Return the state ``[B, H, N]`` after some inputs; ``[S, H, N]`` for packed sequences.
+
+        Args:
+            u: Inputs.
+            z: The state before them, zeros if absent.
+            position: Tokens each row had seen, ``[B]``; only growing modes ask.
+            lengths: How many of a row's inputs count, ``[B]``, zeros behind them; None: all.
+            cu_seqlens: Boundaries of packed sequences instead; these start from zero.
+        """
+        c, shift = self.exponent, None
+        if lengths is not None:
+            shift = u.shape[1] - lengths
+        if shift is None:
+            new = vandermonde_state(u, c, reversed=self.reversed, cu_seqlens=cu_seqlens)
+        else:
+            # aligned at their ends, sequences of all lengths have the same lags
+            new = vandermonde_state(rolled(u, shift), c)
+            if self.grows is not None:
+                everything = torch.ones_like(c, dtype=torch.bool)
+                new = torch.where(self.grows, vandermonde_state(u, c, reversed=everything), new)
+        if z is None:
+            return new
+        steps = u.shape[1] if lengths is None else lengths[:, None, None]
+        fallen = torch.exp(c * steps).to(z.dtype) * z + new
+        if self.grows is None:
+            return fallen
+        assert position is not None
+        phase = torch.exp(c * position[:, None, None]).to(z.dtype)
+        return torch.where(self.grows, z + phase * new, fallen)
+
+
+def rolled(x: Tensor, shift: Tensor) -> Tensor:
+    """Move row b of ``[B, L, H]`` by ``shift[b]`` columns to the right, around the end."""
+    length = x.shape[1]
+    columns = torch.arange(length, device=x.device) - shift[:, None]  # [B, L]
+    return x[torch.arange(x.shape[0], device=x.device)[:, None], columns % max(length, 1)]
+
+
+def _features(y: Tensor) -> Tensor:
+    """Map ``[C, B, H, L]`` to ``[B, L, C * H]``."""
+    return y.permute(1, 3, 0, 2).flatten(2)

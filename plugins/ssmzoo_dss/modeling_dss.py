@@ -1,0 +1,454 @@
+"""DSS: diagonal state spaces are as effective as structured ones (arXiv 2203.14343).
+
+What surprises: in training a layer is one long convolution per feature, whose kernel is computed
+anew in every forward pass; only decoding has a state. SSM parameters, their gradients, the
+convolution and the state are float32 always. The mathematics is in ``kernel.py``.
+
+Dimensions: B batch, L length, H hidden, N modes, C channels, K taps, S sequences, G growing modes.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ssmzoo.modeling import (
+    Dropout,
+    LayerState,
+    Linear,
+    SSMForCausalLM,
+    SSMForPairClassification,
+    SSMForSequenceClassification,
+    SSMForTokenClassification,
+    SSMMixer,
+    SSMModel,
+    SSMPreTrainedModel,
+)
+from ssmzoo_kernels import diagonal_step, fft_conv
+
+from .configuration_dss import DSSConfig
+from .kernel import CLIP, Modes, initial_eigenvalues, modes_of
+
+_SSM_PARAMETERS = ("log_dt", "Lambda", "Lambda_log_neg_re", "Lambda_im", "W")
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """What decoding a token reads of a layer's parameters.
+
+    Attributes:
+        modes: What they were made of.
+        decay: ``e^c``, ``[H, N]``; 1 for growing modes.
+        readout: rho, ``[C, H, N]``.
+        growing: The numbers ``[G]`` of the growing modes, None if there are none.
+        low: ``e^{c' k}`` of these for small k, ``[count, H, G]``.
+        high: ``e^{c' k}`` for multiples of ``count``.
+        taps: A cut kernel, its first tap last, ``[C, K, H]``.
+    """
+
+    modes: Modes
+    decay: Tensor
+    readout: Tensor
+    growing: Tensor | None = None
+    low: Tensor | None = None
+    high: Tensor | None = None
+    taps: Tensor | None = None
+
+    def power(self, k: Tensor) -> Tensor:
+        """Return ``e^{c' k}`` of the growing modes, ``[R, H, G]``, for ``k [R]``."""
+        assert self.low is not None
+        assert self.high is not None
+        count = self.low.shape[0]
+        return self.low[k % count] * self.high[k // count]
+
+
+class DSSMixer(SSMMixer):
+    """A mixture of exponentials filters each feature; GELU; a linear map mixes features.
+
+    ``y[t] = sum_j K[j] u[t-j] + D u[t]`` with ``K[l] = Re sum_n rho_n e^{c_n l}``, then
+    ``out_proj(dropout(GELU(y)))``.
+    """
+
+    param_group_names: ClassVar[Mapping[str, str]] = {
+        name: "dt" if name == "log_dt" else "ssm" for name in _SSM_PARAMETERS
+    }
+    config: DSSConfig
+
+    def __init__(self, config: DSSConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        width, modes, channels = config.hidden_size, config.d_state, config.channels
+        steps = (width, 2) if config.separate_dt_re_im else (width,)
+        self.log_dt = nn.Parameter(torch.empty(steps))
+        if config.kernel_variant in ("softmax", "clip"):
+            self.Lambda = nn.Parameter(torch.empty(modes, 2))
+        else:
+            self.Lambda_log_neg_re = nn.Parameter(torch.empty(modes))
+            self.Lambda_im = nn.Parameter(torch.empty(modes))
+        kernels = channels * (2 if config.bidirectional else 1)
+        self.W = nn.Parameter(torch.empty(kernels, width, modes, 2))
+        self.D = nn.Parameter(torch.empty(channels, width))
+        self.dropout = Dropout(config.dropout, config.tie_dropout)
+        self.out_proj = Linear(channels * width, width)
+        self._tables: tuple[object, _Tables] | None = None
+
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """Map ``[B, L, H]`` to ``[B, L, H]``.
+
+        The state is ``ssm [B, H, N, 2]`` and, for "softmax", ``position [B]``; or, for a cut
+        kernel, the last ``inputs [B, K - 1, H]``.
+        """
+        if state.keep and not self.config.decodable:
+            raise ValueError(
+                "kernel_norm_length must be set where a cache is used: without it the kernel "
+                "depends on the whole input's length, got None; set config.kernel_norm_length to "
+                "the longest total length, or pass use_cache=False"
+            )
+        u = hidden_states.to(torch.promote_types(torch.float32, hidden_states.dtype))
+        continues = bool(state.initial)
+        if continues and u.shape[1] == 1 and cu_seqlens is None and not torch.is_grad_enabled():
+            y = self._step(u[:, 0], state)
+        elif state.keep and self.config.max_kernel_length is not None:
+            y = self._convolve_with_inputs(u, state, cu_seqlens)
+        elif cu_seqlens is None or (state.rows is None and not continues):
+            y = self._convolve(u, state, None, cu_seqlens)
+        else:
+            rows = state.aligned(cu_seqlens)
+            y = self._convolve(rows.gather(u), state, rows.lengths, None)
+            y = rows.scatter(y, u.shape[1])
+        y = self.dropout(F.gelu(y).to(hidden_states.dtype), cu_seqlens)
+        return self.out_proj(y)
+
+    def eigenvalues(self) -> Tensor:
+        """Return lambda, the diagonal state matrix, ``[N]`` complex128."""
+        variant = self.config.kernel_variant
+        if variant in ("softmax", "clip"):
+            real, imag = self.Lambda.to(torch.float64).unbind(-1)
+            return torch.complex(real.clamp(max=CLIP) if variant == "clip" else real, imag)
+        real = -self.Lambda_log_neg_re.to(torch.float64).exp()
+        imag = self.Lambda_im.to(torch.float64)
+        return torch.complex(real, imag.exp() if variant == "exp_re_im" else imag)
+
+    def modes(self, length: int) -> Modes:
+        """Return the modes of the kernel for an input of some length.
+
+        Raises:
+            ValueError: A parameter is not finite; the message names layer, feature and mode.
+        """
+        config = self.config
+        modes = modes_of(
+            self.eigenvalues(),
+            self.log_dt,
+            self.W,
+            variant=config.kernel_variant,
+            norm_length=config.max_kernel_length or config.kernel_norm_length or length,
+            eps=config.softmax_eps,
+            conjugate_pairs=config.conjugate_pairs,
+            legacy_detached_shift=config.legacy_detached_shift,
+        )
+        # on a GPU this look would stall the queue
+        if not torch.compiler.is_compiling() and self.W.device.type == "cpu":
+            self._check_finite(modes)
+        return modes
+
+    def kernel(self, length: int) -> Tensor:
+        """Return the filters for an input of some length, ``[C, H, K]``; backward ones last."""
+        cap = self.config.max_kernel_length
+        return self.modes(length).kernel(length if cap is None else min(length, cap))
+
+    def _convolve(
+        self, u: Tensor, state: LayerState, lengths: Tensor | None, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        """Filter whole sequences, or what follows a state; ``[B, L, C * H]``."""
+        batch, length, _ = u.shape
+        start = state.get_row("ssm")
+        z = None if start is None else torch.view_as_complex(start)
+        position = state.get_row("position")
+        modes = self.modes(length if cu_seqlens is None else self._longest(cu_seqlens, length))
+        ends = lengths if cu_seqlens is None else cu_seqlens.diff()
+        taps = self._taps(modes, length, ends, position)
+        y = self._filtered(u, modes.kernel(taps), cu_seqlens)
+        if z is not None:
+            y = y + modes.response(z, position, length, lengths)
+        if state.keep:
+            z = modes.state(u, z, position, lengths, cu_seqlens)
+            state.put_row("ssm", torch.view_as_real(z))
+            if modes.grows is not None:
+                seen = torch.full((batch,), length, device=u.device) if ends is None else ends
+                seen = seen.to(torch.int64)
+                state.put_row("position", seen if position is None else position + seen)
+        return y
+
+    def _convolve_with_inputs(
+        self, u: Tensor, state: LayerState, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        """Filter with a cut kernel, whose state is the last inputs; ``[B, L, C * H]``."""
+        cap = cast(int, self.config.max_kernel_length)
+        start = state.get("inputs")
+        kernel, channels = self.kernel(cap), self.config.channels
+        taps = kernel.flatten(0, 1)  # [C * H, K]
+        before = None if start is None else start.repeat(1, 1, channels)
+        y, last = fft_conv(
+            u.repeat(1, 1, channels) if channels > 1 else u,
+            taps,
+            self.D.flatten(),
+            before,
+            cu_seqlens=cu_seqlens,
+            output_final_state=True,
+        )
+        assert last is not None
+        state.put("inputs", last[..., : u.shape[2]].contiguous())
+        return y
+
+    def _filtered(self, u: Tensor, kernel: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        channels = self.config.channels
+        past, future = kernel[:channels].flatten(0, 1), None
+        if self.config.bidirectional:
+            future = kernel[channels:].flatten(0, 1)
+        repeated = u if channels == 1 else u.repeat(1, 1, channels)
+        return fft_conv(
+            repeated, past, self.D.flatten(), future_kernel=future, cu_seqlens=cu_seqlens
+        )[0]
+
+    def _longest(self, cu_seqlens: Tensor, length: int) -> int:
+        """Return what an input's length means for packed sequences: the longest, as if padded."""
+        if self.config.decodable:
+            return length
+        return int(cu_seqlens.diff().max())
+
+    def _taps(
+        self, modes: Modes, length: int, lengths: Tensor | None, position: Tensor | None
+    ) -> int:
+        """Return how many taps meet an input; fail where a growing mode has not so many."""
+        cap = self.config.max_kernel_length
+        if cap is not None:
+            return min(length, cap)
+        if modes.norm_length is None or (position is None and length <= modes.norm_length):
+            return length
+        assert modes.grows is not None
+        if not bool(modes.grows.any()):
+            return length
+        reached = torch.tensor(length) if lengths is None else lengths
+        end = int((reached if position is None else position + reached).max())
+        self._check_reach(end, modes)
+        return min(length, modes.norm_length)
+
+    def _check_reach(self, end: int, modes: Modes) -> None:
+        assert modes.grows is not None
+        assert modes.norm_length is not None
+        if end > modes.norm_length:
+            worst = int(self.eigenvalues().real.argmax())
+            raise ValueError(
+                f"kernel_norm_length must cover all tokens, {end}, where a mode grows: got "
+                f"{modes.norm_length}, and {int(modes.grows.sum())} modes of layer "
+                f"{self.layer_idx} grow, mode {worst} fastest; set a longer kernel_norm_length "
+                "and train on, or use the variant 'exp'"
+            )
+
+    def _check_finite(self, modes: Modes) -> None:
+        for name, tensor in (("log_dt * Lambda", modes.exponent), ("W", modes.readout)):
+            wrong = ~tensor.isfinite()
+            if bool(wrong.any()):
+                place = wrong.nonzero()[0].tolist()
+                raise ValueError(
+                    f"{name} must be finite, got {complex(tensor[tuple(place)])} in layer "
+                    f"{self.layer_idx}, feature {place[-2]}, mode {place[-1]}"
+                )
+
+    def _step(self, u: Tensor, state: LayerState) -> Tensor:
+        """Advance by one token ``[B, H]`` without gradients; ``[B, 1, C * H]``."""
+        tables = self._decode_tables()
+        if tables.taps is not None:
+            window = torch.cat([state.initial["inputs"].to(u.dtype), u[:, None]], dim=1)
+            y = (window.unsqueeze(1) * tables.taps).sum(2) + self.D * u[:, None]  # [B, C, H]
+            state.put("inputs", window[:, 1:])
+            return y.flatten(1).unsqueeze(1)
+        z = torch.view_as_complex(state.initial["ssm"])
+        position = state.initial.get("position")
+        decay, drive, readout = tables.decay, None, tables.readout
+        if position is not None:
+            state.put("position", position + 1)
+            if tables.growing is not None:
+                drive, readout = self._growing_step(tables, position)
+        y, z = _diagonal_step(u, z, decay, drive, readout, self.D)
+        state.put("ssm", torch.view_as_real(z))
+        return y.flatten(1).unsqueeze(1)
+
+    def _growing_step(self, tables: _Tables, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Return drive ``[R, H, N]`` and read-out ``[C, R, H, N]``; R is B, or 1 if rows agree."""
+        modes = tables.modes
+        assert modes.norm_length is not None
+        assert tables.growing is not None
+        self._check_reach(int(position.max()) + 1, modes)
+        if bool((position == position[0]).all()):
+            position = position[:1]
+        rise, fall = tables.power(position), tables.power(modes.norm_length - 1 - position)
+        drive = torch.ones_like(tables.decay).repeat(position.shape[0], 1, 1)
+        drive[..., tables.growing] = rise
+        readout = tables.readout[:, None].repeat(1, position.shape[0], 1, 1)
+        readout[..., tables.growing] *= fall
+        return drive, readout
+
+    def _decode_tables(self) -> _Tables:
+        """Return what a step reads, computed once for one state of the parameters."""
+        if torch.compiler.is_compiling():
+            return self._make_tables()
+        parameters = list(self.parameters(recurse=False))
+        key: tuple[object, ...] | None = None
+        if not any(p.is_inference() for p in parameters):  # these count no versions
+            config = self.config
+            key = (
+                *((p.data_ptr(), p._version, p.dtype, p.device) for p in parameters),
+                config.kernel_norm_length,
+                config.max_kernel_length,
+                config.softmax_eps,
+            )
+            if self._tables is not None and self._tables[0] == key:
+                return self._tables[1]
+        tables = self._make_tables()
+        self._tables = None if key is None else (key, tables)
+        return tables
+
+    @torch.no_grad()
+    def _make_tables(self) -> _Tables:
+        cap = self.config.max_kernel_length
+        modes = self.modes(0)
+        self._check_finite(modes)
+        if cap is not None:
+            taps = modes.kernel(cap).flip(-1).transpose(1, 2).contiguous()  # [C, K, H]
+            return _Tables(modes, modes.exponent, modes.readout, taps=taps)
+        dtype = modes.readout.dtype
+        decay = torch.exp(modes.exponent)
+        if modes.grows is None or not bool(modes.grows.any()):
+            return _Tables(modes, decay.to(dtype), modes.readout)
+        assert modes.norm_length is not None
+        growing = modes.grows.nonzero().flatten()
+        decay = torch.where(modes.grows, 1.0, decay)
+        c = modes.exponent[:, growing]
+        # e^{c k} for every k as a product of two: k = high * count + low
+        count = 1 << (modes.norm_length.bit_length() + 1) // 2
+        steps = torch.arange(count, device=c.device)[:, None, None]
+        low = torch.exp(c * steps)  # [count, H, G]
+        high = torch.exp(c * (steps[: -(-modes.norm_length // count)] * count))
+        return _Tables(
+            modes, decay.to(dtype), modes.readout, growing, low.to(dtype), high.to(dtype)
+        )
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave the tables out of copies and files."""
+        return {**self.__dict__, "_tables": None}
+
+
+def _diagonal_step(
+    u: Tensor,  # [B, H]
+    z: Tensor,  # [B, H, N]
+    decay: Tensor,  # [H, N]
+    drive: Tensor | None,  # [R, H, N], R is 1 or B
+    readout: Tensor,  # [C, H, N] or [C, R, H, N]
+    D: Tensor,  # [C, H]
+) -> tuple[Tensor, Tensor]:
+    """Step and read every channel: ``[B, C, H]`` and the new state."""
+    if drive is None or drive.shape[0] == 1:
+        own = None if drive is None else drive[0]
+        readout = readout if drive is None else readout[:, 0]
+        y, z = diagonal_step(u, z, decay, own, readout[0], D[0])
+        if len(D) == 1:
+            return y.unsqueeze(1), z
+        others = torch.einsum("chn,bhn->bch", readout[1:], z).real + D[1:] * u.unsqueeze(1)
+        return torch.cat([y.unsqueeze(1), others], dim=1), z
+    z = decay * z + drive * u.unsqueeze(-1)
+    return torch.einsum("cbhn,bhn->bch", readout, z).real + D * u.unsqueeze(1), z
+
+
+class DSSPreTrainedModel(SSMPreTrainedModel):
+    """Loading and initialisation of DSS models."""
+
+    config: DSSConfig
+    _keep_in_fp32_modules_strict = [f"mixer.{name}" for name in (*_SSM_PARAMETERS, "D")]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw the initial parameters.
+
+        =================== ===================================================
+        embedding           N(0, initializer_range^2)
+        norms               1, biases 0
+        ``log_dt``          U(ln dt_min, ln dt_max), one draw for both columns
+        eigenvalues         lambda_init
+        ``W``               real and imaginary parts N(0, 1)
+        ``D``               N(0, 1)
+        ``out_proj``        U(+-1/sqrt(C * H)), bias 0
+        classifier          U(+-1/sqrt(H)), bias 0
+        =================== ===================================================
+        """
+        super()._init_weights(module)
+        if isinstance(module, DSSMixer):
+            self._init_mixer(module)
+        elif module is getattr(self, "score", None):
+            # not as wide as an embedding of N(0, 1)
+            score = cast(nn.Linear, module)
+            bound = score.in_features**-0.5
+            init.uniform_(score.weight, -bound, bound)
+            if score.bias is not None:
+                init.zeros_(score.bias)
+
+    def _init_mixer(self, mixer: DSSMixer) -> None:
+        config, variant = self.config, self.config.kernel_variant
+        steps = torch.empty(config.hidden_size, device="cpu")
+        steps.uniform_(math.log(config.dt_min), math.log(config.dt_max))
+        init.copy_(mixer.log_dt, steps if mixer.log_dt.dim() == 1 else steps[:, None].expand(-1, 2))
+        free = variant in ("softmax", "clip")
+        real, imag = initial_eigenvalues(config.d_state, config.lambda_init, not free)
+        if free:
+            init.copy_(mixer.Lambda, torch.stack([real, imag], dim=-1))
+        else:
+            init.copy_(mixer.Lambda_log_neg_re, real.neg().log())
+            init.copy_(mixer.Lambda_im, imag.log() if variant == "exp_re_im" else imag)
+        init.normal_(mixer.W)
+        init.normal_(mixer.D)
+
+
+class DSSModel(DSSPreTrainedModel, SSMModel):
+    """DSS's backbone."""
+
+    mixer_class = DSSMixer
+
+
+class DSSForCausalLM(DSSPreTrainedModel, SSMForCausalLM):
+    """DSS with a language-model head."""
+
+    model_class = DSSModel
+
+
+class DSSForSequenceClassification(DSSPreTrainedModel, SSMForSequenceClassification):
+    """DSS with a classifier of sequences."""
+
+    model_class = DSSModel
+
+
+class DSSForTokenClassification(DSSPreTrainedModel, SSMForTokenClassification):
+    """DSS with a classifier of tokens."""
+
+    model_class = DSSModel
+
+
+class DSSForPairClassification(DSSPreTrainedModel, SSMForPairClassification):
+    """DSS with a classifier of pairs of documents."""
+
+    model_class = DSSModel
+
+
+__all__ = [
+    "DSSForCausalLM",
+    "DSSForPairClassification",
+    "DSSForSequenceClassification",
+    "DSSForTokenClassification",
+    "DSSModel",
+    "DSSPreTrainedModel",
+]
