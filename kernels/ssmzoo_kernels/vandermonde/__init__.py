@@ -10,7 +10,7 @@ from ssmzoo_kernels.vandermonde import library, reference
 
 OP = "vandermonde"
 STATE = "vandermonde_state"
-OFFERS = ("reference", "eager", "triton")
+TORCH = ("reference", "eager")
 
 
 def vandermonde(
@@ -38,7 +38,8 @@ def vandermonde(
         offset: The first position.
         reversed: Which modes count their lag down, or none.
         norm_length: From where reversed modes count; ``offset + length`` if absent.
-        backend: "auto" goes by device. Naming a backend that cannot run is an error.
+        backend: "auto" goes by device; "triton" is for complex64. Naming a backend that cannot run
+            is an error.
 
     Returns:
         ``[..., H, length]``, real. Gradients flow to weight and exponent.
@@ -64,11 +65,11 @@ def vandermonde(
         )
 
     exponent = exponent.to(torch.complex128)
-    chosen = choose(OP, backend, weight, OFFERS)
+    chosen = _choose(OP, backend, weight)
     if chosen == "reference":
         record(OP, "reference")
         return reference.vandermonde(weight, exponent, length, offset, reversed, norm_length)
-    flat = weight.reshape(-1, *exponent.shape)
+    flat = weight.reshape(weight.shape[:-2].numel(), *exponent.shape)
     kernel = library.vandermonde(
         flat, exponent, length, offset, norm_length - end, reversed, chosen
     )
@@ -117,7 +118,7 @@ def vandermonde_state(
     if offset < 0:
         raise ValueError(f"{STATE}: offset must not be negative, got {offset}")
     exponent = exponent.to(torch.complex128)
-    chosen = choose(STATE, backend, u, OFFERS)
+    chosen = _choose(STATE, backend, u)
     if cu_seqlens is None:
         return _state(u, exponent, offset, reversed, chosen)
     groups = by_length(segment_offsets(STATE, u, cu_seqlens))
@@ -134,6 +135,12 @@ def _state(
         return reference.vandermonde_state(u, exponent, offset, reversed)
     wide = u.to(torch.promote_types(torch.float32, u.dtype)).transpose(1, 2)
     return library.vandermonde_state(wide, exponent, offset, reversed, backend)
+
+
+def _choose(op: str, backend: Backend, x: Tensor) -> str:
+    # Triton does not compile these products in float64 for every GPU; torch's are as good there
+    wide = x.dtype in (torch.float64, torch.complex128)
+    return choose(op, backend, x, TORCH if wide else (*TORCH, "triton"))
 
 
 def _check_exponent(op: str, exponent: Tensor, reversed: Tensor | None) -> None:

@@ -209,9 +209,9 @@ def analyze(g: Tensor, exponent: Tensor, lags: Lags, moment: bool) -> tuple[Tens
                     N=modes,
                     Q=columns,
                     MOMENT=moment,
-                    BLOCK_M=32,
+                    BLOCK_M=_ROWS,
                     BLOCK_N=_MODES,
-                    BLOCK_Q=32,
+                    BLOCK_Q=_COLUMNS,
                     num_warps=4,
                 )
     return sums, moments
@@ -219,6 +219,8 @@ def analyze(g: Tensor, exponent: Tensor, lags: Lags, moment: bool) -> tuple[Tens
 
 _TILE = 64
 _MODES = 16
+_ROWS = 32
+_COLUMNS = 16
 
 
 def _pairs(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,97 @@
+"""The Triton kernels of vandermonde and diagonal_step in Triton's interpreter.
+
+Not collected by name: ``test_vandermonde.py`` runs this file in a process
+of its own, where ``TRITON_INTERPRET=1`` holds before anything imports triton.
+"""
+
+import pytest
+import torch
+
+from ssmzoo.testing.accuracy import outputs_and_grads
+from ssmzoo_kernels import diagonal_step, last_backend, vandermonde, vandermonde_state
+
+
+def pairs(*shape):
+    return torch.randn(*shape, 2, dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan():
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def judge(op, inputs, dtype, tolerance):
+    exact = outputs_and_grads(lambda *x: op(*x, "reference"), inputs, torch.float64)
+    found = outputs_and_grads(lambda *x: op(*x, "triton"), inputs, dtype)
+    for name, expected in exact.items():
+        error = (found[name].double() - expected).abs().max()
+        assert error <= tolerance * expected.abs().max(), f"{name}: {error:.2e}"
+
+
+# entries of the tables and weights are rounded a few times each; a gradient's moment weighs the
+# terms with lags, whose cancellation costs the same relative to the largest entry
+BUDGET = 1e-5
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(("length", "modes"), [(1, 1), (17, 3), (129, 20), (300, 16)])
+def test_vandermonde_equals_the_sum(length, modes, mixed):
+    back = torch.rand(3, modes) > 0.5 if mixed else None
+    exponent = torch.complex(-0.05 * torch.rand(3, modes), torch.randn(3, modes)).cdouble()
+    weight = pairs(2, 3, modes)
+
+    def op(weight, exponent, backend):
+        return vandermonde(
+            torch.view_as_complex(weight),
+            torch.view_as_complex(exponent.double()),
+            length,
+            offset=2,
+            reversed=back,
+            norm_length=length + 5,
+            backend=backend,
+        )
+
+    # the exponents are float64 in any case, so they must not be rounded for one side only
+    rounded = torch.view_as_real(exponent).float().double()
+    judge(op, [weight.float().double(), rounded], torch.float32, BUDGET)
+    assert last_backend("vandermonde") == "triton"
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(("length", "modes"), [(1, 1), (129, 20)])
+def test_vandermonde_state_equals_the_sum(length, modes, mixed):
+    back = torch.rand(3, modes) > 0.5 if mixed else None
+    exponent = torch.complex(-0.05 * torch.rand(3, modes), torch.randn(3, modes)).cdouble()
+
+    def op(u, exponent, backend):
+        exponent = torch.view_as_complex(exponent.double())
+        state = vandermonde_state(u, exponent, offset=1, reversed=back, backend=backend)
+        return torch.view_as_real(state)
+
+    rounded = torch.view_as_real(exponent).float().double()
+    u = torch.randn(2, length, 3)
+    judge(op, [u, rounded], torch.float32, BUDGET)
+    assert last_backend("vandermonde_state") == "triton"
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("driven", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 17, 33), (2, 5, 100)])
+def test_diagonal_step_equals_the_formula(shape, driven, dtype):
+    batch, heads, modes = shape
+    u = torch.randn(batch, heads)
+    state = torch.randn(shape, dtype=dtype)
+    decay, drive, readout = torch.randn(3, heads, modes, dtype=dtype)
+    D = torch.randn(heads) if driven else None
+    arguments = (decay, drive if driven else None, readout, D)
+    got = diagonal_step(u, state, *arguments, backend="triton")
+    assert last_backend("diagonal_step") == "triton"
+    wide = [x if x is None else x.to(torch.complex128) for x in arguments[:3]]
+    expected = diagonal_step(u.double(), state.to(torch.complex128), *wide, D, backend="reference")
+    # y comes back in u's float32
+    for a, b, kind in zip(got, expected, (torch.float32, dtype), strict=True):
+        step = torch.finfo(kind).eps * (modes + 4)
+        assert (a - b).abs().max() <= step * max(1.0, b.abs().max())

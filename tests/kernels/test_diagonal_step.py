@@ -1,0 +1,161 @@
+"""diagonal_step: the C kernel against the formula in float64."""
+
+import pytest
+import torch
+
+from ssmzoo_kernels import diagonal_step, last_backend
+
+NAMES = ("u", "state", "decay", "drive", "readout", "D")
+
+
+def draw(B=2, H=5, N=3, dtype=torch.complex64):
+    state = torch.randn(B, H, N, dtype=dtype)
+    decay, drive, readout = torch.randn(3, H, N, dtype=dtype)
+    real = dtype.to_real()
+    return [torch.randn(B, H, dtype=real), state, decay, drive, readout, torch.randn(H, dtype=real)]
+
+
+def formula(u, state, decay, drive, readout, D):
+    """Step mode by mode, in Python's complex numbers."""
+    next_state, y = state.to(torch.complex128).clone(), u.double().clone()
+    for b, h in torch.cartesian_prod(torch.arange(u.shape[0]), torch.arange(u.shape[1])):
+        x, total = u[b, h].item(), 0.0
+        for n in range(state.shape[2]):
+            entering = x if drive is None else drive[h, n].item() * x
+            z = decay[h, n].item() * state[b, h, n].item() + entering
+            next_state[b, h, n] = z
+            total += (readout[h, n].item() * z).real
+        y[b, h] = total + (0.0 if D is None else D[h].item() * x)
+    return y, next_state
+
+
+@pytest.fixture(params=["reference", "eager", "cpu"])
+def backend(request):
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 7), (3, 2, 8), (1, 5, 33), (2, 2, 64)])
+@pytest.mark.parametrize("absent", [(), ("drive",), ("D",), ("drive", "D")])
+def test_it_is_the_formula(backend, shape, absent, dtype):
+    inputs = [None if n in absent else x for n, x in zip(NAMES, draw(*shape, dtype), strict=True)]
+    with torch.no_grad():
+        got = diagonal_step(*inputs, backend=backend)
+    assert last_backend("diagonal_step") == backend
+    for a, b in zip(got, formula(*inputs), strict=True):
+        assert a.shape == b.shape
+        # sums of 2 N products, each rounded, of entries of order one
+        allowed = torch.finfo(dtype).eps * (2 * shape[2] + 4) * max(1.0, b.abs().max())
+        assert (a - b).abs().max() <= allowed
+
+
+def test_steps_in_a_row_are_the_recurrence_of_vandermonde(backend):
+    from ssmzoo_kernels import fft_conv, vandermonde
+
+    exponent = torch.complex(-torch.rand(4, 6), 3 * torch.randn(4, 6)).cdouble()
+    readout, D = torch.randn(4, 6, dtype=torch.complex128), torch.randn(4).double()
+    u = torch.randn(2, 40, 4).double()
+    expected, _ = fft_conv(u, vandermonde(readout, exponent, 40), D)
+    state = torch.zeros(2, 4, 6, dtype=torch.complex128)
+    for t in range(40):
+        y, state = diagonal_step(u[:, t], state, exponent.exp(), None, readout, D, backend=backend)
+        torch.testing.assert_close(y, expected[:, t], rtol=0, atol=1e-12 * expected.abs().max())
+
+
+def test_outputs_take_the_inputs_dtype_and_the_state_keeps_its_own(backend):
+    u, *rest = draw()
+    y, state = diagonal_step(u.bfloat16(), *rest, backend=backend)
+    assert (y.dtype, state.dtype) == (torch.bfloat16, torch.complex64)
+    expected, kept = diagonal_step(u.bfloat16().float(), *rest, backend=backend)
+    assert torch.equal(y, expected.bfloat16())
+    assert torch.equal(state, kept)
+
+
+def test_strided_and_conjugate_views_are_read_as_what_they_are(backend):
+    u, state, decay, drive, readout, D = draw()
+    views = (state.mH.contiguous().mH, decay.conj().clone().conj(), drive.T.contiguous().T, readout)
+    got = diagonal_step(u.T.contiguous().T, *views, D, backend=backend)
+    for a, b in zip(got, diagonal_step(u, *draw_again(views), D, backend=backend), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6 * b.abs().max().item())
+
+
+def draw_again(views):
+    return [x.resolve_conj().contiguous() for x in views]
+
+
+def test_the_given_state_is_not_written(backend):
+    u, state, *rest = draw()
+    before = state.clone()
+    diagonal_step(u, state, *rest, backend=backend)
+    assert torch.equal(state, before)
+
+
+def test_any_number_of_threads_gives_the_same_bits():
+    inputs = draw(B=4, H=300, N=64)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(diagonal_step(*inputs, backend="cpu"))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_nan_and_infinity_stay_in_their_head(backend):
+    u, *rest = draw()
+    u[0, 1], u[1, 2] = float("nan"), float("inf")
+    y, state = diagonal_step(u, *rest, backend=backend)
+    assert y.isfinite().sum() == y.numel() - 2
+    assert torch.view_as_real(state).isfinite().all(-1).all(-1).sum() == y.numel() - 2
+
+
+def test_gradients_go_to_torch_and_a_kernel_asked_for_by_name_refuses_them():
+    inputs = draw(dtype=torch.complex128)
+    leaves = [x.requires_grad_() for x in inputs]
+    assert torch.autograd.gradcheck(lambda *x: diagonal_step(*x), leaves)
+    assert last_backend("diagonal_step") == "eager"
+    with pytest.raises(ValueError, match=r"has no gradients.*no_grad"):
+        diagonal_step(*leaves, backend="cpu")
+    with torch.no_grad():
+        diagonal_step(*leaves)
+    assert last_backend("diagonal_step") == "cpu"
+
+
+def test_the_registered_op_passes_opcheck_and_compiles_without_a_break():
+    inputs = draw()
+    torch.library.opcheck(
+        torch.ops.ssmzoo.diagonal_step.default,
+        (*inputs, "cpu"),
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
+
+    @torch.no_grad()
+    def step(u, *rest):
+        return diagonal_step(torch.tanh(u), *rest, backend="cpu")
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for a, b in zip(compiled(*inputs), step(*inputs), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("u", torch.randn(2, 1, 5), ValueError, r"u must have shape \[B, H\]"),
+        ("state", torch.randn(2, 5, 3), TypeError, "state must be complex64 or complex128"),
+        ("state", torch.randn(2, 15), ValueError, r"state must be a tensor \[B, H, N\]"),
+        ("decay", torch.randn(5, 4).cfloat(), ValueError, r"decay must have .*= \[5, 3\]"),
+        ("drive", torch.randn(5, 3), TypeError, "drive must be complex64"),
+        ("readout", None, TypeError, "readout must be a tensor"),
+        ("D", torch.randn(4), ValueError, r"D must have shape \[H\] = \[5\]"),
+        ("backend", "fast", ValueError, "backend must be one of"),
+    ],
+)
+def test_wrong_arguments_are_named(name, value, error, message):
+    arguments = dict(zip(NAMES, draw(), strict=True)) | {name: value}
+    with pytest.raises(error, match=f"diagonal_step.*{message}"):
+        diagonal_step(**arguments)
