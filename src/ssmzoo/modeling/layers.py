@@ -96,6 +96,8 @@ class MLP(nn.Module):
         assert config.intermediate_size is not None
         self.up_proj = Linear(config.hidden_size, config.intermediate_size)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+        # for families that scale the initial weights of a branch's end by depth
+        self.down_proj.ends_mlp = True  # pyright: ignore[reportArgumentType]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., D]`` to ``[..., D]``."""

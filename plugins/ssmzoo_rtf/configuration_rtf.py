@@ -1,0 +1,162 @@
+"""Configuration of RTF (arXiv 2405.06147) and of the Hyena operator it is measured against."""
+
+from typing import ClassVar, Literal
+
+from huggingface_hub.dataclasses import strict
+
+from ssmzoo.modeling import SSMConfig
+
+
+@strict
+class RTFConfig(SSMConfig):
+    """RTF: every feature is filtered by a rational transfer function of its own.
+
+    Attributes:
+        d_state: n, the order of the filters.
+        num_denominators: D_a, denominators a layer, each shared by as many neighbouring features;
+            None is one per feature.
+        block: "hyena" filters between two gates; "s4" filters, then GELU and a gated linear map;
+            "filter" is the filter alone.
+        mixer_rank: "hyena" only: rank of its output, behind a norm; None is Hyena's own square
+            projection without a norm.
+        d_conv: "hyena" only: taps of the short convolution in front.
+        filter: "rational", or "implicit": Hyena's filters, a small network of the position.
+        kernel_mode: "exact" takes the power series of b/a, for inputs of any length; "truncated"
+            its values on a grid, as the paper's code does, where no state is ever needed.
+        trunc_len: M, the grid of the truncated mode, made even; the number of taps of implicit
+            filters. Inputs may be longer: what lies further back is not seen.
+        denominator_constraint: "l1_montel" keeps all poles inside the unit disc.
+        constraint_margin: What distance from the boundary the constraint keeps; 0 is the paper.
+        coefficient_init: How a and b start: "zeros", "xavier", "montel" or "copying".
+        h0_init: Direct gains of 1, as the paper says, or N(0, 1) as its code has it.
+        legacy_double_h0: "hyena" only: count the direct gain twice, as the paper's code does.
+        decode_mode: How "truncated" filters decode: "auto" by recurrence where all poles lie
+            inside the unit disc and else by their last M inputs, "recurrent" and "fir" by either.
+        mixer_dropout: Probability to drop what enters the filter ("hyena") or the gated map ("s4").
+        bidirectional: A second set of filters looks at what comes later. No cache, no generation.
+        implicit_features: Inputs of the network of implicit filters: time, sines and cosines; odd.
+        implicit_width: Its hidden width.
+        implicit_layers: Its hidden layers between the first and the last.
+        implicit_frequency: Initial factor inside its sines.
+        implicit_fast_decay: Share of the filter's length after which the window on its taps has
+            fallen to 1/100, in the channel where it falls fastest.
+        implicit_slow_decay: The same in the channel where it falls slowest.
+    """
+
+    model_type = "ssmzoo_rtf"
+    attribute_map: ClassVar[dict[str, str]] = {
+        **SSMConfig.attribute_map,
+        "state_size": "d_state",
+        "num_a": "num_denominators",
+        "constraint": "denominator_constraint",
+        "short_conv": "d_conv",
+    }
+
+    d_state: int = 64
+    num_denominators: int | None = None
+    block: Literal["hyena", "s4", "filter"] = "hyena"
+    mixer_rank: int | None = None
+    d_conv: int = 3
+    filter: Literal["rational", "implicit"] = "rational"
+    kernel_mode: Literal["exact", "truncated"] = "exact"
+    trunc_len: int | None = None
+    denominator_constraint: Literal["none", "l1_montel"] = "l1_montel"
+    constraint_margin: float = 1e-3
+    coefficient_init: Literal["zeros", "xavier", "montel", "copying"] = "xavier"
+    h0_init: Literal["ones", "normal"] = "ones"
+    legacy_double_h0: bool = False
+    decode_mode: Literal["auto", "recurrent", "fir"] = "auto"
+    mixer_dropout: float = 0.0
+    bidirectional: bool = False
+    implicit_features: int = 33
+    implicit_width: int = 64
+    implicit_layers: int = 2
+    implicit_frequency: float = 14.0
+    implicit_fast_decay: float = 0.3
+    implicit_slow_decay: float = 1.5
+
+    def check(self) -> None:
+        """Fail unless the fields fit each other."""
+        super().check()
+        for name in ("d_state", "d_conv", "implicit_width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("num_denominators", "mixer_rank", "trunc_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be None or at least 1, got {value}")
+        if self.hidden_size % self.denominators:
+            raise ValueError(
+                "num_denominators must divide hidden_size, so that each serves equally many "
+                f"features, got {self.denominators} and {self.hidden_size}"
+            )
+        if not 0 <= self.mixer_dropout < 1:
+            raise ValueError(
+                f"mixer_dropout must be at least 0 and below 1, got {self.mixer_dropout}"
+            )
+        if not 0 <= self.constraint_margin < float("inf"):
+            raise ValueError(f"constraint_margin must be at least 0, got {self.constraint_margin}")
+        if self.legacy_double_h0 and self.block != "hyena":
+            raise ValueError(f"legacy_double_h0 belongs to block='hyena', got block={self.block!r}")
+        self._check_kernel()
+
+    def _check_kernel(self) -> None:
+        if self.filter == "implicit":
+            self._check_implicit()
+            return
+        truncated = self.kernel_mode == "truncated"
+        if truncated and self.trunc_len is None:
+            raise ValueError(
+                "kernel_mode='truncated' needs trunc_len, the length to train with, got None"
+            )
+        if truncated and self.taps is not None and self.taps <= self.d_state:
+            raise ValueError(
+                "trunc_len must exceed d_state, the filters' order, "
+                f"got {self.trunc_len} and {self.d_state}"
+            )
+        if not truncated and self.decode_mode == "fir":
+            raise ValueError(
+                "decode_mode='fir' needs kernel_mode='truncated': an exact filter has no last tap, "
+                f"got kernel_mode={self.kernel_mode!r}"
+            )
+
+    def _check_implicit(self) -> None:
+        if self.trunc_len is None:
+            raise ValueError("filter='implicit' needs trunc_len, the number of its taps, got None")
+        if self.bidirectional:
+            raise ValueError(
+                "filter='implicit' looks back only; take filter='rational', or bidirectional=False"
+            )
+        if self.implicit_features < 3 or not self.implicit_features % 2:
+            raise ValueError(
+                f"implicit_features must be odd and at least 3, got {self.implicit_features}"
+            )
+        if self.implicit_layers < 0:
+            raise ValueError(f"implicit_layers must be at least 0, got {self.implicit_layers}")
+        if not 0 < self.implicit_fast_decay <= self.implicit_slow_decay:
+            raise ValueError(
+                "implicit_fast_decay and implicit_slow_decay must be positive and in this order, "
+                f"got {self.implicit_fast_decay} and {self.implicit_slow_decay}"
+            )
+
+    @property
+    def causal(self) -> bool:
+        """Whether no output depends on a later input."""
+        return not self.bidirectional
+
+    @property
+    def denominators(self) -> int:
+        """D_a, ``num_denominators`` with None worked out."""
+        return self.hidden_size if self.num_denominators is None else self.num_denominators
+
+    @property
+    def taps(self) -> int | None:
+        """How many taps a filter has; None for exact ones, which never end."""
+        if self.filter == "implicit":
+            return self.trunc_len
+        if self.kernel_mode == "exact" or self.trunc_len is None:
+            return None
+        return self.trunc_len + self.trunc_len % 2
+
+
+__all__ = ["RTFConfig"]

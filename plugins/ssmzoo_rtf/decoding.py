@@ -1,0 +1,117 @@
+"""What decoding reads of a layer's filters, made once for one state of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ssmzoo_kernels import rational_kernel
+from ssmzoo_kernels.rational_kernel import inverse_series
+
+# taps of kernels that are kept between calls; longer ones would outweigh the model
+KEPT_TAPS = 2048
+
+
+@dataclass
+class Recurrence:
+    """Filters as recurrences: coefficients of the infinite response.
+
+    Attributes:
+        a: Denominators, ``[D_a, n]``.
+        b: Numerators, ``[D, n]``.
+        gain: Direct gains, ``[D]``.
+    """
+
+    a: Tensor
+    b: Tensor
+    gain: Tensor
+    kept: tuple[Tensor, Tensor] | None = None
+
+    def series(self, length: int) -> tuple[Tensor, Tensor]:
+        """Return ``1 / a`` and ``b / a`` to at least ``length`` terms, ``[D_a, K]``, ``[D, K]``."""
+        if self.kept is not None and self.kept[0].shape[1] >= length:
+            return self.kept
+        learning = torch.is_grad_enabled() and (self.a.requires_grad or self.b.requires_grad)
+        keeps = length <= KEPT_TAPS and not learning and not torch.compiler.is_compiling()
+        count = 1 << max(length - 1, 0).bit_length() if keeps else length
+        with torch.inference_mode(False), torch.set_grad_enabled(learning):
+            found = inverse_series(self.a, count), rational_kernel(self.a, self.b, count)
+        if keeps:
+            self.kept = found
+        return found
+
+
+@dataclass
+class Deployment:
+    """A layer's filters, each in the form in which it decodes.
+
+    Attributes:
+        recurrence: Those with a state; None if there are none.
+        taps: Those without one by their kernel, direct gain excluded, ``[D_w, M]``.
+        gain: Their direct gains, ``[D_w]``.
+        recurrent: Channels of the former, None for all.
+        windowed: Channels of the latter, None for none or all.
+    """
+
+    recurrence: Recurrence | None = None
+    taps: Tensor | None = None
+    gain: Tensor | None = None
+    recurrent: Tensor | None = None
+    windowed: Tensor | None = None
+    flipped: Tensor | None = field(default=None, repr=False)
+
+    def last_tap_first(self) -> Tensor:
+        """Return the taps as one step needs them, ``[M, D_w]``."""
+        assert self.taps is not None
+        if self.flipped is None or self.taps.requires_grad:
+            self.flipped = self.taps.flip(1).T.contiguous()
+        return self.flipped
+
+    def merge(self, recurrent: Tensor, windowed: Tensor) -> Tensor:
+        """Put the outputs of both kinds, ``[B, L, .]``, back into the channels' order."""
+        assert self.recurrent is not None
+        assert self.windowed is not None
+        place = torch.cat([self.recurrent, self.windowed]).argsort()
+        return torch.cat([recurrent, windowed], dim=-1)[..., place]
+
+
+class Kept:
+    """One value, kept for as long as nothing it was made of has changed.
+
+    A parameter has changed if another tensor stands in its place or its version counts on. What
+    writes through ``.data`` counts no version and is not seen.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[Tensor, int]] = []
+        self._settings: object = None
+        self._value: Deployment | None = None
+
+    def get(
+        self, parameters: Iterable[nn.Parameter], settings: object, make: Callable[[], Deployment]
+    ) -> Deployment:
+        """Return the value, made anew if parameters or settings are not what they were."""
+        parameters = list(parameters)
+        if torch.compiler.is_compiling() or any(p.is_inference() for p in parameters):
+            return make()  # the latter count no versions
+        if self._value is None or self._settings != settings or not self._fits(parameters):
+            self.__init__()
+            # parameters' own memory is held on to, so that its address cannot come again
+            seen = [(p.detach(), p._version) for p in parameters]
+            with torch.inference_mode(False), torch.no_grad():
+                self._value = make()
+            self._seen, self._settings = seen, settings
+        return self._value
+
+    def _fits(self, parameters: list[nn.Parameter]) -> bool:
+        return len(parameters) == len(self._seen) and all(
+            p._version == version and p.data_ptr() == seen.data_ptr() and p.dtype == seen.dtype
+            for p, (seen, version) in zip(parameters, self._seen, strict=True)
+        )
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave the value out of copies and files."""
+        return Kept().__dict__

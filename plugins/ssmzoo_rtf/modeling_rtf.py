@@ -1,0 +1,477 @@
+"""RTF: state-free inference of state-space models by rational transfer functions (2405.06147).
+
+What surprises: in training a layer is one long convolution per feature, whose kernel comes from the
+filter's coefficients by FFT at a cost that does not depend on the order; only decoding has a state.
+Filter parameters, convolution and state are float32 always. The mathematics is in ``filters.py``.
+
+Dimensions: B batch, L length, D hidden, n order, A denominators, M taps, S sequences.
+"""
+
+import warnings
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ssmzoo.modeling import (
+    CausalConv1d,
+    Dropout,
+    LayerState,
+    Linear,
+    RMSNorm,
+    SSMForCausalLM,
+    SSMForPairClassification,
+    SSMForSequenceClassification,
+    SSMForTokenClassification,
+    SSMMixer,
+    SSMModel,
+    SSMPreTrainedModel,
+)
+from ssmzoo_kernels import (
+    companion_response,
+    companion_state,
+    companion_step,
+    fft_conv,
+    rational_kernel,
+)
+
+from .configuration_rtf import RTFConfig
+from .decoding import Deployment, Kept, Recurrence
+from .filters import SMALLEST_SUM, deployed_numerator, initial_coefficients, montel
+from .implicit import implicit_kernel
+from .stability import check_filters, poles_outside, spectral_radius
+
+FILTER_NORM_EPS = 1e-6
+
+_RATIONAL = ("a", "b", "montel_slack")
+_IMPLICIT = (
+    "implicit_in",
+    "implicit_in_bias",
+    "implicit_hidden",
+    "implicit_hidden_bias",
+    "implicit_out",
+    "implicit_frequency",
+)
+_SSM_PARAMETERS = ("D", *_RATIONAL, *_IMPLICIT)
+
+
+class RTFMixer(SSMMixer):
+    """A filter per feature, and what mixes features around it.
+
+    ``y[t] = sum_j k[j] u[t-j] + D u[t]`` with k the impulse response of ``b(z) / a(z)``, and
+
+    - "hyena": ``[x0 | x1 | v] = short_conv(in_proj(h))``, u = v x1, and from ``g = y x0`` comes
+      ``out_proj(GELU(down_proj(norm(g))))``, or without ``mixer_rank`` ``out_proj(g)``;
+    - "s4": u = h, ``GLU(out_proj(GELU(y)))``;
+    - "filter": u = h, y.
+    """
+
+    param_group_names: ClassVar[Mapping[str, str]] = dict.fromkeys(_SSM_PARAMETERS, "ssm")
+    config: RTFConfig
+
+    def __init__(self, config: RTFConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        width, order = config.hidden_size, config.d_state
+        sides = 2 if config.bidirectional else 1
+        self.D = nn.Parameter(torch.empty(sides * width))
+        if config.filter == "rational":
+            rows = sides * config.denominators
+            self.a = nn.Parameter(torch.empty(rows, order))
+            self.b = nn.Parameter(torch.empty(sides * width, order))
+            if config.denominator_constraint == "l1_montel":
+                self.montel_slack = nn.Parameter(torch.empty(rows))
+        else:
+            hidden, layers = config.implicit_width, config.implicit_layers
+            self.implicit_in = nn.Parameter(torch.empty(hidden, config.implicit_features))
+            self.implicit_in_bias = nn.Parameter(torch.empty(hidden))
+            self.implicit_hidden = nn.Parameter(torch.empty(layers, hidden, hidden))
+            self.implicit_hidden_bias = nn.Parameter(torch.empty(layers, hidden))
+            self.implicit_out = nn.Parameter(torch.empty(width, hidden))
+            self.implicit_frequency = nn.Parameter(torch.empty(hidden))
+        self.dropout = Dropout(config.mixer_dropout, config.tie_dropout)
+        self.filter_norm = None
+        if config.block == "hyena":
+            self.in_proj = Linear(width, 3 * width)
+            self.short_conv = CausalConv1d(3 * width, config.d_conv, bias=True, activation=None)
+            rank = config.mixer_rank
+            if rank is not None:
+                self.filter_norm = RMSNorm(width, FILTER_NORM_EPS)
+                self.down_proj = Linear(width, rank)
+            self.out_proj = Linear(width if rank is None else rank, width)
+            # its initial weights are scaled by depth
+            self.out_proj.ends_mixer = True  # pyright: ignore[reportArgumentType]
+        elif config.block == "s4":
+            self.out_proj = Linear(width, 2 * width)
+        self._kept = Kept()
+
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """Map ``[B, L, D]`` to ``[B, L, D]``.
+
+        The state is, of filters that decode by recurrence, ``ring [B, D, n]`` and ``position [B]``;
+        of others the last ``inputs [B, M - 1, D]``; and for "hyena" ``conv``.
+        """
+        dtype = hidden_states.dtype
+        exact = torch.promote_types(torch.float32, dtype)
+        block = self.config.block
+        if block == "hyena":
+            wide, conv = self.short_conv(self.in_proj(hidden_states), state.get("conv"), cu_seqlens)
+            state.put("conv", conv)
+            x0, x1, v = wide.to(exact).chunk(3, dim=-1)  # [B, L, D] each
+            y = self.filtered(self.dropout(v * x1, cu_seqlens), state, cu_seqlens) * x0
+            if self.filter_norm is None:
+                return self.out_proj(y.to(dtype))
+            return self.out_proj(F.gelu(self.down_proj(self.filter_norm(y))))
+        y = self.filtered(hidden_states.to(exact), state, cu_seqlens)
+        if block == "filter":
+            return y.to(dtype)
+        y = self.dropout(F.gelu(y), cu_seqlens).to(dtype)
+        return F.glu(self.out_proj(y), dim=-1)
+
+    def filtered(self, u: Tensor, state: LayerState, cu_seqlens: Tensor | None) -> Tensor:
+        """Filter ``[B, L, D]``, going on from and leaving behind the state of a cache."""
+        with torch.autocast(u.device.type, enabled=False):
+            if not state.keep:
+                return self._whole(u, state, cu_seqlens)
+            parts = self.deployment()
+            recurrence = parts.recurrence
+            if recurrence is None:
+                return _windowed(u, parts, state, cu_seqlens)
+            if parts.taps is None:
+                return _recurrent(u, recurrence, state, cu_seqlens)
+            return parts.merge(
+                _recurrent(u[..., parts.recurrent], recurrence, state, cu_seqlens),
+                _windowed(u[..., parts.windowed], parts, state, cu_seqlens),
+            )
+
+    def denominators(self) -> Tensor:
+        """Return a after the constraint, ``[A, n]``; bidirectional ``[2 A, n]``."""
+        if self.config.denominator_constraint == "none":
+            return self.a
+        # in float64: the slack's gradient is a sum of which most cancels
+        a, slack = self.a.double(), self.montel_slack.double()
+        return montel(a, slack, self.config.constraint_margin).to(self.a.dtype)
+
+    def gain(self) -> Tensor:
+        """Return the direct gain h0, ``[D]``; bidirectional ``[2 D]``."""
+        return 2 * self.D if self.config.legacy_double_h0 else self.D
+
+    def kernel(self, length: int) -> Tensor:
+        """Return the kernel without direct gain, ``[D, K]``; bidirectional ``[2 D, K]``.
+
+        K is the length, or the number of taps there are if that is less.
+        """
+        config = self.config
+        taps = length if config.taps is None else min(length, config.taps)
+        if config.filter == "implicit":
+            assert config.trunc_len is not None
+            return implicit_kernel(
+                self.implicit_in,
+                self.implicit_in_bias,
+                self.implicit_hidden,
+                self.implicit_hidden_bias,
+                self.implicit_out,
+                self.implicit_frequency,
+                config.trunc_len,
+                (config.implicit_fast_decay, config.implicit_slow_decay),
+                taps,
+            )
+        trunc_len = config.trunc_len if config.kernel_mode == "truncated" else None
+        a = self.denominators()
+        return rational_kernel(a, self.b, taps, mode=config.kernel_mode, trunc_len=trunc_len)
+
+    def set_filters(self, a: Tensor, b: Tensor, h0: Tensor) -> None:
+        """Take over filters given by their coefficients, the constraint undone.
+
+        Args:
+            a: Denominators ``[A, n]`` as they shall be used.
+            b: Numerators ``[D, n]``, in the meaning of the kernel's mode.
+            h0: Direct gains ``[D]``.
+
+        Raises:
+            ValueError: Shapes of another model, or a denominator that the constraint cannot have.
+        """
+        for name, given, own in (("a", a, self.a), ("b", b, self.b), ("h0", h0, self.D)):
+            if given.shape != own.shape:
+                raise ValueError(
+                    f"{name} must have shape {list(own.shape)}, got {list(given.shape)}"
+                )
+        with torch.no_grad():
+            if self.config.denominator_constraint == "l1_montel":
+                total = a.double().abs().sum(1)
+                slack = 1 - SMALLEST_SUM - (1 + self.config.constraint_margin) * total
+                if bool((slack < 0).any()):
+                    row = int(slack.argmin())
+                    raise ValueError(
+                        f"denominator {row} must have sum |a_i| below 1 under the l1_montel "
+                        f"constraint, got {float(total[row]):.4g}; take "
+                        "denominator_constraint='none'"
+                    )
+                self.montel_slack.copy_(slack)
+            self.a.copy_(a)
+            self.b.copy_(b)
+            self.D.copy_(h0 / 2 if self.config.legacy_double_h0 else h0)
+
+    def deployment(self) -> Deployment:
+        """Return the filters as they decode; made anew only where a parameter has changed.
+
+        Raises:
+            ValueError: A coefficient is not finite; the message names its row.
+
+        Warns:
+            RuntimeWarning: A filter of the exact mode, or one that ``decode_mode="recurrent"``
+                makes a recurrence, has poles outside the unit disc.
+        """
+        config = self.config
+        parameters = [p for p in self._parameters.values() if p is not None]
+        settings = (config.kernel_mode, config.trunc_len, config.decode_mode)
+        settings += (config.constraint_margin, config.legacy_double_h0)
+        kept = self._kept.get(parameters, settings, self._deploy)
+        if torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
+            return self._deployed(kept.recurrent, kept.windowed, kept.recurrence is None)
+        return kept
+
+    def _deploy(self) -> Deployment:
+        if self.config.filter == "implicit":
+            return self._deployed(None, None, True)
+        recurrent, windowed = self._split()
+        return self._deployed(recurrent, windowed, recurrent is None and windowed is not None)
+
+    def _split(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return which channels decode by recurrence and which not; (None, all) if none does."""
+        config, width = self.config, self.config.hidden_size
+        a = self.denominators()
+        check_filters(a, self.b)
+        channels = torch.arange(width, device=a.device)
+        if config.decode_mode == "fir":
+            return None, channels
+        if config.denominator_constraint == "l1_montel":
+            return None, None
+        outside = poles_outside(a)
+        unstable = outside > 0
+        if not bool(unstable.any()):
+            return None, None
+        if config.kernel_mode == "exact" or config.decode_mode == "recurrent":
+            row = int(outside.argmax())
+            radius = float(spectral_radius(a[row : row + 1]))
+            warnings.warn(
+                f"layer {self.layer_idx}: {int(unstable.sum())} of {len(a)} denominators have "
+                f"poles outside the unit disc (denominator {row}: {int(outside[row])}, the "
+                f"farthest at radius {radius:.4g}): outputs grow without bound; use "
+                "denominator_constraint='l1_montel', or kernel_mode='truncated' with "
+                "decode_mode='auto'",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None, None
+        of_channel = unstable.repeat_interleave(width // len(a))
+        if bool(unstable.all()):
+            return None, channels
+        return channels[~of_channel], channels[of_channel]
+
+    def _deployed(
+        self, recurrent: Tensor | None, windowed: Tensor | None, all_windowed: bool
+    ) -> Deployment:
+        gain, taps = self.gain(), self.config.taps
+        if all_windowed:
+            assert taps is not None
+            return Deployment(taps=self.kernel(taps), gain=gain)
+        if windowed is None:
+            return Deployment(self._recurrence(self.denominators(), self.b, gain))
+        assert recurrent is not None
+        assert taps is not None
+        a = self.denominators()
+        sharing = self.config.hidden_size // len(a)
+        rows = recurrent[::sharing] // sharing
+        return Deployment(
+            self._recurrence(a[rows], self.b[recurrent], gain[recurrent]),
+            self.kernel(taps)[windowed],
+            gain[windowed],
+            recurrent,
+            windowed,
+        )
+
+    def _recurrence(self, a: Tensor, b: Tensor, gain: Tensor) -> Recurrence:
+        config = self.config
+        if config.kernel_mode == "truncated":
+            assert config.trunc_len is not None
+            b, wrapped = deployed_numerator(a, b, config.trunc_len)
+            gain = gain + wrapped
+        return Recurrence(a, b, gain)
+
+    def _whole(self, u: Tensor, state: LayerState, cu_seqlens: Tensor | None) -> Tensor:
+        """Filter whole sequences; a padded batch as one of rows that begin at column 0."""
+        tokens = u.shape[1]
+        rows = None
+        if cu_seqlens is not None and state.rows is not None:
+            rows = state.aligned(cu_seqlens)
+            u, cu_seqlens = rows.gather(u), None
+        kernel, gain = self.kernel(max(1, _longest(u, cu_seqlens))), self.gain()
+        future = None
+        if self.config.bidirectional:
+            kernel, future = kernel.chunk(2)
+            gain, ahead = gain.chunk(2)
+            # the future's direct gain meets the next token
+            future = future + F.pad(ahead[:, None], (0, future.shape[1] - 1))
+        y, _ = fft_conv(u, kernel, gain, future_kernel=future, cu_seqlens=cu_seqlens)
+        return y if rows is None else rows.scatter(y, tokens)
+
+
+def _recurrent(
+    u: Tensor, filters: Recurrence, state: LayerState, cu_seqlens: Tensor | None
+) -> Tensor:
+    """Go on with filters that have a state: a step for one token, else by convolution."""
+    a, b, gain = filters.a, filters.b, filters.gain
+    ring, position = state.get("ring"), state.get("position")
+    if u.shape[1] == 1 and cu_seqlens is None:
+        if ring is None or position is None:
+            ring = u.new_zeros(u.shape[0], *b.shape)
+            position = torch.zeros(u.shape[0], dtype=torch.int64, device=u.device)
+        y, ring, position = companion_step(u[:, 0], ring, position, a, b, gain)
+        y = y.unsqueeze(1)
+    else:
+        inverse, kernel = filters.series(max(1, _longest(u, cu_seqlens)))
+        y, _ = fft_conv(u, kernel, gain, cu_seqlens=cu_seqlens)
+        past = None
+        if ring is not None and position is not None:
+            past = _newest_first(ring, position)
+            y = y + companion_response(past, a, b, u.shape[1], kernel=kernel, cu_seqlens=cu_seqlens)
+        ring = companion_state(u, a, past, inverse=inverse, cu_seqlens=cu_seqlens)
+        position = torch.zeros(ring.shape[0], dtype=torch.int64, device=u.device)
+    state.put("ring", ring)
+    state.put("position", position)
+    return y
+
+
+def _windowed(
+    u: Tensor, filters: Deployment, state: LayerState, cu_seqlens: Tensor | None
+) -> Tensor:
+    """Go on with filters that have no state but their last M - 1 inputs."""
+    taps, past = filters.taps, state.get("inputs")
+    assert taps is not None
+    assert filters.gain is not None
+    if u.shape[1] == 1 and cu_seqlens is None and past is not None:
+        seen = torch.cat([past, u], dim=1)  # [B, M, D]
+        state.put("inputs", seen[:, 1:])
+        y = (seen * filters.last_tap_first()).sum(dim=1, keepdim=True)
+        return y + filters.gain * u
+    y, final = fft_conv(u, taps, filters.gain, past, cu_seqlens=cu_seqlens, output_final_state=True)
+    assert final is not None
+    state.put("inputs", final)
+    return y
+
+
+def _longest(u: Tensor, cu_seqlens: Tensor | None) -> int:
+    """Return the length of the longest sequence; compiled, where none is known, the row's."""
+    if cu_seqlens is None or torch.compiler.is_compiling():
+        return u.shape[1]
+    return int(cu_seqlens.diff().max())
+
+
+def _newest_first(ring: Tensor, position: Tensor) -> Tensor:
+    """Return the ring's values from its position on, ``[B, D, n]``."""
+    order = ring.shape[2]
+    places = (torch.arange(order, device=ring.device) + position[:, None]) % order  # [B, n]
+    return ring.gather(2, places[:, None].expand(ring.shape))
+
+
+class RTFPreTrainedModel(SSMPreTrainedModel):
+    """Loading and initialisation of RTF models."""
+
+    config: RTFConfig
+    _keep_in_fp32_modules_strict = [f"mixer.{name}" for name in _SSM_PARAMETERS]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw the initial parameters.
+
+        ======================= =====================================================
+        embedding, heads        N(0, initializer_range^2)
+        norms                   1, biases 0
+        ``a``, ``b``            coefficient_init
+        ``D``                   h0_init
+        ``montel_slack``        U(0, 1)
+        linear layers, "hyena"  N(0, initializer_range^2), biases 0; the last of a
+                                branch divided by sqrt(2 num_hidden_layers)
+        linear layers, else     U(+-1/sqrt(inputs)), biases 0
+        ``short_conv``          U(+-1/sqrt(d_conv)), bias too
+        ``implicit_*``          U(+-1/sqrt(inputs)), biases too; frequencies
+                                implicit_frequency
+        ======================= =====================================================
+        """
+        super()._init_weights(module)
+        if isinstance(module, RTFMixer):
+            self._init_mixer(module)
+        elif self.config.block == "hyena" and isinstance(module, nn.Linear):
+            std = self.config.initializer_range
+            if getattr(module, "ends_mixer", False) or getattr(module, "ends_mlp", False):
+                std /= (2 * self.config.num_hidden_layers) ** 0.5
+            init.normal_(module.weight, std=std)
+
+    def _init_mixer(self, mixer: RTFMixer) -> None:
+        config = self.config
+        if config.h0_init == "ones":
+            init.ones_(mixer.D)
+        else:
+            init.normal_(mixer.D)
+        if config.filter == "rational":
+            for parameter in (mixer.a, mixer.b):
+                drawn = initial_coefficients(config.coefficient_init, *parameter.shape)
+                init.copy_(parameter, drawn)
+            if config.denominator_constraint == "l1_montel":
+                init.uniform_(mixer.montel_slack)
+            return
+        for weight, bias in (
+            (mixer.implicit_in, mixer.implicit_in_bias),
+            (mixer.implicit_hidden, mixer.implicit_hidden_bias),
+            (mixer.implicit_out, None),
+        ):
+            bound = weight.shape[-1] ** -0.5
+            init.uniform_(weight, -bound, bound)
+            if bias is not None:
+                init.uniform_(bias, -bound, bound)
+        init.constant_(mixer.implicit_frequency, config.implicit_frequency)
+
+
+class RTFModel(RTFPreTrainedModel, SSMModel):
+    """RTF's backbone."""
+
+    mixer_class = RTFMixer
+
+
+class RTFForCausalLM(RTFPreTrainedModel, SSMForCausalLM):
+    """RTF with a language-model head."""
+
+    model_class = RTFModel
+
+
+class RTFForSequenceClassification(RTFPreTrainedModel, SSMForSequenceClassification):
+    """RTF with a classifier of sequences."""
+
+    model_class = RTFModel
+
+
+class RTFForTokenClassification(RTFPreTrainedModel, SSMForTokenClassification):
+    """RTF with a classifier of tokens."""
+
+    model_class = RTFModel
+
+
+class RTFForPairClassification(RTFPreTrainedModel, SSMForPairClassification):
+    """RTF with a classifier of pairs of documents."""
+
+    model_class = RTFModel
+
+
+__all__ = [
+    "RTFForCausalLM",
+    "RTFForPairClassification",
+    "RTFForSequenceClassification",
+    "RTFForTokenClassification",
+    "RTFModel",
+    "RTFPreTrainedModel",
+]
