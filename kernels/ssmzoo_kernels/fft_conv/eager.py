@@ -67,13 +67,15 @@ def backward(
         sums = [_zeros(x, u) for x in (kernel, D, initial_state, future_kernel)]
         for members, places in by_length(cu_seqlens):
             state = None if initial_state is None else initial_state[members]
-            part = (grad_y[0, places], u[0, places], kernel, D, state, future_kernel)
-            found, *parts = _backward(*part, move)
+            group = (grad_y[0, places], u[0, places], kernel, D, state, future_kernel)
+            found, *parts = _backward(*group, move)
             grad_u[0, places] = found.to(u.dtype)
             for i, (total, part) in enumerate(zip(sums, parts, strict=True)):
-                if total is not None and i == _STATE:
+                if total is None or part is None:
+                    continue
+                if i == _STATE:
                     total[members] = part
-                elif total is not None:
+                else:
                     total += part
         return grad_u, *sums
 
