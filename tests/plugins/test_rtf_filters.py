@@ -263,7 +263,8 @@ def test_clustered_poles_are_refused_with_the_radius_they_would_get(dt, pairs):
 
 
 def test_repeated_poles_have_no_diagonal_form():
-    double = torch.tensor([[-1.8, 0.81]]).double(), torch.tensor([[1.0, 0.0]]).double()
+    coefficients = torch.tensor([[-1.8, 0.81], [1.0, 0.0]], dtype=torch.float64)
+    double = coefficients[:1], coefficients[1:]
     with pytest.raises(ValueError, match="channel 0 has no usable diagonal form"):
         to_diagonal(*double)
     with pytest.raises(ValueError, match="poles repeat or cluster"):
