@@ -51,7 +51,7 @@ def adjoint(grad, state, u, k, dt, param, live):
     grad_energy = grad_eps * eps * eps
     # u - 2 k S, from the error: as many tiles as this keeps alive, so many registers
     grad_k = eps[None, :] * grad * (2.0 * error - u[None, :]) - 2.0 * key * grad_energy[None, :]
-    return before, grad_u, grad_dt, grad_k, None
+    return before, grad_u, grad_dt, grad_k, grad  # the last is nobody's: there is no param
 
 
 TRANSITION = scan.Transition(step, decay, adjoint)

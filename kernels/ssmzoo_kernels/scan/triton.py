@@ -7,14 +7,15 @@ it multiplies another, a second combines spans in order, a third runs all spans 
 derives both directions.
 
 A transition is three ``@triton.jit`` functions. ``u`` and ``dt`` are ``[BLOCK_D]``, ``k`` is
-``[BLOCK_N]``, ``param`` is the family's own ``[BLOCK_N, BLOCK_D]`` tile or None. ``live`` is false
+``[BLOCK_N]``, ``param`` is the family's own ``[BLOCK_N, BLOCK_D]`` tile or zeros. ``live`` is false
 past a segment's end: there ``u`` and ``k`` are zero and the state must not change.
 
 - ``step(state, u, k, dt, param, live)`` returns the next state.
 - ``decay(k, dt, param, live)`` returns the factor on the state, ``[BLOCK_N, BLOCK_D]``.
 - ``adjoint(grad, state, u, k, dt, param, live)`` takes the gradient of the state after a token and
   the state before it. It returns the gradients of the state before, ``u``, ``dt``, ``k`` in every
-  channel, and ``param`` (or None); the last two are ``[BLOCK_N, BLOCK_D]``.
+  channel, and ``param`` (any tile where there is none: Triton 3.6 returns no None from a
+  function); the last two are ``[BLOCK_N, BLOCK_D]``.
 """
 
 # a kernel launch is no ordinary call: Triton's types do not describe it
@@ -160,10 +161,11 @@ def gated(
 
 @triton.jit
 def load_param(param, cell, exists, ACC: tl.constexpr):
-    """Load the family's tile from ``[N, D]``, or None."""
+    """Load the family's tile from ``[N, D]``; zeros where it has none."""
+    tile = (cell * 0).to(ACC)
     if param is not None:
-        param = tl.load(param + cell, mask=exists, other=0.0).to(ACC)
-    return param
+        tile += tl.load(param + cell, mask=exists, other=0.0).to(ACC)
+    return tile
 
 
 @triton.jit(do_not_specialize=LENGTHS)
