@@ -69,7 +69,7 @@ def test_an_unknown_section_is_named_with_a_suggestion(written):
         (
             "train__tokens",
             100,
-            "train must have exactly one of steps, tokens, got steps and tokens",
+            "train must have exactly one of steps, tokens, epochs, got steps and tokens",
         ),
         (
             "train__accumulate",
@@ -129,7 +129,7 @@ def test_overrides_win_and_are_checked_like_the_file(written):
 def test_tokens_are_rounded_up_to_steps(written):
     recipe = load_recipe(written(train__steps=None, train__tokens=1000, train__warmup=0.25))
     assert recipe.train.total_steps == 8  # 7.8 steps of 4 x 32 tokens
-    assert recipe.train.warmup_steps == 2
+    assert recipe.train.warmup_of(8) == 2
 
 
 def test_a_kept_recipe_does_not_depend_on_the_working_directory(written, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 
@@ -40,6 +40,18 @@ def _several(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def _count_or(word: str, name: str) -> BeforeValidator:
+    def check(value: object) -> object:
+        value = _whole(value)
+        if value == word or (type(value) is int and value >= 1):
+            return value
+        raise ValueError(f"{name} must be a whole number from 1 on or {word!r}, got {value!r}")
+
+    return BeforeValidator(check)
+
+
+ROW_TASKS = ("mqar", "induction_heads")  # these can be drawn without end, as rows of one length
+
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Paths = Annotated[list[str], BeforeValidator(_several), Field(min_length=1)]
@@ -57,7 +69,8 @@ class ModelSection(_Section):
         preset: One of the family's presets; ``config`` wins over it.
         config_of: A transformers ``model_type``, e.g. ``mamba2``, for a baseline on the same data.
         init_from: A folder or Hub id whose weights are the start.
-        config: Fields of the model's configuration. ``vocab_size`` is the tokenizer's if absent.
+        config: Fields of the model's configuration. ``vocab_size`` is the tokenizer's if absent;
+            a supervised task also says ``num_labels``, ``input_channels`` and ``problem_type``.
     """
 
     family: str | None = None
@@ -85,7 +98,9 @@ class DataSection(_Section):
         jsonl: Files or globs (``.gz`` too); a line is a document, its text under ``text_field``.
         parquet: Files or globs; a row is a document, its text in the column ``text_field``.
         dataset: A data set on the Hub, or a local folder that ``datasets`` can load.
-        task: A synthetic task: ``mqar`` or ``induction_heads``, with ``task_args``.
+        task: A task of :func:`ssmzoo.tasks.load_task`, with ``task_args``. It is supervised and has
+            its own validation and test split, unless ``train.seq_len`` asks ``mqar`` or
+            ``induction_heads`` for rows without end.
         config: The Hub data set's configuration.
         split: Its split to train on.
         revision: Its branch, tag or commit; the commit found at the start is kept for a resume.
@@ -163,20 +178,36 @@ class DataSection(_Section):
         return self
 
 
+class GroupSection(_Section):
+    """What differs for one of the model's parameter groups."""
+
+    lr: Annotated[float, Field(ge=0)] | None = None
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+
+
 class TrainSection(_Section):
-    """How it is trained. Exactly one of ``steps`` and ``tokens`` is given.
+    """How it is trained. Exactly one of ``steps``, ``tokens`` and ``epochs`` is given.
 
     Attributes:
         steps: Optimizer steps.
         tokens: Tokens to train on; rounded up to whole steps.
+        epochs: Times through the examples of a supervised task; the last step of each may have
+            fewer than ``batch_size``.
         batch_size: Rows an optimizer step, over all processes: the same recipe trains the same
             way on one device and on many.
-        seq_len: Tokens a row.
+        seq_len: Tokens a row. Absent with a supervised task, which knows its lengths.
         accumulate: Into how many micro-batches each process cuts its share of a step.
         lr: Peak learning rate.
-        min_lr_ratio: The cosine ends at this share of ``lr``.
-        warmup: Linear warm-up: a share of the steps below 1, a number of steps from 1 on.
+        schedule: After the warm-up the rates fall along a ``cosine``, stay ``constant``, or fall
+            at every ``plateau`` of the validation's metric.
+        min_lr_ratio: The cosine ends at this share of ``lr``; 0.1 if absent.
+        patience: A plateau is more than so many validations in a row without a better metric (by a
+            ten-thousandth), as in torch's ``ReduceLROnPlateau``.
+        factor: A plateau multiplies the rates of all groups by this; 0.2 if absent.
+        warmup: Linear warm-up: a share of the steps below 1, a number of steps from 1 on. If
+            absent, 0.05, and 0 for ``plateau``.
         weight_decay: For the parameters that decay at all.
+        groups: By parameter group of the model, such as ``ssm``, its own ``lr``, ``weight_decay``.
         betas: AdamW's.
         clip: Largest gradient norm; 0 does not clip.
         dtype: ``bfloat16`` computes in it under autocast and keeps float32 weights; ``auto`` does
@@ -187,22 +218,48 @@ class TrainSection(_Section):
 
     steps: Count | None = None
     tokens: Count | None = None
+    epochs: Count | None = None
     batch_size: Count
-    seq_len: Annotated[int, BeforeValidator(_whole), Field(ge=2)]
+    seq_len: Annotated[int, BeforeValidator(_whole), Field(ge=2)] | None = None
     accumulate: Count = 1
     lr: Annotated[float, Field(gt=0)]
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    schedule: Literal["cosine", "plateau", "constant"] = "cosine"
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    patience: Count | None = None
+    factor: Annotated[float, Field(gt=0, lt=1)] | None = None
     warmup: Annotated[float, Field(ge=0)] = 0.05
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    groups: dict[str, GroupSection] = {}
     betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.95]
     clip: Annotated[float, Field(ge=0)] = 1.0
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     seed: Annotated[int, Field(ge=0)] = 0
     gradient_checkpointing: bool = False
 
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_schedule(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        own = {"cosine": {"min_lr_ratio": 0.1}, "plateau": {"factor": 0.2, "warmup": 0.0}}
+        schedule = fields.get("schedule", "cosine")
+        return {**(own.get(schedule, {}) if isinstance(schedule, str) else {}), **fields}
+
     @model_validator(mode="after")
-    def _one_length(self) -> TrainSection:
-        _exactly_one(self, "train", ("steps", "tokens"))
+    def _consistent(self) -> TrainSection:
+        _exactly_one(self, "train", ("steps", "tokens", "epochs"))
+        for name, schedule in (
+            ("min_lr_ratio", "cosine"),
+            ("patience", "plateau"),
+            ("factor", "plateau"),
+        ):
+            given = getattr(self, name) is not None
+            if given and self.schedule != schedule:
+                raise ValueError(
+                    f"train.{name} needs train.schedule {schedule!r}, got {self.schedule!r}"
+                )
+            if not given and self.schedule == schedule:
+                raise ValueError(f"train.schedule {schedule!r} needs train.{name}")
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"train.batch_size must be a multiple of train.accumulate = {self.accumulate}, "
@@ -212,39 +269,54 @@ class TrainSection(_Section):
             raise ValueError(
                 f"train.warmup must be below 1 or a whole number of steps, got {self.warmup}"
             )
-        if self.warmup_steps > self.total_steps:
-            raise ValueError(
-                f"train.warmup must be at most the run's {self.total_steps} steps, "
-                f"got {self.warmup_steps}"
-            )
+        if self.total_steps is not None:
+            self.warmup_of(self.total_steps)
         return self
 
     @property
-    def total_steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        if self.steps is not None:
-            return self.steps
-        assert self.tokens is not None
-        return -(-self.tokens // (self.batch_size * self.seq_len))
+    def total_steps(self) -> int | None:
+        """Optimizer steps of the whole run; None where the data decides, with ``epochs``."""
+        if self.tokens is not None and self.seq_len is not None:
+            return -(-self.tokens // (self.batch_size * self.seq_len))
+        return self.steps
 
-    @property
-    def warmup_steps(self) -> int:
-        """Steps of linear warm-up."""
-        return round(self.warmup * self.total_steps) if self.warmup < 1 else int(self.warmup)
+    def warmup_of(self, total: int) -> int:
+        """Return how many of so many steps are warm-up.
+
+        Raises:
+            ValueError: More than there are.
+        """
+        steps = round(self.warmup * total) if self.warmup < 1 else int(self.warmup)
+        if steps > total:
+            raise ValueError(f"train.warmup must be at most the run's {total} steps, got {steps}")
+        return steps
 
 
 class EvalSection(_Section):
-    """Validation while training: ``batches`` batches every ``every`` steps and after the last."""
+    """Validation while training: ``batches`` batches, or ``"all"``, and when.
 
-    every: Count = 200
-    batches: Count = 20
+    Attributes:
+        every: So many steps, or ``"epoch"``; and always after the last step.
+        batches: Of ``train.batch_size`` rows.
+    """
+
+    every: Annotated[int | Literal["epoch"], _count_or("epoch", "eval.every")] = 200
+    batches: Annotated[int | Literal["all"], _count_or("all", "eval.batches")] = 20
 
 
 class CheckpointSection(_Section):
-    """A checkpoint every ``every`` steps and after the last; the newest ``keep`` stay."""
+    """What is kept of a run's states.
 
-    every: Count = 500
+    Attributes:
+        every: A checkpoint every so many steps, or every ``"epoch"``; and after the last step.
+        keep: How many of the newest stay.
+        best: Keep that of the best validation beside them. ``model/`` is made of it, and the test
+            split judges it.
+    """
+
+    every: Annotated[int | Literal["epoch"], _count_or("epoch", "checkpoint.every")] = 500
     keep: Count = 2
+    best: bool = False
 
 
 class LogSection(_Section):
@@ -262,6 +334,58 @@ class Recipe(_Section):
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
+
+    @property
+    def supervised(self) -> bool:
+        """Whether the data is a task's labelled examples and not rows of tokens."""
+        return self.data.task is not None and self.train.seq_len is None
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Recipe:
+        task = self.data.task
+        if task is not None:
+            _require_task(task)
+        if self.supervised:
+            if self.train.tokens is not None:
+                raise ValueError(
+                    f"train.tokens must be absent with data.task {task!r}, whose examples have "
+                    "lengths of their own; give train.epochs or train.steps"
+                )
+            if self.data.validation is not None:
+                raise ValueError(
+                    f"data.validation must be absent with data.task {task!r}, which has a "
+                    "validation split of its own"
+                )
+        else:
+            self._rows_fit(task)
+        return self
+
+    def _rows_fit(self, task: str | None) -> None:
+        if task is not None and task not in ROW_TASKS:
+            raise ValueError(
+                f"train.seq_len must be absent with data.task {task!r}, which knows its lengths, "
+                f"got {self.train.seq_len}"
+            )
+        if self.train.seq_len is None:
+            raise ValueError("train.seq_len is missing")
+        by_epoch = {
+            "train.epochs": self.train.epochs is not None,
+            "eval.every 'epoch'": self.eval.every == "epoch",
+            "checkpoint.every 'epoch'": self.checkpoint.every == "epoch",
+        }
+        for what, asked in by_epoch.items():
+            if asked:
+                raise ValueError(
+                    f"{what} needs a data.task without train.seq_len, because only its epochs are "
+                    "counted in examples; give steps"
+                )
+        judged = {
+            "train.schedule 'plateau'": self.train.schedule == "plateau",
+            "checkpoint.best": self.checkpoint.best,
+        }
+        for what, asked in judged.items():
+            if asked and self.data.validation is None:
+                raise ValueError(f"{what} needs data.validation to judge by")
 
     def to_yaml(self) -> str:
         """Return the recipe as a YAML text that :func:`load_recipe` reads back to an equal one."""
@@ -389,7 +513,7 @@ def _one_line(name: str, error: ValidationError) -> LookupError | ValueError:
     if first["type"] == "extra_forbidden":
         section: Any = Recipe
         for part in path[:-1]:
-            section = section.model_fields[part].annotation
+            section = _inside(section, part)
         owner = ".".join(path[:-1]) or "the recipe"
         known = section.model_fields
         hint = suggestion(path[-1], known) or f"; it has {', '.join(known)}"
@@ -400,6 +524,23 @@ def _one_line(name: str, error: ValidationError) -> LookupError | ValueError:
         return ValueError(f"{name}: {first.get('ctx', {}).get('error')}")
     rule = first["msg"].replace("Input should be", "must be").replace("Input should", "must")
     return ValueError(f"{name}: {where} {rule[0].lower()}{rule[1:]}, got {first['input']!r}")
+
+
+def _inside(section: Any, part: str) -> Any:
+    """Return the kind of a section's field, or of an entry of a mapping."""
+    if get_origin(section) is dict:
+        return get_args(section)[1]
+    return section.model_fields[part].annotation
+
+
+def _require_task(name: str) -> None:
+    from ssmzoo.tasks import SUPERVISED_TASKS
+
+    if name not in SUPERVISED_TASKS:
+        raise LookupError(
+            f"data.task: no task {name!r}{suggestion(name, SUPERVISED_TASKS)}; "
+            f"there are {', '.join(SUPERVISED_TASKS)}"
+        )
 
 
 def _absolute(path: str) -> str:
