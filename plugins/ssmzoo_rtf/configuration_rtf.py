@@ -139,6 +139,22 @@ class RTFConfig(SSMConfig):
                 f"got {self.implicit_fast_decay} and {self.implicit_slow_decay}"
             )
 
+    def distilled(self, order: int) -> "RTFConfig":
+        """Return the configuration of this model with a rational filter per feature instead.
+
+        Exact ones without a constraint: whoever fits them answers for their poles.
+        """
+        fields = self.to_dict() | {
+            "filter": "rational",
+            "kernel_mode": "exact",
+            "decode_mode": "auto",
+            "trunc_len": None,
+            "d_state": order,
+            "num_denominators": None,
+            "denominator_constraint": "none",
+        }
+        return RTFConfig.from_dict(fields)
+
     @property
     def causal(self) -> bool:
         """Whether no output depends on a later input."""

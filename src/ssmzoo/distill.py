@@ -1,0 +1,206 @@
+"""Long filters of a model, those of a Hyena say, replaced by filters of small order with a state.
+
+A family takes part if its configuration has ``distilled(order)``, the configuration of the model to
+be, and its mixers have ``kernel(length)``, ``gain()`` and ``set_filters(a, b, h0)``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from ssmzoo.files import write_folder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+Kind = Literal["rational", "modal"]
+REPORT = "distill.json"
+# what turning modes into coefficients may add to the error
+CONVERSION = 1e-3
+
+
+@dataclass(frozen=True)
+class DistillReport:
+    """How far the fitted filters are from the given ones.
+
+    Attributes:
+        kind: What was fitted.
+        order: n.
+        steps: Steps of descent.
+        taps: How many taps of each filter were looked at.
+        errors: ``|fitted - given| / |given|`` of every layer's channels, over all taps.
+        target: The checkpoint's folder, None if none was written.
+    """
+
+    kind: str
+    order: int
+    steps: int
+    taps: int
+    errors: tuple[tuple[float, ...], ...]
+    target: str | None = None
+
+    @property
+    def mean(self) -> float:
+        """Mean error of all channels."""
+        flat = [error for layer in self.errors for error in layer]
+        return sum(flat) / len(flat)
+
+    @property
+    def worst(self) -> float:
+        """Largest error of a channel."""
+        return max(error for layer in self.errors for error in layer)
+
+    def table(self) -> str:
+        """Return one line a layer: mean, median and largest error of its channels."""
+        lines = [f"{'layer':>5}  {'mean':>9}  {'median':>9}  {'largest':>9}  channel"]
+        for number, errors in enumerate(self.errors):
+            ranked = sorted(errors)
+            row = (sum(errors) / len(errors), ranked[len(ranked) // 2], ranked[-1])
+            numbers = "  ".join(f"{value:9.2e}" for value in row)
+            lines.append(f"{number:5}  {numbers}  {errors.index(ranked[-1])}")
+        return "\n".join(lines)
+
+
+def distill(
+    model: PreTrainedModel | str | Path,
+    order: int,
+    kind: Kind = "rational",
+    output_dir: str | Path | None = None,
+    *,
+    steps: int = 300,
+    lr: float = 3e-3,
+    length: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[PreTrainedModel, DistillReport]:
+    """Fit a filter of small order to each long filter of a model, and put them in their place.
+
+    Tap 0 becomes the direct gain and is exact. Behind the last given tap the given filters are
+    zero, the fitted ones ring out. Everything else of the model stays as it is.
+
+    Args:
+        model: A language model or the folder of one, e.g. of the preset ``hyena-125m``.
+        order: n, what a channel's state will hold.
+        kind: "rational" fits coefficients; "modal" fits n / 2 damped oscillations a channel, as
+            Laughing Hyena does, and then takes their coefficients.
+        output_dir: Where to save the model and its report; what is there is replaced when all is
+            done. None saves nothing.
+        steps: Steps of descent after the initial fit.
+        lr: Their first rate.
+        length: Taps to fit; all by default. Needed for filters without a last tap.
+        progress: Called with the layers done and their number.
+
+    Returns:
+        The new model, and the errors.
+
+    Raises:
+        ValueError: An order or length that does not fit, or modes that lie too close to each other
+            for coefficients; the message names the channel.
+        LookupError: No such kind.
+        TypeError: The model's family has no long filters that could be replaced.
+    """
+    import torch
+
+    from ssmzoo.fit import fit_modal, fit_rational
+
+    if kind not in get_args(Kind):
+        raise LookupError(f"no kind of filter named {kind!r}; kinds: {', '.join(get_args(Kind))}")
+    if steps < 0:
+        raise ValueError(f"steps must be at least 0, got {steps}")
+    source = str(model) if isinstance(model, str | Path) else None
+    teacher: Any = _load(source) if source is not None else model
+    mixers = _mixers(teacher)
+    count = length if length is not None else getattr(teacher.config, "taps", None)
+    if count is None:
+        raise ValueError("length must be given: these filters have no last tap")
+    if not 1 <= order <= (count - 1) // 2:
+        raise ValueError(
+            f"order must be between 1 and half of the {count - 1} taps to fit, got {order}"
+        )
+    fit = fit_rational if kind == "rational" else fit_modal
+    found, errors = [], []
+    for number, mixer in enumerate(mixers):
+        if progress is not None:
+            progress(number, len(mixers))
+        with torch.no_grad():
+            kernel, gain = mixer.kernel(count), mixer.gain()
+        fitted = fit(kernel[:, 1:], order, steps=steps, lr=lr)
+        if fitted.modal_error is not None:
+            _refuse_clusters(number, fitted.error, fitted.modal_error)
+        behind = kernel[:, 1:].double().norm(dim=1)
+        total = kernel.double().norm(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
+        errors.append(tuple((fitted.error * behind / total).tolist()))
+        found.append((fitted.a, fitted.b, gain + kernel[:, 0]))
+    if progress is not None:
+        progress(len(mixers), len(mixers))
+    student = _student(teacher, order, found)
+    report = DistillReport(
+        kind, order, steps, count, tuple(errors), None if output_dir is None else str(output_dir)
+    )
+    if output_dir is not None:
+        _save(student, report, source, Path(output_dir))
+    return student, report
+
+
+def _load(source: str) -> PreTrainedModel:
+    importlib.import_module("ssmzoo.auto")
+    from ssmzoo.source import load_model, model_folder
+
+    return load_model(source, model_folder(source), "auto", False)
+
+
+def _mixers(model: Any) -> list[Any]:
+    wanted = ("kernel", "gain", "set_filters")
+    mixers = [m for m in model.modules() if all(hasattr(m, name) for name in wanted)]
+    if not mixers or not hasattr(model.config, "distilled") or not model.config.causal:
+        raise TypeError(
+            "distill needs a causal model with long filters, e.g. of the preset 'hyena-125m', got "
+            f"{type(model).__name__} of type {model.config.model_type!r}"
+        )
+    return mixers
+
+
+def _refuse_clusters(layer: int, error: Tensor, modal_error: Tensor) -> None:
+    lost = error - modal_error
+    row = int(lost.argmax())
+    if float(lost[row]) > CONVERSION:
+        raise ValueError(
+            f"layer {layer}, channel {row}: the modes lie too close to each other to be written as "
+            f"float32 coefficients, which is how they would decode: the error rises from "
+            f"{float(modal_error[row]):.2g} to {float(error[row]):.2g}; lower the order, or take "
+            "kind='rational'"
+        )
+
+
+def _student(teacher: Any, order: int, filters: list[tuple[Tensor, Tensor, Tensor]]) -> Any:
+    config = teacher.config.distilled(order)
+    student = type(teacher)(config)
+    weights = teacher.state_dict()
+    own = student.state_dict()
+    kept = {n: x for n, x in weights.items() if n in own and x.shape == own[n].shape}
+    student.load_state_dict(kept, strict=False)
+    for mixer, (a, b, h0) in zip(_mixers(student), filters, strict=True):
+        mixer.set_filters(a, b, h0)
+    student.to(device=teacher.device, dtype=teacher.dtype)
+    return student.eval()
+
+
+def _save(student: Any, report: DistillReport, source: str | None, target: Path) -> None:
+    def write(folder: Path) -> None:
+        student.save_pretrained(folder)
+        if source is not None and Path(source).is_dir():
+            for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+                file = Path(source) / name
+                if file.is_file():
+                    (folder / name).write_bytes(file.read_bytes())
+        (folder / REPORT).write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
+
+    write_folder(target, write)
+
+
+__all__ = ["DistillReport", "distill"]

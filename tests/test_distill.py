@@ -1,0 +1,190 @@
+"""Distillation: long filters become filters of small order, and the model stays itself."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import ssmzoo.auto  # noqa: F401
+from ssmzoo.distill import REPORT, distill
+from ssmzoo.fit import fit_modal, fit_rational
+from ssmzoo_rtf import RTFConfig, RTFForCausalLM
+
+TINY = {"vocab_size": 31, "hidden_size": 6, "num_hidden_layers": 2, "d_conv": 3}
+
+
+def hyena(taps=96, **fields):
+    torch.manual_seed(0)
+    return RTFForCausalLM(RTFConfig(**TINY, filter="implicit", trunc_len=taps, **fields)).eval()
+
+
+def oscillations(channels=5, pairs=3, taps=200, seed=0, slowest=0.95):
+    """Filters that 2 ``pairs`` real states make exactly."""
+    rng = np.random.default_rng(seed)
+    size = rng.uniform(0.6, slowest, (channels, pairs))
+    poles = size * np.exp(1j * rng.uniform(0.2, 3.0, (channels, pairs)))
+    weights = rng.normal(size=(channels, pairs)) + 1j * rng.normal(size=(channels, pairs))
+    h = np.einsum("dp,dpt->dt", weights, poles[..., None] ** np.arange(taps)).real
+    return torch.from_numpy(h)
+
+
+def response(a, b, count):
+    """Step the recurrence on an impulse."""
+    state, out = torch.zeros_like(b, dtype=torch.float64), []
+    a, b = a.double(), b.double()
+    for t in range(count + 1):
+        out.append((b * state).sum(1))
+        newest = float(t == 0) - (a * state).sum(1)
+        state = torch.cat([newest[:, None], state[:, :-1]], dim=1)
+    return torch.stack(out[1:], dim=1)
+
+
+@pytest.mark.parametrize("fit", [fit_rational, fit_modal])
+@pytest.mark.parametrize("order", [6, 10])
+def test_an_order_that_is_enough_gives_the_filters_back(fit, order):
+    taps = oscillations()
+    found = fit(taps, order, steps=0)
+    # float32 coefficients of poles this far apart move the response by no more
+    assert found.error.max() <= 1e-5
+    assert torch.allclose(response(found.a, found.b, 200), taps, atol=1e-4)
+
+
+@pytest.mark.parametrize("fit", [fit_rational, fit_modal])
+def test_the_error_said_is_the_error_there_is(fit):
+    taps = oscillations(pairs=6)
+    found = fit(taps, 4, steps=20)
+    got = response(found.a, found.b, 200)
+    expected = (got - taps).norm(dim=1) / taps.norm(dim=1)
+    assert torch.allclose(found.error, expected, rtol=1e-6)
+    assert found.error.min() > 1e-3  # 4 states cannot make what 12 made
+    assert found.error.max() < 1
+
+
+@pytest.mark.parametrize("fit", [fit_rational, fit_modal])
+def test_descent_and_a_higher_order_lower_the_error(fit):
+    taps = oscillations(pairs=6)
+    first, better = fit(taps, 4, steps=0), fit(taps, 4, steps=60)
+    assert (better.error <= first.error).all()
+    assert better.error.mean() < 0.98 * first.error.mean()
+    assert fit(taps, 8, steps=0).error.mean() < first.error.mean()
+
+
+@pytest.mark.parametrize("fit", [fit_rational, fit_modal])
+def test_fitted_filters_are_stable_even_where_the_given_ones_grow(fit):
+    growing = 1.02 ** torch.arange(150, dtype=torch.float64) * oscillations(taps=150)
+    found = fit(growing, 6, steps=10)
+    for row in found.a.double().numpy():
+        assert np.abs(np.roots([1, *row])).max() < 1
+
+
+@pytest.mark.parametrize("fit", [fit_rational, fit_modal])
+def test_a_silent_filter_becomes_silence(fit):
+    taps = oscillations()
+    taps[2] = 0
+    found = fit(taps, 6, steps=5)
+    assert found.error[2] == 0
+    assert not response(found.a, found.b, 50)[2].any()
+
+
+def test_bad_taps_and_orders_are_refused():
+    taps = oscillations(taps=20)
+    with pytest.raises(ValueError, match="order must be between 1 and half of the 20 taps, got 11"):
+        fit_rational(taps, 11)
+    with pytest.raises(ValueError, match="order must be even"):
+        fit_modal(taps, 5)
+    taps[3, 4] = torch.nan
+    with pytest.raises(ValueError, match="channel 3 must have finite taps"):
+        fit_rational(taps, 4)
+
+
+@pytest.mark.parametrize("kind", ["rational", "modal"])
+def test_distilled_models_with_filters_of_enough_order_give_the_same_logits(kind, tmp_path):
+    torch.manual_seed(0)
+    fields = {"d_state": 4, "denominator_constraint": "none", "coefficient_init": "zeros"}
+    teacher = RTFForCausalLM(RTFConfig(**TINY, **fields)).eval()
+    with torch.no_grad():  # order 4, poles well apart
+        for mixer in (layer.mixer for layer in teacher.model.layers):
+            for row, (x, y) in enumerate(
+                zip((0.5, 0.7, 0.8) * 2, (1.0, 1.5, 2.0) * 2, strict=True)
+            ):
+                pairs = np.array([x * np.exp(1j * y), 0.6 * np.exp(2.6j)])
+                mixer.a[row] = torch.from_numpy(np.poly([*pairs, *pairs.conj()]).real[1:])
+            mixer.b.normal_()
+    student, report = distill(teacher, 4, kind, tmp_path / "out", steps=0, length=120)
+    assert report.worst <= 1e-5
+    ids = torch.randint(31, (2, 40))
+    with torch.no_grad():
+        expected = teacher(ids).logits
+        assert torch.allclose(student(ids).logits, expected, atol=1e-5)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        assert torch.equal(loaded(ids).logits, student(ids).logits)
+
+
+def test_a_hyena_becomes_a_checkpoint_that_decodes_by_recurrence(tmp_path):
+    teacher = hyena()
+    teacher.save_pretrained(tmp_path / "hyena")
+    student, report = distill(tmp_path / "hyena", 24, output_dir=tmp_path / "rtf", steps=20)
+    assert student.config.filter == "rational"
+    assert student.config.d_state == 24
+    assert len(report.errors) == 2
+    assert len(report.errors[0]) == 6
+    written = json.loads((tmp_path / "rtf" / REPORT).read_text())
+    assert written["errors"] == [list(layer) for layer in report.errors]
+    assert len(report.table().splitlines()) == 3
+    for layer, errors in zip(
+        zip(teacher.model.layers, student.model.layers, strict=True), report.errors, strict=True
+    ):
+        given, fitted = (each.mixer.kernel(96).double().detach() for each in layer)
+        gains = [each.mixer.gain().double().detach() for each in layer]
+        fitted[:, 0] += gains[1] - gains[0]
+        own = (fitted - given).norm(dim=1) / given.norm(dim=1)
+        assert torch.allclose(own, torch.tensor(errors, dtype=torch.float64), rtol=1e-3, atol=1e-6)
+    ids = torch.randint(31, (1, 20))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "rtf")
+    with torch.no_grad():
+        out = loaded(ids[:, :12], use_cache=True)
+        assert out.past_key_values.layers[0].states["ring"].shape == (1, 6, 24)
+        rest = loaded(ids[:, 12:], past_key_values=out.past_key_values).logits
+        assert torch.allclose(rest, student(ids).logits[:, 12:], atol=1e-5)
+
+
+def test_a_higher_order_is_nearer_to_the_hyena():
+    teacher = hyena()
+    errors = [distill(teacher, order, steps=0)[1].mean for order in (2, 8, 32)]
+    assert errors[0] > errors[1] > errors[2]
+    ids = torch.randint(31, (2, 60))
+    with torch.no_grad():
+        expected = teacher(ids, use_cache=False).logits
+        near = (distill(teacher, 32, steps=0)[0](ids).logits - expected).norm()
+        far = (distill(teacher, 2, steps=0)[0](ids).logits - expected).norm()
+    assert near < far
+
+
+def test_modes_too_close_for_coefficients_are_refused_with_layer_and_channel(monkeypatch):
+    teacher = hyena(taps=400)
+    steps = torch.arange(400, dtype=torch.float64)
+    # slow poles, side by side, as S4 has them
+    rates = torch.arange(1, 13, dtype=torch.float64)[:, None]
+    slow = torch.exp(-0.005 * steps) * (torch.cos(0.01 * rates * steps) * (-1) ** rates).sum(0)
+    monkeypatch.setattr(
+        type(teacher.model.layers[0].mixer), "kernel", lambda self, n: slow[:n].repeat(6, 1).float()
+    )
+    with pytest.raises(ValueError, match="layer 0, channel 0: the modes lie too close"):
+        distill(teacher, 24, "modal", steps=0)
+
+
+def test_what_cannot_be_distilled_is_refused(tmp_path):
+    with pytest.raises(LookupError, match="no kind of filter named 'model'"):
+        distill(hyena(), 4, "model")
+    with pytest.raises(ValueError, match="order must be between 1 and half of the 95 taps"):
+        distill(hyena(), 48)
+    with pytest.raises(ValueError, match="length must be given"):
+        distill(RTFForCausalLM(RTFConfig(**TINY)), 4)
+    from ssmzoo_longhorn import LonghornConfig, LonghornForCausalLM
+
+    other = LonghornForCausalLM(LonghornConfig(vocab_size=31, hidden_size=8, num_hidden_layers=1))
+    with pytest.raises(TypeError, match="distill needs a causal model with long filters"):
+        distill(other, 4, output_dir=tmp_path / "none")
+    assert not (tmp_path / "none").exists()
