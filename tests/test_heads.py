@@ -9,7 +9,7 @@ from transformers import AutoModelForTokenClassification
 
 from ssmzoo import load_family
 from ssmzoo.compat import enable_gradient_checkpointing
-from ssmzoo.modeling import BatchNorm, Dropout, SSMMixer
+from ssmzoo.modeling import BatchNorm, Dropout, LayerState, SSMMixer
 
 FAMILY = load_family("longhorn")
 SHAPES = [
@@ -18,6 +18,7 @@ SHAPES = [
     {"prenorm": False},
     {"prenorm": False, "norm_type": "batch", "intermediate_size": 48},
     {"intermediate_size": 48, "residual_in_fp32": False},
+    {"norm_type": "none", "residual": False},
 ]
 
 
@@ -73,6 +74,16 @@ def test_every_block_shape_keeps_the_five_forms(fields):
 
     packed = model(torch.cat(rows)[None], cu_seqlens=torch.tensor([0, 9, 14])).logits[0]
     assert near(packed, torch.cat(singly))
+
+
+@torch.no_grad()
+def test_without_norm_and_residual_a_layer_is_its_mixer():
+    model = build("model", num_hidden_layers=1, norm_type="none", residual=False)
+    (row,) = documents(6)
+    hidden = model.embed_tokens(row[None])
+    expected = model.layers[0].mixer(hidden, LayerState())
+    assert torch.equal(model(row[None]).last_hidden_state, expected)
+    assert model.bfloat16()(row[None]).last_hidden_state.dtype is torch.bfloat16
 
 
 def test_batch_norm_learns_from_tokens_and_not_from_padding():

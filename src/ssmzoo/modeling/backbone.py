@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from ssmzoo.modeling.cache import LayerState, StateCache
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.layers import MLP, Dropout, Linear
-from ssmzoo.modeling.norms import BatchNorm, LayerNorm, RMSNorm, make_norm
+from ssmzoo.modeling.norms import BatchNorm, LayerNorm, NoNorm, RMSNorm, make_norm
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 from ssmzoo.modeling.segments import Segments, find_segments
 
@@ -29,6 +29,9 @@ from ssmzoo.modeling.segments import Segments, find_segments
 _IGNORED = frozenset(
     {"cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch", "token_type_ids"}
 )
+
+
+_Norm: TypeAlias = RMSNorm | LayerNorm | BatchNorm | NoNorm
 
 
 class SSMMixer(nn.Module):
@@ -79,6 +82,7 @@ class SSMBlock(GradientCheckpointingLayer):
         super().__init__()
         self.residual_in_fp32 = config.residual_in_fp32
         self.prenorm = config.prenorm
+        self.residual = config.residual
         self.norm = make_norm(config)
         self.mixer = mixer
         self.dropout = Dropout(config.dropout, config.tie_dropout)
@@ -103,23 +107,21 @@ class SSMBlock(GradientCheckpointingLayer):
     def _branch(
         self,
         inner: Callable[[Tensor], Tensor],
-        norm: RMSNorm | LayerNorm | BatchNorm,
+        norm: _Norm,
         x: Tensor,
         state: LayerState,
         cu_seqlens: Tensor | None,
     ) -> Tensor:
-        residual = x
-        if self.residual_in_fp32:
-            residual = residual.to(torch.promote_types(torch.float32, residual.dtype))
-        if self.prenorm:
-            return residual + self.dropout(inner(_normed(norm, x, state, cu_seqlens)), cu_seqlens)
-        x = residual + self.dropout(inner(x.to(norm.weight.dtype)), cu_seqlens)
-        return _normed(norm, x, state, cu_seqlens)
+        y = _normed(norm, x, state, cu_seqlens) if self.prenorm else x.to(norm.weight.dtype)
+        y = self.dropout(inner(y), cu_seqlens)
+        if self.residual:
+            if self.residual_in_fp32:
+                x = x.to(torch.promote_types(torch.float32, x.dtype))
+            y = x + y
+        return y if self.prenorm else _normed(norm, y, state, cu_seqlens)
 
 
-def _normed(
-    norm: RMSNorm | LayerNorm | BatchNorm, x: Tensor, state: LayerState, cu_seqlens: Tensor | None
-) -> Tensor:
+def _normed(norm: _Norm, x: Tensor, state: LayerState, cu_seqlens: Tensor | None) -> Tensor:
     if not isinstance(norm, BatchNorm) or not norm.training or cu_seqlens is None:
         return norm(x)
     return norm(x, Segments(cu_seqlens, state.rows).real(x.shape[0] * x.shape[1]))

@@ -33,9 +33,10 @@ class SSMConfig(PreTrainedConfig):
         hidden_size: Width of the residual stream.
         num_hidden_layers: Number of blocks, one mixer each.
         rms_norm_eps: Added to the mean square, or the variance, in every norm.
-        norm_type: RMSNorm, LayerNorm or BatchNorm. The last one's training statistics see every
+        norm_type: RMSNorm, LayerNorm, BatchNorm or none. BatchNorm's training statistics see every
             token, so a language model trained with it looks ahead.
         prenorm: ``x + mixer(norm(x))`` and a norm at the end; otherwise ``norm(x + mixer(x))``.
+        residual: Add what goes into a mixer or MLP to what comes out of it.
         intermediate_size: Width of an MLP after every mixer; None has none.
         dropout: Probability to drop what a mixer or MLP adds, while training.
         embedding_dropout: The same for the embedding.
@@ -61,8 +62,9 @@ class SSMConfig(PreTrainedConfig):
     hidden_size: int = 768
     num_hidden_layers: int = 24
     rms_norm_eps: float = 1e-5
-    norm_type: Literal["rms", "layer", "batch"] = "rms"
+    norm_type: Literal["rms", "layer", "batch", "none"] = "rms"
     prenorm: bool = True
+    residual: bool = True
     intermediate_size: int | None = None
     dropout: float = 0.0
     embedding_dropout: float = 0.0

@@ -88,7 +88,23 @@ class BatchNorm(nn.BatchNorm1d):
         self.num_batches_tracked.add_(1)
 
 
-def make_norm(config: SSMConfig) -> RMSNorm | LayerNorm | BatchNorm:
+class NoNorm(nn.Module):
+    """Change nothing but the dtype, to that of the weights around it."""
+
+    weight: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.empty(0), persistent=False)  # has the model's dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[..., D]`` as it is."""
+        return x.to(self.weight.dtype)
+
+
+def make_norm(config: SSMConfig) -> RMSNorm | LayerNorm | BatchNorm | NoNorm:
     """Return a norm of the kind and size that the configuration names."""
+    if config.norm_type == "none":
+        return NoNorm()
     kinds = {"layer": LayerNorm, "batch": BatchNorm, "rms": RMSNorm}
     return kinds[config.norm_type](config.hidden_size, eps=config.rms_norm_eps)
