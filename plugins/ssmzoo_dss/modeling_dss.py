@@ -59,8 +59,8 @@ class _Tables:
     high: Tensor | None = None
     taps: Tensor | None = None
 
-    def power(self, k: Tensor) -> Tensor:
-        """Return ``e^{c' k}`` of the growing modes, ``[R, H, G]``, for ``k [R]``."""
+    def power(self, k: int) -> Tensor:
+        """Return ``e^{c' k}`` of the growing modes, ``[H, G]``."""
         assert self.low is not None
         assert self.high is not None
         count = self.low.shape[0]
@@ -285,14 +285,15 @@ class DSSMixer(SSMMixer):
         modes = tables.modes
         assert modes.norm_length is not None
         assert tables.growing is not None
-        self._check_reach(int(position.max()) + 1, modes)
-        if bool((position == position[0]).all()):
-            position = position[:1]
-        rise, fall = tables.power(position), tables.power(modes.norm_length - 1 - position)
-        drive = torch.ones_like(tables.decay).repeat(position.shape[0], 1, 1)
-        drive[..., tables.growing] = rise
-        readout = tables.readout[:, None].repeat(1, position.shape[0], 1, 1)
-        readout[..., tables.growing] *= fall
+        positions = cast(list[int], position.tolist())
+        self._check_reach(max(positions) + 1, modes)
+        if len(set(positions)) == 1:
+            positions = positions[:1]
+        drive = torch.ones_like(tables.decay).repeat(len(positions), 1, 1)
+        readout = tables.readout[:, None].repeat(1, len(positions), 1, 1)
+        for row, k in enumerate(positions):
+            drive[row, :, tables.growing] = tables.power(k)
+            readout[:, row, :, tables.growing] *= tables.power(modes.norm_length - 1 - k)
         return drive, readout
 
     def _decode_tables(self) -> _Tables:
