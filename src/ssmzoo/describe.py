@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
-from ssmzoo.family import claims, conflict, load_family, owner, suggestion
+from ssmzoo.family import Family, claims, conflict, load_family, owner, suggestion
 
 
 def installed_families(*, load: bool = False) -> list[dict[str, Any]]:
@@ -60,7 +60,7 @@ def describe_family(name: str) -> dict[str, Any]:
         "paper": asdict(family.paper),
         "presets": {
             preset: {
-                "parameters": _count(family.causal_lm_class, family.config(preset)),
+                "parameters": _count(_model_class(family, preset), family.config(preset)),
                 "fields": dict(fields),
             }
             for preset, fields in family.presets.items()
@@ -144,6 +144,21 @@ def _load_status(name: str) -> str:
     except RuntimeError as error:
         return f"broken: {error}"
     return "ok"
+
+
+def _model_class(family: Family, preset: str) -> type:
+    """Return the class that a preset names in ``architectures``, else the language model."""
+    named = family.presets[preset].get("architectures", ())
+    classes = (
+        family.model_class,
+        family.sequence_classification_class,
+        family.token_classification_class,
+        family.pair_classification_class,
+    )
+    for model_class in classes:
+        if model_class is not None and model_class.__name__ in named:
+            return model_class
+    return family.causal_lm_class
 
 
 def _count(model_class: type, config: object) -> int:

@@ -15,6 +15,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file
 
+from ssmzoo.describe import describe_family
 from ssmzoo.modeling import LayerState
 from ssmzoo.testing import FamilyConformance
 from ssmzoo.testing.subject import Subject
@@ -639,6 +640,13 @@ def test_a_language_preset_has_its_size(preset, total):
     with torch.device("meta"):
         model = FAMILY.causal_lm_class(FAMILY.config(preset))
     assert sum(p.numel() for p in model.parameters()) == total
+
+
+def test_presets_are_described_with_the_head_they_are_for():
+    presets = describe_family("dss")["presets"]
+    assert presets["dss-lra-retrieval"]["parameters"] == 888_322
+    assert presets["dss-lra-pathx"]["parameters"] == 601_346
+    assert presets["dss-125m"]["parameters"] == 125_292_032
 
 
 def test_ssm_parameters_have_groups_of_their_own_and_the_skip_decays():
