@@ -95,6 +95,8 @@ def test_a_mistyped_command_is_answered_with_its_neighbour_and_the_list(fails):
         ("list longhorn", "unexpected argument 'longhorn'"),
         ("generate m two words", "unexpected argument 'words'"),
         ("generate m", "the following arguments are required: PROMPT"),
+        ("generate m -alpha", "PROMPT"),
+        ("generate m -alpha", "'-alpha' is an option unless -- stands before it"),
         ("train", "the following arguments are required: RECIPE"),
         ("publish m", "the following arguments are required: TARGET"),
         ("train r.yaml --output", "argument --output: expected one argument"),
@@ -287,6 +289,29 @@ def test_generate_reads_the_prompt_from_standard_input(prints, model, monkeypatc
     assert prints("generate", model, "-", "--max-new-tokens", 8) == plain
 
 
+def test_generate_takes_a_prompt_that_begins_with_a_dash_after_two_dashes(prints, model):
+    options = ("--max-new-tokens", 4, "--echo")
+    assert prints("generate", model, *options, "--", "-alpha").startswith("-alpha")
+    assert prints("generate", model, *options, "- a").startswith("- a")
+
+
+def test_generate_takes_the_largest_seed(prints, model):
+    assert prints("generate", model, "x", "--max-new-tokens", 2, "--seed", 2**64 - 1)
+
+
+def test_generate_names_a_prompt_that_the_tokenizer_cannot_read(fails, tmp_path):
+    from ssmzoo.family import load_family
+    from ssmzoo.tasks import symbol_tokenizer
+
+    family = load_family("longhorn")
+    family.causal_lm_class(family.config(**{**family.tiny, "vocab_size": 8})).save_pretrained(
+        tmp_path
+    )
+    symbol_tokenizer(8).save_pretrained(tmp_path)
+    line = fails("generate", tmp_path, "t1 t9")
+    assert line.startswith("the model's tokenizer cannot read the prompt: ")
+
+
 def test_generate_streams_what_it_returns_and_leaves_the_random_state_alone(model):
     import torch
 
@@ -319,6 +344,8 @@ def test_generate_from_an_empty_prompt_starts_at_the_first_token(prints, model):
         ("--top-p 0", "top_p must be above 0 and at most 1, got 0.0"),
         ("--top-p 1.5", "top_p must be above 0 and at most 1, got 1.5"),
         ("--beams 0", "beams must be at least 1, got 0"),
+        ("--seed -1", "seed must be from 0 to 2**64 - 1, got -1"),
+        ("--seed 18446744073709551616", "seed must be from 0 to 2**64 - 1, got 184467440737095516"),
         ("--beams 2 --top-p 0.5", "top_p needs a temperature above 0"),
         ("--device cdua", "device must be one that torch can use here"),
         ("--device cuda:99", "device must be one that torch can use here"),

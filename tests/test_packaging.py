@@ -77,7 +77,7 @@ def python(installed, code):
 
 def files_of(folder):
     for path in sorted((ROOT / folder).rglob("*")):
-        if path.is_file() and "__pycache__" not in path.parts and path.name != ".gitkeep":
+        if path.is_file() and "__pycache__" not in path.parts:
             yield path.relative_to(ROOT / folder).as_posix()
 
 

@@ -106,6 +106,14 @@ def test_a_file_that_is_no_yaml_is_one_line(tmp_path):
     assert "must hold the sections" in refusal(ValueError, path)
 
 
+def test_a_file_that_is_not_utf8_is_named(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes("# Größe\n".encode("latin-1"))
+    text = refusal(ValueError, path)
+    assert text.startswith(f"{path}: a recipe must be UTF-8 text: ")
+    assert "byte 0xf6 in position 4" in text
+
+
 def test_exponents_are_numbers(tmp_path):
     text = yaml.safe_dump(SMALL).replace("lr: 0.001", "lr: 3e-4").replace("steps: 10", "steps: 1e3")
     path = tmp_path / "recipe.yaml"

@@ -90,7 +90,14 @@ class Parser(argparse.ArgumentParser):
 
 def _run(arguments: Sequence[str]) -> int:
     parser, commands = _parsers()
-    options, rest = parser.parse_known_args(arguments)
+    try:
+        options, rest = parser.parse_known_args(arguments)
+    except UsageError as error:
+        # of options with one dash there is only -h
+        dashed = next((a for a in arguments if re.match(r"-[^-\d]", a)), None)
+        if dashed is None or "arguments are required" not in str(error):
+            raise
+        raise UsageError(f"{error}; {dashed!r} is an option unless -- stands before it") from None
     if getattr(options, "command", None) is None:
         if rest:
             _refuse(parser, rest[0])

@@ -41,7 +41,8 @@ class Family:
         paper: Where it comes from.
         presets: Configuration fields by preset name, e.g. ``"longhorn-1.3b"``.
         tiny: Fields of the smallest configuration that takes every branch; tests use it.
-        lora_targets: Module names that PEFT should adapt by default.
+        lora_targets: Module names worth adapting. PEFT does not know them: pass them as
+            ``LoraConfig(target_modules=list(family.lora_targets))``.
         token_classification_class: The classifier of single tokens, if there is one.
         pair_classification_class: The classifier of pairs of documents, if there is one; it has no
             Auto class.

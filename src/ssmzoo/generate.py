@@ -45,12 +45,15 @@ def generate(
         write: Called with each finished piece of text as it appears; not with beams.
 
     Raises:
-        ValueError: An argument is out of range, or the folder holds no readable model.
+        ValueError: An argument is out of range, the tokenizer cannot read the prompt, or the
+            folder holds no readable model.
         OSError: The Hub has no such model, or cannot be reached.
     """
     if temperature is None:
         temperature = DEFAULT_TEMPERATURE if beams == 1 else 0.0
     _check(max_new_tokens, temperature, top_p, beams, write is not None)
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed must be from 0 to 2**64 - 1, got {seed}")
     network, tokenizer = load_model(
         model, device=device, dtype=dtype, trust_remote_code=trust_remote_code
     )
@@ -173,7 +176,12 @@ def _encode(
 ) -> dict[str, Any]:
     import torch
 
-    ids = cast(list[int], tokenizer.encode(prompt))
+    try:
+        ids = cast(list[int], tokenizer.encode(prompt))
+    except ValueError:
+        raise
+    except Exception as error:  # tokenizers without a token for the unknown raise nothing narrower
+        raise ValueError(f"the model's tokenizer cannot read the prompt: {error}") from error
     if not ids:
         if tokenizer.bos_token_id is None:
             raise ValueError("prompt must not be empty: this tokenizer has no token to start from")

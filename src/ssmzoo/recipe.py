@@ -407,6 +407,9 @@ class Recipe(_Section):
             changed["dataset"] = _absolute(data.dataset)
         if data.tokenizer is not None and Path(data.tokenizer).is_dir():
             changed["tokenizer"] = _absolute(data.tokenizer)
+        place = data.task_args.get("data")
+        if isinstance(place, str) and Path(place).expanduser().is_dir():
+            changed["task_args"] = {**data.task_args, "data": _absolute(place)}
         model = self.model
         if model.init_from is not None and Path(model.init_from).is_dir():
             model = model.model_copy(update={"init_from": _absolute(model.init_from)})
@@ -422,14 +425,18 @@ def load_recipe(source: str | Path | Recipe, overrides: Sequence[str] = ()) -> R
 
     Raises:
         LookupError: No such recipe or field; the message suggests.
-        ValueError: A wrong value, or a file that is not YAML.
+        ValueError: A wrong value, or a file that is not UTF-8 or not YAML.
     """
     if isinstance(source, Recipe):
         name, fields = "recipe", source.model_dump(exclude_none=True)
     else:
         path = _find(source)
         name = path.name
-        fields = _read_yaml(path.read_text(encoding="utf-8"), name)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: a recipe must be UTF-8 text: {error}") from None
+        fields = _read_yaml(text, name)
         if not isinstance(fields, dict):
             raise ValueError(f"{name}: must hold the sections model, data, train; got {fields!r}")
     for override in overrides:

@@ -30,7 +30,7 @@ def optimizer_tensors(
 def load_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
 ) -> None:
-    """Give the optimizer the state that :func:`_optimizer_tensors` returned."""
+    """Give the optimizer the state that :func:`optimizer_tensors` returned."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -102,3 +102,9 @@ def test_an_example_depends_on_seed_split_epoch_and_index_alone(name, arguments,
 def test_sizes_out_of_range_are_named(name, arguments, message):
     with pytest.raises(ValueError, match=message):
         load_task(name, "train", 0, **arguments)
+
+
+@pytest.mark.parametrize("name", ["copying", "delay", "listops", "pathfinder"])
+def test_a_negative_seed_is_named(name):
+    with pytest.raises(ValueError, match="seed must be at least 0, got -1"):
+        load_task(name, "train", -1)

@@ -167,6 +167,7 @@ def test_more_trees_than_there_are_is_an_error_that_says_how_many():
         {"max_length": 500},
         {"max_depth": 0},
         {"max_args": 1},
+        {"seed": -1},
     ],
 )
 def test_sizes_out_of_range_are_named(arguments):

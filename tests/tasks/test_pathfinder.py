@@ -162,6 +162,7 @@ def test_the_task_gives_rows_of_pixels_and_keeps_them_in_the_cache(tmp_path):
         ({"resolution": 64}, "resolution must be 32 or 128, got 64"),
         ({"contour_length": 10}, "contour_length must be 6, 9 or 14, got 10"),
         ({"num_images": 0}, "num_images must be at least 1, got 0"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
     ],
 )
 def test_settings_that_do_not_exist_are_refused(arguments, message):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import pickle
 import subprocess
 import sys
 from itertools import permutations
@@ -139,6 +140,7 @@ def test_a_seed_gives_the_same_rows_and_another_seed_others(make):
         ({"vocab_size": 9}, "vocab_size must be at least 10 for 4 distinct keys, got 9"),
         ({"num_pairs": 0}, "num_pairs must be at least 1, got 0"),
         ({"power": 0.0}, "power must be positive, got 0.0"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
     ],
 )
 def test_mqar_refuses_what_does_not_fit(arguments, message):
@@ -146,7 +148,9 @@ def test_mqar_refuses_what_does_not_fit(arguments, message):
         mqar(**{"num_examples": 2, "num_pairs": 4, "seed": 0, **arguments})
 
 
-@pytest.mark.parametrize("arguments", [{"seq_len": 2}, {"vocab_size": 2}, {"num_examples": 0}])
+@pytest.mark.parametrize(
+    "arguments", [{"seq_len": 2}, {"vocab_size": 2}, {"num_examples": 0}, {"seed": -1}]
+)
 def test_induction_heads_refuses_what_does_not_fit(arguments):
     with pytest.raises(ValueError, match=f"{next(iter(arguments))} must be at least"):
         induction_heads(**{"num_examples": 2, "seq_len": 8, "vocab_size": 8, "seed": 0} | arguments)
@@ -160,6 +164,27 @@ def test_symbol_tokenizer_loads_without_our_code_and_means_its_ids(tmp_path):
     assert tokenizer.decode(ids) == "t7 t0 t299 t10 t1"
     assert len(tokenizer) == tasks.symbol_count(tokenizer) == 300
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 0
+
+
+def test_symbol_tokenizer_names_what_is_no_symbol_of_it():
+    tokenizer = tasks.symbol_tokenizer(4)
+    for text in ("t1 t9 t0", ["t1", "t9"]):
+        with pytest.raises(ValueError, match="from t0 to t3 between blanks, got 't9'"):
+            tokenizer(text)
+    with pytest.raises(ValueError, match="got 'Once'"):
+        tokenizer.encode("Once upon")
+    assert pickle.loads(pickle.dumps(tokenizer)).encode("t3 t1") == [3, 1]
+
+
+def test_documents_refuse_a_negative_seed(tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    for make in (
+        lambda seed: tasks.recall_text_documents(num_examples=2, num_pairs=2, seed=seed),
+        lambda seed: tasks.text_documents(text=str(tmp_path), seed=seed),
+    ):
+        assert make(0)
+        with pytest.raises(ValueError, match="seed must be at least 0, got -1"):
+            make(-1)
 
 
 def test_symbol_count_knows_other_tokenizers(tmp_path):

@@ -36,13 +36,14 @@ def load_copying(
 
     Raises:
         LookupError: No such split.
-        ValueError: A size below 1, or ``vocab_size`` below 2.
+        ValueError: A size below 1, ``vocab_size`` below 2, or a negative ``seed``.
     """
     require_split(split)
     sizes = {"train": num_train, "validation": num_validation, "test": num_test}
     for name, size in [("length", length), *((f"num_{k}", v) for k, v in sizes.items())]:
         at_least(name, size, 1)
     at_least("vocab_size", vocab_size, 2)
+    at_least("seed", seed, 0)
     anew = fresh and split == "train"
 
     def make(indices: np.ndarray, epoch: int) -> Batch:

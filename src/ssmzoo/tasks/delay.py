@@ -42,13 +42,15 @@ def load_delay(
 
     Raises:
         LookupError: No such split.
-        ValueError: A size below 1, a delay outside of the signal, or a band without a frequency.
+        ValueError: A size below 1, a delay outside of the signal, a band without a frequency, or a
+            negative ``seed``.
     """
     require_split(split)
     sizes = {"train": num_train, "validation": num_validation, "test": num_test}
     for name, size in sizes.items():
         at_least(f"num_{name}", size, 1)
     at_least("length", length, 2)
+    at_least("seed", seed, 0)
     if not 0 <= delay < length:
         raise ValueError(f"delay must be between 0 and length - 1 = {length - 1}, got {delay}")
     if not 1 / length <= cutoff <= 0.5:

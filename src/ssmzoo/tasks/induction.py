@@ -26,11 +26,12 @@ def induction_heads(
         ``seq_len`` columns; the last one is the answer, and the only label.
 
     Raises:
-        ValueError: ``seq_len`` or ``vocab_size`` below 3.
+        ValueError: ``seq_len`` or ``vocab_size`` below 3, or a negative ``seed``.
     """
     at_least("num_examples", num_examples, 1)
     at_least("seq_len", seq_len, 3)
     at_least("vocab_size", vocab_size, 3)
+    at_least("seed", seed, 0)
     rng = np.random.default_rng(seed)
     trigger = vocab_size - 1
     rows = np.arange(num_examples)

@@ -59,6 +59,7 @@ def listops_trees(
     at_least("max_length", max_length, min_length)
     at_least("max_depth", max_depth, 1)
     at_least("max_args", max_args, 2)
+    at_least("seed", seed, 0)
     rows: list[np.ndarray] = []
     labels: list[int] = []
     seen: set[bytes] = set()

@@ -89,6 +89,7 @@ def pathfinder_images(
     """
     _check(resolution, contour_length)
     at_least("num_images", num_images, 1)
+    at_least("seed", seed, 0)
     rounds = list(_rounds(_SETTINGS[resolution], contour_length, seed, num_images))
     return Pathfinder(
         *(
@@ -130,6 +131,7 @@ def load_pathfinder(
     sizes = {"train": num_train, "validation": num_validation, "test": num_test}
     for name, size in sizes.items():
         at_least(f"num_{name}", size, 1)
+    at_least("seed", seed, 0)
     drawn = int(np.random.SeedSequence([seed, SPLITS.index(split)]).generate_state(1)[0])
     settings, size = _SETTINGS[resolution], sizes[split]
     if cache is None:

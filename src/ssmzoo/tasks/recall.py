@@ -44,10 +44,12 @@ def mqar(
         at its place, which is filler.
 
     Raises:
-        ValueError: The pairs do not fit into the length or the vocabulary.
+        ValueError: The pairs do not fit into the length or the vocabulary, or an argument is out of
+            range.
     """
     at_least("num_examples", num_examples, 1)
     at_least("num_pairs", num_pairs, 1)
+    at_least("seed", seed, 0)
     if seq_len < 4 * num_pairs:
         raise ValueError(
             f"seq_len must be at least 4 * num_pairs = {4 * num_pairs} to hold the pairs and an "

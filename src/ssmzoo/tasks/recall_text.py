@@ -23,6 +23,7 @@ def recall_text_documents(
     letters that it holds, all different, so guessing scores ``1 / num_pairs``.
     """
     at_least("num_examples", num_examples, 1)
+    at_least("seed", seed, 0)
     if not 2 <= num_pairs <= 26:
         raise ValueError(f"num_pairs must be between 2 and 26, got {num_pairs}")
     words = [a + b + c for a in _CONSONANTS for b in _VOWELS for c in _CONSONANTS]

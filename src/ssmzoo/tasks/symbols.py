@@ -14,17 +14,18 @@ def symbol_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """Return the tokenizer of models trained on token ids: symbol ``t17`` is id 17.
 
     Its text is symbols between blanks. It holds nothing else, so a model's ``vocab_size`` is its
-    length; padding and end of text are the filler, ``t0``.
+    length; padding and end of text are the filler, ``t0``. Encoding any other text is a ValueError.
     """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import PreTrainedTokenizerFast
+
+    from ssmzoo.tasks.strict_symbols import StrictSymbols
 
     at_least("vocab_size", vocab_size, 1)
     tokenizer = Tokenizer(WordLevel({f"t{i}": i for i in range(vocab_size)}))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="t0", eos_token="t0")
+    return StrictSymbols(tokenizer_object=tokenizer, pad_token="t0", eos_token="t0")
 
 
 def symbol_count(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -29,6 +29,7 @@ def text_documents(
             "ssmzoo_bits_per_byte needs a text: give text=FILE_OR_FOLDER to evaluate(), or "
             '\'{"text": "FILE_OR_FOLDER"}\' as --metadata to lm_eval'
         )
+    at_least("seed", seed, 0)
     pieces = [piece for document in read_documents(text) for piece in cut(document, window)]
     order = np.random.default_rng(seed).permutation(len(pieces))
     return lm_eval_split(text=[pieces[i] for i in order])
