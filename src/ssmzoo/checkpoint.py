@@ -48,8 +48,10 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def save_checkpoint(root: Path, step: int, write: Callable[[Path], None], *, keep: int) -> Path:
-    """Write the checkpoint of a step and remove all but the newest ``keep``.
+def save_checkpoint(
+    root: Path, step: int, write: Callable[[Path], None], *, keep: int, spare: int | None = None
+) -> Path:
+    """Write the checkpoint of a step and remove all but the newest ``keep`` and that of ``spare``.
 
     Raises:
         RuntimeError: It cannot be written; earlier checkpoints are as they were.
@@ -64,13 +66,14 @@ def save_checkpoint(root: Path, step: int, write: Callable[[Path], None], *, kee
         }
         (folder / CONTENTS).write_text(json.dumps(listed, indent=1), encoding="utf-8")
 
-    target = root / f"step-{step:08d}"
+    target = checkpoint_of(root, step)
     try:
         write_folder(target, write_listed)
     except OSError as error:
         raise RuntimeError(f"the checkpoint {target} cannot be written: {error}") from error
     for old in checkpoints(root)[:-keep]:
-        shutil.rmtree(old)
+        if step_of(old) != spare:
+            shutil.rmtree(old)
     return target
 
 
@@ -98,6 +101,11 @@ def newest_checkpoint(root: Path) -> Path | None:
         else "there is no whole checkpoint; start the run again"
     )
     raise RuntimeError(f"the checkpoint {newest_first[0]} is damaged: {damage}; {way_out}")
+
+
+def checkpoint_of(root: Path, step: int) -> Path:
+    """Return where the checkpoint of a step is, if it is kept."""
+    return root / f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:

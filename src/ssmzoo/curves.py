@@ -8,9 +8,10 @@ from ssmzoo.checkpoint import read_metrics
 from ssmzoo.files import appears_whole
 
 
-def draw_curves(metrics: Path, target: Path, *, title: str) -> None:
+def draw_curves(metrics: Path, target: Path, *, title: str, loss: str) -> None:
     """Draw training and validation loss over the tokens of a ``metrics.jsonl``.
 
+    ``title`` and ``loss``, the loss in words, stand above and beside the picture.
     The target, a PNG file, appears complete or not at all. With nothing measured yet nothing is
     drawn.
     """
@@ -33,7 +34,7 @@ def draw_curves(metrics: Path, target: Path, *, title: str) -> None:
             axes.plot(*zip(*points, strict=True), label=last, markersize=3, **style)
     if not axes.lines:
         return
-    axes.set(xlabel="tokens", ylabel="loss in nats per token", title=title)
+    axes.set(xlabel="tokens", ylabel=loss, title=title)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +32,8 @@ from ssmzoo.documents import (
 )
 from ssmzoo.family import suggestion
 from ssmzoo.files import write_folder
-from ssmzoo.recipe import DataSection, Recipe
-from ssmzoo.rows import PackedRows, Rows, RowSource, StreamedRows, TaskRows
+from ssmzoo.recipe import ROW_TASKS, DataSection, Recipe
+from ssmzoo.rows import PackedRows, Parts, Rows, RowSource, StreamedRows, TaskRows
 from ssmzoo.tokenizer import (
     Encoder,
     byte_tokenizer,
@@ -49,7 +50,6 @@ __all__ = ["Data", "byte_tokenizer", "open_data", "prepare_data", "recipe_tokeni
 
 logger = logging.getLogger("ssmzoo")
 
-TASKS = ("mqar", "induction_heads")
 _BATCH_CHARACTERS = 4_000_000
 
 
@@ -58,15 +58,17 @@ class Data:
     """What a run reads.
 
     Attributes:
-        train: The rows to train on.
+        train: The rows, or labelled examples, to train on.
         validation: This process's held-out micro-batches, every time the same; as many on every
             process, and none if the recipe holds nothing out.
         epoch_rows: Rows an epoch over all processes; None for endless data.
+        test: As ``validation``, of a task's test split; None if there is none.
     """
 
-    train: RowSource
-    validation: list[Rows]
+    train: RowSource[Any]
+    validation: Parts[Any]
     epoch_rows: int | None
+    test: Parts[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -146,9 +148,9 @@ def prepare_data(
             before["validation_files"] if before else None,
             content=not data.streaming,
         )
-    manifest["digest"] = _digest(_without_places(manifest), data.text_field)
+    manifest["digest"] = json_digest(_without_places(manifest), data.text_field)
     if not data.streaming and data.source != "task":
-        key = _digest([manifest["digest"], tokenizer_digest(tokenizer)])
+        key = json_digest([manifest["digest"], tokenizer_digest(tokenizer)])
         if not _is_store(cache, key):
             documents = _training_documents(recipe, manifest)
             _write_store(documents, tokenizer, cache, key, f"data.{data.source}")
@@ -173,9 +175,10 @@ def open_data(
     Raises:
         ValueError: Too little text for one row, or too few held-out rows for all processes.
     """
-    data, train = recipe.data, recipe.train
+    data, train, seq_len = recipe.data, recipe.train, _seq_len(recipe)
     micro = train.batch_size // (world * train.accumulate)
-    wanted = recipe.eval.batches * train.batch_size
+    batches = recipe.eval.batches
+    wanted = batches * train.batch_size if isinstance(batches, int) else sys.maxsize
     if data.source == "task":
         generate = _task_generator(recipe)
         examples = TaskRows(generate, train.seed, rank=rank, world=world)
@@ -189,10 +192,10 @@ def open_data(
     encode = encoder(tokenizer)
     held_out_rows: PackedRows | None = None
     if isinstance(data.validation, list):
-        need = wanted * train.seq_len if data.streaming or data.dataset is not None else None
+        need = wanted * seq_len if data.streaming or data.dataset is not None else None
         store = _in_memory(_validation_documents(recipe, manifest), encode, need)
-        held_out_rows = PackedRows(store.tokens, store.pieces, train.seq_len, 0, what="held-out")
-    source: RowSource
+        held_out_rows = PackedRows(store.tokens, store.pieces, seq_len, 0, what="held-out")
+    source: RowSource[Rows]
     if data.streaming:
         hashes: frozenset[int] = frozenset()
         if isinstance(data.validation, int):
@@ -200,18 +203,16 @@ def open_data(
                 _first(_stream_documents(recipe, manifest), data.validation), encode, None
             )
             hashes = frozenset(store.hashes.tolist())
-            held_out_rows = PackedRows(
-                store.tokens, store.pieces, train.seq_len, 0, what="held-out"
-            )
+            held_out_rows = PackedRows(store.tokens, store.pieces, seq_len, 0, what="held-out")
         source = _stream(recipe, manifest, encode, hashes, rank, world)
         epoch_rows = None
     else:
         store = _read_store(cache)
         pieces, _, rest = _split(store, data.validation)
-        source = PackedRows(store.tokens, pieces, train.seq_len, train.seed, rank=rank, world=world)
+        source = PackedRows(store.tokens, pieces, seq_len, train.seed, rank=rank, world=world)
         epoch_rows = len(source)
         if rest is not None:
-            held_out_rows = PackedRows(store.tokens, rest, train.seq_len, 0, what="held-out")
+            held_out_rows = PackedRows(store.tokens, rest, seq_len, 0, what="held-out")
     validation = []
     if held_out_rows is not None:
         numbers = range(min(wanted, len(held_out_rows)))
@@ -314,7 +315,7 @@ def _stream(
                 yield text
 
     return StreamedRows(
-        open_records, texts, encode, train.seq_len, train.seed, block=data.shuffle_buffer
+        open_records, texts, encode, _seq_len(recipe), train.seed, block=data.shuffle_buffer
     )
 
 
@@ -351,11 +352,7 @@ def _task_arguments(recipe: Recipe) -> dict[str, Any]:
     from ssmzoo import tasks
 
     name = recipe.data.task
-    if name not in TASKS:
-        raise LookupError(
-            f"data.task: no task {name!r}{suggestion(str(name), TASKS)}; "
-            f"there are {', '.join(TASKS)}"
-        )
+    assert name in ROW_TASKS
     parameters = dict(inspect.signature(getattr(tasks, name)).parameters)
     del parameters["num_examples"], parameters["seed"], parameters["seq_len"]
     given = recipe.data.task_args
@@ -376,6 +373,11 @@ def _task_generator(recipe: Recipe) -> Callable[[int, int], tuple[np.ndarray, np
     return lambda examples, seed: function(examples, seed=seed, **arguments)
 
 
+def _seq_len(recipe: Recipe) -> int:
+    assert recipe.train.seq_len is not None, "labelled examples are read by ssmzoo.examples"
+    return recipe.train.seq_len
+
+
 def _other(seed: int) -> int:
     return int(np.random.SeedSequence([seed, 1]).generate_state(1)[0])
 
@@ -384,7 +386,8 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
 
 
-def _digest(*parts: Any) -> str:
+def json_digest(*parts: Any) -> str:
+    """Return the sha256 of what can be written as JSON."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

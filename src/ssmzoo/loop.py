@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from ssmzoo.build import build_config, build_model, load_model, without_bars
-from ssmzoo.checkpoint import Metrics, checkpoints, save_checkpoint
-from ssmzoo.data import open_data, prepare_data, recipe_tokenizer
+from ssmzoo.checkpoint import Metrics, checkpoint_of, checkpoints, save_checkpoint, step_of
+from ssmzoo.data import Data, open_data, prepare_data, recipe_tokenizer
+from ssmzoo.examples import describe_splits, load_splits, open_splits, task_tokenizer
 from ssmzoo.machine import hardware
 from ssmzoo.meter import Meter
-from ssmzoo.objective import CausalLM
-from ssmzoo.optimizer import make_optimizer, make_schedule, resume_schedule
+from ssmzoo.objective import CausalLM, labelled
+from ssmzoo.optimizer import Schedule, make_optimizer
+from ssmzoo.plan import Plan
 from ssmzoo.recipe import Recipe
 from ssmzoo.run_folder import RunFolder
 from ssmzoo.state import (
@@ -40,6 +42,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel
 
+    from ssmzoo.results import Score
+    from ssmzoo.tasks import Supervised
+
 T = TypeVar("T")
 
 
@@ -47,8 +52,8 @@ class _Step(NamedTuple):
     """What an optimizer step reads."""
 
     batches: list[dict[str, torch.Tensor]]
-    targets: list[int]  # predicted tokens of each batch
-    tokens: int
+    targets: list[int]  # what each batch's loss is a mean over
+    tokens: int  # of this process
     position: dict[str, Any]  # of the data, after this step
 
 
@@ -69,26 +74,47 @@ class Run:
             )
         self.micro = recipe.train.batch_size // parts
         checkpoint = self._on_main(lambda: folder.starting_point(recipe, resume=resume))
-        self.tokenizer = recipe_tokenizer(recipe)
-        self.config = build_config(recipe.model, self.tokenizer)
-        manifest = self._on_main(
-            lambda: prepare_data(recipe, self.tokenizer, folder.cache, folder.manifest())
-        )
-        self.data = open_data(
-            recipe,
-            self.tokenizer,
-            folder.cache,
-            manifest,
-            rank=accelerator.process_index,
-            world=world,
-        )
-        self.step, self.tokens = 0, 0
+        self.task: Supervised | None = None
+        self.data, manifest = self._open_examples() if recipe.supervised else self._open_rows()
+        self.plan = Plan.of(recipe, self.data.epoch_rows)
+        self.step, self.tokens, self.unsummed_tokens = 0, 0, 0
+        self.best: dict[str, float | int] | None = None
         self.meter = Meter()
         self._build(checkpoint)
         # not before all is checked
         self._on_main(lambda: folder.describe(recipe, manifest, self._facts()))
 
     # -- beginning ---------------------------------------------------------------------------
+
+    def _open_rows(self) -> tuple[Data, dict[str, Any]]:
+        """Return rows of tokens, and their manifest."""
+        recipe, folder = self.recipe, self.folder
+        tokenizer = self.tokenizer = recipe_tokenizer(recipe)
+        self.config = build_config(recipe.model, tokenizer)
+        manifest = self._on_main(
+            lambda: prepare_data(recipe, tokenizer, folder.cache, folder.manifest())
+        )
+        return open_data(recipe, tokenizer, folder.cache, manifest, **self._place()), manifest
+
+    def _open_examples(self) -> tuple[Data, dict[str, Any]]:
+        """Return a task's labelled examples, and their manifest."""
+        recipe, loaded = self.recipe, []
+
+        def load() -> None:
+            loaded.append(load_splits(recipe))
+
+        self._on_main(load)  # first and alone: it may download
+        if not self.main:
+            load()
+        splits = loaded[0]
+        task = self.task = splits.train
+        self.tokenizer = task_tokenizer(task)
+        self.config = build_config(recipe.model, self.tokenizer, task)
+        manifest = self._on_main(lambda: describe_splits(recipe, splits, self.folder.manifest()))
+        return open_splits(recipe, splits, **self._place()), manifest
+
+    def _place(self) -> dict[str, int]:
+        return {"rank": self.accelerator.process_index, "world": self.accelerator.num_processes}
 
     def _on_main(self, function: Callable[[], T]) -> T:
         """Run a function in the main process and return its result, or raise its error, in all."""
@@ -121,22 +147,33 @@ class Run:
         options = self.recipe.train
         seed_all(options.seed)
         if checkpoint is None:
-            model = build_model(self.recipe.model, self.config)
+            model = build_model(self.recipe.model, self.config, self.task)
         else:
-            model = load_model(str(checkpoint))
+            model = load_model(str(checkpoint), task=self.task)
         model.train()
         if options.gradient_checkpointing:
             enable_gradient_checkpointing(model)
-        self.objective = CausalLM(model, packs=self.recipe.data.task is None)
+        if self.task is None:
+            self.objective = CausalLM(model, packs=self.recipe.data.task is None)
+        else:
+            self.objective = labelled(model, self.task)
         beta1, beta2 = options.betas
         optimizer = make_optimizer(
-            model, lr=options.lr, weight_decay=options.weight_decay, betas=(beta1, beta2)
+            model,
+            lr=options.lr,
+            weight_decay=options.weight_decay,
+            betas=(beta1, beta2),
+            groups={
+                name: group.model_dump(exclude_none=True) for name, group in options.groups.items()
+            },
         )
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.raw_optimizer: torch.optim.Optimizer = self.optimizer.optimizer
         self.bare: PreTrainedModel = self.accelerator.unwrap_model(self.model)
         # not prepared: Accelerate's wrapper steps once for every process
-        self.schedule = make_schedule(self.raw_optimizer, options)
+        self.schedule = Schedule(
+            self.raw_optimizer, options, self.plan, higher=self.objective.higher
+        )
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.pending: list[torch.Tensor] = []
         if checkpoint is not None:
@@ -160,17 +197,22 @@ class Run:
         load_optimizer(
             self.bare, self.raw_optimizer, load_file(checkpoint / "optimizer.safetensors")
         )
-        resume_schedule(self.schedule, self.step)
+        self.schedule.restore(self.step, state["schedule"])
+        self.best = state["best"]
+        best = self._best_step()
+        # it is gone where newer checkpoints were removed by hand
+        if best is not None and not checkpoint_of(self.folder.checkpoints, best).exists():
+            self.best = None
         if len(state["processes"]) == world:
             set_random_state(mine["random"])
 
     # -- running -----------------------------------------------------------------------------
 
     def go(self) -> None:
-        """Train to the last step and write the model."""
+        """Train to the last step, write the model, and test it."""
         from tqdm import tqdm
 
-        total = self.recipe.train.total_steps
+        total = self.plan.total
         self.metrics = None
         if self.main:
             self.metrics = Metrics(self.folder.metrics, after_step=self.step)
@@ -187,30 +229,32 @@ class Run:
             self.bar.close()
             if self.metrics is not None:
                 self.metrics.close()
-        self._on_main(self._finish)
+        test = self._test()
+        self._on_main(lambda: self._finish(test))
 
     def _loop(self, total: int) -> None:
-        plan = self.recipe
+        plan, keeps_best = self.plan, self.recipe.checkpoint.best
         self.meter.start(self.tokens)
         steps = _ahead(self._read, total - self.step)
         for read in steps:
             self._optimize(read)
             self.step += 1
-            self.tokens += read.tokens * self.accelerator.num_processes
+            self.unsummed_tokens += read.tokens
             self.bar.update()
             last = self.step == total
-            logs = self.step % plan.log.every == 0 or last
-            evaluates = (self.step % plan.eval.every == 0 or last) and bool(self.data.validation)
-            saves = self.step % plan.checkpoint.every == 0 or last
+            logs = self.step % self.recipe.log.every == 0 or last
+            evaluates = (self.step % plan.evaluate_every == 0 or last) and bool(
+                self.data.validation
+            )
+            saves = self.step % plan.save_every == 0 or last
             if not (logs or evaluates or saves):
                 continue
             self._collect()
             if logs:
                 self._log()
             with self.meter.paused():
-                if evaluates:
-                    self._evaluate()
-                if saves:
+                better = evaluates and self._evaluate()
+                if saves or (better and keeps_best):
                     self._save(read.position)
 
     def _read(self) -> _Step:
@@ -221,13 +265,13 @@ class Run:
         batches = [self.objective.batch(part) for part in parts]
         if self.accelerator.device.type == "cuda":
             batches = [{name: x.pin_memory() for name, x in b.items()} for b in batches]
-        tokens = sum(part.input_ids.size for part in parts)
+        tokens = sum(part.tokens for part in parts)
         return _Step(batches, targets, tokens, source.position())
 
-    def _forward(self, batch: dict[str, torch.Tensor]) -> Any:
+    def _forward(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Any:
         device = self.accelerator.device
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-        return self.model(**moved, use_cache=False)
+        return model(**moved, **self.objective.options)
 
     def _optimize(self, read: _Step) -> None:
         import torch
@@ -242,7 +286,7 @@ class Run:
             with nullcontext() if last else accelerator.no_sync(self.model):
                 # the model's mean over its targets, weighted to a mean over the whole step's;
                 # gradients are averaged over processes, hence `world`
-                loss = self._forward(batch).loss * (targets / total)
+                loss = self._forward(self.model, batch).loss * (targets / total)
                 accelerator.backward(loss * world)
             loss_of_step = loss_of_step + loss.detach()
         largest = self.recipe.train.clip or math.inf
@@ -261,6 +305,9 @@ class Run:
 
         if not self.pending:
             return
+        tokens = torch.tensor(self.unsummed_tokens, device=self.accelerator.device)
+        self.tokens += int(self._sum(tokens))
+        self.unsummed_tokens = 0
         values = torch.stack(self.pending).double()
         self.pending.clear()
         values[:, 0] = self._sum(values[:, 0].clone())
@@ -282,26 +329,52 @@ class Run:
     def _log(self) -> None:
         line = self.meter.line(self.tokens)
         line = {"step": self.step, "tokens": self.tokens, "lr": self.rate, **line}
-        if self.data.epoch_rows is not None:
-            row_tokens = self.recipe.train.seq_len * self.data.epoch_rows
-            line["epoch"] = round(self.tokens / row_tokens, 6)
+        if self.plan.epoch_steps is not None:
+            line["epoch"] = round(self.step / self.plan.epoch_steps, 6)
         self._write(line)
         speed = f"{line['tokens_per_second']:,.0f}"
         self.bar.set_postfix({"loss": f"{line['loss']:.3f}", "tok/s": speed})
 
-    def _evaluate(self) -> None:
-        """Measure the objective's metrics on what is held out."""
+    def _evaluate(self) -> bool:
+        """Measure what is held out; return whether the model is better than ever before."""
+        metrics = self._measure(self.model, self.data.validation)
+        self.model.train()
+        line = {f"validation_{name}": value for name, value in metrics.items()}
+        self._write({"step": self.step, "tokens": self.tokens, **line})
+        value = metrics[self.objective.metric]
+        self.schedule.judge(value)
+        sign = 1 if self.objective.higher else -1
+        before = None if self.best is None else self.best[self.objective.metric]
+        better = math.isfinite(value) and (before is None or sign * value > sign * before)
+        if better:
+            self.best = {"step": self.step, **metrics}
+        return better
+
+    def _test(self) -> dict[str, float | int] | None:
+        """Measure the test split, if there is one, by the checkpoint that becomes the model."""
+        if self.data.test is None:
+            return None
+        final = self.folder.final(self._best_step())
+        model = load_model(str(final), task=self.task).to(self.accelerator.device)
+        return {"step": step_of(final), **self._measure(model, self.data.test)}
+
+    def _measure(self, model: torch.nn.Module, parts: Iterable[Any]) -> dict[str, float | int]:
+        """Return the objective's metrics over all processes."""
         import torch
 
         sums = self.objective.zeros(self.accelerator.device)
-        self.model.eval()
-        with torch.no_grad():
-            for rows in self.data.validation:
-                batch = self.objective.batch(rows)
-                sums += self.objective.measure(self._forward(batch), batch, rows)
-        self.model.train()
-        metrics = self.objective.metrics(self._sum(sums))
-        self._write({"step": self.step, "tokens": self.tokens, **metrics})
+        model.eval()
+        with torch.no_grad(), self.accelerator.autocast():
+            for part in parts:
+                batch = self.objective.batch(part)
+                sums += self.objective.measure(self._forward(model, batch), batch, part)
+        return self.objective.metrics(self._sum(sums))
+
+    def _best_step(self) -> int | None:
+        """Return the step whose checkpoint is kept for its validation."""
+        if self.best is None or not self.recipe.checkpoint.best:
+            return None
+        return int(self.best["step"])
 
     def _write(self, line: dict[str, float | int]) -> None:
         if self.metrics is not None:
@@ -321,36 +394,62 @@ class Run:
             "step": self.step,
             "tokens": self.tokens,
             **self.meter.state(),
+            "schedule": self.schedule.state(),
+            "best": self.best,
             "processes": processes,
         }
 
         def write(folder: Path) -> None:
             with without_bars():
                 self.bare.save_pretrained(folder, state_dict=weights)
-            self.tokenizer.save_pretrained(folder)
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(folder)
             save_file(moments, folder / "optimizer.safetensors")
             (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
         def save() -> None:
             assert self.metrics is not None
             self.metrics.sync()
-            keep = self.recipe.checkpoint.keep
-            save_checkpoint(self.folder.checkpoints, self.step, write, keep=keep)
-            self.folder.draw(self._title())
+            keep, best = self.recipe.checkpoint.keep, self._best_step()
+            save_checkpoint(self.folder.checkpoints, self.step, write, keep=keep, spare=best)
+            self.folder.draw(self._title(), self.objective.loss)
 
         self._on_main(save)
 
     def _title(self) -> str:
         return f"{self.config.model_type}, {self.bare.num_parameters():,} parameters"
 
-    def _finish(self) -> None:
-        self.folder.draw(self._title(), now=True)
+    def _finish(self, test: dict[str, float | int] | None) -> None:
+        self.folder.draw(self._title(), self.objective.loss, now=True)
+        judged = {"best": self.best, "test": test}
         self.folder.finish(
+            self.folder.final(self._best_step()),
             step=self.step,
             tokens=self.tokens,
             parameters=self.bare.num_parameters(),
             seconds=round(self.meter.seconds, 1),
+            **{name: value for name, value in judged.items() if value is not None},
         )
+        if test is not None:
+            self._write_results(test)
+
+    def _write_results(self, test: dict[str, float | int]) -> None:
+        """Write the test's score in the form of ``ssmzoo eval``."""
+        metric, data = self.objective.metric, self.recipe.data
+        value, n = float(test[metric]), int(test["targets"])
+        binomial = metric == "accuracy" and self.objective.independent and n > 1
+        score: Score = {
+            "task": str(data.task),
+            "metric": metric,
+            "value": value,
+            "stderr": math.sqrt(value * (1 - value) / (n - 1)) if binomial else None,
+            "n": n,
+            "seed": self.recipe.train.seed,
+            "num_fewshot": 0,
+            "higher_is_better": self.objective.higher,
+            "settings": {**data.task_args, "split": "test"},
+        }
+        self.folder.write_results(score, self.config.model_type, self.bare.num_parameters())
 
 
 def _ahead(function: Callable[[], T], count: int) -> Iterator[T]:

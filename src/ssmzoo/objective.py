@@ -1,25 +1,76 @@
-"""What a run learns: rows to a model's arguments, what its loss averages over, what is measured.
+"""What a run learns: parts to a model's arguments, what its loss averages over, what is measured.
 
 The loop knows an objective by five methods: ``batch``, ``targets``, ``zeros``, ``measure`` and
-``metrics``. The loss is the model's own, a mean over the batch's targets.
+``metrics``. The loss is the model's own, a mean over the batch's targets; a validation adds up sums
+over batches and processes, so it does not depend on either.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from ssmzoo.rows import Rows
+import numpy as np
+
+from ssmzoo.rows import IGNORED, Rows
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from ssmzoo.examples import Examples
+    from ssmzoo.tasks import Supervised
+
 logger = logging.getLogger("ssmzoo")
 
 
-class CausalLM:
+class Objective(ABC):
+    """What all objectives share.
+
+    Attributes:
+        metric: What of :meth:`metrics` says which of two models is better.
+        higher: Whether more of it is better.
+        loss: The loss in words, with its unit.
+        options: Arguments of the model that are no tensors.
+        independent: Whether a target is an example of its own.
+    """
+
+    metric = "loss"
+    higher = False
+    loss = "loss in nats per token"
+    independent = False
+
+    def __init__(self, model: nn.Module) -> None:
+        known = inspect.signature(model.forward).parameters
+        self.options = {"use_cache": False} if "use_cache" in known else {}
+
+    @abstractmethod
+    def batch(self, part: Any) -> dict[str, torch.Tensor]:
+        """Return a model's arguments."""
+
+    @abstractmethod
+    def targets(self, part: Any) -> int:
+        """Return what the loss of this part is a mean over."""
+
+    @abstractmethod
+    def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Any) -> torch.Tensor:
+        """Return what adds up over batches and processes: loss, the metric's sum, targets."""
+
+    def zeros(self, device: torch.device) -> torch.Tensor:
+        """Return the sums of no batch."""
+        import torch
+
+        return torch.zeros(3, dtype=torch.float64, device=device)
+
+    def metrics(self, sums: torch.Tensor) -> dict[str, float | int]:
+        """Return what a validation reports."""
+        loss, right, targets = sums.tolist()
+        return {"loss": loss / targets, "accuracy": right / targets, "targets": int(targets)}
+
+
+class CausalLM(Objective):
     """Predict the next token.
 
     Args:
@@ -28,6 +79,7 @@ class CausalLM:
     """
 
     def __init__(self, model: nn.Module, *, packs: bool) -> None:
+        super().__init__(model)
         takes_boundaries = "cu_seqlens" in inspect.signature(model.forward).parameters
         self.packed = packs and takes_boundaries
         if packs and not takes_boundaries:
@@ -36,51 +88,189 @@ class CausalLM:
                 type(model).__name__,
             )
 
-    def batch(self, rows: Rows) -> dict[str, torch.Tensor]:
+    def batch(self, part: Rows) -> dict[str, torch.Tensor]:
         """Return a model's arguments: packed into one row [1, n * L], or rows [n, L]."""
-        import numpy as np
         import torch
 
-        arrays = {"input_ids": rows.input_ids, "labels": rows.labels}
+        arrays = {"input_ids": part.input_ids, "labels": part.labels}
         if self.packed:
             arrays = {name: array.reshape(1, -1) for name, array in arrays.items()}
-            ends = [*np.flatnonzero(rows.starts), rows.starts.size]
+            ends = [*np.flatnonzero(part.starts), part.starts.size]
             arrays["cu_seqlens"] = np.array(ends, np.int32)
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
-    def targets(self, rows: Rows) -> int:
-        """Return what the loss of these rows is a mean over.
+    def targets(self, part: Rows) -> int:
+        """Return how many tokens are predicted.
 
         Raises:
             ValueError: Nothing at all, where there is no mean.
         """
-        if not rows.targets:
+        if not part.targets:
             raise ValueError(
                 "a batch must have tokens to predict; documents of one token have none"
             )
-        return rows.targets
+        return part.targets
 
-    def zeros(self, device: torch.device) -> torch.Tensor:
-        """Return the sums of no batch."""
-        import torch
-
-        return torch.zeros(3, dtype=torch.float64, device=device)
-
-    def measure(self, output: Any, batch: dict[str, torch.Tensor], rows: Rows) -> torch.Tensor:
-        """Return what a validation adds up over batches and processes: loss, hits, targets."""
+    def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Rows) -> torch.Tensor:
+        """Return what a validation adds up: loss, hits, targets."""
         logits: torch.Tensor = output.logits
         labels = batch["labels"][:, 1:].to(logits.device)
         right = (logits[:, :-1].argmax(-1) == labels).sum()
         sums = self.zeros(logits.device)
-        sums[0] = output.loss.double() * rows.targets
-        sums[1], sums[2] = right, rows.targets
+        sums[0] = output.loss.double() * part.targets
+        sums[1], sums[2] = right, part.targets
         return sums
+
+
+class Labelled(Objective):
+    """Say the labels of a task's examples.
+
+    Args:
+        model: The model, with the task's head.
+        task: The task; its lengths become the attention mask.
+    """
+
+    def __init__(self, model: nn.Module, task: Supervised) -> None:
+        super().__init__(model)
+        self._kind = task.kind
+        self._by_token = task.objective.startswith("token_") or task.objective == "causal_lm"
+        self._positions = _most_positions(model)
+        self.independent = not self._by_token
+
+    def batch(self, part: Examples) -> dict[str, torch.Tensor]:
+        """Return a model's arguments.
+
+        Raises:
+            ValueError: An example longer than the model's table of positions.
+        """
+        import torch
+
+        inputs, lengths = part.batch.inputs, part.batch.lengths
+        if self._positions is not None and inputs.shape[-1] > self._positions:
+            raise ValueError(
+                f"model.config.max_position_embeddings must be at least the length of every "
+                f"example, got {self._positions} and an example of {inputs.shape[-1]}"
+            )
+        if self._kind == "token_pairs":
+            arrays = {}
+            for side, prefix in enumerate(("", "pair_")):
+                longest = lengths[:, side].max()
+                arrays[f"{prefix}input_ids"] = inputs[:, side, :longest]
+                arrays[f"{prefix}attention_mask"] = _mask(lengths[:, side], longest)
+        else:
+            name = "input_ids" if self._kind == "tokens" else "input_values"
+            arrays = {name: inputs}
+            # a head without a mask would take zeros at the ends of tokens for padding
+            if self._kind == "tokens" or (lengths < inputs.shape[1]).any():
+                arrays["attention_mask"] = _mask(lengths, inputs.shape[1])
+        arrays["labels"] = self._labels(part)
+        return {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in arrays.items()}
+
+    def targets(self, part: Examples) -> int:
+        """Return how many labels count; none of a stand-in's does.
+
+        Raises:
+            ValueError: A part without labels, where there is no mean.
+        """
+        count = int(self._counted(self._labels(part)).sum())
+        if not count:
+            raise ValueError("a batch must have labels, got none; raise train.batch_size")
+        return count if part.counts else 0
+
+    def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Examples) -> torch.Tensor:
+        """Return what a validation adds up: loss, the metric's sum, targets."""
+        logits: torch.Tensor = output.logits
+        sums = self.zeros(logits.device)
+        if part.counts:
+            count = self.targets(part)
+            sums[0] = output.loss.double() * count
+            sums[1] = self._judge(logits, batch["labels"].to(logits.device))
+            sums[2] = count
+        return sums
+
+    def _labels(self, part: Examples) -> np.ndarray:
+        """Return the labels, those of padding marked as not counting."""
+        labels = part.batch.labels
+        if not self._by_token:
+            return labels
+        inside = np.arange(labels.shape[1]) < part.batch.lengths[:, None]
+        return np.where(inside, labels, np.array(self._nothing, labels.dtype))
+
+    def _counted(self, labels: np.ndarray) -> np.ndarray:
+        return labels != self._nothing
+
+    @property
+    def _nothing(self) -> float:
+        """A label that does not count."""
+        return IGNORED
+
+    @abstractmethod
+    def _judge(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the sum of what the metric is the mean of."""
+
+
+class Classification(Labelled):
+    """Say the class of each sequence, or of each token."""
+
+    metric = "accuracy"
+    higher = True
+    loss = "loss in nats"
+
+    def _judge(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (logits.argmax(-1) == labels).sum()
+
+
+class Regression(Labelled):
+    """Estimate the value of each sequence, or of each token."""
+
+    metric = "rmse"
+    loss = "mean squared error"
 
     def metrics(self, sums: torch.Tensor) -> dict[str, float | int]:
         """Return what a validation reports."""
-        loss, right, targets = sums.tolist()
-        return {
-            "validation_loss": loss / targets,
-            "validation_accuracy": right / targets,
-            "validation_targets": int(targets),
-        }
+        loss, squares, targets = sums.tolist()
+        return {"loss": loss / targets, "rmse": (squares / targets) ** 0.5, "targets": int(targets)}
+
+    def _counted(self, labels: np.ndarray) -> np.ndarray:
+        return ~np.isnan(labels)
+
+    @property
+    def _nothing(self) -> float:
+        return float("nan")
+
+    def _judge(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        error = logits.double().reshape(labels.shape) - labels
+        return error.nan_to_num().square().sum()
+
+
+class LabelledLM(Labelled):
+    """Predict the next token where the task asks for one."""
+
+    def _counted(self, labels: np.ndarray) -> np.ndarray:
+        return labels[:, 1:] != IGNORED
+
+    def _judge(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (logits[:, :-1].argmax(-1) == labels[:, 1:]).sum()
+
+
+def labelled(model: nn.Module, task: Supervised) -> Labelled:
+    """Return the objective of a task."""
+    if task.objective == "causal_lm":
+        return LabelledLM(model, task)
+    kind = Regression if task.objective.endswith("regression") else Classification
+    return kind(model, task)
+
+
+def _mask(lengths: np.ndarray, width: int) -> np.ndarray:
+    return (np.arange(width) < lengths[:, None]).astype(np.int64)
+
+
+def _most_positions(model: nn.Module) -> int | None:
+    """Return how many positions a model has embeddings of, None if it has no table of them."""
+    from torch import nn
+
+    tables = ("position_embeddings", "embed_positions", "wpe")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in tables:
+            return getattr(model.config, "max_position_embeddings", module.num_embeddings)
+    return None

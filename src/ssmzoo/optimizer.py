@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ssmzoo.plan import Plan
 from ssmzoo.recipe import TrainSection
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from torch.optim.lr_scheduler import LambdaLR
+    from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 
-def param_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict[str, Any]]:
+def param_groups(
+    model: nn.Module,
+    lr: float,
+    weight_decay: float,
+    groups: Mapping[str, Mapping[str, float]] | None = None,
+) -> list[dict[str, Any]]:
     """Return optimizer groups: the model's own if it declares them, else by the usual rule.
 
     The usual rule: tensors of two dimensions or more decay, vectors and scalars (norms, biases)
     do not, nor does what is marked ``_no_weight_decay``; frozen parameters are left out.
+
+    Raises:
+        LookupError: A group in ``groups``, what differs by the name of a group, that the model does
+            not declare.
     """
     declared: Callable[..., list[dict[str, Any]]] | None = getattr(model, "param_groups", None)
     if declared is not None:
-        return declared(lr=lr, weight_decay=weight_decay)
+        own = {"groups": groups} if groups else {}
+        return declared(lr=lr, weight_decay=weight_decay, **own)
+    if groups:
+        raise LookupError(
+            f"{type(model).__name__} has no parameter group {next(iter(groups))!r}; it has none"
+        )
     decay, others = [], []
     for parameter in model.parameters():
         if parameter.requires_grad:
             spared = parameter.ndim < 2 or getattr(parameter, "_no_weight_decay", False)
             (others if spared else decay).append(parameter)
-    groups = [
+    found = [
         {"params": decay, "lr": lr, "weight_decay": weight_decay},
         {"params": others, "lr": lr, "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]
+    return [group for group in found if group["params"]]
 
 
 def make_optimizer(
@@ -40,31 +55,81 @@ def make_optimizer(
     lr: float,
     weight_decay: float = 0.1,
     betas: tuple[float, float] = (0.9, 0.95),
+    groups: Mapping[str, Mapping[str, float]] | None = None,
 ) -> torch.optim.AdamW:
     """Return AdamW on :func:`param_groups`, e.g. for ``Trainer(optimizers=(optimizer, None))``."""
     import torch
 
-    groups = param_groups(model, lr, weight_decay)
-    kinds = {parameter.device.type for group in groups for parameter in group["params"]}
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=kinds <= {"cpu", "cuda"})
+    found = param_groups(model, lr, weight_decay, groups)
+    kinds = {parameter.device.type for group in found for parameter in group["params"]}
+    return torch.optim.AdamW(found, lr=lr, betas=betas, fused=kinds <= {"cpu", "cuda"})
 
 
-def make_schedule(optimizer: torch.optim.Optimizer, options: TrainSection) -> LambdaLR:
-    """Return the recipe's schedule, a linear warm-up and a cosine, over every group's own rate."""
-    from transformers import get_cosine_with_min_lr_schedule_with_warmup_lr_rate
+class Schedule:
+    """The rates of all groups: a warm-up, then a cosine, what they are, or falls at plateaus.
 
-    return get_cosine_with_min_lr_schedule_with_warmup_lr_rate(
-        optimizer,
-        num_warmup_steps=options.warmup_steps,
-        num_training_steps=options.total_steps,
-        min_lr_rate=options.min_lr_ratio,
-    )
+    Args:
+        optimizer: Its groups' rates are the peaks.
+        options: The recipe's.
+        plan: The run's steps.
+        higher: Whether more of the metric that :meth:`judge` is told is better.
+    """
 
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, options: TrainSection, plan: Plan, *, higher: bool
+    ) -> None:
+        from torch.optim import lr_scheduler
+        from transformers import get_cosine_with_min_lr_schedule_with_warmup_lr_rate
 
-def resume_schedule(schedule: LambdaLR, step: int) -> None:
-    """Set a new schedule, and the rates of its optimizer, to where they stand after a step."""
-    schedule.last_epoch = step
-    rates = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-    schedule._last_lr = [base * rate(step) for base, rate in rates]
-    for group, rate in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
-        group["lr"] = rate
+        self._optimizer = optimizer  # which replaces its groups when it loads
+        self._step, self._warmup = 0, plan.warmup
+        cosine = options.schedule == "cosine"
+        self._by_step: LambdaLR = get_cosine_with_min_lr_schedule_with_warmup_lr_rate(
+            optimizer,
+            num_warmup_steps=plan.warmup,
+            num_training_steps=plan.total,
+            # a cosine that ends where it begins is constant
+            min_lr_rate=options.min_lr_ratio if cosine else 1.0,
+        )
+        self._plateau: ReduceLROnPlateau | None = None
+        if options.patience is not None and options.factor is not None:
+            self._plateau = lr_scheduler.ReduceLROnPlateau(
+                optimizer,
+                mode="max" if higher else "min",
+                factor=options.factor,
+                patience=options.patience,
+                eps=0,
+            )
+
+    def step(self) -> None:
+        """Set the rates of the next step, after each step of the optimizer."""
+        self._step += 1
+        if self._plateau is None or self._step <= self._warmup:
+            self._by_step.step()
+
+    def judge(self, value: float) -> None:
+        """Lower the rates if a validation's metric has reached a plateau, once warm."""
+        if self._plateau is not None and self._step >= self._warmup:
+            self._plateau.step(value)
+
+    def state(self) -> dict[str, Any]:
+        """Return, as JSON, what the steps taken do not tell."""
+        if self._plateau is None:
+            return {}
+        best, bad = self._plateau.best, self._plateau.num_bad_epochs
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        return {"best": float(best), "bad": bad, "rates": rates}
+
+    def restore(self, step: int, state: dict[str, Any]) -> None:
+        """Continue after a step from what :meth:`state` returned."""
+        self._step = step
+        by_step = self._by_step
+        by_step.last_epoch = step if self._plateau is None else min(step, self._warmup)
+        factors = [rate(by_step.last_epoch) for rate in by_step.lr_lambdas]
+        rates = [base * factor for base, factor in zip(by_step.base_lrs, factors, strict=True)]
+        by_step._last_lr = rates
+        if self._plateau is not None:
+            rates = state["rates"]
+            self._plateau.best, self._plateau.num_bad_epochs = state["best"], state["bad"]
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from ssmzoo.tokenizer import Encoder
+
+Part = TypeVar("Part", covariant=True)
 
 IGNORED = -100
 TASK_BLOCK = 1024
@@ -28,15 +30,20 @@ class Rows(NamedTuple):
     starts: np.ndarray  # [n, L] bool, True where a document, or its continuation, begins
 
     @property
+    def tokens(self) -> int:
+        """How many tokens are read."""
+        return self.input_ids.size
+
+    @property
     def targets(self) -> int:
         """How many tokens are predicted."""
         return int((self.labels[:, 1:] != IGNORED).sum())
 
 
-class RowSource(Protocol):
-    """An endless supply of rows."""
+class RowSource(Protocol[Part]):
+    """An endless supply of rows, or of what else a micro-batch is made of."""
 
-    def take(self, n: int) -> Rows:
+    def take(self, n: int) -> Part:
         """Return this process's next ``n`` rows."""
         ...
 
@@ -46,6 +53,18 @@ class RowSource(Protocol):
 
     def seek(self, position: dict[str, Any]) -> None:
         """Continue from a position of the same source."""
+        ...
+
+
+class Parts(Protocol[Part]):
+    """Some micro-batches, every time the same."""
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        ...
+
+    def __iter__(self) -> Iterator[Part]:
+        """Return them in order."""
         ...
 
 

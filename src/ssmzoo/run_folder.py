@@ -9,21 +9,22 @@ import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from ssmzoo.checkpoint import CONTENTS, newest_checkpoint, read_metrics
+from ssmzoo.checkpoint import CONTENTS, checkpoint_of, newest_checkpoint, read_metrics, step_of
 from ssmzoo.curves import draw_curves
 from ssmzoo.files import write_folder, write_json, write_text
 from ssmzoo.machine import installed_versions
 from ssmzoo.portable import portable, portable_command
 from ssmzoo.recipe import Recipe, load_recipe
+from ssmzoo.results import Results, Score, weights_revision, write_results
 
 # what a run that was killed before it began may have left
 _DONT_COUNT = re.compile(r"\.lock|cache|\..+\.(unfinished|replaced)")
 _DRAW_SECONDS = 30  # at least, between two pictures of one run
 _PACKAGES = ("ssmzoo", "torch", "transformers", "accelerate", "datasets", "numpy")
-_MAY_CHANGE = {"train.steps", "train.tokens"}
-_DATA_FACTS = ("source", "config", "revision", "documents", "tokens", "digest")
+_MAY_CHANGE = {"train.steps", "train.tokens", "train.epochs"}
+_DATA_FACTS = ("source", "config", "revision", "documents", "tokens", "examples", "digest")
 _NOT_OF_THE_MODEL = {CONTENTS, "optimizer.safetensors", "state.json"}
 
 
@@ -41,7 +42,7 @@ class RunFolder:
         """Return the checkpoint to continue from, None to begin; nothing is written.
 
         Raises:
-            ValueError: The folder holds something else than a run that may be continued.
+            ValueError: The folder holds something else than a run that may be continued so.
             RuntimeError: The newest checkpoint is damaged.
         """
         if all(_DONT_COUNT.fullmatch(path.name) for path in self.path.iterdir()):
@@ -57,7 +58,10 @@ class RunFolder:
                 f"output_dir must hold a run to resume, got {self.path} without recipe.yaml"
             )
         _require_same(load_recipe(begun), recipe)
-        return newest_checkpoint(self.checkpoints)
+        newest = newest_checkpoint(self.checkpoints)
+        if newest is not None:
+            _require_more(recipe, step_of(newest))
+        return newest
 
     def manifest(self) -> dict[str, Any] | None:
         """Return what the run found its data to be when it began."""
@@ -80,16 +84,20 @@ class RunFolder:
         }
         write_json(self.path / "run.json", described)
 
-    def draw(self, title: str, *, now: bool = False) -> None:
+    def draw(self, title: str, loss: str, *, now: bool = False) -> None:
         """Draw the curves, if that was not done a moment ago, or ``now``."""
         if now or time.perf_counter() - self._drawn > _DRAW_SECONDS:
-            draw_curves(self.metrics, self.path / "loss.png", title=title)
+            draw_curves(self.metrics, self.path / "loss.png", title=title, loss=loss)
             self._drawn = time.perf_counter()
 
-    def finish(self, **facts: float | int) -> None:
-        """Write ``model/`` from the last checkpoint, and what the run came to into ``run.json``."""
+    def final(self, best: int | None) -> Path:
+        """Return the checkpoint that becomes the model: that of the step ``best``, or the last."""
         final = newest_checkpoint(self.checkpoints)
         assert final is not None
+        return final if best is None else checkpoint_of(self.checkpoints, best)
+
+    def finish(self, final: Path, **facts: Any) -> None:
+        """Write ``model/`` from a checkpoint, and what the run came to into ``run.json``."""
 
         def write(folder: Path) -> None:
             for path in final.iterdir():
@@ -98,17 +106,32 @@ class RunFolder:
 
         write_folder(self.path / "model", write)
         described = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
-        lines = read_metrics(self.metrics)
-        described["finished"] = {
-            "date": _now(),
-            **facts,
-            **{
-                key: next((line[key] for line in reversed(lines) if key in line), None)
-                for key in ("loss", "validation_loss", "validation_accuracy")
-            },
-        }
+        last = {k: v for line in read_metrics(self.metrics) for k, v in line.items()}
+        keys = ["loss", "validation_loss", "validation_accuracy"]
+        if "validation_rmse" in last:
+            keys[2] = "validation_rmse"
+        described["finished"] = {"date": _now(), **facts, **{key: last.get(key) for key in keys}}
         write_json(self.path / "run.json", described)
         shutil.rmtree(self.cache, ignore_errors=True)
+
+    def write_results(self, score: Score, model_type: str, parameters: int) -> None:
+        """Write ``results.json``: what ``ssmzoo eval`` writes, with the score of a test split."""
+        described = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+        results: Results = {
+            "model": {
+                "name": self.path.name,
+                "source": f"{self.path.name}/model",
+                "revision": weights_revision(self.path / "model"),
+                "model_type": model_type,
+                "parameters": parameters,
+            },
+            "results": [cast("Score", portable(score))],
+            "versions": described["versions"],
+            "hardware": described["hardware"],
+            "date": described["finished"]["date"],
+            "command": described["command"],
+        }
+        write_results(self.path / "results.json", results)
 
 
 def _require_same(begun: Recipe, now: Recipe) -> None:
@@ -121,6 +144,17 @@ def _require_same(begun: Recipe, now: Recipe) -> None:
                     f"{name} must stay as the run began to resume it, {before[field]!r}, "
                     f"got {value!r}; start a new run to change it"
                 )
+
+
+def _require_more(recipe: Recipe, done: int) -> None:
+    """Refuse an end that lies behind the checkpoint."""
+    total = recipe.train.total_steps
+    if total is not None and total < done:
+        name = "steps" if recipe.train.steps is not None else "tokens"
+        raise ValueError(
+            f"train.{name} must give at least the {done} steps that the run has done, got "
+            f"{total}; raise it, or start a new run"
+        )
 
 
 def _now() -> str:

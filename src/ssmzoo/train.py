@@ -30,13 +30,15 @@ def train(
 
     The folder holds ``recipe.yaml``, ``run.json``, ``data.json``, ``metrics.jsonl``, ``loss.png``,
     ``checkpoints/`` and, at the end, ``model/``, which AutoModelForCausalLM and AutoTokenizer load.
+    A supervised task's model has the head for the task, which the Auto class for it loads; the
+    score of the test split is in ``run.json`` and ``results.json``.
 
     Args:
         recipe: A YAML file, the name of a shipped recipe, or a recipe.
         output_dir: The run's folder.
         resume: Continue the run that is there from its newest checkpoint; begin it where there is
-            none. Only ``train.steps`` or ``train.tokens``, ``eval``, ``checkpoint`` and ``log``
-            may differ from the recipe that it began with.
+            none. Only ``train.steps``, ``train.tokens`` or ``train.epochs``, ``eval``,
+            ``checkpoint`` and ``log`` may differ from the recipe that it began with.
         overrides: ``section.field=value``; they win over the recipe.
 
     Raises:
