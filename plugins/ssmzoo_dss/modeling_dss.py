@@ -19,6 +19,7 @@ from transformers import initialization as init
 
 from ssmzoo.modeling import (
     Dropout,
+    Dynamics,
     LayerState,
     Linear,
     SSMForCausalLM,
@@ -32,7 +33,7 @@ from ssmzoo.modeling import (
 from ssmzoo_kernels import diagonal_step, fft_conv
 
 from .configuration_dss import DSSConfig
-from .kernel import CLIP, Modes, initial_eigenvalues, modes_of
+from .kernel import CLIP, Modes, exponents, initial_eigenvalues, modes_of
 
 _SSM_PARAMETERS = ("log_dt", "Lambda", "Lambda_log_neg_re", "Lambda_im", "W")
 
@@ -161,6 +162,23 @@ class DSSMixer(SSMMixer):
         """Return the filters for an input of some length, ``[C, H, K]``; backward ones last."""
         cap = self.config.max_kernel_length
         return self.modes(length).kernel(length if cap is None else min(length, cap))
+
+    def dynamics(self, hidden_states: Tensor) -> Dynamics:
+        """Return kernels, ``exp(dt lambda)`` and time steps; all channels of a feature in a row."""
+        length = hidden_states.shape[1]
+        modes = self.modes(length)
+        kernel = modes.kernel(self._taps(modes, length, None, None)).transpose(0, 1)  # [H, C, K]
+        channels = self.config.channels
+        future = None
+        if self.config.bidirectional:
+            future = kernel[:, channels:].flatten(0, 1)
+        poles = torch.exp(exponents(self.eigenvalues(), self.log_dt))
+        return Dynamics(
+            kernel=kernel[:, :channels].flatten(0, 1),
+            future_kernel=future,
+            poles=poles,
+            time_steps=self.log_dt.exp(),
+        )
 
     def _convolve(
         self, u: Tensor, state: LayerState, lengths: Tensor | None, cu_seqlens: Tensor | None

@@ -565,6 +565,17 @@ def test_the_reflected_softmax_is_the_printed_one(growing):
     assert relative(filters(lam, log_dt, w), expected) <= 1e-12
 
 
+def test_the_softmax_is_the_inverse_transform_of_claim_one():
+    lam, log_dt, w = draw("mixed", channels=1)
+    values, length = oracle.as_complex(lam.numpy()), 11
+    c = oracle.exponents(values, log_dt.numpy())
+    r = -np.exp(-c)
+    roots = np.exp(-2j * np.pi * np.arange(length) / length)
+    rows = np.fft.ifft((r[..., None] + 1) / (r[..., None] + roots))  # [H, N, L]
+    expected = np.einsum("chn,hnl->chl", oracle.as_complex(w.numpy()) / values, rows).real
+    assert relative(filters(lam, log_dt, w), expected) <= 1e-12
+
+
 @pytest.mark.parametrize("growing", ["none", "all", "mixed"])
 def test_the_gradient_of_the_kernel_is_that_of_its_values(growing):
     inputs = [x.requires_grad_() for x in draw(growing, features=2, modes=2, channels=1)]
