@@ -19,6 +19,7 @@ from transformers import initialization as init
 from ssmzoo.modeling import (
     CausalConv1d,
     Dropout,
+    Dynamics,
     LayerState,
     Linear,
     RMSNorm,
@@ -42,7 +43,7 @@ from .configuration_rtf import RTFConfig
 from .decoding import Deployment, Kept, Recurrence
 from .filters import SMALLEST_SUM, deployed_numerator, initial_coefficients, montel
 from .implicit import implicit_kernel
-from .stability import check_filters, poles_outside, spectral_radius
+from .stability import SMALL_ORDER, check_filters, poles, poles_outside, spectral_radius
 
 FILTER_NORM_EPS = 1e-6
 
@@ -105,6 +106,7 @@ class RTFMixer(SSMMixer):
             self.out_proj.ends_mixer = True  # pyright: ignore[reportArgumentType]
         elif config.block == "s4":
             self.out_proj = Linear(width, 2 * width)
+        self.block = config.block
         self._kept = Kept()
 
     def forward(
@@ -117,8 +119,7 @@ class RTFMixer(SSMMixer):
         """
         dtype = hidden_states.dtype
         exact = torch.promote_types(torch.float32, dtype)
-        block = self.config.block
-        if block == "hyena":
+        if self.block == "hyena":
             wide, conv = self.short_conv(self.in_proj(hidden_states), state.get("conv"), cu_seqlens)
             state.put("conv", conv)
             x0, x1, v = wide.to(exact).chunk(3, dim=-1)  # [B, L, D] each
@@ -127,7 +128,7 @@ class RTFMixer(SSMMixer):
                 return self.out_proj(y.to(dtype))
             return self.out_proj(F.gelu(self.down_proj(self.filter_norm(y))))
         y = self.filtered(hidden_states.to(exact), state, cu_seqlens)
-        if block == "filter":
+        if self.block == "filter":
             return y.to(dtype)
         y = self.dropout(F.gelu(y), cu_seqlens).to(dtype)
         return F.glu(self.out_proj(y), dim=-1)
@@ -152,9 +153,7 @@ class RTFMixer(SSMMixer):
         """Return a after the constraint, ``[A, n]``; bidirectional ``[2 A, n]``."""
         if self.config.denominator_constraint == "none":
             return self.a
-        # in float64: the slack's gradient is a sum of which most cancels
-        a, slack = self.a.double(), self.montel_slack.double()
-        return montel(a, slack, self.config.constraint_margin).to(self.a.dtype)
+        return montel(self.a, self.montel_slack, self.config.constraint_margin)
 
     def gain(self) -> Tensor:
         """Return the direct gain h0, ``[D]``; bidirectional ``[2 D]``."""
@@ -183,6 +182,27 @@ class RTFMixer(SSMMixer):
         trunc_len = config.trunc_len if config.kernel_mode == "truncated" else None
         a = self.denominators()
         return rational_kernel(a, self.b, taps, mode=config.kernel_mode, trunc_len=trunc_len)
+
+    def dynamics(self, hidden_states: Tensor) -> Dynamics:
+        """Return kernels, and of every denominator its poles, their radius and how many are out.
+
+        Poles themselves only up to order 128; the count is that of the winding test.
+        """
+        kernel, future = self.kernel(hidden_states.shape[1]), None
+        if self.config.bidirectional:
+            kernel, future = kernel.chunk(2)
+            ahead = self.gain().chunk(2)[1]
+            future = future + F.pad(ahead[:, None], (0, future.shape[1] - 1))
+        if self.config.filter == "implicit":
+            return Dynamics(kernel=kernel)
+        a = self.denominators()
+        return Dynamics(
+            kernel=kernel,
+            future_kernel=future,
+            poles=poles(a) if a.shape[1] <= SMALL_ORDER else None,
+            radius=spectral_radius(a),
+            outside=poles_outside(a),
+        )
 
     def set_filters(self, a: Tensor, b: Tensor, h0: Tensor) -> None:
         """Take over filters given by their coefficients, the constraint undone.
@@ -228,8 +248,7 @@ class RTFMixer(SSMMixer):
         """
         config = self.config
         parameters = [p for p in self._parameters.values() if p is not None]
-        settings = (config.kernel_mode, config.trunc_len, config.decode_mode)
-        settings += (config.constraint_margin, config.legacy_double_h0)
+        settings = (config.decode_mode, config.trunc_len)
         kept = self._kept.get(parameters, settings, self._deploy)
         if torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
             return self._deployed(kept.recurrent, kept.windowed, kept.recurrence is None)
