@@ -236,6 +236,40 @@ def test_registered_ops_pass_opcheck_and_compile_without_a_break(mixed):
         close(got, expected, 1e-13)
 
 
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_compiled_graphs_keep_every_conjugate(compiler, batch):
+    weight, exponent, back = draw(batch=(batch,))
+    u = torch.randn(batch, 3, 20, dtype=torch.float64)
+    ops = torch.ops.ssmzoo
+
+    # each a node of the graph: a lazy conjugate inside one of them would be forgotten
+    def nodes(weight, exponent, u):
+        kernel = ops.vandermonde(weight.conj(), exponent * 2, 20, 1, 2, back, "eager")
+        state = ops.vandermonde_state(u, exponent.conj(), 1, back, "eager")
+        return (
+            kernel,
+            state,
+            *ops.vandermonde_backward(kernel, weight, exponent, 1, 2, back, "eager"),
+            *ops.vandermonde_state_backward(state.conj(), u, exponent, 1, back, "eager"),
+        )
+
+    compiled = torch.compile(nodes, fullgraph=True, backend=compiler)
+    expected = nodes(weight, exponent, u)
+    for got, wanted in zip(compiled(weight, exponent, u), expected, strict=True):
+        close(got, wanted, 1e-13)
+
+    def layer(u, weight, exponent):
+        state = vandermonde_state(torch.tanh(u), exponent, reversed=back).conj()
+        return vandermonde(state * weight, exponent, 20, reversed=back)
+
+    leaves = (u.transpose(1, 2), weight, exponent)
+    compiled = torch.compile(layer, fullgraph=True, backend=compiler)
+    pairs = zip(results(compiled, leaves), results(layer, leaves), strict=True)
+    for got, wanted in pairs:
+        close(got, wanted, 1e-13)
+
+
 def test_nothing_to_sum_gives_nothing_or_zeros():
     weight, exponent, _ = draw()
     assert vandermonde(weight, exponent, 0).shape == (3, 0)

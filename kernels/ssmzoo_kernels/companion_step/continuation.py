@@ -57,7 +57,8 @@ def by_state(state: Tensor, coefficients: Tensor) -> Tensor:
     """
     order = state.shape[2]
     size = fast_size(2 * order)
-    hat = _per_group(torch.fft.rfft(state, n=size).conj(), torch.fft.rfft(coefficients, n=size))
+    mirrored = torch.fft.rfft(state, n=size).conj_physical()
+    hat = _per_group(mirrored, torch.fft.rfft(coefficients, n=size))
     return torch.fft.irfft(hat, n=size)[..., :order]
 
 

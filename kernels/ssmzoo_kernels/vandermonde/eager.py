@@ -1,4 +1,8 @@
-"""Sums of exponentials as products of small tables, by torch."""
+"""Sums of exponentials as products of small tables, by torch.
+
+Conjugates are written out: inside a registered op that a compiled graph calls, torch 2.13 forgets
+the lazy ones.
+"""
 
 import torch
 from torch import Tensor
@@ -19,7 +23,8 @@ def synthesize(weight: Tensor, exponent: Tensor, lags: Lags) -> Tensor:
                 left = (weight[0, h, None, None] * rows).to(weight.dtype)
             else:
                 left = weight[:, h].transpose(0, 1).unsqueeze(2) * rows.to(weight.dtype)
-            product = _flat(left.conj()) @ _flat(table.columns.to(weight.dtype)).transpose(1, 2)
+            columns = _flat(table.columns.to(weight.dtype))
+            product = _flat(left.conj_physical()) @ columns.transpose(1, 2)
             block = product.view(-1, batch, table.count)  # [h, B, M Q]
             out[:, h, table.begin : table.begin + table.count] = block.transpose(0, 1)
     return out
@@ -61,7 +66,7 @@ def analyze(g: Tensor, exponent: Tensor, lags: Lags, moment: bool) -> tuple[Tens
 
 def _flat(x: Tensor) -> Tensor:
     """Return complex numbers as pairs of real ones, ``[h, rows, 2 N]``."""
-    pairs = torch.view_as_real(x.resolve_conj())
+    pairs = torch.view_as_real(x)
     return pairs.reshape(x.shape[0], -1, 2 * x.shape[-1])
 
 

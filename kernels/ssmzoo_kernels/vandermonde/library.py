@@ -154,7 +154,7 @@ def _analyze_backward(
         run = _backend(backend)
         moments = run.analyze(u, exponent, lags, True)[1]
         grad_u = run.synthesize(grad.conj_physical(), exponent, lags)
-        return grad_u, (grad * moments.conj()).sum(0).to(exponent.dtype)
+        return grad_u, (grad * moments.conj_physical()).sum(0).to(exponent.dtype)
 
 
 @_analyze_backward.register_fake
