@@ -3,18 +3,22 @@
 The judge is ``tests/oracles/rtf.py``, float64 numpy from the paper alone.
 """
 
+import copy
 import importlib.util
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from ssmzoo.modeling.cache import LayerState
 from ssmzoo.testing import FamilyConformance
 from ssmzoo_kernels import rational_kernel
 from ssmzoo_rtf import FAMILY
+from ssmzoo_rtf.filters import from_taps
 
 ORACLE = Path(__file__).parents[1] / "oracles" / "rtf.py"
 _spec = importlib.util.spec_from_file_location("rtf_oracle", ORACLE)
@@ -28,6 +32,7 @@ S4_TRUNCATED = {**S4, "kernel_mode": "truncated", "trunc_len": 40}
 HYENA_TRUNCATED = {**HYENA, "kernel_mode": "truncated", "trunc_len": 40}
 ALL = [S4, HYENA, S4_TRUNCATED, HYENA_TRUNCATED]
 NAMES = ["s4", "hyena", "s4-truncated", "hyena-truncated"]
+IMPLICIT = {"block": "hyena", "filter": "implicit", "trunc_len": 20}
 SSM = ("a", "b", "D", "montel_slack")
 
 
@@ -46,6 +51,52 @@ class TestRTFS4(FamilyConformance):
 class TestRTFTruncated(FamilyConformance):
     family = replace(FAMILY, tiny={**FAMILY.tiny, "kernel_mode": "truncated", "trunc_len": 64})
     oracle = staticmethod(oracle.logits)
+
+
+def implicit_taps(weights, config, prefix):
+    """Hyena's filter, equation by equation: [D, M] with the direct gain."""
+    taps, bands = config["trunc_len"], (config["implicit_features"] - 1) // 2
+    t = np.arange(taps)
+    time = t / (taps - 1)
+    waves = np.exp(-2j * np.pi / taps * t[:, None] * np.linspace(1e-4, bands - 1, bands))
+    x = np.concatenate([time[:, None], waves.real, waves.imag], axis=1)
+    omega = weights[prefix + "implicit_frequency"]
+    layers = [(weights[prefix + "implicit_in"], weights[prefix + "implicit_in_bias"])]
+    hidden = (weights[prefix + "implicit_hidden"], weights[prefix + "implicit_hidden_bias"])
+    for weight, bias in [*layers, *zip(*hidden, strict=True)]:
+        x = np.sin(omega * (x @ weight.T + bias))
+    out = weights[prefix + "implicit_out"]
+    slow, fast = config["implicit_slow_decay"], config["implicit_fast_decay"]
+    rates = np.linspace(np.log(100) / slow, np.log(100) / fast, len(out))
+    kernel = out @ x.T * np.exp(-rates[:, None] * time)
+    kernel[:, 0] += weights[prefix + "D"]
+    return kernel
+
+
+def hyena_logits(weights, config, input_ids):
+    """Plain Hyena: implicit filters, no norm, a square projection."""
+    weights = {name: np.asarray(x, dtype=np.float64) for name, x in weights.items()}
+    x = weights["model.embed_tokens.weight"][input_ids]
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        prefix = layer + "mixer."
+        h = oracle.norm(weights, config, layer + "norm", x)
+        h = oracle.linear(weights, prefix + "in_proj", h)
+        x0, x1, v = np.split(oracle.short_conv(h, weights, prefix + "short_conv"), 3, axis=-1)
+        y = oracle.convolution(v * x1, implicit_taps(weights, config, prefix)) * x0
+        x = x + oracle.linear(weights, prefix + "out_proj", y)
+    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    return oracle.norm(weights, config, "model.norm", x) @ head.T
+
+
+class TestHyena(FamilyConformance):
+    tiny = {"mixer_rank": None, "trunc_len": 12, "implicit_features": 5, "implicit_width": 6}
+    family = replace(
+        FAMILY,
+        tiny={**FAMILY.tiny, **IMPLICIT, **tiny},
+        lora_targets=("in_proj", "out_proj"),
+    )
+    oracle = staticmethod(hyena_logits)
 
 
 def relative(got, expected):
@@ -123,7 +174,7 @@ def cut(model, input_ids, *cuts):
     return torch.cat(out, dim=1)
 
 
-# --- the oracle --------------------------------------------------------------------------------
+# --- the oracle ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("constraint", ["none", "l1_montel"])
@@ -166,7 +217,7 @@ def test_a_channel_reads_the_denominator_of_its_group(denominators):
 def test_decoding_token_by_token_equals_one_pass(fields, length):
     input_ids = tokens(2, length)
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
-        model = build(dtype, **fields)
+        model = build(dtype, loud=dtype == torch.float64, **fields)
         expected = judged(model, input_ids)
         assert relative(whole(model, input_ids), expected) <= tolerance
         assert relative(cut(model, input_ids, *range(1, length)), expected) <= tolerance
@@ -351,7 +402,7 @@ def test_a_bidirectional_model_has_no_cache_and_does_not_generate():
         build(**S4, bidirectional=True).generate(tokens(1, 4), max_new_tokens=2)
 
 
-# --- golden check 21: the published kernel --------------------------------------------------------
+# --- golden check 21: the published kernel -------------------------------------------------------
 
 
 @pytest.mark.parametrize("init", ["zeros", "xavier", "montel"])
@@ -382,7 +433,7 @@ def test_a_shorter_input_meets_a_prefix_of_one_fixed_kernel(fields):
         assert relative(whole(model, input_ids[:, :length]), long[:, :length]) <= 1e-10
 
 
-# --- golden check 22: precision -------------------------------------------------------------------
+# --- golden check 22: precision ------------------------------------------------------------------
 
 
 def filter_state_dtypes(cache):
@@ -415,7 +466,7 @@ def test_autocast_does_not_touch_the_filter(fields):
     assert filter_state_dtypes(cache) == {torch.float32}
 
 
-# --- golden check 24: sizes -----------------------------------------------------------------------
+# --- golden check 24: sizes ----------------------------------------------------------------------
 
 
 def count(model):
@@ -449,3 +500,442 @@ def test_a_new_filter_with_zero_coefficients_passes_its_input_on():
             assert not value.any()
         elif name.endswith("mixer.D"):
             assert (value == 1).all()
+
+
+# --- what decoding keeps between calls -----------------------------------------------------------
+
+
+def decoded(model, input_ids=None):
+    """Logits of decoding, with whatever the model has kept."""
+    return cut(model, tokens(1, 12) if input_ids is None else input_ids, *range(3, 12))
+
+
+def changed_by_optimizer(model, other):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(tokens(2, 9), labels=tokens(2, 9)).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model
+
+
+def changed_in_place(model, other):
+    with torch.no_grad():
+        for parameter in model.model.layers[0].mixer.parameters(recurse=False):
+            parameter.mul_(-1.5)
+    return model
+
+
+def changed_by_loading(model, other):
+    model.load_state_dict(other.state_dict())
+    return model
+
+
+def changed_by_assigning(model, other):
+    model.load_state_dict(copy.deepcopy(other.state_dict()), assign=True)
+    return model
+
+
+def changed_parameter(model, other):
+    for layer in model.model.layers:
+        layer.mixer.D = torch.nn.Parameter(layer.mixer.D.detach() + 1)
+    return model
+
+
+@pytest.mark.parametrize("fields", [*ALL, IMPLICIT], ids=[*NAMES, "implicit"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        changed_by_optimizer,
+        changed_in_place,
+        changed_by_loading,
+        changed_by_assigning,
+        changed_parameter,
+    ],
+)
+def test_decoding_follows_every_change_of_the_parameters(fields, change):
+    model = build(**fields)
+    other = build(**fields)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.01 * torch.randn_like(parameter))
+    before = decoded(model)
+    model = change(model, other)
+    after = decoded(model)
+    assert relative(after, before) > 1e-4
+    fresh = FAMILY.causal_lm_class(model.config).double().eval()
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(decoded(fresh), after)
+
+
+@pytest.mark.parametrize("fields", [S4_TRUNCATED, IMPLICIT], ids=["rational", "implicit"])
+def test_decoding_follows_casts_copies_and_pickles(fields):
+    model = build(torch.float32, **fields)
+    before = decoded(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(decoded(other), before)
+        changed_in_place(other, None)
+        assert not torch.equal(decoded(other), before)
+        assert torch.equal(decoded(model), before)
+    exact = decoded(model.double())
+    assert relative(exact, judged_any(model, tokens(1, 12))) <= 1e-10
+
+
+def judged_any(model, input_ids):
+    logits = hyena_logits if model.config.filter == "implicit" else oracle.logits
+    return logits(arrays(model), model.config.to_dict(), input_ids.numpy())
+
+
+@pytest.mark.parametrize("fields", [*ALL, IMPLICIT], ids=[*NAMES, "implicit"])
+def test_filters_deployed_once_serve_all_tokens(fields, monkeypatch):
+    model, made = build(**fields), []
+    mixer = type(model.model.layers[0].mixer)
+    deploy = mixer._deploy
+    monkeypatch.setattr(mixer, "_deploy", lambda self: made.append(1) or deploy(self))
+    decoded(model)
+    decoded(model)
+    assert len(made) == 2  # layers
+    with torch.no_grad():
+        model.model.layers[1].mixer.D.add_(1)
+    decoded(model)
+    assert len(made) == 3
+
+
+def test_decoding_under_inference_mode_leaves_a_model_that_trains():
+    for fields in (S4, HYENA_TRUNCATED, IMPLICIT):
+        model, input_ids = build(**fields), tokens(1, 12)
+        with torch.inference_mode():
+            first = model(input_ids[:, :8], use_cache=True)
+            model(input_ids[:, 8:9], past_key_values=first.past_key_values)
+        first = model(input_ids[:, :8], use_cache=True)
+        rest = model(input_ids[:, 8:], past_key_values=first.past_key_values)
+        rest.logits.square().sum().backward()
+        expected = judged_any(model, input_ids)[:, 8:]
+        assert relative(rest.logits.detach(), expected) <= 1e-10
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+# --- which way a filter decodes ------------------------------------------------------------------
+
+
+def states(model, input_ids):
+    return {name: x.shape for name, x in run(model, input_ids)[1].layers[0].states.items()}
+
+
+@pytest.mark.parametrize("fields", [S4_TRUNCATED, HYENA_TRUNCATED], ids=NAMES[2:])
+def test_fir_decoding_is_the_trained_window_at_any_length(fields):
+    model = build(**{**fields, "trunc_len": 16}, decode_mode="fir")
+    input_ids = tokens(1, 50)
+    expected = judged(model, input_ids)
+    assert relative(whole(model, input_ids), expected) <= 1e-10
+    assert relative(cut(model, input_ids, *range(5, 50)), expected) <= 1e-10
+    assert relative(cut(model, input_ids, 2, 17, 18, 40), expected) <= 1e-10
+    assert states(model, input_ids)["inputs"] == (1, 15, 12)
+
+
+@pytest.mark.parametrize("fields", [S4_TRUNCATED, HYENA_TRUNCATED], ids=NAMES[2:])
+def test_stable_filters_ring_out_where_their_window_ends(fields):
+    model = build(**{**fields, "trunc_len": 16})
+    input_ids = tokens(1, 40)
+    expected = judged(model, input_ids, "recurrence")
+    assert relative(cut(model, input_ids, *range(5, 40)), expected) <= 1e-10
+    assert relative(cut(model, input_ids, 3, 30, 31), expected) <= 1e-10
+    assert relative(whole(model, input_ids), expected) > 1e-6  # it is cut off there
+    assert relative(whole(model, input_ids[:, :16]), expected[:, :16]) <= 1e-10
+
+
+def test_each_channel_decodes_in_the_way_that_its_denominator_allows():
+    model = unstable(torch.float64, S4_TRUNCATED)
+    found = states(model, tokens(2, 9))
+    assert found["ring"] == (2, 8, 6)  # two of three groups of four channels
+    assert found["inputs"] == (2, 31, 4)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mixer.a[1:] = layer.mixer.a[0]
+    assert states(model, tokens(2, 9)) == {"inputs": (2, 31, 12)}
+    stable = states(build(**S4_TRUNCATED), tokens(2, 9))
+    assert stable == {"ring": (2, 12, 6), "position": (2,)}
+
+
+@pytest.mark.parametrize("mode", ["exact", "recurrent"])
+def test_a_growing_recurrence_is_said_with_layer_row_and_radius(mode):
+    model = unstable(torch.float64, S4_TRUNCATED)
+    model.config.decode_mode = "recurrent"
+    if mode == "exact":
+        fields = {**S4, "denominator_constraint": "none"}
+        weights = model.state_dict()
+        model = build(**fields)
+        model.load_state_dict(weights)
+    message = r"layer [01]: 1 of 3 .* \(denominator 0: 2, the farthest at radius 1\.3\)"
+    with pytest.warns(RuntimeWarning, match=message) as caught:
+        run(model, tokens(1, 5))
+    assert len(caught) == 2  # a layer
+
+
+@pytest.mark.parametrize(("name", "what"), [("a", "denominator"), ("b", "numerator")])
+def test_a_coefficient_that_is_not_finite_is_named(name, what):
+    model = build(**S4, denominator_constraint="none")
+    with torch.no_grad():
+        getattr(model.model.layers[0].mixer, name)[2, 1] = torch.nan
+    with pytest.raises(ValueError, match=f"{what} 2 must be finite, got nan"):
+        run(model, tokens(1, 5))
+
+
+# --- filters set by hand, and how they start -----------------------------------------------------
+
+
+@pytest.mark.parametrize("constraint", ["none", "l1_montel"])
+def test_a_filter_of_given_taps_is_exactly_these(constraint):
+    fields = {**S4, "block": "filter", "denominator_constraint": constraint, "norm_type": "none"}
+    mixer = build(**fields).model.layers[0].mixer
+    taps = torch.randn(12, 7, dtype=torch.float64)
+    mixer.set_filters(*from_taps(taps, 3))
+    u = torch.zeros(1, 20, 12, dtype=torch.float64)
+    u[:, 4] = 1
+    with torch.no_grad():
+        y = mixer(u, LayerState())[0]
+    assert not y[:4].abs().max() > 1e-14
+    assert relative(y[4:11].T, taps) <= 1e-12
+    assert y[11:].abs().max() <= 1e-14
+
+
+def test_a_delay_is_a_single_coefficient():
+    fields = {**S4, "block": "filter", "denominator_constraint": "none", "norm_type": "none"}
+    mixer = build(**fields).model.layers[0].mixer
+    for j in (1, 4, 6):
+        b = torch.zeros(12, 6)
+        b[:, j - 1] = 1
+        mixer.set_filters(torch.zeros(3, 6), b, torch.zeros(12))
+        u = torch.randn(1, 30, 12, dtype=torch.float64)
+        with torch.no_grad():
+            y = mixer(u, LayerState())
+        assert relative(y[:, j:], u[:, :-j]) <= 1e-12
+
+
+@pytest.mark.parametrize("fields", [S4, HYENA, {**HYENA, "legacy_double_h0": True}])
+def test_set_filters_undoes_the_constraint_and_the_double_gain(fields):
+    mixer = build(**fields).model.layers[0].mixer
+    noise = torch.randn(mixer.a.shape, dtype=torch.float64)
+    a = 0.9 * noise / noise.abs().sum(1, keepdim=True)
+    b, h0 = torch.randn_like(mixer.b), torch.randn_like(mixer.D)
+    mixer.set_filters(a, b, h0)
+    assert relative(mixer.denominators().detach(), a) <= 1e-12
+    assert relative(mixer.gain().detach(), h0) <= 1e-15
+    a[1] /= 0.8
+    with pytest.raises(ValueError, match=r"denominator 1 must have sum \|a_i\| below 1"):
+        mixer.set_filters(a, b, h0)
+    with pytest.raises(ValueError, match=r"b must have shape \[12, 6\], got \[12, 5\]"):
+        mixer.set_filters(a, b[:, 1:], h0)
+
+
+def test_the_published_code_counts_the_direct_gain_twice():
+    model = build(**HYENA_TRUNCATED, legacy_double_h0=True)
+    weights, config = arrays(model), model.config.to_dict()
+    for name in weights:
+        if name.endswith("mixer.D"):
+            weights[name] = 2 * weights[name]
+    expected = oracle.logits(weights, config, tokens(2, 24).numpy())
+    assert relative(whole(model, tokens(2, 24)), expected) <= 1e-10
+    assert relative(cut(model, tokens(2, 24), *range(3, 24)), expected) <= 1e-10
+
+
+def new_mixer(**fields):
+    torch.manual_seed(0)
+    return FAMILY.model_class(FAMILY.config_class(**{**TINY, **fields})).layers[0].mixer
+
+
+def test_coefficients_start_as_their_initialisation_says():
+    wide = {"hidden_size": 64, "d_state": 50, "block": "s4"}
+    for init, bound in (("xavier", 50**-0.5), ("montel", 1 / 50)):
+        mixer = new_mixer(**wide, coefficient_init=init)
+        for x in (mixer.a, mixer.b):
+            assert 0.98 * bound < x.max() <= bound
+            assert -bound <= x.min() < -0.98 * bound
+    mixer = new_mixer(**wide, coefficient_init="copying")
+    assert (mixer.a > 0).all()
+    assert torch.allclose(mixer.a.sum(1), torch.tensor(0.999))
+    assert (mixer.D == 1).all()
+    assert 0 <= mixer.montel_slack.min() < 0.1 < 0.9 < mixer.montel_slack.max() <= 1
+    assert 0.7 < new_mixer(**wide, h0_init="normal").D.std() < 1.3
+
+
+def test_hyena_starts_as_gpt2_with_the_ends_of_branches_scaled_by_depth():
+    fields = {"hidden_size": 64, "intermediate_size": 96, "mixer_rank": 40}
+    model = FAMILY.causal_lm_class(FAMILY.config_class(**{**TINY, **fields}))
+    for name, x in model.named_parameters():
+        if name.endswith("_proj.weight"):
+            last = "out_proj" in name or "mlp.down_proj" in name
+            assert abs(x.std() / (0.02 / 2 if last else 0.02) - 1) < 0.1, name
+        elif name.endswith("_proj.bias"):
+            assert not x.any(), name
+
+
+def test_filter_parameters_have_a_group_of_their_own_and_do_not_decay():
+    for fields in (HYENA, IMPLICIT):
+        model = build(**fields)
+        groups = model.param_groups(lr=1e-3, weight_decay=0.1, groups={"ssm": {"lr": 1e-4}})
+        own = next(g for g in groups if g.get("name") == "ssm")
+        assert (own["lr"], own["weight_decay"]) == (1e-4, 0.0)
+        expected = {id(p) for m in model.modules() if hasattr(m, "filtered")
+                    for p in m.parameters(recurse=False)}  # fmt: skip
+        assert {id(p) for p in own["params"]} == expected
+
+
+# --- implicit filters ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [None, 5])
+def test_implicit_filters_equal_their_formula_and_decode_beyond_their_end(rank):
+    model, input_ids = build(**IMPLICIT, mixer_rank=rank), tokens(2, 45)
+    got = whole(model, input_ids)
+    if rank is None:
+        assert relative(got, judged_any(model, input_ids)) <= 1e-10
+    assert relative(cut(model, input_ids, *range(4, 45)), got) <= 1e-10
+    assert relative(cut(model, input_ids, 1, 19, 20, 21, 44), got) <= 1e-10
+    mixer = model.model.layers[0].mixer
+    assert relative(mixer.kernel(7).detach(), mixer.kernel(20)[:, :7].detach()) <= 1e-12
+    assert mixer.kernel(100).shape == (12, 20)
+
+
+def test_implicit_filters_stay_float32_under_a_cast():
+    model = build(torch.bfloat16, loud=False, **IMPLICIT)
+    mixer = model.model.layers[0].mixer
+    assert {p.dtype for p in mixer.parameters(recurse=False)} == {torch.float32}
+    got, cache = run(model, tokens(2, 30))
+    assert relative(got, judged_any(model, tokens(2, 30))) <= 2e-2
+    assert filter_state_dtypes(cache) == {torch.float32}
+
+
+# --- presets and configurations ------------------------------------------------------------------
+
+
+def s4_parameters(config):
+    """A stack of RTF layers with batch norms, both directions if asked for."""
+    width, order, sides = config.hidden_size, config.d_state, 1 + config.bidirectional
+    montel = config.denominator_constraint == "l1_montel"
+    bank = sides * oracle.filter_parameters(width, order, config.denominators, montel)
+    mixing = 0 if config.block == "filter" else 2 * width * width + 2 * width
+    norms = 0 if config.norm_type == "none" else 2 * width
+    last = norms if config.prenorm else 0
+    embedding = config.vocab_size * width if config.input_channels is None else 2 * width
+    head = config.num_labels * width + config.num_labels
+    if config.architectures == ["RTFForPairClassification"]:
+        head += 4 * width * width + width
+    return embedding + config.num_hidden_layers * (bank + mixing + norms) + last + head
+
+
+CLASSIFIERS = sorted(name for name in FAMILY.presets if "125m" not in name)
+
+
+@pytest.mark.parametrize("preset", CLASSIFIERS)
+def test_a_classifiers_preset_has_the_number_of_parameters_of_its_formula(preset):
+    config = FAMILY.config(preset)
+    classes = {
+        "RTFForSequenceClassification": FAMILY.sequence_classification_class,
+        "RTFForTokenClassification": FAMILY.token_classification_class,
+        "RTFForPairClassification": FAMILY.pair_classification_class,
+    }
+    with torch.device("meta"):
+        model = classes[config.architectures[0]](config)
+    assert count(model) == s4_parameters(config)
+
+
+def test_the_lra_presets_are_the_tables_of_the_paper_and_its_code():
+    table = {  # D, n, D_a, trunc_len, dropout, prenorm
+        "listops": (256, 4, 1, 2048, 0.0, False),
+        "text": (256, 4, 1, 4096, 0.1, True),
+        "retrieval": (256, 4, 1, 4000, 0.0, True),
+        "image": (512, 64, 1, 1024, 0.1, False),
+        "pathfinder": (256, 64, 256, 1024, 0.1, True),
+        "pathx": (256, 2048, 256, 16384, 0.0, True),
+    }
+    for task, expected in table.items():
+        c = FAMILY.config(f"rtf-lra-{task}")
+        own = (c.hidden_size, c.d_state, c.denominators, c.trunc_len, c.dropout, c.prenorm)
+        assert own == expected, task
+        assert (c.num_hidden_layers, c.norm_type, c.bidirectional) == (6, "batch", True)
+        assert (c.coefficient_init, c.denominator_constraint) == ("zeros", "none")
+
+
+def test_the_hyena_preset_is_the_same_network_with_other_filters():
+    config = FAMILY.config("hyena-125m")
+    with torch.device("meta"):
+        model = FAMILY.causal_lm_class(config)
+    filters = 768 + 64 * 33 + 64 + 2 * (64 * 64 + 64) + 768 * 64 + 64
+    mixing = 3 * 768 * 769 + 4 * 3 * 768 + 768 * 769 + filters
+    mlp = 2 * 768 * 3072 + 768 + 3072
+    assert count(model) == 50264 * 768 + 12 * (mixing + mlp + 4 * 768) + 2 * 768
+
+
+@pytest.mark.parametrize("preset", CLASSIFIERS)
+def test_a_shrunken_classifier_learns_from_a_batch_of_its_kind(preset):
+    config = FAMILY.config(preset, num_hidden_layers=1, hidden_size=8, d_state=3,
+                           num_denominators=1, trunc_len=16)  # fmt: skip
+    torch.manual_seed(0)
+    inputs = {"input_ids": torch.randint(1, 18, (4, 11))}
+    if config.input_channels:
+        inputs = {"input_values": torch.randn(4, 11, 1)}
+    labels = torch.randint(2, (4,))
+    if config.architectures[0] == "RTFForSequenceClassification":
+        cls = FAMILY.sequence_classification_class
+    elif config.architectures[0] == "RTFForTokenClassification":
+        cls = FAMILY.token_classification_class
+        labels = torch.randn(4, 11) if config.problem_type else torch.randint(18, (4, 11))
+    else:
+        cls = FAMILY.pair_classification_class
+        inputs["pair_input_ids"] = torch.randint(1, 18, (4, 7))
+    model = cls(config).train()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(12):
+        loss = model(**inputs, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert min(losses[-4:]) < losses[0]
+    assert model.model.layers[0].mixer.a.any()  # it left its zeros
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"d_state": 0}, "d_state must be at least 1"),
+        ({"num_denominators": 5}, "num_denominators must divide hidden_size"),
+        ({"num_denominators": 0}, "num_denominators must be None or at least 1"),
+        ({"mixer_rank": 0}, "mixer_rank must be None or at least 1"),
+        ({"kernel_mode": "truncated"}, "kernel_mode='truncated' needs trunc_len"),
+        ({"kernel_mode": "truncated", "trunc_len": 6}, "trunc_len must exceed d_state"),
+        ({"kernel_mode": "truncated", "trunc_len": 5}, "trunc_len must exceed d_state"),
+        ({"decode_mode": "fir"}, "decode_mode='fir' needs kernel_mode='truncated'"),
+        ({"constraint_margin": -0.1}, "constraint_margin must be at least 0"),
+        ({"mixer_dropout": 1.0}, "mixer_dropout must be at least 0 and below 1"),
+        ({"block": "s4", "legacy_double_h0": True}, "legacy_double_h0 belongs to block='hyena'"),
+        ({"filter": "implicit"}, "filter='implicit' needs trunc_len"),
+        ({**IMPLICIT, "bidirectional": True}, "filter='implicit' looks back only"),
+        ({**IMPLICIT, "implicit_features": 4}, "implicit_features must be odd"),
+        ({**IMPLICIT, "implicit_layers": -1}, "implicit_layers must be at least 0"),
+        ({**IMPLICIT, "implicit_width": 0}, "implicit_width must be at least 1"),
+        ({**IMPLICIT, "implicit_fast_decay": 2.0}, "must be positive and in this order"),
+        ({"kernel_mode": "truncate"}, "kernel_mode"),
+        ({"block": "mamba"}, "block"),
+    ],
+)
+def test_a_configuration_that_makes_no_model_is_refused_by_the_name_of_its_field(fields, message):
+    with pytest.raises((ValueError, StrictDataclassError), match=message):
+        FAMILY.config_class(**{**TINY, **fields})
+
+
+def test_an_odd_grid_is_made_even_and_its_step_fits_its_kernel():
+    model = build(**{**S4_TRUNCATED, "trunc_len": 21})
+    assert model.config.taps == 22
+    expected = judged(model, tokens(1, 22))
+    assert relative(whole(model, tokens(1, 22)), expected) <= 1e-10
+    assert relative(cut(model, tokens(1, 22), *range(2, 22)), expected) <= 1e-10
+
+
+def test_dropout_in_front_of_the_filter_acts_while_training_only():
+    for fields in (S4, HYENA):
+        model = build(**fields, mixer_dropout=0.5)
+        assert torch.equal(whole(model, tokens(1, 9)), whole(build(**fields), tokens(1, 9)))
+        model.train()
+        assert relative(whole(model, tokens(1, 9)), whole(build(**fields), tokens(1, 9))) > 1e-3
