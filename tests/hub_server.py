@@ -1,8 +1,9 @@
-"""A small Hub on loopback, in memory: enough to push a model and to load it back.
+"""A small Hub on loopback, in memory: enough to push a model, load it back, and read data sets.
 
-``with HubServer() as hub`` serves model repositories at ``hub.url``. One token may write, every
-other token is refused, and public repositories can be read without one. Uploads take the git-LFS
-road, so a client must set HF_HUB_DISABLE_XET=1. ``hub.requests`` records what was asked.
+``with HubServer() as hub`` serves repositories at ``hub.url``; data sets come from ``add_dataset``.
+One token may write, every other token is refused, and public repositories can be read without one.
+Uploads take the git-LFS road, so a client must set HF_HUB_DISABLE_XET=1. ``hub.requests`` records
+what was asked.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
 
 REPO = r"(?P<repo>[^/]+/[^/]+)"
+READING_POSTS = ("/api/validate-yaml", "/api/datasets/")
 LARGE = 10_000_000  # bytes from which a file goes through LFS; safetensors always do
 
 
@@ -108,6 +110,11 @@ class HubServer:
         tree = found.trees[found.resolve(revision)]
         return {path: blob.content for path, blob in tree.items()}
 
+    def add_dataset(self, repo: str, files: dict[str, bytes]) -> str:
+        """Commit a data set's files, all that it holds then, and return the commit."""
+        found = self.repos.setdefault(f"datasets/{repo}", Repo(private=False))
+        return found.commit("main", {path: Blob(raw, lfs=False) for path, raw in files.items()})
+
     def answer(self, request: _Handler, body: bytes) -> None:
         method, path = request.command, urlsplit(request.path).path
         with self._lock:
@@ -116,7 +123,7 @@ class HubServer:
                 match = re.fullmatch(pattern, path)
                 if match and method in methods.split():
                     self._authorise(
-                        request, write=method == "POST" and "/validate-yaml" not in path
+                        request, write=method == "POST" and not path.startswith(READING_POSTS)
                     )
                     parts = {k: unquote(v) for k, v in match.groupdict().items() if v}
                     return action(self, request, body, **parts)
@@ -307,6 +314,23 @@ class HubServer:
             raise Refusal(404, "EntryNotFound", f"no folder {under}")
         request.reply(entries)
 
+    def paths_info(self, request: _Handler, body: bytes, repo: str, revision: str) -> None:
+        found = self._find(request, repo)
+        tree = found.trees[found.resolve(revision)]
+        paths = parse_qs(body.decode())["paths"]
+        request.reply(
+            [
+                {
+                    "type": "file",
+                    "path": path,
+                    "size": len(tree[path].content),
+                    "oid": tree[path].git_oid,
+                }
+                for path in paths
+                if path in tree
+            ]
+        )
+
     def resolve(self, request: _Handler, body: bytes, repo: str, revision: str, path: str) -> None:
         found = self._find(request, repo)
         oid = found.resolve(revision)
@@ -317,7 +341,13 @@ class HubServer:
         if blob.lfs:
             headers["X-Linked-Size"] = str(len(blob.content))
             headers["X-Linked-Etag"] = f'"{blob.etag}"'
-        request.reply(blob.content, headers=headers)
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
+        if asked is None:
+            return request.reply(blob.content, headers=headers)
+        first, last = int(asked[1]), int(asked[2] or len(blob.content) - 1)
+        part = blob.content[first : last + 1]
+        headers["Content-Range"] = f"bytes {first}-{first + len(part) - 1}/{len(blob.content)}"
+        return request.reply(part, 206, headers)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -405,6 +435,17 @@ def metadata_errors(card: str) -> list[str]:
 
 
 Action = Callable[..., None]
+
+
+def of_dataset(action: Action) -> Action:
+    """Let an action serve data sets as it serves models."""
+
+    def act(hub: HubServer, request: _Handler, body: bytes, repo: str, **parts: str) -> None:
+        action(hub, request, body, repo=f"datasets/{repo}", **parts)
+
+    return act
+
+
 ROUTES: list[tuple[str, str, Action]] = [
     ("GET", r"/api/whoami-v2", HubServer.whoami),
     ("POST", r"/api/repos/create", HubServer.create),
@@ -419,5 +460,22 @@ ROUTES: list[tuple[str, str, Action]] = [
     ("GET", rf"/api/models/{REPO}", HubServer.info),
     ("GET", rf"/api/models/{REPO}/revision/(?P<revision>[^/]+)", HubServer.info),
     ("GET", rf"/api/models/{REPO}/tree/(?P<revision>[^/]+)(/(?P<under>.+))?", HubServer.tree),
+    ("GET", rf"/api/datasets/{REPO}", of_dataset(HubServer.info)),
+    ("GET", rf"/api/datasets/{REPO}/revision/(?P<revision>[^/]+)", of_dataset(HubServer.info)),
+    (
+        "GET",
+        rf"/api/datasets/{REPO}/tree/(?P<revision>[^/]+)(/(?P<under>.+))?",
+        of_dataset(HubServer.tree),
+    ),
+    (
+        "POST",
+        rf"/api/datasets/{REPO}/paths-info/(?P<revision>[^/]+)",
+        of_dataset(HubServer.paths_info),
+    ),
+    (
+        "GET HEAD",
+        rf"/datasets/{REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)",
+        of_dataset(HubServer.resolve),
+    ),
     ("GET HEAD", rf"/{REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", HubServer.resolve),
 ]

@@ -332,11 +332,16 @@ def _same_files(
 def _commit(data: DataSection) -> str:
     """Return the commit that the Hub data set has now, so that a resume reads the same."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
 
     assert data.dataset is not None
     try:
         commit = HfApi().dataset_info(data.dataset, revision=data.revision).sha
+    except RevisionNotFoundError as error:
+        raise LookupError(
+            f"data.revision: the data set {data.dataset!r} has no branch, tag or commit "
+            f"{data.revision!r}"
+        ) from error
     except HfHubHTTPError as error:
         why = str(error).strip().splitlines()[0]
         raise LookupError(
