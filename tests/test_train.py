@@ -395,6 +395,16 @@ def test_a_changed_recipe_does_not_resume(whole, recipe):
         train(recipe(), output_dir=whole, resume=True, overrides=["train.lr=0.5"])
 
 
+def test_an_end_behind_the_newest_checkpoint_is_refused_and_nothing_is_rewritten(whole, recipe):
+    def contents():
+        return {p: p.read_bytes() for p in whole.rglob("*") if p.is_file() and p.name != ".lock"}
+
+    before = contents()
+    with pytest.raises(ValueError, match=r"train\.steps must give at least the 12 .* got 11; "):
+        train(recipe(), output_dir=whole, resume=True, overrides=["train.steps=11"])
+    assert contents() == before
+
+
 def test_a_changed_text_does_not_resume(recipe, tmp_path, monkeypatch):
     mine = write_texts(tmp_path / "mine")
     path = recipe(data__text=str(mine))
