@@ -1,0 +1,666 @@
+import functools
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+)
+
+from ssmzoo.checkpoint import read_metrics
+from ssmzoo.examples import Examples, ExampleSource, Share
+from ssmzoo.family import load_family
+from ssmzoo.loop import Run
+from ssmzoo.objective import Classification, labelled
+from ssmzoo.optimizer import Schedule, make_optimizer
+from ssmzoo.plan import Plan
+from ssmzoo.recipe import Recipe, load_recipe
+from ssmzoo.resources import share
+from ssmzoo.tasks import SUPERVISED_TASKS, Batch, Supervised, load_task
+from ssmzoo.train import train
+
+SPLITS = ("train", "validation", "test")
+SIZES = {"train": 41, "validation": 13, "test": 11}
+LONGHORN = {
+    "family": "longhorn",
+    "config": {"hidden_size": 16, "num_hidden_layers": 1, "d_state": 4, "dt_rank": 2},
+}
+BERT = {
+    "config_of": "bert",
+    "config": {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "max_position_embeddings": 32,
+        "hidden_dropout_prob": 0.1,  # so that a resume must restore the random state too
+    },
+}
+LLAMA = {
+    "config_of": "llama",
+    "config": {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 16,
+    },
+}
+
+
+def drawn(split, seed, size):
+    """Rows of 3 to 9 tokens of 1 .. 7, padded with zeros, and their lengths."""
+    rng = np.random.default_rng([seed, SPLITS.index(split)])
+    lengths = rng.integers(3, 10, size=size)
+    tokens = rng.integers(1, 8, size=(size, 9)) * (np.arange(9) < lengths[:, None])
+    return tokens, lengths
+
+
+def padded(x, lengths):
+    return x[:, : lengths.max()]
+
+
+def odd(split: str, seed: int, *, size: int = 0) -> Supervised:
+    """Is the last token odd?"""
+    tokens, lengths = drawn(split, seed, size or SIZES[split])
+
+    def make(indices, _epoch):
+        own = lengths[indices]
+        last = tokens[indices, own - 1]
+        return Batch(padded(tokens[indices], own), last % 2, own)
+
+    return Supervised("tokens", "classification", len(tokens), make, vocab_size=8, num_labels=2)
+
+
+def same(split: str, seed: int) -> Supervised:
+    """Do two documents end in tokens of the same parity?"""
+    tokens, lengths = drawn(split, seed, 2 * SIZES[split])
+    tokens, lengths = tokens.reshape(-1, 2, 9), lengths.reshape(-1, 2)
+
+    def make(indices, _epoch):
+        own = lengths[indices]
+        last = np.take_along_axis(tokens[indices], own[..., None] - 1, axis=2)[..., 0]
+        inputs = tokens[indices][:, :, : own.max()]
+        return Batch(inputs, (last[:, 0] + last[:, 1]) % 2, own)
+
+    return Supervised(
+        "token_pairs", "classification", len(tokens), make, vocab_size=8, num_labels=2
+    )
+
+
+def mean(split: str, seed: int) -> Supervised:
+    """What is the mean of some values?"""
+    tokens, lengths = drawn(split, seed, SIZES[split])
+    values = (tokens / 8).astype(np.float32)
+
+    def make(indices, _epoch):
+        own = lengths[indices]
+        inputs = padded(values[indices], own)[..., None]
+        return Batch(inputs, (values[indices].sum(1) / own).astype(np.float32), own)
+
+    return Supervised("values", "regression", len(tokens), make, num_labels=1, input_channels=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def toys():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for task in (odd, same, mean):
+            patch.setitem(SUPERVISED_TASKS, task.__name__, task)
+        yield
+
+
+def fields(**changes):
+    made = {
+        "model": LONGHORN,
+        "data": {"task": "odd"},
+        "train": {"epochs": 3, "batch_size": 8, "lr": 0.02, "dtype": "float32", "seed": 1},
+        "eval": {"every": "epoch", "batches": "all"},
+        "checkpoint": {"every": "epoch", "keep": 1, "best": True},
+        "log": {"every": 2},
+    }
+    for name, value in changes.items():
+        section, _, field = name.partition("__")
+        made[section] = {**made[section], field: value} if field else value
+        if field and value is None:
+            del made[section][field]
+    return made
+
+
+def recipe(**changes):
+    return Recipe.model_validate(fields(**changes))
+
+
+def lines(run):
+    drop = ("tokens_per_second", "seconds")
+    found = read_metrics(run / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if k not in drop} for line in found]
+
+
+def finished(run):
+    return json.loads((run / "run.json").read_text())["finished"]
+
+
+def assert_same_weights(one, two):
+    one, two = (load_file(run / "model/model.safetensors") for run in (one, two))
+    assert one.keys() == two.keys()
+    for name in one:
+        assert torch.equal(one[name], two[name]), name
+
+
+class KilledError(Exception):
+    pass
+
+
+def kill_before(patch, step):
+    optimize = Run._optimize
+
+    def stop(run, read):
+        if run.step == step - 1:
+            raise KilledError
+        optimize(run, read)
+
+    patch.setattr(Run, "_optimize", stop)
+
+
+def test_an_easy_task_is_learnt_and_the_model_loads_and_scores_alike(tmp_path):
+    run = train(recipe(train__epochs=20), output_dir=tmp_path / "run")
+    facts = finished(run)
+    assert facts["step"] == 20 * 6  # 41 examples, 8 a step
+    validations = [line for line in lines(run) if "validation_loss" in line]
+    assert [line["step"] for line in validations] == [6 * epoch for epoch in range(1, 21)]
+    assert {line["validation_targets"] for line in validations} == {13}
+    assert max(line["validation_accuracy"] for line in validations) >= 12 / 13
+    assert lines(run)[-2]["epoch"] == 20
+    assert facts["tokens"] == 20 * drawn("train", 1, 41)[1].sum()
+
+    model = AutoModelForSequenceClassification.from_pretrained(run / "model").eval()
+    assert model.config.num_labels == 2
+    assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(run / "model")) == 8
+    test = load_task("odd", "test", 1)
+    right = 0
+    for i in range(len(test)):  # one by one, so without padding
+        batch = test.batch([i])
+        logits = model(torch.from_numpy(batch.inputs)).logits
+        right += int(logits.argmax() == batch.labels[0])
+    assert facts["test"]["accuracy"] == pytest.approx(right / 11)
+    assert facts["test"]["step"] == facts["best"]["step"]
+    (score,) = json.loads((run / "results.json").read_text())["results"]
+    assert (score["task"], score["metric"], score["n"]) == ("odd", "accuracy", 11)
+    assert score["value"] == facts["test"]["accuracy"]
+
+
+PLATEAU = {"train__schedule": "plateau", "train__patience": 1, "train__factor": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("step", "changes"),
+    [
+        (4, {"checkpoint__every": 1}),  # in the midst of the first epoch
+        (13, {}),  # begins the third
+        (23, {**PLATEAU, "train__epochs": 5, "checkpoint__every": 4}),
+    ],
+)
+def test_a_killed_run_resumes_to_the_same_weights_and_lines(step, changes, tmp_path, monkeypatch):
+    asked = recipe(model=BERT, **changes)
+    whole = train(asked, output_dir=tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        kill_before(patch, step)
+        with pytest.raises(KilledError):
+            train(asked, output_dir=tmp_path / "killed")
+    resumed = train(asked, output_dir=tmp_path / "killed", resume=True)
+    assert_same_weights(whole, resumed)
+    assert lines(whole) == lines(resumed)
+    assert finished(whole)["test"] == finished(resumed)["test"]
+    if "train__patience" in changes:
+        rates = {line["lr"] for line in lines(whole) if "lr" in line}
+        assert len(rates) > 1, "no plateau in this run, which therefore shows nothing"
+
+
+def test_a_finished_run_can_go_on_for_more_epochs(tmp_path):
+    run = train(recipe(train__schedule="constant"), output_dir=tmp_path / "run")
+    longer = ["train.epochs=4"]
+    train(recipe(train__schedule="constant"), output_dir=run, resume=True, overrides=longer)
+    whole = train(
+        recipe(train__schedule="constant", train__epochs=4), output_dir=tmp_path / "whole"
+    )
+    assert_same_weights(whole, run)
+
+
+def test_accumulated_micro_batches_are_one_batch(tmp_path):
+    # 41 = 3 x 12 + 5: the last step has fewer examples, and an uneven split
+    runs = [
+        train(
+            recipe(train__batch_size=12, train__accumulate=parts, log__every=1),
+            output_dir=tmp_path / str(parts),
+        )
+        for parts in (1, 4)
+    ]
+    one, two = map(lines, runs)
+    assert one[-1]["step"] == 12
+    for a, b in zip(one, two, strict=True):
+        assert a["tokens"] == b["tokens"]
+        for key in a.keys() & {"loss", "grad_norm", "validation_loss"}:
+            assert a[key] == pytest.approx(b[key], rel=1e-4)
+
+
+def test_two_processes_train_and_validate_like_one(tmp_path):
+    sizes = {"num_train": 21, "num_validation": 5, "num_test": 3}
+    asked = recipe(
+        data={"task": "listops", "task_args": {"min_length": 3, "max_length": 12, **sizes}},
+        train__batch_size=4,
+        train__epochs=2,
+    )
+    path = tmp_path / "recipe.yaml"
+    path.write_text(asked.to_yaml())
+    alone = train(path, output_dir=tmp_path / "alone")
+    (tmp_path / "script.py").write_text(
+        "import sys; from ssmzoo.train import train; train(sys.argv[1], output_dir=sys.argv[2])"
+    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*launcher, "--nproc_per_node=2", tmp_path / "script.py", path, tmp_path / "two"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    one, two = lines(alone), lines(tmp_path / "two")
+    for a, b in zip(one, two, strict=True):
+        assert (a["step"], a["tokens"]) == (b["step"], b["tokens"])
+        for key in a.keys() & {"loss", "grad_norm", "validation_loss", "validation_targets"}:
+            assert a[key] == pytest.approx(b[key], rel=1e-4)
+    assert finished(alone)["test"]["targets"] == finished(tmp_path / "two")["test"]["targets"] == 3
+
+
+def tiny(task):
+    family = load_family("longhorn")
+    fields = {"vocab_size": task.vocab_size} if task.vocab_size else {}
+    fields |= {"input_channels": task.input_channels, "num_labels": task.num_labels}
+    if task.objective == "regression":
+        fields["problem_type"] = "regression"
+    config = family.config(**LONGHORN["config"], **fields)
+    kinds = {
+        "token_pairs": family.pair_classification_class,
+        "tokens": family.sequence_classification_class,
+        "values": family.sequence_classification_class,
+    }
+    return kinds[task.kind](config)
+
+
+def bert(task):
+    config = BertConfig(**BERT["config"], vocab_size=task.vocab_size, num_labels=task.num_labels)
+    config.hidden_dropout_prob = 0.0
+    return BertForSequenceClassification(config)
+
+
+@pytest.mark.parametrize(("name", "build"), [(t, tiny) for t in ("odd", "same", "mean")] + [
+    ("odd", bert),
+])  # fmt: skip
+def test_a_ragged_batch_has_the_gradients_of_its_examples_alone(name, build):
+    torch.manual_seed(0)
+    task = load_task(name, "train", 0)
+    model = build(task).double().eval()
+    goal = labelled(model, task)
+
+    def gradients(groups):
+        model.zero_grad()
+        parts = [Examples(task.batch(group)) for group in groups]
+        total = sum(map(goal.targets, parts))
+        for part in parts:
+            batch = goal.batch(part)
+            for key in batch.keys() & {"input_values"} | ({"labels"} if name == "mean" else set()):
+                batch[key] = batch[key].double()
+            (model(**batch, **goal.options).loss * (goal.targets(part) / total)).backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    together, alone = gradients([range(7)]), gradients([[i] for i in range(7)])
+    assert together.keys() == alone.keys()
+    for key, gradient in together.items():
+        # seven sums of float64 in another order
+        torch.testing.assert_close(gradient, alone[key], rtol=1e-9, atol=1e-12, msg=key)
+
+
+def test_the_best_checkpoint_is_kept_published_and_tested(tmp_path, monkeypatch):
+    accuracies = iter([0.5, 0.9, 0.7, 0.9, 0.3])
+    metrics = Classification.metrics
+
+    def told(goal, sums):
+        return metrics(goal, sums) | {"accuracy": next(accuracies)}
+
+    monkeypatch.setattr(Classification, "metrics", told)
+    run = train(recipe(train__epochs=4), output_dir=tmp_path / "run")
+    kept = sorted(p.name for p in (run / "checkpoints").iterdir())
+    assert kept == ["step-00000012", "step-00000024"]
+    best = load_file(run / "checkpoints/step-00000012/model.safetensors")
+    model = load_file(run / "model/model.safetensors")
+    assert all(torch.equal(best[name], model[name]) for name in best)
+    facts = finished(run)
+    assert (facts["best"]["step"], facts["best"]["accuracy"]) == (12, 0.9)
+    assert (facts["test"]["step"], facts["test"]["accuracy"]) == (12, 0.3)
+
+
+def test_without_best_the_last_checkpoint_is_tested(tmp_path):
+    run = train(recipe(checkpoint__best=False), output_dir=tmp_path / "run")
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-00000018"]
+    assert finished(run)["test"]["step"] == 18
+
+
+def scheduled(higher, **changes):
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD(
+        [{"params": [w], "lr": lr} for w, lr in zip(weights, (1.0, 0.1), strict=True)]
+    )
+    options = recipe(**changes).train
+    return optimizer, Schedule(optimizer, options, Plan(12, options.warmup_of(12), 1, 1, None),
+                               higher=higher)  # fmt: skip
+
+
+def rates_of(optimizer, schedule, values):
+    found = []
+    for value in values:
+        optimizer.step()
+        schedule.step()
+        schedule.judge(value)
+        found.append([group["lr"] for group in optimizer.param_groups])
+    return found
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_a_plateau_lowers_the_rates_of_all_groups(higher):
+    values = [v if higher else 9 - v for v in (1.0, 2.0, 2.0, 1.5, 3.0, 3.0, 3.0, 3.0)]
+    optimizer, schedule = scheduled(higher, **PLATEAU)
+    found = rates_of(optimizer, schedule, values)
+    first = [1, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25]  # after more than one in a row
+    assert found == [[pytest.approx(r), pytest.approx(0.1 * r)] for r in first]
+
+    again, other = scheduled(higher, **PLATEAU)
+    rates_of(optimizer, schedule, [])
+    half, rest = scheduled(higher, **PLATEAU), values[3:]
+    rates_of(*half, values[:3])
+    other.restore(3, json.loads(json.dumps(half[1].state())))
+    assert rates_of(again, other, rest) == found[3:]
+
+
+def test_a_plateau_waits_for_the_warm_up():
+    optimizer, schedule = scheduled(False, **PLATEAU, train__warmup=4)
+    found = rates_of(optimizer, schedule, [1.0] * 7)
+    assert [rate for rate, _ in found] == [0.5, 0.75, 1.0, 1.0, 1.0, 0.5, 0.5]
+
+
+def test_a_constant_rate_stays_after_its_warm_up():
+    optimizer, schedule = scheduled(False, train__schedule="constant", train__warmup=3)
+    found = rates_of(optimizer, schedule, [1.0] * 6)
+    assert [rate for rate, _ in found] == pytest.approx([2 / 3, 1, 1, 1, 1, 1])
+
+
+def numbered(size):
+    def make(indices, epoch):
+        return Batch(indices[:, None], np.full(len(indices), epoch), np.ones(len(indices), int))
+
+    return Supervised("tokens", "classification", size, make, vocab_size=size, num_labels=9)
+
+
+def taken(sources, n, times):
+    parts = [source.take(n) for _ in range(times) for source in sources]
+    return [part.batch.inputs[:, 0].tolist() for part in parts if part.counts]
+
+
+def test_an_epoch_holds_every_example_once_in_an_order_of_its_own():
+    source = ExampleSource(numbered(11), 3, 4)
+    epochs = [[i for part in taken([source], 4, 3) for i in part] for _ in range(3)]
+    assert all(sorted(epoch) == list(range(11)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert epochs[0] == [
+        i for part in taken([ExampleSource(numbered(11), 3, 4)], 4, 3) for i in part
+    ]
+    assert epochs[0] != [
+        i for part in taken([ExampleSource(numbered(11), 4, 4)], 4, 3) for i in part
+    ]
+
+
+@pytest.mark.parametrize(("world", "n"), [(1, 1), (2, 2), (2, 1), (4, 1)])
+def test_steps_hold_the_same_examples_on_any_processes(world, n):
+    alone = ExampleSource(numbered(13), 0, 4)
+    several = [ExampleSource(numbered(13), 0, 4, rank=r, world=world) for r in range(world)]
+    for _ in range(8):
+        (step,) = taken([alone], 4, 1)
+        parts = taken(several, n, 4 // (world * n))
+        assert [i for part in parts for i in part] == step
+    assert {json.dumps(source.position()) for source in several} == {json.dumps(alone.position())}
+
+
+def test_a_source_continues_from_a_position_of_other_processes():
+    one = ExampleSource(numbered(13), 0, 4)
+    taken([one], 4, 6)
+    position = json.loads(json.dumps(one.position()))
+    other = ExampleSource(numbered(13), 0, 4)
+    other.seek(position)
+    assert taken([one], 4, 5) == taken([other], 4, 5)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 4, 7, 12])
+def test_shares_are_the_whole_split_in_as_many_batches_each(world, count):
+    shares = [Share(numbered(12), count, 2, rank=r, world=world) for r in range(world)]
+    assert {len(list(s)) for s in shares} == {len(shares[0])}
+    found = [i for s in shares for e in s if e.counts for i in e.batch.inputs[:, 0]]
+    assert sorted(found) == list(range(count))
+
+
+LISTOPS = {"task": "listops", "task_args": {"min_length": 3, "max_length": 9, "num_train": 20,
+           "num_validation": 5, "num_test": 5}}  # fmt: skip
+COPYING = {"task": "copying", "task_args": {"length": 4, "vocab_size": 4, "num_train": 20,
+           "num_validation": 5, "num_test": 5}}  # fmt: skip
+DELAY = {"task": "delay", "task_args": {"length": 16, "delay": 3, "num_train": 20,
+         "num_validation": 5, "num_test": 5}}  # fmt: skip
+MQAR = {"task": "mqar", "task_args": {"seq_len": 16, "num_pairs": 2, "vocab_size": 16,
+        "num_train": 20, "num_validation": 5, "num_test": 5}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "auto", "targets", "metric"),
+    [
+        (LONGHORN, DELAY, AutoModelForTokenClassification, 5 * 16, "rmse"),
+        (LONGHORN, COPYING, AutoModelForTokenClassification, 5 * 4, "accuracy"),
+        (LONGHORN, {"task": "mean"}, AutoModelForSequenceClassification, 13, "rmse"),
+        (LONGHORN, MQAR, AutoModelForCausalLM, 5 * 2, "loss"),
+        (BERT, LISTOPS, AutoModelForSequenceClassification, 5, "accuracy"),
+        (BERT, COPYING, AutoModelForTokenClassification, 5 * 4, "accuracy"),
+        (LLAMA, LISTOPS, AutoModelForSequenceClassification, 5, "accuracy"),
+    ],
+    ids=lambda v: v.get("task") or v.get("family") or v["config_of"] if type(v) is dict else "",
+)
+def test_every_kind_of_task_trains_and_loads_by_its_auto_class(
+    model, data, auto, targets, metric, tmp_path
+):
+    run = train(recipe(model=model, data=data, train__epochs=1), output_dir=tmp_path / "run")
+    last = lines(run)[-1]
+    assert last["validation_targets"] == targets
+    assert np.isfinite(last[f"validation_{metric}"])
+    if metric == "rmse":
+        assert last["validation_rmse"] == pytest.approx(last["validation_loss"] ** 0.5, rel=1e-6)
+    loaded, report = auto.from_pretrained(run / "model", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert type(loaded).__name__ in loaded.config.architectures
+
+
+def test_pairs_train_with_the_familys_own_head(tmp_path):
+    run = train(recipe(data={"task": "same"}, train__epochs=1), output_dir=tmp_path / "run")
+    kind = load_family("longhorn").pair_classification_class
+    loaded, report = kind.from_pretrained(run / "model", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert loaded.config.num_labels == 2
+
+
+def test_given_weights_get_a_new_head(tmp_path):
+    begun = train(recipe(data=MQAR, train__epochs=1), output_dir=tmp_path / "begun")
+    tuned = train(
+        recipe(model={"init_from": str(begun / "model")}, train__epochs=1, train__lr=1e-9),
+        output_dir=tmp_path / "tuned",
+    )
+    before, after = (load_file(run / "model/model.safetensors") for run in (begun, tuned))
+    name = "model.embed_tokens.weight"
+    torch.testing.assert_close(before[name], after[name], rtol=0, atol=1e-6)
+    assert "score.weight" in after
+
+
+def test_parameter_groups_have_their_own_rates():
+    model = tiny(odd("train", 0))
+    model.model.layers[0].mixer.param_group_names = {"D": "ssm"}
+    groups = {"ssm": {"lr": 0.5}}
+    optimizer = make_optimizer(model, lr=0.1, weight_decay=0.2, groups=groups)
+    own = next(group for group in optimizer.param_groups if group.get("name") == "ssm")
+    assert (own["lr"], own["weight_decay"]) == (0.5, 0.0)
+    assert own["params"] == [model.model.layers[0].mixer.D]
+
+
+def test_a_presets_other_vocabulary_is_replaced_and_reported(caplog):
+    from ssmzoo.build import build_config
+
+    section = recipe(model={"family": "longhorn", "preset": "longhorn-125m"}).model
+    config = build_config(section, None, odd("train", 0))
+    assert config.vocab_size == 8
+    assert "longhorn-125m has vocab_size = 50304; the task needs and gets 8" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"train__groups": {"smm": {"lr": 1e-3}}}, LookupError, "no parameter group 'smm'"),
+        (
+            {"model": BERT, "train__groups": {"ssm": {"lr": 1e-3}}},
+            LookupError,
+            "BertForSequenceClassification has no parameter group 'ssm'",
+        ),
+        ({"data": {"task": "listops", "task_args": {"max_lenth": 4}}}, LookupError,
+         "did you mean 'max_length'?"),
+        ({"data": {"task": "odd", "task_args": {"size": "x"}}}, TypeError, "must be int"),
+        ({"model": LLAMA, "data": {"task": "same"}}, LookupError,
+         "transformers has no model for classification of token_pairs of type 'llama'"),
+        ({"model": BERT, "data": DELAY}, LookupError, "no model for token_regression of values"),
+        ({"model": {"config_of": "brt"}}, LookupError, "did you mean 'bert'?"),
+        ({"model": {"family": "longhorn", "config": {"num_labels": 3}}}, ValueError,
+         "model.config.num_labels must be absent or the task's, 2, got 3"),
+        ({"model": {"family": "longhorn", "config": {"vocab_size": 99}}}, ValueError,
+         "model.config.vocab_size must be absent or the task's, 8, got 99"),
+        ({"train__warmup": 99}, ValueError, "at most the run's 18 steps, got 99"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_before_any_work(changes, kind, message, tmp_path):
+    with pytest.raises(kind) as caught:
+        train(recipe(**changes), output_dir=tmp_path / "run")
+    assert message in str(caught.value)
+    assert [p.name for p in (tmp_path / "run").iterdir()] == [".lock"]
+
+
+def test_an_example_longer_than_the_table_of_positions_is_named(tmp_path):
+    short = {**BERT, "config": {**BERT["config"], "max_position_embeddings": 8}}
+    with pytest.raises(ValueError, match=r"max_position_embeddings must be at least .* got 8"):
+        train(recipe(model=short), output_dir=tmp_path / "run")
+
+
+def test_a_data_set_that_changed_does_not_resume(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        kill_before(patch, 8)
+        with pytest.raises(KilledError):
+            train(recipe(), output_dir=tmp_path / "run")
+    monkeypatch.setitem(SIZES, "validation", 14)
+    with pytest.raises(ValueError, match="must give the examples that the run began with"):
+        train(recipe(), output_dir=tmp_path / "run", resume=True)
+
+
+TEXT = {"data": {"text": "a.txt"}, "train__seq_len": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"data__task": "od"}, LookupError, "data.task: no task 'od'; did you mean 'odd'?"),
+        ({"train__epoch": 2}, LookupError, "train has no field 'epoch'; did you mean 'epochs'?"),
+        ({"train__patiense": 2}, LookupError, "did you mean 'patience'?"),
+        ({"train__groups": {"ssm": {"lrr": 1.0}}}, LookupError,
+         "train.groups.ssm has no field 'lrr'; did you mean 'lr'?"),
+        ({"train__groups": {"ssm": {"lr": -1.0}}}, ValueError, "train.groups.ssm.lr must be"),
+        ({"train__steps": 3}, ValueError, "exactly one of steps, tokens, epochs"),
+        ({"train__epochs": 0}, ValueError, "train.epochs must be"),
+        ({"train__epochs": None, "train__tokens": 99}, ValueError, "train.tokens must be absent"),
+        ({"train__seq_len": 8}, ValueError, "train.seq_len must be absent with data.task 'odd'"),
+        ({"data__validation": 9}, ValueError, "data.validation must be absent with data.task"),
+        ({"train__schedule": "plateu"}, ValueError, "got 'plateu'"),
+        ({"train__schedule": "plateau"}, ValueError,
+         "train.schedule 'plateau' needs train.patience"),
+        ({"train__patience": 2}, ValueError,
+         "train.patience needs train.schedule 'plateau', got 'cosine'"),
+        ({"train__factor": 0.5}, ValueError, "train.factor needs train.schedule 'plateau'"),
+        ({**PLATEAU, "train__factor": 1.5}, ValueError, "train.factor must be less than 1"),
+        ({**PLATEAU, "train__min_lr_ratio": 0.1}, ValueError,
+         "train.min_lr_ratio needs train.schedule 'cosine', got 'plateau'"),
+        ({"eval__every": "epochs"}, ValueError,
+         "eval.every must be a whole number from 1 on or 'epoch', got 'epochs'"),
+        ({"eval__batches": 0}, ValueError, "eval.batches must be a whole number from 1 on or"),
+        ({"checkpoint__every": True}, ValueError, "checkpoint.every must be a whole number"),
+        ({"checkpoint__bets": True}, LookupError, "did you mean 'best'?"),
+        (TEXT, ValueError, "train.epochs needs a data.task without train.seq_len"),
+        ({"data": {"text": "a.txt"}}, ValueError, "train.seq_len is missing"),
+        ({**TEXT, "train__epochs": None, "train__steps": 9}, ValueError,
+         "eval.every 'epoch' needs a data.task"),
+        ({**TEXT, "train__epochs": None, "train__steps": 9, "eval": {"every": 3},
+          "checkpoint": {"best": True}}, ValueError, "checkpoint.best needs data.validation"),
+        ({**TEXT, **PLATEAU, "train__epochs": None, "train__steps": 9, "eval": {"every": 3},
+          "checkpoint": {}}, ValueError, "train.schedule 'plateau' needs data.validation"),
+    ],
+)  # fmt: skip
+def test_a_wrong_recipe_is_refused_when_it_is_read(changes, kind, message, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(fields(**changes)), encoding="utf-8")
+    with pytest.raises(kind) as caught:
+        load_recipe(path)
+    assert message in str(caught.value.args[0])
+
+
+def test_a_kept_recipe_reads_back_equal_and_its_data_is_found_from_anywhere(tmp_path, monkeypatch):
+    (tmp_path / "tsv").mkdir()
+    monkeypatch.chdir(tmp_path)
+    data = {"task": "aan", "task_args": {"data": "tsv"}}
+    asked = recipe(data=data, **PLATEAU, train__groups={"ssm": {"lr": 1e-3}})
+    kept = asked.with_absolute_paths()
+    assert kept.data.task_args == {"data": str(tmp_path / "tsv")}
+    (tmp_path / "kept.yaml").write_text(kept.to_yaml(), encoding="utf-8")
+    assert load_recipe(tmp_path / "kept.yaml") == kept
+
+
+SHIPPED = [p for p in sorted(share("eval/recipes").glob("*.yaml")) if load_recipe(p).supervised]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
+def test_every_shipped_recipe_of_a_task_is_valid_down_to_the_groups(path, monkeypatch):
+    asked = load_recipe(path)
+    name = str(asked.data.task)
+    # the arguments are checked, the data is not made
+    real = SUPERVISED_TASKS[name]
+    monkeypatch.setitem(SUPERVISED_TASKS, name, functools.wraps(real)(lambda *_, **__: None))
+    load_task(name, "train", asked.train.seed, **asked.data.task_args)
+    if asked.model.family is None:
+        return
+    try:
+        family = load_family(asked.model.family)
+    except (LookupError, RuntimeError):
+        pytest.skip(f"family {asked.model.family} is not installed")
+    family.config(asked.model.preset, **asked.model.config)
+    model = family.sequence_classification_class(family.config(**family.tiny))
+    groups = {k: v.model_dump(exclude_none=True) for k, v in asked.train.groups.items()}
+    make_optimizer(model, lr=asked.train.lr, groups=groups)
