@@ -15,6 +15,7 @@ from transformers import initialization as init
 
 from ssmzoo.modeling import (
     CausalConv1d,
+    Dynamics,
     LayerState,
     Linear,
     RMSNorm,
@@ -79,6 +80,35 @@ class LonghornMixer(SSMMixer):
         if self.out_norm is not None:
             o = self.out_norm(o) * nn.functional.silu(z)
         return self.out_proj(o)
+
+    def dynamics(self, hidden_states: Tensor) -> Dynamics:
+        """Return how the scan looks back from the last token, and what tokens leave of its state.
+
+        Its kernel at lag l is ``d o[L-1] / d u[L-1-l]`` with keys, queries and write strengths held
+        as they are, without skip and gate; the root mean square over the batch.
+        """
+        x, _ = self.in_proj(hidden_states).chunk(2, dim=-1)
+        u, _ = self.conv1d(x, None, None)
+        dt, k, q = self.x_proj(u).split(self.splits, dim=-1)
+        u, k, q, dt = (t.detach().float() for t in (u, k, q, self.dt_proj(dt)))
+        with torch.enable_grad():
+            u.requires_grad_()
+            o, _ = longhorn_scan(u, q, k, dt, self.dt_bias.detach(), transition=self.transition)
+            (slope,) = torch.autograd.grad(o[:, -1].sum(), u)  # [B, L, E]
+        kernel = slope.square().mean(dim=0).sqrt().flip(0).T
+        return Dynamics(kernel=kernel, decay=self._mean_decay(k, dt), depends_on_input=True)
+
+    def _mean_decay(self, k: Tensor, dt: Tensor) -> Tensor:
+        """Return the geometric mean of ``1 - eps k^2`` over all tokens, ``[E, N]``."""
+        k, dt = k.flatten(0, 1), dt.flatten(0, 1)
+        energy = k.square().sum(dim=-1, keepdim=True)
+        eps = 1 / (1 + torch.exp(-(dt + self.dt_bias).clamp(min=-80)) + energy)
+        tokens, logs = k.shape[0], k.new_zeros(eps.shape[1], k.shape[1], dtype=torch.float64)
+        # a few tokens at a time: all decays at once are too many
+        for some_eps, some_k in zip(eps.split(16), k.split(16), strict=True):
+            decay = 1 - some_eps.unsqueeze(2) * some_k.square().unsqueeze(1)
+            logs += decay.clamp(min=torch.finfo(decay.dtype).tiny).log().sum(dim=0)
+        return torch.exp(logs / tokens)
 
 
 class LonghornPreTrainedModel(SSMPreTrainedModel):

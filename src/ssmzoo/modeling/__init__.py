@@ -12,6 +12,7 @@ from ssmzoo.modeling.classifiers import (
     SSMForTokenClassification,
 )
 from ssmzoo.modeling.configuration import SSMConfig
+from ssmzoo.modeling.dynamics import Dynamics
 from ssmzoo.modeling.layers import MLP, CausalConv1d, Dropout, Linear
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, RMSNorm
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
@@ -23,6 +24,7 @@ __all__ = [
     "BatchNorm",
     "CausalConv1d",
     "Dropout",
+    "Dynamics",
     "LayerNorm",
     "LayerState",
     "Linear",

@@ -20,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ssmzoo.modeling.cache import LayerState, StateCache
 from ssmzoo.modeling.configuration import SSMConfig
+from ssmzoo.modeling.dynamics import Dynamics
 from ssmzoo.modeling.layers import MLP, Dropout, Linear
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, NoNorm, RMSNorm, make_norm
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
@@ -57,6 +58,13 @@ class SSMMixer(nn.Module):
     ) -> Tensor:
         """Mix along the sequence; read ``state.get``, leave ``state.put``."""
         raise NotImplementedError
+
+    def dynamics(self, hidden_states: Tensor) -> Dynamics | None:
+        """Tell what is known of the filters at some input ``[B, L, D]``; None: measure them.
+
+        ``ssmzoo inspect`` asks without gradients, in evaluation mode.
+        """
+        return None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SSMMixer:
         if recurse:

@@ -1,0 +1,39 @@
+"""What a mixer may tell about its own dynamics, for ``ssmzoo inspect``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Dynamics:
+    """What is known of a mixer's filters without measuring them from outside.
+
+    Everything may be left out, and nothing else in the zoo asks for it. Channels C are the mixer's
+    inner ones, whatever it filters; rows P of poles may be fewer, if channels share them.
+
+    Attributes:
+        kernel: Impulse responses over the lags 0, 1, ..., without a direct (skip) term, ``[C, K]``.
+        future_kernel: What looks ahead, over the lags -1, -2, ..., ``[C, K']``.
+        poles: Eigenvalues of the step from one position to the next, ``[P, N]`` complex.
+        radius: The largest pole's distance from zero, ``[P]``, where poles are too many to compute.
+        outside: How many poles do not lie inside the unit circle, ``[P]``, found without them.
+        time_steps: Step sizes of the discretisation, ``[C]`` or ``[C, parts]``.
+        decay: What a step leaves of a state entry, the geometric mean over the input's tokens,
+            ``[C, N]``; for mixers whose decay depends on the input.
+        depends_on_input: Whether the kernels hold for this input only.
+    """
+
+    kernel: Tensor | None = None
+    future_kernel: Tensor | None = None
+    poles: Tensor | None = None
+    radius: Tensor | None = None
+    outside: Tensor | None = None
+    time_steps: Tensor | None = None
+    decay: Tensor | None = None
+    depends_on_input: bool = False
+
+
+__all__ = ["Dynamics"]
