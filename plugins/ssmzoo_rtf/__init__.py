@@ -21,6 +21,7 @@ _LAYERS = {
     "num_hidden_layers": 6,
     "num_denominators": 1,
     "pooling": "mean",
+    "initializer_range": 1.0,
     "classifier_bias": True,
 }
 _LRA = {

@@ -409,14 +409,14 @@ class RTFPreTrainedModel(SSMPreTrainedModel):
         """Draw the initial parameters.
 
         ======================= =====================================================
-        embedding, heads        N(0, initializer_range^2)
+        embedding, "hyena" head N(0, initializer_range^2)
         norms                   1, biases 0
         ``a``, ``b``            coefficient_init
         ``D``                   h0_init
         ``montel_slack``        U(0, 1)
         linear layers, "hyena"  N(0, initializer_range^2), biases 0; the last of a
                                 branch divided by sqrt(2 num_hidden_layers)
-        linear layers, else     U(+-1/sqrt(inputs)), biases 0
+        other linear layers     U(+-1/sqrt(inputs)), biases 0
         ``short_conv``          U(+-1/sqrt(d_conv)), bias too
         ``implicit_*``          U(+-1/sqrt(inputs)), biases too; frequencies
                                 implicit_frequency
@@ -425,11 +425,19 @@ class RTFPreTrainedModel(SSMPreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, RTFMixer):
             self._init_mixer(module)
-        elif self.config.block == "hyena" and isinstance(module, nn.Linear):
+        elif not isinstance(module, nn.Linear) or module is getattr(self, "lm_head", None):
+            return
+        elif self.config.block == "hyena":
             std = self.config.initializer_range
             if getattr(module, "ends_mixer", False) or getattr(module, "ends_mlp", False):
                 std /= (2 * self.config.num_hidden_layers) ** 0.5
             init.normal_(module.weight, std=std)
+        elif module is getattr(self, "score", None):
+            # not as wide as an embedding of N(0, 1)
+            bound = module.in_features**-0.5
+            init.uniform_(module.weight, -bound, bound)
+            if module.bias is not None:
+                init.zeros_(module.bias)
 
     def _init_mixer(self, mixer: RTFMixer) -> None:
         config = self.config

@@ -769,6 +769,16 @@ def test_hyena_starts_as_gpt2_with_the_ends_of_branches_scaled_by_depth():
             assert not x.any(), name
 
 
+def test_a_classifier_of_tokens_starts_with_a_wide_embedding_and_a_narrow_head():
+    torch.manual_seed(0)
+    config = FAMILY.config("rtf-lra-listops", num_hidden_layers=1, trunc_len=16)
+    model = FAMILY.sequence_classification_class(config)
+    assert 0.9 < model.model.embed_tokens.weight.std() < 1.1
+    assert 0.9 / 16 < model.score.weight.max() <= 1 / 16
+    assert not model.score.bias.any()
+    assert (model.model.layers[0].mixer.D == 1).all()
+
+
 def test_filter_parameters_have_a_group_of_their_own_and_do_not_decay():
     for fields in (HYENA, IMPLICIT):
         model = build(**fields)
