@@ -12,7 +12,18 @@ import pytest
 
 from ssmzoo.cli import main
 
-COMMANDS = ("list", "info", "train", "generate", "eval", "card", "publish", "check", "bench")
+COMMANDS = (
+    "list",
+    "info",
+    "train",
+    "generate",
+    "eval",
+    "card",
+    "publish",
+    "check",
+    "inspect",
+    "bench",
+)
 
 
 @pytest.fixture(scope="module")

@@ -264,6 +264,31 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     )
     _json_option(sub)
 
+    sub = command(_inspect, "inspect", "draw a model's kernels, poles, memory and state")
+    sub.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a folder with a saved model, a Hub id, or untrained FAMILY (tiny) or FAMILY:PRESET",
+    )
+    sub.add_argument(
+        "--out", metavar="DIR", required=True, help="a new folder for pictures and JSON"
+    )
+    sub.add_argument("--text", metavar="FILE", help="the text to read (default: random tokens)")
+    sub.add_argument(
+        "--length",
+        metavar="N",
+        type=int,
+        help="positions of each sequence to read (default: 1024, or what the model takes)",
+    )
+    sub.add_argument("--sequences", metavar="N", type=int, default=4, help="(default: 4)")
+    sub.add_argument("--layers", metavar="N,M", type=_numbers, help="layers, from 0 (default: all)")
+    sub.add_argument(
+        "--measured", action="store_true", help="measure kernels even where the family knows them"
+    )
+    sub.add_argument("--seed", metavar="N", type=int, default=0, help="(default: 0)")
+    sub.add_argument("--device", help="e.g. cpu or cuda:0 (default: the GPU if there is one)")
+    _json_option(sub)
+
     sub = command(_bench, "bench", "measure training and decoding speed")
     sub.add_argument("families", metavar="FAMILY", nargs="*", help="(default: all installed)")
     sub.add_argument(
@@ -310,6 +335,15 @@ def _lengths(text: str) -> tuple[int, ...]:
             f"must be whole numbers from 1 upwards with commas between, got {text!r}"
         )
     return lengths
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be whole numbers with commas between, got {text!r}"
+        ) from None
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -444,6 +478,44 @@ def _check(options: argparse.Namespace) -> int:
     else:
         print(report.table())
     return OK if report.ok else FAILED
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from ssmzoo.inspect import inspect_model
+
+    report = inspect_model(
+        options.model,
+        options.out,
+        text=options.text,
+        length=options.length,
+        sequences=options.sequences,
+        layers=options.layers,
+        measured=options.measured,
+        seed=options.seed,
+        device=options.device,
+    )
+    if options.json:
+        _print_json(report)
+        return OK
+    _print_table(_inspected(layer) for layer in report["layers"])
+    size = report["state_bytes"]
+    print(f"state of a sequence: {report['state_note'] if size is None else _bytes(size)}")
+    print(f"{', '.join(report['pictures'])} and inspection.json in {options.out}")
+    return OK
+
+
+def _inspected(layer: dict[str, Any]) -> dict[str, Any]:
+    memory, stability = layer["memory_quantiles"] or {}, layer["stability"] or {}
+    outside = stability.get("outside")
+    return {
+        "layer": layer["layer"],
+        "kernel": layer["kernel"],
+        "channels": layer["channels"],
+        "memory": memory.get("median"),
+        "longest": memory.get("max"),
+        "margin": stability.get("smallest_margin"),
+        "outside": None if outside is None else sum(outside),
+    }
 
 
 def _bench(options: argparse.Namespace) -> int:

@@ -1,0 +1,261 @@
+"""What is inspected: kernels, effective memory, poles, time steps, decay and state of every layer.
+
+A mixer that offers ``dynamics()`` is asked; of any other the impulse response is measured, as the
+derivative of its output with respect to its inputs. Either way at the inputs that the mixer gets
+when the model reads some reference sequences.
+
+Dimensions: B sequences, L length, D hidden, C channels, K lags, P rows of poles, N state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from ssmzoo.modeling import Dynamics, LayerState, SSMMixer, SSMModel
+
+ENERGY = 0.95
+MOST_FEATURES = 64  # rows of a measured response: each costs a backward pass of the mixer
+_PROMPT = 16  # positions read to see a state, whose size does not grow with them
+_CHUNK = 2**22  # numbers of input that one backward pass sees
+
+Source = Literal["exact", "input", "measured"]
+
+
+@dataclass(frozen=True)
+class LayerInspection:
+    """One layer's mixer.
+
+    Attributes:
+        layer: Its number.
+        source: Where the kernels come from: "exact" from the parameters alone, "input" exact for
+            the reference input, "measured" as derivatives.
+        kernel: Kernels ``[C, K]`` over the lags 0, 1, ...; measured ones are sizes, of up to 64
+            output features, evenly spread.
+        future_kernel: The same over the lags -1, -2, ... for models that look ahead.
+        memory: :func:`effective_memory` of every channel; None where the kernel is zero.
+        poles: ``[P, N]`` complex128, None if unknown.
+        radius: The largest pole's distance from zero, ``[P]``, None if unknown.
+        outside: Poles not inside the unit circle, ``[P]``, None if unknown.
+        time_steps: ``[C]`` or ``[C, parts]``, None if there are none.
+        decay: Mean decay a token, ``[C, N]``, None unless it depends on the input.
+    """
+
+    layer: int
+    source: Source
+    kernel: Tensor
+    future_kernel: Tensor | None
+    memory: list[int | None]
+    poles: Tensor | None
+    radius: Tensor | None
+    outside: Tensor | None
+    time_steps: Tensor | None
+    decay: Tensor | None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was found in a model.
+
+    Attributes:
+        length: Positions of each reference sequence.
+        sequences: How many there were.
+        state_bytes: Size of the state of one sequence, all layers together; None if there is none.
+        state_note: Why there is none.
+        layers: The inspected layers.
+    """
+
+    length: int
+    sequences: int
+    state_bytes: int | None
+    state_note: str | None
+    layers: list[LayerInspection]
+
+
+def effective_memory(
+    kernel: Tensor, future_kernel: Tensor | None = None, energy: float = ENERGY
+) -> list[int | None]:
+    """Return, per channel, the smallest lag m such that lags up to m hold a share of the energy.
+
+    ``sum_{|l| <= m} K[l]^2 >= energy * sum_l K[l]^2``; 0 means the current position alone. None for
+    a channel whose kernel is zero.
+
+    Args:
+        kernel: Lags 0, 1, ..., ``[C, K]``.
+        future_kernel: Lags -1, -2, ..., ``[C, K']``.
+        energy: The share, above 0 and at most 1.
+    """
+    if not 0 < energy <= 1:
+        raise ValueError(f"energy must be above 0 and at most 1, got {energy}")
+    power = kernel.double().abs()
+    if future_kernel is not None:
+        ahead = nn.functional.pad(future_kernel.double().abs(), (1, 0))  # [C, 1 + K']
+        lags = max(power.shape[1], ahead.shape[1])
+        power, ahead = (nn.functional.pad(x, (0, lags - x.shape[1])) for x in (power, ahead))
+        power = torch.hypot(power, ahead)
+    # scaled, so that squares neither overflow nor vanish
+    power = (power / power.amax(dim=1, keepdim=True)).square()
+    total = power.cumsum(dim=1)  # [C, K], nan where a kernel is zero
+    reached = (total < energy * total[:, -1:]).sum(dim=1)
+    return [
+        None if bool(zero) else int(lag)
+        for lag, zero in zip(reached, total[:, -1].isnan(), strict=True)
+    ]
+
+
+def measure(
+    model: SSMModel,
+    inputs: Tensor,
+    *,
+    layers: Sequence[int] | None = None,
+    measured: bool = False,
+) -> Inspection:
+    """Inspect a backbone at some reference sequences.
+
+    Args:
+        model: A backbone; it is put into evaluation mode.
+        inputs: Token ids ``[B, L]``, or values ``[B, L, C]`` for a model that takes these.
+        layers: Which layers; None is all.
+        measured: Measure the kernels even where a mixer knows them.
+
+    Raises:
+        ValueError: A layer that is not there, inputs that the model refuses, or a layer whose
+            kernels are not finite.
+    """
+    depth = len(model.layers)
+    chosen = list(range(depth)) if layers is None else sorted(set(layers))
+    for layer in chosen:
+        if not 0 <= layer < depth:
+            raise ValueError(f"layers must be in [0, {depth - 1}], got {layer}")
+    model.eval()
+    with torch.no_grad():
+        seen = _mixer_inputs(model, inputs, chosen)
+        state_bytes, note = _state_bytes(model, inputs[:1, :_PROMPT])
+        found = []
+        for layer in chosen:
+            mixer = cast(SSMMixer, model.layers[layer].mixer)
+            found.append(_inspect_layer(mixer, layer, seen.pop(layer), measured))
+    return Inspection(inputs.shape[1], inputs.shape[0], state_bytes, note, found)
+
+
+def measured_response(
+    mixer: nn.Module, hidden_states: Tensor, features: Sequence[int], position: int
+) -> Tensor:
+    """Return the size of the derivative of some outputs at one position, ``[F, L]``.
+
+    ``R[i, t] = sqrt(mean_b sum_j (d y[b, position, i] / d x[b, t, j])^2)``, by automatic
+    differentiation: exact, and for a linear filter the size of its taps, whatever the input.
+
+    Args:
+        mixer: Maps ``[B, L, D]`` and a state to ``[B, L, D]``.
+        hidden_states: x, ``[B, L, D]``.
+        features: The outputs i.
+        position: Where these outputs are.
+    """
+    sequences, length, width = hidden_states.shape
+    count = max(1, _CHUNK // (length * width))
+    sizes = []
+    for some in torch.as_tensor(features, device=hidden_states.device).split(count):
+        energy = 0.0
+        for x in hidden_states:
+            # one copy of the sequence per output, so that one backward pass serves all
+            copies = x.expand(len(some), -1, -1).detach().clone().requires_grad_()
+            with torch.enable_grad():
+                y = mixer(copies, LayerState())
+                picked = y[torch.arange(len(some), device=some.device), position, some]
+                (slope,) = torch.autograd.grad(picked.sum(), copies)
+            energy = energy + slope.double().square().sum(dim=2)
+        sizes.append((cast(Tensor, energy) / sequences).sqrt())
+    return torch.cat(sizes)
+
+
+def _mixer_inputs(model: SSMModel, inputs: Tensor, layers: Sequence[int]) -> dict[int, Tensor]:
+    """Return what the mixers of some layers get when the model reads, ``[B, L, D]`` each."""
+    seen: dict[int, Tensor] = {}
+
+    def keep(layer: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+            seen[layer] = arguments[0].detach()
+
+        return hook
+
+    mixers = {i: cast(SSMMixer, model.layers[i].mixer) for i in layers}
+    hooks = [mixer.register_forward_pre_hook(keep(i)) for i, mixer in mixers.items()]
+    try:
+        model(**as_arguments(model, inputs), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def as_arguments(model: SSMModel, inputs: Tensor) -> dict[str, Any]:
+    """Return reference inputs as the keyword a backbone takes them by."""
+    return {"input_ids" if model.config.input_channels is None else "input_values": inputs}
+
+
+def _state_bytes(model: SSMModel, inputs: Tensor) -> tuple[int | None, str | None]:
+    try:
+        cache = model(**as_arguments(model, inputs), use_cache=True).past_key_values
+    except ValueError as error:  # a model that has no state says why
+        return None, str(error)
+    return cache.nbytes, None
+
+
+def _inspect_layer(
+    mixer: SSMMixer, layer: int, hidden_states: Tensor, measured: bool
+) -> LayerInspection:
+    known = mixer.dynamics(hidden_states) or Dynamics()
+    source: Source = "input" if known.depends_on_input else "exact"
+    kernel, future = known.kernel, known.future_kernel
+    if measured or kernel is None:
+        source = "measured"
+        kernel, future = _measured_kernel(mixer, hidden_states)
+    kernel = _plain(kernel)
+    future = None if future is None else _plain(future)
+    _check_finite(layer, kernel, future)
+    poles = None if known.poles is None else known.poles.detach().cpu().to(torch.complex128)
+    radius, outside = known.radius, known.outside
+    if poles is not None:
+        radius = poles.abs().amax(dim=1) if radius is None else radius
+        outside = (poles.abs() >= 1).sum(dim=1) if outside is None else outside
+    return LayerInspection(
+        layer=layer,
+        source=source,
+        kernel=kernel,
+        future_kernel=future,
+        memory=effective_memory(kernel, future),
+        poles=poles,
+        radius=None if radius is None else _plain(radius),
+        outside=None if outside is None else outside.detach().cpu().to(torch.int64),
+        time_steps=None if known.time_steps is None else _plain(known.time_steps),
+        decay=None if known.decay is None else _plain(known.decay),
+    )
+
+
+def _measured_kernel(mixer: SSMMixer, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+    length, width = hidden_states.shape[1:]
+    features = torch.linspace(0, width - 1, min(width, MOST_FEATURES)).round().long().tolist()
+    causal = mixer.config.causal
+    position = length - 1 if causal else length // 2
+    response = measured_response(mixer, hidden_states, features, position)
+    past = response[:, : position + 1].flip(1)
+    return past, None if causal else response[:, position + 1 :]
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().double()
+
+
+def _check_finite(layer: int, *kernels: Tensor | None) -> None:
+    for kernel in kernels:
+        if kernel is not None and not bool(kernel.isfinite().all()):
+            row = int((~kernel.isfinite()).any(dim=1).nonzero()[0])
+            raise ValueError(
+                f"the kernels of layer {layer} must be finite, channel {row} is not: its weights "
+                "are not finite, or its modes grow beyond all numbers at this length"
+            )

@@ -1,0 +1,193 @@
+"""The model to inspect, loaded or untrained, and the reference sequences that it reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ssmzoo.build import without_bars
+from ssmzoo.describe import checkpoint_folder
+from ssmzoo.documents import expand, read_files
+from ssmzoo.family import claims, load_family, suggestion
+from ssmzoo.modeling import SSMModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A backbone in float32 and where it came from."""
+
+    model: SSMModel
+    name: str
+    untrained: bool
+
+
+def load_subject(name: str, *, seed: int, device: str | None) -> Subject:
+    """Return the backbone of a folder, a Hub id, ``family`` (tiny) or ``family:preset``.
+
+    Raises:
+        LookupError: There is no such model, family or preset.
+        ValueError: The folder holds no complete model of the zoo, or the device is not there.
+        RuntimeError: The family's plugin cannot be loaded.
+    """
+    place = _device(device)
+    family, colon, preset = name.partition(":")
+    path = Path(name).expanduser()
+    if not path.exists() and (colon or name in claims()):
+        model = _untrained(family, preset if colon else None, seed)
+        return Subject(_placed(model, place), name, True)
+    if path.is_dir() or name[:1] in "./~" or name.count("/") > 1:
+        folder = checkpoint_folder(name).resolve()
+        # a run keeps its model in a folder called "model"
+        shown = folder.parent.name if folder.name == "model" else folder.name
+        return Subject(_placed(_load(str(folder)), place), shown or str(folder), False)
+    return Subject(_placed(_load(name), place), name, False)
+
+
+def reference_inputs(
+    subject: Subject,
+    length: int,
+    sequences: int,
+    *,
+    tokens: Tensor | None,
+    seed: int,
+) -> Tensor:
+    """Return ``[B, L]`` token ids, or ``[B, L, C]`` values for a model that takes these.
+
+    Pieces of the given tokens from their beginning, as many as there are up to ``sequences``; or
+    uniform tokens, or values from N(0, 1).
+
+    Raises:
+        ValueError: Fewer tokens than one sequence needs.
+    """
+    config, device = subject.model.config, subject.model.device
+    if tokens is not None:
+        count = min(sequences, len(tokens) // length)
+        if count == 0:
+            raise ValueError(
+                f"text must have at least length = {length} tokens, got {len(tokens)}; give a "
+                "longer text, or a smaller length"
+            )
+        return tokens[: count * length].view(count, length).to(device)
+    draw = torch.Generator().manual_seed(seed)
+    if config.input_channels is not None:
+        return torch.randn(sequences, length, config.input_channels, generator=draw).to(device)
+    return torch.randint(config.vocab_size, (sequences, length), generator=draw).to(device)
+
+
+def text_tokens(subject: Subject, source: str, text: str | Path) -> Tensor:
+    """Return the token ids of a text file ``[T]``, by the model's own tokenizer.
+
+    An untrained model has none and reads bytes.
+
+    Raises:
+        ValueError: No such text, a model of values, or a tokenizer that does not fit the model.
+    """
+    config = subject.model.config
+    if config.input_channels is not None:
+        raise ValueError("text must be left out: this model takes values, not tokens")
+    files = expand([str(text)], "text")
+    words = "".join(content for _, content in read_files("text", files, "text", skip_binary=False))
+    tokenizer = _tokenizer(subject, source)
+    ids = cast("list[int]", tokenizer.encode(words, add_special_tokens=False, verbose=False))
+    if ids and max(ids) >= config.vocab_size:
+        raise ValueError(
+            f"the tokenizer gives token id {max(ids)}, the model knows ids below "
+            f"{config.vocab_size}: they do not belong together; leave text out for random tokens"
+        )
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def _tokenizer(subject: Subject, source: str) -> PreTrainedTokenizerBase:
+    if subject.untrained:
+        from ssmzoo.tokenizer import byte_tokenizer
+
+        return byte_tokenizer()
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(Path(source).expanduser()))
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"the tokenizer of {source!r} cannot be read: {_first_line(error)}; leave text out for "
+            "random tokens"
+        ) from error
+
+
+def _untrained(name: str, preset: str | None, seed: int) -> SSMModel:
+    family = load_family(name)
+    config = family.config(**family.tiny) if preset is None else family.config(preset)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = family.model_class(cast(Any, config))
+    return _checked(model, name)
+
+
+def _load(source: str) -> SSMModel:
+    from safetensors import SafetensorError
+    from transformers import AutoModel
+    from transformers.utils import logging
+
+    import ssmzoo.auto  # noqa: F401
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # a head's weights are left out on purpose
+    try:
+        # with output_loading_info a pair, which its annotation does not say
+        with without_bars():
+            loaded: Any = AutoModel.from_pretrained(
+                source, dtype=torch.float32, output_loading_info=True
+            )
+    except SafetensorError as error:
+        raise ValueError(f"the weights of {source!r} cannot be read: {error}") from error
+    except (OSError, ValueError) as error:
+        known = claims()
+        raise LookupError(
+            f"no model {source!r}: neither an installed family ({', '.join(known)})"
+            f"{suggestion(source, known)} nor a model that loads: {_first_line(error)}"
+        ) from error
+    finally:
+        logging.set_verbosity(verbosity)
+    network, loading = loaded
+    if loading["missing_keys"]:
+        missing = sorted(loading["missing_keys"])
+        raise ValueError(
+            f"the weights of {source!r} lack {len(missing)} tensors that the model needs, "
+            f"the first is {missing[0]!r}"
+        )
+    return _checked(network, source)
+
+
+def _checked(model: object, name: str) -> SSMModel:
+    if not isinstance(model, SSMModel):
+        raise ValueError(
+            f"{name!r} must be a model of the zoo, a subclass of ssmzoo.modeling.SSMModel, "
+            f"got {type(model).__name__}"
+        )
+    return model
+
+
+def _placed(model: SSMModel, place: torch.device) -> SSMModel:
+    nn.Module.to(model, place)
+    return model.eval()
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"device must be one that torch can use here, such as 'cpu' or 'cuda', got {name!r}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
