@@ -153,7 +153,11 @@ def test_an_unknown_recipe_lists_the_shipped_ones():
     assert "longhorn-mqar-d64" in text
 
 
-@pytest.mark.parametrize("path", sorted(share("eval/recipes").glob("*.yaml")), ids=lambda p: p.stem)
+# test_train_supervised.py has the others
+OF_ROWS = [p for p in sorted(share("eval/recipes").glob("*.yaml")) if not load_recipe(p).supervised]
+
+
+@pytest.mark.parametrize("path", OF_ROWS, ids=lambda p: p.stem)
 def test_every_shipped_recipe_is_valid_down_to_the_model(path):
     from ssmzoo.build import build_config
     from ssmzoo.data import recipe_tokenizer
