@@ -232,6 +232,13 @@ def test_a_killed_run_resumes_to_the_same_weights_and_lines(step, changes, tmp_p
 def test_a_finished_run_can_go_on_for_more_epochs(tmp_path):
     run = train(recipe(train__schedule="constant"), output_dir=tmp_path / "run")
     longer = ["train.epochs=4"]
+    with pytest.raises(ValueError, match=r"train\.epochs must give at least the .* steps that the"):
+        train(
+            recipe(train__schedule="constant"),
+            output_dir=run,
+            resume=True,
+            overrides=["train.epochs=2"],
+        )
     train(recipe(train__schedule="constant"), output_dir=run, resume=True, overrides=longer)
     whole = train(
         recipe(train__schedule="constant", train__epochs=4), output_dir=tmp_path / "whole"

@@ -25,7 +25,7 @@ from ssmzoo.machine import hardware
 from ssmzoo.meter import Meter
 from ssmzoo.objective import CausalLM, labelled
 from ssmzoo.optimizer import Schedule, make_optimizer
-from ssmzoo.plan import Plan
+from ssmzoo.plan import Plan, require_ahead
 from ssmzoo.recipe import Recipe
 from ssmzoo.run_folder import RunFolder
 from ssmzoo.state import (
@@ -74,9 +74,12 @@ class Run:
             )
         self.micro = recipe.train.batch_size // parts
         checkpoint = self._on_main(lambda: folder.starting_point(recipe, resume=resume))
+        done = 0 if checkpoint is None else step_of(checkpoint)
+        require_ahead(recipe, recipe.train.total_steps, done)  # before the data is made ready
         self.task: Supervised | None = None
         self.data, manifest = self._open_examples() if recipe.supervised else self._open_rows()
         self.plan = Plan.of(recipe, self.data.epoch_rows)
+        require_ahead(recipe, self.plan.total, done)
         self.step, self.tokens, self.unsummed_tokens = 0, 0, 0
         self.best: dict[str, float | int] | None = None
         self.meter = Meter()

@@ -54,3 +54,18 @@ class Plan:
             steps(recipe.checkpoint.every),
             epoch_steps,
         )
+
+
+def require_ahead(recipe: Recipe, total: int | None, done: int) -> None:
+    """Check that a run's end, if it is known, is not behind what it has done.
+
+    Raises:
+        ValueError: It is.
+    """
+    if total is not None and total < done:
+        ends = ("steps", "tokens", "epochs")
+        name = next(end for end in ends if getattr(recipe.train, end) is not None)
+        raise ValueError(
+            f"train.{name} must give at least the {done} steps that the run has done, got "
+            f"{total}; raise it, or start a new run"
+        )

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
-from ssmzoo.checkpoint import CONTENTS, checkpoint_of, newest_checkpoint, read_metrics, step_of
+from ssmzoo.checkpoint import CONTENTS, checkpoint_of, newest_checkpoint, read_metrics
 from ssmzoo.curves import draw_curves
 from ssmzoo.files import write_folder, write_json, write_text
 from ssmzoo.machine import installed_versions
@@ -42,7 +42,7 @@ class RunFolder:
         """Return the checkpoint to continue from, None to begin; nothing is written.
 
         Raises:
-            ValueError: The folder holds something else than a run that may be continued so.
+            ValueError: The folder holds something else than a run that may be continued.
             RuntimeError: The newest checkpoint is damaged.
         """
         if all(_DONT_COUNT.fullmatch(path.name) for path in self.path.iterdir()):
@@ -58,10 +58,7 @@ class RunFolder:
                 f"output_dir must hold a run to resume, got {self.path} without recipe.yaml"
             )
         _require_same(load_recipe(begun), recipe)
-        newest = newest_checkpoint(self.checkpoints)
-        if newest is not None:
-            _require_more(recipe, step_of(newest))
-        return newest
+        return newest_checkpoint(self.checkpoints)
 
     def manifest(self) -> dict[str, Any] | None:
         """Return what the run found its data to be when it began."""
@@ -144,17 +141,6 @@ def _require_same(begun: Recipe, now: Recipe) -> None:
                     f"{name} must stay as the run began to resume it, {before[field]!r}, "
                     f"got {value!r}; start a new run to change it"
                 )
-
-
-def _require_more(recipe: Recipe, done: int) -> None:
-    """Refuse an end that lies behind the checkpoint."""
-    total = recipe.train.total_steps
-    if total is not None and total < done:
-        name = "steps" if recipe.train.steps is not None else "tokens"
-        raise ValueError(
-            f"train.{name} must give at least the {done} steps that the run has done, got "
-            f"{total}; raise it, or start a new run"
-        )
 
 
 def _now() -> str:
