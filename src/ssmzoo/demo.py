@@ -156,7 +156,7 @@ def table(output: Path, results: dict[str, Path]) -> str:
         scores = {row["task"]: row["value"] for row in measured["results"]}
         speeds = [
             row["tokens_per_second"]
-            for row in map(json.loads, (output / name / "metrics.jsonl").open())
+            for row in map(json.loads, (output / name / "metrics.jsonl").read_text().splitlines())
             if "tokens_per_second" in row
         ]
         lines.append(
