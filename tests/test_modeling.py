@@ -267,6 +267,21 @@ def test_the_cache_of_another_kind_is_refused(model, ids):
         model(ids, past_key_values=DynamicCache())
 
 
+def test_a_reset_cache_starts_a_new_sequence_of_any_batch_size(model, ids, cache):
+    cache.reset()
+    assert (cache.get_seq_length(), cache.batch_size, cache.nbytes) == (0, -1, 0)
+    one = ids[:1]
+    with torch.no_grad():
+        fresh = model(one, use_cache=True)
+        again = model(one, past_key_values=cache)
+        assert torch.equal(again.logits, fresh.logits)
+        assert again.past_key_values is cache
+        assert (cache.get_seq_length(), cache.batch_size) == (7, 1)
+        token = ids[1:, :1]
+        following = [model(token, past_key_values=x.past_key_values) for x in (fresh, again)]
+    assert torch.equal(following[0].logits, following[1].logits)
+
+
 def test_cropping_is_refused(cache):
     with pytest.raises(RuntimeError, match="cannot be cropped"):
         cache.crop(3)

@@ -6,8 +6,10 @@ that it looks at its own promise.
 
 import importlib.util
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -48,9 +50,22 @@ CACHED = {
 SEVERAL = {"padding", "packing", "flattening_collator", "sequence_classification"}
 
 
+@pytest.mark.xdist_group("longhorn_conformance")  # one worker adds up the seconds of all checks
 class TestLonghorn(FamilyConformance):
     family = "longhorn"
     oracle = staticmethod(oracle.logits)
+    seconds: ClassVar[dict[str, float]] = {}
+
+    @pytest.fixture(autouse=True)
+    def clock(self, request):
+        begun = time.process_time()  # what others do on this machine is not ours
+        yield
+        self.seconds[request.node.name] = time.process_time() - begun
+
+    def test_all_checks_together_take_less_than_a_minute(self):
+        if len(self.seconds) < len(CHECKS):
+            pytest.skip("only some of the checks ran here")
+        assert sum(self.seconds.values()) < 60
 
 
 # --- sabotage ----------------------------------------------------------------------------------

@@ -1,0 +1,64 @@
+"""The set-up: what `make` would run, asked with -n in a copy where nothing can be installed."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGETS = ("install", "demo", "test", "lint", "types", "bench", "wheel")
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A checkout after `make test`: the environment's stamps are there, newest of all."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy2(ROOT / name, tmp_path)
+        os.utime(tmp_path / name, (1_000, 1_000))
+    (tmp_path / "tests" / "plugins").mkdir(parents=True)
+    stamps = (
+        ".venv/bin/python",
+        ".venv/.installed",
+        ".venv/transformers-5.17.0/.installed",
+    )
+    for age, name in enumerate(stamps, 2_000):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (age, age))
+    return tmp_path
+
+
+def would_run(checkout, target):
+    environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL")}
+    done = subprocess.run(
+        ["make", "-n", target], cwd=checkout, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_second_call_installs_nothing(target, checkout):
+    commands = would_run(checkout, target)
+    assert commands
+    assert "pip" not in commands
+    assert "-m venv" not in commands
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_first_call_makes_the_environment_once_and_then_does_its_work(target, checkout):
+    shutil.rmtree(checkout / ".venv")
+    commands = would_run(checkout, target)
+    assert commands.count("-m venv .venv") == 1
+    assert commands.count("-e '.[dev]' -c constraints.txt") == 1
+    assert commands.count("--target .venv/transformers-5.17.0") == (target == "test")
+
+
+@pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt"])
+def test_a_changed_requirement_is_installed_into_the_environment_there_is(changed, checkout):
+    os.utime(checkout / changed)
+    commands = would_run(checkout, "install")
+    assert commands.count("pip install") == 1
+    assert "-m venv" not in commands
