@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ssmzoo_kernels import rational_kernel
-from ssmzoo_kernels.rational_kernel import inverse_series
+from ssmzoo_kernels import inverse_series, rational_kernel
 
 # taps of kernels that are kept between calls; longer ones would outweigh the model
 KEPT_TAPS = 2048
