@@ -7,7 +7,8 @@ import torch
 
 from ssmzoo.testing.accuracy import outputs_and_grads
 from ssmzoo_kernels import fft_conv, last_backend, use_backend
-from ssmzoo_kernels.fft_conv import eager, library
+from ssmzoo_kernels.fft_conv import circle, cpu, eager, library
+from ssmzoo_kernels.segments import by_magnitude
 
 NAMES = ("u", "kernel", "D", "initial_state", "future_kernel")
 
@@ -68,9 +69,11 @@ def test_blocks_of_channels_and_rows_change_nothing(backend, width, monkeypatch)
     inputs = draw(B=3, L=20, D=width)
     whole = outputs_and_grads(functools.partial(run, backend=backend), inputs, torch.float64)
     monkeypatch.setitem(eager.WORKSPACE, "cpu", 1)
-    blocks = list(eager._Circle(*(inputs[i] for i in (0, 1, 3, 4)), eager.move).blocks())
-    assert len(blocks) == -(-width // 16)
-    assert len(blocks[0][1]) == 3
+    monkeypatch.setattr(cpu, "WORKSPACE", 1)
+    rooms = {"eager": eager._Room, "cpu": cpu._Room}
+    if backend in rooms:
+        room = rooms[backend](*(inputs[i] for i in (0, 1, 3, 4)))
+        assert (room.channels, room.rows) == (min(16, width), 1)
     for name, got in outputs_and_grads(
         functools.partial(run, backend=backend), inputs, torch.float64
     ).items():
@@ -121,6 +124,27 @@ def test_two_halves_with_the_state_carried_equal_the_whole(backend, cut, taps):
     whole = outputs_and_grads(lambda *x: run(*x, None, backend=backend), kept, torch.float64)
     for name, got in outputs_and_grads(lambda *x: halves(*x, None), kept, torch.float64).items():
         close(got, whole[name], 1e-12)
+
+
+def test_a_ragged_batch_runs_in_few_groups_with_less_filling_than_tokens(backend):
+    lengths = [1 + 7 * i % 50 for i in range(50)]
+    assert len(set(lengths)) == 50
+    groups = by_magnitude(bounds(*lengths))
+    assert len(groups) <= 6
+    assert sum(group.places.numel() for group in groups) < 2 * sum(lengths)
+    judge(draw(B=1, L=sum(lengths), D=2, segments=50), backend, cu_seqlens=bounds(*lengths))
+
+
+def test_what_fills_a_group_up_is_nobodys_token(backend):
+    u, kernel, D, _, future = draw(B=1, L=15, segments=3)
+    wild = torch.full_like(u[:, :1], float("inf"))
+    # places past a segment's end are read from the row's first token
+    y, _ = run(
+        torch.cat([wild, u], dim=1), kernel, D, None, future,
+        cu_seqlens=bounds(1, 7, 3, 5), backend=backend,
+    )  # fmt: skip
+    expected, _ = run(u, kernel, D, None, future, cu_seqlens=bounds(7, 3, 5), backend=backend)
+    close(y[:, 1:], expected, 1e-12)
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -190,14 +214,15 @@ def test_an_impulse_in_the_past_never_meets_the_future_filter(backend):
 
 
 def test_a_circle_too_small_is_found_out(backend, monkeypatch):
-    monkeypatch.setattr(eager, "good_size", lambda least: least - 1)
+    for module in (eager, cpu):
+        monkeypatch.setattr(module, "good_size", lambda least: circle.good_size(least) - 2)
     with pytest.raises(AssertionError, match="error"):
-        judge(draw(L=20, K=20), backend)
+        judge(draw(L=24, K=25, F=0), backend)
 
 
 def test_good_sizes_are_even_small_and_have_small_factors():
     for least in (1, 2, 3, 511, 512, 513, 1999, 4095, 16383 * 2, 31999):
-        size = eager.good_size(least)
+        size = circle.good_size(least)
         assert size % 2 == 0
         assert max(2, least) <= size <= max(2, 1.16 * least + 1)
         for prime in (2, 3, 5):
@@ -246,8 +271,9 @@ def test_registered_ops_pass_opcheck(backend, packed):
     assert all(g.is_contiguous() for g in gradients)  # as the fake implementation promises
 
 
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_compiled_functions_have_no_graph_break_and_the_same_results(backend, packed):
+def test_compiled_functions_have_no_graph_break_and_the_same_results(backend, packed, compiler):
     inputs = draw(B=1, L=20, D=6, segments=3, dtype=torch.float32)
     options = {"cu_seqlens": bounds(12, 0, 8)} if packed else {}
     if not packed:
@@ -257,10 +283,20 @@ def test_compiled_functions_have_no_graph_break_and_the_same_results(backend, pa
         y, final = run(torch.tanh(u), *rest, backend=backend, **options)
         return torch.sin(y), final
 
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=compiler)
     expected = outputs_and_grads(layer, inputs, torch.float32)
     for name, got in outputs_and_grads(compiled, inputs, torch.float32).items():
         close(got, expected[name], 1e-6)
+
+    # a node of its own: a lazy conjugate inside it would be forgotten
+    def adjoint(grad, *rest):
+        return torch.ops.ssmzoo.fft_conv_backward(grad * 1, *rest, options.get("cu_seqlens"), name)
+
+    name = "eager" if backend == "reference" else backend
+    known = adjoint(inputs[0], *inputs)
+    compiled = torch.compile(adjoint, fullgraph=True, backend=compiler)
+    for got, wanted in zip(compiled(inputs[0], *inputs), known, strict=True):
+        close(got, wanted, 1e-6)
 
 
 def test_backends_it_does_not_have_are_refused_by_name_and_passed_over_in_a_block():
