@@ -90,7 +90,8 @@ class LonghornMixer(SSMMixer):
         x, _ = self.in_proj(hidden_states).chunk(2, dim=-1)
         u, _ = self.conv1d(x, None, None)
         dt, k, q = self.x_proj(u).split(self.splits, dim=-1)
-        u, k, q, dt = (t.detach().float() for t in (u, k, q, self.dt_proj(dt)))
+        exact = torch.promote_types(torch.float32, u.dtype)
+        u, k, q, dt = (t.detach().to(exact) for t in (u, k, q, self.dt_proj(dt)))
         with torch.enable_grad():
             u.requires_grad_()
             o, _ = longhorn_scan(u, q, k, dt, self.dt_bias.detach(), transition=self.transition)

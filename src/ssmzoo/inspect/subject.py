@@ -47,6 +47,11 @@ def load_subject(name: str, *, seed: int, device: str | None) -> Subject:
         # a run keeps its model in a folder called "model"
         shown = folder.parent.name if folder.name == "model" else folder.name
         return Subject(_placed(_load(str(folder)), place), shown or str(folder), False)
+    if "/" not in name:  # on the Hub a model has an owner
+        raise LookupError(
+            f"no model {name!r}: neither a folder nor an installed family"
+            f"{suggestion(name, claims())}; families: {', '.join(claims())}; on the Hub: owner/name"
+        )
     return Subject(_placed(_load(name), place), name, False)
 
 
@@ -147,11 +152,7 @@ def _load(source: str) -> SSMModel:
     except SafetensorError as error:
         raise ValueError(f"the weights of {source!r} cannot be read: {error}") from error
     except (OSError, ValueError) as error:
-        known = claims()
-        raise LookupError(
-            f"no model {source!r}: neither an installed family ({', '.join(known)})"
-            f"{suggestion(source, known)} nor a model that loads: {_first_line(error)}"
-        ) from error
+        raise LookupError(f"no model loads from {source!r}: {_first_line(error)}") from error
     finally:
         logging.set_verbosity(verbosity)
     network, loading = loaded
