@@ -1,31 +1,59 @@
-"""What is timed: one entry an op, with its inputs and its count of floating-point operations."""
+"""What is timed: one entry an op and shape, with its inputs, its arithmetic and its peers."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
+from peers import bare_ratio_transforms, bare_transforms, direct_exponentials, layer
 from torch import Tensor
 
-from ssmzoo_kernels import causal_conv1d, longhorn_scan
+from ssmzoo_kernels import (
+    causal_conv1d,
+    companion_step,
+    diagonal_step,
+    fft_conv,
+    longhorn_scan,
+    rational_kernel,
+    vandermonde,
+)
+
+VANDERMONDE, RATIONAL = 16384, 8192  # lengths
+
+Shape = tuple[int, int, int, int]
+Passes = dict[str, Callable[[], object]]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One op: how to call it and what that costs at the least.
+    """One op at one shape: how to call it and what that costs at the least.
 
     Attributes:
-        op: Its name; ``tests/kernels/test_<op>.py`` must pass before it is timed.
+        op: Its name; ``tests/kernels/test_<op>.py``, or ``tests``, must pass before it is timed.
         shape: B, L, D, N (K for convolutions).
         make: Inputs for a shape, device and dtype; all get gradients.
         call: Run it on these inputs and return its output.
-        flops: Operations of a forward and of a backward pass, per shape.
+        flops: Operations of a forward and of a backward pass, per shape; None where counting would
+            say nothing.
+        peers: What else does the same work, or the part of it that cannot be spared: from shape
+            and inputs to the passes to time.
+        cpu: Backends to time on a CPU.
+        gpu: The same on a GPU.
+        backward: Whether it has one.
+        once: Peers so slow that they run once, without a warm-up.
+        tests: Where its tests are.
     """
 
     op: str
-    shape: tuple[int, int, int, int]
+    shape: Shape
     make: Callable[..., list[Tensor]]
-    call: Callable[..., Tensor]
-    flops: Callable[..., tuple[float, float]]
+    call: Callable[..., Tensor] | None = None
+    flops: Callable[..., tuple[float, float]] | None = None
+    peers: Mapping[str, Callable[..., Passes]] = field(default_factory=dict)
+    cpu: tuple[str, ...] = ("cpu", "eager")
+    gpu: tuple[str, ...] = ("triton",)
+    backward: bool = True
+    once: frozenset[str] = frozenset()
+    tests: str | None = None
 
 
 def _longhorn_inputs(B: int, L: int, D: int, N: int, **where) -> list[Tensor]:
@@ -46,6 +74,43 @@ def _conv_flops(B: int, L: int, D: int, K: int) -> tuple[float, float]:
     return B * L * D * (2.0 * K + 10), B * L * D * (6.0 * K + 20)
 
 
+def _long_conv_inputs(B: int, L: int, D: int, K: int, **where) -> list[Tensor]:
+    return _conv_inputs(B, L, D, K, **where)[:2]
+
+
+def _modes(H: int, N: int, **where) -> Tensor:
+    """Return exponents as DSS starts with them: time steps from 1e-4 to 1e-2."""
+    dt = torch.exp(torch.empty(H, 1, dtype=torch.float64, **where).uniform_(-9.2, -4.6))
+    frequencies = 25.0 * torch.arange(N, dtype=torch.float64, **where)
+    return torch.complex(-0.5 * dt.expand(-1, N), dt * frequencies)
+
+
+def _vandermonde_inputs(B: int, L: int, H: int, N: int, **where) -> list[Tensor]:
+    return [torch.randn(B, H, N, dtype=torch.complex64, **where), _modes(H, N, **where)]
+
+
+def _diagonal_inputs(B: int, L: int, H: int, N: int, **where) -> list[Tensor]:
+    decay = torch.exp(_modes(H, N, **where)).to(torch.complex64)
+    state, readout = (torch.randn(*x, N, dtype=torch.complex64, **where) for x in ((B, H), (H,)))
+    return [torch.randn(B, H, **where), state, decay, readout]
+
+
+def _rational_inputs(B: int, L: int, D: int, n: int, **where) -> list[Tensor]:
+    a, b = torch.randn(2, D, n, **where)
+    return [a / (2 * a.abs().sum(1, keepdim=True)), b]
+
+
+def _companion_inputs(B: int, L: int, D: int, n: int, **where) -> list[Tensor]:
+    a, b = _rational_inputs(B, L, D, n, **where)
+    return [torch.randn(B, D, **where), torch.randn(B, D, n, **where), a, b, a.new_ones(D)]
+
+
+def _step_companion(u: Tensor, ring: Tensor, a: Tensor, b: Tensor, d: Tensor, backend: str):
+    position = torch.zeros(len(u), dtype=torch.int64, device=u.device)
+    # as decoding calls it: the ring is the caller's own
+    return companion_step(u, ring, position, a, b, d, inplace=True, backend=backend)[0]  # type: ignore[arg-type]
+
+
 ENTRIES = [
     Entry(
         "longhorn_scan",
@@ -60,5 +125,72 @@ ENTRIES = [
         _conv_inputs,
         lambda *x, backend: causal_conv1d(*x, activation="silu", backend=backend)[0],
         _conv_flops,
+    ),
+    *(
+        Entry(
+            "fft_conv",
+            shape,
+            _long_conv_inputs,
+            lambda *x, backend: fft_conv(*x, backend=backend)[0],
+            peers={"bare FFTs": bare_transforms},
+            gpu=("eager",),
+        )
+        for shape in ((8, 1024, 768, 1024), (4, 2048, 256, 2048), (2, 16384, 64, 16384))
+    ),
+    Entry(
+        "vandermonde",
+        (1, VANDERMONDE, 256, 64),
+        _vandermonde_inputs,
+        lambda *x, backend: vandermonde(*x, VANDERMONDE, backend=backend),
+        peers={"direct exp, 32 heads at a time": direct_exponentials},
+        cpu=("eager",),
+        once=frozenset({"direct exp, 32 heads at a time"}),
+    ),
+    Entry(
+        "diagonal_step",
+        (1, 1, 768, 64),
+        _diagonal_inputs,
+        lambda u, z, a, c, backend: diagonal_step(u, z, a, None, c, backend=backend)[0],
+        gpu=("triton", "eager"),
+        backward=False,
+    ),
+    Entry(
+        "companion_step",
+        (1, 1, 768, 64),
+        _companion_inputs,
+        _step_companion,
+        gpu=("triton", "eager"),
+        backward=False,
+    ),
+    *(
+        Entry(
+            f"rational_kernel ({mode})",
+            (1, RATIONAL, 64, order),
+            _rational_inputs,
+            lambda a, b, backend, options=options: rational_kernel(
+                a, b, RATIONAL, backend=backend, **options
+            ),
+            peers={"bare FFTs": bare_ratio_transforms},
+            cpu=("eager",),
+            gpu=("eager",),
+            tests="tests/kernels/test_rational_kernel.py",
+        )
+        for mode, options in (
+            ("truncated", {"mode": "truncated", "trunc_len": RATIONAL}),
+            ("exact", {"mode": "exact"}),
+        )
+        for order in (64, 1024)
+    ),
+    *(
+        Entry(
+            "layer",
+            (4, 2048, 256, modes),
+            lambda B, L, D, N, **where: [torch.randn(B, L, D, **where)],
+            peers={name: layer(name) for name in ("rtf", "rtf, GLU", "rtf, exact", "dss")},
+            cpu=(),
+            gpu=(),
+            tests="tests/kernels/test_fft_conv.py",
+        )
+        for modes in (64, 512)
     ),
 ]

@@ -9,13 +9,14 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from registry import ENTRIES, Entry
 
-from ssmzoo.bench import bench, environment, matmul_peak, time_call
+from ssmzoo.bench import bench, environment, matmul_peak, training_step
 from ssmzoo.files import appears_whole
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +25,10 @@ COLUMNS = [
     "gflops", "share_of_peak", "peak_mib", "device", "threads", "torch", "transformers",
     "triton", "commit", "date",
 ]  # fmt: skip
+
+
+FAMILIES = ["longhorn", "dss", "rtf"]
+ROUNDS = 9
 
 
 def main() -> int:
@@ -37,7 +42,7 @@ def main() -> int:
     parser.add_argument(
         "--output", type=Path, help="default: results/<device>.csv beside this file"
     )
-    parser.add_argument("--peak", nargs=3, help=argparse.SUPPRESS)  # op, backend, pass
+    parser.add_argument("--peak", nargs=4, help=argparse.SUPPRESS)  # op, shape, variant, pass
     options = parser.parse_args()
     if options.peak:
         measure_peak(*options.peak)
@@ -52,56 +57,76 @@ def main() -> int:
     peak = matmul_peak(device)
     print(f"{where['device']}: a large matrix product reaches {peak:.0f} GFLOP/s in float32")
     rows = []
+    passed = set()
     for entry in ENTRIES:
         if entry.op in wanted:
-            if not tests_pass(entry.op):
+            tests = entry.tests or f"tests/kernels/test_{entry.op}.py"
+            if tests not in passed and not tests_pass(tests):
                 print(f"{entry.op}: its tests fail; nothing is timed", file=sys.stderr)
                 return 1
-            rows += time_op(entry, device, peak)
+            passed.add(tests)
+            rows += time_entry(entry, device, peak)
     if "models" in wanted:
-        rows += bench(["longhorn"], lengths=options.lengths, peers=True, slow=options.slow_peers)
+        measured = bench(FAMILIES, lengths=options.lengths, peers=True, slow=options.slow_peers)
+        for row in measured:
+            if row["pass"].startswith("train") and "default" not in row["variant"]:
+                row["peak_mib"] = peak_memory("model", "", row["variant"], row["pass"])
+        rows += measured
     output = options.output or Path(__file__).parent / "results" / f"{where['slug']}.csv"
     write(output, [{**row, **where} for row in rows])
     print(f"written: {output}")
     return 0
 
 
-def tests_pass(op: str) -> bool:
-    """Run the op's tests quietly."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", f"tests/kernels/test_{op}.py"]
+def tests_pass(path: str) -> bool:
+    """Run an op's tests quietly."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", path]
     return subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 0
 
 
 def passes(
-    entry: Entry, shape: tuple[int, ...], device: torch.device, backend: str
-) -> dict[str, Callable[[], None]]:
+    entry: Entry, shape: tuple[int, ...], device: torch.device, variant: str
+) -> dict[str, Callable[[], object]]:
     """Return the calls to measure: a forward alone, and one with its backward."""
     torch.manual_seed(0)
-    inputs = [x.requires_grad_() for x in entry.make(*shape, device=device)]
-    grad = torch.randn_like(inputs[0])
+    inputs = [x.requires_grad_(entry.backward) for x in entry.make(*shape, device=device)]
+    if variant in entry.peers:
+        return entry.peers[variant](shape, *inputs)
+    call = entry.call
+    assert call is not None
 
     def one() -> None:
         with torch.no_grad():
-            entry.call(*inputs, backend=backend)
+            call(*inputs, backend=variant)
+
+    if not entry.backward:
+        return {"fwd": one}
+    with torch.no_grad():
+        grad = torch.randn_like(call(*inputs, backend=variant))
 
     def both() -> None:
-        entry.call(*inputs, backend=backend).backward(grad)
+        call(*inputs, backend=variant).backward(grad)
         for x in inputs:
             x.grad = None
 
     return {"fwd": one, "fwd+bwd": both}
 
 
-def measure_peak(op: str, backend: str, label: str) -> None:
+def measure_peak(op: str, shape: str, variant: str, label: str) -> None:
     """Print the MiB by which one call raises this process's memory at its highest.
 
     On a CPU that is all its memory, so call this once in a process that has done nothing else.
     """
-    entry = next(entry for entry in ENTRIES if entry.op == op)
-    device = torch.device("cuda" if backend == "triton" else "cpu")
-    _, _, *widths = entry.shape
-    passes(entry, (1, 64, *widths), device, backend)[label]()  # builds and loads what it needs
-    call = passes(entry, entry.shape, device, backend)[label]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if op == "model":
+        training_step(variant, 64, device)()
+        call = training_step(variant, int(label.removeprefix("train L=")), device)
+    else:
+        entry = next(e for e in ENTRIES if (e.op, text(e.shape)) == (op, shape))
+        _, length, *widths = entry.shape
+        # builds and loads what it needs
+        passes(entry, (1, max(1, length // 8), *widths), device, variant)[label]()
+        call = passes(entry, entry.shape, device, variant)[label]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -132,38 +157,94 @@ def present_memory() -> int:
     return pages * resource.getpagesize()
 
 
-def time_op(entry: Entry, device: torch.device, peak: float) -> list[dict]:
-    """Measure one op, forward alone and with its backward, on the device's fast backends."""
-    forward, backward = entry.flops(*entry.shape)
-    work = {"fwd": forward, "fwd+bwd": forward + backward}
+def peak_memory(op: str, shape: str, variant: str, label: str) -> float:
+    """Return the peak of a call in MiB, from a process of its own."""
+    command = [sys.executable, __file__, "--peak", op, shape, variant, label]
+    # allocations of activations are mapped, and unmapped when they are freed
+    fresh = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    run = subprocess.run(command, env=fresh, capture_output=True, text=True, check=True)
+    return float(run.stdout)
+
+
+def text(shape: tuple[int, ...]) -> str:
+    """Write a shape as it stands in the table."""
+    return "x".join(map(str, shape))
+
+
+def least_seconds(calls: list[Callable[[], object]], device: torch.device) -> list[float]:
+    """Time the calls in turns, so that what disturbs one disturbs all; return each one's least."""
+
+    def once(call: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    # builds, loads, and tells how many calls make a measurement: 2 ms or more
+    warm = [(once(call), once(call))[1] for call in calls]
+    counts = [max(1, int(2e-3 / max(seconds, 1e-7))) for seconds in warm]
+    least = [float("inf")] * len(calls)
+    for _ in range(ROUNDS):
+        for i, (call, count) in enumerate(zip(calls, counts, strict=True)):
+            least[i] = min(least[i], sum(once(call) for _ in range(count)) / count)
+    return least
+
+
+def time_entry(entry: Entry, device: torch.device, peak: float) -> list[dict]:
+    """Measure one op: the device's fast backends and their peers, in turns."""
+    work = {}
+    if entry.flops is not None:
+        forward, backward = entry.flops(*entry.shape)
+        work = {"fwd": forward, "fwd+bwd": forward + backward}
+    backends = entry.gpu if device.type == "cuda" else entry.cpu
     rows = []
-    for backend in ("triton",) if device.type == "cuda" else ("cpu", "eager"):
-        for label, call in passes(entry, entry.shape, device, backend).items():
-            flops, seconds = work[label], time_call(call, device)
-            command = [sys.executable, __file__, "--peak", entry.op, backend, label]
-            # allocations of activations are mapped, and unmapped when they are freed
-            fresh = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-            run = subprocess.run(command, env=fresh, capture_output=True, text=True, check=True)
-            rows.append(
-                {
-                    "what": entry.op,
-                    "variant": backend,
-                    "pass": label,
-                    "shape": "x".join(map(str, entry.shape)),
-                    "dtype": "float32",
-                    "milliseconds": round(seconds * 1e3, 3),
-                    "tokens_per_second": round(entry.shape[0] * entry.shape[1] / seconds),
-                    "gflops": round(flops / seconds / 1e9, 2),
-                    "share_of_peak": round(flops / seconds / 1e9 / peak, 4),
-                    "peak_mib": float(run.stdout),
-                }
-            )
-            print(
-                f"{entry.op:15s} {backend:7s} {label:8s} {seconds * 1e3:9.2f} ms  "
-                f"{flops / seconds / 1e9:7.1f} GFLOP/s, {peak * seconds * 1e9 / flops:6.1f} times "
-                f"its arithmetic at matrix speed, {float(run.stdout):.0f} MiB"
-            )
+    measured = {
+        (variant, label): call
+        for variant in (*backends, *entry.peers)
+        for label, call in passes(entry, entry.shape, device, variant).items()
+    }
+    repeated = [key for key in measured if key[0] not in entry.once]
+    seconds = dict(
+        zip(repeated, least_seconds([measured[key] for key in repeated], device), strict=True)
+    )
+    for key in measured:
+        if key not in seconds:
+            start = time.perf_counter()
+            measured[key]()
+            seconds[key] = time.perf_counter() - start
+    for (variant, label), took in seconds.items():
+        row = {
+            "what": entry.op,
+            "variant": variant,
+            "pass": label,
+            "shape": text(entry.shape),
+            "dtype": "float32",
+            "milliseconds": round(took * 1e3, 4),
+            "tokens_per_second": round(entry.shape[0] * entry.shape[1] / took),
+            "peak_mib": peak_memory(entry.op, text(entry.shape), variant, label),
+        }
+        line = f"{entry.op:15s} {row['shape']:18s} {variant:30s} {label:8s} {took * 1e3:10.3f} ms"
+        if label in work:
+            gflops = work[label] / took / 1e9
+            row |= {"gflops": round(gflops, 2), "share_of_peak": round(gflops / peak, 4)}
+            line += f", {gflops:6.1f} GFLOP/s: {peak / gflops:.1f} times its time at matrix speed"
+        print(f"{line}, {row['peak_mib']:.0f} MiB")
+        rows.append(row)
+    for line in ratios(entry, seconds):
+        print(line)
     return rows
+
+
+def ratios(entry: Entry, seconds: dict[tuple[str, str], float]) -> list[str]:
+    """Set the first variant's times against all others'."""
+    first = next(iter(seconds))[0]
+    return [
+        f"{entry.op} {text(entry.shape)}, {label}: {first} takes "
+        f"{seconds[first, label] / took:.3g} times what {variant} takes"
+        for (variant, label), took in seconds.items()
+        if variant != first and (first, label) in seconds
+    ]
 
 
 def write(path: Path, rows: list[dict]) -> None:

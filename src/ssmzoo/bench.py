@@ -186,10 +186,23 @@ def _peers() -> dict[str, Peer]:
     }
 
 
-def _train_seconds(model: Any, length: int, device: Any, *, once: bool) -> float:
+def training_step(name: str, length: int, device: Any) -> Callable[[], None]:
+    """Return a call that trains a family's or a peer's model by one step.
+
+    Raises:
+        LookupError: Neither a family nor a peer.
+    """
     import torch
 
-    ids = torch.randint(0, VOCABULARY, (BATCH, length), device=device)
+    peer = _peers().get(name)
+    torch.manual_seed(0)
+    return _training_step((_family(name) if peer is None else peer.build)().to(device), length)
+
+
+def _training_step(model: Any, length: int) -> Callable[[], None]:
+    import torch
+
+    ids = torch.randint(0, VOCABULARY, (BATCH, length), device=model.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     model.train()
 
@@ -198,6 +211,11 @@ def _train_seconds(model: Any, length: int, device: Any, *, once: bool) -> float
         optimizer.step()
         optimizer.zero_grad()
 
+    return step
+
+
+def _train_seconds(model: Any, length: int, device: Any, *, once: bool) -> float:
+    step = _training_step(model, length)
     if once:
         start = time.perf_counter()
         step()
@@ -279,4 +297,4 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     write_text(path, text.getvalue())
 
 
-__all__ = ["bench", "environment", "matmul_peak", "time_call"]
+__all__ = ["bench", "environment", "matmul_peak", "time_call", "training_step"]

@@ -1,0 +1,115 @@
+"""What the ops are held against: the same work as one would write it in torch, or its core."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ssmzoo_kernels.fft_conv.circle import good_size
+
+Passes = dict[str, Callable[[], object]]
+HEADS = 32  # at a time, where all would not fit
+
+
+def bare_transforms(shape: tuple[int, ...], u: Tensor, kernel: Tensor) -> Passes:
+    """Transform padded and transposed tensors as often as a convolution must.
+
+    Nothing is moved, padded or multiplied. The backward transforms inputs and kernels again, as an
+    op does that keeps no spectra.
+    """
+    batch, length, width, taps = shape
+    size = good_size(length + taps - 1)
+    places = torch.randn(batch, width, size, device=u.device)
+    filters = torch.randn(width, size, device=u.device)
+    spectrum, one = torch.fft.rfft(places), torch.fft.rfft(filters)
+
+    def forward() -> None:
+        torch.fft.rfft(filters)
+        torch.fft.rfft(places)
+        torch.fft.irfft(spectrum, n=size)
+
+    def both() -> None:
+        forward()
+        forward()
+        torch.fft.rfft(places)
+        torch.fft.irfft(one, n=size)
+
+    return {"fwd": forward, "fwd+bwd": both}
+
+
+def bare_ratio_transforms(shape: tuple[int, ...], a: Tensor, b: Tensor) -> Passes:
+    """Transform as often as a rational kernel on a grid must."""
+    _, length, width, _ = shape
+    kernel = torch.randn(width, length, device=a.device)
+    spectrum = torch.fft.rfft(kernel)
+
+    def forward() -> None:
+        torch.fft.rfft(a.detach(), n=length)
+        torch.fft.rfft(b.detach(), n=length)
+        torch.fft.irfft(spectrum, n=length)
+
+    def both() -> None:
+        forward()
+        forward()
+        torch.fft.rfft(kernel)
+        torch.fft.irfft(spectrum, n=length)
+
+    return {"fwd": forward, "fwd+bwd": both}
+
+
+def direct_exponentials(shape: tuple[int, ...], weight: Tensor, exponent: Tensor) -> Passes:
+    """Sum one complex64 exponential per head, mode and position."""
+    _, length, heads, _ = shape
+    lags = torch.arange(length, device=weight.device)
+
+    def both() -> None:
+        for start in range(0, heads, HEADS):
+            h = slice(start, start + HEADS)
+            leaves = [weight[0, h].detach().requires_grad_(), exponent[h].detach().requires_grad_()]
+            terms = torch.exp(leaves[1].to(torch.complex64)[..., None] * lags)
+            kernel = torch.einsum("hn,hnl->hl", leaves[0], terms).real
+            torch.autograd.grad(kernel, leaves, torch.ones_like(kernel))
+
+    return {"fwd+bwd": both}
+
+
+def layer(name: str) -> Callable[..., Passes]:
+    """Return what builds the training step of a model of one layer: norm, mixer, residual, norm.
+
+    "rtf" mixes features as DSS does, by GELU and one square matrix; "rtf, GLU" by a matrix twice as
+    wide, as the paper's models for the Long Range Arena do; "rtf, exact" as "rtf".
+    """
+
+    def build(shape: tuple[int, ...], x: Tensor) -> Passes:
+        from ssmzoo.family import load_family
+
+        _, length, width, order = shape
+        family = load_family(name[:3])
+        options = {}
+        if name.startswith("rtf"):
+            options["block"] = "s4" if name == "rtf, GLU" else "filter"
+            if name != "rtf, exact":
+                options |= {"kernel_mode": "truncated", "trunc_len": length}
+        config = family.config(
+            hidden_size=width, num_hidden_layers=1, d_state=order, vocab_size=8, **options
+        )
+        model = family.causal_lm_class(config).model.to(x.device)
+        mix = None
+        if options.get("block") == "filter":
+            mix = torch.nn.Linear(width, width, device=x.device)
+        parameters = [*model.parameters(), *([] if mix is None else mix.parameters())]
+        optimizer = torch.optim.AdamW(parameters)
+        inputs = x.detach()
+
+        def step() -> None:
+            y = model(inputs_embeds=inputs, use_cache=False).last_hidden_state
+            if mix is not None:
+                y = mix(F.gelu(y))
+            y.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return {"train": step}
+
+    return build
