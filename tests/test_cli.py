@@ -22,6 +22,7 @@ COMMANDS = (
     "publish",
     "check",
     "inspect",
+    "distill",
     "bench",
 )
 
@@ -101,6 +102,11 @@ def test_a_mistyped_command_is_answered_with_its_neighbour_and_the_list(fails):
         ("publish m ./x --dryrun", "no option '--dryrun'; did you mean '--dry-run'?"),
         ("publish m ./x --mesage x", "no option '--mesage'; did you mean '--message'?"),
         ("check longhorn --jsno", "no option '--jsno'; did you mean '--json'?"),
+        ("distill m d --ordr 4", "the following arguments are required: --order"),
+        ("distill m d --order 4 --lenght 9", "no option '--lenght'; did you mean '--length'?"),
+        ("distill m d --order 4 --kind model", "no such choice 'model'; did you mean 'modal'?"),
+        ("distill m d --order many", "argument --order: invalid int value: 'many'"),
+        ("distill m --order 4", "the following arguments are required: DIR"),
         ("bench --length 3", "no option '--length'; did you mean '--lengths'?"),
         ("--versoin", "no option '--versoin'; did you mean '--version'?"),
         ("list longhorn", "unexpected argument 'longhorn'"),
@@ -540,6 +546,39 @@ def test_a_wrong_oracle_is_named(named, message, fails, tmp_path, monkeypatch):
         (tmp_path / name).write_text("width = 3\ndef logits(weights, config, ids): ...\n")
     (tmp_path / "broken.py").write_text("nmpy.zeros(3)\n")
     assert message in fails("check", "longhorn", "--oracle", named)
+
+
+def test_distill_puts_small_filters_in_place_of_long_ones_and_prints_the_errors(prints, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from ssmzoo.family import load_family
+
+    family = load_family("rtf")
+    fields = {"filter": "implicit", "trunc_len": 24, "hidden_size": 6, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    family.causal_lm_class(family.config(**fields, vocab_size=31)).save_pretrained(
+        tmp_path / "long"
+    )
+    arguments = ("distill", tmp_path / "long", tmp_path / "short", "--order", 4, "--steps", 2)
+    lines = prints(*arguments).splitlines()
+    assert lines[0].split() == ["layer", "mean", "median", "largest", "channel"]
+    assert len(lines) == 1 + 2 + 1
+    assert lines[-1] == str(tmp_path / "short")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "short")
+    report = json.loads(prints(*arguments, "--json"))
+    assert (report["order"], report["kind"], report["taps"]) == (4, "rational", 24)
+
+
+def test_distill_says_what_is_wrong(fails, model, tmp_path):
+    target = tmp_path / "short"
+    for arguments, answer in (
+        ((model, target, "--order", 4), "needs a causal model with long filters"),
+        (("./nix", target, "--order", 4), "or a Hub id; no folder './nix'"),
+        ((model, target, "--order", 4, "--steps", -1), "steps must be at least 0, got -1"),
+    ):
+        assert answer in fails("distill", *arguments)
+    assert not target.exists()
 
 
 def test_bench_measures_all_families_unless_some_are_named(capsys, monkeypatch):

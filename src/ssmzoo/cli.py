@@ -289,6 +289,25 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     sub.add_argument("--device", help="e.g. cpu or cuda:0 (default: the GPU if there is one)")
     _json_option(sub)
 
+    sub = command(_distill, "distill", "put filters of small order in place of long ones")
+    _model_argument(sub)
+    sub.add_argument("output_dir", metavar="DIR", help="the new model's folder")
+    sub.add_argument(
+        "--order", metavar="N", type=int, required=True, help="what a channel's state will hold"
+    )
+    sub.add_argument(
+        "--kind",
+        choices=("rational", "modal"),
+        default="rational",
+        metavar="KIND",
+        help="rational (default) or modal",
+    )
+    sub.add_argument(
+        "--steps", metavar="N", type=int, default=300, help="steps of descent (default: 300)"
+    )
+    sub.add_argument("--length", metavar="N", type=int, help="taps to fit (default: all)")
+    _json_option(sub)
+
     sub = command(_bench, "bench", "measure training and decoding speed")
     sub.add_argument("families", metavar="FAMILY", nargs="*", help="(default: all installed)")
     sub.add_argument(
@@ -516,6 +535,36 @@ def _inspected(layer: dict[str, Any]) -> dict[str, Any]:
         "margin": stability.get("smallest_margin"),
         "outside": None if outside is None else sum(outside),
     }
+
+
+def _distill(options: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from ssmzoo.distill import distill
+
+    _quieten_bars()
+    bar = tqdm(desc="distill", unit="layer", disable=None)
+
+    def progress(done: int, layers: int) -> None:
+        bar.total = layers
+        bar.update(done - bar.n)
+
+    with bar:
+        _, report = distill(
+            options.model,
+            options.order,
+            options.kind,
+            options.output_dir,
+            steps=options.steps,
+            length=options.length,
+            progress=progress,
+        )
+    if options.json:
+        _print_json(dataclasses.asdict(report))
+    else:
+        print(report.table())
+        print(report.target)
+    return OK
 
 
 def _bench(options: argparse.Namespace) -> int:
