@@ -197,6 +197,7 @@ def _paint_margins(layers: Sequence[LayerInspection]) -> tuple[Figure, str]:
         label = f"layer {layer.layer}"
         axes.plot(place.numpy(), margin.numpy(), color=color, marker=marker, label=label)
     axes.axhline(0, color=_RED, linewidth=0.8, linestyle="--")
+    axes.set_xlim(-0.05, 1.05)
     axes.set(xlabel="features or denominators, sorted (share)", ylabel="1 - spectral radius")
     axes.legend(frameon=False, fontsize=8, ncols=2)
     _frame(axes)
@@ -259,9 +260,10 @@ def _log_edges(values: Tensor) -> list[float]:
 
 
 def _log_axis(axes: Axes, low: float, high: float) -> None:
-    """Make x logarithmic over whole decades, with labels at these alone: others overlap."""
-    from matplotlib.ticker import NullFormatter
+    """Let a histogram count over whole decades, with labels at these alone: others overlap."""
+    from matplotlib.ticker import MaxNLocator, NullFormatter
 
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xscale("log")
     axes.set_xlim(10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high)))
     axes.xaxis.set_minor_formatter(NullFormatter())
