@@ -20,6 +20,7 @@ from transformers import initialization as init
 from ssmzoo.modeling import (
     Dropout,
     Dynamics,
+    Kept,
     LayerState,
     Linear,
     SSMForCausalLM,
@@ -95,7 +96,7 @@ class DSSMixer(SSMMixer):
         self.D = nn.Parameter(torch.empty(channels, width))
         self.dropout = Dropout(config.dropout, config.tie_dropout)
         self.out_proj = Linear(channels * width, width)
-        self._tables: tuple[object, _Tables] | None = None
+        self._tables: Kept[_Tables] = Kept()
 
     def forward(
         self, hidden_states: Tensor, state: LayerState, cu_seqlens: Tensor | None = None
@@ -316,23 +317,9 @@ class DSSMixer(SSMMixer):
 
     def _decode_tables(self) -> _Tables:
         """Return what a step reads, computed once for one state of the parameters."""
-        if torch.compiler.is_compiling():
-            return self._make_tables()
-        parameters = list(self.parameters(recurse=False))
-        key: tuple[object, ...] | None = None
-        if not any(p.is_inference() for p in parameters):  # these count no versions
-            config = self.config
-            key = (
-                *((p.data_ptr(), p._version, p.dtype, p.device) for p in parameters),
-                config.kernel_norm_length,
-                config.max_kernel_length,
-                config.softmax_eps,
-            )
-            if self._tables is not None and self._tables[0] == key:
-                return self._tables[1]
-        tables = self._make_tables()
-        self._tables = None if key is None else (key, tables)
-        return tables
+        config = self.config
+        settings = (config.kernel_norm_length, config.max_kernel_length, config.softmax_eps)
+        return self._tables.get(self.parameters(recurse=False), settings, self._make_tables)
 
     @torch.no_grad()
     def _make_tables(self) -> _Tables:
@@ -358,10 +345,6 @@ class DSSMixer(SSMMixer):
         return _Tables(
             modes, decay.to(dtype), modes.readout, growing, low.to(dtype), high.to(dtype)
         )
-
-    def __getstate__(self) -> dict[str, object]:
-        """Leave the tables out of copies and files."""
-        return {**self.__dict__, "_tables": None}
 
 
 def _diagonal_step(

@@ -20,6 +20,7 @@ from ssmzoo.modeling import (
     CausalConv1d,
     Dropout,
     Dynamics,
+    Kept,
     LayerState,
     Linear,
     RMSNorm,
@@ -40,7 +41,7 @@ from ssmzoo_kernels import (
 )
 
 from .configuration_rtf import RTFConfig
-from .decoding import Deployment, Kept, Recurrence
+from .decoding import Deployment, Recurrence
 from .filters import SMALLEST_SUM, deployed_numerator, initial_coefficients, montel
 from .implicit import implicit_kernel
 from .stability import SMALL_ORDER, check_filters, poles, poles_outside, spectral_radius
@@ -107,7 +108,7 @@ class RTFMixer(SSMMixer):
         elif config.block == "s4":
             self.out_proj = Linear(width, 2 * width)
         self.block = config.block
-        self._kept = Kept()
+        self._kept: Kept[Deployment] = Kept()
 
     def forward(
         self, hidden_states: Tensor, state: LayerState, cu_seqlens: Tensor | None = None

@@ -13,6 +13,7 @@ from ssmzoo.modeling.classifiers import (
 )
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.dynamics import Dynamics
+from ssmzoo.modeling.kept import Kept
 from ssmzoo.modeling.layers import MLP, CausalConv1d, Dropout, Linear
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, RMSNorm
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
@@ -25,6 +26,7 @@ __all__ = [
     "CausalConv1d",
     "Dropout",
     "Dynamics",
+    "Kept",
     "LayerNorm",
     "LayerState",
     "Linear",
