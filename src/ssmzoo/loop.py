@@ -392,6 +392,12 @@ class Run:
 
         processes = gather_object([{"position": position, "random": random_state()}])
         weights = cast("dict[str, torch.Tensor]", self.accelerator.get_state_dict(self.model))
+        names, once = (
+            {name for name, _ in self.bare.named_parameters(remove_duplicate=drop)}
+            for drop in (False, True)
+        )
+        for tied in names - once:  # gathered from shards they are copies, and would be saved twice
+            weights.pop(tied, None)
         moments = optimizer_tensors(self.bare, self.raw_optimizer)
         state = {
             "step": self.step,
