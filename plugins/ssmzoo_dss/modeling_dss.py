@@ -392,13 +392,6 @@ class DSSPreTrainedModel(SSMPreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, DSSMixer):
             self._init_mixer(module)
-        elif module is getattr(self, "score", None):
-            # not as wide as an embedding of N(0, 1)
-            score = cast(nn.Linear, module)
-            bound = score.in_features**-0.5
-            init.uniform_(score.weight, -bound, bound)
-            if score.bias is not None:
-                init.zeros_(score.bias)
 
     def _init_mixer(self, mixer: DSSMixer) -> None:
         config, variant = self.config, self.config.kernel_variant

@@ -48,13 +48,13 @@ class SSMPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Draw a module's own parameters.
 
-        Embedding and heads: N(0, initializer_range^2). Norms: 1. Linear layers of a mixer: uniform
-        within ``1 / sqrt(inputs)``, biases 0. Convolutions: uniform within ``1 / sqrt(taps)``, bias
-        too. A family draws its mixer's own parameters. transformers asks module by module, and only
-        those that lack a tensor: a module must never count on its parent to draw its entries.
+        Embedding and language-model head: N(0, initializer_range^2). Norms: 1. Linear layers of a
+        mixer and classifiers: uniform within ``1 / sqrt(inputs)``, biases 0. Convolutions: uniform
+        within ``1 / sqrt(taps)``, bias too. A family draws its mixer's own parameters. transformers
+        asks module by module, and only those that lack a tensor: a module must never count on its
+        parent to draw its entries.
         """
-        heads = (getattr(self, "lm_head", None), getattr(self, "score", None))
-        if isinstance(module, nn.Embedding) or any(module is head for head in heads):
+        if isinstance(module, nn.Embedding) or module is getattr(self, "lm_head", None):
             init.normal_(cast(Tensor, module.weight), std=self.config.initializer_range)
         elif "RMSNorm" in type(module).__name__ or isinstance(module, nn.LayerNorm):
             init.ones_(cast(Tensor, module.weight))
