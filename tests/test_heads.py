@@ -10,6 +10,8 @@ from transformers import AutoModelForTokenClassification
 from ssmzoo import load_family
 from ssmzoo.compat import enable_gradient_checkpointing
 from ssmzoo.modeling import BatchNorm, Dropout, LayerState, SSMMixer
+from ssmzoo.modeling.classifiers import pool
+from ssmzoo.modeling.segments import find_segments
 
 FAMILY = load_family("longhorn")
 SHAPES = [
@@ -346,3 +348,11 @@ def test_fields_out_of_range_are_named(field, value):
 
 def test_a_mixer_names_no_groups_by_default():
     assert SSMMixer.param_group_names == {}
+
+
+def test_the_mean_of_a_long_half_precision_row_does_not_overflow():
+    hidden = torch.full((2, 16000, 3), 10.0, dtype=torch.float16)
+    mask = torch.ones(2, 16000, dtype=torch.long)
+    mask[0, 0] = 0
+    segments = find_segments(2, 16000, 0, mask, None, None, None)
+    assert torch.equal(pool(hidden, segments, "mean"), torch.full((2, 3), 10.0).half())

@@ -18,6 +18,7 @@ import functools
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,17 +28,22 @@ CLIP = 1e-4  # the largest real part of the variant "clip"
 EXP_FLOOR = 1e-7  # of |lambda|^2 in the reciprocal of the variants without a softmax
 
 
-@functools.cache
 def skew_hippo(modes: int) -> Tensor:
     """Return the positive frequencies ``[N]`` of HiPPO's normal part, falling; float64, on the CPU.
 
     They are the positive eigenvalues of ``i M``, where M is the skew matrix of order 2N with
     ``sqrt((2i + 1) (2j + 1)) / 2`` above its diagonal.
     """
-    odd = 2 * torch.arange(2 * modes, dtype=torch.float64, device="cpu") + 1
-    size = torch.outer(odd, odd).sqrt() / 2
-    matrix = torch.triu(size, 1) - torch.tril(size, -1)
-    return torch.linalg.eigvalsh(1j * matrix)[modes:].flip(0)
+    return torch.tensor(_skew_hippo(modes), dtype=torch.float64, device="cpu")
+
+
+@functools.cache
+def _skew_hippo(modes: int) -> tuple[float, ...]:
+    # numbers: a cached tensor would be of whatever mode or device it was first asked for in
+    odd = 2 * np.arange(2 * modes) + 1.0
+    size = np.sqrt(np.outer(odd, odd)) / 2
+    matrix = np.triu(size, 1) - np.tril(size, -1)
+    return tuple(np.linalg.eigvalsh(1j * matrix)[modes:][::-1].tolist())
 
 
 def initial_eigenvalues(modes: int, kind: str, constrained: bool) -> tuple[Tensor, Tensor]:

@@ -112,6 +112,8 @@ class DSSMixer(SSMMixer):
                 "depends on the whole input's length, got None; set config.kernel_norm_length to "
                 "the longest total length, or pass use_cache=False"
             )
+        if self.training and not torch.compiler.is_compiling():
+            self._tables.forget()
         u = hidden_states.to(torch.promote_types(torch.float32, hidden_states.dtype))
         continues = bool(state.initial)
         if continues and u.shape[1] == 1 and cu_seqlens is None and not torch.is_grad_enabled():
@@ -279,6 +281,13 @@ class DSSMixer(SSMMixer):
                     f"{name} must be finite, got {complex(tensor[tuple(place)])} in layer "
                     f"{self.layer_idx}, feature {place[-2]}, mode {place[-1]}"
                 )
+        wrong = ~self.D.isfinite()
+        if bool(wrong.any()):
+            place = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"D must be finite, got {float(self.D[tuple(place)])} in layer {self.layer_idx}, "
+                f"feature {place[-1]}"
+            )
 
     def _step(self, u: Tensor, state: LayerState) -> Tensor:
         """Advance by one token ``[B, H]`` without gradients; ``[B, 1, C * H]``."""

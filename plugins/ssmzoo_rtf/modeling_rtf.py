@@ -136,6 +136,8 @@ class RTFMixer(SSMMixer):
 
     def filtered(self, u: Tensor, state: LayerState, cu_seqlens: Tensor | None) -> Tensor:
         """Filter ``[B, L, D]``, going on from and leaving behind the state of a cache."""
+        if self.training and not torch.compiler.is_compiling():
+            self._kept.forget()
         with torch.autocast(u.device.type, enabled=False):
             if not state.keep:
                 return self._whole(u, state, cu_seqlens)
@@ -249,7 +251,8 @@ class RTFMixer(SSMMixer):
         """
         config = self.config
         parameters = [p for p in self._parameters.values() if p is not None]
-        settings = (config.decode_mode, config.trunc_len)
+        settings = (config.decode_mode, config.trunc_len, config.kernel_mode)
+        settings += (config.constraint_margin, config.legacy_double_h0)
         kept = self._kept.get(parameters, settings, self._deploy)
         if torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
             return self._deployed(kept.recurrent, kept.windowed, kept.recurrence is None)
@@ -323,6 +326,27 @@ class RTFMixer(SSMMixer):
             gain = gain + wrapped
         return Recurrence(a, b, gain)
 
+    def _check_finite(self, kernel: Tensor, gain: Tensor) -> None:
+        """Fail with the channel, and the radius if that is why, unless all taps are finite."""
+        wrong = ~(kernel.isfinite().all(dim=1) & gain.isfinite())
+        if not bool(wrong.any()):
+            return
+        channel = int(wrong.int().argmax())
+        reason = "a parameter is not finite"
+        if self.config.filter == "rational" and bool(self.a.isfinite().all()):
+            a = self.denominators()
+            row = channel // (len(wrong) // len(a))
+            radius = float(spectral_radius(a[row : row + 1]))
+            if radius > 1:
+                reason = (
+                    f"denominator {row} has poles out to radius {radius:.4g}, so its response "
+                    f"overflows within {kernel.shape[1]} taps; use "
+                    "denominator_constraint='l1_montel' or kernel_mode='truncated'"
+                )
+        raise ValueError(
+            f"filters must be finite, got layer {self.layer_idx}, channel {channel}: {reason}"
+        )
+
     def _whole(self, u: Tensor, state: LayerState, cu_seqlens: Tensor | None) -> Tensor:
         """Filter whole sequences; a padded batch as one of rows that begin at column 0."""
         tokens = u.shape[1]
@@ -331,6 +355,9 @@ class RTFMixer(SSMMixer):
             rows = state.aligned(cu_seqlens)
             u, cu_seqlens = rows.gather(u), None
         kernel, gain = self.kernel(max(1, _longest(u, cu_seqlens))), self.gain()
+        # on a GPU this look would stall the queue
+        if u.device.type == "cpu" and not torch.compiler.is_compiling():
+            self._check_finite(kernel, gain)
         future = None
         if self.config.bidirectional:
             kernel, future = kernel.chunk(2)

@@ -193,11 +193,10 @@ def _student(teacher: Any, order: int, filters: list[tuple[Tensor, Tensor, Tenso
 def _save(student: Any, report: DistillReport, source: str | None, target: Path) -> None:
     def write(folder: Path) -> None:
         student.save_pretrained(folder)
-        if source is not None and Path(source).is_dir():
-            for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
-                file = Path(source) / name
-                if file.is_file():
-                    (folder / name).write_bytes(file.read_bytes())
+        if source is not None and (Path(source) / "tokenizer_config.json").is_file():
+            from transformers import AutoTokenizer
+
+            AutoTokenizer.from_pretrained(source).save_pretrained(folder)
         (folder / REPORT).write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
 
     write_folder(target, write)

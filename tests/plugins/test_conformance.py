@@ -209,6 +209,8 @@ def broken(mixer=None, config=None, model=None, causal_lm=None, classifier=None)
         model_class=backbone,
         causal_lm_class=heads[0],
         sequence_classification_class=heads[1],
+        token_classification_class=None,
+        pair_classification_class=None,
     )
 
 

@@ -43,9 +43,7 @@ def forward(
     inputs, direct = native.whole(u, exact), native.whole(D, exact)
     y = torch.empty(u.shape, dtype=exact)
     new_state = torch.empty(state.shape, dtype=state.dtype)
-    step = _Step(
-        *map(native.address, (inputs, *whole, direct, y, new_state)), *state.shape
-    )
+    step = _Step(*map(native.address, (inputs, *whole, direct, y, new_state)), *state.shape)
     _kernel(exact)(step, native.threads(state.numel()))
     return y.to(u.dtype), new_state
 

@@ -335,15 +335,16 @@ def pool(hidden_states: Tensor, segments: Segments | None, pooling: str) -> Tens
         )
     if pooling == "last":
         return hidden_states.flatten(0, 1)[(ends - 1).clamp(min=0)]
+    # a sum of many half-precision numbers overflows
+    exact = hidden_states.to(torch.promote_types(torch.float32, hidden_states.dtype))
     if segments.rows is None:
-        exact = hidden_states[0].to(torch.promote_types(torch.float32, hidden_states.dtype))
         offsets = segments.cu_seqlens.to(exact.device)
-        mean = torch.segment_reduce(exact, "mean", offsets=offsets, axis=0)
+        mean = torch.segment_reduce(exact[0], "mean", offsets=offsets, axis=0)
     else:
-        real = segments.real(hidden_states.shape[0] * hidden_states.shape[1])
+        real = segments.real(exact.shape[0] * exact.shape[1])
         assert real is not None
-        weight = real.view(*hidden_states.shape[:2], 1).to(hidden_states.dtype)
-        mean = (hidden_states * weight).sum(dim=1) / lengths.unsqueeze(1)
+        weight = real.view(*exact.shape[:2], 1).to(exact.dtype)
+        mean = (exact * weight).sum(dim=1) / lengths.unsqueeze(1)
     return mean.to(hidden_states.dtype)
 
 

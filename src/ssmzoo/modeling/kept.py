@@ -14,9 +14,9 @@ T = TypeVar("T")
 class Kept(Generic[T]):
     """One value, kept for as long as nothing it was made of has changed.
 
-    A parameter has changed if another tensor stands in its place or its version counts on. What
-    writes through ``.data`` counts no version and is not seen. The value has no graph, and no copy
-    or file of a module takes it along.
+    A parameter has changed if another tensor stands in its place or its version counts on. Sharding
+    (FSDP) and what writes through ``.data`` count no version: a mixer that trains therefore calls
+    :meth:`forget`. The value has no graph, and no copy or file of a module takes it along.
     """
 
     def __init__(self) -> None:
@@ -30,13 +30,17 @@ class Kept(Generic[T]):
         if torch.compiler.is_compiling() or any(p.is_inference() for p in parameters):
             return make()  # the latter count no versions
         if self._value is None or self._settings != settings or not self._fits(parameters):
-            self.__init__()
+            self.forget()
             # parameters' own memory is held on to, so that its address cannot come again
             seen = [(p.detach(), p._version) for p in parameters]
             with torch.inference_mode(False), torch.no_grad():
                 self._value = make()
             self._seen, self._settings = seen, settings
         return self._value
+
+    def forget(self) -> None:
+        """Drop the value."""
+        self.__init__()
 
     def _fits(self, parameters: list[nn.Parameter]) -> bool:
         return len(parameters) == len(self._seen) and all(
