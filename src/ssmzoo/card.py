@@ -12,7 +12,7 @@ import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssmzoo.card_sources import (
     NOT_MEASURED,
@@ -126,14 +126,20 @@ def _render(
     from huggingface_hub import ModelCard
 
     name = own[0].name if own else summary.name
+    head = _head(summary)
+    tasks = {row.task for row in merged(own)}
+    if tasks:
+        others = [entry for entry in others if tasks & {row.task for row in entry.scores}]
     family = family_of(summary.config)
     words = family_words(family.name) if family else None
     card = ModelCard.from_template(
-        _metadata(name, family.name if family else None, words, own, kept),
+        _metadata(name, family.name if family else None, words, own, kept, head),
         template_str=share("model_cards/template.md").read_text(encoding="utf-8"),
         marker=MARKER,
         name=name,
-        summary=_summary(words, summary),
+        summary=_summary(words, summary, head),
+        head=head,
+        language_model=head.pipeline == "text-generation",
         picture=picture if summary.picture else None,
         results=_results(name, own, others),
         origins=_origins([*own, *others]),
@@ -174,6 +180,7 @@ def _metadata(
     words: Mapping[str, Any] | None,
     own: Sequence[Results],
     kept: Mapping[str, Any],
+    head: _Head,
 ) -> ModelCardData:
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -189,7 +196,7 @@ def _metadata(
         }
         evaluations.append(
             EvalResult(
-                task_type="text-generation",
+                task_type=head.pipeline,
                 dataset_type=row.task,
                 dataset_name=row.task,
                 metric_type=row.metric,
@@ -203,7 +210,7 @@ def _metadata(
         tags.append(f"arxiv:{words['paper']['arxiv']}")
     return ModelCardData(
         library_name="transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag=head.pipeline,
         tags=tags or None,
         model_name=name if evaluations else None,
         eval_results=evaluations or None,
@@ -211,11 +218,38 @@ def _metadata(
     )
 
 
-def _summary(words: Mapping[str, Any] | None, summary: Summary) -> str:
+class _Head(NamedTuple):
+    """What kind of model a card is about: in words, by its class, by the Hub's name."""
+
+    words: str
+    module: str
+    name: str
+    pipeline: str
+
+
+_HEADS = {
+    "ForCausalLM": ("language model", "text-generation"),
+    "ForSequenceClassification": ("classifier of sequences", "text-classification"),
+    "ForTokenClassification": ("classifier of tokens", "token-classification"),
+    "ForPairClassification": ("classifier of pairs of documents", "text-classification"),
+}
+
+
+def _head(summary: Summary) -> _Head:
+    """Return the kind that the first of the configuration's architectures names."""
+    named = next(iter(summary.config.get("architectures") or ()), "ForCausalLM")
+    suffix = next((suffix for suffix in _HEADS if named.endswith(suffix)), "ForCausalLM")
+    words, pipeline = _HEADS[suffix]
+    if suffix == "ForPairClassification":  # which has no Auto class
+        return _Head(words, str(summary.config.get("model_type")), named, pipeline)
+    return _Head(words, "transformers", f"AutoModel{suffix}", pipeline)
+
+
+def _summary(words: Mapping[str, Any] | None, summary: Summary, head: _Head) -> str:
     kind = words["title"] if words else f"`{summary.config.get('model_type')}`"
     tokens = summary.measured.get("tokens")
     trained = f", trained on {_number(tokens)} tokens" if tokens is not None else ""
-    return f"A {kind} language model of {_number(summary.parameters)} parameters{trained}."
+    return f"A {kind} {head.words} of {_number(summary.parameters)} parameters{trained}."
 
 
 def _results(name: str, own: Sequence[Results], others: Sequence[Results]) -> str:
