@@ -117,8 +117,6 @@ FAMILY = Family(
             "d_state": 2048,
             "num_denominators": 256,
             "trunc_len": 16384,
-            "dropout": 0.1,
-            "mixer_dropout": 0.1,
             "num_labels": 2,
         },
         "rtf-speech-commands": {
