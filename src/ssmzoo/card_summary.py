@@ -77,7 +77,7 @@ def summarise(folder: Path, run_dir: str | Path | None) -> tuple[Summary, Path |
         name=model_name(str(folder)),
         revision=weights_revision(folder),
         config=config,
-        parameters=sum(math.prod(shape) for _, shape in tensors.values()),
+        parameters=sum(math.prod(x[1]) for name, x in tensors.items() if not _statistic(name)),
         dtypes=sorted({dtype for dtype, _ in tensors.values()}),
         tokenizer=(folder / "tokenizer_config.json").exists(),
         run=dict(run.facts) if run else None,
@@ -126,3 +126,8 @@ def _run_of(folder: Path, config: Mapping[str, Any], run_dir: str | Path | None)
             f"{config.get('model_type')!r}; give the run that made it"
         )
     return run
+
+
+def _statistic(name: str) -> bool:
+    """Tell a batch norm's running statistics from parameters."""
+    return name.endswith((".running_mean", ".running_var", ".num_batches_tracked"))
