@@ -66,7 +66,8 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and (bias is None or (bias.dtype is x.dtype and bias.is_contiguous()))
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
-        and torch._C._functorch.peek_interpreter_stack() is None  # vmap's tensors have no address
+        # vmap's tensors have no address
+        and torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore[reportAttributeAccessIssue]
         and not torch.is_autocast_enabled("cpu")
         and not dispatch.compiler_missing()
     )
