@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ssmzoo.describe import checkpoint_folder
+from ssmzoo.machine import usable_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
@@ -114,7 +115,7 @@ def load_model(
 
     import ssmzoo.auto  # noqa: F401
 
-    place = _device(device)
+    place = usable_device(device)
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # what its report of missing weights says is said below
     try:
@@ -137,21 +138,8 @@ def load_model(
             f"the first is {missing[0]!r}"
         )
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    return network.to(place).eval(), tokenizer
-
-
-def _device(name: str | None) -> str:
-    import torch
-
-    if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"device must be one that torch can use here, such as 'cpu' or 'cuda', got {name!r}"
-        ) from error
-    return name
+    network.to(place)
+    return network.eval(), tokenizer
 
 
 def _check(

@@ -77,3 +77,21 @@ def hardware(device: torch.device) -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         name = next(line.split(":", 1)[1].strip() for line in lines if "model name" in line)
     return f"{name}, {torch.get_num_threads()} threads"
+
+
+def usable_device(name: str | None) -> torch.device:
+    """Return the device of a name; without one the GPU if there is one.
+
+    Raises:
+        ValueError: Torch cannot use it here.
+    """
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"device must be one that torch can use here, such as 'cpu' or 'cuda', got {name!r}"
+        ) from error

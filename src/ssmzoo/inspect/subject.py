@@ -13,6 +13,7 @@ from ssmzoo.build import without_bars
 from ssmzoo.describe import checkpoint_folder
 from ssmzoo.documents import expand, read_files
 from ssmzoo.family import claims, load_family, suggestion
+from ssmzoo.machine import usable_device
 from ssmzoo.modeling import SSMModel
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def load_subject(name: str, *, seed: int, device: str | None) -> Subject:
         ValueError: The folder holds no complete model of the zoo, or the device is not there.
         RuntimeError: The family's plugin cannot be loaded.
     """
-    place = _device(device)
+    place = usable_device(device)
     family, colon, preset = name.partition(":")
     path = Path(name).expanduser()
     if not path.exists() and (colon or name in claims()):
@@ -177,17 +178,6 @@ def _checked(model: object, name: str) -> SSMModel:
 def _placed(model: SSMModel, place: torch.device) -> SSMModel:
     nn.Module.to(model, place)
     return model.eval()
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"device must be one that torch can use here, such as 'cpu' or 'cuda', got {name!r}"
-        ) from error
 
 
 def _first_line(error: Exception) -> str:

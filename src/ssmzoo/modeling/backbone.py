@@ -8,7 +8,6 @@ Dimensions: B batch, L length, D hidden, E inner, N state, K conv width, S seque
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeAlias
@@ -19,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ssmzoo.modeling.cache import LayerState, StateCache
-from ssmzoo.modeling.configuration import SSMConfig
+from ssmzoo.modeling.configuration import SSMConfig, suggestion
 from ssmzoo.modeling.dynamics import Dynamics
 from ssmzoo.modeling.layers import MLP, Dropout, Linear
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, NoNorm, RMSNorm, make_norm
@@ -358,14 +357,10 @@ class SSMModel(SSMPreTrainedModel):
 
 
 def _layer_state(cache: StateCache | None, index: int, segments: Segments | None) -> LayerState:
-    if cache is None:
-        if segments is None:
-            return LayerState()
-        return LayerState({}, False, segments.count, segments.rows, segments.row_length)
-    initial = cache.layers[index].states
+    initial, keep = ({}, False) if cache is None else (cache.layers[index].states, True)
     if segments is None:
-        return LayerState(initial, keep=True)
-    return LayerState(initial, True, segments.count, segments.rows, segments.row_length)
+        return LayerState(initial, keep)
+    return LayerState(initial, keep, segments.count, segments.rows, segments.row_length)
 
 
 def _refuse_unknown(kwargs: dict[str, Any]) -> None:
@@ -374,6 +369,5 @@ def _refuse_unknown(kwargs: dict[str, Any]) -> None:
             continue
         if name == "output_attentions":
             raise ValueError("output_attentions must be False: this model has no attention")
-        near = difflib.get_close_matches(name, inspect.signature(SSMModel.forward).parameters, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = suggestion(name, inspect.signature(SSMModel.forward).parameters)
         raise TypeError(f"this model takes no argument {name!r}{hint}")

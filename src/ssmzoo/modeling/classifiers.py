@@ -25,11 +25,8 @@ from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 from ssmzoo.modeling.segments import Segments, given_inputs
 
 
-class SSMForSequenceClassification(SSMPreTrainedModel):
-    """A backbone and a linear map of each sequence's last token or, ``pooling="mean"``, its mean.
-
-    A subclass names its ``model_class``.
-    """
+class _LinearClassifier(SSMPreTrainedModel):
+    """A backbone and a linear map."""
 
     model_class: type[SSMModel]
     # the loss is a batch's mean, so a Trainer that accumulates has to divide
@@ -41,6 +38,13 @@ class SSMForSequenceClassification(SSMPreTrainedModel):
         self.model = self.model_class(config)
         self.score = Linear(config.hidden_size, self.num_labels, bias=config.classifier_bias)
         self.post_init()
+
+
+class SSMForSequenceClassification(_LinearClassifier):
+    """A backbone and a linear map of each sequence's last token or, ``pooling="mean"``, its mean.
+
+    A subclass names its ``model_class``.
+    """
 
     def forward(
         self,
@@ -123,19 +127,8 @@ class SSMForSequenceClassification(SSMPreTrainedModel):
         return output if return_dict else output.to_tuple()
 
 
-class SSMForTokenClassification(SSMPreTrainedModel):
+class SSMForTokenClassification(_LinearClassifier):
     """A backbone and a linear map of every token's output. A subclass names its ``model_class``."""
-
-    model_class: type[SSMModel]
-    # the loss is a batch's mean, so a Trainer that accumulates has to divide
-    accepts_loss_kwargs = False
-
-    def __init__(self, config: SSMConfig) -> None:
-        super().__init__(config)
-        self.num_labels = cast(int, config.num_labels)
-        self.model = self.model_class(config)
-        self.score = Linear(config.hidden_size, self.num_labels, bias=config.classifier_bias)
-        self.post_init()
 
     def forward(
         self,

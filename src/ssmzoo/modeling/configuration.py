@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
@@ -91,9 +92,9 @@ class SSMConfig(PreTrainedConfig):
         allowed = known | _TRANSFORMERS_KEYS | set(GenerationConfig().to_dict())
         for name in kwargs:
             if name not in allowed and not name.startswith("_"):
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise LookupError(f"{type(self).__name__} has no field {name!r}{hint}")
+                raise LookupError(
+                    f"{type(self).__name__} has no field {name!r}{suggestion(name, known)}"
+                )
         super().__post_init__(**kwargs)
         self.check()
 
@@ -125,3 +126,12 @@ class SSMConfig(PreTrainedConfig):
     def layer_types(self) -> list[str]:
         """Tell transformers that the layers are recurrent."""
         return ["linear_attention"] * self.num_hidden_layers
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the nearest of the known names, or nothing.
+
+    ``ssmzoo.family`` has its own: what is in ``ssmzoo.modeling`` must run without the rest.
+    """
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,7 +1,6 @@
 """What transformers must know of every model of the zoo."""
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from ssmzoo.modeling.configuration import SSMConfig
+from ssmzoo.modeling.configuration import SSMConfig, suggestion
 
 
 class SSMPreTrainedModel(PreTrainedModel):
@@ -113,11 +112,11 @@ class SSMPreTrainedModel(PreTrainedModel):
             if name not in known:
                 raise LookupError(
                     f"{type(self).__name__} has no parameter group {name!r}"
-                    f"{_near(name, known)}; groups: {', '.join(known) or 'none'}"
+                    f"{suggestion(name, known)}; groups: {', '.join(known) or 'none'}"
                 )
             for key in changes.keys() - {"lr", "weight_decay"}:
                 raise LookupError(
-                    f"a parameter group has no setting {key!r}{_near(key, _SETTINGS)}; "
+                    f"a parameter group has no setting {key!r}{suggestion(key, _SETTINGS)}; "
                     f"settings: {', '.join(_SETTINGS)}"
                 )
         found: list[dict[str, Any]] = [
@@ -137,11 +136,6 @@ class SSMPreTrainedModel(PreTrainedModel):
 
 
 _SETTINGS = ("lr", "weight_decay")
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _whole(path: Path) -> bool:
