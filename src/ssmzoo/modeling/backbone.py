@@ -151,12 +151,19 @@ class SSMModel(SSMPreTrainedModel):
             self.embed_values = Linear(config.input_channels, config.hidden_size)
         self.dropout = Dropout(config.embedding_dropout, config.tie_dropout)
         self.layers = nn.ModuleList(
-            SSMBlock(config, self.mixer_class(config, layer_idx))
-            for layer_idx in range(config.num_hidden_layers)
+            self.make_block(config, layer_idx) for layer_idx in range(config.num_hidden_layers)
         )
         self.norm = make_norm(config) if config.prenorm else None
         self.gradient_checkpointing = False
         self.post_init()
+
+    def make_block(self, config: Any, layer_idx: int) -> nn.Module:
+        """Return one block; a family with another one overrides this.
+
+        A block maps ``(hidden_states [B, L, D], state, cu_seqlens)`` to ``[B, L, D]`` and is a
+        ``GradientCheckpointingLayer``; what holds SSM parameters in it is an :class:`SSMMixer`.
+        """
+        return SSMBlock(config, self.mixer_class(config, layer_idx))
 
     def forward(
         self,

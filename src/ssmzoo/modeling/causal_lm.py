@@ -38,8 +38,15 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
             )
         self.model = self.model_class(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = self.make_head(config)
         self.post_init()
+
+    def make_head(self, config: Any) -> nn.Module:
+        """Return what maps ``[B, L, D]`` to logits ``[B, L, V]``; a family may have another one.
+
+        Its ``weight [V, D]`` is the embedding's where the configuration ties the two.
+        """
+        return Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(
         self,
