@@ -1,0 +1,185 @@
+"""``feedback_scan`` as a ``torch.library`` op, so that autograd and ``torch.compile`` know it.
+
+Here a batch is already flat: ``T = B * L`` tokens in a row, cut into ``S`` segments by ``offsets``.
+A backend is a module with ``CHUNK``, ``forward`` and ``backward`` of the signatures used below; it
+marches. The forward of a training step keeps the state at the start of every ``interval(N, CHUNK)``
+tokens, and the backward recomputes the states in between, at most ``CHUNK`` at once. The Newton
+solver stands in for a backend's forward only: it keeps the same states, so that one backward serves
+both and no iteration is ever differentiated.
+"""
+
+import functools
+import importlib
+import logging
+from types import ModuleType
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ssmzoo_kernels.dispatch import record
+from ssmzoo_kernels.feedback_scan import newton
+from ssmzoo_kernels.scan import accumulator, chunk_slots, interval, needs_library
+
+OP = "feedback_scan"
+SOLVER = "feedback_scan solver"  # what ``last_backend`` knows the solver by
+
+_log = logging.getLogger("ssmzoo")
+
+
+def feedback_scan(
+    u: Tensor,  # [T, D]
+    lam: Tensor,  # [D, N]
+    w: Tensor,  # [D, N]
+    C: Tensor,  # [D, N]
+    w_gamma: Tensor | None,  # [D, N]
+    D: Tensor | None,  # [D]
+    drive: Tensor | None,  # [T, D]
+    initial_state: Tensor | None,  # [S, D, N]
+    offsets: Tensor,  # [S + 1] int64
+    *,
+    backend: str,
+    solver: str,
+    tolerance: float,
+    max_iterations: int | None,
+    damping: float,
+) -> tuple[Tensor, Tensor]:
+    """Run the scan over flat segments; returns ``[T, D]`` and ``[S, D, N]``."""
+    inputs = (u, lam, w, C, w_gamma, D, drive, initial_state)
+    how = (backend, solver, tolerance, max_iterations, damping)
+    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    if not grad and not needs_library(u):
+        out, final_state, _ = _solve(*inputs, offsets, False, *how)
+    else:
+        out, final_state, _ = _forward(*inputs, offsets, grad, *how)
+    return out, final_state
+
+
+@functools.cache
+def _backend(name: str) -> ModuleType:
+    return importlib.import_module(f"ssmzoo_kernels.{OP}.{name}")
+
+
+def _solve(
+    u: Tensor,
+    lam: Tensor,
+    w: Tensor,
+    C: Tensor,
+    w_gamma: Tensor | None,
+    D: Tensor | None,
+    drive: Tensor | None,
+    initial_state: Tensor | None,
+    offsets: Tensor,
+    save: bool,
+    backend: str,
+    solver: str,
+    tolerance: float,
+    max_iterations: int | None,
+    damping: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return outputs, final states and, with ``save``, the state before every interval."""
+    record(OP, backend)
+    inputs = (u, lam, w, C, w_gamma, D, drive, initial_state)
+    module = _backend(backend)
+    if solver == "newton":
+        try:
+            found = newton.forward(
+                *inputs, offsets, save, module.CHUNK, tolerance, max_iterations, damping
+            )
+        except newton.NotConverged as reason:
+            _log.warning("%s: %s; this call marches instead", OP, reason)
+        else:
+            record(SOLVER, "newton")
+            return found
+    record(SOLVER, "march")
+    return module.forward(*inputs, offsets, save)
+
+
+@torch.library.custom_op(f"ssmzoo::{OP}", mutates_args=())
+def _forward(
+    u: Tensor,
+    lam: Tensor,
+    w: Tensor,
+    C: Tensor,
+    w_gamma: Tensor | None,
+    D: Tensor | None,
+    drive: Tensor | None,
+    initial_state: Tensor | None,
+    offsets: Tensor,
+    save: bool,
+    backend: str,
+    solver: str,
+    tolerance: float,
+    max_iterations: int | None,
+    damping: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = (u, lam, w, C, w_gamma, D, drive, initial_state)
+    return _solve(*inputs, offsets, save, backend, solver, tolerance, max_iterations, damping)
+
+
+@_forward.register_fake
+def _(
+    u, lam, w, C, w_gamma, D, drive, initial_state, offsets, save, backend, solver, tolerance,
+    max_iterations, damping,
+):  # fmt: skip
+    (tokens, width), states, segments = u.shape, lam.shape[1], offsets.shape[0] - 1
+    exact = accumulator(u)
+    between = interval(states, _backend(backend).CHUNK)
+    slots = chunk_slots(tokens, segments, between) if save else 0
+    return (
+        torch.empty_like(u, memory_format=torch.contiguous_format),
+        u.new_empty(segments, width, states, dtype=exact),
+        u.new_empty(slots, states, width, dtype=exact),
+    )
+
+
+@torch.library.custom_op(f"ssmzoo::{OP}_backward", mutates_args=())
+def _backward(
+    grad_out: Tensor | None,
+    grad_final: Tensor | None,
+    u: Tensor,
+    lam: Tensor,
+    w: Tensor,
+    C: Tensor,
+    w_gamma: Tensor | None,
+    D: Tensor | None,
+    drive: Tensor | None,
+    initial_state: Tensor | None,
+    offsets: Tensor,
+    saved: Tensor,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs = (u, lam, w, C, w_gamma, D, drive, initial_state)
+    grads = _backend(backend).backward(grad_out, grad_final, *inputs, offsets, saved)
+    fitting = [
+        u.new_empty(0) if x is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True)
+    ]
+    return cast(tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], (*fitting,))
+
+
+@_backward.register_fake
+def _(
+    grad_out, grad_final, u, lam, w, C, w_gamma, D, drive, initial_state, offsets, saved, backend
+):  # fmt: skip
+    inputs = (u, lam, w, C, w_gamma, D, drive, initial_state)
+    return tuple(
+        u.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in inputs
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, _save, backend, _solver, _tolerance, _max_iterations, _damping = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, output[2])
+    ctx.backend = backend
+
+
+def _autograd(ctx, grad_out, grad_final, _grad_saved):
+    *inputs, offsets, saved = ctx.saved_tensors
+    grads = _backward(grad_out, grad_final, *inputs, offsets, saved, ctx.backend)
+    found = (None if x is None else g for g, x in zip(grads, inputs, strict=True))
+    return (*found, *[None] * 7)
+
+
+_forward.register_autograd(_autograd, setup_context=_setup_context)
