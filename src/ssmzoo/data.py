@@ -33,7 +33,7 @@ from ssmzoo.documents import (
 from ssmzoo.family import suggestion
 from ssmzoo.files import write_folder
 from ssmzoo.recipe import ROW_TASKS, DataSection, Recipe
-from ssmzoo.rows import PackedRows, Parts, Rows, RowSource, StreamedRows, TaskRows
+from ssmzoo.rows import ConsecutiveRows, PackedRows, Parts, Rows, RowSource, StreamedRows, TaskRows
 from ssmzoo.tokenizer import (
     Encoder,
     byte_tokenizer,
@@ -209,7 +209,12 @@ def open_data(
     else:
         store = _read_store(cache)
         pieces, _, rest = _split(store, data.validation)
-        source = PackedRows(store.tokens, pieces, seq_len, train.seed, rank=rank, world=world)
+        if train.segments is not None and train.segments.carry:
+            source = ConsecutiveRows(
+                store.tokens, pieces, seq_len, train.batch_size, train.seed, rank=rank, world=world
+            )
+        else:
+            source = PackedRows(store.tokens, pieces, seq_len, train.seed, rank=rank, world=world)
         epoch_rows = len(source)
         if rest is not None:
             held_out_rows = PackedRows(store.tokens, rest, seq_len, 0, what="held-out")

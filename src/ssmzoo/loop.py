@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -28,6 +29,7 @@ from ssmzoo.optimizer import Schedule, make_optimizer
 from ssmzoo.plan import Plan, require_ahead
 from ssmzoo.recipe import Recipe
 from ssmzoo.run_folder import RunFolder
+from ssmzoo.segmented import SegmentedLM
 from ssmzoo.state import (
     load_optimizer,
     optimizer_tensors,
@@ -51,8 +53,8 @@ T = TypeVar("T")
 class _Step(NamedTuple):
     """What an optimizer step reads."""
 
-    batches: list[dict[str, torch.Tensor]]
-    targets: list[int]  # what each batch's loss is a mean over
+    parts: list[list[Any]]  # the pieces of each micro-batch
+    targets: list[int]  # what each micro-batch's loss is a mean over
     tokens: int  # of this process
     position: dict[str, Any]  # of the data, after this step
 
@@ -156,8 +158,11 @@ class Run:
         model.train()
         if options.gradient_checkpointing:
             enable_gradient_checkpointing(model)
-        if self.task is None:
-            self.objective = CausalLM(model, packs=self.recipe.data.task is None)
+        packs, segments = self.recipe.data.task is None, options.segments
+        if segments is not None:
+            self.objective = SegmentedLM(model, segments, packs=packs)
+        elif self.task is None:
+            self.objective = CausalLM(model, packs=packs)
         else:
             self.objective = labelled(model, self.task)
         beta1, beta2 = options.betas
@@ -190,9 +195,12 @@ class Run:
         self.step, self.tokens = state["step"], state["tokens"]
         self.meter.restore(state)
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        if len(state["processes"]) != world and self.recipe.data.streaming:
+        segments = self.recipe.train.segments
+        carries = segments is not None and segments.carry
+        if len(state["processes"]) != world and (self.recipe.data.streaming or carries):
+            what = "carries states" if carries else "streams"
             raise RuntimeError(
-                f"a streaming run must resume on as many processes as before, "
+                f"a run that {what} must resume on as many processes as before, "
                 f"{len(state['processes'])}, got {world}"
             )
         mine = state["processes"][min(rank, len(state["processes"]) - 1)]
@@ -208,6 +216,10 @@ class Run:
             self.best = None
         if len(state["processes"]) == world:
             set_random_state(mine["random"])
+        if carries:
+            self.objective.carry_on(
+                load_file(checkpoint / f"carried-{rank:05d}.safetensors"), self.accelerator.device
+            )
 
     # -- running -----------------------------------------------------------------------------
 
@@ -265,16 +277,18 @@ class Run:
         source = self.data.train
         parts = [source.take(self.micro) for _ in range(self.recipe.train.accumulate)]
         targets = [self.objective.targets(part) for part in parts]
-        batches = [self.objective.batch(part) for part in parts]
+        pieces = [self.objective.pieces(part) for part in parts]
         if self.accelerator.device.type == "cuda":
-            batches = [{name: x.pin_memory() for name, x in b.items()} for b in batches]
+            pieces = _pinned(pieces)
         tokens = sum(part.tokens for part in parts)
-        return _Step(batches, targets, tokens, source.position())
+        return _Step(pieces, targets, tokens, source.position())
 
-    def _forward(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+    def _forward(
+        self, model: torch.nn.Module, batch: dict[str, torch.Tensor], **options: Any
+    ) -> Any:
         device = self.accelerator.device
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-        return model(**moved, **self.objective.options)
+        return model(**moved, **{**self.objective.options, **options})
 
     def _optimize(self, read: _Step) -> None:
         import torch
@@ -284,12 +298,14 @@ class Run:
         if world > 1:
             total = self._sum(torch.tensor(total, device=accelerator.device))
         loss_of_step: torch.Tensor | float = 0.0
-        for i, (batch, targets) in enumerate(zip(read.batches, read.targets, strict=True)):
-            last = i == len(read.batches) - 1
-            with nullcontext() if last else accelerator.no_sync(self.model):
-                # the model's mean over its targets, weighted to a mean over the whole step's;
+        forward = partial(self._forward, self.model)
+        work = [(i, piece) for i, pieces in enumerate(read.parts) for piece in pieces]
+        for number, (i, piece) in enumerate(work, 1):
+            with nullcontext() if number == len(work) else accelerator.no_sync(self.model):
+                # the mean over a micro-batch's targets, weighted to a mean over the whole step's;
                 # gradients are averaged over processes, hence `world`
-                loss = self._forward(self.model, batch).loss * (targets / total)
+                loss = self.objective.loss_of(forward, piece, i, read.targets[i])
+                loss = loss * (read.targets[i] / total)
                 accelerator.backward(loss * world)
             loss_of_step = loss_of_step + loss.detach()
         largest = self.recipe.train.clip or math.inf
@@ -399,6 +415,7 @@ class Run:
         for tied in names - once:  # gathered from shards they are copies, and would be saved twice
             weights.pop(tied, None)
         moments = optimizer_tensors(self.bare, self.raw_optimizer)
+        carried = gather_object([self.objective.carried()])
         state = {
             "step": self.step,
             "tokens": self.tokens,
@@ -414,6 +431,9 @@ class Run:
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(folder)
             save_file(moments, folder / "optimizer.safetensors")
+            for rank, states in enumerate(carried):
+                if states:
+                    save_file(states, folder / f"carried-{rank:05d}.safetensors")
             (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
         def save() -> None:
@@ -459,6 +479,13 @@ class Run:
             "settings": {**data.task_args, "split": "test"},
         }
         self.folder.write_results(score, self.config.model_type, self.bare.num_parameters())
+
+
+def _pinned(batch: Any) -> Any:
+    """Return a batch, or lists of batches, in memory that a GPU reads without waiting."""
+    if isinstance(batch, list):
+        return [_pinned(part) for part in batch]
+    return {name: tensor.pin_memory() for name, tensor in batch.items()}
 
 
 def _ahead(function: Callable[[], T], count: int) -> Iterator[T]:

@@ -1,7 +1,7 @@
 """What a run learns: parts to a model's arguments, what its loss averages over, what is measured.
 
-The loop knows an objective by five methods: ``batch``, ``targets``, ``zeros``, ``measure`` and
-``metrics``. The loss is the model's own, a mean over the batch's targets; a validation adds up sums
+The loop trains by ``pieces``, ``targets`` and ``loss_of``, and validates by ``batch``, ``zeros``,
+``measure`` and ``metrics``. The loss is a mean over the batch's targets; a validation adds up sums
 over batches and processes, so it does not depend on either.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,6 +50,31 @@ class Objective(ABC):
     @abstractmethod
     def batch(self, part: Any) -> dict[str, torch.Tensor]:
         """Return a model's arguments."""
+
+    def pieces(self, part: Any) -> list[Any]:
+        """Return what to run forward and backward one after the other; their losses add up."""
+        return [self.batch(part)]
+
+    def loss_of(
+        self, forward: Callable[..., Any], piece: Any, part: int, targets: int
+    ) -> torch.Tensor:
+        """Return a piece's loss, as a share of the mean over its part's targets.
+
+        Args:
+            forward: Runs the model on a batch.
+            piece: One of :meth:`pieces`.
+            part: Which of a step's micro-batches it comes from.
+            targets: Of that micro-batch.
+        """
+        return forward(piece).loss
+
+    def carried(self) -> dict[str, torch.Tensor]:
+        """Return, by name, what of this step the next one begins with."""
+        return {}
+
+    def carry_on(self, tensors: dict[str, torch.Tensor], device: torch.device) -> None:
+        """Begin the next step with what :meth:`carried` returned."""
+        assert not tensors
 
     @abstractmethod
     def targets(self, part: Any) -> int:

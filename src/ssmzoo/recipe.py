@@ -185,6 +185,27 @@ class GroupSection(_Section):
     weight_decay: Annotated[float, Field(ge=0)] | None = None
 
 
+class SegmentsSection(_Section):
+    """How long rows are read in segments with a carried state.
+
+    Attributes:
+        count: Segments a row; they divide ``train.seq_len``.
+        gradients: ``cut`` at every segment, or ``keep`` through all of a row.
+        carry: Rows go on, without gradients, where those of the step before ended: every step reads
+            the next tokens of the same documents.
+    """
+
+    count: Count = 1
+    gradients: Literal["cut", "keep"] = "cut"
+    carry: bool = False
+
+    @model_validator(mode="after")
+    def _does_something(self) -> SegmentsSection:
+        if self.count == 1 and not self.carry:
+            raise ValueError("train.segments needs a count of at least 2, or carry: true")
+        return self
+
+
 class TrainSection(_Section):
     """How it is trained. Exactly one of ``steps``, ``tokens`` and ``epochs`` is given.
 
@@ -196,6 +217,7 @@ class TrainSection(_Section):
         batch_size: Rows an optimizer step, over all processes: the same recipe trains the same
             way on one device and on many.
         seq_len: Tokens a row. Absent with a supervised task, which knows its lengths.
+        segments: Read a row in segments, for rows longer than memory.
         accumulate: Into how many micro-batches each process cuts its share of a step.
         lr: Peak learning rate.
         schedule: After the warm-up the rates fall along a ``cosine``, stay ``constant``, or fall
@@ -221,6 +243,7 @@ class TrainSection(_Section):
     epochs: Count | None = None
     batch_size: Count
     seq_len: Annotated[int, BeforeValidator(_whole), Field(ge=2)] | None = None
+    segments: SegmentsSection | None = None
     accumulate: Count = 1
     lr: Annotated[float, Field(gt=0)]
     schedule: Literal["cosine", "plateau", "constant"] = "cosine"
@@ -345,6 +368,8 @@ class Recipe(_Section):
         task = self.data.task
         if task is not None:
             _require_task(task)
+        if self.train.segments is not None:
+            self._segments_fit(self.train.segments)
         if self.supervised:
             if self.train.tokens is not None:
                 raise ValueError(
@@ -359,6 +384,20 @@ class Recipe(_Section):
         else:
             self._rows_fit(task)
         return self
+
+    def _segments_fit(self, segments: SegmentsSection) -> None:
+        length = self.train.seq_len
+        if length is None:
+            raise ValueError("train.segments needs rows of train.seq_len tokens")
+        if length % segments.count:
+            raise ValueError(
+                f"train.segments.count must divide train.seq_len = {length}, got {segments.count}"
+            )
+        if segments.carry and (self.data.streaming or self.data.task is not None):
+            raise ValueError(
+                "train.segments.carry needs documents that are all at hand: no data.streaming, no "
+                "data.task"
+            )
 
     def _rows_fit(self, task: str | None) -> None:
         if task is not None and task not in ROW_TASKS:

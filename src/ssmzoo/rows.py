@@ -140,21 +140,23 @@ class PackedRows(NumberedRows):
         input_ids = np.empty((len(numbers), self.seq_len), np.int64)
         starts = np.zeros((len(numbers), self.seq_len), bool)
         for i, number in enumerate(numbers):
-            self._fill(number, input_ids[i], starts[i])
+            epoch, row = divmod(number, len(self))
+            begin = int(self._order(epoch)[2][row]) * self.seq_len
+            self.fill(epoch, begin, input_ids[i], starts[i])
+        starts[:, 0] = True
         return Rows(input_ids, np.where(starts, IGNORED, input_ids), starts)
 
-    def _fill(self, number: int, input_ids: np.ndarray, starts: np.ndarray) -> None:
-        epoch, row = divmod(number, len(self))
-        documents, ends, rows = self._order(epoch)
-        begin = int(rows[row]) * self.seq_len
+    def fill(self, epoch: int, begin: int, input_ids: np.ndarray, starts: np.ndarray) -> None:
+        """Write one row of an epoch's tokens from ``begin`` on, and where documents start in it."""
+        documents, ends, _ = self._order(epoch)
         which = int(np.searchsorted(ends, begin, side="right"))
         filled = 0
         while filled < self.seq_len:
-            start, stop = self._pieces[documents[which]]
+            first, stop = self._pieces[documents[which]]
             start = stop - (int(ends[which]) - begin - filled)
             count = min(int(stop - start), self.seq_len - filled)
             input_ids[filled : filled + count] = self._tokens[start : start + count]
-            starts[filled] = True
+            starts[filled] = start == first
             filled += count
             which += 1
 
@@ -167,6 +169,61 @@ class PackedRows(NumberedRows):
             self._orders = {k: v for k, v in self._orders.items() if k == epoch - 1}
             self._orders[epoch] = documents, np.cumsum(lengths), rng.permutation(len(self))
         return self._orders[epoch]
+
+
+class ConsecutiveRows(NumberedRows):
+    """Rows that go on, step after step, where the row at the same place of the last step ended.
+
+    An epoch's documents, shuffled and laid end to end, are cut into as many equal lanes as a step
+    has rows; a step reads the next tokens of every lane. A row's first token begins a document, or
+    an epoch, only where ``starts`` says so. The tokens left over are not used in that epoch.
+
+    Args:
+        tokens: All tokens [N], possibly on disk.
+        pieces: Beginning and end of each document [n, 2].
+        seq_len: Tokens a row.
+        lanes: Rows a step, over all processes.
+        seed: Of the order of the documents.
+
+    Raises:
+        ValueError: Fewer tokens than one step.
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        pieces: np.ndarray,
+        seq_len: int,
+        lanes: int,
+        seed: int,
+        *,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        super().__init__(rank, world)
+        self._documents = PackedRows(tokens, pieces, seq_len, seed)
+        self._lanes, self._steps = lanes, len(self._documents) // lanes
+        if not self._steps:
+            raise ValueError(
+                f"the training text must fill one step of {lanes} rows of train.seq_len = "
+                f"{seq_len} tokens, got {self._documents.total} tokens"
+            )
+
+    def __len__(self) -> int:
+        """Return the rows of an epoch."""
+        return self._steps * self._lanes
+
+    def rows(self, numbers: range) -> Rows:
+        """Return the rows of these numbers, counted through all epochs."""
+        shape = len(numbers), self._documents.seq_len
+        input_ids, starts = np.empty(shape, np.int64), np.zeros(shape, bool)
+        for i, number in enumerate(numbers):
+            time, lane = divmod(number, self._lanes)
+            epoch, step = divmod(time, self._steps)
+            begin = (lane * self._steps + step) * shape[1]
+            self._documents.fill(epoch, begin, input_ids[i], starts[i])
+            starts[i, 0] |= step == 0
+        return Rows(input_ids, np.where(starts, IGNORED, input_ids), starts)
 
 
 class TaskRows(NumberedRows):

@@ -155,6 +155,11 @@ class StateCache(Cache):
             mine.states = {name: state.detach().clone() for name, state in theirs.states.items()}
         return copied
 
+    def detach(self) -> None:
+        """Cut the graph that made the states: no gradient goes back through them."""
+        for layer in self.layers:
+            layer.states = {name: state.detach() for name, state in layer.states.items()}
+
     def reset(self) -> None:
         """Forget everything; the next token starts a new sequence."""
         super().reset()
