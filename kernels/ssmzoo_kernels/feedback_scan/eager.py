@@ -88,8 +88,8 @@ def backward(
     grad = torch.zeros_like(values) if grad_out is None else grad_out.to(exact)
     grad_u = torch.empty_like(values)
     grad_drive = None if driven is None else torch.empty_like(driven)
-    # sums over all tokens: a chunk's are float32, theirs double
-    grad_lam, grad_w, grad_C, grad_gamma = values.new_zeros(4, states, width, dtype=torch.float64)
+    # in float64, because they sum over all tokens
+    grad_lam, grad_w, grad_C, grad_gamma = values.new_zeros(4, width, states, dtype=torch.float64)
     grad_initial = values.new_empty(segments, width, states)
     between = interval(states, CHUNK)
     for members, places in _groups(offsets, states):
@@ -117,9 +117,9 @@ def backward(
                 opened = (after * filtering).sum(dim=2, keepdim=True).sigmoid()
                 grad_filter = grad_read * read * opened * (1 - opened)
                 grad_read = grad_read * opened
-                grad_gamma += (grad_filter * after).sum(dim=(0, 1))
+                grad_gamma += (grad_filter * after).sum(dim=(0, 1)).t()
                 incoming = grad_read * readout + grad_filter * filtering
-            grad_C += (grad_read * after).sum(dim=(0, 1))
+            grad_C += (grad_read * after).sum(dim=(0, 1)).t()
             gate = torch.sigmoid(weight * before) if gates is None else gates
             moved = rate * before + values[chunk].unsqueeze(2)
             slope = gate * (1 - gate) * moved
@@ -131,11 +131,11 @@ def backward(
                 carry = decay[:, t] * incoming[:, t]
             written, opening = incoming * gate, incoming * slope
             grad_u[chunk] = written.sum(dim=2)
-            grad_lam += (written * before).sum(dim=(0, 1))
+            grad_lam += (written * before).sum(dim=(0, 1)).t()
             if driven is None:
-                grad_w += (opening * before).sum(dim=(0, 1))
+                grad_w += (opening * before).sum(dim=(0, 1)).t()
             else:
-                grad_w += (opening * driven[chunk].unsqueeze(2)).sum(dim=(0, 1))
+                grad_w += (opening * driven[chunk].unsqueeze(2)).sum(dim=(0, 1)).t()
                 grad_drive[chunk] = (opening * weight).sum(dim=2)  # type: ignore[index]
         grad_initial[members] = carry.transpose(1, 2)
     grad_skip = None
@@ -144,8 +144,8 @@ def backward(
         grad_u += D.to(exact) * grad
     return (
         grad_u,
-        *(x.t().to(exact) for x in (grad_lam, grad_w, grad_C)),
-        None if w_gamma is None else grad_gamma.t().to(exact),
+        *(x.to(exact, copy=True) for x in (grad_lam, grad_w, grad_C)),
+        None if w_gamma is None else grad_gamma.to(exact, copy=True),
         grad_skip,
         grad_drive,
         grad_initial,
