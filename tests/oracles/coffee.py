@@ -13,28 +13,31 @@ The names this file reads, under ``model.layers.{i}.mixer.``, of a core module (
     lam                 [D, N]  the diagonal of A; or lam_raw: lam = -lambda_max sigmoid(lam_raw)
     w, C                [D, N]
     w_gamma             [D, N]  where output_filter
-    B                   [D, N]  gate_type "token", and Eq. (6); ones where absent
-    dt_proj.weight      [D, D]  W_D: gate_type "token" (which has no w) and S6
-    A_log               [D, N]  S6 only, mu: lambda = -exp(mu)
-    x_proj.weight       [2N, D] S6 only, the rows of W_B, then of W_C
+    B                   [D, N]  variants "token_gate" and "input_matrix"
+    dt_proj.weight      [D, D]  W_D: variants "token_gate", which has no w, and "s6"
+    A_log               [D, N]  "s6" only, mu: lambda = -exp(mu)
+    x_proj.weight       [2N, D] "s6" only, the rows of W_B, then of W_C
+    D                   [D]     the skip, where present
 
 and, where there is an in_proj, of the language model's block also:
 
     in_proj.weight      [2D, E] rows of the recurrence's branch, then of the gate
     conv1d.weight       [D, 1, K], tap K - 1 meets the current token; conv1d.bias where present
-    D                   [D]     the skip, where present
     out_proj.weight     [E, D]
 
 and around the mixers:
 
-    model.embed_tokens.weight           [V, E]
-    model.layers.{i}.norm.weight        [E], no norm where absent
-    model.norm.weight                   [E], no norm where absent
+    model.embed_tokens.weight           [V, E]; the frozen row is left out
+    model.layers.{i}.norm.weight        [E] and, for norm_type "layer", .bias
+    model.layers.{i}.mlp_norm.*, .mlp.up_proj.weight, .bias, .mlp.down_proj.weight, .bias
+                                        where intermediate_size is set
+    model.norm.*                        only where prenorm
     lm_head.weight                      [V, E], the embedding where absent
 
-Fields of the configuration: num_hidden_layers, rms_norm_eps, residual; lambda_max, gate_type
-("feedback", "input", "token" or "linear", the rows of Table 6), head ("linear" or
-"nearest_embedding"). Shapes tell the rest.
+Fields of the configuration: num_hidden_layers, norm_type ("rms", "layer" or "none"), rms_norm_eps,
+prenorm, residual, intermediate_size; lambda_max, variant ("coffee", "input_matrix", "no_feedback",
+"token_gate", "linear_feedback" or "s6", the rows of Table 6 and Eq. (6)), head ("linear" or
+"nearest_embedding"), frozen_embedding_index (of the row that is all ones, or None).
 
 The classifier of images (Appendix I) is ``scans.{0..3}.`` with a core module's names, then
 ``hidden.weight`` [25, 100], ``.bias``, ``score.weight`` [10, 25], ``.bias``.
@@ -68,8 +71,24 @@ def gelu(a: Array) -> Array:
     return a * (1 + np.vectorize(erf, otypes=[float])(a / sqrt(2))) / 2
 
 
-def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * weight
+def tanh_gelu(a: Array) -> Array:
+    return a * (1 + np.tanh(sqrt(2 / np.pi) * (a + 0.044715 * a**3))) / 2
+
+
+def linear(weights: Weights, name: str, x: Array) -> Array:
+    return x @ weights[name + ".weight"].T + weights[name + ".bias"]
+
+
+def norm(weights: Weights, config: Config, name: str, x: Array) -> Array:
+    """The norm that the configuration names, over the last axis of x."""
+    if config["norm_type"] == "none":
+        return x
+    eps, scale = config["rms_norm_eps"], weights[name + ".weight"]
+    if config["norm_type"] == "rms":
+        return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * scale
+    assert config["norm_type"] == "layer", config["norm_type"]
+    mean, var = np.mean(x, axis=-1, keepdims=True), np.var(x, axis=-1, keepdims=True)
+    return (x - mean) / np.sqrt(var + eps) * scale + weights[name + ".bias"]
 
 
 # --- the recurrence ---------------------------------------------------------------------------
@@ -315,29 +334,33 @@ def eigenvalues(weights: Weights, config: Config, prefix: str) -> Array:
 def recurrence(
     weights: Weights, config: Config, prefix: str, u: Array, state: Array | None = None
 ) -> tuple[Array, Array]:
-    """A row of Table 6 by its parameters' names and gate_type: y [B, L, D] and the last state."""
-    if prefix + "A_log" in weights:
+    """The variant that the configuration names: y [B, L, D] and the last state [B, D, N]."""
+    variant = config["variant"]
+    skip = weights.get(prefix + "D")
+    if variant == "s6":
         W_B, W_C = np.split(weights[prefix + "x_proj.weight"], 2)
         W_D = weights[prefix + "dt_proj.weight"]
-        return s6(u, weights[prefix + "A_log"], W_B, W_C, W_D, state)
-    lam, C = eigenvalues(weights, config, prefix), weights[prefix + "C"]
-    kind = config["gate_type"]
-    w = np.ones_like(lam) if kind == "token" else weights[prefix + "w"]
-    drive = None
-    if kind == "token":  # Appendix C.1: sigmoid(W_D u), one gate a feature
-        drive = u @ weights[prefix + "dt_proj.weight"].T
-    elif kind == "input":
+        y, state = s6(u, weights[prefix + "A_log"], W_B, W_C, W_D, state)
+        return (y if skip is None else y + skip * u), state
+    lam, drive = eigenvalues(weights, config, prefix), None
+    if variant == "token_gate":  # Appendix C.1: sigmoid(W_D u), one gate a feature
+        w, drive = np.ones_like(lam), u @ weights[prefix + "dt_proj.weight"].T
+    else:
+        w = weights[prefix + "w"]
+    if variant == "no_feedback":
         drive = u
+    with_B = variant in ("token_gate", "input_matrix")
+    assert with_B == (prefix + "B" in weights)
     return scan(
         u,
         lam,
         w,
-        C,
+        weights[prefix + "C"],
         weights.get(prefix + "w_gamma"),
-        weights.get(prefix + "D"),
+        skip,
         drive=drive,
-        B=weights.get(prefix + "B", 1.0),
-        kind="linear" if kind == "linear" else "sigmoid",
+        B=weights[prefix + "B"] if with_B else 1.0,
+        kind="linear" if variant == "linear_feedback" else "sigmoid",
         state=state,
     )
 
@@ -386,27 +409,38 @@ def run(
 ) -> tuple[Array, State]:
     """The model from a state on; input_ids [B, L] gives logits [B, L, V] and the state."""
     weights = {name: np.asarray(value, dtype=np.float64) for name, value in weights.items()}
-    embedding = weights["model.embed_tokens.weight"]
-    head = weights.get("lm_head.weight", embedding)
-    eps = config["rms_norm_eps"]
+    embedding = table(weights, config, "model.embed_tokens.weight")
+    head = table(weights, config, "lm_head.weight") if "lm_head.weight" in weights else embedding
     if state is None:
         state = empty_state(weights, config, len(input_ids))
 
     h = embedding[np.asarray(input_ids)]
+    first = config["prenorm"]
     after: State = []
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}."
-        scale = weights.get(layer + "norm.weight")
-        normed = h if scale is None else rms_norm(h, scale, eps)
-        out, new = mixer(weights, config, layer + "mixer.", normed, state[i])
-        h = h + out if config["residual"] else out
+        x = norm(weights, config, layer + "norm", h) if first else h
+        x, new = mixer(weights, config, layer + "mixer.", x, state[i])
+        h = h + x if config["residual"] else x
+        h = h if first else norm(weights, config, layer + "norm", h)
+        if config["intermediate_size"]:
+            x = norm(weights, config, layer + "mlp_norm", h) if first else h
+            x = tanh_gelu(linear(weights, layer + "mlp.up_proj", x))
+            x = linear(weights, layer + "mlp.down_proj", x)
+            h = h + x if config["residual"] else x
+            h = h if first else norm(weights, config, layer + "mlp_norm", h)
         after.append(new)
-    scale = weights.get("model.norm.weight")
-    h = h if scale is None else rms_norm(h, scale, eps)
+    h = norm(weights, config, "model.norm", h) if first else h
     if config["head"] == "nearest_embedding":
         return nearest_logits(distances(h, head)), after
     assert config["head"] == "linear", config["head"]
     return h @ head.T, after
+
+
+def table(weights: Weights, config: Config, name: str) -> Array:
+    """An embedding [V, E], with the row of ones that is no parameter put in where it belongs."""
+    frozen = config["frozen_embedding_index"]
+    return weights[name] if frozen is None else np.insert(weights[name], frozen, 1.0, axis=0)
 
 
 def logits(weights: Weights, config: Config, input_ids: Array) -> Array:

@@ -426,7 +426,13 @@ ROWS = {
     "(4)": {"lam": "DN", "C": "DN", "B": "DN", "dt_proj.weight": "DD"},
     "S6": {"A_log": "DN", "x_proj.weight": "2D", "dt_proj.weight": "DD"},
 }
-GATES = {"no fb.": "input", "lin. fb.": "linear", "(4)": "token"}
+VARIANTS = {
+    "no fb.": "no_feedback",
+    "lin. fb.": "linear_feedback",
+    "(6)": "input_matrix",
+    "(4)": "token_gate",
+    "S6": "s6",
+}
 
 
 def weights_of(row, prefix, D, N, seed=0):
@@ -441,14 +447,26 @@ def weights_of(row, prefix, D, N, seed=0):
 
 
 def fields(row, **own):
-    common = {"rms_norm_eps": 1e-5, "lambda_max": 1.0, "gate_type": GATES.get(row, "feedback")}
-    return {**common, "num_hidden_layers": 1, "residual": False, "head": "linear", **own}
+    common = {
+        "num_hidden_layers": 1,
+        "norm_type": "none",
+        "rms_norm_eps": 1e-5,
+        "prenorm": True,
+        "residual": False,
+        "intermediate_size": None,
+        "lambda_max": 1.0,
+        "variant": VARIANTS.get(row, "coffee"),
+        "head": "linear",
+        "frozen_embedding_index": None,
+    }
+    assert own.keys() <= common.keys()
+    return {**common, **own}
 
 
-def core(row, D=6, N=4, V=9):
+def core(row, D=6, N=4, V=9, frozen=None):
     weights = weights_of(row, "model.layers.0.mixer.", D, N)
-    weights["model.embed_tokens.weight"] = numbers(V, D, seed=1)
-    return weights, fields(row, head="nearest_embedding")
+    weights["model.embed_tokens.weight"] = numbers(V - (frozen is not None), D, seed=1)
+    return weights, fields(row, head="nearest_embedding", frozen_embedding_index=frozen)
 
 
 def language_model(row, E=5, D=10, N=3, K=4, V=11):
@@ -465,15 +483,37 @@ def language_model(row, E=5, D=10, N=3, K=4, V=11):
         }
         weights |= {mixer + name: 0.5 * numbers(*s, seed=i + 9) for name, s in shapes.items()}
         weights[f"model.layers.{i}.norm.weight"] = 1 + 0.1 * numbers(E, seed=i + 3)
-    if row == "S6":  # it has no skip
-        for i in range(2):
-            del weights[f"model.layers.{i}.mixer.D"]
-    return weights, fields(row, num_hidden_layers=2, residual=True)
+    return weights, fields(row, num_hidden_layers=2, norm_type="rms", residual=True)
+
+
+def other_backbone(row, E=5):
+    """Norms after the residual sums, and MLPs."""
+    weights, config = language_model(row, E=E)
+    del weights["model.norm.weight"]
+    for i in range(2):
+        layer = f"model.layers.{i}."
+        shapes = {
+            "norm.bias": (E,),
+            "mlp_norm.weight": (E,),
+            "mlp_norm.bias": (E,),
+            "mlp.up_proj.weight": (7, E),
+            "mlp.up_proj.bias": (7,),
+            "mlp.down_proj.weight": (E, 7),
+            "mlp.down_proj.bias": (E,),
+        }
+        weights |= {layer + name: numbers(*s, seed=i + 20) for name, s in shapes.items()}
+    return weights, config | {"norm_type": "layer", "prenorm": False, "intermediate_size": 7}
+
+
+def frozen_core(row):
+    return core(row, frozen=8)
 
 
 MODELS = [
     *((core, row) for row in ROWS),
     *((language_model, row) for row in ROWS if row != "lin. fb."),
+    (other_backbone, "final"),
+    (frozen_core, "final"),
 ]
 IDS = np.random.default_rng(1).integers(9, size=(2, 11))
 
@@ -482,7 +522,7 @@ IDS = np.random.default_rng(1).integers(9, size=(2, 11))
 def test_a_model_run_token_by_token_is_the_model_run_at_once(build, row):
     weights, config = build(row)
     whole = coffee.logits(weights, config, IDS)
-    assert whole.shape == (2, 11, len(weights["model.embed_tokens.weight"]))
+    assert whole.shape == (2, 11, 11 if "in_proj" in " ".join(weights) else 9)
     state, stepped = coffee.empty_state(weights, config, 2), []
     for token in IDS.T:
         out, state = coffee.step(weights, config, token, state)
@@ -512,10 +552,11 @@ def test_the_rows_of_table_6_differ_and_are_what_they_say():
     D, N = 6, 4
     weights, config = core("final", D, N)
     whole = coffee.logits(weights, config, IDS)
-    open_loop = coffee.logits(weights, config | {"gate_type": "input"}, IDS)
+    open_loop = coffee.logits(weights, config | {"variant": "no_feedback"}, IDS)
     assert relative(open_loop, whole) > 1e-2
     with_B = {**weights, "model.layers.0.mixer.B": np.ones((D, N))}
-    np.testing.assert_array_equal(coffee.logits(with_B, config, IDS), whole)
+    six = coffee.logits(with_B, config | {"variant": "input_matrix"}, IDS)
+    np.testing.assert_array_equal(six, whole)
     raw = {name.replace("lam", "lam_raw"): value for name, value in weights.items()}
     raw["model.layers.0.mixer.lam_raw"] = numbers(D, N, seed=4)
     lam = -0.7 / (1 + np.exp(-numbers(D, N, seed=4)))
@@ -523,7 +564,7 @@ def test_the_rows_of_table_6_differ_and_are_what_they_say():
     assert relative(coffee.logits(raw, config | {"lambda_max": 0.7}, IDS), expected) <= 1e-13
     u = weights["model.embed_tokens.weight"][IDS]
     mixer = {name.split("mixer.")[-1]: value for name, value in core("(4)", D, N)[0].items()}
-    got = coffee.recurrence(mixer, {"gate_type": "token"}, "", u)[0]
+    got = coffee.recurrence(mixer, {"variant": "token_gate"}, "", u)[0]
     x = np.zeros((2, D, N))
     for k in range(IDS.shape[1]):
         s = 1 / (1 + np.exp(-u[:, k] @ mixer["dt_proj.weight"].T))
@@ -539,7 +580,7 @@ def test_images_are_read_by_rows_and_columns_forwards_and_backwards():
     weights |= {"score.weight": numbers(10, 25), "score.bias": numbers(10)}
     assert sum(value.size for value in weights.values()) == 3585
     images = np.random.default_rng(0).uniform(size=(3, 25, 25))
-    config = {"gate_type": "feedback"}
+    config = {"variant": "coffee"}
     whole = coffee.image_logits(weights, config, images)
     assert whole.shape == (3, 10)
 
@@ -585,6 +626,20 @@ def test_the_parameter_counts_are_the_papers():
     for row in ("final", "no fb.", "(6)", "(4)", "S6"):
         weights, _ = core(row, 16, 8)
         assert sum(value.size for value in weights.values()) == count(row, 8, 16)
+    weights, _ = core("final", 16, 8, frozen=8)
+    assert sum(value.size for value in weights.values()) == 512
+
+
+def test_the_frozen_row_is_ones_wherever_it_stands():
+    weights, config = core("final")
+    for index in (0, 3, 8):
+        small = {**weights}
+        small["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:8]
+        large = {**weights}
+        rows = list(small["model.embed_tokens.weight"])
+        large["model.embed_tokens.weight"] = np.stack([*rows[:index], np.ones(6), *rows[index:]])
+        got = coffee.logits(small, config | {"frozen_embedding_index": index}, IDS)
+        np.testing.assert_array_equal(got, coffee.logits(large, config, IDS))
 
 
 # --- the induction heads of Appendix E --------------------------------------------------------
