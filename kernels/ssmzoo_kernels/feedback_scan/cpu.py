@@ -1,0 +1,169 @@
+"""COFFEE's scan in C: feedback_scan.c."""
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ssmzoo_kernels import native
+from ssmzoo_kernels.scan import accumulator, chunk_slots, interval
+
+CHUNK = 16  # tokens whose states are recomputed at once
+
+_SOURCE = Path(__file__).with_name("feedback_scan.c")
+_POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
+_TENSORS = ("u", "lam", "w", "C", "filter", "skip", "drive", "initial")
+
+
+class _Inputs(ctypes.Structure):
+    """``Inputs`` of feedback_scan.c."""
+
+    _fields_ = (
+        *((x, _POINTER) for x in _TENSORS),
+        ("offsets", _POINTER),
+        *((x, _INTEGER) for x in ("segments", "width", "states", "interval")),
+        *((f"stride_{x}", _INTEGER) for x in ("u", "drive")),
+    )
+
+
+class _Gradients(ctypes.Structure):
+    """``Gradients`` of feedback_scan.c."""
+
+    _fields_ = (
+        ("out", _POINTER),
+        ("final", _POINTER),
+        ("stride_out", _INTEGER),
+        *((f"grad_{x}", _POINTER) for x in _TENSORS),
+    )
+
+
+def forward(
+    u: Tensor,  # [T, D]
+    lam: Tensor,  # [D, N]
+    w: Tensor,  # [D, N]
+    C: Tensor,  # [D, N]
+    w_gamma: Tensor | None,  # [D, N]
+    D: Tensor | None,  # [D]
+    drive: Tensor | None,  # [T, D]
+    initial_state: Tensor | None,  # [S, D, N]
+    offsets: Tensor,  # [S + 1] int64
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return outputs, final states and, with ``save``, the state before every interval."""
+    exact = accumulator(u)
+    tensors = _prepare(exact, u, lam, w, C, w_gamma, D, drive, initial_state)
+    (tokens, width), states, segments = u.shape, lam.shape[1], offsets.shape[0] - 1
+    out = torch.empty((tokens, width), dtype=exact, device="cpu")
+    final_state = torch.empty((segments, width, states), dtype=exact, device="cpu")
+    slots = chunk_slots(tokens, segments, interval(states, CHUNK)) if save else 0
+    saved = torch.empty((slots, states, width), dtype=exact, device="cpu")
+    failed = _library(exact).scan_forward(
+        _inputs(tensors, offsets),
+        out.data_ptr(),
+        final_state.data_ptr(),
+        saved.data_ptr() if save else None,
+        native.threads(tokens * width * states),
+    )
+    if failed:
+        raise MemoryError("feedback_scan: no memory for a block of states")
+    return out.to(u.dtype), final_state, saved
+
+
+def backward(
+    grad_out: Tensor | None,  # [T, D]
+    grad_final: Tensor | None,  # [S, D, N]
+    u: Tensor,
+    lam: Tensor,
+    w: Tensor,
+    C: Tensor,
+    w_gamma: Tensor | None,
+    D: Tensor | None,
+    drive: Tensor | None,
+    initial_state: Tensor | None,
+    offsets: Tensor,
+    saved: Tensor,  # [slots, N, D]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of ``forward``'s eight tensors, None where one was absent."""
+    exact = accumulator(u)
+    tensors = _prepare(exact, u, lam, w, C, w_gamma, D, drive, initial_state)
+    if grad_out is not None:
+        grad_out = native.rows(grad_out, exact)
+    grad_final = native.whole(grad_final, exact)
+    grads = [None if x is None else torch.empty(x.shape, dtype=exact) for x in tensors]
+    failed = _library(exact).scan_backward(
+        _inputs(tensors, offsets),
+        _Gradients(
+            native.address(grad_out),
+            native.address(grad_final),
+            0 if grad_out is None else grad_out.stride(0),
+            *map(native.address, grads),
+        ),
+        saved.data_ptr(),
+        native.threads(u.numel() * lam.shape[1]),
+    )
+    if failed:
+        raise MemoryError("feedback_scan: no memory for a block of states")
+    return (*grads,)
+
+
+@functools.cache
+def _library(dtype: torch.dtype) -> ctypes.CDLL:
+    library = native.library(_SOURCE, dtype, CHUNK=CHUNK)
+    inputs, gradients = ctypes.POINTER(_Inputs), ctypes.POINTER(_Gradients)
+    library.scan_forward.argtypes = (inputs, *[_POINTER] * 3, ctypes.c_int)
+    library.scan_backward.argtypes = (inputs, gradients, _POINTER, ctypes.c_int)
+    return library
+
+
+class _Prepared(NamedTuple):
+    """The inputs as the kernel reads them, copied only where they must be."""
+
+    u: Tensor
+    lam: Tensor
+    w: Tensor
+    C: Tensor
+    w_gamma: Tensor | None
+    D: Tensor | None
+    drive: Tensor | None
+    initial_state: Tensor | None
+
+
+def _prepare(
+    exact: torch.dtype,
+    u: Tensor,
+    lam: Tensor,
+    w: Tensor,
+    C: Tensor,
+    w_gamma: Tensor | None,
+    D: Tensor | None,
+    drive: Tensor | None,
+    initial_state: Tensor | None,
+) -> _Prepared:
+    def whole(x: Tensor) -> Tensor:
+        return x if x.dtype is exact and x.is_contiguous() else x.to(exact).contiguous()
+
+    return _Prepared(
+        native.rows(u, exact),
+        whole(lam),
+        whole(w),
+        whole(C),
+        native.whole(w_gamma, exact),
+        native.whole(D, exact),
+        None if drive is None else native.rows(drive, exact),
+        native.whole(initial_state, exact),
+    )
+
+
+def _inputs(x: _Prepared, offsets: Tensor) -> _Inputs:
+    return _Inputs(
+        *map(native.address, x),
+        offsets.data_ptr(),
+        offsets.shape[0] - 1,
+        *x.lam.shape,
+        interval(x.lam.shape[1], CHUNK),
+        x.u.stride(0),
+        0 if x.drive is None else x.drive.stride(0),
+    )

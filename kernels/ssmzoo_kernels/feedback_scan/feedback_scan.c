@@ -1,0 +1,746 @@
+/* COFFEE's scan on CPUs. Per channel and state, with the channel's u:
+ *
+ *     s = sigmoid(w x),   x += s (lam x + u),   y = sigmoid(sum filter x) sum C x + skip u
+ *
+ * where the gate looks at `drive` instead of x if there is one, and the first factor of y is 1
+ * without a filter.
+ *
+ * Tokens lie flat, cut into segments by `offsets`. Columns are the channels of a segment, up to
+ * BLOCK of them; where segments of equal length are narrower, several stand side by side, so that
+ * lanes are full whatever the width is. A task is a block of channels and a share of the segments;
+ * shares do not depend on the number of threads, nor do results. In a task, CHUNK tokens at a time:
+ * a tile of VT vectors of columns by NT states stays in registers while it marches through the
+ * chunk. Training keeps the state before every `interval` of tokens (numbering: scan/__init__.py);
+ * the backward marches through an interval again for the states before its other chunks, recomputes
+ * states and gates of a chunk, in the first cache, and marches back.
+ *
+ * Saved states are [slots, N, D]; initial and final ones [S, D, N]. Absent tensors are null.
+ */
+#include "vector.h"
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#ifndef CHUNK
+#error "CHUNK, the tokens whose states are recomputed at once, comes from the Python side"
+#endif
+
+enum { VECTORS = 4, BLOCK = VECTORS * LANES, TILE = 8, HALF = TILE / 2, TASKS = 64 };
+
+typedef struct {
+  const REAL *u, *lam, *w, *C, *filter, *skip, *drive, *initial;
+  const int64_t *offsets;
+  int64_t segments, width, states, interval;
+  int64_t stride_u, stride_drive; /* between tokens */
+} Inputs;
+
+typedef struct {
+  const REAL *out, *final; /* incoming */
+  int64_t stride_out;
+  REAL *u, *lam, *w, *C, *filter, *skip, *drive, *initial;
+} Gradients;
+
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* A tile is eight vectors of states: of one vector of columns, or two each of four. States are padded
+ * to whole tiles; those beside them change nothing (see read_params). */
+INLINE int64_t tile_states(int64_t states) { return states > 6 ? TILE : TILE / VECTORS; }
+
+INLINE int64_t padded_states(int64_t states) {
+  int64_t tile = tile_states(states);
+  return (states + tile - 1) / tile * tile;
+}
+
+/* --- one token ------------------------------------------------------------------------------- */
+
+/* x between -limit and limit; NaN stays NaN: of it and a bound, min and max return the second. */
+INLINE vec within(vec x, REAL limit) {
+#ifdef __AVX512F__
+  if (sizeof(REAL) == 8) {
+    x = (vec)_mm512_min_pd((__m512d)splat(limit), (__m512d)x);
+    return (vec)_mm512_max_pd((__m512d)splat(-limit), (__m512d)x);
+  }
+  x = (vec)_mm512_min_ps((__m512)splat(limit), (__m512)x);
+  return (vec)_mm512_max_ps((__m512)splat(-limit), (__m512)x);
+#else
+  x = pick(x > splat(limit), splat(limit), x);
+  return pick(x < splat(-limit), splat(-limit), x);
+#endif
+}
+
+/* 1 / (1 + exp(-x)) for x within +-80 (700), beyond which the gate does not move on: exp stays a
+ * normal number, so no weight, however large, gives an infinity or, from that, a NaN. NaN stays NaN.
+ * exp(-x) = 2^n 2^r with |r| <= 1/2; 2^r = 1 + r g(r), where g is fitted at Chebyshev's nodes to
+ * 5e-9 (8e-18). */
+INLINE vec gate(vec x) {
+  const int wide = sizeof(REAL) == 8;
+  const REAL limit = wide ? 700 : 80, shift = wide ? 0x1.8p52 : 0x1.8p23;
+  static const double narrow_fit[] = {1.0,
+                                      0.6931471880262287811,
+                                      0.2402265076056812694,
+                                      0.05550357114219077819,
+                                      0.009618082557277851491,
+                                      0.001339086336467123438,
+                                      0.0001545316294512069018};
+  static const double wide_fit[] = {1.0,
+                                    0.6931471805599453094,
+                                    0.2402265069591009822,
+                                    0.05550410866482159434,
+                                    0.009618129107606888527,
+                                    0.001333355814641693531,
+                                    0.0001540353044173605015,
+                                    0.00001525273382983611839,
+                                    1.321544258792168965e-6,
+                                    1.017806244584577352e-7,
+                                    7.0725859492692237e-9,
+                                    4.454960598186518394e-10};
+  const double *fit = wide ? wide_fit : narrow_fit;
+  const int degree = wide ? 11 : 6;
+  const vec scale = splat((REAL)-1.4426950408889634);
+  x = within(x, limit);
+  vec shifted = x * scale + splat(shift); /* n in the low bits */
+  vec r = x * scale - (shifted - splat(shift));
+  vec power = splat((REAL)fit[degree]);
+  UNROLL for (int i = degree - 1; i >= 0; i--) power = power * r + splat((REAL)fit[i]);
+  power = (vec)((mask)power + ((mask)shifted << (wide ? 52 : 23)));
+  return splat(1) / (splat(1) + power);
+}
+
+INLINE vec step(vec x, vec lam, vec s, vec u) { return x + s * (lam * x + u); }
+
+/* --- columns --------------------------------------------------------------------------------- */
+
+/* Consecutive segments of one length and a block of channels; column c is channel c % channels of
+ * segment c / channels. */
+typedef struct {
+  int64_t segment, count, channel, channels, length;
+} Group;
+
+INLINE int64_t vectors_of(const Group *g) {
+  return (g->count * g->channels + LANES - 1) / LANES;
+}
+
+/* Rows of one chunk [token, channel] to [token][column] and back. */
+INLINE void read_rows(const Inputs *in, const Group *g, const REAL *from, int64_t stride,
+                      int64_t first, int64_t tokens, vec *to) {
+  for (int64_t s = 0; s < g->count; s++) {
+    const REAL *row = from + (in->offsets[g->segment + s] + first) * stride + g->channel;
+    REAL *columns = (REAL *)to + s * g->channels;
+    for (int64_t t = 0; t < tokens; t++)
+      memcpy(columns + t * BLOCK, row + t * stride, (size_t)g->channels * sizeof(REAL));
+  }
+}
+
+INLINE void write_rows(const Inputs *in, const Group *g, REAL *to, int64_t first, int64_t tokens,
+                       const vec *from) {
+  for (int64_t s = 0; s < g->count; s++) {
+    REAL *row = to + (in->offsets[g->segment + s] + first) * in->width + g->channel;
+    const REAL *columns = (const REAL *)from + s * g->channels;
+    for (int64_t t = 0; t < tokens; t++)
+      memcpy(row + t * in->width, columns + t * BLOCK, (size_t)g->channels * sizeof(REAL));
+  }
+}
+
+/* A chunk's rows are too far apart for the hardware to foresee. */
+INLINE void fetch(const Inputs *in, const Group *g, const REAL *from, int64_t stride, int64_t first,
+                  int64_t tokens) {
+  if (!from || g->count > 1) return;
+  const REAL *row = from + (in->offsets[g->segment] + first) * stride + g->channel;
+  for (int64_t t = 0; t < tokens; t++)
+    for (int64_t c = 0; c < g->channels; c += 64 / (int64_t)sizeof(REAL))
+      __builtin_prefetch(row + t * stride + c, 0, 2);
+}
+
+/* [segment, channel, n] in memory to [vector][n] vectors of columns, and back. */
+INLINE void read_states(const Inputs *in, const Group *g, const REAL *from, int64_t padded,
+                        vec *to) {
+  memset(to, 0, sizeof(vec) * VECTORS * (size_t)padded);
+  if (!from) return;
+  REAL *flat = (REAL *)to;
+  for (int64_t s = 0, c = 0; s < g->count; s++) {
+    const REAL *row = from + ((g->segment + s) * in->width + g->channel) * in->states;
+    for (int64_t i = 0; i < g->channels; i++, c++)
+      for (int64_t n = 0; n < in->states; n++)
+        flat[(c / LANES * padded + n) * LANES + c % LANES] = row[i * in->states + n];
+  }
+}
+
+INLINE void write_states(const Inputs *in, const Group *g, REAL *to, int64_t padded,
+                         const vec *from) {
+  const REAL *flat = (const REAL *)from;
+  for (int64_t s = 0, c = 0; s < g->count; s++) {
+    REAL *row = to + ((g->segment + s) * in->width + g->channel) * in->states;
+    for (int64_t i = 0; i < g->channels; i++, c++)
+      for (int64_t n = 0; n < in->states; n++)
+        row[i * in->states + n] = flat[(c / LANES * padded + n) * LANES + c % LANES];
+  }
+}
+
+/* [slot, n, channel] in memory. */
+INLINE int64_t slot(const Inputs *in, int64_t segment, int64_t number) {
+  return in->offsets[segment] / in->interval + segment + number;
+}
+
+INLINE void read_saved(const Inputs *in, const Group *g, const REAL *from, int64_t number,
+                       int64_t padded, vec *to) {
+  REAL *flat = (REAL *)to;
+  for (int64_t s = 0; s < g->count; s++) {
+    const REAL *state = from + slot(in, g->segment + s, number) * in->states * in->width;
+    for (int64_t n = 0; n < in->states; n++)
+      for (int64_t i = 0, c = s * g->channels; i < g->channels; i++, c++)
+        flat[(c / LANES * padded + n) * LANES + c % LANES] = state[n * in->width + g->channel + i];
+  }
+}
+
+INLINE void write_saved(const Inputs *in, const Group *g, REAL *to, int64_t number, int64_t padded,
+                        const vec *from) {
+  const REAL *flat = (const REAL *)from;
+  for (int64_t s = 0; s < g->count; s++) {
+    REAL *state = to + slot(in, g->segment + s, number) * in->states * in->width;
+    for (int64_t n = 0; n < in->states; n++)
+      for (int64_t i = 0, c = s * g->channels; i < g->channels; i++, c++)
+        state[n * in->width + g->channel + i] = flat[(c / LANES * padded + n) * LANES + c % LANES];
+  }
+}
+
+/* --- parameters ------------------------------------------------------------------------------ */
+
+typedef struct {
+  vec *lam, *w, *C, *filter; /* [vector][n] */
+} Params;
+
+INLINE Params params_at(const Params *p, int64_t i) {
+  return (Params){p->lam + i, p->w + i, p->C + i, p->filter + i};
+}
+
+INLINE Params params_in(vec *memory, int64_t padded) {
+  int64_t size = VECTORS * padded;
+  return (Params){memory, memory + size, memory + 2 * size, memory + 3 * size};
+}
+
+/* The same for every segment of a group. A state that only pads decays, so that it stays finite,
+ * and is not read. */
+static void read_params(const Inputs *in, const Group *g, int64_t padded, const Params *p) {
+  const REAL *from[] = {in->lam, in->w, in->C, in->filter};
+  vec *to[] = {p->lam, p->w, p->C, p->filter};
+  for (int k = 0; k < 4; k++) {
+    REAL *flat = (REAL *)to[k];
+    for (int64_t i = 0; i < VECTORS * padded * LANES; i++) flat[i] = k ? 0 : -1;
+    for (int64_t c = 0; from[k] && c < g->count * g->channels; c++) {
+      const REAL *row = from[k] + (g->channel + c % g->channels) * in->states;
+      for (int64_t n = 0; n < in->states; n++)
+        flat[(c / LANES * padded + n) * LANES + c % LANES] = row[n];
+    }
+  }
+}
+
+/* --- tiles ----------------------------------------------------------------------------------- */
+
+/* What a chunk is, [token][vector of columns]. */
+typedef struct {
+  vec u[CHUNK * VECTORS], drive[CHUNK * VECTORS];
+  vec read[CHUNK * VECTORS], filter[CHUNK * VECTORS]; /* sum C x and sum filter x */
+} Chunk;
+
+enum { READ = 1, FILTER = 2, KEEP = 4 };
+
+/* March a tile through a chunk from vector `at` on. READ and FILTER add to these sums; KEEP writes
+ * the states before, between and after the tokens, and the gates. */
+INLINE void march(vec *states, int64_t padded, const Params *p, Chunk *chunk, int64_t at,
+                  int64_t tokens, int what, vec *history, vec *gates, const int driven,
+                  const int VT, const int NT) {
+  vec x[TILE];
+  UNROLL for (int v = 0; v < VT; v++)
+    UNROLL for (int n = 0; n < NT; n++) x[v * NT + n] = states[v * padded + n];
+  for (int64_t t = 0; t < tokens; t++)
+    UNROLL for (int v = 0; v < VT; v++) {
+      int64_t here = t * VECTORS + at + v;
+      vec u = chunk->u[here], drive = {0};
+      if (driven) drive = chunk->drive[here];
+      UNROLL for (int n = 0; n < NT; n++) {
+        int k = v * NT + n;
+        int64_t i = v * padded + n;
+        vec s = gate(p->w[i] * (driven ? drive : x[k]));
+        if (what & KEEP) {
+          history[t * TILE + k] = x[k];
+          gates[t * TILE + k] = s;
+        }
+        x[k] = step(x[k], p->lam[i], s, u);
+      }
+      if (what & READ) {
+        vec read = chunk->read[here];
+        UNROLL for (int n = 0; n < NT; n++) read += p->C[v * padded + n] * x[v * NT + n];
+        chunk->read[here] = read;
+      }
+      if (what & FILTER) {
+        vec filter = chunk->filter[here];
+        UNROLL for (int n = 0; n < NT; n++) filter += p->filter[v * padded + n] * x[v * NT + n];
+        chunk->filter[here] = filter;
+      }
+    }
+  if (what & KEEP) {
+    UNROLL for (int k = 0; k < TILE; k++) history[tokens * TILE + k] = x[k];
+    return;
+  }
+  UNROLL for (int v = 0; v < VT; v++)
+    UNROLL for (int n = 0; n < NT; n++) states[v * padded + n] = x[v * NT + n];
+}
+
+/* Sums of the gradients of a token's input, and of those for its drive. */
+typedef struct {
+  vec read[CHUNK * VECTORS], filter[CHUNK * VECTORS]; /* of what is read, incoming */
+  vec u[CHUNK * VECTORS], drive[CHUNK * VECTORS];
+} Back;
+
+/* Carry the gradient of a part of a tile back through a chunk. Gradients of parameters are added to
+ * `sums`, the same four as Params. */
+INLINE void march_back(vec *carry, int64_t padded, const Params *p, const Chunk *chunk, Back *back,
+                       int64_t at, int64_t tokens, const vec *history, const vec *gates,
+                       double *const sums[4], const int filtered, const int driven, const int VT,
+                       const int NT) {
+  vec G[TILE], after[TILE], lam[TILE], w[TILE], C[TILE], filter[TILE];
+  UNROLL for (int v = 0; v < VT; v++) UNROLL for (int n = 0; n < NT; n++) {
+    int k = v * NT + n;
+    G[k] = carry[v * padded + n];
+    after[k] = history[tokens * TILE + k];
+    lam[k] = w[k] = C[k] = filter[k] = (vec){0};
+  }
+  for (int64_t t = tokens - 1; t >= 0; t--)
+    UNROLL for (int v = 0; v < VT; v++) {
+      int64_t here = t * VECTORS + at + v;
+      vec g = back->read[here], h = {0}, u = chunk->u[here], drive = {0};
+      vec grad_u = back->u[here], grad_drive = {0};
+      if (filtered) h = back->filter[here];
+      if (driven) drive = chunk->drive[here], grad_drive = back->drive[here];
+      UNROLL for (int n = 0; n < NT; n++) {
+        int k = v * NT + n;
+        int64_t i = v * padded + n;
+        vec before = history[t * TILE + k], s = gates[t * TILE + k];
+        vec a = G[k] + g * p->C[i];
+        C[k] += g * after[k];
+        if (filtered) {
+          a += h * p->filter[i];
+          filter[k] += h * after[k];
+        }
+        vec written = a * s;
+        vec opened = a * (p->lam[i] * before + u) * (s - s * s);
+        grad_u += written;
+        lam[k] += written * before;
+        w[k] += opened * (driven ? drive : before);
+        G[k] = a + p->lam[i] * written;
+        if (driven)
+          grad_drive += opened * p->w[i];
+        else
+          G[k] += opened * p->w[i];
+        after[k] = before;
+      }
+      back->u[here] = grad_u;
+      if (driven) back->drive[here] = grad_drive;
+    }
+  UNROLL for (int v = 0; v < VT; v++) UNROLL for (int n = 0; n < NT; n++) {
+    int k = v * NT + n;
+    int64_t i = (v * padded + n) * LANES;
+    carry[v * padded + n] = G[k];
+    for (int c = 0; c < LANES; c++) {
+      sums[0][i + c] += lam[k][c];
+      sums[1][i + c] += w[k][c];
+      sums[2][i + c] += C[k][c];
+      if (filtered) sums[3][i + c] += filter[k][c];
+    }
+  }
+}
+
+/* The tile's shape is compiled in, and whether there is a drive. */
+#define MARCH(...) march(states, padded, p, chunk, at, tokens, what, history, gates, __VA_ARGS__)
+
+static void march_tile(vec *states, int64_t padded, const Params *p, Chunk *chunk, int64_t at,
+                       int64_t tokens, int what, vec *history, vec *gates, int driven) {
+  int wide = tile_states(padded) == TILE;
+  if (wide && driven) MARCH(1, 1, TILE);
+  else if (wide) MARCH(0, 1, TILE);
+  else if (driven) MARCH(1, VECTORS, TILE / VECTORS);
+  else MARCH(0, VECTORS, TILE / VECTORS);
+}
+
+/* Going back, a state needs four vectors: half a tile at a time. */
+#define MARCH_BACK(...)                                                                           \
+  march_back(carry + i, padded, &own, chunk, back, at + i / padded, tokens, history + k,          \
+             gates + k, to, __VA_ARGS__)
+
+static void march_tile_back(vec *carry, int64_t padded, const Params *p, const Chunk *chunk,
+                            Back *back, int64_t at, int64_t tokens, const vec *history,
+                            const vec *gates, double *const sums[4], int filtered, int driven) {
+  int wide = tile_states(padded) == TILE;
+  for (int k = 0; k < TILE; k += HALF) {
+    int64_t i = wide ? k : k / 2 * padded;
+    Params own = params_at(p, i);
+    double *const to[] = {sums[0] + i * LANES, sums[1] + i * LANES, sums[2] + i * LANES,
+                          sums[3] + i * LANES};
+    if (wide && filtered) MARCH_BACK(1, driven, 1, HALF);
+    else if (wide && driven) MARCH_BACK(0, 1, 1, HALF);
+    else if (wide) MARCH_BACK(0, 0, 1, HALF);
+    else if (filtered) MARCH_BACK(1, driven, 2, 2);
+    else if (driven) MARCH_BACK(0, 1, 2, 2);
+    else MARCH_BACK(0, 0, 2, 2);
+  }
+}
+
+static void read_chunk(const Inputs *in, const Group *g, int64_t first, int64_t tokens,
+                       Chunk *chunk) {
+  read_rows(in, g, in->u, in->stride_u, first, tokens, chunk->u);
+  if (in->drive) read_rows(in, g, in->drive, in->stride_drive, first, tokens, chunk->drive);
+}
+
+/* March all columns through a chunk. */
+static void march_chunk(const Inputs *in, const Group *g, vec *states, int64_t padded,
+                        const Params *p, Chunk *chunk, int64_t tokens, int what) {
+  int64_t tile = tile_states(padded);
+  for (int64_t v = 0; v < vectors_of(g); v += TILE / tile)
+    for (int64_t n = 0; n < padded; n += tile) {
+      Params own = params_at(p, v * padded + n);
+      march_tile(states + v * padded + n, padded, &own, chunk, v, tokens, what, NULL, NULL,
+                 in->drive != NULL);
+    }
+}
+
+/* --- forward --------------------------------------------------------------------------------- */
+
+/* A lone token touches its states once: along n, where they lie. */
+static void step_rows(const Inputs *in, const Group *g, REAL *out, REAL *final) {
+  int64_t states = in->states;
+  for (int64_t s = 0; s < g->count; s++) {
+    int64_t segment = g->segment + s, t = in->offsets[segment];
+    for (int64_t i = g->channel; i < g->channel + g->channels; i++) {
+      int64_t row = (segment * in->width + i) * states;
+      REAL u = in->u[t * in->stride_u + i];
+      vec read = {0}, filter = {0}, drive = {0};
+      if (in->drive) drive = splat(in->drive[t * in->stride_drive + i]);
+      for (int64_t n = 0; n < states; n += LANES) {
+        int64_t some = smaller(LANES, states - n), at = i * states + n;
+        vec x = in->initial ? load_some(in->initial + row + n, some) : (vec){0};
+        vec opened = gate(load_some(in->w + at, some) * (in->drive ? drive : x));
+        x = step(x, load_some(in->lam + at, some), opened, splat(u));
+        read += load_some(in->C + at, some) * x;
+        if (in->filter) filter += load_some(in->filter + at, some) * x;
+        store_some(final + row + n, x, some);
+      }
+      REAL y = total(read);
+      if (in->filter) y *= gate(splat(total(filter)))[0];
+      out[t * in->width + i] = y + (in->skip ? in->skip[i] * u : 0);
+    }
+  }
+}
+
+static void forward_group(const Inputs *in, const Group *g, const Params *p, int64_t padded,
+                          vec *states, const vec *skip, Chunk *chunk, REAL *out, REAL *final,
+                          REAL *saved) {
+  read_states(in, g, in->initial, padded, states);
+  for (int64_t first = 0; first < g->length; first += CHUNK) {
+    int64_t tokens = smaller(CHUNK, g->length - first), next = first + CHUNK;
+    read_chunk(in, g, first, tokens, chunk);
+    fetch(in, g, in->u, in->stride_u, next, smaller(CHUNK, g->length - next));
+    fetch(in, g, in->drive, in->stride_drive, next, smaller(CHUNK, g->length - next));
+    if (saved && first % in->interval == 0)
+      write_saved(in, g, saved, first / in->interval, padded, states);
+    memset(chunk->read, 0, sizeof chunk->read);
+    memset(chunk->filter, 0, sizeof chunk->filter);
+    march_chunk(in, g, states, padded, p, chunk, tokens, READ | (in->filter ? FILTER : 0));
+    for (int64_t i = 0; i < tokens * VECTORS; i++) {
+      if (in->filter) chunk->read[i] *= gate(chunk->filter[i]);
+      chunk->read[i] += skip[i % VECTORS] * chunk->u[i];
+    }
+    write_rows(in, g, out, first, tokens, chunk->read);
+  }
+  write_states(in, g, final, padded, states);
+  for (int64_t s = 0; saved && s < g->count; s++) {
+    /* slots between a segment's last interval and the next segment are nobody's */
+    int64_t segment = g->segment + s, used = (g->length + in->interval - 1) / in->interval;
+    for (int64_t i = slot(in, segment, used); i < slot(in, segment + 1, 0); i++)
+      for (int64_t n = 0; n < in->states; n++)
+        memset(saved + (i * in->states + n) * in->width + g->channel, 0,
+               (size_t)g->channels * sizeof(REAL));
+  }
+}
+
+/* How the work is cut: groups of segments, blocks of channels, and shares of the groups. */
+typedef struct {
+  int64_t *starts; /* first segment of each group, and their number */
+  int64_t groups, blocks, shares;
+} Plan;
+
+/* Returns 0, or 1 if memory ran out. */
+static int make_plan(const Inputs *in, Plan *plan) {
+  int64_t abreast = larger(1, BLOCK / larger(1, in->width));
+  plan->starts = malloc((size_t)(in->segments + 1) * sizeof(int64_t));
+  if (!plan->starts) return 1;
+  plan->groups = 0;
+  for (int64_t s = 0; s < in->segments;) {
+    int64_t first = s, length = in->offsets[s + 1] - in->offsets[s];
+    plan->starts[plan->groups++] = first;
+    while (s < in->segments && s < first + abreast &&
+           in->offsets[s + 1] - in->offsets[s] == length)
+      s++;
+  }
+  plan->starts[plan->groups] = in->segments;
+  plan->blocks = (in->width + BLOCK - 1) / BLOCK;
+  plan->shares = smaller(plan->groups, larger(1, TASKS / larger(1, plan->blocks)));
+  return 0;
+}
+
+INLINE int64_t share_start(const Plan *plan, int64_t share) {
+  return plan->groups * share / plan->shares;
+}
+
+INLINE Group group_of(const Inputs *in, const Plan *plan, int64_t group, int64_t block) {
+  int64_t segment = plan->starts[group], channel = block * BLOCK;
+  return (Group){segment, plan->starts[group + 1] - segment, channel,
+                 smaller(BLOCK, in->width - channel),
+                 in->offsets[segment + 1] - in->offsets[segment]};
+}
+
+/* The largest group's columns; a smaller group's are the first of them. */
+INLINE Group widest_of(const Inputs *in, int64_t block) {
+  int64_t channel = block * BLOCK, channels = smaller(BLOCK, in->width - channel);
+  return (Group){0, larger(1, BLOCK / in->width), channel, channels, 0};
+}
+
+static void read_skip(const Inputs *in, const Group *widest, vec *skip) {
+  REAL *flat = (REAL *)skip;
+  memset(skip, 0, sizeof(vec) * VECTORS);
+  for (int64_t c = 0; in->skip && c < widest->count * widest->channels; c++)
+    flat[c] = in->skip[widest->channel + c % widest->channels];
+}
+
+static void forward_task(const Inputs *in, const Plan *plan, int64_t share, int64_t block,
+                         REAL *out, REAL *final, REAL *saved, void *memory) {
+  int64_t padded = padded_states(in->states);
+  vec *states = memory, skip[VECTORS];
+  Params p = params_in(states + VECTORS * padded, padded);
+  Group widest = widest_of(in, block);
+  Chunk chunk;
+  int ready = 0;
+  for (int64_t i = share_start(plan, share); i < share_start(plan, share + 1); i++) {
+    Group g = group_of(in, plan, i, block);
+    if (g.length == 1 && !saved) {
+      step_rows(in, &g, out, final);
+      continue;
+    }
+    if (!ready) {
+      memset(&chunk, 0, sizeof chunk);
+      read_params(in, &widest, padded, &p);
+      read_skip(in, &widest, skip);
+      ready = 1;
+    }
+    forward_group(in, &g, &p, padded, states, skip, &chunk, out, final, saved);
+  }
+}
+
+/* Returns 0, or 1 if memory ran out. */
+int scan_forward(const Inputs *in, REAL *out, REAL *final, REAL *saved, int threads) {
+  Plan plan;
+  int failed = make_plan(in, &plan);
+  if (failed) return failed;
+  int64_t size = 5 * VECTORS * padded_states(in->states) * (int64_t)sizeof(vec);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    void *memory = scratch(size);
+    if (!memory) {
+#pragma omp atomic write
+      failed = 1;
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < plan.shares * plan.blocks; i++)
+      if (memory)
+        forward_task(in, &plan, i / plan.blocks, i % plan.blocks, out, final, saved, memory);
+    free(memory);
+  }
+  free(plan.starts);
+  return failed;
+}
+
+/* --- backward -------------------------------------------------------------------------------- */
+
+/* A task's memory; sums are double, because they run over all tokens. */
+typedef struct {
+  vec *carry, *starts, *history, *gates;
+  Params params;
+  double *sums[4], skip[BLOCK];
+  Chunk chunk;
+  Back back;
+} Work;
+
+/* States whose history is kept at once: a tile's, or with a filter those of all states. */
+INLINE int64_t history_states(int64_t padded) {
+  return padded * (TILE / tile_states(padded));
+}
+
+INLINE int64_t work_vectors(int64_t padded, int64_t per_interval) {
+  return (5 + per_interval) * VECTORS * padded + (2 * CHUNK + 1) * history_states(padded);
+}
+
+/* What comes in behind the filter, y = sigmoid(f) r: of r, and of f. */
+static void filter_back(Chunk *chunk, Back *back, int64_t at, int64_t vectors, int64_t tokens) {
+  for (int64_t t = 0; t < tokens; t++)
+    for (int64_t i = t * VECTORS + at; i < t * VECTORS + at + vectors; i++) {
+      vec open = gate(chunk->filter[i]), g = back->read[i];
+      back->filter[i] = g * chunk->read[i] * (open - open * open);
+      back->read[i] = g * open;
+    }
+}
+
+static void backward_chunk(const Inputs *in, const Group *g, Work *work, int64_t padded,
+                           vec *states, int64_t tokens) {
+  int filtered = in->filter != NULL, driven = in->drive != NULL;
+  int what = KEEP | (filtered ? READ | FILTER : 0);
+  int64_t tile = tile_states(padded), together = TILE / tile;
+  for (int64_t v = 0; v < vectors_of(g); v += together) {
+    for (int64_t n = 0; filtered && n < padded; n += tile) {
+      int64_t i = v * padded + n, place = n * together;
+      Params own = params_at(&work->params, i);
+      march_tile(states + i, padded, &own, &work->chunk, v, tokens, what,
+                 work->history + place * (CHUNK + 1), work->gates + place * CHUNK, driven);
+    }
+    if (filtered) filter_back(&work->chunk, &work->back, v, together, tokens);
+    for (int64_t n = 0; n < padded; n += tile) {
+      int64_t i = v * padded + n, place = filtered ? n * together : 0;
+      Params own = params_at(&work->params, i);
+      vec *history = work->history + place * (CHUNK + 1), *gates = work->gates + place * CHUNK;
+      if (!filtered)
+        march_tile(states + i, padded, &own, &work->chunk, v, tokens, what, history, gates,
+                   driven);
+      double *const sums[] = {work->sums[0] + i * LANES, work->sums[1] + i * LANES,
+                              work->sums[2] + i * LANES, work->sums[3] + i * LANES};
+      march_tile_back(work->carry + i, padded, &own, &work->chunk, &work->back, v, tokens, history,
+                      gates, sums, filtered, driven);
+    }
+  }
+}
+
+static void backward_group(const Inputs *in, const Gradients *grad, const REAL *saved,
+                           const Group *g, Work *work, int64_t padded, const vec *skip) {
+  int64_t per_interval = in->interval / CHUNK, size = VECTORS * padded;
+  Chunk *chunk = &work->chunk;
+  Back *back = &work->back;
+  read_states(in, g, grad->final, padded, work->carry);
+  int64_t last = (g->length + CHUNK - 1) / CHUNK - 1;
+  for (int64_t i = last; i >= 0; i--) {
+    int64_t first = i * CHUNK, tokens = smaller(CHUNK, g->length - first);
+    int64_t place = i % per_interval, next = first - CHUNK;
+    if (i == last || place == per_interval - 1) {
+      /* the states before this interval's chunks */
+      read_saved(in, g, saved, i / per_interval, padded, work->starts);
+      for (int64_t j = 0; j < place; j++) {
+        vec *states = work->starts + (j + 1) * size;
+        memcpy(states, states - size, sizeof(vec) * (size_t)size);
+        read_chunk(in, g, first + (j - place) * CHUNK, CHUNK, chunk);
+        march_chunk(in, g, states, padded, &work->params, chunk, CHUNK, 0);
+      }
+    }
+    read_chunk(in, g, first, tokens, chunk);
+    if (grad->out) read_rows(in, g, grad->out, grad->stride_out, first, tokens, back->read);
+    fetch(in, g, in->u, in->stride_u, next, next < 0 ? 0 : CHUNK);
+    fetch(in, g, in->drive, in->stride_drive, next, next < 0 ? 0 : CHUNK);
+    fetch(in, g, grad->out, grad->stride_out, next, next < 0 ? 0 : CHUNK);
+    vec skip_sums[VECTORS] = {{0}};
+    for (int64_t k = 0; k < tokens * VECTORS; k++) {
+      back->u[k] = skip[k % VECTORS] * back->read[k];
+      skip_sums[k % VECTORS] += back->read[k] * chunk->u[k];
+    }
+    for (int c = 0; c < BLOCK; c++) work->skip[c] += skip_sums[c / LANES][c % LANES];
+    memset(back->drive, 0, sizeof back->drive);
+    memset(chunk->read, 0, sizeof chunk->read);
+    memset(chunk->filter, 0, sizeof chunk->filter);
+    backward_chunk(in, g, work, padded, work->starts + place * size, tokens);
+    write_rows(in, g, grad->u, first, tokens, back->u);
+    if (in->drive) write_rows(in, g, grad->drive, first, tokens, back->drive);
+  }
+  if (grad->initial) write_states(in, g, grad->initial, padded, work->carry);
+}
+
+/* A task's sums over columns, into the share's [5][D, N] part; the last is [D], of the skip. */
+static void write_sums(const Inputs *in, const Group *widest, const Work *work, int64_t padded,
+                       double *part) {
+  int64_t size = in->width * in->states;
+  for (int64_t i = 0; i < widest->channels; i++) {
+    int64_t channel = widest->channel + i;
+    double skip = 0;
+    for (int64_t s = 0; s < widest->count; s++) skip += work->skip[s * widest->channels + i];
+    part[4 * size + channel] = skip;
+    for (int k = 0; k < 4; k++)
+      for (int64_t n = 0; n < in->states; n++) {
+        double sum = 0;
+        for (int64_t s = 0; s < widest->count; s++) {
+          int64_t c = s * widest->channels + i;
+          sum += work->sums[k][(c / LANES * padded + n) * LANES + c % LANES];
+        }
+        part[k * size + channel * in->states + n] = sum;
+      }
+  }
+}
+
+static void backward_task(const Inputs *in, const Gradients *grad, const REAL *saved,
+                          const Plan *plan, int64_t share, int64_t block, double *part,
+                          void *memory) {
+  int64_t padded = padded_states(in->states), size = VECTORS * padded;
+  int64_t per_interval = in->interval / CHUNK;
+  Work work;
+  vec skip[VECTORS];
+  work.carry = memory;
+  work.params = params_in(work.carry + size, padded);
+  work.starts = work.carry + 5 * size;
+  work.history = work.starts + per_interval * size;
+  work.gates = work.history + (CHUNK + 1) * history_states(padded);
+  double *sums = (double *)((vec *)memory + work_vectors(padded, per_interval));
+  for (int k = 0; k < 4; k++) work.sums[k] = sums + k * size * LANES;
+  memset(sums, 0, sizeof(double) * 4 * (size_t)(size * LANES));
+  memset(work.skip, 0, sizeof work.skip);
+  memset(work.starts, 0, sizeof(vec) * (size_t)(per_interval * size));
+  memset(&work.chunk, 0, sizeof work.chunk);
+  memset(&work.back, 0, sizeof work.back);
+  Group widest = widest_of(in, block);
+  read_params(in, &widest, padded, &work.params);
+  read_skip(in, &widest, skip);
+  for (int64_t i = share_start(plan, share); i < share_start(plan, share + 1); i++) {
+    Group g = group_of(in, plan, i, block);
+    backward_group(in, grad, saved, &g, &work, padded, skip);
+  }
+  write_sums(in, &widest, &work, padded, part);
+}
+
+/* Returns 0, or 1 if memory ran out. */
+int scan_backward(const Inputs *in, const Gradients *grad, const REAL *saved, int threads) {
+  Plan plan;
+  if (make_plan(in, &plan)) return 1;
+  int64_t padded = padded_states(in->states), size = in->width * in->states, failed = 0;
+  int64_t part = 4 * size + in->width;
+  double *parts = malloc(sizeof(double) * (size_t)(larger(1, plan.shares * part)));
+  int64_t bytes = work_vectors(padded, in->interval / CHUNK) * (int64_t)sizeof(vec) +
+                  4 * VECTORS * padded * LANES * (int64_t)sizeof(double);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    void *memory = scratch(bytes);
+    if (!memory || !parts) {
+#pragma omp atomic write
+      failed = 1;
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < plan.shares * plan.blocks; i++)
+      if (memory && parts)
+        backward_task(in, grad, saved, &plan, i / plan.blocks, i % plan.blocks,
+                      parts + i / plan.blocks * part, memory);
+    free(memory);
+  }
+  REAL *to[] = {grad->lam, grad->w, grad->C, grad->filter, grad->skip};
+  for (int k = 0; !failed && k < 5; k++)
+    for (int64_t i = 0; to[k] && i < (k < 4 ? size : in->width); i++) {
+      double sum = 0;
+      for (int64_t j = 0; j < plan.shares; j++) sum += parts[j * part + k * size + i];
+      to[k][i] = (REAL)sum;
+    }
+  free(parts);
+  free(plan.starts);
+  return failed != 0;
+}
