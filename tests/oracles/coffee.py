@@ -29,15 +29,16 @@ and around the mixers:
 
     model.embed_tokens.weight           [V, E]; the frozen row is left out
     model.layers.{i}.norm.weight        [E] and, for norm_type "layer", .bias
-    model.layers.{i}.mlp_norm.*, .mlp.up_proj.weight, .bias, .mlp.down_proj.weight, .bias
-                                        where intermediate_size is set
+    model.layers.{i}.mlp_norm.*, .mlp.up_proj.weight, .mlp.down_proj.weight
+                                        where intermediate_size is set; with .mlp.gate_proj.weight
+                                        for mlp_type "swiglu", with biases for "gelu"
     model.norm.*                        only where prenorm
     lm_head.weight                      [V, E], the embedding where absent
 
 Fields of the configuration: num_hidden_layers, norm_type ("rms", "layer" or "none"), rms_norm_eps,
-prenorm, residual, intermediate_size; lambda_max, variant ("coffee", "input_matrix", "no_feedback",
-"token_gate", "linear_feedback" or "s6", the rows of Table 6 and Eq. (6)), head ("linear" or
-"nearest_embedding"), frozen_embedding_index (of the row that is all ones, or None).
+prenorm, residual, intermediate_size, mlp_type; lambda_max, variant ("coffee", "input_matrix",
+"no_feedback", "token_gate", "linear_feedback" or "s6", the rows of Table 6 and Eq. (6)), head
+("linear" or "nearest_embedding"), frozen_embedding_index (of the row that is all ones, or None).
 
 The classifier of images (Appendix I) is ``scans.{0..3}.`` with a core module's names, then
 ``hidden.weight`` [25, 100], ``.bias``, ``score.weight`` [10, 25], ``.bias``.
@@ -77,6 +78,14 @@ def tanh_gelu(a: Array) -> Array:
 
 def linear(weights: Weights, name: str, x: Array) -> Array:
     return x @ weights[name + ".weight"].T + weights[name + ".bias"]
+
+
+def mlp(weights: Weights, config: Config, prefix: str, x: Array) -> Array:
+    if config["mlp_type"] == "swiglu":
+        gate, up, down = (weights[f"{prefix}{name}_proj.weight"] for name in ("gate", "up", "down"))
+        return (silu(x @ gate.T) * (x @ up.T)) @ down.T
+    assert config["mlp_type"] == "gelu", config["mlp_type"]
+    return linear(weights, prefix + "down_proj", tanh_gelu(linear(weights, prefix + "up_proj", x)))
 
 
 def norm(weights: Weights, config: Config, name: str, x: Array) -> Array:
@@ -425,8 +434,7 @@ def run(
         h = h if first else norm(weights, config, layer + "norm", h)
         if config["intermediate_size"]:
             x = norm(weights, config, layer + "mlp_norm", h) if first else h
-            x = tanh_gelu(linear(weights, layer + "mlp.up_proj", x))
-            x = linear(weights, layer + "mlp.down_proj", x)
+            x = mlp(weights, config, layer + "mlp.", x)
             h = h + x if config["residual"] else x
             h = h if first else norm(weights, config, layer + "mlp_norm", h)
         after.append(new)

@@ -454,6 +454,7 @@ def fields(row, **own):
         "prenorm": True,
         "residual": False,
         "intermediate_size": None,
+        "mlp_type": "gelu",
         "lambda_max": 1.0,
         "variant": VARIANTS.get(row, "coffee"),
         "head": "linear",
@@ -505,6 +506,15 @@ def other_backbone(row, E=5):
     return weights, config | {"norm_type": "layer", "prenorm": False, "intermediate_size": 7}
 
 
+def gated_mlp(row):
+    weights, config = other_backbone(row)
+    for i in range(2):
+        mlp = f"model.layers.{i}.mlp."
+        weights[mlp + "gate_proj.weight"] = numbers(7, 5, seed=i + 30)
+        del weights[mlp + "up_proj.bias"], weights[mlp + "down_proj.bias"]
+    return weights, config | {"mlp_type": "swiglu"}
+
+
 def frozen_core(row):
     return core(row, frozen=8)
 
@@ -513,6 +523,7 @@ MODELS = [
     *((core, row) for row in ROWS),
     *((language_model, row) for row in ROWS if row != "lin. fb."),
     (other_backbone, "final"),
+    (gated_mlp, "final"),
     (frozen_core, "final"),
 ]
 IDS = np.random.default_rng(1).integers(9, size=(2, 11))
