@@ -8,10 +8,14 @@ from ssmzoo_kernels.causal_conv1d import causal_conv1d
 from ssmzoo_kernels.companion_step import companion_response, companion_state, companion_step
 from ssmzoo_kernels.diagonal_step import diagonal_step
 from ssmzoo_kernels.dispatch import last_backend, use_backend
+from ssmzoo_kernels.eidetic_attention import eidetic_attention
 from ssmzoo_kernels.few_rows_linear import few_rows_linear
 from ssmzoo_kernels.fft_conv import fft_conv
+from ssmzoo_kernels.innovation import innovation
+from ssmzoo_kernels.linear_scan import linear_scan
 from ssmzoo_kernels.longhorn_scan import longhorn_scan
 from ssmzoo_kernels.rational_kernel import inverse_series, rational_kernel
+from ssmzoo_kernels.selective_scan import selective_scan
 from ssmzoo_kernels.vandermonde import vandermonde, vandermonde_state
 
 __all__ = [
@@ -20,12 +24,16 @@ __all__ = [
     "companion_state",
     "companion_step",
     "diagonal_step",
+    "eidetic_attention",
     "few_rows_linear",
     "fft_conv",
+    "innovation",
     "inverse_series",
     "last_backend",
+    "linear_scan",
     "longhorn_scan",
     "rational_kernel",
+    "selective_scan",
     "use_backend",
     "vandermonde",
     "vandermonde_state",

@@ -1,0 +1,168 @@
+"""Configuration of B'MOJO (arXiv 2407.06324)."""
+
+import math
+from typing import ClassVar, Literal, cast
+
+from huggingface_hub.dataclasses import strict
+
+from ssmzoo.modeling import SSMConfig, suggestion
+
+MIXER_TYPES = ("bmojo", "bmojo_f", "mamba", "swa", "attention")
+
+
+@strict
+class BMojoConfig(SSMConfig):
+    """B'MOJO: attention over a window, over what a state-space model says, and over what surprised.
+
+    Attributes:
+        mixer_types: A mixer for each layer: "bmojo" has all three memories, "bmojo_f" no eidetic
+            one, "mamba" is the state-space model alone, "swa" attention in the window, "attention"
+            over everything (its cache grows). One word stands for all layers. May be given as
+            ``layer_types``, but transformers renames what it finds in a field of that name.
+        window_size: w, tokens a query sees directly, and tokens a chunk.
+        num_fading_tokens: m_f, outputs of the state-space model that a query reads.
+        num_eidetic_tokens: m_e, surprising tokens that are kept as they were.
+        fading_mode: "chunk" reads the last outputs before the query's chunk; "offset" those just
+            behind its window.
+        eidetic_overlap: "allow" counts a token in window and memory twice; "mask" once.
+        wiring: "serial" adds the state-space model to the residual stream before attention reads
+            it; "parallel" feeds attention alone, as the paper's algorithm says, and wants
+            positions.
+        use_rope: Rotary positions of queries and keys.
+        rope_theta: Their base.
+        tie_memory_proj: Project fading tokens by the same matrices as raw ones.
+        fading_norm: RMSNorm before that projection; None: with the serial wiring only.
+        innovation_span: k, outputs that predict the next one.
+        innovation_weights: "uniform", or "exp" for weights that halve with every step back.
+        innovation_error: "absolute" mean square, or "relative" to the output's size.
+        ssm_expand: The state-space model's inner width is ``ssm_expand * hidden_size``.
+        ssm_state_size: N, state columns per channel.
+        conv_kernel: Taps of its causal convolution.
+        time_step_rank: Rank of its time steps; "auto" is ``ceil(hidden_size / 16)``.
+        time_step_min: Smallest initial time step.
+        time_step_max: Largest initial time step.
+        num_attention_heads: H, query heads; None: one for every 64 features.
+        num_key_value_heads: G, key and value heads; None: as many.
+        head_dim: d of a head; None: ``hidden_size / H``.
+    """
+
+    model_type = "ssmzoo_bmojo"
+    attribute_map: ClassVar[dict[str, str]] = {
+        **SSMConfig.attribute_map,
+        "sliding_window": "window_size",
+        "state_size": "ssm_state_size",
+        "expand": "ssm_expand",
+    }
+
+    mixer_types: list[str] | str = "bmojo"
+    window_size: int = 512
+    num_fading_tokens: int = 32
+    num_eidetic_tokens: int = 32
+    fading_mode: Literal["chunk", "offset"] = "chunk"
+    eidetic_overlap: Literal["allow", "mask"] = "allow"
+    wiring: Literal["serial", "parallel"] = "serial"
+    use_rope: bool = False
+    rope_theta: float = 10_000.0
+    tie_memory_proj: bool = True
+    fading_norm: bool | None = None
+    innovation_span: int = 4
+    innovation_weights: Literal["uniform", "exp"] = "uniform"
+    innovation_error: Literal["absolute", "relative"] = "absolute"
+    ssm_expand: int = 2
+    ssm_state_size: int = 16
+    conv_kernel: int = 4
+    time_step_rank: int | str = "auto"
+    time_step_min: float = 1e-3
+    time_step_max: float = 1e-1
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    mlp_type: Literal["gelu", "swiglu"] = "swiglu"
+
+    def __post_init__(self, **kwargs: object) -> None:
+        """Work out what was left open; see :class:`SSMConfig`."""
+        self.mixer_types = kwargs.pop("layer_types", self.mixer_types)  # type: ignore[assignment]
+        if isinstance(self.mixer_types, str):
+            self.mixer_types = [self.mixer_types] * self.num_hidden_layers
+        if self.num_attention_heads is None:
+            self.num_attention_heads = max(1, self.hidden_size // 64)
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None and self.num_attention_heads >= 1:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.fading_norm is None:
+            self.fading_norm = self.wiring == "serial"
+        super().__post_init__(**kwargs)
+
+    def check(self) -> None:
+        """Fail unless the fields fit each other.
+
+        Raises:
+            LookupError: A mixer that does not exist.
+            ValueError: A field out of its range.
+        """
+        super().check()
+        for name in self.mixer_types:
+            if name not in MIXER_TYPES:
+                raise LookupError(
+                    f"mixer_types: no mixer {name!r}{suggestion(name, MIXER_TYPES)}; there are "
+                    f"{', '.join(MIXER_TYPES)}"
+                )
+        if len(self.mixer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"mixer_types must name a mixer for each of the {self.num_hidden_layers} layers, "
+                f"got {len(self.mixer_types)}"
+            )
+        for name in (
+            *("window_size", "innovation_span", "ssm_expand", "ssm_state_size", "conv_kernel"),
+            *("num_attention_heads", "num_key_value_heads", "head_dim"),
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("num_fading_tokens", "num_eidetic_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.heads % self.groups:
+            raise ValueError(
+                f"num_attention_heads must be a multiple of num_key_value_heads = {self.groups}, "
+                f"got {self.heads}"
+            )
+        if self.use_rope and self.head_width % 2:
+            raise ValueError(f"head_dim must be even with use_rope, got {self.head_width}")
+        if not 0 < self.time_step_min <= self.time_step_max:
+            raise ValueError(
+                f"time_step_min must be positive and at most time_step_max = {self.time_step_max}, "
+                f"got {self.time_step_min}"
+            )
+        rank = self.time_step_rank
+        if rank != "auto" and (isinstance(rank, str) or rank < 1):
+            raise ValueError(f"time_step_rank must be 'auto' or at least 1, got {rank!r}")
+
+    @property
+    def heads(self) -> int:
+        """H."""
+        return cast(int, self.num_attention_heads)
+
+    @property
+    def groups(self) -> int:
+        """G."""
+        return cast(int, self.num_key_value_heads)
+
+    @property
+    def head_width(self) -> int:
+        """D of a head."""
+        return cast(int, self.head_dim)
+
+    @property
+    def d_inner(self) -> int:
+        """Inner width of the state-space model."""
+        return self.ssm_expand * self.hidden_size
+
+    @property
+    def step_rank(self) -> int:
+        """``time_step_rank`` with "auto" worked out."""
+        rank = self.time_step_rank
+        return math.ceil(self.hidden_size / 16) if rank == "auto" else int(rank)
+
+
+__all__ = ["MIXER_TYPES", "BMojoConfig"]

@@ -1,0 +1,476 @@
+"""B'MOJO: hybrid state-space realizations with eidetic and fading memory (arXiv 2407.06324).
+
+What surprises: attention has one softmax over three memories, the window, outputs of a state-space
+model, and tokens that it predicted badly; memories are frozen for a chunk of ``window`` tokens,
+counted from a sequence's first token; which tokens are kept is not differentiated; without
+positions the state-space model must stand in the residual stream, else nothing orders neighbours.
+
+Dimensions: B batch, L length, D hidden, E inner, N state, S sequences, T tokens of a call,
+w window, m_f fading and m_e eidetic tokens, n chunks, H heads, G key heads, d of a head.
+"""
+
+import math
+from typing import Any, ClassVar, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ssmzoo.modeling import (
+    CausalConv1d,
+    LayerState,
+    Linear,
+    RMSNorm,
+    SSMForCausalLM,
+    SSMForPairClassification,
+    SSMForSequenceClassification,
+    SSMForTokenClassification,
+    SSMMixer,
+    SSMModel,
+    SSMPreTrainedModel,
+)
+from ssmzoo_kernels import eidetic_attention, innovation, selective_scan
+from ssmzoo_kernels.eidetic_attention import Chunks
+
+from .configuration_bmojo import BMojoConfig
+from .memory import (
+    Call,
+    choose_eidetic,
+    fading_positions,
+    newest,
+    open_scores,
+    score_grid,
+    valid_first,
+)
+
+
+class BMojoSSM(SSMMixer):
+    """The fading branch, a Mamba mixer.
+
+    ``[x | z] = in_proj(u)``, ``x = SiLU(conv1d(x))``, ``[dt | B | C] = x_proj(x)``,
+    ``out_proj(selective_scan(x, dt_proj(dt), -exp(A_log), B, C) * SiLU(z))``.
+    """
+
+    param_group_names: ClassVar[dict[str, str]] = {"A_log": "ssm", "D": "ssm", "dt_bias": "ssm"}
+
+    def __init__(self, config: BMojoConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        width, inner, states = config.hidden_size, config.d_inner, config.ssm_state_size
+        self.in_proj = Linear(width, 2 * inner, bias=False)
+        self.conv1d = CausalConv1d(inner, config.conv_kernel, bias=True)
+        self.x_proj = Linear(inner, config.step_rank + 2 * states, bias=False)
+        self.dt_proj = Linear(config.step_rank, inner, bias=False)
+        self.dt_bias = nn.Parameter(torch.empty(inner))
+        self.A_log = nn.Parameter(torch.empty(inner, states))
+        self.D = nn.Parameter(torch.ones(inner))
+        self.out_proj = Linear(inner, width, bias=False)
+        self.out_proj.ends_branch = True  # pyright: ignore[reportArgumentType]
+        self.splits = [config.step_rank, states, states]
+
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """Map ``[B, L, D]`` to ``[B, L, D]``; the state is ``conv`` and ``ssm [B, E, N]``."""
+        x, z = self.in_proj(hidden_states).chunk(2, dim=-1)  # [B, L, E] each
+        u, conv_state = self.conv1d(x, state.get("conv"), cu_seqlens)
+        dt, B, C = self.x_proj(u).split(self.splits, dim=-1)
+        y, ssm_state = selective_scan(
+            u,
+            self.dt_proj(dt),
+            -torch.exp(self.A_log),
+            B,
+            C,
+            self.D,
+            z,
+            self.dt_bias,
+            state.get("ssm"),
+            cu_seqlens=cu_seqlens,
+        )
+        state.put("conv", conv_state)
+        state.put("ssm", ssm_state)
+        return self.out_proj(y)
+
+
+class _Memory(NamedTuple):
+    """Rows of the chunks' memories of one kind."""
+
+    keys: Tensor  # [n, m, G, d]
+    values: Tensor  # [n, m, G, d]
+    valid: Tensor  # [n, m]
+    positions: Tensor  # [n, m], -1 where the window never holds the same
+
+
+class BMojoAttention(nn.Module):
+    """One softmax over the window, the fading and the eidetic memory, as far as there are such.
+
+    ``out = o_proj(sum softmax(q [k_window | k_fading | k_eidetic] / sqrt(d)) [v ...])``.
+    """
+
+    def __init__(self, config: BMojoConfig, kind: str) -> None:
+        super().__init__()
+        width, heads, groups, size = (
+            config.hidden_size,
+            config.heads,
+            config.groups,
+            config.head_width,
+        )
+        self.window = None if kind == "attention" else config.window_size
+        remembers = kind in ("bmojo", "bmojo_f")
+        self.fading = config.num_fading_tokens if remembers else 0
+        self.eidetic = config.num_eidetic_tokens if kind == "bmojo" else 0
+        self.offset = config.fading_mode == "offset" and self.fading > 0
+        self.masks = config.eidetic_overlap == "mask"
+        self.relative = config.innovation_error == "relative"
+        self.heads, self.groups, self.size = heads, groups, size
+        self.theta = config.rope_theta if config.use_rope else None
+        self.q_proj = _projection(width, heads * size)
+        self.k_proj = _projection(width, groups * size)
+        self.v_proj = _projection(width, groups * size)
+        self.o_proj = _projection(heads * size, width)
+        self.o_proj.ends_branch = True  # pyright: ignore[reportArgumentType]
+        self.fading_norm = None
+        self.memory_k_proj = self.memory_v_proj = None
+        if self.fading:
+            if config.fading_norm:
+                self.fading_norm = RMSNorm(width, config.rms_norm_eps)
+            if not config.tie_memory_proj:
+                self.memory_k_proj = _projection(width, groups * size)
+                self.memory_v_proj = _projection(width, groups * size)
+        span = torch.arange(1, config.innovation_span + 1)
+        weights = torch.full_like(span, 1, dtype=torch.float64)
+        if config.innovation_weights == "exp":
+            weights = 0.5 ** span.double()
+        self.innovation_weights = (weights / weights.sum()).tolist()
+        # outputs of the state-space model that the next call looks back at
+        self.history = max(
+            len(self.innovation_weights) if self.eidetic else 0,
+            self.fading if not self.offset else 0,
+        )
+
+    def forward(
+        self,
+        tokens: Tensor,  # [B, L, D]
+        outputs: Tensor | None,  # [B, L, D]
+        state: LayerState,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Let every token read its memories; ``outputs`` are the state-space model's.
+
+        The state is ``seen [B]``, ``keys`` and ``values [B, w, G, d]`` and, with memories,
+        ``outputs [B, max(k, m_f), D]``, ``fading_*``, ``eidetic_*``, ``scores`` of the open chunk.
+        """
+        batch, length, _ = tokens.shape
+        count = batch * length
+        offsets = cu_seqlens
+        if offsets is None:
+            offsets = torch.arange(batch + 1, device=tokens.device) * length
+        offsets = offsets.long()
+        before = state.get("seen")
+        seen = offsets.new_zeros(offsets.shape[0] - 1) if before is None else before
+        call = Call(offsets, seen, 1 if self.window is None else self.window)
+        position = call.positions(count) if self.theta is not None else None
+
+        q = self._rotated(self.q_proj(tokens).view(count, self.heads, self.size), position)
+        k, v = self._projected(tokens.reshape(count, -1), position, self.k_proj, self.v_proj)
+        old_k, old_v = state.get("keys"), state.get("values")
+        options: dict[str, Any] = {}
+        if self.fading or self.eidetic:
+            assert outputs is not None
+            options = self._memories(call, outputs.reshape(count, -1), k, v, state, position)
+        state.put("seen", call.now)
+        if state.keep:
+            kept = int(call.now.max()) if self.window is None else self.window
+            state.put("keys", newest(call, old_k, k, kept))
+            state.put("values", newest(call, old_v, v, kept))
+        for name in ("late_k", "late_v"):
+            if name in options:
+                options[name] = options[name].unflatten(0, (batch, length))
+        out = eidetic_attention(
+            *(x.unflatten(0, (batch, length)) for x in (q, k, v)),
+            window=self.window,
+            past_k=old_k,
+            past_v=old_v,
+            seen=seen,
+            cu_seqlens=cu_seqlens,
+            **options,
+        )
+        return self.o_proj(out.flatten(2))
+
+    def _memories(
+        self,
+        call: Call,
+        y: Tensor,  # [T, D]
+        k: Tensor,  # [T, G, d]
+        v: Tensor,
+        state: LayerState,
+        position: Tensor | None,
+    ) -> dict[str, Any]:
+        """Return what attention reads besides the window, and leave what is carried on."""
+        before = state.get("outputs")
+        chunks = call.chunks(following=state.keep)
+        parts: list[_Memory] = []
+        if self.eidetic:
+            parts.append(self._choose(call, chunks, y, before, k, v, state))
+        if self.fading and not self.offset:
+            parts.append(self._summarize(call, chunks, y, before, state))
+        if self.history and state.keep:
+            state.put("outputs", newest(call, before, y, self.history))
+        options = self._late(call, y, state, position) if self.offset else {}
+        if parts:
+            memory = _Memory(*(torch.cat(x, dim=1) for x in zip(*parts, strict=True)))
+            mem_k, mem_v, count, at = valid_first(
+                *memory, full=max(self.eidetic, self.fading) <= call.window
+            )
+            if state.keep:  # the chunk of a next token may have no token yet
+                here = chunks.number * call.window < call.now[chunks.sequence]
+                here &= call.lengths[chunks.sequence] > 0
+                mem_k, mem_v, count, at = (x[here] for x in (mem_k, mem_v, count, at))
+            options |= {"mem_k": mem_k, "mem_v": mem_v, "mem_count": count}
+            if self.masks:
+                options["mem_positions"] = at
+        return options
+
+    def _choose(
+        self,
+        call: Call,
+        chunks: Chunks,
+        y: Tensor,
+        before: Tensor | None,
+        k: Tensor,
+        v: Tensor,
+        state: LayerState,
+    ) -> _Memory:
+        """Return each chunk's eidetic memory: raw tokens whose output was predicted worst."""
+        weights = self.innovation_weights
+        past = None if before is None else before[:, -len(weights) :]
+        scores = innovation(y[None], weights, past, cu_seqlens=call.offsets, relative=self.relative)
+        if scores.device.type == "cpu" and not bool(scores.isfinite().all()):
+            token = int((~scores[0].isfinite()).nonzero()[0])
+            raise ValueError(
+                "the state-space model's outputs must be finite to choose what to remember, got "
+                f"innovation {scores[0, token]} at token {token} of the call"
+            )
+        grid = score_grid(call, chunks, scores[0], state.get("scores"))
+        names = ("eidetic_scores", "eidetic_positions", "eidetic_keys", "eidetic_values")
+        old_scores, old_positions, *held = (state.get(name) for name in names)
+        known = None
+        if old_scores is not None and old_positions is not None:
+            known = old_scores, old_positions
+        chosen = choose_eidetic(call, chunks, grid, self.eidetic, known)
+        found: list[Tensor] = []
+        for old, window, new in (
+            (held[0], state.get("keys"), k),
+            (held[1], state.get("values"), v),
+        ):
+            table = new
+            if old is not None and window is not None:
+                table = torch.cat([old.flatten(0, 1), window.flatten(0, 1), new])
+            found.append(table[chosen.rows])  # [n, m_e, G, d]
+        exists = ~chosen.scores.isneginf()
+        if state.keep:
+            last = call.last(chunks)
+            kept = (chosen.scores.masked_fill(~exists, 0.0), chosen.positions, *found)
+            for name, value in zip(names, kept, strict=True):
+                state.put(name, value[last])
+            state.put("scores", open_scores(call, grid))
+        return _Memory(found[0], found[1], exists, chosen.positions)
+
+    def _summarize(
+        self,
+        call: Call,
+        chunks: Chunks,
+        y: Tensor,
+        before: Tensor | None,
+        state: LayerState,
+    ) -> _Memory:
+        """Return each chunk's fading memory: the outputs just before it."""
+        wanted = fading_positions(chunks, call.window, self.fading)
+        rows, _ = call.rows(chunks.sequence[:, None], wanted, 0 if before is None else self.history)
+        table = y if before is None else torch.cat([before.flatten(0, 1), y])
+        found = list(self._fading(table[rows], wanted.clamp(min=0)))  # [n, m_f, G, d]
+        opened = chunks.number == (call.seen // call.window)[chunks.sequence]
+        for i, name in enumerate(("fading_keys", "fading_values")):
+            old = state.get(name)
+            if old is not None:  # an open chunk's were fixed when it was opened
+                found[i] = torch.where(opened[:, None, None, None], old[chunks.sequence], found[i])
+            if state.keep:
+                state.put(name, found[i][call.last(chunks)])
+        return _Memory(found[0], found[1], wanted >= 0, torch.full_like(wanted, -1))
+
+    def _late(
+        self, call: Call, y: Tensor, state: LayerState, position: Tensor | None
+    ) -> dict[str, Any]:
+        """Return the fading stream of the "offset" mode."""
+        assert self.window is not None
+        options: dict[str, Any] = {"late_span": self.fading}
+        for name, new in zip("kv", self._fading(y, position), strict=True):
+            old = state.get(f"late_{name}")
+            if state.keep:
+                state.put(f"late_{name}", newest(call, old, new, self.window + self.fading))
+            options |= {f"late_{name}": new, f"late_past_{name}": old}
+        return options
+
+    def _fading(self, y: Tensor, position: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return keys and values ``[..., G, d]`` of outputs of the state-space model."""
+        if self.fading_norm is not None:
+            y = self.fading_norm(y)
+        k_proj = self.k_proj if self.memory_k_proj is None else self.memory_k_proj
+        v_proj = self.v_proj if self.memory_v_proj is None else self.memory_v_proj
+        return self._projected(y, position, k_proj, v_proj)
+
+    def _projected(
+        self, x: Tensor, position: Tensor | None, k_proj: nn.Module, v_proj: nn.Module
+    ) -> tuple[Tensor, Tensor]:
+        shape = (*x.shape[:-1], self.groups, self.size)
+        return self._rotated(k_proj(x).view(shape), position), v_proj(x).view(shape)
+
+    def _rotated(self, x: Tensor, position: Tensor | None) -> Tensor:
+        """Turn the halves of ``[..., H, d]`` against each other, the more the later, if at all."""
+        if position is None or self.theta is None:
+            return x
+        exact = torch.promote_types(torch.float32, x.dtype)
+        half = torch.arange(0, self.size, 2, device=x.device, dtype=torch.float64)
+        angle = position[..., None, None] * self.theta ** (-half / self.size)  # [..., 1, d / 2]
+        cos, sin = angle.cos().to(exact), angle.sin().to(exact)
+        one, two = x.to(exact).chunk(2, dim=-1)
+        return torch.cat([one * cos - two * sin, two * cos + one * sin], dim=-1).to(x.dtype)
+
+
+def _projection(inputs: int, outputs: int) -> Linear:
+    """Return a linear map whose initial weights are normal."""
+    linear = Linear(inputs, outputs, bias=False)
+    linear.attends = True  # pyright: ignore[reportArgumentType]
+    return linear
+
+
+class BMojoMixer(SSMMixer):
+    """State-space model and attention in one layer, or one of the two.
+
+    ``"serial"``: ``y + attention(norm(x + y), y)`` with ``y = ssm(u)``, x the residual stream and
+    ``u = norm(x)`` what comes in; ``"parallel"``: ``attention(u, y)``.
+    """
+
+    reads_residual = True
+
+    def __init__(self, config: BMojoConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        kind = config.mixer_types[layer_idx]
+        self.ssm = None if kind in ("swa", "attention") else BMojoSSM(config, layer_idx)
+        self.attention = None if kind == "mamba" else BMojoAttention(config, kind)
+        self.attn_norm = None
+        if self.ssm is not None and self.attention is not None and config.wiring == "serial":
+            self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        state: LayerState,
+        cu_seqlens: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Map ``[B, L, D]`` to ``[B, L, D]``; without ``residual`` the input stands in for it."""
+        y = None if self.ssm is None else self.ssm(hidden_states, state, cu_seqlens)
+        if self.attention is None:
+            return cast(Tensor, y)
+        if y is None or self.attn_norm is None:
+            return self.attention(hidden_states, y, state, cu_seqlens)
+        stream = hidden_states if residual is None else residual
+        return y + self.attention(self.attn_norm(stream + y), y, state, cu_seqlens)
+
+
+class BMojoPreTrainedModel(SSMPreTrainedModel):
+    """Loading and initialisation of B'MOJO models."""
+
+    config: BMojoConfig
+    _keep_in_fp32_modules_strict = ["ssm.A_log", "ssm.D", "ssm.dt_bias"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw the initial parameters.
+
+        ================================= =========================================
+        embedding                         N(0, initializer_range^2)
+        norms, ``D``                      1
+        ``in_proj``, ``x_proj``, MLP      U(+-1/sqrt(inputs))
+        ``conv1d`` and bias               U(+-1/sqrt(taps))
+        ``dt_proj``                       U(+-1/sqrt(rank))
+        ``dt_bias``                       softplus^-1 of log-uniform time steps
+        ``A_log``                         log(1 .. N)
+        q, k, v                           N(0, initializer_range^2)
+        ``memory_k_proj``, ``_v_proj``    copies of k and v
+        ends of branches                  theirs over sqrt(all branches)
+        ================================= =========================================
+        """
+        super()._init_weights(module)
+        config = self.config
+        if isinstance(module, BMojoSSM):
+            low, high = math.log(config.time_step_min), math.log(config.time_step_max)
+            step = torch.empty_like(module.dt_bias, dtype=torch.float64)
+            step = step.uniform_(low, high).exp().clamp(min=1e-4)
+            init.copy_(module.dt_bias, step + torch.log(-torch.expm1(-step)))
+            columns = torch.arange(1, config.ssm_state_size + 1, device=module.A_log.device)
+            init.copy_(module.A_log, columns.log().expand_as(module.A_log))
+            init.ones_(module.D)
+        elif isinstance(module, BMojoAttention):
+            for copy, origin in (
+                (module.memory_k_proj, module.k_proj),
+                (module.memory_v_proj, module.v_proj),
+            ):
+                if copy is not None:
+                    init.copy_(copy.weight, origin.weight)
+        elif isinstance(module, nn.Linear):
+            ends = getattr(module, "ends_branch", False) or getattr(module, "ends_mlp", False)
+            scale = self._branches() ** -0.5 if ends else 1.0
+            if getattr(module, "attends", False):
+                init.normal_(module.weight, std=config.initializer_range * scale)
+            elif ends:
+                bound = module.in_features**-0.5 * scale
+                init.uniform_(module.weight, -bound, bound)
+
+    def _branches(self) -> int:
+        """Return how many branches add to the residual stream."""
+        each = {"bmojo": 2, "bmojo_f": 2}
+        if self.config.wiring == "parallel":
+            each = {}
+        mlps = 0 if self.config.intermediate_size is None else self.config.num_hidden_layers
+        return mlps + sum(each.get(kind, 1) for kind in self.config.mixer_types)
+
+
+class BMojoModel(BMojoPreTrainedModel, SSMModel):
+    """B'MOJO's backbone."""
+
+    mixer_class = BMojoMixer
+
+
+class BMojoForCausalLM(BMojoPreTrainedModel, SSMForCausalLM):
+    """B'MOJO with a language-model head."""
+
+    model_class = BMojoModel
+
+
+class BMojoForSequenceClassification(BMojoPreTrainedModel, SSMForSequenceClassification):
+    """B'MOJO with a classifier of sequences."""
+
+    model_class = BMojoModel
+
+
+class BMojoForTokenClassification(BMojoPreTrainedModel, SSMForTokenClassification):
+    """B'MOJO with a classifier of tokens."""
+
+    model_class = BMojoModel
+
+
+class BMojoForPairClassification(BMojoPreTrainedModel, SSMForPairClassification):
+    """B'MOJO with a classifier of pairs of documents."""
+
+    model_class = BMojoModel
+
+
+__all__ = [
+    "BMojoForCausalLM",
+    "BMojoForPairClassification",
+    "BMojoForSequenceClassification",
+    "BMojoForTokenClassification",
+    "BMojoModel",
+    "BMojoPreTrainedModel",
+]
