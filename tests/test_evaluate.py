@@ -143,13 +143,32 @@ def value(path, task, metric="acc"):
     return scores(path)[task, metric]["value"]
 
 
-SYMBOL_TASKS = ["ssmzoo_mqar", "ssmzoo_induction", "ssmzoo_induction_64"]
+SYMBOL_TASKS = [
+    "ssmzoo_mqar",
+    "ssmzoo_induction",
+    "ssmzoo_induction_64",
+    "ssmzoo_induction_trigger2",
+]
 TEXT_TASKS = ["ssmzoo_recall_text", "ssmzoo_recall_text_24", "ssmzoo_induction_text"]
 
 
 def test_a_model_that_recalls_scores_one_on_every_symbol_task(models, tmp_path):
     path = evaluate(models("recall_symbols"), tasks=SYMBOL_TASKS, output_dir=tmp_path, limit=40)
-    assert [value(path, task) for task in SYMBOL_TASKS] == [1.0, 1.0, 1.0]
+    assert [value(path, task) for task in SYMBOL_TASKS] == [1.0, 1.0, 1.0, 1.0]
+    for task in SYMBOL_TASKS[1:]:
+        assert value(path, task, "exact_match") == 1.0
+    assert scores(path)["ssmzoo_induction_trigger2", "acc"]["settings"]["trigger"] == [6, 7]
+
+
+def test_of_a_target_of_two_symbols_each_is_asked_behind_filler(models, tmp_path):
+    # the rule answers the first symbol, and has never seen what follows filler
+    tasks = ["ssmzoo_induction_target2", "ssmzoo_induction_noise1"]
+    path = evaluate(models("recall_symbols"), tasks=tasks, output_dir=tmp_path, limit=40)
+    assert value(path, tasks[0]) == 0.5
+    assert value(path, tasks[0], "exact_match") == 0.0
+    assert value(path, tasks[1]) < 0.5  # it answers the noise behind the trigger
+    row = scores(path)[tasks[0], "exact_match"]
+    assert (row["n"], row["settings"]["target_length"]) == (40, 2)
 
 
 def test_a_model_that_answers_one_symbol_late_fails_every_symbol_task(models, tmp_path):
@@ -317,7 +336,8 @@ def test_the_results_file_says_what_was_measured_and_how(models, tmp_path):
     assert content["model"]["model_type"] == "ssmzoo_test_rule"
     assert content["model"]["parameters"] == 40
     assert content["model"]["revision"].startswith("sha256:")
-    (row,) = content["results"]
+    row, whole = content["results"]
+    assert whole["metric"] == "exact_match"
     assert (row["task"], row["metric"], row["value"], row["n"]) == (
         "ssmzoo_induction",
         "acc",
@@ -330,6 +350,7 @@ def test_the_results_file_says_what_was_measured_and_how(models, tmp_path):
         "num_examples": 1000,
         "seq_len": 16,
         "vocab_size": 40,
+        "num_symbols": 7,
     }
     assert {"ssmzoo", "torch", "transformers", "lm-eval", "python"} <= set(content["versions"])
     assert content["date"].endswith("+00:00")

@@ -1,6 +1,7 @@
 """A task's labelled examples: in a seeded order to train on, split by split to judge by.
 
-- An epoch holds every example once; its last step has those that are left.
+- An epoch holds every example once; its last step has those that are left. A task that draws its
+  examples anew gives each epoch, and each validation, others.
 - All processes take equally many parts. Where there are more parts than examples, one stands in
   that does not count.
 """
@@ -56,7 +57,7 @@ class ExampleSource:
         self._task, self._seed, self._batch_size = task, seed, batch_size
         self._rank, self._world = rank, world
         self._epoch, self._row, self._part = 0, 0, 0
-        self._order = self._shuffled()
+        self._order = self._in_order()
 
     def take(self, n: int) -> Examples:
         """Return this process's next part of a step: ``n`` examples, or fewer at an epoch's end."""
@@ -70,7 +71,7 @@ class ExampleSource:
             self._row += self._batch_size
             if self._row >= len(self._task):
                 self._epoch, self._row = self._epoch + 1, 0
-                self._order = self._shuffled()
+                self._order = self._in_order()
         return part
 
     def position(self) -> dict[str, Any]:
@@ -80,26 +81,43 @@ class ExampleSource:
     def seek(self, position: dict[str, Any]) -> None:
         """Continue from a position, of any number of processes."""
         self._epoch, self._row, self._part = position["epoch"], position["row"], 0
-        self._order = self._shuffled()
+        self._order = self._in_order()
 
-    def _shuffled(self) -> np.ndarray:
+    def _in_order(self) -> np.ndarray:
+        if not self._task.shuffle:
+            return np.arange(len(self._task))
         return np.random.default_rng([self._seed, self._epoch]).permutation(len(self._task))
 
 
 class Share:
-    """One process's batches of a split's first examples, always the same.
+    """One process's batches of a split's first examples.
 
     Args:
         task: The split.
         count: So many of its examples, over all processes.
         n: Examples a batch.
+        epoch: Which examples, where a split is drawn anew.
     """
 
     def __init__(
-        self, task: Supervised, count: int, n: int, *, rank: int = 0, world: int = 1
+        self,
+        task: Supervised,
+        count: int,
+        n: int,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        epoch: int = 0,
     ) -> None:
         self._task, self._count, self._n = task, count, n
-        self._rank, self._world = rank, world
+        self._rank, self._world, self._epoch = rank, world, epoch
+
+    def after(self, step: int) -> Share:
+        """Return the batches for the validation after a step: others each time if drawn anew."""
+        if not self._task.fresh:
+            return self
+        place = {"rank": self._rank, "world": self._world}
+        return Share(self._task, self._count, self._n, **place, epoch=step)
 
     def __len__(self) -> int:
         """Return how many batches each process has."""
@@ -110,7 +128,7 @@ class Share:
         for i in range(len(self)):
             begin = (i * self._world + self._rank) * self._n
             mine = np.arange(begin, min(begin + self._n, self._count))
-            yield _examples(self._task, mine, np.zeros(1, np.int64), 0)
+            yield _examples(self._task, mine, np.zeros(1, np.int64), self._epoch)
 
 
 def load_splits(recipe: Recipe) -> Splits:

@@ -123,7 +123,7 @@ def score_task(
 
 def _settings(task: str, metadata: dict[str, Any]) -> dict[str, Any]:
     """Return what defines a task's data, without what lm-eval and we hang on to all tasks."""
-    shown = {k: v for k, v in metadata.items() if isinstance(v, str | int | float | bool)}
+    shown = {k: v for k, v in metadata.items() if isinstance(v, str | int | float | bool | list)}
     for key in ("config_source", "alphabet", "seed"):
         shown.pop(key, None)
     if metadata.get("alphabet") != "symbols":

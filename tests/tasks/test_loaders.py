@@ -268,7 +268,7 @@ def test_speech_commands_refuses_other_sound_and_absent_words(archive):
         load_task("speech_commands", "test", 0, data=str(root), length=40)
 
 
-@pytest.mark.parametrize("name", ["imdb", "aan", "cifar10", "speech_commands"])
+@pytest.mark.parametrize("name", ["imdb", "aan", "cifar10", "mnist", "speech_commands"])
 def test_absent_data_is_one_error_that_says_what_to_give(name, tmp_path):
     with pytest.raises(LookupError, match=rf"task {name}: .*give the argument data"):
         load_task(name, "train", 0, data=str(tmp_path / "nothing"))
@@ -277,7 +277,7 @@ def test_absent_data_is_one_error_that_says_what_to_give(name, tmp_path):
         load_task(name, "train", 0, data=str(tmp_path / "empty"))
 
 
-@pytest.mark.parametrize("name", ["imdb", "cifar10"])
+@pytest.mark.parametrize("name", ["imdb", "cifar10", "mnist"])
 def test_data_without_the_columns_names_those_it_has(name, tmp_path):
     folder = written(tmp_path / "other", train={"body": ["x"]}, test={"body": ["y"]})
     with pytest.raises(LookupError, match=r"has no column .*, it has body"):

@@ -1,7 +1,7 @@
 """Tasks: for training, and for scoring with lm-eval.
 
 - ``load_task`` gives any task to a trainer, in one form (:class:`Supervised`): the tasks of the
-  Long Range Arena, Speech Commands, copying, delay, and the recall problems.
+  Long Range Arena, Speech Commands, MNIST, digits, copying, delay, and the recall problems.
 - ``mqar`` and ``induction_heads`` give token ids; recipes train on them.
 - ``*_documents`` wrap the same problems as lm-eval data sets; ``eval/tasks/*.yaml`` name them.
 - Labels follow Hugging Face's convention: ``labels[:, t]`` is what position ``t - 1`` must predict,
@@ -13,6 +13,7 @@ from ssmzoo.tasks.common import IGNORED
 from ssmzoo.tasks.induction import (
     induction_documents,
     induction_heads,
+    induction_heads_zero,
     induction_text_documents,
 )
 from ssmzoo.tasks.listops import LISTOPS_SYMBOLS, listops_trees
@@ -35,6 +36,7 @@ __all__ = [
     "cut",
     "induction_documents",
     "induction_heads",
+    "induction_heads_zero",
     "induction_text_documents",
     "listops_trees",
     "load_task",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from ssmzoo.tasks.sources import open_data, require_datasets
+from ssmzoo.tasks.sources import grey_images, open_data
 from ssmzoo.tasks.supervised import Supervised, require_split, value_rows
 
 _SPLIT_SEED = 42
@@ -29,25 +27,11 @@ def load_cifar10(split: str, seed: int, *, data: str = "uoft-cs/cifar10") -> Sup
     import torch
 
     require_split(split)
-    try:
-        import PIL  # noqa: F401
-    except ImportError as error:
-        raise RuntimeError("images need Pillow: pip install 'ssmzoo[train]'") from error
     rows = open_data("cifar10", data, "test" if split == "test" else "train", ("img", "label"))
     if split != "test":
         kept = int(len(rows) * 0.9)
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(_SPLIT_SEED))
         rows = rows.select((order[:kept] if split == "train" else order[kept:]).tolist())
-    pixels = np.empty((len(rows), 32 * 32), dtype=np.uint8)
-    images = rows.cast_column("img", require_datasets().Image())
-    for index, row in enumerate(images):
-        image = row["img"]  # pyright: ignore[reportArgumentType, reportCallIssue]
-        if image.size != (32, 32):
-            raise ValueError(f"images of {data!r} must be 32 by 32, got {image.size}")
-        pixels[index] = np.asarray(image.convert("L")).reshape(-1)
-    labels = np.array(rows["label"])
-    if not np.isin(labels, np.arange(10)).all():
-        raise ValueError(
-            f"labels of {data!r} must be 0 to 9, got {np.unique(labels)[-5:].tolist()}"
-        )
+    pixels, labels = grey_images(data, rows, "img", 32)
+    pixels = pixels.reshape(len(pixels), -1)
     return value_rows(pixels, labels, shift=122.6, scale=61.0, num_labels=10)

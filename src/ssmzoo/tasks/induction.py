@@ -1,7 +1,13 @@
-"""Induction heads: say what followed the trigger when it was seen first."""
+"""Induction heads: say what followed the trigger when it was seen first.
+
+A sequence is noise, trigger, gap, target, noise, trigger. The gap is noise of a fixed length, other
+noise fills the sequence up, and the first trigger is equally likely at every place that leaves room
+for the rest. Noise may hold the target but never the trigger, which occurs exactly twice.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,50 +17,142 @@ from ssmzoo.tasks.common import IGNORED, LETTERS, at_least, lm_eval_split, symbo
 if TYPE_CHECKING:
     from datasets import Dataset
 
+_DRAWS = 100_000  # so many in a row may not fit before the arguments are blamed
+
 
 def induction_heads(
-    num_examples: int, *, seq_len: int, vocab_size: int, seed: int
+    num_examples: int,
+    *,
+    seq_len: int,
+    vocab_size: int,
+    num_symbols: int | None = None,
+    trigger: Sequence[int] | None = None,
+    target_length: int = 1,
+    noise_length: int = 0,
+    seed: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Make the induction problem: noise, trigger, target, noise, trigger; say the target.
+    """Make the induction problem: noise, trigger, gap, target, noise, trigger; say the target.
 
-    The trigger is always id ``vocab_size - 1``; target and noise are drawn from 1 ..
-    vocab_size - 2, so guessing scores ``1 / (vocab_size - 2)``. The first trigger is equally
-    likely at every place that leaves room for the target.
+    With a trigger of one symbol, guessing scores ``1 / (num_symbols - 1)`` a symbol. The COFFEE
+    paper's problem is ``seq_len=16, vocab_size=9, num_symbols=7``.
+
+    Args:
+        num_examples: Rows.
+        seq_len: Symbols from the first noise to the second trigger.
+        vocab_size: Ids a model has; 0 is filler.
+        num_symbols: The symbols are 1 .. ``num_symbols``, all ids but the filler if None.
+        trigger: The trigger's symbols; the last symbol if None.
+        target_length: Symbols to say. A model says the first one at the end of the second trigger
+            and the others at as many places of filler behind it.
+        noise_length: Symbols between trigger and target.
+        seed: Same seed, same rows.
 
     Returns:
-        ``input_ids`` and ``labels``, int64 [num_examples, seq_len + 1]. A model reads the first
-        ``seq_len`` columns; the last one is the answer, and the only label.
+        ``input_ids`` and ``labels``, int64 [num_examples, seq_len + target_length]. The last
+        ``target_length`` columns are the only labels; what the inputs hold there is filler, and at
+        the very last place, from which nothing is predicted, the last symbol to say.
 
     Raises:
-        ValueError: ``seq_len`` or ``vocab_size`` below 3, or a negative ``seed``.
+        ValueError: The parts do not fit into ``seq_len``, a symbol is outside of the vocabulary, a
+            number is out of range, or there is no room for noise without the trigger.
     """
     at_least("num_examples", num_examples, 1)
-    at_least("seq_len", seq_len, 3)
+    at_least("target_length", target_length, 1)
+    at_least("noise_length", noise_length, 0)
     at_least("vocab_size", vocab_size, 3)
     at_least("seed", seed, 0)
+    known = _known_symbols(vocab_size, num_symbols)
+    triggers = _trigger(trigger, known)
+    parts = 2 * len(triggers) + noise_length + target_length
+    if seq_len < parts:
+        raise ValueError(
+            f"seq_len must be at least {parts} to hold two triggers of {len(triggers)}, "
+            f"{noise_length} symbols between trigger and target and a target of {target_length}, "
+            f"got {seq_len}"
+        )
     rng = np.random.default_rng(seed)
-    trigger = vocab_size - 1
-    rows = np.arange(num_examples)
-    input_ids = rng.integers(1, trigger, size=(num_examples, seq_len + 1), dtype=np.int64)
-    first = rng.integers(0, seq_len - 2, size=num_examples)
-    input_ids[rows, first] = trigger
-    input_ids[:, seq_len - 1] = trigger
-    input_ids[:, seq_len] = input_ids[rows, first + 1]
+    input_ids = _noise(rng, (num_examples, seq_len + target_length), known, triggers)
+    first = rng.integers(0, seq_len - parts + 1, size=num_examples)
+    last = seq_len - len(triggers)
+    rows, barren = np.arange(num_examples), 0
+    while len(rows):
+        places = first[rows, None] + np.arange(len(triggers))
+        input_ids[rows[:, None], places] = triggers
+        input_ids[rows, last:seq_len] = triggers
+        if len(triggers) == 1:  # the noise holds none
+            break
+        found = _occurrences(input_ids[rows, :seq_len], triggers)
+        np.put_along_axis(found, first[rows, None], False, axis=1)
+        found[:, last] = False
+        wrong = found.any(axis=1)
+        barren = 0 if not wrong.all() else barren + len(rows)
+        if barren >= _DRAWS:
+            raise ValueError(
+                f"trigger must be easy to avoid in {seq_len} symbols, and {barren} draws from "
+                f"1 .. {known} gave no sequence that holds {triggers.tolist()} exactly twice; give "
+                "more symbols, a longer trigger or a shorter seq_len"
+            )
+        rows, found = rows[wrong], found[wrong]
+        drawn = _noise(rng, (len(rows), input_ids.shape[1]), known, triggers)
+        input_ids[rows] = np.where(_to_redraw(found, triggers, drawn), drawn, input_ids[rows])
+    begin = first + len(triggers) + noise_length
+    target = np.take_along_axis(input_ids, begin[:, None] + np.arange(target_length), axis=1)
+    input_ids[:, seq_len:-1] = 0
+    input_ids[:, -1] = target[:, -1]
     labels = np.full_like(input_ids, IGNORED)
-    labels[:, seq_len] = input_ids[:, seq_len]
+    labels[:, seq_len:] = target
+    return input_ids, labels
+
+
+def induction_heads_zero() -> tuple[np.ndarray, np.ndarray]:
+    """Return the COFFEE paper's IH0: all eight sequences of length 4 of 1, 2, 3 with trigger 1.
+
+    Returns:
+        ``input_ids`` and ``labels``, int64 [8, 5], as :func:`induction_heads` gives them.
+    """
+    input_ids = np.array(
+        [
+            row
+            for target in (2, 3)
+            for noise in (2, 3)
+            for row in ((1, target, noise, 1, target), (noise, 1, target, 1, target))
+        ],
+        dtype=np.int64,
+    )
+    labels = np.full_like(input_ids, IGNORED)
+    labels[:, -1] = input_ids[:, -1]
     return input_ids, labels
 
 
 def induction_documents(
-    *, num_examples: int, seq_len: int, vocab_size: int, seed: int, **_: Any
+    *,
+    num_examples: int,
+    seq_len: int,
+    vocab_size: int,
+    seed: int,
+    num_symbols: int | None = None,
+    trigger: Sequence[int] | None = None,
+    target_length: int = 1,
+    noise_length: int = 0,
+    **_: Any,
 ) -> dict[str, Dataset]:
-    """Return induction heads for lm-eval, in symbols: one document a row."""
-    input_ids, _labels = induction_heads(
-        num_examples, seq_len=seq_len, vocab_size=vocab_size, seed=seed
+    """Return induction heads for lm-eval, in symbols: one document a row.
+
+    :class:`ssmzoo.tasks.answers.SymbolAnswers` asks for an answer's symbols one by one.
+    """
+    input_ids, labels = induction_heads(
+        num_examples,
+        seq_len=seq_len,
+        vocab_size=vocab_size,
+        num_symbols=num_symbols,
+        trigger=trigger,
+        target_length=target_length,
+        noise_length=noise_length,
+        seed=seed,
     )
     return lm_eval_split(
-        context=[symbols(row[:-1]) for row in input_ids],
-        answer=[f" t{row[-1]}" for row in input_ids],
+        context=[symbols(row[:seq_len]) for row in input_ids],
+        answer=[f" {symbols(row[seq_len:])}" for row in labels],
     )
 
 
@@ -72,3 +170,53 @@ def induction_text_documents(
         choices=[list(LETTERS)] * num_examples,
         answer=(input_ids[:, -1] - 1).tolist(),
     )
+
+
+def _known_symbols(vocab_size: int, num_symbols: int | None) -> int:
+    known = vocab_size - 1 if num_symbols is None else num_symbols
+    if not 2 <= known < vocab_size:
+        raise ValueError(
+            f"num_symbols must be between 2 and vocab_size - 1 = {vocab_size - 1}, got {known}"
+        )
+    return known
+
+
+def _trigger(trigger: Sequence[int] | None, known: int) -> np.ndarray:
+    if trigger is None:
+        return np.array([known])
+    found = np.array(trigger)
+    if found.ndim != 1 or not len(found) or found.dtype.kind != "i":
+        raise ValueError(f"trigger must be a list of at least one symbol, got {trigger!r}")
+    if found.min() < 1 or found.max() > known:
+        raise ValueError(f"trigger must consist of symbols of 1 .. {known}, got {found.tolist()}")
+    return found
+
+
+def _noise(
+    rng: np.random.Generator, shape: tuple[int, int], known: int, trigger: np.ndarray
+) -> np.ndarray:
+    """Draw symbols; where the trigger is one symbol, all others."""
+    if len(trigger) > 1:
+        return rng.integers(1, known + 1, size=shape)
+    drawn = rng.integers(1, known, size=shape)
+    return drawn + (drawn >= trigger[0])
+
+
+def _occurrences(rows: np.ndarray, trigger: np.ndarray) -> np.ndarray:
+    """Return where the trigger begins in each row [n, places]."""
+    windows = np.lib.stride_tricks.sliding_window_view(rows, len(trigger), axis=1)
+    return (windows == trigger).all(axis=2)
+
+
+def _to_redraw(found: np.ndarray, trigger: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return which symbols to draw again so that all sequences without the trigger stay alike.
+
+    The whole row; but where no two triggers can overlap, those that are in one are enough (partial
+    rejection sampling, Guo, Jerrum and Liu, 2017).
+    """
+    again = np.zeros(rows.shape, dtype=bool)
+    if any((trigger[k:] == trigger[:-k]).all() for k in range(1, len(trigger))):
+        again[:] = True
+    for k in range(len(trigger)):
+        again[:, k : k + found.shape[1]] |= found
+    return again

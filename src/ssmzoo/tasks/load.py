@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,18 @@ from ssmzoo.tasks.cifar10 import load_cifar10
 from ssmzoo.tasks.common import at_least
 from ssmzoo.tasks.copying import load_copying
 from ssmzoo.tasks.delay import load_delay
+from ssmzoo.tasks.digits import load_digits
 from ssmzoo.tasks.imdb import load_imdb
 from ssmzoo.tasks.induction import induction_heads
 from ssmzoo.tasks.listops import load_listops
+from ssmzoo.tasks.mnist import load_mnist
 from ssmzoo.tasks.pathfinder import load_pathfinder
 from ssmzoo.tasks.recall import mqar
 from ssmzoo.tasks.retrieval import load_retrieval
 from ssmzoo.tasks.speech_commands import load_speech_commands
 from ssmzoo.tasks.supervised import SPLITS, Batch, Supervised, require_split
+
+_BLOCK = 1024  # rows drawn together; part of what a seed means
 
 
 def load_task(name: str, split: str, seed: int, **args: Any) -> Supervised:
@@ -29,7 +34,8 @@ def load_task(name: str, split: str, seed: int, **args: Any) -> Supervised:
     Args:
         name: One of :data:`SUPERVISED_TASKS`.
         split: ``train``, ``validation`` or ``test``.
-        seed: What is generated is drawn from it; data sets that exist do not depend on it.
+        seed: What is generated is drawn from it; data sets that exist do not depend on it, save how
+            their training images are turned.
         **args: The task's own arguments.
 
     Raises:
@@ -94,14 +100,30 @@ def _load_induction_heads(
     *,
     seq_len: int,
     vocab_size: int,
+    num_symbols: int | None = None,
+    trigger: list | None = None,
+    target_length: int = 1,
+    noise_length: int = 0,
     num_train: int = 100_000,
     num_validation: int = 3_000,
     num_test: int = 3_000,
+    fresh: bool = False,
 ) -> Supervised:
     def make(count: int, drawn: int) -> tuple[np.ndarray, np.ndarray]:
-        return induction_heads(count, seq_len=seq_len, vocab_size=vocab_size, seed=drawn)
+        return induction_heads(
+            count,
+            seq_len=seq_len,
+            vocab_size=vocab_size,
+            num_symbols=num_symbols,
+            trigger=trigger,
+            target_length=target_length,
+            noise_length=noise_length,
+            seed=drawn,
+        )
 
-    return _language(split, seed, (num_train, num_validation, num_test), vocab_size, make)
+    sizes = (num_train, num_validation, num_test)
+    language = _fresh_language if fresh else _language
+    return language(split, seed, sizes, vocab_size, make)
 
 
 def _language(
@@ -112,10 +134,7 @@ def _language(
     make_rows: Callable[[int, int], tuple[np.ndarray, np.ndarray]],
 ) -> Supervised:
     """Return a recall problem whose rows lie in memory."""
-    require_split(split)
-    for name, size in zip(SPLITS, sizes, strict=True):
-        at_least(f"num_{name}", size, 1)
-    number = SPLITS.index(split)
+    number = _number_of(split, sizes)
     drawn = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
     inputs, labels = make_rows(sizes[number], drawn)
 
@@ -126,14 +145,58 @@ def _language(
     return Supervised("tokens", "causal_lm", len(inputs), make, vocab_size=vocab_size)
 
 
+def _fresh_language(
+    split: str,
+    seed: int,
+    sizes: tuple[int, int, int],
+    vocab_size: int,
+    make_rows: Callable[[int, int], tuple[np.ndarray, np.ndarray]],
+) -> Supervised:
+    """Return a recall problem whose rows are drawn when they are read, others every epoch."""
+    number = _number_of(split, sizes)
+
+    # neighbouring batches share a block
+    @lru_cache(maxsize=2)
+    def block(epoch: int, which: int) -> tuple[np.ndarray, np.ndarray]:
+        entropy = np.random.SeedSequence([seed, number, epoch, which])
+        return make_rows(_BLOCK, int(entropy.generate_state(1, np.uint64)[0]))
+
+    def make(indices: np.ndarray, epoch: int) -> Batch:
+        blocks, place = np.unique(indices // _BLOCK, return_inverse=True)
+        drawn = [block(epoch, which) for which in blocks.tolist()]
+        rows = place * _BLOCK + indices % _BLOCK
+        inputs, labels = (np.concatenate(part)[rows] for part in zip(*drawn, strict=True))
+        return Batch(inputs, labels, np.full(len(indices), inputs.shape[1]))
+
+    make(np.zeros(1, np.int64), 0)  # wrong arguments show now
+    return Supervised(
+        "tokens",
+        "causal_lm",
+        sizes[number],
+        make,
+        vocab_size=vocab_size,
+        fresh=split != "test",
+        shuffle=False,
+    )
+
+
+def _number_of(split: str, sizes: tuple[int, int, int]) -> int:
+    require_split(split)
+    for name, size in zip(SPLITS, sizes, strict=True):
+        at_least(f"num_{name}", size, 1)
+    return SPLITS.index(split)
+
+
 SUPERVISED_TASKS: dict[str, Callable[..., Supervised]] = {
     "aan": load_retrieval,
     "cifar10": load_cifar10,
     "copying": load_copying,
     "delay": load_delay,
+    "digits": load_digits,
     "imdb": load_imdb,
     "induction_heads": _load_induction_heads,
     "listops": load_listops,
+    "mnist": load_mnist,
     "mqar": _load_mqar,
     "pathfinder": load_pathfinder,
     "speech_commands": load_speech_commands,

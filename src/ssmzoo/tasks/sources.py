@@ -81,6 +81,31 @@ def require_datasets():
     return datasets
 
 
+def grey_images(data: str, rows: Dataset, column: str, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return square images in grey, uint8 [n, size, size], and their labels 0 .. 9 [n].
+
+    Raises:
+        ValueError: An image of another size, or another label.
+        RuntimeError: Pillow is not installed.
+    """
+    try:
+        import PIL  # noqa: F401
+    except ImportError as error:
+        raise RuntimeError("images need Pillow: pip install 'ssmzoo[train]'") from error
+    pixels = np.empty((len(rows), size, size), dtype=np.uint8)
+    for index, row in enumerate(rows.cast_column(column, require_datasets().Image())):
+        image = row[column]  # pyright: ignore[reportArgumentType, reportCallIssue]
+        if image.size != (size, size):
+            raise ValueError(f"images of {data!r} must be {size} by {size}, got {image.size}")
+        pixels[index] = np.asarray(image.convert("L"))
+    labels = np.array(rows["label"])
+    if not np.isin(labels, np.arange(10)).all():
+        raise ValueError(
+            f"labels of {data!r} must be 0 to 9, got {np.unique(labels)[-5:].tolist()}"
+        )
+    return pixels, labels
+
+
 def texts(rows: Dataset, column: str) -> Iterator[str]:
     """Yield the texts of a column, an absent one as the empty text."""
     for some in rows.select_columns([column]).iter(batch_size=_TOGETHER):

@@ -15,7 +15,7 @@ import numpy as np
 
 from ssmzoo.family import suggestion
 
-Kind = Literal["tokens", "values", "token_pairs"]
+Kind = Literal["tokens", "values", "token_pairs", "images"]
 Objective = Literal[
     "classification", "regression", "token_classification", "token_regression", "causal_lm"
 ]
@@ -28,11 +28,13 @@ class Batch:
     """Some examples, padded to the longest of them.
 
     Attributes:
-        inputs: Tokens int64 [B, L]; pairs of documents int64 [B, 2, L]; values float32 [B, L, C].
+        inputs: Tokens int64 [B, L]; pairs of documents int64 [B, 2, L]; values float32 [B, L, C];
+            images float32 [B, H, W].
         labels: Classes int64 [B] or values float32 [B]; for each token [B, L]. A class of -100 is
             ignored. A token's class stands at the place that must say it, but under ``causal_lm``
             one later, as Hugging Face's models expect.
-        lengths: Places of each row that are no padding, int64 [B]; for pairs [B, 2].
+        lengths: Places of each row that are no padding, int64 [B]; for pairs [B, 2]; an image's
+            pixels.
     """
 
     inputs: np.ndarray
@@ -49,10 +51,12 @@ class Supervised:
         objective: What the labels are.
         size: Examples an epoch.
         make: Examples by index and epoch; use :meth:`batch`.
-        vocab_size: Ids the tokens are below; None for values. Id 0 is padding.
+        vocab_size: Ids the tokens are below; None for values and images. Id 0 is padding.
         num_labels: Classes, or values a label; None for ``causal_lm``.
-        input_channels: Values a place; None for tokens.
-        fresh: Every epoch has examples of its own.
+        input_channels: Values a place; None for tokens and images.
+        image_size: Height and width; None for what is no image.
+        fresh: Every epoch has examples of its own; of a validation split, every validation.
+        shuffle: Train in an order drawn anew every epoch, and not in that of the indices.
     """
 
     kind: Kind
@@ -62,7 +66,9 @@ class Supervised:
     vocab_size: int | None = None
     num_labels: int | None = None
     input_channels: int | None = None
+    image_size: tuple[int, int] | None = None
     fresh: bool = False
+    shuffle: bool = True
 
     def __len__(self) -> int:
         return self.size
@@ -140,6 +146,33 @@ def value_rows(
 
     return Supervised(
         "values", "classification", len(labels), make, num_labels=num_labels, input_channels=1
+    )
+
+
+def images(
+    make_pixels: Callable[[np.ndarray, int], np.ndarray],  # indices, epoch -> [B, H, W], any type
+    labels: np.ndarray,  # [n]
+    *,
+    size: int,
+    white: float,
+    num_labels: int,
+    fresh: bool = False,
+) -> Supervised:
+    """Return the classification of square images, given to the model as pixel / white."""
+
+    def make(indices: np.ndarray, epoch: int) -> Batch:
+        pixels = (make_pixels(indices, epoch) / white).astype(np.float32)
+        lengths = np.full(len(indices), size * size, dtype=np.int64)
+        return Batch(pixels, labels[indices].astype(np.int64), lengths)
+
+    return Supervised(
+        "images",
+        "classification",
+        len(labels),
+        make,
+        num_labels=num_labels,
+        image_size=(size, size),
+        fresh=fresh,
     )
 
 

@@ -1,0 +1,168 @@
+"""MNIST on a stand-in that the test writes, and the digits that scikit-learn ships."""
+
+import sys
+from collections import Counter
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from ssmzoo.tasks import load_task
+from ssmzoo.tasks.mnist import turned
+
+SIZES = {"train": 24, "test": 6}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
+    datasets.disable_progress_bars()
+
+
+def stand_in(folder, *, side=28, labels=range(10)):
+    """Write images and labels as MNIST has them, and return the folder and the pixels."""
+    rng = np.random.default_rng(0)
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    folder.mkdir()
+    pixels = {}
+    for split, count in SIZES.items():
+        pixels[split] = rng.integers(0, 256, size=(count, side, side), dtype=np.uint8)
+        columns = {"image": list(pixels[split]), "label": [labels[i % 10] for i in range(count)]}
+        rows = datasets.Dataset.from_dict(columns, features=features)
+        rows.to_parquet(folder / f"{split}-0.parquet")
+    return str(folder), pixels
+
+
+@pytest.fixture
+def mnist(tmp_path):
+    return stand_in(tmp_path / "mnist")
+
+
+def test_mnist_is_the_middle_of_each_image_from_0_to_1(mnist):
+    folder, pixels = mnist
+    task = load_task("mnist", "test", 0, data=folder)
+    assert (task.kind, task.objective, task.num_labels) == ("images", "classification", 10)
+    assert (task.image_size, task.vocab_size, task.input_channels) == ((25, 25), None, None)
+    assert not task.fresh
+    batch = task.batch(range(6))
+    assert batch.inputs.dtype == np.float32
+    # torchvision's centre of 25 in 28 begins at 2
+    assert np.allclose(batch.inputs * 255, pixels["test"][:, 2:27, 2:27], atol=1e-4)
+    assert batch.labels.tolist() == [0, 1, 2, 3, 4, 5]
+    assert (batch.lengths == 625).all()
+
+
+def test_mnist_holds_out_the_same_training_images_whatever_the_seed(mnist):
+    folder, pixels = mnist
+    parts = {}
+    for split, count in (("train", 20), ("validation", 4)):
+        for seed in (0, 1):
+            task = load_task("mnist", split, seed, data=folder, rotation=0, num_validation=4)
+            assert len(task) == count
+            inputs = task.batch(range(count)).inputs
+            images = {image.round(3).tobytes() for image in inputs}
+            assert parts.setdefault(split, images) == images
+    whole = (pixels["train"][:, 2:27, 2:27] / 255).astype(np.float32).round(3)
+    assert parts["train"] | parts["validation"] == {image.tobytes() for image in whole}
+    assert not parts["train"] & parts["validation"]
+
+
+def test_training_images_are_turned_anew_every_epoch_and_no_others_are(mnist):
+    folder, _ = mnist
+    arguments = {"data": folder, "num_validation": 4}
+    train = load_task("mnist", "train", 3, **arguments)
+    assert train.fresh
+    one, two = train.batch(range(20), 1), train.batch(range(20), 2)
+    assert (one.labels == two.labels).all()
+    changed = (one.inputs != two.inputs).reshape(20, -1).any(axis=1)
+    assert changed.mean() > 0.5  # below two degrees no pixel moves
+    some = np.array([7, 0, 7])
+    assert (load_task("mnist", "train", 3, **arguments).batch(some, 1).inputs
+            == one.inputs[some]).all()  # fmt: skip
+    other = load_task("mnist", "train", 4, **arguments).batch(range(20), 1)
+    assert (other.inputs != one.inputs).any()
+    plain = load_task("mnist", "train", 3, rotation=0, **arguments)
+    assert not plain.fresh
+    assert (plain.batch([5], 1).inputs == plain.batch([5], 2).inputs).all()
+    for split in ("validation", "test"):
+        task = load_task("mnist", split, 3, **arguments)
+        assert not task.fresh
+        assert (task.batch([1], 1).inputs == task.batch([1], 2).inputs).all()
+
+
+@pytest.mark.parametrize("crop", [28, 25, 1])
+def test_turning_takes_the_nearest_pixel_as_torch_does(crop):
+    rng = np.random.default_rng(1)
+    pixels = rng.integers(1, 256, size=(40, 28, 28), dtype=np.uint8)
+    degrees = np.concatenate([rng.uniform(-5, 5, size=30), rng.uniform(-180, 180, size=10)])
+    angle = torch.from_numpy(np.deg2rad(degrees))
+    cos, sin, zero = angle.cos(), angle.sin(), torch.zeros_like(angle)
+    matrix = torch.stack([cos, sin, zero, -sin, cos, zero], dim=1).view(-1, 2, 3)
+    grid = F.affine_grid(matrix, [40, 1, 28, 28], align_corners=False)
+    images = torch.from_numpy(pixels).double()[:, None]
+    exact = F.grid_sample(images, grid, mode="nearest", align_corners=False)[:, 0].numpy()
+    start = round((28 - crop) / 2)
+    window = slice(start, start + crop)
+    found = turned(pixels, degrees, crop)
+    assert found.dtype == np.uint8
+    assert (found == exact[:, window, window]).all()
+    assert (turned(pixels, np.zeros(40), crop) == pixels[:, window, window]).all()
+    if crop == 28:
+        assert (found[30:] == 0).any()  # from outside
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"crop": 29}, "crop must be between 1 and 28, got 29"),
+        ({"rotation": -1.0}, r"rotation must be between 0 and 180 degrees, got -1\.0"),
+        (
+            {"num_validation": 24},
+            "num_validation must leave some of the 24 training images, got 24",
+        ),
+        ({"num_validation": 0}, "num_validation must be at least 1, got 0"),
+    ],
+)
+def test_mnist_refuses_what_is_out_of_range(mnist, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        load_task("mnist", "train", 0, data=mnist[0], **arguments)
+
+
+def test_mnist_refuses_other_images_and_labels(tmp_path):
+    large, _ = stand_in(tmp_path / "large", side=30)
+    with pytest.raises(ValueError, match=r"images of .*large' must be 28 by 28, got \(30, 30\)"):
+        load_task("mnist", "test", 0, data=large)
+    letters, _ = stand_in(tmp_path / "letters", labels=range(5, 15))
+    with pytest.raises(ValueError, match=r"labels of .*letters' must be 0 to 9"):
+        load_task("mnist", "test", 0, data=letters)
+
+
+def test_digits_are_scikit_learns_in_three_fixed_parts():
+    from sklearn.datasets import load_digits
+
+    whole, labels = load_digits(return_X_y=True)
+    found = Counter()
+    for split, count in (("train", 1197), ("validation", 300), ("test", 300)):
+        task = load_task("digits", split, 0)
+        assert (task.kind, task.image_size, task.num_labels) == ("images", (8, 8), 10)
+        assert len(task) == count
+        batch = task.batch(range(count))
+        assert batch.inputs.shape == (count, 8, 8)
+        assert (batch.inputs.min(), batch.inputs.max()) == (0, 1)
+        assert np.bincount(batch.labels, minlength=10).min() >= 0.06 * count
+        pairs = zip(batch.inputs.reshape(count, -1) * 16, batch.labels, strict=True)
+        found.update((image.astype(int).tobytes(), int(label)) for image, label in pairs)
+    expected = Counter(
+        (image.astype(int).tobytes(), int(label))
+        for image, label in zip(whole, labels, strict=True)
+    )
+    assert found == expected
+
+
+def test_digits_without_scikit_learn_name_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(RuntimeError, match=r"pip install 'ssmzoo\[digits\]'"):
+        load_task("digits", "train", 0)
