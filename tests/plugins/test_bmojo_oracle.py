@@ -190,6 +190,19 @@ def test_every_parameter_moves_the_logits(name):
         assert relative(moved, whole) > 1e-7, key
 
 
+def test_among_equal_surprises_the_oldest_tokens_stay_when_decoding_too():
+    weights, config = model(num_fading_tokens=0)
+    for i in range(2):  # y = 0: no token surprises
+        weights[f"model.layers.{i}.mixer.ssm.out_proj.weight"][:] = 0
+    whole = bmojo.logits(weights, config, IDS)[0]
+    caches = bmojo.empty_cache(weights, config)
+    for t, token in enumerate(IDS[0]):
+        got = bmojo.step(weights, config, token, caches)
+        assert relative(got, whole[t]) <= 1e-12
+        kept = caches[0]["positions"][: caches[0]["eidetic"]]
+        assert list(kept) == ([0, 1, 2] if t >= 4 else [])
+
+
 @pytest.mark.parametrize("mode", ["chunk", "offset"])
 def test_the_cache_does_not_grow(mode):
     weights, config = model(fading_mode=mode)
@@ -555,9 +568,11 @@ def test_a_rotated_memory_keeps_the_position_it_had():
     weights, config = model(use_rope=True)
     reader = "model.layers.0.mixer.attention."
     a, y = numbers(9, E), numbers(9, E, seed=1)
-    q = bmojo.queries(weights, config, reader, a, range(9))
-    k, v = bmojo.keys_and_values(weights, config, reader, a, range(9), memory=False)
-    fk, fv = bmojo.keys_and_values(weights, config, reader, y, range(9), memory=True)
+    q, k, v = (
+        (a @ weights[f"{reader}{x}_proj.weight"].T).reshape(9, -1, P) for x in ("q", "k", "v")
+    )
+    fk, fv = ((y @ weights[f"{reader}{x}_proj.weight"].T).reshape(9, G, P) for x in ("k", "v"))
+    q, k, fk = (bmojo.rope(x, range(9), 10000.0) for x in (q, k, fk))
     mask = bmojo.visibility(scores_of(9), 3, 2, 2)
     got = bmojo.attention(weights, config, reader, a, y, mask)
     L, F, M = np.split(mask[8], 3)

@@ -583,6 +583,20 @@ def test_the_rows_of_table_6_differ_and_are_what_they_say():
         assert relative(got[:, k], (mixer["C"] * x).sum(-1)) <= 1e-13
 
 
+def test_the_parts_of_s6_have_their_places():
+    weights, config = core("S6", D=6, N=4)
+    prefix = "model.layers.0.mixer."
+    u = weights["model.embed_tokens.weight"][IDS]
+    mu, rows = weights[prefix + "A_log"], weights[prefix + "x_proj.weight"]
+    y, last = coffee.s6(u, mu, rows[:4], rows[4:], weights[prefix + "dt_proj.weight"])
+    got = coffee.recurrence(weights, config, prefix, u)
+    np.testing.assert_array_equal(got[0], y)
+    np.testing.assert_array_equal(got[1], last)
+    skip = numbers(6, seed=3)
+    got = coffee.recurrence({**weights, prefix + "D": skip}, config, prefix, u)[0]
+    np.testing.assert_array_equal(got, y + skip * u)
+
+
 def test_images_are_read_by_rows_and_columns_forwards_and_backwards():
     weights = {}
     for i in range(4):
