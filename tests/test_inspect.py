@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ import torch
 from ssmzoo.cli import main
 from ssmzoo.family import load_family
 from ssmzoo.inspect import REPORT, effective_memory, inspect_model, measure, measured_response
-from ssmzoo.modeling import Dynamics, SSMConfig, SSMMixer, SSMModel
+from ssmzoo.inspect.pictures import draw
+from ssmzoo.modeling import Dynamics, SSMConfig, SSMMixer, SSMModel, Trajectories
 
 FIELDS = {
     "format",
@@ -24,6 +26,7 @@ FIELDS = {
     "state_bytes",
     "state_note",
     "layers",
+    "trajectories",
     "pictures",
 }
 LAYER_FIELDS = {
@@ -381,6 +384,42 @@ def test_matplotlib_missing_names_the_extra(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_given_tokens_are_what_is_read(tmp_path):
+    rows = [[5, 6, 7, 8], [8, 7, 6, 5]]
+    report = inspect_model("longhorn", tmp_path / "a", ids=rows)
+    assert report["input"] == {"kind": "given tokens", "length": 4, "sequences": 2, "seed": 0}
+    model = built("longhorn").float()
+    found = measure(model, torch.tensor(rows))
+    want = [layer.decay.amax(dim=1).tolist() for layer in found.layers]
+    assert [layer["decay"]["slowest"] for layer in report["layers"]] == want
+
+
+class Wanderer(LeakyModel):
+    def trajectories(self, input_ids):
+        turns = torch.arange(input_ids.shape[1] + 1) * 0.3
+        circle = torch.stack([turns.cos(), turns.sin()], dim=1)
+        return Trajectories(input_ids, circle.expand(len(input_ids), -1, -1), 2 * torch.eye(2))
+
+
+def test_a_models_trajectories_are_drawn_few_and_short(tmp_path):
+    from matplotlib.image import imread
+
+    model = Wanderer(SSMConfig(vocab_size=17, hidden_size=5, num_hidden_layers=1)).double()
+    found = measure(model, torch.randint(17, (11, 40)))
+    assert found.trajectories.tokens.shape == (8, 32)
+    assert draw(found, tmp_path, title="x")[-1] == "trajectories.png"
+    inner = imread(tmp_path / "trajectories.png")[60:-60, 60:-60, :3].reshape(-1, 3)
+    assert len(np.unique(inner, axis=0)) > 10
+
+
+def test_states_that_never_fade_are_drawn_at_the_end_of_the_axis(tmp_path):
+    model = LeakyModel(SSMConfig(vocab_size=17, hidden_size=5, num_hidden_layers=1)).double()
+    found = measure(model, torch.randint(17, (1, 8)))
+    decay = torch.tensor([[0.5, 1.0, 1.5]], dtype=torch.float64)
+    layers = [replace(found.layers[0], decay=decay)]
+    assert "decay.png" in draw(replace(found, layers=layers), tmp_path, title="x")
+
+
 # what goes wrong
 
 
@@ -400,6 +439,14 @@ def test_matplotlib_missing_names_the_extra(tmp_path, monkeypatch):
         ("longhorn --text nowhere.txt", "text: 'nowhere.txt' does not exist"),
         ("dss --length 500", "kernel_norm_length must cover all tokens, 500"),
         ("rtf:rtf-delay --text README.md", "text must be left out: this model takes values"),
+        (
+            "longhorn --ids 1,2 3",
+            "ids must be rows of one length of at least 1, got lengths",
+        ),
+        ("longhorn --ids 1,2 3,96", "ids must be in [0, 95], got 96"),
+        ("longhorn --ids 1,-2", "ids must be in [0, 95], got -2"),
+        ("longhorn --ids 1,2 --length 3", "ids must be given without text and length"),
+        ("rtf:rtf-delay --ids 1,2", "ids must be left out: this model takes values"),
     ],
 )
 def test_mistakes_are_one_line(arguments, answer, tmp_path, capsys):

@@ -122,7 +122,7 @@ class Metrics:
             write_text(path, "".join(_lines_until(path, after_step)))
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, **values: float | int) -> None:
+    def write(self, **values: float | int | dict[str, list[float]]) -> None:
         """Append one line."""
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()

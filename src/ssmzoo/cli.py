@@ -275,6 +275,13 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     )
     sub.add_argument("--text", metavar="FILE", help="the text to read (default: random tokens)")
     sub.add_argument(
+        "--ids",
+        metavar="N,M",
+        type=_numbers,
+        nargs="+",
+        help="token ids to read instead, a sequence each, all of one length",
+    )
+    sub.add_argument(
         "--length",
         metavar="N",
         type=int,
@@ -506,6 +513,7 @@ def _inspect(options: argparse.Namespace) -> int:
         options.model,
         options.out,
         text=options.text,
+        ids=options.ids,
         length=options.length,
         sequences=options.sequences,
         layers=options.layers,

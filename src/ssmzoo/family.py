@@ -46,6 +46,7 @@ class Family:
         token_classification_class: The classifier of single tokens, if there is one.
         pair_classification_class: The classifier of pairs of documents, if there is one; it has no
             Auto class.
+        image_classification_class: The classifier of images, if there is one.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Family:
     lora_targets: tuple[str, ...] = field(default=())
     token_classification_class: type[PreTrainedModel] | None = None
     pair_classification_class: type[PreTrainedModel] | None = None
+    image_classification_class: type[PreTrainedModel] | None = None
 
     @property
     def model_type(self) -> str:
@@ -85,6 +87,7 @@ class Family:
             AutoConfig,
             AutoModel,
             AutoModelForCausalLM,
+            AutoModelForImageClassification,
             AutoModelForSequenceClassification,
             AutoModelForTokenClassification,
         )
@@ -95,6 +98,7 @@ class Family:
             (AutoModelForCausalLM, self.causal_lm_class),
             (AutoModelForSequenceClassification, self.sequence_classification_class),
             (AutoModelForTokenClassification, self.token_classification_class),
+            (AutoModelForImageClassification, self.image_classification_class),
         ):
             if model is not None:
                 auto.register(self.config_class, model, exist_ok=True)

@@ -14,7 +14,13 @@ from torch import Tensor
 from ssmzoo.files import write_folder, write_json
 from ssmzoo.inspect.measure import ENERGY, LayerInspection, as_arguments, measure
 from ssmzoo.inspect.pictures import PICTURES, draw, require_matplotlib
-from ssmzoo.inspect.subject import Subject, load_subject, reference_inputs, text_tokens
+from ssmzoo.inspect.subject import (
+    Subject,
+    given_ids,
+    load_subject,
+    reference_inputs,
+    text_tokens,
+)
 
 REPORT = "inspection.json"
 FORMAT = "ssmzoo-inspection-1"
@@ -29,6 +35,7 @@ def inspect_model(
     out: str | Path,
     *,
     text: str | Path | None = None,
+    ids: Sequence[Sequence[int]] | None = None,
     length: int | None = None,
     sequences: int = 4,
     layers: Sequence[int] | None = None,
@@ -43,6 +50,8 @@ def inspect_model(
             smallest configuration, or ``family:preset``.
         out: A folder that is not there yet, or empty, or an earlier inspection to replace.
         text: A UTF-8 file to read as reference; random tokens, or values, without.
+        ids: Token ids to read instead, in rows of one length; ``length`` and ``sequences`` are
+            theirs.
         length: Positions of each reference sequence; None is 1024, halved for as long as the
             model says that it cannot take so many.
         sequences: How many reference sequences.
@@ -59,17 +68,24 @@ def inspect_model(
     for name, value in (("sequences", sequences), ("length", length)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+    if ids is not None and (text is not None or length is not None):
+        raise ValueError("ids must be given without text and length, got both")
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed must be from 0 to 2**63 - 1, got {seed}")
     target = Path(out).expanduser().absolute()
     require_matplotlib()  # before minutes of measuring
     _check_target(target)
     subject = load_subject(str(model), seed=seed, device=device)
-    tokens = None if text is None else text_tokens(subject, str(model), text)
-    inputs = _references(subject, length, sequences, tokens, seed)
+    if ids is not None:
+        inputs = given_ids(subject, ids)
+    else:
+        tokens = None if text is None else text_tokens(subject, str(model), text)
+        inputs = _references(subject, length, sequences, tokens, seed)
     found = measure(subject.model, inputs, layers=layers, measured=measured)
     values = subject.model.config.input_channels is not None
-    kind = "text" if text is not None else "random values" if values else "random tokens"
+    kind = "random values" if values else "random tokens"
+    if text is not None or ids is not None:
+        kind = "text" if text is not None else "given tokens"
     report: dict[str, Any] = {
         "format": FORMAT,
         "model": subject.name,
@@ -86,7 +102,11 @@ def inspect_model(
         "state_bytes": found.state_bytes,
         "state_note": found.state_note,
         "layers": [_layer_report(layer) for layer in found.layers],
+        "trajectories": None,
     }
+    if found.trajectories is not None:
+        parts = vars(found.trajectories)
+        report["trajectories"] = {name: tensor.tolist() for name, tensor in parts.items()}
 
     def write(folder: Path) -> None:
         report["pictures"] = draw(found, folder, title=subject.name)

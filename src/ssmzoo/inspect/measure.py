@@ -16,10 +16,11 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from ssmzoo.modeling import Dynamics, LayerState, SSMMixer, SSMModel
+from ssmzoo.modeling import Dynamics, LayerState, SSMMixer, SSMModel, Trajectories
 
 ENERGY = 0.95
 MOST_FEATURES = 64  # rows of a measured response: each costs a backward pass of the mixer
+MOST_PATHS, MOST_STEPS = 8, 32  # of the trajectories: more would hide each other
 _PROMPT = 16  # positions read to see a state, whose size does not grow with them
 _CHUNK = 2**22  # numbers of input that one backward pass sees
 
@@ -67,6 +68,7 @@ class Inspection:
         state_bytes: Size of the state of one sequence, all layers together; None if there is none.
         state_note: Why there is none.
         layers: The inspected layers.
+        trajectories: Of the first sequences' first tokens; None if the model has none to show.
     """
 
     length: int
@@ -74,6 +76,7 @@ class Inspection:
     state_bytes: int | None
     state_note: str | None
     layers: list[LayerInspection]
+    trajectories: Trajectories | None = None
 
 
 def effective_memory(
@@ -139,7 +142,10 @@ def measure(
         for layer in chosen:
             mixer = cast(SSMMixer, model.layers[layer].mixer)
             found.append(_inspect_layer(mixer, layer, seen.pop(layer), measured))
-    return Inspection(inputs.shape[1], inputs.shape[0], state_bytes, note, found)
+        trajectories = None
+        if model.config.input_channels is None:
+            trajectories = model.trajectories(inputs[:MOST_PATHS, :MOST_STEPS])
+    return Inspection(inputs.shape[1], inputs.shape[0], state_bytes, note, found, trajectories)
 
 
 def measured_response(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ssmzoo.inspect.measure import ENERGY, Inspection, LayerInspection
+from ssmzoo.modeling import Trajectories
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 MOST_PANELS = 12
 _DOTS = 120  # an inch
 _MOST_POINTS = 20_000  # poles in one panel
+_MOST_LANDMARKS = 64
+_FOR_EVER = 1e6  # tokens; an entry may keep what it holds for longer, or let it grow
 _BLUE, _RED, _GREY = "#33658a", "#b5482a", "#b8b8b8"
 
 
@@ -47,6 +50,11 @@ def draw(found: Inspection, folder: Path, *, title: str) -> list[str]:
             figure.suptitle(f"{title}: {about}", fontsize=11)
             figure.savefig(folder / name, format="png")
             drawn.append(name)
+    if found.trajectories is not None:
+        figure = _paint_trajectories(found.trajectories)
+        figure.suptitle(f"{title}: trajectories (squares: landmarks)", fontsize=11)
+        figure.savefig(folder / _TRAJECTORIES, format="png")
+        drawn.append(_TRAJECTORIES)
     return drawn
 
 
@@ -173,14 +181,16 @@ def _draw_time_steps(axes: Axes, layer: LayerInspection) -> None:
 
 
 def _draw_decay(axes: Axes, layer: LayerInspection) -> None:
-    """Draw how many tokens a state entry lasts: -1 / ln(decay)."""
+    """Draw how many tokens a state entry lasts: -1 / ln(decay); at the right those that grow."""
     assert layer.decay is not None
-    lasting = 1 / -layer.decay.clamp(min=1e-300, max=1 - 1e-12).log()
+    lasting = 1 / -layer.decay.clamp(min=1e-300, max=math.exp(-1 / _FOR_EVER)).log()
     edges, length = _log_edges(lasting), layer.kernel.shape[1]
     axes.hist(lasting.flatten().numpy(), edges, color=_BLUE, alpha=0.8)
     axes.axvline(length, color=_GREY, linewidth=0.8, linestyle="--")
     _log_axis(axes, min(edges[0], length), max(edges[-1], length))
-    axes.set(xlabel="tokens until 1/e is left", ylabel="state entries")
+    more = float(layer.decay.max()) >= math.exp(-1 / _FOR_EVER)
+    limit = f" ({_FOR_EVER:,.0f}: or more)" if more else ""
+    axes.set(xlabel=f"tokens until 1/e is left{limit}", ylabel="state entries")
     _frame(axes)
 
 
@@ -202,6 +212,44 @@ def _paint_margins(layers: Sequence[LayerInspection]) -> tuple[Figure, str]:
     axes.legend(frameon=False, fontsize=8, ncols=2)
     _frame(axes)
     return figure, "stability margins"
+
+
+def _paint_trajectories(found: Trajectories) -> Figure:
+    """Draw every sequence's path in a panel of its own, all on the same axes."""
+    paths, landmarks = (x.detach().cpu().double() for x in (found.paths, found.landmarks))
+    figure, places = _grid(len(paths), height=3.8)
+    shown = torch.cat([paths.flatten(0, 1), landmarks[:_MOST_LANDMARKS]])
+    low, high = shown.amin(dim=0), shown.amax(dim=0)
+    margin = 0.08 * (high - low).max().clamp(min=1e-6)
+    for axes, path, tokens in zip(places, paths, found.tokens.tolist(), strict=True):
+        x, y = path.T.tolist()
+        for token, (right, up) in enumerate(landmarks[:_MOST_LANDMARKS].tolist()):
+            axes.plot(right, up, marker="s", color=_GREY, markersize=7)
+            axes.annotate(str(token), (right, up), (5, 5), textcoords="offset points", fontsize=8)
+        turns = path.diff(dim=0)
+        axes.quiver(
+            x[:-1],
+            y[:-1],
+            *turns.T.tolist(),
+            torch.linspace(0.15, 0.9, len(turns)).tolist(),
+            angles="xy",
+            scale_units="xy",
+            scale=1,
+            width=0.008,
+            cmap="viridis",
+            clim=(0, 1),
+            zorder=3,
+        )
+        axes.plot(x[0], y[0], marker="o", color="#606060", markersize=4)
+        axes.plot(x[-1], y[-1], marker="o", color=_RED, markersize=5, zorder=4)
+        near = int((landmarks - path[-1]).norm(dim=1).argmin())
+        read = " ".join(map(str, tokens)) if len(tokens) <= 12 else f"{len(tokens)} tokens"
+        axes.set_title(f"{read}: ends nearest to {near}", fontsize=10)
+        axes.set_xlim(float(low[0] - margin), float(high[0] + margin))
+        axes.set_ylim(float(low[1] - margin), float(high[1] + margin))
+        axes.set_aspect("equal")
+        _frame(axes)
+    return figure
 
 
 def _by_layer(
@@ -234,7 +282,8 @@ _PAINTERS: dict[
         _by_layer(_draw_decay, "how long the state keeps what it holds (dashed: the input)"),
     ),
 }
-PICTURES = tuple(_PAINTERS)
+_TRAJECTORIES = "trajectories.png"
+PICTURES = (*_PAINTERS, _TRAJECTORIES)
 
 
 def _spread(layers: Sequence[LayerInspection]) -> list[LayerInspection]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -85,6 +86,26 @@ def reference_inputs(
     if config.input_channels is not None:
         return torch.randn(sequences, length, config.input_channels, generator=draw).to(device)
     return torch.randint(config.vocab_size, (sequences, length), generator=draw).to(device)
+
+
+def given_ids(subject: Subject, rows: Sequence[Sequence[int]]) -> Tensor:
+    """Return given token ids ``[B, L]``.
+
+    Raises:
+        ValueError: No ids, rows of different lengths, an id the model does not know, or a model of
+            values.
+    """
+    config = subject.model.config
+    if config.input_channels is not None:
+        raise ValueError("ids must be left out: this model takes values, not tokens")
+    lengths = sorted({len(row) for row in rows})
+    if len(lengths) != 1 or not lengths[0]:
+        raise ValueError(f"ids must be rows of one length of at least 1, got lengths {lengths}")
+    ids = torch.tensor(rows, dtype=torch.int64)
+    unknown = ids[(ids < 0) | (ids >= config.vocab_size)]
+    if len(unknown):
+        raise ValueError(f"ids must be in [0, {config.vocab_size - 1}], got {int(unknown[0])}")
+    return ids.to(subject.model.device)
 
 
 def text_tokens(subject: Subject, source: str, text: str | Path) -> Tensor:

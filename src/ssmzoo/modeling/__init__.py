@@ -12,7 +12,7 @@ from ssmzoo.modeling.classifiers import (
     SSMForTokenClassification,
 )
 from ssmzoo.modeling.configuration import SSMConfig
-from ssmzoo.modeling.dynamics import Dynamics
+from ssmzoo.modeling.dynamics import Dynamics, Trajectories
 from ssmzoo.modeling.kept import Kept
 from ssmzoo.modeling.layers import MLP, CausalConv1d, Dropout, Linear
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, RMSNorm
@@ -41,4 +41,5 @@ __all__ = [
     "SSMModel",
     "SSMPreTrainedModel",
     "StateCache",
+    "Trajectories",
 ]

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ssmzoo.modeling.cache import LayerState, StateCache
 from ssmzoo.modeling.configuration import SSMConfig, suggestion
-from ssmzoo.modeling.dynamics import Dynamics
+from ssmzoo.modeling.dynamics import Dynamics, Trajectories
 from ssmzoo.modeling.layers import MLP, Dropout, Linear
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, NoNorm, RMSNorm, make_norm
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
@@ -64,6 +64,20 @@ class SSMMixer(nn.Module):
         ``ssmzoo inspect`` asks without gradients, in evaluation mode.
         """
         return None
+
+    def project_parameters(self) -> None:
+        """Bring parameters back to where they are allowed, after an optimizer step; most may roam.
+
+        In place and without gradients, so that the optimizer goes on with the same tensors.
+        """
+
+    def gauges(self, hidden_states: Tensor) -> dict[str, Tensor]:
+        """Return by name what to watch of this layer while it trains, each a single number.
+
+        Our trainer asks at its log lines, without gradients, in evaluation mode, at what the mixer
+        gets ``[B, L, D]`` of a few tokens of the batch.
+        """
+        return {}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SSMMixer:
         if recurse:
@@ -146,7 +160,7 @@ class SSMModel(SSMPreTrainedModel):
     def __init__(self, config: SSMConfig) -> None:
         super().__init__(config)
         if config.input_channels is None:
-            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+            self.embed_tokens = self.make_embedding(config)
         else:
             self.embed_values = Linear(config.input_channels, config.hidden_size)
         self.dropout = Dropout(config.embedding_dropout, config.tie_dropout)
@@ -156,6 +170,10 @@ class SSMModel(SSMPreTrainedModel):
         self.norm = make_norm(config) if config.prenorm else None
         self.gradient_checkpointing = False
         self.post_init()
+
+    def make_embedding(self, config: Any) -> nn.Embedding:
+        """Return the token embedding; a family with another one overrides this."""
+        return nn.Embedding(config.vocab_size, config.hidden_size)
 
     def make_block(self, config: Any, layer_idx: int) -> nn.Module:
         """Return one block; a family with another one overrides this.
@@ -341,6 +359,13 @@ class SSMModel(SSMPreTrainedModel):
                 "generate from one pass the whole sequence, old and new"
             )
         return embeddings
+
+    def trajectories(self, input_ids: Tensor) -> Trajectories | None:
+        """Tell how the model wanders through a plane as it reads ``[B, L]``; None: no such plane.
+
+        ``ssmzoo inspect`` asks without gradients, in evaluation mode, and draws it.
+        """
+        return None
 
     def get_input_embeddings(self) -> nn.Module | None:
         """Return the token embedding, None for a model of continuous values."""

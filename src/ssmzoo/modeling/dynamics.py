@@ -1,4 +1,4 @@
-"""What a mixer may tell about its own dynamics, for ``ssmzoo inspect``."""
+"""What mixers and models may tell about their own dynamics, for ``ssmzoo inspect``."""
 
 from __future__ import annotations
 
@@ -36,4 +36,19 @@ class Dynamics:
     depends_on_input: bool = False
 
 
-__all__ = ["Dynamics"]
+@dataclass(frozen=True)
+class Trajectories:
+    """How a model wanders through a plane while it reads.
+
+    Attributes:
+        tokens: What it reads, ``[B, L]``.
+        paths: Where it is before the first token and after each, ``[B, 1 + L, 2]``.
+        landmarks: What lies in the same plane, by token, ``[V, 2]``: the embeddings, for example.
+    """
+
+    tokens: Tensor
+    paths: Tensor
+    landmarks: Tensor
+
+
+__all__ = ["Dynamics", "Trajectories"]

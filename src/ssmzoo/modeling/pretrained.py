@@ -75,6 +75,18 @@ class SSMPreTrainedModel(PreTrainedModel):
             for parameter in module.parameters():
                 init.uniform_(parameter, -bound, bound)
 
+    def project_parameters(self) -> None:
+        """Bring parameters back to where they are allowed; call it after every optimizer step.
+
+        ``ssmzoo train`` does; for ``Trainer`` there is ``ssmzoo.callbacks.ProjectParameters``. Most
+        families have nothing to project.
+        """
+        for module in self.modules():
+            if not isinstance(module, PreTrainedModel):
+                project = getattr(module, "project_parameters", None)
+                if project is not None:
+                    project()
+
     def param_groups(
         self,
         *,
