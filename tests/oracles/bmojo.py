@@ -30,12 +30,13 @@ The names this file reads, under ``model.layers.{i}.``:
 
 and ``model.embed_tokens.weight``, ``model.norm.*``, ``lm_head.weight`` (the embedding's if absent).
 
-Fields of the configuration: num_hidden_layers, rms_norm_eps, norm_type ("rms", "layer"; the mixer's
-own norms are always of the first kind), intermediate_size, mlp_type ("gelu", "swiglu"), mixer_types
-(of "bmojo", "bmojo_f", "mamba", "swa", "attention"), wiring ("serial", "parallel"), window_size,
-num_fading_tokens, num_eidetic_tokens, fading_mode ("chunk", "offset"), eidetic_overlap ("allow",
-"mask"), innovation_span, innovation_weights ("uniform", "exp"), innovation_error ("absolute",
-"relative"), num_attention_heads, num_key_value_heads, head_dim, use_rope, rope_theta.
+Fields of the configuration: num_hidden_layers, prenorm and residual (both true), rms_norm_eps,
+norm_type ("rms", "layer"; the mixer's own norms are always of the first kind), intermediate_size,
+mlp_type ("gelu", "swiglu"), mixer_types (of "bmojo", "bmojo_f", "mamba", "swa", "attention"),
+wiring ("serial", "parallel"), window_size, num_fading_tokens, num_eidetic_tokens, fading_mode
+("chunk", "offset"), eidetic_overlap ("allow", "mask"), innovation_span, innovation_weights
+("uniform", "exp"), innovation_error ("absolute", "relative"), num_attention_heads,
+num_key_value_heads, head_dim, use_rope, rope_theta.
 """
 
 from collections.abc import Mapping, Sequence
@@ -428,6 +429,8 @@ def logits(weights: Weights, config: Config, input_ids: Array) -> Array:
         config: The fields of its configuration.
         input_ids: Token ids.
     """
+    assert config["prenorm"]
+    assert config["residual"]
     weights = {name: np.asarray(value, dtype=np.float64) for name, value in weights.items()}
     return np.stack([sequence_logits(weights, config, row) for row in np.asarray(input_ids)])
 

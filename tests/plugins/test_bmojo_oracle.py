@@ -39,6 +39,8 @@ def scores_of(length, seed=0, ties=False):
 E, D, N, R, Q, H, G, P, V = 6, 8, 3, 2, 3, 4, 2, 4, 11
 BASE = {
     "num_hidden_layers": 2,
+    "prenorm": True,
+    "residual": True,
     "rms_norm_eps": 1e-5,
     "norm_type": "rms",
     "intermediate_size": None,
