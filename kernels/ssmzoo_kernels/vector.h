@@ -16,6 +16,7 @@
 #endif
 
 #ifdef __AVX512F__
+#include <immintrin.h>
 #define VEC_BYTES 64
 #else
 #define VEC_BYTES 32
@@ -91,6 +92,57 @@ INLINE vec exponential(vec x) {
   UNROLL for (int i = terms - 1; i >= 0; i--) sum = sum * r + splat((REAL)series[i]);
   mask power = ((mask)shifted << (wide ? 52 : 23)) + (mask)splat(1);
   return pick(over, splat((REAL)__builtin_inf()), sum * (vec)power);
+}
+
+/* 2^x = 2^n (1 + rest), n a whole number, |rest| <= 0.42; NaN stays NaN. */
+typedef struct {
+  vec n, rest;
+} Power;
+
+/* `rest` is r Q(r) with r = x - n, Q the polynomial of least relative error, 2.1e-8, in float and the
+ * series in double: what errs where 2^x is close to 1 is x by that factor, not 2^x by that much. */
+INLINE Power power(vec x) {
+  static const float least[] = {0x1.62e430p-1f, 0x1.ebfbdep-3f,  0x1.c6af6ep-5f,
+                                0x1.3b2ba0p-7f, 0x1.5f07b4p-10f, 0x1.4308fap-13f};
+  static const double series[] = {
+      0.69314718055994530942,    0.24022650695910071233,    0.055504108664821579953,
+      0.0096181291076284771620,  0.0013333558146428443423,  0.00015403530393381609954,
+      1.5252733804059840280e-5,  1.3215486790144309488e-6,  1.0178086009239699727e-7,
+      7.0549116208011233299e-9,  4.4455382718708114976e-10, 2.5678435993488205142e-11,
+      1.3691488853904128881e-12};
+  const int wide = sizeof(REAL) == 8, last = wide ? 12 : 5;
+#ifdef __AVX512F__
+  vec n; /* of a NaN and a bound, max returns its second operand */
+  if (wide) {
+    x = (vec)_mm512_max_pd((__m512d)splat(-1100), (__m512d)x);
+    n = (vec)_mm512_roundscale_pd((__m512d)x, 0);
+  } else {
+    x = (vec)_mm512_max_ps((__m512)splat(-160), (__m512)x);
+    n = (vec)_mm512_roundscale_ps((__m512)x, 0);
+  }
+#else
+  const REAL high = wide ? 1024 : 128, low = wide ? -1023 : -127;
+  const REAL shift = wide ? 0x1.8p52 : 0x1.8p23;
+  x = pick(x > splat(high), splat(high), x);
+  x = pick(x < splat(low), splat(low), x);
+  vec n = (x + splat(shift)) - splat(shift);
+#endif
+  vec r = x - n, sum = splat(wide ? (REAL)series[last] : (REAL)least[last]);
+  UNROLL for (int i = last - 1; i >= 0; i--)
+    sum = sum * r + splat(wide ? (REAL)series[i] : (REAL)least[i]);
+  return (Power){n, sum * r};
+}
+
+/* 2^n x, for the n of a power. Without AVX-512 it is 0 or infinite where 2^n is no normal number. */
+INLINE vec scaled(vec x, vec n) {
+#ifdef __AVX512F__
+  if (sizeof(REAL) == 8) return (vec)_mm512_scalef_pd((__m512d)x, (__m512d)n);
+  return (vec)_mm512_scalef_ps((__m512)x, (__m512)n);
+#else
+  const int wide = sizeof(REAL) == 8;
+  vec biased = n + splat(wide ? 0x1.8p52 + 1023 : 0x1.8p23 + 127);
+  return x * (vec)((mask)biased << (wide ? 52 : 23));
+#endif
 }
 
 INLINE vec sigmoid(vec x) { return splat(1) / (splat(1) + exponential(-x)); }

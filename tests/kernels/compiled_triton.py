@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction
 
 from ssmzoo_kernels.causal_conv1d import triton as conv_triton
 from ssmzoo_kernels.longhorn_scan import triton as longhorn_triton
+from ssmzoo_kernels.selective_scan import triton as selective_triton
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 POINTERS = {
@@ -36,7 +37,8 @@ POINTERS = {
 }
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
-# name: (op, dtype of activations, channels, states or taps, tokens, segments)
+# name: (op, dtype of activations, channels, states or taps, tokens, segments); a selective_scan goes
+# by its discretization
 CASES = {
     "model_spans": ("longhorn_scan", torch.bfloat16, 1536, 16, 2048, 1),
     "model_whole": ("longhorn_scan", torch.bfloat16, 1536, 16, 65536, 64),
@@ -52,6 +54,22 @@ CASES = {
     "states64_spans": ("longhorn_scan", torch.bfloat16, 1536, 64, 2048, 1),
     "states128_spans": ("longhorn_scan", torch.bfloat16, 1536, 128, 2048, 1),
     "states256_spans": ("longhorn_scan", torch.bfloat16, 1536, 256, 2048, 1),
+    "selective_spans": ("euler", torch.bfloat16, 1536, 16, 2048, 1),
+    "selective_whole": ("euler", torch.bfloat16, 1536, 16, 65536, 64),
+    "selective_decode": ("euler", torch.bfloat16, 1536, 16, 64, 64),
+    "selective_float32_spans": ("euler", torch.float32, 1536, 16, 2048, 1),
+    "selective_float64_spans": ("euler", torch.float64, 1536, 16, 2048, 1),
+    "selective_ragged_spans": ("euler", torch.bfloat16, 1537, 3, 2048, 1),
+    "selective_states1_spans": ("euler", torch.bfloat16, 1536, 1, 2048, 1),
+    "selective_states64_spans": ("euler", torch.bfloat16, 1536, 64, 2048, 1),
+    "selective_states128_spans": ("euler", torch.bfloat16, 1536, 128, 2048, 1),
+    "zoh_spans": ("zoh", torch.bfloat16, 1536, 16, 2048, 1),
+    "zoh_whole": ("zoh", torch.bfloat16, 1536, 16, 65536, 64),
+    "zoh_float32_spans": ("zoh", torch.float32, 1536, 16, 2048, 1),
+    "zoh_float64_spans": ("zoh", torch.float64, 1536, 16, 2048, 1),
+    "zoh_narrow_spans": ("zoh", torch.float32, 16, 8, 2048, 1),
+    "zoh_states1_spans": ("zoh", torch.float32, 16, 1, 2048, 1),
+    "zoh_states64_spans": ("zoh", torch.bfloat16, 1536, 64, 2048, 1),
     "conv": ("causal_conv1d", torch.bfloat16, 1536, 4, 2048, 1),
     "conv_float32": ("causal_conv1d", torch.float32, 1536, 4, 2048, 1),
     "conv_ragged": ("causal_conv1d", torch.bfloat16, 1537, 3, 2048, 1),
@@ -78,11 +96,16 @@ def launches(case):
         else:
             rows, keys = empty(tokens, width), empty(tokens, size)
             vector, start = torch.empty(width), torch.empty(segments, width, size)
-            inputs = (rows, keys, keys, rows, vector, vector, rows, start)
-            train = case != "decode"
-            out, final, saved = longhorn_triton.forward(*inputs, offsets, train)
+            family, inputs, choice = longhorn_triton, (rows, keys, keys, rows, vector, vector), ()
+            if op != "longhorn_scan":
+                family, choice = selective_triton, (op,)
+                inputs = (rows, rows, torch.empty(width, size), keys, keys, vector, rows, vector)
+            else:
+                inputs = (*inputs, rows)
+            train = not case.endswith("decode")
+            out, final, saved = family.forward(*inputs, start, offsets, train, *choice)
             if train:
-                longhorn_triton.backward(out, final, *inputs, offsets, saved)
+                family.backward(out, final, *inputs, start, offsets, saved, *choice)
     finally:
         JITFunction.run = original
     return seen

@@ -15,6 +15,9 @@ typedef struct {
   vec u, rate; /* the gradient of rate times rate */
 } Sums;
 
+typedef struct {
+} Param, Memo;
+
 INLINE Token token(vec u, vec dt, vec energy) {
   vec shut = exponential(-dt);
   vec rate = splat(1) / (splat(1) + shut + energy);
@@ -26,14 +29,19 @@ INLINE Token spread(const Token *x, int64_t lane) {
   return (Token){splat(x->u[lane]), splat(x->rate[lane]), splat(x->slope[lane])};
 }
 
-INLINE vec step(vec S, vec key, vec param, const Token *x) {
+INLINE Param learned(vec param) {
   (void)param;
+  return (Param){};
+}
+
+INLINE vec step(vec S, vec key, const Param *param, const Token *x, Memo *memo) {
+  (void)param, (void)memo;
   return S + x->rate * key * (x->u - key * S);
 }
 
-INLINE vec adjoint(vec G, vec S, vec key, vec param, const Token *x, Sums *sums, vec *grad_key,
-                   vec *grad_param) {
-  (void)param, (void)grad_param;
+INLINE vec adjoint(vec G, vec S, vec key, const Param *param, const Token *x, const Memo *memo,
+                   Sums *sums, vec *grad_key, vec *grad_param) {
+  (void)param, (void)memo, (void)grad_param;
   vec moved = x->rate * G, keyed = key * moved;
   vec recalled = key * S, error = x->u - recalled;
   sums->u += keyed;

@@ -70,8 +70,9 @@ def forward(
     initial_state: Tensor | None,  # [S, D, N]
     offsets: Tensor,  # [S + 1] int64
     save: bool,
+    **defines: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the recurrence whose transition is in ``source``.
+    """Run the recurrence whose transition is in ``source``, built with these macros.
 
     Returns:
         Outputs ``[T, D]`` in u's dtype; in the accumulator's, final states ``[S, D, N]`` and, with
@@ -84,7 +85,7 @@ def forward(
     final_state = torch.empty((segments, width, states), dtype=exact, device="cpu")
     slots = chunk_slots(tokens, segments, interval(states, CHUNK)) if save else 0
     saved = torch.empty((slots, states, width), dtype=exact, device="cpu")
-    failed = _library(source, exact).scan_forward(
+    failed = _library(source, exact, **defines).scan_forward(
         _inputs(tensors, offsets),
         out.data_ptr(),
         final_state.data_ptr(),
@@ -111,12 +112,13 @@ def backward(
     initial_state: Tensor | None,
     offsets: Tensor,
     saved: Tensor,  # [slots, N, D]
+    **defines: int,
 ) -> Gradients:
-    """Carry gradients back through the recurrence whose transition is in ``source``."""
+    """Carry gradients back through the recurrence of ``forward`` with the same macros."""
     exact = accumulator(u)
     tensors = _prepare(exact, u, q, k, dt, dt_bias, skip, z, param, initial_state)
     (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1
-    library = _library(source, exact)
+    library = _library(source, exact, **defines)
     blocks = -(-width // ctypes.c_int.in_dll(library, "scan_block").value)
     part_count = parts_of(blocks, width, states)
 
@@ -164,8 +166,8 @@ def backward(
 
 
 @functools.cache
-def _library(source: Path, dtype: torch.dtype) -> ctypes.CDLL:
-    library = native.library(source, dtype, CHUNK=CHUNK)
+def _library(source: Path, dtype: torch.dtype, **defines: int) -> ctypes.CDLL:
+    library = native.library(source, dtype, CHUNK=CHUNK, **defines)
     inputs, gradients = ctypes.POINTER(_Inputs), ctypes.POINTER(_Gradients)
     library.scan_forward.argtypes = (inputs, *[_POINTER] * 3, ctypes.c_int)
     library.scan_backward.argtypes = (inputs, gradients, *[_POINTER] * 6, ctypes.c_int)

@@ -3,16 +3,19 @@
  *     S[t] = A[t] S[t-1] + b[t],   o[t] = (sum_n S[t,n] q[t,n] + skip u[t]) * silu(z[t])
  *
  * on a state [channel, n] whose A and b come from the token's u and dt (one per channel) and key k
- * (one per n), and, in a family that defines PARAM, from a learned param [D, N]. A family defines,
- * before it includes this file, on vectors of channels:
+ * (one per n), and from a learned param [D, N] where a family has one. A family defines, before it
+ * includes this file, on vectors of channels:
  *
  *     Token                      what a token means to a channel vector
+ *     Param                      what the learned param means to it; may be empty
+ *     Memo                       what a step leaves for its adjoint; may be empty
  *     Sums                       gradients of a Token, summed over n
  *     token(u, dt, energy)       Token of one token; energy = |k|^2
  *     spread(&token, lane)       Token with one channel's values in every lane
- *     step(S, key, param, &token)
+ *     learned(param)             Param of one n
+ *     step(S, key, &param, &token, &memo)
  *                                S after the token
- *     adjoint(G, S, key, param, &token, &sums, &grad_key, &grad_param)
+ *     adjoint(G, S, key, &param, &token, &memo, &sums, &grad_key, &grad_param)
  *                                gradient of S before the token from the one after it; adds to the
  *                                sums and to the gradients of key and param
  *     finish(&token, &sums, &grad_u, &grad_dt, &grad_energy)
@@ -22,7 +25,8 @@
  * at a time: a tile of VT channel vectors by NT states stays in registers while it marches through
  * the chunk. Training keeps the state before every `interval` of chunks, one if N <= CHUNK (numbering:
  * scan/__init__.py); the backward marches through an interval again for the states before its other
- * chunks, recomputes the states of a chunk into `history`, in the first cache, and marches back.
+ * chunks, recomputes the states of a chunk into `history`, in the first cache, with what the steps
+ * leave in `memos`, and marches back.
  * States are never rebuilt by division. Gradients of q and k sum over channels: every `parts`-th
  * block adds to the same partial sum, in order, and the parts are added up in theirs.
  *
@@ -51,15 +55,6 @@ typedef struct {
   int64_t segments, width, states, interval;
   int64_t stride_u, stride_q, stride_k, stride_dt, stride_z; /* between tokens */
 } Inputs;
-
-#ifdef PARAM
-INLINE vec param_at(const vec *params, int64_t i) { return params[i]; }
-#else
-INLINE vec param_at(const vec *params, int64_t i) {
-  (void)params, (void)i;
-  return (vec){0};
-}
-#endif
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -105,6 +100,13 @@ INLINE void write_states(REAL *to, int64_t channels, int64_t states, int64_t pad
       to[c * states + n] = flat[(c / LANES * padded + n) * LANES + c % LANES];
 }
 
+INLINE void read_params(const Inputs *in, int64_t channel, int64_t channels, int64_t padded,
+                        vec *room, Param *to) {
+  read_states(in->param ? in->param + channel * in->states : NULL, channels, in->states, padded,
+              room);
+  for (int64_t i = 0; i < VECTORS * padded; i++) to[i] = learned(room[i]);
+}
+
 INLINE Token read_token(const Inputs *in, int64_t t, int64_t channel, int64_t count, REAL energy) {
   vec u = load_some(in->u + t * in->stride_u + channel, count);
   vec dt = load_some(in->dt + t * in->stride_dt + channel, count);
@@ -146,7 +148,9 @@ static void step_rows(const Inputs *in, int64_t segment, int64_t channel, int64_
         vec S = in->initial ? load_some(in->initial + row + n, some) : (vec){0};
         vec param = {0};
         if (in->param) param = load_some(in->param + (at + i) * states + n, some);
-        S = step(S, load_some(k + n, some), param, &same);
+        Param rule = learned(param);
+        Memo none;
+        S = step(S, load_some(k + n, some), &rule, &same, &none);
         read += S * load_some(q + n, some);
         store_some(final + row + n, S, some);
       }
@@ -164,7 +168,7 @@ static void step_rows(const Inputs *in, int64_t segment, int64_t channel, int64_
 
 /* March a tile of states through a chunk, adding what it reads to `read` unless that is null; fetch
  * `ahead` tokens of the next chunk meanwhile. */
-INLINE void march(const Inputs *in, vec *states, const vec *params, int64_t padded,
+INLINE void march(const Inputs *in, vec *states, const Param *params, int64_t padded,
                   int64_t count, const Token *tokens, const REAL *keys, const REAL *queries,
                   vec *read, int64_t next, int64_t ahead, int64_t channel) {
   vec S[VT][NT];
@@ -177,10 +181,11 @@ INLINE void march(const Inputs *in, vec *states, const vec *params, int64_t padd
       vec even = {0}, odd = {0};
       if (read) even = read[t * VECTORS + v];
       UNROLL for (int n = 0; n < NT; n += 2) {
-        const vec *p = params + v * padded + n;
-        S[v][n] = step(S[v][n], splat(keys[t * padded + n]), param_at(p, 0), &x);
+        const Param *p = params + v * padded + n;
+        Memo none;
+        S[v][n] = step(S[v][n], splat(keys[t * padded + n]), p, &x, &none);
         if (read) even += S[v][n] * splat(queries[t * padded + n]);
-        S[v][n + 1] = step(S[v][n + 1], splat(keys[t * padded + n + 1]), param_at(p, 1), &x);
+        S[v][n + 1] = step(S[v][n + 1], splat(keys[t * padded + n + 1]), p + 1, &x, &none);
         if (read) odd += S[v][n + 1] * splat(queries[t * padded + n + 1]);
       }
       if (read) read[t * VECTORS + v] = even + odd;
@@ -199,16 +204,16 @@ static void forward_task(const Inputs *in, int64_t segment, int64_t channel, REA
     step_rows(in, segment, channel, channels, out, final);
     return;
   }
-  vec *states = memory, *params = states + VECTORS * padded;
+  vec *states = memory;
+  Param *params = (Param *)(states + VECTORS * padded);
   REAL *keys = (REAL *)(params + VECTORS * padded), *queries = keys + CHUNK * padded;
   REAL energy[CHUNK];
   Token tokens[CHUNK * VECTORS];
   vec read[CHUNK * VECTORS];
   memset(tokens, 0, sizeof tokens);
   int64_t edge = (segment * width + channel) * in->states;
+  read_params(in, channel, channels, padded, states, params);
   read_states(in->initial ? in->initial + edge : NULL, channels, in->states, padded, states);
-  read_states(in->param ? in->param + channel * in->states : NULL, channels, in->states, padded,
-              params);
   for (int64_t first = begin; first < end; first += CHUNK) {
     int64_t count = smaller(CHUNK, end - first);
     read_rows(in, first, count, padded, keys, queries, energy);
@@ -254,7 +259,8 @@ int scan_forward(const Inputs *in, REAL *out, REAL *final, REAL *saved, int thre
   int failed = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    void *memory = scratch(2 * VECTORS * padded * sizeof(vec) + 2 * CHUNK * padded * sizeof(REAL));
+    void *memory = scratch(VECTORS * padded * (sizeof(vec) + sizeof(Param)) +
+                           2 * CHUNK * padded * sizeof(REAL));
     if (!memory) {
 #pragma omp atomic write
       failed = 1;
@@ -278,11 +284,12 @@ typedef struct {
 /* Recompute a tile's states in a chunk, then carry its gradient back through it; fetch the tokens of
  * the chunk before, which starts at `before` unless that is negative. */
 INLINE void march_back(const Inputs *in, const Gradients *grad, const vec *states, vec *carry,
-                       const vec *params, vec *grad_params, int64_t padded, int64_t count,
+                       const Param *params, vec *grad_params, int64_t padded, int64_t count,
                        const Token *tokens, const REAL *keys, const REAL *queries,
                        const vec *grads, Sums *sums, vec *read, vec *grad_keys, vec *grad_queries,
                        int64_t before, int64_t channel) {
   vec history[(CHUNK + 1) * VT * NT], S[VT][NT];
+  Memo memos[CHUNK * VT * NT];
   UNROLL for (int v = 0; v < VT; v++) UNROLL for (int n = 0; n < NT; n++) {
     history[v * NT + n] = S[v][n] = states[v * padded + n];
   }
@@ -290,8 +297,8 @@ INLINE void march_back(const Inputs *in, const Gradients *grad, const vec *state
     UNROLL for (int v = 0; v < VT; v++) {
       Token x = tokens[t * VECTORS + v];
       UNROLL for (int n = 0; n < NT; n++) {
-        vec param = param_at(params, v * padded + n);
-        S[v][n] = step(S[v][n], splat(keys[t * padded + n]), param, &x);
+        S[v][n] = step(S[v][n], splat(keys[t * padded + n]), params + v * padded + n, &x,
+                       memos + (t * VT + v) * NT + n);
         history[((t + 1) * VT + v) * NT + n] = S[v][n];
       }
     }
@@ -320,8 +327,9 @@ INLINE void march_back(const Inputs *in, const Gradients *grad, const vec *state
         vec from = history[(t * VT + v) * NT + n], to = history[((t + 1) * VT + v) * NT + n];
         grad_query[n] += g * to;
         o += query * to;
-        G[v][n] = adjoint(G[v][n] + g * query, from, key, param_at(params, v * padded + n), &x,
-                          &sum, &grad_key[n], &grad_params[v * padded + n]);
+        G[v][n] = adjoint(G[v][n] + g * query, from, key, params + v * padded + n, &x,
+                          memos + (t * VT + v) * NT + n, &sum, &grad_key[n],
+                          &grad_params[v * padded + n]);
       }
       sums[t * VECTORS + v] = sum;
       read[t * VECTORS + v] = o;
@@ -334,7 +342,7 @@ INLINE void march_back(const Inputs *in, const Gradients *grad, const vec *state
 /* The states before so many chunks: the one saved before the first, at token `first`, then what a
  * march through them leaves. */
 static void find_starts(const Inputs *in, const REAL *from, int64_t first, int64_t chunks,
-                        int64_t channel, int64_t channels, int64_t padded, const vec *params,
+                        int64_t channel, int64_t channels, int64_t padded, const Param *params,
                         REAL *keys, REAL *queries, REAL *energy, Token *tokens, vec *starts) {
   for (int64_t n = 0; n < in->states; n++)
     for (int64_t c = 0, v = 0; c < channels; c += LANES, v++)
@@ -361,9 +369,10 @@ static void backward_task(const Inputs *in, const Gradients *grad, const REAL *s
   int64_t tokens_in_all = in->offsets[in->segments];
   int64_t per_interval = in->interval / CHUNK, part = block % grad->parts;
   vec *carry = memory, *starts = carry + VECTORS * padded;
-  vec *params = starts + per_interval * VECTORS * padded, *grad_params = params + VECTORS * padded;
+  vec *grad_params = starts + per_interval * VECTORS * padded;
   vec *grad_keys = grad_params + VECTORS * padded, *grad_queries = grad_keys + CHUNK * padded;
-  REAL *keys = (REAL *)(grad_queries + CHUNK * padded), *queries = keys + CHUNK * padded;
+  Param *params = (Param *)(grad_queries + CHUNK * padded);
+  REAL *keys = (REAL *)(params + VECTORS * padded), *queries = keys + CHUNK * padded;
   REAL energy[CHUNK];
   Token tokens[CHUNK * VECTORS];
   Sums sums[CHUNK * VECTORS];
@@ -374,7 +383,7 @@ static void backward_task(const Inputs *in, const Gradients *grad, const REAL *s
   memset(starts, 0, sizeof(vec) * VECTORS * (size_t)padded);
   int64_t edge = (segment * width + channel) * states;
   read_states(grad->final ? grad->final + edge : NULL, channels, states, padded, carry);
-  read_states(in->param ? in->param + channel * states : NULL, channels, states, padded, params);
+  read_params(in, channel, channels, padded, grad_params, params);
   memset(grad_params, 0, sizeof(vec) * VECTORS * (size_t)padded);
   int64_t last = (end - begin + CHUNK - 1) / CHUNK;
   for (int64_t chunk = last - 1; chunk >= 0; chunk--) {
@@ -472,11 +481,12 @@ INLINE void add_up(const REAL *parts, int64_t count, int64_t size, REAL *to, int
 int scan_backward(const Inputs *in, const Gradients *grad, const REAL *saved, REAL *grad_q,
                   REAL *grad_k, REAL *grad_bias, REAL *grad_skip, REAL *grad_param, int threads) {
   int64_t blocks = (in->width + BLOCK - 1) / BLOCK, padded = round_up(in->states, NT);
-  int64_t parts = grad->parts, vectors = (3 + in->interval / CHUNK) * VECTORS + 2 * CHUNK;
+  int64_t parts = grad->parts, vectors = (2 + in->interval / CHUNK) * VECTORS + 2 * CHUNK;
   int failed = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    void *memory = scratch(vectors * padded * sizeof(vec) + 2 * CHUNK * padded * sizeof(REAL));
+    void *memory = scratch(padded * (vectors * sizeof(vec) + VECTORS * sizeof(Param) +
+                                     2 * CHUNK * sizeof(REAL)));
     if (!memory) {
 #pragma omp atomic write
       failed = 1;

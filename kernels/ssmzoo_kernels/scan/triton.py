@@ -43,6 +43,7 @@ class Transition(NamedTuple):
     step: JITFunction
     decay: JITFunction
     adjoint: JITFunction
+    unroll: int = 4  # the most tokens whose states fit beside the tiles that its adjoint keeps
 
 
 class Tile(NamedTuple):
@@ -54,7 +55,7 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-def tile(states: int, exact: torch.dtype) -> Tile:
+def tile(states: int, exact: torch.dtype, unroll: int) -> Tile:
     """Choose a program's shape: up to 16 state entries a thread, channels along a warp's lanes.
 
     How many tokens are unrolled is what the backward's registers allow on sm_80 and sm_90.
@@ -64,7 +65,7 @@ def tile(states: int, exact: torch.dtype) -> Tile:
     block_d = min(16 if wide else 32, max(1, 4096 // block_n))
     num_warps = min(8, max(1, block_n * block_d // 512))
     tokens = 1 if wide else {16: 4, 32: 2, 64: 2}.get(block_n, 1)
-    return Tile(block_n, block_d, tokens, num_warps)
+    return Tile(block_n, block_d, min(tokens, unroll), num_warps)
 
 
 def span_of(tokens: int, segments: int, warps: int, chunk: int) -> int | None:
@@ -584,7 +585,7 @@ def plan(
     """Shape the programs of a call and gather what its kernels have in common."""
     exact = accumulator(u)
     (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1
-    shape = tile(states, exact)
+    shape = tile(states, exact, transition.unroll)
     blocks = triton.cdiv(width, shape.block_d)
     between = interval(states, chunk)
     span = span_of(tokens, segments, blocks * shape.num_warps, between)

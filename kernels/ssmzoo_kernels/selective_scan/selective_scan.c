@@ -1,0 +1,142 @@
+/* Mamba's transition for the skeleton in scan.h.
+ *
+ *     delta = softplus(dt),   S = a S + w u k,   a = exp(delta A)
+ *     w = delta                      Euler's step
+ *     w = (a - 1) / A                the exact zero-order hold, with ZOH defined
+ *
+ * A state takes one exponential a token, forward or backward: a step leaves `a` to its adjoint.
+ */
+#include "vector.h"
+
+static const double LOG2_E = 1.4426950408889634074, LN2 = 0.69314718055994530942;
+
+typedef struct {
+  vec u, delta, slope; /* slope = d delta / d dt */
+} Token;
+
+/* log(1 + y) = 2 artanh(y / (2 + y)) on 0 <= y <= 1, by its series */
+INLINE vec log_one_plus(vec y) {
+  const int last = sizeof(REAL) == 8 ? 16 : 7;
+  vec s = y / (splat(2) + y), square = s * s, sum = splat((REAL)(1.0 / (2 * last + 1)));
+  UNROLL for (int i = last - 1; i >= 0; i--)
+    sum = sum * square + splat((REAL)(1.0 / (2 * i + 1)));
+  return splat(2) * s * sum;
+}
+
+/* softplus, and above 20 dt itself, as in torch */
+INLINE Token token(vec u, vec dt, vec energy) {
+  (void)energy;
+  vec zero = {0}, size = pick(dt < zero, -dt, dt);
+  vec shut = exponential(-size);
+  shut = pick(size > splat(sizeof(REAL) == 8 ? 708 : 87), zero, shut);
+  vec delta = pick(dt < zero, zero, dt) + log_one_plus(shut);
+  vec slope = pick(dt < zero, shut, splat(1)) / (splat(1) + shut);
+  mask straight = dt > splat(20);
+  return (Token){u, pick(straight, dt, delta), pick(straight, splat(1), slope)};
+}
+
+INLINE Token spread(const Token *x, int64_t lane) {
+  return (Token){splat(x->u[lane]), splat(x->delta[lane]), splat(x->slope[lane])};
+}
+
+#ifndef ZOH
+
+typedef struct {
+  vec rate; /* A / ln 2: exponentials are to the base 2 */
+} Param;
+
+typedef struct {
+  vec decay;
+} Memo;
+
+typedef struct {
+  vec written, decayed;
+} Sums;
+
+INLINE Param learned(vec A) { return (Param){A * splat((REAL)LOG2_E)}; }
+
+INLINE vec step(vec S, vec key, const Param *param, const Token *x, Memo *memo) {
+  Power p = power(x->delta * param->rate);
+  memo->decay = scaled(splat(1) + p.rest, p.n);
+  return memo->decay * S + x->delta * x->u * key;
+}
+
+INLINE vec adjoint(vec G, vec S, vec key, const Param *param, const Token *x, const Memo *memo,
+                   Sums *sums, vec *grad_key, vec *grad_param) {
+  vec carry = memo->decay * G, kept = carry * S;
+  sums->written += key * G;
+  sums->decayed += kept * param->rate;
+  *grad_key += x->delta * x->u * G;
+  *grad_param += kept * x->delta;
+  return carry;
+}
+
+INLINE void finish(const Token *x, const Sums *sums, vec *grad_u, vec *grad_dt, vec *grad_energy) {
+  *grad_u = x->delta * sums->written;
+  *grad_dt = (x->u * sums->written + sums->decayed * splat((REAL)LN2)) * x->slope;
+  *grad_energy = (vec){0};
+}
+
+#else
+
+typedef struct {
+  vec rate, inverse; /* A / ln 2, 1 / A */
+} Param;
+
+typedef struct {
+  vec decay, weight;
+} Memo;
+
+typedef struct {
+  vec written, decayed, pushed;
+} Sums;
+
+INLINE vec size_of(vec x) { return pick(x < (vec){0}, -x, x); }
+
+INLINE Param learned(vec A) { return (Param){A * splat((REAL)LOG2_E), splat(1) / A}; }
+
+INLINE vec step(vec S, vec key, const Param *param, const Token *x, Memo *memo) {
+  vec exponent = x->delta * param->rate;
+  Power p = power(exponent);
+  vec scale = scaled(splat(1), p.n);
+  memo->decay = scale * p.rest + scale;
+  memo->weight = (scale * p.rest + (scale - splat(1))) * param->inverse;
+  /* A -> 0: within rounding, delta; 1 / A may be infinite there */
+  mask flat = size_of(exponent) < splat(sizeof(REAL) == 8 ? 0x1p-53 : 0x1p-24);
+  memo->weight = pick(flat, x->delta, memo->weight);
+  return memo->decay * S + memo->weight * x->u * key;
+}
+
+/* d weight / d A = (delta a - weight) / A, or delta^2 sum_k (k + 1) / (k + 2)! (delta A)^k where that
+ * would cancel */
+INLINE vec bend(const Param *param, const Token *x, const Memo *memo) {
+  const int last = sizeof(REAL) == 8 ? 14 : 7;
+  vec exponent = x->delta * param->rate, natural = exponent * splat((REAL)LN2);
+  double factorial = 1, terms[15];
+  UNROLL for (int i = 0; i <= last; i++) terms[i] = (i + 1) / (factorial *= i + 2);
+  vec sum = splat((REAL)terms[last]);
+  UNROLL for (int i = last - 1; i >= 0; i--) sum = sum * natural + splat((REAL)terms[i]);
+  vec away = (x->delta * memo->decay - memo->weight) * param->inverse;
+  return pick(size_of(exponent) < splat((REAL)0.5), x->delta * x->delta * sum, away);
+}
+
+INLINE vec adjoint(vec G, vec S, vec key, const Param *param, const Token *x, const Memo *memo,
+                   Sums *sums, vec *grad_key, vec *grad_param) {
+  vec carry = memo->decay * G, kept = carry * S, written = memo->weight * G;
+  sums->written += key * written;
+  sums->decayed += kept * param->rate;
+  sums->pushed += key * carry;
+  *grad_key += x->u * written;
+  *grad_param += kept * x->delta + x->u * key * G * bend(param, x, memo);
+  return carry;
+}
+
+INLINE void finish(const Token *x, const Sums *sums, vec *grad_u, vec *grad_dt, vec *grad_energy) {
+  *grad_u = sums->written;
+  *grad_dt = (x->u * sums->pushed + sums->decayed * splat((REAL)LN2)) * x->slope;
+  *grad_energy = (vec){0};
+}
+
+#endif
+
+#include "scan.h"

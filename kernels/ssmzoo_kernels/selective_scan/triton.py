@@ -1,0 +1,161 @@
+"""Mamba's transitions for the GPU skeleton of ``ssmzoo_kernels.scan.triton``.
+
+``A`` is the skeleton's ``param``. Past a segment's end the step size is 0, so the state stays.
+"""
+
+# a kernel launch is no ordinary call: Triton's types do not describe it
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ssmzoo_kernels.scan import triton as scan
+
+CHUNK = 64
+
+
+@triton.jit
+def step_size(dt, live):
+    """Return ``softplus(dt)``, above 20 ``dt`` itself as in torch; 0 past the end.
+
+    ``log(1 + y) = 2 artanh(y / (2 + y))`` by its series: a GPU's own logarithm near 1 is good to an
+    absolute 2e-7 only, and a small step would lose its digits.
+    """
+    TERMS: tl.constexpr = 17 if dt.dtype == tl.float64 else 8
+    y = tl.exp(-tl.abs(dt))
+    s = y / (2.0 + y)
+    total = s * 0.0
+    for i in tl.static_range(TERMS):
+        total = total * (s * s) + 1.0 / (2 * (TERMS - 1 - i) + 1)
+    delta = tl.maximum(dt, 0.0) + 2.0 * s * total
+    return tl.where(live, tl.where(dt > 20.0, dt, delta), 0.0)
+
+
+@triton.jit
+def slope(dt):
+    """Return the derivative of ``softplus(dt)``."""
+    y = tl.exp(-tl.abs(dt))
+    return tl.where(dt > 20.0, 1.0, tl.where(dt < 0.0, y, 1.0) / (1.0 + y))
+
+
+@triton.jit
+def held(delta, A):
+    """Return ``expm1(delta A) / A``, where it would cancel by its series, whose limit is delta."""
+    TERMS: tl.constexpr = 15 if A.dtype == tl.float64 else 8
+    x = delta[None, :] * A
+    near = tl.abs(x) < 0.5
+    series = x * 0.0 + 1.0
+    for i in tl.static_range(TERMS):
+        series = 1.0 + series * x * (1.0 / (TERMS + 1 - i))
+    away = (tl.exp(x) - 1.0) / tl.where(near, 1.0, A)
+    return tl.where(near, delta[None, :] * series, away)
+
+
+@triton.jit
+def bend(delta, A, weight):
+    """Return the derivative of ``held`` by A, ``(delta exp(delta A) - held) / A``, likewise."""
+    TERMS: tl.constexpr = 15 if A.dtype == tl.float64 else 8
+    x = delta[None, :] * A
+    near = tl.abs(x) < 0.5
+    series = x * 0.0 + 1.0
+    for i in tl.static_range(TERMS):
+        series = 1.0 + series * x * ((TERMS + 1 - i) / ((TERMS - i) * (TERMS + 2 - i)))
+    away = (delta[None, :] * tl.exp(x) - weight) / tl.where(near, 1.0, A)
+    return tl.where(near, 0.5 * delta[None, :] * delta[None, :] * series, away)
+
+
+@triton.jit
+def decay(k, dt, A, live):
+    """Return what remains of the state."""
+    return tl.exp(step_size(dt, live)[None, :] * A)
+
+
+@triton.jit
+def euler_step(state, u, k, dt, A, live):
+    """Decay, and add the input times the step size."""
+    delta = step_size(dt, live)
+    return tl.exp(delta[None, :] * A) * state + (delta * u)[None, :] * k[:, None]
+
+
+@triton.jit
+def euler_adjoint(grad, state, u, k, dt, A, live):
+    """Carry the gradient of the state after a token back to the state before it and the inputs."""
+    delta = step_size(dt, live)
+    before = tl.exp(delta[None, :] * A) * grad
+    kept = before * state
+    written = tl.sum(grad * k[:, None], axis=0)
+    grad_dt = (u * written + tl.sum(kept * A, axis=0)) * slope(dt)
+    return before, delta * written, grad_dt, grad * (delta * u)[None, :], kept * delta[None, :]
+
+
+@triton.jit
+def zoh_step(state, u, k, dt, A, live):
+    """Decay, and add the input as if it stood still for the whole step."""
+    delta = step_size(dt, live)
+    return tl.exp(delta[None, :] * A) * state + held(delta, A) * u[None, :] * k[:, None]
+
+
+@triton.jit
+def zoh_adjoint(grad, state, u, k, dt, A, live):
+    """Carry the gradient of the state after a token back to the state before it and the inputs."""
+    delta = step_size(dt, live)
+    before = tl.exp(delta[None, :] * A) * grad
+    kept = before * state
+    weight = held(delta, A)
+    grad_u = tl.sum(grad * weight * k[:, None], axis=0)
+    moved = u * tl.sum(before * k[:, None], axis=0)
+    grad_dt = (moved + tl.sum(kept * A, axis=0)) * slope(dt)
+    grad_k = grad * weight * u[None, :]
+    turned = grad * u[None, :] * k[:, None] * bend(delta, A, weight)
+    return before, grad_u, grad_dt, grad_k, kept * delta[None, :] + turned
+
+
+TRANSITIONS = {
+    "euler": scan.Transition(euler_step, decay, euler_adjoint, unroll=2),
+    "zoh": scan.Transition(zoh_step, decay, zoh_adjoint, unroll=1),
+}
+
+
+def forward(
+    u: Tensor,  # [T, D]
+    dt: Tensor,  # [T, D]
+    A: Tensor,  # [D, N]
+    B: Tensor,  # [T, N]
+    C: Tensor,  # [T, N]
+    D: Tensor | None,  # [D]
+    z: Tensor | None,  # [T, D]
+    dt_bias: Tensor | None,  # [D]
+    initial_state: Tensor | None,  # [S, D, N]
+    offsets: Tensor,  # [S + 1] int64
+    save: bool,
+    discretization: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return outputs, final states and, with ``save``, the state before every interval."""
+    inputs = (u, C, B, dt, dt_bias, D, z, A.T, initial_state)
+    return scan.forward(TRANSITIONS[discretization], *inputs, offsets, save, CHUNK)
+
+
+def backward(
+    grad_y: Tensor | None,  # [T, D]
+    grad_final: Tensor | None,  # [S, D, N]
+    u: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    offsets: Tensor,
+    saved: Tensor,  # [slots, N, D]
+    discretization: str,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of ``forward``'s nine tensors, None where one was absent."""
+    inputs = (u, C, B, dt, dt_bias, D, z, A.T, initial_state)
+    rule = TRANSITIONS[discretization]
+    g = scan.backward(rule, grad_y, grad_final, *inputs, offsets, saved, CHUNK)
+    assert g.param is not None
+    return g.u, g.dt, g.param.T, g.k, g.q, g.skip, g.z, g.dt_bias, g.initial_state
