@@ -11,7 +11,7 @@ from torch import Tensor
 from ssmzoo_kernels import native
 from ssmzoo_kernels.scan import accumulator, chunk_slots, interval
 
-CHUNK = 16  # tokens whose states are recomputed at once
+CHUNK = 32  # tokens whose states are recomputed at once
 
 _SOURCE = Path(__file__).with_name("feedback_scan.c")
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64

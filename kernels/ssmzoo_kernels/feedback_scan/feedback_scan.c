@@ -26,7 +26,7 @@
 #error "CHUNK, the tokens whose states are recomputed at once, comes from the Python side"
 #endif
 
-enum { VECTORS = 4, BLOCK = VECTORS * LANES, TILE = 8, HALF = TILE / 2, TASKS = 64 };
+enum { VECTORS = 4, BLOCK = VECTORS * LANES, TILE = 8, HALF = TILE / 2, TASKS = 32 };
 
 typedef struct {
   const REAL *u, *lam, *w, *C, *filter, *skip, *drive, *initial;
@@ -52,6 +52,14 @@ INLINE int64_t tile_states(int64_t states) { return states > 6 ? TILE : TILE / V
 INLINE int64_t padded_states(int64_t states) {
   int64_t tile = tile_states(states);
   return (states + tile - 1) / tile * tile;
+}
+
+/* Where column c's state n lies among numbers: tile after tile, in a tile the vectors of columns in
+ * turn. */
+INLINE int64_t place(int64_t padded, int64_t c, int64_t n) {
+  int64_t tile = tile_states(padded), v = c / LANES;
+  int64_t vector = tile == TILE ? v * padded + n : n / tile * TILE + v * tile + n % tile;
+  return vector * LANES + c % LANES;
 }
 
 /* --- one token ------------------------------------------------------------------------------- */
@@ -154,7 +162,7 @@ INLINE void fetch(const Inputs *in, const Group *g, const REAL *from, int64_t st
       __builtin_prefetch(row + t * stride + c, 0, 2);
 }
 
-/* [segment, channel, n] in memory to [vector][n] vectors of columns, and back. */
+/* [segment, channel, n] in memory to tiles, and back. */
 INLINE void read_states(const Inputs *in, const Group *g, const REAL *from, int64_t padded,
                         vec *to) {
   memset(to, 0, sizeof(vec) * VECTORS * (size_t)padded);
@@ -164,7 +172,7 @@ INLINE void read_states(const Inputs *in, const Group *g, const REAL *from, int6
     const REAL *row = from + ((g->segment + s) * in->width + g->channel) * in->states;
     for (int64_t i = 0; i < g->channels; i++, c++)
       for (int64_t n = 0; n < in->states; n++)
-        flat[(c / LANES * padded + n) * LANES + c % LANES] = row[i * in->states + n];
+        flat[place(padded, c, n)] = row[i * in->states + n];
   }
 }
 
@@ -175,7 +183,7 @@ INLINE void write_states(const Inputs *in, const Group *g, REAL *to, int64_t pad
     REAL *row = to + ((g->segment + s) * in->width + g->channel) * in->states;
     for (int64_t i = 0; i < g->channels; i++, c++)
       for (int64_t n = 0; n < in->states; n++)
-        row[i * in->states + n] = flat[(c / LANES * padded + n) * LANES + c % LANES];
+        row[i * in->states + n] = flat[place(padded, c, n)];
   }
 }
 
@@ -191,7 +199,7 @@ INLINE void read_saved(const Inputs *in, const Group *g, const REAL *from, int64
     const REAL *state = from + slot(in, g->segment + s, number) * in->states * in->width;
     for (int64_t n = 0; n < in->states; n++)
       for (int64_t i = 0, c = s * g->channels; i < g->channels; i++, c++)
-        flat[(c / LANES * padded + n) * LANES + c % LANES] = state[n * in->width + g->channel + i];
+        flat[place(padded, c, n)] = state[n * in->width + g->channel + i];
   }
 }
 
@@ -202,14 +210,14 @@ INLINE void write_saved(const Inputs *in, const Group *g, REAL *to, int64_t numb
     REAL *state = to + slot(in, g->segment + s, number) * in->states * in->width;
     for (int64_t n = 0; n < in->states; n++)
       for (int64_t i = 0, c = s * g->channels; i < g->channels; i++, c++)
-        state[n * in->width + g->channel + i] = flat[(c / LANES * padded + n) * LANES + c % LANES];
+        state[n * in->width + g->channel + i] = flat[place(padded, c, n)];
   }
 }
 
 /* --- parameters ------------------------------------------------------------------------------ */
 
 typedef struct {
-  vec *lam, *w, *C, *filter; /* [vector][n] */
+  vec *lam, *w, *C, *filter;
 } Params;
 
 INLINE Params params_at(const Params *p, int64_t i) {
@@ -232,7 +240,7 @@ static void read_params(const Inputs *in, const Group *g, int64_t padded, const 
     for (int64_t c = 0; from[k] && c < g->count * g->channels; c++) {
       const REAL *row = from[k] + (g->channel + c % g->channels) * in->states;
       for (int64_t n = 0; n < in->states; n++)
-        flat[(c / LANES * padded + n) * LANES + c % LANES] = row[n];
+        flat[place(padded, c, n)] = row[n];
     }
   }
 }
@@ -245,48 +253,41 @@ typedef struct {
   vec read[CHUNK * VECTORS], filter[CHUNK * VECTORS]; /* sum C x and sum filter x */
 } Chunk;
 
-enum { READ = 1, FILTER = 2, KEEP = 4 };
+enum { READ = 1, FILTER = 2 };
 
-/* March a tile through a chunk from vector `at` on. READ and FILTER add to these sums; KEEP writes
- * the states before, between and after the tokens, and the gates. */
-INLINE void march(vec *states, int64_t padded, const Params *p, Chunk *chunk, int64_t at,
-                  int64_t tokens, int what, vec *history, vec *gates, const int driven,
-                  const int VT, const int NT) {
+/* March a tile through a chunk, from vector `at` on. READ and FILTER add to these sums. To keep is to
+ * write the states before, between and after the tokens, and the gates. */
+INLINE void march(vec *states, const Params *p, Chunk *chunk, int64_t at, int64_t tokens, int what,
+                  vec *history, vec *gates, const int keep, const int driven, const int VT,
+                  const int NT) {
   vec x[TILE];
-  UNROLL for (int v = 0; v < VT; v++)
-    UNROLL for (int n = 0; n < NT; n++) x[v * NT + n] = states[v * padded + n];
+  UNROLL for (int k = 0; k < TILE; k++) x[k] = states[k];
   for (int64_t t = 0; t < tokens; t++)
     UNROLL for (int v = 0; v < VT; v++) {
       int64_t here = t * VECTORS + at + v;
       vec u = chunk->u[here], drive = {0};
       if (driven) drive = chunk->drive[here];
-      UNROLL for (int n = 0; n < NT; n++) {
-        int k = v * NT + n;
-        int64_t i = v * padded + n;
-        vec s = gate(p->w[i] * (driven ? drive : x[k]));
-        if (what & KEEP) {
+      UNROLL for (int k = v * NT; k < v * NT + NT; k++) {
+        vec s = gate(p->w[k] * (driven ? drive : x[k]));
+        if (keep) {
           history[t * TILE + k] = x[k];
           gates[t * TILE + k] = s;
         }
-        x[k] = step(x[k], p->lam[i], s, u);
+        x[k] = step(x[k], p->lam[k], s, u);
       }
       if (what & READ) {
         vec read = chunk->read[here];
-        UNROLL for (int n = 0; n < NT; n++) read += p->C[v * padded + n] * x[v * NT + n];
+        UNROLL for (int k = v * NT; k < v * NT + NT; k++) read += p->C[k] * x[k];
         chunk->read[here] = read;
       }
       if (what & FILTER) {
         vec filter = chunk->filter[here];
-        UNROLL for (int n = 0; n < NT; n++) filter += p->filter[v * padded + n] * x[v * NT + n];
+        UNROLL for (int k = v * NT; k < v * NT + NT; k++) filter += p->filter[k] * x[k];
         chunk->filter[here] = filter;
       }
     }
-  if (what & KEEP) {
-    UNROLL for (int k = 0; k < TILE; k++) history[tokens * TILE + k] = x[k];
-    return;
-  }
-  UNROLL for (int v = 0; v < VT; v++)
-    UNROLL for (int n = 0; n < NT; n++) states[v * padded + n] = x[v * NT + n];
+  vec *last = keep ? history + tokens * TILE : states;
+  UNROLL for (int k = 0; k < TILE; k++) last[k] = x[k];
 }
 
 /* Sums of the gradients of a token's input, and of those for its drive. */
@@ -295,16 +296,34 @@ typedef struct {
   vec u[CHUNK * VECTORS], drive[CHUNK * VECTORS];
 } Back;
 
+/* A sum over all tokens, and what rounding has added to it too much. */
+typedef struct {
+  vec sum, excess;
+} Sum;
+
+INLINE void add(Sum *to, vec x) {
+  vec corrected = x - to->excess, sum = to->sum + corrected;
+  to->excess = (sum - to->sum) - corrected;
+  to->sum = sum;
+}
+
+typedef struct {
+  Sum *lam, *w, *C, *filter;
+} Sums;
+
+INLINE Sums sums_at(const Sums *s, int64_t i) {
+  return (Sums){s->lam + i, s->w + i, s->C + i, s->filter + i};
+}
+
 /* Carry the gradient of a part of a tile back through a chunk. Gradients of parameters are added to
  * `sums`, the same four as Params. */
-INLINE void march_back(vec *carry, int64_t padded, const Params *p, const Chunk *chunk, Back *back,
-                       int64_t at, int64_t tokens, const vec *history, const vec *gates,
-                       double *const sums[4], const int filtered, const int driven, const int VT,
+INLINE void march_back(vec *carry, const Params *p, const Chunk *chunk, Back *back, int64_t at,
+                       int64_t tokens, const vec *history, const vec *gates,
+                       const Sums *sums, const int filtered, const int driven, const int VT,
                        const int NT) {
-  vec G[TILE], after[TILE], lam[TILE], w[TILE], C[TILE], filter[TILE];
-  UNROLL for (int v = 0; v < VT; v++) UNROLL for (int n = 0; n < NT; n++) {
-    int k = v * NT + n;
-    G[k] = carry[v * padded + n];
+  vec G[HALF], after[HALF], lam[HALF], w[HALF], C[HALF], filter[HALF];
+  UNROLL for (int k = 0; k < HALF; k++) {
+    G[k] = carry[k];
     after[k] = history[tokens * TILE + k];
     lam[k] = w[k] = C[k] = filter[k] = (vec){0};
   }
@@ -315,70 +334,69 @@ INLINE void march_back(vec *carry, int64_t padded, const Params *p, const Chunk 
       vec grad_u = back->u[here], grad_drive = {0};
       if (filtered) h = back->filter[here];
       if (driven) drive = chunk->drive[here], grad_drive = back->drive[here];
-      UNROLL for (int n = 0; n < NT; n++) {
-        int k = v * NT + n;
-        int64_t i = v * padded + n;
+      UNROLL for (int k = v * NT; k < v * NT + NT; k++) {
         vec before = history[t * TILE + k], s = gates[t * TILE + k];
-        vec a = G[k] + g * p->C[i];
+        vec a = G[k] + g * p->C[k];
         C[k] += g * after[k];
         if (filtered) {
-          a += h * p->filter[i];
+          a += h * p->filter[k];
           filter[k] += h * after[k];
         }
         vec written = a * s;
-        vec opened = a * (p->lam[i] * before + u) * (s - s * s);
+        vec opened = a * (p->lam[k] * before + u) * (s - s * s);
         grad_u += written;
         lam[k] += written * before;
         w[k] += opened * (driven ? drive : before);
-        G[k] = a + p->lam[i] * written;
+        G[k] = a + p->lam[k] * written;
         if (driven)
-          grad_drive += opened * p->w[i];
+          grad_drive += opened * p->w[k];
         else
-          G[k] += opened * p->w[i];
+          G[k] += opened * p->w[k];
         after[k] = before;
       }
       back->u[here] = grad_u;
       if (driven) back->drive[here] = grad_drive;
     }
-  UNROLL for (int v = 0; v < VT; v++) UNROLL for (int n = 0; n < NT; n++) {
-    int k = v * NT + n;
-    int64_t i = (v * padded + n) * LANES;
-    carry[v * padded + n] = G[k];
-    for (int c = 0; c < LANES; c++) {
-      sums[0][i + c] += lam[k][c];
-      sums[1][i + c] += w[k][c];
-      sums[2][i + c] += C[k][c];
-      if (filtered) sums[3][i + c] += filter[k][c];
-    }
+  UNROLL for (int k = 0; k < HALF; k++) {
+    carry[k] = G[k];
+    add(&sums->lam[k], lam[k]);
+    add(&sums->w[k], w[k]);
+    add(&sums->C[k], C[k]);
+    if (filtered) add(&sums->filter[k], filter[k]);
   }
 }
 
-/* The tile's shape is compiled in, and whether there is a drive. */
-#define MARCH(...) march(states, padded, p, chunk, at, tokens, what, history, gates, __VA_ARGS__)
+/* What differs between calls but not within them is compiled in. */
+#define MARCH(...) march(states, p, chunk, at, tokens, what, history, gates, __VA_ARGS__)
 
-static void march_tile(vec *states, int64_t padded, const Params *p, Chunk *chunk, int64_t at,
-                       int64_t tokens, int what, vec *history, vec *gates, int driven) {
-  int wide = tile_states(padded) == TILE;
-  if (wide && driven) MARCH(1, 1, TILE);
-  else if (wide) MARCH(0, 1, TILE);
-  else if (driven) MARCH(1, VECTORS, TILE / VECTORS);
-  else MARCH(0, VECTORS, TILE / VECTORS);
+static void march_tile(int wide, vec *states, const Params *p, Chunk *chunk, int64_t at,
+                       int64_t tokens, int what, int driven) {
+  vec *history = NULL, *gates = NULL;
+  if (wide && driven) MARCH(0, 1, 1, TILE);
+  else if (wide) MARCH(0, 0, 1, TILE);
+  else if (driven) MARCH(0, 1, VECTORS, TILE / VECTORS);
+  else MARCH(0, 0, VECTORS, TILE / VECTORS);
+}
+
+static void keep_tile(int wide, vec *states, const Params *p, Chunk *chunk, int64_t at,
+                      int64_t tokens, int what, vec *history, vec *gates, int driven) {
+  if (wide && driven) MARCH(1, 1, 1, TILE);
+  else if (wide) MARCH(1, 0, 1, TILE);
+  else if (driven) MARCH(1, 1, VECTORS, TILE / VECTORS);
+  else MARCH(1, 0, VECTORS, TILE / VECTORS);
 }
 
 /* Going back, a state needs four vectors: half a tile at a time. */
 #define MARCH_BACK(...)                                                                           \
-  march_back(carry + i, padded, &own, chunk, back, at + i / padded, tokens, history + k,          \
-             gates + k, to, __VA_ARGS__)
+  march_back(carry + k, &own, chunk, back, v, tokens, history + k, gates + k, &to, __VA_ARGS__)
 
-static void march_tile_back(vec *carry, int64_t padded, const Params *p, const Chunk *chunk,
-                            Back *back, int64_t at, int64_t tokens, const vec *history,
-                            const vec *gates, double *const sums[4], int filtered, int driven) {
-  int wide = tile_states(padded) == TILE;
+static void march_tile_back(int wide, vec *carry, const Params *p, const Chunk *chunk, Back *back,
+                            int64_t at, int64_t tokens, const vec *history, const vec *gates,
+                            const Sums *sums, int filtered, int driven) {
   for (int k = 0; k < TILE; k += HALF) {
-    int64_t i = wide ? k : k / 2 * padded;
-    Params own = params_at(p, i);
-    double *const to[] = {sums[0] + i * LANES, sums[1] + i * LANES, sums[2] + i * LANES,
-                          sums[3] + i * LANES};
+    int64_t v = wide ? at : at + k / 2;
+    Params own = params_at(p, k);
+    Sums to = sums_at(sums, k);
     if (wide && filtered) MARCH_BACK(1, driven, 1, HALF);
     else if (wide && driven) MARCH_BACK(0, 1, 1, HALF);
     else if (wide) MARCH_BACK(0, 0, 1, HALF);
@@ -386,6 +404,16 @@ static void march_tile_back(vec *carry, int64_t padded, const Params *p, const C
     else if (driven) MARCH_BACK(0, 1, 2, 2);
     else MARCH_BACK(0, 0, 2, 2);
   }
+}
+
+/* How many tiles a group has; those of one vector of columns, or of all four, follow one another. */
+INLINE int64_t tiles_of(const Group *g, int64_t padded) {
+  return tile_states(padded) == TILE ? vectors_of(g) * padded / TILE : padded * VECTORS / TILE;
+}
+
+/* The first vector of columns of a tile. */
+INLINE int64_t vector_of(int64_t padded, int64_t tile) {
+  return tile_states(padded) == TILE ? tile * TILE / padded : 0;
 }
 
 static void read_chunk(const Inputs *in, const Group *g, int64_t first, int64_t tokens,
@@ -397,13 +425,11 @@ static void read_chunk(const Inputs *in, const Group *g, int64_t first, int64_t 
 /* March all columns through a chunk. */
 static void march_chunk(const Inputs *in, const Group *g, vec *states, int64_t padded,
                         const Params *p, Chunk *chunk, int64_t tokens, int what) {
-  int64_t tile = tile_states(padded);
-  for (int64_t v = 0; v < vectors_of(g); v += TILE / tile)
-    for (int64_t n = 0; n < padded; n += tile) {
-      Params own = params_at(p, v * padded + n);
-      march_tile(states + v * padded + n, padded, &own, chunk, v, tokens, what, NULL, NULL,
-                 in->drive != NULL);
-    }
+  for (int64_t i = 0; i < tiles_of(g, padded); i++) {
+    Params own = params_at(p, i * TILE);
+    march_tile(tile_states(padded) == TILE, states + i * TILE, &own, chunk, vector_of(padded, i),
+               tokens, what, in->drive != NULL);
+  }
 }
 
 /* --- forward --------------------------------------------------------------------------------- */
@@ -446,7 +472,7 @@ static void forward_group(const Inputs *in, const Group *g, const Params *p, int
     if (saved && first % in->interval == 0)
       write_saved(in, g, saved, first / in->interval, padded, states);
     memset(chunk->read, 0, sizeof chunk->read);
-    memset(chunk->filter, 0, sizeof chunk->filter);
+    if (in->filter) memset(chunk->filter, 0, sizeof chunk->filter);
     march_chunk(in, g, states, padded, p, chunk, tokens, READ | (in->filter ? FILTER : 0));
     for (int64_t i = 0; i < tokens * VECTORS; i++) {
       if (in->filter) chunk->read[i] *= gate(chunk->filter[i]);
@@ -563,22 +589,24 @@ int scan_forward(const Inputs *in, REAL *out, REAL *final, REAL *saved, int thre
 
 /* --- backward -------------------------------------------------------------------------------- */
 
-/* A task's memory; sums are double, because they run over all tokens. */
+/* A task's memory. */
 typedef struct {
   vec *carry, *starts, *history, *gates;
   Params params;
-  double *sums[4], skip[BLOCK];
+  Sums sums;
+  Sum skip[VECTORS];
   Chunk chunk;
   Back back;
 } Work;
 
-/* States whose history is kept at once: a tile's, or with a filter those of all states. */
-INLINE int64_t history_states(int64_t padded) {
-  return padded * (TILE / tile_states(padded));
+/* Tiles whose history is kept at once: all that a filter reads together. */
+INLINE int64_t together(const Inputs *in, int64_t padded) {
+  return in->filter ? larger(1, padded / tile_states(padded)) : 1;
 }
 
-INLINE int64_t work_vectors(int64_t padded, int64_t per_interval) {
-  return (5 + per_interval) * VECTORS * padded + (2 * CHUNK + 1) * history_states(padded);
+INLINE int64_t work_vectors(const Inputs *in, int64_t padded) {
+  return (5 + 8 + in->interval / CHUNK) * VECTORS * padded +
+         (2 * CHUNK + 1) * TILE * together(in, padded);
 }
 
 /* What comes in behind the filter, y = sigmoid(f) r: of r, and of f. */
@@ -594,27 +622,23 @@ static void filter_back(Chunk *chunk, Back *back, int64_t at, int64_t vectors, i
 static void backward_chunk(const Inputs *in, const Group *g, Work *work, int64_t padded,
                            vec *states, int64_t tokens) {
   int filtered = in->filter != NULL, driven = in->drive != NULL;
-  int what = KEEP | (filtered ? READ | FILTER : 0);
-  int64_t tile = tile_states(padded), together = TILE / tile;
-  for (int64_t v = 0; v < vectors_of(g); v += together) {
-    for (int64_t n = 0; filtered && n < padded; n += tile) {
-      int64_t i = v * padded + n, place = n * together;
-      Params own = params_at(&work->params, i);
-      march_tile(states + i, padded, &own, &work->chunk, v, tokens, what,
-                 work->history + place * (CHUNK + 1), work->gates + place * CHUNK, driven);
+  int what = filtered ? READ | FILTER : 0, wide = tile_states(padded) == TILE;
+  int64_t several = together(in, padded);
+  for (int64_t first = 0; first < tiles_of(g, padded); first += several) {
+    int64_t v = vector_of(padded, first);
+    for (int64_t i = 0; i < several; i++) {
+      Params own = params_at(&work->params, (first + i) * TILE);
+      keep_tile(wide, states + (first + i) * TILE, &own, &work->chunk, v, tokens, what,
+                work->history + i * (CHUNK + 1) * TILE, work->gates + i * CHUNK * TILE, driven);
     }
-    if (filtered) filter_back(&work->chunk, &work->back, v, together, tokens);
-    for (int64_t n = 0; n < padded; n += tile) {
-      int64_t i = v * padded + n, place = filtered ? n * together : 0;
-      Params own = params_at(&work->params, i);
-      vec *history = work->history + place * (CHUNK + 1), *gates = work->gates + place * CHUNK;
-      if (!filtered)
-        march_tile(states + i, padded, &own, &work->chunk, v, tokens, what, history, gates,
-                   driven);
-      double *const sums[] = {work->sums[0] + i * LANES, work->sums[1] + i * LANES,
-                              work->sums[2] + i * LANES, work->sums[3] + i * LANES};
-      march_tile_back(work->carry + i, padded, &own, &work->chunk, &work->back, v, tokens, history,
-                      gates, sums, filtered, driven);
+    if (filtered) filter_back(&work->chunk, &work->back, v, wide ? 1 : VECTORS, tokens);
+    for (int64_t i = 0; i < several; i++) {
+      int64_t at = (first + i) * TILE;
+      Params own = params_at(&work->params, at);
+      Sums sums = sums_at(&work->sums, at);
+      march_tile_back(wide, work->carry + at, &own, &work->chunk, &work->back, v, tokens,
+                      work->history + i * (CHUNK + 1) * TILE, work->gates + i * CHUNK * TILE,
+                      &sums, filtered, driven);
     }
   }
 }
@@ -649,10 +673,10 @@ static void backward_group(const Inputs *in, const Gradients *grad, const REAL *
       back->u[k] = skip[k % VECTORS] * back->read[k];
       skip_sums[k % VECTORS] += back->read[k] * chunk->u[k];
     }
-    for (int c = 0; c < BLOCK; c++) work->skip[c] += skip_sums[c / LANES][c % LANES];
-    memset(back->drive, 0, sizeof back->drive);
-    memset(chunk->read, 0, sizeof chunk->read);
-    memset(chunk->filter, 0, sizeof chunk->filter);
+    for (int v = 0; v < VECTORS; v++) add(&work->skip[v], skip_sums[v]);
+    if (in->drive) memset(back->drive, 0, sizeof back->drive);
+    if (in->filter) memset(chunk->read, 0, sizeof chunk->read);
+    if (in->filter) memset(chunk->filter, 0, sizeof chunk->filter);
     backward_chunk(in, g, work, padded, work->starts + place * size, tokens);
     write_rows(in, g, grad->u, first, tokens, back->u);
     if (in->drive) write_rows(in, g, grad->drive, first, tokens, back->drive);
@@ -660,22 +684,26 @@ static void backward_group(const Inputs *in, const Gradients *grad, const REAL *
   if (grad->initial) write_states(in, g, grad->initial, padded, work->carry);
 }
 
+INLINE double sum_at(const Sum *sums, int64_t i) {
+  const Sum *s = sums + i / LANES;
+  return (double)s->sum[i % LANES] - s->excess[i % LANES];
+}
+
 /* A task's sums over columns, into the share's [5][D, N] part; the last is [D], of the skip. */
 static void write_sums(const Inputs *in, const Group *widest, const Work *work, int64_t padded,
                        double *part) {
+  const Sum *from[] = {work->sums.lam, work->sums.w, work->sums.C, work->sums.filter};
   int64_t size = in->width * in->states;
   for (int64_t i = 0; i < widest->channels; i++) {
     int64_t channel = widest->channel + i;
     double skip = 0;
-    for (int64_t s = 0; s < widest->count; s++) skip += work->skip[s * widest->channels + i];
+    for (int64_t s = 0; s < widest->count; s++) skip += sum_at(work->skip, s * widest->channels + i);
     part[4 * size + channel] = skip;
     for (int k = 0; k < 4; k++)
       for (int64_t n = 0; n < in->states; n++) {
         double sum = 0;
-        for (int64_t s = 0; s < widest->count; s++) {
-          int64_t c = s * widest->channels + i;
-          sum += work->sums[k][(c / LANES * padded + n) * LANES + c % LANES];
-        }
+        for (int64_t s = 0; s < widest->count; s++)
+          sum += sum_at(from[k], place(padded, s * widest->channels + i, n));
         part[k * size + channel * in->states + n] = sum;
       }
   }
@@ -692,10 +720,10 @@ static void backward_task(const Inputs *in, const Gradients *grad, const REAL *s
   work.params = params_in(work.carry + size, padded);
   work.starts = work.carry + 5 * size;
   work.history = work.starts + per_interval * size;
-  work.gates = work.history + (CHUNK + 1) * history_states(padded);
-  double *sums = (double *)((vec *)memory + work_vectors(padded, per_interval));
-  for (int k = 0; k < 4; k++) work.sums[k] = sums + k * size * LANES;
-  memset(sums, 0, sizeof(double) * 4 * (size_t)(size * LANES));
+  work.gates = work.history + (CHUNK + 1) * TILE * together(in, padded);
+  Sum *sums = (Sum *)(work.gates + CHUNK * TILE * together(in, padded));
+  work.sums = (Sums){sums, sums + size, sums + 2 * size, sums + 3 * size};
+  memset(sums, 0, sizeof(Sum) * 4 * (size_t)size);
   memset(work.skip, 0, sizeof work.skip);
   memset(work.starts, 0, sizeof(vec) * (size_t)(per_interval * size));
   memset(&work.chunk, 0, sizeof work.chunk);
@@ -717,8 +745,7 @@ int scan_backward(const Inputs *in, const Gradients *grad, const REAL *saved, in
   int64_t padded = padded_states(in->states), size = in->width * in->states, failed = 0;
   int64_t part = 4 * size + in->width;
   double *parts = malloc(sizeof(double) * (size_t)(larger(1, plan.shares * part)));
-  int64_t bytes = work_vectors(padded, in->interval / CHUNK) * (int64_t)sizeof(vec) +
-                  4 * VECTORS * padded * LANES * (int64_t)sizeof(double);
+  int64_t bytes = work_vectors(in, padded) * (int64_t)sizeof(vec);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     void *memory = scratch(bytes);

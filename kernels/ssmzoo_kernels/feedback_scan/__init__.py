@@ -1,0 +1,193 @@
+"""COFFEE's scan: every state component opens its own input gate."""
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ssmzoo_kernels.dispatch import Backend, choose, record
+from ssmzoo_kernels.feedback_scan import library, reference
+from ssmzoo_kernels.feedback_scan.newton import Newton, newton_solve
+from ssmzoo_kernels.feedback_scan.reference import Gate
+from ssmzoo_kernels.validation import check_leading, check_tensor, segment_offsets
+
+OP = "feedback_scan"
+SOLVER = library.SOLVER
+
+Solver = Literal["march", "newton", "auto"]
+
+
+def feedback_scan(
+    u: Tensor,  # [B, L, D]
+    lam: Tensor,  # [D, N]
+    w: Tensor,  # [D, N]
+    C: Tensor,  # [D, N]
+    w_gamma: Tensor | None = None,  # [D, N]
+    D: Tensor | None = None,  # [D]
+    drive: Tensor | None = None,  # [B, L, D]
+    initial_state: Tensor | None = None,  # [B, D, N], zeros if absent
+    *,
+    cu_seqlens: Tensor | None = None,  # [S + 1]
+    gate: Gate = "sigmoid",
+    solver: Solver = "auto",
+    tolerance: float = 1e-6,
+    max_iterations: int | None = None,
+    damping: float = 0.0,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Let every state relax towards its input at a rate that the state itself sets.
+
+    Per channel ``i`` and state ``j``, from the state before the token::
+
+        s[t,i,j] = sigmoid(w[i,j] x[t-1,i,j])
+        x[t,i,j] = x[t-1,i,j] + s[t,i,j] (lam[i,j] x[t-1,i,j] + u[t,i])
+        y[t,i]   = sum_j C[i,j] x[t,i,j] + D[i] u[t,i]
+
+    With ``drive`` the gate looks there, ``s = sigmoid(w[i,j] drive[t,i])``, and there is no
+    feedback. With ``w_gamma`` the sum over j is multiplied by ``sigmoid(sum_j w_gamma[i,j]
+    x[t,i,j])``. Everything inside is float32 (float64 for float64 inputs); only the output takes
+    u's dtype. Any finite ``lam`` is allowed; in [-2, 0] the states stay bounded.
+
+    Args:
+        u: Inputs, each shared by a channel's states.
+        lam: Rates towards (negative) or away from 0.
+        w: Weights of the gates.
+        C: Readout.
+        w_gamma: Output filter.
+        D: Skip connection from input to output.
+        drive: What opens the gates instead of the state.
+        initial_state: State to continue from; with ``cu_seqlens`` one per packed sequence,
+            ``[S, D, N]``.
+        cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64.
+        gate: ``"linear"`` drops the sigmoid; only the reference knows it, and ``backend="auto"``
+            goes there.
+        solver: ``"march"`` goes token by token; ``"newton"`` solves for many tokens at once, and
+            marches instead, with a line in the log, if it does not converge. ``"auto"`` marches.
+            The gradients are the same.
+        tolerance: Newton's relative residual, ``|x[t] - f(x[t-1])| / max(1, |x[t]|)``.
+        max_iterations: Newton's cap; None for twice the tokens of a span, which suffice.
+        damping: Newton's Jacobians are scaled by ``1 - damping``, which keeps the solution.
+        backend: "auto" goes by device. Naming a backend that cannot run is an error.
+
+    Returns:
+        The outputs ``[B, L, D]`` in u's dtype, and the final state ``[B, D, N]`` (``[S, D, N]``) in
+        float32 or float64. Gradients flow through both.
+
+    Raises:
+        ValueError: Shapes, devices or choices that do not fit; on a CPU also values that are not
+            finite.
+        TypeError: Not a tensor, or not floating point.
+        RuntimeError: The machine lacks what the named backend needs.
+    """
+    check_leading(OP, "u", u, "[B, L, D]")
+    check_leading(OP, "lam", lam, "[D, N]")
+    batch, length, width = u.shape
+    states = lam.shape[1]
+    if states < 1:
+        raise ValueError(f"{OP}: lam must have at least one state column, got {list(lam.shape)}")
+    for name, tensor in (("lam", lam), ("w", w), ("C", C)):
+        check_tensor(OP, name, tensor, (width, states), u, "[D, N]")
+    if w_gamma is not None:
+        check_tensor(OP, "w_gamma", w_gamma, (width, states), u, "[D, N]")
+    if D is not None:
+        check_tensor(OP, "D", D, (width,), u, "[D]")
+    if drive is not None:
+        check_tensor(OP, "drive", drive, (batch, length, width), u, "[B, L, D]")
+    offsets = segment_offsets(OP, u, cu_seqlens)
+    if initial_state is not None:
+        shape = (offsets.numel() - 1, width, states)
+        rule = "[B, D, N]" if cu_seqlens is None else "[S, D, N]"
+        check_tensor(OP, "initial_state", initial_state, shape, u, rule)
+    if gate not in get_args(Gate):
+        raise ValueError(f"{OP}: gate must be 'sigmoid' or 'linear', got {gate!r}")
+    _check_solver(solver, tolerance, max_iterations, damping)
+    if gate == "linear":
+        if backend not in ("auto", "reference"):
+            raise ValueError(
+                f'{OP}: gate="linear" exists only as a reference, got backend={backend!r}; '
+                'use backend="auto"'
+            )
+        chosen = "reference"
+    else:
+        chosen = choose(OP, backend, u)
+    if chosen == "reference":
+        if solver == "newton":
+            raise ValueError(
+                f'{OP}: the reference only marches, got solver="newton"; '
+                'use solver="auto", or gate="sigmoid" with another backend'
+            )
+        record(OP, "reference")
+        record(SOLVER, "march")
+        out, final_state = reference.feedback_scan(
+            u, lam, w, C, w_gamma, D, drive, initial_state, cu_seqlens=cu_seqlens, gate=gate
+        )
+    else:
+        tokens = batch * length
+        out, final_state = library.feedback_scan(
+            u.reshape(tokens, width),
+            lam,
+            w,
+            C,
+            w_gamma,
+            D,
+            None if drive is None else drive.reshape(tokens, width),
+            initial_state,
+            offsets,
+            backend=chosen,
+            solver="march" if solver == "auto" else solver,
+            tolerance=tolerance,
+            max_iterations=max_iterations,
+            damping=damping,
+        )
+        out = out.view(batch, length, width)
+    if u.device.type == "cpu" and type(u) is Tensor and not torch.compiler.is_compiling():
+        inputs = {"lam": lam, "w": w, "C": C, "w_gamma": w_gamma, "D": D}
+        inputs |= {"u": u, "drive": drive, "initial_state": initial_state}
+        _check_values(inputs, final_state)
+    return out, final_state
+
+
+def _check_solver(
+    solver: Solver, tolerance: float, max_iterations: int | None, damping: float
+) -> None:
+    if solver not in get_args(Solver):
+        raise ValueError(
+            f"{OP}: solver must be one of {', '.join(get_args(Solver))}, got {solver!r}"
+        )
+    if not 0 < tolerance < math.inf:
+        raise ValueError(f"{OP}: tolerance must be positive and finite, got {tolerance!r}")
+    if max_iterations is not None and (
+        isinstance(max_iterations, bool)
+        or not isinstance(max_iterations, int)
+        or max_iterations < 1
+    ):
+        raise ValueError(
+            f"{OP}: max_iterations must be a whole number of at least 1 or None, "
+            f"got {max_iterations!r}"
+        )
+    if not 0 <= damping < 1:
+        raise ValueError(f"{OP}: damping must be in [0, 1), got {damping!r}")
+
+
+def _check_values(inputs: dict[str, Tensor | None], final_state: Tensor) -> None:
+    """Fail if an input holds a value that is not finite, and name where.
+
+    What enters the recurrence, however early, shows in the final state, which is small; the readout
+    is small itself. So nothing long is looked at unless something is wrong. A state that overflowed
+    from finite inputs is no error.
+    """
+    small = (final_state, *(inputs[name] for name in ("C", "w_gamma", "D")))
+    if all(x is None or math.isfinite(x.detach().sum().item()) for x in small):
+        return
+    axes = {3: ("batch row", "token", "feature"), 2: ("feature", "state"), 1: ("feature",)}
+    for name, x in inputs.items():
+        if x is None or bool(x.isfinite().all()):
+            continue
+        place = (~x.isfinite()).nonzero()[0].tolist()
+        names = ("sequence", "feature", "state") if name == "initial_state" else axes[x.dim()]
+        where = ", ".join(f"{axis} {i}" for axis, i in zip(names, place, strict=True))
+        raise ValueError(f"{OP}: {name} must be finite, got {x[tuple(place)].item()} at {where}")
+
+
+__all__ = ["Newton", "feedback_scan", "newton_solve"]

@@ -1,0 +1,270 @@
+"""Newton's method for COFFEE's recurrence: all tokens of a span at once, iterated.
+
+Every scalar lane ``(sequence, i, j)`` is a nonlinear recurrence of its own, so the Jacobian is
+diagonal and the quasi-Newton step, which keeps only the diagonal, is the exact one. A step is a
+linear recurrence (``linear_scan``). Spans of ``SPAN`` tokens follow one another with the state
+carried over, so memory does not grow with the length; lanes that have converged drop out.
+"""
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ssmzoo_kernels.linear_scan import linear_scan
+from ssmzoo_kernels.scan import accumulator, chunk_slots, interval
+from ssmzoo_kernels.segments import by_length
+
+Guess = Literal["half", "zeros"]
+
+SPAN = 64  # tokens that are solved for at once
+LIMIT = 1e15  # iterates stay within it: far from the solution Newton overshoots
+
+
+class NotConverged(Exception):
+    """The cap on iterations was reached; says where."""
+
+
+class Newton(NamedTuple):
+    """What ``newton_solve`` found.
+
+    Attributes:
+        states: All states ``[B, L, D, N]``.
+        iterations: Newton steps that each lane took in each span, ``[spans, B, D, N]``.
+        residuals: Relative residual of each lane before its first step and after every one,
+            ``[spans, steps + 1, B, D, N]``; a lane that has converged keeps its last.
+        converged: Which lanes reached the tolerance, ``[spans, B, D, N]``.
+    """
+
+    states: Tensor
+    iterations: Tensor
+    residuals: Tensor
+    converged: Tensor
+
+
+def forward(
+    u: Tensor,  # [T, D]
+    lam: Tensor,  # [D, N]
+    w: Tensor,  # [D, N]
+    C: Tensor,  # [D, N]
+    w_gamma: Tensor | None,  # [D, N]
+    D: Tensor | None,  # [D]
+    drive: Tensor | None,  # [T, D]
+    initial_state: Tensor | None,  # [S, D, N]
+    offsets: Tensor,  # [S + 1] int64
+    save: bool,
+    chunk: int,
+    tolerance: float,
+    max_iterations: int | None,
+    damping: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do what the ``forward`` of a backend with this ``CHUNK`` does.
+
+    Raises:
+        NotConverged: Some lane has not reached the tolerance after ``max_iterations`` steps.
+    """
+    exact = accumulator(u)
+    values, rate, weight, readout = (x.to(exact) for x in (u, lam, w, C))
+    filtering = None if w_gamma is None else w_gamma.to(exact)
+    driven = None if drive is None else drive.to(exact)
+    (tokens, width), states, segments = u.shape, lam.shape[1], offsets.shape[0] - 1
+    read = values.new_empty(tokens, width)
+    final_state = values.new_empty(segments, width, states)
+    between = interval(states, chunk)
+    slots = chunk_slots(tokens, segments, between) if save else 0
+    saved = values.new_zeros(slots, states, width)
+    for members, places in _groups(offsets, states):
+        state = values.new_zeros(len(members), width, states)
+        if initial_state is not None:
+            state = initial_state[members].to(exact)
+        for start in range(0, places.shape[1], SPAN):
+            span = places[:, start : start + SPAN]
+            gate_inputs = None if driven is None else driven[span]
+            lanes = _Lanes(values[span], rate, weight, gate_inputs, state)
+            solution = lanes.solve(tolerance, max_iterations, damping)
+            if not solution.converged.all():
+                raise NotConverged(_describe(solution, start, tolerance))
+            history = solution.states.unflatten(1, state.shape).transpose(0, 1)  # [G, Q, D, N]
+            for offset in range(-start % between, span.shape[1], between) if save else ():
+                place = offsets[members] // between + members + (start + offset) // between
+                before = history[:, offset - 1] if offset else state
+                saved[place] = before.transpose(1, 2)
+            reading = (history * readout).sum(dim=-1)
+            if filtering is not None:
+                reading *= (history * filtering).sum(dim=-1).sigmoid()
+            read[span] = reading
+            state = history[:, -1]
+        final_state[members] = state
+    out = read if D is None else read + D.to(exact) * values
+    return out.to(u.dtype), final_state, saved
+
+
+@torch.no_grad()
+def newton_solve(
+    u: Tensor,  # [B, L, D]
+    lam: Tensor,  # [D, N]
+    w: Tensor,  # [D, N]
+    drive: Tensor | None = None,  # [B, L, D]
+    initial_state: Tensor | None = None,  # [B, D, N]
+    *,
+    span: int | None = SPAN,
+    tolerance: float = 1e-6,
+    max_iterations: int | None = None,
+    damping: float = 0.0,
+    guess: Guess = "half",
+) -> Newton:
+    """Solve for the states of ``feedback_scan`` by Newton's method, and tell how it went.
+
+    To study convergence, not to run models: it keeps all states. Residuals are
+    ``max_t |x[t] - f(x[t-1])| / max(1, |x[t]|)`` of a span and a lane.
+
+    Args:
+        u: Inputs.
+        lam: Rates of the states.
+        w: Weights of the gates.
+        drive: What opens the gates instead of the state.
+        initial_state: State to continue from.
+        span: Tokens that are solved for at once; None for all.
+        tolerance: Relative residual at which a lane has converged.
+        max_iterations: Steps after which it is given up; None for twice the tokens of a span, which
+            suffice. It then hands on the state that it has.
+        damping: Jacobians are scaled by ``1 - damping`` in the step, which keeps the solution.
+        guess: ``"half"`` starts from the recurrence with all gates half open, ``"zeros"`` from 0.
+    """
+    exact = accumulator(u)
+    (batch, length, width), states = u.shape, lam.shape[1]
+    state = u.new_zeros(batch, width, states, dtype=exact)
+    if initial_state is not None:
+        state = initial_state.to(exact)
+    found = []
+    for start in range(0, length, span or length):
+        piece = slice(start, start + (span or length))
+        gate_inputs = None if drive is None else drive[:, piece].to(exact)
+        lanes = _Lanes(u[:, piece].to(exact), lam.to(exact), w.to(exact), gate_inputs, state)
+        solution = lanes.solve(tolerance, max_iterations, damping, guess, trace=True)
+        found.append(solution)
+        state = solution.states[-1].view(batch, width, states)
+    steps = max(len(x.residuals) for x in found)
+    shape = (batch, width, states)
+    residuals = [
+        torch.stack(x.residuals + x.residuals[-1:] * (steps - len(x.residuals))) for x in found
+    ]
+    return Newton(
+        torch.cat([x.states for x in found]).unflatten(1, shape).transpose(0, 1),
+        torch.stack([x.iterations for x in found]).unflatten(1, shape),
+        torch.stack(residuals).unflatten(2, shape),
+        torch.stack([x.converged for x in found]).unflatten(1, shape),
+    )
+
+
+class _Solution(NamedTuple):
+    states: Tensor  # [Q, M]
+    iterations: Tensor  # [M]
+    residuals: list[Tensor]  # of [M]; only the last without a trace
+    converged: Tensor  # [M]
+
+
+class _Lanes:
+    """The lanes of a span side by side: ``M = G * D * N`` recurrences of ``Q`` tokens."""
+
+    def __init__(
+        self,
+        u: Tensor,  # [G, Q, D]
+        lam: Tensor,  # [D, N]
+        w: Tensor,  # [D, N]
+        drive: Tensor | None,  # [G, Q, D]
+        state: Tensor,  # [G, D, N]
+    ) -> None:
+        self.start = state.reshape(-1)
+
+        def lanes(x: Tensor) -> Tensor:
+            return x.transpose(0, 1).unsqueeze(-1).expand(-1, *state.shape).flatten(1)
+
+        self.u = lanes(u)
+        self.lam, self.w = (x.expand_as(state).reshape(-1) for x in (lam, w))
+        self.gates = None if drive is None else torch.sigmoid(self.w * lanes(drive))
+
+    def keep(self, these: Tensor) -> None:
+        """Drop all other lanes."""
+        self.start, self.lam, self.w = (x[these] for x in (self.start, self.lam, self.w))
+        self.u = self.u[:, these]
+        self.gates = None if self.gates is None else self.gates[:, these]
+
+    def guess(self, kind: Guess) -> Tensor:
+        """Return the trajectory to start from."""
+        if kind == "zeros":
+            return torch.zeros_like(self.u)
+        decay = (1 + self.lam / 2).expand_as(self.u)
+        found = linear_scan(decay[None], self.u[None] / 2, self.start[None])[0][0]
+        return found.nan_to_num_(0.0).clamp_(-LIMIT, LIMIT)
+
+    def step(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the Jacobian at a trajectory and what the trajectory exceeds its image by."""
+        before = torch.cat([self.start[None], x[:-1]])
+        gate = torch.sigmoid(self.w * before) if self.gates is None else self.gates
+        moved = self.lam * before + self.u
+        jacobian = 1 + self.lam * gate
+        if self.gates is None:
+            jacobian += self.w * (gate * (1 - gate) * moved)
+        return jacobian, x - (before + gate * moved)
+
+    def solve(
+        self,
+        tolerance: float,
+        max_iterations: int | None,
+        damping: float,
+        guess: Guess = "half",
+        trace: bool = False,
+    ) -> _Solution:
+        """Iterate until every lane has converged or the cap is reached."""
+        x = self.guess(guess)
+        cap = 2 * len(x) if max_iterations is None else max_iterations
+        lanes = torch.arange(x.shape[1], device=x.device)  # those still at work
+        states, iterations = torch.empty_like(x), torch.zeros_like(lanes)
+        relative = torch.full_like(self.start, torch.inf)
+        residuals = []
+        for count in range(cap + 1):
+            jacobian, residual = self.step(x)
+            error = (residual.abs() / x.abs().clamp(min=1)).amax(dim=0)
+            relative[lanes], iterations[lanes] = error, count
+            if trace:
+                residuals.append(relative.clone())
+            open_ = ~(error <= tolerance)  # so that nan is open
+            left = int(open_.sum())
+            if left < len(lanes) or count == cap:
+                states[:, lanes] = x
+            if not left or count == cap:
+                break
+            # to leave lanes out costs about as much as a step of those that stay
+            if left <= len(lanes) // 2:
+                x, jacobian, residual = x[:, open_], jacobian[:, open_], residual[:, open_]
+                self.keep(open_)
+                lanes, open_ = lanes[open_], None
+            if damping:
+                jacobian *= 1 - damping
+            change = linear_scan(jacobian[None], -residual[None])[0][0]
+            change = change.nan_to_num_(0.0, LIMIT, -LIMIT)
+            if open_ is not None and left < len(lanes):
+                change *= open_
+            x = (x + change).clamp_(-LIMIT, LIMIT)
+        return _Solution(states, iterations, residuals or [relative], relative <= tolerance)
+
+
+def _describe(solution: _Solution, start: int, tolerance: float) -> str:
+    failed = int((~solution.converged).sum())
+    worst = float(solution.residuals[-1].max())
+    return (
+        f"Newton's method left {failed} of {len(solution.converged)} lanes above the tolerance "
+        f"{tolerance:g} after {int(solution.iterations.max())} iterations, in the span from token "
+        f"{start} (largest relative residual {worst:.1e})"
+    )
+
+
+def _groups(offsets: Tensor, states: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield segments of one length and their tokens, so few that a span's states stay small."""
+    tokens = int(offsets[-1])
+    for members, places in by_length(offsets):
+        held = max(1, min(places.shape[1], SPAN)) * states
+        count = max(4, tokens // held)
+        yield from zip(members.split(count), places.split(count), strict=True)
