@@ -1,5 +1,7 @@
 """B'MOJO for Hugging Face: fading and eidetic memory in one layer."""
 
+from typing import Any
+
 from ssmzoo import Family, Paper
 
 from .configuration_bmojo import BMojoConfig
@@ -10,6 +12,41 @@ from .modeling_bmojo import (
     BMojoForTokenClassification,
     BMojoModel,
 )
+
+# width, query heads, layers of B'MOJO, Mamba, the hybrid and the sliding-window Transformer
+_SIZES = {
+    "130m": (768, 12, 12, 28, 34, 15),
+    "370m": (1024, 16, 21, 51, 62, 27),
+    "790m": (1536, 16, 21, 50, 60, 26),
+    "1.4b": (2048, 32, 21, 50, 62, 27),
+}
+
+
+def _presets() -> dict[str, dict[str, Any]]:
+    """Return the paper's models and baselines at each of its sizes; counts are in the tests.
+
+    B'MOJO's layers have a state-space model as wide as the model, attention and a gated MLP;
+    Mamba's and the hybrid's are twice as wide inside and have no MLP.
+    """
+    presets: dict[str, dict[str, Any]] = {}
+    for size, (width, heads, bmojo, mamba, hybrid, window) in _SIZES.items():
+        common = {"vocab_size": 32000, "hidden_size": width, "num_attention_heads": heads}
+        mlp = {"intermediate_size": round(width * 8 / 3 / 64) * 64}
+        full = {**common, **mlp, "num_hidden_layers": bmojo, "ssm_expand": 1}
+        presets[f"bmojo-{size}"] = full
+        presets[f"bmojo-f-{size}"] = {**full, "mixer_types": "bmojo_f"}
+        presets[f"mamba-{size}"] = {**common, "num_hidden_layers": mamba, "mixer_types": "mamba"}
+        presets[f"hybrid-{size}"] = {
+            **common,
+            "num_hidden_layers": hybrid,
+            "mixer_types": ["mamba", "swa"] * (hybrid // 2),
+        }
+        presets[f"swa-{size}"] = {
+            **{**common, **mlp, "num_hidden_layers": window},
+            **{"mixer_types": "swa", "window_size": 1024, "use_rope": True},
+        }
+    return presets
+
 
 FAMILY = Family(
     name="bmojo",
@@ -27,7 +64,7 @@ FAMILY = Family(
         arxiv="2407.06324",
         year=2024,
     ),
-    presets={},
+    presets=_presets(),
     tiny={
         "vocab_size": 96,
         "hidden_size": 32,

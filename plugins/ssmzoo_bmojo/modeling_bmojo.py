@@ -136,11 +136,9 @@ class BMojoAttention(nn.Module):
             if not config.tie_memory_proj:
                 self.memory_k_proj = _projection(width, groups * size)
                 self.memory_v_proj = _projection(width, groups * size)
-        span = torch.arange(1, config.innovation_span + 1)
-        weights = torch.full_like(span, 1, dtype=torch.float64)
-        if config.innovation_weights == "exp":
-            weights = 0.5 ** span.double()
-        self.innovation_weights = (weights / weights.sum()).tolist()
+        halves = config.innovation_weights == "exp"
+        weights = [0.5**i if halves else 1.0 for i in range(config.innovation_span)]
+        self.innovation_weights = [weight / sum(weights) for weight in weights]
         # outputs of the state-space model that the next call looks back at
         self.history = max(
             len(self.innovation_weights) if self.eidetic else 0,
