@@ -114,7 +114,7 @@ def chunks_of(length: int, lanes: int) -> int:
 
 
 def _entering(a: Tensor, b: Tensor, state: Tensor) -> Tensor:
-    """Return the states before the chunks ``[G, n, Q, D]`` and after the last: ``[G, n + 1, D]``."""
+    """Return the states before chunks ``[G, n, Q, D]`` and after the last: ``[G, n + 1, D]``."""
     added = torch.zeros_like(b[:, :, 0])
     for a_t, b_t in zip(a.unbind(2), b.unbind(2), strict=True):
         added = torch.addcmul(b_t, a_t, added)
