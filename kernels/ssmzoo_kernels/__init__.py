@@ -9,6 +9,7 @@ from ssmzoo_kernels.companion_step import companion_response, companion_state, c
 from ssmzoo_kernels.diagonal_step import diagonal_step
 from ssmzoo_kernels.dispatch import last_backend, use_backend
 from ssmzoo_kernels.eidetic_attention import eidetic_attention
+from ssmzoo_kernels.feedback_scan import feedback_scan
 from ssmzoo_kernels.few_rows_linear import few_rows_linear
 from ssmzoo_kernels.fft_conv import fft_conv
 from ssmzoo_kernels.innovation import innovation
@@ -25,6 +26,7 @@ __all__ = [
     "companion_step",
     "diagonal_step",
     "eidetic_attention",
+    "feedback_scan",
     "few_rows_linear",
     "fft_conv",
     "innovation",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ssmzoo_kernels.dispatch import Backend, choose, record
 from ssmzoo_kernels.feedback_scan import library, reference
-from ssmzoo_kernels.feedback_scan.newton import Newton, newton_solve
+from ssmzoo_kernels.feedback_scan.newton import Newton, check_options, newton_solve
 from ssmzoo_kernels.feedback_scan.reference import Gate
 from ssmzoo_kernels.validation import check_leading, check_tensor, segment_offsets
 
@@ -101,7 +101,11 @@ def feedback_scan(
         check_tensor(OP, "initial_state", initial_state, shape, u, rule)
     if gate not in get_args(Gate):
         raise ValueError(f"{OP}: gate must be 'sigmoid' or 'linear', got {gate!r}")
-    _check_solver(solver, tolerance, max_iterations, damping)
+    if solver not in get_args(Solver):
+        raise ValueError(
+            f"{OP}: solver must be one of {', '.join(get_args(Solver))}, got {solver!r}"
+        )
+    check_options(OP, tolerance, max_iterations, damping)
     if gate == "linear":
         if backend not in ("auto", "reference"):
             raise ValueError(
@@ -146,28 +150,6 @@ def feedback_scan(
         inputs |= {"u": u, "drive": drive, "initial_state": initial_state}
         _check_values(inputs, final_state)
     return out, final_state
-
-
-def _check_solver(
-    solver: Solver, tolerance: float, max_iterations: int | None, damping: float
-) -> None:
-    if solver not in get_args(Solver):
-        raise ValueError(
-            f"{OP}: solver must be one of {', '.join(get_args(Solver))}, got {solver!r}"
-        )
-    if not 0 < tolerance < math.inf:
-        raise ValueError(f"{OP}: tolerance must be positive and finite, got {tolerance!r}")
-    if max_iterations is not None and (
-        isinstance(max_iterations, bool)
-        or not isinstance(max_iterations, int)
-        or max_iterations < 1
-    ):
-        raise ValueError(
-            f"{OP}: max_iterations must be a whole number of at least 1 or None, "
-            f"got {max_iterations!r}"
-        )
-    if not 0 <= damping < 1:
-        raise ValueError(f"{OP}: damping must be in [0, 1), got {damping!r}")
 
 
 def _check_values(inputs: dict[str, Tensor | None], final_state: Tensor) -> None:

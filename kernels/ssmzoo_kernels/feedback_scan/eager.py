@@ -5,16 +5,11 @@ state to the chunks after it, recomputes the states of a chunk, and works on the
 for the carry. Of many segments only so many run together that their states stay few.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from ssmzoo_kernels.scan import accumulator, chunk_slots, interval
-from ssmzoo_kernels.segments import by_length
-
-CHUNK = 16
-ABREAST = 16  # segments that may always run together
+from ssmzoo_kernels.scan.eager import CHUNK, groups
 
 
 def forward(
@@ -45,7 +40,7 @@ def forward(
     between = interval(states, CHUNK)
     slots = chunk_slots(tokens, segments, between) if save else 0
     saved = values.new_zeros(slots, states, width)
-    for members, places in _groups(offsets, states):
+    for members, places in groups(offsets, states):
         state = values.new_zeros(len(members), states, width)
         if initial_state is not None:
             state = initial_state[members].to(exact).transpose(1, 2)
@@ -92,7 +87,7 @@ def backward(
     grad_lam, grad_w, grad_C, grad_gamma = values.new_zeros(4, width, states, dtype=torch.float64)
     grad_initial = values.new_empty(segments, width, states)
     between = interval(states, CHUNK)
-    for members, places in _groups(offsets, states):
+    for members, places in groups(offsets, states):
         starts: list[Tensor] = []
         carry = values.new_zeros(len(members), states, width)
         if grad_final is not None:
@@ -166,18 +161,6 @@ def _march(state: Tensor, u: Tensor, rate: Tensor, weight: Tensor, gates: Tensor
         gate = torch.sigmoid(weight * state) if gates is None else gates[:, t]
         history[:, t + 1] = state + gate * (rate * state + u[:, t, None])
     return history
-
-
-def _groups(offsets: Tensor, states: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield segments of one length and their tokens, so few that their chunks' states stay small.
-
-    Together they are no more than an activation, or what ``ABREAST`` segments need.
-    """
-    tokens = int(offsets[-1])
-    for members, places in by_length(offsets):
-        held = max(1, min(places.shape[1], max(CHUNK, interval(states, CHUNK) // CHUNK)))
-        count = max(ABREAST, tokens // (held * states))
-        yield from zip(members.split(count), places.split(count), strict=True)
 
 
 def _slots(offsets: Tensor, members: Tensor, chunk: int, between: int) -> Tensor:

@@ -6,8 +6,9 @@ linear recurrence (``linear_scan``). Spans of ``SPAN`` tokens follow one another
 carried over, so memory does not grow with the length; lanes that have converged drop out.
 """
 
+import math
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from ssmzoo_kernels.linear_scan import linear_scan
 from ssmzoo_kernels.scan import accumulator, chunk_slots, interval
 from ssmzoo_kernels.segments import by_length
+from ssmzoo_kernels.validation import check_leading, check_tensor
 
 Guess = Literal["half", "zeros"]
 
@@ -100,6 +102,20 @@ def forward(
     return out.to(u.dtype), final_state, saved
 
 
+def check_options(op: str, tolerance: float, max_iterations: int | None, damping: float) -> None:
+    """Fail unless the solver can work with these."""
+    if not 0 < tolerance < math.inf:
+        raise ValueError(f"{op}: tolerance must be positive and finite, got {tolerance!r}")
+    whole = isinstance(max_iterations, int) and not isinstance(max_iterations, bool)
+    if max_iterations is not None and not (whole and max_iterations >= 1):
+        raise ValueError(
+            f"{op}: max_iterations must be a whole number of at least 1 or None, "
+            f"got {max_iterations!r}"
+        )
+    if not 0 <= damping < 1:
+        raise ValueError(f"{op}: damping must be in [0, 1), got {damping!r}")
+
+
 @torch.no_grad()
 def newton_solve(
     u: Tensor,  # [B, L, D]
@@ -131,9 +147,29 @@ def newton_solve(
             suffice. It then hands on the state that it has.
         damping: Jacobians are scaled by ``1 - damping`` in the step, which keeps the solution.
         guess: ``"half"`` starts from the recurrence with all gates half open, ``"zeros"`` from 0.
+
+    Raises:
+        ValueError: Shapes, devices or choices that do not fit.
+        TypeError: Not a tensor, or not floating point.
     """
-    exact = accumulator(u)
+    op = "newton_solve"
+    check_leading(op, "u", u, "[B, L, D]")
+    check_leading(op, "lam", lam, "[D, N]")
     (batch, length, width), states = u.shape, lam.shape[1]
+    if not length or not states:
+        raise ValueError(f"{op}: there must be a token and a state, got L = {length}, N = {states}")
+    for name, tensor in (("lam", lam), ("w", w)):
+        check_tensor(op, name, tensor, (width, states), u, "[D, N]")
+    if drive is not None:
+        check_tensor(op, "drive", drive, (batch, length, width), u, "[B, L, D]")
+    if initial_state is not None:
+        check_tensor(op, "initial_state", initial_state, (batch, width, states), u, "[B, D, N]")
+    if span is not None and span < 1:
+        raise ValueError(f"{op}: span must be at least 1 or None, got {span!r}")
+    if guess not in get_args(Guess):
+        raise ValueError(f"{op}: guess must be 'half' or 'zeros', got {guess!r}")
+    check_options(op, tolerance, max_iterations, damping)
+    exact = accumulator(u)
     state = u.new_zeros(batch, width, states, dtype=exact)
     if initial_state is not None:
         state = initial_state.to(exact)
