@@ -39,7 +39,7 @@ def _presets() -> dict[str, dict[str, Any]]:
         presets[f"hybrid-{size}"] = {
             **common,
             "num_hidden_layers": hybrid,
-            "mixer_types": ["mamba", "swa"] * (hybrid // 2),
+            "mixer_types": ["mamba", "swa"],
         }
         presets[f"swa-{size}"] = {
             **{**common, **mlp, "num_hidden_layers": window},

@@ -17,8 +17,9 @@ class BMojoConfig(SSMConfig):
     Attributes:
         mixer_types: A mixer for each layer: "bmojo" has all three memories, "bmojo_f" no eidetic
             one, "mamba" is the state-space model alone, "swa" attention in the window, "attention"
-            over everything (its cache grows). One word stands for all layers. May be given as
-            ``layer_types``, but transformers renames what it finds in a field of that name.
+            over everything (its cache grows). Fewer names than layers are repeated, one word
+            stands for all. May be given as ``layer_types``, but transformers renames what it finds
+            in a field of that name.
         window_size: w, tokens a query sees directly, and tokens a chunk.
         num_fading_tokens: m_f, outputs of the state-space model that a query reads.
         num_eidetic_tokens: m_e, surprising tokens that are kept as they were.
@@ -82,8 +83,10 @@ class BMojoConfig(SSMConfig):
     def __post_init__(self, **kwargs: object) -> None:
         """Work out what was left open; see :class:`SSMConfig`."""
         self.mixer_types = kwargs.pop("layer_types", self.mixer_types)  # type: ignore[assignment]
-        if isinstance(self.mixer_types, str):
-            self.mixer_types = [self.mixer_types] * self.num_hidden_layers
+        pattern = [self.mixer_types] if isinstance(self.mixer_types, str) else self.mixer_types
+        if pattern and len(pattern) < self.num_hidden_layers:
+            pattern = [pattern[i % len(pattern)] for i in range(self.num_hidden_layers)]
+        self.mixer_types = pattern
         if self.num_attention_heads is None:
             self.num_attention_heads = max(1, self.hidden_size // 64)
         if self.num_key_value_heads is None:
@@ -110,8 +113,8 @@ class BMojoConfig(SSMConfig):
                 )
         if len(self.mixer_types) != self.num_hidden_layers:
             raise ValueError(
-                f"mixer_types must name a mixer for each of the {self.num_hidden_layers} layers, "
-                f"got {len(self.mixer_types)}"
+                f"mixer_types must name at least one mixer and at most {self.num_hidden_layers}, "
+                f"one for each layer, got {len(self.mixer_types)}"
             )
         for name in (
             *("window_size", "innovation_span", "ssm_expand", "ssm_state_size", "conv_kernel"),

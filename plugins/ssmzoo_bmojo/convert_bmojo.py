@@ -65,5 +65,7 @@ def rename(weights: Mapping[str, Tensor]) -> dict[str, Any]:
             if old in ours and not (old == ".mixer." and ".mixer.ssm." in ours):
                 ours = ours.replace(old, new)
         exact = ours.rpartition(".")[2] in ("A_log", "D", "dt_bias")
-        renamed[ours] = tensor.to(torch.promote_types(torch.float32, tensor.dtype)) if exact else tensor
+        renamed[ours] = (
+            tensor.to(torch.promote_types(torch.float32, tensor.dtype)) if exact else tensor
+        )
     return renamed

@@ -22,6 +22,7 @@ class Call(NamedTuple):
     offsets: Tensor  # [S + 1] where each begins and ends among the T tokens
     seen: Tensor  # [S] tokens before this call
     window: int
+    tokens: int  # T
 
     @property
     def lengths(self) -> Tensor:
@@ -35,16 +36,21 @@ class Call(NamedTuple):
 
     def chunks(self, *, following: bool) -> Chunks:
         """Return the chunks with tokens in this call; ``following``: and that of the next token."""
-        return chunk_table(self.lengths + int(following), self.seen, self.window)
+        most = None
+        if self.offsets.device.type != "cpu" or torch.compiler.is_compiling():
+            # a chunk is cut short at most at both ends of a sequence
+            sequences = self.seen.shape[0]
+            most = (self.tokens + sequences * following) // self.window + 2 * sequences
+        return chunk_table(self.lengths + int(following), self.seen, self.window, most)
 
     def last(self, chunks: Chunks) -> Tensor:
         """Return which of the chunks is the last of each sequence, ``[S]``."""
         sequences = torch.arange(self.seen.shape[0], device=self.seen.device)
         return torch.searchsorted(chunks.sequence, sequences, right=True) - 1
 
-    def positions(self, tokens: int) -> Tensor:
+    def positions(self) -> Tensor:
         """Return the position in its sequence of every token, ``[T]``."""
-        place = torch.arange(tokens, device=self.offsets.device)
+        place = torch.arange(self.tokens, device=self.offsets.device)
         sequence = torch.searchsorted(self.offsets[1:].contiguous(), place, right=True)
         sequence = sequence.clamp(max=self.seen.shape[0] - 1)
         return place - self.offsets[sequence] + self.seen[sequence]
@@ -167,7 +173,10 @@ def score_grid(call: Call, chunks: Chunks, scores: Tensor, pending: Tensor | Non
     """
     window, opened = call.window, call.seen // call.window
     here = chunks.number - opened[chunks.sequence]
-    most = int(here.max()) + 1 if here.numel() else 0
+    if scores.device.type != "cpu" or torch.compiler.is_compiling():
+        most = call.tokens // window + 2
+    else:
+        most = int(here.max()) + 1 if here.numel() else 0
     place = torch.arange(window, device=scores.device)
     position = (opened[:, None] + torch.arange(most, device=scores.device))[..., None] * window
     position = position + place  # [S, C, w]

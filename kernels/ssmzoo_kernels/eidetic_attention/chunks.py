@@ -16,21 +16,24 @@ class Chunks(NamedTuple):
     count: Tensor  # [n] how many of its tokens are in this call
 
 
-def chunk_table(lengths: Tensor, seen: Tensor, window: int) -> Chunks:
+def chunk_table(lengths: Tensor, seen: Tensor, window: int, most: int | None = None) -> Chunks:
     """Find the chunks of some sequences.
 
     Args:
         lengths: Tokens of each sequence in this call, ``[S]`` int64.
         seen: Tokens of each sequence before this call, ``[S]`` int64.
         window: Tokens a chunk.
+        most: A bound on their number, so that nobody need count them: that many come back, the ones
+            too many at the end without tokens.
     """
     opened = seen // window  # the chunk of each sequence's next token
     chunks = (seen + lengths - 1).div(window, rounding_mode="floor") - opened + 1
-    chunks = torch.where(lengths > 0, chunks, 0)
-    sequence = torch.arange(lengths.shape[0], device=lengths.device).repeat_interleave(chunks)
-    place = torch.arange(sequence.shape[0], device=lengths.device)
-    number = opened[sequence] + place - (chunks.cumsum(0) - chunks)[sequence]
-    first = (number * window - seen[sequence]).clamp(min=0)
-    end = torch.minimum((number + 1) * window - seen[sequence], lengths[sequence])
-    start = seen[sequence] + first - number * window
-    return Chunks(sequence, number, first, start, end - first)
+    ends = torch.where(lengths > 0, chunks, 0).cumsum(0)
+    place = torch.arange(int(ends[-1]) if most is None else most, device=lengths.device)
+    sequence = torch.searchsorted(ends, place, right=True).clamp(max=lengths.shape[0] - 1)
+    before = torch.where(sequence > 0, ends[sequence - 1], 0)
+    number = opened[sequence] + place - before
+    length, past = lengths[sequence], seen[sequence]
+    first = (number * window - past).clamp(min=0).minimum(length)
+    end = ((number + 1) * window - past).minimum(length)
+    return Chunks(sequence, number, first, past + first - number * window, end - first)

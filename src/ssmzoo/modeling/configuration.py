@@ -39,6 +39,7 @@ class SSMConfig(PreTrainedConfig):
         prenorm: ``x + mixer(norm(x))`` and a norm at the end; otherwise ``norm(x + mixer(x))``.
         residual: Add what goes into a mixer or MLP to what comes out of it.
         intermediate_size: Width of an MLP after every mixer; None has none.
+        mlp_type: Its kind: "gelu" as in GPT-2, or "swiglu" as in Llama.
         dropout: Probability to drop what a mixer or MLP adds, while training.
         embedding_dropout: The same for the embedding.
         tie_dropout: Drop whole features of a sequence instead of single entries.
@@ -67,6 +68,7 @@ class SSMConfig(PreTrainedConfig):
     prenorm: bool = True
     residual: bool = True
     intermediate_size: int | None = None
+    mlp_type: Literal["gelu", "swiglu"] = "gelu"
     dropout: float = 0.0
     embedding_dropout: float = 0.0
     tie_dropout: bool = False

@@ -89,16 +89,25 @@ class Dropout(nn.Module):
 
 
 class MLP(nn.Module):
-    """``down_proj(GELU(up_proj(x)))`` with biases and the tanh form of GELU, as in GPT-2."""
+    """What follows a mixer.
+
+    ``"gelu"``: ``down_proj(GELU(up_proj(x)))`` with biases and the tanh form of GELU, as in GPT-2.
+    ``"swiglu"``: ``down_proj(SiLU(gate_proj(x)) * up_proj(x))`` without biases, as in Llama.
+    """
 
     def __init__(self, config: SSMConfig) -> None:
         super().__init__()
         assert config.intermediate_size is not None
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+        gated = config.mlp_type == "swiglu"
+        width, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = Linear(width, inner, bias=False) if gated else None
+        self.up_proj = Linear(width, inner, bias=not gated)
+        self.down_proj = Linear(inner, width, bias=not gated)
         # for families that scale the initial weights of a branch's end by depth
         self.down_proj.ends_mlp = True  # pyright: ignore[reportArgumentType]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., D]`` to ``[..., D]``."""
+        if self.gate_proj is not None:
+            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
