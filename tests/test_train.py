@@ -186,8 +186,8 @@ def test_a_run_killed_outright_resumes_to_the_same_weights(whole, recipe, tmp_pa
         from ssmzoo.train import train
         torch.set_num_threads(int(sys.argv[3]))
         log = Run._log
-        def kill(run):
-            log(run)
+        def kill(run, read):
+            log(run, read)
             if run.step == 8:
                 os.kill(os.getpid(), signal.SIGKILL)
         Run._log = kill

@@ -203,6 +203,7 @@ def test_an_easy_task_is_learnt_and_the_model_loads_and_scores_alike(tmp_path):
 
 
 PLATEAU = {"train__schedule": "plateau", "train__patience": 1, "train__factor": 0.5}
+DROP = {"train__schedule": "drop", "train__below": 0.69, "train__factor": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -211,6 +212,8 @@ PLATEAU = {"train__schedule": "plateau", "train__patience": 1, "train__factor": 
         (4, {"checkpoint__every": 1}),  # in the midst of the first epoch
         (13, {}),  # begins the third
         (23, {**PLATEAU, "train__epochs": 5, "checkpoint__every": 4}),
+        # between two validations
+        (23, {**DROP, "train__epochs": 5, "checkpoint__every": 4}),
     ],
 )
 def test_a_killed_run_resumes_to_the_same_weights_and_lines(step, changes, tmp_path, monkeypatch):
@@ -224,9 +227,9 @@ def test_a_killed_run_resumes_to_the_same_weights_and_lines(step, changes, tmp_p
     assert_same_weights(whole, resumed)
     assert lines(whole) == lines(resumed)
     assert finished(whole)["test"] == finished(resumed)["test"]
-    if "train__patience" in changes:
+    if "train__factor" in changes:
         rates = {line["lr"] for line in lines(whole) if "lr" in line}
-        assert len(rates) > 1, "no plateau in this run, which therefore shows nothing"
+        assert len(rates) > 1, "the rate never fell in this run, which therefore shows nothing"
 
 
 def test_a_finished_run_can_go_on_for_more_epochs(tmp_path):
@@ -408,6 +411,168 @@ def test_a_plateau_waits_for_the_warm_up():
     assert [rate for rate, _ in found] == [0.5, 0.75, 1.0, 1.0, 1.0, 0.5, 0.5]
 
 
+def shown(optimizer, schedule, losses):
+    """Return the rates after each validation, two steps with these losses before each."""
+    found = []
+    for pair in losses:
+        for loss in pair:
+            optimizer.step()
+            schedule.step()
+            schedule.saw([loss])
+        schedule.judge(0.5)
+        found.append([group["lr"] for group in optimizer.param_groups])
+    return found
+
+
+def test_a_drop_lowers_the_rates_once_when_the_mean_loss_is_small():
+    losses = [(2.0, 0.1), (0.2, 0.9), (0.6, 0.7), (0.1, 0.1), (2.0, 2.0)]
+    optimizer, schedule = scheduled(False, **{**DROP, "train__below": 0.6})
+    found = shown(optimizer, schedule, losses)
+    first = [1, 0.5, 0.5, 0.5, 0.5]  # 0.55 is the first mean below
+    assert found == [[pytest.approx(r), pytest.approx(0.1 * r)] for r in first]
+    never, same = scheduled(False, **{**DROP, "train__below": 0.05})
+    assert shown(never, same, losses)[-1] == pytest.approx([1, 0.1])
+
+    for seen in (1, 3, 5):  # steps before the state is taken
+        again, other = scheduled(False, **{**DROP, "train__below": 0.6})
+        half = scheduled(False, **{**DROP, "train__below": 0.6})
+        flat = [loss for pair in losses for loss in pair]
+        for number, loss in enumerate(flat):
+            if number == seen:
+                other.restore(seen, json.loads(json.dumps(half[1].state())))
+            for one, two in [half] if number < seen else [half, (again, other)]:
+                one.step()
+                two.step()
+                two.saw([loss])
+                if number % 2:
+                    two.judge(0.5)
+        rates = [[group["lr"] for group in one.param_groups] for one in (half[0], again)]
+        assert rates[0] == rates[1] == found[-1]
+
+
+def test_a_drop_waits_for_the_warm_up():
+    optimizer, schedule = scheduled(False, **DROP, train__warmup=4)
+    found = shown(optimizer, schedule, [(0.1, 0.1)] * 3)
+    assert [rate for rate, _ in found] == [0.75, 0.5, 0.5]
+
+
+def test_without_weight_decay_the_optimizer_is_adam():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 3)
+    twin = torch.nn.Linear(5, 3)
+    twin.load_state_dict(model.state_dict())
+    ours = make_optimizer(model, lr=0.01, weight_decay=0.0, betas=(0.9, 0.999))
+    adam = torch.optim.Adam(twin.parameters(), lr=0.01, betas=(0.9, 0.999), fused=True)
+    for _ in range(20):
+        x = torch.randn(7, 5)
+        for module, optimizer in ((model, ours), (twin, adam)):
+            optimizer.zero_grad()
+            module(x).square().sum().backward()
+            optimizer.step()
+    assert torch.equal(model.weight, twin.weight)
+    assert torch.equal(model.bias, twin.bias)
+
+
+STOP = {"metric": "accuracy", "value": 10 / 13}
+
+
+def test_a_run_ends_with_the_first_validation_that_is_good_enough(tmp_path):
+    asked = recipe(
+        train__epochs=30, train__lr=0.001, train__stop_at=STOP, train__schedule="constant"
+    )
+    whole = train(asked, output_dir=tmp_path / "whole")
+    accuracies = [ln["validation_accuracy"] for ln in lines(whole) if "validation_loss" in ln]
+    assert accuracies[-1] >= 10 / 13 > max([0.0, *accuracies[:-1]])
+    assert 1 < len(accuracies) < 30
+    facts = finished(whole)
+    assert facts["step"] == facts["best"]["step"] == facts["test"]["step"] == 6 * len(accuracies)
+
+    # it has ended, and goes on only if more is asked of it
+    train(asked, output_dir=whole, resume=True)
+    assert finished(whole)["step"] == facts["step"]
+    longer = ["train.stop_at=null", f"train.epochs={len(accuracies) + 1}"]
+    train(asked, output_dir=whole, resume=True, overrides=longer)
+    assert finished(whole)["step"] == facts["step"] + 6
+
+
+def test_a_killed_run_that_will_end_early_resumes_to_the_same_weights(tmp_path, monkeypatch):
+    asked = recipe(model=BERT, train__epochs=30, train__stop_at=STOP, checkpoint__every=4)
+    whole = train(asked, output_dir=tmp_path / "whole")
+    assert finished(whole)["step"] < 30 * 6
+    with monkeypatch.context() as patch:
+        kill_before(patch, finished(whole)["step"])
+        with pytest.raises(KilledError):
+            train(asked, output_dir=tmp_path / "killed")
+    resumed = train(asked, output_dir=tmp_path / "killed", resume=True)
+    assert_same_weights(whole, resumed)
+    assert lines(whole) == lines(resumed)
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "ends"),
+    [("loss", 0.5, [0.6, 0.5]), ("rmse", 0.5, [0.6, 0.4]), ("exact_match", 0.9, [0.8, 0.9])],
+)
+def test_less_loss_and_more_accuracy_are_good_enough(metric, value, ends):
+    stop = recipe(train__stop_at={"metric": metric, "value": value}).train.stop_at
+    assert [stop.reached({metric: end, "other": value}) for end in ends] == [False, True]
+
+
+INDUCTION = {"task": "induction_heads", "task_args": {
+    "seq_len": 6, "vocab_size": 5, "num_symbols": 3, "target_length": 2, "fresh": True,
+    "num_train": 40, "num_validation": 30, "num_test": 25}}  # fmt: skip
+
+
+def test_answers_of_several_symbols_are_judged_one_by_one_and_whole():
+    task = load_task("induction_heads", "test", 1, **INDUCTION["task_args"])
+    part = Examples(task.batch(range(25)))
+    model = load_family("longhorn").causal_lm_class(
+        load_family("longhorn").config(**LONGHORN["config"], vocab_size=5)
+    )
+    goal = labelled(model, task)
+    batch = goal.batch(part)
+    assert set(batch) == {"input_ids", "labels"}  # nothing is padding
+    assert goal.targets(part) == 50
+    answers = batch["labels"][:, -2:]
+    said = answers.clone()
+    said[:5, 0] = 4  # five rows with the first symbol wrong, three of them with both
+    said[:3, 1] = 4
+    logits = torch.zeros(25, 8, 5)
+    logits[:, -3:-1] = 9 * torch.nn.functional.one_hot(said, 5).float()
+    loss = model.loss_function(logits=logits, labels=batch["labels"], vocab_size=5)
+    output = type("Output", (), {"logits": logits, "loss": loss})
+    found = goal.metrics(goal.measure(output, batch, part))
+    assert found == {
+        "loss": pytest.approx(loss.item()),
+        "accuracy": 42 / 50,
+        "targets": 50,
+        "exact_match": 20 / 25,
+        "examples": 25,
+    }
+
+
+def test_a_problem_drawn_while_training_resumes_and_is_scored_on_whole_answers(
+    tmp_path, monkeypatch
+):
+    asked = recipe(data=INDUCTION, train__epochs=4, checkpoint__every=3)
+    whole = train(asked, output_dir=tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        kill_before(patch, 14)
+        with pytest.raises(KilledError):
+            train(asked, output_dir=tmp_path / "killed")
+    resumed = train(asked, output_dir=tmp_path / "killed", resume=True)
+    assert_same_weights(whole, resumed)
+    assert lines(whole) == lines(resumed)
+    found = json.loads((whole / "results.json").read_text())["results"]
+    assert [(row["metric"], row["n"]) for row in found] == [
+        ("exact_match", 25), ("accuracy", 50), ("loss", 50)
+    ]  # fmt: skip
+    assert [row["higher_is_better"] for row in found] == [True, True, False]
+    assert found[0]["value"] == finished(whole)["test"]["exact_match"] <= found[1]["value"]
+    # examples are independent, the symbols of one are not
+    assert found[0]["stderr"] is not None
+    assert found[1]["stderr"] is None
+
+
 def test_a_constant_rate_stays_after_its_warm_up():
     optimizer, schedule = scheduled(False, train__schedule="constant", train__warmup=3)
     found = rates_of(optimizer, schedule, [1.0] * 6)
@@ -565,6 +730,12 @@ def test_a_presets_other_vocabulary_is_replaced_and_reported(caplog):
         ({"model": {"family": "longhorn", "config": {"vocab_size": 99}}}, ValueError,
          "model.config.vocab_size must be absent or the task's, 8, got 99"),
         ({"train__warmup": 99}, ValueError, "at most the run's 18 steps, got 99"),
+        ({"train__stop_at": {"metric": "exact_match", "value": 0.9}}, ValueError,
+         "train.stop_at.metric must be one of loss, accuracy, which this run measures, got 'exact"),
+        ({"data": {"task": "digits"}}, LookupError,
+         "models of type 'ssmzoo_longhorn' have no head for classification of images"),
+        ({"model": BERT, "data": {"task": "digits"}}, LookupError,
+         "transformers has no model for classification of images of type 'bert'"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_before_any_work(changes, kind, message, tmp_path):
@@ -612,7 +783,16 @@ TEXT = {"data": {"text": "a.txt"}, "train__seq_len": 8}
          "train.schedule 'plateau' needs train.patience"),
         ({"train__patience": 2}, ValueError,
          "train.patience needs train.schedule 'plateau', got 'cosine'"),
-        ({"train__factor": 0.5}, ValueError, "train.factor needs train.schedule 'plateau'"),
+        ({"train__factor": 0.5}, ValueError,
+         "train.factor needs train.schedule 'plateau' or 'drop', got 'cosine'"),
+        ({"train__below": 0.5}, ValueError, "train.below needs train.schedule 'drop', got 'cosin"),
+        ({"train__schedule": "drop"}, ValueError, "train.schedule 'drop' needs train.below"),
+        ({**DROP, "train__below": 0}, ValueError, "train.below must be greater than 0, got 0"),
+        ({"train__stop_at": {"metric": "acc", "value": 1.0}}, ValueError,
+         "'exact_match' or 'rmse', got 'acc'"),
+        ({"train__stop_at": {"metric": "loss"}}, ValueError, "train.stop_at.value is missing"),
+        ({"train__stop_at": {"metrik": "loss", "value": 1.0}}, LookupError,
+         "train.stop_at has no field 'metrik'; did you mean 'metric'?"),
         ({**PLATEAU, "train__factor": 1.5}, ValueError, "train.factor must be less than 1"),
         ({**PLATEAU, "train__min_lr_ratio": 0.1}, ValueError,
          "train.min_lr_ratio needs train.schedule 'cosine', got 'plateau'"),
@@ -629,6 +809,11 @@ TEXT = {"data": {"text": "a.txt"}, "train__seq_len": 8}
           "checkpoint": {"best": True}}, ValueError, "checkpoint.best needs data.validation"),
         ({**TEXT, **PLATEAU, "train__epochs": None, "train__steps": 9, "eval": {"every": 3},
           "checkpoint": {}}, ValueError, "train.schedule 'plateau' needs data.validation"),
+        ({**TEXT, **DROP, "train__epochs": None, "train__steps": 9, "eval": {"every": 3},
+          "checkpoint": {}}, ValueError, "train.schedule 'drop' needs data.validation"),
+        ({**TEXT, "train__stop_at": STOP, "train__epochs": None, "train__steps": 9,
+          "eval": {"every": 3}, "checkpoint": {}}, ValueError,
+         "train.stop_at needs data.validation"),
     ],
 )  # fmt: skip
 def test_a_wrong_recipe_is_refused_when_it_is_read(changes, kind, message, tmp_path):

@@ -118,8 +118,9 @@ def model_class(config: PreTrainedConfig, task: Supervised | None = None) -> typ
     """
     family = _family_of(config)
     found: Any = None
-    if task is not None and task.kind == "token_pairs":
-        found = None if family is None else family.pair_classification_class
+    own = {"token_pairs": "pair_classification_class", "images": "image_classification_class"}
+    if task is not None and task.kind in own:
+        found = None if family is None else getattr(family, own[task.kind])
     elif family is not None or not _only_of_families(task):
         found = _heads(task).get(type(config), None)
     if found is None:

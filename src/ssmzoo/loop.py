@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from ssmzoo.build import build_config, build_model, load_model, without_bars
 from ssmzoo.checkpoint import Metrics, checkpoint_of, checkpoints, save_checkpoint, step_of
 from ssmzoo.data import Data, open_data, prepare_data, recipe_tokenizer
-from ssmzoo.examples import describe_splits, load_splits, open_splits, task_tokenizer
+from ssmzoo.examples import Share, describe_splits, load_splits, open_splits, task_tokenizer
+from ssmzoo.gauges import read_gauges
 from ssmzoo.machine import hardware
 from ssmzoo.meter import Meter
 from ssmzoo.objective import CausalLM, labelled
@@ -84,6 +85,7 @@ class Run:
         require_ahead(recipe, self.plan.total, done)
         self.step, self.tokens, self.unsummed_tokens = 0, 0, 0
         self.best: dict[str, float | int] | None = None
+        self.stopped = False
         self.meter = Meter()
         self._build(checkpoint)
         # not before all is checked
@@ -165,6 +167,12 @@ class Run:
             self.objective = CausalLM(model, packs=packs)
         else:
             self.objective = labelled(model, self.task)
+        stop = options.stop_at
+        if stop is not None and stop.metric not in self.objective.measured:
+            raise ValueError(
+                f"train.stop_at.metric must be one of {', '.join(self.objective.measured)}, which "
+                f"this run measures, got {stop.metric!r}"
+            )
         beta1, beta2 = options.betas
         optimizer = make_optimizer(
             model,
@@ -178,6 +186,7 @@ class Run:
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.raw_optimizer: torch.optim.Optimizer = self.optimizer.optimizer
         self.bare: PreTrainedModel = self.accelerator.unwrap_model(self.model)
+        self.project: Callable[[], None] | None = getattr(self.bare, "project_parameters", None)
         # not prepared: Accelerate's wrapper steps once for every process
         self.schedule = Schedule(
             self.raw_optimizer, options, self.plan, higher=self.objective.higher
@@ -214,6 +223,8 @@ class Run:
         # it is gone where newer checkpoints were removed by hand
         if best is not None and not checkpoint_of(self.folder.checkpoints, best).exists():
             self.best = None
+        stop = self.recipe.train.stop_at
+        self.stopped = stop is not None and state["stopped"] == stop.model_dump()
         if len(state["processes"]) == world:
             set_random_state(mine["random"])
         if carries:
@@ -250,7 +261,7 @@ class Run:
     def _loop(self, total: int) -> None:
         plan, keeps_best = self.plan, self.recipe.checkpoint.best
         self.meter.start(self.tokens)
-        steps = _ahead(self._read, total - self.step)
+        steps = _ahead(self._read, 0 if self.stopped else total - self.step)
         for read in steps:
             self._optimize(read)
             self.step += 1
@@ -266,11 +277,13 @@ class Run:
                 continue
             self._collect()
             if logs:
-                self._log()
+                self._log(read)
             with self.meter.paused():
                 better = evaluates and self._evaluate()
-                if saves or (better and keeps_best):
+                if saves or self.stopped or (better and keeps_best):
                     self._save(read.position)
+            if self.stopped:
+                break
 
     def _read(self) -> _Step:
         """Read one step's micro-batches; this runs in a thread, ahead of the training."""
@@ -311,6 +324,8 @@ class Run:
         largest = self.recipe.train.clip or math.inf
         norm = cast("torch.Tensor", accelerator.clip_grad_norm_(self.parameters, largest))
         self.optimizer.step()
+        if self.project is not None:
+            self.project()
         self.rate = self.raw_optimizer.param_groups[0]["lr"]
         self.schedule.step()
         self.optimizer.zero_grad()
@@ -339,24 +354,38 @@ class Run:
                     f"the loss must be finite, got loss {loss} and gradient norm {norm} at step "
                     f"{step}; {way_out}; try a smaller train.lr or a longer train.warmup"
                 )
+        self.schedule.saw(loss for loss, _ in pairs)
         self.meter.add([(loss, norm) for loss, norm in pairs])
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum over all processes."""
         return cast("torch.Tensor", self.accelerator.reduce(values))
 
-    def _log(self) -> None:
-        line = self.meter.line(self.tokens)
+    def _log(self, read: _Step) -> None:
+        line: dict[str, Any] = self.meter.line(self.tokens)
         line = {"step": self.step, "tokens": self.tokens, "lr": self.rate, **line}
         if self.plan.epoch_steps is not None:
             line["epoch"] = round(self.step / self.plan.epoch_steps, 6)
+        if gauges := self._gauges(read):
+            line["gauges"] = gauges
         self._write(line)
         speed = f"{line['tokens_per_second']:,.0f}"
         self.bar.set_postfix({"loss": f"{line['loss']:.3f}", "tok/s": speed})
 
+    def _gauges(self, read: _Step) -> dict[str, list[float]]:
+        """Read the layers' gauges at a few tokens of this process's step."""
+        piece: Any = read.parts
+        while isinstance(piece, list):
+            piece = piece[0]
+        with self.accelerator.autocast():
+            return read_gauges(self.bare, piece)
+
     def _evaluate(self) -> bool:
         """Measure what is held out; return whether the model is better than ever before."""
-        metrics = self._measure(self.model, self.data.validation)
+        held_out = self.data.validation
+        if isinstance(held_out, Share):
+            held_out = held_out.after(self.step)
+        metrics = self._measure(self.model, held_out)
         self.model.train()
         line = {f"validation_{name}": value for name, value in metrics.items()}
         self._write({"step": self.step, "tokens": self.tokens, **line})
@@ -367,6 +396,8 @@ class Run:
         better = math.isfinite(value) and (before is None or sign * value > sign * before)
         if better:
             self.best = {"step": self.step, **metrics}
+        stop = self.recipe.train.stop_at
+        self.stopped = stop is not None and stop.reached(metrics)
         return better
 
     def _test(self) -> dict[str, float | int] | None:
@@ -395,7 +426,7 @@ class Run:
             return None
         return int(self.best["step"])
 
-    def _write(self, line: dict[str, float | int]) -> None:
+    def _write(self, line: dict[str, Any]) -> None:
         if self.metrics is not None:
             self.metrics.write(**line)
 
@@ -416,12 +447,14 @@ class Run:
             weights.pop(tied, None)
         moments = optimizer_tensors(self.bare, self.raw_optimizer)
         carried = gather_object([self.objective.carried()])
+        stop = self.recipe.train.stop_at
         state = {
             "step": self.step,
             "tokens": self.tokens,
             **self.meter.state(),
             "schedule": self.schedule.state(),
             "best": self.best,
+            "stopped": stop.model_dump() if stop is not None and self.stopped else None,
             "processes": processes,
         }
 
@@ -463,22 +496,30 @@ class Run:
             self._write_results(test)
 
     def _write_results(self, test: dict[str, float | int]) -> None:
-        """Write the test's score in the form of ``ssmzoo eval``."""
-        metric, data = self.objective.metric, self.recipe.data
-        value, n = float(test[metric]), int(test["targets"])
-        binomial = metric == "accuracy" and self.objective.independent and n > 1
-        score: Score = {
-            "task": str(data.task),
-            "metric": metric,
-            "value": value,
-            "stderr": math.sqrt(value * (1 - value) / (n - 1)) if binomial else None,
-            "n": n,
-            "seed": self.recipe.train.seed,
-            "num_fewshot": 0,
-            "higher_is_better": self.objective.higher,
-            "settings": {**data.task_args, "split": "test"},
-        }
-        self.folder.write_results(score, self.config.model_type, self.bare.num_parameters())
+        """Write the test's scores in the form of ``ssmzoo eval``."""
+        data, goal = self.recipe.data, self.objective
+        scores: list[Score] = []
+        for metric in goal.scored:
+            value, n = float(test[metric]), int(test["targets"])
+            if metric == "exact_match":
+                n = int(test["examples"])
+            # answers of several labels are not independent of one another, examples are
+            single = goal.independent or n == test.get("examples")
+            binomial = metric in ("accuracy", "exact_match") and single and n > 1
+            scores.append(
+                {
+                    "task": str(data.task),
+                    "metric": metric,
+                    "value": value,
+                    "stderr": math.sqrt(value * (1 - value) / (n - 1)) if binomial else None,
+                    "n": n,
+                    "seed": self.recipe.train.seed,
+                    "num_fewshot": 0,
+                    "higher_is_better": metric not in ("loss", "rmse"),
+                    "settings": {**data.task_args, "split": "test"},
+                }
+            )
+        self.folder.write_results(scores, self.config.model_type, self.bare.num_parameters())
 
 
 def _pinned(batch: Any) -> Any:

@@ -33,6 +33,8 @@ class Objective(ABC):
     Attributes:
         metric: What of :meth:`metrics` says which of two models is better.
         higher: Whether more of it is better.
+        measured: What of :meth:`metrics` a run can stop at.
+        scored: What of them is written down as the score of a test split, what matters most first.
         loss: The loss in words, with its unit.
         options: Arguments of the model that are no tensors.
         independent: Whether a target is an example of its own.
@@ -40,6 +42,8 @@ class Objective(ABC):
 
     metric = "loss"
     higher = False
+    measured: tuple[str, ...] = ("loss", "accuracy")
+    scored: tuple[str, ...] = ("loss",)
     loss = "loss in nats per token"
     independent = False
 
@@ -183,11 +187,14 @@ class Labelled(Objective):
                 longest = lengths[:, side].max()
                 arrays[f"{prefix}input_ids"] = inputs[:, side, :longest]
                 arrays[f"{prefix}attention_mask"] = _mask(lengths[:, side], longest)
+        elif self._kind == "images":
+            arrays = {"pixel_values": inputs}
         else:
             name = "input_ids" if self._kind == "tokens" else "input_values"
             arrays = {name: inputs}
-            # a head without a mask would take zeros at the ends of tokens for padding
-            if self._kind == "tokens" or (lengths < inputs.shape[1]).any():
+            # a classifier without a mask would take zeros at the ends of tokens for padding
+            judged_whole = self._kind == "tokens" and not self._by_token
+            if judged_whole or (lengths < inputs.shape[1]).any():
                 arrays["attention_mask"] = _mask(lengths, inputs.shape[1])
         arrays["labels"] = self._labels(part)
         return {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in arrays.items()}
@@ -240,6 +247,7 @@ class Classification(Labelled):
 
     metric = "accuracy"
     higher = True
+    scored = ("accuracy",)
     loss = "loss in nats"
 
     def _judge(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -250,6 +258,8 @@ class Regression(Labelled):
     """Estimate the value of each sequence, or of each token."""
 
     metric = "rmse"
+    measured = ("loss", "rmse")
+    scored = ("rmse",)
     loss = "mean squared error"
 
     def metrics(self, sums: torch.Tensor) -> dict[str, float | int]:
@@ -271,6 +281,32 @@ class Regression(Labelled):
 
 class LabelledLM(Labelled):
     """Predict the next token where the task asks for one."""
+
+    metric = "accuracy"
+    higher = True
+    measured = ("loss", "accuracy", "exact_match")
+    scored = ("exact_match", "accuracy", "loss")
+
+    def zeros(self, device: torch.device) -> torch.Tensor:
+        """Return the sums of no batch."""
+        import torch
+
+        return torch.zeros(5, dtype=torch.float64, device=device)
+
+    def metrics(self, sums: torch.Tensor) -> dict[str, float | int]:
+        """Return what a validation reports; of an exact match all of an example is right."""
+        whole, examples = sums[3:].tolist()
+        found = super().metrics(sums[:3])
+        return {**found, "exact_match": whole / examples, "examples": int(examples)}
+
+    def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Examples) -> torch.Tensor:
+        """Return what a validation adds up; after the targets, right examples and examples."""
+        sums = super().measure(output, batch, part)
+        if part.counts:
+            labels = batch["labels"][:, 1:].to(sums.device)
+            right = (output.logits[:, :-1].argmax(-1) == labels) | (labels == IGNORED)
+            sums[3], sums[4] = right.all(dim=1).sum(), len(right)
+        return sums
 
     def _counted(self, labels: np.ndarray) -> np.ndarray:
         return labels[:, 1:] != IGNORED

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ssmzoo.plan import Plan
@@ -57,7 +57,10 @@ def make_optimizer(
     betas: tuple[float, float] = (0.9, 0.95),
     groups: Mapping[str, Mapping[str, float]] | None = None,
 ) -> torch.optim.AdamW:
-    """Return AdamW on :func:`param_groups`, e.g. for ``Trainer(optimizers=(optimizer, None))``."""
+    """Return AdamW on :func:`param_groups`, e.g. for ``Trainer(optimizers=(optimizer, None))``.
+
+    Without weight decay it is Adam.
+    """
     import torch
 
     found = param_groups(model, lr, weight_decay, groups)
@@ -66,7 +69,7 @@ def make_optimizer(
 
 
 class Schedule:
-    """The rates of all groups: a warm-up, then a cosine, what they are, or falls at plateaus.
+    """The rates of all groups: a warm-up, then a cosine, what they are, or falls of their own.
 
     Args:
         optimizer: Its groups' rates are the peaks.
@@ -92,6 +95,9 @@ class Schedule:
             min_lr_rate=options.min_lr_ratio if cosine else 1.0,
         )
         self._plateau: ReduceLROnPlateau | None = None
+        self._drop: _Drop | None = None
+        if options.below is not None and options.factor is not None:
+            self._drop = _Drop(optimizer, options.below, options.factor)
         if options.patience is not None and options.factor is not None:
             self._plateau = lr_scheduler.ReduceLROnPlateau(
                 optimizer,
@@ -104,32 +110,80 @@ class Schedule:
     def step(self) -> None:
         """Set the rates of the next step, after each step of the optimizer."""
         self._step += 1
-        if self._plateau is None or self._step <= self._warmup:
+        if not self._judges or self._step <= self._warmup:
             self._by_step.step()
 
+    def saw(self, losses: Iterable[float]) -> None:
+        """Take notice of the training losses of some steps."""
+        if self._drop is not None:
+            for loss in losses:
+                self._drop.total += loss
+                self._drop.count += 1
+
     def judge(self, value: float) -> None:
-        """Lower the rates if a validation's metric has reached a plateau, once warm."""
-        if self._plateau is not None and self._step >= self._warmup:
+        """Lower the rates, once warm, if a validation's metric or the training loss says so."""
+        if self._step < self._warmup:
+            return
+        if self._plateau is not None:
             self._plateau.step(value)
+        if self._drop is not None:
+            self._drop.step()
 
     def state(self) -> dict[str, Any]:
         """Return, as JSON, what the steps taken do not tell."""
-        if self._plateau is None:
-            return {}
-        best, bad = self._plateau.best, self._plateau.num_bad_epochs
-        rates = [group["lr"] for group in self._optimizer.param_groups]
-        return {"best": float(best), "bad": bad, "rates": rates}
+        state: dict[str, Any] = {}
+        if self._plateau is not None:
+            best, bad = self._plateau.best, self._plateau.num_bad_epochs
+            state = {"best": float(best), "bad": bad}
+        if self._drop is not None:
+            drop = self._drop
+            state = {"total": drop.total, "count": drop.count, "dropped": drop.dropped}
+        if state:
+            state["rates"] = [group["lr"] for group in self._optimizer.param_groups]
+        return state
 
     def restore(self, step: int, state: dict[str, Any]) -> None:
         """Continue after a step from what :meth:`state` returned."""
         self._step = step
         by_step = self._by_step
-        by_step.last_epoch = step if self._plateau is None else min(step, self._warmup)
+        by_step.last_epoch = min(step, self._warmup) if self._judges else step
         factors = [rate(by_step.last_epoch) for rate in by_step.lr_lambdas]
         rates = [base * factor for base, factor in zip(by_step.base_lrs, factors, strict=True)]
         by_step._last_lr = rates
         if self._plateau is not None:
-            rates = state["rates"]
             self._plateau.best, self._plateau.num_bad_epochs = state["best"], state["bad"]
+        if self._drop is not None:
+            self._drop.total, self._drop.count = state["total"], state["count"]
+            self._drop.dropped = state["dropped"]
+        if self._judges:
+            rates = state["rates"]
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+
+    @property
+    def _judges(self) -> bool:
+        """Whether the rates, once warm, follow :meth:`judge` and not the steps."""
+        return self._plateau is not None or self._drop is not None
+
+
+class _Drop:
+    """Multiply the rates of all groups once, when the mean training loss is small.
+
+    Args:
+        optimizer: Whose rates.
+        below: The mean since the last :meth:`step` must be smaller.
+        factor: What the rates are multiplied by.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, below: float, factor: float) -> None:
+        self._optimizer, self._below, self._factor = optimizer, below, factor
+        self.total, self.count = 0.0, 0  # of the losses since the last step
+        self.dropped = False
+
+    def step(self) -> None:
+        """Look at the mean, and begin anew."""
+        if not self.dropped and self.total < self._below * self.count:
+            self.dropped = True
+            for group in self._optimizer.param_groups:
+                group["lr"] *= self._factor
+        self.total, self.count = 0.0, 0

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
@@ -206,6 +207,25 @@ class SegmentsSection(_Section):
         return self
 
 
+class StopSection(_Section):
+    """When a run ends early: after the first validation whose metric is at least this good.
+
+    Attributes:
+        metric: What a validation reports. Of the labels of a task ``accuracy`` is the share that
+            is right, ``exact_match`` the share of examples of which all are.
+        value: At least this accuracy, at most this loss.
+    """
+
+    metric: Literal["loss", "accuracy", "exact_match", "rmse"]
+    value: float
+
+    def reached(self, metrics: Mapping[str, float]) -> bool:
+        """Return whether a validation's metrics are this good."""
+        higher = self.metric in ("accuracy", "exact_match")
+        value = metrics[self.metric]
+        return value >= self.value if higher else value <= self.value
+
+
 class TrainSection(_Section):
     """How it is trained. Exactly one of ``steps``, ``tokens`` and ``epochs`` is given.
 
@@ -214,21 +234,26 @@ class TrainSection(_Section):
         tokens: Tokens to train on; rounded up to whole steps.
         epochs: Times through the examples of a supervised task; the last step of each may have
             fewer than ``batch_size``.
+        stop_at: End before, as soon as a validation is good enough.
         batch_size: Rows an optimizer step, over all processes: the same recipe trains the same
             way on one device and on many.
         seq_len: Tokens a row. Absent with a supervised task, which knows its lengths.
         segments: Read a row in segments, for rows longer than memory.
         accumulate: Into how many micro-batches each process cuts its share of a step.
         lr: Peak learning rate.
-        schedule: After the warm-up the rates fall along a ``cosine``, stay ``constant``, or fall
-            at every ``plateau`` of the validation's metric.
+        schedule: After the warm-up the rates fall along a ``cosine``, stay ``constant``, fall at
+            every ``plateau`` of the validation's metric, or ``drop`` once, when the training loss
+            is small.
         min_lr_ratio: The cosine ends at this share of ``lr``; 0.1 if absent.
         patience: A plateau is more than so many validations in a row without a better metric (by a
             ten-thousandth), as in torch's ``ReduceLROnPlateau``.
-        factor: A plateau multiplies the rates of all groups by this; 0.2 if absent.
+        factor: A plateau multiplies the rates of all groups by this, 0.2 if absent; so does a drop,
+            0.5 if absent.
+        below: They drop at the first validation since whose predecessor the mean training loss is
+            below this.
         warmup: Linear warm-up: a share of the steps below 1, a number of steps from 1 on. If
-            absent, 0.05, and 0 for ``plateau``.
-        weight_decay: For the parameters that decay at all.
+            absent, 0.05, and 0 for ``plateau`` and ``drop``.
+        weight_decay: For the parameters that decay at all. AdamW with 0 is Adam.
         groups: By parameter group of the model, such as ``ssm``, its own ``lr``, ``weight_decay``.
         betas: AdamW's.
         clip: Largest gradient norm; 0 does not clip.
@@ -241,15 +266,17 @@ class TrainSection(_Section):
     steps: Count | None = None
     tokens: Count | None = None
     epochs: Count | None = None
+    stop_at: StopSection | None = None
     batch_size: Count
     seq_len: Annotated[int, BeforeValidator(_whole), Field(ge=2)] | None = None
     segments: SegmentsSection | None = None
     accumulate: Count = 1
     lr: Annotated[float, Field(gt=0)]
-    schedule: Literal["cosine", "plateau", "constant"] = "cosine"
+    schedule: Literal["cosine", "plateau", "drop", "constant"] = "cosine"
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     patience: Count | None = None
     factor: Annotated[float, Field(gt=0, lt=1)] | None = None
+    below: Annotated[float, Field(gt=0)] | None = None
     warmup: Annotated[float, Field(ge=0)] = 0.05
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     groups: dict[str, GroupSection] = {}
@@ -264,25 +291,31 @@ class TrainSection(_Section):
     def _defaults_of_the_schedule(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        own = {"cosine": {"min_lr_ratio": 0.1}, "plateau": {"factor": 0.2, "warmup": 0.0}}
+        own = {
+            "cosine": {"min_lr_ratio": 0.1},
+            "plateau": {"factor": 0.2, "warmup": 0.0},
+            "drop": {"factor": 0.5, "warmup": 0.0},
+        }
         schedule = fields.get("schedule", "cosine")
         return {**(own.get(schedule, {}) if isinstance(schedule, str) else {}), **fields}
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainSection:
         _exactly_one(self, "train", ("steps", "tokens", "epochs"))
-        for name, schedule in (
-            ("min_lr_ratio", "cosine"),
-            ("patience", "plateau"),
-            ("factor", "plateau"),
+        for name, schedules in (
+            ("min_lr_ratio", ("cosine",)),
+            ("patience", ("plateau",)),
+            ("factor", ("plateau", "drop")),
+            ("below", ("drop",)),
         ):
             given = getattr(self, name) is not None
-            if given and self.schedule != schedule:
+            if given and self.schedule not in schedules:
                 raise ValueError(
-                    f"train.{name} needs train.schedule {schedule!r}, got {self.schedule!r}"
+                    f"train.{name} needs train.schedule {' or '.join(map(repr, schedules))}, "
+                    f"got {self.schedule!r}"
                 )
-            if not given and self.schedule == schedule:
-                raise ValueError(f"train.schedule {schedule!r} needs train.{name}")
+            if not given and self.schedule in schedules:
+                raise ValueError(f"train.schedule {self.schedule!r} needs train.{name}")
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"train.batch_size must be a multiple of train.accumulate = {self.accumulate}, "
@@ -420,6 +453,8 @@ class Recipe(_Section):
                 )
         judged = {
             "train.schedule 'plateau'": self.train.schedule == "plateau",
+            "train.schedule 'drop'": self.train.schedule == "drop",
+            "train.stop_at": self.train.stop_at is not None,
             "checkpoint.best": self.checkpoint.best,
         }
         for what, asked in judged.items():
@@ -576,7 +611,8 @@ def _inside(section: Any, part: str) -> Any:
     """Return the kind of a section's field, or of an entry of a mapping."""
     if get_origin(section) is dict:
         return get_args(section)[1]
-    return section.model_fields[part].annotation
+    kind = section.model_fields[part].annotation
+    return get_args(kind)[0] if isinstance(kind, UnionType) else kind  # a section or None
 
 
 def _require_task(name: str) -> None:

@@ -23,7 +23,7 @@ from ssmzoo.results import Results, Score, weights_revision, write_results
 _DONT_COUNT = re.compile(r"\.lock|cache|\..+\.(unfinished|replaced)")
 _DRAW_SECONDS = 30  # at least, between two pictures of one run
 _PACKAGES = ("ssmzoo", "torch", "transformers", "accelerate", "datasets", "numpy")
-_MAY_CHANGE = {"train.steps", "train.tokens", "train.epochs"}
+_MAY_CHANGE = {"train.steps", "train.tokens", "train.epochs", "train.stop_at"}
 _DATA_FACTS = ("source", "config", "revision", "documents", "tokens", "examples", "digest")
 _NOT_OF_THE_MODEL = {CONTENTS, "optimizer.safetensors", "state.json"}
 
@@ -111,8 +111,8 @@ class RunFolder:
         write_json(self.path / "run.json", described)
         shutil.rmtree(self.cache, ignore_errors=True)
 
-    def write_results(self, score: Score, model_type: str, parameters: int) -> None:
-        """Write ``results.json``: what ``ssmzoo eval`` writes, with the score of a test split."""
+    def write_results(self, scores: list[Score], model_type: str, parameters: int) -> None:
+        """Write ``results.json``: what ``ssmzoo eval`` writes, with the scores of a test split."""
         described = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
         results: Results = {
             "model": {
@@ -122,7 +122,7 @@ class RunFolder:
                 "model_type": model_type,
                 "parameters": parameters,
             },
-            "results": [cast("Score", portable(score))],
+            "results": cast("list[Score]", portable(scores)),
             "versions": described["versions"],
             "hardware": described["hardware"],
             "date": described["finished"]["date"],

@@ -37,8 +37,8 @@ def train(
         recipe: A YAML file, the name of a shipped recipe, or a recipe.
         output_dir: The run's folder.
         resume: Continue the run that is there from its newest checkpoint; begin it where there is
-            none. Only ``train.steps``, ``train.tokens`` or ``train.epochs``, ``eval``,
-            ``checkpoint`` and ``log`` may differ from the recipe that it began with.
+            none. Only ``train.steps``, ``train.tokens`` or ``train.epochs``, ``train.stop_at``,
+            ``eval``, ``checkpoint`` and ``log`` may differ from the recipe that it began with.
         overrides: ``section.field=value``; they win over the recipe.
 
     Raises:
