@@ -32,7 +32,7 @@ def from_mamba(model: MambaForCausalLM) -> BMojoForCausalLM:
             raise ValueError(
                 f"a Mamba to convert must have {name} = {wanted!r}, got {getattr(config, name)!r}"
             )
-    ours = BMojoForCausalLM(_configuration(config)).to(model.dtype)
+    ours = BMojoForCausalLM(_configuration(config)).to(dtype=model.dtype)
     ours.load_state_dict(rename(model.state_dict()))
     return ours.train(model.training)
 
@@ -59,8 +59,8 @@ def _configuration(config: MambaConfig) -> BMojoConfig:
 def rename(weights: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the weights of transformers' Mamba by our names."""
     renamed = {}
-    for name, tensor in weights.items():
-        ours = name
+    for theirs, tensor in weights.items():
+        ours = theirs
         for old, new in _RENAMED:
             if old in ours and not (old == ".mixer." and ".mixer.ssm." in ours):
                 ours = ours.replace(old, new)
