@@ -145,7 +145,7 @@ def test_a_hyena_becomes_a_checkpoint_that_decodes_by_recurrence(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "rtf")
     with torch.no_grad():
         out = loaded(ids[:, :12], use_cache=True)
-        assert out.past_key_values.layers[0].states["ring"].shape == (1, 6, 24)
+        assert out.past_key_values.layers[0].states["ring"].shape == (1, 25, 6)
         rest = loaded(ids[:, 12:], past_key_values=out.past_key_values).logits
         assert torch.allclose(rest, student(ids).logits[:, 12:], atol=1e-5)
 

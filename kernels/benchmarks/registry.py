@@ -101,8 +101,9 @@ def _rational_inputs(B: int, L: int, D: int, n: int, **where) -> list[Tensor]:
 
 
 def _companion_inputs(B: int, L: int, D: int, n: int, **where) -> list[Tensor]:
-    a, b = _rational_inputs(B, L, D, n, **where)
-    return [torch.randn(B, D, **where), torch.randn(B, D, n, **where), a, b, a.new_ones(D)]
+    # as decoding keeps them: neighbouring channels side by side
+    a, b = (x.T.contiguous().T for x in _rational_inputs(B, L, D, n, **where))
+    return [torch.randn(B, D, **where), torch.randn(B, n + 1, D, **where), a, b, a.new_ones(D)]
 
 
 def _step_companion(u: Tensor, ring: Tensor, a: Tensor, b: Tensor, d: Tensor, backend: str):

@@ -27,12 +27,23 @@ class Recurrence:
     b: Tensor
     gain: Tensor
     kept: tuple[Tensor, Tensor] | None = None
+    columns: tuple[Tensor, Tensor] | None = None
+
+    def step_coefficients(self) -> tuple[Tensor, Tensor]:
+        """Return a and b as one step reads them: every channel's own, neighbours side by side."""
+        if self._learn():
+            return self.a, self.b
+        if self.columns is None:
+            with torch.inference_mode(False), torch.no_grad():
+                own = self.a.repeat_interleave(self.b.shape[0] // self.a.shape[0], dim=0)
+                self.columns = own.T.contiguous().T, self.b.T.contiguous().T
+        return self.columns
 
     def series(self, length: int) -> tuple[Tensor, Tensor]:
         """Return ``1 / a`` and ``b / a`` to at least ``length`` terms, ``[D_a, K]``, ``[D, K]``."""
         if self.kept is not None and self.kept[0].shape[1] >= length:
             return self.kept
-        learning = torch.is_grad_enabled() and (self.a.requires_grad or self.b.requires_grad)
+        learning = self._learn()
         keeps = length <= KEPT_TAPS and not learning and not torch.compiler.is_compiling()
         count = 1 << max(length - 1, 0).bit_length() if keeps else length
         with torch.inference_mode(False), torch.set_grad_enabled(learning):
@@ -40,6 +51,9 @@ class Recurrence:
         if keeps:
             self.kept = found
         return found
+
+    def _learn(self) -> bool:
+        return torch.is_grad_enabled() and (self.a.requires_grad or self.b.requires_grad)
 
 
 @dataclass

@@ -58,6 +58,8 @@ _IMPLICIT = (
     "implicit_frequency",
 )
 _SSM_PARAMETERS = ("D", *_RATIONAL, *_IMPLICIT)
+# settings that a model may be given after it was built
+_DEPLOYED_BY = ("decode_mode", "trunc_len", "kernel_mode", "constraint_margin", "legacy_double_h0")
 
 
 class RTFMixer(SSMMixer):
@@ -115,8 +117,8 @@ class RTFMixer(SSMMixer):
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``.
 
-        The state is, of filters that decode by recurrence, ``ring [B, D, n]`` and ``position [B]``;
-        of others the last ``inputs [B, M - 1, D]``; and for "hyena" ``conv``.
+        The state is, of filters that decode by recurrence, ``ring [B, n + 1, D]`` and
+        ``position [B]``; of others the last ``inputs [B, M - 1, D]``; and for "hyena" ``conv``.
         """
         dtype = hidden_states.dtype
         exact = torch.promote_types(torch.float32, dtype)
@@ -249,10 +251,10 @@ class RTFMixer(SSMMixer):
             RuntimeWarning: A filter of the exact mode, or one that ``decode_mode="recurrent"``
                 makes a recurrence, has poles outside the unit disc.
         """
-        config = self.config
         parameters = [p for p in self._parameters.values() if p is not None]
-        settings = (config.decode_mode, config.trunc_len, config.kernel_mode)
-        settings += (config.constraint_margin, config.legacy_double_h0)
+        # every step asks, and a configuration's own attribute access is slow
+        fields = vars(self.config)
+        settings = tuple(fields[name] for name in _DEPLOYED_BY)
         kept = self._kept.get(parameters, settings, self._deploy)
         if torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
             return self._deployed(kept.recurrent, kept.windowed, kept.recurrence is None)
@@ -372,22 +374,25 @@ def _recurrent(
     u: Tensor, filters: Recurrence, state: LayerState, cu_seqlens: Tensor | None
 ) -> Tensor:
     """Go on with filters that have a state: a step for one token, else by convolution."""
-    a, b, gain = filters.a, filters.b, filters.gain
     ring, position = state.get("ring"), state.get("position")
-    if u.shape[1] == 1 and cu_seqlens is None:
-        if ring is None or position is None:
-            ring = u.new_zeros(u.shape[0], *b.shape)
-            position = torch.zeros(u.shape[0], dtype=torch.int64, device=u.device)
-        y, ring, position = companion_step(u[:, 0], ring, position, a, b, gain)
+    if u.shape[1] == 1 and cu_seqlens is None and ring is not None and position is not None:
+        a, b = filters.step_coefficients()
+        # the old state stays whole in the ring, so that a forward pass may fail or run again
+        inplace = not (ring.requires_grad or torch.compiler.is_compiling())
+        y, ring, position = companion_step(
+            u.squeeze(1), ring, position, a, b, filters.gain, inplace=inplace
+        )
         y = y.unsqueeze(1)
     else:
+        a, b = filters.a, filters.b
         inverse, kernel = filters.series(max(1, _longest(u, cu_seqlens)))
-        y, _ = fft_conv(u, kernel, gain, cu_seqlens=cu_seqlens)
+        y, _ = fft_conv(u, kernel, filters.gain, cu_seqlens=cu_seqlens)
         past = None
         if ring is not None and position is not None:
             past = _newest_first(ring, position)
             y = y + companion_response(past, a, b, u.shape[1], kernel=kernel, cu_seqlens=cu_seqlens)
-        ring = companion_state(u, a, past, inverse=inverse, cu_seqlens=cu_seqlens)
+        last = companion_state(u, a, past, inverse=inverse, cu_seqlens=cu_seqlens)
+        ring = F.pad(last, (0, 0, 0, 1))
         position = torch.zeros(ring.shape[0], dtype=torch.int64, device=u.device)
     state.put("ring", ring)
     state.put("position", position)
@@ -420,10 +425,10 @@ def _longest(u: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def _newest_first(ring: Tensor, position: Tensor) -> Tensor:
-    """Return the ring's values from its position on, ``[B, D, n]``."""
-    order = ring.shape[2]
-    places = (torch.arange(order, device=ring.device) + position[:, None]) % order  # [B, n]
-    return ring.gather(2, places[:, None].expand(ring.shape))
+    """Return the ring's values from its position on, the free place left out, ``[B, n, D]``."""
+    count = ring.shape[1]
+    places = (torch.arange(count - 1, device=ring.device) + position[:, None]) % count  # [B, n]
+    return ring.gather(1, places[..., None].expand(-1, -1, ring.shape[2]))
 
 
 class RTFPreTrainedModel(SSMPreTrainedModel):

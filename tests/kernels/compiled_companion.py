@@ -17,18 +17,18 @@ from triton.runtime.jit import JITFunction
 
 from ssmzoo_kernels.companion_step import triton as companion_triton
 
-# name: (rows, channels, order, denominators, dtype)
+# name: (rows, channels, order, dtype)
 CASES = {
-    "hyena_rtf": (8, 768, 64, 768, torch.float32),
-    "shared": (8, 256, 4, 1, torch.float32),
-    "path_x": (1, 256, 2048, 256, torch.float32),
-    "ragged": (3, 77, 37, 7, torch.float32),
-    "float64": (1, 768, 64, 768, torch.float64),
+    "hyena_rtf": (8, 768, 64, torch.float32),
+    "small": (8, 256, 4, torch.float32),
+    "path_x": (1, 256, 2048, torch.float32),
+    "ragged": (3, 77, 37, torch.float32),
+    "float64": (1, 768, 64, torch.float64),
 }
 
 
 def launches(case):
-    rows, width, order, denominators, dtype = CASES[case]
+    rows, width, order, dtype = CASES[case]
 
     def empty(*shape):
         return torch.empty(shape, dtype=dtype)
@@ -38,9 +38,9 @@ def launches(case):
     JITFunction.run = lambda self, *args, grid, warmup, **named: seen.append((self, args, named))
     try:
         position = torch.zeros(rows, dtype=torch.int64)
-        coefficients = (empty(denominators, order), empty(width, order), empty(width))
+        coefficients = (empty(order, width), empty(order, width), empty(width))
         companion_triton.step_(
-            empty(rows, width), empty(rows, width, order), position, *coefficients
+            empty(rows, width), empty(rows, order + 1, width), position, *coefficients
         )
     finally:
         JITFunction.run = original

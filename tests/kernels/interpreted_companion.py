@@ -16,7 +16,7 @@ def draw(order, batch, width, denominators, dtype):
     generator = torch.Generator().manual_seed(0)
     shapes = (
         (batch, width),
-        (batch, width, order),
+        (batch, order + 1, width),
         (denominators, order),
         (width, order),
         (width,),
@@ -41,18 +41,18 @@ def assert_steps_alike(order, batch, width, denominators, dtype, position):
 
 @pytest.mark.parametrize("order", [1, 2, 3, 7, 16, 17, 37])
 def test_every_position_of_the_ring(order):
-    assert_steps_alike(order, order, 4, 2, torch.float32, torch.arange(order))
+    assert_steps_alike(order, order + 1, 4, 2, torch.float32, torch.arange(order + 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("order", "width"), [(0, 3), (300, 5), (520, 2), (5, 130)])
 def test_blocks_of_states_and_ragged_channels(order, width, dtype):
-    position = torch.tensor([0, max(order - 1, 0)])
+    position = torch.tensor([0, order])
     assert_steps_alike(order, 2, width, 1, dtype, position)
 
 
-def test_positions_count_modulo_n():
-    assert_steps_alike(5, 4, 3, 3, torch.float32, torch.tensor([-1, -5, 5, 12]))
+def test_positions_count_modulo_the_places():
+    assert_steps_alike(5, 4, 3, 3, torch.float32, torch.tensor([-1, -6, 6, 13]))
 
 
 def test_no_rows_and_no_channels():

@@ -30,20 +30,24 @@ def draw(order, batch=3, length=7, width=4, denominators=2, dtype=torch.float64)
     a = 2 * torch.rand(denominators, order, generator=generator, dtype=torch.float64) - 1
     drawn = {
         "u": normal(batch, length, width),
-        "state": normal(batch, width, order),
+        "state": normal(batch, order, width),
         "a": a / max(order, 1),
         "b": normal(width, order),
         "d": normal(width),
+        "ring": normal(batch, order + 1, width),
     }
     return {name: x.to(dtype) for name, x in drawn.items()}
 
 
 def unrolled(ring, position):
     """The states in rings, newest first."""
-    order = ring.shape[2]
-    return torch.stack(
-        [x.roll(-int(p) % max(order, 1), -1) for x, p in zip(ring, position, strict=True)]
-    )
+    rows = zip(ring, position, strict=True)
+    return torch.stack([x.roll(-int(p) % len(x), 0)[:-1] for x, p in rows])
+
+
+def one_place_more(state):
+    """A ring that begins at position 0; what lies in the free place must not matter."""
+    return torch.cat([state, torch.full_like(state[:, :1], 1e6)], dim=1)
 
 
 def close(got, expected, tolerance):
@@ -79,10 +83,9 @@ def judge(op, names, inputs, dtype, length):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_step_is_the_recurrence_wherever_the_ring_begins(backend, order, dtype):
-    count = max(order, 1)
-    x = draw(order, batch=count, dtype=dtype)
-    position = torch.arange(count)
-    arguments = (x["u"][:, 0], x["state"], position, x["a"], x["b"], x["d"])
+    x = draw(order, batch=order + 1, dtype=dtype)
+    position = torch.arange(order + 1)
+    arguments = (x["u"][:, 0], x["ring"], position, x["a"], x["b"], x["d"])
     exact = companion_step(
         *(t if t is position else t.double() for t in arguments), backend="reference"
     )
@@ -92,14 +95,31 @@ def test_a_step_is_the_recurrence_wherever_the_ring_begins(backend, order, dtype
     close(y.double(), exact[0], tolerance)
     close(ring.double(), exact[1], tolerance)
     assert torch.equal(moved, exact[2])
-    changed = (ring != x["state"]).sum(2)
-    assert (changed == min(order, 1)).all(), "one value a channel is written"
+    assert ((ring != x["ring"]).sum(1) == 1).all(), "one value a channel is written"
+    before, after = unrolled(x["ring"], position), unrolled(ring, moved)
+    assert torch.equal(unrolled(ring, position), before), "the old state is still there"
+    assert torch.equal(after[:, 1:], before[:, :-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [1, 7, 8, 31, 32, 33, 64, 65, 150])
+def test_a_step_serves_any_number_of_channels(backend, width, dtype):
+    for denominators in {1, width}:
+        x = draw(5, width=width, denominators=denominators, dtype=dtype)
+        position = torch.tensor([0, 4, 2])
+        arguments = (x["u"][:, 0], x["ring"], position, x["a"], x["b"], x["d"])
+        exact = companion_step(
+            *(t if t is position else t.double() for t in arguments), backend="reference"
+        )
+        got = companion_step(*arguments, backend=backend)
+        for result, truth in zip(got[:2], exact[:2], strict=True):
+            close(result.double(), truth, 8 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("order", [0, 1, 3, 8])
 def test_many_steps_are_the_convolution_with_the_exact_kernel(backend, order):
     x = draw(order, length=3 * order + 5)
-    ring, position = torch.zeros_like(x["state"]), torch.zeros(3, dtype=torch.int64)
+    ring, position = torch.zeros_like(x["ring"]), torch.zeros(3, dtype=torch.int64)
     outputs = []
     for u in x["u"].unbind(1):
         y, ring, position = companion_step(
@@ -117,45 +137,48 @@ def test_many_steps_are_the_convolution_with_the_exact_kernel(backend, order):
     close(torch.stack(outputs, 1), expected, 1e-13)
 
 
-def test_positions_count_modulo_n(backend):
+def test_positions_count_modulo_the_places(backend):
     x = draw(5)
     arguments = (x["a"], x["b"], x["d"])
-    here = torch.tensor([0, 3, 4])
-    expected = companion_step(x["u"][:, 0], x["state"], here, *arguments, backend=backend)
-    for far in (here + 5, here - 10):
-        for got, known in zip(
-            companion_step(x["u"][:, 0], x["state"], far, *arguments, backend=backend),
-            expected,
-            strict=True,
-        ):
-            assert torch.equal(got, known)
+    here = torch.tensor([0, 3, 5])
+    expected = companion_step(x["u"][:, 0], x["ring"], here, *arguments, backend=backend)
+    for turns in (6, -12):
+        got = companion_step(x["u"][:, 0], x["ring"], here + turns, *arguments, backend=backend)
+        for result, known in zip(got[:2], expected[:2], strict=True):
+            assert torch.equal(result, known)
+        assert torch.equal(got[2], here + turns - 1)
 
 
 def test_the_ring_is_written_only_where_that_is_allowed(backend):
     x = draw(5)
     position = torch.tensor([0, 3, 4])
     arguments = (position, x["a"], x["b"], x["d"])
-    before = x["state"].clone()
-    y, ring, _ = companion_step(x["u"][:, 0], x["state"], *arguments, backend=backend)
-    assert torch.equal(x["state"], before)
+    before = x["ring"].clone()
+    y, ring, _ = companion_step(x["u"][:, 0], x["ring"], *arguments, backend=backend)
+    assert torch.equal(x["ring"], before)
     same, written, _ = companion_step(
-        x["u"][:, 0], x["state"], *arguments, inplace=True, backend=backend
+        x["u"][:, 0], x["ring"], *arguments, inplace=True, backend=backend
     )
-    assert written is x["state"]
+    assert written is x["ring"]
     assert torch.equal(written, ring)
     assert torch.equal(same, y)
-    strided = torch.randn(3, 4, 10, dtype=torch.float64)[..., ::2].copy_(before)
-    _, moved, _ = companion_step(x["u"][:, 0], strided, *arguments, inplace=True, backend=backend)
-    assert torch.equal(moved, ring)
+    strided = torch.randn(3, 12, 4, dtype=torch.float64)[:, ::2].copy_(before)
+    with torch.inference_mode():
+        frozen = before.clone()  # torch forbids to write it outside
+    for fixed in (strided, frozen):
+        kept = fixed.clone()
+        _, moved, _ = companion_step(x["u"][:, 0], fixed, *arguments, inplace=True, backend=backend)
+        assert torch.equal(moved, ring)
+        assert torch.equal(fixed, kept)
 
 
 def test_inputs_of_other_dtypes_meet_a_state_that_keeps_its_own(backend):
     x = draw(5, dtype=torch.float32)
     position = torch.zeros(3, dtype=torch.int64)
     u = x["u"][:, 0].bfloat16()
-    y, ring, _ = companion_step(u, x["state"], position, x["a"], x["b"], x["d"], backend=backend)
+    y, ring, _ = companion_step(u, x["ring"], position, x["a"], x["b"], x["d"], backend=backend)
     wide, known, _ = companion_step(
-        u.float(), x["state"], position, x["a"], x["b"], x["d"], backend=backend
+        u.float(), x["ring"], position, x["a"], x["b"], x["d"], backend=backend
     )
     assert y.dtype is torch.bfloat16
     assert ring.dtype is torch.float32
@@ -164,7 +187,7 @@ def test_inputs_of_other_dtypes_meet_a_state_that_keeps_its_own(backend):
 
 
 def test_zero_coefficients_are_the_identity_exactly(backend):
-    u, ring = torch.randn(2, 4), torch.randn(2, 4, 8)
+    u, ring = torch.randn(2, 4), torch.randn(2, 9, 4)
     position = torch.tensor([3, 0])
     y, _, _ = companion_step(
         u, ring, position, torch.zeros(1, 8), torch.zeros(4, 8), torch.ones(4), backend=backend
@@ -181,7 +204,7 @@ def test_any_number_of_threads_gives_the_same_bits():
             results.append(
                 companion_step(
                     x["u"][:, 0],
-                    x["state"],
+                    x["ring"],
                     torch.tensor([7, 0]),
                     x["a"],
                     x["b"],
@@ -198,7 +221,7 @@ def test_any_number_of_threads_gives_the_same_bits():
 
 def test_steps_have_gradients_on_the_tape_and_refuse_kernels_without():
     x = draw(3, length=1)
-    leaves = [x["u"][:, 0], x["state"], x["a"], x["b"], x["d"]]
+    leaves = [x["u"][:, 0], x["ring"], x["a"], x["b"], x["d"]]
     leaves = [t.detach().requires_grad_() for t in leaves]
     position = torch.tensor([1, 0, 2])
 
@@ -238,7 +261,7 @@ def test_no_tokens_leave_the_state_and_no_order_leaves_nothing():
     assert not companion_state(x["u"], x["a"]).any()
     assert companion_response(x["state"], x["a"], x["b"], 0).shape == (3, 0, 4)
     x = draw(0)
-    assert companion_state(x["u"], x["a"], x["state"]).shape == (3, 4, 0)
+    assert companion_state(x["u"], x["a"], x["state"]).shape == (3, 0, 4)
     assert torch.equal(
         companion_response(x["state"], x["a"], x["b"], 7), torch.zeros(3, 7, 4, dtype=torch.float64)
     )
@@ -260,11 +283,12 @@ def test_chunks_with_a_carried_state_are_the_whole_and_so_are_their_gradients(or
         return torch.cat(outputs, 1), state
 
     def looped(u, a, b, d, state):
-        outputs, position = [], torch.zeros(3, dtype=torch.int64)
+        ring, position = one_place_more(state), torch.zeros(3, dtype=torch.int64)
+        outputs = []
         for token in u.unbind(1):
-            y, state, position = companion_step(token, state, position, a, b, d)
+            y, ring, position = companion_step(token, ring, position, a, b, d)
             outputs.append(y)
-        return torch.stack(outputs, 1), unrolled(state, position)
+        return torch.stack(outputs, 1), unrolled(ring, position)
 
     results = []
     for form in (looped, chunked):
@@ -278,7 +302,7 @@ def test_chunks_with_a_carried_state_are_the_whole_and_so_are_their_gradients(or
 def test_a_prefill_is_continued_by_steps(backend):
     x = draw(6, length=30, dtype=torch.float32)
     exact = companion_state(x["u"].double(), x["a"].double(), backend="reference")
-    ring = companion_state(x["u"][:, :20], x["a"])
+    ring = one_place_more(companion_state(x["u"][:, :20], x["a"]))
     position = torch.zeros(3, dtype=torch.int64)
     for u in x["u"][:, 20:].unbind(1):
         _, ring, position = companion_step(
@@ -328,7 +352,7 @@ def test_a_wrong_state_fails_the_check():
 
     def doubtful(u, a, initial_state, backend):
         state = companion_state(u, a, initial_state, backend=backend)
-        return state if backend == "reference" else state.roll(1, -1)
+        return state if backend == "reference" else state.roll(1, 1)
 
     x["initial_state"] = x["state"]
     with pytest.raises(AssertionError, match="output 0"):
@@ -343,8 +367,9 @@ def test_compiled_functions_have_no_graph_break_and_the_same_results(backend):
         extra = companion_response(state, a, b, 6)
         with torch.no_grad():
             position = torch.zeros(3, dtype=torch.int64)
-            y, ring, _ = companion_step(u[:, 0], state, position, a, b, d, backend=backend)
-        return extra, y + ring.sum(-1)
+            ring = torch.nn.functional.pad(state, (0, 0, 0, 1))
+            y, ring, _ = companion_step(u[:, 0], ring, position, a, b, d, backend=backend)
+        return extra, y + ring.sum(1)
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     inputs = (x["u"], x["state"], x["a"], x["b"], x["d"])
@@ -354,9 +379,10 @@ def test_compiled_functions_have_no_graph_break_and_the_same_results(backend):
 
 def test_the_registered_op_passes_opcheck(backend):
     x = draw(5)
-    arguments = (x["u"][:, 0].contiguous(), x["state"], torch.tensor([0, 4, 2]))
+    arguments = (x["u"][:, 0].contiguous(), x["ring"], torch.tensor([0, 4, 2]))
+    columns = x["a"].repeat_interleave(2, dim=0).T, x["b"].T
     torch.library.opcheck(
-        torch.ops.ssmzoo.companion_step.default, (*arguments, x["a"], x["b"], x["d"], backend)
+        torch.ops.ssmzoo.companion_step.default, (*arguments, *columns, x["d"], backend)
     )
 
 
@@ -364,7 +390,7 @@ def test_a_block_s_choice_of_backend_reaches_the_ops():
     x = draw(5)
     position = torch.zeros(3, dtype=torch.int64)
     with use_backend("reference"):
-        companion_step(x["u"][:, 0], x["state"], position, x["a"], x["b"], x["d"])
+        companion_step(x["u"][:, 0], x["ring"], position, x["a"], x["b"], x["d"])
         companion_response(x["state"], x["a"], x["b"], 3)
     assert last_backend("companion_step") == last_backend("companion_response") == "reference"
 
@@ -375,11 +401,11 @@ def test_a_block_s_choice_of_backend_reaches_the_ops():
         ({"u": None}, TypeError, "u must be a tensor .*got NoneType"),
         ({"u": torch.ones(3, 5)}, ValueError, r"b must have shape \[D, n\] = \[5, 2\]"),
         (
-            {"ring": torch.ones(3, 4, 3)},
+            {"ring": torch.ones(3, 2, 4)},
             ValueError,
-            r"ring must have shape \[B, D, n\] = \[3, 4, 2\]",
+            r"ring must have shape \[B, n \+ 1, D\] = \[3, 3, 4\]",
         ),
-        ({"ring": torch.ones(3, 4, 2).half()}, TypeError, "ring must be float32 or float64"),
+        ({"ring": torch.ones(3, 3, 4).half()}, TypeError, "ring must be float32 or float64"),
         ({"position": 0}, TypeError, r"position must be an int64 tensor \[B\], got int"),
         ({"position": torch.zeros(3).int()}, TypeError, "got torch.int32"),
         ({"position": torch.zeros(2).long()}, ValueError, r"\[B\] = \[3\], got \[2\]"),
@@ -396,7 +422,7 @@ def test_a_block_s_choice_of_backend_reaches_the_ops():
 def test_wrong_arguments_of_a_step_are_named(changes, kind, message):
     arguments = {
         "u": torch.ones(3, 4),
-        "ring": torch.ones(3, 4, 2),
+        "ring": torch.ones(3, 3, 4),
         "position": torch.zeros(3).long(),
         "a": torch.ones(2, 2),
         "b": torch.ones(4, 2),
@@ -411,7 +437,7 @@ def test_wrong_arguments_of_a_step_are_named(changes, kind, message):
     [
         ({"u": torch.ones(3, 4)}, ValueError, r"u must have shape \[B, L, D\]"),
         ({"a": torch.ones(3, 2)}, ValueError, "the 3 rows of a must divide the 4 channels of u"),
-        ({"initial_state": torch.ones(2, 4, 2)}, ValueError, r"initial_state must .*\[3, 4, 2\]"),
+        ({"initial_state": torch.ones(2, 2, 4)}, ValueError, r"initial_state must .*\[3, 2, 4\]"),
         ({"inverse": torch.ones(2, 6)}, ValueError, r"inverse must .* or longer = \[2, 7\]"),
         ({"cu_seqlens": torch.tensor([0, 7])}, ValueError, "B = 1, got B = 3"),
         ({"backend": "cpu"}, ValueError, "no such implementation"),
@@ -426,7 +452,7 @@ def test_wrong_arguments_of_a_state_are_named(changes, kind, message):
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
-        ({"state": torch.ones(3, 4)}, ValueError, r"state must have shape \[B, D, n\]"),
+        ({"state": torch.ones(3, 4)}, ValueError, r"state must have shape \[B, n, D\]"),
         ({"b": torch.ones(2, 2)}, ValueError, r"b must have shape \[D, n\] = \[4, 2\]"),
         ({"length": -1}, ValueError, "length must be at least 0, got -1"),
         ({"kernel": torch.ones(4, 6)}, ValueError, r"kernel must .* or longer = \[4, 7\]"),
@@ -436,6 +462,6 @@ def test_wrong_arguments_of_a_state_are_named(changes, kind, message):
     ],
 )
 def test_wrong_arguments_of_a_response_are_named(changes, kind, message):
-    arguments = {"state": torch.ones(3, 4, 2), "a": torch.ones(2, 2), "b": torch.ones(4, 2)}
+    arguments = {"state": torch.ones(3, 2, 4), "a": torch.ones(2, 2), "b": torch.ones(4, 2)}
     with pytest.raises(kind, match=f"companion_response.*{message}"):
         companion_response(**(arguments | {"length": 7} | changes))

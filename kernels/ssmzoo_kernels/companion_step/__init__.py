@@ -14,7 +14,7 @@ OP = "companion_step"
 
 def companion_step(
     u: Tensor,  # [B, D]
-    ring: Tensor,  # [B, D, n]
+    ring: Tensor,  # [B, n + 1, D]
     position: Tensor,  # [B] int64
     a: Tensor,  # [D_a, n]
     b: Tensor,  # [D, n]
@@ -25,15 +25,17 @@ def companion_step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Decode one token: ``y = d u + sum b_i x_i``, ``w = u - sum a_i x_i``, w becomes ``x_1``.
 
-    Both sums take the state before the update. The state of n past values of ``w`` lies in a ring:
-    ``x_i`` of row r is ``ring[r, :, (position[r] + i - 1) % n]``, and a step overwrites ``x_n``.
+    Both sums take the state before the update. The state of n past values of ``w`` lies in a ring
+    of one place more: ``x_i`` of row r is ``ring[r, (position[r] + i - 1) % (n + 1)]``. A step
+    writes to the free place, so that ring and position of before still hold the state of before.
     Everything is computed in the ring's dtype; only the output takes u's. Where gradients are asked
-    for, torch runs it on the tape.
+    for, torch runs it on the tape. The kernels read coefficients ``[n, D]``: a caller who keeps
+    ``a`` (of every channel) and ``b`` so, and passes them transposed, spares a copy a step.
 
     Args:
         u: The inputs.
         ring: The state, float32 or float64.
-        position: Where each row's newest value lies, counted modulo n.
+        position: Where each row's newest value lies, counted modulo n + 1.
         a: Denominators without their leading 1; ``D_a`` divides D and channel c has row
             ``c // (D / D_a)``.
         b: Numerators of the infinite response, from ``z^-1`` on.
@@ -56,7 +58,7 @@ def companion_step(
     (batch, width), order = u.shape, a.shape[1]
     check_tensor(OP, "b", b, (width, order), u, "[D, n]")
     check_tensor(OP, "d", d, (width,), u, "[D]")
-    check_tensor(OP, "ring", ring, (batch, width, order), u, "[B, D, n]")
+    check_tensor(OP, "ring", ring, (batch, order + 1, width), u, "[B, n + 1, D]")
     if ring.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"{OP}: ring must be float32 or float64, got {ring.dtype}")
     _check_position(position, batch, ring)
@@ -65,7 +67,8 @@ def companion_step(
         record(OP, "reference")
         return reference.companion_step(u, ring, position, a, b, d)
     exact = ring.dtype
-    drive, a, b, d = u.to(exact), a.to(exact), b.to(exact), d.to(exact)
+    drive, d = _in(u, exact), _in(d, exact)
+    a, b = _by_state(a, width, exact), _by_state(b, width, exact)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (drive, ring, a, b, d)):
         if backend in ("cpu", "triton"):
             raise ValueError(
@@ -75,16 +78,16 @@ def companion_step(
         record(OP, "eager")
         y, ring = eager.step(drive, ring, position, a, b, d)
         return y.to(u.dtype), ring, torch.zeros_like(position)
-    if not (inplace and ring.is_contiguous()):
+    if not (inplace and ring.is_contiguous() and _writable(ring)):
         ring = ring.clone(memory_format=torch.contiguous_format)
     y = library.step_(drive, ring, position, a, b, d, chosen)
-    return y.to(u.dtype), ring, (position - 1) % order if order else position
+    return _in(y, u.dtype), ring, position - 1
 
 
 def companion_state(
     u: Tensor,  # [B, L, D]
     a: Tensor,  # [D_a, n]
-    initial_state: Tensor | None = None,  # [B, D, n], zeros if absent
+    initial_state: Tensor | None = None,  # [B, n, D], zeros if absent
     *,
     inverse: Tensor | None = None,  # [D_a, >= L]
     cu_seqlens: Tensor | None = None,  # [S + 1]
@@ -92,21 +95,22 @@ def companion_state(
 ) -> Tensor:
     """Return the state after all tokens: the last n values of ``w[t] = u[t] - sum a_i w[t-i]``.
 
-    Newest first: a ring with position 0. By FFT with the series ``1 / a``, in O(L log L); in
-    float32, or float64 for float64 inputs. Gradients flow to all tensors.
+    Newest first: with one place more behind, a ring with position 0. By FFT with the series
+    ``1 / a``, in O(L log L); in float32, or float64 for float64 inputs. Gradients flow to all
+    tensors.
 
     Args:
         u: The inputs.
         a: Denominators without their leading 1.
         initial_state: The values before the first token, newest first; with ``cu_seqlens`` one row
-            per packed sequence, ``[S, D, n]``.
+            per packed sequence, ``[S, n, D]``.
         inverse: ``inverse_series(a, length)``, if the caller has it, as long as the longest
             sequence at least.
         cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64.
         backend: "auto", "eager" or "reference": torch's FFTs serve every device.
 
     Returns:
-        ``[B, D, n]`` (``[S, D, n]``) in float32 or float64.
+        ``[B, n, D]`` (``[S, n, D]``) in float32 or float64.
 
     Raises:
         ValueError: Shapes, devices or choices that do not fit.
@@ -120,8 +124,8 @@ def companion_state(
     rows = offsets.shape[0] - 1
     exact = torch.promote_types(torch.float32, u.dtype)
     if initial_state is not None:
-        rule = "[B, D, n]" if cu_seqlens is None else "[S, D, n]"
-        check_tensor(op, "initial_state", initial_state, (rows, width, order), u, rule)
+        rule = "[B, n, D]" if cu_seqlens is None else "[S, n, D]"
+        check_tensor(op, "initial_state", initial_state, (rows, order, width), u, rule)
         initial_state = initial_state.to(exact)
     judged = _judged(op, backend, u)
     u, a = u.to(exact), a.to(exact)
@@ -145,10 +149,10 @@ def companion_state(
         if start is not None and members is not None:
             start = start[members]
         if series is None:
-            zeros = u.new_zeros(tokens.shape[0], width, order)
+            zeros = u.new_zeros(tokens.shape[0], order, width)
             found.append(reference.companion_state(tokens, a, zeros if start is None else start))
         else:
-            found.append(continuation.state_after(tokens.transpose(1, 2), a, series, start))
+            found.append(continuation.state_after(tokens, a, series, start))
     if cu_seqlens is None:
         return found[0]
     order_of_rows = torch.cat([group[0] for group in groups if group[0] is not None])
@@ -156,7 +160,7 @@ def companion_state(
 
 
 def companion_response(
-    state: Tensor,  # [B, D, n]
+    state: Tensor,  # [B, n, D]
     a: Tensor,  # [D_a, n]
     b: Tensor,  # [D, n]
     length: int,
@@ -173,7 +177,7 @@ def companion_response(
     state's dtype; gradients flow to all tensors.
 
     Args:
-        state: The last n values of w, newest first (a ring with position 0).
+        state: The last n values of w, newest first.
         a: Denominators without their leading 1.
         b: Numerators of the infinite response, from ``z^-1`` on.
         length: How many outputs; with ``cu_seqlens`` the length of the packed row.
@@ -191,9 +195,9 @@ def companion_response(
         TypeError: Not a tensor, or not floating point.
     """
     op = "companion_response"
-    check_leading(op, "state", state, "[B, D, n]")
+    check_leading(op, "state", state, "[B, n, D]")
     check_polynomials(op, a, b)
-    rows, width, order = state.shape
+    rows, order, width = state.shape
     check_tensor(op, "b", b, (width, order), state, "[D, n]")
     if length < 0:
         raise ValueError(f"{op}: length must be at least 0, got {length}")
@@ -222,7 +226,7 @@ def companion_response(
     def answer(some: Tensor, count: int) -> Tensor:
         if kernel is None or judged:
             return reference.companion_response(some, a, b, count)
-        return continuation.response(some, a, b, kernel, count).transpose(1, 2)
+        return continuation.response(some, a, b, kernel, count)
 
     if groups is None:
         return answer(state, length)
@@ -230,6 +234,24 @@ def companion_response(
     for members, places in groups:
         row = row.index_put((places,), answer(state[members], places.shape[1]))
     return row[None]
+
+
+def _by_state(coefficients: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Return coefficients ``[D_a, n]`` as ``[n, D]``, each channel with its own."""
+    if coefficients.shape[0] < width:
+        coefficients = coefficients.repeat_interleave(width // coefficients.shape[0], dim=0)
+    return _in(coefficients, dtype).T
+
+
+def _writable(ring: Tensor) -> bool:
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return True
+    return not ring.is_inference()
+
+
+def _in(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # torch takes its time to find that there is nothing to do
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 def _check_position(position: Tensor, batch: int, ring: Tensor) -> None:

@@ -11,43 +11,46 @@ from ssmzoo_kernels.rational_kernel.eager import fast_size
 
 
 def state_after(
-    u: Tensor,  # [B, D, T]
+    u: Tensor,  # [B, T, D]
     a: Tensor,  # [D_a, n]
     inverse: Tensor,  # [D_a, >= T]
-    initial_state: Tensor | None,  # [B, D, n]
+    initial_state: Tensor | None,  # [B, n, D]
 ) -> Tensor:
-    """Return ``x_T = (w[T-1] .. w[T-n])`` of ``w = u / a``, ``[B, D, n]``."""
-    order, length = a.shape[1], u.shape[2]
+    """Return ``x_T = (w[T-1] .. w[T-n])`` of ``w = u / a``, ``[B, n, D]``."""
+    (batch, length, width), order = u.shape, a.shape[1]
     kept = min(order, length)
-    if initial_state is None:
-        initial_state = u.new_zeros(*u.shape[:2], order)
     if not kept:
-        return initial_state
-    late = initial_state[..., : order - kept]
-    owed = -by_state(initial_state, a)[..., :kept]
+        return u.new_zeros(batch, order, width) if initial_state is None else initial_state
     size = fast_size(length + kept)
-    hat = torch.fft.rfft(u, n=size) + torch.fft.rfft(owed, n=size)
+    hat = torch.fft.rfft(u.transpose(1, 2), n=size)
+    if initial_state is None:
+        late = u.new_zeros(batch, order - kept, width)
+    else:
+        late = initial_state[:, : order - kept]
+        owed = -by_state(initial_state, a)[..., :kept]
+        hat = hat + torch.fft.rfft(owed, n=size)
     w = torch.fft.irfft(_per_group(hat, torch.fft.rfft(inverse[:, :length], n=size)), n=size)
-    return torch.cat([w[..., length - kept : length].flip(-1), late], dim=-1)
+    fresh = w[..., length - kept : length].flip(-1).transpose(1, 2)
+    return torch.cat([fresh, late], dim=1)
 
 
 def response(
-    state: Tensor,  # [B, D, n]
+    state: Tensor,  # [B, n, D]
     a: Tensor,  # [D_a, n]
     b: Tensor,  # [D, n]
     kernel: Tensor,  # [D, >= T], b / a
     length: int,
 ) -> Tensor:
-    """Return the next T outputs without any input, ``[B, D, T]``."""
+    """Return the next T outputs without any input, ``[B, T, D]``."""
     kept = min(a.shape[1], length)
     if not kept:
-        return state.new_zeros(*state.shape[:2], length)
+        return state.new_zeros(state.shape[0], length, state.shape[2])
     owed = -by_state(state, a)[..., :kept]
     direct = by_state(state, b)[..., :kept]
     size = fast_size(length + kept)
     hat = torch.fft.rfft(owed, n=size) * torch.fft.rfft(kernel[:, :length], n=size)
     y = torch.fft.irfft(hat, n=size)[..., :length]
-    return y + F.pad(direct, (0, length - kept))
+    return (y + F.pad(direct, (0, length - kept))).transpose(1, 2)
 
 
 def by_state(state: Tensor, coefficients: Tensor) -> Tensor:
@@ -55,9 +58,9 @@ def by_state(state: Tensor, coefficients: Tensor) -> Tensor:
 
     That is what the values before token 0 contribute to token j through ``c``.
     """
-    order = state.shape[2]
+    order = state.shape[1]
     size = fast_size(2 * order)
-    mirrored = torch.fft.rfft(state, n=size).conj_physical()
+    mirrored = torch.fft.rfft(state.transpose(1, 2), n=size).conj_physical()
     hat = _per_group(mirrored, torch.fft.rfft(coefficients, n=size))
     return torch.fft.irfft(hat, n=size)[..., :order]
 

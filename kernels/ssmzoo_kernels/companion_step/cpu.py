@@ -13,38 +13,34 @@ from ssmzoo_kernels import native
 _SOURCE = Path(__file__).with_name("companion_step.c")
 
 
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("u", "a", "b", "d", "positions", "rings", "y")),
+        *((name, ctypes.c_int64) for name in ("batch", "width", "order")),
+    ]
+
+
 @functools.cache
 def _kernel(dtype: torch.dtype) -> Callable[..., None]:
     kernel = native.library(_SOURCE, dtype).companion_step
-    kernel.argtypes = (*[ctypes.c_void_p] * 7, *[ctypes.c_int64] * 4, ctypes.c_int)
+    kernel.argtypes = (ctypes.POINTER(_Step), ctypes.c_int)
     kernel.restype = None
     return kernel
 
 
 def step_(
     u: Tensor,  # [B, D]
-    ring: Tensor,  # [B, D, n], written
+    ring: Tensor,  # [B, n + 1, D], written
     position: Tensor,  # [B]
-    a: Tensor,  # [D_a, n]
-    b: Tensor,  # [D, n]
+    a: Tensor,  # [n, D]
+    b: Tensor,  # [n, D]
     d: Tensor,  # [D]
 ) -> Tensor:
-    """Return the outputs ``[B, D]`` in the ring's dtype; put ``w`` where ``x_n`` was."""
-    batch, width, order = ring.shape
-    u, position, a, b, d = (x.contiguous() for x in (u, position, a, b, d))
+    """Return the outputs ``[B, D]`` in the ring's dtype; put ``w`` in the free place."""
+    (batch, width), order = u.shape, a.shape[0]
+    u, a, b, d, position = (x.contiguous() for x in (u, a, b, d, position))
     y = torch.empty((batch, width), dtype=ring.dtype, device="cpu")
-    _kernel(ring.dtype)(
-        u.data_ptr(),
-        ring.data_ptr(),
-        position.data_ptr(),
-        a.data_ptr(),
-        b.data_ptr(),
-        d.data_ptr(),
-        y.data_ptr(),
-        batch,
-        width,
-        order,
-        width // a.shape[0],
-        native.threads(ring.numel()),
-    )
+    tensors = (u, a, b, d, position, ring, y)
+    step = _Step(*(x.data_ptr() for x in tensors), batch, width, order)
+    _kernel(ring.dtype)(step, native.threads(ring.numel()))
     return y

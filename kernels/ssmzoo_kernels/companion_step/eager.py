@@ -6,16 +6,16 @@ from torch import Tensor
 
 def step(
     u: Tensor,  # [B, D]
-    ring: Tensor,  # [B, D, n]
+    ring: Tensor,  # [B, n + 1, D]
     position: Tensor,  # [B]
-    a: Tensor,  # [D_a, n]
-    b: Tensor,  # [D, n]
+    a: Tensor,  # [n, D]
+    b: Tensor,  # [n, D]
     d: Tensor,  # [D]
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs and the next state, newest first, on the tape."""
-    state = ring.gather(2, _places(ring, position)[:, None].expand(ring.shape))
+    """Return the outputs and the next ring, which begins at position 0, on the tape."""
+    state = ring.gather(1, _places(ring, position)[:, :-1])
     y, w = _outputs(u, state, a, b, d)
-    return y, torch.cat([w[..., None], state], dim=-1)[..., : ring.shape[2]]
+    return y, torch.cat([w[:, None], state], dim=1)
 
 
 def step_(
@@ -26,24 +26,21 @@ def step_(
     b: Tensor,
     d: Tensor,
 ) -> Tensor:
-    """Return the outputs ``[B, D]`` in the ring's dtype; put ``w`` where ``x_n`` was."""
+    """Return the outputs ``[B, D]`` in the ring's dtype; put ``w`` in the free place."""
     places = _places(ring, position)
-    y, w = _outputs(u, ring.gather(2, places[:, None].expand(ring.shape)), a, b, d)
-    if ring.shape[2]:
-        ring.scatter_(2, places[:, None, -1:].expand(*ring.shape[:2], 1), w[..., None])
+    y, w = _outputs(u, ring.gather(1, places[:, :-1]), a, b, d)
+    ring.scatter_(1, places[:, -1:], w[:, None])
     return y
 
 
 def _places(ring: Tensor, position: Tensor) -> Tensor:
-    """Return where each row's values lie, newest first, ``[B, n]``."""
-    order = ring.shape[2]
-    return (torch.arange(order, device=ring.device) + position[:, None]) % max(order, 1)
+    """Return each row's places, the newest value's first, the free one last, ``[B, n + 1, D]``."""
+    count = ring.shape[1]
+    places = (torch.arange(count, device=ring.device) + position[:, None]) % count
+    return places[..., None].expand(ring.shape)
 
 
 def _outputs(u: Tensor, state: Tensor, a: Tensor, b: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``y`` and ``w``, both ``[B, D]``."""
-    batch, width, order = state.shape
-    y = torch.einsum("bdn,dn->bd", state, b) + d * u
-    grouped = state.view(batch, a.shape[0], width // a.shape[0], order)
-    w = u - torch.einsum("bgrn,gn->bgr", grouped, a).reshape(batch, width)
-    return y.contiguous(), w
+    y = torch.einsum("bnd,nd->bd", state, b) + d * u
+    return y.contiguous(), u - torch.einsum("bnd,nd->bd", state, a)

@@ -1,4 +1,4 @@
-"""``companion_step`` as a ``torch.library`` op that writes one element of the ring per channel."""
+"""``companion_step`` as a ``torch.library`` op that writes one row of the ring."""
 
 import functools
 import importlib
@@ -15,14 +15,14 @@ OP = "companion_step"
 
 def step_(
     u: Tensor,  # [B, D]
-    ring: Tensor,  # [B, D, n], written
+    ring: Tensor,  # [B, n + 1, D], written
     position: Tensor,  # [B]
-    a: Tensor,  # [D_a, n]
-    b: Tensor,  # [D, n]
+    a: Tensor,  # [n, D]
+    b: Tensor,  # [n, D]
     d: Tensor,  # [D]
     backend: str,
 ) -> Tensor:
-    """Return the outputs ``[B, D]`` in the ring's dtype; put ``w`` where ``x_n`` was."""
+    """Return the outputs ``[B, D]`` in the ring's dtype; put ``w`` in the free place."""
     if needs_library(ring):
         return _step(u, ring, position, a, b, d, backend)
     record(OP, backend)
@@ -44,4 +44,4 @@ def _step(
 
 @_step.register_fake
 def _(u, ring, position, a, b, d, backend):
-    return ring.new_empty(ring.shape[:2])
+    return ring.new_empty(ring.shape[0], ring.shape[2])

@@ -9,46 +9,47 @@ from torch import Tensor
 
 def companion_step(
     u: Tensor,  # [B, D]
-    ring: Tensor,  # [B, D, n]
+    ring: Tensor,  # [B, n + 1, D]
     position: Tensor,  # [B]
     a: Tensor,  # [D_a, n]
     b: Tensor,  # [D, n]
     d: Tensor,  # [D]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return outputs, ring and position after one token (equations: the public op)."""
-    order = ring.shape[2]
     outputs, rings = [], []
     for row, first in enumerate(position.tolist()):
-        y, x = step(u[row : row + 1].to(ring.dtype), ring[row : row + 1].roll(-first, -1), a, b, d)
+        state = ring[row : row + 1].roll(-first, 1)[:, :-1]
+        y, x = step(u[row : row + 1].to(ring.dtype), state, a, b, d)
         outputs.append(y)
-        rings.append(x.roll((first - 1) % order if order else 0, -1))
-    moved = (position - 1) % order if order else position
-    return torch.cat(outputs).to(u.dtype), torch.cat(rings), moved
+        rings.append(x.roll(first - 1, 1))
+    return torch.cat(outputs).to(u.dtype), torch.cat(rings), position - 1
 
 
 def step(u: Tensor, state: Tensor, a: Tensor, b: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``y = d u + b x`` and the state after ``w = u - a x`` has entered it."""
-    a = a.to(state.dtype).repeat_interleave(state.shape[1] // a.shape[0], dim=0)
-    y = d.to(state.dtype) * u + (b.to(state.dtype) * state).sum(-1)
-    w = u - (a * state).sum(-1)
-    return y, torch.cat([w[..., None], state], dim=-1)[..., : state.shape[-1]]
+    """Return ``y = d u + b x`` and ``w = u - a x`` in front of the state."""
+    a = a.to(state.dtype).repeat_interleave(state.shape[2] // a.shape[0], dim=0)
+    y = d.to(state.dtype) * u + (b.to(state.dtype).T * state).sum(1)
+    w = u - (a.T * state).sum(1)
+    return y, torch.cat([w[:, None], state], dim=1)
 
 
 def companion_state(u: Tensor, a: Tensor, initial_state: Tensor) -> Tensor:
-    """Return the state after all tokens of ``u`` [B, L, D], ``[B, D, n]``."""
-    nothing = u.new_zeros(())
+    """Return the state after all tokens of ``u`` [B, L, D], ``[B, n, D]``."""
+    nothing = u.new_zeros(1, 1)  # neither read-out nor direct gain
     state = initial_state
     for t in range(u.shape[1]):
-        _, state = step(u[:, t].to(state.dtype), state, a, nothing, nothing)
+        _, longer = step(u[:, t].to(state.dtype), state, a, nothing, nothing)
+        state = longer[:, :-1]
     return state
 
 
 def companion_response(state: Tensor, a: Tensor, b: Tensor, length: int) -> Tensor:
     """Return the next outputs without any input, ``[B, L, D]``."""
-    nothing = state.new_zeros(())
+    nothing = state.new_zeros(state.shape[0], state.shape[2])
     outputs = []
     for _ in range(length):
-        y, state = step(state.new_zeros(state.shape[:2]), state, a, b, nothing)
+        y, longer = step(nothing, state, a, b, nothing[:1])
+        state = longer[:, :-1]
         outputs.append(y)
     return (
         torch.stack(outputs, dim=1) if outputs else state.new_zeros(state.shape[0], 0, b.shape[0])

@@ -296,11 +296,13 @@ _STATELESS = frozenset(
 
 def _signature(config: SSMConfig) -> dict[str, Any]:
     """Return what two models must share for a state of one to have the other's shape."""
-    return {name: getattr(config, name) for name in _own_fields(type(config))}
+    # every step asks, and a configuration's own attribute access is slow
+    fields = vars(config)
+    own = {name: fields[name] for name in _own_fields(type(config))}
+    return {"model_type": config.model_type, **own}
 
 
 @functools.cache
 def _own_fields(kind: type[SSMConfig]) -> tuple[str, ...]:
     general = {field.name for field in dataclasses.fields(PreTrainedConfig)} | _STATELESS
-    names = [field.name for field in dataclasses.fields(kind) if field.name not in general]
-    return ("model_type", *names)
+    return tuple(field.name for field in dataclasses.fields(kind) if field.name not in general)
