@@ -52,6 +52,7 @@ class BMojoSSM(SSMMixer):
     """
 
     param_group_names: ClassVar[dict[str, str]] = {"A_log": "ssm", "D": "ssm", "dt_bias": "ssm"}
+    param_branch = "ssm"
 
     def __init__(self, config: BMojoConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)

@@ -11,7 +11,7 @@ from ssmzoo.modeling.classifiers import (
     SSMForSequenceClassification,
     SSMForTokenClassification,
 )
-from ssmzoo.modeling.configuration import SSMConfig
+from ssmzoo.modeling.configuration import SSMConfig, suggestion
 from ssmzoo.modeling.dynamics import Dynamics, Trajectories
 from ssmzoo.modeling.kept import Kept
 from ssmzoo.modeling.layers import MLP, CausalConv1d, Dropout, Linear
@@ -42,4 +42,5 @@ __all__ = [
     "SSMPreTrainedModel",
     "StateCache",
     "Trajectories",
+    "suggestion",
 ]

@@ -43,9 +43,14 @@ class SSMMixer(nn.Module):
     Attributes:
         param_group_names: By parameter name the optimizer group it belongs to, for parameters that
             do not decay and may have a learning rate of their own.
+        param_branch: The group that all other parameters of it and its submodules belong to; their
+            matrices decay as usual.
+        reads_residual: Whether it takes the block's input before the norm, too, as ``residual``.
     """
 
     param_group_names: ClassVar[Mapping[str, str]] = {}
+    param_branch: ClassVar[str | None] = None
+    reads_residual: ClassVar[bool] = False
 
     def __init__(self, config: SSMConfig, layer_idx: int) -> None:
         super().__init__()
@@ -116,9 +121,10 @@ class SSMBlock(GradientCheckpointingLayer):
         self, hidden_states: Tensor, state: LayerState, cu_seqlens: Tensor | None = None
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``."""
+        extra = {"residual": hidden_states} if self.mixer.reads_residual else {}
 
         def mix(x: Tensor) -> Tensor:
-            return self.mixer(x, state, cu_seqlens)
+            return self.mixer(x, state, cu_seqlens, **extra)
 
         hidden_states = self._branch(mix, self.norm, hidden_states, state, cu_seqlens)
         if self.mlp is None:
@@ -165,7 +171,8 @@ class SSMModel(SSMPreTrainedModel):
             self.embed_values = Linear(config.input_channels, config.hidden_size)
         self.dropout = Dropout(config.embedding_dropout, config.tie_dropout)
         self.layers = nn.ModuleList(
-            self.make_block(config, layer_idx) for layer_idx in range(config.num_hidden_layers)
+            SSMBlock(config, self.mixer_class(config, layer_idx))
+            for layer_idx in range(config.num_hidden_layers)
         )
         self.norm = make_norm(config) if config.prenorm else None
         self.gradient_checkpointing = False
@@ -174,14 +181,6 @@ class SSMModel(SSMPreTrainedModel):
     def make_embedding(self, config: Any) -> nn.Embedding:
         """Return the token embedding; a family with another one overrides this."""
         return nn.Embedding(config.vocab_size, config.hidden_size)
-
-    def make_block(self, config: Any, layer_idx: int) -> nn.Module:
-        """Return one block; a family with another one overrides this.
-
-        A block maps ``(hidden_states [B, L, D], state, cu_seqlens)`` to ``[B, L, D]`` and is a
-        ``GradientCheckpointingLayer``; what holds SSM parameters in it is an :class:`SSMMixer`.
-        """
-        return SSMBlock(config, self.mixer_class(config, layer_idx))
 
     def forward(
         self,

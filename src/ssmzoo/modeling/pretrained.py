@@ -97,7 +97,8 @@ class SSMPreTrainedModel(PreTrainedModel):
         """Return optimizer groups.
 
         Matrices decay, vectors (norms, biases, SSM scalars) do not, and neither do parameters that
-        their mixer names in ``param_group_names``; those can have a rate of their own.
+        their mixer names in ``param_group_names``; those can have a rate of their own, and so can
+        all of a mixer's that names a ``param_branch``.
 
         Args:
             lr: Learning rate.
@@ -114,11 +115,17 @@ class SSMPreTrainedModel(PreTrainedModel):
         """
         groups = groups or {}
         named: dict[nn.Parameter, str] = {}
+        spared: set[nn.Parameter] = set()
+        for module in self.modules():
+            branch = getattr(module, "param_branch", None)
+            if branch is not None:
+                named |= dict.fromkeys(module.parameters(), branch)
         for module in self.modules():
             for name, group in getattr(module, "param_group_names", {}).items():
                 parameter = module._parameters.get(name)
                 if parameter is not None:
                     named[parameter] = group
+                    spared.add(parameter)
         known = sorted(set(named.values()))
         for name, changes in groups.items():
             if name not in known:
@@ -131,20 +138,18 @@ class SSMPreTrainedModel(PreTrainedModel):
                     f"a parameter group has no setting {key!r}{suggestion(key, _SETTINGS)}; "
                     f"settings: {', '.join(_SETTINGS)}"
                 )
-        found: list[dict[str, Any]] = [
-            {"params": [], "lr": lr, "weight_decay": weight_decay},
-            {"params": [], "lr": lr, "weight_decay": 0.0},
-            *(
-                {"params": [], "lr": lr, "weight_decay": 0.0, "name": name, **groups.get(name, {})}
-                for name in known
-            ),
-        ]
+        decaying: dict[tuple[str, bool], dict[str, Any]] = {}
+        for name in ("", *known):
+            for decays in (True, False):
+                usual = {"lr": lr, "weight_decay": weight_decay if decays else 0.0}
+                own = {**groups.get(name, {}), "name": name} if name else {}
+                decaying[name, decays] = {"params": [], **usual, **own}
         for parameter in self.parameters():
             if parameter.requires_grad:
-                own = named.get(parameter)
-                index = (parameter.dim() < 2) if own is None else 2 + known.index(own)
-                found[index]["params"].append(parameter)
-        return found
+                decays = parameter.dim() >= 2 and parameter not in spared
+                decaying[named.get(parameter, ""), decays]["params"].append(parameter)
+        # a family's groups may hold nothing of one kind, the two usual ones are always there
+        return [g for (name, _), g in decaying.items() if g["params"] or not name]
 
 
 _SETTINGS = ("lr", "weight_decay")
