@@ -263,7 +263,7 @@ class _Lanes:
         for count in range(cap + 1):
             jacobian, residual = self.step(x)
             error = (residual.abs() / x.abs().clamp(min=1)).amax(dim=0)
-            relative[lanes], iterations[lanes] = error, count
+            relative[lanes] = error
             if trace:
                 residuals.append(relative.clone())
             open_ = ~(error <= tolerance)  # so that nan is open
@@ -272,6 +272,7 @@ class _Lanes:
                 states[:, lanes] = x
             if not left or count == cap:
                 break
+            iterations[lanes[open_]] += 1
             # to leave lanes out costs about as much as a step of those that stay
             if left <= len(lanes) // 2:
                 x, jacobian, residual = x[:, open_], jacobian[:, open_], residual[:, open_]

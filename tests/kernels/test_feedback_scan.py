@@ -1,0 +1,1027 @@
+"""feedback_scan: fast backends and both solvers against the loop, and the paper's golden checks."""
+
+import functools
+import json
+import logging
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+
+from ssmzoo.testing.accuracy import assert_as_accurate, outputs_and_grads
+from ssmzoo_kernels import feedback_scan, last_backend, use_backend
+from ssmzoo_kernels.feedback_scan import cpu, library, newton, newton_solve, reference
+from ssmzoo_kernels.scan import chunk_slots, interval
+
+NAMES = ("u", "lam", "w", "C", "w_gamma", "D", "drive", "initial_state")
+SOLVERS = ("march", "newton")
+TIGHT = {"tolerance": 1e-13}  # where Newton shall agree to float64
+
+
+@pytest.fixture(params=SOLVERS)
+def solver(request):
+    return request.param
+
+
+def draw(B=2, L=9, D=5, N=4, segments=None, dtype=torch.float64, seed=0, drive=False):
+    generator = torch.Generator().manual_seed(seed)
+    wide, small = (B, L, D), (D, N)
+    shapes = (wide, small, small, small, small, (D,), wide, (segments or B, D, N))
+    tensors = [torch.randn(x, generator=generator, dtype=torch.float64) for x in shapes]
+    tensors[1], tensors[2] = -tensors[1].sigmoid(), tensors[2] / 2
+    tensors[6] = tensors[6] if drive else None
+    return [None if x is None else x.to(dtype) for x in tensors]
+
+
+def bounds(*lengths):
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def pieces(tensors, piece):
+    """Cut the tensors that have tokens."""
+    return [x[:, piece] if n in (0, 6) and x is not None else x for n, x in enumerate(tensors)]
+
+
+def close(got, expected, tolerance):
+    assert got.shape == expected.shape
+    assert got.dtype == expected.dtype
+    error = (got.double() - expected.double()).abs().max()
+    assert error <= tolerance * expected.double().abs().max(), f"error {error:.2e}"
+
+
+def same(got, expected, backend):
+    """Bit for bit in C; torch's own sums depend on how memory is aligned."""
+    close(got, expected, 0 if backend == "cpu" else 1e-6)
+
+
+# The recurrence amplifies roundings, and how much a few lanes do is chance: the loop with its sums
+# turned around and 1 + lam s multiplied out errs up to 3.4 times as much as the loop (1080 cases).
+SLACK = 4
+
+
+def judge(inputs, backend, dtype=torch.float32, **options):
+    candidate = functools.partial(feedback_scan, backend=backend, **options)
+    known = functools.partial(
+        feedback_scan, backend="reference", cu_seqlens=options.get("cu_seqlens")
+    )
+    assert_as_accurate(candidate, known, inputs, dtype, SLACK)
+
+
+# --- accuracy: outputs, final state, all gradients ------------------------------------------
+
+
+@pytest.mark.parametrize("drive", [False, True])
+@pytest.mark.parametrize("length", [0, 1, 2, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65])
+def test_any_length_is_as_exact_as_the_loop(backend, length, drive):
+    judge(draw(L=length, D=20, drive=drive), backend)
+    assert last_backend("feedback_scan") == backend
+    assert last_backend("feedback_scan solver") == "march"
+
+
+@pytest.mark.parametrize("states", [1, 2, 3, 6, 7, 16, 17])
+@pytest.mark.parametrize("width", [1, 16, 63, 130])
+def test_any_width_and_state_size_is_as_exact_as_the_loop(backend, width, states):
+    judge(draw(L=35, D=width, N=states), backend)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 5, 11])
+@pytest.mark.parametrize("width", [3, 16, 25])
+def test_sequences_side_by_side_are_as_exact_as_the_loop(batch, width):
+    judge(draw(B=batch, L=34, D=width, N=8, drive=True), "cpu")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_intervals_of_several_chunks_are_as_exact_as_the_loop(backend, packed):
+    chunk = library._backend(backend).CHUNK
+    assert interval(40, chunk) > chunk
+    options = {"cu_seqlens": bounds(0, 64, 97, 0, 15, 24)} if packed else {}
+    judge(draw(B=1, L=200, D=20, N=40, segments=6 if packed else None), backend, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_dtypes_are_as_exact_as_the_loop(backend, dtype):
+    judge(draw(L=40, D=33), backend, dtype)
+
+
+@pytest.mark.parametrize("drive", [False, True])
+def test_results_equal_the_loops_in_float64(backend, solver, drive):
+    inputs = draw(B=3, L=150, D=18, N=5, drive=drive)
+    op = functools.partial(feedback_scan, backend=backend, solver=solver, **TIGHT)
+    expected = outputs_and_grads(
+        functools.partial(feedback_scan, backend="reference"), inputs, torch.float64
+    )
+    for name, got in outputs_and_grads(op, inputs, torch.float64).items():
+        close(got, expected[name], 1e-12)
+    assert last_backend("feedback_scan solver") == solver
+
+
+@pytest.mark.parametrize("absent", [*NAMES[4:], "all"])
+def test_optional_inputs_may_be_absent(backend, solver, absent):
+    inputs = draw(L=20, D=18, drive=True)
+    dropped = [n >= 4 and absent in (name, "all") for n, name in enumerate(NAMES)]
+    kept = [None if drop else x for drop, x in zip(dropped, inputs, strict=True)]
+    if solver == "march":
+        judge(kept, backend)
+    op = functools.partial(feedback_scan, backend=backend, solver=solver, **TIGHT)
+    expected = outputs_and_grads(
+        functools.partial(feedback_scan, backend="reference"), kept, torch.float64
+    )
+    for name, got in outputs_and_grads(op, kept, torch.float64).items():
+        close(got, expected[name], 1e-12)
+
+
+def test_inputs_of_mixed_dtypes_as_under_autocast(backend):
+    u, lam, w, C, w_gamma, D, drive, state = draw(L=40, D=33, drive=True)
+    inputs = [u.bfloat16(), lam.float(), w, C.half(), w_gamma.float(), D.bfloat16(), drive.half()]
+    leaves = [x.requires_grad_() for x in (*inputs, state.float())]
+    results = {}
+    for name in (backend, "reference"):
+        out, final = feedback_scan(*leaves, backend=name)
+        assert (out.dtype, final.dtype) == (torch.bfloat16, torch.float32)
+        grads = torch.autograd.grad(out.double().sum() + final.double().sum(), leaves)
+        assert [g.dtype for g in grads] == [x.dtype for x in leaves]
+        results[name] = (out, final, *grads)
+    for got, expected in zip(results[backend], results["reference"], strict=True):
+        close(got, expected, 2 * torch.finfo(torch.bfloat16).eps)
+
+
+def test_autocast_changes_nothing_inside(backend, solver):
+    inputs = draw(L=20, D=8, dtype=torch.float32)
+    leaves = [x if x is None else x.requires_grad_() for x in inputs]
+    present = [x for x in leaves if x is not None]
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out, final = feedback_scan(*leaves, backend=backend, solver=solver)
+            results.append((out, final, *torch.autograd.grad(out.sum() + final.sum(), present)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_wrong_op_fails_the_accuracy_check():
+    inputs = draw(L=33, D=17)
+    known = functools.partial(feedback_scan, backend="reference")
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * (1 + 1e-4)
+
+    def wrong_output(*x):
+        out, final = known(*x)
+        return out * (1 + 1e-5), final
+
+    def wrong_gradient(u, lam, *rest):
+        return known(u, Scaled.apply(lam), *rest)
+
+    def wrong_gate(u, lam, w, *rest):
+        return known(u, lam, w * (1 + 1e-4), *rest)
+
+    assert_as_accurate(known, known, inputs, torch.float32, SLACK)
+    for wrong, name in (
+        (wrong_output, "output 0"),
+        (wrong_gradient, "gradient of input 1"),
+        (wrong_gate, "output 0"),
+    ):
+        with pytest.raises(AssertionError, match=name):
+            assert_as_accurate(wrong, known, inputs, torch.float32, SLACK)
+
+
+@pytest.mark.parametrize("kind", ["plain", "filtered", "driven", "packed"])
+def test_gradients_pass_gradcheck(backend, solver, kind):
+    """G7: every backward path, with w_gamma, D, drive, initial state, packed."""
+    packed = kind == "packed"
+    shape = {"B": 1, "L": 11, "D": 2, "N": 3, "segments": 3 if packed else None}
+    inputs = draw(**shape, drive=kind == "driven")
+    if kind == "plain":
+        inputs[4] = inputs[5] = None
+    options = {"cu_seqlens": bounds(5, 0, 6)} if packed else {}
+    op = functools.partial(feedback_scan, backend=backend, solver=solver, **TIGHT, **options)
+    leaves = [x if x is None else x.requires_grad_() for x in inputs]
+    assert torch.autograd.gradcheck(op, leaves)
+
+
+def test_one_output_alone_has_gradients(backend):
+    inputs = [x for x in draw(L=20) if x is not None]
+    leaves = [x.requires_grad_() for x in inputs]
+
+    def run(name):
+        *first, state = leaves
+        return feedback_scan(*first, None, state, backend=name)
+
+    for choose in (lambda results: results[0], lambda results: results[1]):
+        got, expected = (
+            torch.autograd.grad(choose(run(name)).sum(), leaves, materialize_grads=True)
+            for name in (backend, "reference")
+        )
+        for a, b in zip(got, expected, strict=True):
+            assert torch.allclose(a, b, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("cut", [1, 16, 23, 32, 39])
+def test_two_halves_with_the_state_carried_equal_the_whole(backend, solver, cut):
+    """G6: outputs, the final state, and all gradients, also through the carried state."""
+    inputs = draw(L=40, D=18, drive=True)
+    inputs[6] = None if solver == "newton" else inputs[6]
+    op = functools.partial(feedback_scan, backend=backend, solver=solver, **TIGHT)
+
+    def halves(*tensors):
+        first, second = pieces(tensors, slice(cut)), pieces(tensors, slice(cut, None))
+        out, state = op(*first)
+        rest, state = op(*second[:-1], state)
+        return torch.cat([out, rest], dim=1), state
+
+    whole = outputs_and_grads(op, inputs, torch.float64)
+    for name, got in outputs_and_grads(halves, inputs, torch.float64).items():
+        close(got, whole[name], 1e-12)
+
+
+def step_by_step(tensors, **options):
+    *tensors, state = tensors
+    steps = []
+    for t in range(tensors[0].shape[1]):
+        out, state = feedback_scan(*pieces(tensors, slice(t, t + 1)), state, **options)
+        steps.append(out)
+    return torch.cat(steps, dim=1), state
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("drive", [False, True])
+def test_decoding_token_by_token_equals_one_pass(backend, drive):
+    """G5. In C the states are equal bit for bit; a lone token's sum over states runs otherwise."""
+    inputs = draw(B=3, L=12, D=21, N=19, dtype=torch.float32, drive=drive)
+    out, final = feedback_scan(*inputs, backend=backend)
+    steps, state = step_by_step(inputs, backend=backend)
+    close(steps, out, 1e-6)
+    same(state, final, backend)
+
+
+@torch.no_grad()
+def test_the_loop_is_its_own_decoding():
+    inputs = draw(B=3, L=12, D=21, N=3, dtype=torch.float32)
+    for got, expected in zip(
+        step_by_step(inputs, backend="reference"),
+        feedback_scan(*inputs, backend="reference"),
+        strict=True,
+    ):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("lengths", [(0, 1, 16, 17, 0, 33, 50), (9, 9, 9, 9, 30)])
+def test_packed_sequences_are_as_exact_as_the_loop(backend, lengths):
+    inputs = draw(B=1, L=sum(lengths), D=18, segments=len(lengths), drive=True)
+    judge(inputs, backend, cu_seqlens=bounds(*lengths))
+
+
+def test_packed_sequences_equal_single_ones_with_gradients(backend, solver):
+    lengths = (5, 0, 16, 16, 1, 40)
+    inputs = draw(B=1, L=sum(lengths), D=18, segments=len(lengths))
+    cu = bounds(*lengths)
+    op = functools.partial(feedback_scan, backend=backend, solver=solver, **TIGHT)
+
+    def packed(*tensors):
+        return op(*tensors, cu_seqlens=cu.int())
+
+    def singly(*tensors):
+        *tensors, state = tensors
+        found = [
+            op(*pieces(tensors, slice(a, b)), state[s : s + 1])
+            for s, (a, b) in enumerate(pairwise(cu))
+        ]
+        outputs, finals = zip(*found, strict=True)
+        return torch.cat(outputs, dim=1), torch.cat(finals)
+
+    expected = outputs_and_grads(singly, inputs, torch.float64)
+    for name, got in outputs_and_grads(packed, inputs, torch.float64).items():
+        # sums over all tokens are made in another order
+        exact = backend == "cpu" and solver == "march" and name.startswith("output")
+        close(got, expected[name], 0 if exact else 1e-12)
+
+
+def test_an_empty_sequence_hands_its_state_on(backend, solver):
+    inputs = draw(L=0, D=18)
+    leaves = [x if x is None else x.requires_grad_() for x in inputs]
+    out, final = feedback_scan(*leaves, backend=backend, solver=solver)
+    assert out.shape == (2, 0, 18)
+    assert torch.equal(final, inputs[-1])
+    present = [x for x in leaves if x is not None]
+    grads = torch.autograd.grad(final.square().sum(), present, materialize_grads=True)
+    assert torch.equal(grads[-1], 2 * inputs[-1])
+    assert all(g.abs().sum() == 0 for g in grads[:-1])
+
+
+def test_the_order_of_a_batch_is_irrelevant(backend):
+    inputs = draw(B=3, L=21, D=18, dtype=torch.float32)
+    order = torch.tensor([2, 0, 1])
+    shuffled = [x[order] if n in (0, 7) else x for n, x in enumerate(inputs)]
+    for got, expected in zip(
+        feedback_scan(*shuffled, backend=backend),
+        feedback_scan(*inputs, backend=backend),
+        strict=True,
+    ):
+        same(got, expected[order], backend)
+
+
+def test_nothing_looks_ahead(backend):
+    """G11."""
+    inputs = draw(L=40, D=18, drive=True)
+    disturbed = [x.clone() for x in inputs]
+    for x in (disturbed[0], disturbed[6]):
+        x[:, 23] += 1
+    out, changed = (feedback_scan(*x, backend=backend)[0] for x in (inputs, disturbed))
+    assert torch.equal(out[:, :23], changed[:, :23])
+    assert not torch.equal(out[:, 23:], changed[:, 23:])
+
+
+def test_strided_inputs_give_the_same_results(backend):
+    inputs = draw(L=20, D=18, dtype=torch.float32, drive=True)
+    strided = []
+    for x in inputs:
+        roomy = torch.full((*x.shape[:-1], 2 * x.shape[-1] + 3), float("nan"))
+        strided.append(roomy[..., 1 : x.shape[-1] + 1].copy_(x))
+    strided[0] = inputs[0].transpose(1, 2).contiguous().transpose(1, 2)  # columns apart
+    assert not any(x.is_contiguous() for x in strided if x.dim() > 1)
+    results = []
+    for tensors in (inputs, strided):
+        leaves = [x.requires_grad_() for x in tensors]
+        out, final = feedback_scan(*leaves, backend=backend)
+        loss = out.square().sum() + final.square().sum()
+        results.append((out, final, *torch.autograd.grad(loss, leaves)))
+    for expected, got in zip(*results, strict=True):
+        same(got, expected, backend)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "per_unit"), [(torch.float32, 1.35e-8), (torch.float64, 1.42e-17)]
+)
+def test_the_gate_in_c_keeps_its_error_budget(dtype, per_unit):
+    """From 0 and u = 1 the state becomes the gate: one rounding, and log2(e)'s for the exponent."""
+    t = torch.linspace(-80, 80, 4001).to(dtype)[None, None]
+    zero, one = torch.zeros(4001, 1, dtype=dtype), torch.ones(4001, 1, dtype=dtype)
+    got = feedback_scan(torch.ones_like(t), zero, one, one, drive=t, backend="cpu")[0]
+    exact, eps = torch.sigmoid(t.double()), torch.finfo(dtype).eps
+    # what float64 itself errs by: one in 1 + exp, one in its inverse
+    budget = eps + per_unit * t.double().abs() + 2 * torch.finfo(torch.float64).eps
+    assert ((got - exact).abs() <= budget * exact).all()
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+
+def saved_numbers(backend, states, batch=3, length=200, width=40):
+    """Return how many numbers autograd keeps besides the inputs."""
+    inputs = draw(batch, length, width, states)
+    leaves = [x if x is None else x.requires_grad_() for x in inputs]
+    own = {x.untyped_storage().data_ptr() for x in leaves if x is not None}
+    kept = {}
+
+    def pack(x):
+        if x.is_floating_point() and x.untyped_storage().data_ptr() not in own:
+            kept[x.untyped_storage().data_ptr()] = x.numel()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        feedback_scan(*leaves, backend=backend)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("states", [1, 16, 17, 128, 300])
+def test_training_keeps_at_most_one_activation_and_a_state_a_sequence(backend, states):
+    kept = saved_numbers(backend, states)
+    assert 0 < kept <= 3 * 200 * 40 + 3 * 40 * states
+
+
+def peak_numbers(backend, solver, states, length, path, width=64):
+    """Return the most float32 numbers that a forward and backward hold at once."""
+    inputs = draw(1, length, width, states, dtype=torch.float32)
+    leaves = [x if x is None else x.requires_grad_() for x in inputs]
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
+        feedback_scan(*leaves, backend=backend, solver=solver)[0].sum().backward()
+    profiler.export_chrome_trace(str(path))
+    events = [x for x in json.loads(path.read_text())["traceEvents"] if x["name"] == "[memory]"]
+    changes = [x["args"]["Bytes"] for x in sorted(events, key=lambda x: x["ts"])]
+    assert changes
+    return max(accumulate(changes)) / 4
+
+
+def growth(backend, solver, path):
+    """Return the numbers that a token costs more with 64 states than with 8."""
+    short, long = (128, 192) if solver == "march" else (320, 448)
+    small, large = (
+        (
+            peak_numbers(backend, solver, n, long, path)
+            - peak_numbers(backend, solver, n, short, path)
+        )
+        / (long - short)
+        for n in (8, 64)
+    )
+    return large - small
+
+
+ALLOWED = 64  # a token's features: one activation, where [T, D, N] would be 56 of them
+
+
+@pytest.mark.parametrize(("name", "how"), [("eager", "march"), ("cpu", "march"), ("cpu", "newton")])
+def test_peak_memory_has_no_term_in_tokens_times_channels_times_states(name, how, tmp_path):
+    assert growth(name, how, tmp_path / "trace.json") <= ALLOWED
+
+
+def test_the_memory_check_notices_such_a_term(monkeypatch, tmp_path):
+    for module in (library, cpu):
+        monkeypatch.setattr(module, "interval", lambda states, chunk: chunk)
+    assert growth("cpu", "march", tmp_path / "trace.json") > 1.4 * ALLOWED
+
+
+# --- determinism ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("packed", "width"), [(False, 200), (True, 200), (False, 20)])
+def test_any_number_of_threads_gives_the_same_bits(packed, width):
+    options = {"cu_seqlens": bounds(100, 1, 0, 199)} if packed else {}
+    batch = 1 if packed else 2000 // width
+    inputs = draw(B=batch, L=300, D=width, N=16, segments=4 if packed else None)
+    op = functools.partial(feedback_scan, backend="cpu", **options)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3, 3):
+            torch.set_num_threads(count)
+            results.append(outputs_and_grads(op, inputs, torch.float32))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        for name, expected in results[0].items():
+            assert torch.equal(other[name], expected), name
+
+
+# --- golden checks of the paper's specification ----------------------------------------------
+
+ALL = ("reference", "eager", "cpu")
+
+
+def vector():
+    """The specification's vector: D = 1, n = 2."""
+    u = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64).view(1, 4, 1)
+    lam, w, C = torch.tensor([[[-0.5, -1.5]], [[1.5, -0.8]], [[1.0, -2.0]]], dtype=torch.float64)
+    return [x.clone().requires_grad_() for x in (u, lam, w, C)]
+
+
+def numbers(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [(x, "march") for x in ALL] + [("eager", "newton"), ("cpu", "newton")]
+)
+def test_the_specifications_vector(name, how):
+    """G2: printed to six digits."""
+    op = functools.partial(feedback_scan, backend=name, solver=how, **TIGHT)
+    leaves = vector()
+    y, x = op(*leaves)
+    grads = torch.autograd.grad(y.sum(), leaves, retain_graph=True)
+    expected = (
+        (y, (-0.5, 0.179066, -1.380540, -2.958480)),
+        (x, (-0.101017, 1.428732)),
+        (grads[0], (-1.435959, 2.132227, -0.520095, -0.675641)),
+        (grads[1], (0.717192, 0.032697)),
+        (grads[2], (-1.929481, 0.541510)),
+        (grads[3], (-1.478629, 1.590663)),
+    )
+    for got, values in expected:
+        torch.testing.assert_close(got.flatten(), numbers(*values), rtol=0, atol=6e-7)
+    # the last token's Jacobian: the final state's gradient carried to the state before it
+    early = op(leaves[0][:, :3], *leaves[1:])[1].detach().requires_grad_()
+    last = op(leaves[0][:, 3:], *leaves[1:], initial_state=early)[1]
+    (jacobian,) = torch.autograd.grad(last.sum(), early)
+    torch.testing.assert_close(jacobian.flatten(), numbers(1.768046, -0.185148), rtol=0, atol=6e-7)
+    w_gamma = numbers(0.3, -0.7).view(1, 2).requires_grad_()
+    y = op(*leaves, w_gamma)[0]
+    (grad,) = torch.autograd.grad(y.sum(), w_gamma)
+    for got, values in (
+        (y, (-0.225083, 0.094634, -0.540579, -0.778090)),
+        (grad, (0.229563, -0.995456)),
+    ):
+        torch.testing.assert_close(got.flatten(), numbers(*values), rtol=0, atol=6e-7)
+
+
+@pytest.mark.parametrize("shape", [(2, 37, 5, 1), (1, 1, 3, 3), (2, 130, 4, 5)])
+def test_solvers_and_backends_agree(shape):
+    """G5: with an initial state, L = 1, no multiple of a block, n = 1, n no power of two."""
+    inputs = draw(*shape)
+    for dtype, tolerance, options in ((torch.float32, 1e-5, {}), (torch.float64, 1e-12, TIGHT)):
+        expected = outputs_and_grads(
+            functools.partial(feedback_scan, backend="reference"), inputs, dtype
+        )
+        for name in ("eager", "cpu"):
+            for how in SOLVERS:
+                op = functools.partial(feedback_scan, backend=name, solver=how, **options)
+                for key, got in outputs_and_grads(op, inputs, dtype).items():
+                    close(got, expected[key], tolerance)
+                assert last_backend("feedback_scan") == name
+                assert last_backend("feedback_scan solver") == how
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_limits_of_the_gate(name):
+    """G9."""
+    op = functools.partial(feedback_scan, backend=name)
+    u, lam, w, C, *_, state = draw(L=30, N=1)
+    zero, one = torch.zeros_like(lam), torch.ones_like(lam)
+    x = state
+    for t in range(30):
+        x = (1 + lam / 2) * x + u[:, t, :, None] / 2
+    close(op(u, lam, zero, C, initial_state=state)[1], x, 1e-12)
+    assert not op(torch.zeros_like(u), lam, w, C)[1].any()
+    level = torch.full_like(u, 0.7).repeat(1, 100, 1)
+    close(op(level, -one / 2, w / 4, C)[1], (1.4 * one).expand(2, 5, 1), 1e-12)
+    frozen, opened = (
+        op(u[:, :1], lam, s * one, C, initial_state=1e4 * one.expand(2, 5, 1))[1]
+        for s in (-1.0, 1.0)
+    )
+    assert torch.equal(frozen, torch.full_like(frozen, 1e4))
+    close(opened, (1 + lam) * 1e4 + u[:, 0, :, None], 1e-12)
+    half_sum = op(u, zero, zero, one)[0]
+    close(half_sum, u.cumsum(1) / 2, 1e-12)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_symmetries(name):
+    """G10: change of basis, sign, order of states, independent features."""
+    op = functools.partial(feedback_scan, backend=name)
+    u, lam, w, C, w_gamma, _, _, state = draw(L=30)
+    y, final = op(u, lam, w, C, initial_state=state)
+    # eq. (6) with a B is eq. (7) with w B and C B, for states over B
+    basis = torch.rand(5, 4, dtype=torch.float64) + 0.5
+    x, outputs = state, []
+    for t in range(30):
+        s = torch.sigmoid(w * x)
+        x = x + s * (lam * x + basis * u[:, t, :, None])
+        outputs.append((C * x).sum(-1))
+    scaled = op(u, lam, w * basis, C * basis, initial_state=state / basis)
+    close(scaled[0], torch.stack(outputs, 1), 1e-12)
+    close(scaled[1] * basis, x, 1e-12)
+    # and a factor a feature, on the inputs
+    v = torch.rand(5, dtype=torch.float64) + 0.5
+    scaled = op(u / v, lam, w * v[:, None], C * v[:, None], initial_state=state / v[:, None])
+    close(scaled[0], y, 1e-12)
+    close(scaled[1] * v[:, None], final, 1e-12)
+    close(op(-u, lam, -w, C, initial_state=-state)[0], -y, 1e-12)
+    order = torch.tensor([2, 0, 3, 1])
+    permuted = op(u, *(x[..., order] for x in (lam, w, C)), initial_state=state[..., order])
+    close(permuted[0], y, 1e-12)
+    disturbed = u.clone()
+    disturbed[:, :, 2] += 1
+    moved = (op(disturbed, lam, w, C, w_gamma)[0] != op(u, lam, w, C, w_gamma)[0]).any(1)
+    assert torch.equal(moved, (torch.arange(5) == 2).expand(2, 5))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_states_of_bounded_inputs_are_bounded(name):
+    """G11: |x| <= U / (1 - |1 + lam|)."""
+    generator = torch.Generator().manual_seed(1)
+    u = (torch.rand(4, 400, 6, generator=generator) * 2 - 1).double() * 3
+    lam = -torch.rand(6, 5, generator=generator).double() * 1.98 - 0.01
+    w = torch.randn(6, 5, generator=generator).double() * 4
+    bound = 3 / (1 - (1 + lam).abs())
+    state = torch.zeros(4, 6, 5, dtype=torch.float64)
+    for piece in u.split(20, dim=1):
+        state = feedback_scan(piece, lam, w, w, initial_state=state, backend=name)[1]
+        assert (state.abs() <= bound).all()
+
+
+def test_the_linear_gate_is_vacuous():
+    """G12: from 0 it never opens."""
+    u, lam, w, C, *_ = draw(L=30)
+    leaves = [x.requires_grad_() for x in (u, lam, w, C)]
+    y, final = feedback_scan(*leaves, gate="linear")
+    assert last_backend("feedback_scan") == "reference"
+    assert not y.any()
+    assert not final.any()
+    grads = torch.autograd.grad((y - 1).square().sum(), leaves)
+    assert not any(g.any() for g in grads)
+    # and otherwise it is what it says
+    state = torch.randn(2, 5, 4, dtype=torch.float64)
+    x = state + (w * state) * (lam * state + u[:, 0, :, None])
+    close(feedback_scan(u[:, :1], lam, w, C, initial_state=state, gate="linear")[1], x, 1e-14)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_without_feedback_it_is_linear_in_the_state(name):
+    """G12: states of a sum of inputs are sums of states, given the drive."""
+    u, lam, w, C, *_, drive, state = draw(L=30, drive=True)
+    op = functools.partial(feedback_scan, lam=lam, w=w, C=C, drive=drive, backend=name)
+    other = torch.randn_like(u)
+    both = op(u + 3 * other, initial_state=4 * state)
+    parts = op(u, initial_state=state), op(3 * other, initial_state=3 * state)
+    for got, a, b in zip(both, *parts, strict=True):
+        close(got, a + b, 1e-12)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_enormous_weights_give_finite_results(name, dtype):
+    """G16: |w x| to 1e4; a state of bfloat16 inputs is float32."""
+    u, lam, w, C, w_gamma, D, drive, state = draw(L=60, D=18, drive=True, dtype=torch.float32)
+    w, lam = w * 1e4, lam.clone()
+    lam[:, 0] = 0
+    for gates in (None, drive * 3):
+        for how in SOLVERS if name != "reference" else ("march",):
+            leaves = [x.detach().clone().requires_grad_() for x in (u.to(dtype), lam, w, C)]
+            start = state.clone().requires_grad_()
+            y, final = feedback_scan(*leaves, w_gamma, D, gates, start, backend=name, solver=how)
+            assert (y.dtype, final.dtype) == (dtype, torch.float32)
+            assert y.isfinite().all()
+            assert final.isfinite().all()
+            assert (w * final).abs().max() > 1e4
+            grads = torch.autograd.grad(y.double().sum() + final.sum(), [*leaves, start])
+            assert all(g.isfinite().all() for g in grads)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("value", [-5.0, 0.5])
+def test_any_finite_rate_is_allowed(name, value):
+    u, lam, w, C, *_ = draw(L=6)
+    lam = torch.full_like(lam, value)
+    got = feedback_scan(u, lam, w, C, backend=name)
+    for a, b in zip(got, reference.feedback_scan(u, lam, w, C), strict=True):
+        close(a, b, 1e-13)
+
+
+# --- Newton's method --------------------------------------------------------------------------
+
+
+def residual_of(states, u, lam, w, drive=None):
+    """Return the relative residual of a trajectory from 0, ``[B, D, N]``."""
+    before = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], dim=1)
+    gate = torch.sigmoid(w * (before if drive is None else drive[..., None]))
+    image = before + gate * (lam * before + u[..., None])
+    return ((states - image).abs() / states.abs().clamp(min=1)).amax(dim=1)
+
+
+def test_newton_reports_what_it_did():
+    u, lam, w, *_ = draw(B=2, L=50, D=3, N=4)
+    found = newton_solve(u, lam, w, span=None, tolerance=1e-12)
+    assert found.states.shape == (2, 50, 3, 4)
+    assert found.iterations.shape == found.converged.shape == (1, 2, 3, 4)
+    assert found.residuals.shape == (1, int(found.iterations.max()) + 1, 2, 3, 4)
+    assert found.converged.all()
+    assert torch.equal(residual_of(found.states, u, lam, w) <= 1e-12, found.converged[0])
+    # a lane stops where it first is below the tolerance
+    first = (found.residuals <= 1e-12).int().argmax(dim=1)
+    assert torch.equal(first, found.iterations)
+    in_spans = newton_solve(u, lam, w, span=16, tolerance=1e-12)
+    assert in_spans.iterations.shape == (4, 2, 3, 4)
+    close(in_spans.states, found.states, 1e-10)
+    assert in_spans.iterations.max() <= found.iterations.max()
+
+
+def test_newton_is_exact_from_the_front():
+    """G8: after t steps the first t states are exact; as many steps as tokens always suffice."""
+    u, lam, w, C, *_ = draw(B=1, L=12, D=6, N=8)
+    u, w = 5 * u, 6 * w  # stiff: many steps are needed
+    exact = torch.stack(
+        [feedback_scan(u[:, : t + 1], lam, w, C, backend="reference")[1] for t in range(12)], 1
+    )
+    for steps in range(1, 13):
+        found = newton_solve(
+            u, lam, w, span=None, tolerance=1e-13, max_iterations=steps, guess="zeros"
+        )
+        close(found.states[:, :steps], exact[:, :steps], 1e-12)
+    assert found.converged.all()
+    assert found.iterations.max() >= 6
+
+
+@pytest.mark.parametrize("length", [16, 256, 2048])
+def test_contractive_lanes_take_three_steps_at_any_length(length, monkeypatch):
+    """G8: 2 |w| U <= |lam|."""
+    generator = torch.Generator().manual_seed(0)
+    u = torch.rand(1, length, 64, generator=generator) * 2 - 1
+    lam = -torch.rand(64, 1, generator=generator) * 0.5 - 0.5
+    w = (torch.rand(64, 1, generator=generator) * 2 - 1) * 0.4 * lam
+    found = newton_solve(u, lam, w, span=None, guess="zeros")
+    assert found.converged.all()
+    assert found.iterations.max() == 3
+    step = newton._Lanes.step
+
+    def shifted(self, x):
+        jacobian, residual = step(self, x)
+        return jacobian.roll(-1, 0), residual
+
+    # the Jacobian at x[k] in the place of the one at x[k-1], as the paper's e_k prints it
+    monkeypatch.setattr(newton._Lanes, "step", shifted)
+    assert newton_solve(u, lam, w, span=None, guess="zeros").iterations.max() > 3
+
+
+def test_newtons_jacobian_is_autograds():
+    """G8: the diagonal, and nothing beside it."""
+    u, lam, w, C, *_, state = draw(B=1, L=1, D=3, N=2)
+
+    def advance(x):
+        return feedback_scan(u, lam, w, C, initial_state=x, backend="reference")[1]
+
+    jacobian = torch.autograd.functional.jacobian(advance, state).view(6, 6)
+    lanes = newton._Lanes(u, lam, w, None, state)
+    found, _ = lanes.step(torch.zeros(1, 6, dtype=torch.float64))
+    close(found[0], jacobian.diagonal(), 1e-14)
+    assert not (jacobian - jacobian.diagonal().diag()).any()
+
+
+def test_linear_recurrences_take_one_step():
+    """G9, G12: w = 0, and gates that do not look at the state."""
+    u, lam, w, _, _, _, drive, state = draw(L=200, drive=True)
+    for weight, gates in ((0 * w, None), (w, drive)):
+        found = newton_solve(
+            u, lam, weight, gates, state, span=None, guess="zeros", tolerance=1e-12
+        )
+        assert found.converged.all()
+        assert found.iterations.max() == 1
+
+
+def test_the_guess_of_half_open_gates_is_right_where_they_are():
+    u, lam, w, *_ = draw(L=50)
+    assert newton_solve(u, lam, 0 * w, tolerance=1e-12).iterations.max() == 0
+
+
+def test_damping_costs_steps_and_keeps_the_solution():
+    u, lam, w, C, *_ = draw(L=40)
+    plain, damped = (
+        newton_solve(u, lam, w, tolerance=1e-12, damping=k, max_iterations=500) for k in (0.0, 0.2)
+    )
+    close(damped.states, plain.states, 1e-9)
+    assert damped.converged.all()
+    assert damped.iterations.sum() > 2 * plain.iterations.sum()
+    y, expected = (
+        feedback_scan(u, lam, w, C, solver="newton", damping=k, tolerance=1e-12)[0]
+        for k in (0.2, 0.0)
+    )
+    assert last_backend("feedback_scan solver") == "newton"
+    close(y, expected, 1e-9)
+
+
+def test_a_call_that_reaches_the_cap_marches_and_says_so(backend, caplog):
+    inputs = draw(B=2, L=200, D=6, N=3)
+    inputs[0], inputs[2] = 5 * inputs[0], 5 * inputs[2]
+    with caplog.at_level(logging.WARNING, "ssmzoo"):
+        capped = functools.partial(
+            feedback_scan, backend=backend, solver="newton", max_iterations=2
+        )
+        got = outputs_and_grads(capped, inputs, torch.float32)
+    assert last_backend("feedback_scan solver") == "march"
+    (line,) = [x.getMessage() for x in caplog.records]
+    assert "left" in line
+    assert "of 36 lanes above the tolerance 1e-06 after 2 iterations" in line
+    assert line.endswith("this call marches instead")
+    marched = functools.partial(feedback_scan, backend=backend, solver="march")
+    for name, expected in outputs_and_grads(marched, inputs, torch.float32).items():
+        assert torch.equal(got[name], expected), name
+    caplog.clear()
+    feedback_scan(*inputs, backend=backend, solver="newton")
+    assert last_backend("feedback_scan solver") == "newton"
+    assert not caplog.records
+
+
+def test_stiff_lanes_converge_behind_the_front():
+    """Iterates that blow up stop no lane: twice the tokens suffice."""
+    generator = torch.Generator().manual_seed(3)
+    u = torch.randn(2, 256, 8, generator=generator) * 3
+    lam, w = -torch.rand(8, 4, generator=generator), torch.randn(8, 4, generator=generator) * 3
+    found = newton_solve(u, lam, w, span=64)
+    assert found.residuals.max() > 100
+    assert found.iterations.max() > 30
+    assert found.converged.all()
+
+
+def test_converged_lanes_stay_while_others_work_on():
+    u, lam, w, *_ = draw(B=1, L=64, D=2, N=1, dtype=torch.float32)
+    w = w.clone()
+    w[0], w[1] = 0.01, 30.0
+    u = 5 * u
+    together = newton_solve(u, lam, w, span=None)
+    for i in range(2):
+        alone = newton_solve(u[..., i : i + 1], lam[i : i + 1], w[i : i + 1], span=None)
+        assert torch.equal(together.states[:, :, i], alone.states[:, :, 0])
+        assert torch.equal(together.iterations[..., i, :], alone.iterations[..., 0, :])
+    assert together.iterations[0, 0, 0, 0] < together.iterations[0, 0, 1, 0]
+
+
+def test_the_backward_differentiates_no_iteration(monkeypatch):
+    inputs = draw(L=100, D=6)
+    leaves = [x if x is None else x.requires_grad_() for x in inputs]
+    y, _ = feedback_scan(*leaves, solver="newton")
+    assert y.grad_fn is not None
+
+    def never(*_args, **_options):
+        raise AssertionError("the backward solved again")
+
+    monkeypatch.setattr(newton, "linear_scan", never)
+    torch.autograd.grad(y.sum(), [x for x in leaves[:6] if x is not None])
+
+
+# --- torch.library and torch.compile ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(("packed", "states", "how"), [(0, 40, "march"), (1, 3, "newton")])
+def test_registered_ops_pass_opcheck(backend, packed, states, how):
+    offsets = bounds(7, 0, 7) if packed else bounds(7, 7)
+    segments = len(offsets) - 1
+    inputs = draw(B=2, L=7, D=6, N=states, segments=segments, dtype=torch.float32, drive=True)
+    flat = [x.flatten(0, 1) if n in (0, 6) else x for n, x in enumerate(inputs)]
+    leaves = [x.requires_grad_() for x in flat]
+    torch.library.opcheck(
+        torch.ops.ssmzoo.feedback_scan.default,
+        (*leaves, offsets, True, backend, how, 1e-6, None, 0.0),
+    )
+    module = library._backend(backend)
+    saved = module.forward(*[x.detach() for x in leaves], offsets, True)[2]
+    assert saved.shape[0] == chunk_slots(14, segments, interval(states, module.CHUNK))
+    grads = (torch.randn(14, 6), torch.randn(segments, 6, states))
+    torch.library.opcheck(
+        torch.ops.ssmzoo.feedback_scan_backward.default,
+        (*grads, *[x.detach() for x in leaves], offsets, saved, backend),
+    )
+
+
+def test_compiled_functions_have_no_graph_break_and_the_same_results(backend, solver):
+    inputs = draw(L=20, D=6, N=3, dtype=torch.float32)
+
+    def layer(u, *rest):
+        out, final = feedback_scan(torch.tanh(u), *rest, backend=backend, solver=solver)
+        return torch.sin(out), final
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    expected = outputs_and_grads(layer, inputs, torch.float32)
+    for name, got in outputs_and_grads(compiled, inputs, torch.float32).items():
+        close(got, expected[name], 1e-6)
+    with torch.no_grad():
+        close(compiled(*inputs)[0], layer(*inputs)[0], 1e-6)
+
+
+def test_use_backend_redirects_auto(backend):
+    with use_backend(backend):
+        feedback_scan(*draw(dtype=torch.float32))
+    assert last_backend("feedback_scan") == backend
+
+
+def test_auto_marches():
+    feedback_scan(*draw(dtype=torch.float32))
+    assert last_backend("feedback_scan") == "cpu"
+    assert last_backend("feedback_scan solver") == "march"
+
+
+# --- bad input --------------------------------------------------------------------------------
+
+
+def change(name, value):
+    def make(inputs):
+        named = dict(zip(NAMES, inputs, strict=True))
+        return named | {name: value(named[name]) if callable(value) else value}
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (change("u", [1.0]), TypeError, "u must be a tensor .*got list"),
+        (change("u", lambda x: x[0]), ValueError, r"u must have shape \[B, L, D\]"),
+        (change("u", lambda x: x.int()), TypeError, "u must be floating point, got torch.int32"),
+        (change("lam", None), TypeError, "lam must be a tensor .*got NoneType"),
+        (change("lam", lambda x: x[0]), ValueError, r"lam must have shape \[D, N\], got \[4\]"),
+        (change("lam", lambda x: x[:, :0]), ValueError, "lam must have at least one state column"),
+        (change("lam", lambda x: x[1:]), ValueError, r"lam must have shape .*got \[4, 4\]"),
+        (change("w", lambda x: x.t()), ValueError, r"w must have shape \[D, N\] = \[5, 4\]"),
+        (change("C", lambda x: x.to("meta")), ValueError, "C must be on cpu, got meta"),
+        (change("w_gamma", lambda x: x[:, 1:]), ValueError, r"w_gamma must have shape \[D, N\]"),
+        (change("D", lambda x: x.long()), TypeError, "D must be floating point"),
+        (change("D", lambda x: x[1:]), ValueError, r"D must have shape \[D\] = \[5\]"),
+        (change("drive", lambda x: x[:, 1:]), ValueError, r"drive must have shape .*\[2, 8, 5\]"),
+        (change("drive", 3), TypeError, "drive must be a tensor .*got int"),
+        (
+            change("initial_state", lambda x: x[:1]),
+            ValueError,
+            r"initial_state must have shape \[B, D, N\] = \[2, 5, 4\], got \[1, 5, 4\]",
+        ),
+        (
+            change("initial_state", lambda x: x.transpose(1, 2)),
+            ValueError,
+            r"initial_state must have shape",
+        ),
+    ],
+)
+def test_wrong_tensors_are_named(make, error, message):
+    with pytest.raises(error, match=f"feedback_scan: {message}"):
+        feedback_scan(**make(draw(drive=True)))
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "error", "message"),
+    [
+        ([0, 9], TypeError, "int32 or int64"),
+        (torch.tensor([0]), ValueError, r"\[S \+ 1\]"),
+        (torch.tensor([1, 9]), ValueError, "rise from 0 to L = 9"),
+        (torch.tensor([0, 6, 4, 9]), ValueError, "rise from 0 to L = 9"),
+    ],
+)
+def test_wrong_boundaries_are_refused(cu_seqlens, error, message):
+    with pytest.raises(error, match=message):
+        feedback_scan(*draw(B=1)[:4], cu_seqlens=cu_seqlens)
+
+
+def test_packed_sequences_need_a_single_row_and_one_state_each():
+    with pytest.raises(ValueError, match="B = 1, got B = 2"):
+        feedback_scan(*draw()[:4], cu_seqlens=torch.tensor([0, 9]))
+    with pytest.raises(ValueError, match=r"\[S, D, N\] = \[2, 5, 4\], got \[1, 5, 4\]"):
+        feedback_scan(*draw(B=1), cu_seqlens=torch.tensor([0, 4, 9]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "cuda"}, "backend must be one of .*got 'cuda'"),
+        ({"backend": "triton"}, "needs CUDA tensors, got cpu"),
+        ({"solver": "picard"}, "solver must be one of march, newton, auto, got 'picard'"),
+        ({"gate": "tanh"}, "gate must be 'sigmoid' or 'linear', got 'tanh'"),
+        ({"gate": "linear", "backend": "cpu"}, "exists only as a reference, got backend='cpu'"),
+        ({"gate": "linear", "solver": "newton"}, "the reference only marches, got solver=.newton"),
+        ({"backend": "reference", "solver": "newton"}, "the reference only marches"),
+        ({"tolerance": 0.0}, "tolerance must be positive and finite, got 0.0"),
+        ({"tolerance": float("nan")}, "tolerance must be positive and finite, got nan"),
+        ({"max_iterations": 0}, "max_iterations must be a whole number of at least 1 or None"),
+        ({"max_iterations": 2.5}, "max_iterations must be a whole number .*got 2.5"),
+        ({"damping": 1.0}, r"damping must be in \[0, 1\), got 1.0"),
+        ({"damping": -0.1}, r"damping must be in \[0, 1\), got -0.1"),
+    ],
+)
+def test_unknown_and_impossible_choices_are_refused(options, message):
+    with pytest.raises(ValueError, match=f"feedback_scan.*{message}"):
+        feedback_scan(*draw(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"span": 0}, "span must be at least 1 or None, got 0"),
+        ({"guess": "ones"}, "guess must be 'half' or 'zeros', got 'ones'"),
+        ({"tolerance": -1.0}, "tolerance must be positive"),
+        ({"initial_state": torch.zeros(1, 5, 4)}, r"initial_state must have shape \[B, D, N\]"),
+        ({"drive": torch.zeros(2, 8, 5)}, r"drive must have shape \[B, L, D\]"),
+        ({"w": torch.zeros(4, 5)}, r"w must have shape \[D, N\]"),
+        ({"u": torch.zeros(2, 0, 5)}, "there must be a token and a state, got L = 0"),
+    ],
+)
+def test_newton_solve_refuses_what_does_not_fit(options, message):
+    u, lam, w, *_ = draw(dtype=torch.float32)
+    with pytest.raises(ValueError, match=f"newton_solve: {message}"):
+        newton_solve(**{"u": u, "lam": lam, "w": w} | options)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("spoiled", "place", "message"),
+    [
+        (0, (1, 3, 2), "u must be finite, got nan at batch row 1, token 3, feature 2"),
+        (1, (4, 1), "lam must be finite, got nan at feature 4, state 1"),
+        (2, (0, 3), "w must be finite, got nan at feature 0, state 3"),
+        (3, (2, 2), "C must be finite, got nan at feature 2, state 2"),
+        (4, (2, 0), "w_gamma must be finite, got nan at feature 2, state 0"),
+        (5, (3,), "D must be finite, got nan at feature 3"),
+        (6, (0, 8, 4), "drive must be finite, got nan at batch row 0, token 8, feature 4"),
+        (7, (1, 0, 3), "initial_state must be finite, got nan at sequence 1, feature 0, state 3"),
+    ],
+)
+def test_values_that_are_not_finite_are_named(name, spoiled, place, message):
+    inputs = [x.clone() for x in draw(drive=True)]
+    inputs[spoiled][place] = float("nan")
+    with pytest.raises(ValueError, match=f"feedback_scan: {message}"):
+        feedback_scan(*inputs, backend=name)
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf")])
+@pytest.mark.parametrize("spoiled", [0, 1, 3, 7])
+def test_infinite_values_are_named_too(value, spoiled):
+    inputs = [x if x is None else x.clone() for x in draw(dtype=torch.float32)]
+    inputs[spoiled].view(-1)[3] = value
+    with pytest.raises(ValueError, match=f"{NAMES[spoiled]} must be finite, got -?inf at"):
+        feedback_scan(*inputs)
+
+
+def test_states_that_overflow_from_finite_inputs_are_no_error(backend):
+    u, lam, w, C, *_ = draw(L=300, dtype=torch.float32)
+    y, final = feedback_scan(u, torch.full_like(lam, 3.0), w.abs(), C, backend=backend)
+    assert not final.isfinite().all()
+    assert y[:, :20].isfinite().all()
+
+
+def test_a_nan_is_found_by_newton_too(caplog):
+    inputs = draw()
+    inputs[0][1, 3, 2] = float("nan")
+    with (
+        caplog.at_level(logging.WARNING, "ssmzoo"),
+        pytest.raises(ValueError, match="u must be finite, got nan at batch row 1, token 3"),
+    ):
+        feedback_scan(*inputs, solver="newton")
