@@ -117,7 +117,7 @@ class SSMPreTrainedModel(PreTrainedModel):
         named: dict[nn.Parameter, str] = {}
         spared: set[nn.Parameter] = set()
         for module in self.modules():
-            branch = getattr(module, "param_branch", None)
+            branch: str | None = getattr(module, "param_branch", None)
             if branch is not None:
                 named |= dict.fromkeys(module.parameters(), branch)
         for module in self.modules():
