@@ -46,7 +46,7 @@ def record(op: str, backend: str) -> None:
 def use_backend(backend: Backend) -> Iterator[None]:
     """Make every call with ``backend="auto"`` inside the block take this backend.
 
-    An op that has no such backend (``fft_conv`` has no C kernel) keeps its own choice.
+    An op that has no such backend (``vandermonde`` has no C kernel) keeps its own choice.
     """
     _check_name("use_backend", backend)
     token = _forced.set(backend)

@@ -1,13 +1,15 @@
 """fft_conv: torch's FFTs against the sum over taps."""
 
 import functools
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from ssmzoo.testing.accuracy import outputs_and_grads
 from ssmzoo_kernels import fft_conv, last_backend, use_backend
-from ssmzoo_kernels.fft_conv import circle, cpu, eager, library
+from ssmzoo_kernels.fft_conv import circle, cpu, eager, library, pieces
 from ssmzoo_kernels.segments import by_magnitude
 
 NAMES = ("u", "kernel", "D", "initial_state", "future_kernel")
@@ -68,16 +70,31 @@ def test_the_future_filter_sees_only_later_inputs_of_its_sequence(backend, ahead
 def test_blocks_of_channels_and_rows_change_nothing(backend, width, monkeypatch):
     inputs = draw(B=3, L=20, D=width)
     whole = outputs_and_grads(functools.partial(run, backend=backend), inputs, torch.float64)
-    monkeypatch.setitem(eager.WORKSPACE, "cpu", 1)
-    monkeypatch.setattr(cpu, "WORKSPACE", 1)
+    monkeypatch.setitem(eager.BLOCK, "cpu", 1)
+    monkeypatch.setattr(cpu, "BLOCK", 1)
     rooms = {"eager": eager._Room, "cpu": cpu._Room}
     if backend in rooms:
-        room = rooms[backend](*(inputs[i] for i in (0, 1, 3, 4)))
+        room = rooms[backend](*(inputs[i] for i in (0, 1, 3, 4)), 1 << 28)
         assert (room.channels, room.rows) == (min(16, width), 1)
     for name, got in outputs_and_grads(
         functools.partial(run, backend=backend), inputs, torch.float64
     ).items():
         close(got, whole[name], 1e-13)
+
+
+def test_blocks_and_threads_change_no_bit(monkeypatch):
+    inputs = draw(B=3, L=200, D=50, K=90, dtype=torch.float32)
+    op = functools.partial(run, backend="cpu")
+    whole = outputs_and_grads(op, inputs, torch.float32)
+    threads = torch.get_num_threads()
+    try:
+        for block, count in ((1, 1), (1 << 14, 1), (1 << 14, 2), (1 << 20, 2)):
+            monkeypatch.setattr(cpu, "BLOCK", block)
+            torch.set_num_threads(count)
+            for name, got in outputs_and_grads(op, inputs, torch.float32).items():
+                assert torch.equal(got, whole[name]), name
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -124,6 +141,100 @@ def test_two_halves_with_the_state_carried_equal_the_whole(backend, cut, taps):
     whole = outputs_and_grads(lambda *x: run(*x, None, backend=backend), kept, torch.float64)
     for name, got in outputs_and_grads(lambda *x: halves(*x, None), kept, torch.float64).items():
         close(got, whole[name], 1e-12)
+
+
+TIGHT = 1  # bytes of workspace: the smallest pieces there are, 64 places
+
+
+@pytest.fixture
+def cuts(monkeypatch):
+    """How each convolution was cut; None if it was not."""
+    found, of = [], pieces.Cut.of
+    monkeypatch.setattr(pieces.Cut, "of", lambda *x: found.append(of(*x)) or found[-1])
+    return found
+
+
+@pytest.mark.parametrize(("length", "taps"), [(130, 130), (200, 7), (65, 300), (300, 32), (97, 1)])
+@pytest.mark.parametrize("ahead", [0, 5, 200])
+def test_pieces_equal_the_sum(backend, length, taps, ahead, cuts):
+    inputs = draw(L=length, K=taps, D=3, F=ahead)
+    for given in (inputs, [*inputs[:3], None, inputs[4]], [*inputs[:2], None, None, None]):
+        cuts.clear()
+        judge(given, backend, workspace=TIGHT)
+        assert len(cuts) == 2  # forward and backward
+        assert all(cut.span < length or cut.block < taps for cut in cuts)
+
+
+def test_pieces_take_turns_at_channels_rows_and_packed_sequences(backend, cuts):
+    inputs = draw(B=3, L=150, D=37, K=90, F=20)
+    judge(inputs, backend, workspace=TIGHT)
+    assert {(cut.channels, cut.rows) for cut in cuts} == {(16, 1)}
+    cuts.clear()
+    lengths = (70, 0, 200, 3, 129)
+    packed = draw(B=1, L=sum(lengths), D=3, K=20, F=90, segments=len(lengths))
+    judge(packed, backend, workspace=TIGHT, cu_seqlens=bounds(*lengths))
+    assert any(cuts)
+    assert not all(cuts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_round_no_worse_than_whole_sequences(backend, dtype):
+    # sums of pieces are float32: each has the budget of its own transforms, of 7 levels
+    inputs = draw(L=1000, K=700, D=3, F=90)
+    eps = torch.finfo(torch.float32).eps
+    tolerance = 3 * 11 * eps + (0 if dtype is torch.float32 else 2 * torch.finfo(dtype).eps)
+    judge(inputs, backend, dtype, tolerance, workspace=TIGHT)
+
+
+def test_pieces_without_what_came_before_them_are_found_out(backend, monkeypatch):
+    seen = pieces._Inputs.seen
+    forget = lambda *x: None if seen(*x) is None else (seen(*x)[0], None)  # noqa: E731
+    monkeypatch.setattr(pieces._Inputs, "seen", forget)
+    with pytest.raises(AssertionError, match="error"):
+        judge(draw(L=200, K=20), backend, workspace=TIGHT)
+
+
+@pytest.mark.parametrize("taps", [1 << 13, 200])
+def test_memory_falls_with_the_workspace_and_stays_within_it(backend, taps, cuts):
+    length, width = 1 << 13, 16
+    u, kernel, D, *_ = draw(B=1, L=length, D=width, K=taps, dtype=torch.float32)
+    leaves = [x.requires_grad_() for x in (u, kernel, D)]
+    grad = torch.randn(1, length, width)
+    results = u.numel() * u.element_size() + kernel.numel() * kernel.element_size()
+    peaks = []
+    for workspace in (None, 1 << 21, 1 << 19):
+        cuts.clear()
+        y = fft_conv(*leaves, backend=backend, workspace=workspace)[0]
+        peaks.append(
+            (
+                peak_bytes(lambda w=workspace: fft_conv(*leaves, backend=backend, workspace=w)),
+                peak_bytes(lambda y=y: torch.autograd.grad(y, leaves, grad, retain_graph=True)),
+            )
+        )
+        assert all((cut is None) == (workspace is None) for cut in cuts)
+        if workspace is not None:
+            assert max(peaks[-1]) <= workspace + results
+    for larger, smaller in pairwise(peaks):
+        assert smaller[0] < larger[0]
+        assert smaller[1] < larger[1]
+
+
+def peak_bytes(call):
+    """Return the most memory that torch holds during a call, beyond what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        call()
+    sizes = (
+        e.nbytes() for e in recorded.profiler.kineto_results.events() if "[memory]" in e.name()
+    )
+    return max(accumulate(sizes), default=0)
+
+
+def test_sequences_of_131072_tokens_and_taps_are_whole_by_default():
+    for length, whole in ((1 << 17, True), (1 << 18, False)):
+        u = torch.empty(1, length, 64, device="meta")
+        kernel = torch.empty(64, length, device="meta")
+        cut = pieces.Cut.of(u, kernel, None, None, pieces.default_workspace(u))
+        assert (cut is None) == whole
 
 
 def test_a_ragged_batch_runs_in_few_groups_with_less_filling_than_tokens(backend):
@@ -261,13 +372,15 @@ def test_registered_ops_pass_opcheck(backend, packed):
     offsets = bounds(20, 0, 20) if packed else None
     inputs = draw(B=1 if packed else 2, L=40, D=6, segments=3 if packed else 2)
     leaves = [x.float().requires_grad_() for x in inputs]
-    torch.library.opcheck(torch.ops.ssmzoo.fft_conv.default, (*leaves, offsets, backend))
+    room = 1 << 28
+    torch.library.opcheck(torch.ops.ssmzoo.fft_conv.default, (*leaves, offsets, room, backend))
     plain = [x.detach() for x in leaves]
     torch.library.opcheck(
         torch.ops.ssmzoo.fft_conv_backward.default,
-        (torch.randn_like(plain[0]), *plain, offsets, backend),
+        (torch.randn_like(plain[0]), *plain, offsets, room, backend),
     )
-    gradients = library._backend(backend).backward(torch.ones_like(plain[0]), *plain, offsets)
+    ones = torch.ones_like(plain[0])
+    gradients = library._backend(backend).backward(ones, *plain, offsets, room)
     assert all(g.is_contiguous() for g in gradients)  # as the fake implementation promises
 
 
@@ -290,7 +403,8 @@ def test_compiled_functions_have_no_graph_break_and_the_same_results(backend, pa
 
     # a node of its own: a lazy conjugate inside it would be forgotten
     def adjoint(grad, *rest):
-        return torch.ops.ssmzoo.fft_conv_backward(grad * 1, *rest, options.get("cu_seqlens"), name)
+        offsets = options.get("cu_seqlens")
+        return torch.ops.ssmzoo.fft_conv_backward(grad * 1, *rest, offsets, 1 << 28, name)
 
     name = "eager" if backend == "reference" else backend
     known = adjoint(inputs[0], *inputs)
@@ -324,6 +438,7 @@ def test_backends_it_does_not_have_are_refused_by_name_and_passed_over_in_a_bloc
         ("future_kernel", torch.randn(4, 3), ValueError, r"future_kernel must have shape"),
         ("future_kernel", torch.randn(3), ValueError, r"future_kernel must have shape"),
         ("cu_seqlens", torch.tensor([0, 9]), ValueError, "B = 1, got B = 2"),
+        ("workspace", 0, ValueError, "workspace must be at least 1 byte, got 0"),
         ("backend", "fast", ValueError, "backend must be one of"),
     ],
 )

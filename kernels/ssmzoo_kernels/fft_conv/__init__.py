@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ssmzoo_kernels.dispatch import Backend, choose, record
 from ssmzoo_kernels.fft_conv import library, reference
+from ssmzoo_kernels.fft_conv.pieces import default_workspace
 from ssmzoo_kernels.validation import check_leading, check_tensor, segment_offsets
 
 OP = "fft_conv"
@@ -19,6 +20,7 @@ def fft_conv(
     future_kernel: Tensor | None = None,  # [D, F]
     cu_seqlens: Tensor | None = None,  # [S + 1]
     output_final_state: bool = False,
+    workspace: int | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Convolve each channel with its own long filter.
@@ -38,6 +40,8 @@ def fft_conv(
         future_kernel: A second filter that sees only later tokens; its first tap meets the next.
         cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64.
         output_final_state: Return the last K - 1 inputs, to continue from.
+        workspace: Bytes that the transforms may take beside inputs and outputs; a sequence too long
+            for it is convolved in pieces, which costs time. None: 256 MiB, on a GPU 2 GiB.
         backend: "auto" goes by device; the FFTs are torch's in any case. Naming a backend that
             cannot run is an error.
 
@@ -69,6 +73,10 @@ def fft_conv(
     if initial_state is not None:
         rule = "[B, K - 1, D]" if cu_seqlens is None else "[S, K - 1, D]"
         check_tensor(OP, "initial_state", initial_state, (batch, taps - 1, width), u, rule)
+    if workspace is None:
+        workspace = default_workspace(u)
+    elif workspace < 1:
+        raise ValueError(f"{OP}: workspace must be at least 1 byte, got {workspace}")
 
     chosen = choose(OP, backend, u, ("reference", "eager", "cpu"))
     if chosen == "reference":
@@ -77,7 +85,8 @@ def fft_conv(
             u, kernel, D, initial_state, future_kernel=future_kernel, cu_seqlens=cu_seqlens
         )
     else:
-        y = library.fft_conv(u, kernel, D, initial_state, future_kernel, cu_seqlens, chosen)
+        inputs = (u, kernel, D, initial_state, future_kernel)
+        y = library.fft_conv(*inputs, cu_seqlens, workspace, chosen)
     if not output_final_state:
         return y, None
     return y, _last_inputs(u, taps - 1, initial_state, cu_seqlens)

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from ssmzoo_kernels import native
-from ssmzoo_kernels.fft_conv import circle
-from ssmzoo_kernels.fft_conv.circle import Circle, good_size, slices, zeros
+from ssmzoo_kernels.fft_conv import pieces
+from ssmzoo_kernels.fft_conv.circle import BUFFERS, Circle, good_size, slices, zeros
 from ssmzoo_kernels.scan import accumulator
 
 _SOURCE = Path(__file__).with_name("fold.c")
-# bytes of folded inputs in flight: within a core's cache
-WORKSPACE = 1 << 20
+# bytes of folded inputs in flight for each thread: within a core's cache
+BLOCK = 1 << 20
 
 
 class _Sequences(ctypes.Structure):
@@ -67,15 +67,32 @@ def _turns(half: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 class _Room:
     """Folded sequences and their spectra, a block at a time."""
 
-    def __init__(self, u: Tensor, kernel: Tensor, state: Tensor | None, future: Tensor | None):
+    def __init__(
+        self,
+        u: Tensor,
+        kernel: Tensor,
+        state: Tensor | None,
+        future: Tensor | None,
+        workspace: int,
+    ):
         self.shape = Circle.of(u, kernel, state, future)
         self.half = good_size(self.shape.least) // 2
         self.exact = accumulator(u)
         self.there, self.back = _turns(self.half, self.exact)
-        fitting = max(1, WORKSPACE // (2 * self.half * self.exact.itemsize))
+        budget = min(BLOCK * torch.get_num_threads(), workspace // BUFFERS)
+        fitting = max(1, budget // (2 * self.half * self.exact.itemsize))
         self.channels, self.rows = self.shape.blocks(fitting)
         room = (self.rows * self.channels, self.half)
         self.folded = torch.empty(room, dtype=self.exact.to_complex(), device="cpu")
+
+    def past_of(self, state: Tensor | None, u: Tensor) -> Tensor | None:
+        """Return what came before as the inputs would hold it, None if it has no place."""
+        return state.to(u.dtype) if state is not None and self.shape.past else None
+
+    def readable(self, x: Tensor) -> Tensor:
+        """Return a block as the C code reads it."""
+        x = x.to(self.exact)
+        return x if x.stride(2) == 1 else x.contiguous()
 
     def spectrum(self, x: Tensor, past: Tensor | None = None) -> Tensor:
         """Return the spectrum of ``x [b, L, d]`` and what came before it, ``[b, d, M]``."""
@@ -108,6 +125,19 @@ class _Room:
         """Write the taps that a spectrum is of."""
         z = torch.fft.ifft(spectrum, norm="forward")
         self._move_taps("unfold_taps", kernel, future, z, self.back)
+
+    def combine(
+        self,
+        name: str,
+        outputs: Tensor,
+        taps: Tensor,
+        inputs: Tensor | None = None,
+        sums: Tensor | None = None,
+    ) -> None:
+        """Multiply spectra in place; ``sums`` take what the gradient of the taps is of."""
+        spectra = (inputs, taps, outputs, sums)
+        job = _Spectra(*map(native.address, spectra), len(outputs), taps.numel())
+        _kernel(name, self.exact)(ctypes.byref(job), native.threads(outputs.numel()))
 
     def _move(
         self,
@@ -147,21 +177,27 @@ def _forward(
     D: Tensor | None,  # [D]
     state: Tensor | None,  # [B, K - 1, D]
     future: Tensor | None,  # [D, F]
+    workspace: int,
 ) -> Tensor:
     if not u.numel():
         return torch.empty_like(u, memory_format=torch.contiguous_format)
-    room = _Room(u, kernel, state, future)
-    past, u_exact, D = _prepared(room, u, state, D)
-    y = torch.empty(u.shape, dtype=room.exact, device="cpu")
+    room = _Room(u, kernel, state, future, workspace)
+    past = room.past_of(state, u)
+    D = native.whole(D, room.exact)
+    y = torch.empty_like(u, memory_format=torch.contiguous_format)
     for d in slices(u.shape[2], room.channels):
         spectrum = room.taps_spectrum(kernel[d], None if future is None else future[d])
         direct = None if D is None else D[d]
         for b in slices(u.shape[0], room.rows):
-            block = u_exact[b, :, d]
-            found = room.spectrum(block, None if past is None else past[b, :, d])
-            add = None if D is None else block
-            room.return_to(y[b, :, d], None, found.mul_(spectrum), add, direct)
-    return y.to(u.dtype)
+            block = room.readable(u[b, :, d])
+            found = room.spectrum(block, None if past is None else room.readable(past[b, :, d]))
+            room.combine("multiply", found, spectrum)
+            out = y[b, :, d]
+            exact = out if y.dtype is room.exact else torch.empty_like(block)
+            room.return_to(exact, None, found, None if D is None else block, direct)
+            if exact is not out:
+                out.copy_(exact)
+    return y
 
 
 def _backward(
@@ -171,53 +207,34 @@ def _backward(
     D: Tensor | None,
     state: Tensor | None,
     future: Tensor | None,
+    workspace: int,
 ) -> tuple[Tensor | None, ...]:
     grad_u = torch.empty(u.shape, dtype=accumulator(u), device="cpu")
-    grads = [zeros(x, u) for x in (kernel, D, state, future)]
-    grad_kernel, grad_D, grad_state, grad_future = grads
+    grad_kernel, grad_state, grad_future = (zeros(x, u) for x in (kernel, state, future))
     assert grad_kernel is not None
     if not u.numel():
-        return grad_u, *grads
-    room = _Room(u, kernel, state, future)
-    past, u_exact, D = _prepared(room, u, state, D)
-    grad_y = _readable(grad_y, room.exact)
-    run = _kernel("correlate", room.exact)
+        return grad_u, grad_kernel, grad_state, grad_future
+    room = _Room(u, kernel, state, future, workspace)
+    past = room.past_of(state, u)
+    D = native.whole(D, room.exact)
     for d in slices(u.shape[2], room.channels):
         spectrum = room.taps_spectrum(kernel[d], None if future is None else future[d])
         sums = torch.zeros_like(spectrum)
         direct = None if D is None else D[d]
         for b in slices(u.shape[0], room.rows):
-            inputs = room.spectrum(u_exact[b, :, d], None if past is None else past[b, :, d])
-            block = grad_y[b, :, d]
-            outputs = room.spectrum(block)
-            job = _Spectra(
-                *map(native.address, (inputs, spectrum, outputs, sums)), len(inputs), sums.numel()
+            inputs = room.spectrum(
+                room.readable(u[b, :, d]), None if past is None else room.readable(past[b, :, d])
             )
-            run(ctypes.byref(job), native.threads(inputs.numel()))
+            block = room.readable(grad_y[b, :, d])
+            outputs = room.spectrum(block)
+            room.combine("correlate", outputs, spectrum, inputs, sums)
             before = None if grad_state is None else grad_state[b, :, d]
             add = None if D is None else block
             room.return_to(grad_u[b, :, d], before, outputs, add, direct)
         ahead = None if grad_future is None else grad_future[d]
         room.return_taps_to(grad_kernel[d], ahead, sums)
-    if grad_D is not None:
-        grad_D = (grad_y * u_exact).sum((0, 1))
-    return grad_u, grad_kernel, grad_D, grad_state, grad_future
+    return grad_u, grad_kernel, grad_state, grad_future
 
 
-def _prepared(
-    room: _Room, u: Tensor, state: Tensor | None, D: Tensor | None
-) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Return history, inputs and direct terms as the C code reads them."""
-    past = None
-    if state is not None and room.shape.past:
-        past = _readable(state.to(u.dtype), room.exact)
-    return past, _readable(u, room.exact), native.whole(D, room.exact)
-
-
-def _readable(x: Tensor, dtype: torch.dtype) -> Tensor:
-    x = x.to(dtype)
-    return x if x.stride(2) == 1 else x.contiguous()
-
-
-forward = functools.partial(circle.forward, _forward)
-backward = functools.partial(circle.backward, _backward)
+forward = functools.partial(pieces.forward, _forward)
+backward = functools.partial(pieces.backward, _backward)

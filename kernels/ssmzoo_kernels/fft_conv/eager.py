@@ -5,12 +5,12 @@ import functools
 import torch
 from torch import Tensor
 
-from ssmzoo_kernels.fft_conv import circle
-from ssmzoo_kernels.fft_conv.circle import Circle, good_size, slices, zeros
+from ssmzoo_kernels.fft_conv import pieces
+from ssmzoo_kernels.fft_conv.circle import BUFFERS, Circle, good_size, slices, zeros
 from ssmzoo_kernels.scan import accumulator
 
 # bytes of padded inputs in flight: within a core's cache, or enough to fill a GPU
-WORKSPACE = {"cpu": 1 << 20, "cuda": 1 << 28}
+BLOCK = {"cpu": 1 << 20, "cuda": 1 << 27}
 
 
 def _forward(
@@ -19,11 +19,12 @@ def _forward(
     D: Tensor | None,  # [D]
     state: Tensor | None,  # [B, K - 1, D]
     future: Tensor | None,  # [D, F]
+    workspace: int,
 ) -> Tensor:
     y = torch.empty_like(u, memory_format=torch.contiguous_format)
     if not y.numel():
         return y
-    room = _Room(u, kernel, state, future)
+    room = _Room(u, kernel, state, future, workspace)
     for d in slices(u.shape[2], room.channels):
         spectrum = room.kernel_spectrum(d)
         for b in slices(u.shape[0], room.rows):
@@ -39,14 +40,14 @@ def _backward(
     D: Tensor | None,
     state: Tensor | None,
     future: Tensor | None,
+    workspace: int,
 ) -> tuple[Tensor | None, ...]:
     grad_u = torch.empty_like(u, dtype=accumulator(u), memory_format=torch.contiguous_format)
-    grads = [zeros(x, u) for x in (kernel, D, state, future)]
-    grad_kernel, grad_D, grad_state, grad_future = grads
+    grad_kernel, grad_state, grad_future = (zeros(x, u) for x in (kernel, state, future))
     assert grad_kernel is not None
     if not u.numel():
-        return grad_u, *grads
-    room = _Room(u, kernel, state, future)
+        return grad_u, grad_kernel, grad_state, grad_future
+    room = _Room(u, kernel, state, future, workspace)
     length, taps, past, ahead = u.shape[1], room.shape.taps, room.shape.past, room.shape.ahead
     for d in slices(u.shape[2], room.channels):
         spectrum = room.kernel_spectrum(d).conj_physical_()
@@ -63,9 +64,7 @@ def _backward(
         grad_kernel[d, :taps] = correlation[:, :taps]
         if grad_future is not None and ahead:
             grad_future[d, :ahead] = correlation[:, -ahead:].flip(1)
-    if grad_D is not None:
-        grad_D = (grad_y.to(grad_u.dtype) * u).sum((0, 1))
-    return grad_u, grad_kernel, grad_D, grad_state, grad_future
+    return grad_u, grad_kernel, grad_state, grad_future
 
 
 def _return(to: Tensor, found: Tensor, x: Tensor, D: Tensor | None, channels: slice) -> None:
@@ -78,12 +77,19 @@ def _return(to: Tensor, found: Tensor, x: Tensor, D: Tensor | None, channels: sl
 class _Room:
     """Zero-padded sequences and their spectra."""
 
-    def __init__(self, u: Tensor, kernel: Tensor, state: Tensor | None, future: Tensor | None):
+    def __init__(
+        self,
+        u: Tensor,
+        kernel: Tensor,
+        state: Tensor | None,
+        future: Tensor | None,
+        workspace: int,
+    ):
         self.shape = Circle.of(u, kernel, state, future)
         self.size = good_size(self.shape.least)
         self.exact = accumulator(u)
         self.u, self.kernel, self.state, self.future = u, kernel, state, future
-        budget = WORKSPACE.get(u.device.type, WORKSPACE["cpu"])
+        budget = min(BLOCK.get(u.device.type, BLOCK["cpu"]), workspace // BUFFERS)
         fitting = max(1, budget // (self.size * self.exact.itemsize))
         self.channels, self.rows = self.shape.blocks(fitting)
         # between inputs and history it stays zero
@@ -131,5 +137,5 @@ class _Room:
         return room[: x.shape[0] * x.shape[2]].view(x.shape[0], x.shape[2], self.size)
 
 
-forward = functools.partial(circle.forward, _forward)
-backward = functools.partial(circle.backward, _backward)
+forward = functools.partial(pieces.forward, _forward)
+backward = functools.partial(pieces.backward, _backward)

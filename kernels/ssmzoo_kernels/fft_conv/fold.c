@@ -239,21 +239,48 @@ typedef struct {
   int64_t batch, count;
 } Spectra;
 
-/* sums += conj(inputs) outputs over the rows; then outputs *= conj(taps). */
-void correlate(const Spectra *s, int threads) {
-  const int64_t block = 512;
+/* a b of complex numbers, a or its conjugate */
+INLINE vec product(vec a, vec b, int conjugate) {
+  mask real, imaginary, swapped;
+  vec sign;
+  UNROLL for (int i = 0; i < LANES; i++) {
+    real[i] = i & ~1, imaginary[i] = i | 1, swapped[i] = i ^ 1;
+    sign[i] = (i & 1) == conjugate ? -1 : 1;
+  }
+  vec turned = shuffle(b, b, swapped) * sign;
+  return shuffle(a, a, real) * b + shuffle(a, a, imaginary) * turned;
+}
+
+enum { BLOCK = 1024 }; /* numbers whose taps and sums stay close while the rows pass */
+
+/* outputs *= taps, every row */
+void multiply(const Spectra *s, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-  for (int64_t start = 0; start < s->count; start += block) {
-    int64_t stop = start + block < s->count ? start + block : s->count;
+  for (int64_t start = 0; start < 2 * s->count; start += BLOCK) {
+    int64_t stop = start + BLOCK < 2 * s->count ? start + BLOCK : 2 * s->count;
     for (int64_t b = 0; b < s->batch; b++) {
-      const REAL *restrict u = s->inputs + 2 * b * s->count, *restrict k = s->taps;
-      REAL *restrict g = s->outputs + 2 * b * s->count, *restrict sum = s->sums;
-      for (int64_t i = 2 * start; i < 2 * stop; i += 2) {
-        REAL re = g[i], im = g[i + 1];
-        sum[i] += u[i] * re + u[i + 1] * im;
-        sum[i + 1] += u[i] * im - u[i + 1] * re;
-        g[i] = k[i] * re + k[i + 1] * im;
-        g[i + 1] = k[i] * im - k[i + 1] * re;
+      REAL *y = s->outputs + 2 * b * s->count;
+      for (int64_t i = start; i < stop; i += LANES) {
+        int64_t left = stop - i;
+        store_some(y + i, product(load_some(s->taps + i, left), load_some(y + i, left), 0), left);
+      }
+    }
+  }
+}
+
+/* sums += conj(inputs) outputs over the rows; then outputs *= conj(taps) */
+void correlate(const Spectra *s, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  for (int64_t start = 0; start < 2 * s->count; start += BLOCK) {
+    int64_t stop = start + BLOCK < 2 * s->count ? start + BLOCK : 2 * s->count;
+    for (int64_t b = 0; b < s->batch; b++) {
+      const REAL *u = s->inputs + 2 * b * s->count;
+      REAL *g = s->outputs + 2 * b * s->count;
+      for (int64_t i = start; i < stop; i += LANES) {
+        int64_t left = stop - i;
+        vec outer = load_some(g + i, left), sum = load_some(s->sums + i, left);
+        store_some(s->sums + i, sum + product(load_some(u + i, left), outer, 1), left);
+        store_some(g + i, product(load_some(s->taps + i, left), outer, 1), left);
       }
     }
   }

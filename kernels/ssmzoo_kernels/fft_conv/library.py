@@ -24,6 +24,7 @@ def fft_conv(
     initial_state: Tensor | None,  # [B, K - 1, D]
     future_kernel: Tensor | None,  # [D, F]
     cu_seqlens: Tensor | None,  # [S + 1]
+    workspace: int,
     backend: str,
 ) -> Tensor:
     """Convolve; returns ``[B, L, D]``."""
@@ -31,8 +32,8 @@ def fft_conv(
     grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     if not grad and not needs_library(u):
         record(OP, backend)
-        return _backend(backend).forward(*inputs, cu_seqlens)
-    return _forward(*inputs, cu_seqlens, backend)
+        return _backend(backend).forward(*inputs, cu_seqlens, workspace)
+    return _forward(*inputs, cu_seqlens, workspace, backend)
 
 
 @functools.cache
@@ -48,14 +49,16 @@ def _forward(
     initial_state: Tensor | None,
     future_kernel: Tensor | None,
     cu_seqlens: Tensor | None,
+    workspace: int,
     backend: str,
 ) -> Tensor:
     record(OP, backend)
-    return _backend(backend).forward(u, kernel, D, initial_state, future_kernel, cu_seqlens)
+    inputs = (u, kernel, D, initial_state, future_kernel)
+    return _backend(backend).forward(*inputs, cu_seqlens, workspace)
 
 
 @_forward.register_fake
-def _(u, kernel, D, initial_state, future_kernel, cu_seqlens, backend):
+def _(u, kernel, D, initial_state, future_kernel, cu_seqlens, workspace, backend):
     return torch.empty_like(u, memory_format=torch.contiguous_format)
 
 
@@ -68,10 +71,11 @@ def _backward(
     initial_state: Tensor | None,
     future_kernel: Tensor | None,
     cu_seqlens: Tensor | None,
+    workspace: int,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = (u, kernel, D, initial_state, future_kernel)
-    grads = _backend(backend).backward(grad_y, *inputs, cu_seqlens)
+    grads = _backend(backend).backward(grad_y, *inputs, cu_seqlens, workspace)
     fitting = [
         u.new_empty(0) if g is None or t is None else g.to(t.dtype)
         for g, t in zip(grads, inputs, strict=True)
@@ -80,7 +84,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(grad_y, u, kernel, D, initial_state, future_kernel, cu_seqlens, backend):
+def _(grad_y, u, kernel, D, initial_state, future_kernel, cu_seqlens, workspace, backend):
     return tuple(
         u.new_empty(0) if t is None else torch.empty_like(t, memory_format=torch.contiguous_format)
         for t in (u, kernel, D, initial_state, future_kernel)
@@ -88,14 +92,15 @@ def _(grad_y, u, kernel, D, initial_state, future_kernel, cu_seqlens, backend):
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.backend = inputs
+    *tensors, ctx.workspace, ctx.backend = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _autograd(ctx, grad_y):
     *inputs, cu_seqlens = ctx.saved_tensors
-    grads = _backward(grad_y, *inputs, cu_seqlens, ctx.backend)
-    return (*(None if t is None else g for g, t in zip(grads, inputs, strict=True)), None, None)
+    grads = _backward(grad_y, *inputs, cu_seqlens, ctx.workspace, ctx.backend)
+    found = (None if t is None else g for g, t in zip(grads, inputs, strict=True))
+    return (*found, None, None, None)
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)
