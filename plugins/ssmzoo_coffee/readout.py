@@ -1,0 +1,99 @@
+"""The paper's read-out: the next token is the one whose embedding lies nearest to the output.
+
+What surprises: a frozen row is no parameter at all, so no optimizer, decay or count can see it; a
+weight then has one row fewer than there are tokens.
+
+Dimensions: B batch, L length, D hidden, V vocabulary.
+"""
+
+import torch
+from torch import Tensor, nn
+
+UNDER_ROOT = 1e-12  # added to squared distances: the root has no slope at 0
+
+
+def with_frozen_row(
+    weight: Tensor,  # [V, D], or [V - 1, D] with a frozen row
+    frozen: int | None,
+) -> Tensor:
+    """Return the whole table ``[V, D]``: ones in the frozen row, the weight in the others."""
+    if frozen is None:
+        return weight
+    return torch.cat([weight[:frozen], weight.new_ones(1, weight.shape[1]), weight[frozen:]])
+
+
+def softmin_logits(
+    distances: Tensor,  # [..., V]
+) -> Tensor:
+    """Return ``logit(softmin(d))``: ``-d_m - log sum_{m' != m} exp(-d_m')``, ``[..., V]``.
+
+    Finite where the softmin rounds to 0 or 1, and in time and memory of the distances. Only the
+    nearest token can have more than half of the probability; the sum over its others is taken
+    without it, that over the others of any other loses no digits in ``1 - p``.
+    """
+    scores = -distances
+    nearest = torch.zeros_like(scores, dtype=torch.bool)
+    nearest = nearest.scatter(-1, scores.argmax(dim=-1, keepdim=True), True)
+    others = scores.masked_fill(nearest, -torch.inf).logsumexp(dim=-1, keepdim=True)
+    total = torch.logaddexp(scores.amax(dim=-1, keepdim=True), others)
+    log_p = (scores - total).masked_fill(nearest, -1.0)  # whatever, but not log 1
+    return torch.where(nearest, scores - others, log_p - torch.log1p(-log_p.exp()))
+
+
+class FrozenRowEmbedding(nn.Embedding):
+    """An embedding of V tokens, one of which is all ones; ``weight [V - 1, D]`` has the others.
+
+    Args:
+        num_embeddings: V.
+        embedding_dim: D.
+        frozen: The token that is not trained.
+    """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, frozen: int) -> None:
+        super().__init__(num_embeddings - 1, embedding_dim)
+        self.num_embeddings = num_embeddings
+        self.frozen = frozen
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map token ids ``[...]`` to ``[..., D]``."""
+        rows = (input - (input >= self.frozen).to(input.dtype)).clamp(min=0)
+        own = (input == self.frozen).unsqueeze(-1)
+        return super().forward(rows).masked_fill(own, 1.0)
+
+    def extra_repr(self) -> str:
+        """Show the frozen token in ``print(model)``."""
+        return f"{super().extra_repr()}, frozen={self.frozen}"
+
+
+class NearestEmbedding(nn.Module):
+    """Logits from the Euclidean distances between an output and all embeddings.
+
+    ``weight`` is the embedding's. Computed in float32 at least; the result has the weight's dtype.
+    """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, frozen: int | None) -> None:
+        super().__init__()
+        rows = num_embeddings if frozen is None else num_embeddings - 1
+        self.weight = nn.Parameter(torch.empty(rows, embedding_dim))
+        self.frozen = frozen
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Map ``[..., D]`` to ``[..., V]``."""
+        exact = torch.promote_types(torch.float32, hidden_states.dtype)
+        table = with_frozen_row(self.weight, self.frozen).to(exact)
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            distances = euclidean(hidden_states.to(exact), table)
+        return softmin_logits(distances).to(self.weight.dtype)
+
+
+def euclidean(
+    x: Tensor,  # [..., D]
+    table: Tensor,  # [V, D]
+) -> Tensor:
+    """Return ``sqrt(|x - table_m|^2 + 1e-12)``, ``[..., V]``.
+
+    From the differences: of squares and a product those that lie near would keep no digits.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    distances = torch.cdist(flat, table, compute_mode="donot_use_mm_for_euclid_dist")
+    return (distances.square() + UNDER_ROOT).sqrt().view(*x.shape[:-1], table.shape[0])
