@@ -37,8 +37,8 @@ POINTERS = {
 }
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
-# name: (op, dtype of activations, channels, states or taps, tokens, segments); a selective_scan goes
-# by its discretization
+# name: (op, dtype of activations, channels, states or taps, tokens, segments); for selective_scan,
+# the discretization stands for the op
 CASES = {
     "model_spans": ("longhorn_scan", torch.bfloat16, 1536, 16, 2048, 1),
     "model_whole": ("longhorn_scan", torch.bfloat16, 1536, 16, 65536, 64),
@@ -124,7 +124,7 @@ def compile_launch(kernel, args, named, target):
             signature[name] = POINTERS[value.dtype]
             attributes[(i,)] = [["tt.divisibility", 16]]
         else:
-            signature[name] = "i32"
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options), options
 

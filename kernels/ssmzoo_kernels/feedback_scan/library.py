@@ -83,9 +83,11 @@ def _solve(
     module = _backend(backend)
     if solver == "newton":
         try:
-            found = newton.forward(
-                *inputs, offsets, save, module.CHUNK, tolerance, max_iterations, damping
-            )
+            # a backend with a solver of its own has it under this name
+            solve = getattr(module, "newton", None)
+            solve = solve or functools.partial(newton.forward, chunk=module.CHUNK)
+            how = {"tolerance": tolerance, "max_iterations": max_iterations, "damping": damping}
+            found = solve(*inputs, offsets, save, **how)
         except newton.NotConverged as reason:
             _log.warning("%s: %s; this call marches instead", OP, reason)
         else:
