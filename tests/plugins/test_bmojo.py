@@ -1,0 +1,514 @@
+"""B'MOJO: the golden checks of its specification, on the language model and its memories.
+
+The judge is ``tests/oracles/bmojo.py``, float64 numpy from the paper alone. That the backends of
+the ops equal their references is the business of ``tests/kernels``.
+"""
+
+import copy
+import importlib.util
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import MambaConfig, MambaForCausalLM
+
+from ssmzoo.modeling import LayerState, StateCache
+from ssmzoo.testing import FamilyConformance
+from ssmzoo_bmojo import FAMILY
+from ssmzoo_bmojo.convert_bmojo import from_mamba
+from ssmzoo_bmojo.memory import Call, choose_eidetic, open_scores, score_grid
+
+ORACLE = Path(__file__).parents[1] / "oracles" / "bmojo.py"
+_spec = importlib.util.spec_from_file_location("bmojo_oracle", ORACLE)
+oracle = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(oracle)
+
+VARIANTS = {
+    "serial": {},
+    "parallel": {"wiring": "parallel", "use_rope": True},
+    "offset": {"fading_mode": "offset"},
+    "two windows": {
+        **{"fading_mode": "offset", "num_fading_tokens": 4, "wiring": "parallel"},
+        **{"use_rope": True, "num_eidetic_tokens": 0},
+    },
+    "masked": {"eidetic_overlap": "mask"},
+    "long memories": {
+        **{"num_eidetic_tokens": 7, "num_fading_tokens": 6, "eidetic_overlap": "mask"},
+    },
+    "window of one": {"window_size": 1},
+    "eidetic only": {"num_fading_tokens": 0},
+    "baselines": {"mixer_types": ["mamba", "attention", "swa"], "use_rope": True},
+    "relative": {
+        **{"innovation_error": "relative", "innovation_weights": "exp", "tie_memory_proj": True},
+        **{"intermediate_size": 40},
+    },
+    "wide window": {"window_size": 64},
+}
+
+
+class TestBMojo(FamilyConformance):
+    family = "bmojo"
+    oracle = staticmethod(oracle.logits)
+
+
+class TestParallel(FamilyConformance):
+    family = replace(
+        FAMILY,
+        tiny={
+            **FAMILY.tiny,
+            **{"wiring": "parallel", "use_rope": True, "fading_mode": "offset"},
+            **{"eidetic_overlap": "mask", "num_eidetic_tokens": 5, "intermediate_size": 24},
+        },
+    )
+    oracle = staticmethod(oracle.logits)
+
+
+def tiny(seed=0, **fields):
+    """A small model in float64, its weights moved off their initial values."""
+    torch.manual_seed(seed)
+    model = FAMILY.causal_lm_class(FAMILY.config(**{**FAMILY.tiny, **fields})).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+def tokens(*shape, seed=1):
+    return torch.randint(0, 96, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def error(one, two):
+    return float((one - two).abs().max() / two.abs().max())
+
+
+# --- the oracle -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_model_matches_the_oracle_in_float64(name):
+    model, ids = tiny(**VARIANTS[name]), tokens(2, 19)
+    weights = {n: p.detach().numpy() for n, p in model.state_dict().items()}
+    expected = oracle.logits(weights, model.config.to_dict(), ids.numpy())
+    with torch.no_grad():
+        assert error(model(ids).logits, torch.from_numpy(expected)) < 1e-12
+
+
+# --- five forms, and the cache ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@torch.no_grad()
+def test_any_split_into_calls_gives_the_same_logits_and_the_same_cache(name):
+    model, ids = tiny(**VARIANTS[name]), tokens(2, 23)
+    window = model.config.window_size
+    whole = model(ids, use_cache=True)
+    splits = [[1] * 23, [window - 1, window, window + 1], [1, 3, 5, 1, 8]]
+    for lengths in splits:
+        cache, logits, at = None, [], 0
+        for length in [*lengths, 23]:
+            if length == 0 or at >= 23:
+                continue
+            part = ids[:, at : at + length]
+            output = model(part, past_key_values=cache, use_cache=True)
+            cache, at = output.past_key_values, at + length
+            logits.append(output.logits)
+        assert error(torch.cat(logits, dim=1), whole.logits) < 1e-10
+        for one, two in zip(cache.layers, whole.past_key_values.layers, strict=True):
+            assert one.states.keys() == two.states.keys()
+            for state, value in two.states.items():
+                assert torch.allclose(one.states[state], value, rtol=1e-9, atol=1e-11), state
+
+
+@torch.no_grad()
+def test_rows_of_mixed_lengths_cross_their_chunks_at_different_steps():
+    model = tiny()
+    ids, lengths = tokens(3, 11), (11, 6, 9)
+    mask = torch.stack([torch.arange(11) >= 11 - n for n in lengths]).long()
+    cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
+    new, got = tokens(3, 13, seed=2), []
+    for t in range(13):
+        output = model(new[:, t : t + 1], past_key_values=cache)
+        got.append(output.logits)
+    for row, n in enumerate(lengths):
+        alone = model(torch.cat([ids[row : row + 1, 11 - n :], new[row : row + 1]], dim=1)).logits
+        assert error(torch.cat(got, dim=1)[row], alone[0, n:]) < 1e-10
+
+
+@torch.no_grad()
+def test_a_reordered_cache_is_the_cache_of_reordered_rows():
+    model, ids = tiny(), tokens(3, 10)
+    order = torch.tensor([2, 0, 0])
+    cache = model(ids, use_cache=True).past_key_values
+    cache.reorder_cache(order)
+    new = tokens(3, 6, seed=3)
+    expected = model(torch.cat([ids[order], new], dim=1)).logits[:, 10:]
+    assert error(model(new, past_key_values=cache).logits, expected) < 1e-10
+
+
+@torch.no_grad()
+def test_the_cache_has_one_size_from_the_first_token_on():
+    model = tiny()
+    window, sizes = model.config.window_size, []
+    cache = StateCache(model.config)
+    for _ in range(10 * window):
+        model(tokens(2, 1), past_key_values=cache)
+        sizes.append(cache.nbytes)
+    assert len(set(sizes)) == 1
+
+
+@torch.no_grad()
+def test_generate_equals_full_recomputation_over_many_chunks():
+    model, ids = tiny(), tokens(2, 3)
+    got = model.generate(ids, max_new_tokens=18, do_sample=False, pad_token_id=0)
+    for _ in range(18):
+        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(got, ids)
+
+
+# --- causality, memories ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["serial", "offset", "long memories"])
+@torch.no_grad()
+def test_a_changed_token_moves_no_earlier_logit_by_a_bit(name):
+    model, ids = tiny(**VARIANTS[name]), tokens(1, 17)
+    expected = model(ids).logits
+    for place in (5, 6, 7, 8, 16):
+        changed = ids.clone()
+        changed[0, place:] = (changed[0, place:] + 1) % 96
+        got = model(changed).logits
+        assert torch.equal(got[:, :place], expected[:, :place])
+        assert not torch.equal(got[:, place], expected[:, place])
+
+
+def selected(scores, window, count, cuts=()):
+    """The positions that each chunk remembers, by calls of the lengths between ``cuts``."""
+    found, state, seen = {}, None, 0
+    for end in [*cuts, len(scores)]:
+        part = scores[seen:end]
+        call = Call(torch.tensor([0, len(part)]), torch.tensor([seen]), window, len(part))
+        chunks = call.chunks(following=True)
+        known, pending = (None, None) if state is None else (state[:2], state[2])
+        grid = score_grid(call, chunks, part, pending)
+        chosen = choose_eidetic(call, chunks, grid, count, known)
+        for number, where, score in zip(
+            chunks.number, chosen.positions, chosen.scores, strict=True
+        ):
+            found[int(number)] = where[~score.isneginf()].tolist()
+        held = chosen.scores[-1:]
+        held = held.masked_fill(held.isneginf(), 0.0)
+        state = held, chosen.positions[-1:], open_scores(call, grid)
+        seen = end
+    return found
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("window", "count"), [(4, 3), (3, 7), (1, 2)])
+def test_streaming_merging_and_choosing_from_the_prefix_agree_ties_included(ties, window, count):
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(29, generator=generator, dtype=torch.float64)
+    if ties:
+        scores = (scores * 3).round()
+    expected = {
+        c: sorted(oracle.prefix_top(scores.numpy(), count, c * window))
+        for c in range(29 // window + 1)
+    }
+    assert selected(scores, window, count) == expected
+    assert selected(scores, window, count, cuts=range(1, 29)) == expected
+    assert selected(scores, window, count, cuts=(2, 9, 10, 20)) == expected
+
+
+def test_a_spike_stays_until_enough_larger_ones_have_come():
+    scores = torch.full((40,), 0.1, dtype=torch.float64)
+    scores[5], scores[17], scores[22] = 5.0, 6.0, 7.0
+    found = selected(scores, 4, 2)
+    assert all(5 not in found[c] for c in (0, 1))
+    assert all(5 in found[c] for c in (2, 3, 4, 5))
+    assert found[5] == [5, 17]
+    assert all(found[c] == [17, 22] for c in range(6, 11))
+
+
+def test_what_is_kept_has_no_gradient_and_what_is_read_has():
+    model, ids = tiny(num_fading_tokens=0, mixer_types="bmojo", wiring="parallel"), tokens(1, 16)
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    ssm = model.model.layers[-1].mixer.ssm
+    # without fading tokens the parallel state-space model only chooses what to keep
+    assert all(p.grad is None or not p.grad.any() for p in ssm.parameters())
+    assert model.model.layers[-1].mixer.attention.k_proj.weight.grad.any()
+
+
+def test_gradients_are_those_of_finite_differences():
+    model = tiny(mixer_types="bmojo", num_hidden_layers=1, eidetic_overlap="mask")
+    ids = tokens(1, 13)
+    model(ids, labels=ids).loss.backward()
+
+    # the loss itself is float32 in transformers; here in float64
+    def loss():
+        logits = model(ids).logits[0, :-1]
+        return F.cross_entropy(logits, ids[0, 1:])
+
+    value = loss()
+    model.zero_grad()
+    value.backward()
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        direction = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        with torch.no_grad():
+            ends = []
+            for sign in (1, -1):
+                parameter.add_(direction, alpha=sign * 1e-6)
+                ends.append(loss())
+                parameter.sub_(direction, alpha=sign * 1e-6)
+        slope = float((ends[0] - ends[1]) / 2e-6)
+        assert slope == pytest.approx(
+            float((parameter.grad * direction).sum()), rel=1e-5, abs=1e-8
+        ), name
+
+
+# --- special cases ----------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_sequence_no_longer_than_the_window_never_reads_its_memories():
+    model, ids = tiny(mixer_types="bmojo", window_size=16), tokens(2, 16)
+    bare = tiny(mixer_types="bmojo", window_size=16, num_fading_tokens=0, num_eidetic_tokens=0)
+    bare.load_state_dict(model.state_dict(), strict=False)
+    assert torch.equal(model(ids).logits, bare(ids).logits)
+
+
+def test_the_parallel_state_space_model_then_has_no_gradient():
+    model, ids = tiny(mixer_types="bmojo", window_size=16, wiring="parallel"), tokens(2, 16)
+    model(ids, labels=ids).loss.backward()
+    for layer in model.model.layers:
+        assert not any(p.grad is not None and p.grad.any() for p in layer.mixer.ssm.parameters())
+
+
+@torch.no_grad()
+def test_a_wide_layer_without_memories_is_causal_attention():
+    fields = {"num_fading_tokens": 0, "num_eidetic_tokens": 0, "num_key_value_heads": 4}
+    model = tiny(mixer_types="swa", window_size=32, **fields)
+    full = tiny(mixer_types="attention", **fields)
+    full.load_state_dict(model.state_dict())
+    ids = tokens(2, 20)
+    assert error(model(ids).logits, full(ids).logits) < 1e-13
+
+
+@torch.no_grad()
+def test_alternating_mamba_and_window_layers_are_serial_layers_without_memories():
+    bare = {"num_fading_tokens": 0, "num_eidetic_tokens": 0, "tie_memory_proj": True}
+    serial = tiny(mixer_types="bmojo", num_hidden_layers=2, **bare)
+    pairs = tiny(mixer_types=["mamba", "swa"], num_hidden_layers=4, **bare)
+    weights = {}
+    for name, tensor in serial.state_dict().items():
+        if not name.startswith("model.layers."):
+            weights[name] = tensor
+            continue
+        layer, rest = int(name.split(".")[2]), name.split(".", 3)[3]
+        first = rest.startswith(("norm.", "mixer.ssm."))
+        rest = rest.replace("mixer.attn_norm.", "norm.")
+        weights[f"model.layers.{2 * layer + (not first)}.{rest}"] = tensor
+    pairs.load_state_dict(weights)
+    ids = tokens(2, 15)
+    assert error(serial(ids).logits, pairs(ids).logits) < 1e-13
+
+
+@torch.no_grad()
+def test_a_serial_layer_whose_attention_says_nothing_is_mamba():
+    serial = tiny(mixer_types="bmojo", num_hidden_layers=2)
+    mamba = tiny(mixer_types="mamba", num_hidden_layers=2)
+    mamba.load_state_dict(serial.state_dict(), strict=False)
+    for layer in serial.model.layers:
+        layer.mixer.attention.o_proj.weight.zero_()
+    ids = tokens(2, 15)
+    assert error(serial(ids).logits, mamba(ids).logits) < 1e-13
+
+
+@torch.no_grad()
+def test_chunk_and_offset_fading_agree_on_the_last_token_of_a_chunk():
+    fields = {"mixer_types": "bmojo_f", "num_hidden_layers": 1}
+    chunk, offset = tiny(**fields), tiny(**fields, fading_mode="offset")
+    offset.load_state_dict(chunk.state_dict())
+    ids = tokens(1, 20)
+    one, two = chunk(ids).logits, offset(ids).logits
+    last = torch.arange(3, 20, 4)
+    assert error(one[:, last], two[:, last]) < 1e-12
+    assert error(one[:, last[1:] - 1], two[:, last[1:] - 1]) > 1e-4
+
+
+# --- Mamba ------------------------------------------------------------------------------------
+
+
+def test_a_mamba_of_transformers_has_the_same_logits_here_and_decodes_on():
+    torch.manual_seed(0)
+    theirs = MambaForCausalLM(
+        MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
+    ).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+        ours, ids = from_mamba(theirs), tokens(2, 21) % 64
+        expected = theirs(ids).logits
+        assert error(ours(ids).logits, expected) < 1e-5
+        cache = ours(ids[:, :13], use_cache=True).past_key_values
+        assert error(ours(ids[:, 13:], past_key_values=cache).logits, expected[:, 13:]) < 1e-5
+
+
+def test_a_mamba_of_another_kind_is_refused():
+    config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, use_bias=True)
+    with pytest.raises(ValueError, match="use_bias = False, got True"):
+        from_mamba(MambaForCausalLM(config))
+
+
+# --- configuration, parameters ----------------------------------------------------------------
+
+COUNTS = {
+    "bmojo-130m": 132_173_568,
+    "bmojo-370m": 368_467_968,
+    "bmojo-790m": 800_428_032,
+    "bmojo-1.4b": 1_397_538_816,
+    "mamba-130m": 130_182_912,
+    "mamba-370m": 372_799_488,
+    "mamba-790m": 794_958_336,
+    "mamba-1.4b": 1_387_624_448,
+    "hybrid-130m": 128_815_872,
+    "hybrid-370m": 369_509_376,
+    "hybrid-790m": 779_798_016,
+    "hybrid-1.4b": 1_405_388_800,
+    "swa-130m": 130_768_128,
+    "swa-370m": 374_332_416,
+    "swa-790m": 785_333_760,
+    "swa-1.4b": 1_421_064_192,
+}
+
+
+@pytest.mark.parametrize("preset", FAMILY.presets)
+def test_presets_have_the_papers_sizes(preset):
+    with torch.device("meta"):
+        count = FAMILY.causal_lm_class(FAMILY.config(preset)).num_parameters()
+    assert count == COUNTS[preset.replace("bmojo-f-", "bmojo-")]
+    size = preset.rpartition("-")[2]
+    named = float(size[:-1]) * (1e9 if size.endswith("b") else 1e6)
+    assert abs(count / named - 1) < 0.03
+
+
+@torch.no_grad()
+def test_the_initial_parameters_are_those_of_the_table():
+    torch.manual_seed(0)
+    config = FAMILY.config(
+        **{**FAMILY.tiny, "hidden_size": 256, "mixer_types": "bmojo", "intermediate_size": 64}
+    )
+    model = FAMILY.causal_lm_class(config)
+    mixer = model.model.layers[0].mixer
+    assert torch.allclose(mixer.ssm.A_log.exp(), torch.arange(1.0, 5.0).expand(512, -1))
+    assert torch.equal(mixer.ssm.D, torch.ones(512))
+    steps = F.softplus(mixer.ssm.dt_bias)
+    assert steps.min() >= 1e-3 * 0.999
+    assert steps.max() <= 1e-1 * 1.001
+    assert steps.log().std() == pytest.approx(math.log(100) / 12**0.5, rel=0.1)
+    attention = mixer.attention
+    branches = 3 * config.num_hidden_layers
+    assert attention.q_proj.weight.std() == pytest.approx(0.02, rel=0.05)
+    assert attention.o_proj.weight.std() == pytest.approx(0.02 / branches**0.5, rel=0.05)
+    assert torch.equal(attention.memory_k_proj.weight, attention.k_proj.weight)
+    bound = (512 * branches) ** -0.5
+    assert mixer.ssm.out_proj.weight.abs().max() == pytest.approx(bound, rel=0.01)
+    assert not any("alpha" in name or "innovation" in name for name in model.state_dict())
+
+
+def test_the_state_space_models_parameters_are_a_group_with_their_own_rate():
+    model = FAMILY.causal_lm_class(FAMILY.config(**FAMILY.tiny))
+    groups = model.param_groups(lr=1e-3, weight_decay=0.1, groups={"ssm": {"lr": 5e-3}})
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for group in groups:
+        for parameter in group["params"]:
+            inside = ".ssm." in names[parameter]
+            assert group["lr"] == (5e-3 if inside else 1e-3)
+            spared = parameter.dim() < 2 or names[parameter].endswith("A_log")
+            assert group["weight_decay"] == (0.0 if spared else 0.1), names[parameter]
+    assert sum(len(group["params"]) for group in groups) == len(names)
+
+
+def test_a_configuration_makes_the_round_trip_with_its_mixers(tmp_path):
+    config = FAMILY.config(num_hidden_layers=5, layer_types=["mamba", "swa"])
+    assert config.mixer_types == ["mamba", "swa", "mamba", "swa", "mamba"]
+    config.save_pretrained(tmp_path)
+    assert type(config).from_pretrained(tmp_path).mixer_types == config.mixer_types
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "message"),
+    [
+        ({"mixer_types": ["mamb"]}, LookupError, "no mixer 'mamb'; did you mean 'mamba'"),
+        ({"mixer_types": []}, ValueError, "at least one mixer"),
+        ({"mixer_types": ["swa"] * 30}, ValueError, "at most 24"),
+        ({"window_size": 0}, ValueError, "window_size must be at least 1, got 0"),
+        ({"num_eidetic_tokens": -1}, ValueError, "num_eidetic_tokens must be at least 0"),
+        ({"num_key_value_heads": 5}, ValueError, "multiple of num_key_value_heads = 5, got 12"),
+        ({"use_rope": True, "head_dim": 7}, ValueError, "head_dim must be even with use_rope"),
+        ({"time_step_min": 0.2}, ValueError, "at most time_step_max = 0.1, got 0.2"),
+        ({"time_step_rank": "half"}, ValueError, "time_step_rank must be 'auto' or at least 1"),
+        ({"wiring": "cereal"}, Exception, "cereal"),
+        ({"windows_size": 8}, LookupError, "did you mean 'window_size'"),
+    ],
+)
+def test_wrong_fields_are_refused(fields, kind, message):
+    with pytest.raises(kind, match=message):
+        FAMILY.config(**fields)
+
+
+@torch.no_grad()
+def test_outputs_that_are_not_finite_are_named_by_token():
+    model, ids = tiny(mixer_types="bmojo"), tokens(1, 9)
+    model.model.layers[0].mixer.ssm.out_proj.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match=r"outputs must be finite .* at token 0"):
+        model(ids)
+
+
+@torch.no_grad()
+def test_rows_of_nothing_but_padding_do_no_harm():
+    model, ids = tiny(), tokens(2, 9)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1] = 0
+    output = model(ids, attention_mask=mask, use_cache=True)
+    assert error(output.logits[0], model(ids[:1]).logits[0]) < 1e-10
+    new = tokens(2, 6, seed=5)
+    got = model(new, past_key_values=output.past_key_values).logits
+    assert error(got[1], model(new[1:]).logits[0]) < 1e-10
+
+
+@torch.no_grad()
+def test_a_cache_of_another_layout_is_refused():
+    model, other = tiny(), tiny(window_size=8)
+    cache = other(tokens(1, 5), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="belongs to another model"):
+        model(tokens(1, 1), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_copied_cache_replays_what_the_first_one_did():
+    model, ids = tiny(), tokens(1, 10)
+    cache = model(ids, use_cache=True).past_key_values
+    snapshot = copy.deepcopy(cache)
+    first = model(tokens(1, 9, seed=7), past_key_values=cache).logits
+    again = model(tokens(1, 9, seed=7), past_key_values=snapshot).logits
+    assert torch.equal(first, again)
+
+
+@torch.no_grad()
+def test_the_mixer_alone_takes_its_input_for_the_residual_stream():
+    model = tiny(mixer_types="bmojo")
+    mixer = model.model.layers[0].mixer
+    x = torch.randn(1, 9, 32, dtype=torch.float64)
+    assert torch.equal(mixer(x, LayerState()), mixer(x, LayerState(), residual=x))
+    assert not torch.equal(mixer(x, LayerState()), mixer(x, LayerState(), residual=2 * x))
+
+
+def test_offsets_of_numpy_and_torch_agree():
+    call = Call(torch.tensor([0, 5, 5, 14]), torch.tensor([3, 2, 0]), 4, 14)
+    assert call.positions().tolist() == [*range(3, 8), *range(9)]
+    assert np.array_equal(call.now.numpy(), [8, 2, 9])
