@@ -137,6 +137,9 @@ class BMojoAttention(nn.Module):
             if not config.tie_memory_proj:
                 self.memory_k_proj = _projection(width, groups * size)
                 self.memory_v_proj = _projection(width, groups * size)
+                # in lists, or they would be registered twice
+                self.memory_k_proj.copy_of = [self.k_proj]  # pyright: ignore[reportArgumentType]
+                self.memory_v_proj.copy_of = [self.v_proj]  # pyright: ignore[reportArgumentType]
         halves = config.innovation_weights == "exp"
         weights = [0.5**i if halves else 1.0 for i in range(config.innovation_span)]
         self.innovation_weights = [weight / sum(weights) for weight in weights]
@@ -411,17 +414,12 @@ class BMojoPreTrainedModel(SSMPreTrainedModel):
             columns = torch.arange(1, config.ssm_state_size + 1, device=module.A_log.device)
             init.copy_(module.A_log, columns.log().expand_as(module.A_log))
             init.ones_(module.D)
-        elif isinstance(module, BMojoAttention):
-            for copy, origin in (
-                (module.memory_k_proj, module.k_proj),
-                (module.memory_v_proj, module.v_proj),
-            ):
-                if copy is not None:
-                    init.copy_(copy.weight, origin.weight)
         elif isinstance(module, nn.Linear):
             ends = getattr(module, "ends_branch", False) or getattr(module, "ends_mlp", False)
             scale = self._branches() ** -0.5 if ends else 1.0
-            if getattr(module, "attends", False):
+            if hasattr(module, "copy_of"):
+                init.copy_(module.weight, cast(list[Linear], module.copy_of)[0].weight)
+            elif getattr(module, "attends", False):
                 init.normal_(module.weight, std=config.initializer_range * scale)
             elif ends:
                 bound = module.in_features**-0.5 * scale
