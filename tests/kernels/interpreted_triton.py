@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 import ssmzoo_kernels
-from ssmzoo_kernels import causal_conv1d, last_backend, longhorn_scan
+from ssmzoo_kernels import causal_conv1d, last_backend, longhorn_scan, selective_scan
 from ssmzoo_kernels.causal_conv1d import triton as conv_triton
 from ssmzoo_kernels.longhorn_scan import triton as longhorn_triton
 from ssmzoo_kernels.scan import interval
 from ssmzoo_kernels.scan import triton as skeleton
+from ssmzoo_kernels.selective_scan import triton as selective_triton
 
 # numpy warns where a GPU goes to infinity, as the formulas mean it to
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
@@ -34,6 +34,7 @@ def unwritten_memory_is_nan():
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr(longhorn_triton, "CHUNK", 8)
+    monkeypatch.setattr(selective_triton, "CHUNK", 8)
     monkeypatch.setattr(conv_triton, "CHUNK", 8)
 
 
@@ -222,63 +223,100 @@ def test_the_check_notices_a_transition_that_is_slightly_wrong(monkeypatch):
         assert_as_accurate(longhorn_scan, scan_inputs(1, 5, 3, 2))
 
 
-@triton.jit
-def selective_step(state, u, k, dt, param, live):
-    dt = tl.where(live, dt, 0.0)
-    return tl.exp(dt[None, :] * param) * state + (dt * u)[None, :] * k[:, None]
+def selective_inputs(batch, length, width, states, *, dtype=torch.float32, segments=None):
+    inputs = draw(
+        5,
+        dtype,
+        u=(batch, length, width),
+        dt=(batch, length, width),
+        A=(width, states),
+        B=(batch, length, states),
+        C=(batch, length, states),
+        D=(width,),
+        z=(batch, length, width),
+        dt_bias=(width,),
+        initial_state=(segments or batch, width, states),
+    )
+    inputs["A"] = -inputs["A"].exp()
+    return inputs
 
 
-@triton.jit
-def selective_decay(k, dt, param, live):
-    return tl.exp(tl.where(live, dt, 0.0)[None, :] * param)
-
-
-@triton.jit
-def selective_adjoint(grad, state, u, k, dt, param, live):
-    dt = tl.where(live, dt, 0.0)
-    before = tl.exp(dt[None, :] * param) * grad
-    written = tl.sum(grad * k[:, None], axis=0)
-    grad_dt = tl.sum(before * state * param, axis=0) + u * written
-    grad_k = grad * (dt * u)[None, :]
-    return before, dt * written, grad_dt, grad_k, before * state * dt[None, :]
+@pytest.fixture(params=["euler", "zoh"])
+def discretization(request):
+    return request.param
 
 
 @pytest.mark.parametrize("fill", [1, 10**6], ids=["whole_segments", "spans"])
-def test_the_skeleton_carries_a_selective_scan_with_its_own_parameter(monkeypatch, fill):
+def test_packed_selective_scans_equal_the_reference(
+    monkeypatch, small_chunks, discretization, fill
+):
     monkeypatch.setattr(skeleton, "FILL", fill)
-    inputs = draw(
-        5, torch.float64, u=(19, 5), q=(19, 3), k=(19, 3), dt=(19, 5), A=(3, 5), start=(2, 5, 3)
-    )
-    inputs["dt"], inputs["A"] = F.softplus(inputs["dt"]), -inputs["A"].exp()
-    offsets = torch.tensor([0, 2, 19])
-    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-    u, q, k, dt, A, start = leaves.values()
-    rows, states = [], []
-    for s, (a, b) in enumerate([(0, 2), (2, 19)]):
-        state = start[s]
-        for t in range(a, b):
-            state = (dt[t][:, None] * A.T).exp() * state + (dt[t] * u[t])[:, None] * k[t]
-            rows.append(state @ q[t])
-        states.append(state)
-    out, final_state = torch.stack(rows), torch.stack(states)
-    generator = torch.Generator().manual_seed(6)
-    grad_out, grad_final = (
-        torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in (out, final_state)
-    )
-    expected = torch.autograd.grad(
-        (out, final_state), tuple(leaves.values()), (grad_out, grad_final)
-    )
+    inputs = selective_inputs(1, 27, 5, 3, segments=6)
+    options = {"cu_seqlens": bounds(0, 9, 0, 1, 17, 0), "discretization": discretization}
+    assert_as_accurate(selective_scan, inputs, **options)
 
-    family = skeleton.Transition(selective_step, selective_decay, selective_adjoint)
-    u, q, k, dt, A, start = inputs.values()
-    arguments = (u, q, k, dt, None, None, None, A, start, offsets)
-    got_out, got_final, saved = skeleton.forward(family, *arguments, True, 8)
-    grads = skeleton.backward(family, grad_out, grad_final, *arguments, saved, 8)
-    torch.testing.assert_close(got_out, out, rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(got_final, final_state, rtol=1e-12, atol=1e-13)
-    got = (grads.u, grads.q, grads.k, grads.dt, grads.param, grads.initial_state)
-    for name, a, b in zip(leaves, got, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13, msg=name)
+
+def test_selective_scans_over_intervals_of_several_chunks_equal_the_reference(
+    monkeypatch, small_chunks, discretization
+):
+    monkeypatch.setattr(skeleton, "FILL", 10**6)
+    assert interval(10, 8) == 16
+    inputs = selective_inputs(1, 27, 5, 10)
+    assert_as_accurate(selective_scan, inputs, discretization=discretization)
+
+
+@pytest.mark.parametrize("states", [1, 3, 16, 40])
+def test_selective_scans_of_ragged_channels_equal_the_reference(states, discretization):
+    inputs = selective_inputs(2, 3, 37, states)
+    assert_as_accurate(selective_scan, inputs, discretization=discretization)
+
+
+def test_selective_scans_of_bfloat16_cost_no_more_than_their_rounding(discretization):
+    inputs = selective_inputs(1, 7, 5, 3, dtype=torch.bfloat16)
+    assert_as_accurate(selective_scan, inputs, discretization=discretization)
+
+
+@pytest.mark.parametrize("absent", [("dt_bias", "D", "z", "initial_state"), ("z",), ("D",)])
+def test_selective_scans_without_optional_inputs_equal_the_reference(absent):
+    assert_as_accurate(selective_scan, selective_inputs(1, 5, 3, 2) | dict.fromkeys(absent))
+
+
+def test_selective_scans_keep_float64_sums(monkeypatch, small_chunks, discretization):
+    monkeypatch.setattr(skeleton, "FILL", 10**6)
+    inputs = selective_inputs(1, 20, 3, 2, dtype=torch.float64)
+    inputs["A"][0] = torch.tensor([0.0, -1e-3])  # where the hold goes by its series
+    kernel = results(selective_scan, inputs, "triton", discretization=discretization)
+    expected = results(selective_scan, inputs, "reference", discretization=discretization)
+    for name, x in expected.items():
+        torch.testing.assert_close(kernel[name], x, rtol=1e-12, atol=1e-13, msg=name)
+
+
+def test_extreme_step_sizes_and_rates_stay_finite_and_accurate(
+    monkeypatch, small_chunks, discretization
+):
+    monkeypatch.setattr(skeleton, "FILL", 10**6)
+    inputs = selective_inputs(1, 20, 4, 3)
+    inputs["dt"][0, 2:7] = torch.tensor([-300.0, 19.9, -30.0, 20.1, 300.0])[:, None]
+    inputs["A"][0], inputs["A"][1, 0] = torch.tensor([-1e-9, -1e-3, -0.02]), -1e3
+    kernel = results(selective_scan, inputs, "triton", discretization=discretization)
+    options = {"wide": torch.float64, "discretization": discretization}
+    truth = results(selective_scan, inputs, "reference", **options)
+    for name, exact in truth.items():
+        error = (kernel[name].double() - exact).abs().max() / exact.abs().max()
+        assert error <= 1e-5, f"{name}: {error:.1e}"
+
+
+def test_no_step_leaves_the_state_bit_identical(discretization):
+    inputs = selective_inputs(1, 3, 4, 3)
+    inputs["dt"].fill_(-1e4)
+    _, final_state = selective_scan(**inputs, discretization=discretization, backend="triton")
+    assert torch.equal(final_state, inputs["initial_state"])
+
+
+def test_the_check_notices_the_other_discretization(monkeypatch):
+    monkeypatch.setitem(selective_triton.TRANSITIONS, "zoh", selective_triton.TRANSITIONS["euler"])
+    with pytest.raises(AssertionError, match="off by"):
+        assert_as_accurate(selective_scan, selective_inputs(1, 5, 3, 2), discretization="zoh")
 
 
 def conv_inputs(batch, length, width, taps, *, dtype=torch.float32, segments=None):

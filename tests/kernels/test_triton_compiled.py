@@ -11,7 +11,18 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}  # bytes a block may use
-QUICK = ("model_spans", "model_whole", "decode", "float32_spans", "conv", "conv_float32")
+QUICK = (
+    "model_spans",
+    "model_whole",
+    "decode",
+    "float32_spans",
+    "selective_spans",
+    "selective_decode",
+    "zoh_whole",
+    "zoh_narrow_spans",
+    "conv",
+    "conv_float32",
+)
 FULL = (
     "float32_whole",
     "float64_spans",
@@ -23,6 +34,18 @@ FULL = (
     "states64_spans",
     "states128_spans",
     "states256_spans",
+    "selective_whole",
+    "selective_float32_spans",
+    "selective_float64_spans",
+    "selective_ragged_spans",
+    "selective_states1_spans",
+    "selective_states64_spans",
+    "selective_states128_spans",
+    "zoh_spans",
+    "zoh_float32_spans",
+    "zoh_float64_spans",
+    "zoh_states1_spans",
+    "zoh_states64_spans",
     "conv_ragged",
 )
 SCAN = {
@@ -50,7 +73,7 @@ def check(records, cases):
         kernels = CONV if case.startswith("conv") else SCAN
         if case.endswith("_whole"):
             kernels = {"scan_fwd_kernel", "scan_bwd_kernel"}
-        if case == "decode":
+        if case.endswith("decode"):
             kernels = {"scan_fwd_kernel"}
         for target in SHARED:
             found = {r["kernel"] for r in records if (r["case"], r["target"]) == (case, target)}

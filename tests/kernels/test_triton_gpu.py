@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ssmzoo_kernels import causal_conv1d, last_backend, longhorn_scan
+from ssmzoo_kernels import causal_conv1d, last_backend, longhorn_scan, selective_scan
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,6 +31,23 @@ def scan_shapes(batch, length, width, states, segments=None):
         "z": wide,
         "initial_state": (segments or batch, width, states),
     }
+
+
+def selective_inputs(batch, length, width, states, dtype=torch.float32, segments=None):
+    wide, narrow = (batch, length, width), (batch, length, states)
+    shapes = {
+        "u": wide,
+        "dt": wide,
+        "A": (width, states),
+        "B": narrow,
+        "C": narrow,
+        "D": (width,),
+        "z": wide,
+        "dt_bias": (width,),
+        "initial_state": (segments or batch, width, states),
+    }
+    inputs = draw(shapes, dtype)
+    return inputs | {"A": -inputs["A"].exp()}
 
 
 def conv_shapes(batch, length, width, taps, segments=None):
@@ -86,6 +103,24 @@ def test_packed_scans_equal_the_reference():
     assert_as_accurate(longhorn_scan, inputs, cu_seqlens=bounds(1, 7, 63, 0, 64, 65, 513))
 
 
+@pytest.mark.parametrize("discretization", ["euler", "zoh"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("batch", "length", "width", "states"),
+    [(1, 700, 1536, 16), (40, 130, 1536, 16), (2, 65, 37, 3), (1, 200, 96, 1), (1, 130, 64, 128)],
+)
+def test_selective_scans_equal_the_reference(batch, length, width, states, dtype, discretization):
+    inputs = selective_inputs(batch, length, width, states, dtype)
+    assert_as_accurate(selective_scan, inputs, discretization=discretization)
+
+
+@pytest.mark.parametrize("discretization", ["euler", "zoh"])
+def test_packed_selective_scans_equal_the_reference(discretization):
+    inputs = selective_inputs(1, 713, 64, 16, segments=7)
+    options = {"cu_seqlens": bounds(1, 7, 63, 0, 64, 65, 513), "discretization": discretization}
+    assert_as_accurate(selective_scan, inputs, **options)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("taps", [1, 4])
 def test_convolutions_equal_the_reference(taps, dtype):
@@ -94,9 +129,12 @@ def test_convolutions_equal_the_reference(taps, dtype):
     assert_as_accurate(causal_conv1d, inputs, cu_seqlens=lengths, activation="silu")
 
 
-def test_the_same_inputs_give_the_same_bits():
+@pytest.mark.parametrize("op", [longhorn_scan, selective_scan])
+def test_the_same_inputs_give_the_same_bits(op):
     inputs = draw(scan_shapes(1, 3000, 512, 16), torch.bfloat16)
-    first, second = (results(longhorn_scan, inputs, "triton") for _ in range(2))
+    if op is selective_scan:
+        inputs = selective_inputs(1, 3000, 512, 16, torch.bfloat16)
+    first, second = (results(op, inputs, "triton") for _ in range(2))
     for name, x in first.items():
         assert torch.equal(x, second[name]), name
 

@@ -94,8 +94,7 @@ def forward(
         for j, chunk in enumerate(places.split(CHUNK, dim=1)):
             if save and j * CHUNK % between == 0:
                 saved[_slots(offsets, members, j, between)] = state
-            made = transition.factors(*_tokens(values, keys, rate, chunk), rule)
-            history = _march(transition, state, made)
+            history, _ = _march(transition, state, *_tokens(values, keys, rate, chunk), rule)
             read[chunk] = (history[:, 1:] * queries[chunk].unsqueeze(-1)).sum(dim=2)
             state = history[:, -1]
         final_state[members] = state.transpose(1, 2)
@@ -152,25 +151,15 @@ def backward(
                 first = j - j % (between // CHUNK)
                 starts = [saved[_slots(offsets, members, first, between)]]
                 for c in chunks[first:j]:
-                    made = transition.factors(*_tokens(values, keys, rate, c), rule)
-                    starts.append(_march(transition, starts[-1], made)[:, -1].clone())
+                    inputs = (*_tokens(values, keys, rate, c), rule)
+                    starts.append(_march(transition, starts[-1], *inputs)[0][:, -1].clone())
             inputs = (*_tokens(values, keys, rate, chunk), rule)
-            made = transition.factors(*inputs)
-            history = _march(transition, starts.pop(), made)
-            before, after = history[:, :-1], history[:, 1:]
-            query, incoming = queries[chunk].unsqueeze(-1), grad[chunk].unsqueeze(2)
-            read[chunk] = (after * query).sum(dim=2)
-            grad_q[chunk] = (after * incoming).sum(dim=3)
-            incoming = incoming * query  # [G, C, N, D]
-            decay = transition.decay(*made)
-            for t in reversed(range(chunk.shape[1])):
-                incoming[:, t] += carry
-                carry = decay[:, t] * incoming[:, t]
-            grad_u[chunk], grad_k[chunk], grad_rate[chunk], more = transition.adjoint(
-                incoming, before, made, *inputs
-            )
-            if grad_rule is not None and more is not None:
-                grad_rule += more
+            outer = (queries[chunk].unsqueeze(-1), grad[chunk].unsqueeze(2))
+            carry, found = _march_back(transition, starts.pop(), carry, inputs, *outer)
+            read[chunk], grad_q[chunk] = found.read, found.q
+            grad_u[chunk], grad_k[chunk], grad_rate[chunk] = found.u, found.k, found.rate
+            if grad_rule is not None and found.rule is not None:
+                grad_rule += found.rule
         grad_initial[members] = carry.transpose(1, 2)
 
     grad_dt, grad_keys = transition.finish(grad_rate, rate, slope, keys)
@@ -218,13 +207,47 @@ def _tokens(u: Tensor, k: Tensor, rate: Tensor, chunk: Tensor) -> tuple[Tensor, 
     return u[chunk].unsqueeze(2), k[chunk].unsqueeze(-1), rate[chunk].unsqueeze(2)
 
 
-def _march(transition: Transition, state: Tensor, factors: tuple[Tensor, ...]) -> Tensor:
-    """Return the states ``[G, C + 1, N, D]`` before, between and after the tokens of a chunk."""
+def _march(
+    transition: Transition, state: Tensor, u: Tensor, k: Tensor, rate: Tensor, rule: Tensor | None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return a chunk's states ``[G, C + 1, N, D]``, the one before it included, and its factors."""
+    factors = transition.factors(u, k, rate, rule)
     history = state.new_empty(state.shape[0], factors[0].shape[1] + 1, *state.shape[1:])
     history[:, 0] = state
     for t, token in enumerate(zip(*(x.unbind(1) for x in factors), strict=True)):
         history[:, t + 1] = transition.step(history[:, t], *token)
-    return history
+    return history, factors
+
+
+class _Found(NamedTuple):
+    """What a chunk gives: its readout, and gradients."""
+
+    read: Tensor  # [G, C, D]
+    u: Tensor  # [G, C, D]
+    q: Tensor  # [G, C, N]
+    k: Tensor  # [G, C, N]
+    rate: Tensor  # [G, C, D]
+    rule: Tensor | None  # [N, D]
+
+
+def _march_back(
+    transition: Transition,
+    state: Tensor,  # [G, N, D], before the chunk
+    carry: Tensor,  # [G, N, D], the gradient of the state after it
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    query: Tensor,  # [G, C, N, 1]
+    grad: Tensor,  # [G, C, 1, D]
+) -> tuple[Tensor, _Found]:
+    """Return the gradient of the state before a chunk and what else the chunk gives."""
+    history, factors = _march(transition, state, *inputs)
+    before, after = history[:, :-1], history[:, 1:]
+    incoming, decay = grad * query, transition.decay(*factors)  # [G, C, N, D]
+    for t in reversed(range(decay.shape[1])):
+        incoming[:, t] += carry
+        carry = decay[:, t] * incoming[:, t]
+    grad_u, grad_k, grad_rate, rule = transition.adjoint(incoming, before, factors, *inputs)
+    read, grad_q = (after * query).sum(dim=2), (after * grad).sum(dim=3)
+    return carry, _Found(read, grad_u, grad_q, grad_k, grad_rate, rule)
 
 
 def _slots(offsets: Tensor, members: Tensor, chunk: int, between: int) -> Tensor:

@@ -43,7 +43,9 @@ class Transition(NamedTuple):
     step: JITFunction
     decay: JITFunction
     adjoint: JITFunction
-    unroll: int = 4  # the most tokens whose states fit beside the tiles that its adjoint keeps
+    # what the registers allow beside the tiles that its adjoint keeps, see ``tile``
+    entries: int = 16
+    unroll: int = 4
 
 
 class Tile(NamedTuple):
@@ -55,15 +57,20 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-def tile(states: int, exact: torch.dtype, unroll: int) -> Tile:
-    """Choose a program's shape: up to 16 state entries a thread, channels along a warp's lanes.
+def tile(states: int, exact: torch.dtype, entries: int = 16, unroll: int = 4) -> Tile:
+    """Choose a program's shape: channels along a warp's lanes, states along registers.
 
-    How many tokens are unrolled is what the backward's registers allow on sm_80 and sm_90.
+    Args:
+        states: N.
+        exact: The accumulator.
+        entries: The most state entries a thread, 8 or 16, unless N is beyond 256 of them.
+        unroll: The most tokens unrolled. Both are what the backward's registers allow on sm_80 and
+            sm_90.
     """
     block_n = triton.next_power_of_2(states)
     wide = exact == torch.float64
-    block_d = min(16 if wide else 32, max(1, 4096 // block_n))
-    num_warps = min(8, max(1, block_n * block_d // 512))
+    block_d = min(entries if wide else 2 * entries, max(1, 256 * entries // block_n))
+    num_warps = min(8, max(1, block_n * block_d // (32 * entries)))
     tokens = 1 if wide else {16: 4, 32: 2, 64: 2}.get(block_n, 1)
     return Tile(block_n, block_d, min(tokens, unroll), num_warps)
 
@@ -585,7 +592,7 @@ def plan(
     """Shape the programs of a call and gather what its kernels have in common."""
     exact = accumulator(u)
     (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1
-    shape = tile(states, exact, transition.unroll)
+    shape = tile(states, exact, transition.entries, transition.unroll)
     blocks = triton.cdiv(width, shape.block_d)
     between = interval(states, chunk)
     span = span_of(tokens, segments, blocks * shape.num_warps, between)
@@ -619,7 +626,11 @@ def launch(kernel: JITFunction, grid: tuple[int, int], made: Plan, **own: object
     """Launch a kernel with its own arguments and with those of the plan that it names."""
     arguments = made.arguments | own
     named = {name: arguments[name] for name in kernel.arg_names if name in arguments}
-    kernel[grid](**named, num_warps=made.shape.num_warps)
+    options = {"num_warps": made.shape.num_warps}
+    if kernel is scan_bwd_kernel and torch.version.hip is None:
+        # all there are: left to itself, ptxas now and then spills to let one more program in
+        options["maxnreg"] = 255
+    kernel[grid](**named, **options)
 
 
 def forward(

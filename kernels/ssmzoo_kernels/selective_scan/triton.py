@@ -42,28 +42,24 @@ def slope(dt):
 
 @triton.jit
 def held(delta, A):
-    """Return ``expm1(delta A) / A``, where it would cancel by its series, whose limit is delta."""
-    TERMS: tl.constexpr = 15 if A.dtype == tl.float64 else 8
+    """Return ``w = expm1(delta A) / A``, whose limit at 0 is delta, and its derivative by A.
+
+    Where the quotients would cancel, by the series of ``r(x) = (expm1(x) / x - 1) / x``: with
+    ``x = delta A`` they are ``delta (1 + x r)`` and ``delta^2 (1 + x r - r)``.
+    """
+    TERMS: tl.constexpr = 14 if A.dtype == tl.float64 else 7
     x = delta[None, :] * A
     near = tl.abs(x) < 0.5
-    series = x * 0.0 + 1.0
+    r = x * 0.0 + 1.0
     for i in tl.static_range(TERMS):
-        series = 1.0 + series * x * (1.0 / (TERMS + 1 - i))
-    away = (tl.exp(x) - 1.0) / tl.where(near, 1.0, A)
-    return tl.where(near, delta[None, :] * series, away)
-
-
-@triton.jit
-def bend(delta, A, weight):
-    """Return the derivative of ``held`` by A, ``(delta exp(delta A) - held) / A``, likewise."""
-    TERMS: tl.constexpr = 15 if A.dtype == tl.float64 else 8
-    x = delta[None, :] * A
-    near = tl.abs(x) < 0.5
-    series = x * 0.0 + 1.0
-    for i in tl.static_range(TERMS):
-        series = 1.0 + series * x * ((TERMS + 1 - i) / ((TERMS - i) * (TERMS + 2 - i)))
-    away = (delta[None, :] * tl.exp(x) - weight) / tl.where(near, 1.0, A)
-    return tl.where(near, 0.5 * delta[None, :] * delta[None, :] * series, away)
+        r = 1.0 + r * x * (1.0 / (TERMS + 2 - i))
+    r *= 0.5
+    power = tl.exp(x)
+    inverse = 1.0 / tl.where(near, 1.0, A)
+    weight = tl.where(near, delta[None, :] * (1.0 + x * r), (power - 1.0) * inverse)
+    bend = (delta[None, :] * power - weight) * inverse
+    bend = tl.where(near, delta[None, :] * delta[None, :] * (1.0 + (x - 1.0) * r), bend)
+    return weight, bend
 
 
 @triton.jit
@@ -94,27 +90,29 @@ def euler_adjoint(grad, state, u, k, dt, A, live):
 def zoh_step(state, u, k, dt, A, live):
     """Decay, and add the input as if it stood still for the whole step."""
     delta = step_size(dt, live)
-    return tl.exp(delta[None, :] * A) * state + held(delta, A) * u[None, :] * k[:, None]
+    weight, _ = held(delta, A)
+    return tl.exp(delta[None, :] * A) * state + weight * u[None, :] * k[:, None]
 
 
 @triton.jit
 def zoh_adjoint(grad, state, u, k, dt, A, live):
     """Carry the gradient of the state after a token back to the state before it and the inputs."""
     delta = step_size(dt, live)
+    weight, bend = held(delta, A)
+    written = grad * k[:, None]
+    grad_param = written * u[None, :] * bend
+    grad_u = tl.sum(written * weight, axis=0)
+    grad_k = grad * weight * u[None, :]
     before = tl.exp(delta[None, :] * A) * grad
     kept = before * state
-    weight = held(delta, A)
-    grad_u = tl.sum(grad * weight * k[:, None], axis=0)
     moved = u * tl.sum(before * k[:, None], axis=0)
     grad_dt = (moved + tl.sum(kept * A, axis=0)) * slope(dt)
-    grad_k = grad * weight * u[None, :]
-    turned = grad * u[None, :] * k[:, None] * bend(delta, A, weight)
-    return before, grad_u, grad_dt, grad_k, kept * delta[None, :] + turned
+    return before, grad_u, grad_dt, grad_k, grad_param + kept * delta[None, :]
 
 
 TRANSITIONS = {
-    "euler": scan.Transition(euler_step, decay, euler_adjoint, unroll=2),
-    "zoh": scan.Transition(zoh_step, decay, zoh_adjoint, unroll=1),
+    "euler": scan.Transition(euler_step, decay, euler_adjoint, entries=8),
+    "zoh": scan.Transition(zoh_step, decay, zoh_adjoint, entries=8, unroll=2),
 }
 
 
