@@ -32,7 +32,8 @@ def from_mamba(model: MambaForCausalLM) -> BMojoForCausalLM:
             raise ValueError(
                 f"a Mamba to convert must have {name} = {wanted!r}, got {getattr(config, name)!r}"
             )
-    ours = BMojoForCausalLM(_configuration(config)).to(dtype=model.dtype)
+    ours = BMojoForCausalLM(_configuration(config))
+    ours.to(model.dtype)  # pyright: ignore[reportArgumentType]
     ours.load_state_dict(rename(model.state_dict()))
     return ours.train(model.training)
 
