@@ -498,12 +498,18 @@ def plan(
 
 
 def launch(
-    kernel: JITFunction, grid: tuple[int, int], made: Plan, *, num_warps: int, **own: object
+    kernel: JITFunction,
+    grid: tuple[int, int],
+    made: Plan,
+    *,
+    num_warps: int,
+    maxnreg: int | None = None,
+    **own: object,
 ) -> None:
     """Launch a kernel with its own arguments and with those of the plan that it names."""
     arguments = made.arguments | own
     named = {name: arguments[name] for name in kernel.arg_names if name in arguments}
-    kernel[grid](**named, num_warps=num_warps)
+    kernel[grid](**named, num_warps=num_warps, maxnreg=maxnreg)
 
 
 def forward(
@@ -573,6 +579,7 @@ def newton(
             (segments, blocks),
             made,
             num_warps=8,
+            maxnreg=255,
             initial=_whole(initial_state),
             out=out,
             final=final,
