@@ -1,0 +1,120 @@
+"""What layers tell of themselves while they train: what is read, what it costs, where it goes."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from accelerate.state import AcceleratorState
+
+from ssmzoo.checkpoint import read_metrics
+from ssmzoo.family import load_family
+from ssmzoo.gauges import TOKENS, few_tokens, read_gauges
+from ssmzoo.train import train
+
+NAMES = {"largest_jacobian", "shut_gates", "growing_lanes"}
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate():
+    """Forget the state that a Trainer of another file left in this process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def build(name="coffee", **fields):
+    family = load_family(name)
+    torch.manual_seed(0)
+    return family.causal_lm_class(family.config(**{**family.tiny, **fields}))
+
+
+def ids(*shape):
+    return torch.arange(int(torch.tensor(shape).prod())).view(shape) % 96
+
+
+def test_of_a_batch_the_beginning_of_its_longest_sequence_is_read():
+    batch = ids(3, 2 * TOKENS)
+    assert torch.equal(few_tokens({"input_ids": batch})["input_ids"], batch[:1, :TOKENS])
+    mask = torch.zeros(3, 10, dtype=torch.int64)
+    mask[0, :2], mask[1, 3:9], mask[2, 5:] = 1, 1, 1
+    padded = {"input_ids": ids(3, 10), "attention_mask": mask, "labels": ids(3, 10)}
+    assert torch.equal(few_tokens(padded)["input_ids"], ids(3, 10)[1:2, 3:9])
+    packed = {"input_ids": ids(1, 30), "cu_seqlens": torch.tensor([0, 4, 25, 30])}
+    assert torch.equal(few_tokens(packed)["input_ids"], ids(1, 30)[:, 4:25])
+    images = {"pixel_values": torch.rand(4, 8, 8), "labels": ids(4)}
+    assert torch.equal(few_tokens(images)["pixel_values"], images["pixel_values"][:1])
+    values = {"input_values": torch.rand(2, 7, 3)}
+    assert torch.equal(few_tokens(values)["input_values"], values["input_values"][:1])
+
+
+def test_every_layer_that_has_gauges_is_read_and_nothing_is_changed():
+    model = build(dropout=0.5).train()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    random = torch.get_rng_state()
+    found = read_gauges(model, {"input_ids": ids(2, 40)})
+    assert torch.equal(torch.get_rng_state(), random)
+    assert set(found) == NAMES
+    assert all(len(numbers) == 2 for numbers in found.values())
+    assert found == read_gauges(model, {"input_ids": ids(2, 40)})
+    json.dumps(found)
+    assert all(module.training for module in model.modules())
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert not any(m._forward_pre_hooks for m in model.modules())
+    mixer = model.model.layers[1].mixer
+    seen = []
+    hook = mixer.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+    with torch.no_grad():
+        model.eval()(ids(1, 40))
+        hook.remove()
+        own = mixer.gauges(seen[0])
+    assert {name: float(value) for name, value in own.items()} == {
+        name: numbers[1] for name, numbers in found.items()
+    }
+
+
+def test_modes_and_hooks_are_put_back_when_a_model_fails():
+    model = build().train()
+    model.model.layers[0].eval()
+    with pytest.raises(ValueError, match="input_ids must be in"):
+        read_gauges(model, {"input_ids": torch.full((1, 3), 96)})
+    assert model.training
+    assert not model.model.layers[0].training
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_model_without_gauges_is_not_even_run(monkeypatch):
+    model = build("longhorn")
+    monkeypatch.setattr(type(model), "forward", None)
+    assert read_gauges(model, {"input_ids": ids(1, 5)}) == {}
+
+
+def test_no_more_than_the_first_tokens_reach_a_layer():
+    model, lengths = build(), []
+    model.model.layers[0].mixer.register_forward_pre_hook(
+        lambda _, arguments: lengths.append(tuple(arguments[0].shape[:2]))
+    )
+    read_gauges(model, {"input_ids": ids(4, 3 * TOKENS)})
+    assert lengths == [(1, TOKENS)]
+
+
+def test_our_trainer_writes_them_with_the_losses(tmp_path):
+    (tmp_path / "text.txt").write_text("the quick brown fox " * 400, encoding="utf-8")
+    tiny = {
+        name: value for name, value in load_family("coffee").tiny.items() if name != "vocab_size"
+    }
+    fields = {
+        "model": {"family": "coffee", "config": tiny},
+        "data": {"text": str(tmp_path / "text.txt")},
+        "train": {"steps": 6, "batch_size": 2, "seq_len": 16, "lr": 0.01},
+        "log": {"every": 2},
+        "checkpoint": {"every": 6},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(fields), encoding="utf-8")
+    run = train(tmp_path / "recipe.yaml", output_dir=tmp_path / "run")
+    lines = [line for line in read_metrics(run / "metrics.jsonl") if "loss" in line]
+    assert [line["step"] for line in lines] == [2, 4, 6]
+    for line in lines:
+        assert set(line["gauges"]) == NAMES
+        assert all(len(numbers) == 2 for numbers in line["gauges"].values())
+        assert all(0 <= share <= 1 for share in line["gauges"]["shut_gates"])
+    assert lines[0]["gauges"] != lines[2]["gauges"]
