@@ -60,6 +60,24 @@ def test_vandermonde_equals_the_sum(length, modes, mixed):
     assert last_backend("vandermonde") == "triton"
 
 
+def test_a_long_kernel_and_its_gradients_equal_the_sum():
+    length = 16384
+    exponent = torch.complex(-1e-3 * torch.rand(1, 3), torch.randn(1, 3)).cdouble()
+    back = torch.tensor([[False, True, False]])
+    lag = torch.arange(length).double()
+    lags = torch.where(back[..., None], length - 1 - lag, lag)
+
+    def op(weight, exponent, backend):
+        weight, exponent = (torch.view_as_complex(x) for x in (weight, exponent))
+        if backend == "triton":
+            return vandermonde(weight, exponent.cdouble(), length, reversed=back, backend=backend)
+        return (weight[..., None] * torch.exp(exponent[..., None] * lags)).real.sum(-2)
+
+    inputs = [pairs(1, 3).float().double(), torch.view_as_real(exponent).float().double()]
+    judge(op, inputs, torch.float32, BUDGET)
+    assert last_backend("vandermonde") == "triton"
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize(("length", "modes"), [(1, 1), (129, 20)])
 def test_vandermonde_state_equals_the_sum(length, modes, mixed):

@@ -221,7 +221,8 @@ def test_memory_falls_with_the_workspace_and_stays_within_it(backend, taps, cuts
 
 def peak_bytes(call):
     """Return the most memory that torch holds during a call, beyond what it held before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    kinds = [ProfilerActivity.CPU]
+    with profile(activities=kinds, profile_memory=True, acc_events=True) as recorded:
         call()
     sizes = (
         e.nbytes() for e in recorded.profiler.kineto_results.events() if "[memory]" in e.name()

@@ -1,5 +1,6 @@
 """vandermonde and its transpose: tables and products against sums of exponentials."""
 
+import functools
 import json
 import os
 import subprocess
@@ -66,10 +67,33 @@ def test_any_length_and_number_of_modes_equals_the_direct_sum(length, modes, mix
 
 
 @pytest.mark.parametrize("length", [16000, 16384])
-def test_long_kernels_are_as_exact(length):
-    weight, exponent, back = draw(H=2, N=64, decay=1e-3, dtype=torch.complex64)
-    got = vandermonde(weight, exponent, length, reversed=back, norm_length=length)
-    close(got, direct(weight, exponent, length, 0, back, length), 2e-6)
+@pytest.mark.parametrize("modes", [1, 3, 64, 100])
+def test_long_kernels_and_their_gradients_are_as_exact(length, modes):
+    weight, exponent, back = draw(H=2, N=modes, decay=1e-3, dtype=torch.complex64)
+    options = {"reversed": back, "norm_length": length}
+    exact = results(lambda w, c: direct(w, c, length, **options), (weight, exponent))
+    for dtype, budgets in ((torch.complex128, [1e-10] * 3), (torch.complex64, (2e-6, 1e-5, 1e-5))):
+        leaves = (weight.to(dtype), exponent)
+        found = results(lambda w, c: vandermonde(w, c, length, **options), leaves)
+        for got, expected, budget in zip(found, exact, budgets, strict=True):
+            close(got, expected, budget)
+
+
+def test_what_a_long_sequence_leaves_and_its_gradients_are_as_exact():
+    length = 16384
+    _, exponent, back = draw(H=2, N=64, decay=1e-3)
+    u = torch.randn(1, length, 2)
+    lag = torch.arange(length).double()
+    lags = torch.where(back[..., None], lag, length - 1 - lag)
+
+    def summed(u, c):
+        return torch.einsum("blh,hnl->bhn", u.to(c.dtype), torch.exp(c[..., None] * lags))
+
+    exact = results(summed, (u.double(), exponent))
+    for dtype, budget in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        op = functools.partial(vandermonde_state, reversed=back)
+        for got, expected in zip(results(op, (u.to(dtype), exponent)), exact, strict=True):
+            close(got, expected, budget)
 
 
 @pytest.mark.parametrize(("length", "offset", "past"), [(5, 3, 0), (40, 0, 9), (129, 7, 100)])
@@ -107,7 +131,7 @@ def test_reversed_modes_of_strong_decay_stay_finite_whatever_the_last_row(length
 
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
-@pytest.mark.parametrize("length", [7, 64, 100])
+@pytest.mark.parametrize("length", [7, 64, 100, 16384])
 def test_rows_of_the_reflected_softmax_equal_the_shifted_one_and_sum_to_one(length, sign):
     c = torch.complex(sign * (0.05 + torch.rand(3, 1).double()), torch.randn(3, 1).double())
     decaying = sign * -1.0 * c

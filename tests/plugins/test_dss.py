@@ -394,6 +394,15 @@ def test_a_softmax_model_of_falling_modes_is_an_exp_model_with_rescaled_weights(
     assert relative(whole(rigid, longer), whole(soft, longer)) <= 1e-10  # and past its norm length
 
 
+@pytest.mark.parametrize("growing", ["none", "all", "mixed"])
+def test_a_softmax_is_the_exponential_formula_with_rescaled_weights_whatever_the_sign(growing):
+    lam, log_dt, w = draw(growing)
+    c = oracle.exponents(oracle.as_complex(lam.numpy()), log_dt.numpy())
+    rescaled = oracle.as_complex(w.numpy()) / (np.exp(11 * c) - 1)
+    rescaled = torch.from_numpy(np.stack([rescaled.real, rescaled.imag], axis=-1))
+    assert relative(filters(lam, log_dt, w), filters(lam, log_dt, rescaled, variant="exp")) <= 1e-12
+
+
 def test_equal_columns_of_two_time_steps_are_one_time_step():
     for fields in (EXP[0], FIXED):
         tied = build(**fields, separate_dt_re_im=False)
@@ -563,6 +572,33 @@ def test_the_reflected_softmax_is_the_printed_one(growing):
     c = oracle.exponents(values, log_dt.numpy())
     expected = oracle.softmax_kernel(weights, values, c, 11)
     assert relative(filters(lam, log_dt, w), expected) <= 1e-12
+
+
+@pytest.mark.parametrize("growing", ["none", "all", "mixed"])
+def test_the_reflected_softmax_of_16384_positions_and_its_gradients_are_the_printed_ones(growing):
+    length = 16384
+    exact = [x.requires_grad_() for x in draw(growing, features=2, channels=1)]
+    lam, w = (torch.view_as_complex(x) for x in exact[::2])
+    dt = exact[1].exp()[:, None]
+    c = torch.complex(dt[..., 0] * lam.real, dt[..., 1] * lam.imag)
+    steps = c[..., None] * torch.arange(length)
+    # the shift cancels in the softmax, so it takes no part in the gradient
+    rows = torch.exp(steps - steps.real.detach().amax(-1, keepdim=True))
+    rows = rows / rows.sum(-1, keepdim=True)
+    assert relative(rows.sum(-1).real.detach(), np.ones((2, 4))) <= 1e-10
+    assert rows.abs().isfinite().all()
+    expected = torch.einsum("chn,hnl->chl", w / lam, rows).real
+    g = torch.randn(1, 2, length, dtype=torch.float64)
+    slopes = torch.autograd.grad((expected * g).sum(), exact)
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        leaves = [exact[0], exact[1], exact[2].to(dtype)]
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        found = filters(*leaves, taps=length)
+        assert found.dtype == dtype
+        assert relative(found.detach(), expected.detach()) <= tolerance
+        got = torch.autograd.grad((found.double() * g).sum(), leaves)
+        for slope, known in zip(got, slopes, strict=True):
+            assert relative(slope, known) <= tolerance
 
 
 def test_the_softmax_is_the_inverse_transform_of_claim_one():
