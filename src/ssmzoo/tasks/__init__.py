@@ -18,6 +18,15 @@ from ssmzoo.tasks.induction import (
 )
 from ssmzoo.tasks.listops import LISTOPS_SYMBOLS, listops_trees
 from ssmzoo.tasks.load import SUPERVISED_TASKS, load_task
+from ssmzoo.tasks.mad import (
+    MAD_PROBLEMS,
+    compression,
+    fuzzy_recall,
+    mad_documents,
+    memorization,
+    noisy_recall,
+    selective_copying,
+)
 from ssmzoo.tasks.pathfinder import Pathfinder, pathfinder_images
 from ssmzoo.tasks.recall import mqar, mqar_documents
 from ssmzoo.tasks.recall_text import recall_text_documents
@@ -28,23 +37,30 @@ from ssmzoo.tasks.text import cut, read_documents, text_documents
 __all__ = [
     "IGNORED",
     "LISTOPS_SYMBOLS",
+    "MAD_PROBLEMS",
     "SUPERVISED_TASKS",
     "Batch",
     "Pathfinder",
     "Ragged",
     "Supervised",
+    "compression",
     "cut",
+    "fuzzy_recall",
     "induction_documents",
     "induction_heads",
     "induction_heads_zero",
     "induction_text_documents",
     "listops_trees",
     "load_task",
+    "mad_documents",
+    "memorization",
     "mqar",
     "mqar_documents",
+    "noisy_recall",
     "pathfinder_images",
     "read_documents",
     "recall_text_documents",
+    "selective_copying",
     "symbol_count",
     "symbol_tokenizer",
     "text_documents",

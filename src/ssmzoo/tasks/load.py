@@ -18,6 +18,7 @@ from ssmzoo.tasks.digits import load_digits
 from ssmzoo.tasks.imdb import load_imdb
 from ssmzoo.tasks.induction import induction_heads
 from ssmzoo.tasks.listops import load_listops
+from ssmzoo.tasks.mad import MAD_PROBLEMS
 from ssmzoo.tasks.mnist import load_mnist
 from ssmzoo.tasks.pathfinder import load_pathfinder
 from ssmzoo.tasks.recall import mqar
@@ -77,6 +78,7 @@ def _load_mqar(
     num_pairs: int = 4,
     vocab_size: int = 8192,
     power: float = 0.01,
+    random_filler: bool = False,
     num_train: int = 100_000,
     num_validation: int = 3_000,
     num_test: int = 3_000,
@@ -88,6 +90,7 @@ def _load_mqar(
             num_pairs=num_pairs,
             vocab_size=vocab_size,
             power=power,
+            random_filler=random_filler,
             seed=drawn,
         )
 
@@ -124,6 +127,34 @@ def _load_induction_heads(
     sizes = (num_train, num_validation, num_test)
     language = _fresh_language if fresh else _language
     return language(split, seed, sizes, vocab_size, make)
+
+
+def _mad(problem: Callable[..., tuple[np.ndarray, np.ndarray]]) -> Callable[..., Supervised]:
+    """Return the loader of one of MAD's problems: its own arguments, and the splits' sizes."""
+    own = inspect.signature(problem, eval_str=True).parameters
+    sizes = {"num_train": 12_800, "num_validation": 1_280, "num_test": 1_280}
+
+    def load(split: str, seed: int, **args: Any) -> Supervised:
+        counts = tuple(args.pop(name, size) for name, size in sizes.items())
+
+        def make(count: int, drawn: int) -> tuple[np.ndarray, np.ndarray]:
+            return problem(count, seed=drawn, **args)
+
+        vocab_size = args.get("vocab_size", own["vocab_size"].default)
+        return _language(split, seed, counts, vocab_size, make)
+
+    kind = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        inspect.Parameter("split", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=str),
+        inspect.Parameter("seed", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=int),
+        *(p for name, p in own.items() if name not in ("num_examples", "seed")),
+        *(
+            inspect.Parameter(name, kind, default=size, annotation=int)
+            for name, size in sizes.items()
+        ),
+    ]
+    load.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return load
 
 
 def _language(
@@ -200,4 +231,5 @@ SUPERVISED_TASKS: dict[str, Callable[..., Supervised]] = {
     "mqar": _load_mqar,
     "pathfinder": load_pathfinder,
     "speech_commands": load_speech_commands,
+    **{name: _mad(problem) for name, problem in MAD_PROBLEMS.items()},
 }

@@ -23,6 +23,7 @@ def mqar(
     num_pairs: int = 4,
     vocab_size: int = 8192,
     power: float = 0.01,
+    random_filler: bool = False,
     seed: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Make multi-query associative recall: pairs first, then each key once, to be answered.
@@ -37,11 +38,12 @@ def mqar(
         num_pairs: Keys a row holds, each asked once.
         vocab_size: Ids 1 .. V/2-1 are keys, V/2 .. V-1 values.
         power: Exponent parameter of the query places.
+        random_filler: Fill with ids of the whole vocabulary instead of id 0.
         seed: Same seed, same rows.
 
     Returns:
         ``input_ids`` and ``labels``, int64 [num_examples, seq_len]. A label differs from the input
-        at its place, which is filler.
+        at its place, which is filler, but by chance.
 
     Raises:
         ValueError: The pairs do not fit into the length or the vocabulary, or an argument is out of
@@ -75,6 +77,8 @@ def mqar(
     places = context + 2 * np.argsort(-score, axis=1)[:, :num_pairs]
 
     input_ids = np.zeros((num_examples, seq_len), dtype=np.int64)
+    if random_filler:
+        input_ids = rng.integers(vocab_size, size=input_ids.shape)
     input_ids[:, 0:context:2] = keys
     input_ids[:, 1:context:2] = values
     np.put_along_axis(input_ids, places, keys, axis=1)
@@ -91,6 +95,7 @@ def mqar_documents(
     vocab_size: int,
     seed: int,
     power: float = 0.01,
+    random_filler: bool = False,
     **_: Any,
 ) -> dict[str, Dataset]:
     """Return MQAR for lm-eval, in symbols: one document a row, asking one of its keys.
@@ -105,6 +110,7 @@ def mqar_documents(
         num_pairs=num_pairs,
         vocab_size=vocab_size,
         power=power,
+        random_filler=random_filler,
         seed=seed,
     )
     asked = np.random.default_rng([seed, 1]).integers(num_pairs, size=num_examples)
