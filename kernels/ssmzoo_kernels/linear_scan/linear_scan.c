@@ -1,16 +1,23 @@
 /* The linear recurrence h[t] = a[t] h[t-1] + b[t], forward and backward.
  *
- * Tokens lie flat, cut into segments by `offsets`. A task is a span of tokens of one segment by BLOCK
- * columns. Where segments and blocks are few, long segments are cut: every span first finds what it
- * adds to a zero state and by what it multiplies another, then those are joined in order. Cuts do not
- * depend on the number of threads. Products are m 2^e in double, and neither overflow nor underflow.
+ * Tokens lie flat, cut into segments by `offsets`. A task is a span of tokens of one segment by a
+ * block of columns. Where that makes few tasks, blocks are narrower, down to a cache line; if tasks
+ * still are few, long segments are cut: every span first finds what it adds to a zero state and by
+ * what it multiplies another, then those are joined in order. Neither depends on the number of
+ * threads. Products are m 2^e in double, and neither overflow nor underflow.
  *
  * Where PAIRS is 1, numbers are complex, and two adjacent columns are one of them. Plain loops, for the
  * compiler to vectorise. Absent tensors are null.
  */
 #include "vector.h"
 
-enum { BLOCK = 128, SPAN = 1024, TASKS = 16 };
+enum {
+  BLOCK = 128,
+  LINE = 64 / sizeof(REAL),
+  SPAN = 1024,
+  TASKS = 8,
+  FACTORS = sizeof(REAL) == 4 ? 4 : 1 /* so many floats' product is a normal double, or 0 */
+};
 
 typedef struct {
   const REAL *a, *b; /* backward: b is the incoming gradient of the states */
@@ -99,24 +106,34 @@ INLINE int64_t exponent(double x) {
   return field == 0 || field == 2047 ? 0 : smaller(field - 1023, 1022);
 }
 
-/* m 2^e = a m 2^e, m between 1 and 2 in size; the powers of a pair are both at its even column */
-INLINE void multiply(const REAL *restrict a, double *restrict m, int64_t *restrict e,
-                     int64_t columns) {
+/* m = a m */
+INLINE void multiply(const REAL *restrict a, double *restrict m, int64_t columns) {
 #if PAIRS
   for (int64_t i = 0; i < columns; i += 2) {
     double real = m[i] * a[i] - m[i + 1] * a[i + 1];
-    double imaginary = m[i] * a[i + 1] + m[i + 1] * a[i];
-    double r = __builtin_fabs(real), s = __builtin_fabs(imaginary);
-    int64_t moved = exponent(r > s ? r : s);
-    m[i] = real * two_to(-moved), m[i + 1] = imaginary * two_to(-moved), e[i] += moved;
+    m[i + 1] = m[i] * a[i + 1] + m[i + 1] * a[i];
+    m[i] = real;
   }
 #else
-  for (int64_t i = 0; i < columns; i++) {
-    double product = m[i] * a[i];
-    int64_t moved = exponent(product);
-    m[i] = product * two_to(-moved), e[i] += moved;
-  }
+  for (int64_t i = 0; i < columns; i++) m[i] *= a[i];
 #endif
+}
+
+/* Move m's size to e, which leaves 1 to 2; the larger part of a pair counts for both. */
+INLINE void normalize(double *restrict m, int64_t *restrict e, int64_t columns) {
+  for (int64_t i = 0; i < columns; i += 1 + PAIRS) {
+    double size = __builtin_fabs(m[i]);
+#if PAIRS
+    double other = __builtin_fabs(m[i + 1]);
+    size = size > other ? size : other;
+#endif
+    int64_t moved = exponent(size);
+    e[i] += moved;
+    m[i] *= two_to(-moved);
+#if PAIRS
+    m[i + 1] *= two_to(-moved);
+#endif
+  }
 }
 
 /* The rest of x 2^e, of which x already has what one power can give. */
@@ -175,7 +192,8 @@ static void summarize(const Inputs *in, Span span, int64_t column, int64_t colum
   for (int64_t i = 0; i < span.last - span.first; i++) {
     int64_t t = back ? span.last - 1 - i : span.first + i;
     const REAL *a = in->a + t * in->stride_a + column;
-    multiply(a, m, e, columns);
+    multiply(a, m, columns);
+    if ((i + 1) % FACTORS == 0) normalize(m, e, columns);
     if (back) {
       step_back(a, addend(in, t, column), states[0], columns);
     } else {
@@ -183,6 +201,7 @@ static void summarize(const Inputs *in, Span span, int64_t column, int64_t colum
       now = !now;
     }
   }
+  normalize(m, e, columns);
   memcpy(added, states[now], (size_t)columns * sizeof(REAL));
 }
 
@@ -213,7 +232,9 @@ static void march_back(const Inputs *in, const Backward *back, Span span, int64_
 /* Forward where `back` is null. `end` gets the last states, or the gradients of the initial ones.
  * Returns 0, or 1 if memory ran out. */
 static int scan(const Inputs *in, const Backward *back, REAL *h, REAL *end, int threads) {
-  int64_t width = in->width, blocks = (width + BLOCK - 1) / BLOCK, count;
+  int64_t width = in->width, block = BLOCK, count;
+  while (block > LINE && in->segments * ((width + block - 1) / block) < TASKS) block /= 2;
+  int64_t blocks = (width + block - 1) / block;
   Span *spans = cut(in, blocks, &count);
   int64_t size = spans ? count * width : 0;
   int cuts = spans && count > in->segments, failed = !spans;
@@ -225,8 +246,8 @@ static int scan(const Inputs *in, const Backward *back, REAL *h, REAL *end, int 
   failed |= !carry || !added || !m || !e;
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic, 1)
   for (int64_t i = 0; i < (failed || !cuts ? 0 : count * blocks); i++) {
-    int64_t column = i % blocks * BLOCK, at = i / blocks * width + column;
-    summarize(in, spans[i / blocks], column, smaller(BLOCK, width - column), !!back, added + at,
+    int64_t column = i % blocks * block, at = i / blocks * width + column;
+    summarize(in, spans[i / blocks], column, smaller(block, width - column), !!back, added + at,
               m + at, e + at);
   }
   for (int64_t i = 0; !failed && i < count; i++) {
@@ -242,7 +263,7 @@ static int scan(const Inputs *in, const Backward *back, REAL *h, REAL *end, int 
   }
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic, 1)
   for (int64_t i = 0; i < (failed ? 0 : count * blocks); i++) {
-    int64_t column = i % blocks * BLOCK, columns = smaller(BLOCK, width - column);
+    int64_t column = i % blocks * block, columns = smaller(block, width - column);
     Span span = spans[i / blocks];
     REAL *state = carry + i / blocks * width + column;
     const REAL *left = state;
