@@ -131,6 +131,12 @@ INLINE int64_t vectors_of(const Group *g) {
   return (g->count * g->channels + LANES - 1) / LANES;
 }
 
+INLINE void copy(REAL *to, const REAL *from, int64_t count) {
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) store(to + i, load(from + i));
+  for (; i < count; i++) to[i] = from[i];
+}
+
 /* Rows of one chunk [token, channel] to [token][column] and back. */
 INLINE void read_rows(const Inputs *in, const Group *g, const REAL *from, int64_t stride,
                       int64_t first, int64_t tokens, vec *to) {
@@ -138,7 +144,7 @@ INLINE void read_rows(const Inputs *in, const Group *g, const REAL *from, int64_
     const REAL *row = from + (in->offsets[g->segment + s] + first) * stride + g->channel;
     REAL *columns = (REAL *)to + s * g->channels;
     for (int64_t t = 0; t < tokens; t++)
-      memcpy(columns + t * BLOCK, row + t * stride, (size_t)g->channels * sizeof(REAL));
+      copy(columns + t * BLOCK, row + t * stride, g->channels);
   }
 }
 
@@ -148,7 +154,7 @@ INLINE void write_rows(const Inputs *in, const Group *g, REAL *to, int64_t first
     REAL *row = to + (in->offsets[g->segment + s] + first) * in->width + g->channel;
     const REAL *columns = (const REAL *)from + s * g->channels;
     for (int64_t t = 0; t < tokens; t++)
-      memcpy(row + t * in->width, columns + t * BLOCK, (size_t)g->channels * sizeof(REAL));
+      copy(row + t * in->width, columns + t * BLOCK, g->channels);
   }
 }
 
@@ -196,10 +202,14 @@ INLINE void read_saved(const Inputs *in, const Group *g, const REAL *from, int64
                        int64_t padded, vec *to) {
   REAL *flat = (REAL *)to;
   for (int64_t s = 0; s < g->count; s++) {
-    const REAL *state = from + slot(in, g->segment + s, number) * in->states * in->width;
+    const REAL *state =
+        from + slot(in, g->segment + s, number) * in->states * in->width + g->channel;
     for (int64_t n = 0; n < in->states; n++)
-      for (int64_t i = 0, c = s * g->channels; i < g->channels; i++, c++)
-        flat[place(padded, c, n)] = state[n * in->width + g->channel + i];
+      for (int64_t i = 0, run; i < g->channels; i += run) {
+        int64_t c = s * g->channels + i;
+        run = smaller(LANES - c % LANES, g->channels - i);
+        copy(flat + place(padded, c, n), state + n * in->width + i, run);
+      }
   }
 }
 
@@ -207,10 +217,13 @@ INLINE void write_saved(const Inputs *in, const Group *g, REAL *to, int64_t numb
                         const vec *from) {
   const REAL *flat = (const REAL *)from;
   for (int64_t s = 0; s < g->count; s++) {
-    REAL *state = to + slot(in, g->segment + s, number) * in->states * in->width;
+    REAL *state = to + slot(in, g->segment + s, number) * in->states * in->width + g->channel;
     for (int64_t n = 0; n < in->states; n++)
-      for (int64_t i = 0, c = s * g->channels; i < g->channels; i++, c++)
-        state[n * in->width + g->channel + i] = flat[place(padded, c, n)];
+      for (int64_t i = 0, run; i < g->channels; i += run) {
+        int64_t c = s * g->channels + i;
+        run = smaller(LANES - c % LANES, g->channels - i);
+        copy(state + n * in->width + i, flat + place(padded, c, n), run);
+      }
   }
 }
 
