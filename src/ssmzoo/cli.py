@@ -315,6 +315,11 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     sub.add_argument("--length", metavar="N", type=int, help="taps to fit (default: all)")
     _json_option(sub)
 
+    sub = command(_recall, "recall", "sweep small models over a recall problem, write a ledger")
+    sub.add_argument("sweep", metavar="SWEEP", help="a YAML file: models, widths, rates, seeds")
+    sub.add_argument("output_dir", metavar="DIR", help="for the runs, the ledger and its picture")
+    _json_option(sub)
+
     sub = command(_bench, "bench", "measure training and decoding speed")
     sub.add_argument("families", metavar="FAMILY", nargs="*", help="(default: all installed)")
     sub.add_argument(
@@ -572,6 +577,17 @@ def _distill(options: argparse.Namespace) -> int:
     else:
         print(report.table())
         print(report.target)
+    return OK
+
+
+def _recall(options: argparse.Namespace) -> int:
+    from ssmzoo.recall import recall, table
+
+    ledger = recall(options.sweep, options.output_dir)
+    if options.json:
+        _print_json(ledger)
+    else:
+        print(table(ledger))
     return OK
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 
@@ -53,16 +53,20 @@ def _count_or(word: str, name: str) -> BeforeValidator:
 
 ROW_TASKS = ("mqar", "induction_heads")  # these can be drawn without end, as rows of one length
 
+Checked = TypeVar("Checked", bound="Section")
+
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Paths = Annotated[list[str], BeforeValidator(_several), Field(min_length=1)]
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """A closed part of a YAML file."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class ModelSection(_Section):
+class ModelSection(Section):
     """What is trained: a family of the zoo, any transformers model type, or existing weights.
 
     Attributes:
@@ -90,7 +94,7 @@ class ModelSection(_Section):
         return self
 
 
-class DataSection(_Section):
+class DataSection(Section):
     """What it is trained on.
 
     Attributes:
@@ -179,14 +183,14 @@ class DataSection(_Section):
         return self
 
 
-class GroupSection(_Section):
+class GroupSection(Section):
     """What differs for one of the model's parameter groups."""
 
     lr: Annotated[float, Field(ge=0)] | None = None
     weight_decay: Annotated[float, Field(ge=0)] | None = None
 
 
-class SegmentsSection(_Section):
+class SegmentsSection(Section):
     """How long rows are read in segments with a carried state.
 
     Attributes:
@@ -207,7 +211,7 @@ class SegmentsSection(_Section):
         return self
 
 
-class StopSection(_Section):
+class StopSection(Section):
     """When a run ends early: after the first validation whose metric is at least this good.
 
     Attributes:
@@ -226,7 +230,7 @@ class StopSection(_Section):
         return value >= self.value if higher else value <= self.value
 
 
-class TrainSection(_Section):
+class TrainSection(Section):
     """How it is trained. Exactly one of ``steps``, ``tokens`` and ``epochs`` is given.
 
     Attributes:
@@ -348,7 +352,7 @@ class TrainSection(_Section):
         return steps
 
 
-class EvalSection(_Section):
+class EvalSection(Section):
     """Validation while training: ``batches`` batches, or ``"all"``, and when.
 
     Attributes:
@@ -360,7 +364,7 @@ class EvalSection(_Section):
     batches: Annotated[int | Literal["all"], _count_or("all", "eval.batches")] = 20
 
 
-class CheckpointSection(_Section):
+class CheckpointSection(Section):
     """What is kept of a run's states.
 
     Attributes:
@@ -375,13 +379,13 @@ class CheckpointSection(_Section):
     best: bool = False
 
 
-class LogSection(_Section):
+class LogSection(Section):
     """A line of ``metrics.jsonl`` every ``every`` steps."""
 
     every: Count = 10
 
 
-class Recipe(_Section):
+class Recipe(Section):
     """A whole run."""
 
     model: ModelSection
@@ -505,20 +509,43 @@ def load_recipe(source: str | Path | Recipe, overrides: Sequence[str] = ()) -> R
         name, fields = "recipe", source.model_dump(exclude_none=True)
     else:
         path = _find(source)
-        name = path.name
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: a recipe must be UTF-8 text: {error}") from None
-        fields = _read_yaml(text, name)
+        name, fields = path.name, _fields_of(path)
         if not isinstance(fields, dict):
             raise ValueError(f"{name}: must hold the sections model, data, train; got {fields!r}")
     for override in overrides:
         _override(fields, override)
+    return read_sections(Recipe, fields, name)
+
+
+def read_sections(kind: type[Checked], source: Path | dict[str, Any], name: str) -> Checked:
+    """Check a YAML file, or what one could hold, against a closed description.
+
+    Args:
+        kind: The description.
+        source: A file or its fields.
+        name: Opens the messages.
+
+    Raises:
+        LookupError: No such file or field; the message suggests.
+        ValueError: A wrong value, or a file that is not UTF-8 or not YAML.
+    """
+    fields = _fields_of(source) if isinstance(source, Path) else source
+    if not isinstance(fields, dict):
+        raise ValueError(f"{name}: must hold fields and values, got {fields!r}")
     try:
-        return Recipe.model_validate(fields)
+        return kind.model_validate(fields)
     except ValidationError as error:
-        raise _one_line(name, error) from None
+        raise _one_line(kind, name, error) from None
+
+
+def _fields_of(path: Path) -> Any:
+    if not path.is_file():
+        raise LookupError(f"no file {str(path)!r}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: a recipe must be UTF-8 text: {error}") from None
+    return _read_yaml(text, path.name)
 
 
 class _Loader(yaml.SafeLoader):
@@ -585,17 +612,17 @@ def _exactly_one(section: BaseModel, name: str, fields: Sequence[str]) -> None:
         raise ValueError(f"{name} must have exactly one of {', '.join(fields)}, got {came}")
 
 
-def _one_line(name: str, error: ValidationError) -> LookupError | ValueError:
+def _one_line(kind: type[Section], name: str, error: ValidationError) -> LookupError | ValueError:
     errors = error.errors(include_url=False)
     # An unknown field comes first: the missing one beside it is usually the same, misspelt.
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     path = [str(part) for part in first["loc"]]
     where = ".".join(path)
     if first["type"] == "extra_forbidden":
-        section: Any = Recipe
+        section: Any = kind
         for part in path[:-1]:
             section = _inside(section, part)
-        owner = ".".join(path[:-1]) or "the recipe"
+        owner = ".".join(path[:-1]) or f"the {kind.__name__.lower()}"
         known = section.model_fields
         hint = suggestion(path[-1], known) or f"; it has {', '.join(known)}"
         return LookupError(f"{name}: {owner} has no field {path[-1]!r}{hint}")

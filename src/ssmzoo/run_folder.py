@@ -98,7 +98,7 @@ class RunFolder:
 
         def write(folder: Path) -> None:
             for path in final.iterdir():
-                if path.name not in _NOT_OF_THE_MODEL:
+                if path.name not in _NOT_OF_THE_MODEL and not path.name.startswith("carried-"):
                     shutil.copy2(path, folder)
 
         write_folder(self.path / "model", write)

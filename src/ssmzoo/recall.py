@@ -1,0 +1,296 @@
+"""Small models on a recall problem: what a byte of state and an operation per token buy.
+
+A sweep trains every model at every width, learning rate and seed, each in a run folder of its own,
+so that a killed sweep goes on where it was. The ledger holds a line for each; the picture shows, at
+the learning rate that is best on average, accuracy against the state's size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from ssmzoo.checkpoint import read_metrics
+from ssmzoo.files import appears_whole, write_json
+from ssmzoo.machine import hardware, installed_versions
+from ssmzoo.recipe import (
+    DataSection,
+    EvalSection,
+    LogSection,
+    ModelSection,
+    Recipe,
+    Section,
+    read_sections,
+)
+
+try:
+    from pydantic import Field
+except ImportError as error:
+    raise RuntimeError("sweeps need pydantic: pip install 'ssmzoo[train]'") from error
+
+if TYPE_CHECKING:
+    import torch
+
+MOST_TOKENS = 4096  # of the sequence that state and operations are measured on
+
+
+class Sweep(Section):
+    """What ``ssmzoo recall`` reads: a closed YAML file.
+
+    Attributes:
+        models: By the name that the ledger shows, a recipe's ``model`` section without
+            ``hidden_size``: families of the zoo, and any model type of transformers.
+        widths: What ``hidden_size`` runs through.
+        learning_rates: What ``train.lr`` runs through.
+        seeds: What ``train.seed`` runs through.
+        data: A recipe's section: the problem.
+        train: A recipe's section without ``lr`` and ``seed``.
+        eval: A recipe's section.
+        log: A recipe's section.
+    """
+
+    models: Annotated[dict[str, ModelSection], Field(min_length=1)]
+    widths: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
+    learning_rates: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
+    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    data: DataSection
+    train: dict[str, Any]
+    eval: EvalSection = EvalSection(every=1_000_000_000, batches="all")
+    log: LogSection = LogSection(every=100)
+
+    def recipes(self) -> Iterator[tuple[str, dict[str, Any], Recipe]]:
+        """Yield a name, the ledger's columns and the recipe of every run.
+
+        Raises:
+            LookupError: A field that a recipe does not have.
+            ValueError: Runs that cannot be.
+        """
+        for model, section in self.models.items():
+            for width in self.widths:
+                for rate in self.learning_rates:
+                    for seed in self.seeds:
+                        chosen = section.model_dump(exclude_none=True)
+                        chosen["config"] = {**section.config, "hidden_size": width}
+                        fields = {
+                            "model": chosen,
+                            "data": self.data.model_dump(exclude_none=True),
+                            "train": {**self.train, "lr": rate, "seed": seed},
+                            "eval": self.eval.model_dump(),
+                            "checkpoint": {"every": 1_000_000_000, "keep": 1},
+                            "log": self.log.model_dump(),
+                        }
+                        name = f"{model}-{width}-{rate:g}-{seed}"
+                        columns = {"model": model, "width": width, "lr": rate, "seed": seed}
+                        yield name, columns, read_sections(Recipe, fields, name)
+
+
+def load_sweep(path: str | Path) -> Sweep:
+    """Read and check a sweep and all of its recipes.
+
+    Raises:
+        LookupError: No such file, or a field that a sweep or a recipe does not have.
+        ValueError: A wrong value, or a file that is not YAML.
+    """
+    sweep = read_sections(Sweep, Path(path), Path(path).name)
+    names = [name for name, _, _ in sweep.recipes()]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"widths, learning_rates and seeds must not repeat, got {twice} twice")
+    return sweep
+
+
+def recall(sweep: str | Path | Sweep, output_dir: str | Path) -> list[dict[str, Any]]:
+    """Train a sweep's models and write ``ledger.json`` and ``ledger.png``.
+
+    Runs that are finished are not run again; those that were killed go on.
+
+    Args:
+        sweep: A YAML file, or a sweep.
+        output_dir: Where the runs, the ledger and the picture go.
+
+    Returns:
+        The ledger, a line a run: ``model``, ``width``, ``lr``, ``seed``, ``accuracy``,
+        ``parameters``, ``state_bytes`` of one sequence after as many tokens as a row has,
+        ``flops_per_token`` of the matrix products and convolutions that torch counts, ``seconds``.
+
+    Raises:
+        LookupError: A field, family, preset or model type that does not exist.
+        ValueError: A wrong value.
+        RuntimeError: The machine.
+    """
+    import torch
+
+    from ssmzoo.train import train
+
+    chosen = sweep if isinstance(sweep, Sweep) else load_sweep(sweep)
+    output = Path(output_dir)
+    runs = list(chosen.recipes())
+    ledger: list[dict[str, Any]] = []
+    for name, columns, recipe in runs:
+        folder = output / "runs" / name
+        if not (folder / "model").exists():
+            train(recipe, output_dir=folder, resume=folder.exists())
+        ledger.append({**columns, **_measured(folder)})
+        _write(output, chosen, ledger, hardware(torch.device("cpu")))
+    return ledger
+
+
+def _measured(folder: Path) -> dict[str, Any]:
+    """Return the ledger's other columns of a finished run."""
+    from ssmzoo.build import load_model
+
+    described = json.loads((folder / "run.json").read_text(encoding="utf-8"))["finished"]
+    judged = described.get("test") or {
+        "accuracy": described["validation_accuracy"],
+        "targets": read_metrics(folder / "metrics.jsonl")[-1]["validation_targets"],
+    }
+    model = load_model(str(folder / "model")).eval()
+    length = min(_row_length(folder), MOST_TOKENS)
+    return {
+        "accuracy": judged["accuracy"],
+        "targets": judged["targets"],
+        "parameters": described["parameters"],
+        "length": length,
+        "state_bytes": state_bytes(model, length),
+        "flops_per_token": flops_per_token(model, length),
+        "seconds": described["seconds"],
+    }
+
+
+def _row_length(folder: Path) -> int:
+    from ssmzoo.recipe import load_recipe
+    from ssmzoo.tasks import load_task
+
+    recipe = load_recipe(folder / "recipe.yaml")
+    if recipe.train.seq_len is not None:
+        return recipe.train.seq_len
+    args = {**recipe.data.task_args, "num_test": 1}
+    return load_task(str(recipe.data.task), "test", 0, **args).batch([0]).inputs.shape[1]
+
+
+def state_bytes(model: torch.nn.Module, length: int) -> int | None:
+    """Return the size of what a model keeps of one sequence to go on from; None if nothing."""
+    import torch
+
+    ids = torch.zeros(1, length, dtype=torch.long)
+    with torch.no_grad():
+        output = model(ids, use_cache=True)
+    cache = getattr(output, "past_key_values", None)
+    if cache is None:
+        cache = getattr(output, "cache_params", None)
+    if cache is None:
+        return None
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(cache, set()))
+
+
+def flops_per_token(model: torch.nn.Module, length: int) -> int:
+    """Return a forward pass's operations per token, as torch's counter sees them.
+
+    It counts matrix products, attention and convolutions; recurrences and elementwise work are
+    not among them.
+    """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    ids = torch.zeros(1, length, dtype=torch.long)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(ids, use_cache=False)
+    return round(counter.get_total_flops() / length)
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an object holds, each once."""
+    import torch
+
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part, seen)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part, seen)
+    elif hasattr(value, "__dict__"):
+        yield from _tensors(vars(value), seen)
+
+
+def _write(output: Path, sweep: Sweep, ledger: list[dict[str, Any]], machine: str) -> None:
+    described = {
+        "sweep": sweep.model_dump(exclude_none=True, mode="json"),
+        "versions": installed_versions("ssmzoo", "torch", "transformers"),
+        "hardware": machine,
+        "ledger": ledger,
+    }
+    write_json(output / "ledger.json", described)
+    draw(ledger, output / "ledger.png", f"{sweep.data.task}, {len(sweep.seeds)} seeds")
+
+
+def best_rates(ledger: list[dict[str, Any]]) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """Return, by model and width, the lines of the learning rate that is best on average."""
+    groups: dict[tuple[str, int], dict[float, list[dict[str, Any]]]] = {}
+    for line in ledger:
+        rates = groups.setdefault((line["model"], line["width"]), {})
+        rates.setdefault(line["lr"], []).append(line)
+
+    def mean(lines: list[dict[str, Any]]) -> float:
+        return sum(line["accuracy"] for line in lines) / len(lines)
+
+    return {place: max(rates.values(), key=mean) for place, rates in groups.items()}
+
+
+def draw(ledger: list[dict[str, Any]], target: Path, title: str) -> None:
+    """Draw accuracy against the state's bytes: means over seeds, from the worst to the best."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RuntimeError("pictures need matplotlib: pip install 'ssmzoo[train]'") from error
+    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    lines: dict[str, list[tuple[int, float, float, float]]] = {}
+    for (model, _), seeds in best_rates(ledger).items():
+        found = [line["accuracy"] for line in seeds]
+        size = seeds[0]["state_bytes"]
+        if size is not None:
+            lines.setdefault(model, []).append(
+                (size, sum(found) / len(found), min(found), max(found))
+            )
+    for number, (model, points) in enumerate(lines.items()):
+        points.sort()
+        sizes, means, worst, best = zip(*points, strict=True)
+        spread = [[m - w for m, w in zip(means, worst, strict=True)]]
+        spread.append([b - m for m, b in zip(means, best, strict=True)])
+        marker = "osD^vP*Xhd"[number % 10]
+        axes.errorbar(sizes, means, yerr=spread, marker=marker, capsize=3, label=model)
+    axes.set(xlabel="state of one sequence in bytes", ylabel="accuracy", title=title)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(-0.02, 1.02)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    with appears_whole(target) as unfinished:
+        figure.savefig(unfinished, format="png")
+
+
+def table(ledger: list[dict[str, Any]]) -> str:
+    """Return the ledger's best learning rates as text."""
+    rows = [
+        f"{'model':<16}{'width':>6}{'lr':>9}{'accuracy':>18}{'state bytes':>13}{'flops/token':>13}"
+    ]
+    for (model, width), seeds in best_rates(ledger).items():
+        found = sorted(line["accuracy"] for line in seeds)
+        shown = f"{sum(found) / len(found):.3f}"
+        if len(found) > 1:
+            shown += f" ({found[0]:.3f}-{found[-1]:.3f})"
+        size = seeds[0]["state_bytes"]
+        rows.append(
+            f"{model:<16}{width:>6}{seeds[0]['lr']:>9g}{shown:>18}"
+            f"{'none' if size is None else size:>13}{seeds[0]['flops_per_token']:>13}"
+        )
+    return "\n".join(rows)

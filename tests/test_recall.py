@@ -1,0 +1,119 @@
+"""A sweep of small models: its ledger, its picture, and how it goes on after a kill."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from tests.test_train import KilledError, killed_before
+from transformers import MambaConfig, MambaForCausalLM
+
+from ssmzoo.cli import main
+from ssmzoo.family import load_family
+from ssmzoo.recall import best_rates, flops_per_token, load_sweep, recall, state_bytes, table
+
+SWEEP = {
+    "models": {
+        "Longhorn": {"family": "longhorn", "config": {"num_hidden_layers": 1, "d_state": 4}},
+        "Llama": {
+            "config_of": "llama",
+            "config": {
+                **{"num_hidden_layers": 1, "intermediate_size": 16},
+                **{"num_attention_heads": 2, "num_key_value_heads": 2},
+            },
+        },
+    },
+    "widths": [16],
+    "learning_rates": [0.01, 0.03],
+    "seeds": [0],
+    "data": {
+        **{"task": "mqar", "task_args": {"num_pairs": 2, "vocab_size": 16}, "validation": 32},
+    },
+    "train": {"steps": 4, "batch_size": 8, "seq_len": 12},
+}
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump(SWEEP, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def test_a_ledger_has_a_line_a_run_and_a_killed_sweep_goes_on(sweep, tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        killed_before(patch, 3)
+        with pytest.raises(KilledError):
+            recall(sweep, tmp_path / "out")
+    assert main(["recall", str(sweep), str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    written = json.loads((tmp_path / "out/ledger.json").read_text())
+    ledger = written["ledger"]
+    assert [(line["model"], line["lr"]) for line in ledger] == [
+        ("Longhorn", 0.01),
+        ("Longhorn", 0.03),
+        ("Llama", 0.01),
+        ("Llama", 0.03),
+    ]
+    for line in ledger:
+        assert 0 <= line["accuracy"] <= 1
+        assert line["targets"] == 32 * 2
+        assert line["length"] == 12
+        assert line["flops_per_token"] > line["parameters"] / 2
+    # keys and values of 12 tokens; one layer's state and three inputs of its convolution
+    assert ledger[2]["state_bytes"] == 2 * 12 * 16 * 4
+    assert ledger[0]["state_bytes"] == (32 * 4 + 3 * 32) * 4
+    assert (tmp_path / "out/ledger.png").read_bytes().startswith(b"\x89PNG")
+    assert shown.splitlines()[0].startswith("model")
+    assert table(ledger) in shown
+    stamp = (tmp_path / "out/runs/Llama-16-0.01-0/model/model.safetensors").stat().st_mtime_ns
+    recall(sweep, tmp_path / "out")  # nothing is trained again
+    after = (tmp_path / "out/runs/Llama-16-0.01-0/model/model.safetensors").stat().st_mtime_ns
+    assert after == stamp
+
+
+def test_the_best_rate_is_best_on_average_over_the_seeds():
+    lines = [
+        {"model": "a", "width": 8, "lr": lr, "seed": seed, "accuracy": accuracy}
+        for lr, found in ((0.1, (0.9, 0.1)), (0.2, (0.6, 0.6)))
+        for seed, accuracy in enumerate(found)
+    ]
+    assert {line["lr"] for line in best_rates(lines)["a", 8]} == {0.2}
+
+
+def test_what_is_kept_of_a_sequence_is_counted_for_any_model():
+    theirs = MambaForCausalLM(
+        MambaConfig(vocab_size=16, hidden_size=8, num_hidden_layers=2, state_size=4)
+    ).eval()
+    counted = state_bytes(theirs, 10)
+    # per layer 16 channels of 4 states and 4 columns of the convolution
+    assert counted == 2 * 16 * (4 + 4) * 4
+    family = load_family("dss")
+    ours = family.causal_lm_class(family.config(**family.tiny)).eval()
+    with torch.no_grad():
+        cache = ours(torch.zeros(1, 10, dtype=torch.long), use_cache=True).past_key_values
+    assert state_bytes(ours, 10) == cache.nbytes
+    assert flops_per_token(ours, 10) > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"width": [3]}, LookupError, "the sweep has no field 'width'; did you mean 'widths'"),
+        ({"widths": []}, ValueError, "widths"),
+        ({"widths": [16, 16]}, ValueError, "must not repeat, got Longhorn-16-0.01-0 twice"),
+        ({"train": {"step": 4, "batch_size": 8}}, LookupError, "did you mean 'steps'"),
+        ({"models": {"x": {"famly": "dss"}}}, LookupError, "did you mean 'family'"),
+        ({"data": {"task": "mqra"}}, LookupError, "did you mean 'mqar'"),
+    ],
+)
+def test_a_wrong_sweep_is_refused_before_any_run(changes, kind, message, tmp_path):
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump({**SWEEP, **changes}, sort_keys=False), encoding="utf-8")
+    with pytest.raises(kind, match=message):
+        load_sweep(path)
+
+
+def test_a_missing_sweep_is_one_line(tmp_path, capsys):
+    assert main(["recall", str(tmp_path / "none.yaml"), str(tmp_path)]) == 2
+    assert "no file" in capsys.readouterr().err
