@@ -24,14 +24,16 @@ class RTFConfig(SSMConfig):
         kernel_mode: "exact" takes the power series of b/a, for inputs of any length; "truncated"
             its values on a grid, as the paper's code does, where no state is ever needed.
         trunc_len: M, the grid of the truncated mode, made even; the number of taps of implicit
-            filters. Inputs may be longer: what lies further back is not seen.
+            filters. Inputs may be longer: what lies further back is not seen, however they come.
         denominator_constraint: "l1_montel" keeps all poles inside the unit disc.
         constraint_margin: What distance from the boundary the constraint keeps; 0 is the paper.
         coefficient_init: How a and b start: "zeros", "xavier", "montel" or "copying".
         h0_init: Direct gains of 1, as the paper says, or N(0, 1) as its code has it.
         legacy_double_h0: "hyena" only: count the direct gain twice, as the paper's code does.
-        decode_mode: How "truncated" filters decode: "auto" by recurrence where all poles lie
-            inside the unit disc and else by their last M inputs, "recurrent" and "fir" by either.
+        decode_mode: What "truncated" filters are behind their M taps, and how they decode. "fir":
+            nothing; from their last M - 1 inputs. "auto": nothing; by recurrence where the infinite
+            response has died away by then, to rounding, else from their last inputs. "recurrent":
+            the infinite response with these taps, for whole inputs too; by recurrence.
         mixer_dropout: Probability to drop what enters the filter ("hyena") or the gated map ("s4").
         bidirectional: A second set of filters looks at what comes later. No cache, no generation.
         implicit_features: Inputs of the network of implicit filters: time, sines and cosines; odd.
@@ -109,7 +111,7 @@ class RTFConfig(SSMConfig):
             raise ValueError(
                 "kernel_mode='truncated' needs trunc_len, the length to train with, got None"
             )
-        if truncated and self.taps is not None and self.taps <= self.d_state:
+        if self.grid is not None and self.grid <= self.d_state:
             raise ValueError(
                 "trunc_len must exceed d_state, the filters' order, "
                 f"got {self.trunc_len} and {self.d_state}"
@@ -167,10 +169,15 @@ class RTFConfig(SSMConfig):
 
     @property
     def taps(self) -> int | None:
-        """How many taps a filter has; None for exact ones, which never end."""
+        """How many taps a filter has; None for those that never end."""
         if self.filter == "implicit":
             return self.trunc_len
-        if self.kernel_mode == "exact" or self.trunc_len is None:
+        return None if self.decode_mode == "recurrent" else self.grid
+
+    @property
+    def grid(self) -> int | None:
+        """M, on how many points the truncated mode evaluates filters; None in the exact mode."""
+        if self.filter == "implicit" or self.kernel_mode == "exact" or self.trunc_len is None:
             return None
         return self.trunc_len + self.trunc_len % 2
 

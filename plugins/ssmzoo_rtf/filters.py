@@ -5,6 +5,7 @@ A filter is ``H(z) = h0 + b(z) / a(z)`` of order n: ``a(z) = 1 + sum a_i z^-i`` 
 ``c // (D / D_a)``.
 """
 
+import math
 from typing import Literal, get_args
 
 import torch
@@ -17,6 +18,8 @@ Init = Literal["zeros", "xavier", "montel", "copying"]
 
 # what the authors' code adds to the sum it divides by
 SMALLEST_SUM = 1e-6
+# units in the last place by which a sum of rounded terms may exceed the sum of their sizes
+ROUNDED = 8
 
 
 def initial_coefficients(
@@ -68,7 +71,8 @@ def montel(
 
     ``a / ((1 + margin) sum |a| + |slack| + 1e-6)``: a reparametrisation, gradients flow to both. A
     fit drives the slack to zero where it wants slow decay; without a margin ``|a(z)|`` then comes
-    arbitrarily near zero on the unit circle, with one it stays above ``margin / (1 + margin)``.
+    arbitrarily near zero on the unit circle, with one it stays above ``margin / (1 + margin)``. The
+    sum stays below 1 as it rounds, too: what slack and margin leave of it is at least 8 eps.
 
     Args:
         a: Unconstrained coefficients.
@@ -77,8 +81,12 @@ def montel(
     """
     if margin < 0:
         raise ValueError(f"margin must be at least 0, got {margin}")
-    total = a.abs().sum(1, keepdim=True)
-    return a / ((1 + margin) * total + slack.abs()[:, None] + SMALLEST_SUM)
+    # near the boundary a gradient loses what points outward, nearly all of it
+    exact, apart = a.double(), slack.double().abs()[:, None]
+    total = exact.abs().sum(1, keepdim=True)
+    divisor = (1 + margin) * total + apart + SMALLEST_SUM
+    most = (1 + ROUNDED * torch.finfo(a.dtype).eps) * total
+    return (exact / torch.maximum(divisor, most)).to(a.dtype)
 
 
 def deployed_numerator(
@@ -107,6 +115,25 @@ def deployed_numerator(
     )
     true = numerator_of_response(a.double(), kernel[:, 1:])
     return true.to(b.dtype), kernel[:, 0].to(b.dtype)
+
+
+def ends_within(
+    a: Tensor,  # [D_a, n]
+    b: Tensor,  # [D, n]
+    length: int,
+) -> Tensor:
+    """Tell whose infinite response has nothing left behind ``length`` taps but rounding.
+
+    That is as much as a transform of the kernel rounds in b's dtype, in the 2-norm. All channels of
+    a denominator must agree, ``[D_a]``. Looked at are as many taps again: more than the order, so
+    that a stable filter that is silent for so long stays silent.
+    """
+    response = rational_kernel(a.double(), b.double(), 2 * length)
+    rest, all_of_it = response[:, length:].norm(dim=1), response.norm(dim=1)
+    rounding = torch.finfo(b.dtype).eps * math.log2(4 * length)
+    # what overflows compares as inf and nan
+    silent = (rest <= rounding * all_of_it) & all_of_it.isfinite()
+    return silent.view(a.shape[0], -1).all(1)
 
 
 def numerator_of_response(

@@ -42,7 +42,7 @@ from ssmzoo_kernels import (
 
 from .configuration_rtf import RTFConfig
 from .decoding import Deployment, Recurrence
-from .filters import SMALLEST_SUM, deployed_numerator, initial_coefficients, montel
+from .filters import SMALLEST_SUM, deployed_numerator, ends_within, initial_coefficients, montel
 from .implicit import implicit_kernel
 from .stability import SMALL_ORDER, check_filters, poles, poles_outside, spectral_radius
 
@@ -184,9 +184,13 @@ class RTFMixer(SSMMixer):
                 (config.implicit_fast_decay, config.implicit_slow_decay),
                 taps,
             )
-        trunc_len = config.trunc_len if config.kernel_mode == "truncated" else None
-        a = self.denominators()
-        return rational_kernel(a, self.b, taps, mode=config.kernel_mode, trunc_len=trunc_len)
+        a, grid = self.denominators(), config.grid
+        if grid is None:
+            return rational_kernel(a, self.b, taps)
+        if taps <= grid:
+            return rational_kernel(a, self.b, taps, mode="truncated", trunc_len=grid)
+        b, wrapped = deployed_numerator(a, self.b, grid)
+        return rational_kernel(a, b, taps) + F.pad(wrapped[:, None], (0, taps - 1))
 
     def dynamics(self, hidden_states: Tensor) -> Dynamics:
         """Return kernels, and of every denominator its poles, their radius and how many are out.
@@ -274,29 +278,36 @@ class RTFMixer(SSMMixer):
         channels = torch.arange(width, device=a.device)
         if config.decode_mode == "fir":
             return None, channels
-        if config.denominator_constraint == "l1_montel":
+        outside = a.new_zeros(len(a), dtype=torch.int64)
+        if config.denominator_constraint == "none":
+            outside = poles_outside(a)
+        if config.taps is None:
+            self._warn_of_growth(a, outside)
             return None, None
-        outside = poles_outside(a)
-        unstable = outside > 0
-        if not bool(unstable.any()):
+        # a recurrence rings on where the window ends: only what has died away there may take one
+        b, _ = deployed_numerator(a, self.b, config.taps)
+        within = (outside == 0) & ends_within(a, b, config.taps)
+        if bool(within.all()):
             return None, None
-        if config.kernel_mode == "exact" or config.decode_mode == "recurrent":
-            row = int(outside.argmax())
-            radius = float(spectral_radius(a[row : row + 1]))
-            warnings.warn(
-                f"layer {self.layer_idx}: {int(unstable.sum())} of {len(a)} denominators have "
-                f"poles outside the unit disc (denominator {row}: {int(outside[row])}, the "
-                f"farthest at radius {radius:.4g}): outputs grow without bound; use "
-                "denominator_constraint='l1_montel', or kernel_mode='truncated' with "
-                "decode_mode='auto'",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            return None, None
-        of_channel = unstable.repeat_interleave(width // len(a))
-        if bool(unstable.all()):
+        if not bool(within.any()):
             return None, channels
-        return channels[~of_channel], channels[of_channel]
+        of_channel = within.repeat_interleave(width // len(a))
+        return channels[of_channel], channels[~of_channel]
+
+    def _warn_of_growth(self, a: Tensor, outside: Tensor) -> None:
+        unstable = int((outside > 0).sum())
+        if not unstable:
+            return
+        row = int(outside.argmax())
+        radius = float(spectral_radius(a[row : row + 1]))
+        warnings.warn(
+            f"layer {self.layer_idx}: {unstable} of {len(a)} denominators have poles outside the "
+            f"unit disc (denominator {row}: {int(outside[row])}, the farthest at radius "
+            f"{radius:.4g}): outputs grow without bound; use denominator_constraint='l1_montel', "
+            "or kernel_mode='truncated' with decode_mode='auto'",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
     def _deployed(
         self, recurrent: Tensor | None, windowed: Tensor | None, all_windowed: bool
@@ -321,10 +332,8 @@ class RTFMixer(SSMMixer):
         )
 
     def _recurrence(self, a: Tensor, b: Tensor, gain: Tensor) -> Recurrence:
-        config = self.config
-        if config.kernel_mode == "truncated":
-            assert config.trunc_len is not None
-            b, wrapped = deployed_numerator(a, b, config.trunc_len)
+        if self.config.grid is not None:
+            b, wrapped = deployed_numerator(a, b, self.config.grid)
             gain = gain + wrapped
         return Recurrence(a, b, gain)
 

@@ -10,28 +10,36 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def truncated(a: Tensor, b: Tensor, length: int, grid: int) -> Tensor:
+def inverse_on_grid(a: Tensor, grid: int) -> Tensor:
+    """Return ``1 / a`` on ``grid`` roots of unity, half of them, ``[D_a, F]`` complex.
+
+    In float64, then rounded: what the sum rounds is divided by the sum, small near a slow pole.
+    """
+    # torch divides complex numbers one by one, its reciprocal is vectorised
+    inverse = torch.fft.rfft(_monic(a.double()), n=grid).reciprocal()
+    return inverse.to(torch.promote_types(a.dtype, torch.complex64))
+
+
+def truncated(inverse: Tensor, b: Tensor, length: int, grid: int) -> Tensor:
     """Return the first taps of ``b(z) / a(z)`` sampled on ``grid`` roots of unity, ``[D, L]``."""
-    inverse, numerator = _spectra(a, b, grid)
-    kernel = torch.fft.irfft(inverse * numerator, n=grid)[..., :length]
-    return kernel.reshape(b.shape[0], length).contiguous()
+    kernel = torch.fft.irfft(inverse[:, None] * _numerator(inverse, b, grid), n=grid)
+    return kernel[..., :length].reshape(b.shape[0], length).contiguous()
 
 
 def truncated_backward(
     grad: Tensor,  # [D, L]
-    a: Tensor,  # [D_a, n]
+    inverse: Tensor,  # [D_a, F]
     b: Tensor,  # [D, n]
     grid: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of both polynomials."""
-    order = a.shape[1]
-    inverse, numerator = _spectra(a, b, grid)
-    grad_hat = torch.fft.rfft(
-        grad.view(a.shape[0], b.shape[0] // a.shape[0], grad.shape[1]), n=grid
-    )
+    (width, order), inverse = b.shape, inverse[:, None]
+    groups = inverse.shape[0]
+    grad_hat = torch.fft.rfft(grad.view(groups, width // groups, grad.shape[1]), n=grid)
     grad_hat = grad_hat * inverse.conj_physical()
     grad_b = torch.fft.irfft(grad_hat, n=grid)[..., 1 : order + 1]
-    shared = (grad_hat * (inverse * numerator).conj_physical()).sum(1)
+    ratio = inverse * _numerator(inverse, b, grid)
+    shared = (grad_hat * ratio.conj_physical()).sum(1)
     grad_a = -torch.fft.irfft(shared, n=grid)[..., 1 : order + 1]
     return grad_a, grad_b.reshape(b.shape)
 
@@ -138,9 +146,7 @@ def _monic(a: Tensor) -> Tensor:
     return F.pad(a, (1, 0), value=1.0)
 
 
-def _spectra(a: Tensor, b: Tensor, grid: int) -> tuple[Tensor, Tensor]:
-    """Return ``1 / a`` and ``b`` on the grid, ``[D_a, 1, F]`` and ``[D_a, R, F]``."""
-    # torch divides complex numbers one by one, its reciprocal is vectorised
-    inverse = torch.fft.rfft(_monic(a), n=grid).reciprocal()
+def _numerator(inverse: Tensor, b: Tensor, grid: int) -> Tensor:
+    """Return ``b`` on the grid, ``[D_a, R, F]``."""
     numerator = torch.fft.rfft(F.pad(b, (1, 0)), n=grid)
-    return inverse[:, None], numerator.view(a.shape[0], b.shape[0] // a.shape[0], -1)
+    return numerator.view(inverse.shape[0], b.shape[0] // inverse.shape[0], numerator.shape[1])

@@ -14,11 +14,11 @@ def rational_kernel(a: Tensor, b: Tensor, length: int, grid: int | None) -> Tens
     """Return ``[D, L]`` in the polynomials' dtype; ``grid`` None is the exact mode."""
     grad = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
     if grad or needs_library(a):
-        return _exact(a, b, length)[0] if grid is None else _truncated(a, b, length, grid)
+        return (_exact(a, b, length) if grid is None else _truncated(a, b, length, grid))[0]
     record(OP, "eager")
     if grid is None:
         return eager.exact(eager.inverse_series(a, length), b, length)
-    return eager.truncated(a, b, length, grid)
+    return eager.truncated(eager.inverse_on_grid(a, grid), b, length, grid)
 
 
 def inverse_series(a: Tensor, length: int) -> Tensor:
@@ -29,33 +29,38 @@ def inverse_series(a: Tensor, length: int) -> Tensor:
 
 
 @torch.library.custom_op("ssmzoo::rational_kernel_truncated", mutates_args=())
-def _truncated(a: Tensor, b: Tensor, length: int, grid: int) -> Tensor:
+def _truncated(a: Tensor, b: Tensor, length: int, grid: int) -> tuple[Tensor, Tensor]:
     record(OP, "eager")
-    return eager.truncated(a, b, length, grid)
+    inverse = eager.inverse_on_grid(a, grid)
+    return eager.truncated(inverse, b, length, grid), torch.view_as_real(inverse)
 
 
 @_truncated.register_fake
 def _(a, b, length, grid):
-    return b.new_empty(b.shape[0], length)
+    return b.new_empty(b.shape[0], length), a.new_empty(a.shape[0], grid // 2 + 1, 2)
 
 
 @torch.library.custom_op("ssmzoo::rational_kernel_truncated_backward", mutates_args=())
-def _truncated_backward(grad: Tensor, a: Tensor, b: Tensor, grid: int) -> tuple[Tensor, Tensor]:
-    grad_a, grad_b = eager.truncated_backward(grad.contiguous(), a, b, grid)
+def _truncated_backward(
+    grad: Tensor, inverse: Tensor, b: Tensor, grid: int
+) -> tuple[Tensor, Tensor]:
+    values = torch.view_as_complex(inverse)
+    grad_a, grad_b = eager.truncated_backward(grad.contiguous(), values, b, grid)
     return grad_a.contiguous(), grad_b.contiguous()
 
 
 @_truncated_backward.register_fake
-def _(grad, a, b, grid):
-    return a.new_empty(a.shape), b.new_empty(b.shape)
+def _(grad, inverse, b, grid):
+    return b.new_empty(inverse.shape[0], b.shape[1]), b.new_empty(b.shape)
 
 
 def _truncated_context(ctx, inputs, output):
-    a, b, _, ctx.grid = inputs
-    ctx.save_for_backward(a, b)
+    _, b, _, ctx.grid = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1], b)
 
 
-def _truncated_autograd(ctx, grad):
+def _truncated_autograd(ctx, grad, _):
     return (*_truncated_backward(grad, *ctx.saved_tensors, ctx.grid), None, None)
 
 
