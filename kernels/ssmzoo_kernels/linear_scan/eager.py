@@ -14,7 +14,7 @@ from torch import Tensor
 from ssmzoo_kernels.scan import accumulator
 from ssmzoo_kernels.segments import Group, by_magnitude
 
-LANES = 16384  # numbers a step that make a call worthwhile
+LANES = 4096  # numbers a step that make a call worthwhile
 FEWEST = 4  # chunks worth a second march
 
 
