@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ssmzoo_kernels import linear_scan
 from ssmzoo_kernels.fft_conv.circle import good_size
 
 Passes = dict[str, Callable[[], object]]
@@ -72,6 +73,46 @@ def direct_exponentials(shape: tuple[int, ...], weight: Tensor, exponent: Tensor
             torch.autograd.grad(kernel, leaves, torch.ones_like(kernel))
 
     return {"fwd+bwd": both}
+
+
+def linear_loop(shape: tuple[int, ...], a: Tensor, b: Tensor) -> Passes:
+    """Run ``h = a h + b`` as one writes it in torch: a loop, and autograd."""
+    grad = torch.randn(shape[:3], device=a.device)
+
+    def both() -> None:
+        h = linear_scan(a, b, backend="reference")[0]
+        torch.autograd.grad(h, (a, b), grad)
+
+    return {"fwd+bwd": both}
+
+
+def doubling_scan(shape: tuple[int, ...], a: Tensor, b: Tensor) -> Passes:
+    """Run ``h = a h + b`` with all tokens at once, in as many rounds as L has binary digits.
+
+    The backward is the same from the other end, and not left to autograd.
+    """
+    grad = torch.randn(shape[:3], device=a.device)
+
+    def scan(a: Tensor, b: Tensor) -> Tensor:
+        reach = 1
+        while reach < a.shape[1]:
+            b = torch.cat([b[:, :reach], b[:, reach:] + a[:, reach:] * b[:, :-reach]], dim=1)
+            a = torch.cat([a[:, :reach], a[:, reach:] * a[:, :-reach]], dim=1)
+            reach *= 2
+        return b
+
+    @torch.no_grad()
+    def forward() -> Tensor:
+        return scan(a, b)
+
+    @torch.no_grad()
+    def both() -> None:
+        h = forward()
+        later = torch.cat([a[:, 1:], torch.ones_like(a[:, :1])], dim=1)
+        grad_b = scan(later.flip(1), grad.flip(1)).flip(1)
+        F.pad(h[:, :-1], (0, 0, 1, 0)) * grad_b
+
+    return {"fwd": forward, "fwd+bwd": both}
 
 
 def layer(name: str) -> Callable[..., Passes]:

@@ -4,7 +4,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from peers import bare_ratio_transforms, bare_transforms, direct_exponentials, layer
+from peers import (
+    bare_ratio_transforms,
+    bare_transforms,
+    direct_exponentials,
+    doubling_scan,
+    layer,
+    linear_loop,
+)
 from torch import Tensor
 
 from ssmzoo_kernels import (
@@ -12,6 +19,7 @@ from ssmzoo_kernels import (
     companion_step,
     diagonal_step,
     fft_conv,
+    linear_scan,
     longhorn_scan,
     rational_kernel,
     vandermonde,
@@ -66,6 +74,14 @@ def _longhorn_flops(B: int, L: int, D: int, N: int) -> tuple[float, float]:
     return B * L * (7.0 * D * N + 15.0 * D), B * L * 22.0 * D * N
 
 
+def _linear_inputs(B: int, L: int, D: int, N: int, **where) -> list[Tensor]:
+    return [1 - 0.1 * torch.rand(B, L, D, **where), torch.randn(B, L, D, **where)]
+
+
+def _linear_flops(B: int, L: int, D: int, N: int) -> tuple[float, float]:
+    return 2.0 * B * L * D, 3.0 * B * L * D
+
+
 def _conv_inputs(B: int, L: int, D: int, K: int, **where) -> list[Tensor]:
     return [torch.randn(B, L, D, **where), torch.randn(D, K, **where), torch.randn(D, **where)]
 
@@ -113,6 +129,18 @@ def _step_companion(u: Tensor, ring: Tensor, a: Tensor, b: Tensor, d: Tensor, ba
 
 
 ENTRIES = [
+    *(
+        Entry(
+            "linear_scan",
+            shape,
+            _linear_inputs,
+            lambda *x, backend: linear_scan(*x, backend=backend)[0],
+            _linear_flops,
+            peers={"torch loop, autograd": linear_loop, "scan by doubling": doubling_scan},
+            once=frozenset({"torch loop, autograd"}),
+        )
+        for shape in ((4, 2048, 512, 1), (1, 65536, 16, 1))
+    ),
     Entry(
         "longhorn_scan",
         (4, 2048, 512, 16),
