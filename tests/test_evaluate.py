@@ -571,6 +571,10 @@ FAKE_ROWS = {
         "label": "1",
     },
     "aps/super_glue": {"passage": "p", "question": "q", "label": 1},
+    "EleutherAI/lambada_openai": {"text": "a b c d"},
+    "hazyresearch/based-swde-v2": {"text": "year: ", "value": "1"},
+    "Xnhyacinth/LongBench": {"context": "c", "question": "q", "answers": ["a"]},
+    "emozilla/pg19-test": {"text": "a book of some words"},
 }  # fmt: skip
 TABLE2 = {
     "piqa": "acc",
@@ -584,14 +588,47 @@ TABLE2 = {
 }
 
 
-def test_table2_names_lm_evals_tasks_and_scores_each_by_the_papers_metric(
-    models, tmp_path, monkeypatch
-):
+BMOJO = {
+    "bmojo-table1": dict.fromkeys(
+        ("lambada_openai", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande"), "acc"
+    ),
+    "bmojo-table2": {
+        "ssmzoo_pg19": "bits_per_byte",
+        "swde": "contains",
+        "longbench_qasper": "qa_f1_score",
+        "longbench_narrativeqa": "qa_f1_score",
+    },
+}
+
+
+def stand_in(monkeypatch):
+    """Let three rows of each data set stand for it."""
+
     def fake(path, name=None, **_):
         rows = datasets.Dataset.from_list([FAKE_ROWS[path]] * 3)
         return datasets.DatasetDict({"train": rows, "validation": rows, "test": rows})
 
     monkeypatch.setattr(datasets, "load_dataset", fake)
+
+
+def test_the_tables_of_bmojo_name_tasks_that_run(models, tmp_path, monkeypatch):
+    stand_in(monkeypatch)
+    path = evaluate(models("mamba2"), suite="bmojo-table1", output_dir=tmp_path)
+    *rows, average = read_results(path)["results"]
+    assert {row["task"]: row["metric"] for row in rows} == BMOJO["bmojo-table1"]
+    assert average["value"] == pytest.approx(np.mean([row["value"] for row in rows]))
+    # LongBench's two need packages that only they need
+    tasks = ["ssmzoo_pg19", "swde"]
+    path = evaluate(models("mamba2"), tasks=tasks, output_dir=tmp_path, name="table2")
+    found = {row["task"]: row["metric"] for row in read_results(path)["results"]}
+    assert found.items() <= BMOJO["bmojo-table2"].items()
+    assert set(found) == set(tasks)
+
+
+def test_table2_names_lm_evals_tasks_and_scores_each_by_the_papers_metric(
+    models, tmp_path, monkeypatch
+):
+    stand_in(monkeypatch)
     path = evaluate(models("mamba2"), suite="longhorn-table2", output_dir=tmp_path)
     *rows, average = read_results(path)["results"]
     assert {row["task"]: row["metric"] for row in rows} == TABLE2
@@ -611,17 +648,18 @@ def test_table2_names_lm_evals_tasks_and_scores_each_by_the_papers_metric(
         evaluate(models("mamba2"), tasks=["ssmzoo_mqr"], output_dir=tmp_path)
 
 
-def test_suites_state_one_metric_a_task_and_need_no_download_but_table2():
+def test_suites_state_one_metric_a_task_and_need_no_download_but_the_tables():
     from ssmzoo.resources import share
 
     ours = {path.stem for path in share("eval/tasks").glob("*.yaml")}
-    assert set(suites()) == {"longhorn-table2", "zoo-mqar", "zoo-recall"}
+    tables = {"longhorn-table2": TABLE2, **BMOJO}
+    assert set(suites()) == {*tables, "zoo-context", "zoo-mad", "zoo-mqar", "zoo-recall"}
     for name in suites():
         suite = load_suite(name)
         assert suite.name == name
         assert all(len(entry["metric_list"]) == 1 for entry in suite.entries)
-        if name == "longhorn-table2":
-            assert suite.metrics == TABLE2
+        if name in tables:
+            assert suite.metrics == tables[name]
         else:
             assert set(suite.metrics) <= ours
 
