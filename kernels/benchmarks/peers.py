@@ -1,12 +1,18 @@
 """What the ops are held against: the same work as one would write it in torch, or its core."""
 
+import ctypes
+import functools
+import math
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ssmzoo_kernels import linear_scan
+from ssmzoo_kernels import feedback_scan, linear_scan, native
+from ssmzoo_kernels.feedback_scan import cpu as feedback_cpu
 from ssmzoo_kernels.fft_conv.circle import good_size
 
 Passes = dict[str, Callable[[], object]]
@@ -113,6 +119,127 @@ def doubling_scan(shape: tuple[int, ...], a: Tensor, b: Tensor) -> Passes:
         F.pad(h[:, :-1], (0, 0, 1, 0)) * grad_b
 
     return {"fwd": forward, "fwd+bwd": both}
+
+
+def torch_loop(shape: tuple[int, ...], *inputs: Tensor) -> Passes:
+    """Run COFFEE's recurrence as one writes it in torch: a loop, and autograd."""
+    grad = torch.randn(shape[:3], device=inputs[0].device)
+
+    def both() -> None:
+        y = feedback_scan(*inputs, backend="reference")[0]
+        torch.autograd.grad(y, inputs, grad)
+
+    return {"fwd+bwd": both}
+
+
+def gates_alone(shape: tuple[int, ...], *inputs: Tensor) -> Passes:
+    """Evaluate as many of COFFEE's gates as a pass must, and do nothing else, on a CPU.
+
+    One exponential and one division a token and state, vectorised, in registers; a backward that
+    stores no states evaluates them once more.
+    """
+    if inputs[0].device.type != "cpu":
+        return {}
+    count = math.prod(shape)
+    out = torch.empty(8)
+
+    def evaluate(times: int) -> None:
+        _gates()(times * count, out.data_ptr(), torch.get_num_threads())
+
+    return {"fwd": lambda: evaluate(1), "fwd+bwd": lambda: evaluate(2)}
+
+
+@functools.cache
+def _gates() -> Callable[..., None]:
+    kernel = Path(feedback_cpu.__file__).with_name("feedback_scan.c").read_text("utf-8")
+    alone = Path(__file__).with_name("gates.c").read_text("utf-8")
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "gates.c")
+        source.write_text(kernel + alone, "utf-8")
+        found = native.library(source, torch.float32, CHUNK=feedback_cpu.CHUNK).gates_alone
+    found.argtypes = (ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
+    found.restype = None
+    return found
+
+
+class _ParallelScan(torch.autograd.Function):
+    """``h[t] = a[t] h[t-1] + b[t]`` over coefficients in memory, in 2 log L sweeps.
+
+    The work-efficient scan of mamba.py's ``pscan``, with its backward: the same scan from the end.
+    """
+
+    @staticmethod
+    def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
+        h = b.clone()
+        _sweep(a.clone(), h)
+        ctx.save_for_backward(a, h)
+        return h
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        a, h = ctx.saved_tensors
+        decays = torch.zeros_like(a)
+        decays[:, 1:] = a[:, 1:].flip(1)
+        grad = grads[0].flip(1)
+        _sweep(decays, grad)
+        grad = grad.flip(1)
+        grad_a = torch.zeros_like(a)
+        grad_a[:, 1:] = grad[:, 1:] * h[:, :-1]
+        return grad_a, grad
+
+
+def _sweep(a: Tensor, b: Tensor) -> None:
+    """Turn ``b`` into the states, and ``a`` into products, in place; lengths are powers of two."""
+    length = a.shape[1]
+
+    def join(earlier: slice, later: slice) -> None:
+        b[:, later] += a[:, later] * b[:, earlier]
+        a[:, later] *= a[:, earlier]
+
+    reach = 1
+    while reach < length:
+        join(slice(reach - 1, None, 2 * reach), slice(2 * reach - 1, None, 2 * reach))
+        reach *= 2
+    reach = length // 4
+    while reach >= 1:
+        later = slice(3 * reach - 1, None, 2 * reach)
+        join(slice(2 * reach - 1, length - reach, 2 * reach), later)
+        reach //= 2
+
+
+def materialised_scan(shape: tuple[int, ...], *inputs: Tensor) -> Passes:
+    """Run Mamba's recurrence as mamba.py does: coefficients ``[B, L, D, N]``, a parallel scan."""
+    grad = torch.randn(shape[:3], device=inputs[0].device)
+
+    def forward() -> Tensor:
+        u, dt, A, B, C, D, z, bias = inputs
+        delta = F.softplus(dt + bias).unsqueeze(-1)
+        written = delta * B.unsqueeze(2) * u.unsqueeze(-1)
+        h = _ParallelScan.apply(torch.exp(delta * A), written)
+        return ((h @ C.unsqueeze(-1)).squeeze(-1) + D * u) * F.silu(z)  # type: ignore[operator]
+
+    def alone() -> None:
+        with torch.no_grad():
+            forward()
+
+    def both() -> None:
+        torch.autograd.grad(forward(), inputs, grad)
+
+    return {"fwd": alone, "fwd+bwd": both}
+
+
+def transformers_loop(shape: tuple[int, ...], *inputs: Tensor) -> Passes:
+    """Run Mamba's recurrence as transformers' ``MambaMixer`` does without other packages."""
+    from transformers.models.mamba.modeling_mamba import mamba_selective_scan
+
+    grad = torch.randn(shape[:3], device=inputs[0].device).transpose(1, 2)
+
+    def both() -> None:
+        u, dt, A, B, C, D, z, bias = (x.mT if x.dim() == 3 else x for x in inputs)
+        y = mamba_selective_scan(u, dt, A, B, C, D, z, bias, delta_softplus=True)
+        torch.autograd.grad(y, inputs, grad)
+
+    return {"fwd+bwd": both}
 
 
 def layer(name: str) -> Callable[..., Passes]:

@@ -9,8 +9,12 @@ from peers import (
     bare_transforms,
     direct_exponentials,
     doubling_scan,
+    gates_alone,
     layer,
     linear_loop,
+    materialised_scan,
+    torch_loop,
+    transformers_loop,
 )
 from torch import Tensor
 
@@ -18,10 +22,12 @@ from ssmzoo_kernels import (
     causal_conv1d,
     companion_step,
     diagonal_step,
+    feedback_scan,
     fft_conv,
     linear_scan,
     longhorn_scan,
     rational_kernel,
+    selective_scan,
     vandermonde,
 )
 
@@ -80,6 +86,20 @@ def _linear_inputs(B: int, L: int, D: int, N: int, **where) -> list[Tensor]:
 
 def _linear_flops(B: int, L: int, D: int, N: int) -> tuple[float, float]:
     return 2.0 * B * L * D, 3.0 * B * L * D
+
+
+def _feedback_inputs(B: int, L: int, D: int, N: int, **where) -> list[Tensor]:
+    rates = torch.logspace(-3, -0.05, N, **where).expand(D, N)
+    w, C = torch.randn(2, D, N, **where) * rates.sqrt()
+    return [torch.randn(B, L, D, **where), -rates, w, C / N**0.5]
+
+
+def _selective_inputs(B: int, L: int, D: int, N: int, **where) -> list[Tensor]:
+    u, dt, z = (torch.randn(B, L, D, **where) for _ in range(3))
+    b, c = (torch.randn(B, L, N, **where) / N**0.5 for _ in range(2))
+    rates = -torch.arange(1.0, N + 1, **where).expand(D, N).contiguous()
+    steps = torch.logspace(-3, -1, D, **where)  # as Mamba starts
+    return [u, dt, rates, b, c, torch.ones(D, **where), z, torch.log(torch.expm1(steps))]
 
 
 def _conv_inputs(B: int, L: int, D: int, K: int, **where) -> list[Tensor]:
@@ -147,6 +167,41 @@ ENTRIES = [
         _longhorn_inputs,
         lambda *x, backend: longhorn_scan(*x, backend=backend)[0],
         _longhorn_flops,
+    ),
+    *(
+        Entry(
+            "feedback_scan",
+            shape,
+            _feedback_inputs,
+            lambda *x, backend: feedback_scan(*x, backend=backend)[0],
+            peers={"exp and division alone": gates_alone, "torch loop, autograd": torch_loop},
+            once=frozenset({"torch loop, autograd", "eager"}),
+        )
+        for shape in ((8, 2048, 512, 16), (512, 16, 16, 8))
+    ),
+    *(
+        Entry(
+            name,
+            (4, 2048, 512, 16),
+            _selective_inputs,
+            lambda *x, backend, rule=rule: selective_scan(*x, discretization=rule, backend=backend)[
+                0
+            ],
+            peers=peers,
+            once=frozenset({"transformers' loop"}),
+            tests="tests/kernels/test_selective_scan.py",
+        )
+        for name, rule, peers in (
+            (
+                "selective_scan",
+                "euler",
+                {
+                    "parallel scan, as mamba.py": materialised_scan,
+                    "transformers' loop": transformers_loop,
+                },
+            ),
+            ("selective_scan (zoh)", "zoh", {}),
+        )
     ),
     Entry(
         "causal_conv1d",

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from ssmzoo_kernels import native
+from ssmzoo_kernels.feedback_scan.newton import not_converged
 from ssmzoo_kernels.scan import accumulator, chunk_slots, interval
 
 CHUNK = 32  # tokens whose states are recomputed at once
 
 _SOURCE = Path(__file__).with_name("feedback_scan.c")
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
+_Optional = Tensor | None
+_Given = tuple[Tensor, Tensor, Tensor, Tensor, _Optional, _Optional, _Optional, _Optional]
 _TENSORS = ("u", "lam", "w", "C", "filter", "skip", "drive", "initial")
 
 
@@ -40,6 +43,22 @@ class _Gradients(ctypes.Structure):
     )
 
 
+class _Newton(ctypes.Structure):
+    """``Newton`` of feedback_scan.c."""
+
+    _fields_ = (
+        ("tolerance", ctypes.c_double),
+        ("damping", ctypes.c_double),
+        ("most", _INTEGER),
+    )
+
+
+class _Failure(ctypes.Structure):
+    """``Failure`` of feedback_scan.c."""
+
+    _fields_ = (("lanes", _INTEGER), ("token", _INTEGER), ("residual", ctypes.c_double))
+
+
 def forward(
     u: Tensor,  # [T, D]
     lam: Tensor,  # [D, N]
@@ -53,23 +72,32 @@ def forward(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return outputs, final states and, with ``save``, the state before every interval."""
-    exact = accumulator(u)
-    tensors = _prepare(exact, u, lam, w, C, w_gamma, D, drive, initial_state)
-    (tokens, width), states, segments = u.shape, lam.shape[1], offsets.shape[0] - 1
-    out = torch.empty((tokens, width), dtype=exact, device="cpu")
-    final_state = torch.empty((segments, width, states), dtype=exact, device="cpu")
-    slots = chunk_slots(tokens, segments, interval(states, CHUNK)) if save else 0
-    saved = torch.empty((slots, states, width), dtype=exact, device="cpu")
-    failed = _library(exact).scan_forward(
-        _inputs(tensors, offsets),
-        out.data_ptr(),
-        final_state.data_ptr(),
-        saved.data_ptr() if save else None,
-        native.threads(tokens * width * states),
-    )
-    if failed:
-        raise MemoryError("feedback_scan: no memory for a block of states")
-    return out.to(u.dtype), final_state, saved
+    return _forward((u, lam, w, C, w_gamma, D, drive, initial_state), offsets, save, None)
+
+
+def newton(
+    u: Tensor,
+    lam: Tensor,
+    w: Tensor,
+    C: Tensor,
+    w_gamma: Tensor | None,
+    D: Tensor | None,
+    drive: Tensor | None,
+    initial_state: Tensor | None,
+    offsets: Tensor,
+    save: bool,
+    *,
+    tolerance: float,
+    max_iterations: int | None,
+    damping: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do what ``forward`` does, by Newton's method on ``CHUNK`` tokens at a time.
+
+    Raises:
+        NotConverged: Some lane has not reached the tolerance after ``max_iterations`` steps.
+    """
+    how = _Newton(tolerance, damping, max_iterations or 0)
+    return _forward((u, lam, w, C, w_gamma, D, drive, initial_state), offsets, save, how)
 
 
 def backward(
@@ -109,11 +137,47 @@ def backward(
     return (*grads,)
 
 
+def _forward(
+    inputs: _Given, offsets: Tensor, save: bool, how: _Newton | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    u, lam = inputs[:2]
+    exact = accumulator(u)
+    tensors = _prepare(exact, *inputs)
+    (tokens, width), states, segments = u.shape, lam.shape[1], offsets.shape[0] - 1
+    out = torch.empty((tokens, width), dtype=exact, device="cpu")
+    final_state = torch.empty((segments, width, states), dtype=exact, device="cpu")
+    slots = chunk_slots(tokens, segments, interval(states, CHUNK)) if save else 0
+    saved = torch.empty((slots, states, width), dtype=exact, device="cpu")
+    failure = _Failure()
+    failed = _library(exact).scan_forward(
+        _inputs(tensors, offsets),
+        out.data_ptr(),
+        final_state.data_ptr(),
+        saved.data_ptr() if save else None,
+        how,
+        failure,
+        native.threads(tokens * width * states),
+    )
+    if failed:
+        raise MemoryError("feedback_scan: no memory for a block of states")
+    if how and failure.lanes:
+        raise not_converged(
+            failure.lanes,
+            final_state.numel(),
+            how.tolerance,
+            how.most or 2 * CHUNK,
+            failure.token,
+            failure.residual,
+        )
+    return out.to(u.dtype), final_state, saved
+
+
 @functools.cache
 def _library(dtype: torch.dtype) -> ctypes.CDLL:
     library = native.library(_SOURCE, dtype, CHUNK=CHUNK)
     inputs, gradients = ctypes.POINTER(_Inputs), ctypes.POINTER(_Gradients)
-    library.scan_forward.argtypes = (inputs, *[_POINTER] * 3, ctypes.c_int)
+    how, failure = ctypes.POINTER(_Newton), ctypes.POINTER(_Failure)
+    library.scan_forward.argtypes = (inputs, *[_POINTER] * 3, how, failure, ctypes.c_int)
     library.scan_backward.argtypes = (inputs, gradients, _POINTER, ctypes.c_int)
     return library
 

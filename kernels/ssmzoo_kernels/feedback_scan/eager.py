@@ -8,6 +8,7 @@ for the carry. Of many segments only so many run together that their states stay
 import torch
 from torch import Tensor
 
+from ssmzoo_kernels.feedback_scan import newton as solver
 from ssmzoo_kernels.scan import accumulator, chunk_slots, interval
 from ssmzoo_kernels.scan.eager import CHUNK, groups
 
@@ -57,6 +58,32 @@ def forward(
         final_state[members] = state.transpose(1, 2)
     out = read if D is None else read + D.to(exact) * values
     return out.to(u.dtype), final_state, saved
+
+
+def newton(
+    u: Tensor,
+    lam: Tensor,
+    w: Tensor,
+    C: Tensor,
+    w_gamma: Tensor | None,
+    D: Tensor | None,
+    drive: Tensor | None,
+    initial_state: Tensor | None,
+    offsets: Tensor,
+    save: bool,
+    *,
+    tolerance: float,
+    max_iterations: int | None,
+    damping: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do what ``forward`` does, by Newton's method.
+
+    Raises:
+        NotConverged: Some lane has not reached the tolerance after ``max_iterations`` steps.
+    """
+    inputs = (u, lam, w, C, w_gamma, D, drive, initial_state)
+    how = {"tolerance": tolerance, "max_iterations": max_iterations, "damping": damping}
+    return solver.forward(*inputs, offsets, save, CHUNK, **how)
 
 
 def backward(

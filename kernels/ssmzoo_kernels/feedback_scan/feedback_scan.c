@@ -445,6 +445,82 @@ static void march_chunk(const Inputs *in, const Group *g, vec *states, int64_t p
   }
 }
 
+/* --- Newton's method ------------------------------------------------------------------------- */
+
+typedef struct {
+  double tolerance, damping;
+  int64_t most; /* steps; 0 for twice the tokens of a chunk */
+} Newton;
+
+/* Lanes that did not converge, the first token of a chunk where that was, the largest residual. */
+typedef struct {
+  int64_t lanes, token;
+  double residual;
+} Failure;
+
+INLINE vec magnitude(vec x) { return pick(x < (vec){0}, -x, x); }
+
+/* Solve for a chunk's states in a vector of lanes, `path` from 1 on; `path[0]` is where they start.
+ * Returns their relative residuals. */
+static vec solve(vec lam, vec w, const vec *u, const vec *drive, int64_t tokens, const Newton *how,
+                 vec *path) {
+  const REAL limit = (REAL)1e15; /* far from the solution Newton overshoots */
+  const vec one = splat(1), none = {0};
+  vec slopes[CHUNK], residuals[CHUNK], worst;
+  int64_t most = how->most ? how->most : 2 * tokens;
+  for (int64_t t = 0; t < tokens; t++)
+    path[t + 1] = step(path[t], lam, splat((REAL)0.5), u[t * VECTORS]);
+  for (int64_t count = 0;; count++) {
+    worst = none;
+    for (int64_t t = 0; t < tokens; t++) {
+      vec before = path[t], s = gate(w * (drive ? drive[t * VECTORS] : before));
+      vec moved = lam * before + u[t * VECTORS];
+      slopes[t] = one + lam * s;
+      if (!drive) slopes[t] += w * (s - s * s) * moved;
+      residuals[t] = path[t + 1] - (before + s * moved);
+      vec size = magnitude(path[t + 1]);
+      vec relative = magnitude(residuals[t]) / pick(size > one, size, one);
+      worst = pick((relative > worst) | (relative != relative), relative, worst);
+    }
+    mask open = ~(worst <= splat((REAL)how->tolerance)); /* NaN is open */
+    int any = 0;
+    for (int i = 0; i < LANES; i++) any |= open[i] != 0;
+    if (!any || count == most) return worst;
+    vec change = none, kept = splat((REAL)(1 - how->damping));
+    for (int64_t t = 0; t < tokens; t++) {
+      change = kept * slopes[t] * change - residuals[t];
+      change = within(pick(change == change, change, none), limit);
+      path[t + 1] = within(path[t + 1] + pick(open, change, none), limit);
+    }
+  }
+}
+
+/* Solve all columns of a chunk and add to what is read, as march_chunk does. */
+static void solve_chunk(const Inputs *in, const Group *g, vec *states, int64_t padded,
+                        const Params *p, Chunk *chunk, int64_t first, int64_t tokens,
+                        const Newton *how, Failure *failure) {
+  int64_t tile = tile_states(padded);
+  for (int64_t i = 0; i < tiles_of(g, padded) * TILE; i++) {
+    int64_t v = vector_of(padded, i / TILE) + i % TILE / tile;
+    int64_t n = tile == TILE ? i % padded : i / TILE * tile + i % tile;
+    if (n >= in->states || v >= vectors_of(g)) continue;
+    vec path[CHUNK + 1];
+    path[0] = states[i];
+    vec residual = solve(p->lam[i], p->w[i], chunk->u + v, in->drive ? chunk->drive + v : NULL,
+                         tokens, how, path);
+    for (int c = 0; c < LANES && v * LANES + c < g->count * g->channels; c++)
+      if (!(residual[c] <= (REAL)how->tolerance)) {
+        failure->token = failure->lanes++ ? smaller(failure->token, first) : first;
+        if (!(residual[c] <= failure->residual)) failure->residual = residual[c];
+      }
+    for (int64_t t = 0; t < tokens; t++) {
+      chunk->read[t * VECTORS + v] += p->C[i] * path[t + 1];
+      chunk->filter[t * VECTORS + v] += p->filter[i] * path[t + 1];
+    }
+    states[i] = path[tokens];
+  }
+}
+
 /* --- forward --------------------------------------------------------------------------------- */
 
 /* A lone token touches its states once: along n, where they lie. */
@@ -475,7 +551,7 @@ static void step_rows(const Inputs *in, const Group *g, REAL *out, REAL *final) 
 
 static void forward_group(const Inputs *in, const Group *g, const Params *p, int64_t padded,
                           vec *states, const vec *skip, Chunk *chunk, REAL *out, REAL *final,
-                          REAL *saved) {
+                          REAL *saved, const Newton *how, Failure *failure) {
   read_states(in, g, in->initial, padded, states);
   for (int64_t first = 0; first < g->length; first += CHUNK) {
     int64_t tokens = smaller(CHUNK, g->length - first), next = first + CHUNK;
@@ -486,7 +562,11 @@ static void forward_group(const Inputs *in, const Group *g, const Params *p, int
       write_saved(in, g, saved, first / in->interval, padded, states);
     memset(chunk->read, 0, sizeof chunk->read);
     if (in->filter) memset(chunk->filter, 0, sizeof chunk->filter);
-    march_chunk(in, g, states, padded, p, chunk, tokens, READ | (in->filter ? FILTER : 0));
+    if (how)
+      solve_chunk(in, g, states, padded, p, chunk, first, tokens, how, failure);
+    else
+      march_chunk(in, g, states, padded, p, chunk, tokens, READ | (in->filter ? FILTER : 0));
+    if (how && failure->lanes) return;
     for (int64_t i = 0; i < tokens * VECTORS; i++) {
       if (in->filter) chunk->read[i] *= gate(chunk->filter[i]);
       chunk->read[i] += skip[i % VECTORS] * chunk->u[i];
@@ -554,7 +634,8 @@ static void read_skip(const Inputs *in, const Group *widest, vec *skip) {
 }
 
 static void forward_task(const Inputs *in, const Plan *plan, int64_t share, int64_t block,
-                         REAL *out, REAL *final, REAL *saved, void *memory) {
+                         REAL *out, REAL *final, REAL *saved, const Newton *how,
+                         Failure *failure, void *memory) {
   int64_t padded = padded_states(in->states);
   vec *states = memory, skip[VECTORS];
   Params p = params_in(states + VECTORS * padded, padded);
@@ -573,12 +654,22 @@ static void forward_task(const Inputs *in, const Plan *plan, int64_t share, int6
       read_skip(in, &widest, skip);
       ready = 1;
     }
-    forward_group(in, &g, &p, padded, states, skip, &chunk, out, final, saved);
+    Failure own = {0};
+    forward_group(in, &g, &p, padded, states, skip, &chunk, out, final, saved, how, &own);
+    if (!own.lanes) continue;
+#pragma omp critical
+    {
+      failure->token = failure->lanes ? smaller(failure->token, own.token) : own.token;
+      failure->lanes += own.lanes;
+      if (!(own.residual <= failure->residual)) failure->residual = own.residual;
+    }
   }
 }
 
-/* Returns 0, or 1 if memory ran out. */
-int scan_forward(const Inputs *in, REAL *out, REAL *final, REAL *saved, int threads) {
+/* March, or solve by Newton's method if `how` is not null; where that fails the results mean nothing.
+ * Returns 0, or 1 if memory ran out. */
+int scan_forward(const Inputs *in, REAL *out, REAL *final, REAL *saved, const Newton *how,
+                 Failure *failure, int threads) {
   Plan plan;
   int failed = make_plan(in, &plan);
   if (failed) return failed;
@@ -593,7 +684,8 @@ int scan_forward(const Inputs *in, REAL *out, REAL *final, REAL *saved, int thre
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < plan.shares * plan.blocks; i++)
       if (memory)
-        forward_task(in, &plan, i / plan.blocks, i % plan.blocks, out, final, saved, memory);
+        forward_task(in, &plan, i / plan.blocks, i % plan.blocks, out, final, saved, how, failure,
+                     memory);
     free(memory);
   }
   free(plan.starts);

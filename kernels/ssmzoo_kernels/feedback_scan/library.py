@@ -1,11 +1,10 @@
 """``feedback_scan`` as a ``torch.library`` op, so that autograd and ``torch.compile`` know it.
 
 Here a batch is already flat: ``T = B * L`` tokens in a row, cut into ``S`` segments by ``offsets``.
-A backend is a module with ``CHUNK``, ``forward`` and ``backward`` of the signatures used below; it
-marches. The forward of a training step keeps the state at the start of every ``interval(N, CHUNK)``
-tokens, and the backward recomputes the states in between, at most ``CHUNK`` at once. The Newton
-solver stands in for a backend's forward only: it keeps the same states, so that one backward serves
-both and no iteration is ever differentiated.
+A backend is a module with ``CHUNK``, ``forward``, ``newton`` and ``backward`` of the signatures used
+below. The forward of a training step keeps the state at the start of every ``interval(N, CHUNK)``
+tokens, and the backward recomputes the states in between, at most ``CHUNK`` at once. Newton's method
+keeps the same states, so that one backward serves both and no iteration is ever differentiated.
 """
 
 import functools
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ssmzoo_kernels.dispatch import record
-from ssmzoo_kernels.feedback_scan import newton
+from ssmzoo_kernels.feedback_scan.newton import NotConverged
 from ssmzoo_kernels.scan import accumulator, chunk_slots, interval, needs_library
 
 OP = "feedback_scan"
@@ -83,12 +82,9 @@ def _solve(
     module = _backend(backend)
     if solver == "newton":
         try:
-            # a backend with a solver of its own has it under this name
-            solve = getattr(module, "newton", None)
-            solve = solve or functools.partial(newton.forward, chunk=module.CHUNK)
             how = {"tolerance": tolerance, "max_iterations": max_iterations, "damping": damping}
-            found = solve(*inputs, offsets, save, **how)
-        except newton.NotConverged as reason:
+            found = module.newton(*inputs, offsets, save, **how)
+        except NotConverged as reason:
             _log.warning("%s: %s; this call marches instead", OP, reason)
         else:
             record(SOLVER, "newton")

@@ -28,6 +28,17 @@ class NotConverged(Exception):
     """The cap on iterations was reached; says where."""
 
 
+def not_converged(
+    failed: int, lanes: int, tolerance: float, iterations: int, token: int, residual: float
+) -> NotConverged:
+    """Return the exception that says how many lanes failed, first in the span from a token on."""
+    return NotConverged(
+        f"Newton's method left {failed} of {lanes} lanes above the tolerance {tolerance:g} after "
+        f"{iterations} iterations, in the span from token {token} "
+        f"(largest relative residual {residual:.1e})"
+    )
+
+
 class Newton(NamedTuple):
     """What ``newton_solve`` found.
 
@@ -57,6 +68,7 @@ def forward(
     offsets: Tensor,  # [S + 1] int64
     save: bool,
     chunk: int,
+    *,
     tolerance: float,
     max_iterations: int | None,
     damping: float,
@@ -85,8 +97,13 @@ def forward(
             gate_inputs = None if driven is None else driven[span]
             lanes = _Lanes(values[span], rate, weight, gate_inputs, state)
             solution = lanes.solve(tolerance, max_iterations, damping)
-            if not solution.converged.all():
-                raise NotConverged(_describe(solution, start, tolerance))
+            failed = int((~solution.converged).sum())
+            if failed:
+                steps, residual = (
+                    int(solution.iterations.max()),
+                    float(solution.residuals[-1].max()),
+                )
+                raise not_converged(failed, final_state.numel(), tolerance, steps, start, residual)
             history = solution.states.unflatten(1, state.shape).transpose(0, 1)  # [G, Q, D, N]
             for offset in range(-start % between, span.shape[1], between) if save else ():
                 place = offsets[members] // between + members + (start + offset) // between
@@ -286,16 +303,6 @@ class _Lanes:
                 change *= open_
             x = (x + change).clamp_(-LIMIT, LIMIT)
         return _Solution(states, iterations, residuals or [relative], relative <= tolerance)
-
-
-def _describe(solution: _Solution, start: int, tolerance: float) -> str:
-    failed = int((~solution.converged).sum())
-    worst = float(solution.residuals[-1].max())
-    return (
-        f"Newton's method left {failed} of {len(solution.converged)} lanes above the tolerance "
-        f"{tolerance:g} after {int(solution.iterations.max())} iterations, in the span from token "
-        f"{start} (largest relative residual {worst:.1e})"
-    )
 
 
 def _groups(offsets: Tensor, states: int) -> Iterator[tuple[Tensor, Tensor]]:
