@@ -8,9 +8,12 @@ import yaml
 from tests.test_train import KilledError, killed_before
 from transformers import MambaConfig, MambaForCausalLM
 
+from ssmzoo.build import build_config
 from ssmzoo.cli import main
+from ssmzoo.data import recipe_tokenizer
 from ssmzoo.family import load_family
 from ssmzoo.recall import best_rates, flops_per_token, load_sweep, recall, state_bytes, table
+from ssmzoo.resources import share
 
 SWEEP = {
     "models": {
@@ -111,6 +114,23 @@ def test_a_wrong_sweep_is_refused_before_any_run(changes, kind, message, tmp_pat
     path = tmp_path / "sweep.yaml"
     path.write_text(yaml.safe_dump({**SWEEP, **changes}, sort_keys=False), encoding="utf-8")
     with pytest.raises(kind, match=message):
+        load_sweep(path)
+
+
+@pytest.mark.parametrize("path", sorted(share("eval/sweeps").glob("*.yaml")), ids=lambda p: p.stem)
+def test_shipped_sweeps_are_valid_down_to_the_configurations(path):
+    for _, columns, recipe in load_sweep(path.stem).recipes():
+        config = build_config(recipe.model, recipe_tokenizer(recipe))
+        assert config.hidden_size == columns["width"]
+
+
+def test_merged_mappings_are_read_and_what_stands_twice_is_refused(tmp_path):
+    path = tmp_path / "sweep.yaml"
+    path.write_text("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3, y: 4}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="'y' appears twice"):
+        load_sweep(path)
+    path.write_text("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\n", encoding="utf-8")
+    with pytest.raises(LookupError, match="has no field 'a'"):
         load_sweep(path)
 
 

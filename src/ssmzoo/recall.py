@@ -24,6 +24,7 @@ from ssmzoo.recipe import (
     Section,
     read_sections,
 )
+from ssmzoo.resources import share
 
 try:
     from pydantic import Field
@@ -81,7 +82,7 @@ class Sweep(Section):
                             "checkpoint": {"every": 1_000_000_000, "keep": 1},
                             "log": self.log.model_dump(),
                         }
-                        name = f"{model}-{width}-{rate:g}-{seed}"
+                        name = f"{model.replace(' ', '-')}-{width}-{rate:g}-{seed}"
                         columns = {"model": model, "width": width, "lr": rate, "seed": seed}
                         yield name, columns, read_sections(Recipe, fields, name)
 
@@ -89,11 +90,16 @@ class Sweep(Section):
 def load_sweep(path: str | Path) -> Sweep:
     """Read and check a sweep and all of its recipes.
 
+    Args:
+        path: A YAML file, or the name of a shipped sweep.
+
     Raises:
         LookupError: No such file, or a field that a sweep or a recipe does not have.
         ValueError: A wrong value, or a file that is not YAML.
     """
-    sweep = read_sections(Sweep, Path(path), Path(path).name)
+    shipped = share("eval/sweeps") / f"{path}.yaml"
+    file = shipped if shipped.is_file() else Path(path)
+    sweep = read_sections(Sweep, file, file.name)
     names = [name for name, _, _ in sweep.recipes()]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
