@@ -282,6 +282,7 @@ def read(folder):
         ("dss", "kernels memory poles margins time_steps"),
         ("rtf", "kernels memory poles margins"),
         ("longhorn", "kernels memory decay"),
+        ("coffee", "kernels memory decay"),
         ("rtf:rtf-delay", "kernels memory margins"),
     ],
 )

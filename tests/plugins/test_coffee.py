@@ -748,6 +748,25 @@ def test_inspect_measures_kernels_of_gates_that_look_at_the_state(variant):
     assert found.state_bytes == 2 * 16 * (4 + 3) * 8
 
 
+# --- the other heads --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["sequence", "token", "pair"])
+def test_every_head_trains_and_survives_its_file(kind, tmp_path):
+    cls = getattr(FAMILY, f"{kind}_classification_class")
+    model = build(torch.float32, cls, num_labels=3).train()
+    inputs = {"input_ids": tokens(2, 9)}
+    if kind == "pair":
+        inputs["pair_input_ids"] = tokens(2, 7, seed=1)
+    labels = tokens(2, 9, vocab_size=3) if kind == "token" else torch.tensor([0, 2])
+    model(**inputs, labels=labels).loss.backward()
+    assert all(p.grad.any() for p in model.parameters())
+    model.eval().save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        assert torch.equal(cls.from_pretrained(tmp_path)(**inputs).logits, expected)
+
+
 # --- images -----------------------------------------------------------------------------------
 
 IMAGES = dict(FAMILY.presets["coffee-mnist"])
