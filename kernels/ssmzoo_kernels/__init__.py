@@ -12,7 +12,7 @@ from ssmzoo_kernels.eidetic_attention import eidetic_attention
 from ssmzoo_kernels.feedback_scan import feedback_scan
 from ssmzoo_kernels.few_rows_linear import few_rows_linear
 from ssmzoo_kernels.fft_conv import fft_conv
-from ssmzoo_kernels.innovation import innovation
+from ssmzoo_kernels.innovation import innovation, select_memory
 from ssmzoo_kernels.linear_scan import linear_scan
 from ssmzoo_kernels.longhorn_scan import longhorn_scan
 from ssmzoo_kernels.rational_kernel import inverse_series, rational_kernel
@@ -35,6 +35,7 @@ __all__ = [
     "linear_scan",
     "longhorn_scan",
     "rational_kernel",
+    "select_memory",
     "selective_scan",
     "use_backend",
     "vandermonde",

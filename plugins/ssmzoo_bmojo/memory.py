@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ssmzoo_kernels import select_memory
 from ssmzoo_kernels.eidetic_attention import Chunks, chunk_table
 
 
@@ -139,27 +140,13 @@ def choose_eidetic(
         found.append((rows, positions, scores))
         position = (opened[:, None] + j) * window + torch.arange(window, device=grid.device)
         row, _ = call.rows(first, position, window_rows)
-        rows, positions, scores = _keep_best(
-            torch.cat([rows, tables + row], dim=1),
-            torch.cat([positions, position], dim=1),
-            torch.cat([scores, grid[:, j]], dim=1),
-            count,
-        )
+        kept = select_memory(scores, positions, grid[:, j], position, count)
+        rows = torch.cat([rows, tables + row], dim=1).gather(1, kept.indices)
+        scores, positions = kept.scores, kept.positions
     here = chunks.number - opened[chunks.sequence]
     return Eidetic(
         *(torch.stack(x, dim=1)[chunks.sequence, here] for x in zip(*found, strict=True))
     )
-
-
-def _keep_best(
-    rows: Tensor, positions: Tensor, scores: Tensor, count: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Keep the ``count`` largest scores by position, empty places (minus infinity) at the end."""
-    best = scores.argsort(dim=1, descending=True, stable=True)[:, :count]
-    empty = scores.gather(1, best).isneginf()
-    behind = positions.max() + 1 if positions.numel() else 0
-    order = best.gather(1, positions.gather(1, best).masked_fill(empty, behind).argsort(dim=1))
-    return rows.gather(1, order), positions.gather(1, order), scores.gather(1, order)
 
 
 def score_grid(call: Call, chunks: Chunks, scores: Tensor, pending: Tensor | None) -> Tensor:

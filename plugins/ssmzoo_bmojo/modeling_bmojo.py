@@ -245,7 +245,9 @@ class BMojoAttention(nn.Module):
         """Return each chunk's eidetic memory: raw tokens whose output was predicted worst."""
         weights = self.innovation_weights
         past = None if before is None else before[:, -len(weights) :]
-        scores = innovation(y[None], weights, past, cu_seqlens=call.offsets, relative=self.relative)
+        scores, _ = innovation(
+            y[None], weights, past, cu_seqlens=call.offsets, relative=self.relative
+        )
         looks = scores.device.type == "cpu" and not torch.compiler.is_compiling()
         if looks and not bool(scores.isfinite().all()):
             token = int((~scores[0].isfinite()).nonzero()[0])

@@ -1,4 +1,4 @@
-"""B'MOJO's innovation: how badly the last outputs predict the next one."""
+"""B'MOJO's innovation: how badly the last outputs predict the next one, and what is remembered."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ssmzoo_kernels.dispatch import Backend, choose, record
-from ssmzoo_kernels.innovation import eager, reference
+from ssmzoo_kernels.innovation import library, reference
+from ssmzoo_kernels.innovation.selection import Selection, select_memory
 from ssmzoo_kernels.validation import check_leading, check_tensor, segment_offsets
 
 OP = "innovation"
@@ -21,11 +22,12 @@ def innovation(
     cu_seqlens: Tensor | None = None,  # [S + 1]
     relative: bool = False,
     backend: Backend = "auto",
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Measure how far each output is from a weighted mean of the k before it.
 
     ``e[t] = mean_d (y[t] - sum_i weights[i] y[t-i])^2``, or with ``relative``
-    ``|y[t] - ...|^2 / (|y[t]|^2 + 1e-6)``. No gradient flows.
+    ``|y[t] - ...|^2 / (|y[t]|^2 + 1e-6)``; everything inside is float32 (float64 for float64
+    inputs). No gradient flows.
 
     Args:
         y: Outputs of a state-space model.
@@ -37,27 +39,45 @@ def innovation(
         backend: "auto" goes by device. Naming a backend that cannot run is an error.
 
     Returns:
-        The scores ``[B, L]`` in float32, or float64 for float64 inputs.
+        The scores ``[B, L]`` in float32 or float64, and the history after this call, ``[B, k, D]``
+        (``[S, k, D]``) in y's dtype.
 
     Raises:
         ValueError: Shapes, devices or choices that do not fit.
         TypeError: Not a tensor, or not floating point.
+        RuntimeError: The machine lacks what the named backend needs.
     """
     check_leading(OP, "y", y, "[B, L, D]")
     batch, length, width = y.shape
+    if width < 1:
+        raise ValueError(f"{OP}: y must have at least one channel, got {list(y.shape)}")
     if len(weights) < 1:
         raise ValueError(f"{OP}: weights must have at least one entry, got none")
     offsets = segment_offsets(OP, y, cu_seqlens)
     shape = (offsets.numel() - 1, len(weights), width)
-    if history is None:
-        history = y.new_zeros(shape)
-    rule = "[B, k, D]" if cu_seqlens is None else "[S, k, D]"
-    check_tensor(OP, "history", history, shape, y, rule)
-    chosen = choose(OP, backend, y, ("reference", "eager"))
-    record(OP, chosen)
-    run = reference.innovation if chosen == "reference" else eager.innovation
+    if history is not None:
+        rule = "[B, k, D]" if cu_seqlens is None else "[S, k, D]"
+        check_tensor(OP, "history", history, shape, y, rule)
+    chosen = choose(OP, backend, y)
+    if chosen == "reference":
+        record(OP, "reference")
+        return reference.innovation(y, weights, history, cu_seqlens=cu_seqlens, relative=relative)
     flat = y.reshape(batch * length, width)
-    return run(flat, list(weights), history, offsets, relative).view(batch, length)
+    before = y.new_zeros(shape) if history is None else history.to(y.dtype)
+    scores = library.scores(flat, list(weights), before, offsets, relative, chosen)
+    return scores.view(batch, length), _after(flat, before, offsets)
 
 
-__all__ = ["innovation"]
+def _after(y: Tensor, history: Tensor, offsets: Tensor) -> Tensor:
+    """Return each sequence's last k outputs ``[S, k, D]``."""
+    steps = torch.arange(history.shape[1], device=y.device)
+    place = offsets[1:, None] - history.shape[1] + steps
+    kept = (steps + offsets.diff()[:, None]).clamp(max=history.shape[1] - 1)
+    old = torch.take_along_dim(history, kept[..., None], dim=1)
+    if not y.shape[0]:
+        return old
+    here = (place >= offsets[:-1, None])[..., None]
+    return torch.where(here, y[place.clamp(min=0)], old)
+
+
+__all__ = ["Selection", "innovation", "select_memory"]

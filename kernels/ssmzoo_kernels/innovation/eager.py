@@ -1,31 +1,32 @@
-"""The predictor error in torch: shifted sums, packed sequences end to end."""
+"""The predictor's error in torch: sums of shifted outputs, first tokens anew from their history."""
 
 import torch
 from torch import Tensor
 
 
-def innovation(
+def scores(
     y: Tensor,  # [T, D]
     weights: list[float],
     history: Tensor,  # [S, k, D]
-    offsets: Tensor,  # [S + 1]
+    offsets: Tensor,  # [S + 1] int64
     relative: bool,
 ) -> Tensor:
     """Return the scores ``[T]``."""
-    exact = torch.promote_types(torch.float32, y.dtype)
-    tokens, span = y.shape[0], len(weights)
-    place = torch.arange(tokens, device=y.device)
-    sequence = torch.searchsorted(offsets[1:].contiguous(), place, right=True)
-    within = place - offsets[sequence]
-    table = torch.cat([history.flatten(0, 1).to(y.dtype), y])
-    old = history.shape[0] * span
-    error = y.to(exact)
+    exact, span = torch.promote_types(torch.float32, y.dtype), len(weights)
+    error = y.to(exact, copy=True)
     for back, weight in enumerate(weights, 1):
-        # the history of sequence s ends in row s * k + k - 1
-        behind = sequence * span + span + within - back
-        rows = torch.where(within >= back, old + place - back, behind)
-        error = error - weight * table[rows].to(exact)
-    error = error.square()
+        error[back:].add_(y[:-back], alpha=-weight)
+    if y.shape[0]:
+        # these have looked into the sequence before theirs
+        within = torch.arange(span, device=y.device)
+        place = offsets[:-1, None] + within
+        inside = within < offsets.diff()[:, None]
+        first = y[place.clamp(max=y.shape[0] - 1)].to(exact)  # [S, k, D]
+        known = torch.cat([history.to(exact), first], dim=1)
+        for back, weight in enumerate(weights, 1):
+            first = first - weight * known[:, span - back : 2 * span - back]
+        error[place[inside]] = first[inside]
+    error.square_()
     if relative:
         return error.sum(dim=-1) / (y.to(exact).square().sum(dim=-1) + 1e-6)
     return error.mean(dim=-1)

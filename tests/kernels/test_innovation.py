@@ -1,0 +1,422 @@
+"""innovation and select_memory: every backend against the loop, and streaming against sorting."""
+
+import functools
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ssmzoo.testing.accuracy import assert_as_accurate, outputs_and_grads
+from ssmzoo_kernels import innovation, last_backend, select_memory, use_backend
+from ssmzoo_kernels.innovation import library
+
+HALVES = (0.4, 0.3, 0.2, 0.1)
+HERE = Path(__file__).parent
+
+
+def draw(B=2, L=9, D=5, k=4, segments=None, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((B, L, D), (segments or B, k, D))
+    return [torch.randn(x, generator=generator, dtype=torch.float64).to(dtype) for x in shapes]
+
+
+def bounds(*lengths):
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def close(got, expected, tolerance):
+    assert got.shape == expected.shape
+    assert got.dtype == expected.dtype
+    error = (got.double() - expected.double()).abs().max()
+    assert error <= tolerance * expected.double().abs().max(), f"error {error:.2e}"
+
+
+def judge(inputs, weights, backend, dtype=torch.float32, **options):
+    """Hold a backend against the loop; the history must be equal bit for bit."""
+
+    def run(name):
+        return lambda y, history: innovation(y, weights, history, backend=name, **options)
+
+    def scores(name):
+        return lambda y, history: run(name)(y, history)[0].requires_grad_()
+
+    assert_as_accurate(scores(backend), scores("reference"), inputs, dtype)
+    exact, truth = (
+        outputs_and_grads(scores(x), inputs, torch.float64) for x in (backend, "reference")
+    )
+    if truth["output 0"].numel():
+        close(exact["output 0"], truth["output 0"], 1e-13)
+    rounded = [x.to(dtype) for x in inputs]
+    got, known = (run(name)(*rounded)[1] for name in (backend, "reference"))
+    assert got.dtype == dtype
+    assert torch.equal(got, known)
+
+
+# --- the predictor's error --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 4, 5, 63, 64, 65, 200])
+@pytest.mark.parametrize("relative", [False, True])
+def test_any_length_is_as_exact_as_the_loop(backend, length, relative):
+    judge(draw(L=length, D=20), HALVES, backend, relative=relative)
+
+
+def test_the_backend_asked_for_runs(backend):
+    innovation(draw()[0], HALVES, backend=backend)
+    assert last_backend("innovation") == backend
+
+
+@pytest.mark.parametrize("width", [1, 16, 63, 1030])
+@pytest.mark.parametrize("span", [1, 2, 9])
+def test_any_width_and_span_is_as_exact_as_the_loop(backend, width, span):
+    judge(draw(L=12, D=width, k=span), [1 / span] * span, backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_as_exact_as_the_loop(backend, dtype):
+    judge(draw(L=40, D=33), HALVES, backend, dtype)
+    scores, _ = innovation(draw(dtype=dtype)[0], HALVES, backend=backend)
+    assert scores.dtype == torch.float32
+
+
+def test_a_wrong_predictor_fails_the_check(backend, monkeypatch):
+    module = library._backend(backend)
+    right = module.scores
+
+    def wrong(y, weights, *rest):
+        return right(y, [weights[0] * (1 + 1e-5), *weights[1:]], *rest)
+
+    monkeypatch.setattr(module, "scores", wrong)
+    with pytest.raises(AssertionError, match="output 0"):
+        judge(draw(L=20), HALVES, backend)
+
+
+def test_scores_are_those_of_a_causal_convolution(backend):
+    y, _ = draw(L=30, D=7)
+    taps = torch.tensor(HALVES[::-1], dtype=y.dtype).expand(7, 1, 4)
+    guess = F.conv1d(F.pad(y.transpose(1, 2), (4, 0)), taps, groups=7)[..., :30].transpose(1, 2)
+    close(innovation(y, HALVES, backend=backend)[0], (y - guess).square().mean(-1), 1e-13)
+    relative = (y - guess).square().sum(-1) / (y.square().sum(-1) + 1e-6)
+    close(innovation(y, HALVES, relative=True, backend=backend)[0], relative, 1e-13)
+
+
+def test_what_repeats_is_no_news_and_a_spike_is(backend):
+    y = torch.ones(1, 40, 6, dtype=torch.float64)
+    y[0, 20] = 5
+    scores, _ = innovation(y, [0.25] * 4, backend=backend)
+    assert torch.equal(scores[0, :4], torch.tensor([16, 9, 4, 1], dtype=y.dtype) / 16)
+    assert (scores[0, 4:20] == 0).all()
+    assert (scores[0, 25:] == 0).all()
+    assert scores.argmax() == 20
+
+
+@pytest.mark.parametrize("cuts", [(1,), (3,), (4,), (2, 3, 20, 29)])
+def test_pieces_with_the_history_carried_equal_the_whole(backend, cuts):
+    y, history = draw(L=30, D=18)
+    op = functools.partial(innovation, weights=HALVES, backend=backend)
+    whole, end = op(y, history=history)
+    pieces = []
+    for a, b in zip((0, *cuts), (*cuts, 30), strict=True):
+        scores, history = op(y[:, a:b], history=history)
+        pieces.append(scores)
+    close(torch.cat(pieces, dim=1), whole, 1e-14)
+    assert torch.equal(history, end)
+    assert torch.equal(end, y[:, -4:])
+
+
+def test_packed_sequences_equal_single_ones(backend):
+    lengths = (5, 0, 3, 1, 70, 4)
+    y, history = draw(B=1, L=sum(lengths), D=18, segments=6)
+    cu = bounds(*lengths)
+    judge([y, history], HALVES, backend, cu_seqlens=cu)
+    scores, ends = innovation(y, HALVES, history, cu_seqlens=cu.int(), backend=backend)
+    for s, (a, b) in enumerate(itertools.pairwise(cu.tolist())):
+        one, end = innovation(y[:, a:b], HALVES, history[s : s + 1], backend=backend)
+        if a < b:
+            close(scores[:, a:b], one, 1e-14)
+        assert torch.equal(ends[s : s + 1], end)
+
+
+def test_no_gradient_flows(backend):
+    y, history = (x.requires_grad_() for x in draw())
+    scores, end = innovation(y, HALVES, history, backend=backend)
+    assert not scores.requires_grad
+    assert not end.requires_grad
+
+
+def test_nothing_looks_ahead_and_strides_do_not_matter(backend):
+    y, history = draw(L=40, D=18, dtype=torch.float32)
+    scores, _ = innovation(y, HALVES, history, backend=backend)
+    roomy = torch.full((2, 40, 40), float("nan"))
+    strided = roomy[..., 1:37:2].copy_(y)
+    assert torch.equal(innovation(strided, HALVES, history, backend=backend)[0], scores)
+    disturbed = y.clone()
+    disturbed[:, 23] += 1
+    changed, _ = innovation(disturbed, HALVES, history, backend=backend)
+    assert torch.equal(scores[:, :23], changed[:, :23])
+    assert (scores[:, 23:28] != changed[:, 23:28]).all()
+    assert torch.equal(scores[:, 28:], changed[:, 28:])
+    disturbed[0, 30, 3] = float("nan")
+    spoiled, _ = innovation(disturbed, HALVES, history, backend=backend)
+    assert spoiled[0, 30:35].isnan().all()
+    assert spoiled.isnan().sum() == 5
+
+
+def test_any_number_of_threads_gives_the_same_bits():
+    y, history = draw(L=300, D=400, dtype=torch.float32)
+    before, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(innovation(y, HALVES, history, backend="cpu")[0])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(x, results[0]) for x in results[1:])
+
+
+def test_the_registered_op_passes_opcheck_and_compiles(backend):
+    y, history = draw(L=20, D=6, dtype=torch.float32)
+    arguments = (y.flatten(0, 1), list(HALVES), history, bounds(20, 20), True, backend)
+    torch.library.opcheck(torch.ops.ssmzoo.innovation.default, arguments)
+
+    def layer(y, history):
+        scores, end = innovation(torch.tanh(y), HALVES, history, backend=backend)
+        return scores + 1, end
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(compiled(y, history), layer(y, history), strict=True):
+        close(got, expected, 1e-6)
+
+
+def test_use_backend_redirects_auto(backend):
+    with use_backend(backend):
+        innovation(draw(dtype=torch.float32)[0], HALVES)
+    assert last_backend("innovation") == backend
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([1.0], HALVES), TypeError, "y must be a tensor .*got list"),
+        ((torch.ones(3, 4), HALVES), ValueError, r"y must have shape \[B, L, D\], got \[3, 4\]"),
+        ((torch.ones(1, 3, 4).int(), HALVES), TypeError, "y must be floating point"),
+        ((torch.ones(1, 3, 0), HALVES), ValueError, "y must have at least one channel"),
+        ((torch.ones(1, 3, 4), []), ValueError, "weights must have at least one entry, got none"),
+        (
+            (torch.ones(2, 3, 5), HALVES, torch.ones(2, 3, 5)),
+            ValueError,
+            r"history must have shape \[B, k, D\] = \[2, 4, 5\], got \[2, 3, 5\]",
+        ),
+        (
+            (torch.ones(1, 3, 5), HALVES, torch.ones(1, 4, 5, device="meta")),
+            ValueError,
+            "history must be on cpu, got meta",
+        ),
+    ],
+)
+def test_wrong_input_is_named(arguments, error, message):
+    with pytest.raises(error, match=f"innovation: {message}"):
+        innovation(*arguments)
+
+
+def test_wrong_boundaries_and_choices_are_refused():
+    y, history = draw(B=1)
+    with pytest.raises(ValueError, match="rise from 0 to L = 9"):
+        innovation(y, HALVES, cu_seqlens=torch.tensor([0, 8]))
+    with pytest.raises(ValueError, match=r"\[S, k, D\] = \[2, 4, 5\], got \[1, 4, 5\]"):
+        innovation(y, HALVES, history, cu_seqlens=torch.tensor([0, 4, 9]))
+    with pytest.raises(ValueError, match="needs CUDA tensors, got cpu"):
+        innovation(y, HALVES, backend="triton")
+
+
+# --- what is remembered -----------------------------------------------------------------------
+
+
+def tied_scores(rows=5, length=37, values=4):
+    """Few different values, so that most are tied."""
+    return torch.randint(values, (rows, length)).float()
+
+
+def largest(scores, count):
+    """The first `count` by score and then by age, one row at a time in plain Python."""
+    found = []
+    for row in scores.tolist():
+        best = sorted(range(len(row)), key=lambda i: (-row[i], i))[:count]
+        found.append(sorted(best))
+    return torch.tensor(found)
+
+
+def merged(scores, count, chunk):
+    """Merge chunk after chunk into a memory that starts empty."""
+    rows, length = scores.shape
+    kept = torch.empty(rows, 0), torch.empty(rows, 0, dtype=torch.int64)
+    position = torch.arange(length).expand(rows, -1)
+    for at in range(0, length, chunk):
+        piece = slice(at, at + chunk)
+        found = select_memory(*kept, scores[:, piece], position[:, piece], count)
+        kept = found.scores, found.positions
+    return found
+
+
+def streamed(scores, count):
+    """A new token enters on a strictly larger score; the youngest of the smallest leaves."""
+    found = []
+    for row in scores.tolist():
+        memory = {}
+        for position, score in enumerate(row):
+            if len(memory) < count:
+                memory[position] = score
+            elif memory and score > min(memory.values()):
+                smallest = min(memory.values())
+                del memory[max(p for p, s in memory.items() if s == smallest)]
+                memory[position] = score
+        found.append(sorted(memory))
+    return torch.tensor(found)
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 20, 37])
+@pytest.mark.parametrize("chunk", [1, 4, 5, 37])
+def test_streaming_merging_and_sorting_keep_the_same_tokens(count, chunk):
+    scores = tied_scores()
+    found = merged(scores, count, chunk)
+    expected = largest(scores, count)
+    assert torch.equal(found.positions, expected)
+    assert torch.equal(streamed(scores, count), expected)
+    assert torch.equal(found.scores, scores.gather(1, expected))
+    assert found.count.tolist() == [count] * 5
+
+
+def test_driving_out_the_oldest_of_tied_scores_would_keep_others():
+    """The trap that the test above would fall into with a wrong rule."""
+    scores = tied_scores()
+
+    def oldest_leaves(row, count):
+        memory = {}
+        for position, score in enumerate(row):
+            if len(memory) < count:
+                memory[position] = score
+            elif score > min(memory.values()):
+                del memory[min(memory, key=lambda p: (memory[p], p))]
+                memory[position] = score
+        return sorted(memory)
+
+    assert [oldest_leaves(row, 20) for row in scores.tolist()] != largest(scores, 20).tolist()
+
+
+def test_the_order_of_the_arguments_does_not_decide_ties():
+    scores, position = tied_scores(), torch.arange(37).expand(5, -1)
+    turned = torch.randperm(37)
+    found = select_memory(
+        scores[:, turned[:9]], position[:, turned[:9]],
+        scores[:, turned[9:]], position[:, turned[9:]], 8,
+    )  # fmt: skip
+    assert torch.equal(found.positions, largest(scores, 8))
+    assert torch.equal(turned[found.indices], found.positions)
+
+
+def test_places_that_hold_nothing_come_last_and_do_not_count():
+    none = -torch.inf
+    scores = torch.tensor([[2.0, none, none], [none, none, none]])
+    positions = torch.tensor([[7, 0, 0], [0, 0, 0]])
+    new, at = torch.tensor([[none, 3.0], [none, none]]), torch.tensor([[1, 9], [4, 5]])
+    found = select_memory(scores, positions, new, at, 3)
+    assert found.count.tolist() == [2, 0]
+    assert found.positions[0, :2].tolist() == [7, 9]
+    assert found.indices[0, :2].tolist() == [0, 4]
+    assert found.scores[0].tolist() == [2, 3, none]
+    assert found.scores[1].isneginf().all()
+
+
+def test_a_memory_larger_than_what_there_is_holds_it_all():
+    scores, position = tied_scores(length=6), torch.arange(6).expand(5, -1)
+    found = select_memory(scores[:, :2], position[:, :2], scores[:, 2:], position[:, 2:], 20)
+    assert torch.equal(found.positions, position)
+    assert torch.equal(found.indices, position)
+    assert torch.equal(found.scores, scores)
+    assert found.count.tolist() == [6] * 5
+    nothing = select_memory(scores, position, scores[:, :0], position[:, :0], 0)
+    assert nothing.positions.shape == (5, 0)
+
+
+def test_what_is_chosen_carries_no_gradient():
+    scores, position = tied_scores().requires_grad_(), torch.arange(37).expand(5, -1)
+    found = select_memory(scores[:, :9], position[:, :9], scores[:, 9:], position[:, 9:], 8)
+    assert not found.scores.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scores": torch.ones(3)}, r"scores must have shape \[R, m\], got \[3\]"),
+        ({"positions": torch.ones(2, 4)}, r"positions must have scores' shape \[2, 3\]"),
+        ({"new_scores": torch.ones(1, 4)}, r"new_scores' shape \[1, 4\], got \[2, 4\]"),
+        (
+            {"new_scores": torch.ones(1, 4), "new_positions": torch.ones(1, 4)},
+            r"new_scores must have shape \[R, n\] with R = 2, got \[1, 4\]",
+        ),
+        ({"count": -1}, "count must be 0 or more, got -1"),
+    ],
+)
+def test_wrong_memories_are_named(change, message):
+    right = {"scores": (2, 3), "positions": (2, 3), "new_scores": (2, 4), "new_positions": (2, 4)}
+    arguments = {name: torch.ones(shape) for name, shape in right.items()} | {"count": 2}
+    with pytest.raises(ValueError, match=f"select_memory: .*{message}"):
+        select_memory(**(arguments | change))
+
+
+# --- Triton -----------------------------------------------------------------------------------
+
+
+def run(command, **environment):
+    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_the_interpreted_kernel_equals_the_reference():
+    pytest.importorskip("triton", reason="triton is not installed")
+    options = ("-q", "-p", "no:cacheprovider", "--tb=short")
+    file = str(HERE / "interpreted_innovation.py")
+    out = run(["-m", "pytest", file, *options], TRITON_INTERPRET="1")
+    assert " passed" in out
+    assert "skipped" not in out
+
+
+def test_the_kernel_compiles_without_spills():
+    pytest.importorskip("triton", reason="triton is not installed")
+    records = [json.loads(x) for x in run([str(HERE / "compiled_innovation.py")]).splitlines()]
+    assert {(r["case"], r["target"]) for r in records} == {
+        (case, target)
+        for case in ("model", "relative", "narrow", "float64")
+        for target in ("sm_80", "sm_90")
+    }
+    for record in records:
+        assert record["stack"] == record["local"] == 0, f"registers spilled: {record}"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("relative", [False, True])
+def test_the_kernel_on_a_gpu_equals_the_reference(dtype, relative):
+    lengths = (1, 7, 0, 63, 64, 65, 300)
+    y, history = (x.cuda() for x in draw(B=1, L=sum(lengths), D=1100, segments=7, dtype=dtype))
+    options = {"cu_seqlens": bounds(*lengths).cuda(), "relative": relative}
+    exact, _ = innovation(y.double(), HALVES, history.double(), backend="reference", **options)
+    scores, end = innovation(y, HALVES, history, **options)
+    assert last_backend("innovation") == "triton"
+    assert (scores.double() - exact).abs().max() <= 1e-6 * exact.abs().max()
+    assert torch.equal(end, innovation(y, HALVES, history, backend="reference", **options)[1])
