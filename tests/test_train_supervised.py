@@ -12,6 +12,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
@@ -19,6 +20,7 @@ from transformers import (
     BertForSequenceClassification,
 )
 
+from ssmzoo.build import build_config, model_class
 from ssmzoo.checkpoint import read_metrics
 from ssmzoo.examples import Examples, ExampleSource, Share
 from ssmzoo.family import load_family
@@ -522,32 +524,70 @@ INDUCTION = {"task": "induction_heads", "task_args": {
     "num_train": 40, "num_validation": 30, "num_test": 25}}  # fmt: skip
 
 
-def test_answers_of_several_symbols_are_judged_one_by_one_and_whole():
+@pytest.mark.parametrize("chooses", [True, False])
+def test_answers_of_several_symbols_are_judged_one_by_one_and_whole(chooses, monkeypatch):
     task = load_task("induction_heads", "test", 1, **INDUCTION["task_args"])
     part = Examples(task.batch(range(25)))
-    model = load_family("longhorn").causal_lm_class(
-        load_family("longhorn").config(**LONGHORN["config"], vocab_size=5)
-    )
+    family = load_family("longhorn")
+    model = family.causal_lm_class(family.config(**LONGHORN["config"], vocab_size=5))
+    if not chooses:
+        monkeypatch.setattr(model, "forward", lambda input_ids: None)
     goal = labelled(model, task)
     batch = goal.batch(part)
-    assert set(batch) == {"input_ids", "labels"}  # nothing is padding
+    # nothing is padding, and the last column predicts nothing that is asked
+    assert batch["input_ids"].tolist() == part.batch.inputs[:, :7].tolist()
+    assert set(batch) == {"input_ids", "logits_to_keep"} if chooses else {"input_ids"}
     assert goal.targets(part) == 50
-    answers = batch["labels"][:, -2:]
-    said = answers.clone()
+    said = torch.from_numpy(part.batch.labels[:, -2:]).clone()
     said[:5, 0] = 4  # five rows with the first symbol wrong, three of them with both
     said[:3, 1] = 4
-    logits = torch.zeros(25, 8, 5)
-    logits[:, -3:-1] = 9 * torch.nn.functional.one_hot(said, 5).float()
-    loss = model.loss_function(logits=logits, labels=batch["labels"], vocab_size=5)
-    output = type("Output", (), {"logits": logits, "loss": loss})
+    logits = torch.zeros(25, 7, 5)
+    logits[:, -2:] = 9 * torch.nn.functional.one_hot(said, 5).float()
+    if chooses:
+        assert batch["logits_to_keep"].tolist() == [5, 6]
+        logits = logits[:, batch["logits_to_keep"]]
+    output = type("Output", (), {"logits": logits})
     found = goal.metrics(goal.measure(output, batch, part))
+    right, wrong = (-torch.tensor([9.0, 0, 0, 0, 0]).log_softmax(0)[i].item() for i in (0, 1))
     assert found == {
-        "loss": pytest.approx(loss.item()),
+        "loss": pytest.approx((42 * right + 8 * wrong) / 50),
         "accuracy": 42 / 50,
         "targets": 50,
         "exact_match": 20 / 25,
         "examples": 25,
     }
+
+
+@pytest.mark.parametrize("name", ["mqar", "induction_heads"])
+def test_only_what_is_asked_is_computed_and_the_loss_is_the_models_own(name):
+    torch.manual_seed(0)
+    arguments = {"mqar": MQAR, "induction_heads": INDUCTION}[name]["task_args"]
+    task = load_task(name, "train", 1, **arguments)
+    part = Examples(task.batch(range(9)))
+    family = load_family("longhorn")
+    config = family.config(**LONGHORN["config"], vocab_size=task.vocab_size)
+    model = family.causal_lm_class(config).double()
+    goal = labelled(model, task)
+    whole = model(
+        input_ids=torch.from_numpy(part.batch.inputs), labels=torch.from_numpy(part.batch.labels)
+    ).loss
+    (piece,) = goal.pieces(part)
+    loss = goal.loss_of(lambda batch: model(**batch, **goal.options), piece, 0, goal.targets(part))
+    gradients = [
+        torch.autograd.grad(x, model.parameters(), allow_unused=True) for x in (whole, loss)
+    ]
+    assert loss.item() == pytest.approx(whole.item(), rel=1e-6)  # both losses are float32
+    stand_in = Examples(part.batch, counts=False)
+    (piece,) = goal.pieces(stand_in)
+    assert goal.targets(stand_in) == 0
+    assert goal.loss_of(lambda b: model(**b, **goal.options), piece, 0, 0).isfinite()
+    part.batch.labels[:] = -100
+    with pytest.raises(ValueError, match="a batch must have labels, got none"):
+        goal.batch(part)
+    for one, two in zip(*gradients, strict=True):
+        assert (one is None) == (two is None)
+        if one is not None:
+            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
 
 
 def test_a_problem_drawn_while_training_resumes_and_is_scored_on_whole_answers(
@@ -670,6 +710,48 @@ def test_every_kind_of_task_trains_and_loads_by_its_auto_class(
     assert type(loaded).__name__ in loaded.config.architectures
 
 
+def test_images_train_and_load_by_their_auto_class(tmp_path):
+    overrides = ["train.epochs=4", "model.preset=coffee-mnist-filtered"]
+    run = train("coffee-digits", output_dir=tmp_path / "run", overrides=overrides)
+    facts = finished(run)
+    assert (facts["step"], facts["tokens"]) == (4 * 19, 4 * 1197 * 64)  # a token is a pixel
+    assert facts["test"]["targets"] == 300
+    assert facts["test"]["accuracy"] > 0.5
+    loaded, report = AutoModelForImageClassification.from_pretrained(
+        run / "model", output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    batch = load_task("digits", "test", 0).batch(range(300))
+    with torch.no_grad():
+        said = loaded(torch.from_numpy(batch.inputs)).logits.argmax(-1).numpy()
+    assert (said == batch.labels).mean() == pytest.approx(facts["test"]["accuracy"])
+    (score,) = json.loads((run / "results.json").read_text())["results"]
+    assert (score["task"], score["metric"], score["n"]) == ("digits", "accuracy", 300)
+    assert score["stderr"] is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "parameters"),
+    [
+        ("coffee-induction", [], 512),
+        ("coffee-induction", ["model.preset=coffee-induction-8"], 96),
+        ("coffee-induction", ["data.task_args.trigger=[6,7]", "train.lr=0.003"], 512),
+        ("coffee-induction", ["model.preset=coffee-induction-no-feedback"], 512),
+        ("coffee-induction-s6", [], 784),
+        ("coffee-digits", [], 4 * 3 * 2 * 8 + (4 * 8 * 8 + 8) + (8 * 10 + 10)),
+    ],
+)
+def test_the_coffee_recipes_train_models_of_the_papers_sizes(name, overrides, parameters):
+    asked = load_recipe(name, overrides)
+    task = load_task(str(asked.data.task), "train", 0, **asked.data.task_args)
+    config = build_config(asked.model, None, task)
+    assert model_class(config, task)(config).num_parameters() == parameters
+    if name.startswith("coffee-induction"):
+        assert len(task) == 10_000 * asked.train.batch_size
+        seen = task.batch(range(512)).inputs
+        assert seen.max() == 7
+
+
 def test_pairs_train_with_the_familys_own_head(tmp_path):
     run = train(recipe(data={"task": "same"}, train__epochs=1), output_dir=tmp_path / "run")
     kind = load_family("longhorn").pair_classification_class
@@ -701,8 +783,6 @@ def test_parameter_groups_have_their_own_rates():
 
 
 def test_a_presets_other_vocabulary_is_replaced_and_reported(caplog):
-    from ssmzoo.build import build_config
-
     section = recipe(model={"family": "longhorn", "preset": "longhorn-125m"}).model
     config = build_config(section, None, odd("train", 0))
     assert config.vocab_size == 8

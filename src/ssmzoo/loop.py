@@ -183,14 +183,13 @@ class Run:
                 name: group.model_dump(exclude_none=True) for name, group in options.groups.items()
             },
         )
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.raw_optimizer: torch.optim.Optimizer = self.optimizer.optimizer
+        self.model, prepared = self.accelerator.prepare(model, optimizer)
+        # not through the wrapper, which looks for a package at every step
+        self.optimizer: torch.optim.Optimizer = prepared.optimizer
         self.bare: PreTrainedModel = self.accelerator.unwrap_model(self.model)
         self.project: Callable[[], None] | None = getattr(self.bare, "project_parameters", None)
         # not prepared: Accelerate's wrapper steps once for every process
-        self.schedule = Schedule(
-            self.raw_optimizer, options, self.plan, higher=self.objective.higher
-        )
+        self.schedule = Schedule(self.optimizer, options, self.plan, higher=self.objective.higher)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.pending: list[torch.Tensor] = []
         if checkpoint is not None:
@@ -214,9 +213,7 @@ class Run:
             )
         mine = state["processes"][min(rank, len(state["processes"]) - 1)]
         self.data.train.seek(mine["position"])
-        load_optimizer(
-            self.bare, self.raw_optimizer, load_file(checkpoint / "optimizer.safetensors")
-        )
+        load_optimizer(self.bare, self.optimizer, load_file(checkpoint / "optimizer.safetensors"))
         self.schedule.restore(self.step, state["schedule"])
         self.best = state["best"]
         best = self._best_step()
@@ -326,7 +323,7 @@ class Run:
         self.optimizer.step()
         if self.project is not None:
             self.project()
-        self.rate = self.raw_optimizer.param_groups[0]["lr"]
+        self.rate = self.optimizer.param_groups[0]["lr"]
         self.schedule.step()
         self.optimizer.zero_grad()
         self.pending.append(
@@ -445,7 +442,7 @@ class Run:
         )
         for tied in names - once:  # gathered from shards they are copies, and would be saved twice
             weights.pop(tied, None)
-        moments = optimizer_tensors(self.bare, self.raw_optimizer)
+        moments = optimizer_tensors(self.bare, self.optimizer)
         carried = gather_object([self.objective.carried()])
         stop = self.recipe.train.stop_at
         state = {

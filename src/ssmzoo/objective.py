@@ -210,17 +210,6 @@ class Labelled(Objective):
             raise ValueError("a batch must have labels, got none; raise train.batch_size")
         return count if part.counts else 0
 
-    def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Examples) -> torch.Tensor:
-        """Return what a validation adds up: loss, the metric's sum, targets."""
-        logits: torch.Tensor = output.logits
-        sums = self.zeros(logits.device)
-        if part.counts:
-            count = self.targets(part)
-            sums[0] = output.loss.double() * count
-            sums[1] = self._judge(logits, batch["labels"].to(logits.device))
-            sums[2] = count
-        return sums
-
     def _labels(self, part: Examples) -> np.ndarray:
         """Return the labels, those of padding marked as not counting."""
         labels = part.batch.labels
@@ -237,12 +226,27 @@ class Labelled(Objective):
         """A label that does not count."""
         return IGNORED
 
+
+class _ByTheModelsLoss(Labelled):
+    """Labels of which the model itself makes the loss."""
+
+    def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Examples) -> torch.Tensor:
+        """Return what a validation adds up: loss, the metric's sum, targets."""
+        logits: torch.Tensor = output.logits
+        sums = self.zeros(logits.device)
+        if part.counts:
+            count = self.targets(part)
+            sums[0] = output.loss.double() * count
+            sums[1] = self._judge(logits, batch["labels"].to(logits.device))
+            sums[2] = count
+        return sums
+
     @abstractmethod
     def _judge(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the sum of what the metric is the mean of."""
 
 
-class Classification(Labelled):
+class Classification(_ByTheModelsLoss):
     """Say the class of each sequence, or of each token."""
 
     metric = "accuracy"
@@ -254,7 +258,7 @@ class Classification(Labelled):
         return (logits.argmax(-1) == labels).sum()
 
 
-class Regression(Labelled):
+class Regression(_ByTheModelsLoss):
     """Estimate the value of each sequence, or of each token."""
 
     metric = "rmse"
@@ -280,12 +284,49 @@ class Regression(Labelled):
 
 
 class LabelledLM(Labelled):
-    """Predict the next token where the task asks for one."""
+    """Predict the next token where the task asks for one.
+
+    Only those columns of a batch get logits, of a model that takes ``logits_to_keep``, and what
+    follows the last of them is not read.
+    """
 
     metric = "accuracy"
     higher = True
     measured = ("loss", "accuracy", "exact_match")
     scored = ("exact_match", "accuracy", "loss")
+
+    def __init__(self, model: nn.Module, task: Supervised) -> None:
+        super().__init__(model, task)
+        self._chooses = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def batch(self, part: Examples) -> dict[str, torch.Tensor]:
+        """Return a model's arguments.
+
+        Raises:
+            ValueError: A part where nothing is asked.
+        """
+        import torch
+
+        self.targets(part)
+        arrays, (_, columns) = super().batch(part), self._wanted(part)
+        del arrays["labels"]
+        batch = {name: x[:, : columns[-1] + 1] for name, x in arrays.items()}
+        if self._chooses:
+            batch["logits_to_keep"] = torch.from_numpy(columns)
+        return batch
+
+    def pieces(self, part: Examples) -> list[dict[str, torch.Tensor]]:
+        """Return a model's arguments and, for us, what its logits must say."""
+        import torch
+
+        return [{**self.batch(part), "wanted": torch.from_numpy(self._wanted(part)[0])}]
+
+    def loss_of(
+        self, forward: Callable[..., Any], piece: dict[str, torch.Tensor], part: int, targets: int
+    ) -> torch.Tensor:
+        """Return the mean over a part's ``targets``."""
+        logits = forward({name: x for name, x in piece.items() if name != "wanted"}).logits
+        return _cross_entropy(logits, piece["wanted"]) / max(1, targets)  # 0 of a stand-in
 
     def zeros(self, device: torch.device) -> torch.Tensor:
         """Return the sums of no batch."""
@@ -293,26 +334,34 @@ class LabelledLM(Labelled):
 
         return torch.zeros(5, dtype=torch.float64, device=device)
 
+    def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Examples) -> torch.Tensor:
+        """Return what adds up: loss, right targets, targets, right examples, examples."""
+        import torch
+
+        logits: torch.Tensor = output.logits
+        sums = self.zeros(logits.device)
+        if part.counts:
+            wanted = torch.from_numpy(self._wanted(part)[0]).to(logits.device)
+            right, asked = logits.argmax(-1) == wanted, wanted != IGNORED
+            sums[0] = _cross_entropy(logits, wanted)
+            sums[1], sums[2] = right.sum(), asked.sum()
+            sums[3], sums[4] = (right | ~asked).all(dim=1).sum(), len(right)
+        return sums
+
     def metrics(self, sums: torch.Tensor) -> dict[str, float | int]:
         """Return what a validation reports; of an exact match all of an example is right."""
         whole, examples = sums[3:].tolist()
         found = super().metrics(sums[:3])
         return {**found, "exact_match": whole / examples, "examples": int(examples)}
 
-    def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Examples) -> torch.Tensor:
-        """Return what a validation adds up; after the targets, right examples and examples."""
-        sums = super().measure(output, batch, part)
-        if part.counts:
-            labels = batch["labels"][:, 1:].to(sums.device)
-            right = (output.logits[:, :-1].argmax(-1) == labels) | (labels == IGNORED)
-            sums[3], sums[4] = right.all(dim=1).sum(), len(right)
-        return sums
-
     def _counted(self, labels: np.ndarray) -> np.ndarray:
         return labels[:, 1:] != IGNORED
 
-    def _judge(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return (logits[:, :-1].argmax(-1) == labels[:, 1:]).sum()
+    def _wanted(self, part: Examples) -> tuple[np.ndarray, np.ndarray]:
+        """Return what the logits must say [B, K], and the columns where something is asked."""
+        labels = self._labels(part)[:, 1:]
+        columns = np.flatnonzero((labels != IGNORED).any(axis=0))
+        return labels[:, columns if self._chooses else slice(columns[-1] + 1)], columns
 
 
 def labelled(model: nn.Module, task: Supervised) -> Labelled:
@@ -321,6 +370,18 @@ def labelled(model: nn.Module, task: Supervised) -> Labelled:
         return LabelledLM(model, task)
     kind = Regression if task.objective.endswith("regression") else Classification
     return kind(model, task)
+
+
+def _cross_entropy(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Return the sum over what is wanted, in float32."""
+    from torch.nn import functional as F
+
+    return F.cross_entropy(
+        logits.flatten(0, 1).float(),
+        wanted.flatten().to(logits.device),
+        ignore_index=IGNORED,
+        reduction="sum",
+    )
 
 
 def _mask(lengths: np.ndarray, width: int) -> np.ndarray:
