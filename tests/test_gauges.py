@@ -72,6 +72,25 @@ def test_every_layer_that_has_gauges_is_read_and_nothing_is_changed():
     }
 
 
+@pytest.mark.parametrize("head", ["causal_lm", "sequence", "token", "pair"])
+def test_under_every_head_a_layer_tells_the_same(head):
+    family = load_family("coffee")
+    name = head if head == "causal_lm" else f"{head}_classification"
+    config = family.config(**family.tiny, num_labels=3)
+    model = getattr(family, f"{name}_class")(config).train()
+    batch = {"input_ids": ids(2, 20), "labels": torch.tensor([0, 2])}
+    if head == "pair":
+        batch |= {"pair_input_ids": ids(2, 7), "pair_attention_mask": torch.ones(2, 7).long()}
+        batch["attention_mask"] = torch.ones(2, 20).long()
+    other = family.causal_lm_class(config)
+    other.model.load_state_dict(model.model.state_dict())
+    expected = read_gauges(other, {"input_ids": ids(2, 20)})
+    found = read_gauges(model, batch)
+    assert found.keys() == NAMES
+    for gauge, numbers in found.items():
+        assert numbers == pytest.approx(expected[gauge], rel=1e-5), gauge
+
+
 def test_modes_and_hooks_are_put_back_when_a_model_fails():
     model = build().train()
     model.model.layers[0].eval()

@@ -158,7 +158,9 @@ class CoffeeMixer(SSMMixer):
         if "lam" not in self._parameters or self._own("lam").is_meta:
             return
         lam, most = self._own("lam").detach(), self.config.lambda_max
-        wrong = ~((lam >= -most) & (lam <= 0))  # nan too
+        # in float32, in which it may have been projected: -0.1 there is below -0.1 in float64
+        single = lam.float()
+        wrong = ~((single >= -most) & (single <= 0))  # nan too
         if bool(wrong.any()):
             raise ValueError(
                 f"lam of layer {self.layer_idx} must be in [{-most}, 0], got "

@@ -40,9 +40,8 @@ def read_gauges(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, l
 
     device = next(model.parameters()).device
     some = {name: tensor.to(device) for name, tensor in few_tokens(batch).items()}
-    options = {} if "pixel_values" in some else {"use_cache": False}
     with torch.no_grad(), _evaluating(model), _hooked(mixers, look):
-        model(**some, **options)
+        model(**some)
     return {
         name: torch.stack([gauges[name].double() for gauges in found if name in gauges]).tolist()
         for name in dict.fromkeys(name for gauges in found for name in gauges)
@@ -50,7 +49,12 @@ def read_gauges(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, l
 
 
 def few_tokens(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the first tokens of a batch's longest sequence as a batch, or its first image."""
+    """Return the first tokens of a batch's longest sequence as a batch, or its first image.
+
+    Of pairs it is the longest first document, beside itself.
+    """
+    import torch
+
     name = next(name for name in _INPUTS if name in batch)
     inputs, mask, ends = batch[name], batch.get("attention_mask"), batch.get("cu_seqlens")
     if name == "pixel_values":
@@ -62,7 +66,11 @@ def few_tokens(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     elif mask is not None:
         row = int(mask.sum(dim=1).argmax())
         start, length = int(mask[row].int().argmax()), int(mask[row].sum())
-    return {name: inputs[row : row + 1, start : start + min(length, TOKENS)]}
+    some = inputs[row : row + 1, start : start + min(length, TOKENS)]
+    if f"pair_{name}" not in batch:
+        return {name: some}
+    mask = some.new_ones(some.shape[:2], dtype=torch.long)
+    return {p + n: x for p in ("", "pair_") for n, x in ((name, some), ("attention_mask", mask))}
 
 
 @contextmanager

@@ -559,6 +559,17 @@ def test_projecting_brings_lambda_back_and_nothing_else():
     assert all(np.array_equal(x, before[name]) for name, x in arrays(sigmoid).items())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_projected_lambda_loads_in_every_dtype(dtype, tmp_path):
+    model = core(torch.float32, lambda_max=0.1)  # no number of float32, nor of bfloat16
+    with torch.no_grad():
+        model.model.layers[0].mixer.lam.fill_(-5)
+    model.project_parameters()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert loaded.model.layers[0].mixer.lam.max() == torch.tensor(-0.1)
+
+
 @pytest.mark.parametrize("value", [0.25, -1.5, float("nan")])
 def test_a_checkpoint_whose_lambda_left_its_range_is_refused(value, tmp_path):
     model = core(torch.float32)
