@@ -143,7 +143,8 @@ def choose_eidetic(
         kept = select_memory(scores, positions, grid[:, j], position, count)
         rows = torch.cat([rows, tables + row], dim=1).gather(1, kept.indices)
         scores, positions = kept.scores, kept.positions
-    here = chunks.number - opened[chunks.sequence]
+    # of a bounded number of chunks the last ones may hold nothing
+    here = (chunks.number - opened[chunks.sequence]).clamp(max=most - 1)
     return Eidetic(
         *(torch.stack(x, dim=1)[chunks.sequence, here] for x in zip(*found, strict=True))
     )

@@ -62,6 +62,7 @@ class TestParallel(FamilyConformance):
             **FAMILY.tiny,
             **{"wiring": "parallel", "use_rope": True, "fading_mode": "offset"},
             **{"eidetic_overlap": "mask", "num_eidetic_tokens": 5, "intermediate_size": 24},
+            **{"mixer_types": "bmojo", "num_hidden_layers": 1},
         },
     )
     oracle = staticmethod(oracle.logits)
