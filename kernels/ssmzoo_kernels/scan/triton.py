@@ -627,7 +627,8 @@ def launch(kernel: JITFunction, grid: tuple[int, int], made: Plan, **own: object
     arguments = made.arguments | own
     named = {name: arguments[name] for name in kernel.arg_names if name in arguments}
     options = {"num_warps": made.shape.num_warps}
-    if kernel is scan_bwd_kernel and torch.version.hip is None:
+    full = kernel is scan_bwd_kernel or arguments["ACC"] == tl.float64
+    if full and torch.version.hip is None:
         # all there are: left to itself, ptxas now and then spills to let one more program in
         options["maxnreg"] = 255
     kernel[grid](**named, **options)
