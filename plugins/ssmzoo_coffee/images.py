@@ -90,7 +90,7 @@ class CoffeeForImageClassification(CoffeePreTrainedModel):
         """Return None: pixels are read as they are."""
 
     def _cropped(self, pixels: Tensor) -> Tensor:
-        """Return the middle ``[B, P, P]`` of images."""
+        """Return the middle ``[B, P, P]`` of images; where none is, the one torchvision takes."""
         side = self.config.hidden_size
         if pixels.dim() == 4 and pixels.shape[1] == 1:
             pixels = pixels.squeeze(1)
@@ -104,7 +104,7 @@ class CoffeeForImageClassification(CoffeePreTrainedModel):
                 f"pixel_values must be floating point, got {pixels.dtype}; divide by the largest "
                 "value there can be"
             )
-        top, left = ((size - side) // 2 for size in pixels.shape[1:])
+        top, left = (round((size - side) / 2) for size in pixels.shape[1:])
         return pixels[:, top : top + side, left : left + side]
 
 

@@ -29,6 +29,7 @@ from ssmzoo.callbacks import ProjectParameters
 from ssmzoo.describe import describe_family
 from ssmzoo.inspect import inspect_model, measure
 from ssmzoo.modeling import LayerState, SSMMixer
+from ssmzoo.tasks.mnist import turned
 from ssmzoo.testing import FamilyConformance, check
 from ssmzoo.testing.conformance import CHECKS, name_of
 from ssmzoo_coffee import FAMILY, CoffeeConfig, CoffeeForCausalLM, CoffeeForImageClassification
@@ -40,6 +41,8 @@ ORACLE = Path(__file__).parents[1] / "oracles" / "coffee.py"
 _spec = importlib.util.spec_from_file_location("coffee_oracle", ORACLE)
 oracle = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(oracle)
+
+FAMILY.register()  # so that every test can run alone
 
 TINY = {"vocab_size": 61, "hidden_size": 8, "num_hidden_layers": 2, "d_state": 4}
 CORE = dict(FAMILY.presets["coffee-induction"])
@@ -801,12 +804,20 @@ def test_of_a_larger_image_the_middle_is_read_and_the_loss_is_the_cross_entropy(
     model, images = classifier(), numbers(3, 28, 28)
     labels = torch.tensor([1, 0, 9])
     output = model(images, labels=labels)
-    assert torch.equal(output.logits, model(images[:, 1:26, 1:26]).logits)
+    assert torch.equal(output.logits, model(images[:, 2:27, 2:27]).logits)
     loss = torch.nn.functional.cross_entropy(output.logits, labels)
     torch.testing.assert_close(output.loss.double(), loss)
     flat = model(images, labels=labels, return_dict=False)
     assert torch.equal(flat[0], output.loss)
     assert torch.equal(flat[1], output.logits)
+
+
+@pytest.mark.parametrize("side", [1, 4, 7, 12, 25])
+def test_the_middle_is_the_one_that_the_task_cuts_out(side):
+    model, images = classifier(hidden_size=side), numbers(3, 28, 28)
+    cut = torch.from_numpy(turned(images.numpy(), np.zeros(3), side))
+    assert torch.equal(model(images).logits, model(cut).logits)
+    assert not torch.equal(model(images).logits, model(images.roll(1, 1)).logits)
 
 
 def test_the_classifier_of_images_saves_loads_and_trains(tmp_path):
