@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import ssmzoo.auto  # noqa: F401
 from ssmzoo.distill import REPORT, distill
-from ssmzoo.fit import fit_modal, fit_rational
+from ssmzoo.fit import ModalFit, fit_modal, fit_rational
 from ssmzoo_rtf import RTFConfig, RTFForCausalLM
 
 TINY = {"vocab_size": 31, "hidden_size": 6, "num_hidden_layers": 2, "d_conv": 3}
@@ -30,10 +30,13 @@ def oscillations(channels=5, pairs=3, taps=200, seed=0, slowest=0.95):
     return torch.from_numpy(h)
 
 
-def response(a, b, count):
-    """Step the recurrence on an impulse."""
-    state, out = torch.zeros_like(b, dtype=torch.float64), []
-    a, b = a.double(), b.double()
+def response(found, count):
+    """Step the recurrence on an impulse, or add up powers."""
+    if isinstance(found, ModalFit):
+        powers = found.poles.to(torch.complex128)[..., None] ** torch.arange(count)
+        return (found.residues[..., None] * powers).sum(1).real
+    a, b = found.a.double(), found.b.double()
+    state, out = torch.zeros_like(b), []
     for t in range(count + 1):
         out.append((b * state).sum(1))
         newest = float(t == 0) - (a * state).sum(1)
@@ -48,14 +51,14 @@ def test_an_order_that_is_enough_gives_the_filters_back(fit, order):
     found = fit(taps, order, steps=0)
     # float32 coefficients of poles this far apart move the response by no more
     assert found.error.max() <= 1e-5
-    assert torch.allclose(response(found.a, found.b, 200), taps, atol=1e-4)
+    assert torch.allclose(response(found, 200), taps, atol=1e-4)
 
 
 @pytest.mark.parametrize("fit", [fit_rational, fit_modal])
 def test_the_error_said_is_the_error_there_is(fit):
     taps = oscillations(pairs=6)
     found = fit(taps, 4, steps=20)
-    got = response(found.a, found.b, 200)
+    got = response(found, 200)
     expected = (got - taps).norm(dim=1) / taps.norm(dim=1)
     assert torch.allclose(found.error, expected, rtol=1e-6)
     assert found.error.min() > 1e-3  # 4 states cannot make what 12 made
@@ -75,8 +78,11 @@ def test_descent_and_a_higher_order_lower_the_error(fit):
 def test_fitted_filters_are_stable_even_where_the_given_ones_grow(fit):
     growing = 1.02 ** torch.arange(150, dtype=torch.float64) * oscillations(taps=150)
     found = fit(growing, 6, steps=10)
-    for row in found.a.double().numpy():
-        assert np.abs(np.roots([1, *row])).max() < 1
+    if isinstance(found, ModalFit):
+        assert (found.poles.abs() < 1).all()
+    else:
+        for row in found.a.double().numpy():
+            assert np.abs(np.roots([1, *row])).max() < 1
 
 
 @pytest.mark.parametrize("fit", [fit_rational, fit_modal])
@@ -85,7 +91,7 @@ def test_a_silent_filter_becomes_silence(fit):
     taps[2] = 0
     found = fit(taps, 6, steps=5)
     assert found.error[2] == 0
-    assert not response(found.a, found.b, 50)[2].any()
+    assert not response(found, 50)[2].any()
 
 
 def test_bad_taps_and_orders_are_refused():
@@ -113,6 +119,7 @@ def test_distilled_models_with_filters_of_enough_order_give_the_same_logits(kind
                 mixer.a[row] = torch.from_numpy(np.poly([*pairs, *pairs.conj()]).real[1:])
             mixer.b.normal_()
     student, report = distill(teacher, 4, kind, tmp_path / "out", steps=0, length=120)
+    assert student.config.filter == kind
     assert report.worst <= 1e-5
     ids = torch.randint(31, (2, 40))
     with torch.no_grad():
@@ -162,17 +169,53 @@ def test_a_higher_order_is_nearer_to_the_hyena():
     assert near < far
 
 
-def test_modes_too_close_for_coefficients_are_refused_with_layer_and_channel(monkeypatch):
+def test_modes_too_close_for_coefficients_are_written_as_modes(monkeypatch):
     teacher = hyena(taps=400)
     steps = torch.arange(400, dtype=torch.float64)
     # slow poles, side by side, as S4 has them
     rates = torch.arange(1, 13, dtype=torch.float64)[:, None]
-    slow = torch.exp(-0.005 * steps) * (torch.cos(0.01 * rates * steps) * (-1) ** rates).sum(0)
-    monkeypatch.setattr(
-        type(teacher.model.layers[0].mixer), "kernel", lambda self, n: slow[:n].repeat(6, 1).float()
-    )
-    with pytest.raises(ValueError, match="layer 0, channel 0: the modes lie too close"):
-        distill(teacher, 24, "modal", steps=0)
+    slow = torch.exp(-0.01 * steps) * (torch.cos(0.02 * torch.pi * rates * steps) / rates).sum(0)
+    with monkeypatch.context() as patch:
+        taps = slow.repeat(6, 1).float()
+        patch.setattr(type(teacher.model.layers[0].mixer), "kernel", lambda self, n: taps[:, :n])
+        modal = fit_modal(taps[:, 1:], 24, steps=0)
+        rational = fit_rational(taps[:, 1:], 24, steps=0)
+        student, _ = distill(teacher, 24, "modal", steps=0)
+    assert modal.error.max() < 1e-5
+    assert rational.error.min() > 0.1
+    for layer in student.model.layers:
+        got = layer.mixer.kernel(400).detach()
+        assert (got[:, 1:] - taps[:, 1:]).norm() <= 1e-4 * taps[:, 1:].norm()
+
+
+@pytest.mark.parametrize("order", [2, 4, 16, 46])
+def test_modal_filters_of_any_order_distil_and_decode_in_five_forms(order, tmp_path):
+    student, report = distill(hyena(), order, "modal", tmp_path / "out", steps=5)
+    assert report.worst < 1
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    rows = [torch.randint(31, (1, length)) for length in (40, 27)]
+    with torch.no_grad():
+        alone = [loaded(row, use_cache=False).logits for row in rows]
+        assert torch.equal(student(rows[0], use_cache=False).logits, alone[0])
+        found = {}
+        for name, sizes in (("chunks", [1, 20, 19]), ("tokens", [1] * 40)):
+            cache, parts = None, []
+            for piece in rows[0].split(sizes, dim=1):
+                out = loaded(piece, past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+                parts.append(out.logits)
+            found[name] = torch.cat(parts, dim=1)
+        assert cache.layers[0].states["modes"].shape == (1, 6, order // 2, 2)
+        ends = torch.tensor([0, 40, 67])
+        packed = loaded(torch.cat(rows, dim=1), cu_seqlens=ends, use_cache=False).logits
+        batch = torch.cat([rows[0], torch.nn.functional.pad(rows[1], (13, 0))])
+        mask = torch.tensor([[1] * 40, [0] * 13 + [1] * 27])
+        padded = loaded(batch, attention_mask=mask).logits
+    found |= {"packed": packed[:, :40], "padded": padded[:1]}
+    others = {"packed": packed[:, 40:], "padded": padded[1:, 13:]}
+    for expected, forms in zip(alone, (found, others), strict=True):
+        for name, got in forms.items():
+            assert (got - expected).abs().max() <= 1e-5 * expected.abs().max(), name
 
 
 def test_what_cannot_be_distilled_is_refused(tmp_path):

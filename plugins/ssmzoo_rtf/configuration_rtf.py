@@ -13,21 +13,24 @@ class RTFConfig(SSMConfig):
 
     Attributes:
         d_state: n, the order of the filters.
-        num_denominators: D_a, denominators a layer, each shared by as many neighbouring features;
-            None is one per feature.
+        num_denominators: D_a, denominators (or sets of poles) a layer, each shared by as many
+            neighbouring features; None is one per feature.
         block: "hyena" filters between two gates; "s4" filters, then GELU and a gated linear map;
             "filter" is the filter alone.
         mixer_rank: "hyena" only: rank of its output, behind a norm; None is Hyena's own square
             projection without a norm.
         d_conv: "hyena" only: taps of the short convolution in front.
-        filter: "rational", or "implicit": Hyena's filters, a small network of the position.
+        filter: "rational": coefficients; "modal": d_state / 2 damped oscillations, for poles that
+            lie too close for coefficients, stable as they are written; or "implicit": Hyena's
+            filters, a small network of the position.
         kernel_mode: "exact" takes the power series of b/a, for inputs of any length; "truncated"
             its values on a grid, as the paper's code does, where no state is ever needed.
         trunc_len: M, the grid of the truncated mode, made even; the number of taps of implicit
             filters. Inputs may be longer: what lies further back is not seen, however they come.
         denominator_constraint: "l1_montel" keeps all poles inside the unit disc.
         constraint_margin: What distance from the boundary the constraint keeps; 0 is the paper.
-        coefficient_init: How a and b start: "zeros", "xavier", "montel" or "copying".
+        coefficient_init: How a and b, or the residues of modes, start: "zeros", "xavier", "montel"
+            or "copying".
         h0_init: Direct gains of 1, as the paper says, or N(0, 1) as its code has it.
         legacy_double_h0: "hyena" only: count the direct gain twice, as the paper's code does.
         decode_mode: What "truncated" filters are behind their M taps, and how they decode. "fir":
@@ -59,7 +62,7 @@ class RTFConfig(SSMConfig):
     block: Literal["hyena", "s4", "filter"] = "hyena"
     mixer_rank: int | None = None
     d_conv: int = 3
-    filter: Literal["rational", "implicit"] = "rational"
+    filter: Literal["rational", "modal", "implicit"] = "rational"
     kernel_mode: Literal["exact", "truncated"] = "exact"
     trunc_len: int | None = None
     denominator_constraint: Literal["none", "l1_montel"] = "l1_montel"
@@ -106,6 +109,8 @@ class RTFConfig(SSMConfig):
         if self.filter == "implicit":
             self._check_implicit()
             return
+        if self.filter == "modal":
+            self._check_modal()
         truncated = self.kernel_mode == "truncated"
         if truncated and self.trunc_len is None:
             raise ValueError(
@@ -120,6 +125,18 @@ class RTFConfig(SSMConfig):
             raise ValueError(
                 "decode_mode='fir' needs kernel_mode='truncated': an exact filter has no last tap, "
                 f"got kernel_mode={self.kernel_mode!r}"
+            )
+
+    def _check_modal(self) -> None:
+        if self.d_state % 2:
+            raise ValueError(
+                "d_state must be even for filter='modal', a mode and its conjugate, "
+                f"got {self.d_state}"
+            )
+        if self.kernel_mode != "exact":
+            raise ValueError(
+                "filter='modal' needs kernel_mode='exact': powers of poles never wrap, "
+                f"got {self.kernel_mode!r}"
             )
 
     def _check_implicit(self) -> None:
@@ -141,13 +158,13 @@ class RTFConfig(SSMConfig):
                 f"got {self.implicit_fast_decay} and {self.implicit_slow_decay}"
             )
 
-    def distilled(self, order: int) -> "RTFConfig":
-        """Return the configuration of this model with a rational filter per feature instead.
+    def distilled(self, order: int, kind: Literal["rational", "modal"]) -> "RTFConfig":
+        """Return the configuration of this model with filters of small order instead.
 
         Exact ones without a constraint: whoever fits them answers for their poles.
         """
         fields = self.to_dict() | {
-            "filter": "rational",
+            "filter": kind,
             "kernel_mode": "exact",
             "decode_mode": "auto",
             "trunc_len": None,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ssmzoo_kernels import inverse_series, rational_kernel
+from ssmzoo_kernels import inverse_series, rational_kernel, vandermonde, vandermonde_state
 
 # taps of kernels that are kept between calls; longer ones would outweigh the model
 KEPT_TAPS = 2048
@@ -57,6 +57,62 @@ class Recurrence:
 
 
 @dataclass
+class Oscillations:
+    """Filters as modes, each channel with its own.
+
+    Attributes:
+        exponent: ``log lambda``, ``[D, N]`` complex128.
+        residues: ``[D, N]`` complex.
+        gain: Direct gains, ``[D]``.
+    """
+
+    exponent: Tensor
+    residues: Tensor
+    gain: Tensor
+    multipliers: Tensor | None = None
+
+    def decay(self) -> Tensor:
+        """Return lambda, in the residues' dtype."""
+        if self.multipliers is None or self.exponent.requires_grad:
+            self.multipliers = self.exponent.exp().to(self.residues.dtype)
+        return self.multipliers
+
+    def read(self, modes: Tensor) -> Tensor:
+        """Return ``Re sum_i r_i z_i`` of a state ``[B, D, N]``: what it owes to the next token."""
+        return (self.residues * modes).real.sum(-1)
+
+    def response(self, modes: Tensor, length: int) -> Tensor:
+        """Return what a state adds to the next outputs, ``[B, length, D]``."""
+        return vandermonde(self.residues * modes, self.exponent, length).transpose(1, 2)
+
+    def after(
+        self,
+        u: Tensor,
+        modes: Tensor | None,
+        lengths: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> Tensor:
+        """Return the state ``[B, D, N]`` after inputs ``[B, L, D]``.
+
+        Args:
+            u: Inputs.
+            modes: The state before them, zeros if absent.
+            lengths: How many of a row's inputs count, ``[B]``, zeros behind them; None: all.
+            cu_seqlens: Boundaries of packed sequences instead; these start from zero.
+        """
+        steps = u.shape[1]
+        if lengths is not None:
+            # aligned at their ends, rows of all lengths have the same lags
+            places = torch.arange(steps, device=u.device) - (steps - lengths)[:, None]  # [B, L]
+            u = u.gather(1, (places % max(steps, 1)).unsqueeze(-1).expand(u.shape))
+        new = vandermonde_state(u, self.exponent, cu_seqlens=cu_seqlens)
+        if modes is None:
+            return new
+        passed = steps if lengths is None else lengths[:, None, None]
+        return torch.exp(self.exponent * passed).to(modes.dtype) * modes + new
+
+
+@dataclass
 class Deployment:
     """A layer's filters, each in the form in which it decodes.
 
@@ -66,6 +122,7 @@ class Deployment:
         gain: Their direct gains, ``[D_w]``.
         recurrent: Channels of the former, None for all.
         windowed: Channels of the latter, None for none or all.
+        oscillations: Modal filters; then there are no others.
     """
 
     recurrence: Recurrence | None = None
@@ -73,6 +130,7 @@ class Deployment:
     gain: Tensor | None = None
     recurrent: Tensor | None = None
     windowed: Tensor | None = None
+    oscillations: Oscillations | None = None
     flipped: Tensor | None = field(default=None, repr=False)
 
     def last_tap_first(self) -> Tensor:

@@ -7,6 +7,7 @@ Filter parameters, convolution and state are float32 always. The mathematics is 
 Dimensions: B batch, L length, D hidden, n order, A denominators, M taps, S sequences.
 """
 
+import math
 import warnings
 from collections.abc import Mapping
 from typing import ClassVar
@@ -36,19 +37,24 @@ from ssmzoo_kernels import (
     companion_response,
     companion_state,
     companion_step,
+    diagonal_step,
     fft_conv,
     rational_kernel,
 )
 
 from .configuration_rtf import RTFConfig
-from .decoding import Deployment, Recurrence
+from .decoding import Deployment, Oscillations, Recurrence
 from .filters import SMALLEST_SUM, deployed_numerator, ends_within, initial_coefficients, montel
 from .implicit import implicit_kernel
+from .modal import exponents, modal_kernel, parameters_of
 from .stability import SMALL_ORDER, check_filters, poles, poles_outside, spectral_radius
 
 FILTER_NORM_EPS = 1e-6
+# tokens after which the slowest initial mode has fallen to 1 / e
+LONGEST_MODE = 1000
 
 _RATIONAL = ("a", "b", "montel_slack")
+_MODAL = ("modal_log_decay", "modal_angle", "modal_residues")
 _IMPLICIT = (
     "implicit_in",
     "implicit_in_bias",
@@ -57,7 +63,7 @@ _IMPLICIT = (
     "implicit_out",
     "implicit_frequency",
 )
-_SSM_PARAMETERS = ("D", *_RATIONAL, *_IMPLICIT)
+_SSM_PARAMETERS = ("D", *_RATIONAL, *_MODAL, *_IMPLICIT)
 # settings that a model may be given after it was built
 _DEPLOYED_BY = ("decode_mode", "trunc_len", "kernel_mode", "constraint_margin", "legacy_double_h0")
 
@@ -65,7 +71,8 @@ _DEPLOYED_BY = ("decode_mode", "trunc_len", "kernel_mode", "constraint_margin", 
 class RTFMixer(SSMMixer):
     """A filter per feature, and what mixes features around it.
 
-    ``y[t] = sum_j k[j] u[t-j] + D u[t]`` with k the impulse response of ``b(z) / a(z)``, and
+    ``y[t] = sum_j k[j] u[t-j] + D u[t]`` with k the impulse response of ``b(z) / a(z)``, or another
+    filter (``config.filter``), and
 
     - "hyena": ``[x0 | x1 | v] = short_conv(in_proj(h))``, u = v x1, and from ``g = y x0`` comes
       ``out_proj(GELU(down_proj(norm(g))))``, or without ``mixer_rank`` ``out_proj(g)``;
@@ -87,6 +94,11 @@ class RTFMixer(SSMMixer):
             self.b = nn.Parameter(torch.empty(sides * width, order))
             if config.denominator_constraint == "l1_montel":
                 self.montel_slack = nn.Parameter(torch.empty(rows))
+        elif config.filter == "modal":
+            rows, modes = sides * config.denominators, order // 2
+            self.modal_log_decay = nn.Parameter(torch.empty(rows, modes))
+            self.modal_angle = nn.Parameter(torch.empty(rows, modes))
+            self.modal_residues = nn.Parameter(torch.empty(sides * width, modes, 2))
         else:
             hidden, layers = config.implicit_width, config.implicit_layers
             self.implicit_in = nn.Parameter(torch.empty(hidden, config.implicit_features))
@@ -118,7 +130,8 @@ class RTFMixer(SSMMixer):
         """Map ``[B, L, D]`` to ``[B, L, D]``.
 
         The state is, of filters that decode by recurrence, ``ring [B, n + 1, D]`` and
-        ``position [B]``; of others the last ``inputs [B, M - 1, D]``; and for "hyena" ``conv``.
+        ``position [B]``; of modal ones ``modes [B, D, N, 2]`` and what these owe to the next token,
+        ``owed [B, D]``; of others the last ``inputs [B, M - 1, D]``; and for "hyena" ``conv``.
         """
         dtype = hidden_states.dtype
         exact = torch.promote_types(torch.float32, dtype)
@@ -144,6 +157,8 @@ class RTFMixer(SSMMixer):
             if not state.keep:
                 return self._whole(u, state, cu_seqlens)
             parts = self.deployment()
+            if parts.oscillations is not None:
+                return _oscillating(u, parts.oscillations, state, cu_seqlens)
             recurrence = parts.recurrence
             if recurrence is None:
                 return _windowed(u, parts, state, cu_seqlens)
@@ -159,6 +174,13 @@ class RTFMixer(SSMMixer):
         if self.config.denominator_constraint == "none":
             return self.a
         return montel(self.a, self.montel_slack, self.config.constraint_margin)
+
+    def exponents(self) -> Tensor:
+        """Return the logarithms of modal filters' poles, ``[A, N]``; bidirectional ``[2 A, N]``."""
+        return exponents(self.modal_log_decay, self.modal_angle)
+
+    def _residues(self) -> Tensor:
+        return torch.view_as_complex(self.modal_residues)
 
     def gain(self) -> Tensor:
         """Return the direct gain h0, ``[D]``; bidirectional ``[2 D]``."""
@@ -184,6 +206,8 @@ class RTFMixer(SSMMixer):
                 (config.implicit_fast_decay, config.implicit_slow_decay),
                 taps,
             )
+        if config.filter == "modal":
+            return modal_kernel(self.exponents(), self._residues(), taps)
         a, grid = self.denominators(), config.grid
         if grid is None:
             return rational_kernel(a, self.b, taps)
@@ -204,6 +228,10 @@ class RTFMixer(SSMMixer):
             future = future + F.pad(ahead[:, None], (0, future.shape[1] - 1))
         if self.config.filter == "implicit":
             return Dynamics(kernel=kernel)
+        if self.config.filter == "modal":
+            found = self.exponents().exp()
+            found = torch.cat([found, found.conj()], dim=1)
+            return Dynamics(kernel=kernel, future_kernel=future, poles=found)
         a = self.denominators()
         return Dynamics(
             kernel=kernel,
@@ -222,13 +250,10 @@ class RTFMixer(SSMMixer):
             h0: Direct gains ``[D]``.
 
         Raises:
-            ValueError: Shapes of another model, or a denominator that the constraint cannot have.
+            ValueError: Filters or shapes of another model, or a denominator that the constraint
+                cannot have.
         """
-        for name, given, own in (("a", a, self.a), ("b", b, self.b), ("h0", h0, self.D)):
-            if given.shape != own.shape:
-                raise ValueError(
-                    f"{name} must have shape {list(own.shape)}, got {list(given.shape)}"
-                )
+        self._check_given("rational", a=a, b=b, h0=h0)
         with torch.no_grad():
             if self.config.denominator_constraint == "l1_montel":
                 total = a.double().abs().sum(1)
@@ -244,6 +269,62 @@ class RTFMixer(SSMMixer):
             self.a.copy_(a)
             self.b.copy_(b)
             self.D.copy_(h0 / 2 if self.config.legacy_double_h0 else h0)
+
+    def set_modes(self, poles: Tensor, residues: Tensor, h0: Tensor) -> None:
+        """Take over filters given by their modes, ``h[t] = Re sum_i r_i lambda_i^(t-1)``.
+
+        Args:
+            poles: ``[A, N]`` complex, all inside the unit disc.
+            residues: ``[D, N]`` complex.
+            h0: Direct gains ``[D]``.
+
+        Raises:
+            ValueError: Filters or shapes of another model, or a pole that is not inside the disc.
+        """
+        self._check_given("modal", poles=poles, residues=residues, h0=h0)
+        outside = ~(poles.abs() < 1)
+        if bool(outside.any()):
+            row, mode = outside.nonzero()[0].tolist()
+            raise ValueError(
+                f"poles must lie inside the unit disc, got {complex(poles[row, mode]):.4g} in row "
+                f"{row}"
+            )
+        log_decay, angle = parameters_of(poles, self.modal_angle.dtype)
+        with torch.no_grad():
+            self.modal_log_decay.copy_(log_decay)
+            self.modal_angle.copy_(angle)
+            self.modal_residues.copy_(torch.view_as_real(residues.resolve_conj()))
+            self.D.copy_(h0 / 2 if self.config.legacy_double_h0 else h0)
+
+    def _check_given(self, kind: str, **given: Tensor) -> None:
+        """Fail unless filters are of the model's kind and of its size."""
+        config = self.config
+        if config.filter != kind:
+            setter = "set_filters" if kind == "rational" else "set_modes"
+            raise ValueError(f"{setter} needs filter={kind!r}, got {config.filter!r}")
+        sides = 2 if config.bidirectional else 1
+        rows, width, order = config.denominators, config.hidden_size, config.d_state
+        shapes = {
+            "a": (rows, order),
+            "b": (width, order),
+            "poles": (rows, order // 2),
+            "residues": (width, order // 2),
+            "h0": (width,),
+        }
+        for name, tensor in given.items():
+            expected = [sides * shapes[name][0], *shapes[name][1:]]
+            if list(tensor.shape) != expected:
+                raise ValueError(f"{name} must have shape {expected}, got {list(tensor.shape)}")
+
+    def _check_modes_finite(self) -> None:
+        for name in _MODAL:
+            wrong = ~getattr(self, name).isfinite()
+            if bool(wrong.any()):
+                row = int(wrong.nonzero()[0, 0])
+                raise ValueError(
+                    f"{name} {row} of layer {self.layer_idx} must be finite, "
+                    f"got {float(getattr(self, name)[wrong][0])}"
+                )
 
     def deployment(self) -> Deployment:
         """Return the filters as they decode; made anew only where a parameter has changed.
@@ -267,6 +348,9 @@ class RTFMixer(SSMMixer):
     def _deploy(self) -> Deployment:
         if self.config.filter == "implicit":
             return self._deployed(None, None, True)
+        if self.config.filter == "modal":
+            self._check_modes_finite()
+            return self._deployed(None, None, False)
         recurrent, windowed = self._split()
         return self._deployed(recurrent, windowed, recurrent is None and windowed is not None)
 
@@ -313,6 +397,11 @@ class RTFMixer(SSMMixer):
         self, recurrent: Tensor | None, windowed: Tensor | None, all_windowed: bool
     ) -> Deployment:
         gain, taps = self.gain(), self.config.taps
+        if self.config.filter == "modal":
+            residues, exponent = self._residues(), self.exponents()
+            sharing = len(residues) // len(exponent)
+            own = exponent.repeat_interleave(sharing, dim=0)
+            return Deployment(oscillations=Oscillations(own, residues, gain))
         if all_windowed:
             assert taps is not None
             return Deployment(taps=self.kernel(taps), gain=gain)
@@ -408,6 +497,35 @@ def _recurrent(
     return y
 
 
+def _oscillating(
+    u: Tensor, filters: Oscillations, state: LayerState, cu_seqlens: Tensor | None
+) -> Tensor:
+    """Go on with modal filters: a step for one token, else by convolution."""
+    pairs, owed = state.get_row("modes"), state.get_row("owed")
+    modes = None if pairs is None else torch.view_as_complex(pairs)
+    if u.shape[1] == 1 and cu_seqlens is None and modes is not None:
+        assert owed is not None
+        y = (owed + filters.gain * u.squeeze(1)).unsqueeze(1)
+        # what it reads of the new state is for the next token
+        owed, modes = diagonal_step(u.squeeze(1), modes, filters.decay(), None, filters.residues)
+    else:
+        rows, lengths, tokens = None, None, u.shape[1]
+        if cu_seqlens is not None and (state.rows is not None or modes is not None):
+            rows = state.aligned(cu_seqlens)
+            u, lengths, cu_seqlens = rows.gather(u), rows.lengths, None
+        kernel = modal_kernel(filters.exponent, filters.residues, max(1, _longest(u, cu_seqlens)))
+        y, _ = fft_conv(u, kernel, filters.gain, cu_seqlens=cu_seqlens)
+        if modes is not None:
+            y = y + filters.response(modes, u.shape[1])
+        modes = filters.after(u, modes, lengths, cu_seqlens)
+        owed = filters.read(modes)
+        if rows is not None:
+            y = rows.scatter(y, tokens)
+    state.put_row("modes", torch.view_as_real(modes))
+    state.put_row("owed", owed)
+    return y
+
+
 def _windowed(
     u: Tensor, filters: Deployment, state: LayerState, cu_seqlens: Tensor | None
 ) -> Tensor:
@@ -455,6 +573,9 @@ class RTFPreTrainedModel(SSMPreTrainedModel):
         norms                   1, biases 0
         ``a``, ``b``            coefficient_init
         ``D``                   h0_init
+        ``modal_log_decay``     U(ln 1/1000, 0): modes last from 1 to 1000 tokens
+        ``modal_angle``         U(0, pi)
+        ``modal_residues``      coefficient_init
         ``montel_slack``        U(0, 1)
         linear layers, "hyena"  N(0, initializer_range^2), biases 0; the last of a
                                 branch divided by sqrt(2 num_hidden_layers)
@@ -493,6 +614,13 @@ class RTFPreTrainedModel(SSMPreTrainedModel):
                 init.copy_(parameter, drawn)
             if config.denominator_constraint == "l1_montel":
                 init.uniform_(mixer.montel_slack)
+            return
+        if config.filter == "modal":
+            init.uniform_(mixer.modal_log_decay, -math.log(LONGEST_MODE), 0)
+            init.uniform_(mixer.modal_angle, 0, math.pi)
+            width, modes, _ = mixer.modal_residues.shape
+            drawn = initial_coefficients(config.coefficient_init, width, 2 * modes)
+            init.copy_(mixer.modal_residues, drawn.view(width, modes, 2))
             return
         for weight, bias in (
             (mixer.implicit_in, mixer.implicit_in_bias),

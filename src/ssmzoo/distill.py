@@ -1,7 +1,8 @@
 """Long filters of a model, those of a Hyena say, replaced by filters of small order with a state.
 
-A family takes part if its configuration has ``distilled(order)``, the configuration of the model to
-be, and its mixers have ``kernel(length)``, ``gain()`` and ``set_filters(a, b, h0)``.
+A family takes part if its configuration has ``distilled(order, kind)``, that of the model to be,
+and its mixers have ``kernel(length)``, ``gain()``, ``set_filters(a, b, h0)`` for rational filters
+and ``set_modes(poles, residues, h0)`` for modal ones.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 Kind = Literal["rational", "modal"]
 REPORT = "distill.json"
-# what turning modes into coefficients may add to the error
-CONVERSION = 1e-3
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def distill(
         model: A language model or the folder of one, e.g. of the preset ``hyena-125m``.
         order: n, what a channel's state will hold.
         kind: "rational" fits coefficients; "modal" fits n / 2 damped oscillations a channel, as
-            Laughing Hyena does, and then takes their coefficients.
+            Laughing Hyena does.
         output_dir: Where to save the model and its report; what is there is replaced when all is
             done. None saves nothing.
         steps: Steps of descent after the initial fit.
@@ -99,14 +98,13 @@ def distill(
         The new model, and the errors.
 
     Raises:
-        ValueError: An order or length that does not fit, or modes that lie too close to each other
-            for coefficients; the message names the channel.
+        ValueError: An order or length that does not fit.
         LookupError: No such kind.
         TypeError: The model's family has no long filters that could be replaced.
     """
     import torch
 
-    from ssmzoo.fit import fit_modal, fit_rational
+    from ssmzoo.fit import ModalFit, fit_modal, fit_rational
 
     if kind not in get_args(Kind):
         raise LookupError(f"no kind of filter named {kind!r}; kinds: {', '.join(get_args(Kind))}")
@@ -123,22 +121,20 @@ def distill(
             f"order must be between 1 and half of the {count - 1} taps to fit, got {order}"
         )
     fit = fit_rational if kind == "rational" else fit_modal
-    found, errors = [], []
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
     for number, mixer in enumerate(mixers):
         if progress is not None:
             progress(number, len(mixers))
         with torch.no_grad():
             kernel, gain = mixer.kernel(count), mixer.gain()
         fitted = fit(kernel[:, 1:], order, steps=steps, lr=lr)
-        if fitted.modal_error is not None:
-            _refuse_clusters(number, fitted.error, fitted.modal_error)
-        behind = kernel[:, 1:].double().norm(dim=1)
-        total = kernel.double().norm(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
-        errors.append(tuple((fitted.error * behind / total).tolist()))
-        found.append((fitted.a, fitted.b, gain + kernel[:, 0]))
+        modal = isinstance(fitted, ModalFit)
+        pair = (fitted.poles, fitted.residues) if modal else (fitted.a, fitted.b)
+        found.append((*pair, gain + kernel[:, 0]))
     if progress is not None:
         progress(len(mixers), len(mixers))
-    student = _student(teacher, order, found)
+    student = _student(teacher, order, kind, found)
+    errors = [_errors(*pair, count) for pair in zip(mixers, _mixers(student), strict=True)]
     report = DistillReport(
         kind, order, steps, count, tuple(errors), None if output_dir is None else str(output_dir)
     )
@@ -155,7 +151,7 @@ def _load(source: str) -> PreTrainedModel:
 
 
 def _mixers(model: Any) -> list[Any]:
-    wanted = ("kernel", "gain", "set_filters")
+    wanted = ("kernel", "gain", "set_filters", "set_modes")
     mixers = [m for m in model.modules() if all(hasattr(m, name) for name in wanted)]
     if not mixers or not hasattr(model.config, "distilled") or not model.config.causal:
         raise TypeError(
@@ -165,27 +161,30 @@ def _mixers(model: Any) -> list[Any]:
     return mixers
 
 
-def _refuse_clusters(layer: int, error: Tensor, modal_error: Tensor) -> None:
-    lost = error - modal_error
-    row = int(lost.argmax())
-    if float(lost[row]) > CONVERSION:
-        raise ValueError(
-            f"layer {layer}, channel {row}: the modes lie too close to each other to be written as "
-            f"float32 coefficients, which is how they would decode: the error rises from "
-            f"{float(modal_error[row]):.2g} to {float(error[row]):.2g}; lower the order, or take "
-            "kind='rational'"
-        )
+def _errors(teacher: Any, student: Any, count: int) -> tuple[float, ...]:
+    """Return the errors of a layer's channels, of the filters as they will be used."""
+    import torch
+
+    from ssmzoo.fit import relative_error
+
+    with torch.no_grad():
+        given, fitted = (each.kernel(count).double().cpu() for each in (teacher, student))
+        # the fitted tap 0 lies in the direct gain
+        fitted[:, 0] += (student.gain() - teacher.gain()).double().cpu()
+    return tuple(relative_error(fitted, given).tolist())
 
 
-def _student(teacher: Any, order: int, filters: list[tuple[Tensor, Tensor, Tensor]]) -> Any:
-    config = teacher.config.distilled(order)
+def _student(
+    teacher: Any, order: int, kind: Kind, filters: list[tuple[Tensor, Tensor, Tensor]]
+) -> Any:
+    config = teacher.config.distilled(order, kind)
     student = type(teacher)(config)
     weights = teacher.state_dict()
     own = student.state_dict()
     kept = {n: x for n, x in weights.items() if n in own and x.shape == own[n].shape}
     student.load_state_dict(kept, strict=False)
-    for mixer, (a, b, h0) in zip(_mixers(student), filters, strict=True):
-        mixer.set_filters(a, b, h0)
+    for mixer, given in zip(_mixers(student), filters, strict=True):
+        (mixer.set_filters if kind == "rational" else mixer.set_modes)(*given)
     student.to(device=teacher.device, dtype=teacher.dtype)
     return student.eval()
 

@@ -2,7 +2,7 @@
 
 What surprises: a filter may need poles so close to each other that float32 coefficients cannot hold
 them. Every candidate is therefore judged after rounding, as it will be used, and a lower order
-whose coefficients survive rounding wins against a higher one whose do not.
+whose coefficients survive rounding wins against a higher one whose do not. Modes survive it.
 
 Dimensions: D channels, K taps (1, 2, ...; tap 0 belongs to the direct gain), n order.
 """
@@ -25,23 +25,36 @@ RADIUS = 1 - 1e-5
 
 
 @dataclass(frozen=True)
-class Fit:
-    """Rational filters ``b(z) / a(z)`` in float32, and how far they are from what was asked.
+class RationalFit:
+    """Filters ``b(z) / a(z)`` in float32, and how far they are from what was asked.
 
     Attributes:
         a: Denominators ``[D, n]``; all poles lie inside the unit disc.
         b: Numerators ``[D, n]``.
         error: ``|fitted - given| / |given|`` over all taps, in the 2-norm, ``[D]``.
-        modal_error: The same before modes were turned into coefficients; None for other fits.
     """
 
     a: Tensor
     b: Tensor
     error: Tensor
-    modal_error: Tensor | None = None
 
 
-def fit_rational(taps: Tensor, order: int, *, steps: int = 300, lr: float = 3e-3) -> Fit:
+@dataclass(frozen=True)
+class ModalFit:
+    """Filters ``h_t = Re sum_i r_i lambda_i^{t-1}`` in complex64, and how far they are.
+
+    Attributes:
+        poles: lambda ``[D, n / 2]``, inside the unit disc.
+        residues: r ``[D, n / 2]``.
+        error: ``|fitted - given| / |given|`` over all taps, in the 2-norm, ``[D]``.
+    """
+
+    poles: Tensor
+    residues: Tensor
+    error: Tensor
+
+
+def fit_rational(taps: Tensor, order: int, *, steps: int = 300, lr: float = 3e-3) -> RationalFit:
     """Fit coefficients: modes by Hankel SVD turned into coefficients, then gradient descent.
 
     Where no mode survives rounding, the descent begins at the first n taps.
@@ -63,15 +76,14 @@ def fit_rational(taps: Tensor, order: int, *, steps: int = 300, lr: float = 3e-3
         best.offer(*_coefficients(*_modes(taps, tried), order))
         tried //= 2
     _descend(best, steps, lr)
-    return Fit(best.a, best.b, best.error)
+    return RationalFit(best.a, best.b, best.error)
 
 
-def fit_modal(taps: Tensor, order: int, *, steps: int = 300, lr: float = 3e-3) -> Fit:
-    """Fit modes ``h_t = Re sum_i r_i lambda_i^{t-1}``, n / 2 of them, then take coefficients.
+def fit_modal(taps: Tensor, order: int, *, steps: int = 300, lr: float = 3e-3) -> ModalFit:
+    """Fit modes ``h_t = Re sum_i r_i lambda_i^{t-1}``, n / 2 of them, as Laughing Hyena does.
 
-    Modes start at those of a Hankel SVD. A mode and its conjugate are one real filter of order 2,
-    so the result decodes as every rational filter does; ``error`` beside ``modal_error`` says what
-    that conversion cost.
+    Modes start at those of a Hankel SVD and descend. A mode and its conjugate are one real filter
+    of order 2.
 
     Args:
         taps: As for :func:`fit_rational`.
@@ -87,16 +99,10 @@ def fit_modal(taps: Tensor, order: int, *, steps: int = 300, lr: float = 3e-3) -
         raise ValueError(
             f"order must be even for kind='modal', a mode and its conjugate, got {order}"
         )
-    poles, residues = _pairs(_modes(taps, order)[0], taps, order // 2)
-    poles, residues, modal_error = _descend_modes(taps, poles, residues, steps, lr)
-    both = (
-        torch.cat([poles, poles.conj()], dim=1),
-        torch.cat([residues, residues.conj()], dim=1) / 2,
-    )
-    best = _Best(taps, order)
-    best.offer(torch.zeros_like(taps[:, :order]), torch.zeros_like(taps[:, :order]))
-    best.offer(*_coefficients(*both, order))
-    return Fit(best.a, best.b, best.error, modal_error)
+    poles, residues = _descend_modes(taps, *_best_pairs(taps, order), steps, lr)
+    poles, residues = poles.to(torch.complex64), residues.to(torch.complex64)
+    error = relative_error(_modal_response(poles, residues, taps.shape[1]), taps)
+    return ModalFit(poles, residues, error)
 
 
 def relative_error(fitted: Tensor, taps: Tensor) -> Tensor:
@@ -238,22 +244,57 @@ def _adam(leaves: list[Tensor], loss: Callable[[], Tensor], steps: int, lr: floa
         yield step
 
 
-def _pairs(poles: Tensor, taps: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return modes of the upper half plane, as many as fit, then real ones, ``[D, count]``.
+def _best_pairs(taps: Tensor, order: int) -> tuple[Tensor, Tensor]:
+    """Return poles and residues ``[D, n / 2]`` of the ``Re sum`` that comes nearest.
 
-    Their residues are those of ``Re sum``, with the least squares of the error.
+    From realizations of the order and of lower ones: where these say all there is to say, the rest
+    of a higher one's poles is noise, and nowhere in particular.
     """
-    rank = torch.where(poles.imag > 1e-12, 0, torch.where(poles.imag < -1e-12, 2, 1))
-    chosen = poles.gather(1, rank.argsort(dim=1, stable=True)[:, :count])
+    count = order // 2
+    poles = torch.full((taps.shape[0], count), 0.5, dtype=torch.complex128, device=taps.device)
+    residues, error = torch.zeros_like(poles), taps.new_full((taps.shape[0],), math.inf)
+    tried = order
+    while tried >= 1:
+        found = _pairs(*_modes(taps, tried), taps, count)
+        own = relative_error(_modal_response(*found, taps.shape[1]), taps)
+        better = own < error
+        for kept, new in zip((poles, residues, error), (*found, own), strict=True):
+            kept[better] = new[better]
+        tried //= 2
+    return poles, residues
+
+
+def _pairs(poles: Tensor, residues: Tensor, taps: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the loudest modes, one of each conjugate pair, ``[D, count]``, and their residues.
+
+    Residues are those of ``Re sum``, with the least squares of the error.
+    """
+    share = residues.abs() * (1 - poles.abs().square()).rsqrt()  # a mode's 2-norm
+    share = torch.where(
+        poles.imag < -1e-12, -1.0, torch.where(poles.imag > 1e-12, 2 * share, share)
+    )
+    loudest = share.argsort(dim=1, descending=True)[:, :count]
+    chosen = poles.gather(1, loudest)
+    absent = share.gather(1, loudest) < 0  # conjugates of others
     both = torch.cat([chosen, chosen.conj()], dim=1)
     pairs = zip(both.split(CHUNK), taps.split(CHUNK), strict=True)
-    return chosen, 2 * torch.cat([_residues(*some)[:, :count] for some in pairs])
+    found = 2 * torch.cat([_residues(*some)[:, : chosen.shape[1]] for some in pairs])
+    short = (0, count - chosen.shape[1])
+    pad = torch.nn.functional.pad
+    return pad(chosen.masked_fill(absent, 0.5), short, value=0.5), pad(
+        found.masked_fill(absent, 0.0), short
+    )
+
+
+def _modal_response(poles: Tensor, residues: Tensor, count: int) -> Tensor:
+    """Return taps 1 .. count in float64, ``[D, K]``."""
+    return vandermonde(residues.to(torch.complex128), poles.to(torch.complex128).log(), count)
 
 
 def _descend_modes(
     taps: Tensor, poles: Tensor, residues: Tensor, steps: int, lr: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Improve modes by Adam; return the best and their relative error."""
+) -> tuple[Tensor, Tensor]:
+    """Improve modes by Adam; return the best."""
     scale = taps.norm(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
     speed = (-poles.abs().clamp(min=1e-6).log()).clamp(min=-math.log(RADIUS)).log().requires_grad_()
     angle = poles.angle().requires_grad_()
@@ -277,8 +318,8 @@ def _descend_modes(
             better = found < best[0]
             for kept, new in zip(best, (found, *now()), strict=True):
                 kept[better] = new[better]
-    error, exponent, residue = best
-    return exponent.exp(), residue * scale[:, None], error.sqrt()
+    _, exponent, residue = best
+    return exponent.exp(), residue * scale[:, None]
 
 
-__all__ = ["Fit", "fit_modal", "fit_rational", "relative_error"]
+__all__ = ["ModalFit", "RationalFit", "fit_modal", "fit_rational", "relative_error"]

@@ -20,6 +20,7 @@ from ssmzoo.testing import FamilyConformance
 from ssmzoo_kernels import rational_kernel
 from ssmzoo_rtf import FAMILY
 from ssmzoo_rtf.filters import from_taps
+from ssmzoo_rtf.realizations import from_diagonal
 from ssmzoo_rtf.stability import poles
 
 ORACLE = Path(__file__).parents[1] / "oracles" / "rtf.py"
@@ -35,6 +36,7 @@ HYENA_TRUNCATED = {**HYENA, "kernel_mode": "truncated", "trunc_len": 40}
 S4_RINGING = {**S4_TRUNCATED, "decode_mode": "recurrent"}
 ALL = [S4, HYENA, S4_TRUNCATED, HYENA_TRUNCATED, S4_RINGING]
 NAMES = ["s4", "hyena", "s4-truncated", "hyena-truncated", "s4-ringing"]
+MODAL = {**HYENA, "filter": "modal", "num_denominators": 6}
 IMPLICIT = {"block": "hyena", "filter": "implicit", "trunc_len": 20}
 SSM = ("a", "b", "D", "montel_slack")
 
@@ -57,14 +59,6 @@ class TestRTFTruncated(FamilyConformance):
 
     family = replace(FAMILY, tiny={**FAMILY.tiny, "kernel_mode": "truncated", "trunc_len": 8})
     oracle = staticmethod(oracle.logits)
-
-
-class TestRTFRinging(FamilyConformance):
-    """The same filters, but they ring on behind the window they were trained on."""
-
-    tiny = {"kernel_mode": "truncated", "trunc_len": 8, "decode_mode": "recurrent"}
-    family = replace(FAMILY, tiny={**FAMILY.tiny, **tiny})
-    oracle = staticmethod(functools.partial(oracle.logits, form="recurrence"))
 
 
 def implicit_taps(weights, config, prefix):
@@ -111,6 +105,35 @@ class TestHyena(FamilyConformance):
         lora_targets=("in_proj", "out_proj"),
     )
     oracle = staticmethod(hyena_logits)
+
+
+def modal_logits(weights, config, input_ids, form="convolution", held=np.complex128):
+    """The oracle with the coefficients of the modes and their conjugates.
+
+    A model's poles are what the precision of its parameters holds of them.
+    """
+    weights = {name: np.asarray(x, dtype=np.float64) for name, x in weights.items()}
+    for i in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{i}.mixer."
+        decay = np.exp(weights[prefix + "modal_log_decay"])
+        poles = np.exp(-decay + 1j * weights[prefix + "modal_angle"]).astype(held).astype(complex)
+        residues = weights[prefix + "modal_residues"] @ np.array([1, 1j])
+        a = np.array([np.poly([*row, *row.conj()]).real for row in poles])  # with the leading 1
+        sharing = len(residues) // len(poles)
+        own, order = np.repeat(poles, sharing, axis=0), a.shape[1] - 1
+        taps = (residues[..., None] * own[..., None] ** np.arange(order)).sum(1).real
+        b = np.zeros_like(taps)
+        for m in range(order):
+            for j in range(m + 1):
+                b[:, m] += np.repeat(a[:, j], sharing) * taps[:, m - j]
+        weights[prefix + "a"], weights[prefix + "b"] = a[:, 1:], b
+    config = {**config, "denominator_constraint": "none"}
+    return oracle.logits(weights, config, input_ids, form)
+
+
+class TestRTFModal(FamilyConformance):
+    family = replace(FAMILY, tiny={**FAMILY.tiny, "filter": "modal"})
+    oracle = staticmethod(modal_logits)
 
 
 def relative(got, expected):
@@ -164,7 +187,11 @@ def arrays(model):
 
 
 def judged(model, input_ids, form="convolution"):
-    return oracle.logits(arrays(model), model.config.to_dict(), input_ids.numpy(), form)
+    logits = oracle.logits
+    if model.config.filter == "modal":
+        held = np.complex128 if model.model.layers[0].mixer.D.dtype.itemsize == 8 else np.complex64
+        logits = functools.partial(modal_logits, held=held)
+    return logits(arrays(model), model.config.to_dict(), input_ids.numpy(), form)
 
 
 @torch.no_grad()
@@ -573,7 +600,7 @@ def changed_parameter(model, other):
     return model
 
 
-@pytest.mark.parametrize("fields", [*ALL, IMPLICIT], ids=[*NAMES, "implicit"])
+@pytest.mark.parametrize("fields", [*ALL, MODAL, IMPLICIT], ids=[*NAMES, "modal", "implicit"])
 @pytest.mark.parametrize(
     "change",
     [
@@ -599,7 +626,9 @@ def test_decoding_follows_every_change_of_the_parameters(fields, change):
     assert torch.equal(decoded(fresh), after)
 
 
-@pytest.mark.parametrize("fields", [S4_TRUNCATED, IMPLICIT], ids=["rational", "implicit"])
+@pytest.mark.parametrize(
+    "fields", [S4_TRUNCATED, MODAL, IMPLICIT], ids=["rational", "modal", "implicit"]
+)
 def test_decoding_follows_casts_copies_and_pickles(fields):
     model = build(torch.float32, **fields)
     before = decoded(model)
@@ -613,11 +642,12 @@ def test_decoding_follows_casts_copies_and_pickles(fields):
 
 
 def judged_any(model, input_ids):
-    logits = hyena_logits if model.config.filter == "implicit" else oracle.logits
-    return logits(arrays(model), model.config.to_dict(), input_ids.numpy())
+    if model.config.filter == "implicit":
+        return hyena_logits(arrays(model), model.config.to_dict(), input_ids.numpy())
+    return judged(model, input_ids)
 
 
-@pytest.mark.parametrize("fields", [*ALL, IMPLICIT], ids=[*NAMES, "implicit"])
+@pytest.mark.parametrize("fields", [*ALL, MODAL, IMPLICIT], ids=[*NAMES, "modal", "implicit"])
 def test_filters_deployed_once_serve_all_tokens(fields, monkeypatch):
     model, made = build(**fields), []
     mixer = type(model.model.layers[0].mixer)
@@ -646,7 +676,7 @@ def test_a_forward_pass_that_fails_half_way_leaves_the_state_as_it_was(monkeypat
 
 
 def test_decoding_under_inference_mode_leaves_a_model_that_trains():
-    for fields in (S4, HYENA_TRUNCATED, IMPLICIT):
+    for fields in (S4, HYENA_TRUNCATED, MODAL, IMPLICIT):
         model, input_ids = build(**fields), tokens(1, 12)
         with torch.inference_mode():
             first = model(input_ids[:, :8], use_cache=True)
@@ -689,28 +719,33 @@ def test_five_forms_agree_beyond_the_window(fields, decode_mode):
     form = "recurrence" if decode_mode == "recurrent" else "convolution"
     fields = {**fields, "trunc_len": 16, "decode_mode": decode_mode}
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
-        model, input_ids = build(dtype, **fields), tokens(1, 50)
-        expected = judged(model, input_ids, form)
-        other = judged(model, input_ids, "recurrence" if form == "convolution" else "convolution")
-        assert relative(other[:, :16], expected[:, :16]) <= 1e-10
-        assert relative(other, expected) > 1e-3  # these filters are far from silent at the end
-        assert relative(whole(model, input_ids), expected) <= tolerance
-        assert relative(cut(model, input_ids, *range(1, 50)), expected) <= tolerance
-        assert relative(cut(model, input_ids, 3, 15, 16, 17, 40), expected) <= tolerance
-        short = tokens(1, 21, seed=5)
-        both = packed(model, [input_ids, short])
-        assert relative(both[:, :50], expected) <= tolerance
-        assert relative(both[:, 50:], judged(model, short, form)) <= tolerance
-        mask = torch.ones(2, 50, dtype=torch.int64)
-        mask[1, :29] = 0
-        pads = torch.full((1, 29), 7)
-        batch = torch.cat([input_ids, torch.cat([pads, short], dim=1)])
-        got, cache = run(model, batch, attention_mask=mask)
-        assert relative(got[:1], expected) <= tolerance
-        assert relative(got[1:, 29:], judged(model, short, form)) <= tolerance
-        longer = torch.cat([short, tokens(1, 1, seed=6)], dim=1)
-        last = run(model, longer[:, -1:].expand(2, 1), cache)[0][1:]
-        assert relative(last, judged(model, longer, form)[:, -1:]) <= tolerance
+        model = build(dtype, **fields)
+        hold_five_forms(model, functools.partial(judged, model, form=form), tolerance)
+        forms = [judged(model, tokens(1, 50), name) for name in ("recurrence", "convolution")]
+        assert relative(forms[0][:, :16], forms[1][:, :16]) <= 1e-10
+        assert relative(*forms) > 1e-3  # these filters are far from silent at the end
+
+
+def hold_five_forms(model, judge, tolerance):
+    """Compare logits whole, in chunks, token by token, packed and padded with those of a judge."""
+    input_ids = tokens(1, 50)
+    expected = judge(input_ids)
+    assert relative(whole(model, input_ids), expected) <= tolerance
+    assert relative(cut(model, input_ids, *range(1, 50)), expected) <= tolerance
+    assert relative(cut(model, input_ids, 3, 15, 16, 17, 40), expected) <= tolerance
+    short = tokens(1, 21, seed=5)
+    both = packed(model, [input_ids, short])
+    assert relative(both[:, :50], expected) <= tolerance
+    assert relative(both[:, 50:], judge(short)) <= tolerance
+    mask = torch.ones(2, 50, dtype=torch.int64)
+    mask[1, :29] = 0
+    batch = torch.cat([input_ids, torch.cat([torch.full((1, 29), 7), short], dim=1)])
+    got, cache = run(model, batch, attention_mask=mask)
+    assert relative(got[:1], expected) <= tolerance
+    assert relative(got[1:, 29:], judge(short)) <= tolerance
+    longer = torch.cat([short, tokens(1, 1, seed=6)], dim=1)
+    last = run(model, longer[:, -1:].expand(2, 1), cache)[0][1:]
+    assert relative(last, judge(longer)[:, -1:]) <= tolerance
 
 
 @pytest.mark.parametrize("decode_mode", ["auto", "recurrent"])
@@ -963,7 +998,7 @@ def test_a_classifier_of_tokens_starts_with_a_wide_embedding_and_a_narrow_head()
 
 
 def test_filter_parameters_have_a_group_of_their_own_and_do_not_decay():
-    for fields in (HYENA, IMPLICIT):
+    for fields in (HYENA, MODAL, IMPLICIT):
         model = build(**fields)
         groups = model.param_groups(lr=1e-3, weight_decay=0.1, groups={"ssm": {"lr": 1e-4}})
         own = next(g for g in groups if g.get("name") == "ssm")
@@ -971,6 +1006,136 @@ def test_filter_parameters_have_a_group_of_their_own_and_do_not_decay():
         expected = {id(p) for m in model.modules() if hasattr(m, "filtered")
                     for p in m.parameters(recurse=False)}  # fmt: skip
         assert {id(p) for p in own["params"]} == expected
+
+
+# --- modal filters -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", ["hyena", "s4"])
+def test_modal_filters_have_five_equal_forms(block):
+    fields = {**MODAL, "block": block}
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        model = build(dtype, **fields)
+        hold_five_forms(model, functools.partial(judged, model), tolerance)
+        found = states(model, tokens(2, 9))
+        assert found["modes"] == (2, 12, 3, 2)
+        assert found["owed"] == (2, 12)
+        assert filter_state_dtypes(run(model, tokens(2, 9))[1]) == {dtype}
+
+
+def test_modal_filters_have_equal_gradients_in_pieces():
+    model, input_ids = build(**MODAL), tokens(2, 40)
+    expected = slopes(model, input_ids)
+    for cuts in ((3, 20, 21), tuple(range(1, 40))):
+        for name, got in slopes(model, input_ids, cuts).items():
+            assert relative(got, expected[name]) <= 1e-10, name
+
+
+def modes_of(gap, pairs, rows):
+    """Poles side by side at some gap from the circle, with residues of changing signs."""
+    angles = 0.3 + gap * torch.arange(pairs).double()
+    poles = torch.polar(torch.full((rows, pairs), 1 - gap).double(), angles.expand(rows, pairs))
+    signs = (-1.0) ** torch.arange(pairs)
+    return poles, torch.complex(signs.double(), 0.1 * signs.double()).expand(12, pairs)
+
+
+@pytest.mark.parametrize("gap", [0.1, 1e-2, 1e-4])
+def test_clustered_and_slow_modes_decode_as_they_convolve(gap):
+    """Where coefficients are refused: 1,500 steps in float32, with no layer around the filter."""
+    fields = {**MODAL, "block": "filter", "d_state": 24, "mixer_rank": None}
+    mixer = build(torch.float32, **fields).model.layers[0].mixer
+    poles, residues = modes_of(gap, 12, 6)
+    mixer.set_modes(poles, residues, torch.ones(12))
+    u = torch.randn(1, 1500, 12, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = copy.deepcopy(mixer).double()(u.double(), LayerState())
+        # the float64 model's poles are not rounded: a part of the budget
+        rounded = mixer.kernel(1500).double(), copy.deepcopy(mixer).double().kernel(1500)
+        outputs, states = [], {}
+        for token in u.split(1, dim=1):
+            state = LayerState(states, keep=True)
+            outputs.append(mixer(token, state))
+            states = state.final
+        got = mixer(u, LayerState())
+    assert relative(torch.cat(outputs, 1), got) <= 1e-5
+    assert relative(got, expected) <= 1e-5 + 2 * relative(*rounded)
+    with pytest.raises(ValueError, match="poles cluster"):
+        from_diagonal(poles, residues, conjugates=True)
+
+
+def test_modes_come_out_as_they_went_in():
+    mixer = build(**MODAL).model.layers[0].mixer
+    poles, residues = modes_of(0.05, 3, 6)
+    poles = torch.cat([poles[:, :1], -poles[:, 1:2].abs(), poles[:, 2:] * 1e-9], dim=1)
+    mixer.set_modes(poles, residues, torch.arange(12.0))
+    assert relative(mixer.exponents().exp().detach().abs(), poles.abs()) <= 1e-12
+    own, expected = mixer.kernel(30).detach(), torch.zeros(12, 30, dtype=torch.float64)
+    for t in range(1, 30):
+        powers = poles.repeat_interleave(2, 0) ** (t - 1)
+        expected[:, t] = (residues * powers).sum(1).real
+    assert relative(own, expected) <= 1e-12
+    assert torch.equal(mixer.gain().detach(), torch.arange(12.0).double())
+    with torch.no_grad():
+        known = mixer.dynamics(torch.zeros(1, 9, 12)).poles
+    assert relative(known[:, :3].abs(), poles.abs()) <= 1e-12
+    assert torch.equal(known[:, 3:], known[:, :3].conj())
+
+
+def test_modes_stay_inside_the_disc_whatever_their_parameters_are():
+    for dtype in (torch.float32, torch.float64):
+        mixer = build(dtype, **MODAL).model.layers[0].mixer
+        with torch.no_grad():
+            mixer.modal_log_decay[:2] = -1e4
+            mixer.modal_log_decay[2:4] = 1e4
+            mixer.modal_angle.copy_(torch.linspace(-10, 10, 18).view(6, 3))
+            multipliers = mixer.deployment().oscillations.decay()
+            assert (multipliers.abs().double() < 1).all()
+            assert (multipliers.abs() > 0).all()
+            assert mixer.kernel(1000).isfinite().all()
+
+
+def test_wrong_modes_are_named():
+    mixer = build(**MODAL).model.layers[0].mixer
+    poles, residues = modes_of(0.05, 3, 6)
+    with pytest.raises(ValueError, match=r"poles must have shape \[6, 3\], got \[6, 2\]"):
+        mixer.set_modes(poles[:, 1:], residues, torch.ones(12))
+    with pytest.raises(ValueError, match=r"poles must lie inside the unit disc, got .* in row 0"):
+        mixer.set_modes(poles / 0.9, residues, torch.ones(12))
+    with pytest.raises(ValueError, match="set_filters needs filter='rational', got 'modal'"):
+        mixer.set_filters(torch.zeros(6, 6), torch.zeros(12, 6), torch.ones(12))
+    with pytest.raises(ValueError, match="set_modes needs filter='modal', got 'rational'"):
+        build(**HYENA).model.layers[0].mixer.set_modes(poles, residues, torch.ones(12))
+    model = build(**MODAL)
+    with torch.no_grad():
+        model.model.layers[1].mixer.modal_angle[4, 1] = torch.nan
+    with pytest.raises(ValueError, match="modal_angle 4 of layer 1 must be finite, got nan"):
+        run(model, tokens(1, 5))
+
+
+def test_modal_filters_start_with_long_and_short_modes():
+    mixer = new_mixer(filter="modal", hidden_size=64, d_state=32)
+    lasting = (-mixer.modal_log_decay).exp()
+    assert 1 <= lasting.min() < 1.1
+    assert 900 < lasting.max() <= 1000
+    assert 0 <= mixer.modal_angle.min() < 0.1 < 3 < mixer.modal_angle.max() <= np.pi
+    assert 0.98 * 32**-0.5 < mixer.modal_residues.abs().max() <= 32**-0.5
+
+
+def test_a_model_of_modes_learns():
+    torch.manual_seed(0)
+    model = FAMILY.causal_lm_class(FAMILY.config_class(**{**TINY, **MODAL})).train()
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if ".modal_" in n}
+    optimizer, input_ids = torch.optim.Adam(model.parameters(), lr=1e-2), tokens(2, 30)
+    losses = []
+    for _ in range(20):
+        loss = model(input_ids, labels=input_ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    for name, parameter in model.named_parameters():
+        assert name not in before or not torch.equal(parameter, before[name]), name
 
 
 # --- implicit filters ----------------------------------------------------------------------------
@@ -1110,6 +1275,8 @@ def test_a_shrunken_classifier_learns_from_a_batch_of_its_kind(preset):
         ({**IMPLICIT, "implicit_width": 0}, "implicit_width must be at least 1"),
         ({**IMPLICIT, "implicit_fast_decay": 2.0}, "must be positive and in this order"),
         ({"kernel_mode": "truncate"}, "kernel_mode"),
+        ({**MODAL, "d_state": 5}, "d_state must be even for filter='modal'"),
+        ({**MODAL, "kernel_mode": "truncated", "trunc_len": 40}, "needs kernel_mode='exact'"),
         ({"block": "mamba"}, "block"),
     ],
 )
