@@ -1,10 +1,13 @@
 """B'MOJO's attention: one softmax over a sliding window and a memory gathered for each chunk."""
 
+import functools
+
 import torch
 from torch import Tensor
 
 from ssmzoo_kernels.dispatch import Backend, choose, record
-from ssmzoo_kernels.eidetic_attention import reference
+from ssmzoo_kernels.eidetic_attention import library, reference
+from ssmzoo_kernels.eidetic_attention.arguments import Call, Tensors
 from ssmzoo_kernels.eidetic_attention.chunks import Chunks, chunk_table
 from ssmzoo_kernels.validation import check_leading, check_tensor, segment_offsets
 
@@ -46,7 +49,7 @@ def eidetic_attention(
         k: Keys of the same tokens.
         v: Their values.
         mem_k: Keys of the memory of each chunk that has tokens in this call, in the order of
-            :func:`chunk_table`.
+            :func:`chunk_table`; what comes behind them is not read.
         mem_v: Their values.
         mem_count: How many of a chunk's m rows hold something: the first ones. int64.
         window: Tokens a query sees, itself among them; None: all there were, without a memory.
@@ -79,8 +82,10 @@ def eidetic_attention(
     check_leading(OP, "k", k, "[B, L, G, d]")
     batch, length, heads, width = q.shape
     groups = k.shape[2]
-    if groups < 1 or heads % groups:
+    if groups < 1 or heads < 1 or heads % groups:
         raise ValueError(f"{OP}: q's heads must be a multiple of k's, got {heads} and {groups}")
+    if width < 1:
+        raise ValueError(f"{OP}: heads must have at least one column, got {list(q.shape)}")
     shape = (batch, length, groups, width)
     check_tensor(OP, "k", k, shape, q, "[B, L, G, d]")
     check_tensor(OP, "v", v, shape, q, "[B, L, G, d]")
@@ -114,12 +119,71 @@ def eidetic_attention(
     elif mem_positions is not None:
         raise ValueError(f"{OP}: mem_positions needs mem_k")
 
-    choose(OP, backend, q, _OFFERS)
-    late = None if late_k is None or late_v is None else (late_k, late_v, late_past_k, late_past_v)
-    arguments = (q, k, v, mem_k, mem_v, mem_count, past_k, past_v, late, mem_positions)
-    options = {"window": window, "late_span": late_span, "scale": scale or width**-0.5}
-    record(OP, "reference")
-    return reference.eidetic_attention(*arguments, offsets, seen, **options)
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_values(offsets, seen, window, late_span, mem_k, mem_count, past_k, late_past_k)
+
+    scale = width**-0.5 if scale is None else scale
+    chosen = choose(OP, backend, q, _OFFERS)
+    if chosen == "reference":
+        record(OP, "reference")
+        late = None
+        if late_k is not None and late_v is not None:
+            late = late_k, late_v, late_past_k, late_past_v
+        arguments = (q, k, v, mem_k, mem_v, mem_count, past_k, past_v, late, mem_positions)
+        options = {"window": window, "late_span": late_span, "scale": scale}
+        return reference.eidetic_attention(*arguments, offsets, seen, **options)
+
+    rows = (None if x is None else x.flatten(0, 1) for x in (q, k, v, late_k, late_v))
+    flat_q, flat_k, flat_v, flat_late_k, flat_late_v = rows
+    tensors = (flat_q, flat_k, flat_v, mem_k, mem_v, past_k, past_v, flat_late_k, flat_late_v)
+    tensors = (*tensors, late_past_k, late_past_v)
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors if x is not None))
+    call = Call(mem_count, mem_positions, offsets, seen, window, late_span, scale)
+    out = library.eidetic_attention(
+        Tensors(*(None if x is None else x.to(dtype) for x in tensors)), call, backend=chosen
+    )
+    return out.view(q.shape).to(q.dtype)
+
+
+def _check_values(
+    offsets: Tensor,
+    seen: Tensor,
+    window: int | None,
+    late_span: int,
+    mem_k: Tensor | None,
+    mem_count: Tensor | None,
+    past_k: Tensor | None,
+    late_past_k: Tensor | None,
+) -> None:
+    """Check what is in the index tensors; a GPU would have to be waited for."""
+    before = seen.tolist()
+    if min(before) < 0:
+        raise ValueError(f"{OP}: seen must not be negative, got {min(before)}")
+    tokens = max(before)
+    needed = {"past_k": (past_k, tokens if window is None else min(tokens, window - 1))}
+    if late_span and window is not None:
+        needed["late_past_k"] = late_past_k, min(tokens, window + late_span - 1)
+    for name, (past, count) in needed.items():
+        rows = 0 if past is None else past.shape[1]
+        if rows < count:
+            raise ValueError(
+                f"{OP}: {name} must hold the {count} tokens before this call that its queries "
+                f"see, got {rows}"
+            )
+    if mem_k is None or mem_count is None or window is None:
+        return
+    memories, size = mem_k.shape[:2]
+    chunks = sum(
+        (old + new - 1) // window - old // window + 1
+        for old, new in zip(before, offsets.diff().tolist(), strict=True)
+        if new
+    )
+    if memories < chunks:
+        raise ValueError(
+            f"{OP}: mem_k must hold a memory for each of the {chunks} chunks, got {memories}"
+        )
+    if memories and not 0 <= int(mem_count.min()) <= int(mem_count.max()) <= size:
+        raise ValueError(f"{OP}: mem_count must be from 0 to m = {size}, got {mem_count.tolist()}")
 
 
 def _check_pair(

@@ -30,7 +30,7 @@ def eidetic_attention(
     flat_q, flat_k, flat_v = (x.flatten(0, 1).to(exact) for x in (q, k, v))
     lengths = offsets.diff()
     span = window if window is not None else int((seen + lengths).max().clamp(min=1))
-    out = torch.zeros_like(flat_q)
+    out = flat_q.clone()  # every row is written; without rows it is still on the tape
     chunks = zip(*(x.tolist() for x in chunk_table(lengths, seen, span)), strict=True)
     for i, (s, _, first, _, count) in enumerate(chunks):
         own = slice(int(offsets[s]), int(offsets[s + 1]))
