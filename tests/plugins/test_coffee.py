@@ -34,7 +34,7 @@ from ssmzoo.testing import FamilyConformance, check
 from ssmzoo.testing.conformance import CHECKS, name_of
 from ssmzoo_coffee import FAMILY, CoffeeConfig, CoffeeForCausalLM, CoffeeForImageClassification
 from ssmzoo_coffee import modeling_coffee as modeling
-from ssmzoo_coffee.readout import softmin_logits
+from ssmzoo_coffee.readout import euclidean, softmin_logits
 from ssmzoo_kernels import last_backend
 
 ORACLE = Path(__file__).parents[1] / "oracles" / "coffee.py"
@@ -289,6 +289,13 @@ def test_an_output_on_an_embedding_has_a_finite_slope():
     assert torch.autograd.grad(logits.sum(), y)[0].isfinite().all()
 
 
+def test_small_distances_among_large_numbers_keep_their_digits():
+    table = 100 + numbers(9, 16).float()
+    y = table[:3] + 1e-2 * numbers(3, 16, seed=1).float()
+    exact = (y.double()[:, None] - table.double()).square().sum(dim=-1).sqrt()
+    assert relative(euclidean(y, table)[exact < 0.1], exact[exact < 0.1]) <= 1e-5
+
+
 # --- G10: symmetries --------------------------------------------------------------------------
 
 
@@ -398,14 +405,23 @@ def test_a_language_model_has_the_block_of_its_formula(preset, layers, width, co
     assert trainable(model) == count
 
 
-def test_nothing_of_the_recurrence_decays_and_all_of_it_is_one_group():
-    model = build(output_filter=True, variant="input_matrix", intermediate_size=8)
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        ({"output_filter": True, "variant": "input_matrix"}, 6),
+        ({"output_filter": True, "lambda_param": "clamp"}, 5),
+        ({"variant": "s6"}, 2),
+    ],
+    ids=str,
+)
+def test_nothing_of_the_recurrence_decays_and_all_of_it_is_one_group(fields, count):
+    model = build(intermediate_size=8, **fields)
     groups = model.param_groups(lr=1e-3, weight_decay=0.1, groups={"ssm": {"lr": 1e-4}})
     (ssm,) = (group for group in groups if group.get("name") == "ssm")
     assert (ssm["lr"], ssm["weight_decay"]) == (1e-4, 0.0)
     own = {id(p) for layer in model.model.layers for p in layer.mixer.parameters(recurse=False)}
     assert {id(p) for p in ssm["params"]} == own
-    assert len(own) == 2 * 6
+    assert len(own) == 2 * count
 
 
 # --- the frozen row ---------------------------------------------------------------------------
