@@ -1,10 +1,11 @@
 """``feedback_scan`` as a ``torch.library`` op, so that autograd and ``torch.compile`` know it.
 
 Here a batch is already flat: ``T = B * L`` tokens in a row, cut into ``S`` segments by ``offsets``.
-A backend is a module with ``CHUNK``, ``forward``, ``newton`` and ``backward`` of the signatures used
-below. The forward of a training step keeps the state at the start of every ``interval(N, CHUNK)``
-tokens, and the backward recomputes the states in between, at most ``CHUNK`` at once. Newton's method
-keeps the same states, so that one backward serves both and no iteration is ever differentiated.
+A backend is a module with ``CHUNK``, ``forward``, ``newton`` and ``backward`` of the signatures
+used below. The forward of a training step keeps the state at the start of every
+``interval(N, CHUNK)`` tokens, and the backward recomputes the states in between, at most ``CHUNK``
+at once. Newton's method keeps the same states, so that one backward serves both and no iteration is
+ever differentiated.
 """
 
 import functools
