@@ -90,10 +90,15 @@ def turned(pixels: np.ndarray, degrees: np.ndarray, crop: int) -> np.ndarray:
     side = pixels.shape[1]
     middle = (side - 1) / 2
     places = round((side - crop) / 2) + np.arange(crop) - middle
-    y, x = places[:, None], places[None, :]
-    angle = np.deg2rad(degrees)[:, None, None]
-    row = np.rint(np.cos(angle) * y - np.sin(angle) * x + middle).astype(np.int64)
-    column = np.rint(np.sin(angle) * y + np.cos(angle) * x + middle).astype(np.int64)
-    inside = (row >= 0) & (row < side) & (column >= 0) & (column < side)
-    row, column = row.clip(0, side - 1), column.clip(0, side - 1)
-    return np.where(inside, pixels[np.arange(len(pixels))[:, None, None], row, column], 0)
+    angle = np.deg2rad(degrees)[:, None]
+    cos, sin = np.cos(angle) * places, np.sin(angle) * places  # [B, crop]
+    row = _nearest(cos[:, :, None] - sin[:, None, :] + middle, side)
+    column = _nearest(sin[:, :, None] + cos[:, None, :] + middle, side)
+    framed = np.pad(pixels, ((0, 0), (1, 1), (1, 1)))
+    begin = np.arange(len(pixels), dtype=np.int32) * (side + 2) ** 2
+    return framed.reshape(-1)[begin[:, None, None] + row * (side + 2) + column]
+
+
+def _nearest(places: np.ndarray, side: int) -> np.ndarray:
+    """Return which of ``side`` pixels and a frame around them lie nearest, the frame's first 0."""
+    return np.rint(places).clip(-1, side).astype(np.int32) + 1
