@@ -23,6 +23,7 @@ COMMANDS = (
     "check",
     "inspect",
     "distill",
+    "recall",
     "bench",
 )
 
