@@ -214,8 +214,8 @@ def test_a_failing_compiler_is_quoted(fresh, monkeypatch, tmp_path):
 def test_the_sources_compile_without_warnings(source, tmp_path):
     command = [
         *native._compiler(), "-O1", "-std=gnu11", "-fopenmp", "-Wall", "-Wextra", "-Werror",
-        "-Wno-psabi", "-DCHUNK=16", "-DPAIRS=1", f"-I{PACKAGE}", f"-I{PACKAGE / 'scan'}", "-c", str(source),
-        "-o", str(tmp_path / "x.o"),
+        "-Wno-psabi", "-DCHUNK=16", "-DPAIRS=1", f"-I{PACKAGE}", f"-I{PACKAGE / 'scan'}",
+        "-c", str(source), "-o", str(tmp_path / "x.o"),
     ]  # fmt: skip
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
