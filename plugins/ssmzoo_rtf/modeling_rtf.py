@@ -139,7 +139,10 @@ class RTFMixer(SSMMixer):
             wide, conv = self.short_conv(self.in_proj(hidden_states), state.get("conv"), cu_seqlens)
             state.put("conv", conv)
             x0, x1, v = wide.to(exact).chunk(3, dim=-1)  # [B, L, D] each
-            y = self.filtered(self.dropout(v * x1, cu_seqlens), state, cu_seqlens) * x0
+            u = v * x1
+            if self.training:
+                u = self.dropout(u, cu_seqlens)
+            y = self.filtered(u, state, cu_seqlens) * x0
             if self.filter_norm is None:
                 return self.out_proj(y.to(dtype))
             return self.out_proj(F.gelu(self.down_proj(self.filter_norm(y))))
@@ -153,21 +156,26 @@ class RTFMixer(SSMMixer):
         """Filter ``[B, L, D]``, going on from and leaving behind the state of a cache."""
         if self.training and not torch.compiler.is_compiling():
             self._kept.forget()
-        with torch.autocast(u.device.type, enabled=False):
-            if not state.keep:
-                return self._whole(u, state, cu_seqlens)
-            parts = self.deployment()
-            if parts.oscillations is not None:
-                return _oscillating(u, parts.oscillations, state, cu_seqlens)
-            recurrence = parts.recurrence
-            if recurrence is None:
-                return _windowed(u, parts, state, cu_seqlens)
-            if parts.taps is None:
-                return _recurrent(u, recurrence, state, cu_seqlens)
-            return parts.merge(
-                _recurrent(u[..., parts.recurrent], recurrence, state, cu_seqlens),
-                _windowed(u[..., parts.windowed], parts, state, cu_seqlens),
-            )
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled(u.device.type):
+            with torch.autocast(u.device.type, enabled=False):
+                return self._filtered(u, state, cu_seqlens)
+        return self._filtered(u, state, cu_seqlens)
+
+    def _filtered(self, u: Tensor, state: LayerState, cu_seqlens: Tensor | None) -> Tensor:
+        if not state.keep:
+            return self._whole(u, state, cu_seqlens)
+        parts = self.deployment()
+        if parts.oscillations is not None:
+            return _oscillating(u, parts.oscillations, state, cu_seqlens)
+        recurrence = parts.recurrence
+        if recurrence is None:
+            return _windowed(u, parts, state, cu_seqlens)
+        if parts.taps is None:
+            return _recurrent(u, recurrence, state, cu_seqlens)
+        return parts.merge(
+            _recurrent(u[..., parts.recurrent], recurrence, state, cu_seqlens),
+            _windowed(u[..., parts.windowed], parts, state, cu_seqlens),
+        )
 
     def denominators(self) -> Tensor:
         """Return a after the constraint, ``[A, n]``; bidirectional ``[2 A, n]``."""
