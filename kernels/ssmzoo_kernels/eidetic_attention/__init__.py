@@ -122,7 +122,7 @@ def eidetic_attention(
     if q.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_values(offsets, seen, window, late_span, mem_k, mem_count, past_k, late_past_k)
 
-    scale = width**-0.5 if scale is None else scale
+    factor = float(width) ** -0.5 if scale is None else scale
     chosen = choose(OP, backend, q, _OFFERS)
     if chosen == "reference":
         record(OP, "reference")
@@ -130,18 +130,19 @@ def eidetic_attention(
         if late_k is not None and late_v is not None:
             late = late_k, late_v, late_past_k, late_past_v
         arguments = (q, k, v, mem_k, mem_v, mem_count, past_k, past_v, late, mem_positions)
-        options = {"window": window, "late_span": late_span, "scale": scale}
+        options = {"window": window, "late_span": late_span, "scale": factor}
         return reference.eidetic_attention(*arguments, offsets, seen, **options)
 
     rows = (None if x is None else x.flatten(0, 1) for x in (q, k, v, late_k, late_v))
     flat_q, flat_k, flat_v, flat_late_k, flat_late_v = rows
     tensors = (flat_q, flat_k, flat_v, mem_k, mem_v, past_k, past_v, flat_late_k, flat_late_v)
     tensors = (*tensors, late_past_k, late_past_v)
-    dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors if x is not None))
-    call = Call(mem_count, mem_positions, offsets, seen, window, late_span, scale)
-    out = library.eidetic_attention(
-        Tensors(*(None if x is None else x.to(dtype) for x in tensors)), call, backend=chosen
-    )
+    kinds = {x.dtype for x in tensors if x is not None}
+    if len(kinds) > 1:
+        dtype = functools.reduce(torch.promote_types, kinds)
+        tensors = tuple(None if x is None else x.to(dtype) for x in tensors)
+    call = Call(mem_count, mem_positions, offsets, seen, window, late_span, factor)
+    out = library.eidetic_attention(Tensors(*tensors), call, backend=chosen)  # pyright: ignore[reportArgumentType]
     return out.view(q.shape).to(q.dtype)
 
 
@@ -157,9 +158,9 @@ def _check_values(
 ) -> None:
     """Check what is in the index tensors; a GPU would have to be waited for."""
     before = seen.tolist()
-    if min(before) < 0:
+    if min(before, default=0) < 0:
         raise ValueError(f"{OP}: seen must not be negative, got {min(before)}")
-    tokens = max(before)
+    tokens = max(before, default=0)
     needed = {"past_k": (past_k, tokens if window is None else min(tokens, window - 1))}
     if late_span and window is not None:
         needed["late_past_k"] = late_past_k, min(tokens, window + late_span - 1)
@@ -182,8 +183,11 @@ def _check_values(
         raise ValueError(
             f"{OP}: mem_k must hold a memory for each of the {chunks} chunks, got {memories}"
         )
-    if memories and not 0 <= int(mem_count.min()) <= int(mem_count.max()) <= size:
-        raise ValueError(f"{OP}: mem_count must be from 0 to m = {size}, got {mem_count.tolist()}")
+    held = mem_count.tolist()
+    if held and not 0 <= min(held) <= max(held) <= size:
+        raise ValueError(
+            f"{OP}: mem_count must be from 0 to m = {size}, got {min(held)} to {max(held)}"
+        )
 
 
 def _check_pair(

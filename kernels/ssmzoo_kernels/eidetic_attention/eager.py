@@ -32,7 +32,7 @@ _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 def forward(tensors: Tensors, call: Call) -> tuple[Tensor, Tensor]:
     """Return outputs ``[T, H, d]`` and the logarithms of sums ``[T, H]``."""
-    tensors = Tensors(*map(_dense, tensors))
+    tensors = _dense(tensors)
     out = tensors.q.new_empty(tensors.q.shape)
     lse = tensors.q.new_empty(tensors.q.shape[:2], dtype=accumulator(tensors.q))
     plan = Plan(tensors, call)
@@ -55,8 +55,8 @@ def backward(
     call: Call,
 ) -> Tensors:
     """Return the gradients of ``forward``'s tensors, None where one was absent."""
-    tensors = Tensors(*map(_dense, tensors))
-    grad_out = _dense(grad_out)
+    tensors = _dense(tensors)
+    grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
     plan = Plan(tensors, call)
     exact = lse.dtype
     grad_q = tensors.q.new_empty(tensors.q.shape)
@@ -155,9 +155,14 @@ def attend_backward(
     return grad_q, grad_k, grad_v
 
 
-def _dense(x: Tensor | None) -> Tensor | None:
-    """Return a tensor whose last dimension lies together."""
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+def _dense(tensors: Tensors) -> Tensors:
+    """Return the tensors with their last dimensions each in one piece."""
+    apart = {
+        name: x.contiguous()
+        for name, x in zip(Tensors._fields, tensors, strict=True)
+        if x is not None and x.stride(-1) != 1
+    }
+    return tensors._replace(**apart)
 
 
 def _has_fused(x: Tensor) -> bool:

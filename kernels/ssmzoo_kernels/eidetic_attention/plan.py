@@ -10,7 +10,7 @@ Dimensions: N blocks at once, M queries of each, K keys of each.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -119,18 +119,19 @@ class Plan:
     def gradients(self, grad_q: Tensor, grads: dict[str, list[Tensor]]) -> Tensors:
         """Return gradients of the tensors, given those of the tables."""
         t = self.tensors
-        k, past = self._split("window", t.past_k, grads)
-        late, late_past = self._split("late", t.late_past_k, grads)
-        mem: Pair = None, None
+        found: dict[str, Tensor | None] = {"q": grad_q}
+        found |= self._split("", "window", t.past_k, grads)
+        found |= self._split("late_", "late", t.late_past_k, grads)
         if t.mem_k is not None:
-            mem = _pair(x.view(t.mem_k.shape) for x in grads["memory"])
-        return Tensors(grad_q, *k, *mem, *past, *late, *late_past)
+            for name, x in zip("kv", grads["memory"], strict=True):
+                found[f"mem_{name}"] = x.view(t.mem_k.shape)
+        return Tensors(*(found.get(name) for name in Tensors._fields))  # pyright: ignore[reportArgumentType]
 
     # --- tables ---
 
     def _decodes(self) -> bool:
         """Tell whether the call is a few tokens of one chunk of every sequence."""
-        length = self.lengths[0]
+        length = self.lengths[0] if self.lengths else 0
         return (
             0 < length <= SHORT
             and self.lengths == [length] * len(self.lengths)
@@ -162,18 +163,21 @@ class Plan:
         self.bands.append(Band(name, reach, shift, past, begin))
 
     def _split(
-        self, name: str, past: Tensor | None, grads: dict[str, list[Tensor]]
-    ) -> tuple["Pair", "Pair"]:
-        """Return gradients of a call's rows and of those before it, keys and values each."""
-        if name not in grads:
-            return (None, None), (None, None)
-        if past is None:
-            return _pair(grads[name]), (None, None)
-        now, before = grads[name], grads.get(f"{name} past")
-        if before is None:  # joined: results of an op may not share memory
-            old = past.shape[0] * past.shape[1]
-            now, before = [x[old:].clone() for x in now], [x[:old].clone() for x in now]
-        return _pair(now), _pair(x.view(past.shape) for x in before)
+        self, prefix: str, name: str, past: Tensor | None, grads: dict[str, list[Tensor]]
+    ) -> dict[str, Tensor]:
+        """Return gradients of a band's rows of the call and of those before it, by argument."""
+        found = {}
+        for i, which in enumerate("kv" if name in grads else ""):
+            now = grads[name][i]
+            if past is not None:
+                if f"{name} past" in grads:
+                    before = grads[f"{name} past"][i]
+                else:  # joined: what an op returns may not share memory
+                    old = past.shape[0] * past.shape[1]
+                    now, before = now[old:].clone(), now[:old].clone()
+                found[f"{prefix}past_{which}"] = before.view(past.shape)
+            found[f"{prefix}{which}"] = now
+        return found
 
     # --- works with a window ---
 
@@ -417,14 +421,6 @@ class Plan:
             behind = past + query - key  # [M, K]
             hidden = hidden | (behind < band.shift) | (behind > band.back)
         return [Stream([(f"{band.table} past", keys)], self._hidden(hidden))]
-
-
-Pair = tuple[Tensor | None, Tensor | None]
-
-
-def _pair(tensors: Iterable[Tensor]) -> Pair:
-    keys, values = tensors
-    return keys, values
 
 
 def _parts(members: range, queries: int) -> Iterator[range]:

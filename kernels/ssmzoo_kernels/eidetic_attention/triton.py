@@ -141,7 +141,6 @@ def read_band(
     inner = tl.minimum(tl.cdiv(tl.maximum(last - SHIFT - REACH + 1 - low, 0), BLOCK_N), tiles)
     outer = tl.maximum(inner, tl.maximum(first - SHIFT + 1 - low, 0) // BLOCK_N)
     for part in tl.static_range(3):
-        MASKED: tl.constexpr = part != 1
         start = 0 if part == 0 else (inner if part == 1 else outer)
         stop = inner if part == 0 else (outer if part == 1 else tiles)
         for tile in range(start, stop):
@@ -155,7 +154,7 @@ def read_band(
             behind = p[:, None] - SHIFT - key[None, :]
             visible = (behind >= 0) & (behind < REACH) & (key < high)[None, :]
             one, two, acc = meet(
-                one, two, acc, q, g, keys, values, visible, scale, MASKED, BACKWARD, ACC
+                one, two, acc, q, g, keys, values, visible, scale, part != 1, BACKWARD, ACC
             )
     return one, two, acc
 
@@ -573,7 +572,6 @@ def see(
     i = tl.arange(0, BLOCK_M)
     tiles = tl.cdiv(tl.maximum(end - first, 0), BLOCK_M)
     for part in tl.static_range(3):
-        MASKED: tl.constexpr = part != 1
         start = 0 if part == 0 else (inner if part == 1 else outer)
         stop = inner if part == 0 else (outer if part == 1 else tiles)
         for turn in range(start * (H // G), stop * (H // G)):
@@ -589,7 +587,7 @@ def see(
             share = tl.load(shares + row * H + head, mask=here, other=0.0)
             scores = product(keys, tl.trans(queries), ACC) * scale
             weights = tl.exp2(scores - known[None, :] * 1.4426950408889634)
-            if MASKED:
+            if part != 1:
                 behind = p[None, :] - SHIFT - key[:, None]
                 visible = held[:, None] & (behind >= 0) & (behind < REACH)
                 weights = tl.where(visible, weights, 0.0)
@@ -790,22 +788,26 @@ def eidetic_attention_bwd_memory_kernel(
 class Tile(NamedTuple):
     """How a program is shaped."""
 
-    block_m: int  # queries
-    block_n: int  # keys
+    owned: int  # the queries, or the keys, that a program owns
+    met: int  # the keys, or the queries, that they meet at a time
     num_warps: int
     num_stages: int
 
 
 def tile(width: int, dtype: torch.dtype, *, backward: bool = False, decodes: bool = False) -> Tile:
-    """Choose a program's shape: what registers and shared memory of sm_80 and sm_90 hold."""
-    wide = triton.next_power_of_2(width)
-    if dtype == torch.float64 or dtype == torch.float32:
-        block_m, block_n, num_warps, num_stages = 32, 32, 4, 1
-    elif backward:
-        block_m, block_n, num_warps, num_stages = 64, 64, 4 if wide <= 64 else 8, 1
-    else:
-        block_m, block_n, num_warps, num_stages = 64, 64, 4, 2
-    return Tile(16 if decodes else block_m, block_n, num_warps, num_stages)
+    """Choose a program's shape: what the registers of sm_80 and sm_90 hold."""
+    if decodes:  # one query is all that a program owns
+        return Tile(16, 32 if dtype.itemsize == 2 else 16, 4 if width <= 128 else 8, 1)
+    if dtype.itemsize == 2:
+        if width > 128:
+            return Tile(32, 32, 8, 1)
+        num_warps = 4 if width <= 64 else 8
+        return Tile(64, 32, num_warps, 1) if backward else Tile(64, 64, num_warps, 2)
+    if width > 64:
+        return Tile(16, 16, 8, 1)
+    if dtype == torch.float64:
+        return Tile(32, 32, 4, 1)
+    return Tile(16 if backward else 32, 16, 4, 1)
 
 
 class _Grid(NamedTuple):
@@ -840,7 +842,7 @@ def forward(tensors: Tensors, call: Call) -> tuple[Tensor, Tensor]:
     if tokens:
         # one token of every sequence: a block of queries is nearly empty
         shape = tile(width, q.dtype, decodes=tokens == call.seen.shape[0])
-        grid = _grid(tokens, call, call.window or UNBOUNDED, shape.block_m)
+        grid = _grid(tokens, call, call.window or UNBOUNDED, shape.owned)
         with torch.cuda.device_of(q):
             eidetic_attention_fwd_kernel[(grid.slots, heads)](
                 *tensors,
@@ -871,7 +873,7 @@ def backward(
         return grads
     window = call.window or UNBOUNDED
     shape = tile(width, q.dtype, backward=True)
-    grid = _grid(tokens, call, window, shape.block_m)
+    grid = _grid(tokens, call, window, shape.owned)
     grad_out, shares = grad_out.contiguous(), torch.empty_like(lse)
     incoming = (grad_out, lse, shares, q)
     with torch.cuda.device_of(q):
@@ -895,7 +897,7 @@ def backward(
             assert k is not None
             assert v is not None
             rows = 0 if past[0] is None else past[0].shape[1]
-            sequences, block = call.seen.shape[0], shape.block_n
+            sequences, block = call.seen.shape[0], shape.owned
             keys = call.offsets.diff() + call.seen.clamp(max=rows)
             slots = (tokens + sequences * rows) // block + sequences
             eidetic_attention_bwd_band_kernel[(slots, k.shape[1])](
@@ -915,11 +917,13 @@ def backward(
                 stride_v=v.stride(0),
                 SHIFT=shift,
                 REACH=reach,
+                BLOCK_M=shape.met,
+                BLOCK_N=shape.owned,
                 **_constants(tensors, call, shape),
             )
         if tensors.mem_k is not None:
             memories, rows, groups, _ = tensors.mem_k.shape
-            tiles = (memories, triton.cdiv(rows, shape.block_n), groups)
+            tiles = (memories, triton.cdiv(rows, shape.owned), groups)
             eidetic_attention_bwd_memory_kernel[tiles](
                 *incoming,
                 *tensors[3:5],
@@ -933,6 +937,8 @@ def backward(
                 stride_q=q.stride(0),
                 WINDOW=window,
                 ROWS=rows,
+                BLOCK_M=shape.met,
+                BLOCK_N=shape.owned,
                 **_constants(tensors, call, shape),
             )
     return grads
@@ -972,6 +978,8 @@ def _query_constants(tensors: Tensors, call: Call, shape: Tile) -> dict:
         "WINDOW": call.window or UNBOUNDED,
         "SPAN": call.late_span,
         "ROWS": 0 if tensors.mem_k is None else tensors.mem_k.shape[1],
+        "BLOCK_M": shape.owned,
+        "BLOCK_N": shape.met,
         **_constants(tensors, call, shape),
     }
 
@@ -984,8 +992,6 @@ def _constants(tensors: Tensors, call: Call, shape: Tile) -> dict:
         "G": tensors.k.shape[1],
         "D": width,
         "ACC": _ACC[accumulator(tensors.q)],
-        "BLOCK_M": shape.block_m,
-        "BLOCK_N": shape.block_n,
         "BLOCK_D": max(16, triton.next_power_of_2(width)),
         "num_warps": shape.num_warps,
         "num_stages": shape.num_stages,
