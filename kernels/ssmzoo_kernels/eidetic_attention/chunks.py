@@ -29,7 +29,7 @@ def chunk_table(lengths: Tensor, seen: Tensor, window: int, most: int | None = N
     opened = seen // window  # the chunk of each sequence's next token
     chunks = (seen + lengths - 1).div(window, rounding_mode="floor") - opened + 1
     ends = torch.where(lengths > 0, chunks, 0).cumsum(0)
-    place = torch.arange(int(ends[-1]) if most is None else most, device=lengths.device)
+    place = torch.arange(int(ends[-1:].sum()) if most is None else most, device=lengths.device)
     sequence = torch.searchsorted(ends, place, right=True).clamp(max=lengths.shape[0] - 1)
     before = torch.where(sequence > 0, ends[sequence - 1], 0)
     number = opened[sequence] + place - before
