@@ -1,15 +1,27 @@
 """eidetic_attention: the torch backend against the loop, special cases against plain attention."""
 
 import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
 
-from ssmzoo_kernels import eidetic_attention, last_backend
-from ssmzoo_kernels.eidetic_attention import chunk_table
+from ssmzoo.testing.accuracy import assert_as_accurate
+from ssmzoo_kernels import eidetic_attention, last_backend, use_backend
+from ssmzoo_kernels.eidetic_attention import chunk_table, eager, plan
+from ssmzoo_kernels.eidetic_attention.arguments import Call, Tensors
+from ssmzoo_kernels.eidetic_attention.rows import Gathered, Strided
+
+HERE = Path(__file__).parent
 
 WINDOW, MEMORY = 4, 3
+ZERO = torch.zeros(6, 3, dtype=torch.int64)
 
 # lengths and tokens before, by sequence; None: rows of a batch
 LAYOUTS = {
@@ -19,7 +31,24 @@ LAYOUTS = {
     "packed": ([5, 0, 9, 1, 4], [0, 0, 0, 0, 0]),
     "packed that goes on": ([5, 0, 9, 1, 4], [3, 2, 0, 7, 12]),
     "one token each": ([1, 1, 1], [0, 5, 8]),
+    "a few tokens each": ([2, 2], [5, 8]),
+    "decoding": ([1, 1], [9, 14]),
+    "none": ([0, 0], [3, 0]),
+    "no sequence": (None, []),
 }
+
+
+@pytest.fixture(params=["as it is", "small blocks", "products written out"])
+def form(request, monkeypatch):
+    """The plan of large calls, and of calls so large that not all fits at once, on small ones."""
+    if request.param != "as it is":
+        monkeypatch.setattr(plan, "block_size", lambda window: 2)
+        monkeypatch.setattr(plan, "QUERIES", 3)
+        monkeypatch.setattr(plan, "JOINED", 0)
+        monkeypatch.setattr(plan, "SHORT", 2)
+    if request.param == "products written out":
+        monkeypatch.setattr(eager, "_has_fused", lambda x: False)
+        monkeypatch.setattr(eager, "SCORES", 9)
 
 
 def draw(layout, *, late=False, mask=False, window=WINDOW, memory=MEMORY, dtype=torch.float64):
@@ -33,8 +62,9 @@ def draw(layout, *, late=False, mask=False, window=WINDOW, memory=MEMORY, dtype=
     lengths, seen = LAYOUTS[layout]
     batch, length = (1, sum(lengths)) if lengths is not None else (len(seen), 11)
     sequences = len(seen)
-    offsets = torch.tensor([0, *itertools.accumulate(lengths or [length] * batch)])
-    seen = torch.tensor(seen)
+    every = [length] * batch if lengths is None else lengths
+    offsets = torch.tensor([0, *itertools.accumulate(every)])
+    seen = torch.tensor(seen, dtype=torch.int64)
     call = {
         "q": random(batch, length, 4, 8),
         "k": random(batch, length, 2, 8),
@@ -69,14 +99,16 @@ def run(call, backend):
     assert last_backend("eidetic_attention") == backend
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype)
-    grads = torch.autograd.grad((out * weights).sum(), list(tensors.values()), allow_unused=True)
+    loss = (out * weights).sum()
+    grads = torch.autograd.grad(loss, list(tensors.values()), materialize_grads=True)
     return {"out": out, **dict(zip(tensors, grads, strict=True))}
 
 
 def assert_same(got, expected, budget):
     for name, value in expected.items():
-        if value is None or not value.any():  # a past that nobody reads
-            assert got[name] is None or not got[name].any(), name
+        assert got[name].shape == value.shape
+        if not value.any():  # a past that nobody reads
+            assert not got[name].any(), name
             continue
         error = (got[name] - value).abs().max() / value.abs().max()
         assert error <= budget, (name, float(error))
@@ -85,14 +117,29 @@ def assert_same(got, expected, budget):
 @pytest.mark.parametrize("late", [False, True], ids=["", "late"])
 @pytest.mark.parametrize("mask", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_torch_equals_the_loop_with_all_gradients(layout, mask, late):
+def test_torch_equals_the_loop_with_all_gradients(form, layout, mask, late):
     call = draw(layout, mask=mask, late=late)
     assert_same(run(call, "eager"), run(call, "reference"), 1e-12)
 
 
-@pytest.mark.parametrize(("window", "memory"), [(1, 3), (5, 0), (4, 9), (16, 3), (64, 2)])
-def test_windows_and_memories_of_any_size(window, memory):
-    call = draw("packed that goes on", window=window, memory=memory)
+@pytest.mark.parametrize("layout", ["batch that goes on", "packed that goes on"])
+@pytest.mark.parametrize(
+    ("window", "memory"), [(1, 3), (5, 0), (4, 9), (16, 3), (64, 2), (None, 0)]
+)
+def test_windows_and_memories_of_any_size(form, layout, window, memory):
+    call = draw(layout, memory=memory, window=window or 12)
+    call["window"] = window
+    assert_same(run(call, "eager"), run(call, "reference"), 1e-12)
+
+
+@pytest.mark.parametrize("span", [1, 4, 9])
+@pytest.mark.parametrize("layout", ["batch", "batch that goes on", "packed that goes on"])
+def test_late_keys_reach_any_number_of_chunks_back(form, layout, span):
+    call = draw(layout, late=True)
+    for name in ("late_past_k", "late_past_v"):
+        old = torch.randn(len(call["seen"]), WINDOW + span, 2, 8, dtype=torch.float64)
+        call[name] = old.requires_grad_()
+    call["late_span"] = span
     assert_same(run(call, "eager"), run(call, "reference"), 1e-12)
 
 
@@ -158,10 +205,320 @@ def test_a_call_that_goes_on_equals_the_whole():
         assert torch.allclose(rest, whole[:, cut:], rtol=1e-12, atol=1e-12)
 
 
+def pieces(call, cuts):
+    """Give a batch to the op in pieces, each with the past it needs; return the outputs."""
+    found, window, span = [], call["window"], call["late_span"]
+    length = call["q"].shape[1]
+    chunks = -(-length // window)
+    memories = {
+        name: call[name].unflatten(0, (-1, chunks))
+        for name in ("mem_k", "mem_v", "mem_count", "mem_positions")
+    }
+    for begin, end in itertools.pairwise((0, *cuts, length)):
+        here = slice(begin // window, (end - 1) // window + 1)
+        piece = {name: x[:, here].flatten(0, 1) for name, x in memories.items()}
+        for name in ("q", "k", "v", "late_k", "late_v"):
+            piece[name] = call[name][:, begin:end]
+        for name, back in (("", window - 1), ("late_", window + span - 1)):
+            before = slice(max(0, begin - back), begin)
+            for x in "kv":
+                piece[f"{name}past_{x}"] = call[f"{name}{x}"][:, before]
+        seen = torch.full((len(call["q"]),), begin)
+        found.append(eidetic_attention(**piece, window=window, late_span=span, seen=seen))
+    return torch.cat(found, dim=1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cuts", [range(1, 11), (4, 8), (3,), (1, 2, 7, 10)], ids=str)
+def test_pieces_with_their_past_equal_the_whole(form, cuts):
+    call = draw("batch", mask=True, late=True)
+    for name in ("past_k", "past_v", "late_past_k", "late_past_v", "seen"):
+        del call[name]
+    assert_same({"out": pieces(call, cuts)}, {"out": eidetic_attention(**call)}, 1e-12)
+
+
+@torch.no_grad()
+def test_what_comes_later_changes_no_bit(form):
+    call = draw("batch", late=True, dtype=torch.float32)
+    before = eidetic_attention(**call)
+    for name in ("q", "k", "v", "late_k", "late_v"):
+        call[name] = torch.cat([call[name][:, :6], torch.randn_like(call[name][:, 6:])], dim=1)
+    call["mem_k"] = call["mem_k"].unflatten(0, (2, -1)).clone()
+    call["mem_k"][:, 2:] = 7.0  # chunks that begin at 8
+    call["mem_k"] = call["mem_k"].flatten(0, 1)
+    after = eidetic_attention(**call)
+    assert torch.equal(after[:, :6], before[:, :6])
+    assert not torch.equal(after[:, 6:], before[:, 6:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", ["batch", "packed", "packed that goes on", "one token each"])
+def test_nan_stays_in_its_sequence(form, layout):
+    call = draw(layout, dtype=torch.float32)
+    lengths, _ = LAYOUTS[layout]
+    first = 11 if lengths is None else lengths[0]
+    for name in ("k", "v"):
+        call[name].detach().flatten(0, 1)[first - 1] = torch.nan
+    out = eidetic_attention(**call).flatten(0, 1)
+    assert out[first - 1].isnan().all()
+    assert out[first:].isfinite().all()
+
+
+# --- layouts of every size, in every precision ------------------------------------------------
+
+
+def floating(call):
+    """Split a call's arguments into tensors with gradients and the rest."""
+    tensors = {n: x for n, x in call.items() if isinstance(x, torch.Tensor) and x.requires_grad}
+    return tensors, {n: x for n, x in call.items() if n not in tensors}
+
+
+def large(width, dtype=torch.float32, tokens=300, window=130, memory=40, heads=2, groups=1):
+    """A batch that has chunks of its own in every place: first, full, cut short."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+
+    chunks = -(-tokens // window)
+    count = torch.tensor([0, *[memory] * (chunks - 1)]).repeat(2)
+    tokens_of = {
+        name: random(2, tokens, n, width)
+        for name, n in zip("qkv", (heads, groups, groups), strict=True)
+    }
+    memories = {name: random(2 * chunks, memory, groups, width) for name in ("mem_k", "mem_v")}
+    return tokens_of | memories | {"mem_count": count, "window": window}
+
+
+@pytest.mark.parametrize("width", [5, 64, 96, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_heads_of_any_width_are_as_exact_as_the_loop(width, dtype):
+    tensors, rest = floating(large(width, dtype))
+
+    def on(backend):
+        return lambda *x: eidetic_attention(
+            **dict(zip(tensors, x, strict=True)), **rest, backend=backend
+        )
+
+    assert_as_accurate(on("eager"), on("reference"), list(tensors.values()), dtype)
+
+
+def test_a_wrong_op_fails_the_accuracy_check():
+    tensors, rest = floating(large(5))
+
+    def on(changes):
+        return lambda *x: eidetic_attention(
+            **dict(zip(tensors, x, strict=True)), **(rest | changes), backend="eager"
+        )
+
+    for changes in ({"window": 131}, {"mem_count": rest["mem_count"].clamp(max=39)}):
+        with pytest.raises(AssertionError, match="exceeds"):
+            assert_as_accurate(on(changes), on({}), list(tensors.values()), torch.float32)
+
+
+def test_mixed_dtypes_as_under_autocast():
+    tensors, rest = floating(draw("batch that goes on", late=True, dtype=torch.float32))
+    for name in ("k", "v", "late_k", "late_past_v"):
+        tensors[name] = tensors[name].detach().bfloat16().requires_grad_()
+    found = [run(tensors | rest, backend) for backend in ("eager", "reference")]
+    assert found[0]["out"].dtype == torch.float32
+    for name, value in found[1].items():
+        assert found[0][name].dtype == value.dtype
+        rounding = 4 * torch.finfo(value.dtype).eps
+        assert_same({name: found[0][name]}, {name: value}, max(rounding, 64 * 2**-24))
+
+
+def test_tensors_whose_rows_lie_apart_and_a_gradient_of_one_number():
+    wide = torch.randn(2, 11, 3, 2, 8, dtype=torch.float64)
+    results = []
+    for views in (wide.unbind(2), [x.contiguous() for x in wide.unbind(2)]):
+        leaves = [x.detach().requires_grad_() for x in views]
+        turned = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in leaves]
+        for tensors in (leaves, turned):
+            out = eidetic_attention(*tensors, window=WINDOW)
+            results.append((out, *torch.autograd.grad(out.sum(), leaves)))
+    for other in results[1:]:
+        for got, expected in zip(other, results[0], strict=True):
+            assert torch.allclose(got, expected, rtol=1e-12, atol=1e-12)
+
+
+# --- what is done at once ---------------------------------------------------------------------
+
+
+def works(call):
+    """The works that a call is cut into."""
+    tensors = {n: call.get(n) for n in Tensors._fields}
+    flat = {n: tensors[n].flatten(0, 1) for n in ("q", "k", "v")}
+    batch, length = call["q"].shape[:2]
+    offsets = call.get("cu_seqlens", torch.arange(batch + 1) * length).long()
+    seen = call.get("seen", torch.zeros(len(offsets) - 1, dtype=torch.int64))
+    count = call.get("mem_count")
+    settings = Call(count, None, offsets, seen, call["window"], 0, 1.0)
+    return list(plan.Plan(Tensors(**(tensors | flat)), settings).works())
+
+
+def test_batches_from_their_first_token_are_views():
+    found = works(large(8))
+    rows = [work.queries for work in found]
+    rows += [keys for work in found for stream in work.streams for _, keys in stream.parts]
+    assert all(isinstance(x, Strided) for x in rows)
+    # chunk 0 and the short chunk 2 in 3 and 1 blocks, chunk 1 in 3, both sequences together
+    assert [(x.queries.count, x.queries.width) for x in found] == [
+        *[(2, 64), (2, 64), (2, 2)] * 2,
+        (2, 40),
+    ]
+
+
+def test_long_sequences_are_taken_chunk_by_chunk_at_once():
+    call = large(8, tokens=130 * 40)
+    found = [work.queries for work in works(call)]
+    assert {(x.pitch, x.count) for x in found} == {(130, 39), (5200, 2)}
+
+
+def test_packed_sequences_are_gathered_and_no_two_blocks_share_a_token():
+    call = draw("packed that goes on")
+    seen = set()
+    for work in works(call):
+        assert isinstance(work.queries, Gathered)
+        inside = work.queries.inside
+        own = work.queries.places if inside is None else work.queries.places[inside]
+        assert seen.isdisjoint(own.flatten().tolist())
+        seen |= {*own.flatten().tolist()}
+        for stream in work.streams:
+            for table, rows in stream.parts:
+                if table != "memory":
+                    width = rows.places.shape[1]
+                    for begin in range(0, width, rows.pitch):
+                        part = slice(begin, begin + rows.pitch)
+                        places = rows.places[:, part]
+                        if rows.inside is not None:
+                            places = places[rows.inside[:, part]]
+                        assert places.unique().numel() == places.numel()
+    assert seen == {*range(19)}
+
+
+def test_decoding_reads_every_key_that_it_sees_and_no_other():
+    call = draw("decoding")
+    (work,) = works(call)
+    read = {table: rows.width for stream in work.streams for table, rows in stream.parts}
+    assert read == {"window": 1, "window past": WINDOW - 1, "memory": MEMORY}
+    assert all(stream.mask is None for stream in work.streams)
+
+
+def test_few_keys_are_read_side_by_side():
+    for memory, streams in ((60, 1), (300, 2)):
+        work = works(large(8, window=100, memory=memory))[-1]
+        assert len(work.streams) == streams
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+
+def peak_bytes(call):
+    """The most memory that torch holds during a call, beyond what it held before."""
+    kinds = [ProfilerActivity.CPU]
+    with profile(activities=kinds, profile_memory=True, acc_events=True) as recorded:
+        call()
+    held = peak = 0
+    for event in recorded.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_peak_memory_is_linear_in_the_tokens(packed, monkeypatch):
+    monkeypatch.setattr(plan, "QUERIES", 128)
+    peaks = []
+    for tokens in (1024, 2048, 4096):
+        call = large(16, tokens=tokens, window=32, memory=8)
+        if packed:  # of unequal lengths: gathered
+            one = {n: call[n].flatten(0, 1)[None].detach().requires_grad_() for n in "qkv"}
+            call |= one | {"cu_seqlens": torch.tensor([0, tokens - 32, 2 * tokens])}
+        tensors, _ = floating(call)
+
+        def step(call=call, tensors=tensors):
+            out = eidetic_attention(**call)
+            torch.autograd.grad(out, list(tensors.values()), torch.ones_like(out))
+
+        peaks.append(peak_bytes(step))
+    # twice the tokens, twice the growth, and what a work takes does not grow
+    growth = [b - a for a, b in itertools.pairwise(peaks)]
+    assert growth[1] <= 2.1 * growth[0], peaks
+    inputs = sum(x.numel() * 4 for x in tensors.values())
+    assert growth[1] <= 1.5 * inputs, (peaks, inputs)
+
+
+def test_training_keeps_outputs_and_sums_beside_the_inputs():
+    tensors, rest = floating(large(8))
+    own = {x.untyped_storage().data_ptr() for x in tensors.values()}
+    kept = {}
+
+    def pack(x):
+        if x.is_floating_point() and x.untyped_storage().data_ptr() not in own:
+            kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = eidetic_attention(**tensors, **rest)
+    assert sorted(x.numel() for x in kept.values()) == [out.numel() // 8, out.numel()]
+
+
+# --- torch.library and torch.compile ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["batch", "packed that goes on"])
+def test_registered_ops_pass_opcheck(layout, dtype):
+    call = draw(layout, late=True, mask=True, dtype=dtype)
+    tensors = {n: call[n].detach().requires_grad_() for n in Tensors._fields}
+    for name in ("q", "k", "v", "late_k", "late_v"):
+        tensors[name] = tensors[name].detach().flatten(0, 1).requires_grad_()
+    batch, length = call["q"].shape[:2]
+    offsets = call.get("cu_seqlens", torch.arange(batch + 1) * length).long()
+    rest = (call["mem_count"], call["mem_positions"], offsets, call["seen"], WINDOW, 3, 0.3)
+    forward, backward = (
+        getattr(torch.ops.ssmzoo, f"eidetic_attention{x}").default for x in ("", "_backward")
+    )
+    torch.library.opcheck(forward, (*tensors.values(), *rest, "eager"))
+    inputs = [x.detach() for x in tensors.values()]
+    out, lse = forward(*inputs, *rest, "eager")
+    incoming = (torch.randn_like(out), out, lse)
+    torch.library.opcheck(backward, (*incoming, *inputs, *rest, "eager"))
+
+
+def test_compiled_functions_have_no_graph_break_and_the_same_results():
+    call = draw("packed that goes on", late=True)
+    tensors, rest = floating(call)
+
+    def layer(*x):
+        return torch.sin(eidetic_attention(**dict(zip(tensors, x, strict=True)), **rest))
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (compiled, layer):
+        out = function(*tensors.values())
+        results.append((out, *torch.autograd.grad(out.sum(), list(tensors.values()))))
+    for got, expected in zip(*results, strict=True):
+        assert torch.allclose(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_use_backend_redirects_auto():
+    with use_backend("reference"):
+        eidetic_attention(**draw("packed"))
+    assert last_backend("eidetic_attention") == "reference"
+    eidetic_attention(**draw("packed"))
+    assert last_backend("eidetic_attention") == "eager"
+
+
+# --- the rest ---------------------------------------------------------------------------------
+
+
 def test_same_inputs_have_the_same_bits():
     call = draw("packed that goes on", late=True, dtype=torch.float32)
     one, two = run(call, "eager"), run(call, "eager")
-    assert all(torch.equal(one[name], two[name]) for name in one if one[name] is not None)
+    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_the_table_of_chunks_counts_from_each_sequences_first_token():
@@ -189,8 +546,113 @@ def test_the_table_of_chunks_counts_from_each_sequences_first_token():
         ({"seen": torch.zeros(3, dtype=torch.int64)}, ValueError, "seen must have shape"),
         ({"late_span": 2}, ValueError, "late_span must be at least 1 with late_k"),
         ({"backend": "cpu"}, ValueError, "this op has no such implementation"),
+        ({"backend": "triton"}, ValueError, "needs CUDA tensors, got cpu"),
+        ({"q": [1.0]}, TypeError, r"q must be a tensor \[B, L, H, d\], got list"),
+        ({"q": torch.zeros(2, 11, 4)}, ValueError, r"q must have shape \[B, L, H, d\]"),
+        ({"q": torch.zeros(2, 11, 0, 8)}, ValueError, "multiple of k's, got 0 and 2"),
+        ({"q": torch.zeros(2, 11, 4, 8).int()}, TypeError, "q must be floating point"),
+        ({"mem_v": torch.zeros(6, 2, 2, 8)}, ValueError, r"mem_v must have shape .*got \[6, 2"),
+        ({"mem_v": None}, ValueError, "mem_k and mem_v must be given together"),
+        ({"mem_count": torch.full((6,), 4)}, ValueError, "from 0 to m = 3, got 4 to 4"),
+        ({"mem_count": torch.full((6,), -1)}, ValueError, "from 0 to m = 3, got -1 to -1"),
+        ({"mem_k": None, "mem_v": None}, ValueError, "mem_k and mem_count must be given"),
+        ({"mem_positions": torch.zeros(6, 2).long()}, ValueError, "mem_positions must have shape"),
+        ({"seen": torch.tensor([-1, 0])}, ValueError, "seen must not be negative, got -1"),
+        ({"seen": torch.tensor([0, 0]).int()}, TypeError, "seen must be an int64 tensor"),
+        ({"cu_seqlens": torch.tensor([0, 11])}, ValueError, "B = 1, got B = 2"),
+        (
+            {"past_k": None, "past_v": None, "seen": torch.tensor([2, 9])},
+            ValueError,
+            "past_k must hold the 3 tokens before this call that its queries see, got 0",
+        ),
+        (
+            {"mem_k": None, "mem_v": None, "mem_count": None, "mem_positions": ZERO},
+            ValueError,
+            "mem_positions needs mem_k",
+        ),
+        (
+            {x: torch.zeros(5, 3, 2, 8) for x in ("mem_k", "mem_v")} | {"mem_count": ZERO[:5, 0]},
+            ValueError,
+            "a memory for each of the 6 chunks, got 5",
+        ),
+        (
+            {x: torch.zeros(2, 11, 2, 8) for x in ("late_k", "late_v")},
+            ValueError,
+            "late_span must be at least 1 with late_k and 0 without, got 0",
+        ),
+        (
+            {x: torch.zeros(2, 2, 2, 8) for x in ("late_past_k", "late_past_v")},
+            ValueError,
+            "late_past_k needs late_k",
+        ),
+        (
+            {x: torch.zeros(2, 11, 2, 8) for x in ("late_k", "late_v")}
+            | {"late_span": 2, "seen": torch.tensor([9, 9])},
+            ValueError,
+            "late_past_k must hold the 5 tokens",
+        ),
     ],
 )
 def test_bad_input_is_one_clear_error(changes, kind, message):
     with pytest.raises(kind, match=message):
         eidetic_attention(**{**draw("batch"), **changes})
+
+
+def test_heads_need_a_column():
+    empty = torch.zeros(1, 3, 2, 0)
+    with pytest.raises(ValueError, match="at least one column"):
+        eidetic_attention(empty, empty, empty, window=2)
+
+
+# --- the Triton kernels -----------------------------------------------------------------------
+
+
+def process(command, **environment):
+    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_the_interpreted_kernels_equal_the_loop():
+    pytest.importorskip("triton", reason="triton is not installed")
+    options = ("-q", "-p", "no:cacheprovider", "--tb=short")
+    command = ["-m", "pytest", str(HERE / "interpreted_eidetic.py"), *options]
+    out = process(command, TRITON_INTERPRET="1")
+    assert " passed" in out
+    assert "skipped" not in out
+
+
+def compiled(*cases):
+    pytest.importorskip("triton", reason="triton is not installed")
+    lines = process([str(HERE / "compiled_eidetic.py"), *cases]).splitlines()
+    records = [json.loads(line) for line in lines]
+    limits = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}  # bytes of shared memory a block may use
+    assert {(x["case"], x["target"]) for x in records} == set(itertools.product(cases, limits))
+    for record in records:
+        assert record["stack"] == record["local"] == 0, f"registers spilled: {record}"
+        assert record["registers"] <= 255, record
+        assert record["shared"] <= limits[record["target"]], record
+    return {x["kernel"] for x in records}
+
+
+def test_the_kernels_of_a_model_compile_without_spills():
+    assert compiled("model64") == {
+        "fwd_kernel",
+        "bwd_query_kernel",
+        "bwd_band_kernel",
+        "bwd_memory_kernel",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_other_form_of_the_kernels_compiles_without_spills():
+    compiled("model128", "carried", "carried128", "decode", "plain", "wide")
+    compiled("float32", "float32_128", "float64", "float64_128")
