@@ -29,7 +29,7 @@ COLUMNS = [
 ]  # fmt: skip
 
 
-FAMILIES = ["longhorn", "dss", "rtf"]
+FAMILIES = ["longhorn", "dss", "rtf", "coffee", "bmojo"]
 ROUNDS = 9
 PATIENCE = 60  # seconds: what takes longer is not run again for its memory
 
