@@ -317,6 +317,23 @@ def test_generate_takes_the_largest_seed(prints, model):
     assert prints("generate", model, "x", "--max-new-tokens", 2, "--seed", 2**64 - 1)
 
 
+def test_generate_goes_on_from_a_state_that_another_process_kept(prints, fails, model, tmp_path):
+    greedy = ("--max-new-tokens", 8, "--temperature", 0)
+    once, longer = (prints("generate", model, text, *greedy) for text in ("Once", "Once upon"))
+    kept, more = tmp_path / "kept", tmp_path / "more"
+    command = [sys.executable, "-m", "ssmzoo", "generate", model, "Once", "--save-state", kept]
+    run = subprocess.run([*map(str, [*command, *greedy])], capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, once), run.stderr
+    assert [path.name for path in kept.iterdir()] == ["state.safetensors"]
+    for _ in range(2):  # a continuation leaves the file as it was
+        assert prints("generate", model, "", *greedy, "--state", kept) == once
+        assert prints("generate", model, " upon", *greedy, "--state", kept) == longer
+    prints("generate", model, " upon", *greedy, "--state", kept, "--save-state", more)
+    assert prints("generate", model, "", *greedy, "--state", more) == longer
+    line = fails("generate", model, "a", "--state", tmp_path)
+    assert line.startswith(f"{tmp_path} holds no state.safetensors; save one with ")
+
+
 def test_generate_names_a_prompt_that_the_tokenizer_cannot_read(fails, tmp_path):
     from ssmzoo.family import load_family
     from ssmzoo.tasks import symbol_tokenizer

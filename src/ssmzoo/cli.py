@@ -205,6 +205,10 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     sub.add_argument("--beams", metavar="N", type=int, default=1, help="(default: 1)")
     sub.add_argument("--seed", metavar="N", type=int, default=0, help="(default: 0)")
     sub.add_argument("--echo", action="store_true", help="print the prompt before its continuation")
+    sub.add_argument(
+        "--state", metavar="DIR", help="go on from what --save-state kept; the prompt follows it"
+    )
+    sub.add_argument("--save-state", metavar="DIR", help="keep what was read, to go on from later")
     _machine_options(sub)
 
     sub = command(_eval, "eval", "score a model with lm-eval")
@@ -432,6 +436,8 @@ def _generate(options: argparse.Namespace) -> int:
         device=options.device,
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
+        state=options.state,
+        save_state=options.save_state,
         write=_write if streams else None,
     )
     print("" if streams else text)

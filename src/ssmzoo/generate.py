@@ -28,13 +28,16 @@ def generate(
     device: str | None = None,
     dtype: str = "auto",
     trust_remote_code: bool = False,
+    state: str | Path | None = None,
+    save_state: str | Path | None = None,
     write: Callable[[str], None] | None = None,
 ) -> str:
     """Return the model's continuation of a prompt, without the prompt.
 
     Args:
         model: A folder with a saved model and its tokenizer, or a Hub id.
-        prompt: Any text. Empty starts from the tokenizer's beginning-of-sequence token.
+        prompt: Any text. Empty starts from the tokenizer's beginning-of-sequence token, or goes on
+            right behind ``state``.
         max_new_tokens: The most tokens to add; a model may end earlier.
         temperature: 0 takes the likeliest token each time. None is 0 with beams, else 0.8.
         top_p: Sample among the likeliest tokens that hold this much probability together.
@@ -43,6 +46,8 @@ def generate(
         device: Where to run; the GPU if there is one.
         dtype: Of the weights; "auto" is as saved.
         trust_remote_code: Let the checkpoint bring its own Python code.
+        state: A folder that ``save_state`` wrote: go on from there; the prompt follows.
+        save_state: Keep what was read, ``state`` and prompt, in this folder.
         write: Called with each finished piece of text as it appears; not with beams.
 
     Raises:
@@ -62,7 +67,7 @@ def generate(
     import torch
     from transformers import GenerationConfig
 
-    inputs = _encode(tokenizer, prompt, network)
+    inputs = _inputs(network, tokenizer, prompt, state, save_state)
     own = network.generation_config
     ends = own.eos_token_id if own is not None else None
     if ends is None:
@@ -159,13 +164,50 @@ def _check(
         raise ValueError(f"write needs beams=1: beams know their text at the end, got {beams}")
 
 
+def _inputs(
+    network: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    state: str | Path | None,
+    save_state: str | Path | None,
+) -> dict[str, Any]:
+    """Return what ``network.generate`` takes: the prompt, read already where a state is kept."""
+    if state is None and save_state is None:
+        return _encode(tokenizer, prompt, network)
+
+    from ssmzoo.modeling import SSMForCausalLM, load_state
+
+    if not isinstance(network, SSMForCausalLM):
+        option = "state" if state is not None else "save_state"
+        raise ValueError(
+            f"{option} needs a model of this zoo, got {type(network).__name__}: others have no "
+            "state of fixed size to keep"
+        )
+    if state is None:
+        inputs = _encode(tokenizer, prompt, network)
+    else:
+        kept = load_state(state, network)
+        if len(kept.input_ids) > 1:
+            raise ValueError(f"state must hold one prompt, {state} holds {len(kept.input_ids)}")
+        more = _encode(tokenizer, prompt, network, special=False)["input_ids"] if prompt else None
+        inputs = kept.inputs(more)
+    if save_state is not None:
+        read = network.prefill(**inputs)
+        read.save_pretrained(save_state)
+        inputs = read.inputs()
+    return inputs
+
+
 def _encode(
-    tokenizer: PreTrainedTokenizerBase, prompt: str, network: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    network: PreTrainedModel,
+    special: bool = True,
 ) -> dict[str, Any]:
     import torch
 
     try:
-        ids = cast(list[int], tokenizer.encode(prompt))
+        ids = cast(list[int], tokenizer.encode(prompt, add_special_tokens=special))
     except ValueError:
         raise
     except Exception as error:  # tokenizers without a token for the unknown raise nothing narrower

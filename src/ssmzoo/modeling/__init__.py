@@ -17,6 +17,7 @@ from ssmzoo.modeling.kept import Kept
 from ssmzoo.modeling.layers import MLP, CausalConv1d, Dropout, Linear
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, RMSNorm
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
+from ssmzoo.modeling.prompt import PromptState, load_state
 from ssmzoo.modeling.segments import AlignedRows
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "LayerNorm",
     "LayerState",
     "Linear",
+    "PromptState",
     "RMSNorm",
     "SSMBlock",
     "SSMConfig",
@@ -42,5 +44,6 @@ __all__ = [
     "SSMPreTrainedModel",
     "StateCache",
     "Trajectories",
+    "load_state",
     "suggestion",
 ]

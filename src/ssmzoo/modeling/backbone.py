@@ -263,10 +263,11 @@ class SSMModel(SSMPreTrainedModel):
         state = LayerState()
         all_hidden_states: list[Tensor] = []
         states: list[LayerState] = []
+        shared: dict[Any, Any] = {}
         for index, layer in enumerate(self.layers):
             if output_hidden_states:
                 all_hidden_states.append(hidden_states.view(batch, length, width))
-            state = _layer_state(cache, index, segments)
+            state = _layer_state(cache, index, segments, shared)
             hidden_states = layer(hidden_states, state, boundaries)
             states.append(state)
         if self.norm is not None:
@@ -387,11 +388,14 @@ class SSMModel(SSMPreTrainedModel):
         return StateCache(self.config) if use_cache else None
 
 
-def _layer_state(cache: StateCache | None, index: int, segments: Segments | None) -> LayerState:
+def _layer_state(
+    cache: StateCache | None, index: int, segments: Segments | None, shared: dict[Any, Any]
+) -> LayerState:
     initial, keep = ({}, False) if cache is None else (cache.layers[index].states, True)
     if segments is None:
-        return LayerState(initial, keep)
-    return LayerState(initial, keep, segments.count, segments.rows, segments.row_length)
+        return LayerState(initial, keep, shared=shared)
+    rows = segments.rows
+    return LayerState(initial, keep, segments.count, rows, segments.row_length, shared=shared)
 
 
 def _refuse_unknown(kwargs: dict[str, Any]) -> None:

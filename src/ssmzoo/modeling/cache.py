@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ssmzoo.modeling.configuration import SSMConfig
 
 _FORMAT = "ssmzoo-state-1"
+_OTHER = "other."  # before the names of tensors in the file that are no states
 
 
 @dataclass
@@ -45,6 +46,7 @@ class LayerState:
     rows: Tensor | None = None  # [B], which of the segments are the rows
     row_length: int | None = None  # L of that padded batch
     final: dict[str, Tensor] = field(default_factory=dict)
+    shared: dict[Any, Any] = field(default_factory=dict)  # worked out once for all layers
 
     def get(self, name: str) -> Tensor | None:
         """Return the state to start from, one row per sequence, or None for a fresh start."""
@@ -216,6 +218,15 @@ class StateCache(Cache):
         """
         if self.batch_size == -1:
             raise ValueError("an empty StateCache cannot be saved; run the model on a prompt first")
+        self.write(path, {}, {})
+
+    def write(
+        self,
+        path: str | os.PathLike[str],
+        others: Mapping[str, Tensor],
+        notes: Mapping[str, str],
+    ) -> None:
+        """Write the state, other tensors and notes into one file, complete or not at all."""
         tensors = {
             f"{index}.{name}": state.detach().contiguous()
             for index, layer in enumerate(self.layers)
@@ -226,7 +237,9 @@ class StateCache(Cache):
             "owner": json.dumps(self.owner),
             "states": json.dumps(sorted(tensors)),
             "seen_tokens": str(self.seen_tokens),
+            **notes,
         }
+        tensors |= {f"{_OTHER}{name}": tensor.contiguous() for name, tensor in others.items()}
         partial = Path(f"{os.fspath(path)}.{os.getpid()}.partial")
         try:
             save_file(tensors, partial, metadata=metadata)
@@ -254,6 +267,13 @@ class StateCache(Cache):
             ValueError: Not such a file, damaged, or of another model.
             OSError: The file cannot be read.
         """
+        return cls.read(path, config, device)[0]
+
+    @classmethod
+    def read(
+        cls, path: str | os.PathLike[str], config: SSMConfig, device: str | torch.device = "cpu"
+    ) -> tuple[StateCache, dict[str, Tensor], dict[str, str]]:
+        """Return state, other tensors and notes that :meth:`write` wrote; fails as load does."""
         cache = cls(config)
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
@@ -277,14 +297,18 @@ class StateCache(Cache):
             raise ValueError(
                 f"{path} belongs to another model: made for {owner}, got {cache.owner}"
             )
-        if sorted(tensors) != names:
+        others = {n.removeprefix(_OTHER): t for n, t in tensors.items() if n.startswith(_OTHER)}
+        states = {name: tensor for name, tensor in tensors.items() if not name.startswith(_OTHER)}
+        if sorted(states) != names:
             raise ValueError(
-                f"{path} is a damaged StateCache: it holds {sorted(tensors)} of {names}"
+                f"{path} is a damaged StateCache: it holds {sorted(states)} of {names}"
             )
-        for name, state in tensors.items():
-            index, state_name = name.split(".", 1)
+        for name, state in states.items():
+            index, _, state_name = name.partition(".")
+            if not (index.isdecimal() and int(index) < len(cache.layers) and state_name):
+                raise ValueError(f"{path} is a damaged StateCache: it holds a state {name!r}")
             cache.layers[int(index)].states[state_name] = state
-        return cache
+        return cache, others, metadata
 
 
 # fields that change neither what a state means nor its shape

@@ -13,6 +13,7 @@ from ssmzoo.modeling.cache import StateCache
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.layers import Linear
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
+from ssmzoo.modeling.prompt import PromptState
 from ssmzoo.modeling.segments import Segments, given_inputs
 
 # what `generate` passes along in a decoding step, and this model has a use for or none at all
@@ -133,6 +134,31 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
         )
         return output if return_dict else output.to_tuple()
+
+    def prefill(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: StateCache | None = None,
+        *,
+        chunk_size: int | None = None,
+    ) -> PromptState:
+        """Read a prompt once, to go on from it as often as wanted.
+
+        ``model.generate(**state.inputs())`` continues it; ``state.save_pretrained(folder)`` keeps
+        it and :func:`~ssmzoo.modeling.load_state` brings it back, in another process too.
+
+        Args:
+            input_ids: ``[B, L]``.
+            attention_mask: ``[B, L]``, 0 where a row is padded on the left.
+            past_key_values: The state after the first of these tokens, which are not read again;
+                it stays as it is.
+            chunk_size: Read this many tokens at a time, to bound memory; None: all at once.
+
+        Raises:
+            ValueError: There is no token, or an argument does not fit it.
+        """
+        return PromptState.read(self, input_ids, attention_mask, past_key_values, chunk_size)
 
     def prepare_inputs_for_generation(
         self,

@@ -44,6 +44,7 @@ CHECKS: tuple[Check, ...] = (
     generation.check_chunked_prefill,
     generation.check_cache_rows,
     generation.check_cache_file,
+    generation.check_prompt_state,
     generation.check_cache_precision,
     generation.check_wrong_cache,
     files.check_save_and_load,

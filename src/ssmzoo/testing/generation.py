@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
-from ssmzoo.modeling import SSMForCausalLM, StateCache
+from ssmzoo.modeling import SSMForCausalLM, StateCache, load_state
 from ssmzoo.testing.subject import BUDGETS, Measured, Subject, require
 
 EXACT = BUDGETS[torch.float64]
@@ -129,6 +129,31 @@ def check_cache_file(subject: Subject) -> Measured:
             expected = model(more, past_key_values=cache).logits
             got = model(more, past_key_values=loaded).logits
         measured.same(f"{dtype} logits", got, expected)
+    return measured
+
+
+def check_prompt_state(subject: Subject) -> Measured:
+    """A prompt read once is continued often, from a file too, and by no other weights."""
+    measured = Measured()
+    model, (ids, mask) = subject.model(), _prompts(subject)
+    more = subject.ids(len(ids), 4, seed=7)
+    state = model.prefill(ids, mask, chunk_size=3)
+    with tempfile.TemporaryDirectory() as folder:
+        state.save_pretrained(folder)
+        loaded = load_state(folder, model)
+        other = subject.fresh(torch.float64)
+        with torch.no_grad():
+            other.get_input_embeddings().weight[0, 0] += 1
+        _refused(ValueError, load_state, folder, other)
+        _refused(ValueError, load_state, folder, subject.model(torch.float32))
+    for name, source in (("kept", state), ("loaded", loaded)):
+        for new in (None, more, None):  # a continuation leaves the state as it was
+            inputs = source.inputs(new)
+            output = _generate(
+                model, inputs.pop("input_ids"), inputs.pop("attention_mask"), **inputs
+            )
+            expected = _recomputed(model, output.sequences)
+            measured.compare(f"{name} logits", _logits(output), expected, ROUNDED)
     return measured
 
 

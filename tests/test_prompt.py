@@ -1,0 +1,207 @@
+"""Prompts read once: saved, loaded by another process, refused by other models."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from ssmzoo.modeling import StateCache, load_state
+from ssmzoo_dss import FAMILY as DSS
+from ssmzoo_longhorn import FAMILY
+
+FAMILY.register()
+
+
+def build(**fields):
+    torch.manual_seed(0)
+    return FAMILY.causal_lm_class(FAMILY.config(**{**FAMILY.tiny, **fields})).eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build()
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(96, (2, 7), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def folder(model, ids, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("state")
+    model.prefill(ids).save_pretrained(folder)
+    return folder
+
+
+def logits(model, inputs):
+    """Return the logits ``[B, V]`` of the next token."""
+    past = inputs["past_key_values"]
+    with torch.no_grad():
+        return model(inputs["input_ids"][:, past.seen_tokens :], past_key_values=past).logits[:, -1]
+
+
+def test_another_process_goes_on_to_the_same_bits(model, ids, folder, tmp_path):
+    model.save_pretrained(tmp_path / "model")
+    code = f"""
+import ssmzoo.auto, torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+from ssmzoo.modeling import load_state
+torch.set_num_threads({torch.get_num_threads()})
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r})
+state = load_state({str(folder)!r}, model)
+inputs = state.inputs(torch.tensor([[5, 6], [7, 8]]))
+past = inputs["past_key_values"]
+with torch.no_grad():
+    out = model(inputs["input_ids"][:, past.seen_tokens:], past_key_values=past)
+save_file({{"logits": out.logits[:, -1].contiguous()}}, {str(tmp_path / "logits.safetensors")!r})
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    got = load_file(tmp_path / "logits.safetensors")["logits"]
+    more = torch.tensor([[5, 6], [7, 8]])
+    assert torch.equal(got, logits(model, model.prefill(ids).inputs(more)))
+    with torch.no_grad():
+        whole = model(torch.cat([ids, more], dim=1)).logits[:, -1]
+    torch.testing.assert_close(got, whole)
+
+
+def test_the_file_tells_whose_it_is(model, folder):
+    with safe_open(folder / "state.safetensors", framework="pt") as file:
+        notes = file.metadata()
+    assert (notes["tokens"], notes["seen_tokens"], notes["dtype"]) == ("7", "6", "float32")
+    assert len(notes["weights"]) == 64
+    assert json.loads(notes["owner"])["model_type"] == "ssmzoo_longhorn"
+
+
+def test_forks_do_not_see_each_other(model, ids):
+    state = model.prefill(ids)
+    before = logits(model, state.inputs())
+    forks = [state.inputs(torch.full((2, 3), token)) for token in (1, 2)]
+    apart = [logits(model, fork) for fork in forks]
+    assert not torch.equal(*apart)
+    assert torch.equal(logits(model, state.inputs()), before)
+    assert state.num_tokens == 7
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 100])
+def test_chunks_read_the_same(model, ids, chunk_size):
+    whole = logits(model, model.prefill(ids).inputs())
+    torch.testing.assert_close(
+        logits(model, model.prefill(ids, chunk_size=chunk_size).inputs()), whole
+    )
+
+
+def test_a_prompt_of_one_token_is_kept_too(model, ids, tmp_path):
+    one = ids[:, :1]
+    model.prefill(one).save_pretrained(tmp_path)
+    state = load_state(tmp_path, model)
+    assert state.num_tokens == 1
+    with torch.no_grad():
+        assert torch.equal(logits(model, state.inputs()), model(one).logits[:, -1])
+
+
+def test_a_prompt_grows_and_what_it_grew_from_stays(model, ids):
+    first = model.prefill(ids)
+    longer = model.prefill(**first.inputs(ids))
+    assert (first.cache.seen_tokens, longer.cache.seen_tokens) == (6, 13)
+    with torch.no_grad():
+        whole = model(torch.cat([ids, ids], dim=1)).logits[:, -1]
+    torch.testing.assert_close(logits(model, longer.inputs()), whole)
+
+
+def test_other_files_of_the_folder_stay(model, ids, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    model.prefill(ids).save_pretrained(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "state.safetensors"]
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+def test_other_weights_another_dtype_and_another_shape_are_refused(model, folder):
+    other = build()
+    with torch.no_grad():
+        other.model.layers[0].mixer.out_proj.weight[0, 0] += 1
+    with pytest.raises(ValueError, match=r"by other weights: their digest must be [0-9a-f]{12}"):
+        load_state(folder, other)
+    with pytest.raises(ValueError, match="a model in float32, got one in float64; load it with"):
+        load_state(folder, build().double())
+    with pytest.raises(ValueError, match="belongs to another model"):
+        load_state(folder, build(d_state=3))
+    with pytest.raises(ValueError, match="belongs to another model"):
+        load_state(folder, DSS.causal_lm_class(DSS.config(**DSS.tiny)))
+
+
+def test_a_head_of_other_weights_may_go_on(folder):
+    other = build()
+    other.lm_head = torch.nn.Linear(other.config.hidden_size, 3, bias=False)
+    assert load_state(folder, other).num_tokens == 7
+
+
+def test_weights_that_changed_since_are_not_written_down_as_the_readers(ids, tmp_path):
+    model = build()
+    state = model.prefill(ids)
+    with torch.no_grad():
+        model.model.layers[0].mixer.out_proj.weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"changed since it read this prompt.*prefill again"):
+        state.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_without_a_state_a_bare_cache_and_a_damaged_file_are_told_apart(
+    model, ids, folder, tmp_path
+):
+    with pytest.raises(FileNotFoundError, match=r"holds no state.safetensors; save one with"):
+        load_state(tmp_path, model)
+    path = tmp_path / "state.safetensors"
+    with torch.no_grad():
+        model(ids, use_cache=True).past_key_values.save(path)
+    with pytest.raises(ValueError, match=r"a cache without its prompt; read it with StateCache"):
+        load_state(tmp_path, model)
+    whole = (folder / "state.safetensors").read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+        load_state(tmp_path, model)
+
+
+@pytest.mark.parametrize("name", ["9.ssm", "-1.ssm", "0", "x.ssm"])
+def test_a_state_of_a_layer_that_is_not_there_is_refused(model, folder, tmp_path, name):
+    path = folder / "state.safetensors"
+    with safe_open(path, framework="pt") as file:
+        notes = file.metadata()
+    tensors = load_file(path) | {name: torch.zeros(1)}
+    states = sorted(n for n in tensors if not n.startswith("other."))
+    save_file(tensors, tmp_path / path.name, metadata=notes | {"states": json.dumps(states)})
+    with pytest.raises(ValueError, match="damaged StateCache: it holds a state"):
+        load_state(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"input_ids": torch.ones(3, dtype=torch.int64)}, r"\[B, L\] and hold a token, got \[3\]"),
+        ({"input_ids": torch.ones(2, 0, dtype=torch.int64)}, r"hold a token, got \[2, 0\]"),
+        ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
+        ({"attention_mask": torch.ones(2, 6)}, r"shape of input_ids \[2, 7\], got \[2, 6\]"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(model, ids, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        model.prefill(**{"input_ids": ids, **arguments})
+
+
+def test_a_past_that_does_not_lead_to_the_prompt_is_refused(model, ids):
+    state = model.prefill(ids)
+    with pytest.raises(ValueError, match="seen 6 tokens, so input_ids must be those and at least"):
+        model.prefill(ids[:, :6], past_key_values=state.cache)
+    with pytest.raises(ValueError, match="holds 2 sequences, the input has 1"):
+        model.prefill(ids[:1], past_key_values=state.cache)
+    with pytest.raises(ValueError, match=r"shape \[2, M\], as many rows as the prompt, got \[1, 3"):
+        state.inputs(ids[:1, :3])
+    with pytest.raises(ValueError, match="made for"):
+        model.prefill(ids, past_key_values=StateCache(build(d_state=3).config))
