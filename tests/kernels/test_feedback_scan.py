@@ -878,6 +878,93 @@ def test_auto_marches():
     assert last_backend("feedback_scan solver") == "march"
 
 
+# --- vmap -----------------------------------------------------------------------------------------
+
+
+def looped(op, in_dims, tensors):
+    """Return what vmap must: the results for each entry, stacked."""
+    size = next(x.shape[d] for x, d in zip(tensors, in_dims, strict=True) if d is not None)
+    parts = [
+        op(*(x if d is None else x.select(d, i) for x, d in zip(tensors, in_dims, strict=True)))
+        for i in range(size)
+    ]
+    return [torch.stack(part) for part in zip(*parts, strict=True)]
+
+
+MAPPED = {  # what vmap maps over, and where
+    "inputs": {"u": 0},
+    "inputs and states": {"u": 2, "drive": 0, "initial_state": 1},
+    "an ensemble": {"u": None} | dict.fromkeys(("lam", "w", "C", "w_gamma", "D"), 0),
+    "all": dict.fromkeys(NAMES, 1) | {"lam": 2, "D": 0},
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", MAPPED)
+def test_vmap_gives_what_a_loop_gives_with_gradients(backend, solver, kind, packed):
+    shape = {"B": 1, "L": 12, "D": 5, "N": 3, "segments": 3 if packed else None}
+    inputs = draw(**shape, drive="drive" in MAPPED[kind])
+    options = {"cu_seqlens": bounds(5, 0, 7)} if packed else {}
+    op = functools.partial(feedback_scan, backend=backend, solver=solver, **TIGHT, **options)
+    in_dims, leaves = [], []
+    for name, x in zip(NAMES, inputs, strict=True):
+        where = None if x is None else MAPPED[kind].get(name)
+        if where is not None:
+            x = torch.stack([x, x.roll(1, -1), x / 2], dim=where)
+        in_dims.append(where)
+        leaves.append(x if x is None else x.requires_grad_())
+    present = [x for x in leaves if x is not None]
+    got = torch.vmap(op, tuple(in_dims))(*leaves)
+    assert last_backend("feedback_scan") == backend
+    assert last_backend("feedback_scan solver") == solver
+    expected = looped(op, in_dims, leaves)
+    for a, b in zip(got, expected, strict=True):
+        close(a, b, 1e-12)
+    grads = (torch.autograd.grad(y.square().sum() + x.sum(), present) for y, x in (got, expected))
+    for a, b in zip(*grads, strict=True):
+        close(a, b, 1e-12)
+    with torch.no_grad():
+        for a, b in zip(torch.vmap(op, tuple(in_dims))(*leaves), expected, strict=True):
+            close(a, b, 1e-12)
+
+
+def test_the_gradients_are_mapped_over_as_well(backend):
+    """A Jacobian of all outputs at once: the backward op under vmap, the forward outside."""
+    leaves = [x.requires_grad_() for x in draw(B=2, L=4, D=3, N=2, drive=True)]
+    y, final = feedback_scan(*leaves, backend=backend)
+    flat = torch.cat([y.flatten(), final.flatten()])
+    rows = torch.eye(flat.numel(), dtype=flat.dtype)
+    together = torch.autograd.grad(flat, leaves, rows, is_grads_batched=True, retain_graph=True)
+    for i, row in enumerate(rows):
+        alone = torch.autograd.grad(flat, leaves, row, retain_graph=True)
+        for got, expected in zip(together, alone, strict=True):
+            torch.testing.assert_close(got[i], expected, rtol=1e-12, atol=1e-13)
+
+
+def test_vmap_within_vmap_and_over_the_reference(backend):
+    u, lam, w, C, *_ = draw(L=7)
+    wide = torch.stack([torch.stack([u, -u]), torch.stack([2 * u, u / 3]), torch.stack([u, u])])
+    for name in (backend, "reference"):
+        op = functools.partial(feedback_scan, lam=lam, w=w, C=C, backend=name)
+        got = torch.vmap(torch.vmap(op))(wide)
+        expected = feedback_scan(wide.flatten(0, 2), lam, w, C, backend="reference")
+        for a, b in zip(got, expected, strict=True):
+            close(a.flatten(0, 2), b, 1e-12)
+
+
+def test_boundaries_that_differ_are_refused_by_vmap():
+    u, lam, w, C, *_, state = draw(B=1, L=6, segments=2)
+    offsets = torch.stack([bounds(2, 4), bounds(3, 3)])
+    op = torch.ops.ssmzoo.feedback_scan.default
+
+    def run(cu_seqlens):
+        options = (False, "cpu", "march", 1e-6, None, 0.0)
+        return op(u[0], lam, w, C, None, None, None, state, cu_seqlens, *options)
+
+    with pytest.raises(ValueError, match="cu_seqlens must be the same for everything that vmap"):
+        torch.vmap(run)(offsets)
+
+
 # --- bad input --------------------------------------------------------------------------------
 
 
@@ -1006,13 +1093,32 @@ def test_values_that_are_not_finite_are_named(name, spoiled, place, message):
         feedback_scan(*inputs, backend=name)
 
 
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("value", [float("inf"), -float("inf")])
-@pytest.mark.parametrize("spoiled", [0, 1, 3, 7])
-def test_infinite_values_are_named_too(value, spoiled):
-    inputs = [x if x is None else x.clone() for x in draw(dtype=torch.float32)]
-    inputs[spoiled].view(-1)[3] = value
-    with pytest.raises(ValueError, match=f"{NAMES[spoiled]} must be finite, got -?inf at"):
-        feedback_scan(*inputs)
+@pytest.mark.parametrize("spoiled", range(8))
+def test_infinite_values_are_named_too(name, value, spoiled):
+    """Where the gate saturates, too: w and drive never reach the state."""
+    inputs = [x.clone() for x in draw(dtype=torch.float32, drive=True)]
+    axes = ("batch row", "token", "feature")
+    axes = {1: axes[2:], 2: ("feature", "state"), 3: axes}[inputs[spoiled].dim()]
+    axes = ("sequence", "feature", "state") if spoiled == 7 else axes
+    last = [size - 1 for size in inputs[spoiled].shape]
+    inputs[spoiled][tuple(last)] = value
+    place = ", ".join(f"{axis} {i}" for axis, i in zip(axes, last, strict=True))
+    message = f"feedback_scan: {NAMES[spoiled]} must be finite, got {value} at {place}"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        feedback_scan(*inputs, backend=name)
+    if spoiled == 2:  # without a drive 0 is what it is multiplied by first
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            feedback_scan(*inputs[:4], backend=name)
+
+
+@pytest.mark.parametrize("name", ["w", "drive"])
+def test_an_infinite_gate_is_found_by_newton_too(name):
+    inputs = dict(zip(NAMES, draw(drive=True), strict=True))
+    inputs[name].view(-1)[3] = float("inf")
+    with pytest.raises(ValueError, match=f"{name} must be finite, got inf"):
+        feedback_scan(**inputs, solver="newton")
 
 
 def test_states_that_overflow_from_finite_inputs_are_no_error(backend):

@@ -3,7 +3,6 @@
 import math
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor
 
 from ssmzoo_kernels.dispatch import Backend, choose, record
@@ -47,7 +46,8 @@ def feedback_scan(
     With ``drive`` the gate looks there, ``s = sigmoid(w[i,j] drive[t,i])``, and there is no
     feedback. With ``w_gamma`` the sum over j is multiplied by ``sigmoid(sum_j w_gamma[i,j]
     x[t,i,j])``. Everything inside is float32 (float64 for float64 inputs); only the output takes
-    u's dtype. Any finite ``lam`` is allowed; in [-2, 0] the states stay bounded.
+    u's dtype. Any finite ``lam`` is allowed; in [-2, 0] the states stay bounded. ``torch.vmap``
+    maps over all but ``cu_seqlens``.
 
     Args:
         u: Inputs, each shared by a channel's states.
@@ -145,7 +145,7 @@ def feedback_scan(
             damping=damping,
         )
         out = out.view(batch, length, width)
-    if u.device.type == "cpu" and type(u) is Tensor and not torch.compiler.is_compiling():
+    if u.device.type == "cpu" and library.is_plain(u):
         inputs = {"lam": lam, "w": w, "C": C, "w_gamma": w_gamma, "D": D}
         inputs |= {"u": u, "drive": drive, "initial_state": initial_state}
         _check_values(inputs, final_state)
@@ -155,12 +155,13 @@ def feedback_scan(
 def _check_values(inputs: dict[str, Tensor | None], final_state: Tensor) -> None:
     """Fail if an input holds a value that is not finite, and name where.
 
-    What enters the recurrence, however early, shows in the final state, which is small; the readout
-    is small itself. So nothing long is looked at unless something is wrong. A state that overflowed
-    from finite inputs is no error.
+    What enters the recurrence, however early, shows in the final state, which is small; readout and
+    weights are small themselves. A gate saturates, so that it lets no infinity through to the
+    state: its drive alone is long and looked at. A state that overflowed from finite inputs is no
+    error.
     """
-    small = (final_state, *(inputs[name] for name in ("C", "w_gamma", "D")))
-    if all(x is None or math.isfinite(x.detach().sum().item()) for x in small):
+    at_once = (final_state, *(inputs[name] for name in ("w", "C", "w_gamma", "D", "drive")))
+    if all(x is None or math.isfinite(x.detach().sum().item()) for x in at_once):
         return
     axes = {3: ("batch row", "token", "feature"), 2: ("feature", "state"), 1: ("feature",)}
     for name, x in inputs.items():

@@ -47,12 +47,23 @@ def feedback_scan(
     """Run the scan over flat segments; returns ``[T, D]`` and ``[S, D, N]``."""
     inputs = (u, lam, w, C, w_gamma, D, drive, initial_state)
     how = (backend, solver, tolerance, max_iterations, damping)
-    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    if not grad and not needs_library(u):
+    # vmap's tensors do not tell whether what is in them needs a gradient
+    wanted = _mapped() or any(x is not None and x.requires_grad for x in inputs)
+    grad = torch.is_grad_enabled() and wanted
+    if not grad and is_plain(u):
         out, final_state, _ = _solve(*inputs, offsets, False, *how)
     else:
         out, final_state, _ = _forward(*inputs, offsets, grad, *how)
     return out, final_state
+
+
+def is_plain(u: Tensor) -> bool:
+    """Tell whether a call sees plain numbers: no tracer's, tensor subclass's or vmap's tensors."""
+    return not needs_library(u) and not _mapped()
+
+
+def _mapped() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @functools.cache
@@ -182,3 +193,67 @@ def _autograd(ctx, grad_out, grad_final, _grad_saved):
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)
+
+
+# --- vmap: what is mapped over becomes more channels, which know nothing of each other ----------
+
+# where the channels of u, lam, w, C, w_gamma, D, drive and the initial state are
+_CHANNELS = (1, 0, 0, 0, 0, 0, 1, 1)
+_SAVED_CHANNELS = 2
+
+
+def _wider(x: Tensor | None, mapped: int | None, channels: int, size: int) -> Tensor | None:
+    """Return a tensor with a dimension that vmap maps over, if it has one, among its channels."""
+    if x is None:
+        return None
+    if mapped is None:
+        shape = (*x.shape[:channels], size, *x.shape[channels:])
+        x = x.unsqueeze(channels).expand(shape)
+    else:
+        x = x.movedim(mapped, channels)
+    return x.flatten(channels, channels + 1)
+
+
+def _refuse_mapped(offsets: int | None) -> None:
+    if offsets is not None:
+        raise ValueError(
+            f"{OP}: cu_seqlens must be the same for everything that vmap maps over, got a "
+            "cu_seqlens for each; pack all of it into one row instead"
+        )
+
+
+@_forward.register_vmap
+def _(info, in_dims, *arguments):
+    size, (offsets, *options) = info.batch_size, arguments[8:]
+    _refuse_mapped(in_dims[8])
+    tensors = (
+        _wider(x, mapped, channels, size)
+        for x, mapped, channels in zip(arguments[:8], in_dims[:8], _CHANNELS, strict=True)
+    )
+    found = _forward(*tensors, offsets, *options)
+    where = (_CHANNELS[0], _CHANNELS[7], _SAVED_CHANNELS)
+    parts = (
+        x.unflatten(channels, (size, x.shape[channels] // size))
+        for x, channels in zip(found, where, strict=True)
+    )
+    return (*parts,), where
+
+
+@_backward.register_vmap
+def _(info, in_dims, *arguments):
+    size, (*tensors, offsets, saved, backend) = info.batch_size, arguments
+    _refuse_mapped(in_dims[10])
+    where = (_CHANNELS[0], _CHANNELS[7], *_CHANNELS)
+    wide = (
+        _wider(x, mapped, channels, size)
+        for x, mapped, channels in zip(tensors, in_dims[:10], where, strict=True)
+    )
+    saved = _wider(saved, in_dims[11], _SAVED_CHANNELS, size)
+    grads = _backward(*wide, offsets, saved, backend)
+    present = [x is not None for x in tensors[2:]]
+    parts = (
+        g.unflatten(channels, (size, g.shape[channels] // size)) if there else g
+        for g, channels, there in zip(grads, _CHANNELS, present, strict=True)
+    )
+    dims = (c if there else None for c, there in zip(_CHANNELS, present, strict=True))
+    return (*parts,), (*dims,)
