@@ -24,6 +24,7 @@ COMMANDS = (
     "inspect",
     "distill",
     "recall",
+    "doctor",
     "bench",
 )
 

@@ -30,6 +30,11 @@ ALL = ("reference", "eager", "cpu", "triton")
 _log = logging.getLogger("ssmzoo")
 _forced: contextvars.ContextVar[Backend | None] = contextvars.ContextVar("forced", default=None)
 _ran: dict[str, str] = {}
+_offered: dict[str, tuple[str, ...]] = {}  # by op, the backends that it has
+_watched: contextvars.ContextVar[list[tuple[str, str]] | None] = contextvars.ContextVar(
+    "watched", default=None
+)
+_OWN = {"cpu": "cpu", "cuda": "triton"}  # by device, the backend written for it
 
 
 def last_backend(op: str) -> str | None:
@@ -40,6 +45,37 @@ def last_backend(op: str) -> str | None:
 def record(op: str, backend: str) -> None:
     """Note that a backend ran; every implementation calls it as it starts."""
     _ran[op] = backend
+    watched = _watched.get()
+    if watched is not None:
+        watched.append((op, backend))
+
+
+@contextlib.contextmanager
+def watch() -> Iterator[list[tuple[str, str]]]:
+    """Give a list that collects the op and backend of every run inside the block, in order."""
+    watched: list[tuple[str, str]] = []
+    token = _watched.set(watched)
+    try:
+        yield watched
+    finally:
+        _watched.reset(token)
+
+
+def why_not_faster(op: str, backend: str, device: str) -> str | None:
+    """Return why a backend that ran is not the device's fastest, and the way out; None: it is."""
+    if backend == _OWN.get(device) or backend not in ALL:
+        return None
+    if backend == "reference":
+        return "only the reference knows what was asked of it"
+    if device not in _OWN:
+        return f"no kernels for {device}"
+    if _OWN[device] not in _offered.get(op, ALL):
+        return None
+    if device == "cuda" and not has_triton():
+        return 'triton is not installed; pip install "ssmzoo[triton]"'
+    if device == "cpu" and compiler_missing():
+        return f"{compiler_missing()}; install gcc or clang"
+    return f"{_OWN[device]} does not take this call's dtype or size"
 
 
 @contextlib.contextmanager
@@ -78,6 +114,7 @@ def choose(op: str, backend: Backend, tensor: torch.Tensor, offers: tuple[str, .
 @torch.compiler.assume_constant_result
 def _decide(op: str, backend: Backend, device: str, offers: tuple[str, ...] = ALL) -> str:
     _check_name(op, backend)
+    _offered[op] = offers
     if backend == "auto":
         forced = _forced.get()
         backend = forced if forced in offers else "auto"

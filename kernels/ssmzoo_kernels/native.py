@@ -132,7 +132,7 @@ def _build(name: str, code: str, flags: tuple[str, ...]) -> ctypes.CDLL:
     headers = [path.read_text("utf-8") for path in _HEADERS]
     parts = "\0".join((code, *headers, *flags, _machine()))
     key = f"{name}-{hashlib.sha256(parts.encode()).hexdigest()[:24]}"
-    folder = _folder()
+    folder = cache_folder()
     for path in sorted(folder.glob(f"{key}-*.so")):
         if path.stem.endswith(_digest(path)):
             try:
@@ -163,7 +163,8 @@ def _digest(path: Path) -> str:
 
 
 @functools.cache
-def _folder() -> Path:
+def cache_folder() -> Path:
+    """Return where built kernels stay: the user's cache, or a folder of this process alone."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(base).expanduser() / "ssmzoo"
     try:

@@ -251,6 +251,12 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     sub = command(_publish, "publish", "publish a model into a folder or to the Hub")
     sub.add_argument("model", metavar="MODEL_DIR")
     sub.add_argument("target", metavar="TARGET", help="a folder (./x, /x, folder:x) or user/name")
+    sub.add_argument(
+        "--standalone",
+        action="store_true",
+        help="send the model's code along: it then loads with trust_remote_code=True where ssmzoo "
+        "is not installed",
+    )
     sub.add_argument("--dry-run", action="store_true", help="show what would go; write nothing")
     sub.add_argument("--private", action="store_true", help="create the repository private")
     sub.add_argument("--revision", metavar="NAME", help="the branch (default: main)")
@@ -322,6 +328,20 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     sub = command(_recall, "recall", "sweep small models over a recall problem, write a ledger")
     sub.add_argument("sweep", metavar="SWEEP", help="a YAML file: models, widths, rates, seeds")
     sub.add_argument("output_dir", metavar="DIR", help="for the runs, the ledger and its picture")
+    _json_option(sub)
+
+    sub = command(_doctor, "doctor", "show what runs on this machine, and why not faster")
+    sub.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="a saved model, a Hub id, FAMILY (its smallest configuration) or FAMILY:PRESET",
+    )
+    sub.add_argument("--batch-size", metavar="N", type=int, default=1, help="(default: 1)")
+    sub.add_argument(
+        "--length", metavar="N", type=int, default=512, help="tokens to read (default: 512)"
+    )
+    sub.add_argument("--device", help="where to run (default: the GPU if there is one)")
     _json_option(sub)
 
     sub = command(_bench, "bench", "measure training and decoding speed")
@@ -489,6 +509,7 @@ def _publish(options: argparse.Namespace) -> int:
     report = publish(
         options.model,
         options.target,
+        standalone=options.standalone,
         dry_run=options.dry_run,
         private=options.private,
         revision=options.revision,
@@ -595,6 +616,66 @@ def _recall(options: argparse.Namespace) -> int:
     else:
         print(table(ledger))
     return OK
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from ssmzoo.doctor import examine_machine, examine_model
+
+    _quieten_bars()
+    found: dict[str, Any] = {"machine": examine_machine(options.device)}
+    if options.model is not None:
+        found["model"] = examine_model(
+            options.model,
+            batch_size=options.batch_size,
+            length=options.length,
+            device=options.device,
+        )
+    if options.json:
+        _print_json(found)
+        return OK
+    for name, value in found["machine"].items():
+        shown = (
+            "  ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+        )
+        print(f"{name + ':':14}{shown}")
+    if options.model is not None:
+        _print_examined(found["model"])
+    return OK
+
+
+def _print_examined(facts: dict[str, Any]) -> None:
+    print()
+    weights = "random weights" if facts["untrained"] else "saved weights"
+    size = _bytes(facts["parameter_bytes"])
+    print(f"{facts['model']} ({weights}): {facts['parameters']:,} parameters, {size}")
+    state = facts["state_reason"] or _bytes(facts["state_bytes"])
+    print(f"state after {facts['length']} tokens, batch {facts['batch_size']}: {state}")
+    speed = facts["tokens_per_second"]
+    step = "" if speed["step"] is None else f", one by one {speed['step']:,}"
+    print(f"tokens per second, without the head: reading {speed['read']:,}{step}")
+    print()
+    layers: list[list[Any]] = []  # [first, last, what they share]
+    for layer in facts["layers"]:
+        index, shared = layer["layer"], {k: v for k, v in layer.items() if k != "layer"}
+        if layers and layers[-1][2] == shared:
+            layers[-1][1] = index
+        else:
+            layers.append([index, index, shared])
+    rows = []
+    for first, last, shared in layers:
+        for op in {**shared["read"], **shared["step"]}:
+            rows.append(
+                {
+                    "layers": str(first) if first == last else f"{first}-{last}",
+                    "mixer": shared["mixer"],
+                    "op": op,
+                    "reading": shared["read"].get(op, ""),
+                    "step": shared["step"].get(op, ""),
+                    "why not faster": shared["hints"].get(op, ""),
+                }
+            )
+    if rows:
+        _print_table(rows)
 
 
 def _bench(options: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from ssmzoo_kernels.scan import cpu
 PACKAGE = Path(native.__file__).parent
 CACHED = (
     native.missing, native.library, native._flags, native._compiler, native._machine,
-    native._folder, dispatch.compiler_missing, dispatch._best, cpu._library,
+    native.cache_folder, dispatch.compiler_missing, dispatch._best, cpu._library,
 )  # fmt: skip
 RUN = """
 import torch
@@ -137,7 +137,7 @@ def test_processes_that_build_at_the_same_time_all_get_a_whole_library(fresh):
 def test_an_unwritable_cache_folder_is_not_used(fresh):
     fresh.parent.write_text("a file where the folder should be")
     assert native.missing() == ""
-    folder = native._folder()
+    folder = native.cache_folder()
     assert folder.name.startswith("ssmzoo-")
     assert folder.stat().st_mode & 0o777 == 0o700
     assert list(folder.glob("probe-*.so"))
@@ -148,7 +148,7 @@ def test_another_users_cache_folder_is_refused(fresh, monkeypatch, caplog):
     fresh.mkdir(parents=True, mode=0o700)
     monkeypatch.setattr(native.os, "getuid", lambda: 12345)
     with caplog.at_level(logging.INFO, logger="ssmzoo"):
-        assert native._folder() != fresh
+        assert native.cache_folder() != fresh
     assert "belongs to another user" in caplog.text
 
 
@@ -156,7 +156,7 @@ def test_a_cache_folder_that_others_may_write_is_refused(fresh, caplog):
     fresh.mkdir(parents=True)
     fresh.chmod(0o777)
     with caplog.at_level(logging.INFO, logger="ssmzoo"):
-        assert native._folder() != fresh
+        assert native.cache_folder() != fresh
     assert "writable by others" in caplog.text
 
 

@@ -1,0 +1,136 @@
+"""What the doctor says of this machine and of models on it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ssmzoo import load_family
+from ssmzoo.cli import main
+from ssmzoo.doctor import examine_machine, examine_model
+from ssmzoo_kernels import dispatch, longhorn_scan, use_backend
+
+
+@pytest.fixture
+def prints(capsys):
+    def run(*arguments):
+        status = main(["doctor", *map(str, arguments)])
+        out, err = capsys.readouterr()
+        assert status == 0, err
+        return out
+
+    return run
+
+
+def test_the_machine_is_described_with_a_way_out_for_what_is_missing():
+    found = examine_machine("cpu")
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["compiler"] == "ok"
+    assert found["extras"]["accelerate"] == "ok"
+    assert found["families"]["longhorn"] == "ok"
+
+
+def test_a_layer_is_shown_with_the_backends_that_ran():
+    facts = examine_model("longhorn", batch_size=2, length=16, device="cpu")
+    assert len(facts["layers"]) == 2
+    layer = facts["layers"][1]
+    assert layer["mixer"] == "LonghornMixer"
+    assert layer["read"] == {"causal_conv1d": "cpu", "longhorn_scan": "cpu"}
+    assert layer["step"]["longhorn_scan"] == "cpu"
+    assert layer["hints"] == {}
+    with use_backend("eager"):
+        facts = examine_model("longhorn", length=16, device="cpu")
+    assert facts["layers"][0]["read"]["longhorn_scan"] == "eager"
+
+
+def test_bytes_and_speed_are_those_of_the_batch():
+    one, two = (examine_model("longhorn", batch_size=b, length=16, device="cpu") for b in (1, 2))
+    assert two["state_bytes"] == 2 * one["state_bytes"]
+    assert two["parameters"] == one["parameters"]
+    assert one["parameter_bytes"] == 4 * one["parameters"]
+    for facts, tokens in ((one, 1), (two, 2)):
+        assert facts["tokens_per_second"]["step"] == round(tokens / facts["seconds"]["step"])
+        assert facts["tokens_per_second"]["read"] == round(16 * tokens / facts["seconds"]["read"])
+
+
+def test_layers_of_several_kinds_are_told_apart():
+    kinds = [set(layer["read"]) for layer in examine_model("bmojo", length=16)["layers"]]
+    assert "innovation" in kinds[0]
+    assert "innovation" not in kinds[1]
+
+
+def test_a_model_without_a_state_says_why_and_a_continuous_one_is_read_too(tmp_path):
+    family = load_family("dss")
+    fields = {"input_channels": 1, "bidirectional": True, "num_labels": 2}
+    config = family.config(**{**family.tiny, **fields})
+    family.sequence_classification_class(config).save_pretrained(tmp_path)
+    facts = examine_model(str(tmp_path), length=16)
+    assert not facts["untrained"]
+    assert (facts["state_bytes"], facts["seconds"]["step"]) == (None, None)
+    assert facts["state_reason"]
+    assert facts["layers"][0]["step"] == {}
+    assert facts["layers"][0]["read"]
+
+
+def test_without_a_compiler_each_op_names_it_and_the_way_out(tmp_path):
+    environment = {**os.environ, "CC": "no-such-compiler"}
+    command = [sys.executable, "-m", "ssmzoo", "doctor", "longhorn", "--length", "8", "--json"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    found = json.loads(run.stdout)
+    way_out = "no compiler found: CC=no-such-compiler is not on the PATH; install gcc or clang"
+    assert found["machine"]["compiler"] == way_out
+    assert found["machine"]["kernel_cache"] is None
+    layer = found["model"]["layers"][0]
+    assert layer["read"] == {"causal_conv1d": "eager", "longhorn_scan": "eager"}
+    assert layer["hints"]["longhorn_scan"] == way_out
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "reason"),
+    [
+        ("cpu", "cpu", None),
+        ("triton", "cuda", None),
+        ("reference", "cpu", "only the reference knows what was asked of it"),
+        ("eager", "cpu", "cpu does not take this call's dtype or size"),
+        ("eager", "cuda", 'triton is not installed; pip install "ssmzoo[triton]"'),
+        ("eager", "mps", "no kernels for mps"),
+    ],
+)
+def test_why_an_op_runs_no_faster(monkeypatch, backend, device, reason):
+    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
+    assert dispatch.why_not_faster("longhorn_scan", backend, device) == reason
+
+
+def test_watching_collects_runs_inside_the_block_only():
+    x = torch.ones(1, 2, 3)
+    with dispatch.watch() as events:
+        longhorn_scan(x, x, x, x, backend="reference")
+    longhorn_scan(x, x, x, x, backend="eager")
+    assert events == [("longhorn_scan", "reference")]
+
+
+def test_the_command_prints_machine_and_layers(prints):
+    assert "compiler:     ok" in prints()
+    out = prints("longhorn", "--length", 8, "--batch-size", 3)
+    assert "state after 8 tokens, batch 3: " in out
+    assert "0-1     LonghornMixer  longhorn_scan    cpu" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["longhron"], "did you mean 'longhorn'?"),
+        (["longhorn", "--length", "0"], "length must be at least 1, got 0"),
+        (["longhorn", "--batch-size", "0"], "batch_size must be at least 1, got 0"),
+        (["longhorn", "--device", "gpu"], "such as 'cpu' or 'cuda', got 'gpu'"),
+        (["longhorn:longhorn-1b"], "longhorn-1.3b"),
+    ],
+)
+def test_what_the_doctor_cannot_look_at_is_one_line(capsys, arguments, message):
+    assert main(["doctor", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
