@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from tests.environments import installed, wheel  # noqa: F401
 
 
 def pytest_addoption(parser):

@@ -18,11 +18,13 @@ def family(name):
 """
 
 
-def distribution(folder, name, families, module=""):
+def distribution(folder, name, families, module="", needs=()):
     """Write a distribution's metadata, and its module if there is text for one."""
     info = folder / f"{name.replace('-', '_')}-1.2.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
+    fields = ["Metadata-Version: 2.1", f"Name: {name}", "Version: 1.2"]
+    fields += [f"Requires-Dist: {need}" for need in needs]
+    (info / "METADATA").write_text("\n".join([*fields, ""]))
     lines = "".join(f"{family} = {value}\n" for family, value in families.items())
     (info / "entry_points.txt").write_text(f"[ssmzoo.families]\n{lines}")
     if module:
@@ -94,6 +96,23 @@ def test_a_plugin_whose_package_is_gone_is_shown_as_broken_without_importing(tmp
     distribution(tmp_path, "gone-family", {"gone": "gone_family.sub:FAMILY"})
     assert listing(tmp_path)["gone"][0]["status"] == (
         "broken: package 'gone_family' is not there; reinstall gone-family"
+    )
+
+
+def test_a_plugin_made_for_another_version_is_shown_as_broken_and_not_imported(tmp_path):
+    fit = PLUGIN + "FAMILY = family('fit')"
+    other = {"needs": ["torch", "ssmzoo-extras>=3", "ssmzoo[train]>=7,<8"]}
+    distribution(tmp_path, "new-family", {"new": "new_family:FAMILY"}, "1 / 0", **other)
+    fitting = {"needs": ["ssmzoo>=0.1", "ssmzoo>=7; extra == 'later'"]}
+    distribution(tmp_path, "fit-family", {"fit": "fit_family:FAMILY"}, fit, **fitting)
+    rows = listing(tmp_path)
+    assert rows["new"][0]["status"] == (
+        "broken: the plugin (new-family) needs ssmzoo<8,>=7, this is 0.1.0; "
+        "install a version of either that fits the other"
+    )
+    assert rows["fit"][0]["status"] == rows["longhorn"][0]["status"] == "installed"
+    assert "family 'new' (new-family) needs ssmzoo<8,>=7" in failure(
+        tmp_path, "new", "RuntimeError"
     )
 
 

@@ -1,10 +1,5 @@
 """The wheel, as a user gets it: what is in it, and that it works away from the checkout."""
 
-import os
-import subprocess
-import sys
-import sysconfig
-import venv
 import zipfile
 from email.parser import HeaderParser
 from itertools import chain
@@ -31,48 +26,8 @@ OPTIONAL = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder]
-    done = subprocess.run([*command, ROOT], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    [path] = folder.iterdir()
-    return path
-
-
-@pytest.fixture(scope="module")
-def installed(wheel, tmp_path_factory):
-    """A fresh environment with the wheel, and this one's packages behind it."""
-    folder = tmp_path_factory.mktemp("venv")
-    venv.create(folder, with_pip=False, symlinks=True)
-    python = folder / "bin" / "python"
-    command = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps"]
-    done = subprocess.run([*command, "--no-index", wheel], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    [site] = folder.glob("lib/python*/site-packages")
-    # lines of a .pth are plain folders: the editable install's own .pth in them is not followed
-    (site / "behind.pth").write_text(
-        "\n".join({sysconfig.get_path(p) for p in ("purelib", "platlib")})
-    )
-    return folder
-
-
-def run(installed, *command):
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(
-        [installed / "bin" / command[0], *command[1:]],
-        cwd=installed,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def python(installed, code):
-    return run(installed, "python", "-c", code)
+    return installed.run("python", "-c", code)
 
 
 def files_of(folder):
@@ -150,8 +105,8 @@ def test_the_installed_wheel_is_what_runs_and_it_lists_its_families(installed):
     out = python(
         installed, "import ssmzoo, ssmzoo_kernels; print(ssmzoo.__file__, ssmzoo_kernels.__file__)"
     )
-    assert all(path.startswith(str(installed)) for path in out.split())
-    out = run(installed, "ssmzoo", "list", "--load")
+    assert all(path.startswith(str(installed.folder)) for path in out.split())
+    out = installed.run("ssmzoo", "list", "--load")
     assert f"longhorn  ok      ssmzoo        {ssmzoo_version()}" in out
 
 
@@ -213,7 +168,7 @@ from ssmzoo.resources import share
 for name in ("eval/tasks", "eval/suites", "eval/recipes", "model_cards/template.md"):
     print(share(name))
 """
-    assert all(path.startswith(str(installed)) for path in python(installed, code).split())
+    assert all(path.startswith(str(installed.folder)) for path in python(installed, code).split())
 
 
 def test_every_pin_lies_in_the_supported_range():

@@ -12,7 +12,15 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
-from ssmzoo.family import Family, claims, conflict, load_family, owner, suggestion
+from ssmzoo.family import (
+    Family,
+    claims,
+    conflict,
+    load_family,
+    owner,
+    suggestion,
+    unmet_need,
+)
 
 
 def installed_families(*, load: bool = False) -> list[dict[str, Any]]:
@@ -135,7 +143,8 @@ def _find_status(point: EntryPoint) -> str:
     # of a top-level name: looks along the path, imports nothing
     if importlib.util.find_spec(package) is None:
         return f"broken: package {package!r} is not there; reinstall {owner(point)}"
-    return "installed"
+    unmet = unmet_need(point)
+    return "installed" if unmet is None else f"broken: the plugin {unmet}"
 
 
 def _load_status(name: str) -> str:

@@ -81,27 +81,33 @@ class Family:
         chosen = dict(self.presets[preset]) if preset is not None else {}
         return self.config_class(**{**chosen, **fields})
 
+    @property
+    def auto_classes(self) -> dict[str, type[PreTrainedConfig] | type[PreTrainedModel]]:
+        """Its classes by the name of the Auto class of transformers that finds them."""
+        classes = {
+            "AutoConfig": self.config_class,
+            "AutoModel": self.model_class,
+            "AutoModelForCausalLM": self.causal_lm_class,
+            "AutoModelForSequenceClassification": self.sequence_classification_class,
+            "AutoModelForTokenClassification": self.token_classification_class,
+            "AutoModelForImageClassification": self.image_classification_class,
+        }
+        return {name: kind for name, kind in classes.items() if kind is not None}
+
+    @property
+    def classes(self) -> tuple[type[PreTrainedConfig] | type[PreTrainedModel], ...]:
+        """All its classes, the configuration first, those without an Auto class too."""
+        others = (self.pair_classification_class,)
+        return (*self.auto_classes.values(), *(kind for kind in others if kind is not None))
+
     def register(self) -> None:
         """Make transformers' Auto classes know this family; a second call changes nothing."""
-        from transformers import (
-            AutoConfig,
-            AutoModel,
-            AutoModelForCausalLM,
-            AutoModelForImageClassification,
-            AutoModelForSequenceClassification,
-            AutoModelForTokenClassification,
-        )
+        import transformers
 
-        AutoConfig.register(self.model_type, self.config_class, exist_ok=True)
-        for auto, model in (
-            (AutoModel, self.model_class),
-            (AutoModelForCausalLM, self.causal_lm_class),
-            (AutoModelForSequenceClassification, self.sequence_classification_class),
-            (AutoModelForTokenClassification, self.token_classification_class),
-            (AutoModelForImageClassification, self.image_classification_class),
-        ):
-            if model is not None:
-                auto.register(self.config_class, model, exist_ok=True)
+        transformers.AutoConfig.register(self.model_type, self.config_class, exist_ok=True)
+        for name, kind in self.auto_classes.items():
+            if name != "AutoConfig":
+                getattr(transformers, name).register(self.config_class, kind, exist_ok=True)
 
 
 def suggestion(name: str, known: Any) -> str:
@@ -137,8 +143,8 @@ def load_family(name: str) -> Family:
 
     Raises:
         LookupError: No such family; the message suggests and lists.
-        RuntimeError: Two distributions claim the name, its plugin cannot be imported, holds no
-            :class:`Family`, or cannot be registered.
+        RuntimeError: Two distributions claim the name, its plugin was made for another version,
+            cannot be imported, holds no :class:`Family`, or cannot be registered.
     """
     installed = claims()
     if name not in installed:
@@ -147,6 +153,9 @@ def load_family(name: str) -> Family:
             f"installed: {', '.join(installed) or 'none'}"
         )
     point = _single(name, installed[name])
+    unmet = unmet_need(point)
+    if unmet is not None:
+        raise RuntimeError(f"the plugin of family {name!r} {unmet}")
     try:
         family = point.load()
     except Exception as error:
@@ -175,6 +184,27 @@ def load_family(name: str) -> Family:
 def owner(point: EntryPoint) -> str:
     """Return the name of the distribution that declares an entry point."""
     return point.dist.name if point.dist is not None else point.value
+
+
+def unmet_need(point: EntryPoint) -> str | None:
+    """Return which version of ssmzoo a plugin asks for, where this is another one; else None."""
+    import ssmzoo
+
+    if point.dist is None or point.dist.name == "ssmzoo":
+        return None
+    for text in point.dist.requires or ():
+        if not text.lower().startswith("ssmzoo"):
+            continue
+        from packaging.requirements import Requirement
+
+        need = Requirement(text)
+        wanted = need.name.lower() == "ssmzoo" and (need.marker is None or need.marker.evaluate())
+        if wanted and not need.specifier.contains(ssmzoo.__version__, prereleases=True):
+            return (
+                f"({owner(point)}) needs ssmzoo{need.specifier}, this is {ssmzoo.__version__}; "
+                "install a version of either that fits the other"
+            )
+    return None
 
 
 def conflict(name: str, points: Sequence[EntryPoint]) -> str:

@@ -1,0 +1,77 @@
+"""A family from somebody else's wheel, beside ours in a fresh environment, used as ours are."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.environments import build_wheel, make_environment
+
+# one worker builds one wheel of ours
+pytestmark = pytest.mark.xdist_group("packaging")
+
+TOY = Path(__file__).with_name("toy_family")
+RECIPE = """
+model:
+  family: toy
+  config: {hidden_size: 16, num_hidden_layers: 1}
+data:
+  text: text.txt
+  validation: 0.2
+train: {steps: 4, batch_size: 2, seq_len: 32, lr: 1.0e-2, seed: 0}
+eval: {every: 4, batches: 1}
+checkpoint: {every: 4, keep: 1}
+log: {every: 1}
+"""
+
+
+@pytest.fixture(scope="module")
+def environment(wheel, tmp_path_factory):
+    theirs = build_wheel(TOY, tmp_path_factory.mktemp("toy"))
+    return make_environment(tmp_path_factory.mktemp("venv"), wheel, theirs)
+
+
+@pytest.fixture(scope="module")
+def model(environment):
+    """A toy that ``ssmzoo train`` made."""
+    (environment.folder / "toy.yaml").write_text(RECIPE)
+    lines = [f"line {i} of a text that repeats itself\n" for i in range(400)]
+    (environment.folder / "text.txt").write_text("".join(lines))
+    environment.run("ssmzoo", "train", "toy.yaml", "--output", "run")
+    return environment.folder / "run" / "model"
+
+
+def test_it_is_listed_with_the_wheel_it_came_from(environment):
+    rows = json.loads(environment.run("ssmzoo", "list", "--load", "--json"))
+    by_name = {row["name"]: row for row in rows}
+    assert (by_name["toy"]["status"], by_name["toy"]["distribution"]) == ("ok", "ssmzoo-toy")
+    assert {row["status"] for row in rows} == {"ok"}
+    where = environment.run("python", "-c", "import ssmzoo_toy, ssmzoo; print(ssmzoo_toy.__file__)")
+    assert where.startswith(str(environment.folder))
+
+
+def test_it_passes_the_conformance_suite_from_the_command_line(environment):
+    report = json.loads(environment.run("ssmzoo", "check", "toy", "--json"))
+    outcomes = {row["name"]: row["status"] for row in report["checks"]}
+    assert outcomes["padding"] == outcomes["trainer"] == outcomes["lora"] == "passed"
+    assert set(outcomes.values()) <= {"passed", "skipped"}
+
+
+def test_it_is_trained_continued_looked_at_and_loaded_by_the_auto_classes(environment, model):
+    losses = [
+        row["loss"]
+        for row in map(json.loads, (model.parent / "metrics.jsonl").read_text().splitlines())
+        if "loss" in row
+    ]
+    assert losses[-1] < losses[0]
+    assert environment.run("ssmzoo", "generate", model, "line", "--max-new-tokens", "4")
+    facts = json.loads(environment.run("ssmzoo", "doctor", model, "--length", "8", "--json"))
+    assert facts["model"]["layers"][0]["read"] == {"causal_conv1d": "cpu"}
+    code = f"""
+import ssmzoo.auto, torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+for auto in (AutoModelForCausalLM, AutoModelForSequenceClassification):
+    print(type(auto.from_pretrained({str(model)!r})).__name__)
+print(AutoConfig.from_pretrained({str(model)!r}).model_type)
+"""
+    out = environment.run("python", "-c", code).split()
+    assert out == ["ToyForCausalLM", "ToyForSequenceClassification", "ssmzoo_toy"]
