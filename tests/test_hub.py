@@ -359,8 +359,8 @@ def test_pictures_on_the_web_are_left_there(model, tmp_path):
 def test_a_file_that_changes_while_it_is_copied_stops_the_publication(model, tmp_path, monkeypatch):
     plan = hub._plan
 
-    def then_grow(folder):
-        made = plan(folder)
+    def then_grow(folder, code):
+        made = plan(folder, code)
         (model / "tokenizer.json").write_text('{"grown": true}')
         return made
 

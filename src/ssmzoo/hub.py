@@ -1,7 +1,8 @@
 """Publish a model folder: into another folder, or to a repository on the Hub.
 
 What goes is a closed list: configuration, safetensors weights, tokenizer, generation configuration,
-card, and the pictures that the card links. Everything else stays behind and is named in the report.
+card, the pictures that the card links, and, if asked for, the code that the model needs where this
+package is not installed. Everything else stays behind and is named in the report.
 A dry run makes the same plan and changes nothing; for a Hub repository it needs neither network nor
 token. Both kinds of publication appear at once or not at all: a folder by a rename, a repository by
 a single commit.
@@ -16,9 +17,10 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -96,6 +98,7 @@ def publish(
     model_dir: str | Path,
     target: str,
     *,
+    standalone: bool = False,
     dry_run: bool = False,
     private: bool = False,
     revision: str | None = None,
@@ -108,6 +111,8 @@ def publish(
         target: A folder (``./x``, ``/x``, ``folder:x``) or a repository (``user/name``,
             ``hub:user/name``). A folder must be absent, empty, or an earlier publication of the
             same model, which is then replaced as a whole.
+        standalone: Send the model's code along, so that it loads with ``trust_remote_code=True``
+            where ssmzoo is not installed; see :func:`ssmzoo.export_code.export_code`.
         dry_run: Check everything that can be checked here and report; write and send nothing.
         private: Create the repository private. An existing one keeps its visibility.
         revision: The branch to commit to, created if absent; the main branch if None.
@@ -127,15 +132,16 @@ def publish(
             "private, revision and commit_message are for Hub repositories, "
             f"got them with the folder {place!r}"
         )
-    plan = _plan(folder)
-    if kind == "folder":
-        return _publish_folder(folder, plan, _report(kind, place, plan), dry_run)
-    report = _report(kind, place, plan)
-    if dry_run:
-        return report
-    return _publish_hub(
-        plan, report, private, revision, commit_message or f"Publish {place.split('/')[1]}"
-    )
+    plan = _plan(folder, code=standalone)
+    with _with_code(folder, plan) if standalone else nullcontext(plan) as plan:
+        report = _report(kind, place, plan)
+        if kind == "folder":
+            return _publish_folder(folder, plan, report, dry_run)
+        if dry_run:
+            return report
+        return _publish_hub(
+            plan, report, private, revision, commit_message or f"Publish {place.split('/')[1]}"
+        )
 
 
 def read_tensors(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -228,8 +234,10 @@ def _parse_target(target: str) -> tuple[Literal["folder", "hub"], str]:
     return "hub", repository
 
 
-def _plan(folder: Path) -> _Plan:
-    """List what goes, after checking every file of it."""
+def _plan(folder: Path, code: bool) -> _Plan:
+    """List what goes, after checking every file of it; ``code`` says whether an export's may."""
+    from ssmzoo.export_code import is_exported
+
     sources: dict[str, Path] = {}
     left_out: list[str] = []
     for path in sorted(folder.iterdir()):
@@ -241,6 +249,12 @@ def _plan(folder: Path) -> _Plan:
                 f"{path} is a pickle, which can run code on the reader's machine; move it away "
                 "(weights are published as safetensors only)"
             )
+        elif path.suffix == ".py" and path.is_file() and is_exported(path):
+            if not code:
+                raise ValueError(
+                    f"{path} is the model's own code; publish it with --standalone, or move it away"
+                )
+            sources[name] = _inside(folder, path)
         elif path.suffix in _CODE:
             raise ValueError(f"{path} is code, which is not published with a model; move it away")
         elif (
@@ -260,6 +274,11 @@ def _plan(folder: Path) -> _Plan:
     for name in sources:
         if name.endswith(".json"):
             _read_object(folder / name)
+    if "auto_map" in _read_object(folder / "config.json") and not code:
+        raise ValueError(
+            f"{folder / 'config.json'} has an auto_map to code, which would stay behind; publish "
+            "with --standalone, or take it out"
+        )
     read_weights(folder)
     if CARD not in sources:
         raise ValueError(f"{folder} has no card {CARD}; write one with: ssmzoo card {folder}")
@@ -268,6 +287,23 @@ def _plan(folder: Path) -> _Plan:
     left_out = [name for name in left_out if name not in sources]
     sizes = {name: path.stat().st_size for name, path in sources.items()}
     return _Plan(dict(sorted(sources.items())), sizes, tuple(left_out))
+
+
+@contextmanager
+def _with_code(folder: Path, plan: _Plan) -> Iterator[_Plan]:
+    """Give a plan with the model's code, written anew, in a folder that lives as long."""
+    from ssmzoo.export_code import standalone_files
+
+    config = _read_object(folder / "config.json")
+    card = plan.sources[CARD].read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory() as written:
+        sources = {n: path for n, path in plan.sources.items() if not n.endswith(".py")}
+        for name, text in standalone_files(config, card).items():
+            sources[name] = Path(written, name)
+            sources[name].write_text(text, encoding="utf-8")
+        sizes = {name: path.stat().st_size for name, path in sources.items()}
+        left_out = (*plan.left_out, *(plan.sources.keys() - sources.keys()))
+        yield _Plan(dict(sorted(sources.items())), sizes, tuple(sorted(left_out)))
 
 
 def _pictures(folder: Path) -> list[str]:
@@ -373,7 +409,7 @@ def _check_folder(folder: Path, target: Path) -> None:
 def _why_foreign(folder: Path, target: Path) -> str | None:
     """Say why a filled target is not an earlier publication of this model; None if it is one."""
     try:
-        earlier = _plan(target)
+        earlier = _plan(target, code=True)
     except ValueError as error:
         return str(error)
     present = {

@@ -100,6 +100,14 @@ class SSMConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         self.check()
 
+    def save_pretrained(
+        self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """Write ``config.json``; it names a checkpoint's own code only where that goes along."""
+        if self._auto_class is None:
+            vars(self).pop("auto_map", None)
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
     def check(self) -> None:
         """Fail unless the fields fit each other; a family adds its own rules.
 

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 from ssmzoo.family import Family, load_family, suggestion
-from ssmzoo.testing import arguments, files, forms, generation, training
+from ssmzoo.testing import arguments, files, forms, generation, standalone, training
 from ssmzoo.testing.subject import SEED, Measured, NotApplicable, Oracle, Subject
 
 Check: TypeAlias = Callable[[Subject], Measured]
@@ -51,6 +51,7 @@ CHECKS: tuple[Check, ...] = (
     files.check_load_in_bfloat16,
     files.check_closed_config,
     files.check_resized_embeddings,
+    standalone.check_standalone,
     arguments.check_inputs_embeds,
     arguments.check_logits_to_keep,
     arguments.check_outputs,

@@ -1,0 +1,63 @@
+"""Which implementation of an op runs where ssmzoo is not installed: torch's own ops, on any device.
+
+It stands in for ``ssmzoo_kernels.dispatch`` beside a checkpoint, which brings neither C nor Triton.
+"""
+
+import functools
+import logging
+from typing import Literal, get_args
+
+import torch
+
+Backend = Literal["auto", "reference", "eager", "cpu", "triton"]
+
+ALL = ("reference", "eager")
+
+_log = logging.getLogger("ssmzoo")
+_ran: dict[str, str] = {}
+
+
+def last_backend(op: str) -> str | None:
+    """Return the backend that ran last for an op (``"longhorn_scan"``), or None."""
+    return _ran.get(op)
+
+
+def record(op: str, backend: str) -> None:
+    """Note that a backend ran; every implementation calls it as it starts."""
+    _ran[op] = backend
+
+
+def choose(op: str, backend: Backend, tensor: torch.Tensor, offers: tuple[str, ...] = ALL) -> str:
+    """Return the backend that a call shall take: ``"eager"`` unless the reference is asked for.
+
+    Raises:
+        ValueError: No backend of that name.
+        RuntimeError: One that only ssmzoo has.
+    """
+    return _decide(op, backend, offers)
+
+
+# torch.compile cannot trace the log; the answer is fixed when a graph is traced
+@torch.compiler.assume_constant_result
+def _decide(op: str, backend: Backend, offers: tuple[str, ...]) -> str:
+    if backend not in get_args(Backend):
+        raise ValueError(
+            f"{op}: backend must be one of {', '.join(get_args(Backend))}, got {backend!r}"
+        )
+    if backend in ("cpu", "triton"):
+        raise RuntimeError(
+            f'{op}(backend="{backend}") needs ssmzoo, and this checkpoint runs on its own code; '
+            'install ssmzoo, or use backend="auto" or "eager"'
+        )
+    if backend != "auto" and backend not in offers:
+        raise ValueError(f"{op}: this op has no implementation {backend!r}; use backend='auto'")
+    _tell_once()
+    return "eager" if backend == "auto" else backend
+
+
+@functools.cache
+def _tell_once() -> None:
+    _log.warning(
+        "this checkpoint runs on the code that came with it, in torch; "
+        "install ssmzoo for its faster kernels"
+    )

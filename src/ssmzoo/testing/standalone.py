@@ -1,0 +1,101 @@
+"""A checkpoint's own code: the files that travel compute what the installed family computes."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import logging
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ssmzoo.export_code import code_of, flat_name
+from ssmzoo.modeling import SSMForCausalLM
+from ssmzoo.testing.subject import (
+    BUDGETS,
+    Measured,
+    NotApplicable,
+    Subject,
+    gradients,
+    probe,
+)
+
+_numbers = itertools.count()
+
+
+def check_standalone(subject: Subject) -> Measured:
+    """The code that travels with a checkpoint gives the same logits, states and gradients."""
+    measured = Measured()
+    for kind in subject.family.classes:
+        if getattr(sys.modules.get(kind.__module__), kind.__name__, None) is not kind:
+            raise NotApplicable(f"{kind.__name__} was made at run time and stands in no file")
+    kind = subject.family.causal_lm_class
+    with tempfile.TemporaryDirectory() as folder, _package(folder, code_of(subject.family)) as name:
+        module = _module(name, kind.__module__)
+        config_class = _module(name, subject.family.config_class.__module__)
+        for dtype, budget in BUDGETS.items():
+            model = subject.model(dtype)
+            fields = model.config.to_dict()
+            config = getattr(config_class, type(model.config).__name__).from_dict(fields)
+            exported = getattr(module, kind.__name__)(config).to(dtype).eval()
+            exported.load_state_dict(model.state_dict())
+            got, expected = (_answers(m, subject) for m in (exported, model))
+            measured.compare_all(f"{dtype}", got, expected, budget)
+            if dtype == torch.float64:
+                got, expected = (_slopes(m, subject) for m in (exported, model))
+                measured.compare_all("gradient of", got, expected, budget)
+    return measured
+
+
+def _answers(model: SSMForCausalLM, subject: Subject) -> dict[str, Tensor]:
+    ids = subject.ids(2, 13)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    with torch.no_grad():
+        logits = model(ids).logits
+        whole = model(ids[:, :7])
+        after = model(ids[:, 7:], past_key_values=whole.past_key_values)
+        step = model(ids[:, :1], past_key_values=after.past_key_values)
+        padded = model(ids, attention_mask=mask).logits
+    return {
+        "logits": logits,
+        "logits after a cache": torch.cat([after.logits, step.logits], dim=1),
+        "left-padded logits": padded[mask.bool()],
+    }
+
+
+def _slopes(model: SSMForCausalLM, subject: Subject) -> dict[str, Tensor]:
+    logits = model(subject.ids(2, 13)).logits
+    return gradients(model, (logits * probe(logits)).sum())
+
+
+@contextmanager
+def _package(folder: str, texts: dict[str, str]) -> Iterator[str]:
+    """Let files be the modules of a package, whose name is given; it is forgotten at the end."""
+    for name, text in texts.items():
+        Path(folder, name).write_text(text, encoding="utf-8")
+    spec = ModuleSpec(f"ssmzoo_exported_{next(_numbers)}", None, is_package=True)
+    spec.submodule_search_locations = [folder]
+    sys.modules[spec.name] = module_from_spec(spec)
+    importlib.invalidate_caches()
+    log = logging.getLogger("ssmzoo")
+    level = log.level
+    log.setLevel(logging.ERROR)  # the code says that kernels would be faster
+    try:
+        yield spec.name
+    finally:
+        log.setLevel(level)
+        for name in [n for n in sys.modules if n.split(".")[0] == spec.name]:
+            del sys.modules[name]
+
+
+def _module(package: str, module: str) -> ModuleType:
+    return importlib.import_module(f"{package}.{flat_name(module)}")
