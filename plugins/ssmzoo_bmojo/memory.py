@@ -3,76 +3,289 @@
 A sequence is cut into chunks of ``window`` tokens, counted from its very first token. Chunk c reads
 the ``min(m_e, c * window)`` most surprising positions before it and the ``min(m_f, c * window)``
 outputs just before it. All is worked out in numbers of positions, so that one gather fetches keys
-and values from where they lie: a memory carried on, the window before this call, or this call.
+and values from where they lie: the window before this call, this call, or a memory carried on.
 
-Dimensions: S sequences, T tokens of this call end to end, n chunks, w window.
+What surprises: only scores differ between layers. Everything else is worked out for the first layer
+that asks and shared by the others.
+
+Dimensions: S sequences, T tokens of this call end to end, n chunks with tokens in this call, F
+chunks that get a memory in this call, C most chunks of a sequence, w window, m_f fading and m_e
+eidetic tokens.
 """
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ssmzoo_kernels import select_memory
 from ssmzoo_kernels.eidetic_attention import Chunks, chunk_table
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
-class Call(NamedTuple):
-    """The sequences of one call."""
+Turns = tuple[Tensor, Tensor]  # cosines and sines of rotary angles, [..., 1, d / 2]
 
-    offsets: Tensor  # [S + 1] where each begins and ends among the T tokens
-    seen: Tensor  # [S] tokens before this call
-    window: int
-    tokens: int  # T
 
-    @property
-    def lengths(self) -> Tensor:
-        """Tokens of each sequence in this call, ``[S]``."""
-        return self.offsets.diff()
+def _once(
+    method: Callable[Concatenate["Call", _P], _R],
+) -> Callable[Concatenate["Call", _P], _R]:
+    """Let a call remember what a method returned, by its arguments."""
 
-    @property
-    def now(self) -> Tensor:
-        """Tokens of each sequence after this call, ``[S]``."""
-        return self.seen + self.lengths
+    @functools.wraps(method)
+    def remembered(self: "Call", *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        key = (method.__name__, *args, *kwargs.items())
+        if key not in self.known:
+            self.known[key] = method(self, *args, **kwargs)
+        return self.known[key]
 
-    def chunks(self, *, following: bool) -> Chunks:
-        """Return the chunks with tokens in this call; ``following``: and that of the next token."""
-        most = None
-        if self.offsets.device.type != "cpu" or torch.compiler.is_compiling():
-            # a chunk is cut short at most at both ends of a sequence
-            sequences = self.seen.shape[0]
-            most = (self.tokens + sequences * following) // self.window + 2 * sequences
-        return chunk_table(self.lengths + int(following), self.seen, self.window, most)
+    return remembered
 
-    def last(self, chunks: Chunks) -> Tensor:
-        """Return which of the chunks is the last of each sequence, ``[S]``."""
-        sequences = torch.arange(self.seen.shape[0], device=self.seen.device)
-        return torch.searchsorted(chunks.sequence, sequences, right=True) - 1
 
+class Call:
+    """The sequences of one call, the chunks they fall into, and where their rows lie.
+
+    A table has ``past`` rows of each sequence from before the call, the newest last, and then the T
+    rows of the call.
+
+    Args:
+        offsets: Where each sequence begins and ends among the T tokens, ``[S + 1]`` int64.
+        seen: Its tokens before this call, ``[S]`` int64.
+        window: w.
+        tokens: T.
+        equal: Whether the sequences are the rows of a batch, all of one length.
+        following: Whether the memory of the chunk of a next token is wanted, too.
+    """
+
+    def __init__(
+        self,
+        offsets: Tensor,
+        seen: Tensor,
+        window: int,
+        tokens: int,
+        *,
+        equal: bool,
+        following: bool,
+    ) -> None:
+        self.offsets, self.seen, self.window, self.tokens = offsets, seen, window, tokens
+        self.equal = equal
+        self.sequences = seen.shape[0]
+        self.known: dict[Any, Any] = {}
+        # elsewhere nobody waits for a number: shapes are bounds
+        self.looks = offsets.device.type == "cpu" and not torch.compiler.is_compiling()
+        self.lengths = offsets.diff()  # [S]
+        self.now = seen + self.lengths  # [S] tokens after this call
+        self.opened = seen // window  # [S] the chunk that is open as the call begins
+        last = (self.now + (following - 1)).div(window, rounding_mode="floor")
+        self.made = (last - self.opened).clamp(min=0)  # [S] chunks after it that get a memory
+
+    # --- tokens ---
+
+    @_once
     def positions(self) -> Tensor:
         """Return the position in its sequence of every token, ``[T]``."""
         place = torch.arange(self.tokens, device=self.offsets.device)
         sequence = torch.searchsorted(self.offsets[1:].contiguous(), place, right=True)
-        sequence = sequence.clamp(max=self.seen.shape[0] - 1)
+        sequence = sequence.clamp(max=self.sequences - 1)
         return place - self.offsets[sequence] + self.seen[sequence]
 
+    @_once
+    def turns(self, size: int, theta: float, dtype: torch.dtype) -> Turns:
+        """Return cosine and sine of the tokens' rotary angles, ``[T, 1, d / 2]``."""
+        return _turns(self.positions(), size, theta, dtype)
+
     def rows(self, sequence: Tensor, position: Tensor, past: int) -> tuple[Tensor, Tensor]:
-        """Say where positions lie in a table of the ``S * past`` last ones and then the T new ones.
+        """Return the rows of positions in a table, and which of them it has not.
 
         Args:
             sequence: Of each wanted position.
             position: In its sequence; of any shape with ``sequence``.
-            past: How many rows before this call the table has of each sequence, the newest last.
-
-        Returns:
-            The rows, and whether there are such positions before the call's end.
+            past: How many rows of each sequence the table has from before the call.
         """
-        seen = self.seen[sequence]
-        behind = past + position - seen
+        behind = past + position - self.seen[sequence]
         old = sequence * past + behind
-        new = self.seen.shape[0] * past + self.offsets[sequence] + position - seen
-        known = (position >= 0) & (behind >= 0) & (position < self.now[sequence])
-        return torch.where(known, torch.where(position < seen, old, new), 0), known
+        new = self.sequences * past + self.offsets[sequence] + behind - past
+        absent = (position < 0) | (behind < 0) | (position >= self.now[sequence])
+        return torch.where(behind < past, old, new).masked_fill(absent, 0), absent
+
+    @_once
+    def newest(self, count: int, past: int) -> tuple[Tensor, Tensor]:
+        """Return the rows of the last ``count`` tokens, the newest last, ``[S, count]``.
+
+        And which of them there are not.
+        """
+        sequence = torch.arange(self.sequences, device=self.seen.device)[:, None]
+        position = self.now[:, None] + torch.arange(-count, 0, device=self.seen.device)
+        return self.rows(sequence, position, past)
+
+    # --- chunks ---
+
+    @_once
+    def chunks(self) -> Chunks:
+        """Return the chunks that have tokens in this call."""
+        # a chunk is cut short at most at both ends of a sequence
+        most = None if self.looks else self.tokens // self.window + 2 * self.sequences
+        return chunk_table(self.lengths, self.seen, self.window, most)
+
+    @_once
+    def depth(self) -> int:
+        """Return a bound on C, the chunks that a sequence reads or leaves a memory of."""
+        return int(self.made.max()) + 1 if self.looks else self.tokens // self.window + 2
+
+    @_once
+    def reads(self) -> tuple[Tensor, Tensor]:
+        """Return of each chunk its sequence and how many chunks after the open one it is, ``[n]``.
+
+        Chunks too many at the end may be of any number.
+        """
+        chunks = self.chunks()
+        here = chunks.number - self.opened[chunks.sequence]
+        return chunks.sequence, here.clamp(max=self.depth() - 1)
+
+    @_once
+    def leaves(self) -> tuple[Tensor, Tensor]:
+        """Return the same of the chunks that next tokens fall into, ``[S]``."""
+        return torch.arange(self.sequences, device=self.seen.device), self.made
+
+    def remembered(self, count: int) -> Tensor:
+        """Return how many of at most ``count`` rows each chunk remembers, ``[n]``."""
+        return (self.chunks().number * self.window).clamp(max=count)
+
+    @_once
+    def positions_in_chunk(self, ahead: int) -> Tensor:
+        """Return the positions of the chunk ``ahead`` of each sequence's open one, ``[S, w]``."""
+        place = torch.arange(self.window, device=self.seen.device)
+        return (self.opened + ahead)[:, None] * self.window + place
+
+    # --- scores ---
+
+    @_once
+    def score_places(self) -> Tensor:
+        """Return where scores by chunk and place in it lie, ``[S, C, w]``; T + S w: nowhere.
+
+        In a table of the scores of open chunks before the call, ``[S w]``, and of the T new ones.
+        """
+        sequence = torch.arange(self.sequences, device=self.seen.device)[:, None]
+        places = []
+        for ahead in range(self.depth()):
+            position = self.positions_in_chunk(ahead)
+            new = self.sequences * self.window + self.offsets[:-1, None] + position
+            row = new - self.seen[:, None]
+            if ahead == 0:
+                old = sequence * self.window + position % self.window
+                row = torch.where(position < self.seen[:, None], old, row)
+            nowhere = position >= self.now[:, None]
+            places.append(row.masked_fill(nowhere, self.sequences * self.window + self.tokens))
+        return torch.stack(places, dim=1)
+
+    @_once
+    def held(self, count: int) -> Tensor:
+        """Return which rows of the memories carried on hold nothing, ``[S, m_e]``."""
+        slot = torch.arange(count, device=self.seen.device)
+        return slot >= (self.opened * self.window)[:, None]
+
+    @_once
+    def unheld(self, count: int) -> Tensor:
+        """Return the same of the memories that next tokens will read."""
+        slot = torch.arange(count, device=self.seen.device)
+        return slot >= ((self.opened + self.made) * self.window)[:, None]
+
+    # --- fading memories ---
+
+    @_once
+    def fading(self, count: int, past: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rows, positions and absence of the outputs that new memories hold, ``[F, m_f]``.
+
+        The first ones are present; positions of the others are 0.
+        """
+        sequence, number = self._fresh()
+        begin = (number * self.window)[:, None]
+        slot = torch.arange(count, device=self.seen.device)
+        position = (begin - count).clamp(min=0) + slot
+        rows, absent = self.rows(sequence[:, None], position, past)
+        absent |= position >= begin
+        return rows, position.masked_fill(absent, 0), absent
+
+    @_once
+    def fading_turns(
+        self, count: int, past: int, size: int, theta: float, dtype: torch.dtype
+    ) -> Turns:
+        """Return cosine and sine of these positions' rotary angles, ``[F, m_f, 1, d / 2]``."""
+        return _turns(self.fading(count, past)[1], size, theta, dtype)
+
+    @_once
+    def fading_places(self, *, following: bool) -> Tensor:
+        """Return where the fading memories of :meth:`reads` or :meth:`leaves` lie.
+
+        In a table of the S memories carried on, and of the F new ones.
+        """
+        sequence, ahead = self.leaves() if following else self.reads()
+        new = self.sequences + self.made.cumsum(0)[sequence] - self.made[sequence] + ahead - 1
+        return torch.where(ahead > 0, new, sequence)
+
+    def _fresh(self) -> tuple[Tensor, Tensor]:
+        """Return sequence and number of every chunk that gets a memory, ``[F]``."""
+        ends = self.made.cumsum(0)
+        most = self.tokens // self.window + self.sequences
+        count = int(ends[-1]) if self.looks else most
+        place = torch.arange(count, device=self.seen.device)
+        sequence = torch.searchsorted(ends, place, right=True).clamp(max=self.sequences - 1)
+        before = ends[sequence] - self.made[sequence]
+        return sequence, self.opened[sequence] + 1 + place - before
+
+    # --- both ---
+
+    @_once
+    def counts(self, eidetic: int, fading: int) -> Tensor:
+        """Return how many rows of both kinds each chunk remembers, ``[n]``."""
+        return self.remembered(eidetic) + self.remembered(fading)
+
+    @_once
+    def order(self, eidetic: int, fading: int) -> Tensor | None:
+        """Return the order of eidetic and fading rows in which those that exist come first.
+
+        ``[n, m]``; None where a chunk has all of its rows or none, so that nothing need move.
+        """
+        if max(eidetic, fading) <= self.window or not (eidetic and fading):
+            return None
+        first = self.remembered(eidetic)[:, None]
+        slot = torch.arange(eidetic + fading, device=self.seen.device)
+        moved = torch.where(slot < first, slot, slot - first + eidetic)
+        return torch.where(moved < eidetic + fading, moved, slot - fading)
+
+
+class Eidetic(NamedTuple):
+    """Memories of every sequence's chunks from the open one on, by position, empty rows last."""
+
+    rows: Tensor  # [S, C, m_e] in a table of the memories and windows before, and this call
+    positions: Tensor  # [S, C, m_e]
+    scores: Tensor  # [S, C, m_e]
+
+
+def joined(old: Tensor | None, new: Tensor, first: Tensor | None = None) -> Tensor:
+    """Return a table of the rows kept of each sequence and those of the call.
+
+    Args:
+        old: Rows from before the call, ``[S, past, ...]``; None if there was nothing.
+        new: The call's, ``[T, ...]``.
+        first: Other rows, ``[S, m, ...]``, that stand before them.
+    """
+    before = [x.flatten(0, 1) for x in (first, old) if x is not None]
+    return torch.cat([*before, new]) if before else new
+
+
+def taken(table: Tensor, rows: Tensor) -> Tensor:
+    """Return rows of a table, ``[*rows.shape, ...]``."""
+    # some times as fast as indexing, and its backward is deterministic, too
+    return F.embedding(rows, table.flatten(1)).unflatten(-1, table.shape[1:])
+
+
+def blanked(x: Tensor, absent: Tensor) -> Tensor:
+    """Return rows ``[*absent.shape, ...]`` with zeros for those that are absent."""
+    return x.masked_fill(absent.view(*absent.shape, *(1,) * (x.dim() - absent.dim())), 0.0)
 
 
 def newest(call: Call, old: Tensor | None, new: Tensor, count: int) -> Tensor:
@@ -80,134 +293,78 @@ def newest(call: Call, old: Tensor | None, new: Tensor, count: int) -> Tensor:
 
     Args:
         call: The sequences.
-        old: Such rows before this call, ``[S, past, ...]``; None where there is no past.
+        old: The last rows before this call, ``[S, past, ...]``; None where there is no past.
         new: The rows of this call's tokens, ``[T, ...]``.
         count: How many to keep.
     """
-    sequences = call.seen.shape[0]
-    past = 0 if old is None else old.shape[1]
-    table = new if old is None else torch.cat([old.flatten(0, 1), new])
-    sequence = torch.arange(sequences, device=new.device)[:, None]
-    position = call.now[:, None] - count + torch.arange(count, device=new.device)
-    rows, known = call.rows(sequence, position, past)
-    if table.shape[0] == 0:
-        return new.new_zeros(sequences, count, *new.shape[1:])
-    kept = table[rows]  # [S, count, ...]
-    return kept * known.view(*known.shape, *(1 for _ in new.shape[1:])).to(kept.dtype)
+    if call.equal:  # slices, of which a step copies its window once
+        new = new.unflatten(0, (call.sequences, -1))
+        kept = max(0, count - new.shape[1])
+        if old is None:
+            old = new.new_zeros(call.sequences, kept, *new.shape[2:])
+        return torch.cat([old[:, old.shape[1] - kept :], new[:, -count:]], dim=1)
+    rows, absent = call.newest(count, 0 if old is None else old.shape[1])
+    return blanked(taken(joined(old, new), rows), absent)
 
 
-class Eidetic(NamedTuple):
-    """The eidetic memories of a call's chunks, the rows that count first and by position."""
+def score_table(pending: Tensor | None, scores: Tensor, call: Call) -> Tensor:
+    """Return the table that :meth:`Call.score_places` looks into.
 
-    rows: Tensor  # [n, m_e] in the table [memories before | windows before | this call]
-    positions: Tensor  # [n, m_e]
-    scores: Tensor  # [n, m_e]
+    Args:
+        pending: Of the tokens that each sequence's open chunk had before, by place, ``[S, w]``.
+        scores: Of the call's tokens, ``[T]``.
+        call: The sequences.
+    """
+    if pending is None:
+        pending = scores.new_zeros(call.sequences, call.window)
+    return torch.cat([pending.flatten(), scores, scores.new_full((1,), -torch.inf)])
+
+
+def open_scores(call: Call, grid: Tensor) -> Tensor:
+    """Return the scores of the chunks that next tokens fall into, by place, ``[S, w]``."""
+    scores = grid[call.leaves()]
+    return scores.masked_fill(scores.isneginf(), 0.0)
 
 
 def choose_eidetic(
     call: Call,
-    chunks: Chunks,
     grid: Tensor,  # [S, C, w]
     count: int,
     before: tuple[Tensor, Tensor] | None,  # [S, m_e] each
+    past: int,
 ) -> Eidetic:
     """Merge each chunk into the memory after it: the largest scores, of equal ones the oldest.
 
     Args:
         call: The sequences.
-        chunks: Their chunks.
-        grid: Scores by chunk and place in it, from :func:`score_grid`.
+        grid: Scores by chunk and place in it, minus infinity where no token is.
         count: m_e.
         before: Scores and positions of the memory carried on, None where there is none.
+        past: How many rows before this call the table of keys has of each sequence.
     """
-    sequences, most, window = grid.shape
-    opened = call.seen // window
-    first = torch.arange(sequences, device=grid.device)[:, None]
-    slot = torch.arange(count, device=grid.device)
+    sequences = call.sequences
     if before is None:
-        tables = window_rows = 0
-        rows = call.seen.new_zeros(sequences, count)
-        scores = grid.new_full((sequences, count), -torch.inf)
         positions = call.seen.new_zeros(sequences, count)
+        scores = grid.new_full((sequences, count), -torch.inf)
+        rows = positions
     else:
-        tables, window_rows = sequences * count, window
-        scores, positions = before
-        held = (opened * window).clamp(max=count)
-        scores = scores.masked_fill(slot >= held[:, None], -torch.inf)
-        rows = first * count + slot
-    found = []
-    for j in range(most):
-        found.append((rows, positions, scores))
-        position = (opened[:, None] + j) * window + torch.arange(window, device=grid.device)
-        row, _ = call.rows(first, position, window_rows)
-        kept = select_memory(scores, positions, grid[:, j], position, count)
-        rows = torch.cat([rows, tables + row], dim=1).gather(1, kept.indices)
+        scores, positions = before[0].masked_fill(call.held(count), -torch.inf), before[1]
+        rows = torch.arange(sequences * count, device=grid.device).view(sequences, count)
+    begin = 0 if before is None else sequences * count
+    found = [(rows, positions, scores)]
+    sequence = torch.arange(sequences, device=grid.device)[:, None]
+    for ahead in range(call.depth() - 1):
+        position = call.positions_in_chunk(ahead)
+        new, _ = call.rows(sequence, position, past)
+        kept = select_memory(scores, positions, grid[:, ahead], position, count)
+        rows = torch.cat([rows, begin + new], dim=1).gather(1, kept.indices)
         scores, positions = kept.scores, kept.positions
-    # of a bounded number of chunks the last ones may hold nothing
-    here = (chunks.number - opened[chunks.sequence]).clamp(max=most - 1)
-    return Eidetic(
-        *(torch.stack(x, dim=1)[chunks.sequence, here] for x in zip(*found, strict=True))
-    )
+        found.append((rows, positions, scores))
+    return Eidetic(*(torch.stack(x, dim=1) for x in zip(*found, strict=True)))
 
 
-def score_grid(call: Call, chunks: Chunks, scores: Tensor, pending: Tensor | None) -> Tensor:
-    """Lay out scores by chunk and place in it, ``[S, C, w]``; minus infinity where no token is.
-
-    Args:
-        call: The sequences.
-        chunks: Their chunks.
-        scores: Of this call's tokens, ``[T]``.
-        pending: Of the tokens that each sequence's open chunk had before, by place, ``[S, w]``.
-    """
-    window, opened = call.window, call.seen // call.window
-    here = chunks.number - opened[chunks.sequence]
-    if scores.device.type != "cpu" or torch.compiler.is_compiling():
-        most = call.tokens // window + 2
-    else:
-        most = int(here.max()) + 1 if here.numel() else 0
-    place = torch.arange(window, device=scores.device)
-    position = (opened[:, None] + torch.arange(most, device=scores.device))[..., None] * window
-    position = position + place  # [S, C, w]
-    row = call.offsets[:-1, None, None] + position - call.seen[:, None, None]
-    new = (position >= call.seen[:, None, None]) & (position < call.now[:, None, None])
-    padded = torch.cat([scores, scores.new_tensor([-torch.inf])])
-    grid = padded[torch.where(new, row, scores.shape[0])]
-    if pending is not None and most:
-        old = position[:, 0] < call.seen[:, None]
-        grid[:, 0] = torch.where(old, pending, grid[:, 0])
-    return grid
-
-
-def open_scores(call: Call, grid: Tensor) -> Tensor:
-    """Return the scores of the chunk that the next token falls into, by place, ``[S, w]``."""
-    last = call.now // call.window - call.seen // call.window
-    sequence = torch.arange(grid.shape[0], device=grid.device)
-    scores = grid[sequence, last]
-    return scores.masked_fill(scores.isneginf(), 0.0)
-
-
-def fading_positions(chunks: Chunks, window: int, count: int) -> Tensor:
-    """Return the ``count`` positions before each chunk, ``[n, m_f]``; none if negative."""
-    position = chunks.number[:, None] * window - count
-    return position + torch.arange(count, device=position.device)
-
-
-def valid_first(
-    keys: Tensor, values: Tensor, valid: Tensor, positions: Tensor, *, full: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Bring the rows that exist to the front of each memory and count them.
-
-    Args:
-        keys: ``[n, m, G, d]``.
-        values: ``[n, m, G, d]``.
-        valid: Which rows exist, ``[n, m]``.
-        positions: Of the rows, ``[n, m]``.
-        full: Whether a memory has all of its rows or none, so that nothing need move.
-    """
-    count = valid.sum(dim=1)
-    if not full:
-        order = valid.int().argsort(dim=1, descending=True, stable=True)
-        places = order[..., None, None]
-        keys, values = (torch.take_along_dim(x, places, dim=1) for x in (keys, values))
-        positions = positions.gather(1, order)
-    return keys, values, count, positions
+def _turns(position: Tensor, size: int, theta: float, dtype: torch.dtype) -> Turns:
+    half = torch.arange(0, size, 2, device=position.device, dtype=torch.float64)
+    angle = position[..., None, None] * theta ** (-half / size)
+    exact = torch.promote_types(torch.float32, dtype)
+    return angle.cos().to(exact), angle.sin().to(exact)

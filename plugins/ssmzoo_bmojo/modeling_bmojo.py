@@ -10,9 +10,10 @@ w window, m_f fading and m_e eidetic tokens, n chunks, H heads, G key heads, d o
 """
 
 import math
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -30,17 +31,19 @@ from ssmzoo.modeling import (
     SSMPreTrainedModel,
 )
 from ssmzoo_kernels import eidetic_attention, innovation, selective_scan
-from ssmzoo_kernels.eidetic_attention import Chunks
 
 from .configuration_bmojo import BMojoConfig
 from .memory import (
     Call,
+    Eidetic,
+    Turns,
+    blanked,
     choose_eidetic,
-    fading_positions,
+    joined,
     newest,
     open_scores,
-    score_grid,
-    valid_first,
+    score_table,
+    taken,
 )
 
 
@@ -90,15 +93,6 @@ class BMojoSSM(SSMMixer):
         state.put("conv", conv_state)
         state.put("ssm", ssm_state)
         return self.out_proj(y)
-
-
-class _Memory(NamedTuple):
-    """Rows of the chunks' memories of one kind."""
-
-    keys: Tensor  # [n, m, G, d]
-    values: Tensor  # [n, m, G, d]
-    valid: Tensor  # [n, m]
-    positions: Tensor  # [n, m], -1 where the window never holds the same
 
 
 class BMojoAttention(nn.Module):
@@ -161,183 +155,191 @@ class BMojoAttention(nn.Module):
         The state is ``seen [B]``, ``keys`` and ``values [B, w, G, d]`` and, with memories,
         ``outputs [B, max(k, m_f), D]``, ``fading_*``, ``eidetic_*``, ``scores`` of the open chunk.
         """
-        batch, length, _ = tokens.shape
-        count = batch * length
-        offsets = cu_seqlens
-        if offsets is None:
-            offsets = torch.arange(batch + 1, device=tokens.device) * length
-        offsets = offsets.long()
-        before = state.get("seen")
-        seen = offsets.new_zeros(offsets.shape[0] - 1) if before is None else before
-        call = Call(offsets, seen, 1 if self.window is None else self.window, count)
-        position = call.positions() if self.theta is not None else None
-
-        q = self._rotated(self.q_proj(tokens).view(count, self.heads, self.size), position)
-        k, v = self._projected(tokens.reshape(count, -1), position, self.k_proj, self.v_proj)
-        old_k, old_v = state.get("keys"), state.get("values")
+        shape = tokens.shape[:2]
+        call = self._call(tokens, state, cu_seqlens)
+        turns = None if self.theta is None else call.turns(self.size, self.theta, tokens.dtype)
+        q = self._rotated(self.q_proj(tokens).view(call.tokens, self.heads, self.size), turns)
+        k, v = self._projected(tokens.flatten(0, 1), turns, self.k_proj, self.v_proj)
+        past = state.get("keys"), state.get("values")
         options: dict[str, Any] = {}
-        if self.fading or self.eidetic:
-            assert outputs is not None
-            options = self._memories(call, outputs.reshape(count, -1), k, v, state, position)
-        state.put("seen", call.now)
+        if self.offset and outputs is not None:
+            options |= self._late(call, outputs, turns, state)
+        if (self.eidetic or self.fading) and outputs is not None:
+            options |= self._memories(call, outputs, cu_seqlens, k, v, state)
         if state.keep:
-            kept = int(call.now.max()) if self.window is None else self.window
-            state.put("keys", newest(call, old_k, k, kept))
-            state.put("values", newest(call, old_v, v, kept))
-        for name in ("late_k", "late_v"):
-            if name in options:
-                options[name] = options[name].unflatten(0, (batch, length))
+            state.put("seen", call.now.clone())
+            count = int(call.now.max()) if self.window is None else self.window
+            state.put("keys", newest(call, past[0], k, count))
+            state.put("values", newest(call, past[1], v, count))
         out = eidetic_attention(
-            *(x.unflatten(0, (batch, length)) for x in (q, k, v)),
+            *(x.unflatten(0, shape) for x in (q, k, v)),
             window=self.window,
-            past_k=old_k,
-            past_v=old_v,
-            seen=seen,
+            past_k=past[0],
+            past_v=past[1],
+            seen=call.seen,
             cu_seqlens=cu_seqlens,
             **options,
         )
         return self.o_proj(out.flatten(2))
 
+    def _call(self, tokens: Tensor, state: LayerState, cu_seqlens: Tensor | None) -> Call:
+        """Return the call that all layers with this window share."""
+        name = "call", self.window
+        if name not in state.shared:
+            batch, length, _ = tokens.shape
+            offsets = cu_seqlens
+            if offsets is None:
+                offsets = torch.arange(batch + 1, device=tokens.device) * length
+            seen = state.get("seen")
+            if seen is None:
+                seen = torch.zeros(len(offsets) - 1, dtype=torch.int64, device=tokens.device)
+            state.shared[name] = Call(
+                offsets.long(),
+                seen,
+                1 if self.window is None else self.window,
+                batch * length,
+                equal=cu_seqlens is None,
+                following=state.keep,
+            )
+        return state.shared[name]
+
     def _memories(
         self,
         call: Call,
-        y: Tensor,  # [T, D]
+        y: Tensor,  # [B, L, D]
+        cu_seqlens: Tensor | None,
         k: Tensor,  # [T, G, d]
         v: Tensor,
         state: LayerState,
-        position: Tensor | None,
     ) -> dict[str, Any]:
-        """Return what attention reads besides the window, and leave what is carried on."""
-        before = state.get("outputs")
-        chunks = call.chunks(following=state.keep)
-        parts: list[_Memory] = []
-        if self.eidetic:
-            parts.append(self._choose(call, chunks, y, before, k, v, state))
-        if self.fading and not self.offset:
-            parts.append(self._summarize(call, chunks, y, before, state))
+        """Return what attention reads of its chunks' memories, and leave what is carried on."""
+        eidetic, fading = self.eidetic, 0 if self.offset else self.fading
+        before, options, pairs = state.get("outputs"), {}, []
+        if eidetic:
+            chosen = self._choose(call, y, cu_seqlens, before, state)
+            pairs.append(self._remember(call, chosen, k, v, state))
+            if self.masks:  # fading tokens are none that the window holds
+                at = chosen.positions[call.reads()]
+                options["mem_positions"] = F.pad(at, (0, fading), value=-1)
+        if fading:
+            pairs.append(self._summarize(call, y.flatten(0, 1), before, state))
         if self.history and state.keep:
-            state.put("outputs", newest(call, before, y, self.history))
-        options = self._late(call, y, state, position) if self.offset else {}
-        if parts:
-            memory = _Memory(*(torch.cat(x, dim=1) for x in zip(*parts, strict=True)))
-            mem_k, mem_v, count, at = valid_first(
-                *memory, full=max(self.eidetic, self.fading) <= call.window
-            )
-            if state.keep:  # the chunk of a next token may have no token yet
-                here = chunks.number * call.window < call.now[chunks.sequence]
-                here &= call.lengths[chunks.sequence] > 0
-                mem_k, mem_v, count, at = (x[here] for x in (mem_k, mem_v, count, at))
-            options |= {"mem_k": mem_k, "mem_v": mem_v, "mem_count": count}
-            if self.masks:
-                options["mem_positions"] = at
-        return options
+            state.put("outputs", newest(call, before, y.flatten(0, 1), self.history))
+        if not pairs:
+            return options
+        keys, values = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in zip(*pairs, strict=True))
+        options |= {"mem_k": keys, "mem_v": values}
+        order = call.order(eidetic, fading)
+        if order is not None:
+            for name, rows in options.items():
+                places = order.view(*order.shape, *(1,) * (rows.dim() - 2))
+                options[name] = torch.take_along_dim(rows, places, dim=1)
+        return options | {"mem_count": call.counts(eidetic, fading)}
 
     def _choose(
         self,
         call: Call,
-        chunks: Chunks,
         y: Tensor,
+        cu_seqlens: Tensor | None,
         before: Tensor | None,
-        k: Tensor,
-        v: Tensor,
         state: LayerState,
-    ) -> _Memory:
-        """Return each chunk's eidetic memory: raw tokens whose output was predicted worst."""
+    ) -> Eidetic:
+        """Choose the raw tokens whose output was predicted worst, and leave the scores."""
         weights = self.innovation_weights
-        past = None if before is None else before[:, -len(weights) :]
-        scores, _ = innovation(
-            y[None], weights, past, cu_seqlens=call.offsets, relative=self.relative
-        )
-        looks = scores.device.type == "cpu" and not torch.compiler.is_compiling()
-        if looks and not bool(scores.isfinite().all()):
-            token = int((~scores[0].isfinite()).nonzero()[0])
+        recent = None if before is None else before[:, -len(weights) :]
+        scores, _ = innovation(y, weights, recent, cu_seqlens=cu_seqlens, relative=self.relative)
+        scores = scores.flatten()
+        if call.looks and not float(scores.max()) < math.inf:
+            token = int((~scores.isfinite()).nonzero()[0])
             raise ValueError(
-                "the state-space model's outputs must be finite to choose what to remember, got "
-                f"innovation {scores[0, token]} at token {token} of the call"
+                "innovations must be finite to choose what to remember, got "
+                f"{scores[token]} at token {token} of the call: the state-space model's outputs "
+                "there are not finite, or too large to be squared"
             )
-        grid = score_grid(call, chunks, scores[0], state.get("scores"))
-        names = ("eidetic_scores", "eidetic_positions", "eidetic_keys", "eidetic_values")
-        old_scores, old_positions, *held = (state.get(name) for name in names)
-        known = None
+        grid = score_table(state.get("scores"), scores, call)[call.score_places()]
+        held, past = None, 0
+        old_scores, old_positions = state.get("eidetic_scores"), state.get("eidetic_positions")
         if old_scores is not None and old_positions is not None:
-            known = old_scores, old_positions
-        chosen = choose_eidetic(call, chunks, grid, self.eidetic, known)
-        found: list[Tensor] = []
-        for old, window, new in (
-            (held[0], state.get("keys"), k),
-            (held[1], state.get("values"), v),
-        ):
-            table = new
-            if old is not None and window is not None:
-                table = torch.cat([old.flatten(0, 1), window.flatten(0, 1), new])
-            found.append(table[chosen.rows])  # [n, m_e, G, d]
-        exists = ~chosen.scores.isneginf()
+            held, past = (old_scores, old_positions), call.window
+        chosen = choose_eidetic(call, grid, self.eidetic, held, past)
         if state.keep:
-            last = call.last(chunks)
-            kept = (chosen.scores.masked_fill(~exists, 0.0), chosen.positions, *found)
-            for name, value in zip(names, kept, strict=True):
-                state.put(name, value[last])
+            absent = call.unheld(self.eidetic)
             state.put("scores", open_scores(call, grid))
-        return _Memory(found[0], found[1], exists, chosen.positions)
+            state.put("eidetic_scores", blanked(chosen.scores[call.leaves()], absent))
+            state.put("eidetic_positions", blanked(chosen.positions[call.leaves()], absent))
+        return chosen
+
+    def _remember(
+        self, call: Call, chosen: Eidetic, k: Tensor, v: Tensor, state: LayerState
+    ) -> list[Tensor]:
+        """Return keys and values of each chunk's eidetic memory: raw tokens as they were."""
+        read = []
+        for name, new in (("keys", k), ("values", v)):
+            held = state.get(f"eidetic_{name}")
+            if held is not None and call.depth() == 1:  # no chunk ends, no other row is wanted
+                table = held.flatten(0, 1)
+            else:
+                table = joined(state.get(name), new, held)
+            read.append(taken(table, chosen.rows[call.reads()]))  # [n, m_e, G, d]
+            if state.keep:
+                kept = taken(table, chosen.rows[call.leaves()])
+                state.put(f"eidetic_{name}", blanked(kept, call.unheld(self.eidetic)))
+        return read
 
     def _summarize(
-        self,
-        call: Call,
-        chunks: Chunks,
-        y: Tensor,
-        before: Tensor | None,
-        state: LayerState,
-    ) -> _Memory:
-        """Return each chunk's fading memory: the outputs just before it."""
-        wanted = fading_positions(chunks, call.window, self.fading)
-        rows, _ = call.rows(chunks.sequence[:, None], wanted, 0 if before is None else self.history)
-        table = y if before is None else torch.cat([before.flatten(0, 1), y])
-        found = list(self._fading(table[rows], wanted.clamp(min=0)))  # [n, m_f, G, d]
-        opened = chunks.number == (call.seen // call.window)[chunks.sequence]
-        for i, name in enumerate(("fading_keys", "fading_values")):
-            old = state.get(name)
-            if old is not None:  # an open chunk's were fixed when it was opened
-                found[i] = torch.where(opened[:, None, None, None], old[chunks.sequence], found[i])
+        self, call: Call, y: Tensor, before: Tensor | None, state: LayerState
+    ) -> list[Tensor]:
+        """Return keys and values of each chunk's fading memory: the outputs just before it."""
+        past = 0 if before is None else self.history
+        rows, _, absent = call.fading(self.fading, past)
+        turns = None
+        if self.theta is not None:
+            turns = call.fading_turns(self.fading, past, self.size, self.theta, y.dtype)
+        outputs = blanked(taken(joined(before, y), rows), absent)  # [F, m_f, D]
+        read = []
+        for name, new in zip(("keys", "values"), self._fading(outputs, turns), strict=True):
+            held = state.get(f"fading_{name}")  # an open chunk's were fixed when it was opened
+            if held is None:
+                held = new.new_zeros(call.sequences, *new.shape[1:])
+            table = torch.cat([held, new])  # [S + F, m_f, G, d]
+            read.append(taken(table, call.fading_places(following=False)))
             if state.keep:
-                state.put(name, found[i][call.last(chunks)])
-        return _Memory(found[0], found[1], wanted >= 0, torch.full_like(wanted, -1))
+                state.put(f"fading_{name}", taken(table, call.fading_places(following=True)))
+        return read
 
     def _late(
-        self, call: Call, y: Tensor, state: LayerState, position: Tensor | None
+        self, call: Call, y: Tensor, turns: Turns | None, state: LayerState
     ) -> dict[str, Any]:
         """Return the fading stream of the "offset" mode."""
         assert self.window is not None
         options: dict[str, Any] = {"late_span": self.fading}
-        for name, new in zip("kv", self._fading(y, position), strict=True):
+        for name, new in zip("kv", self._fading(y.flatten(0, 1), turns), strict=True):
             old = state.get(f"late_{name}")
             if state.keep:
                 state.put(f"late_{name}", newest(call, old, new, self.window + self.fading))
-            options |= {f"late_{name}": new, f"late_past_{name}": old}
+            options |= {f"late_{name}": new.unflatten(0, y.shape[:2]), f"late_past_{name}": old}
         return options
 
-    def _fading(self, y: Tensor, position: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _fading(self, y: Tensor, turns: Turns | None) -> tuple[Tensor, Tensor]:
         """Return keys and values ``[..., G, d]`` of outputs of the state-space model."""
         if self.fading_norm is not None:
             y = self.fading_norm(y)
         k_proj = self.k_proj if self.memory_k_proj is None else self.memory_k_proj
         v_proj = self.v_proj if self.memory_v_proj is None else self.memory_v_proj
-        return self._projected(y, position, k_proj, v_proj)
+        return self._projected(y, turns, k_proj, v_proj)
 
     def _projected(
-        self, x: Tensor, position: Tensor | None, k_proj: nn.Module, v_proj: nn.Module
+        self, x: Tensor, turns: Turns | None, k_proj: nn.Module, v_proj: nn.Module
     ) -> tuple[Tensor, Tensor]:
         shape = (*x.shape[:-1], self.groups, self.size)
-        return self._rotated(k_proj(x).view(shape), position), v_proj(x).view(shape)
+        return self._rotated(k_proj(x).view(shape), turns), v_proj(x).view(shape)
 
-    def _rotated(self, x: Tensor, position: Tensor | None) -> Tensor:
+    def _rotated(self, x: Tensor, turns: Turns | None) -> Tensor:
         """Turn the halves of ``[..., H, d]`` against each other, the more the later, if at all."""
-        if position is None or self.theta is None:
+        if turns is None:
             return x
-        exact = torch.promote_types(torch.float32, x.dtype)
-        half = torch.arange(0, self.size, 2, device=x.device, dtype=torch.float64)
-        angle = position[..., None, None] * self.theta ** (-half / self.size)  # [..., 1, d / 2]
-        cos, sin = angle.cos().to(exact), angle.sin().to(exact)
-        one, two = x.to(exact).chunk(2, dim=-1)
+        cos, sin = turns
+        one, two = x.to(cos.dtype).chunk(2, dim=-1)
         return torch.cat([one * cos - two * sin, two * cos + one * sin], dim=-1).to(x.dtype)
 
 

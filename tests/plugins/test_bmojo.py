@@ -10,7 +10,6 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -20,7 +19,7 @@ from ssmzoo.modeling import LayerState, StateCache
 from ssmzoo.testing import FamilyConformance
 from ssmzoo_bmojo import FAMILY
 from ssmzoo_bmojo.convert_bmojo import from_mamba
-from ssmzoo_bmojo.memory import Call, choose_eidetic, open_scores, score_grid
+from ssmzoo_bmojo.memory import Call, choose_eidetic, open_scores, score_table
 
 ORACLE = Path(__file__).parents[1] / "oracles" / "bmojo.py"
 _spec = importlib.util.spec_from_file_location("bmojo_oracle", ORACLE)
@@ -188,22 +187,20 @@ def test_a_changed_token_moves_no_earlier_logit_by_a_bit(name):
 
 def selected(scores, window, count, cuts=()):
     """The positions that each chunk remembers, by calls of the lengths between ``cuts``."""
-    found, state, seen = {}, None, 0
+    found, held, pending, seen = {}, None, None, 0
     for end in [*cuts, len(scores)]:
         part = scores[seen:end]
-        call = Call(torch.tensor([0, len(part)]), torch.tensor([seen]), window, len(part))
-        chunks = call.chunks(following=True)
-        known, pending = (None, None) if state is None else (state[:2], state[2])
-        grid = score_grid(call, chunks, part, pending)
-        chosen = choose_eidetic(call, chunks, grid, count, known)
-        for number, where, score in zip(
-            chunks.number, chosen.positions, chosen.scores, strict=True
-        ):
-            found[int(number)] = where[~score.isneginf()].tolist()
-        held = chosen.scores[-1:]
-        held = held.masked_fill(held.isneginf(), 0.0)
-        state = held, chosen.positions[-1:], open_scores(call, grid)
-        seen = end
+        offsets, before = torch.tensor([0, len(part)]), torch.tensor([seen])
+        call = Call(offsets, before, window, len(part), equal=True, following=True)
+        grid = score_table(pending, part, call)[call.score_places()]
+        chosen = choose_eidetic(call, grid, count, held, past=window)
+        opened = seen // window
+        for ahead in range(int(call.made) + 1):
+            where, score = chosen.positions[0, ahead], chosen.scores[0, ahead]
+            found[opened + ahead] = where[~score.isneginf()].tolist()
+        left = call.leaves()
+        held = chosen.scores[left].nan_to_num(neginf=0.0), chosen.positions[left]
+        pending, seen = open_scores(call, grid), end
     return found
 
 
@@ -466,7 +463,7 @@ def test_wrong_fields_are_refused(fields, kind, message):
 def test_outputs_that_are_not_finite_are_named_by_token():
     model, ids = tiny(mixer_types="bmojo"), tokens(1, 9)
     model.model.layers[0].mixer.ssm.out_proj.weight.fill_(float("nan"))
-    with pytest.raises(ValueError, match=r"outputs must be finite .* at token 0"):
+    with pytest.raises(ValueError, match=r"innovations must be finite .* got nan at token 0"):
         model(ids)
 
 
@@ -509,7 +506,10 @@ def test_the_mixer_alone_takes_its_input_for_the_residual_stream():
     assert not torch.equal(mixer(x, LayerState()), mixer(x, LayerState(), residual=2 * x))
 
 
-def test_offsets_of_numpy_and_torch_agree():
-    call = Call(torch.tensor([0, 5, 5, 14]), torch.tensor([3, 2, 0]), 4, 14)
+def test_positions_go_on_where_each_sequence_had_ended():
+    call = Call(
+        torch.tensor([0, 5, 5, 14]), torch.tensor([3, 2, 0]), 4, 14, equal=False, following=True
+    )
     assert call.positions().tolist() == [*range(3, 8), *range(9)]
-    assert np.array_equal(call.now.numpy(), [8, 2, 9])
+    assert call.now.tolist() == [8, 2, 9]
+    assert call.made.tolist() == [2, 0, 2]

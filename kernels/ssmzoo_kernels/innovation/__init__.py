@@ -65,10 +65,18 @@ def innovation(
     flat = y.reshape(batch * length, width)
     before = y.new_zeros(shape) if history is None else history.to(y.dtype)
     scores = library.scores(flat, list(weights), before, offsets, relative, chosen)
-    return scores.view(batch, length), _after(flat, before, offsets)
+    after = _after(y, before) if cu_seqlens is None else _after_packed(flat, before, offsets)
+    return scores.view(batch, length), after
 
 
-def _after(y: Tensor, history: Tensor, offsets: Tensor) -> Tensor:
+def _after(y: Tensor, history: Tensor) -> Tensor:
+    """Return each row's last k outputs ``[B, k, D]``."""
+    span = history.shape[1]
+    kept = max(0, span - y.shape[1])
+    return torch.cat([history[:, span - kept :], y[:, -span:]], dim=1)
+
+
+def _after_packed(y: Tensor, history: Tensor, offsets: Tensor) -> Tensor:
     """Return each sequence's last k outputs ``[S, k, D]``."""
     steps = torch.arange(history.shape[1], device=y.device)
     place = offsets[1:, None] - history.shape[1] + steps
