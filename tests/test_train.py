@@ -1,3 +1,4 @@
+import itertools
 import json
 import os
 import shutil
@@ -365,6 +366,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(
     ("file", "damage", "message"),
     [
         ("model.safetensors", "cut", "model.safetensors has"),
+        ("model.safetensors", "cut a byte", "model.safetensors has"),
         ("optimizer.safetensors", "flip", "optimizer.safetensors has changed since it was written"),
         ("state.json", "remove", "state.json is missing"),
         ("contents.json", "cut", "contents.json cannot be read"),
@@ -377,6 +379,8 @@ def test_a_damaged_checkpoint_is_named_with_the_last_whole_one(
     content = path.read_bytes()
     if damage == "cut":
         path.write_bytes(content[: len(content) // 2])
+    elif damage == "cut a byte":
+        path.write_bytes(content[:-1])
     elif damage == "flip":
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     else:
@@ -388,6 +392,26 @@ def test_a_damaged_checkpoint_is_named_with_the_last_whole_one(
     assert "step-00000012 is damaged" in text
     assert "the newest whole checkpoint is" in text
     assert "step-00000009; remove what is newer" in text
+
+
+def test_a_clock_that_is_set_back_changes_no_weight_and_no_order(
+    whole, recipe, tmp_path, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        killed_before(patch, 8)
+        with pytest.raises(KilledError):
+            train(recipe(), output_dir=tmp_path / "run")
+    for index, path in enumerate(sorted((tmp_path / "run").rglob("*"), reverse=True)):
+        os.utime(path, (index, index))  # the newest looks the oldest
+    instants = itertools.count(1_000_000, -3600)
+    monkeypatch.setattr("time.time", lambda: next(instants))
+    resumed = train(recipe(), output_dir=tmp_path / "run", resume=True)
+    assert_same_weights(weights(whole / "model"), weights(resumed / "model"))
+    assert timeless(whole / "metrics.jsonl") == timeless(resumed / "metrics.jsonl")
+    seconds = [
+        line["seconds"] for line in read_metrics(resumed / "metrics.jsonl") if "seconds" in line
+    ]
+    assert seconds == sorted(seconds)
 
 
 def test_a_changed_recipe_does_not_resume(whole, recipe):

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ssmzoo.files import file_digest, write_folder, write_text
+from ssmzoo.files import file_digest, remove_folder, write_folder, write_text
 
 CONTENTS = "contents.json"
 
@@ -67,13 +67,15 @@ def save_checkpoint(
         (folder / CONTENTS).write_text(json.dumps(listed, indent=1), encoding="utf-8")
 
     target = checkpoint_of(root, step)
+    for remains in root.glob(".step-*.replaced"):  # of a run that was killed while it removed them
+        shutil.rmtree(remains, ignore_errors=True)
     try:
         write_folder(target, write_listed)
     except OSError as error:
         raise RuntimeError(f"the checkpoint {target} cannot be written: {error}") from error
     for old in checkpoints(root)[:-keep]:
         if step_of(old) != spare:
-            shutil.rmtree(old)
+            remove_folder(old)
     return target
 
 
@@ -91,10 +93,10 @@ def newest_checkpoint(root: Path) -> Path | None:
     newest_first = checkpoints(root)[::-1]
     if not newest_first:
         return None
-    damage = _damage(newest_first[0])
+    damage = damage_of(newest_first[0])
     if damage is None:
         return newest_first[0]
-    good = next((path for path in newest_first[1:] if _damage(path) is None), None)
+    good = next((path for path in newest_first[1:] if damage_of(path) is None), None)
     way_out = (
         f"the newest whole checkpoint is {good}; remove what is newer to resume from it"
         if good is not None
@@ -149,7 +151,7 @@ def _lines_until(path: Path, step: int) -> Iterator[str]:
         yield line
 
 
-def _damage(checkpoint: Path) -> str | None:
+def damage_of(checkpoint: Path) -> str | None:
     """Return what is wrong with a checkpoint, None if nothing is."""
     try:
         listed = json.loads((checkpoint / CONTENTS).read_text(encoding="utf-8"))

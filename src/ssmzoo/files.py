@@ -50,6 +50,8 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
     """
     unfinished = target.with_name(f".{target.name}.unfinished")
     replaced = target.with_name(f".{target.name}.replaced")
+    if replaced.exists() and not target.exists():  # an earlier call was killed in between
+        os.replace(replaced, target)
     for leftover in (unfinished, replaced):
         shutil.rmtree(leftover, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -65,6 +67,13 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
     os.replace(unfinished, target)
     _flush(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def remove_folder(target: Path) -> None:
+    """Remove a folder that is under its name whole or not at all; its remains are hidden."""
+    replaced = target.with_name(f".{target.name}.replaced")
+    os.replace(target, replaced)
+    shutil.rmtree(replaced)
 
 
 def file_digest(file: Path) -> str:

@@ -1,0 +1,50 @@
+"""Runs killed at random instants, some inside the writing of a checkpoint: nothing is lost."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+KILLING = Path(__file__).with_name("killing.py")
+RECIPE = {
+    "model": {
+        "family": "longhorn",
+        # dropout, so that a resume must restore the random state too
+        "config": {"hidden_size": 16, "num_hidden_layers": 1, "dropout": 0.1},
+    },
+    "train": {"steps": 12, "batch_size": 4, "seq_len": 32, "lr": 0.01, "warmup": 3},
+    "eval": {"every": 4, "batches": 2},
+    "checkpoint": {"every": 3, "keep": 2},
+    "log": {"every": 2},
+}
+
+
+def killed(tmp_path, kills, seed):
+    (tmp_path / "text.txt").write_text("ant bee cat dodo " * 500, encoding="utf-8")
+    data = {"text": str(tmp_path / "text.txt"), "validation": 0.2}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({**RECIPE, "data": data}), encoding="utf-8")
+    command = [sys.executable, KILLING, recipe, tmp_path / "runs", str(kills), str(seed)]
+    (tmp_path / "runs").mkdir()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+def test_runs_killed_anywhere_end_with_the_weights_and_lines_of_one_left_alone(tmp_path):
+    counts = killed(tmp_path, kills=8, seed=0)
+    assert counts["kills"] >= 6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_hundred_runs_killed_anywhere_end_with_the_weights_and_lines_of_one_left_alone(tmp_path):
+    counts = killed(tmp_path, kills=110, seed=1)
+    assert counts["kills"] >= 100
+    assert counts["inside_a_checkpoint"] >= 10
+    assert counts["before_the_first_checkpoint"] >= 5
