@@ -82,7 +82,14 @@ class BMojoConfig(SSMConfig):
 
     def __post_init__(self, **kwargs: object) -> None:
         """Work out what was left open; see :class:`SSMConfig`."""
-        self.mixer_types = kwargs.pop("layer_types", self.mixer_types)  # type: ignore[assignment]
+        named = kwargs.pop("layer_types", None)
+        if named is not None:
+            if self.mixer_types not in ("bmojo", named):
+                raise ValueError(
+                    "layer_types is another name of mixer_types; give one of them, got "
+                    f"{named!r} and {self.mixer_types!r}"
+                )
+            self.mixer_types = named  # type: ignore[assignment]
         pattern = [self.mixer_types] if isinstance(self.mixer_types, str) else self.mixer_types
         if pattern and len(pattern) < self.num_hidden_layers:
             pattern = [pattern[i % len(pattern)] for i in range(self.num_hidden_layers)]
@@ -116,6 +123,11 @@ class BMojoConfig(SSMConfig):
                 f"mixer_types must name at least one mixer and at most {self.num_hidden_layers}, "
                 f"one for each layer, got {len(self.mixer_types)}"
             )
+        if self.head_width < 1 <= self.heads and self.heads > self.hidden_size:
+            raise ValueError(
+                f"num_attention_heads must be at most hidden_size = {self.hidden_size} unless "
+                f"head_dim is given, got {self.heads}"
+            )
         for name in (
             *("window_size", "innovation_span", "ssm_expand", "ssm_state_size", "conv_kernel"),
             *("num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -132,6 +144,10 @@ class BMojoConfig(SSMConfig):
             )
         if self.use_rope and self.head_width % 2:
             raise ValueError(f"head_dim must be even with use_rope, got {self.head_width}")
+        if not 0 < self.rope_theta < math.inf:
+            raise ValueError(f"rope_theta must be positive and finite, got {self.rope_theta}")
+        if not 0 < self.time_step_max < math.inf:
+            raise ValueError(f"time_step_max must be positive and finite, got {self.time_step_max}")
         if not 0 < self.time_step_min <= self.time_step_max:
             raise ValueError(
                 f"time_step_min must be positive and at most time_step_max = {self.time_step_max}, "

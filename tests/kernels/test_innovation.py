@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -208,6 +209,9 @@ def test_use_backend_redirects_auto(backend):
         ((torch.ones(1, 3, 4).int(), HALVES), TypeError, "y must be floating point"),
         ((torch.ones(1, 3, 0), HALVES), ValueError, "y must have at least one channel"),
         ((torch.ones(1, 3, 4), []), ValueError, "weights must have at least one entry, got none"),
+        ((torch.ones(1, 3, 4), None), TypeError, "weights must be a sequence of numbers, got None"),
+        ((torch.ones(1, 3, 4), [1, "a"]), TypeError, "weights must be a sequence of numbers"),
+        ((torch.ones(1, 3, 4), [math.nan]), ValueError, r"weights must be finite, got \[nan\]"),
         (
             (torch.ones(2, 3, 5), HALVES, torch.ones(2, 3, 5)),
             ValueError,
@@ -351,23 +355,51 @@ def test_what_is_chosen_carries_no_gradient():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "kind", "message"),
     [
-        ({"scores": torch.ones(3)}, r"scores must have shape \[R, m\], got \[3\]"),
-        ({"positions": torch.ones(2, 4)}, r"positions must have scores' shape \[2, 3\]"),
-        ({"new_scores": torch.ones(1, 4)}, r"new_scores' shape \[1, 4\], got \[2, 4\]"),
+        ({"scores": [1.0]}, TypeError, r"scores must be a tensor \[R, m\], got list"),
+        ({"scores": torch.ones(3)}, ValueError, r"scores must have shape \[R, m\], got \[3\]"),
+        ({"scores": torch.ones(2, 3).int()}, TypeError, "scores must be floating point"),
         (
-            {"new_scores": torch.ones(1, 4), "new_positions": torch.ones(1, 4)},
-            r"new_scores must have shape \[R, n\] with R = 2, got \[1, 4\]",
+            {"positions": torch.ones(2, 4).long()},
+            ValueError,
+            r"positions must have scores' shape \[2, 3\], got \[2, 4\]",
         ),
-        ({"count": -1}, "count must be 0 or more, got -1"),
+        (
+            {"new_positions": torch.ones(2, 3).long()},
+            ValueError,
+            r"new_positions must have new_scores' shape \[2, 4\], got \[2, 3\]",
+        ),
+        ({"positions": torch.ones(2, 3)}, TypeError, "positions must be an int64 tensor"),
+        ({"new_positions": None}, TypeError, "new_positions must be an int64 .*got NoneType"),
+        (
+            {"positions": torch.ones(2, 3, device="meta").long()},
+            ValueError,
+            "positions must be on cpu, got meta",
+        ),
+        (
+            {"new_scores": torch.ones(1, 4)},
+            ValueError,
+            r"new_scores must have shape \[R, n\] = \[2, 4\], got \[1, 4\]",
+        ),
+        ({"new_scores": torch.full((2, 4), math.nan)}, ValueError, "numbers to be .*got nan"),
+        ({"count": -1}, ValueError, "count must be 0 or more, got -1"),
+        ({"count": 2.5}, TypeError, "count must be an integer, got 2.5"),
     ],
 )
-def test_wrong_memories_are_named(change, message):
-    right = {"scores": (2, 3), "positions": (2, 3), "new_scores": (2, 4), "new_positions": (2, 4)}
-    arguments = {name: torch.ones(shape) for name, shape in right.items()} | {"count": 2}
-    with pytest.raises(ValueError, match=f"select_memory: .*{message}"):
+def test_wrong_memories_are_named(change, kind, message):
+    arguments = {
+        **{"scores": torch.ones(2, 3), "positions": torch.ones(2, 3).long()},
+        **{"new_scores": torch.ones(2, 4), "new_positions": torch.ones(2, 4).long(), "count": 2},
+    }
+    with pytest.raises(kind, match=f"select_memory: .*{message}"):
         select_memory(**(arguments | change))
+
+
+def test_an_infinite_score_stays():
+    scores, position = torch.tensor([[1.0, torch.inf, 3.0, 2.0]]), torch.arange(4)[None]
+    found = select_memory(scores[:, :2], position[:, :2], scores[:, 2:], position[:, 2:], 2)
+    assert found.positions.tolist() == [[1, 2]]
 
 
 # --- Triton -----------------------------------------------------------------------------------

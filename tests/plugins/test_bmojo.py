@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch.nn import functional as F
 from transformers import MambaConfig, MambaForCausalLM
 
@@ -448,9 +449,27 @@ def test_a_configuration_makes_the_round_trip_with_its_mixers(tmp_path):
         ({"num_eidetic_tokens": -1}, ValueError, "num_eidetic_tokens must be at least 0"),
         ({"num_key_value_heads": 5}, ValueError, "multiple of num_key_value_heads = 5, got 12"),
         ({"use_rope": True, "head_dim": 7}, ValueError, "head_dim must be even with use_rope"),
+        ({"num_attention_heads": 800}, ValueError, "at most hidden_size = 768 unless head_dim"),
+        ({"head_dim": 0}, ValueError, "head_dim must be at least 1, got 0"),
+        ({"num_fading_tokens": -1}, ValueError, "num_fading_tokens must be at least 0, got -1"),
+        ({"innovation_span": 0}, ValueError, "innovation_span must be at least 1, got 0"),
+        ({"rope_theta": 0.0}, ValueError, "rope_theta must be positive and finite, got 0.0"),
+        ({"time_step_max": math.inf}, ValueError, "time_step_max must be positive and finite"),
+        (
+            {"mixer_types": "mamba", "layer_types": ["swa"]},
+            ValueError,
+            r"give one of them, got \['swa'\] and 'mamba'",
+        ),
+        ({"time_step_min": 0.0}, ValueError, "time_step_min must be positive"),
         ({"time_step_min": 0.2}, ValueError, "at most time_step_max = 0.1, got 0.2"),
         ({"time_step_rank": "half"}, ValueError, "time_step_rank must be 'auto' or at least 1"),
-        ({"wiring": "cereal"}, Exception, "cereal"),
+        ({"wiring": "cereal"}, StrictDataclassError, "'serial', 'parallel'.*, got cereal"),
+        ({"fading_mode": "chunks"}, StrictDataclassError, "'chunk', 'offset'.*, got chunks"),
+        ({"eidetic_overlap": "hide"}, StrictDataclassError, "'allow', 'mask'.*, got hide"),
+        ({"innovation_weights": "mean"}, StrictDataclassError, "'uniform', 'exp'.*, got mean"),
+        ({"innovation_error": "rel"}, StrictDataclassError, "'absolute', 'relative'.*, got rel"),
+        ({"window_size": "8"}, StrictDataclassError, "expected int, got str"),
+        ({"use_rope": "yes"}, StrictDataclassError, "expected bool, got str"),
         ({"windows_size": 8}, LookupError, "did you mean 'window_size'"),
     ],
 )

@@ -1,5 +1,6 @@
 """B'MOJO's innovation: how badly the last outputs predict the next one, and what is remembered."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -44,29 +45,41 @@ def innovation(
 
     Raises:
         ValueError: Shapes, devices or choices that do not fit.
-        TypeError: Not a tensor, or not floating point.
+        TypeError: Not a tensor, not floating point, or weights that are no numbers.
         RuntimeError: The machine lacks what the named backend needs.
     """
     check_leading(OP, "y", y, "[B, L, D]")
     batch, length, width = y.shape
     if width < 1:
         raise ValueError(f"{OP}: y must have at least one channel, got {list(y.shape)}")
-    if len(weights) < 1:
-        raise ValueError(f"{OP}: weights must have at least one entry, got none")
+    taps = _taps(weights)
     offsets = segment_offsets(OP, y, cu_seqlens)
-    shape = (offsets.numel() - 1, len(weights), width)
+    shape = (offsets.numel() - 1, len(taps), width)
     if history is not None:
         rule = "[B, k, D]" if cu_seqlens is None else "[S, k, D]"
         check_tensor(OP, "history", history, shape, y, rule)
     chosen = choose(OP, backend, y)
     if chosen == "reference":
         record(OP, "reference")
-        return reference.innovation(y, weights, history, cu_seqlens=cu_seqlens, relative=relative)
+        return reference.innovation(y, taps, history, cu_seqlens=cu_seqlens, relative=relative)
     flat = y.reshape(batch * length, width)
     before = y.new_zeros(shape) if history is None else history.to(y.dtype)
-    scores = library.scores(flat, list(weights), before, offsets, relative, chosen)
+    scores = library.scores(flat, taps, before, offsets, relative, chosen)
     after = _after(y, before) if cu_seqlens is None else _after_packed(flat, before, offsets)
     return scores.view(batch, length), after
+
+
+def _taps(weights: Sequence[float]) -> list[float]:
+    """Return the weights as plain numbers, or fail."""
+    try:
+        taps = [float(weight) for weight in weights]
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{OP}: weights must be a sequence of numbers, got {weights!r}") from error
+    if not taps:
+        raise ValueError(f"{OP}: weights must have at least one entry, got none")
+    if not all(map(math.isfinite, taps)):
+        raise ValueError(f"{OP}: weights must be finite, got {taps}")
+    return taps
 
 
 def _after(y: Tensor, history: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ssmzoo_kernels.validation import check_leading, check_tensor
+
 OP = "select_memory"
 
 
@@ -46,28 +48,22 @@ def select_memory(
         count: How many a memory holds. There are fewer places while ``m + n`` is less.
 
     Raises:
-        ValueError: Shapes or a count that do not fit.
+        ValueError: Shapes, devices or a count that do not fit; on a CPU, scores that are NaN.
+        TypeError: Not a tensor, or of the wrong dtype.
     """
-    shape = scores.shape
-    if scores.dim() != 2:
-        raise ValueError(f"{OP}: scores must have shape [R, m], got {list(shape)}")
-    for name, tensor, like in (
-        ("positions", positions, scores),
-        ("new_positions", new_positions, new_scores),
-    ):
-        if tensor.shape != like.shape:
-            rule = "scores'" if like is scores else "new_scores'"
-            raise ValueError(
-                f"{OP}: {name} must have {rule} shape {list(like.shape)}, got {list(tensor.shape)}"
-            )
-    if new_scores.dim() != 2 or new_scores.shape[0] != shape[0]:
-        raise ValueError(
-            f"{OP}: new_scores must have shape [R, n] with R = {shape[0]}, "
-            f"got {list(new_scores.shape)}"
-        )
+    check_leading(OP, "scores", scores, "[R, m]")
+    check_leading(OP, "new_scores", new_scores, "[R, n]")
+    shape = (scores.shape[0], new_scores.shape[1])
+    check_tensor(OP, "new_scores", new_scores, shape, scores, "[R, n]")
+    _check_positions("positions", positions, "scores", scores)
+    _check_positions("new_positions", new_positions, "new_scores", new_scores)
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise TypeError(f"{OP}: count must be an integer, got {count!r}")
     if count < 0:
         raise ValueError(f"{OP}: count must be 0 or more, got {count}")
     scores, positions = torch.cat([scores, new_scores], 1), torch.cat([positions, new_positions], 1)
+    if scores.device.type == "cpu" and not torch.compiler.is_compiling() and scores.isnan().any():
+        raise ValueError(f"{OP}: scores and new_scores must be numbers to be compared, got nan")
     # stable, since topk leaves the order of ties open: by position, then by score
     oldest = positions.argsort(dim=1, stable=True)
     best = scores.gather(1, oldest).argsort(dim=1, descending=True, stable=True)[:, :count]
@@ -78,3 +74,15 @@ def select_memory(
     return Selection(
         scores.gather(1, indices), positions.gather(1, indices), indices, holds.sum(dim=1)
     )
+
+
+def _check_positions(name: str, positions: Tensor, of: str, scores: Tensor) -> None:
+    if not isinstance(positions, Tensor) or positions.dtype != torch.int64:
+        kind = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
+        raise TypeError(f"{OP}: {name} must be an int64 tensor, got {kind}")
+    if positions.shape != scores.shape:
+        raise ValueError(
+            f"{OP}: {name} must have {of}' shape {list(scores.shape)}, got {list(positions.shape)}"
+        )
+    if positions.device != scores.device:
+        raise ValueError(f"{OP}: {name} must be on {scores.device}, got {positions.device}")
