@@ -19,7 +19,7 @@ from ssmzoo_kernels.eidetic_attention import triton as attention_triton
 from ssmzoo_kernels.eidetic_attention.arguments import Call, Tensors
 
 # name: (dtype, width of a head, heads, heads of keys, window, memory's rows, late span, past);
-# with "decode" one token a sequence
+# "decode": one token a sequence
 CASES = {
     "model64": (torch.bfloat16, 64, 12, 12, 512, 64, 0, False),
     "model128": (torch.bfloat16, 128, 16, 4, 512, 64, 0, False),
@@ -30,14 +30,20 @@ CASES = {
     "float32_128": (torch.float32, 128, 16, 16, 512, 64, 0, False),
     "float64": (torch.float64, 64, 4, 4, 512, 64, 0, True),
     "float64_128": (torch.float64, 128, 4, 4, 512, 64, 0, False),
-    "wide": (torch.bfloat16, 256, 4, 4, 512, 64, 0, False),
+    "wide": (torch.bfloat16, 256, 4, 4, 512, 64, 32, True),
     "plain": (torch.bfloat16, 96, 16, 16, None, 0, 0, True),
+    "narrow": (torch.bfloat16, 16, 4, 2, 128, 32, 16, True),
+    "decode_late": (torch.bfloat16, 64, 12, 12, 512, 64, 32, True),
+    "decode_float32": (torch.float32, 64, 12, 12, 512, 64, 0, True),
+    "decode_wide": (torch.bfloat16, 256, 4, 4, 512, 64, 32, True),
+    "decode_float64": (torch.float64, 128, 4, 4, 512, 64, 0, True),
 }
 
 
 def launches(case):
     dtype, width, heads, groups, window, rows, span, past = CASES[case]
-    sequences, tokens = 2, 2 if case == "decode" else 4096
+    decodes = case.startswith("decode")
+    sequences, tokens = 2, 2 if decodes else 4096
 
     def empty(*shape):
         return torch.empty(*shape, groups, width, dtype=dtype)
@@ -64,7 +70,7 @@ def launches(case):
     )
     try:
         out, lse = attention_triton.forward(tensors, call)
-        if case != "decode":
+        if not decodes:
             attention_triton.backward(out, out, lse, tensors, call)
     finally:
         JITFunction.run = original

@@ -1,11 +1,6 @@
 """eidetic_attention: the torch backend against the loop, special cases against plain attention."""
 
 import itertools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +12,6 @@ from ssmzoo_kernels import eidetic_attention, last_backend, use_backend
 from ssmzoo_kernels.eidetic_attention import chunk_table, eager, plan
 from ssmzoo_kernels.eidetic_attention.arguments import Call, Tensors
 from ssmzoo_kernels.eidetic_attention.rows import Gathered, Strided
-
-HERE = Path(__file__).parent
 
 WINDOW, MEMORY = 4, 3
 ZERO = torch.zeros(6, 3, dtype=torch.int64)
@@ -290,10 +283,42 @@ def large(width, dtype=torch.float32, tokens=300, window=130, memory=40, heads=2
     return tokens_of | memories | {"mem_count": count, "window": window}
 
 
+def torch_alone(q, k, v, mem_k, mem_v, *, mem_count, window):
+    """``large``'s call as torch's own attention with every mask spelt out."""
+    batch, length = q.shape[:2]
+    place, chunks = torch.arange(length)[:, None], -(-length // window)
+    behind = place - torch.arange(length)
+    held = torch.arange(mem_k.shape[1]) < mem_count.view(batch, chunks)[0][:, None]
+    own = place // window == torch.arange(chunks)
+    sees = [(own[:, :, None] & held).flatten(1), (behind >= 0) & (behind < window)]
+    keys, values = (
+        torch.cat([memory.unflatten(0, (batch, chunks)).flatten(1, 2), x], dim=1)
+        for memory, x in ((mem_k, k), (mem_v, v))
+    )
+    turned = (x.transpose(1, 2) for x in (q, keys, values))
+    mask = torch.cat(sees, dim=1)
+    return scaled_dot_product_attention(*turned, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+
+
 @pytest.mark.parametrize("width", [5, 64, 96, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_heads_of_any_width_are_as_exact_as_the_loop(width, dtype):
+def test_heads_of_any_width_are_as_exact_as_torch(width, dtype):
+    """Torch is the judge: like it, the op keeps log sums, whose rounding all of a row shares."""
     tensors, rest = floating(large(width, dtype))
+
+    def op(*x):
+        return eidetic_attention(**dict(zip(tensors, x, strict=True)), **rest, backend="eager")
+
+    def judge(*x):
+        return torch_alone(**dict(zip(tensors, x, strict=True)), **rest)
+
+    assert_as_accurate(op, judge, list(tensors.values()), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_half_precision_is_as_exact_as_the_loop_in_every_layout(form, layout, dtype):
+    tensors, rest = floating(draw(layout, mask=True, late=True, dtype=dtype))
 
     def on(backend):
         return lambda *x: eidetic_attention(
@@ -301,6 +326,16 @@ def test_heads_of_any_width_are_as_exact_as_the_loop(width, dtype):
         )
 
     assert_as_accurate(on("eager"), on("reference"), list(tensors.values()), dtype)
+
+
+def test_scores_beyond_the_range_of_float16_are_no_harm(form):
+    """The loop's scores are float32; 64 products of 200 and 200 are no float16 number."""
+    call = draw("batch", dtype=torch.float16)
+    wide = {n: x.detach().repeat(1, 1, 1, 8) for n, x in call.items() if n[-1] in "qkv"}
+    wide |= {n: (200 * wide[n]).requires_grad_() for n in ("q", "k", "mem_k")}
+    wide |= {n: wide[n].requires_grad_() for n in ("v", "mem_v")}
+    found = run({"window": WINDOW, "mem_count": call["mem_count"]} | wide, "eager")
+    assert all(x.isfinite().all() for x in found.values())
 
 
 def test_a_wrong_op_fails_the_accuracy_check():
@@ -406,7 +441,7 @@ def test_decoding_reads_every_key_that_it_sees_and_no_other():
 
 
 def test_few_keys_are_read_side_by_side():
-    for memory, streams in ((60, 1), (300, 2)):
+    for memory, streams in ((57, 1), (58, 2)):  # beside a window's 199
         work = works(large(8, window=100, memory=memory))[-1]
         assert len(work.streams) == streams
 
@@ -431,7 +466,7 @@ def peak_bytes(call):
 def test_peak_memory_is_linear_in_the_tokens(packed, monkeypatch):
     monkeypatch.setattr(plan, "QUERIES", 128)
     peaks = []
-    for tokens in (1024, 2048, 4096):
+    for tokens in (512, 1024, 2048):
         call = large(16, tokens=tokens, window=32, memory=8)
         if packed:  # of unequal lengths: gathered
             one = {n: call[n].flatten(0, 1)[None].detach().requires_grad_() for n in "qkv"}
@@ -551,6 +586,11 @@ def test_the_table_of_chunks_counts_from_each_sequences_first_token():
         ({"q": torch.zeros(2, 11, 4)}, ValueError, r"q must have shape \[B, L, H, d\]"),
         ({"q": torch.zeros(2, 11, 0, 8)}, ValueError, "multiple of k's, got 0 and 2"),
         ({"q": torch.zeros(2, 11, 4, 8).int()}, TypeError, "q must be floating point"),
+        (
+            {"k": torch.zeros(2, 11, 2, 8, dtype=torch.float8_e5m2)},
+            TypeError,
+            "tensors must be float16, .* got torch.float64, torch.float8_e5m2",
+        ),
         ({"mem_v": torch.zeros(6, 2, 2, 8)}, ValueError, r"mem_v must have shape .*got \[6, 2"),
         ({"mem_v": None}, ValueError, "mem_k and mem_v must be given together"),
         ({"mem_count": torch.full((6,), 4)}, ValueError, "from 0 to m = 3, got 4 to 4"),
@@ -598,61 +638,14 @@ def test_bad_input_is_one_clear_error(changes, kind, message):
         eidetic_attention(**{**draw("batch"), **changes})
 
 
+def test_kernels_take_heads_that_their_registers_hold():
+    for width, dtype in ((129, torch.float32), (257, torch.bfloat16)):
+        q = torch.zeros(1, 3, 2, width, dtype=dtype, device="meta")
+        with pytest.raises(ValueError, match=f"at most {width - 1} columns in {dtype}, got"):
+            eidetic_attention(q, q, q, window=2, backend="triton")
+
+
 def test_heads_need_a_column():
     empty = torch.zeros(1, 3, 2, 0)
     with pytest.raises(ValueError, match="at least one column"):
         eidetic_attention(empty, empty, empty, window=2)
-
-
-# --- the Triton kernels -----------------------------------------------------------------------
-
-
-def process(command, **environment):
-    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, *command],
-        env=kept | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
-def test_the_interpreted_kernels_equal_the_loop():
-    pytest.importorskip("triton", reason="triton is not installed")
-    options = ("-q", "-p", "no:cacheprovider", "--tb=short")
-    command = ["-m", "pytest", str(HERE / "interpreted_eidetic.py"), *options]
-    out = process(command, TRITON_INTERPRET="1")
-    assert " passed" in out
-    assert "skipped" not in out
-
-
-def compiled(*cases):
-    pytest.importorskip("triton", reason="triton is not installed")
-    lines = process([str(HERE / "compiled_eidetic.py"), *cases]).splitlines()
-    records = [json.loads(line) for line in lines]
-    limits = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}  # bytes of shared memory a block may use
-    assert {(x["case"], x["target"]) for x in records} == set(itertools.product(cases, limits))
-    for record in records:
-        assert record["stack"] == record["local"] == 0, f"registers spilled: {record}"
-        assert record["registers"] <= 255, record
-        assert record["shared"] <= limits[record["target"]], record
-    return {x["kernel"] for x in records}
-
-
-def test_the_kernels_of_a_model_compile_without_spills():
-    assert compiled("model64") == {
-        "fwd_kernel",
-        "bwd_query_kernel",
-        "bwd_band_kernel",
-        "bwd_memory_kernel",
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_every_other_form_of_the_kernels_compiles_without_spills():
-    compiled("model128", "carried", "carried128", "decode", "plain", "wide")
-    compiled("float32", "float32_128", "float64", "float64_128")

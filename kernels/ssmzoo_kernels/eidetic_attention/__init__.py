@@ -13,6 +13,8 @@ from ssmzoo_kernels.validation import check_leading, check_tensor, segment_offse
 
 OP = "eidetic_attention"
 _OFFERS = ("reference", "eager", "triton")
+# columns of a head that a GPU kernel's registers hold
+_WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128, torch.float64: 128}
 
 
 def eidetic_attention(
@@ -123,7 +125,22 @@ def eidetic_attention(
         _check_values(offsets, seen, window, late_span, mem_k, mem_count, past_k, late_past_k)
 
     factor = float(width) ** -0.5 if scale is None else scale
-    chosen = choose(OP, backend, q, _OFFERS)
+    given = (q, k, v, mem_k, mem_v, past_k, past_v, late_k, late_v, late_past_k, late_past_v)
+    kinds = {x.dtype for x in given if x is not None}
+    if kinds - {*_WIDEST}:
+        raise TypeError(
+            f"{OP}: tensors must be float16, bfloat16, float32 or float64, got "
+            f"{', '.join(sorted(map(str, kinds)))}"
+        )
+    dtype, offers = functools.reduce(torch.promote_types, kinds), _OFFERS
+    if width > _WIDEST[dtype]:
+        if backend == "triton":
+            raise ValueError(
+                f'{OP}(backend="triton") takes heads of at most {_WIDEST[dtype]} columns in '
+                f'{dtype}, got {width}; use backend="auto" or "eager"'
+            )
+        offers = ("reference", "eager")
+    chosen = choose(OP, backend, q, offers)
     if chosen == "reference":
         record(OP, "reference")
         late = None
@@ -133,16 +150,11 @@ def eidetic_attention(
         options = {"window": window, "late_span": late_span, "scale": factor}
         return reference.eidetic_attention(*arguments, offsets, seen, **options)
 
-    rows = (None if x is None else x.flatten(0, 1) for x in (q, k, v, late_k, late_v))
-    flat_q, flat_k, flat_v, flat_late_k, flat_late_v = rows
-    tensors = (flat_q, flat_k, flat_v, mem_k, mem_v, past_k, past_v, flat_late_k, flat_late_v)
-    tensors = (*tensors, late_past_k, late_past_v)
-    kinds = {x.dtype for x in tensors if x is not None}
-    if len(kinds) > 1:
-        dtype = functools.reduce(torch.promote_types, kinds)
-        tensors = tuple(None if x is None else x.to(dtype) for x in tensors)
+    tensors = Tensors(*(None if x is None else x.to(dtype) for x in given))  # pyright: ignore[reportArgumentType]
+    rows = {name: getattr(tensors, name) for name in ("q", "k", "v", "late_k", "late_v")}
+    flat = {name: x.flatten(0, 1) for name, x in rows.items() if x is not None}
     call = Call(mem_count, mem_positions, offsets, seen, window, late_span, factor)
-    out = library.eidetic_attention(Tensors(*tensors), call, backend=chosen)  # pyright: ignore[reportArgumentType]
+    out = library.eidetic_attention(tensors._replace(**flat), call, backend=chosen)
     return out.view(q.shape).to(q.dtype)
 
 

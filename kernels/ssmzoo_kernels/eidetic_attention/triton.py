@@ -797,7 +797,8 @@ class Tile(NamedTuple):
 def tile(width: int, dtype: torch.dtype, *, backward: bool = False, decodes: bool = False) -> Tile:
     """Choose a program's shape: what the registers of sm_80 and sm_90 hold."""
     if decodes:  # one query is all that a program owns
-        return Tile(16, 32 if dtype.itemsize == 2 else 16, 4 if width <= 128 else 8, 1)
+        num_warps = 8 if width > 128 or dtype == torch.float32 else 4
+        return Tile(16, 32 if dtype.itemsize == 2 else 16, num_warps, 1)
     if dtype.itemsize == 2:
         if width > 128:
             return Tile(32, 32, 8, 1)
