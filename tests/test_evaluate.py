@@ -149,6 +149,7 @@ SYMBOL_TASKS = [
     "ssmzoo_induction_64",
     "ssmzoo_induction_trigger2",
 ]
+VARIED = ("seq_len", "noise_length", "target_length", "trigger")  # of induction heads
 TEXT_TASKS = ["ssmzoo_recall_text", "ssmzoo_recall_text_24", "ssmzoo_induction_text"]
 
 
@@ -169,6 +170,34 @@ def test_of_a_target_of_two_symbols_each_is_asked_behind_filler(models, tmp_path
     assert value(path, tasks[1]) < 0.5  # it answers the noise behind the trigger
     row = scores(path)[tasks[0], "exact_match"]
     assert (row["n"], row["settings"]["target_length"]) == (40, 2)
+
+
+def test_the_suite_of_induction_heads_asks_every_variant_of_the_papers(models, tmp_path):
+    path = evaluate(models("recall_symbols"), suite="zoo-induction", output_dir=tmp_path, limit=6)
+    found = {
+        row["task"]: row
+        for row in read_results(path)["results"]
+        if row["metric"] == load_suite("zoo-induction").metrics[row["task"]]
+    }
+    assert {row["metric"] for row in found.values()} == {"exact_match"}
+    assert {row["suite"] for row in found.values()} == {"zoo-induction"}
+    asked = {
+        name: {key: row["settings"][key] for key in VARIED if row["settings"].get(key)}
+        for name, row in found.items()
+    }
+    lengths = {
+        f"ssmzoo_induction{n and f'_{n}'}": {"seq_len": n or 16} for n in ("", 32, 64, 128, 256)
+    }
+    assert asked == {
+        **lengths,
+        "ssmzoo_induction_noise1": {"seq_len": 16, "noise_length": 1},
+        "ssmzoo_induction_noise2": {"seq_len": 16, "noise_length": 2},
+        "ssmzoo_induction_target2": {"seq_len": 16, "target_length": 2},
+        "ssmzoo_induction_trigger2": {"seq_len": 16, "trigger": [6, 7]},
+    }
+    # the rule knows neither noise behind the trigger nor what follows filler
+    right = {name for name, row in found.items() if row["value"] == 1}
+    assert right == {*lengths, "ssmzoo_induction_trigger2"}
 
 
 def test_a_model_that_answers_one_symbol_late_fails_every_symbol_task(models, tmp_path):
@@ -653,7 +682,8 @@ def test_suites_state_one_metric_a_task_and_need_no_download_but_the_tables():
 
     ours = {path.stem for path in share("eval/tasks").glob("*.yaml")}
     tables = {"longhorn-table2": TABLE2, **BMOJO}
-    assert set(suites()) == {*tables, "zoo-context", "zoo-mad", "zoo-mqar", "zoo-recall"}
+    zoo = {"zoo-context", "zoo-induction", "zoo-mad", "zoo-mqar", "zoo-recall"}
+    assert set(suites()) == {*tables, *zoo}
     for name in suites():
         suite = load_suite(name)
         assert suite.name == name

@@ -6,6 +6,7 @@ import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 
 from ssmzoo.checkpoint import read_metrics
 from ssmzoo.family import load_family
@@ -116,24 +117,62 @@ def test_no_more_than_the_first_tokens_reach_a_layer():
     assert lengths == [(1, TOKENS)]
 
 
-def test_our_trainer_writes_them_with_the_losses(tmp_path):
+@pytest.fixture
+def recipe(tmp_path):
     (tmp_path / "text.txt").write_text("the quick brown fox " * 400, encoding="utf-8")
     tiny = {
         name: value for name, value in load_family("coffee").tiny.items() if name != "vocab_size"
     }
     fields = {
-        "model": {"family": "coffee", "config": tiny},
+        # dropout, so that a random number drawn for gauges would show
+        "model": {"family": "coffee", "config": {**tiny, "dropout": 0.2}},
         "data": {"text": str(tmp_path / "text.txt")},
         "train": {"steps": 6, "batch_size": 2, "seq_len": 16, "lr": 0.01},
         "log": {"every": 2},
         "checkpoint": {"every": 6},
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(fields), encoding="utf-8")
-    run = train(tmp_path / "recipe.yaml", output_dir=tmp_path / "run")
-    lines = [line for line in read_metrics(run / "metrics.jsonl") if "loss" in line]
+    return tmp_path / "recipe.yaml"
+
+
+def lines_of(run):
+    return [line for line in read_metrics(run / "metrics.jsonl") if "loss" in line]
+
+
+def test_our_trainer_writes_them_with_the_losses(recipe, tmp_path):
+    lines = lines_of(train(recipe, output_dir=tmp_path / "run"))
     assert [line["step"] for line in lines] == [2, 4, 6]
     for line in lines:
         assert set(line["gauges"]) == NAMES
         assert all(len(numbers) == 2 for numbers in line["gauges"].values())
         assert all(0 <= share <= 1 for share in line["gauges"]["shut_gates"])
     assert lines[0]["gauges"] != lines[2]["gauges"]
+
+
+def results(run):
+    """Return the weights, and all losses and gradient norms of the lines."""
+    numbers = [(line["loss"], line["grad_norm"]) for line in lines_of(run)]
+    return load_file(run / "model" / "model.safetensors"), numbers
+
+
+def test_with_and_without_them_a_run_has_the_same_weights_and_losses(recipe, tmp_path, monkeypatch):
+    read = train(recipe, output_dir=tmp_path / "read")
+    looked = []
+
+    def disturb(model, batch):
+        looked.append(torch.rand(1))
+        return read_gauges(model, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ssmzoo.loop.read_gauges", lambda model, batch: {})
+        plain = train(recipe, output_dir=tmp_path / "plain")
+    assert not any("gauges" in line for line in lines_of(plain))
+    weights, numbers = results(read)
+    without, expected = results(plain)
+    assert numbers == expected
+    assert weights.keys() == without.keys()
+    assert all(torch.equal(weights[name], without[name]) for name in weights)
+    # gauges that drew from the run's random numbers would be noticed
+    monkeypatch.setattr("ssmzoo.loop.read_gauges", disturb)
+    assert results(train(recipe, output_dir=tmp_path / "disturbed"))[1] != expected
+    assert len(looked) == 3

@@ -1,6 +1,7 @@
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -750,6 +751,52 @@ def test_the_coffee_recipes_train_models_of_the_papers_sizes(name, overrides, pa
         assert len(task) == 10_000 * asked.train.batch_size
         seen = task.batch(range(512)).inputs
         assert seen.max() == 7
+
+
+def rows_of_the_papers_tables():
+    """Return table, name and overrides of every row that the recipe of induction heads names."""
+    text = (share("eval/recipes") / "coffee-induction.yaml").read_text(encoding="utf-8")
+    found = re.findall(r"^#   Table (\d)  (\S+) +(--set .*)$", text, re.MULTILINE)
+    return [(int(table), name, options.split()[1::2]) for table, name, options in found]
+
+
+ROWS = rows_of_the_papers_tables()
+
+
+def test_the_rows_of_the_papers_tables_have_its_sizes_rates_and_sequences():
+    assert [table for table, _, _ in ROWS] == [2] * 4 + [3] * 2 + [4] * 2 + [5] * 4 + [6] * 3
+    assert len({name for _, name, _ in ROWS}) == len(ROWS)
+    sizes = {(2, "8"): 96, (2, "4"): 48, (2, "2"): 24, (2, "1"): 12, (6, "gate"): 784}
+    for table, name, overrides in ROWS:
+        asked, kind = load_recipe("coffee-induction", overrides), name.rpartition("-")[2]
+        task = load_task("induction_heads", "train", 0, **asked.data.task_args)
+        config = build_config(asked.model, None, task)
+        count = model_class(config, task)(config).num_parameters()
+        assert count == sizes.get((table, kind), 512), name
+        slow = table == 3 or kind == "trigger2"
+        assert asked.train.lr == (0.003 if slow else 0.01), name
+        inputs, labels = (x[0] for x in (task.batch([0]).inputs, task.batch([0]).labels))
+        asks = 2 if kind == "target2" else 1
+        assert (labels >= 0).sum() == asks, name
+        assert len(inputs) == asks + (int(kind) if table == 5 else 16), name
+        trigger = [6, 7] if kind == "trigger2" else [7]
+        length = len(inputs) - asks
+        assert inputs[length - len(trigger) : length].tolist() == trigger, name
+        gap = int(kind[-1]) if table == 3 else 0
+        first = next(i for i in range(length) if inputs[i : i + len(trigger)].tolist() == trigger)
+        assert inputs[first + len(trigger) + gap] == labels[length], name
+
+
+@pytest.mark.parametrize("table", [2, 3, 4, 5, 6])
+def test_a_row_of_the_papers_tables_trains(table, tmp_path):
+    """Two steps of the command in the recipe's head."""
+    small = {"num_train": 64, "num_validation": 8, "num_test": 8}
+    few = [f"data.task_args.{split}={count}" for split, count in small.items()]
+    few += ["train.batch_size=32", "train.epochs=1"]
+    overrides = [row for number, _, row in ROWS if number == table][-1]
+    run = train("coffee-induction", output_dir=tmp_path / "run", overrides=[*overrides, *few])
+    assert finished(run)["step"] == 2
+    assert np.isfinite(finished(run)["test"]["loss"])
 
 
 def test_pairs_train_with_the_familys_own_head(tmp_path):

@@ -75,8 +75,15 @@ FAMILY = Family(
             }
             for width in (8, 4, 2, 1)
         },
-        # Section 6: symbols 0 (the trigger), 1 and 2
-        "coffee-ih0": {**_INDUCTION, **_NORMAL, "vocab_size": 3, "hidden_size": 2, "d_state": 1},
+        # Section 6: ids 0 (the trigger), 1 and 2 are the paper's symbols 1, 2 and 3
+        "coffee-ih0": {
+            **_INDUCTION,
+            "vocab_size": 3,
+            "hidden_size": 2,
+            "d_state": 1,
+            "ssm_init": "integrator",
+            "embedding_init": [[6.0, 6.0], [-10.0, -1.0], [-1.0, -10.0]],
+        },
         # Table 6
         "coffee-induction-s6": {**_INDUCTION, **_NORMAL, "variant": "s6"},
         "coffee-induction-token-gate": {**_INDUCTION, "variant": "token_gate"},

@@ -33,8 +33,9 @@ class CoffeeConfig(SSMConfig):
         output_filter: Scale every channel's output by a sigmoid of its state.
         use_skip: Add ``D[i] u[i]`` to a channel's output.
         ssm_init: "spread" has time scales from one token to a thousand; "paper" starts at lambda 0
-            and N(0, 1), where nothing is forgotten.
-        embedding_init: N(0, initializer_range^2), or orthonormal rows.
+            and N(0, 1), where nothing is forgotten; "integrator" at lambda 0 and ones.
+        embedding_init: N(0, initializer_range^2), orthonormal rows, or the rows themselves: a list
+            for each token but a frozen one.
         head: "linear", or "nearest_embedding": how near an output lies to each token's embedding.
         frozen_embedding_index: "nearest_embedding" only: the token whose embedding is all ones,
             not trained and not counted.
@@ -64,8 +65,8 @@ class CoffeeConfig(SSMConfig):
     lambda_max: float = 1.0
     output_filter: bool = False
     use_skip: bool = True
-    ssm_init: Literal["spread", "paper"] = "spread"
-    embedding_init: Literal["normal", "orthonormal"] = "normal"
+    ssm_init: Literal["spread", "paper", "integrator"] = "spread"
+    embedding_init: Literal["normal", "orthonormal"] | list[list[float]] = "normal"
     head: Literal["linear", "nearest_embedding"] = "linear"
     frozen_embedding_index: int | None = None
     solver: Literal["auto", "march", "newton"] = "auto"
@@ -101,11 +102,16 @@ class CoffeeConfig(SSMConfig):
                 "solver='newton' solves for gates of the state and needs variant='coffee' or "
                 f"'input_matrix', got {self.variant!r}; take solver='auto'"
             )
-        at_zero = self.ssm_init == "paper" and self.variant != "s6"
+        if self.variant == "s6" and self.ssm_init == "integrator":
+            raise ValueError(
+                "ssm_init='integrator' starts COFFEE's recurrence, got variant='s6'; take "
+                "ssm_init='paper'"
+            )
+        at_zero = self.ssm_init != "spread" and self.variant != "s6"
         if at_zero and self.lambda_param == "sigmoid":
             raise ValueError(
-                "ssm_init='paper' starts lambda at 0, which lambda_param='sigmoid' cannot be; take "
-                "lambda_param='clamp'"
+                f"ssm_init={self.ssm_init!r} starts lambda at 0, which lambda_param='sigmoid' "
+                "cannot be; take lambda_param='clamp'"
             )
 
     def _check_head(self) -> None:

@@ -290,6 +290,25 @@ class CoffeePreTrainedModel(SSMPreTrainedModel):
                 module.check_parameters()
         return loaded
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse another embedding, or read-out, where the two are one table.
+
+        So does every adapter on it: PEFT puts its own module in the place of the one it adapts.
+
+        Raises:
+            ValueError: It would be read in as one table and read out by another.
+        """
+        if name in ("embed_tokens", "lm_head") and self.config.head == "nearest_embedding":
+            held = self._modules.get(name)
+            if held is not None and value is not held:
+                raise ValueError(
+                    f"{name} must stay the module it is with head='nearest_embedding', which reads "
+                    f"by the embedding itself, got {type(value).__name__}; for other numbers copy "
+                    "them into embed_tokens.weight, for another vocabulary call "
+                    "resize_token_embeddings, and keep adapters and modules_to_save off both"
+                )
+        super().__setattr__(name, value)
+
     def resize_token_embeddings(
         self,
         new_num_tokens: int | None = None,
@@ -298,21 +317,25 @@ class CoffeePreTrainedModel(SSMPreTrainedModel):
     ) -> nn.Embedding:
         """Change the vocabulary as in every transformers model; a frozen row stays what it is.
 
+        New tokens start at N(0, initializer_range^2) where the configuration gives the rows.
+
         Raises:
             ValueError: The frozen token would be cut off.
         """
         frozen = self.config.frozen_embedding_index
-        if frozen is None or (new_num_tokens is None and pad_to_multiple_of is None):
-            return super().resize_token_embeddings(
-                new_num_tokens, pad_to_multiple_of, mean_resizing
-            )
+        if new_num_tokens is None and pad_to_multiple_of is None:
+            return super().resize_token_embeddings()
         size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
         if pad_to_multiple_of is not None:
             size = -(-size // pad_to_multiple_of) * pad_to_multiple_of
-        if size <= frozen:
+        if frozen is not None and size <= frozen:
             raise ValueError(
                 f"new_num_tokens must leave the frozen token {frozen} in the vocabulary, got {size}"
             )
+        if not isinstance(self.config.embedding_init, str):
+            self.config.embedding_init = "normal"
+        if frozen is None:
+            return super().resize_token_embeddings(size, None, mean_resizing)
         embedding = super().resize_token_embeddings(size - 1, None, mean_resizing)
         embedding.num_embeddings = self.config.vocab_size = self.vocab_size = size
         return embedding
@@ -321,20 +344,20 @@ class CoffeePreTrainedModel(SSMPreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Draw the initial parameters; rates are ``r = 0.001 ... 0.9``, evenly in logarithms.
 
-        ==================== ========================== ==========================
-        ..                   ssm_init "spread"          "paper"
-        ==================== ========================== ==========================
-        ``lam``, ``lam_raw`` lambda = -lambda_max r     lambda = 0
-        ``w``                N(0, r)                    N(0, 1)
-        ``C``, ``w_gamma``   N(0, r / N)                N(0, 1)
-        ``B``                1                          N(0, 1)
-        ``x_proj, dt_proj``  U(+-1/sqrt(E))             N(0, 1)
-        ==================== ========================== ==========================
+        ==================== ========================== ========== ===============
+        ..                   ssm_init "spread"          "paper"    "integrator"
+        ==================== ========================== ========== ===============
+        ``lam``, ``lam_raw`` lambda = -lambda_max r     lambda = 0 lambda = 0
+        ``w``                N(0, r)                    N(0, 1)    1
+        ``C``, ``w_gamma``   N(0, r / N)                N(0, 1)    1
+        ``B``                1                          N(0, 1)    1
+        ``x_proj, dt_proj``  U(+-1/sqrt(E))             N(0, 1)    U(+-1/sqrt(E))
+        ==================== ========================== ========== ===============
 
         ==================== =====================================================
         ``A_log``            ln 1 ... ln N
         ``D``, norms         1
-        embedding, head      N(0, initializer_range^2), or orthonormal rows
+        embedding, head      N(0, initializer_range^2), orthonormal rows, or given
         ``in_proj``          U(+-1/sqrt(D))
         ``conv1d`` and bias  U(+-1/sqrt(K))
         ``out_proj``         U(+-1/sqrt(E)) / sqrt(2 num_hidden_layers)
@@ -344,8 +367,8 @@ class CoffeePreTrainedModel(SSMPreTrainedModel):
         config = self.config
         if isinstance(module, CoffeeMixer):
             self._init_mixer(module)
-        elif isinstance(module, nn.Embedding) and config.embedding_init == "orthonormal":
-            init.copy_(module.weight, _orthonormal_rows(module))
+        elif isinstance(module, nn.Embedding) and config.embedding_init != "normal":
+            init.copy_(module.weight, _first_rows(module, config.embedding_init))
         elif getattr(module, "ends_mixer", False):
             weight = cast(nn.Linear, module).weight
             bound = (weight.shape[1] * 2 * config.num_hidden_layers) ** -0.5
@@ -365,8 +388,8 @@ class CoffeePreTrainedModel(SSMPreTrainedModel):
             "A_log": torch.arange(1, config.d_state + 1).float().log().expand(shape),
             "D": torch.ones(config.d_inner),
         }
-        if spread:
-            known["B"] = torch.ones(shape)
+        ones = {"spread": ("B",), "paper": (), "integrator": ("w", "C", "w_gamma", "B")}
+        known |= dict.fromkeys(ones[config.ssm_init], torch.ones(shape))
         scales = {"w": rates.sqrt()} | dict.fromkeys(
             ("C", "w_gamma"), (rates / config.d_state).sqrt()
         )
@@ -375,6 +398,20 @@ class CoffeePreTrainedModel(SSMPreTrainedModel):
             if value is None:
                 value = torch.randn(shape) * (scales[name] if spread else 1)
             init.copy_(parameter, value)
+
+
+def _first_rows(embedding: nn.Embedding, start: str | list[list[float]]) -> Tensor:
+    """Return the rows that an embedding starts with: orthonormal ones, or those that are given."""
+    if isinstance(start, str):
+        return _orthonormal_rows(embedding)
+    tokens, width = embedding.weight.shape
+    if len(start) != tokens or any(len(row) != width for row in start):
+        widths = sorted({len(row) for row in start})
+        raise ValueError(
+            f"embedding_init must hold {tokens} rows of {width} numbers, one for each token that "
+            f"is not frozen, got {len(start)} of {' and '.join(map(str, widths))}"
+        )
+    return torch.tensor(start)
 
 
 def _orthonormal_rows(embedding: nn.Embedding) -> Tensor:

@@ -9,7 +9,9 @@ Dimensions: B batch, L length, D hidden, V vocabulary.
 import torch
 from torch import Tensor, nn
 
-UNDER_ROOT = 1e-12  # added to squared distances: the root has no slope at 0
+# added to squared distances: their root's slope then falls to 0 smoothly within a millionth of an
+# embedding, where it would jump from one direction to the opposite
+UNDER_ROOT = 1e-12
 
 
 def with_frozen_row(

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -29,9 +30,11 @@ from ssmzoo.callbacks import ProjectParameters
 from ssmzoo.describe import describe_family
 from ssmzoo.inspect import inspect_model, measure
 from ssmzoo.modeling import LayerState, SSMMixer
+from ssmzoo.tasks import induction_heads_zero
 from ssmzoo.tasks.mnist import turned
 from ssmzoo.testing import FamilyConformance, check
 from ssmzoo.testing.conformance import CHECKS, name_of
+from ssmzoo.train import train
 from ssmzoo_coffee import FAMILY, CoffeeConfig, CoffeeForCausalLM, CoffeeForImageClassification
 from ssmzoo_coffee import modeling_coffee as modeling
 from ssmzoo_coffee.readout import euclidean, softmin_logits
@@ -203,14 +206,19 @@ SEQUENCES = {
 }
 
 
-def ih0(embedding):
+def ih0(embedding=None):
+    """Return the preset, with another embedding than the one that it starts with."""
     model = FAMILY.causal_lm_class(FAMILY.config("coffee-ih0"))
-    mixer = model.model.layers[0].mixer
-    with torch.no_grad():
-        model.model.embed_tokens.weight.copy_(torch.tensor(embedding))
-        for name, value in (("lam", 0.0), ("w", 1.0), ("C", 1.0)):
-            getattr(mixer, name).fill_(value)
+    if embedding is not None:
+        with torch.no_grad():
+            model.model.embed_tokens.weight.copy_(torch.tensor(embedding))
     return model.eval()
+
+
+def right_of_eight(model):
+    ids, targets = torch.tensor(list(SEQUENCES)), torch.tensor(list(SEQUENCES.values()))
+    with torch.no_grad():
+        return int((model(ids).logits[:, -1].argmax(dim=-1) == targets).sum())
 
 
 def test_the_papers_example_takes_its_path_and_answers_all_eight_sequences():
@@ -220,11 +228,32 @@ def test_the_papers_example_takes_its_path_and_answers_all_eight_sequences():
     expected = [(2.697, 2.672), (-6.919, 1.198), (-6.920, -6.745), (-6.915, -6.739)]
     np.testing.assert_allclose(path[0], expected, atol=6e-4)
     np.testing.assert_allclose(path[1, -1], (-6.430, -5.118), atol=6e-4)
-    ids, targets = torch.tensor(list(SEQUENCES)), torch.tensor(list(SEQUENCES.values()))
-    for embedding, right in ((LEARNED, 8), (STARTED, 6)):
-        with torch.no_grad():
-            answers = ih0(embedding)(ids).logits[:, -1].argmax(dim=-1)
-        assert (answers == targets).sum() == right
+    assert [right_of_eight(ih0(x)) for x in (LEARNED, STARTED, None)] == [8, 6, 6]
+
+
+def test_the_task_asks_for_the_eight_sequences_of_the_papers_example():
+    input_ids, labels = induction_heads_zero()
+    assert dict(zip(map(tuple, input_ids[:, :4].tolist()), labels[:, 4], strict=True)) == SEQUENCES
+
+
+def test_the_papers_example_learns_from_its_start_and_nothing_but_its_embedding(tmp_path):
+    """Section 6: a few steps of six numbers until all eight are right."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # of a Trainer before
+    run = train("coffee-ih0", output_dir=tmp_path / "run")
+    facts = json.loads((run / "run.json").read_text())["finished"]
+    assert facts["test"]["exact_match"] == 1
+    assert facts["test"]["examples"] == 8
+    assert facts["step"] < 100
+    stored = load_file(run / "model" / "model.safetensors")
+    for name, value in (("lam", 0.0), ("w", 1.0), ("C", 1.0)):
+        assert (stored.pop(f"model.layers.0.mixer.{name}") == value).all(), name
+    (embedding,) = stored.values()
+    # the paper's run went the same way from there, by batches that it does not tell
+    moved, paper = embedding.numpy() - STARTED, np.array(LEARNED) - STARTED
+    assert (np.sign(moved) == np.sign(paper)).all()
+    assert np.abs(moved - paper).max() < 0.3
+    model = AutoModelForCausalLM.from_pretrained(run / "model").eval()
+    assert right_of_eight(model) == 8
 
 
 def test_inspect_draws_the_paths_of_the_papers_example(tmp_path):
@@ -243,6 +272,9 @@ def test_inspect_draws_the_paths_of_the_papers_example(tmp_path):
     np.testing.assert_allclose(paths[0, -1], (-6.915, -6.739), atol=6e-4)
     inner = imread(tmp_path / "out" / "trajectories.png")[60:-60, 60:-60, :3].reshape(-1, 3)
     assert len(np.unique(inner, axis=0)) > 10
+    # one pale ground for what lies nearest to each embedding
+    _, counts = np.unique(inner, axis=0, return_counts=True)
+    assert (counts > 0.1 * len(inner)).sum() >= 3
 
 
 def test_wider_models_wander_in_the_plane_of_their_embeddings_and_others_nowhere():
@@ -287,6 +319,20 @@ def test_an_output_on_an_embedding_has_a_finite_slope():
     logits = model.lm_head(y)
     assert int(logits.argmax()) == 2
     assert torch.autograd.grad(logits.sum(), y)[0].isfinite().all()
+
+
+def test_on_an_embedding_a_distance_is_smooth():
+    """The root of squares alone has a slope of length 1 on either side, and none between them."""
+    table, direction = numbers(3, 4), torch.tensor([0.6, 0.0, -0.8, 0.0], dtype=torch.float64)
+    assert float(euclidean(table[:1], table)[0, 0]) == pytest.approx(1e-6, rel=1e-12)
+    for away in (-1e-3, -1e-6, 0.0, 1e-8, 1e-6, 3e-6):
+        y = (table[0] + away * direction).requires_grad_()
+        distance = euclidean(y[None], table)[0, 0]
+        (slope,) = torch.autograd.grad(distance, y)
+        expected = np.hypot(away, 1e-6)
+        # to what is left of the digits of y - table
+        assert float(distance.detach()) == pytest.approx(expected, rel=1e-9, abs=1e-15)
+        np.testing.assert_allclose(slope, direction * (away / expected), atol=1e-8)
 
 
 def test_small_distances_among_large_numbers_keep_their_digits():
@@ -483,6 +529,81 @@ def test_a_frozen_row_survives_its_file_and_a_change_of_the_vocabulary(tmp_path)
     assert loaded.resize_token_embeddings() is loaded.get_input_embeddings()
 
 
+# --- one table for reading in and out ----------------------------------------------------------
+
+ADAPTERS = {
+    "lora": {"target_modules": ["embed_tokens"]},
+    "lora_on_the_weight": {"target_parameters": ["embed_tokens.weight"]},
+    "retrained": {"target_modules": ["dt_proj"], "modules_to_save": ["embed_tokens"]},
+    "retrained_read_out": {"target_modules": ["dt_proj"], "modules_to_save": ["lm_head"]},
+    "some_tokens": {"target_modules": ["dt_proj"], "trainable_token_indices": [1, 2]},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Model .* `tie_word_embeddings=True`")
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("frozen", [None, 8])
+def test_adapters_of_the_papers_embedding_are_refused(adapter, frozen):
+    """They would change what is read in and not what it is read by, or fail when merged."""
+    from peft import LoraConfig, get_peft_model
+
+    model = core(variant="token_gate", frozen_embedding_index=frozen)
+    embedding, head = model.model.embed_tokens, model.lm_head
+    config = LoraConfig(r=2, **ADAPTERS[adapter])
+    name = "lm_head" if adapter == "retrained_read_out" else "embed_tokens"
+    answer = f"^{name} must stay the module it is with head='nearest_embedding'.* got [A-Z]"
+    with pytest.raises(ValueError, match=answer):
+        get_peft_model(model, config)
+    assert (model.model.embed_tokens, model.lm_head) == (embedding, head)
+    assert head.weight is embedding.weight
+
+
+# peft calls transformers by a name that the next release drops
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize("frozen", [None, 8])
+def test_adapters_of_the_papers_other_layers_merge_to_equal_logits(frozen):
+    from peft import LoraConfig, get_peft_model
+
+    model = core(variant="token_gate", frozen_embedding_index=frozen)
+    input_ids = tokens(2, 9, vocab_size=9)
+    with torch.no_grad():
+        plain = model(input_ids).logits
+        config = LoraConfig(r=2, target_modules=["dt_proj"], init_lora_weights=False)
+        adapted = get_peft_model(model, config)
+        logits = adapted(input_ids).logits
+        assert relative(logits, plain) > 1e-3
+        assert relative(adapted.merge_and_unload()(input_ids).logits, logits) <= 1e-12
+
+
+@pytest.mark.parametrize("frozen", [None, 8])
+def test_the_papers_embedding_is_exchanged_by_nobody_and_stays_tied(frozen, tmp_path):
+    model, input_ids = core(frozen_embedding_index=frozen), tokens(2, 9, vocab_size=9)
+    another = copy.deepcopy(model.get_input_embeddings())
+    logits = model(input_ids).logits
+    for holder in (model, model.model):
+        with pytest.raises(
+            ValueError, match=r"embed_tokens must stay .* into embed_tokens\.weight"
+        ):
+            holder.set_input_embeddings(another)
+    with pytest.raises(ValueError, match=r"lm_head must stay .* got Linear; for other numbers"):
+        model.set_output_embeddings(torch.nn.Linear(16, 9))
+    assert torch.equal(model(input_ids).logits, logits)
+    # the ways out
+    with torch.no_grad():
+        model.get_input_embeddings().weight.copy_(2 * another.weight)
+    model.set_input_embeddings(model.get_input_embeddings())
+    assert relative(model(input_ids).logits.detach(), judged(model, input_ids)) <= 1e-10
+    model.resize_token_embeddings(11, mean_resizing=False)
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        assert one.lm_head.weight is one.get_input_embeddings().weight
+        assert relative(one(input_ids).logits.detach(), judged(one, input_ids)) <= 1e-10
+    # a linear read-out is as free as everywhere
+    free = build()
+    free.set_input_embeddings(torch.nn.Embedding(61, 8))
+    assert free.get_input_embeddings().num_embeddings == 61
+
+
 # --- initial values ---------------------------------------------------------------------------
 
 
@@ -529,6 +650,31 @@ def test_the_papers_module_starts_as_the_paper_says():
     assert_normal(found["dt_proj.weight"], 1.0)
     bound = 128**-0.5
     assert 0.9 * bound < parameters(variant="s6")["dt_proj.weight"].abs().max() <= bound
+
+
+def test_an_integrator_starts_with_ones_and_an_embedding_with_the_rows_that_it_is_given(tmp_path):
+    fields = {"lambda_param": "clamp", "ssm_init": "integrator", "variant": "input_matrix"}
+    found = parameters(**fields, output_filter=True)
+    assert not found["lam"].any()
+    assert all((found[name] == 1).all() for name in ("w", "C", "B", "w_gamma"))
+    rows = numbers(9, 16).tolist()
+    for frozen in (None, 4):
+        kept = [row for token, row in enumerate(rows) if token != frozen]
+        given = {**CORE, "frozen_embedding_index": frozen, "embedding_init": kept}
+        model = CoffeeForCausalLM(CoffeeConfig(**given))
+        np.testing.assert_allclose(model.model.embed_tokens.weight.detach(), kept, rtol=1e-6)
+        # of another vocabulary they are no start, and a file has its own rows
+        for size, start in ((None, kept), (12, "normal")):
+            model.resize_token_embeddings(size, mean_resizing=False)
+            model.save_pretrained(tmp_path)
+            loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+            assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+            assert loaded.config.embedding_init == start
+            assert loaded.config.vocab_size == (size or 9)
+        for wrong, came in ((rows[:3], "3 of 16"), ([[1.0], *kept[1:]], "of 1 and 16"), ([], "0 ")):
+            answer = rf"must hold {len(kept)} rows of 16 numbers, .* got .*{came}"
+            with pytest.raises(ValueError, match=answer):
+                CoffeeForCausalLM(CoffeeConfig(**{**given, "embedding_init": wrong}))
 
 
 def test_embeddings_start_orthonormal_as_far_as_they_can():
@@ -924,6 +1070,13 @@ def test_a_classifier_of_images_has_nothing_but_recurrences(fields):
         ({"variant": "s6", "solver": "newton"}, "needs variant='coffee' or 'input_matrix'"),
         ({"variant": "no_feedback", "solver": "newton"}, "got 'no_feedback'"),
         ({"ssm_init": "paper"}, "starts lambda at 0, which lambda_param='sigmoid' cannot be"),
+        ({"ssm_init": "integrator"}, "starts lambda at 0, which lambda_param='sigmoid' cannot be"),
+        (
+            {"ssm_init": "integrator", "variant": "s6"},
+            "starts COFFEE's recurrence, got variant='s6'",
+        ),
+        ({"embedding_init": "orthogonal"}, "embedding_init"),
+        ({"embedding_init": [1.0, 2.0]}, "embedding_init"),
         ({**CORE, "tie_word_embeddings": False}, "needs tie_word_embeddings=True, got False"),
         ({**CORE, "vocab_size": 1}, "needs a vocab_size of at least 2"),
         ({**CORE, "frozen_embedding_index": 9}, r"must be None or in \[0, 8\], got 9"),

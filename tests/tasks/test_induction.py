@@ -102,10 +102,12 @@ def test_the_first_trigger_is_everywhere_alike_and_guessing_is_a_sixth_or_less(t
 
 def test_the_eight_sequences_of_length_four_are_all_there_are():
     input_ids, labels = induction_heads_zero()
-    assert set(map(tuple, input_ids[:, :4].tolist())) == set(exactly(4, 3, [1]))
+    # its ids are the symbols less one, because it has no filler
+    assert set(map(tuple, (input_ids[:, :4] + 1).tolist())) == set(exactly(4, 3, [1]))
+    assert len(input_ids) == 8
     assert (labels[:, :4] == IGNORED).all()
     for row, answer in zip(input_ids.tolist(), labels[:, 4].tolist(), strict=True):
-        assert row[row.index(1) + 1] == row[4] == answer
+        assert row[row.index(0) + 1] == row[4] == answer
 
 
 @pytest.mark.parametrize(
@@ -115,11 +117,14 @@ def test_the_eight_sequences_of_length_four_are_all_there_are():
         ({"target_length": 15}, "seq_len must be at least 17 .* a target of 15, got 16"),
         ({"noise_length": 14}, "seq_len must be at least 17 .* 14 symbols between .* got 16"),
         ({"trigger": [1, 2] * 4}, "at least 17 to hold two triggers of 8"),
-        ({"trigger": [8]}, r"trigger must consist of symbols of 1 \.\. 7, got \[8\]"),
+        (
+            {"trigger": [8]},
+            r"trigger must consist of symbols of 1 \.\. 7, got \[8\]; choose among them, or raise",
+        ),
         ({"trigger": [0, 1]}, r"trigger must consist of symbols of 1 \.\. 7, got \[0, 1\]"),
-        ({"trigger": []}, r"trigger must be a list of at least one symbol, got \[\]"),
-        ({"trigger": [1.5]}, r"trigger must be a list of at least one symbol, got \[1\.5\]"),
-        ({"trigger": [[1]]}, r"trigger must be a list of at least one symbol, got \[\[1\]\]"),
+        ({"trigger": [2**70]}, r"trigger must consist of symbols of 1 \.\. 7, got \[1180"),
+        ({"trigger": []}, r"trigger must hold at least one symbol, got \[\]; leave it out"),
+        ({"target_length": 14, "noise_length": 1}, "at least 17 .* or shorten them"),
         ({"num_symbols": 9}, "num_symbols must be between 2 and vocab_size - 1 = 8, got 9"),
         ({"num_symbols": 1}, "num_symbols must be between 2 and vocab_size - 1 = 8, got 1"),
         ({"target_length": 0}, "target_length must be at least 1, got 0"),
@@ -130,6 +135,28 @@ def test_the_eight_sequences_of_length_four_are_all_there_are():
 def test_what_does_not_fit_is_one_clear_error(arguments, message):
     with pytest.raises(ValueError, match=message):
         induction_heads(2, **{"seq_len": 16, **PAPER, "seed": 0, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("trigger", "message"),
+    [
+        (7, r"trigger must be a list of symbols, got 7; for a trigger of one symbol give \[7\]$"),
+        ("7", "trigger must be a list of symbols, got '7'"),
+        ([1.5], r"trigger must be a list of symbols, got \[1\.5\]$"),
+        ([True], r"trigger must be a list of symbols, got \[True\]$"),
+        ([[1]], r"trigger must be a list of symbols, got \[\[1\]\]$"),
+    ],
+)
+def test_a_trigger_that_is_no_list_of_symbols_is_a_type_error(trigger, message):
+    with pytest.raises(TypeError, match=message):
+        induction_heads(2, seq_len=16, **PAPER, seed=0, trigger=trigger)
+
+
+@pytest.mark.parametrize("trigger", [(6, 7), np.array([6, 7])], ids=["tuple", "array"])
+def test_a_trigger_may_be_any_sequence(trigger):
+    expected, _ = induction_heads(20, seq_len=16, **PAPER, seed=0, trigger=[6, 7])
+    got, _ = induction_heads(20, seq_len=16, **PAPER, seed=0, trigger=trigger)
+    assert (got == expected).all()
 
 
 def test_a_trigger_that_noise_cannot_avoid_is_an_error_and_no_endless_search():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ssmzoo.tasks import SUPERVISED_TASKS, Ragged, load_task, mqar
+from ssmzoo.tasks import SUPERVISED_TASKS, Ragged, induction_heads_zero, load_task, mqar
 
 SMALL = {
     "listops": {"num_train": 20, "min_length": 4, "max_length": 60},
@@ -48,6 +48,17 @@ def test_recall_problems_come_in_the_same_form():
     assert (train.batch(range(30)).inputs != inputs).any()
 
 
+def test_every_split_of_ih0_is_all_of_it():
+    for split in ("train", "validation", "test"):
+        task = load_task("induction_heads_zero", split, 3)
+        assert (task.objective, task.vocab_size, len(task)) == ("causal_lm", 3, 8)
+        batch = task.batch([7, 0])
+        inputs, labels = induction_heads_zero()
+        assert (batch.inputs == inputs[[7, 0]]).all()
+        assert (batch.labels == labels[[7, 0]]).all()
+        assert batch.lengths.tolist() == [5, 5]
+
+
 @pytest.mark.parametrize("indices", [[-1], [50], [], [[1, 2]]])
 def test_indices_outside_of_the_split_are_an_error(indices):
     task = load_task("mqar", "train", 0, num_train=50)
@@ -79,6 +90,11 @@ def test_every_task_refuses_another_split(name):
         ("copying", {"fresh": 1}, "fresh of task copying must be bool, got 1"),
         ("delay", {"cutoff": "x"}, "cutoff of task delay must be float, got 'x'"),
         ("pathfinder", {"cache": 3}, "cache of task pathfinder must be"),
+        (
+            "induction_heads",
+            {"trigger": 7},
+            r"trigger of task induction_heads must be list \| None, got 7; give \[7\]$",
+        ),
     ],
 )
 def test_an_argument_of_another_kind_is_a_type_error(name, arguments, message):

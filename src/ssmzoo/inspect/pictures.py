@@ -21,6 +21,7 @@ MOST_PANELS = 12
 _DOTS = 120  # an inch
 _MOST_POINTS = 20_000  # poles in one panel
 _MOST_LANDMARKS = 64
+_MOST_REGIONS = 9  # that pale colours can tell apart
 _FOR_EVER = 1e6  # tokens; an entry may keep what it holds for longer, or let it grow
 _BLUE, _RED, _GREY = "#33658a", "#b5482a", "#b8b8b8"
 
@@ -215,7 +216,10 @@ def _paint_margins(layers: Sequence[LayerInspection]) -> tuple[Figure, str]:
 
 
 def _paint_trajectories(found: Trajectories) -> Figure:
-    """Draw every sequence's path in a panel of its own, all on the same axes."""
+    """Draw every sequence's path in a panel of its own, all on the same axes.
+
+    The ground has a colour for each of a few landmarks: what lies nearest to it.
+    """
     paths, landmarks = (x.detach().cpu().double() for x in (found.paths, found.landmarks))
     figure, places = _grid(len(paths), height=3.8)
     shown = torch.cat([paths.flatten(0, 1), landmarks[:_MOST_LANDMARKS]])
@@ -226,6 +230,9 @@ def _paint_trajectories(found: Trajectories) -> Figure:
         for token, (right, up) in enumerate(landmarks[:_MOST_LANDMARKS].tolist()):
             axes.plot(right, up, marker="s", color=_GREY, markersize=7)
             axes.annotate(str(token), (right, up), (5, 5), textcoords="offset points", fontsize=8)
+        corner, top = (low - margin).tolist(), (high + margin).tolist()
+        if 1 < len(landmarks) <= _MOST_REGIONS:
+            _paint_regions(axes, landmarks, corner, top)
         turns = path.diff(dim=0)
         axes.quiver(
             x[:-1],
@@ -245,11 +252,31 @@ def _paint_trajectories(found: Trajectories) -> Figure:
         near = int((landmarks - path[-1]).norm(dim=1).argmin())
         read = " ".join(map(str, tokens)) if len(tokens) <= 12 else f"{len(tokens)} tokens"
         axes.set_title(f"{read}: ends nearest to {near}", fontsize=10)
-        axes.set_xlim(float(low[0] - margin), float(high[0] + margin))
-        axes.set_ylim(float(low[1] - margin), float(high[1] + margin))
         axes.set_aspect("equal")
+        axes.set(xlim=(corner[0], top[0]), ylim=(corner[1], top[1]))
         _frame(axes)
     return figure
+
+
+def _paint_regions(
+    axes: Axes, landmarks: Tensor, corner: Sequence[float], top: Sequence[float]
+) -> None:
+    """Colour what lies nearest to each landmark."""
+    right, up = (
+        torch.linspace(a, b, 400, dtype=landmarks.dtype) for a, b in zip(corner, top, strict=True)
+    )
+    points = torch.cartesian_prod(up, right).flip(1)
+    nearest = torch.cdist(points, landmarks).argmin(dim=1).view(len(up), len(right))
+    axes.imshow(
+        nearest.numpy(),
+        origin="lower",
+        extent=(corner[0], top[0], corner[1], top[1]),
+        cmap="Pastel1",
+        vmin=0,
+        vmax=_MOST_REGIONS - 1,
+        alpha=0.45,
+        interpolation="nearest",
+    )
 
 
 def _by_layer(

@@ -6,7 +6,8 @@
 - ``*_documents`` wrap the same problems as lm-eval data sets; ``eval/tasks/*.yaml`` name them.
 - Labels follow Hugging Face's convention: ``labels[:, t]`` is what position ``t - 1`` must predict,
   -100 where nothing is asked.
-- In every problem, id 0 is filler: never a key, a value, a trigger or noise.
+- In every problem but IH0 (``induction_heads_zero``), which has none, id 0 is filler: never a key,
+  a value, a trigger or noise.
 """
 
 from ssmzoo.tasks.common import IGNORED

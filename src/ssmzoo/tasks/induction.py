@@ -55,6 +55,7 @@ def induction_heads(
     Raises:
         ValueError: The parts do not fit into ``seq_len``, a symbol is outside of the vocabulary, a
             number is out of range, or there is no room for noise without the trigger.
+        TypeError: The trigger is no list of whole numbers.
     """
     at_least("num_examples", num_examples, 1)
     at_least("target_length", target_length, 1)
@@ -68,7 +69,7 @@ def induction_heads(
         raise ValueError(
             f"seq_len must be at least {parts} to hold two triggers of {len(triggers)}, "
             f"{noise_length} symbols between trigger and target and a target of {target_length}, "
-            f"got {seq_len}"
+            f"got {seq_len}; raise it, or shorten them"
         )
     rng = np.random.default_rng(seed)
     input_ids = _noise(rng, (num_examples, seq_len + target_length), known, triggers)
@@ -105,7 +106,10 @@ def induction_heads(
 
 
 def induction_heads_zero() -> tuple[np.ndarray, np.ndarray]:
-    """Return the COFFEE paper's IH0: all eight sequences of length 4 of 1, 2, 3 with trigger 1.
+    """Return the COFFEE paper's IH0: all eight sequences of length 4 of 0, 1, 2 with trigger 0.
+
+    The paper's symbols 1, 2, 3, one less each: its model has three embeddings, so that no id is
+    left for a filler that is never read.
 
     Returns:
         ``input_ids`` and ``labels``, int64 [8, 5], as :func:`induction_heads` gives them.
@@ -113,9 +117,9 @@ def induction_heads_zero() -> tuple[np.ndarray, np.ndarray]:
     input_ids = np.array(
         [
             row
-            for target in (2, 3)
-            for noise in (2, 3)
-            for row in ((1, target, noise, 1, target), (noise, 1, target, 1, target))
+            for target in (1, 2)
+            for noise in (1, 2)
+            for row in ((0, target, noise, 0, target), (noise, 0, target, 0, target))
         ],
         dtype=np.int64,
     )
@@ -184,12 +188,20 @@ def _known_symbols(vocab_size: int, num_symbols: int | None) -> int:
 def _trigger(trigger: Sequence[int] | None, known: int) -> np.ndarray:
     if trigger is None:
         return np.array([known])
-    found = np.array(trigger)
-    if found.ndim != 1 or not len(found) or found.dtype.kind != "i":
-        raise ValueError(f"trigger must be a list of at least one symbol, got {trigger!r}")
-    if found.min() < 1 or found.max() > known:
-        raise ValueError(f"trigger must consist of symbols of 1 .. {known}, got {found.tolist()}")
-    return found
+    several = isinstance(trigger, Sequence | np.ndarray) and not isinstance(trigger, str)
+    symbols = list(trigger) if several else []
+    whole = all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in symbols)
+    if not several or not whole:
+        way_out = "" if several else f"; for a trigger of one symbol give [{trigger}]"
+        raise TypeError(f"trigger must be a list of symbols, got {trigger!r}{way_out}")
+    if not symbols:
+        raise ValueError("trigger must hold at least one symbol, got []; leave it out for the last")
+    if not all(1 <= x <= known for x in symbols):
+        raise ValueError(
+            f"trigger must consist of symbols of 1 .. {known}, got {symbols}; choose among them, "
+            "or raise vocab_size and num_symbols"
+        )
+    return np.array(symbols)
 
 
 def _noise(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from ssmzoo.tasks.copying import load_copying
 from ssmzoo.tasks.delay import load_delay
 from ssmzoo.tasks.digits import load_digits
 from ssmzoo.tasks.imdb import load_imdb
-from ssmzoo.tasks.induction import induction_heads
+from ssmzoo.tasks.induction import induction_heads, induction_heads_zero
 from ssmzoo.tasks.listops import load_listops
 from ssmzoo.tasks.mad import MAD_PROBLEMS
 from ssmzoo.tasks.mnist import load_mnist
@@ -60,9 +60,10 @@ def load_task(name: str, split: str, seed: int, **args: Any) -> Supervised:
         kind = parameters[argument].annotation
         exact = isinstance(value, kind) and (isinstance(value, bool) == (kind is bool))
         if not exact and not (kind is float and type(value) is int):
+            several = list in get_args(kind) and not isinstance(value, dict)
             raise TypeError(
                 f"{argument} of task {name} must be {getattr(kind, '__name__', kind)}, "
-                f"got {value!r}"
+                f"got {value!r}{f'; give [{value}]' if several else ''}"
             )
     for argument, parameter in parameters.items():
         if parameter.default is inspect.Parameter.empty and argument not in args:
@@ -127,6 +128,17 @@ def _load_induction_heads(
     sizes = (num_train, num_validation, num_test)
     language = _fresh_language if fresh else _language
     return language(split, seed, sizes, vocab_size, make)
+
+
+def _load_induction_heads_zero(split: str, seed: int) -> Supervised:
+    """Return IH0: there are but eight sequences, and every split is all of them."""
+    require_split(split)
+    inputs, labels = induction_heads_zero()
+
+    def make(indices: np.ndarray, _epoch: int) -> Batch:
+        return Batch(inputs[indices], labels[indices], np.full(len(indices), inputs.shape[1]))
+
+    return Supervised("tokens", "causal_lm", len(inputs), make, vocab_size=3)
 
 
 def _mad(problem: Callable[..., tuple[np.ndarray, np.ndarray]]) -> Callable[..., Supervised]:
@@ -226,6 +238,7 @@ SUPERVISED_TASKS: dict[str, Callable[..., Supervised]] = {
     "digits": load_digits,
     "imdb": load_imdb,
     "induction_heads": _load_induction_heads,
+    "induction_heads_zero": _load_induction_heads_zero,
     "listops": load_listops,
     "mnist": load_mnist,
     "mqar": _load_mqar,
