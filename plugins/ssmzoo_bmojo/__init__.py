@@ -25,8 +25,9 @@ _SIZES = {
 def _presets() -> dict[str, dict[str, Any]]:
     """Return the paper's models and baselines at each of its sizes; counts are in the tests.
 
-    B'MOJO's layers have a state-space model as wide as the model, attention and a gated MLP;
-    Mamba's and the hybrid's are twice as wide inside and have no MLP.
+    "parallel" is the paper's Algorithm 1 to the letter. B'MOJO's layers have a state-space model as
+    wide as the model, attention and a gated MLP; Mamba's and the hybrid's are twice as wide inside
+    and have no MLP.
     """
     presets: dict[str, dict[str, Any]] = {}
     for size, (width, heads, bmojo, mamba, hybrid, window) in _SIZES.items():
@@ -35,6 +36,7 @@ def _presets() -> dict[str, dict[str, Any]]:
         full = {**common, **mlp, "num_hidden_layers": bmojo, "ssm_expand": 1}
         presets[f"bmojo-{size}"] = full
         presets[f"bmojo-f-{size}"] = {**full, "mixer_types": "bmojo_f"}
+        presets[f"bmojo-parallel-{size}"] = {**full, "wiring": "parallel", "use_rope": True}
         presets[f"mamba-{size}"] = {**common, "num_hidden_layers": mamba, "mixer_types": "mamba"}
         presets[f"hybrid-{size}"] = {
             **common,

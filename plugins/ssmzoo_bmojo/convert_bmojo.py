@@ -23,9 +23,12 @@ def from_mamba(model: MambaForCausalLM) -> BMojoForCausalLM:
     """Return the same language model as one of ours; its weights are copied.
 
     Raises:
-        ValueError: A Mamba with biases in its projections, without one in its convolution, or
-            without the usual residual stream.
+        ValueError: A Mamba with biases in its projections, without one in its convolution, or with
+            another activation.
+        TypeError: Another model.
     """
+    if not isinstance(model, MambaForCausalLM):
+        raise TypeError(f"model must be a MambaForCausalLM, got {type(model).__name__}")
     config: MambaConfig = model.config
     for name, wanted in (("use_bias", False), ("use_conv_bias", True), ("hidden_act", "silu")):
         if getattr(config, name) != wanted:

@@ -6,6 +6,7 @@ the ops equal their references is the business of ``tests/kernels``.
 
 import copy
 import importlib.util
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,16 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MambaConfig, MambaForCausalLM
 
 from ssmzoo.modeling import LayerState, StateCache
 from ssmzoo.testing import FamilyConformance
-from ssmzoo_bmojo import FAMILY
+from ssmzoo_bmojo import FAMILY, modeling_bmojo
 from ssmzoo_bmojo.convert_bmojo import from_mamba
-from ssmzoo_bmojo.memory import Call, choose_eidetic, open_scores, score_table
+from ssmzoo_bmojo.memory import Call, choose_eidetic, newest, open_scores, score_table
+from ssmzoo_kernels import use_backend
 
 ORACLE = Path(__file__).parents[1] / "oracles" / "bmojo.py"
 _spec = importlib.util.spec_from_file_location("bmojo_oracle", ORACLE)
@@ -102,16 +106,17 @@ def test_the_model_matches_the_oracle_in_float64(name):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("total", [6, 23])
 @torch.no_grad()
-def test_any_split_into_calls_gives_the_same_logits_and_the_same_cache(name):
-    model, ids = tiny(**VARIANTS[name]), tokens(2, 23)
+def test_any_split_into_calls_gives_the_same_logits_and_the_same_cache(name, total):
+    model, ids = tiny(**VARIANTS[name]), tokens(2, total)
     window = model.config.window_size
     whole = model(ids, use_cache=True)
-    splits = [[1] * 23, [window - 1, window, window + 1], [1, 3, 5, 1, 8]]
+    splits = [[1] * total, [window - 1, window, window + 1], [1, 3, 5, 1, 8]]
     for lengths in splits:
         cache, logits, at = None, [], 0
-        for length in [*lengths, 23]:
-            if length == 0 or at >= 23:
+        for length in [*lengths, total]:
+            if length == 0 or at >= total:
                 continue
             part = ids[:, at : at + length]
             output = model(part, past_key_values=cache, use_cache=True)
@@ -161,6 +166,74 @@ def test_the_cache_has_one_size_from_the_first_token_on():
     assert len(set(sizes)) == 1
 
 
+class Watched(TorchDispatchMode):
+    """Notes the dtypes, and the bytes of each call, of all that torch makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes, self.sizes = set(), []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                self.dtypes.add(tensor.dtype)
+                self.sizes.append(tensor.numel() * tensor.element_size())
+        return made
+
+
+@torch.no_grad()
+def test_after_64k_tokens_a_step_asks_for_the_memory_it_asked_for_after_three_windows():
+    model = tiny(window_size=64, num_fading_tokens=16, num_eidetic_tokens=16).float()
+    ids, sizes, bytes_ = tokens(1, 1 << 16), [], []
+    end = model(ids[:, :192], use_cache=True).past_key_values
+    far = None
+    for part in ids.split(1 << 13, dim=1):
+        far = model(part, past_key_values=far, use_cache=True, logits_to_keep=1).past_key_values
+    for cache in (end, far):
+        for _ in range(3):
+            with Watched() as watched:
+                model(ids[:, :1], past_key_values=cache)
+        sizes.append(watched.sizes)
+        bytes_.append(cache.nbytes)
+    assert far.get_seq_length() == (1 << 16) + 3
+    assert bytes_[0] == bytes_[1]
+    assert sizes[0] == sizes[1]
+
+
+@torch.no_grad()
+def test_layers_share_what_does_not_depend_on_them(monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        modeling_bmojo,
+        "Call",
+        lambda *args, **options: made.append(Call(*args, **options)) or made[-1],
+    )
+    model = tiny(mixer_types=["bmojo", "swa", "bmojo", "attention"], num_hidden_layers=4)
+    cache = model(tokens(2, 9), use_cache=True).past_key_values
+    assert [call.window for call in made] == [4, 1]  # no window: chunks of one token
+    seen = [layer.states["seen"] for layer in cache.layers]
+    assert len({x.data_ptr() for x in seen}) == 4  # a file of a cache holds no tensor twice
+
+
+@pytest.mark.parametrize("lengths", [(5, 5), (1, 1), (9, 9)])
+def test_rows_of_one_length_keep_what_gathered_rows_keep(lengths):
+    seen = torch.tensor([3, 8])
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    old, new = torch.randn(2, 6, 3), torch.randn(sum(lengths), 3)
+    old[0, :3] = 0  # before the first token
+    kept = [
+        newest(Call(offsets, seen, 4, len(new), equal=equal, following=True), old, new, 6)
+        for equal in (True, False)
+    ]
+    assert torch.equal(*kept)
+    fresh = [
+        newest(Call(offsets, seen * 0, 4, len(new), equal=equal, following=True), None, new, 6)
+        for equal in (True, False)
+    ]
+    assert torch.equal(*fresh)
+
+
 @torch.no_grad()
 def test_generate_equals_full_recomputation_over_many_chunks():
     model, ids = tiny(), tokens(2, 3)
@@ -174,16 +247,32 @@ def test_generate_equals_full_recomputation_over_many_chunks():
 
 
 @pytest.mark.parametrize("name", ["serial", "offset", "long memories"])
+@pytest.mark.parametrize("implementation", ["reference", "eager", "cpu"])
 @torch.no_grad()
-def test_a_changed_token_moves_no_earlier_logit_by_a_bit(name):
+def test_a_changed_token_moves_no_earlier_logit_by_a_bit(name, implementation):
     model, ids = tiny(**VARIANTS[name]), tokens(1, 17)
-    expected = model(ids).logits
-    for place in (5, 6, 7, 8, 16):
-        changed = ids.clone()
-        changed[0, place:] = (changed[0, place:] + 1) % 96
-        got = model(changed).logits
-        assert torch.equal(got[:, :place], expected[:, :place])
-        assert not torch.equal(got[:, place], expected[:, place])
+    with use_backend(implementation):
+        expected = model(ids).logits
+        for place in (5, 6, 7, 8, 16):
+            changed = ids.clone()
+            changed[0, place:] = (changed[0, place:] + 1) % 96
+            got = model(changed).logits
+            assert torch.equal(got[:, :place], expected[:, :place])
+            assert not torch.equal(got[:, place], expected[:, place])
+
+
+@pytest.mark.parametrize("name", ["serial", "long memories", "masked"])
+@torch.no_grad()
+def test_what_a_chunk_reads_is_settled_before_its_first_token(name):
+    model, ids = tiny(**VARIANTS[name]), tokens(2, 12)
+    for count in (1, 3, 4):  # the last one opens the next chunk
+        one, other = (
+            model(torch.cat([ids, tokens(2, count, seed=seed)], dim=1), use_cache=True)
+            for seed in (8, 9)
+        )
+        states = [x.past_key_values.layers[0].states for x in (one, other)]
+        for state in (x for x in states[0] if x.startswith(("eidetic", "fading"))):
+            assert torch.equal(*(x[state] for x in states)) == (count < 4), (state, count)
 
 
 def selected(scores, window, count, cuts=()):
@@ -267,6 +356,45 @@ def test_gradients_are_those_of_finite_differences():
         assert slope == pytest.approx(
             float((parameter.grad * direction).sum()), rel=1e-5, abs=1e-8
         ), name
+
+
+@torch.no_grad()
+def test_in_float32_nothing_is_rounded_to_less():
+    model, ids = tiny(use_rope=True).float(), tokens(2, 11)
+    with Watched() as watched:
+        cache = model(ids, use_cache=True).past_key_values
+        model(ids[:, :1], past_key_values=cache)
+    assert torch.float32 in watched.dtypes
+    assert not watched.dtypes & {torch.bfloat16, torch.float16}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-3), (torch.bfloat16, 3e-2)])
+@torch.no_grad()
+def test_other_arithmetic_remembers_other_tokens_only_where_scores_nearly_tie(device, dtype, near):
+    fields = {"mixer_types": "bmojo", "num_hidden_layers": 1, "window_size": 8}
+    model, ids = tiny(**fields).float(), tokens(4, 121)
+    other = tiny(**fields).to(device, dtype)
+    model.load_state_dict({name: x.float() for name, x in other.state_dict().items()})
+    expected = model(ids, use_cache=True).past_key_values.layers[0].states
+    got = other(ids.to(device), use_cache=True).past_key_values.layers[0].states
+    for row in range(4):
+        one, two = (
+            dict(
+                zip(
+                    x["eidetic_positions"][row].tolist(),
+                    x["eidetic_scores"][row].tolist(),
+                    strict=True,
+                )
+            )
+            for x in (expected, got)
+        )
+        least = min(one.values())
+        for position in one.keys() ^ two.keys():
+            score = one.get(position, two.get(position))
+            assert score == pytest.approx(least, rel=near)
+        for position in one.keys() & two.keys():
+            assert one[position] == pytest.approx(two[position], rel=near)
 
 
 # --- special cases ----------------------------------------------------------------------------
@@ -357,10 +485,41 @@ def test_a_mamba_of_transformers_has_the_same_logits_here_and_decodes_on():
         assert error(ours(ids[:, 13:], past_key_values=cache).logits, expected[:, 13:]) < 1e-5
 
 
-def test_a_mamba_of_another_kind_is_refused():
-    config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, use_bias=True)
-    with pytest.raises(ValueError, match="use_bias = False, got True"):
+@pytest.mark.parametrize("tied", [False, True])
+@torch.no_grad()
+def test_a_mamba_keeps_its_own_head_and_sizes(tied):
+    config = MambaConfig(
+        **{"vocab_size": 64, "hidden_size": 24, "num_hidden_layers": 3, "state_size": 5},
+        **{"conv_kernel": 3, "expand": 3, "time_step_rank": 7, "layer_norm_epsilon": 1e-3},
+        tie_word_embeddings=tied,
+    )
+    theirs = MambaForCausalLM(config).eval()
+    ours, ids = from_mamba(theirs), tokens(2, 9) % 64
+    assert error(ours(ids).logits, theirs(ids).logits) < 1e-5
+    assert ours.num_parameters() == theirs.num_parameters()
+    assert (ours.lm_head.weight is ours.model.embed_tokens.weight) == tied
+    low = from_mamba(theirs.bfloat16())
+    assert low.lm_head.weight.dtype == torch.bfloat16
+    assert low.model.layers[0].mixer.ssm.A_log.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"use_bias": True}, "use_bias = False, got True"),
+        ({"use_conv_bias": False}, "use_conv_bias = True, got False"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'silu', got 'gelu'"),
+    ],
+)
+def test_a_mamba_of_another_kind_is_refused(fields, message):
+    config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, **fields)
+    with pytest.raises(ValueError, match=message):
         from_mamba(MambaForCausalLM(config))
+
+
+def test_another_model_than_mamba_is_refused():
+    with pytest.raises(TypeError, match="must be a MambaForCausalLM, got BMojoForCausalLM"):
+        from_mamba(tiny())
 
 
 # --- configuration, parameters ----------------------------------------------------------------
@@ -370,6 +529,10 @@ COUNTS = {
     "bmojo-370m": 368_467_968,
     "bmojo-790m": 800_428_032,
     "bmojo-1.4b": 1_397_538_816,
+    "bmojo-parallel-130m": 132_155_136,
+    "bmojo-parallel-370m": 368_424_960,
+    "bmojo-parallel-790m": 800_363_520,
+    "bmojo-parallel-1.4b": 1_397_452_800,
     "mamba-130m": 130_182_912,
     "mamba-370m": 372_799_488,
     "mamba-790m": 794_958_336,
@@ -479,11 +642,55 @@ def test_wrong_fields_are_refused(fields, kind, message):
 
 
 @torch.no_grad()
-def test_outputs_that_are_not_finite_are_named_by_token():
-    model, ids = tiny(mixer_types="bmojo"), tokens(1, 9)
-    model.model.layers[0].mixer.ssm.out_proj.weight.fill_(float("nan"))
-    with pytest.raises(ValueError, match=r"innovations must be finite .* got nan at token 0"):
+def test_innovations_that_are_not_finite_are_named_by_token():
+    model, ids = tiny(mixer_types="bmojo").float(), tokens(1, 9)
+    values = model.get_input_embeddings()(ids)
+    values[0, 6, 3] = math.nan
+    with pytest.raises(ValueError, match=r"innovations must be finite .* got nan at token 6"):
+        model(inputs_embeds=values)
+    cache = model(ids, use_cache=True).past_key_values
+    before = copy.deepcopy(cache)
+    with pytest.raises(ValueError, match=r"got nan at token 0 of the call"):
+        model(inputs_embeds=values[:, 6:7], past_key_values=cache)
+    again, expected = (model(ids[:, :1], past_key_values=x).logits for x in (cache, before))
+    assert torch.equal(again, expected)  # what was refused has left nothing
+    model.model.layers[0].mixer.ssm.out_proj.weight *= 1e25
+    with pytest.raises(ValueError, match=r"got inf at token 0 .* too large to be squared"):
         model(ids)
+
+
+@pytest.mark.parametrize("kind", ["bmojo_f", "swa", "mamba", "attention"])
+@torch.no_grad()
+def test_a_row_that_is_not_finite_spoils_no_other_row(kind):
+    model, ids = tiny(mixer_types=kind), tokens(2, 9)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :2] = mask[1, :4] = 0
+    values = model.get_input_embeddings()(ids)
+    values[0] = math.nan
+    output = model(inputs_embeds=values, attention_mask=mask, use_cache=True)
+    new = tokens(2, 6, seed=5)
+    got = model(new, past_key_values=output.past_key_values).logits[1]
+    assert error(got, model(torch.cat([ids[1:, 4:], new[1:]], dim=1)).logits[0, 5:]) < 1e-10
+    assert error(output.logits[1, 4:], model(ids[1:, 4:]).logits[0]) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["serial", "offset", "long memories"])
+@torch.no_grad()
+def test_packed_sequences_may_be_empty(name):
+    model, ids = tiny(**VARIANTS[name]), tokens(1, 16)
+    boundaries = torch.tensor([0, 0, 7, 7, 16, 16])
+    output = model(ids, cu_seqlens=boundaries, use_cache=True)
+    for begin, end in ((0, 7), (7, 16)):
+        alone = model(ids[:, begin:end]).logits
+        assert error(output.logits[:, begin:end], alone) < 1e-10
+    new = tokens(1, 15, seed=4)
+    cache, more = output.past_key_values, torch.tensor([0, 5, 8, 8, 10, 15])
+    got = model(new, cu_seqlens=more, past_key_values=cache).logits
+    pasts = (ids[:, :0], ids[:, :7], ids[:, :0], ids[:, 7:], ids[:, :0])
+    for past, (begin, end) in zip(pasts, itertools.pairwise(more.tolist()), strict=True):
+        if begin < end:
+            whole = model(torch.cat([past, new[:, begin:end]], dim=1)).logits
+            assert error(got[:, begin:end], whole[:, past.shape[1] :]) < 1e-10
 
 
 @torch.no_grad()
