@@ -166,7 +166,7 @@ class Editor:
         place = self._lines[line]
         self._edits.append(Edit(place, place, text))
 
-    def segment(self, node: ast.expr) -> str:
+    def segment(self, node: ast.expr | ast.stmt) -> str:
         """Return a node's own text."""
         start, end = self._span(node)
         return self._bytes[start:end].decode()
