@@ -45,6 +45,8 @@ CACHED = {
     "chunked_prefill",
     "cache_rows",
     "wrong_cache",
+    "prompt_state",
+    "assisted",
 }
 # those that lay several sequences into one row
 SEVERAL = {"padding", "packing", "flattening_collator", "sequence_classification"}
@@ -221,7 +223,7 @@ SABOTAGED = {
     ),
     "convolves across boundaries": (
         {"mixer": ConvolvesAcrossBoundaries},
-        SEVERAL | {"greedy", "sampling", "beams", "continuing", "chunked_prefill"},
+        SEVERAL | {"greedy", "sampling", "beams", "continuing", "chunked_prefill", "prompt_state"},
     ),
     "reads a linear layer's weights": ({"mixer": ReadsWeights}, {"lora", "lora_all_linear"}),
     "leaks the future": ({"mixer": LeaksTheFuture}, {"oracle", "causality"} | CACHED | SEVERAL),
@@ -262,6 +264,26 @@ def test_beams_that_are_not_reordered_fail(monkeypatch):
     monkeypatch.setattr(StateCache, "reorder_cache", lambda self, beam_idx: None)
     report = check("longhorn", only=["greedy", "sampling", "beams", "cache_rows"])
     assert report.failed == ("beams", "cache_rows"), report.table()
+
+
+def test_tokens_that_are_not_taken_back_fail(monkeypatch):
+    monkeypatch.setattr(StateCache, "crop", lambda self, max_length: None)
+    report = check("longhorn", only=["greedy", "assisted", "continuing", "chunked_prefill"])
+    assert report.failed == ("assisted",), report.table()
+
+
+def test_a_saved_prompt_of_other_states_fails(monkeypatch):
+    read = StateCache.read.__func__
+
+    def blurred(cls, *args):
+        cache, others, notes = read(cls, *args)
+        for layer in cache.layers:
+            layer.states = {name: state * (1 + 1e-4) for name, state in layer.states.items()}
+        return cache, others, notes
+
+    monkeypatch.setattr(StateCache, "read", classmethod(blurred))
+    report = check("longhorn", only=["continuing", "cache_file", "prompt_state"])
+    assert report.failed == ("cache_file", "prompt_state"), report.table()
 
 
 # --- the kit itself ----------------------------------------------------------------------------

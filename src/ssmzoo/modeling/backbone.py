@@ -254,6 +254,8 @@ class SSMModel(SSMPreTrainedModel):
                 "change earlier outputs; pass whole sequences with use_cache=False"
             )
         cache = self._cache(past_key_values, use_cache, packed.sequences if packed else batch)
+        if cache is not None:
+            cache.record(hidden_states if segments is None else None, length)
 
         boundaries = None
         if segments is not None:
@@ -384,8 +386,19 @@ class SSMModel(SSMPreTrainedModel):
     ) -> StateCache | None:
         if given is not None:
             given.check(self.config, sequences)
+            if given.pending is not None:
+                self._read_again(given)
             return given
         return StateCache(self.config) if use_cache else None
+
+    @torch.no_grad()
+    def _read_again(self, cache: StateCache) -> None:
+        """Bring the states to where a crop put the number of tokens."""
+        pending, cache.pending = cache.pending, None
+        assert pending is not None
+        cache.seen_tokens -= pending.shape[1]
+        with cache.unrecorded():
+            self(inputs_embeds=pending, past_key_values=cache)
 
 
 def _layer_state(

@@ -1,17 +1,19 @@
 """The recurrent state of a model between two calls.
 
-What surprises: the state has a fixed size however many tokens were seen; it cannot be cropped; and
-a forward pass never changes it half-way, because new states replace the old ones only at its end.
+What surprises: the state has a fixed size however many tokens were seen; it can be cropped only back
+into calls that were recorded, by a snapshot from before them and reading again what stays; and a
+forward pass never changes it half-way, because new states replace the old ones only at its end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,15 @@ if TYPE_CHECKING:
 
 _FORMAT = "ssmzoo-state-1"
 _OTHER = "other."  # before the names of tensors in the file that are no states
+
+
+@dataclass
+class _Recorded:
+    """A forward pass that may be taken back: the states before it, and what it read."""
+
+    states: list[dict[str, Tensor]]
+    inputs_embeds: Tensor | None  # [B, L, D]; None: padded or packed, so nothing to read again
+    length: int
 
 
 @dataclass
@@ -127,6 +138,9 @@ class StateCache(Cache):
         super().__init__(layers=layers)
         self.owner = _signature(config)
         self.seen_tokens = 0
+        self.pending: Tensor | None = None  # [B, L, D], what the next call must read again first
+        self._recording = False
+        self._recorded: list[_Recorded] = []
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return how many tokens each row has seen, padding included."""
@@ -166,6 +180,7 @@ class StateCache(Cache):
         """Forget everything; the next token starts a new sequence."""
         super().reset()
         self.seen_tokens = 0
+        self.pending, self._recorded = None, []
 
     def reset_rows(self, rows: Tensor) -> None:
         """Let some rows start new sequences with their next token; the others go on.
@@ -181,16 +196,91 @@ class StateCache(Cache):
                 for name, state in layer.states.items()
             }
 
-    def crop(self, *_: Any, **__: Any) -> None:
-        """Refuse: a recurrent state holds no past to go back to.
+    def activate_past_recording(self) -> None:
+        """Keep a snapshot before every call from now on, until :meth:`crop` needs them no more.
+
+        transformers asks for it where tokens are only proposed: assisted and prompt-lookup decoding.
+        """
+        self._recording = True
+
+    def record(self, inputs_embeds: Tensor | None, length: int) -> None:
+        """Note that a call is about to read ``[B, L, D]``; None where it is padded or packed."""
+        if self._recording:
+            # some steps write into a state's own memory
+            states = [{n: s.detach().clone() for n, s in la.states.items()} for la in self.layers]
+            kept = None if inputs_embeds is None else inputs_embeds.detach()
+            self._recorded.append(_Recorded(states, kept, length))
+
+    @contextlib.contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Let the calls inside the block not be recorded."""
+        recording, self._recording = self._recording, False
+        try:
+            yield
+        finally:
+            self._recording = recording
+
+    def crop(self, max_length: int) -> None:
+        """Take tokens back, as long as they were read while the past was recorded.
+
+        Whole calls are taken back by their snapshots. Of a call that stays in part, that part is
+        read again at the start of the next call, which is all that a state without a past allows.
+
+        Args:
+            max_length: Keep so many tokens; or, from 0 downwards, take that many back. Either
+                way, what was recorded up to here is settled.
 
         Raises:
-            RuntimeError: Always.
+            RuntimeError: The tokens were read before :meth:`activate_past_recording`, or in a call
+                with padding or packed sequences.
         """
-        raise RuntimeError(
-            "a recurrent state cannot be cropped: it holds no earlier states; keep a copy.deepcopy "
-            "of the cache from before the tokens that may be taken back"
-        )
+        remove = -max_length if max_length <= 0 else max(self.seen_tokens - max_length, 0)
+        recorded = list(self._recorded)
+        if remove > sum(call.length for call in recorded):
+            raise RuntimeError(
+                "a recurrent state cannot be cropped: it holds no earlier states; call "
+                "activate_past_recording before the tokens that may be taken back, or keep a "
+                "copy.deepcopy of the cache from before them"
+            )
+        pending, back, left = self.pending, None, remove
+        while left > 0:
+            back = recorded.pop()
+            left -= back.length
+        if left and back is not None:
+            if back.inputs_embeds is None:
+                raise RuntimeError(
+                    "a call with padding or packed sequences can be taken back as a whole only, "
+                    f"got {back.length + left} of its {back.length} tokens to take back"
+                )
+            pending = back.inputs_embeds[:, :-left]
+        if back is not None:
+            for layer, states in zip(self.layers, back.states, strict=True):
+                layer.states = states
+            self.pending = pending if left else None
+            self.seen_tokens -= remove
+        self._recorded = []
+
+    def _settled(self) -> None:
+        if self.pending is not None:
+            raise RuntimeError(
+                "the cache was cropped into the middle of a call, so its states follow with the "
+                "next one; run the model on the next tokens first"
+            )
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take the rows ``beam_idx [B]``."""
+        self._settled()
+        super().reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows ``indices [R]``."""
+        self._settled()
+        super().batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
+        self._settled()
+        super().batch_repeat_interleave(repeats)
 
     def check(self, config: SSMConfig, batch_size: int) -> None:
         """Fail unless the cache is of this model and of this batch.
@@ -227,6 +317,7 @@ class StateCache(Cache):
         notes: Mapping[str, str],
     ) -> None:
         """Write the state, other tensors and notes into one file, complete or not at all."""
+        self._settled()
         tensors = {
             f"{index}.{name}": state.detach().contiguous()
             for index, layer in enumerate(self.layers)

@@ -202,6 +202,8 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
             given._is_user_defined = True
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = StateCache(self.config)
+            if generation_config.is_assistant:  # its proposals may be taken back
+                model_kwargs["past_key_values"].activate_past_recording()
 
 
 def _without_first_tokens(labels: Tensor, segments: Segments | None) -> Tensor:

@@ -25,7 +25,7 @@ class SSMPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["SSMBlock"]
-    _is_stateful = True
+    _is_stateful = False  # to transformers: what cannot take tokens back; our cache can
     _can_compile_fullgraph = True
 
     @classmethod

@@ -40,6 +40,7 @@ CHECKS: tuple[Check, ...] = (
     generation.check_greedy,
     generation.check_sampling,
     generation.check_beams,
+    generation.check_assisted,
     generation.check_continuing,
     generation.check_chunked_prefill,
     generation.check_cache_rows,

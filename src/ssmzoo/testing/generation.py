@@ -66,6 +66,35 @@ def check_beams(subject: Subject) -> Measured:
     return measured
 
 
+def check_assisted(subject: Subject) -> Measured:
+    """Assisted and prompt-lookup decoding take tokens back and change nothing."""
+    measured = Measured()
+    model, helper = subject.model(), subject.fresh(torch.float64)
+    with torch.no_grad():  # so that it is right at times, and at times is not
+        for parameter in helper.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    ids = subject.ids(1, 9)
+    ids = torch.cat([ids, ids[:, :5]], dim=1)
+    mask, back = torch.ones_like(ids), [0, 0]
+
+    class Counts(StateCache):
+        def crop(self, max_length: int) -> None:
+            super().crop(max_length)
+            back[0] += max_length < 0
+            back[1] += self.pending is not None
+
+    options = {"prompt lookup": {"prompt_lookup_num_tokens": 3}, "assisted": {}}
+    for name, more in options.items():
+        if name == "assisted":
+            more = {"assistant_model": helper}
+        output = _generate(model, ids, mask, new=16, past_key_values=Counts(model.config), **more)
+        plain = _generate(model, ids, mask, new=16)
+        require(torch.equal(output.sequences, plain.sequences), f"{name}: other tokens")
+        measured.compare(f"{name} logits", _logits(output), _logits(plain), ROUNDED)
+    require(min(back) > 0, "no proposed token was wrong, so that nothing was checked")
+    return measured
+
+
 def check_continuing(subject: Subject) -> Measured:
     """A returned cache goes on with several new tokens as if all had been read at once."""
     measured = Measured()
@@ -217,11 +246,13 @@ def _prompts(subject: Subject) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def _generate(model: SSMForCausalLM, ids: Tensor, mask: Tensor, **options: Any) -> Any:
-    past = {k: options.pop(k) for k in ("past_key_values",) if k in options}
+def _generate(
+    model: SSMForCausalLM, ids: Tensor, mask: Tensor, new: int = NEW, **options: Any
+) -> Any:
+    past = {k: options.pop(k) for k in ("past_key_values", "assistant_model") if k in options}
     config = GenerationConfig(
-        max_new_tokens=NEW,
-        min_new_tokens=NEW,
+        max_new_tokens=new,
+        min_new_tokens=new,
         pad_token_id=0,
         return_dict_in_generate=True,
         output_logits=True,

@@ -1,0 +1,128 @@
+"""Tokens taken back from a cache: by snapshots of calls, and by reading again what stays."""
+
+import copy
+
+import pytest
+import torch
+
+from ssmzoo import load_family
+from ssmzoo.family import families
+
+
+def build(name):
+    family = load_family(name)
+    torch.manual_seed(0)
+    return family.causal_lm_class(family.config(**family.tiny)).double().eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("longhorn")
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(64, (2, 20), generator=torch.Generator().manual_seed(0))
+
+
+def read(model, cache, ids):
+    with torch.no_grad():
+        return model(ids, past_key_values=cache, use_cache=True).past_key_values
+
+
+def goes_on(model, cache, ids, kept):
+    """Compare going on after ``kept`` tokens with reading all at once."""
+    assert cache.get_seq_length() == kept
+    with torch.no_grad():
+        got = model(ids[:, kept:], past_key_values=cache).logits
+        whole = model(ids, use_cache=False).logits[:, kept:]
+    torch.testing.assert_close(got, whole, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kept", range(4, 15))
+@pytest.mark.parametrize("name", sorted(families()))
+def test_a_state_goes_on_from_wherever_it_was_cropped_to(name, ids, kept):
+    model = build(name)
+    cache = read(model, None, ids[:, :4])
+    cache.activate_past_recording()
+    wrong = (ids + 1) % 64
+    for begin, end in ((4, 5), (5, 10), (10, 11), (11, 14)):
+        tokens = torch.where(
+            torch.arange(begin, end) < kept, ids[:, begin:end], wrong[:, begin:end]
+        )
+        read(model, cache, tokens)
+    cache.crop(kept - 14)
+    goes_on(model, cache, ids, kept)
+
+
+def test_a_positive_length_is_what_stays(model, ids):
+    cache = read(model, None, ids[:, :4])
+    cache.activate_past_recording()
+    read(model, cache, ids[:, 4:9])
+    cache.crop(6)
+    goes_on(model, copy.deepcopy(cache), ids, 6)
+    cache.crop(100)
+    goes_on(model, cache, ids, 6)
+
+
+def test_what_was_settled_cannot_be_taken_back(model, ids):
+    cache = read(model, None, ids[:, :4])
+    with pytest.raises(RuntimeError, match="cannot be cropped: it holds no earlier states"):
+        cache.crop(-1)
+    cache.activate_past_recording()
+    read(model, cache, ids[:, 4:9])
+    cache.crop(0)
+    read(model, cache, ids[:, 9:11])
+    with pytest.raises(RuntimeError, match="call activate_past_recording before the tokens"):
+        cache.crop(-3)
+    cache.crop(-2)
+    goes_on(model, cache, ids, 9)
+
+
+def test_crops_follow_one_another(model, ids):
+    cache = read(model, None, ids[:, :4])
+    cache.activate_past_recording()
+    for end in (9, 12, 16):
+        begin = cache.get_seq_length()
+        read(model, cache, ids[:, begin:end])
+        cache.crop(-2)
+    goes_on(model, cache, ids, 14)
+
+
+def test_while_tokens_wait_to_be_read_again_rows_and_files_are_refused(model, ids, tmp_path):
+    cache = read(model, None, ids[:, :4])
+    cache.activate_past_recording()
+    read(model, cache, ids[:, 4:9])
+    cache.crop(-2)
+    for call in (
+        lambda: cache.save(tmp_path / "state.safetensors"),
+        lambda: cache.reorder_cache(torch.tensor([1, 0])),
+        lambda: cache.batch_select_indices(torch.tensor([1])),
+        lambda: cache.batch_repeat_interleave(2),
+    ):
+        with pytest.raises(RuntimeError, match="run the model on the next tokens first"):
+            call()
+    assert not list(tmp_path.iterdir())
+    goes_on(model, cache, ids, 7)
+    cache.reset()
+    assert cache.pending is None
+
+
+def test_a_padded_call_goes_as_a_whole_or_not_at_all(model, ids):
+    cache = read(model, None, ids[:, :4])
+    cache.activate_past_recording()
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[0, 8] = 0
+    with torch.no_grad():
+        model(ids[:, 4:9], attention_mask=mask, past_key_values=cache)
+    with pytest.raises(RuntimeError, match=r"as a whole only, got 2 of its 5 tokens"):
+        cache.crop(-2)
+    assert cache.get_seq_length() == 9
+    cache.crop(-5)
+    goes_on(model, cache, ids, 4)
+
+
+def test_without_recording_nothing_is_kept(model, ids):
+    cache = read(model, None, ids)
+    read(model, cache, ids)
+    assert cache._recorded == []
