@@ -1,6 +1,6 @@
 """The recurrent state of a model between two calls.
 
-What surprises: the state has a fixed size however many tokens were seen; it can be cropped only back
+What surprises: the state has a fixed size however many tokens were seen; it can be cropped only
 into calls that were recorded, by a snapshot from before them and reading again what stays; and a
 forward pass never changes it half-way, because new states replace the old ones only at its end.
 """
@@ -199,7 +199,7 @@ class StateCache(Cache):
     def activate_past_recording(self) -> None:
         """Keep a snapshot before every call from now on, until :meth:`crop` needs them no more.
 
-        transformers asks for it where tokens are only proposed: assisted and prompt-lookup decoding.
+        transformers asks for it where tokens are only proposed, as in assisted decoding.
         """
         self._recording = True
 
