@@ -6,9 +6,9 @@ import pytest
 import torch
 import yaml
 from tests.test_train import KilledError, killed_before
-from transformers import MambaConfig, MambaForCausalLM
+from transformers import BertConfig, BertForMaskedLM, MambaConfig, MambaForCausalLM
 
-from ssmzoo.build import build_config
+from ssmzoo.build import build_config, load_model
 from ssmzoo.cli import main
 from ssmzoo.data import recipe_tokenizer
 from ssmzoo.family import load_family
@@ -97,6 +97,55 @@ def test_what_is_kept_of_a_sequence_is_counted_for_any_model():
         cache = ours(torch.zeros(1, 10, dtype=torch.long), use_cache=True).past_key_values
     assert state_bytes(ours, 10) == cache.nbytes
     assert flops_per_token(ours, 10) > 0
+
+
+OTHERS = {
+    "mamba2": (
+        {"num_hidden_layers": 2, "state_size": 8, "num_heads": 4, "head_dim": 8, "n_groups": 1},
+        # by layer the states of 4 heads, and 4 columns of a convolution over x, B and C
+        lambda tokens: 2 * (4 * 8 * 8 + (32 + 2 * 8) * 4) * 4,
+    ),
+    "llama": (
+        {"num_hidden_layers": 2, "intermediate_size": 16, "num_attention_heads": 2},
+        lambda tokens: 2 * 2 * 16 * tokens * 4,
+    ),
+    "recurrent_gemma": (
+        {
+            **{"num_hidden_layers": 3, "intermediate_size": 32, "num_attention_heads": 2},
+            **{"lru_width": 16, "attention_window_size": 8},
+        },
+        # two recurrent blocks with 3 columns of a convolution, and a window's keys and values
+        lambda tokens: (2 * 16 * (1 + 3) + 2 * 16 * min(tokens, 7)) * 4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_of_transformers_enter_a_sweep(name, tmp_path):
+    config, kept = OTHERS[name]
+    if name == "mamba2":
+        config = {**config, "expand": 2, "chunk_size": 4}
+    section = {"config_of": name, "config": config}
+    sweep = {**SWEEP, "models": {name: section}, "learning_rates": [0.01]}
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump(sweep, sort_keys=False), encoding="utf-8")
+    (line,) = recall(path, tmp_path / "out")
+    assert line["flops_per_token"] > 0
+    model = load_model(str(tmp_path / f"out/runs/{name}-16-0.01-0/model")).eval()
+    for tokens in (4, 12, 20):
+        # besides, caches with a window count their tokens
+        assert kept(tokens) <= state_bytes(model, tokens) <= kept(tokens) + 16
+    assert kept(12) <= line["state_bytes"] <= kept(12) + 16
+
+
+def test_a_model_that_keeps_nothing_has_no_size():
+    config = BertConfig(
+        **{"vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 1, "is_decoder": False},
+        **{"num_attention_heads": 1, "intermediate_size": 8},
+    )
+    assert state_bytes(BertForMaskedLM(config).eval(), 5) is None
+    line = {"model": "b", "width": 8, "lr": 0.1, "seed": 0, "accuracy": 0.5, "state_bytes": None}
+    assert "none" in table([{**line, "flops_per_token": 3}])
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ the learning rate that is best on average, accuracy against the state's size.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,12 +184,35 @@ def state_bytes(model: torch.nn.Module, length: int) -> int | None:
     ids = torch.zeros(1, length, dtype=torch.long)
     with torch.no_grad():
         output = model(ids, use_cache=True)
-    cache = getattr(output, "past_key_values", None)
-    if cache is None:
-        cache = getattr(output, "cache_params", None)
-    if cache is None:
-        return None
-    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(cache, set()))
+        kept = getattr(output, "past_key_values", None)
+        if kept is None:
+            kept = getattr(output, "cache_params", None)
+        if kept is None:
+            kept = _not_returned(model, ids)
+    sizes = [tensor.numel() * tensor.element_size() for tensor in _tensors(kept, set())]
+    return sum(sizes) if sizes else None
+
+
+def _not_returned(model: Any, ids: torch.Tensor) -> list[Any]:
+    """Return what a model keeps without returning it, as RecurrentGemma does.
+
+    States that it leaves in its modules, and the cache that it fills if handed one.
+    """
+    import torch
+    from transformers import DynamicCache
+
+    def attributes() -> list[torch.Tensor]:
+        values = (value for module in model.modules() for value in vars(module).values())
+        return [value for value in values if isinstance(value, torch.Tensor)]
+
+    cache: Any = None
+    options: dict[str, Any] = {}
+    if "past_key_values" in inspect.signature(model.forward).parameters:
+        options["past_key_values"] = cache = DynamicCache(config=model.config)
+    model(ids, use_cache=False)
+    before = {id(tensor) for tensor in attributes()}
+    model(ids, use_cache=True, **options)
+    return [cache, *(tensor for tensor in attributes() if id(tensor) not in before)]
 
 
 def flops_per_token(model: torch.nn.Module, length: int) -> int:
