@@ -6,7 +6,8 @@ COFFEE's recurrence on white Gaussian inputs. Steps are counted from a trajector
 whole sequences at once, until the relative residual is 1e-6, for parameters of six kinds and, with
 ``--model``, for the lanes of a trained model on random tokens. Times are forward passes of both
 solvers over a grid of lanes (B * D * N) and lengths, with parameters as a language model starts
-with them, in turns; the least of some rounds. Writes results/newton.csv and .png.
+with them, and over the trained lanes, in turns; the least of some rounds. Writes results/newton.csv
+and .png, on a GPU with its name in theirs.
 """
 
 import argparse
@@ -23,11 +24,12 @@ from torch import Tensor
 from ssmzoo.bench import environment
 from ssmzoo.files import appears_whole
 from ssmzoo_kernels import feedback_scan, last_backend
-from ssmzoo_kernels.feedback_scan import SOLVER, newton_solve
+from ssmzoo_kernels.feedback_scan import SOLVER, Solver, newton_solve
 
 RESULTS = Path(__file__).parent / "results"
 LENGTHS = [16, 64, 256, 1024, 4096]
 LANES = 64
+MOST_LANES = 512  # of a trained layer: whole channels, evenly apart
 CAP, LONG_CAP = 200, 100  # steps, and those of sequences of 16384 tokens or more
 GRID_LANES, GRID_LENGTHS = [16, 256, 4096, 65536], [64, 1024, 8192]
 LARGEST = 2**25  # lanes times tokens that are timed
@@ -77,23 +79,37 @@ REGIMES = {
 
 
 def trained(folder: Path, length: int) -> list[Problem]:
-    """Return what the scans of a saved model are given, layer by layer, for random tokens."""
+    """Return what the scans of a saved model are given, layer by layer, for random tokens.
+
+    Raises:
+        LookupError: There is no such model.
+        ValueError: It has no recurrence of COFFEE's.
+    """
     from ssmzoo.build import load_model
 
     model = load_model(str(folder)).eval()
     module = importlib.import_module(type(model).__module__)
+    if not hasattr(module, "feedback_scan"):
+        raise ValueError(f"--model must be a COFFEE model, got a {type(model).__name__}")
     seen: list[Problem] = []
 
     def record(u, lam, w, C, w_gamma=None, D=None, drive=None, *rest, **options):
-        seen.append(Problem(u, lam, w, drive))
+        some = torch.arange(0, u.shape[2], -(-lam.numel() // MOST_LANES))
+        gates = None if drive is None else drive[..., some]
+        seen.append(Problem(u[..., some], lam[some], w[some], gates))
         return feedback_scan(u, lam, w, C, w_gamma, D, drive, *rest, **options)
 
+    # 0 is filler, and a frozen row stands for a token that never comes
+    frozen = getattr(model.config, "frozen_embedding_index", None)
+    tokens = torch.tensor([t for t in range(1, model.config.vocab_size) if t != frozen])
     module.feedback_scan, kept = record, module.feedback_scan
     try:
         with torch.no_grad():
-            model(torch.randint(1, model.config.vocab_size, (1, length)), use_cache=False)
+            model(tokens[torch.randint(len(tokens), (1, length))], use_cache=False)
     finally:
         module.feedback_scan = kept
+    if not seen:
+        raise ValueError("--model must be a COFFEE model with feedback_scan, got one of S6")
     return seen
 
 
@@ -102,7 +118,15 @@ def count(regime: str, length: int, problems: list[Problem]) -> dict:
     cap = CAP if length < 16384 else LONG_CAP
     steps, converged = [], []
     for problem in problems:
-        found = newton_solve(*problem, span=None, max_iterations=cap, guess="zeros")
+        found = newton_solve(
+            problem.u,
+            problem.lam,
+            problem.w,
+            problem.drive,
+            span=None,
+            max_iterations=cap,
+            guess="zeros",
+        )
         steps.append(found.iterations.flatten())
         converged.append(found.converged.flatten())
     taken, done = torch.cat(steps).double(), torch.cat(converged)
@@ -118,28 +142,31 @@ def count(regime: str, length: int, problems: list[Problem]) -> dict:
     }
 
 
-@torch.no_grad()
-def measure(length: int, lanes: int, device: torch.device) -> dict:
-    """Time a forward pass of both solvers in turns."""
+def grid(length: int, lanes: int) -> Problem:
+    """Return a problem to time: a language model's start, 16 states a channel where they fit."""
     states = min(16, lanes)
-    problem = language_model(length, lanes, states, max(1, min(8, lanes // (states * 16))))
+    return language_model(length, lanes, states, max(1, min(8, lanes // (states * 16))))
+
+
+@torch.no_grad()
+def measure(problem: Problem, device: torch.device, regime: str = "") -> dict:
+    """Time a forward pass of both solvers in turns; without a time where Newton's gives up."""
     u, lam, w = (x.to(device) for x in problem[:3])
-    least = {"march": float("inf"), "newton": float("inf")}
-    turns, begin = 0, time.perf_counter()
-    while turns <= ROUNDS or time.perf_counter() < begin + SECONDS:
-        for solver in least:
+    drive = None if problem.drive is None else problem.drive.to(device)
+    times: dict[Solver, list[float]] = {"march": [], "newton": []}
+    begin = time.perf_counter()
+    while len(times["march"]) <= ROUNDS or time.perf_counter() < begin + SECONDS:
+        for solver, taken in times.items():
             start = time.perf_counter()
-            feedback_scan(u, lam, w, w, solver=solver)
+            feedback_scan(u, lam, w, w, drive=drive, solver=solver)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             took = time.perf_counter() - start
-            if last_backend(SOLVER) != solver:
-                raise RuntimeError(f"Newton's method gave up at {lanes} lanes, length {length}")
-            if turns:  # the first builds and loads
-                least[solver] = min(least[solver], took)
-        turns += 1
-    times = {f"{solver}_ms": round(took * 1e3, 4) for solver, took in least.items()}
-    return {"what": "time", "length": length, "lanes": lanes, **times}
+            taken.append(took if last_backend(SOLVER) == solver else float("nan"))
+    # without the first, which builds and loads
+    least = {f"{solver}_ms": round(min(taken[1:]) * 1e3, 4) for solver, taken in times.items()}
+    lanes = u.shape[0] * lam.numel()
+    return {"what": "time", "regime": regime, "length": u.shape[1], "lanes": lanes, **least}
 
 
 def draw(rows: list[dict], target: Path) -> None:
@@ -165,7 +192,7 @@ def draw(rows: list[dict], target: Path) -> None:
     steps.set_xscale("log", base=2)
     steps.set_yscale("log", base=2)
     steps.legend(frameon=False, fontsize=8)
-    timed = [row for row in rows if row["what"] == "time"]
+    timed = [row for row in rows if row["what"] == "time" and not row["regime"]]
     for length in dict.fromkeys(row["length"] for row in timed):
         own = [row for row in timed if row["length"] == length]
         ratio = [row["newton_ms"] / row["march_ms"] for row in own]
@@ -187,44 +214,57 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
     parser.add_argument("--long", action="store_true", help="also 16384 and 65536 tokens")
-    parser.add_argument("--model", type=Path, help="a saved COFFEE model, whose lanes join in")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        help="a saved COFFEE model: its lanes join in, its first layer is timed",
+    )
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     logging.basicConfig(format="%(message)s")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where = environment(device)
     rows = []
+
+    def add(row: dict) -> None:
+        rows.append(row)
+        said = (
+            f"median {row['median']}, 99% {row['p99']}, worst {row['max']}, "
+            f"not converged {row['not_converged']:.0%}"
+            if row["what"] == "steps"
+            else f"march {row['march_ms']:.3f} ms, Newton {row['newton_ms']:.3f} ms"
+        )
+        print(
+            f"{row['regime']:25s} {row['lanes']:6d} lanes, L={row['length']:6d}: {said}", flush=True
+        )
+
+    if options.model:
+        try:
+            trained(options.model, 1)  # before minutes of counting
+        except (LookupError, ValueError) as error:
+            parser.error(str(error))
     for length in [*options.lengths, *([16384, 65536] if options.long else [])]:
         for n, (regime, make) in enumerate(REGIMES.items()):
             torch.manual_seed(n)
-            rows.append(count(regime, length, [make(length, LANES)]))
+            add(count(regime, length, [make(length, LANES)]))
         if options.model:
             torch.manual_seed(0)
-            rows.append(count("trained", length, trained(options.model, length)))
-        for row in rows[-len(REGIMES) - bool(options.model) :]:
-            print(
-                f"{row['regime']:25s} L={length:6d}: median {row['median']}, 99% {row['p99']}, "
-                f"worst {row['max']}, not converged {row['not_converged']:.0%}",
-                flush=True,
-            )
+            layers = trained(options.model, length)
+            add(count("trained", length, layers))
+            add(measure(layers[0], device, "trained"))
     for length in GRID_LENGTHS:
         for lanes in GRID_LANES:
             if length * lanes <= LARGEST:
                 torch.manual_seed(0)
-                row = measure(length, lanes, device)
-                rows.append(row)
-                print(
-                    f"{lanes:6d} lanes, L={length:6d}: march {row['march_ms']:.3f} ms, "
-                    f"Newton {row['newton_ms']:.3f} ms",
-                    flush=True,
-                )
+                add(measure(grid(length, lanes), device))
     columns = list(dict.fromkeys(key for row in rows for key in row)) + list(where)
-    table = options.output / "newton.csv"
+    name = "newton" if device.type == "cpu" else f"newton-{where['slug']}"
+    table = options.output / f"{name}.csv"
     with appears_whole(table) as partial, partial.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, restval="")
         writer.writeheader()
         writer.writerows({**row, **where} for row in rows)
-    draw(rows, options.output / "newton.png")
+    draw(rows, table.with_suffix(".png"))
 
 
 if __name__ == "__main__":

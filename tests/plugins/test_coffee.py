@@ -4,8 +4,11 @@ The judge is ``tests/oracles/coffee.py``, float64 numpy from the paper alone. Th
 themselves are the business of ``tests/kernels``.
 """
 
+import contextlib
 import copy
+import csv
 import importlib.util
+import io
 import itertools
 import json
 import logging
@@ -27,6 +30,7 @@ from transformers import (
 )
 
 from ssmzoo.callbacks import ProjectParameters
+from ssmzoo.checkpoint import read_metrics
 from ssmzoo.describe import describe_family
 from ssmzoo.inspect import inspect_model, measure
 from ssmzoo.modeling import LayerState, SSMMixer
@@ -40,10 +44,17 @@ from ssmzoo_coffee import modeling_coffee as modeling
 from ssmzoo_coffee.readout import euclidean, softmin_logits
 from ssmzoo_kernels import last_backend
 
-ORACLE = Path(__file__).parents[1] / "oracles" / "coffee.py"
-_spec = importlib.util.spec_from_file_location("coffee_oracle", ORACLE)
-oracle = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(oracle)
+
+def loaded_from(path):
+    """Return a module that is not installed."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+oracle = loaded_from(Path(__file__).parents[1] / "oracles" / "coffee.py")
+BENCHMARK = Path(__file__).parents[2] / "kernels" / "benchmarks" / "newton.py"
 
 FAMILY.register()  # so that every test can run alone
 
@@ -750,6 +761,30 @@ def test_a_checkpoint_whose_lambda_left_its_range_is_refused(value, tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+# --- G17: it learns ---------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_papers_first_table_is_reached_within_its_one_epoch(tmp_path):
+    """G17: 99 % within ten thousand steps of 512 sequences, 80 % after four."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    run = train(
+        "coffee-induction",
+        output_dir=tmp_path / "run",
+        overrides=["train.epochs=1", "eval.every=4000"],
+    )
+    judged = {
+        line["step"]: line["validation_exact_match"]
+        for line in read_metrics(run / "metrics.jsonl")
+        if "validation_exact_match" in line
+    }
+    assert judged[4000] >= 0.8
+    test = json.loads((run / "run.json").read_text())["finished"]["test"]
+    assert test["examples"] == 10_000
+    assert test["exact_match"] >= 0.99
+
+
 # --- G15, G16, G19 ----------------------------------------------------------------------------
 
 
@@ -858,6 +893,53 @@ def test_newton_gives_what_marching_gives_and_gives_up_where_it_is_told_to(caplo
             assert torch.equal(model(input_ids).logits, expected)
     assert "marches instead" in caplog.text
     assert last_backend("feedback_scan solver") == "march"
+
+
+def test_the_benchmark_of_newtons_method_takes_the_lanes_of_a_trained_model(tmp_path, monkeypatch):
+    benchmark = loaded_from(BENCHMARK)
+    core(torch.float32).save_pretrained(tmp_path / "core")
+    model = build(torch.float32, hidden_size=64)
+    model.save_pretrained(tmp_path / "lm")
+    (bare,) = benchmark.trained(tmp_path / "core", 300)
+    mixer = AutoModelForCausalLM.from_pretrained(tmp_path / "core").model.layers[0].mixer
+    assert torch.equal(bare.lam, mixer.lam)
+    assert torch.equal(bare.w, mixer.w)
+    assert bare.u.shape == (1, 300, 16)
+    assert len(bare.u[0].unique(dim=0)) == 7  # neither filler nor the frozen row
+    with monkeypatch.context() as patch:
+        patch.setattr(benchmark, "MOST_LANES", 64)
+        layers = benchmark.trained(tmp_path / "lm", 5)
+    assert [x.u.shape for x in layers] == [(1, 5, 16), (1, 5, 16)]  # of 128 channels of 4 lanes
+    torch.testing.assert_close(layers[1].w, model.model.layers[1].mixer.w[::8])
+    for name, value in (("GRID_LANES", [4]), ("GRID_LENGTHS", [8]), ("SECONDS", 0.0)):
+        monkeypatch.setattr(benchmark, name, value)
+    options = ["--lengths", "6", "--output", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["newton", *options, "--model", str(tmp_path / "core")])
+    benchmark.main()
+    (table,) = tmp_path.glob("newton*.csv")
+    rows = [
+        row for row in csv.DictReader(table.read_text().splitlines()) if row["regime"] == "trained"
+    ]
+    assert [(row["what"], row["length"], row["lanes"]) for row in rows] == [
+        ("steps", "6", "128"),
+        ("time", "6", "128"),
+    ]
+    assert float(rows[0]["median"]) <= float(rows[0]["max"]) <= 12
+    assert float(rows[1]["newton_ms"]) > 0
+    assert table.with_suffix(".png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("fields", [{"variant": "s6"}, None], ids=["s6", "nothing"])
+def test_the_benchmark_of_newtons_method_refuses_what_has_no_lanes(fields, tmp_path, monkeypatch):
+    benchmark = loaded_from(BENCHMARK)
+    if fields is not None:
+        build(torch.float32, **fields).save_pretrained(tmp_path / "model")
+    monkeypatch.setattr("sys.argv", ["newton", "--model", str(tmp_path / "model")])
+    answer = "no model loads" if fields is None else "--model must be a COFFEE model with feedback"
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), pytest.raises(SystemExit):
+        benchmark.main()
+    assert answer in said.getvalue()
 
 
 # --- gauges and dynamics ----------------------------------------------------------------------

@@ -89,6 +89,7 @@ def test_every_sequence_that_fits_is_as_likely_as_the_definition_has_it(variant)
 
 @pytest.mark.parametrize("trigger", [[7], [6, 7], [3, 3]], ids=str)
 def test_the_first_trigger_is_everywhere_alike_and_guessing_is_a_sixth_or_less(trigger):
+    """G18 of the paper's specification."""
     rows = 40_000
     input_ids, labels = induction_heads(rows, seq_len=16, **PAPER, trigger=trigger, seed=0)
     windows = np.lib.stride_tricks.sliding_window_view(input_ids[:, :16], len(trigger), axis=1)
