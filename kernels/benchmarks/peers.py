@@ -162,6 +162,56 @@ def _gates() -> Callable[..., None]:
     return found
 
 
+def masked_window(shape: tuple[int, ...], *inputs: Tensor) -> Passes:
+    """Attend to a window of K tokens, no memory, in one call of torch's attention with a mask."""
+    place = torch.arange(shape[1], device=inputs[0].device)
+    behind = place[:, None] - place
+    mask = (behind >= 0) & (behind < shape[3])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        turned = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(*turned, attn_mask=mask).transpose(1, 2)
+
+    return _attention(attend, *inputs[:3])
+
+
+def blocked_window(shape: tuple[int, ...], *inputs: Tensor) -> Passes:
+    """Attend to a window of K tokens, no memory: blocks of K queries see their own and the last K.
+
+    The fastest that torch's attention alone does on a CPU; L is a multiple of K.
+    """
+    batch, _, _, keys = shape
+    query = torch.arange(keys, device=inputs[0].device)[:, None]
+    key = torch.arange(-keys, keys, device=query.device)
+    band = (key <= query) & (key > query - keys)
+    first = band & (key >= 0)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        blocks = q.shape[1] // keys
+        masks = torch.stack([first] + [band] * (blocks - 1)).repeat(batch, 1, 1)[:, None]
+        q, k, v = (x.unflatten(1, (blocks, keys)) for x in (q, k, v))
+        last = (torch.cat([x.new_zeros(x[:, :1].shape), x[:, :-1]], dim=1) for x in (k, v))
+        both = [torch.cat(x, dim=2) for x in zip(last, (k, v), strict=True)]
+        turned = (x.flatten(0, 1).transpose(1, 2) for x in (q, *both))
+        out = F.scaled_dot_product_attention(*turned, attn_mask=masks)
+        return out.transpose(1, 2).reshape(inputs[0].shape)
+
+    return _attention(attend, *inputs[:3])
+
+
+def _attention(attend: Callable[..., Tensor], *inputs: Tensor) -> Passes:
+    grad = torch.randn_like(inputs[0])
+
+    def alone() -> None:
+        with torch.no_grad():
+            attend(*inputs)
+
+    def both() -> None:
+        torch.autograd.grad(attend(*inputs), inputs, grad)
+
+    return {"fwd": alone, "fwd+bwd": both}
+
+
 class _ParallelScan(torch.autograd.Function):
     """``h[t] = a[t] h[t-1] + b[t]`` over coefficients in memory, in 2 log L sweeps.
 

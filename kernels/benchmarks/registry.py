@@ -7,11 +7,13 @@ import torch
 from peers import (
     bare_ratio_transforms,
     bare_transforms,
+    blocked_window,
     direct_exponentials,
     doubling_scan,
     gates_alone,
     layer,
     linear_loop,
+    masked_window,
     materialised_scan,
     torch_loop,
     transformers_loop,
@@ -22,6 +24,7 @@ from ssmzoo_kernels import (
     causal_conv1d,
     companion_step,
     diagonal_step,
+    eidetic_attention,
     feedback_scan,
     fft_conv,
     linear_scan,
@@ -32,6 +35,7 @@ from ssmzoo_kernels import (
 )
 
 VANDERMONDE, RATIONAL = 16384, 8192  # lengths
+HEADS, KEYS, MEMORY = 4, 288, 32  # of attention: keys that a query sees, those of memory among them
 
 Shape = tuple[int, int, int, int]
 Passes = dict[str, Callable[[], object]]
@@ -112,6 +116,28 @@ def _conv_flops(B: int, L: int, D: int, K: int) -> tuple[float, float]:
 
 def _long_conv_inputs(B: int, L: int, D: int, K: int, **where) -> list[Tensor]:
     return _conv_inputs(B, L, D, K, **where)[:2]
+
+
+def _attention_inputs(B: int, L: int, D: int, K: int, **where) -> list[Tensor]:
+    """Return queries, keys, values, and the memories of chunks, which are K - m tokens long."""
+    tokens = [torch.randn(B, L, HEADS, D // HEADS, **where) for _ in range(3)]
+    chunks = B * -(-L // (K - MEMORY))
+    return [*tokens, *torch.randn(2, chunks, MEMORY, HEADS, D // HEADS, **where)]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mem_k: Tensor, mem_v: Tensor, backend: str) -> Tensor:
+    batch = q.shape[0]
+    count = torch.full((batch, mem_k.shape[0] // batch), MEMORY, device=q.device)
+    count[:, 0] = 0  # nothing is remembered before the first chunk is full
+    window = KEYS - MEMORY
+    return eidetic_attention(q, k, v, mem_k, mem_v, count.flatten(), window=window, backend=backend)  # type: ignore[arg-type]
+
+
+def _attention_flops(B: int, L: int, D: int, K: int) -> tuple[float, float]:
+    window = K - MEMORY
+    early = window * (window - 1) // 2 + window * MEMORY  # keys that the first chunk lacks
+    products = 2.0 * B * D * (L * K - early)
+    return 2 * products, 5 * products
 
 
 def _modes(H: int, N: int, **where) -> Tensor:
@@ -220,6 +246,15 @@ ENTRIES = [
             gpu=("eager",),
         )
         for shape in ((8, 1024, 768, 1024), (4, 2048, 256, 2048), (2, 16384, 64, 16384))
+    ),
+    Entry(
+        "eidetic_attention",
+        (1, 2304, 256, KEYS),
+        _attention_inputs,
+        _attend,
+        _attention_flops,
+        peers={"SDPA, window in blocks": blocked_window, "SDPA, window as mask": masked_window},
+        cpu=("eager",),
     ),
     Entry(
         "vandermonde",
