@@ -18,6 +18,7 @@ _EXTRAS = {
     "datasets": "train",
     "lm-eval": "eval",
     "peft": "peft",
+    "torchao": "quantize",
     "matplotlib": "inspect",
     "jinja2": "publish",
     "scikit-learn": "digits",

@@ -50,6 +50,7 @@ CHECKS: tuple[Check, ...] = (
     generation.check_wrong_cache,
     files.check_save_and_load,
     files.check_load_in_bfloat16,
+    files.check_quantized,
     files.check_closed_config,
     files.check_resized_embeddings,
     standalone.check_standalone,

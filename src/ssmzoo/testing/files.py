@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import importlib
+import importlib.util
 import json
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, TorchAoConfig
 
 from ssmzoo.modeling import SSMForCausalLM
-from ssmzoo.testing.subject import Measured, Subject, require
+from ssmzoo.testing.subject import BUDGETS, Measured, NotApplicable, Subject, require
 
 
 def check_save_and_load(subject: Subject) -> Measured:
@@ -53,6 +57,54 @@ def check_load_in_bfloat16(subject: Subject) -> Measured:
             source.save_pretrained(folder)
             _same_tensors(measured, _load(folder, dtype=torch.bfloat16), cast)
     return measured
+
+
+def check_quantized(subject: Subject) -> Measured:
+    """Linear layers load in 8 and in 4 bits by torchao, and nothing else loses a bit."""
+    quantization, granularity = _torchao()
+    measured = Measured()
+    model, ids = subject.fresh(), subject.ids(2, 9)
+    configs = {
+        "8 bits": quantization.Int8WeightOnlyConfig(),
+        "4 bits": quantization.IntxWeightOnlyConfig(
+            weight_dtype=torch.int4, granularity=granularity.PerAxis(0)
+        ),
+    }
+    for bits, config in configs.items():
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            loaded = _load(folder, quantization_config=TorchAoConfig(config))
+        plain, lowered = copy.deepcopy(model), 0
+        with torch.no_grad():
+            for name, parameter in loaded.named_parameters():
+                mine = plain.get_parameter(name)
+                if type(parameter.data) in (torch.Tensor, torch.nn.Parameter):
+                    measured.same(f"{bits}: {name}", parameter, mine)
+                else:
+                    untyped: Any = parameter
+                    mine.copy_(untyped.dequantize())
+                    lowered += 1
+            require(lowered > 0, f"{bits}: no linear layer was quantised")
+            whole = loaded(ids).logits
+            measured.compare(f"{bits}: logits", whole, plain(ids).logits, BUDGETS[torch.float32])
+            cache, steps = None, []
+            for token in ids.split(1, dim=1):
+                output = loaded(token, past_key_values=cache, use_cache=True)
+                cache = output.past_key_values
+                steps.append(output.logits)
+        measured.compare(f"{bits}: steps", torch.cat(steps, dim=1), whole, BUDGETS[torch.float32])
+    return measured
+
+
+def _torchao() -> tuple[Any, Any]:
+    if importlib.util.find_spec("torchao") is None:
+        raise NotApplicable("torchao is not installed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what it cannot load without a GPU
+        return (
+            importlib.import_module("torchao.quantization"),
+            importlib.import_module("torchao.quantization.granularity"),
+        )
 
 
 def check_closed_config(subject: Subject) -> Measured:
