@@ -210,9 +210,9 @@ def _not_returned(model: Any, ids: torch.Tensor) -> list[Any]:
     if "past_key_values" in inspect.signature(model.forward).parameters:
         options["past_key_values"] = cache = DynamicCache(config=model.config)
     model(ids, use_cache=False)
-    before = {id(tensor) for tensor in attributes()}
+    before = attributes()
     model(ids, use_cache=True, **options)
-    return [cache, *(tensor for tensor in attributes() if id(tensor) not in before)]
+    return [cache, *(x for x in attributes() if not any(x is old for old in before))]
 
 
 def flops_per_token(model: torch.nn.Module, length: int) -> int:
