@@ -67,7 +67,8 @@ def check_quantized(subject: Subject) -> Measured:
     configs = {
         "8 bits": quantization.Int8WeightOnlyConfig(),
         "4 bits": quantization.IntxWeightOnlyConfig(
-            weight_dtype=torch.int4, granularity=granularity.PerAxis(0)
+            weight_dtype=torch.int4,  # pyright: ignore[reportAttributeAccessIssue]
+            granularity=granularity.PerAxis(0),
         ),
     }
     for bits, config in configs.items():
