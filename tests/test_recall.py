@@ -168,9 +168,13 @@ def test_a_wrong_sweep_is_refused_before_any_run(changes, kind, message, tmp_pat
 
 @pytest.mark.parametrize("path", sorted(share("eval/sweeps").glob("*.yaml")), ids=lambda p: p.stem)
 def test_shipped_sweeps_are_valid_down_to_the_configurations(path):
-    for _, columns, recipe in load_sweep(path.stem).recipes():
-        config = build_config(recipe.model, recipe_tokenizer(recipe))
-        assert config.hidden_size == columns["width"]
+    runs = {  # rates and seeds change no configuration
+        (columns["model"], columns["width"]): recipe
+        for _, columns, recipe in load_sweep(path.stem).recipes()
+    }
+    tokenizer = recipe_tokenizer(next(iter(runs.values())))
+    for (_, width), recipe in runs.items():
+        assert build_config(recipe.model, tokenizer).hidden_size == width
 
 
 def test_merged_mappings_are_read_and_what_stands_twice_is_refused(tmp_path):
