@@ -25,9 +25,9 @@ _SIZES = {
 def _presets() -> dict[str, dict[str, Any]]:
     """Return the paper's models and baselines at each of its sizes; counts are in the tests.
 
-    "parallel" is the paper's Algorithm 1 to the letter. B'MOJO's layers have a state-space model as
-    wide as the model, attention and a gated MLP; Mamba's and the hybrid's are twice as wide inside
-    and have no MLP.
+    "parallel" has the wiring of the paper's Algorithm 1. B'MOJO's layers have a state-space model
+    as wide as the model, attention and a gated MLP; Mamba's and the hybrid's are twice as wide
+    inside and have no MLP.
     """
     presets: dict[str, dict[str, Any]] = {}
     for size, (width, heads, bmojo, mamba, hybrid, window) in _SIZES.items():

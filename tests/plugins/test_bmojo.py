@@ -8,6 +8,7 @@ import copy
 import importlib.util
 import itertools
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MambaConfig, MambaForCausalLM
 
 from ssmzoo.modeling import LayerState, StateCache
+from ssmzoo.recall import load_sweep, recall
 from ssmzoo.testing import FamilyConformance
 from ssmzoo_bmojo import FAMILY, modeling_bmojo
 from ssmzoo_bmojo.convert_bmojo import from_mamba
@@ -558,6 +560,17 @@ def test_presets_have_the_papers_sizes(preset):
     assert abs(count / named - 1) < 0.03
 
 
+def test_the_pages_example_runs():
+    page = Path(modeling_bmojo.__file__).with_name("README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names = {}
+    with torch.device("meta"):
+        exec(code, names)
+    for name, preset in (("model", "bmojo-130m"), ("mamba", "mamba-130m")):
+        assert names[name].num_parameters() == COUNTS[preset]
+    assert all(f"{count:,}" in page for count in COUNTS.values())
+
+
 @torch.no_grad()
 def test_the_initial_parameters_are_those_of_the_table():
     torch.manual_seed(0)
@@ -739,3 +752,20 @@ def test_positions_go_on_where_each_sequence_had_ended():
     assert call.positions().tolist() == [*range(3, 8), *range(9)]
     assert call.now.tolist() == [8, 2, 9]
     assert call.made.tolist() == [2, 0, 2]
+
+
+# --- what it is for ---------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_recall_from_behind_the_window_takes_eidetic_memory_and_something_that_orders(tmp_path):
+    sweep = load_sweep("bmojo-mqar-toy")
+    names = ("window rope", "parallel nope", "serial nope fading", "serial nope eidetic")
+    models = {name: sweep.models[name] for name in names}
+    ledger = recall(sweep.model_copy(update={"models": models, "seeds": [0]}), tmp_path)
+    accuracy = {line["model"]: line["accuracy"] for line in ledger}
+    assert accuracy["serial nope eidetic"] > 0.9
+    # four values stand in a row: who finds them but cannot tell them apart is right in one of four
+    for name in names[:-1]:
+        assert accuracy[name] < 0.5, name
