@@ -16,12 +16,15 @@ INSTALLED := $(VENV)/.installed
 # the oldest transformers that pyproject.toml admits, and what of it 5.23's own set does not serve
 OLDEST := transformers==5.17.0 huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
 OLDEST_DIR := $(VENV)/transformers-5.17.0
+# the torchao of constraints.txt, beside the rest: where it is installed, every import of transformers loads it
+TORCHAO_DIR := $(VENV)/torchao
 MODELS = $(wildcard $(RUNS)/*/model)
 RESULTS = $(sort $(wildcard eval/results/*.json))
 OLDEST_TESTS := $(wildcard tests/plugins tests/test_compat.py tests/test_modeling*.py)
 
 # one thread per worker: workers that share cores with each other's threads wait for them
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
+	SSMZOO_TEST_TORCHAO=$(abspath $(TORCHAO_DIR)) \
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup
 
 .PHONY: help install demo test test-gpu lint format types bench cards wheel clean
@@ -37,7 +40,7 @@ install: $(INSTALLED) ## Make .venv and install the project with the versions of
 demo: $(INSTALLED) ## Train, score, publish, reload and sample a small Longhorn (TEXT=path: on your text)
 	$(PY) -m ssmzoo.demo $(if $(TEXT),--text "$(TEXT)")
 
-test: $(INSTALLED) $(OLDEST_DIR)/.installed ## Run all tests, the model tests also on the oldest transformers
+test: $(INSTALLED) $(OLDEST_DIR)/.installed $(TORCHAO_DIR)/.installed ## Run all tests, the model tests also on the oldest transformers
 	@echo "== model tests on the oldest supported transformers =="
 	$(if $(OLDEST_TESTS),,$(error no model tests found under tests/))
 	PYTHONPATH=$(OLDEST_DIR) $(PYTEST) -p tests.versions -m "not slow and not gpu" $(OLDEST_TESTS)
@@ -87,6 +90,12 @@ $(PY):
 $(INSTALLED): pyproject.toml constraints.txt | $(PY)
 	@echo "== installing ssmzoo and all it needs into $(VENV): about 2 GB, a few minutes, once =="
 	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[dev]' -c constraints.txt
+	@touch $@
+
+$(TORCHAO_DIR)/.installed: constraints.txt $(INSTALLED)
+	rm -rf $(TORCHAO_DIR)
+	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps \
+	  --target $(TORCHAO_DIR) torchao -c constraints.txt
 	@touch $@
 
 $(OLDEST_DIR)/.installed: Makefile $(INSTALLED)

@@ -168,12 +168,6 @@ class BreaksTheGraph(LonghornMixer):
         return super().forward(hidden_states, state, cu_seqlens) * sign
 
 
-class NeedsPlainWeights(LonghornMixer):
-    def forward(self, hidden_states, state, cu_seqlens=None):
-        plain = type(self.out_proj.weight.data) is torch.Tensor
-        return super().forward(hidden_states, state, cu_seqlens) * (1 if plain else 0.9)
-
-
 class SavesHalf(LonghornForCausalLM):
     def save_pretrained(self, folder, **kwargs):
         kwargs["state_dict"] = {k: v.half().to(v.dtype) for k, v in self.state_dict().items()}
@@ -240,9 +234,8 @@ SABOTAGED = {
     "computes too coarsely": ({"mixer": ComputesTooCoarsely}, {"bfloat16"}),
     "saves half": (
         {"causal_lm": SavesHalf},
-        {"save_and_load", "load_in_bfloat16", "resized_embeddings", "quantized"},
+        {"save_and_load", "load_in_bfloat16", "resized_embeddings"},
     ),
-    "needs plain weights": ({"mixer": NeedsPlainWeights}, {"quantized"}),
     "loads low": ({"model": LoadsLow}, {"load_in_bfloat16"}),
     "reads the last column": ({"classifier": ReadsTheLastColumn}, {"sequence_classification"}),
     "has an open config": ({"config": OpenConfig}, {"closed_config"}),
