@@ -442,6 +442,7 @@ REFUSED = {
     "import ssmzoo.modeling": "must say `from package import module` to travel",
     "from ssmzoo.modeling import *": "must name what it imports from ssmzoo.modeling",
     "import importlib\nimportlib.import_module('math')": "an import by name must have the form",
+    "import importlib\nimportlib.import_module(name='math')": "an import by name must",
     "x = eval('1')": r"modeling_toy\.py, line \d+: eval may not travel",
 }
 

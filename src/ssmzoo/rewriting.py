@@ -85,7 +85,8 @@ class Source:
         for node in self.nodes:
             if not (isinstance(node, ast.Call) and _imports_by_name(node.func)):
                 continue
-            parts = node.args[0].values if isinstance(node.args[0], ast.JoinedStr) else []
+            name = node.args[0] if node.args else None
+            parts = name.values if isinstance(name, ast.JoinedStr) else []
             texts = [_text_of(part, constants) for part in parts]
             if len(node.args) != 1 or not texts or texts[-1] is not None or None in texts[:-1]:
                 raise ValueError(
