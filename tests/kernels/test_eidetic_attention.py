@@ -440,8 +440,8 @@ def test_decoding_reads_every_key_that_it_sees_and_no_other():
     assert all(stream.mask is None for stream in work.streams)
 
 
-def test_few_keys_are_read_side_by_side():
-    for memory, streams in ((57, 1), (58, 2)):  # beside a window's 199
+def test_few_rows_are_read_side_by_side():
+    for memory, streams in ((57, 1), (58, 2)):  # beside 199 of the window, in 2 sequences
         work = works(large(8, window=100, memory=memory))[-1]
         assert len(work.streams) == streams
 

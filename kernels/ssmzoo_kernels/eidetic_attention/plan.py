@@ -22,7 +22,7 @@ from ssmzoo_kernels.eidetic_attention.rows import Gathered, Rows, Strided, runs
 from ssmzoo_kernels.scan import accumulator
 
 QUERIES = 4096  # at a time: what is gathered for them fits a cache
-JOINED = 256  # keys up to which copying them side by side costs less than merging results
+JOINED = 512  # rows up to which copying them side by side costs less than merging results
 SHORT = 16  # the most tokens of a sequence in a call that is decoding
 
 
@@ -44,6 +44,11 @@ class Stream(NamedTuple):
     def keys(self) -> int:
         """Return K."""
         return sum(rows.width for _, rows in self.parts)
+
+    @property
+    def rows(self) -> int:
+        """Return how many rows all blocks read together."""
+        return sum(rows.count * rows.width for _, rows in self.parts)
 
 
 class Work(NamedTuple):
@@ -330,9 +335,9 @@ class Plan:
         return known
 
     def _join(self, streams: list[Stream], queries: int) -> list[Stream]:
-        """Put few keys side by side where no mask depends on the block."""
+        """Put few rows side by side where no mask depends on the block."""
         same = [x for x in streams if not x.causal and (x.mask is None or x.mask.bias.dim() == 2)]
-        if len(same) < 2 or sum(x.keys for x in same) > JOINED:
+        if len(same) < 2 or sum(x.rows for x in same) > JOINED:
             return streams
         mask = None
         if any(x.mask for x in same):

@@ -45,6 +45,11 @@ class Gathered:
     pitch: int
 
     @property
+    def count(self) -> int:
+        """Return how many runs there are."""
+        return self.places.shape[0]
+
+    @property
     def width(self) -> int:
         """Return how many rows a run has."""
         return self.places.shape[1]
