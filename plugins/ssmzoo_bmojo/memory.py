@@ -137,13 +137,11 @@ class Call:
 
     @_once
     def reads(self) -> tuple[Tensor, Tensor]:
-        """Return of each chunk its sequence and how many chunks after the open one it is, ``[n]``.
-
-        Chunks too many at the end may be of any number.
-        """
+        """Return of each chunk its sequence and how many chunks after the open one it is, ``[n]``."""
         chunks = self.chunks()
-        here = chunks.number - self.opened[chunks.sequence]
-        return chunks.sequence, here.clamp(max=self.depth() - 1)
+        ahead = chunks.number - self.opened[chunks.sequence]
+        # those that a bound has too many are taken for a sequence's last one
+        return chunks.sequence, ahead.minimum(self.made[chunks.sequence])
 
     @_once
     def leaves(self) -> tuple[Tensor, Tensor]:

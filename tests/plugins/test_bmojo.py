@@ -218,6 +218,45 @@ def test_layers_share_what_does_not_depend_on_them(monkeypatch):
     assert len({x.data_ptr() for x in seen}) == 4  # a file of a cache holds no tensor twice
 
 
+class Bounded(Call):
+    """A call as on a GPU, where nobody waits for a number and shapes are bounds."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.looks = False
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@torch.no_grad()
+def test_shapes_that_are_bounds_change_neither_logits_nor_cache(name, monkeypatch):
+    model, ids = tiny(**VARIANTS[name]), tokens(3, 11)
+    mask = torch.stack([torch.arange(11) >= 11 - n for n in (11, 0, 6)]).long()
+    # a prompt with padding, a step, several tokens of packed sequences, one of which is empty
+    calls = [
+        {"input_ids": ids, "attention_mask": mask},
+        {"input_ids": ids[:, :1]},
+        {"input_ids": ids[:2].view(1, -1), "cu_seqlens": torch.tensor([0, 9, 9, 22])},
+    ]
+
+    def run():
+        cache, logits = None, []
+        for call in calls:
+            output = model(**call, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            logits.append(output.logits)
+        logits[0] = logits[0] * mask[..., None]
+        return logits, [layer.states for layer in cache.layers]
+
+    expected, states = run()
+    monkeypatch.setattr(modeling_bmojo, "Call", Bounded)
+    got, others = run()
+    for one, two in zip(got, expected, strict=True):
+        assert error(one, two) < 1e-12
+    for one, two in zip(others, states, strict=True):
+        for state, value in two.items():
+            assert torch.allclose(one[state], value, rtol=1e-11, atol=1e-12), state
+
+
 @pytest.mark.parametrize("lengths", [(5, 5), (1, 1), (9, 9)])
 def test_rows_of_one_length_keep_what_gathered_rows_keep(lengths):
     seen = torch.tensor([3, 8])
