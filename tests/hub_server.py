@@ -1,9 +1,13 @@
 """A small Hub on loopback, in memory: enough to push a model, load it back, and read data sets.
 
 ``with HubServer() as hub`` serves repositories at ``hub.url``; data sets come from ``add_dataset``.
-One token may write, every other token is refused, and public repositories can be read without one.
-Uploads take the git-LFS road, so a client must set HF_HUB_DISABLE_XET=1. ``hub.requests`` records
-what was asked.
+Two tokens are known, the user's and a stranger's; each may write to what its owner has, a public
+repository can be read without one, and a private one does not exist for others. Uploads take the
+git-LFS road, so a client must set HF_HUB_DISABLE_XET=1; what came by it is handed out by another
+host, as from the Hub's CDN. ``hub.requests`` records what was asked, ``hub.ranges`` which parts of
+files, ``hub.leaks`` the tokens that a client showed where none belongs.
+
+``hub.faults`` makes requests fail, each fault the first request that it matches: see ``Fault``.
 """
 
 from __future__ import annotations
@@ -12,11 +16,14 @@ import base64
 import hashlib
 import json
 import re
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from http.client import responses
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, unquote, urlsplit
+from typing import Literal
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import yaml
 
@@ -47,11 +54,12 @@ class Blob:
 
 @dataclass
 class Repo:
-    """A repository: trees by commit, commits by branch."""
+    """A repository: trees by commit, commits by branch and by tag."""
 
     private: bool
     trees: dict[str, dict[str, Blob]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
 
     def commit(self, branch: str, tree: dict[str, Blob]) -> str:
         content = "".join(f"{path}\0{blob.sha256}\n" for path, blob in sorted(tree.items()))
@@ -61,7 +69,7 @@ class Repo:
         return oid
 
     def resolve(self, revision: str) -> str:
-        oid = self.branches.get(revision, revision)
+        oid = self.branches.get(revision) or self.tags.get(revision, revision)
         if oid not in self.trees:
             raise Refusal(404, "RevisionNotFound", f"no revision {revision}")
         return oid
@@ -76,14 +84,36 @@ class Refusal(Exception):
         self.body = body if body is not None else {"error": message}
 
 
+@dataclass(frozen=True)
+class Fault:
+    """How one request fails: with a status, or by a connection that is cut.
+
+    A status is answered with a page of HTML, as the machines before a Hub do. A cut is in the
+    request, of which ``after`` bytes of content are read and nothing is done, or in the answer, of
+    which ``after`` bytes of content are sent when everything is done; ``then`` is called before it.
+    """
+
+    request: str  # a regular expression for all of "METHOD path"
+    status: int | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    cut: Literal["request", "answer"] | None = None
+    after: int = 0
+    then: Callable[[], object] = lambda: None
+
+
 class HubServer:
     """The server; a context manager. See the module's text."""
 
     def __init__(self, token: str = "hf_loopback_token", user: str = "tester") -> None:
         self.token, self.user = token, user
+        self.stranger_token = "hf_strangers_token"
+        self.accounts = {token: user, self.stranger_token: "stranger"}
         self.repos: dict[str, Repo] = {}
         self.lfs: dict[str, bytes] = {}
+        self.faults: list[Fault] = []
         self.requests: list[str] = []
+        self.ranges: list[str] = []
+        self.leaks: list[str] = []
         self._lock = threading.Lock()
         hub = self
 
@@ -92,7 +122,8 @@ class HubServer:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        port = self._server.server_address[1]
+        self.url, self.cdn = f"http://127.0.0.1:{port}", f"http://localhost:{port}"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
 
     def __enter__(self) -> HubServer:
@@ -115,49 +146,68 @@ class HubServer:
         found = self.repos.setdefault(f"datasets/{repo}", Repo(private=False))
         return found.commit("main", {path: Blob(raw, lfs=False) for path, raw in files.items()})
 
+    def next_fault(self, request: _Handler) -> Fault | None:
+        """Record a request, and take the first fault that is meant for it off the list."""
+        asked = f"{request.command} {urlsplit(request.path).path}"
+        with self._lock:
+            self.requests.append(asked)
+            for fault in self.faults:
+                if re.fullmatch(fault.request, asked):
+                    self.faults.remove(fault)
+                    return fault
+        return None
+
     def answer(self, request: _Handler, body: bytes) -> None:
         method, path = request.command, urlsplit(request.path).path
         with self._lock:
-            self.requests.append(f"{method} {path}")
+            sent = request.headers.get("Authorization")
+            if sent and path.startswith("/lfs/") and not path.endswith("/verify"):
+                self.leaks.append(f"{method} {path}: {sent}")
             for methods, pattern, action in ROUTES:
                 match = re.fullmatch(pattern, path)
                 if match and method in methods.split():
-                    self._authorise(
-                        request, write=method == "POST" and not path.startswith(READING_POSTS)
-                    )
                     parts = {k: unquote(v) for k, v in match.groupdict().items() if v}
+                    writes = method in ("POST", "DELETE") and not path.startswith(READING_POSTS)
+                    self._authorise(request, writes, parts.get("repo"))
                     return action(self, request, body, **parts)
         raise Refusal(404, "NotFound", f"no endpoint {method} {path}")
 
-    def _authorise(self, request: _Handler, write: bool) -> None:
+    def _reader(self, request: _Handler) -> str | None:
+        """Return whose token came with a request, None without one."""
         sent = request.headers.get("Authorization")
-        if sent is None and not write:
-            return
-        if sent != f"Bearer {self.token}":
+        if sent is None:
+            return None
+        if sent.removeprefix("Bearer ") not in self.accounts:
             raise Refusal(401, "", "Invalid credentials in Authorization header")
+        return self.accounts[sent.removeprefix("Bearer ")]
+
+    def _authorise(self, request: _Handler, writes: bool, repo: str | None) -> None:
+        reader = self._reader(request)
+        if writes and reader is None:
+            raise Refusal(401, "", "Invalid username or password.")
+        if writes and repo and self._find(request, repo) and reader != repo.split("/")[0]:
+            raise Refusal(403, "", f"no right to write to {repo}")
 
     def _find(self, request: _Handler, repo: str) -> Repo:
-        found = self.repos.get(repo)
-        hidden = found is not None and found.private and "Authorization" not in request.headers
-        if found is None or hidden:
-            raise Refusal(404, "RepoNotFound", f"no repository {repo}")
+        found, reader = self.repos.get(repo), self._reader(request)
+        if found is None or (found.private and reader != repo.split("/")[0]):
+            raise Refusal(404 if reader else 401, "RepoNotFound", f"no repository {repo}")
         return found
 
     # accounts and repositories
 
     def whoami(self, request: _Handler, body: bytes) -> None:
         if "Authorization" not in request.headers:
-            raise Refusal(401, "", "Invalid credentials in Authorization header")
+            raise Refusal(401, "", "Invalid username or password.")
         access = {"displayName": "loopback", "role": "write"}
-        request.reply(
-            {"name": self.user, "type": "user", "orgs": [], "auth": {"accessToken": access}}
-        )
+        name = self._reader(request)
+        request.reply({"name": name, "type": "user", "orgs": [], "auth": {"accessToken": access}})
 
     def create(self, request: _Handler, body: bytes) -> None:
-        asked = json.loads(body)
-        owner = asked.get("organization") or self.user
+        asked, user = json.loads(body), self._reader(request)
+        owner = asked.get("organization") or user
         repo = f"{owner}/{asked['name'].split('/')[-1]}"
-        if owner != self.user:
+        if owner != user:
             raise Refusal(403, "", f"no right to create a repository under {owner}")
         if asked.get("type") not in (None, "model"):
             raise Refusal(400, "", "this server holds models only")
@@ -180,16 +230,29 @@ class HubServer:
         found.branches[name] = found.resolve(start)
         request.reply({})
 
+    def tag(self, request: _Handler, body: bytes, repo: str, revision: str) -> None:
+        found, name = self._find(request, repo), json.loads(body)["tag"]
+        if name in found.tags:
+            raise Refusal(409, "", f"Tag already exists: {name}")
+        found.tags[name] = found.resolve(revision)
+        request.reply({})
+
+    def untag(self, request: _Handler, body: bytes, repo: str, name: str) -> None:
+        if self._find(request, repo).tags.pop(name, None) is None:
+            raise Refusal(404, "RevisionNotFound", f"no tag {name}")
+        request.reply({})
+
     def refs(self, request: _Handler, body: bytes, repo: str) -> None:
-        branches = self._find(request, repo).branches.items()
+        found = self._find(request, repo)
+        kinds = {"branches": ("heads", found.branches), "tags": ("tags", found.tags)}
         request.reply(
-            {
-                "branches": [
-                    {"name": name, "ref": f"refs/heads/{name}", "targetCommit": oid}
-                    for name, oid in branches
-                ],
-                "tags": [],
-                "converts": [],
+            {"converts": []}
+            | {
+                kind: [
+                    {"name": name, "ref": f"refs/{folder}/{name}", "targetCommit": oid}
+                    for name, oid in refs.items()
+                ]
+                for kind, (folder, refs) in kinds.items()
             }
         )
 
@@ -203,7 +266,8 @@ class HubServer:
     # uploads
 
     def preupload(self, request: _Handler, body: bytes, repo: str, revision: str) -> None:
-        self._find(request, repo).resolve(revision)
+        found = self._find(request, repo)
+        held = found.trees[found.resolve(revision)]
         request.reply(
             {
                 "files": [
@@ -213,7 +277,7 @@ class HubServer:
                         if file["size"] >= LARGE or file["path"].endswith(".safetensors")
                         else "regular",
                         "shouldIgnore": False,
-                        "oid": None,
+                        "oid": held[file["path"]].etag if file["path"] in held else None,
                     }
                     for file in json.loads(body)["files"]
                 ]
@@ -247,6 +311,8 @@ class HubServer:
 
     def commit(self, request: _Handler, body: bytes, repo: str, revision: str) -> None:
         found = self._find(request, repo)
+        if revision not in found.branches:
+            raise Refusal(404, "RevisionNotFound", f"no branch {revision}")
         tree = dict(found.trees[found.resolve(revision)])
         for line in body.splitlines():
             entry = json.loads(line)
@@ -339,26 +405,45 @@ class HubServer:
             raise Refusal(404, "EntryNotFound", f"no file {path}")
         headers = {"X-Repo-Commit": oid, "ETag": f'"{blob.etag}"'}
         if blob.lfs:
-            headers["X-Linked-Size"] = str(len(blob.content))
-            headers["X-Linked-Etag"] = f'"{blob.etag}"'
+            headers |= {"X-Linked-Size": str(len(blob.content)), "X-Linked-Etag": headers["ETag"]}
+            self.lfs[blob.sha256] = blob.content  # of repositories that a test has made itself
+            headers["Location"] = f"{self.cdn}/lfs/{blob.sha256}?file={quote(path)}"
+            return request.reply(b"", 302, headers)
+        return self._hand_out(request, blob.content, headers)
+
+    def lfs_get(self, request: _Handler, body: bytes, oid: str) -> None:
+        if oid not in self.lfs:
+            raise Refusal(404, "", f"no object {oid}")
+        self._hand_out(request, self.lfs[oid], {"ETag": f'"{oid}"'})
+
+    def _hand_out(self, request: _Handler, content: bytes, headers: dict[str, str]) -> None:
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
         if asked is None:
-            return request.reply(blob.content, headers=headers)
-        first, last = int(asked[1]), int(asked[2] or len(blob.content) - 1)
-        part = blob.content[first : last + 1]
-        headers["Content-Range"] = f"bytes {first}-{first + len(part) - 1}/{len(blob.content)}"
+            return request.reply(content, headers=headers)
+        self.ranges.append(f"{urlsplit(request.path).path} {asked[0]}")
+        first, last = int(asked[1]), int(asked[2] or len(content) - 1)
+        part = content[first : last + 1]
+        headers["Content-Range"] = f"bytes {first}-{first + len(part) - 1}/{len(content)}"
         return request.reply(part, 206, headers)
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_hub: HubServer
+    fault: Fault | None = None
 
     def log_message(self, *args: object) -> None:
         """Stay silent: the server records requests itself."""
 
     def _serve(self) -> None:
+        self.fault = fault = self.server_hub.next_fault(self)
+        if fault and fault.cut == "request":
+            self.rfile.read(fault.after)
+            return self._cut(fault)
         body = self._body()
+        if fault and fault.status:
+            page = f"<html><h1>{fault.status} {responses[fault.status]}</h1></html>"
+            return self.reply(page, fault.status, {"Content-Type": "text/html", **fault.headers})
         try:
             self.server_hub.answer(self, body)
         except Refusal as refusal:
@@ -367,7 +452,13 @@ class _Handler(BaseHTTPRequestHandler):
                 headers["X-Error-Code"] = refusal.code
             self.reply(refusal.body, refusal.status, headers)
 
-    do_GET = do_HEAD = do_POST = do_PUT = _serve
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _serve
+
+    def _cut(self, fault: Fault) -> None:
+        """End the connection without a word; what was written before goes out."""
+        fault.then()
+        self.close_connection = True
+        self.connection.shutdown(socket.SHUT_RDWR)
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
@@ -382,15 +473,19 @@ class _Handler(BaseHTTPRequestHandler):
     def reply(
         self, content: object, status: int = 200, headers: dict[str, str] | None = None
     ) -> None:
-        raw = content if isinstance(content, bytes) else json.dumps(content).encode()
         kind = "application/octet-stream" if isinstance(content, bytes) else "application/json"
+        if not isinstance(content, bytes):
+            content = (content if isinstance(content, str) else json.dumps(content)).encode()
         self.send_response(status)
         for name, value in {"Content-Type": kind, **(headers or {})}.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(raw)))
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
+        cut = self.fault if self.fault and self.fault.cut == "answer" else None
         if self.command != "HEAD":
-            self.wfile.write(raw)
+            self.wfile.write(content[: cut.after] if cut else content)
+        if cut:
+            self._cut(cut)
 
 
 def metadata_errors(card: str) -> list[str]:
@@ -451,10 +546,13 @@ ROUTES: list[tuple[str, str, Action]] = [
     ("POST", r"/api/repos/create", HubServer.create),
     ("POST", r"/api/validate-yaml", HubServer.validate_yaml),
     ("POST", rf"/api/models/{REPO}/branch/(?P<name>[^/]+)", HubServer.branch),
+    ("POST", rf"/api/models/{REPO}/tag/(?P<revision>[^/]+)", HubServer.tag),
+    ("DELETE", rf"/api/models/{REPO}/tag/(?P<name>[^/]+)", HubServer.untag),
     ("GET", rf"/api/models/{REPO}/refs", HubServer.refs),
     ("POST", rf"/api/models/{REPO}/preupload/(?P<revision>[^/]+)", HubServer.preupload),
     ("POST", rf"/{REPO}\.git/info/lfs/objects/batch", HubServer.lfs_batch),
     ("PUT", r"/lfs/(?P<oid>[0-9a-f]{64})", HubServer.lfs_put),
+    ("GET HEAD", r"/lfs/(?P<oid>[0-9a-f]{64})", HubServer.lfs_get),
     ("POST", r"/lfs/(?P<oid>[0-9a-f]{64})/verify", HubServer.lfs_verify),
     ("POST", rf"/api/models/{REPO}/commit/(?P<revision>[^/]+)", HubServer.commit),
     ("GET", rf"/api/models/{REPO}", HubServer.info),

@@ -1,12 +1,10 @@
-"""Publication: what goes, what is refused, and a round trip over real HTTP on loopback."""
+"""Publication: what goes, what is refused, and folders; the Hub is in test_hub_http.py."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,25 +12,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ssmzoo import hub, load_family
 from ssmzoo.hub import publish
+from ssmzoo.modeling import load_state
 
 CARD = "---\nlibrary_name: transformers\n---\n\n# tiny\n\n![Loss](loss.png)\n"
 PICTURE = b"\x89PNG\r\n\x1a\n"
-
-
-def _load_helper(name: str):
-    """Import a helper beside this file; the tests are no package."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-hub_server = _load_helper("hub_server")
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +215,40 @@ def test_an_unwritable_target_is_one_clear_error(model, tmp_path, monkeypatch):
             publish(model, "/proc/ssmzoo-out")
 
 
+# prompts
+
+
+def test_a_saved_prompt_stays_behind_unless_it_is_asked_for(model, tmp_path):
+    network = AutoModelForCausalLM.from_pretrained(model)
+    network.prefill(torch.arange(5)[None]).save_pretrained(model)
+    quiet = publish(model, str(tmp_path / "out"))
+    assert {file.path for file in quiet.files} == EXPECTED
+    assert quiet.left_out == ("checkpoints/", "notes.txt", "state.safetensors")
+    asked = publish(model, str(tmp_path / "out"), state=True, dry_run=True)
+    assert {file.path for file in asked.files} == EXPECTED | {"state.safetensors"}
+    publish(model, str(tmp_path / "out"), state=True)
+    assert load_state(tmp_path / "out", network).num_tokens == 5
+    publish(model, str(tmp_path / "out"))
+    assert set(tree(tmp_path / "out")) == EXPECTED
+
+
+def test_a_prompt_goes_only_with_the_model_that_read_it(model, tmp_path):
+    with pytest.raises(ValueError, match=r"holds no state.safetensors; save a prompt with"):
+        publish(model, str(tmp_path / "out"), state=True)
+    network = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        network.model.norm.weight.add_(1)
+    network.prefill(torch.arange(5)[None]).save_pretrained(model)
+    with pytest.raises(ValueError, match="was made by other weights"):
+        publish(model, str(tmp_path / "out"), state=True, dry_run=True)
+    sizes = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    foreign = LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes))
+    foreign.save_pretrained(model)
+    with pytest.raises(ValueError, match="a model of ssmzoo's families, got LlamaForCausalLM"):
+        publish(model, str(tmp_path / "out"), state=True)
+    assert not (tmp_path / "out").exists()
+
+
 # model folders
 
 
@@ -359,8 +380,8 @@ def test_pictures_on_the_web_are_left_there(model, tmp_path):
 def test_a_file_that_changes_while_it_is_copied_stops_the_publication(model, tmp_path, monkeypatch):
     plan = hub._plan
 
-    def then_grow(folder, code):
-        made = plan(folder, code)
+    def then_grow(folder, **asked):
+        made = plan(folder, **asked)
         (model / "tokenizer.json").write_text('{"grown": true}')
         return made
 
@@ -368,179 +389,3 @@ def test_a_file_that_changes_while_it_is_copied_stops_the_publication(model, tmp
     with pytest.raises(RuntimeError, match=r"tokenizer.json changed while it was published"):
         publish(model, str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
-
-
-# the Hub, over HTTP
-
-PUSH = """
-import json, sys
-import ssmzoo.auto
-from transformers import AutoModelForCausalLM
-from ssmzoo.hub import publish
-
-folder = sys.argv[1]
-dry = publish(folder, "tester/published", dry_run=True)
-sent = publish(folder, "tester/published")
-again = publish(folder, "tester/published", revision="second/try", private=True)
-AutoModelForCausalLM.from_pretrained(folder).push_to_hub("tester/pushed")
-print(json.dumps({
-    "dry": [file.path for file in dry.files],
-    "sent": [file.path for file in sent.files],
-    "urls": [dry.url, sent.url],
-    "commits": [dry.commit, sent.commit, again.commit],
-}))
-"""
-
-LOAD = """
-import sys
-import numpy as np
-import torch
-import ssmzoo.auto
-from transformers import AutoModelForCausalLM
-
-torch.set_num_threads(1)
-input_ids = torch.arange(24).reshape(2, 12)
-logits = {}
-for name in ("published", "pushed"):
-    model = AutoModelForCausalLM.from_pretrained(f"tester/{name}").eval()
-    with torch.no_grad():
-        logits[name] = model(input_ids).logits.numpy()
-np.savez(sys.argv[1], **logits)
-"""
-
-PUBLISH = """
-import sys
-from ssmzoo.hub import publish
-
-for target in sys.argv[2:]:
-    try:
-        publish(sys.argv[1], target)
-        print(target, "published")
-    except RuntimeError as error:
-        print(error)
-"""
-
-
-def run_python(script: str, *arguments: object, home: Path, url: str, token: str | None):
-    """Run a script in a fresh interpreter that knows no Hub but the given one."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
-    environment |= {
-        "HF_ENDPOINT": url,
-        "HF_HOME": str(home),
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    if token is not None:
-        environment["HF_TOKEN"] = token
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    return done
-
-
-@pytest.fixture(scope="module")
-def server():
-    with hub_server.HubServer() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def pushed(server, saved_model, tmp_path_factory):
-    home = tmp_path_factory.mktemp("push-home")
-    done = run_python(PUSH, saved_model, home=home, url=server.url, token=server.token)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_the_hub_gets_exactly_what_the_dry_run_showed(server, saved_model, pushed):
-    held = server.files("tester/published")
-    del held[".gitattributes"]
-    assert sorted(held) == pushed["dry"] == pushed["sent"] == sorted(EXPECTED)
-    assert all(held[name] == (saved_model / name).read_bytes() for name in held)
-    dry, real = pushed["urls"]
-    assert dry is None
-    assert real == f"{server.url}/tester/published"
-
-
-def test_a_publication_is_one_commit(server, pushed):
-    repo = server.repos["tester/published"]
-    assert list(repo.trees)[1] == pushed["commits"][1] == repo.branches["main"]
-    commits = [r for r in server.requests if r.endswith("/api/models/tester/published/commit/main")]
-    assert len(commits) == 1
-    assert "POST /api/validate-yaml" in server.requests  # the Hub's own check of the card
-
-
-def test_a_revision_is_created_and_the_repository_keeps_its_visibility(server, pushed):
-    repo = server.repos["tester/published"]
-    assert set(repo.branches) == {"main", "second/try"}
-    assert not repo.private
-    assert server.files("tester/published", "second/try") == server.files("tester/published")
-
-
-def test_published_and_pushed_models_load_by_id_in_a_fresh_process_bit_for_bit(
-    server, pushed, saved_model, tmp_path
-):
-    run_python(LOAD, tmp_path / "logits.npz", home=tmp_path / "home", url=server.url, token=None)
-    loaded = np.load(tmp_path / "logits.npz")
-    model = AutoModelForCausalLM.from_pretrained(saved_model).eval()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.no_grad():
-            expected = model(torch.arange(24).reshape(2, 12)).logits.numpy()
-    finally:
-        torch.set_num_threads(threads)
-    for name in ("published", "pushed"):
-        assert np.array_equal(loaded[name], expected), name
-    assert any("/resolve/" in r and r.endswith("model.safetensors") for r in server.requests)
-
-
-def test_publishing_is_quiet_when_not_on_a_terminal(server, model, tmp_path):
-    done = run_python(
-        PUBLISH, model, "tester/quiet", home=tmp_path, url=server.url, token=server.token
-    )
-    assert done.stdout == "tester/quiet published\n"
-    assert done.stderr == ""
-
-
-def test_a_refused_token_is_named_as_the_cause_and_never_shown(server, model, tmp_path):
-    for token, cause in (
-        ("hf_wrong_secret", "the token is not valid (401); run `hf auth login` or set HF_TOKEN"),
-        ("hf_wrong_secret\u00e9", "holds characters that no token has"),
-    ):
-        done = run_python(
-            PUBLISH, model, "tester/refused", home=tmp_path, url=server.url, token=token
-        )
-        assert "publishing to tester/refused" in done.stdout
-        assert cause in done.stdout
-        assert "hf_wrong_secret" not in done.stdout + done.stderr
-    assert "tester/refused" not in server.repos
-
-
-def test_the_way_out_of_each_refusal_of_the_hub_is_named(server, model, tmp_path):
-    repo = hub_server.Repo(private=False)
-    stale_weights = hub_server.Blob(b"old", lfs=True)
-    repo.commit("main", {"model-00001-of-00002.safetensors": stale_weights})
-    server.repos["tester/sharded"] = repo
-    done = run_python(
-        PUBLISH,
-        model,
-        "tester/sharded",
-        "stranger/tiny",
-        home=tmp_path,
-        url=server.url,
-        token=server.token,
-    )
-    stale, forbidden = done.stdout.splitlines()
-    assert "already holds model-00001-of-00002.safetensors" in stale
-    assert "hf repos delete-files tester/sharded" in stale
-    assert "may not write there (403)" in forbidden
-    assert len(repo.trees) == 1
-    done = run_python(PUBLISH, model, "tester/none", home=tmp_path, url=server.url, token=None)
-    assert "needs a Hugging Face token" in done.stdout
-    assert "hf auth login" in done.stdout

@@ -257,6 +257,11 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
         help="send the model's code along: it then loads with trust_remote_code=True where ssmzoo "
         "is not installed",
     )
+    sub.add_argument(
+        "--state",
+        action="store_true",
+        help="send the prompt along that was saved as state.safetensors in MODEL_DIR",
+    )
     sub.add_argument("--dry-run", action="store_true", help="show what would go; write nothing")
     sub.add_argument("--private", action="store_true", help="create the repository private")
     sub.add_argument("--revision", metavar="NAME", help="the branch (default: main)")
@@ -510,6 +515,7 @@ def _publish(options: argparse.Namespace) -> int:
         options.model,
         options.target,
         standalone=options.standalone,
+        state=options.state,
         dry_run=options.dry_run,
         private=options.private,
         revision=options.revision,

@@ -1,11 +1,13 @@
 """Publish a model folder: into another folder, or to a repository on the Hub.
 
 What goes is a closed list: configuration, safetensors weights, tokenizer, generation configuration,
-card, the pictures that the card links, and, if asked for, the code that the model needs where this
-package is not installed. Everything else stays behind and is named in the report.
+card, the pictures that the card links, and, if asked for, a prompt that the model has read and the
+code that the model needs where this package is not installed. Everything else stays behind and is
+named in the report.
 A dry run makes the same plan and changes nothing; for a Hub repository it needs neither network nor
 token. Both kinds of publication appear at once or not at all: a folder by a rename, a repository by
-a single commit.
+a single commit. A Hub that is busy or out of reach is asked again for a while; after that the same
+command goes on where it stopped, because weights that arrived whole are not sent twice.
 """
 
 from __future__ import annotations
@@ -13,22 +15,32 @@ from __future__ import annotations
 import ctypes
 import errno
 import json
+import logging
 import os
 import re
 import shutil
 import sys
 import tempfile
+import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 from urllib.parse import unquote
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitInfo, HfApi
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 CARD = "README.md"
+STATE = "state.safetensors"  # of PromptState.save_pretrained; no weights
 
 _CONFIGURATION = ("config.json", "generation_config.json")
 _TOKENIZER = (
@@ -49,6 +61,9 @@ _CODE = {".py", ".pyc", ".so", ".sh", ".ipynb"}
 _PICTURES = {".png", ".jpg", ".jpeg", ".svg", ".gif", ".webp"}
 _LINKED_PICTURE = re.compile(r"""!\[[^\]]*\]\(\s*<?([^)\s>]+)|<img\b[^>]*?\bsrc=["']([^"']+)["']""")
 _ELSEWHERE = re.compile(r"^(https?:|data:)", re.IGNORECASE)
+_BUSY = (408, 429, 500, 502, 503, 504)  # what huggingface_hub asks again after, where it does
+_PAUSES = (1, 2, 4, 8)  # seconds between attempts
+_LONGEST_PAUSE = 300  # seconds, the window of the Hub's rate limits
 
 
 @dataclass(frozen=True)
@@ -99,6 +114,7 @@ def publish(
     target: str,
     *,
     standalone: bool = False,
+    state: bool = False,
     dry_run: bool = False,
     private: bool = False,
     revision: str | None = None,
@@ -113,6 +129,9 @@ def publish(
             same model, which is then replaced as a whole.
         standalone: Send the model's code along, so that it loads with ``trust_remote_code=True``
             where ssmzoo is not installed; see :func:`ssmzoo.export_code.export_code`.
+        state: Send ``state.safetensors`` along, a prompt that ``PromptState.save_pretrained`` wrote
+            into the model folder, tokens included. The model is loaded to see that it goes on from
+            it. A reader downloads the repository and calls :func:`ssmzoo.modeling.load_state`.
         dry_run: Check everything that can be checked here and report; write and send nothing.
         private: Create the repository private. An existing one keeps its visibility.
         revision: The branch to commit to, created if absent; the main branch if None.
@@ -132,7 +151,9 @@ def publish(
             "private, revision and commit_message are for Hub repositories, "
             f"got them with the folder {place!r}"
         )
-    plan = _plan(folder, code=standalone)
+    plan = _plan(folder, code=standalone, state=state)
+    if state:
+        _check_state(folder)
     with _with_code(folder, plan) if standalone else nullcontext(plan) as plan:
         report = _report(kind, place, plan)
         if kind == "folder":
@@ -167,11 +188,13 @@ def read_tensors(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 def read_weights(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return dtype and shape of every tensor of a saved model, and check that none is missing.
 
+    A prompt's state beside the weights is not looked at.
+
     Raises:
         ValueError: There are no weights, a shard is missing or corrupt, or index and shards differ.
     """
     index_path = folder / WEIGHTS_INDEX
-    present = {path.name for path in folder.glob("*.safetensors")}
+    present = {path.name for path in folder.glob("*.safetensors")} - {STATE}
     if not index_path.exists():
         if WEIGHTS not in present:
             raise ValueError(
@@ -234,8 +257,11 @@ def _parse_target(target: str) -> tuple[Literal["folder", "hub"], str]:
     return "hub", repository
 
 
-def _plan(folder: Path, code: bool) -> _Plan:
-    """List what goes, after checking every file of it; ``code`` says whether an export's may."""
+def _plan(folder: Path, code: bool, state: bool) -> _Plan:
+    """List what goes, after checking every file of it.
+
+    ``code`` says whether an export's modules may go, ``state`` whether a saved prompt does.
+    """
     from ssmzoo.export_code import is_exported
 
     sources: dict[str, Path] = {}
@@ -257,6 +283,8 @@ def _plan(folder: Path, code: bool) -> _Plan:
             sources[name] = _inside(folder, path)
         elif path.suffix in _CODE:
             raise ValueError(f"{path} is code, which is not published with a model; move it away")
+        elif name == STATE and not state:
+            left_out.append(name)
         elif (
             name in (*_CONFIGURATION, *_TOKENIZER, CARD, WEIGHTS_INDEX)
             or path.suffix == ".safetensors"
@@ -282,11 +310,32 @@ def _plan(folder: Path, code: bool) -> _Plan:
     read_weights(folder)
     if CARD not in sources:
         raise ValueError(f"{folder} has no card {CARD}; write one with: ssmzoo card {folder}")
+    if state and STATE not in sources:
+        raise ValueError(
+            f"{folder} holds no {STATE}; save a prompt with "
+            "model.prefill(input_ids).save_pretrained(folder), or publish without --state"
+        )
     for name in _pictures(folder):
         sources[name] = _inside(folder, folder / name)
     left_out = [name for name in left_out if name not in sources]
     sizes = {name: path.stat().st_size for name, path in sources.items()}
     return _Plan(dict(sorted(sources.items())), sizes, tuple(left_out))
+
+
+def _check_state(folder: Path) -> None:
+    """Check that the model, as a reader loads it, goes on from the prompt beside it."""
+    from transformers import AutoModelForCausalLM
+
+    import ssmzoo.auto  # noqa: F401
+    from ssmzoo.modeling import SSMForCausalLM, load_state
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    if not isinstance(model, SSMForCausalLM):
+        raise ValueError(
+            f"{folder / STATE} goes with a model of ssmzoo's families, got "
+            f"{type(model).__name__}; publish without --state"
+        )
+    load_state(folder, model)
 
 
 @contextmanager
@@ -409,7 +458,7 @@ def _check_folder(folder: Path, target: Path) -> None:
 def _why_foreign(folder: Path, target: Path) -> str | None:
     """Say why a filled target is not an earlier publication of this model; None if it is one."""
     try:
-        earlier = _plan(target, code=True)
+        earlier = _plan(target, code=True, state=(target / STATE).exists())
     except ValueError as error:
         return str(error)
     present = {
@@ -483,7 +532,7 @@ def _fsync_folder(folder: Path) -> None:
 def _publish_hub(
     plan: _Plan, report: PublishReport, private: bool, revision: str | None, message: str
 ) -> PublishReport:
-    from huggingface_hub import CommitOperationAdd, HfApi, get_token
+    from huggingface_hub import HfApi, get_token
 
     repository, token = report.target, get_token()
     if token is None:
@@ -499,24 +548,13 @@ def _publish_hub(
     api = HfApi(token=token)
     try:
         with _quiet_off_terminal():
-            api.create_repo(repository, private=private, exist_ok=True)
+            _insist(lambda: api.create_repo(repository, private=private, exist_ok=True))
             if revision is not None:
-                api.create_branch(repository, branch=revision, exist_ok=True)
+                _insist(lambda: api.create_branch(repository, branch=revision, exist_ok=True))
             _refuse_other_weights(
                 api.list_repo_files(repository, revision=revision), plan, repository
             )
-            operations = [
-                CommitOperationAdd(name, str(path)) for name, path in plan.sources.items()
-            ]
-            for operation in operations:
-                if operation.upload_info.size != plan.sizes[operation.path_in_repo]:
-                    raise _Refused(
-                        f"{operation.path_or_fileobj} changed while it was published; "
-                        "nothing was published"
-                    )
-            commit = api.create_commit(
-                repository, operations, commit_message=message, revision=revision
-            )
+            commit = _insist(lambda: _commit(api, plan, repository, revision, message))
     except _Refused as error:
         raise RuntimeError(str(error)) from None
     # The HTTP library under huggingface_hub differs by its version, so its errors cannot be named;
@@ -524,6 +562,64 @@ def _publish_hub(
     except Exception as error:
         raise RuntimeError(_explain(error, repository, api.endpoint, token)) from None
     return _done(report, str(commit.commit_url).split("/commit/")[0], commit.oid)
+
+
+def _commit(
+    api: HfApi, plan: _Plan, repository: str, revision: str | None, message: str
+) -> CommitInfo:
+    """Send what the Hub lacks, as one commit; where it lacks nothing, return its newest commit."""
+    from huggingface_hub import CommitOperationAdd
+
+    operations = [CommitOperationAdd(name, str(path)) for name, path in plan.sources.items()]
+    for operation in operations:
+        if operation.upload_info.size != plan.sizes[operation.path_in_repo]:
+            raise _Refused(
+                f"{operation.path_or_fileobj} changed while it was published; nothing was published"
+            )
+    return api.create_commit(repository, operations, commit_message=message, revision=revision)
+
+
+def _insist(step: Callable[[], T]) -> T:
+    """Do a step that may be repeated, again after a pause where the Hub is busy or out of reach."""
+    for pause in _PAUSES:
+        try:
+            return step()
+        except Exception as error:
+            trouble = _trouble(error)
+            pause = _pause_asked_for(error) or pause
+            if trouble is None or pause > _LONGEST_PAUSE:
+                raise
+            logger.info("%s; asking again in %d s", trouble, pause)
+            time.sleep(pause)
+    return step()
+
+
+def _trouble(error: BaseException) -> str | None:
+    """Say in words what passes with time; None for an error that would come again."""
+    status = _status(error)
+    if status is not None:
+        return f"the Hub is busy ({status})" if status in _BUSY else None
+    if isinstance(error, json.JSONDecodeError):
+        return "the Hub's answer was no JSON"
+    kinds = {kind.__name__ for kind in type(error).__mro__}  # of httpx, or of its next version
+    if "ConnectError" in kinds or "ConnectTimeout" in kinds:
+        return "the Hub cannot be reached"
+    return "the connection was cut" if "TransportError" in kinds else None
+
+
+def _status(error: BaseException) -> int | None:
+    return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def _pause_asked_for(error: BaseException) -> int | None:
+    from huggingface_hub.utils import parse_ratelimit_headers
+
+    headers = getattr(getattr(error, "response", None), "headers", {})
+    limit = parse_ratelimit_headers(headers)
+    if limit is not None and limit.remaining == 0:
+        return limit.reset_in_seconds + 1
+    after = headers.get("retry-after", "")
+    return int(after) if after.isdecimal() else None
 
 
 @contextmanager
@@ -557,7 +653,7 @@ def _refuse_other_weights(remote: Iterable[str], plan: _Plan, repository: str) -
         name
         for name in remote
         if (name.endswith(".safetensors") or name == WEIGHTS_INDEX) and "/" not in name
-    } - set(plan.sources)
+    } - {STATE, *plan.sources}
     if stale:
         raise _Refused(
             f"{repository} already holds {_list(stale)}, which this model does not replace; delete "
@@ -566,14 +662,28 @@ def _refuse_other_weights(remote: Iterable[str], plan: _Plan, repository: str) -
 
 
 def _explain(error: Exception, repository: str, endpoint: str, token: str) -> str:
-    status = getattr(getattr(error, "response", None), "status_code", None)
     where = f"publishing to {repository} at {endpoint} failed"
+    cause: BaseException = error  # an upload's errors come wrapped, with the name of its file
+    while cause.__cause__ is not None and _status(cause) is None and _trouble(cause) is None:
+        cause = cause.__cause__
+    status, trouble = _status(cause), _trouble(cause)
     if status == 401:
         return f"{where}: the token is not valid (401); run `hf auth login` or set HF_TOKEN"
     if status == 403:
         return f"{where}: the token may not write there (403); use one with write access"
-    detail = " ".join(str(error).replace(token, "***").split())
-    return f"{where}: {type(error).__name__}: {detail}"
+    during = "" if cause is error else f" ({_one_line(error, token)})"
+    if trouble is not None:
+        pause = _pause_asked_for(cause)
+        when = "later" if pause is None else f"in {pause} s"
+        return (
+            f"{where}: {trouble}{during}; run the same command again {when}: files that are "
+            "already there are not sent again"
+        )
+    return f"{where}: {type(cause).__name__}: {_one_line(cause, token)}{during}"
+
+
+def _one_line(error: BaseException, token: str) -> str:
+    return " ".join(str(error).replace(token, "***").split())
 
 
 def _list(names: Iterable[str]) -> str:

@@ -1,0 +1,576 @@
+"""The Hub over real HTTP on loopback: publish, push, load, and go on after everything that fails.
+
+Each step runs in a fresh interpreter, since a Hub's address is read at import. All of them log what
+they can, and ``run`` fails where a token shows. Their pauses are recorded instead of waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from tests.hub_server import Blob, Fault, HubServer, Repo
+from transformers import AutoModelForCausalLM
+
+from ssmzoo import load_family
+from ssmzoo.card import render_card
+from ssmzoo.hub import publish
+from ssmzoo.modeling import load_state
+from ssmzoo.results import weights_revision
+from ssmzoo.tokenizer import byte_tokenizer
+
+CHUNK = 10 * 1024 * 1024  # bytes that huggingface_hub collects before it writes them
+SCORE = {
+    "task": "ssmzoo_recall_text",
+    "metric": "acc",
+    "value": 0.61803,
+    "stderr": None,
+    "n": 500,
+    "seed": 1234,
+    "num_fewshot": 0,
+    "higher_is_better": True,
+    "settings": {},
+}
+
+START = """
+import json, os, sys, time
+waits = []
+time.sleep = waits.append
+"""
+
+# folder target [folder target ...]: publish each
+PUBLISH = (
+    START
+    + """
+from ssmzoo.cli import main
+
+for folder, target in zip(sys.argv[1::2], sys.argv[2::2]):
+    print(main(["publish", folder, target]))
+print(json.dumps(waits))
+"""
+)
+
+PUSH = (
+    START
+    + """
+from huggingface_hub import HfApi
+from transformers import AutoModelForCausalLM
+from ssmzoo.cli import main
+import ssmzoo.auto
+
+folder, wide = sys.argv[1:]
+for options in (
+    ["tester/published", "--dry-run"],
+    ["tester/published"],
+    ["tester/stateful", "--state", "--dry-run"],
+    ["tester/stateful", "--state"],
+    ["tester/published", "--revision", "second/try", "--private"],
+    ["tester/private", "--private"],
+):
+    assert main(["publish", folder, *options, "--json"]) == 0
+HfApi().create_tag("tester/published", tag="v1", tag_message="as it was")
+with open(os.path.join(folder, "README.md"), "a") as card:
+    card.write("A second thought." + chr(10))
+assert main(["publish", folder, "tester/published", "--json"]) == 0
+network = AutoModelForCausalLM.from_pretrained(wide)
+network.push_to_hub("tester/pushed", max_shard_size="1MB")
+"""
+)
+
+LOAD = (
+    START
+    + """
+import numpy as np
+import torch
+import ssmzoo.auto
+from huggingface_hub import HfApi, ModelCard, snapshot_download, try_to_load_from_cache
+from transformers import AutoModelForCausalLM
+from ssmzoo.modeling import load_state
+
+torch.set_num_threads(1)
+input_ids = torch.arange(24).reshape(2, 12)
+logits, found = {}, {"errors": {}, "etags": {}}
+
+def read(name, **options):
+    return AutoModelForCausalLM.from_pretrained(f"tester/{name}", **options).eval()
+
+with torch.no_grad():
+    logits["v1"] = read("published", revision="v1")(input_ids).logits.numpy()
+    logits["main"] = read("published")(input_ids).logits.numpy()
+    logits["pushed"] = read("pushed")(input_ids).logits.numpy()
+    state = load_state(snapshot_download("tester/stateful"), read("stateful"))
+    inputs = state.inputs(input_ids[:1])
+    inputs["input_ids"] = inputs["input_ids"][:, inputs["past_key_values"].seen_tokens :]
+    logits["stateful"] = state.model(**inputs).logits.numpy()
+
+for version in ("v1", "main"):
+    folder = snapshot_download("tester/published", revision=version)
+    found["etags"][version] = {
+        name: os.path.basename(os.path.realpath(os.path.join(folder, name)))
+        for name in os.listdir(folder)
+    }
+card = ModelCard.load("tester/published")
+card.validate()
+found["scores"] = [[r.dataset_name, r.metric_type, r.metric_value] for r in card.data.eval_results]
+refs = HfApi().list_repo_refs("tester/published")
+found["refs"] = {ref.ref: ref.target_commit for ref in refs.branches + refs.tags}
+
+right, stranger = sys.argv[2:]
+for reader, token in {"nobody": False, "wrong": "hf_wrong_secret", "stranger": stranger}.items():
+    try:
+        read("private", token=token)
+    except OSError as error:
+        found["errors"][reader] = str(error)
+with torch.no_grad():
+    logits["private"] = read("private", token=right)(input_ids).logits.numpy()
+np.savez(sys.argv[1], **logits)
+print(json.dumps(found | {"waits": waits}))
+"""
+)
+
+
+class Done(NamedTuple):
+    out: list[str]  # lines
+    log: str
+    status: int
+
+    @property
+    def errors(self) -> list[str]:
+        start = "ssmzoo: error: "
+        lines = self.log.splitlines()
+        return [line.removeprefix(start) for line in lines if line.startswith(start)]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with HubServer() as running:
+        yield running
+
+
+@pytest.fixture
+def run(server, tmp_path):
+    """Run a script in a fresh interpreter that knows no Hub but the given one."""
+
+    def run_script(script, *arguments, **options):
+        return run_python(server, tmp_path / "home", script, *arguments, **options)
+
+    return run_script
+
+
+def run_python(
+    server: HubServer,
+    home: Path,
+    script: str,
+    *arguments: object,
+    url: str | None = None,
+    token: str | None = "the user's",
+    debug: bool = True,
+    started: Callable[[subprocess.Popen], object] = lambda process: None,
+) -> Done:
+    """See ``run``; the Hub is the server at ``url``, and a token of None is none."""
+    token = server.token if token == "the user's" else token
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
+    environment |= {
+        "HF_ENDPOINT": url or server.url,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    environment |= {"HF_DEBUG": "1"} if debug else {}
+    environment |= {"HF_TOKEN": token} if token is not None else {}
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    started(process)
+    out, log = process.communicate(timeout=240)
+    assert process.returncode in (0, -signal.SIGKILL), log
+    for secret in {token, *server.accounts} - {None}:
+        assert secret not in out + log
+        for path in home.rglob("*"):
+            assert not path.is_file() or secret.encode() not in path.read_bytes(), path
+    assert not debug or token is None or "<TOKEN>" in log  # requests were logged, without it
+    assert server.leaks == []
+    return Done(out.splitlines(), log, process.returncode)
+
+
+def save(folder: Path, max_shard_size: str = "50GB", **changes) -> Path:
+    """Save a small Longhorn with everything that a publication needs."""
+    family = load_family("longhorn")
+    torch.manual_seed(0)
+    model = family.causal_lm_class(family.config(**{**family.tiny, **changes})).eval()
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    byte_tokenizer().save_pretrained(folder)
+    model.prefill(torch.arange(7)[None]).save_pretrained(folder)
+    (folder / "notes.txt").write_text("mine")
+    results = folder.with_suffix(".json")
+    scored = {"name": "tiny", "source": str(folder), "revision": weights_revision(folder)}
+    content = {
+        "model": {**scored, "model_type": "ssmzoo_longhorn", "parameters": 1},
+        "results": [SCORE],
+        "versions": {"ssmzoo": "0.1.0"},
+        "hardware": "Another CPU 9654, 2 threads",
+        "date": "2026-03-04T05:06:07+00:00",
+        "command": "ssmzoo eval tiny",
+    }
+    results.write_text(json.dumps(content))
+    render_card(folder, results=[results])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory):
+    """One file of weights, and the state of a prompt."""
+    return save(tmp_path_factory.mktemp("saved") / "narrow")
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """Two shards, one of them longer than what a download writes at once."""
+    folder = save(
+        tmp_path_factory.mktemp("saved") / "wide", "1MB", hidden_size=64, vocab_size=45_000
+    )
+    shards = sorted(path.stat().st_size for path in folder.glob("model-*.safetensors"))
+    assert len(shards) == 2
+    assert shards[0] < 1_000_000 < CHUNK < shards[1]
+    return folder
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A folder that takes no torch to make: for what fails before anything is loaded."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "ssmzoo_longhorn"}')
+    save_file({"x": np.arange(50_000, dtype=np.int32)}, folder / "model.safetensors")
+    (folder / "README.md").write_text("---\nlibrary_name: transformers\n---\n\n# small\n")
+    return folder
+
+
+def shown(folder: Path, **options) -> dict[str, bytes]:
+    """Return what a dry run says would go."""
+    report = publish(folder, "tester/shown", dry_run=True, **options)
+    return {file.path: (folder / file.path).read_bytes() for file in report.files}
+
+
+def held(server: HubServer, repo: str, revision: str = "main") -> dict[str, bytes]:
+    """Return what a repository holds, without what the Hub itself puts there."""
+    files = server.files(repo, revision)
+    del files[".gitattributes"]
+    return files
+
+
+def oid(path: Path) -> str:
+    return sha256(path.read_bytes()).hexdigest()
+
+
+# all goes well
+
+
+@pytest.fixture(scope="module")
+def pushed(server, narrow, wide, tmp_path_factory):
+    """What the process that pushes said of each publication."""
+    large = oid(max(wide.glob("model-*.safetensors"), key=lambda path: path.stat().st_size))
+    server.faults += [
+        Fault("POST /api/models/tester/pushed/preupload/main", 503),
+        Fault(f"PUT /lfs/{large}", cut="request", after=3_000_000),
+    ]
+    before = shown(narrow)
+    done = run_python(server, tmp_path_factory.mktemp("home"), PUSH, narrow, wide)
+    names = ["dry", "real", "state dry", "state", "second", "private", "thought"]
+    decoder, text = json.JSONDecoder(), "\n".join(done.out)
+    starts = re.finditer(r"^\{", text, re.MULTILINE)
+    reports = [decoder.raw_decode(text, match.start())[0] for match in starts]
+    assert server.faults == []
+    return {**dict(zip(names, reports, strict=True)), "before": before}
+
+
+def test_the_hub_gets_exactly_what_the_dry_run_showed(server, narrow, pushed):
+    for dry, real, repo, revision in (
+        ("dry", "real", "tester/published", "v1"),
+        ("state dry", "state", "tester/stateful", "main"),
+    ):
+        assert pushed[dry]["files"] == pushed[real]["files"]
+        assert pushed[dry]["left_out"] == pushed[real]["left_out"]
+        sent = held(server, repo, revision)
+        assert {name: len(raw) for name, raw in sent.items()} == {
+            file["path"]: file["size"] for file in pushed[dry]["files"]
+        }
+    assert held(server, "tester/published", "v1") == pushed["before"]
+    assert pushed["dry"]["left_out"] == ["notes.txt", "state.safetensors"]
+    assert pushed["state dry"]["left_out"] == ["notes.txt"]
+    assert "state.safetensors" in held(server, "tester/stateful")
+    assert (pushed["dry"]["url"], pushed["dry"]["commit"]) == (None, None)
+    assert pushed["real"]["url"] == f"{server.url}/tester/published"
+
+
+def test_a_publication_is_one_commit_of_what_changed(server, pushed):
+    repo = server.repos["tester/published"]
+    _, first, second = repo.trees
+    assert (first, second) == (pushed["real"]["commit"], pushed["thought"]["commit"])
+    assert repo.branches["main"] == second
+    changed = {p for p, blob in repo.trees[second].items() if blob != repo.trees[first][p]}
+    assert changed == {"README.md"}
+    assert len([r for r in server.requests if r.endswith("tester/published/commit/main")]) == 2
+    assert "POST /api/validate-yaml" in server.requests  # the Hub's own check of the card
+
+
+def test_a_revision_that_changes_nothing_is_a_branch_without_a_commit(server, pushed):
+    repo = server.repos["tester/published"]
+    assert set(repo.branches) == {"main", "second/try"}
+    assert repo.branches["second/try"] == pushed["second"]["commit"] == pushed["real"]["commit"]
+    assert not repo.private  # although the second publication asked for it
+    assert server.repos["tester/private"].private
+
+
+def test_the_same_weights_are_sent_once_to_whatever_repository(server, narrow, pushed):
+    puts = [r for r in server.requests if r == f"PUT /lfs/{oid(narrow / 'model.safetensors')}"]
+    assert len(puts) == 1
+
+
+@pytest.fixture(scope="module")
+def loaded(server, pushed, tmp_path_factory):
+    """What a process found that loads everything by its name, through faults."""
+    work = tmp_path_factory.mktemp("load")
+    weights = server.files("tester/pushed")
+    large = sha256(max(weights.values(), key=len)).hexdigest()
+    server.requests.clear()
+    server.faults += [
+        Fault("HEAD /tester/pushed/resolve/[^/]+/config.json", 503),
+        Fault("GET /tester/pushed/resolve/[^/]+/config.json", 429, {"Retry-After": "7"}),
+        Fault(f"GET /lfs/{large}", cut="answer", after=CHUNK + 1000),
+        Fault(f"GET /lfs/{large}", cut="answer", after=10),
+    ]
+    done = run_python(
+        server, work, LOAD, work / "logits.npz", server.token, server.stranger_token, token=None
+    )
+    assert server.faults == []
+    logits = dict(np.load(work / "logits.npz"))
+    return json.loads(done.out[-1]) | {"logits": logits, "large": large}
+
+
+def expected(folder: Path, input_ids: torch.Tensor) -> np.ndarray:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            model = AutoModelForCausalLM.from_pretrained(folder).eval()
+            return model(input_ids).logits.numpy()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_what_was_published_and_pushed_loads_by_its_name_bit_for_bit(loaded, narrow, wide):
+    input_ids = torch.arange(24).reshape(2, 12)
+    for name in ("v1", "main", "private"):
+        assert np.array_equal(loaded["logits"][name], expected(narrow, input_ids)), name
+    assert np.array_equal(loaded["logits"]["pushed"], expected(wide, input_ids))
+
+
+def test_a_prompt_travels_with_its_model_and_is_gone_on_from(loaded, narrow):
+    model = AutoModelForCausalLM.from_pretrained(narrow).eval()
+    state = load_state(narrow, model)
+    inputs = state.inputs(torch.arange(12)[None])
+    whole = expected(narrow, inputs["input_ids"])
+    seen = inputs["past_key_values"].seen_tokens
+    assert seen == 6
+    inputs["input_ids"] = inputs["input_ids"][:, seen:]
+    with torch.no_grad():
+        here = model(**inputs).logits.numpy()
+    there = loaded["logits"]["stateful"]
+    assert np.array_equal(there, here)
+    assert np.abs(there - whole[:, seen:]).max() <= 1e-5 * np.abs(whole).max()
+
+
+def test_a_cut_download_goes_on_where_it_stopped(server, loaded):
+    path = f"/lfs/{loaded['large']}"
+    # ten bytes are nothing that was written, so the third request asks for the same as the second
+    assert [part for part in server.ranges if path in part] == [f"{path} bytes={CHUNK}-"] * 2
+    assert server.requests.count(f"GET {path}") == 3
+
+
+def test_a_busy_hub_is_waited_for_as_long_as_it_says(loaded):
+    assert any(pause >= 7 for pause in loaded["waits"])
+
+
+def test_an_etag_tells_what_need_not_be_fetched_again(server, loaded, pushed):
+    repo = server.repos["tester/published"]
+    for version in ("v1", "main"):
+        blobs = repo.trees[repo.resolve(version)]
+        assert loaded["etags"][version] == {name: blob.etag for name, blob in blobs.items()}
+    assert loaded["etags"]["v1"]["README.md"] != loaded["etags"]["main"]["README.md"]
+    config = rf"GET /tester/published/resolve/({'|'.join(repo.trees)})/config\.json"
+    assert len([r for r in server.requests if re.fullmatch(config, r)]) == 1
+    weights = repo.trees[repo.branches["main"]]["model.safetensors"].sha256
+    fetched = [r for r in server.requests if r == f"GET /lfs/{weights}"]
+    assert len(fetched) == 3  # one for each repository that holds them
+
+
+def test_tags_and_branches_are_listed_with_their_commits(server, loaded, pushed):
+    assert loaded["refs"] == {
+        "refs/heads/main": pushed["thought"]["commit"],
+        "refs/heads/second/try": pushed["real"]["commit"],
+        "refs/tags/v1": pushed["real"]["commit"],
+    }
+
+
+def test_the_cards_scores_are_read_back_by_the_hubs_client(loaded):
+    (dataset, metric, value) = loaded["scores"][0]
+    assert len(loaded["scores"]) == 1
+    assert dataset
+    assert (metric, value) == ("acc", SCORE["value"])
+
+
+def test_a_private_repository_is_not_there_for_others(server, loaded):
+    errors = loaded["errors"]
+    assert set(errors) == {"nobody", "wrong", "stranger"}
+    for error in errors.values():
+        assert "tester/private" in error
+        assert not any(token in error for token in (*server.accounts, "hf_wrong_secret"))
+
+
+# all goes wrong
+
+
+def test_publishing_is_quiet_when_not_on_a_terminal(server, small, run):
+    done = run(PUBLISH, small, "tester/quiet", debug=False)
+    assert done.out[-3].endswith(f"published to {server.url}/tester/quiet")
+    assert done.out[-2:] == ["0", "[]"]
+    assert done.log == ""
+
+
+def test_a_refused_token_is_named_as_the_cause_and_never_shown(server, small, run):
+    for token, cause in (
+        ("hf_wrong_secret", "the token is not valid (401); run `hf auth login` or set HF_TOKEN"),
+        ("hf_wrong_secret\u00e9", "holds characters that no token has"),
+    ):
+        done = run(PUBLISH, small, "tester/refused", token=token, debug=False)
+        (line,) = done.errors
+        assert done.out == ["2", "[]"]
+        assert "publishing to tester/refused" in line
+        assert cause in line
+    assert "tester/refused" not in server.repos
+
+
+def test_the_way_out_of_each_refusal_of_the_hub_is_named(server, small, run, tmp_path):
+    repo = Repo(private=False)
+    repo.commit("main", {"model-00001-of-00002.safetensors": Blob(b"old", lfs=True)})
+    server.repos["tester/sharded"] = repo
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    for path in small.iterdir():
+        (odd / path.name).write_bytes(path.read_bytes())
+    (odd / "README.md").write_text("---\npipeline_tag: [1]\n---\n# odd\n")
+    server.faults += [
+        Fault("POST /api/repos/create", 429, {"Retry-After": "3600"}),
+    ]
+    targets = ("tester/busy", "tester/sharded", "stranger/tiny")
+    arguments = [word for target in targets for word in (small, target)]
+    done = run(PUBLISH, *arguments, odd, "tester/odd")
+    busy, stale, forbidden, refused = done.errors
+    assert done.out == ["2", "2", "2", "2", "[]"]
+    assert busy.startswith(f"publishing to tester/busy at {server.url} failed: the Hub is busy")
+    assert "(429); run the same command again in 3600 s: " in busy
+    assert "already holds model-00001-of-00002.safetensors" in stale
+    assert "hf repos delete-files tester/sharded" in stale
+    assert "may not write there (403)" in forbidden
+    assert "pipeline_tag must be a string" in refused
+    assert len(repo.trees) == 1
+    assert held(server, "tester/odd") == {}
+    (nobody,) = run(PUBLISH, small, "tester/none", token=None).errors
+    assert "needs a Hugging Face token" in nobody
+    assert "hf auth login" in nobody
+    done = run(PUBLISH, small, "tester/none", url="http://127.0.0.1:1")
+    (nowhere,) = done.errors
+    assert "at http://127.0.0.1:1 failed: the Hub cannot be reached; run the same" in nowhere
+    assert json.loads(done.out[-1]) == [1, 2, 4, 8]
+
+
+def test_a_push_comes_through_whatever_passes(server, small, run):
+    weights = oid(small / "model.safetensors")
+    server.lfs.pop(weights, None)  # of other tests
+    api = "POST /api/models/tester/stormy"
+    server.faults += [
+        Fault("POST /api/repos/create", 503, {"Retry-After": "9"}),
+        Fault("POST /api/repos/create", cut="answer"),  # it is made, and the client cannot know
+        Fault("GET /api/models/tester/stormy/tree/main", 500),
+        Fault("POST /api/validate-yaml", 502),
+        Fault(f"{api}/preupload/main", 429, {"RateLimit": '"api";r=0;t=31'}),
+        Fault(r"POST /tester/stormy\.git/info/lfs/objects/batch", cut="request"),
+        Fault(f"PUT /lfs/{weights}", cut="request", after=70_000),
+        Fault(f"PUT /lfs/{weights}", 500),
+        Fault(f"POST /lfs/{weights}/verify", 504),
+        Fault(f"{api}/commit/main", 503),
+        Fault(f"{api}/commit/main", cut="request", after=100),
+        Fault(f"{api}/commit/main", cut="answer"),  # it is done, and the client cannot know
+    ]
+    done = run(PUBLISH, small, "tester/stormy")
+    assert server.faults == []
+    repo = server.repos["tester/stormy"]
+    assert done.out[-2] == "0"
+    assert done.errors == []
+    assert "the Hub is busy (503); asking again in 9 s\n" in done.log
+    assert "the connection was cut; asking again in 2 s\n" in done.log
+    assert held(server, "tester/stormy") == shown(small)
+    assert len(repo.trees) == 2
+    waits = json.loads(done.out[-1])
+    assert 9 in waits
+    assert any(31 <= pause <= 33 for pause in waits)
+
+
+def test_an_interrupted_push_is_resumed(server, wide, run):
+    """Killed within an upload, then without a connection, then whole: one command, three times."""
+    shards = {oid(path): path for path in wide.glob("model-*.safetensors")}
+    small_shard, large = sorted(shards, key=lambda name: shards[name].stat().st_size)
+    for name in (small_shard, large):
+        server.lfs.pop(name, None)  # of other tests
+    processes: list[subprocess.Popen] = []
+
+    def kill() -> None:
+        deadline = time.monotonic() + 60
+        while small_shard not in server.lfs and time.monotonic() < deadline:
+            time.sleep(0.01)
+        processes[-1].kill()
+
+    server.requests.clear()
+    server.faults.append(Fault(f"PUT /lfs/{large}", cut="request", after=5_000_000, then=kill))
+    killed = run(PUBLISH, wide, "tester/resumed", debug=False, started=processes.append)
+    assert killed.status == -signal.SIGKILL
+    assert small_shard in server.lfs
+    assert held(server, "tester/resumed") == {}
+
+    server.requests.clear()
+    cut = Fault(f"PUT /lfs/{large}", cut="request", after=5_000_000)
+    server.faults += [cut] * 6
+    (line,) = run(PUBLISH, wide, "tester/resumed").errors
+    assert line == (
+        f"publishing to tester/resumed at {server.url} failed: the connection was cut (Error while "
+        f"uploading '{shards[large].name}' to the Hub.); run the same command again later: files "
+        "that are already there are not sent again"
+    )
+    assert f"PUT /lfs/{small_shard}" not in server.requests
+    assert held(server, "tester/resumed") == {}
+
+    server.requests.clear()
+    assert run(PUBLISH, wide, "tester/resumed").errors == []
+    assert [r for r in server.requests if r.startswith("PUT")] == [f"PUT /lfs/{large}"]
+    assert held(server, "tester/resumed") == shown(wide)
+    assert len(server.repos["tester/resumed"].trees) == 2
+    assert server.faults == []
