@@ -202,6 +202,38 @@ def test_left_padding_changes_no_loss(model, ids):
     torch.testing.assert_close(got, (6 * long + 3 * short) / 9)
 
 
+def test_shifted_labels_are_taken_as_they_are_in_place_of_labels(model, ids):
+    packed, ends = ids.reshape(1, -1), torch.tensor([0, 7, 14])
+    shifted = torch.nn.functional.pad(packed[:, 1:], (0, 1), value=-100)
+    others = shifted.clone()
+    others[0, 6] = (shifted[0, 6] + 1) % 96  # behind the last token of the first
+    with torch.no_grad():
+        expected = model(packed, labels=packed).loss
+        assert torch.equal(model(packed, shift_labels=shifted).loss, expected)
+        assert torch.equal(model(packed, labels=packed % 5, shift_labels=shifted).loss, expected)
+        across = model(packed, shift_labels=shifted, cu_seqlens=ends).loss
+        changed = model(packed, shift_labels=others, cu_seqlens=ends).loss
+    assert not torch.equal(across, changed)
+    with pytest.raises(ValueError, match=r"shift_labels must have shape \[B, L\], got \[7\]"):
+        model(ids, shift_labels=ids[0])
+    with pytest.raises(ValueError, match="shift_labels need all logits; leave logits_to_keep"):
+        model(ids, shift_labels=ids, logits_to_keep=1)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_gradient_can_be_retained_at_every_hidden_state(padding, ids):
+    mask = torch.ones_like(ids)
+    mask[1, :padding] = 0
+    outputs = build().model(ids, attention_mask=mask, output_hidden_states=True)
+    for hidden_states in outputs.hidden_states:
+        hidden_states.retain_grad()
+    outputs.last_hidden_state[1, -1, 0].backward()
+    for hidden_states in outputs.hidden_states:
+        assert hidden_states.grad[1, padding:].any()
+        assert not hidden_states.grad[1, :padding].any()
+        assert not hidden_states.grad[0].any()
+
+
 def test_whole_rows_need_no_segments():
     mask = torch.ones(2, 5)
     positions = torch.arange(5).expand(2, 5)

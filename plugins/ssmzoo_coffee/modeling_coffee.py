@@ -325,6 +325,8 @@ class CoffeePreTrainedModel(SSMPreTrainedModel):
         frozen = self.config.frozen_embedding_index
         if new_num_tokens is None and pad_to_multiple_of is None:
             return super().resize_token_embeddings()
+        if not isinstance(pad_to_multiple_of, int | None):  # transformers has an error for it
+            return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of)
         size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
         if pad_to_multiple_of is not None:
             size = -(-size // pad_to_multiple_of) * pad_to_multiple_of

@@ -538,6 +538,9 @@ def test_a_frozen_row_survives_its_file_and_a_change_of_the_vocabulary(tmp_path)
     assert loaded.config.vocab_size == loaded(input_ids).logits.shape[-1] == 16
     with pytest.raises(ValueError, match="must leave the frozen token 8 in the vocabulary, got 8"):
         loaded.resize_token_embeddings(8)
+    with pytest.raises(ValueError, match=r"1\.3"):
+        loaded.resize_token_embeddings(9, pad_to_multiple_of=1.3)
+    assert loaded.config.vocab_size == 16
     assert loaded.resize_token_embeddings() is loaded.get_input_embeddings()
 
 

@@ -268,7 +268,9 @@ class SSMModel(SSMPreTrainedModel):
         shared: dict[Any, Any] = {}
         for index, layer in enumerate(self.layers):
             if output_hidden_states:
+                # the layer goes on from what is returned, so that a gradient can be retained there
                 all_hidden_states.append(hidden_states.view(batch, length, width))
+                hidden_states = all_hidden_states[-1].view_as(hidden_states)
             state = _layer_state(cache, index, segments, shared)
             hidden_states = layer(hidden_states, state, boundaries)
             states.append(state)

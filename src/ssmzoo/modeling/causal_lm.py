@@ -64,6 +64,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         cu_seqlens: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
+        shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Predict the next token at every position.
@@ -83,6 +84,8 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
             cu_seqlens: See there.
             cu_seq_lens_q: See there.
             seq_idx: See there.
+            shift_labels: ``[B, L]``, the token after each position, or -100: taken as they are,
+                in place of ``labels``.
             **kwargs: Go to the loss, e.g. ``num_items_in_batch``.
 
         Returns:
@@ -116,15 +119,19 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
             hidden_states = hidden_states[:, -logits_to_keep:]
         logits = self.lm_head(hidden_states)
         loss = None
-        if labels is not None:
-            if labels.dim() != 2:
-                raise ValueError(f"labels must have shape [B, L], got {list(labels.shape)}")
-            if logits.shape[1] != labels.shape[1]:
-                raise ValueError("labels need all logits; leave logits_to_keep at 0")
+        for name, targets in (("labels", labels), ("shift_labels", shift_labels)):
+            if targets is None:
+                continue
+            if targets.dim() != 2:
+                raise ValueError(f"{name} must have shape [B, L], got {list(targets.shape)}")
+            if logits.shape[1] != targets.shape[1]:
+                raise ValueError(f"{name} need all logits; leave logits_to_keep at 0")
+        if labels is not None or shift_labels is not None:
             loss = self.loss_function(
                 logits=logits,
-                labels=_without_first_tokens(labels, segments),
+                labels=None if labels is None else _without_first_tokens(labels, segments),
                 vocab_size=self.config.vocab_size,
+                shift_labels=shift_labels,
                 **loss_kwargs,
             )
         output = CausalLMOutputWithPast(
