@@ -18,6 +18,8 @@ OLDEST := transformers==5.17.0 huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1
 OLDEST_DIR := $(VENV)/transformers-5.17.0
 # the torchao of constraints.txt, beside the rest: where it is installed, every import of transformers loads it
 TORCHAO_DIR := $(VENV)/torchao
+# the tests of the installed transformers; only its source distribution has them
+SUITE := $(VENV)/transformers-tests
 MODELS = $(wildcard $(RUNS)/*/model)
 RESULTS = $(sort $(wildcard eval/results/*.json))
 OLDEST_TESTS := $(wildcard tests/plugins tests/test_compat.py tests/test_modeling*.py)
@@ -27,12 +29,12 @@ PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
 	SSMZOO_TEST_TORCHAO=$(abspath $(TORCHAO_DIR)) \
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: help install demo test test-gpu lint format types bench cards wheel clean
+.PHONY: help install demo test test-gpu test-transformers lint format types bench cards wheel clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
 help: ## Show this list
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 install: $(INSTALLED) ## Make .venv and install the project with the versions of constraints.txt
 	@echo "== ssmzoo is installed: $(VENV)/bin/ssmzoo list =="
@@ -49,6 +51,11 @@ test: $(INSTALLED) $(OLDEST_DIR)/.installed $(TORCHAO_DIR)/.installed ## Run all
 
 test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
 	$(PY) -m pytest -p tests.versions -m gpu $(TESTS)
+
+test-transformers: $(INSTALLED) $(SUITE)/.installed ## Run transformers' own common tests on every family
+	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(SUITE) $(PYTEST) -p tests.versions \
+	  -p tests.transformers_common.listed -o addopts=--import-mode=importlib \
+	  -W ignore::pytest.PytestUnknownMarkWarning tests/transformers_common/every_family.py
 
 lint: $(INSTALLED) ## Check style and formatting
 	$(VENV)/bin/ruff check .
@@ -104,3 +111,14 @@ $(OLDEST_DIR)/.installed: Makefile $(INSTALLED)
 	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps \
 	  --target $(OLDEST_DIR) $(OLDEST)
 	@touch $@
+
+$(SUITE)/.installed: Makefile $(INSTALLED)
+	@echo "== fetching the tests of the installed transformers =="
+	rm -rf $(SUITE)
+	$(PY) -m pip download --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps \
+	  --no-binary transformers --no-build-isolation --dest $(SUITE)/sdist \
+	  "transformers==$$($(PY) -c 'from importlib.metadata import version; print(version("transformers"))')"
+	tar -xzf $(SUITE)/sdist/transformers-*.tar.gz -C $(SUITE)/sdist
+	mv $(SUITE)/sdist/transformers-*/tests $(SUITE)/transformers_tests
+	rm -rf $(SUITE)/sdist
+	@touch $(SUITE)/transformers_tests/__init__.py $@

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGETS = ("install", "demo", "test", "lint", "types", "bench", "wheel")
+TARGETS = ("install", "demo", "test", "test-transformers", "lint", "types", "bench", "wheel")
 
 
 @pytest.fixture
@@ -22,6 +22,8 @@ def checkout(tmp_path):
         ".venv/bin/python",
         ".venv/.installed",
         ".venv/transformers-5.17.0/.installed",
+        ".venv/transformers-tests/.installed",
+        ".venv/torchao/.installed",
     )
     for age, name in enumerate(stamps, 2_000):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -54,6 +56,7 @@ def test_a_first_call_makes_the_environment_once_and_then_does_its_work(target, 
     assert commands.count("-m venv .venv") == 1
     assert commands.count("-e '.[dev]' -c constraints.txt") == 1
     assert commands.count("--target .venv/transformers-5.17.0") == (target == "test")
+    assert commands.count("pip download") == (target == "test-transformers")
 
 
 @pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt"])
