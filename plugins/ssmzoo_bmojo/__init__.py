@@ -33,7 +33,7 @@ def _presets() -> dict[str, dict[str, Any]]:
     for size, (width, heads, bmojo, mamba, hybrid, window) in _SIZES.items():
         common = {"vocab_size": 32000, "hidden_size": width, "num_attention_heads": heads}
         mlp = {"intermediate_size": round(width * 8 / 3 / 64) * 64}
-        full = {**common, **mlp, "num_hidden_layers": bmojo, "ssm_expand": 1}
+        full = {**common, **mlp, "num_hidden_layers": bmojo, "expand": 1}
         presets[f"bmojo-{size}"] = full
         presets[f"bmojo-f-{size}"] = {**full, "mixer_types": "bmojo_f"}
         presets[f"bmojo-parallel-{size}"] = {**full, "wiring": "parallel", "use_rope": True}
@@ -45,7 +45,7 @@ def _presets() -> dict[str, dict[str, Any]]:
         }
         presets[f"swa-{size}"] = {
             **{**common, **mlp, "num_hidden_layers": window},
-            **{"mixer_types": "swa", "window_size": 1024, "use_rope": True},
+            **{"mixer_types": "swa", "sliding_window": 1024, "use_rope": True},
         }
     return presets
 
@@ -72,13 +72,13 @@ FAMILY = Family(
         "hidden_size": 32,
         "num_hidden_layers": 3,
         "mixer_types": ["bmojo", "swa", "bmojo_f"],
-        "window_size": 4,
+        "sliding_window": 4,
         "num_fading_tokens": 2,
         "num_eidetic_tokens": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "ssm_state_size": 4,
-        "time_step_rank": 3,
+        "d_state": 4,
+        "dt_rank": 3,
         "tie_memory_proj": False,
     },
     lora_targets=(

@@ -20,7 +20,7 @@ class BMojoConfig(SSMConfig):
             over everything (its cache grows). Fewer names than layers are repeated, one word
             stands for all. May be given as ``layer_types``, but transformers renames what it finds
             in a field of that name.
-        window_size: w, tokens a query sees directly, and tokens a chunk.
+        sliding_window: w, tokens a query sees directly, and tokens a chunk.
         num_fading_tokens: m_f, outputs of the state-space model that a query reads.
         num_eidetic_tokens: m_e, surprising tokens that are kept as they were.
         fading_mode: "chunk" reads the last outputs before the query's chunk; "offset" those just
@@ -36,12 +36,12 @@ class BMojoConfig(SSMConfig):
         innovation_span: k, outputs that predict the next one.
         innovation_weights: "uniform", or "exp" for weights that halve with every step back.
         innovation_error: "absolute" mean square, or "relative" to the output's size.
-        ssm_expand: The state-space model's inner width is ``ssm_expand * hidden_size``.
-        ssm_state_size: N, state columns per channel.
-        conv_kernel: Taps of its causal convolution.
-        time_step_rank: Rank of its time steps; "auto" is ``ceil(hidden_size / 16)``.
-        time_step_min: Smallest initial time step.
-        time_step_max: Largest initial time step.
+        expand: The state-space model's inner width is ``expand * hidden_size``.
+        d_state: N, state columns per channel.
+        d_conv: Taps of its causal convolution.
+        dt_rank: Rank of its time steps; "auto" is ``ceil(hidden_size / 16)``.
+        dt_min: Smallest initial time step.
+        dt_max: Largest initial time step.
         num_attention_heads: H, query heads; None: one for every 64 features.
         num_key_value_heads: G, key and value heads; None: as many.
         head_dim: d of a head; None: ``hidden_size / H``.
@@ -50,13 +50,18 @@ class BMojoConfig(SSMConfig):
     model_type = "ssmzoo_bmojo"
     attribute_map: ClassVar[dict[str, str]] = {
         **SSMConfig.attribute_map,
-        "sliding_window": "window_size",
-        "state_size": "ssm_state_size",
-        "expand": "ssm_expand",
+        "window_size": "sliding_window",
+        "state_size": "d_state",
+        "ssm_state_size": "d_state",
+        "ssm_expand": "expand",
+        "conv_kernel": "d_conv",
+        "time_step_rank": "dt_rank",
+        "time_step_min": "dt_min",
+        "time_step_max": "dt_max",
     }
 
     mixer_types: list[str] | str = "bmojo"
-    window_size: int = 512
+    sliding_window: int = 512
     num_fading_tokens: int = 32
     num_eidetic_tokens: int = 32
     fading_mode: Literal["chunk", "offset"] = "chunk"
@@ -69,12 +74,12 @@ class BMojoConfig(SSMConfig):
     innovation_span: int = 4
     innovation_weights: Literal["uniform", "exp"] = "uniform"
     innovation_error: Literal["absolute", "relative"] = "absolute"
-    ssm_expand: int = 2
-    ssm_state_size: int = 16
-    conv_kernel: int = 4
-    time_step_rank: int | str = "auto"
-    time_step_min: float = 1e-3
-    time_step_max: float = 1e-1
+    expand: int = 2
+    d_state: int = 16
+    d_conv: int = 4
+    dt_rank: int | str = "auto"
+    dt_min: float = 1e-3
+    dt_max: float = 1e-1
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
@@ -129,7 +134,7 @@ class BMojoConfig(SSMConfig):
                 f"head_dim is given, got {self.heads}"
             )
         for name in (
-            *("window_size", "innovation_span", "ssm_expand", "ssm_state_size", "conv_kernel"),
+            *("sliding_window", "innovation_span", "expand", "d_state", "d_conv"),
             *("num_attention_heads", "num_key_value_heads", "head_dim"),
         ):
             if getattr(self, name) < 1:
@@ -146,16 +151,15 @@ class BMojoConfig(SSMConfig):
             raise ValueError(f"head_dim must be even with use_rope, got {self.head_width}")
         if not 0 < self.rope_theta < math.inf:
             raise ValueError(f"rope_theta must be positive and finite, got {self.rope_theta}")
-        if not 0 < self.time_step_max < math.inf:
-            raise ValueError(f"time_step_max must be positive and finite, got {self.time_step_max}")
-        if not 0 < self.time_step_min <= self.time_step_max:
+        if not 0 < self.dt_max < math.inf:
+            raise ValueError(f"dt_max must be positive and finite, got {self.dt_max}")
+        if not 0 < self.dt_min <= self.dt_max:
             raise ValueError(
-                f"time_step_min must be positive and at most time_step_max = {self.time_step_max}, "
-                f"got {self.time_step_min}"
+                f"dt_min must be positive and at most dt_max = {self.dt_max}, got {self.dt_min}"
             )
-        rank = self.time_step_rank
+        rank = self.dt_rank
         if rank != "auto" and (isinstance(rank, str) or rank < 1):
-            raise ValueError(f"time_step_rank must be 'auto' or at least 1, got {rank!r}")
+            raise ValueError(f"dt_rank must be 'auto' or at least 1, got {rank!r}")
 
     @property
     def heads(self) -> int:
@@ -175,12 +179,12 @@ class BMojoConfig(SSMConfig):
     @property
     def d_inner(self) -> int:
         """Inner width of the state-space model."""
-        return self.ssm_expand * self.hidden_size
+        return self.expand * self.hidden_size
 
     @property
     def step_rank(self) -> int:
-        """``time_step_rank`` with "auto" worked out."""
-        rank = self.time_step_rank
+        """``dt_rank`` with "auto" worked out."""
+        rank = self.dt_rank
         return math.ceil(self.hidden_size / 16) if rank == "auto" else int(rank)
 
 

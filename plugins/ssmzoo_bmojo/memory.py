@@ -137,7 +137,7 @@ class Call:
 
     @_once
     def reads(self) -> tuple[Tensor, Tensor]:
-        """Return of each chunk its sequence and how many chunks after the open one it is, ``[n]``."""
+        """Return each chunk's sequence, and how many chunks after the open one it is, ``[n]``."""
         chunks = self.chunks()
         ahead = chunks.number - self.opened[chunks.sequence]
         # those that a bound has too many are taken for a sequence's last one

@@ -59,9 +59,9 @@ class BMojoSSM(SSMMixer):
 
     def __init__(self, config: BMojoConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        width, inner, states = config.hidden_size, config.d_inner, config.ssm_state_size
+        width, inner, states = config.hidden_size, config.d_inner, config.d_state
         self.in_proj = Linear(width, 2 * inner, bias=False)
-        self.conv1d = CausalConv1d(inner, config.conv_kernel, bias=True)
+        self.conv1d = CausalConv1d(inner, config.d_conv, bias=True)
         self.x_proj = Linear(inner, config.step_rank + 2 * states, bias=False)
         self.dt_proj = Linear(config.step_rank, inner, bias=False)
         self.dt_bias = nn.Parameter(torch.empty(inner))
@@ -109,7 +109,7 @@ class BMojoAttention(nn.Module):
             config.groups,
             config.head_width,
         )
-        self.window = None if kind == "attention" else config.window_size
+        self.window = None if kind == "attention" else config.sliding_window
         remembers = kind in ("bmojo", "bmojo_f")
         self.fading = config.num_fading_tokens if remembers else 0
         self.eidetic = config.num_eidetic_tokens if kind == "bmojo" else 0
@@ -411,11 +411,11 @@ class BMojoPreTrainedModel(SSMPreTrainedModel):
         super()._init_weights(module)
         config = self.config
         if isinstance(module, BMojoSSM):
-            low, high = math.log(config.time_step_min), math.log(config.time_step_max)
+            low, high = math.log(config.dt_min), math.log(config.dt_max)
             step = torch.empty_like(module.dt_bias, dtype=torch.float64)
             step = step.uniform_(low, high).exp().clamp(min=1e-4)
             init.copy_(module.dt_bias, step + torch.log(-torch.expm1(-step)))
-            columns = torch.arange(1, config.ssm_state_size + 1, device=module.A_log.device)
+            columns = torch.arange(1, config.d_state + 1, device=module.A_log.device)
             init.copy_(module.A_log, columns.log().expand_as(module.A_log))
             init.ones_(module.D)
         elif isinstance(module, nn.Linear):

@@ -33,7 +33,7 @@ and ``model.embed_tokens.weight``, ``model.norm.*``, ``lm_head.weight`` (the emb
 Fields of the configuration: num_hidden_layers, prenorm and residual (both true), rms_norm_eps,
 norm_type ("rms", "layer"; the mixer's own norms are always of the first kind), intermediate_size,
 mlp_type ("gelu", "swiglu"), mixer_types (of "bmojo", "bmojo_f", "mamba", "swa", "attention"),
-wiring ("serial", "parallel"), window_size, num_fading_tokens, num_eidetic_tokens, fading_mode
+wiring ("serial", "parallel"), sliding_window, num_fading_tokens, num_eidetic_tokens, fading_mode
 ("chunk", "offset"), eidetic_overlap ("allow", "mask"), innovation_span, innovation_weights
 ("uniform", "exp"), innovation_error ("absolute", "relative"), num_attention_heads,
 num_key_value_heads, head_dim, use_rope, rope_theta.
@@ -393,7 +393,7 @@ def block(weights: Weights, config: Config, index: int, x: Array) -> Array:
     layer, kind = f"model.layers.{index}.", config["mixer_types"][index]
     ssm, reader = layer + "mixer.ssm.", layer + "mixer.attention."
     m_f, m_e = memory_sizes(config, kind)
-    w = len(x) if kind == "attention" else config["window_size"]
+    w = len(x) if kind == "attention" else config["sliding_window"]
     u = normed(weights, config, layer + "norm", x)
     y, scores, a = np.zeros_like(u), np.zeros(len(x)), u
     if kind not in ("swa", "attention"):
@@ -445,7 +445,7 @@ def empty_cache(weights: Weights, config: Config) -> list[Cache]:
     caches: list[Cache] = []
     for i, kind in enumerate(config["mixer_types"]):
         m_f, m_e = memory_sizes(config, kind)
-        w = 0 if kind in ("mamba", "attention") else config["window_size"]
+        w = 0 if kind in ("mamba", "attention") else config["sliding_window"]
         kept = m_f + (w if config["fading_mode"] == "offset" and m_f else 0)
         cache: Cache = {"seen": 0, "eidetic": 0, "fading": 0}
         for name, rows in (("ring", w), ("eidetic", m_e), ("fading", kept)):
@@ -469,7 +469,7 @@ def commit(weights: Weights, config: Config, index: int, cache: Cache) -> None:
     """
     layer, kind = f"model.layers.{index}.", config["mixer_types"][index]
     m_f, m_e = memory_sizes(config, kind)
-    t, w = cache["seen"], config["window_size"]
+    t, w = cache["seen"], config["sliding_window"]
     pool = [
         (-cache["scores"][i], cache["positions"][i], cache["eidetic_k"][i], cache["eidetic_v"][i])
         for i in range(cache["eidetic"])
@@ -494,7 +494,7 @@ def commit(weights: Weights, config: Config, index: int, cache: Cache) -> None:
 def push_output(weights: Weights, config: Config, index: int, cache: Cache, y: Array) -> None:
     """Score the newest output and keep it."""
     layer, kind = f"model.layers.{index}.", config["mixer_types"][index]
-    t, w = cache["seen"], config["window_size"]
+    t, w = cache["seen"], config["sliding_window"]
     alpha, outputs = predictor(config), cache["outputs"]
     recent = np.concatenate([outputs[len(outputs) - len(alpha) :], y[None]])
     cache["pending"][t % w] = innovation(recent, alpha, config["innovation_error"])[-1]
@@ -516,7 +516,7 @@ def attention_step(weights: Weights, config: Config, index: int, cache: Cache, a
         cache["ring_k"] = np.concatenate([cache["ring_k"], k])
         cache["ring_v"] = np.concatenate([cache["ring_v"], v])
         return attend(q, cache["ring_k"], cache["ring_v"]).ravel()
-    w = config["window_size"]
+    w = config["sliding_window"]
     cache["ring_k"][t % w], cache["ring_v"][t % w] = k[0], v[0]
     shown = list(range(cache["eidetic"]))
     if config["eidetic_overlap"] == "mask":
@@ -545,7 +545,7 @@ def step(weights: Weights, config: Config, token: int, caches: list[Cache]) -> A
     for i, cache in enumerate(caches):
         layer, kind, t = f"model.layers.{i}.", config["mixer_types"][i], cache["seen"]
         remembers = kind in ("bmojo", "bmojo_f")
-        if remembers and t > 0 and t % config["window_size"] == 0:
+        if remembers and t > 0 and t % config["sliding_window"] == 0:
             commit(weights, config, i, cache)
         u = normed(weights, config, layer + "norm", x)
         y, a = np.zeros_like(u), u

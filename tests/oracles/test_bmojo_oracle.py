@@ -47,7 +47,7 @@ BASE = {
     "mlp_type": "swiglu",
     "mixer_types": ["bmojo", "bmojo"],
     "wiring": "serial",
-    "window_size": 4,
+    "sliding_window": 4,
     "num_fading_tokens": 2,
     "num_eidetic_tokens": 3,
     "fading_mode": "chunk",
@@ -142,7 +142,7 @@ MODELS = {
     "memories longer than the window": {"num_fading_tokens": 7, "num_eidetic_tokens": 9},
     "no eidetic memory": {"num_eidetic_tokens": 0, "untied": True},
     "no fading memory": {"num_fading_tokens": 0, "fading_mode": "offset"},
-    "a window of one": {"window_size": 1},
+    "a window of one": {"sliding_window": 1},
     "layer norm, gelu": {"norm_type": "layer", "intermediate_size": 7, "mlp_type": "gelu"},
     "all kinds": {
         "mixer_types": ["bmojo", "mamba", "swa", "attention", "bmojo_f"],
@@ -277,7 +277,7 @@ def test_without_memories_it_is_a_sliding_window_and_a_wide_one_full_attention(w
 
 def test_a_sequence_no_longer_than_the_window_never_reads_its_memories():
     for wiring in ("serial", "parallel"):
-        weights, config = model(wiring=wiring, window_size=19)
+        weights, config = model(wiring=wiring, sliding_window=19)
         whole = bmojo.logits(weights, config, IDS)
         for m_f, m_e in ((0, 0), (7, 1), (1, 30)):
             other = config | {"num_fading_tokens": m_f, "num_eidetic_tokens": m_e}
@@ -345,7 +345,7 @@ def test_alternating_mamba_and_window_layers_are_serial_layers_without_memories(
 def test_a_wide_parallel_layer_without_memories_is_a_transformer():
     fields = {"wiring": "parallel", "num_fading_tokens": 0, "num_eidetic_tokens": 0}
     for use_rope in (False, True):
-        weights, config = model(**fields, window_size=50, use_rope=use_rope)
+        weights, config = model(**fields, sliding_window=50, use_rope=use_rope)
         full = bmojo.logits(weights, config | {"mixer_types": ["attention"] * 2}, IDS)
         np.testing.assert_array_equal(bmojo.logits(weights, config, IDS), full)
 

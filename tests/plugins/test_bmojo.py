@@ -45,14 +45,14 @@ VARIANTS = {
     "long memories": {
         **{"num_eidetic_tokens": 7, "num_fading_tokens": 6, "eidetic_overlap": "mask"},
     },
-    "window of one": {"window_size": 1},
+    "window of one": {"sliding_window": 1},
     "eidetic only": {"num_fading_tokens": 0},
     "baselines": {"mixer_types": ["mamba", "attention", "swa"], "use_rope": True},
     "relative": {
         **{"innovation_error": "relative", "innovation_weights": "exp", "tie_memory_proj": True},
         **{"intermediate_size": 40},
     },
-    "wide window": {"window_size": 64},
+    "wide window": {"sliding_window": 64},
 }
 
 
@@ -112,7 +112,7 @@ def test_the_model_matches_the_oracle_in_float64(name):
 @torch.no_grad()
 def test_any_split_into_calls_gives_the_same_logits_and_the_same_cache(name, total):
     model, ids = tiny(**VARIANTS[name]), tokens(2, total)
-    window = model.config.window_size
+    window = model.config.sliding_window
     whole = model(ids, use_cache=True)
     splits = [[1] * total, [window - 1, window, window + 1], [1, 3, 5, 1, 8]]
     for lengths in splits:
@@ -160,7 +160,7 @@ def test_a_reordered_cache_is_the_cache_of_reordered_rows():
 @torch.no_grad()
 def test_the_cache_has_one_size_from_the_first_token_on():
     model = tiny()
-    window, sizes = model.config.window_size, []
+    window, sizes = model.config.sliding_window, []
     cache = StateCache(model.config)
     for _ in range(10 * window):
         model(tokens(2, 1), past_key_values=cache)
@@ -186,7 +186,7 @@ class Watched(TorchDispatchMode):
 
 @torch.no_grad()
 def test_after_64k_tokens_a_step_asks_for_the_memory_it_asked_for_after_three_windows():
-    model = tiny(window_size=64, num_fading_tokens=16, num_eidetic_tokens=16).float()
+    model = tiny(sliding_window=64, num_fading_tokens=16, num_eidetic_tokens=16).float()
     ids, sizes, bytes_ = tokens(1, 1 << 16), [], []
     end = model(ids[:, :192], use_cache=True).past_key_values
     far = None
@@ -413,7 +413,7 @@ def test_in_float32_nothing_is_rounded_to_less():
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-3), (torch.bfloat16, 3e-2)])
 @torch.no_grad()
 def test_other_arithmetic_remembers_other_tokens_only_where_scores_nearly_tie(device, dtype, near):
-    fields = {"mixer_types": "bmojo", "num_hidden_layers": 1, "window_size": 8}
+    fields = {"mixer_types": "bmojo", "num_hidden_layers": 1, "sliding_window": 8}
     model, ids = tiny(**fields).float(), tokens(4, 121)
     other = tiny(**fields).to(device, dtype)
     model.load_state_dict({name: x.float() for name, x in other.state_dict().items()})
@@ -443,14 +443,14 @@ def test_other_arithmetic_remembers_other_tokens_only_where_scores_nearly_tie(de
 
 @torch.no_grad()
 def test_a_sequence_no_longer_than_the_window_never_reads_its_memories():
-    model, ids = tiny(mixer_types="bmojo", window_size=16), tokens(2, 16)
-    bare = tiny(mixer_types="bmojo", window_size=16, num_fading_tokens=0, num_eidetic_tokens=0)
+    model, ids = tiny(mixer_types="bmojo", sliding_window=16), tokens(2, 16)
+    bare = tiny(mixer_types="bmojo", sliding_window=16, num_fading_tokens=0, num_eidetic_tokens=0)
     bare.load_state_dict(model.state_dict(), strict=False)
     assert torch.equal(model(ids).logits, bare(ids).logits)
 
 
 def test_the_parallel_state_space_model_then_has_no_gradient():
-    model, ids = tiny(mixer_types="bmojo", window_size=16, wiring="parallel"), tokens(2, 16)
+    model, ids = tiny(mixer_types="bmojo", sliding_window=16, wiring="parallel"), tokens(2, 16)
     model(ids, labels=ids).loss.backward()
     for layer in model.model.layers:
         assert not any(p.grad is not None and p.grad.any() for p in layer.mixer.ssm.parameters())
@@ -459,7 +459,7 @@ def test_the_parallel_state_space_model_then_has_no_gradient():
 @torch.no_grad()
 def test_a_wide_layer_without_memories_is_causal_attention():
     fields = {"num_fading_tokens": 0, "num_eidetic_tokens": 0, "num_key_value_heads": 4}
-    model = tiny(mixer_types="swa", window_size=32, **fields)
+    model = tiny(mixer_types="swa", sliding_window=32, **fields)
     full = tiny(mixer_types="attention", **fields)
     full.load_state_dict(model.state_dict())
     ids = tokens(2, 20)
@@ -654,13 +654,25 @@ def test_a_configuration_makes_the_round_trip_with_its_mixers(tmp_path):
     assert type(config).from_pretrained(tmp_path).mixer_types == config.mixer_types
 
 
+def test_names_that_other_code_uses_are_taken():
+    others = {
+        **{"window_size": 7, "ssm_state_size": 5, "ssm_expand": 3, "conv_kernel": 2},
+        **{"time_step_rank": 9, "time_step_min": 0.01, "time_step_max": 0.02},
+    }
+    config = FAMILY.config(**others)
+    assert (config.sliding_window, config.d_state, config.expand, config.d_conv) == (7, 5, 3, 2)
+    assert (config.dt_rank, config.dt_min, config.dt_max) == (9, 0.01, 0.02)
+    assert all(getattr(config, name) == value for name, value in others.items())
+    assert not others.keys() & config.to_dict().keys()
+
+
 @pytest.mark.parametrize(
     ("fields", "kind", "message"),
     [
         ({"mixer_types": ["mamb"]}, LookupError, "no mixer 'mamb'; did you mean 'mamba'"),
         ({"mixer_types": []}, ValueError, "at least one mixer"),
         ({"mixer_types": ["swa"] * 30}, ValueError, "at most 24"),
-        ({"window_size": 0}, ValueError, "window_size must be at least 1, got 0"),
+        ({"sliding_window": 0}, ValueError, "sliding_window must be at least 1, got 0"),
         ({"num_eidetic_tokens": -1}, ValueError, "num_eidetic_tokens must be at least 0"),
         ({"num_key_value_heads": 5}, ValueError, "multiple of num_key_value_heads = 5, got 12"),
         ({"use_rope": True, "head_dim": 7}, ValueError, "head_dim must be even with use_rope"),
@@ -669,23 +681,23 @@ def test_a_configuration_makes_the_round_trip_with_its_mixers(tmp_path):
         ({"num_fading_tokens": -1}, ValueError, "num_fading_tokens must be at least 0, got -1"),
         ({"innovation_span": 0}, ValueError, "innovation_span must be at least 1, got 0"),
         ({"rope_theta": 0.0}, ValueError, "rope_theta must be positive and finite, got 0.0"),
-        ({"time_step_max": math.inf}, ValueError, "time_step_max must be positive and finite"),
+        ({"dt_max": math.inf}, ValueError, "dt_max must be positive and finite"),
         (
             {"mixer_types": "mamba", "layer_types": ["swa"]},
             ValueError,
             r"give one of them, got \['swa'\] and 'mamba'",
         ),
-        ({"time_step_min": 0.0}, ValueError, "time_step_min must be positive"),
-        ({"time_step_min": 0.2}, ValueError, "at most time_step_max = 0.1, got 0.2"),
-        ({"time_step_rank": "half"}, ValueError, "time_step_rank must be 'auto' or at least 1"),
+        ({"dt_min": 0.0}, ValueError, "dt_min must be positive"),
+        ({"dt_min": 0.2}, ValueError, "at most dt_max = 0.1, got 0.2"),
+        ({"dt_rank": "half"}, ValueError, "dt_rank must be 'auto' or at least 1"),
         ({"wiring": "cereal"}, StrictDataclassError, "'serial', 'parallel'.*, got cereal"),
         ({"fading_mode": "chunks"}, StrictDataclassError, "'chunk', 'offset'.*, got chunks"),
         ({"eidetic_overlap": "hide"}, StrictDataclassError, "'allow', 'mask'.*, got hide"),
         ({"innovation_weights": "mean"}, StrictDataclassError, "'uniform', 'exp'.*, got mean"),
         ({"innovation_error": "rel"}, StrictDataclassError, "'absolute', 'relative'.*, got rel"),
-        ({"window_size": "8"}, StrictDataclassError, "expected int, got str"),
+        ({"sliding_window": "8"}, StrictDataclassError, "expected int, got str"),
         ({"use_rope": "yes"}, StrictDataclassError, "expected bool, got str"),
-        ({"windows_size": 8}, LookupError, "did you mean 'window_size'"),
+        ({"slidingwindow": 8}, LookupError, "did you mean 'sliding_window'"),
     ],
 )
 def test_wrong_fields_are_refused(fields, kind, message):
@@ -759,7 +771,7 @@ def test_rows_of_nothing_but_padding_do_no_harm():
 
 @torch.no_grad()
 def test_a_cache_of_another_layout_is_refused():
-    model, other = tiny(), tiny(window_size=8)
+    model, other = tiny(), tiny(sliding_window=8)
     cache = other(tokens(1, 5), use_cache=True).past_key_values
     with pytest.raises(ValueError, match="belongs to another model"):
         model(tokens(1, 1), past_key_values=cache)
