@@ -79,8 +79,9 @@ def test_cut_segments_have_the_same_loss_and_other_gradients(name):
     assert max(relative(cut[1][n], kept[1][n]) for n in kept[1]) > 1e-4
 
 
-def test_a_carried_state_is_where_the_last_step_ended():
-    model = tiny("longhorn")
+@pytest.mark.parametrize("name", sorted(families()))
+def test_a_carried_state_is_where_the_last_step_ended(name):
+    model = tiny(name)
     part = some_rows(model.config.vocab_size)
     first = Rows(*(array[:, :12] for array in part))
     second = Rows(*(array[:, 12:] for array in part))
