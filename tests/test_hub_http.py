@@ -123,7 +123,6 @@ for version in ("v1", "main"):
         for name in os.listdir(folder)
     }
 card = ModelCard.load("tester/published")
-card.validate()
 found["scores"] = [[r.dataset_name, r.metric_type, r.metric_value] for r in card.data.eval_results]
 refs = HfApi().list_repo_refs("tester/published")
 found["refs"] = {ref.ref: ref.target_commit for ref in refs.branches + refs.tags}
@@ -416,7 +415,7 @@ def test_an_etag_tells_what_need_not_be_fetched_again(server, loaded, pushed):
         blobs = repo.trees[repo.resolve(version)]
         assert loaded["etags"][version] == {name: blob.etag for name, blob in blobs.items()}
     assert loaded["etags"]["v1"]["README.md"] != loaded["etags"]["main"]["README.md"]
-    config = rf"GET /tester/published/resolve/({'|'.join(repo.trees)})/config\.json"
+    config = r"GET /tester/published/resolve/[^/]+/config\.json"
     assert len([r for r in server.requests if re.fullmatch(config, r)]) == 1
     weights = repo.trees[repo.branches["main"]]["model.safetensors"].sha256
     fetched = [r for r in server.requests if r == f"GET /lfs/{weights}"]

@@ -551,9 +551,8 @@ def _publish_hub(
             _insist(lambda: api.create_repo(repository, private=private, exist_ok=True))
             if revision is not None:
                 _insist(lambda: api.create_branch(repository, branch=revision, exist_ok=True))
-            _refuse_other_weights(
-                api.list_repo_files(repository, revision=revision), plan, repository
-            )
+            remote = _insist(lambda: api.list_repo_files(repository, revision=revision))
+            _refuse_other_weights(remote, plan, repository)
             commit = _insist(lambda: _commit(api, plan, repository, revision, message))
     except _Refused as error:
         raise RuntimeError(str(error)) from None
