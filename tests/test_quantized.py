@@ -1,4 +1,4 @@
-"""Loading in few bits, in a process of its own: an installed torchao is imported by transformers."""
+"""Loading in few bits, in a process of its own, because transformers imports torchao."""
 
 import importlib.util
 import os

@@ -87,6 +87,7 @@ class BMojoConfig(SSMConfig):
 
     def __post_init__(self, **kwargs: object) -> None:
         """Work out what was left open; see :class:`SSMConfig`."""
+        self.check_sizes()
         named = kwargs.pop("layer_types", None)
         if named is not None:
             if self.mixer_types not in ("bmojo", named):

@@ -130,9 +130,13 @@ def load_model(
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # the error about them refers to a report; see below
         )
     except SafetensorError as error:
         raise ValueError(f"the weights of {name!r} cannot be read: {error}") from error
+    except (AttributeError, KeyError, IndexError) as error:  # transformers trusts config.json
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"the configuration of {name!r} is damaged: {reason}") from error
     finally:
         logging.set_verbosity(verbosity)
     network, loading = loaded
@@ -141,6 +145,12 @@ def load_model(
         raise ValueError(
             f"the weights of {name!r} lack {len(missing)} tensors that the model needs, "
             f"the first is {missing[0]!r}"
+        )
+    if loading["mismatched_keys"]:
+        tensor, stored, needed = sorted(loading["mismatched_keys"])[0]
+        raise ValueError(
+            f"the weights of {name!r} do not fit its configuration: {tensor!r} is {list(stored)} "
+            f"in the file, the model needs {list(needed)}"
         )
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     network.to(place)

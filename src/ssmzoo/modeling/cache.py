@@ -270,7 +270,8 @@ class StateCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the rows ``beam_idx [B]``."""
         self._settled()
-        super().reorder_cache(beam_idx)
+        for layer in self.layers:
+            layer.reorder_cache(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices [R]``."""

@@ -97,8 +97,26 @@ class SSMConfig(PreTrainedConfig):
                 raise LookupError(
                     f"{type(self).__name__} has no field {name!r}{suggestion(name, known)}"
                 )
+        self.check_sizes()
+        for name in ("id2label", "label2id"):
+            labels = kwargs.get(name, getattr(self, name, None))
+            if not isinstance(labels, dict | None):
+                kind = type(labels).__name__
+                raise TypeError(f"{name} must be a dictionary or None, got {kind}")
         super().__post_init__(**kwargs)
         self.check()
+
+    def check_sizes(self) -> None:
+        """Fail if a whole number is so large that nothing can be made of it.
+
+        Raises:
+            ValueError: Names the field and the largest number.
+        """
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name, None)
+            largest = _MOST_LAYERS if field.name == "num_hidden_layers" else _LARGEST
+            if type(value) is int and abs(value) > largest:
+                raise ValueError(f"{field.name} must be at most {largest:,}, got {value:,}")
 
     def save_pretrained(
         self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any
@@ -136,6 +154,10 @@ class SSMConfig(PreTrainedConfig):
     def layer_types(self) -> list[str]:
         """Tell transformers that the layers are recurrent."""
         return ["linear_attention"] * self.num_hidden_layers
+
+
+_LARGEST = 2**31 - 1
+_MOST_LAYERS = 10_000
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
