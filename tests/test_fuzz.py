@@ -220,9 +220,10 @@ def test_an_op_computes_or_refuses(name):
 
 WORDS = (
     "nosuch", "", "-", "--", "a/b/c", "../x", "/", ".", "~nobody", "--json", "--load", "--seed",
-    "-1",    "1e9", "--set", "a.b=c", "train.lr=x", "=", "--device", "cpu", "--dtype", "bfloat16", "--out",
+    "-1", "1e9", "--set", "a.b=c", "train.lr=x", "=", "--device", "cpu", "--dtype", "bfloat16",
+    "--out",
     "--limit", "\N{PILE OF POO}", "x" * 300, "--help=3", "-h3", "--no-peers", "--beams", "0",
-    "--tasks",    "zoo_mqar", "--suite", "--order", "--kind", "--length", "--state", "--dry-run",
+    "--tasks", "zoo_mqar", "--suite", "--order", "--kind", "--length", "--state", "--dry-run",
 )  # fmt: skip
 COMMANDS = (
     "list", "info", "train", "generate", "eval", "card", "publish", "check", "inspect", "distill",
