@@ -146,6 +146,23 @@ def test_rows_of_mixed_lengths_cross_their_chunks_at_different_steps():
         assert error(torch.cat(got, dim=1)[row], alone[0, n:]) < 1e-10
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+@torch.no_grad()
+def test_a_row_leaves_the_same_finite_state_whatever_stands_beside_it(name):
+    model, ids, lengths = tiny(**VARIANTS[name]), tokens(3, 11), (11, 3, 6)
+    mask = torch.stack([torch.arange(11) >= 11 - n for n in lengths]).long()
+    together = model(ids, attention_mask=mask, use_cache=True).past_key_values
+    for row, n in enumerate(lengths):
+        alone = model(ids[row : row + 1, 11 - n :], use_cache=True).past_key_values
+        for one, two in zip(together.layers, alone.layers, strict=True):
+            for state, value in two.states.items():
+                beside = one.states[state][row : row + 1]
+                if state in ("keys", "values"):  # full attention keeps what the longest row needs
+                    beside = beside[:, beside.shape[1] - value.shape[1] :]
+                assert torch.allclose(beside, value, rtol=1e-9, atol=1e-11), state
+                assert one.states[state].isfinite().all(), state
+
+
 @torch.no_grad()
 def test_a_reordered_cache_is_the_cache_of_reordered_rows():
     model, ids = tiny(), tokens(3, 10)
