@@ -234,6 +234,7 @@ class StateCache(Cache):
             RuntimeError: The tokens were read before :meth:`activate_past_recording`, or in a call
                 with padding or packed sequences.
         """
+        max_length = int(max_length)  # some versions of transformers pass a tensor
         remove = -max_length if max_length <= 0 else max(self.seen_tokens - max_length, 0)
         recorded = list(self._recorded)
         if remove > sum(call.length for call in recorded):
