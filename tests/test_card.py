@@ -231,6 +231,27 @@ def test_scores_of_other_examples_stand_in_another_row(run, scored):
         assert "| not measured | 3.1416 ± 0.0046 |" in rows[1]
 
 
+def test_of_many_other_models_those_with_the_same_examples_stand_beside(run, scored):
+    rivals = [
+        write_results(
+            run,
+            f"rival{i}",
+            {**BPB, "seed": BPB["seed"] + i % 2},
+            revision=f"r{i}",
+            source=f"user/rival{i}",
+        )
+        for i in range(6)
+    ]
+    text = render_card(run / "model", results=[scored, *rivals]).read_text()
+    [row] = [line for line in text.splitlines() if line.startswith("| ssmzoo_bits_per_byte")]
+    assert "not measured" not in row
+    [head] = [line for line in text.splitlines() if line.startswith("| Task | Metric |")]
+    assert [name for name in ("rival0", "rival2", "rival4") if name in head] == [
+        "rival0", "rival2", "rival4",
+    ]  # fmt: skip
+    assert "rival1" not in head
+
+
 def test_each_score_keeps_the_call_that_it_is_from(run):
     early = {**RECALL, "command": "ssmzoo eval x --suite zoo-recall", "date": "2026-01-02"}
     text = render_card(

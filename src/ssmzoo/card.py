@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 MARKER = "Rendered by `ssmzoo card` from measured results; edits are lost when it runs again."
 
 # What a person decided about the model survives a new rendering.
+_MANY = 4  # other models whose scores stand in a table in any case
 _KEPT = ("license", "license_name", "license_link", "language", "datasets", "base_model")
 # The first name that a configuration has; zoo names first, then those of other libraries.
 _ARCHITECTURE = (
@@ -130,6 +131,9 @@ def _render(
     tasks = {row.task for row in merged(own)}
     if tasks:
         others = [entry for entry in others if tasks & {row.task for row in entry.scores}]
+        if len(others) > _MANY:  # of many, those with the same examples
+            rows = merged(own).keys()
+            others = [entry for entry in others if rows & entry.scores.keys()]
     family = family_of(summary.config)
     words = family_words(family.name) if family else None
     card = ModelCard.from_template(
