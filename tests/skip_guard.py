@@ -47,7 +47,7 @@ class SkipGuard:
                 terminalreporter.line(line)
 
     def _judge(self, report: pytest.TestReport | pytest.CollectReport) -> None:
-        test = report.nodeid.partition("[")[0]
+        test = report.nodeid.partition("[")[0].partition("@")[0]  # xdist appends "@group"
         where = report.longrepr
         reason = where[2] if isinstance(where, tuple) else str(where)
         reason = reason.removeprefix("Skipped: ")

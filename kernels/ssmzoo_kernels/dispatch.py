@@ -31,9 +31,7 @@ _log = logging.getLogger("ssmzoo")
 _forced: contextvars.ContextVar[Backend | None] = contextvars.ContextVar("forced", default=None)
 _ran: dict[str, str] = {}
 _offered: dict[str, tuple[str, ...]] = {}  # by op, the backends that it has
-_watched: contextvars.ContextVar[list[tuple[str, str]] | None] = contextvars.ContextVar(
-    "watched", default=None
-)
+_watched: list[tuple[str, str]] | None = None  # no context variable: torch.compile traces `record`
 _OWN = {"cpu": "cpu", "cuda": "triton"}  # by device, the backend written for it
 
 
@@ -45,20 +43,19 @@ def last_backend(op: str) -> str | None:
 def record(op: str, backend: str) -> None:
     """Note that a backend ran; every implementation calls it as it starts."""
     _ran[op] = backend
-    watched = _watched.get()
-    if watched is not None:
-        watched.append((op, backend))
+    if _watched is not None:
+        _watched.append((op, backend))
 
 
 @contextlib.contextmanager
 def watch() -> Iterator[list[tuple[str, str]]]:
     """Give a list that collects the op and backend of every run inside the block, in order."""
-    watched: list[tuple[str, str]] = []
-    token = _watched.set(watched)
+    global _watched
+    before, _watched = _watched, []
     try:
-        yield watched
+        yield _watched
     finally:
-        _watched.reset(token)
+        _watched = before
 
 
 def why_not_faster(op: str, backend: str, device: str) -> str | None:
