@@ -33,7 +33,6 @@ from ssmzoo.recipe import load_recipe
 from ssmzoo.resources import share
 from ssmzoo.tokenizer import byte_tokenizer
 
-CASES: dict[str, int] = {}
 CLEAR = (ValueError, TypeError, LookupError, RuntimeError, OSError, StrictDataclassError)
 CHECKERS = (
     "huggingface_hub/dataclasses.py",
@@ -54,9 +53,8 @@ def fuzz(cases):
     )
 
 
-def outcome(name, call):
+def outcome(call):
     """Return a call's result, or None after a clear error."""
-    CASES[name] = CASES.get(name, 0) + 1
     try:
         return call()
     except CLEAR as error:
@@ -98,11 +96,11 @@ def test_a_configuration_is_built_or_refused(name):
     @fuzz(120)
     @given(fields)
     def run(changes):
-        config = outcome("config", lambda: family.config(**{**family.tiny, **changes}))
+        config = outcome(lambda: family.config(**{**family.tiny, **changes}))
         size = 0 if config is None else config.hidden_size * config.num_hidden_layers
         if 0 < size < 10_000:
             with torch.device("meta"):
-                outcome("model", lambda: family.model_class(config))
+                outcome(lambda: family.model_class(config))
 
     run()
 
@@ -135,7 +133,7 @@ def test_a_recipe_is_read_or_refused(tmp_path_factory, path, data):
         inside[data.draw(st.text(max_size=6))] = inside.pop(last)
     target = tmp_path_factory.getbasetemp() / "recipe.yaml"
     target.write_text(yaml.safe_dump(fields))
-    outcome("recipe", lambda: load_recipe(target))
+    outcome(lambda: load_recipe(target))
 
 
 @fuzz(100)
@@ -146,7 +144,7 @@ def test_a_recipe_with_damaged_bytes_is_read_or_refused(tmp_path_factory, path, 
     content[place : place + len(damage)] = damage
     target = tmp_path_factory.getbasetemp() / "recipe.yaml"
     target.write_bytes(content)
-    outcome("recipe", lambda: load_recipe(target))
+    outcome(lambda: load_recipe(target))
 
 
 # --- ops ---------------------------------------------------------------------------------------
@@ -211,7 +209,7 @@ def test_an_op_computes_or_refuses(name):
             given["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int64)
         if "cu_seqlens" not in inspect.signature(op).parameters:
             given.pop("cu_seqlens", None)
-        outcome("op", lambda: op(**given, **extra))
+        outcome(lambda: op(**given, **extra))
 
     run()
 
@@ -234,7 +232,6 @@ COMMANDS = (
 @fuzz(350)
 @given(st.sampled_from(COMMANDS), st.lists(st.sampled_from(WORDS), max_size=5))
 def test_a_command_line_is_answered_with_0_or_2_and_one_line(capsys, command, words):
-    CASES["command"] = CASES.get("command", 0) + 1
     before = {path.name for path in Path.cwd().iterdir()}
     status = main([command, *words])
     err = capsys.readouterr().err
@@ -269,6 +266,11 @@ def model(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def network(model):
+    return load_model(model)[0]
+
+
 def damaged(content, data):
     """Return bytes with some changed, cut off, repeated or put in."""
     content = bytearray(content)
@@ -299,8 +301,8 @@ def test_damaged_weights_load_or_are_named(model, tmp_path_factory, data):
     folder = copied(model, tmp_path_factory)
     weights = folder / "model.safetensors"
     weights.write_bytes(damaged(weights.read_bytes(), data))
-    outcome("weights", lambda: load_model(folder))
-    outcome("header", lambda: describe_checkpoint(folder))
+    outcome(lambda: load_model(folder))
+    outcome(lambda: describe_checkpoint(folder))
 
 
 @fuzz(120)
@@ -316,7 +318,7 @@ def test_a_damaged_configuration_loads_or_is_named(model, tmp_path_factory, data
         path.write_text(json.dumps(fields))
     else:
         path.write_bytes(damaged(path.read_bytes(), data))
-    outcome("config.json", lambda: load_model(folder))
+    outcome(lambda: load_model(folder))
 
 
 def _huge(value):
@@ -325,14 +327,13 @@ def _huge(value):
 
 @fuzz(200)
 @given(st.data())
-def test_a_damaged_state_loads_or_is_named(model, tmp_path_factory, data):
+def test_a_damaged_state_loads_or_is_named(model, network, tmp_path_factory, data):
     folder = tmp_path_factory.getbasetemp() / "state"
     folder.mkdir(exist_ok=True)
     content = (model / "state" / "state.safetensors").read_bytes()
     (folder / "state.safetensors").write_bytes(damaged(content, data))
-    network, _ = cached_model(model)
-    outcome("state", lambda: load_state(folder, network))
-    outcome("state", lambda: StateCache.load(folder / "state.safetensors", network.config))
+    outcome(lambda: load_state(folder, network))
+    outcome(lambda: StateCache.load(folder / "state.safetensors", network.config))
 
 
 @fuzz(80)
@@ -342,7 +343,7 @@ def test_damaged_results_make_no_card(model, tmp_path_factory, data):
     target = tmp_path_factory.getbasetemp() / "results.json"
     target.write_bytes(damaged(path.read_bytes(), data))
     card = tmp_path_factory.getbasetemp() / "card.md"
-    made = outcome("card", lambda: render_card(model, results=[target], output=card))
+    made = outcome(lambda: render_card(model, results=[target], output=card))
     assert (made is not None) == card.exists()
     card.unlink(missing_ok=True)
 
@@ -354,15 +355,6 @@ def copied(model, tmp_path_factory):
         if path.is_file():
             (folder / path.name).write_bytes(path.read_bytes())
     return folder
-
-
-_networks = {}
-
-
-def cached_model(folder):
-    if folder not in _networks:
-        _networks[folder] = load_model(folder)
-    return _networks[folder]
 
 
 def test_the_files_of_the_model_are_whole(model):

@@ -1,29 +1,11 @@
 """The oracles judge the families; here they are judged, by formulas they do not use themselves."""
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
-
-
-def load(name):
-    path = Path(__file__).parent / "oracles" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"{name}_oracle", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-dss, rtf = load("dss"), load("rtf")
+from tests.oracles import dss, rtf
+from tests.oracles.judging import relative
 
 SHARED = {"rms_norm_eps": 1e-5, "num_hidden_layers": 2, "hidden_size": 6, "bidirectional": False}
-
-
-def relative(got, expected):
-    """Largest error relative to the largest entry; nan stays nan and fails every comparison."""
-    assert got.shape == expected.shape
-    return np.abs(got - expected).max() / np.abs(expected).max()
 
 
 def numbers(*shape, seed=0):

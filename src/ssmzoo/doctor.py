@@ -91,38 +91,27 @@ def examine_model(
 
     import torch
 
-    from ssmzoo.inspect.measure import as_arguments
-    from ssmzoo.inspect.subject import load_subject
+    from ssmzoo.inspect.measure import as_arguments, cache_after
+    from ssmzoo.inspect.subject import load_subject, reference_inputs
 
     subject = load_subject(model, seed=0, device=device)
     network = subject.model.eval()
-    config, place = network.config, network.device
-    if config.input_channels is None:
-        inputs = torch.arange(batch_size * length, device=place) % config.vocab_size
-        inputs = inputs.view(batch_size, length)
-    else:
-        inputs = torch.ones(batch_size, length, config.input_channels, device=place)
-    step = {"use_cache": True}
-
-    def read(use_cache: bool) -> Any:
-        return network(**as_arguments(network, inputs), use_cache=use_cache)
-
-    def again() -> Any:
-        return network(**as_arguments(network, inputs[:, :1]), **step)
-
+    place = network.device
+    inputs = reference_inputs(subject, length, batch_size, tokens=None, seed=0)
     with torch.inference_mode():
-        try:
-            cache, reason = read(True).past_key_values, None
-        except ValueError as error:  # a model that has no state says why
-            cache, reason = None, str(error)
-        reading = _observe(network, lambda: read(cache is not None))
-        read_seconds = _least_seconds(lambda: read(cache is not None), place)
+        cache, reason = cache_after(network, inputs)
+
+        def read() -> Any:
+            return network(**as_arguments(network, inputs), use_cache=cache is not None)
+
+        def step() -> Any:
+            return network(**as_arguments(network, inputs[:, :1]), past_key_values=cache)
+
+        reading, read_seconds = _observe(network, read), _least_seconds(read, place)
         stepping: list[list[tuple[str, str]]] = [[] for _ in reading]
         step_seconds = None
         if cache is not None:
-            step["past_key_values"] = cache
-            stepping = _observe(network, again)
-            step_seconds = _least_seconds(again, place)
+            stepping, step_seconds = _observe(network, step), _least_seconds(step, place)
     tokens = {"read": (batch_size * length, read_seconds), "step": (batch_size, step_seconds)}
     return {
         "model": subject.name,

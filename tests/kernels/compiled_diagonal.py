@@ -6,22 +6,14 @@ launches are the ops' own, recorded instead of run.
     python tests/kernels/compiled_diagonal.py vandermonde
 """
 
-import importlib.util
-import json
 import sys
-from pathlib import Path
 
-_path = Path(__file__).with_name("compiled_triton.py")
-_spec = importlib.util.spec_from_file_location(_path.stem, _path)
-compiled = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(compiled)
+import torch
+from compiled_triton import recording, write_records
 
-import torch  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
-
-from ssmzoo_kernels.diagonal_step import triton as step_triton  # noqa: E402
-from ssmzoo_kernels.vandermonde import triton as vandermonde_triton  # noqa: E402
-from ssmzoo_kernels.vandermonde.tables import Lags  # noqa: E402
+from ssmzoo_kernels.diagonal_step import triton as step_triton
+from ssmzoo_kernels.vandermonde import triton as vandermonde_triton
+from ssmzoo_kernels.vandermonde.tables import Lags
 
 # name: (op, dtype, heads, modes, length or batch)
 CASES = {
@@ -36,10 +28,7 @@ CASES = {
 def launches(case):
     """Return the different launches of a step, or of a forward and a backward."""
     op, dtype, heads, modes, size = CASES[case]
-    seen = []
-    original = JITFunction.run
-    JITFunction.run = lambda self, *args, grid, warmup, **named: seen.append((self, args, named))
-    try:
+    with recording() as seen:
         coefficients = torch.ones(heads, modes, dtype=dtype)
         if op == "vandermonde":
             lags = Lags(size, 0, 0, torch.ones(heads, modes, dtype=torch.bool))
@@ -52,30 +41,11 @@ def launches(case):
             state = torch.ones(size, heads, modes, dtype=dtype)
             for drive in (None, coefficients):
                 step_triton.forward(u, state, coefficients, drive, coefficients, u[0])
-    finally:
-        JITFunction.run = original
     distinct = {
         (kernel, *sorted(named.items())): (kernel, args, named) for kernel, args, named in seen
     }
     return distinct.values()
 
 
-def main():
-    compiled.POINTERS[torch.int8] = "*i8"
-    for case in sys.argv[1:]:
-        for target in (80, 90):
-            for kernel, args, named in launches(case):
-                built, options = compiled.compile_launch(kernel, args, named, target)
-                record = {
-                    "case": case,
-                    "kernel": kernel.__name__,
-                    "target": f"sm_{target}",
-                    "warps": options["num_warps"],
-                    **compiled.usage(built),
-                    "shared": built.metadata.shared,
-                }
-                compiled.write(json.dumps(record))
-
-
 if __name__ == "__main__":
-    main()
+    write_records(sys.argv[1:], launches)

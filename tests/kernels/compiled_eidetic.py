@@ -4,16 +4,10 @@ Prints one JSON object a case, kernel and target: what they use. The launches ar
 recorder stands in for the launcher.
 """
 
-import importlib.util
-import json
-import os
 import sys
-from pathlib import Path
-
-os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
-from triton.runtime.jit import JITFunction
+from compiled_triton import recording, write_records
 
 from ssmzoo_kernels.eidetic_attention import triton as attention_triton
 from ssmzoo_kernels.eidetic_attention.arguments import Call, Tensors
@@ -63,43 +57,12 @@ def launches(case):
     positions = torch.zeros(10, rows, dtype=torch.int64) if case == "carried" else None
     offsets, seen = (torch.zeros(x, dtype=torch.int64) for x in (sequences + 1, sequences))
     call = Call(count, positions, offsets, seen, window, span, width**-0.5)
-    recorded = []
-    original = JITFunction.run
-    JITFunction.run = lambda self, *args, grid, warmup, **named: recorded.append(
-        (self, args, named)
-    )
-    try:
+    with recording() as recorded:
         out, lse = attention_triton.forward(tensors, call)
         if not decodes:
             attention_triton.backward(out, out, lse, tensors, call)
-    finally:
-        JITFunction.run = original
     return recorded
 
 
-def compiler():
-    """The machinery of compiled_triton.py, which lies beside and is no package."""
-    path = Path(__file__).with_name("compiled_triton.py")
-    spec = importlib.util.spec_from_file_location("compiled_triton", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def main():
-    shared = compiler()
-    shared.POINTERS.setdefault(torch.float16, "*fp16")
-    for case in sys.argv[1:] or CASES:
-        for target in (80, 90):
-            for kernel, args, named in launches(case):
-                compiled, options = shared.compile_launch(kernel, args, named, target)
-                name = kernel.__name__.removeprefix("eidetic_attention_")
-                record = {"case": case, "kernel": name, "target": f"sm_{target}"}
-                record |= {"warps": options["num_warps"], **shared.usage(compiled)}
-                record |= {"shared": compiled.metadata.shared}
-                sys.stdout.write(json.dumps(record) + "\n")
-                sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    main()
+    write_records(sys.argv[1:] or CASES, launches, "eidetic_attention_")

@@ -5,16 +5,10 @@ in for the launcher.
 """
 
 import contextlib
-import importlib.util
-import json
-import os
 import sys
-from pathlib import Path
-
-os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
-from triton.runtime.jit import JITFunction
+from compiled_triton import recording, write_records
 
 from ssmzoo_kernels.feedback_scan import triton as feedback_triton
 
@@ -41,41 +35,14 @@ def launches(case):
     optional = (matrix, vector) if full else (None, None)
     inputs = (rows, matrix, matrix, matrix, *optional, rows if driven else None)
     inputs = (*inputs, edges if full else None, offsets)
-    seen = []
-    original = JITFunction.run
-    JITFunction.run = lambda self, *args, grid, warmup, **named: seen.append((self, args, named))
-    try:
+    with recording() as seen:
         out, final, saved = feedback_triton.forward(*inputs, True)
         feedback_triton.backward(out, final, *inputs, saved)
         # nothing runs, so nothing converges
         with contextlib.suppress(feedback_triton.NotConverged):
             feedback_triton.newton(*inputs, True, 1e-6, None, 0.0)
-    finally:
-        JITFunction.run = original
     return seen
 
 
-def compiler():
-    """The machinery of compiled_triton.py, which lies beside and is no package."""
-    path = Path(__file__).with_name("compiled_triton.py")
-    spec = importlib.util.spec_from_file_location("compiled_triton", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def main():
-    shared = compiler()
-    for case in sys.argv[1:] or CASES:
-        for target in (80, 90):
-            for kernel, args, named in launches(case):
-                compiled, options = shared.compile_launch(kernel, args, named, target)
-                record = {"case": case, "kernel": kernel.__name__, "target": f"sm_{target}"}
-                record |= {"warps": options["num_warps"], **shared.usage(compiled)}
-                record |= {"shared": compiled.metadata.shared}
-                sys.stdout.write(json.dumps(record) + "\n")
-                sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    main()
+    write_records(sys.argv[1:] or CASES, launches)

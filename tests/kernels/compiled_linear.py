@@ -4,16 +4,10 @@ Prints one JSON object a case, kernel and target. The launches are the op's own:
 in for the launcher.
 """
 
-import importlib.util
-import json
-import os
 import sys
-from pathlib import Path
-
-os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
-from triton.runtime.jit import JITFunction
+from compiled_triton import recording, write_records
 
 from ssmzoo_kernels.linear_scan import triton as linear_triton
 
@@ -31,36 +25,11 @@ def launches(case):
     width, dtype = CASES[case]
     rows, edges = torch.empty(8, width, dtype=dtype), torch.empty(2, width, dtype=dtype)
     offsets = torch.zeros(3, dtype=torch.int64)
-    seen = []
-    original = JITFunction.run
-    JITFunction.run = lambda self, *args, grid, warmup, **named: seen.append((self, args, named))
-    try:
+    with recording() as seen:
         h, final = linear_triton.forward(rows, rows, edges, offsets)
         linear_triton.backward(rows, final, rows, h, edges, offsets)
-    finally:
-        JITFunction.run = original
     return seen
 
 
-def compiler():
-    """The machinery of compiled_triton.py, which lies beside and is no package."""
-    path = Path(__file__).with_name("compiled_triton.py")
-    spec = importlib.util.spec_from_file_location("compiled_triton", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def main():
-    shared = compiler()
-    for case in sys.argv[1:] or CASES:
-        for target in (80, 90):
-            for kernel, args, named in launches(case):
-                compiled, _ = shared.compile_launch(kernel, args, named, target)
-                record = {"case": case, "kernel": kernel.__name__, "target": f"sm_{target}"}
-                record |= {**shared.usage(compiled), "shared": compiled.metadata.shared}
-                sys.stdout.write(json.dumps(record) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    write_records(sys.argv[1:] or CASES, launches)

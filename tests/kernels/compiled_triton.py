@@ -8,6 +8,7 @@ ones and are written down nowhere twice.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -31,11 +32,14 @@ from ssmzoo_kernels.selective_scan import triton as selective_triton
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 POINTERS = {
     torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.float64: "*fp64",
+    torch.int8: "*i8",
     torch.int64: "*i64",
 }
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
+TARGETS = (80, 90)
 
 # name: (op, dtype of activations, channels, states or taps, tokens, segments); for selective_scan,
 # the discretization stands for the op
@@ -76,6 +80,18 @@ CASES = {
 }
 
 
+@contextlib.contextmanager
+def recording():
+    """Give a list that collects the launches inside: kernel, positional and named arguments."""
+    seen = []
+    original = JITFunction.run
+    JITFunction.run = lambda self, *args, grid, warmup, **named: seen.append((self, args, named))
+    try:
+        yield seen
+    finally:
+        JITFunction.run = original
+
+
 def launches(case):
     """Return the launches of one forward and backward: kernel, positional and named arguments."""
     op, dtype, width, size, tokens, segments = CASES[case]
@@ -84,10 +100,7 @@ def launches(case):
     def empty(*shape):
         return torch.empty(shape, dtype=dtype)
 
-    seen = []
-    original = JITFunction.run
-    JITFunction.run = lambda self, *args, grid, warmup, **named: seen.append((self, args, named))
-    try:
+    with recording() as seen:
         if op == "causal_conv1d":
             inputs = (empty(tokens, width), empty(width, size), empty(width))
             inputs = (*inputs, empty(segments, size - 1, width))
@@ -106,8 +119,6 @@ def launches(case):
             out, final, saved = family.forward(*inputs, start, offsets, train, *choice)
             if train:
                 family.backward(out, final, *inputs, start, offsets, saved, *choice)
-    finally:
-        JITFunction.run = original
     return seen
 
 
@@ -147,21 +158,38 @@ def report(case, target):
         for kernel, args, named in launches(case)
     }
     for name, launch in found.items():
-        compiled, options = compile_launch(*launch, target)
-        yield {
-            "case": case,
-            "kernel": name,
-            "target": f"sm_{target}",
-            "warps": options["num_warps"],
-            **usage(compiled),
-            "shared": compiled.metadata.shared,
-        }
+        yield record_of(case, name, launch, target)
+
+
+def record_of(case, name, launch, target):
+    """Compile a launch; return what it is and what it uses."""
+    compiled, options = compile_launch(*launch, target)
+    return {
+        "case": case,
+        "kernel": name,
+        "target": f"sm_{target}",
+        "warps": options["num_warps"],
+        **usage(compiled),
+        "shared": compiled.metadata.shared,
+    }
+
+
+def write_records(cases, launches, prefix=""):
+    """Write a record of every launch of some cases; for the scripts beside this one.
+
+    They need no road here: a script's folder is where it imports from.
+    """
+    for case in cases:
+        for target in TARGETS:
+            for launch in launches(case):
+                name = launch[0].__name__.removeprefix(prefix)
+                write(json.dumps(record_of(case, name, launch, target)))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="+", choices=CASES, metavar="case")
-    parser.add_argument("--targets", nargs="+", type=int, default=[80, 90])
+    parser.add_argument("--targets", nargs="+", type=int, default=TARGETS)
     parser.add_argument("--table", action="store_true")
     arguments = parser.parse_args()
     columns = ("case", "kernel", "target", "warps", "registers", "stack", "local", "shared")

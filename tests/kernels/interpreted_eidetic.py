@@ -4,14 +4,13 @@ Not collected by name: ``test_eidetic_triton.py`` runs this file in a process of
 ``TRITON_INTERPRET=1`` holds before anything imports triton.
 """
 
-import importlib.util
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from tests.kernels.interpreter import repair
 
 from ssmzoo.testing.accuracy import assert_as_accurate
 from ssmzoo_kernels import eidetic_attention, last_backend, use_backend
@@ -23,15 +22,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:(overflow|invalid value|divide by zero):RuntimeWarning"
 )
 WINDOW = 5
-
-
-def repair():
-    """Install the repairs of interpreter.py, which lies beside and is no package."""
-    path = Path(__file__).with_name("interpreter.py")
-    spec = importlib.util.spec_from_file_location("interpreter", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.repair()
 
 
 repair()

@@ -5,13 +5,12 @@ Not collected by name: ``test_feedback_triton.py`` runs this file in a process o
 """
 
 import functools
-import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from tests.kernels.interpreter import repair
 
 from ssmzoo.testing.accuracy import assert_as_accurate, outputs_and_grads
 from ssmzoo_kernels import feedback_scan, last_backend
@@ -24,15 +23,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:(overflow|invalid value|divide by zero):RuntimeWarning"
 )
 OPTIONS = ("w_gamma", "D", "drive", "initial_state")
-
-
-def repair():
-    """Install the repairs of interpreter.py, which lies beside and is no package."""
-    path = Path(__file__).with_name("interpreter.py")
-    spec = importlib.util.spec_from_file_location("interpreter", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.repair()
 
 
 repair()

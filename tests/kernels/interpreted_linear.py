@@ -4,13 +4,11 @@ Not collected by name: ``test_linear_scan.py`` runs this file in a process of it
 ``TRITON_INTERPRET=1`` holds before anything imports triton.
 """
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 import triton
 import triton.language as tl
+from tests.kernels.interpreter import repair
 
 from ssmzoo.testing.accuracy import assert_as_accurate
 from ssmzoo_kernels import last_backend, linear_scan
@@ -18,15 +16,6 @@ from ssmzoo_kernels.linear_scan import triton as linear_triton
 
 # numpy warns where a GPU goes to infinity, as the formulas mean it to
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
-
-
-def repair():
-    """Install the repairs of interpreter.py, which lies beside and is no package."""
-    path = Path(__file__).with_name("interpreter.py")
-    spec = importlib.util.spec_from_file_location("interpreter", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.repair()
 
 
 repair()

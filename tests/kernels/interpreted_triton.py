@@ -4,13 +4,11 @@ Not collected by name: ``test_triton_interpreted.py`` runs this file in a proces
 ``TRITON_INTERPRET=1`` holds before anything imports triton.
 """
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 import triton
 import triton.language as tl
+from tests.kernels.interpreter import repair
 
 import ssmzoo_kernels
 from ssmzoo_kernels import causal_conv1d, last_backend, longhorn_scan, selective_scan
@@ -355,14 +353,6 @@ def test_convolutions_without_bias_and_state_equal_the_reference():
     assert_as_accurate(causal_conv1d, inputs)
 
 
-def interpreter_repairs():
-    path = Path(__file__).with_name("interpreter.py")
-    spec = importlib.util.spec_from_file_location("interpreter_repairs", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @triton.jit
 def compose(a1, b1, a2, b2):
     return a1 * a2, b1 * a2 + b2
@@ -378,7 +368,7 @@ def repairs_kernel(a, b, scanned, x, y, product, ROWS: tl.constexpr, COLUMNS: tl
 
 
 def test_repaired_interpreter_scans_and_multiplies_bfloat16():
-    interpreter_repairs().repair()
+    repair()
     drawn = draw(3, torch.float32, a=(16, 4), b=(16, 4), x=(16, 16), y=(16, 16))
     a, b = drawn["a"], drawn["b"]
     x, y = drawn["x"].bfloat16(), drawn["y"].bfloat16()

@@ -1,53 +1,26 @@
 """companion_step's Triton kernel: interpreted, compiled for absent GPUs, and on a real one."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from tests.kernels.triton_processes import assert_interpreted, assert_no_spills, compiled
 
 from ssmzoo_kernels import companion_step, last_backend
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-HERE = Path(__file__).parent
-
-
-def run(command, **environment):
-    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, *command],
-        env=kept | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
-
 
 def test_the_interpreted_kernel_equals_the_reference():
-    file = str(HERE / "interpreted_companion.py")
-    options = ("-q", "-p", "no:cacheprovider", "--tb=short")
-    out = run(["-m", "pytest", file, *options], TRITON_INTERPRET="1")
-    assert " passed" in out
-    assert "skipped" not in out
+    assert_interpreted("interpreted_companion.py")
 
 
 def test_the_kernel_compiles_without_spills():
-    records = [json.loads(x) for x in run([str(HERE / "compiled_companion.py")]).splitlines()]
+    records = compiled("compiled_companion.py")
     assert {(r["case"], r["target"]) for r in records} == {
         (case, target)
         for case in ("hyena_rtf", "small", "path_x", "ragged", "float64")
         for target in ("sm_80", "sm_90")
     }
-    for record in records:
-        assert record["stack"] == record["local"] == 0, f"registers spilled: {record}"
-        assert record["registers"] <= 255, record
-        assert record["shared"] <= 48 * 1024, record
+    assert_no_spills(records, {"sm_80": 48 * 1024, "sm_90": 48 * 1024})
 
 
 @pytest.mark.gpu

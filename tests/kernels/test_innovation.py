@@ -2,23 +2,18 @@
 
 import functools
 import itertools
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.kernels.triton_processes import assert_interpreted, assert_no_spills, compiled
 
 from ssmzoo.testing.accuracy import assert_as_accurate, outputs_and_grads
 from ssmzoo_kernels import innovation, last_backend, select_memory, use_backend
 from ssmzoo_kernels.innovation import library
 
 HALVES = (0.4, 0.3, 0.2, 0.1)
-HERE = Path(__file__).parent
 
 
 def draw(B=2, L=9, D=5, k=4, segments=None, dtype=torch.float64):
@@ -405,38 +400,20 @@ def test_an_infinite_score_stays():
 # --- Triton -----------------------------------------------------------------------------------
 
 
-def run(command, **environment):
-    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, *command],
-        env=kept | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
 def test_the_interpreted_kernel_equals_the_reference():
     pytest.importorskip("triton", reason="triton is not installed")
-    options = ("-q", "-p", "no:cacheprovider", "--tb=short")
-    file = str(HERE / "interpreted_innovation.py")
-    out = run(["-m", "pytest", file, *options], TRITON_INTERPRET="1")
-    assert " passed" in out
-    assert "skipped" not in out
+    assert_interpreted("interpreted_innovation.py")
 
 
 def test_the_kernel_compiles_without_spills():
     pytest.importorskip("triton", reason="triton is not installed")
-    records = [json.loads(x) for x in run([str(HERE / "compiled_innovation.py")]).splitlines()]
+    records = compiled("compiled_innovation.py")
     assert {(r["case"], r["target"]) for r in records} == {
         (case, target)
         for case in ("model", "relative", "narrow", "float64")
         for target in ("sm_80", "sm_90")
     }
-    for record in records:
-        assert record["stack"] == record["local"] == 0, f"registers spilled: {record}"
+    assert_no_spills(records)
 
 
 @pytest.mark.gpu

@@ -1,19 +1,13 @@
 """linear_scan: every fast backend against the loop over time."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from tests.kernels.triton_processes import assert_interpreted, assert_no_spills, compiled
 
 from ssmzoo.testing.accuracy import assert_as_accurate, outputs_and_grads
 from ssmzoo_kernels import last_backend, linear_scan, use_backend
 from ssmzoo_kernels.linear_scan import eager, reference
 
-HERE = Path(__file__).parent
 NAMES = ("a", "b", "initial_state")
 PAIRED = pytest.mark.parametrize("paired", [False, True], ids=["real", "complex"])
 
@@ -392,39 +386,19 @@ def test_the_reference_runs_when_asked_for_by_name():
 # --- the Triton kernels -----------------------------------------------------------------------
 
 
-def run(command, **environment):
-    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, *command],
-        env=kept | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
 def test_the_interpreted_kernels_equal_the_reference():
     pytest.importorskip("triton", reason="triton is not installed")
-    options = ("-q", "-p", "no:cacheprovider", "--tb=short")
-    out = run(["-m", "pytest", str(HERE / "interpreted_linear.py"), *options], TRITON_INTERPRET="1")
-    assert " passed" in out
-    assert "skipped" not in out
+    assert_interpreted("interpreted_linear.py")
 
 
 def test_the_kernels_compile_without_spills():
     pytest.importorskip("triton", reason="triton is not installed")
     cases = ("model", "complex")
-    lines = run([str(HERE / "compiled_linear.py"), *cases]).splitlines()
-    records = [json.loads(line) for line in lines]
+    records = compiled("compiled_linear.py", *cases)
     assert {(r["case"], r["kernel"], r["target"]) for r in records} == {
         (case, f"linear_scan_{way}_kernel", target)
         for case in cases
         for way in ("fwd", "bwd")
         for target in ("sm_80", "sm_90")
     }
-    for record in records:
-        assert record["stack"] == record["local"] == 0, f"registers spilled: {record}"
-        assert record["registers"] <= 255, record
-        assert record["shared"] <= 48 * 1024, record
+    assert_no_spills(records, {"sm_80": 48 * 1024, "sm_90": 48 * 1024})

@@ -1,16 +1,10 @@
 """The Triton kernels compile for absent GPUs, within registers and shared memory."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from tests.kernels.triton_processes import SHARED, assert_no_spills, compiled
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}  # bytes a block may use
 QUICK = (
     "model_spans",
     "model_whole",
@@ -59,16 +53,8 @@ SCAN = {
 CONV = {"causal_conv1d_fwd_kernel", "causal_conv1d_bwd_kernel"}
 
 
-def compile_cases(cases):
-    script = Path(__file__).with_name("compiled_triton.py")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, str(script), *cases]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return [json.loads(line) for line in run.stdout.splitlines()]
-
-
-def check(records, cases):
+def check(cases):
+    records = compiled("compiled_triton.py", *cases)
     for case in cases:
         kernels = CONV if case.startswith("conv") else SCAN
         if case.endswith("_whole"):
@@ -78,17 +64,14 @@ def check(records, cases):
         for target in SHARED:
             found = {r["kernel"] for r in records if (r["case"], r["target"]) == (case, target)}
             assert found == kernels, (case, target)
-    for record in records:
-        assert record["stack"] == record["local"] == 0, f"registers spilled: {record}"
-        assert record["registers"] <= 255, record
-        assert record["shared"] <= SHARED[record["target"]], record
+    assert_no_spills(records)
 
 
 def test_kernels_of_model_shapes_compile_without_spills():
-    check(compile_cases(QUICK), QUICK)
+    check(QUICK)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_kernels_of_every_other_bucket_compile_without_spills():
-    check(compile_cases(FULL), FULL)
+    check(FULL)

@@ -1,15 +1,11 @@
 """vandermonde and its transpose: tables and products against sums of exponentials."""
 
 import functools
-import json
-import os
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
+from tests.kernels.triton_processes import assert_interpreted, assert_no_spills, compiled
 
 from ssmzoo_kernels import last_backend, vandermonde, vandermonde_state
 from ssmzoo_kernels.vandermonde.tables import Lags, blocks, width
@@ -324,32 +320,15 @@ def test_wrong_arguments_are_named(change, error, message):
         vandermonde(**arguments)
 
 
-def script(name, *arguments, **environment):
-    command = [sys.executable, *name, *arguments]
-    run = subprocess.run(
-        command, env=os.environ | environment, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, f"{' '.join(command)}\n{run.stdout}\n{run.stderr}"
-    return run.stdout
-
-
 def test_interpreted_kernels_equal_the_sums():
     pytest.importorskip("triton", reason="triton is not installed")
-    cases = str(Path(__file__).with_name("interpreted_diagonal.py"))
-    options = ("-q", "-p", "no:cacheprovider", "--tb=short")
-    out = script(("-m", "pytest"), cases, *options, TRITON_INTERPRET="1")
-    assert " passed" in out
-    assert "skipped" not in out
+    assert_interpreted("interpreted_diagonal.py")
 
 
 def test_kernels_compile_for_absent_gpus_without_spills():
     pytest.importorskip("triton", reason="triton is not installed")
     cases = ("vandermonde", "vandermonde_ragged", "step", "step_ragged", "step_float64")
-    out = script((str(Path(__file__).with_name("compiled_diagonal.py")),), *cases)
-    records = [json.loads(line) for line in out.splitlines()]
+    records = compiled("compiled_diagonal.py", *cases)
     assert {r["case"] for r in records} == {*cases}
     assert {r["target"] for r in records} == {"sm_80", "sm_90"}
-    for record in records:
-        assert record["stack"] == record["local"] == 0, f"registers spilled: {record}"
-        assert record["registers"] <= 255, record
-        assert record["shared"] <= 163 * 1024, record
+    assert_no_spills(records, {"sm_80": 163 * 1024, "sm_90": 163 * 1024})

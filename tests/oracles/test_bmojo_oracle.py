@@ -1,31 +1,11 @@
 """The B'MOJO oracle, judged by closed forms, by brute force and by its own other forms."""
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
+from tests.oracles import bmojo
+from tests.oracles.judging import numbers, relative
 
 from ssmzoo.tasks import mqar
-
-_spec = importlib.util.spec_from_file_location(
-    "bmojo_oracle", Path(__file__).parents[1] / "oracles" / "bmojo.py"
-)
-assert _spec is not None
-assert _spec.loader is not None
-bmojo = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(bmojo)
-
-
-def relative(got, expected):
-    """Largest error relative to the largest entry; nan stays nan and fails every comparison."""
-    got, expected = np.asarray(got), np.asarray(expected)
-    assert got.shape == expected.shape
-    return np.abs(got - expected).max() / np.abs(expected).max()
-
-
-def numbers(*shape, seed=0):
-    return np.random.default_rng([seed, *shape]).standard_normal(shape)
 
 
 def scores_of(length, seed=0, ties=False):

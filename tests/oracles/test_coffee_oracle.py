@@ -1,31 +1,12 @@
 """The COFFEE oracle, judged by the paper's numbers, closed forms and finite differences."""
 
-import importlib.util
 import itertools
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-_spec = importlib.util.spec_from_file_location(
-    "coffee_oracle", Path(__file__).parents[1] / "oracles" / "coffee.py"
-)
-assert _spec is not None
-assert _spec.loader is not None
-coffee = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(coffee)
-
-
-def relative(got, expected):
-    """Largest error relative to the largest entry; nan stays nan and fails every comparison."""
-    got, expected = np.asarray(got), np.asarray(expected)
-    assert got.shape == expected.shape
-    return np.abs(got - expected).max() / np.abs(expected).max()
-
-
-def numbers(*shape, seed=0):
-    return np.random.default_rng([seed, *shape]).standard_normal(shape)
+from tests.oracles import coffee
+from tests.oracles.judging import numbers, relative
 
 
 def draw(B=2, L=9, D=3, N=4):

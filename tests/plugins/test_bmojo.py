@@ -5,7 +5,6 @@ the ops equal their references is the business of ``tests/kernels``.
 """
 
 import copy
-import importlib.util
 import itertools
 import math
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from tests.oracles import bmojo as oracle
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,11 +27,6 @@ from ssmzoo_bmojo import FAMILY, modeling_bmojo
 from ssmzoo_bmojo.convert_bmojo import from_mamba
 from ssmzoo_bmojo.memory import Call, choose_eidetic, newest, open_scores, score_table
 from ssmzoo_kernels import use_backend
-
-ORACLE = Path(__file__).parents[1] / "oracles" / "bmojo.py"
-_spec = importlib.util.spec_from_file_location("bmojo_oracle", ORACLE)
-oracle = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(oracle)
 
 VARIANTS = {
     "serial": {},

@@ -21,6 +21,7 @@ import torch
 from accelerate.state import AcceleratorState
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
+from tests.oracles import coffee as oracle
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -53,7 +54,6 @@ def loaded_from(path):
     return module
 
 
-oracle = loaded_from(Path(__file__).parents[1] / "oracles" / "coffee.py")
 BENCHMARK = Path(__file__).parents[2] / "kernels" / "benchmarks" / "newton.py"
 
 FAMILY.register()  # so that every test can run alone

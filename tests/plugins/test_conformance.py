@@ -4,16 +4,15 @@ A variant must fail exactly the checks named beside it; that a check passes ever
 that it looks at its own promise.
 """
 
-import importlib.util
 import json
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.oracles import longhorn as oracle
 from torch import nn
 
 from ssmzoo.modeling import CausalConv1d, StateCache
@@ -26,11 +25,6 @@ from ssmzoo_longhorn.modeling_longhorn import (
     LonghornMixer,
     LonghornModel,
 )
-
-ORACLE = Path(__file__).parents[1] / "oracles" / "longhorn.py"
-_spec = importlib.util.spec_from_file_location("longhorn_oracle", ORACLE)
-oracle = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(oracle)
 
 SLOW = {"compile", "trainer"}
 QUICK = [name_of(function) for function in CHECKS if name_of(function) not in SLOW]

@@ -4,16 +4,15 @@ The judge is ``tests/oracles/dss.py``, float64 numpy from the paper alone.
 """
 
 import copy
-import importlib.util
 import pickle
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file
+from tests.oracles import dss as oracle
 
 from ssmzoo.describe import describe_family
 from ssmzoo.modeling import LayerState
@@ -22,11 +21,6 @@ from ssmzoo.testing.subject import Subject
 from ssmzoo_dss import FAMILY, DSSForPairClassification
 from ssmzoo_dss.convert_dss import from_official, to_official
 from ssmzoo_dss.kernel import modes_of, skew_hippo
-
-ORACLE = Path(__file__).parents[1] / "oracles" / "dss.py"
-_spec = importlib.util.spec_from_file_location("dss_oracle", ORACLE)
-oracle = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(oracle)
 
 TINY = {"vocab_size": 61, "hidden_size": 12, "num_hidden_layers": 2, "d_state": 4}
 EXP = [{"kernel_variant": v} for v in ("exp", "exp_no_scale", "exp_re_im", "clip")]

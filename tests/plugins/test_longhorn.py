@@ -5,26 +5,20 @@ its reference backend here; that the other backends equal it is the business of 
 """
 
 import argparse
-import importlib.util
 import inspect
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
+from tests.oracles import longhorn as oracle
 from transformers import MambaConfig, MambaForCausalLM
 
 from ssmzoo.tasks import mqar
 from ssmzoo_kernels import longhorn_scan
 from ssmzoo_longhorn import FAMILY
-
-ORACLE = Path(__file__).parents[1] / "oracles" / "longhorn.py"
-_spec = importlib.util.spec_from_file_location("longhorn_oracle", ORACLE)
-oracle = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(oracle)
 
 
 def relative(got, expected):

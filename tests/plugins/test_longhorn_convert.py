@@ -1,19 +1,12 @@
 """Checkpoints under the official Longhorn code's names: in, out, and refused."""
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from tests.oracles import longhorn as oracle
 
 from ssmzoo_longhorn import FAMILY
 from ssmzoo_longhorn.convert_longhorn import from_official, to_official
-
-ORACLE = Path(__file__).parents[1] / "oracles" / "longhorn.py"
-_spec = importlib.util.spec_from_file_location("longhorn_oracle", ORACLE)
-oracle = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(oracle)
 
 CONFIG = {
     "d_model": 32,

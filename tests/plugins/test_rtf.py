@@ -5,15 +5,14 @@ The judge is ``tests/oracles/rtf.py``, float64 numpy from the paper alone.
 
 import copy
 import functools
-import importlib.util
 import pickle
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from tests.oracles import rtf as oracle
 
 from ssmzoo.modeling.cache import LayerState
 from ssmzoo.testing import FamilyConformance
@@ -22,11 +21,6 @@ from ssmzoo_rtf import FAMILY
 from ssmzoo_rtf.filters import from_taps
 from ssmzoo_rtf.realizations import from_diagonal
 from ssmzoo_rtf.stability import poles
-
-ORACLE = Path(__file__).parents[1] / "oracles" / "rtf.py"
-_spec = importlib.util.spec_from_file_location("rtf_oracle", ORACLE)
-oracle = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(oracle)
 
 TINY = {"vocab_size": 61, "hidden_size": 12, "num_hidden_layers": 2, "d_state": 6}
 S4 = {"block": "s4", "kernel_mode": "exact", "num_denominators": 3}

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from ssmzoo.modeling import Dynamics, LayerState, SSMMixer, SSMModel, Trajectories
+from ssmzoo.modeling import Dynamics, LayerState, SSMMixer, SSMModel, StateCache, Trajectories
 
 ENERGY = 0.95
 MOST_FEATURES = 64  # rows of a measured response: each costs a backward pass of the mixer
@@ -137,7 +137,7 @@ def measure(
     model.eval()
     with torch.no_grad():
         seen = _mixer_inputs(model, inputs, chosen)
-        state_bytes, note = _state_bytes(model, inputs[:1, :_PROMPT])
+        cache, note = cache_after(model, inputs[:1, :_PROMPT])
         found = []
         for layer in chosen:
             mixer = cast(SSMMixer, model.layers[layer].mixer)
@@ -145,6 +145,7 @@ def measure(
         trajectories = None
         if model.config.input_channels is None:
             trajectories = model.trajectories(inputs[:MOST_PATHS, :MOST_STEPS])
+    state_bytes = None if cache is None else cache.nbytes
     return Inspection(inputs.shape[1], inputs.shape[0], state_bytes, note, found, trajectories)
 
 
@@ -204,12 +205,12 @@ def as_arguments(model: SSMModel, inputs: Tensor) -> dict[str, Any]:
     return {"input_ids" if model.config.input_channels is None else "input_values": inputs}
 
 
-def _state_bytes(model: SSMModel, inputs: Tensor) -> tuple[int | None, str | None]:
+def cache_after(model: SSMModel, inputs: Tensor) -> tuple[StateCache | None, str | None]:
+    """Return the cache after some inputs; of a model that has no state None, and why."""
     try:
-        cache = model(**as_arguments(model, inputs), use_cache=True).past_key_values
-    except ValueError as error:  # a model that has no state says why
+        return model(**as_arguments(model, inputs), use_cache=True).past_key_values, None
+    except ValueError as error:
         return None, str(error)
-    return cache.nbytes, None
 
 
 def _inspect_layer(

@@ -177,10 +177,11 @@ def load_state(directory: str | os.PathLike[str], model: SSMForCausalLM) -> Prom
             f"{path} was made by a model in {notes.get('dtype')}, got one in {dtype}; load it with "
             f"dtype={notes.get('dtype')!r}"
         )
-    if notes["weights"] != weights_digest(model.model):
+    digest = weights_digest(model.model)
+    if notes["weights"] != digest:
         raise ValueError(
             f"{path} was made by other weights: their digest must be {notes['weights'][:12]}, got "
-            f"{weights_digest(model.model)[:12]}; load the checkpoint that read the prompt"
+            f"{digest[:12]}; load the checkpoint that read the prompt"
         )
     return PromptState(cache, ids, mask, model, _versions(model))
 

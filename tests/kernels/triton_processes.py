@@ -1,0 +1,44 @@
+"""Triton's kernels in processes of their own: interpreted, or compiled for absent GPUs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}  # bytes a block may use
+
+
+def run(command, **environment):
+    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def assert_interpreted(name):
+    """Run a file of tests that interpret kernels: all pass, none is skipped."""
+    options = ("-q", "-p", "no:cacheprovider", "--tb=short")
+    out = run(["-m", "pytest", str(HERE / name), *options], TRITON_INTERPRET="1")
+    assert " passed" in out
+    assert "skipped" not in out, out
+
+
+def compiled(name, *cases):
+    """Return what a ``compiled_*.py`` tells of every kernel of some cases, a record each."""
+    return [json.loads(line) for line in run([str(HERE / name), *cases]).splitlines()]
+
+
+def assert_no_spills(records, shared=SHARED):
+    """Compare records with what a GPU has; ``shared`` is bytes by target."""
+    for record in records:
+        assert record["stack"] == record["local"] == 0, f"registers spilled: {record}"
+        assert record["registers"] <= 255, record
+        assert record["shared"] <= shared[record["target"]], record
