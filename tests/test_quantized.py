@@ -8,27 +8,23 @@ import sys
 import pytest
 
 CODE = """
+from tests.plugins.sabotage import MISTAKES, NARROW
+
 from ssmzoo import families
 from ssmzoo.testing import check
+
+assert len(families()) >= 5
 for name in families():
     report = check(name, only=["quantized"])
-    print(name, report.results[0].status, report.results[0].detail)
-
-import torch
-from ssmzoo_longhorn.modeling_longhorn import LonghornMixer
-
-forward = LonghornMixer.forward
-
-def needs_plain_weights(self, *args, **kwargs):
-    plain = type(self.out_proj.weight.data) is torch.Tensor
-    return forward(self, *args, **kwargs) * (1 if plain else 0.9)
-
-LonghornMixer.forward = needs_plain_weights
-print("sabotaged", check("longhorn", only=["quantized"]).results[0].status)
+    assert report.results[0].status == "passed", report.table()
+for name, row in {**NARROW, **MISTAKES}.items():
+    report = row.report(["quantized"])
+    expected = "failed" if "quantized" in (row.fails or {name}) else "passed"
+    assert report.results[0].status == expected, f"{name}: {report.table()}"
 """
 
 
-def test_every_family_loads_in_8_and_4_bits_and_one_that_cannot_is_found():
+def test_every_family_loads_in_8_and_4_bits_and_those_that_cannot_are_found():
     folder = os.environ.get("SSMZOO_TEST_TORCHAO")
     if folder is None and importlib.util.find_spec("torchao") is None:
         pytest.skip("torchao is not installed; `make test` puts it beside the rest")
@@ -40,7 +36,3 @@ def test_every_family_loads_in_8_and_4_bits_and_one_that_cannot_is_found():
         text=True,
     )
     assert run.returncode == 0, run.stderr
-    *lines, sabotaged = run.stdout.splitlines()
-    assert sabotaged == "sabotaged failed"
-    assert len(lines) >= 5
-    assert all(line.split()[1] == "passed" for line in lines), run.stdout

@@ -64,7 +64,6 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         cu_seqlens: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
-        shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Predict the next token at every position.
@@ -84,14 +83,16 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
             cu_seqlens: See there.
             cu_seq_lens_q: See there.
             seq_idx: See there.
-            shift_labels: ``[B, L]``, the token after each position, or -100: taken as they are,
-                in place of ``labels``.
-            **kwargs: Go to the loss, e.g. ``num_items_in_batch``.
+            **kwargs: For the loss: ``shift_labels [B, L]``, the token after each position, or -100,
+                taken as they are in place of ``labels``; and ``num_items_in_batch``.
 
         Returns:
             ``loss`` (mean cross-entropy in nats), ``logits [B, L, V]``, ``past_key_values``.
         """
         loss_kwargs = {k: kwargs[k] for k in ("num_items_in_batch",) if k in kwargs}
+        # not in the signature: Trainer takes the loss of an evaluated batch only if it holds every
+        # argument with "label" in its name
+        shift_labels: Tensor | None = kwargs.pop("shift_labels", None)
         if return_dict is None:
             return_dict = self.config.return_dict
         segments = self.model.segments(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from ssmzoo.testing.subject import BUDGETS, Measured, Subject, gradients, require
 
@@ -31,12 +34,18 @@ def check_logits_to_keep(subject: Subject) -> Measured:
     """The logits asked for are those of the whole, and no others are computed."""
     measured = Measured()
     model, ids = subject.model(), subject.ids(2, 9)
+    kept = {"the last 1": 1, "the last 4": 4, "three": torch.tensor([0, 3, 8])}
+    expected = {"the last 1": [8], "the last 4": [5, 6, 7, 8], "three": [0, 3, 8]}
     with torch.no_grad():
         whole = model(ids).logits
-        measured.compare("the last 1", model(ids, logits_to_keep=1).logits, whole[:, -1:], EXACT)
-        measured.compare("the last 4", model(ids, logits_to_keep=4).logits, whole[:, -4:], EXACT)
-        some = torch.tensor([0, 3, 8])
-        measured.compare("three", model(ids, logits_to_keep=some).logits, whole[:, some], EXACT)
+        for name, places in expected.items():
+            with _widths(model.lm_head) as widths:
+                got = model(ids, logits_to_keep=kept[name]).logits
+            require(
+                widths == [len(places)],
+                f"{len(places)} logits were asked for, {sum(widths)} were computed",
+            )
+            measured.compare(name, got, whole[:, places], EXACT)
     return measured
 
 
@@ -91,3 +100,14 @@ def check_sequence_classification(subject: Subject) -> Measured:
         measured.compare(f"{name}: loss", output.loss, loss, EXACT)
         measured.compare_all(f"{name}: gradient of", gradients(model, output.loss), slopes, EXACT)
     return measured
+
+
+@contextlib.contextmanager
+def _widths(module: nn.Module) -> Iterator[list[int]]:
+    """Note of how many positions ``[B, L, D]`` each call of a module is."""
+    found: list[int] = []
+    hook = module.register_forward_pre_hook(lambda _m, given: found.append(given[0].shape[1]))
+    try:
+        yield found
+    finally:
+        hook.remove()

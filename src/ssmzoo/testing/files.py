@@ -14,7 +14,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, TorchAoConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    TorchAoConfig,
+)
 
 from ssmzoo.modeling import SSMForCausalLM
 from ssmzoo.testing.subject import BUDGETS, Measured, NotApplicable, Subject, require
@@ -60,10 +66,14 @@ def check_load_in_bfloat16(subject: Subject) -> Measured:
 
 
 def check_quantized(subject: Subject) -> Measured:
-    """Linear layers load in 8 and in 4 bits by torchao, and nothing else loses a bit."""
-    quantization, granularity = _torchao()
+    """Linear layers load in 8 and in 4 bits by torchao, and nothing else loses a bit.
+
+    What cannot be done here is refused: nothing loads in full precision where few bits were asked.
+    """
     measured = Measured()
     model, ids = subject.fresh(), subject.ids(2, 9)
+    _refuses_few_bits(model)
+    quantization, granularity = _torchao()
     configs = {
         "8 bits": quantization.Int8WeightOnlyConfig(),
         "4 bits": quantization.IntxWeightOnlyConfig(
@@ -95,6 +105,21 @@ def check_quantized(subject: Subject) -> Measured:
                 steps.append(output.logits)
         measured.compare(f"{bits}: steps", torch.cat(steps, dim=1), whole, BUDGETS[torch.float32])
     return measured
+
+
+def _refuses_few_bits(model: SSMForCausalLM) -> None:
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        for bits in ("8bit", "4bit"):
+            chosen = BitsAndBytesConfig(load_in_8bit=bits == "8bit", load_in_4bit=bits == "4bit")
+            try:
+                _load(folder, quantization_config=chosen)
+            except ImportError as error:
+                require("bitsandbytes" in str(error), f"{bits}: the error does not help: {error}")
+            else:
+                raise AssertionError(f"{bits} without bitsandbytes: it loads, in full precision")
 
 
 def _torchao() -> tuple[Any, Any]:

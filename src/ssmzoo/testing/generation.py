@@ -230,11 +230,15 @@ def check_wrong_cache(subject: Subject) -> Measured:
 
 
 def _refused(kind: type[Exception], call: Any, *args: Any, **kwargs: Any) -> None:
+    """Fail unless a call raises an error that names the arguments given by name."""
     try:
         call(*args, **kwargs)
-    except kind:
+    except kind as error:
+        unnamed = [name for name in kwargs if name not in str(error)]
+        require(not unnamed, f"the error does not name {unnamed}: {error}")
         return
-    raise AssertionError(f"{kind.__name__} was not raised for {sorted(kwargs) or args}")
+    given = sorted(kwargs) or [type(argument).__name__ for argument in args]
+    raise AssertionError(f"{kind.__name__} was not raised for {given}")
 
 
 def _prompts(subject: Subject) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import default_data_collator
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ssmzoo.modeling import SSMForCausalLM
@@ -93,7 +94,7 @@ def check_gradient_checkpointing(subject: Subject) -> Measured:
 
 
 def check_trainer(subject: Subject) -> Measured:
-    """Trainer lowers the loss on packed documents, and a resumed run ends with equal weights."""
+    """Trainer lowers the loss of packed documents, evaluates it, and resumes to equal weights."""
     if importlib.util.find_spec("accelerate") is None:
         raise NotApplicable("needs accelerate; pip install 'ssmzoo[train]'")
     measured = Measured()
@@ -104,13 +105,20 @@ def check_trainer(subject: Subject) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         with torch.no_grad():
             before = whole(ids, labels=ids, cu_seqlens=ends).loss
-        _train(whole, rows, folder, resume=None)
+        trainer = _train(whole, rows, folder, resume=None)
         checkpoints = sorted(path.name for path in Path(folder).glob("checkpoint-*"))
         require("checkpoint-2" in checkpoints, f"Trainer saved {checkpoints}")
         _train(resumed, rows, folder, resume=str(Path(folder) / "checkpoint-2"))
+    batch = subject.ids(4, 9)
     with torch.no_grad():
         after = whole.eval()(ids, labels=ids, cu_seqlens=ends).loss
+        logits = whole(batch).logits
     require(bool(after < before), f"the loss went from {before:.4f} to {after:.4f}")
+    evaluated = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+    require(len(evaluated) == 2, f"of two evaluations {len(evaluated)} gave a loss")
+    budget = BUDGETS[torch.float32]
+    measured.compare("the last evaluation's loss", torch.tensor(evaluated[-1]), after, budget)
+    measured.compare("predicted logits", _predicted(trainer, batch), logits, budget)
     for (name, got), expected in zip(resumed.named_parameters(), whole.parameters(), strict=True):
         measured.same(f"{name} after resuming", got, expected)
     return measured
@@ -246,7 +254,8 @@ def _adapted(subject: Subject, targets: list[str] | str, expected: Any) -> Measu
     return measured
 
 
-def _train(model: SSMForCausalLM, rows: list[Tensor], folder: str, resume: str | None) -> None:
+def _train(model: SSMForCausalLM, rows: list[Tensor], folder: str, resume: str | None) -> Any:
+    """Return the Trainer after four steps of two documents each, all evaluated after every two."""
     from transformers import (
         DataCollatorWithFlattening,
         PrinterCallback,
@@ -258,6 +267,9 @@ def _train(model: SSMForCausalLM, rows: list[Tensor], folder: str, resume: str |
     options = TrainingArguments(
         folder,
         per_device_train_batch_size=2,
+        per_device_eval_batch_size=len(rows),
+        eval_strategy="steps",
+        eval_steps=2,
         max_steps=4,
         save_steps=2,
         save_strategy="steps",
@@ -272,12 +284,22 @@ def _train(model: SSMForCausalLM, rows: list[Tensor], folder: str, resume: str |
         model,
         options,
         train_dataset=documents,
+        eval_dataset=documents,
         data_collator=DataCollatorWithFlattening(),
         optimizers=(torch.optim.AdamW(groups), None),
     )
     trainer.remove_callback(PrinterCallback)
     with _quiet():
         trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def _predicted(trainer: Any, ids: Tensor) -> Tensor:
+    """Return the logits ``[B, L, V]`` that Trainer collects of whole rows, one document each."""
+    trainer.data_collator = default_data_collator
+    with _quiet():
+        predicted = trainer.predict([{"input_ids": row, "labels": row} for row in ids])
+    return torch.as_tensor(predicted.predictions)
 
 
 @contextlib.contextmanager

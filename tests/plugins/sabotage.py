@@ -1,0 +1,520 @@
+"""Sabotaged families: Longhorn with one thing wrong, which the conformance kit must find.
+
+:data:`NARROW` has a row for every check, with what fails it and nothing else; :data:`MISTAKES` has
+what a family's author gets wrong, which may break many promises at once. Where a promise is the
+shared layer's, a piece of that is replaced instead of one of the family's.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from tests.oracles import longhorn as oracle
+from torch import nn
+
+from ssmzoo.modeling import CausalConv1d, PromptState, StateCache
+from ssmzoo.testing import Report, check, standalone
+from ssmzoo_longhorn import FAMILY, LonghornConfig
+from ssmzoo_longhorn.modeling_longhorn import (
+    LonghornForCausalLM,
+    LonghornForSequenceClassification,
+    LonghornMixer,
+    LonghornModel,
+)
+
+
+@dataclass(frozen=True)
+class Sabotage:
+    """What is broken, and what the kit must say.
+
+    Attributes:
+        says: Part of what the report says of every check that fails.
+        parts: What :func:`broken` replaces.
+        patch: Or an owner, a name and what to put there.
+        fails: The checks that fail, where it is not the one that the row is named for.
+    """
+
+    says: str = ""
+    parts: Mapping[str, Any] = field(default_factory=dict)
+    patch: tuple[object, str, object] | None = None
+    fails: frozenset[str] = frozenset()
+
+    def report(self, only: Sequence[str] | None = None) -> Report:
+        """Return what the kit says."""
+        if self.patch is None:
+            return check(broken(**self.parts), oracle=oracle.logits, only=only)
+        with mock.patch.object(*self.patch):
+            return check(FAMILY, oracle=oracle.logits, only=only)
+
+
+def broken(
+    mixer=LonghornMixer,
+    config=None,
+    model=LonghornModel,
+    causal_lm=LonghornForCausalLM,
+    classifier=LonghornForSequenceClassification,
+    lora_targets=FAMILY.lora_targets,
+):
+    """Return a family like Longhorn with some parts replaced."""
+    parts = (mixer, config, model, causal_lm, classifier)
+    named = {"model_type": "_".join(part.__name__ for part in parts if part is not None)}
+    config = config or type("BrokenConfig", (LonghornConfig,), named)
+    own = {"config": config, "config_class": config}
+    backbone = type("BrokenModel", (model,), {**own, "mixer_class": mixer})
+    own |= {
+        "model_class": backbone,
+        "_keep_in_fp32_modules_strict": backbone._keep_in_fp32_modules_strict,
+    }
+    return replace(
+        FAMILY,
+        name="broken",
+        config_class=config,
+        model_class=backbone,
+        # transformers takes the loss for the one that a class is named for
+        causal_lm_class=type("BrokenForCausalLM", (causal_lm,), own),
+        sequence_classification_class=type("BrokenForSequenceClassification", (classifier,), own),
+        token_classification_class=None,
+        pair_classification_class=None,
+        lora_targets=lora_targets,
+    )
+
+
+# --- forms -------------------------------------------------------------------------------------
+
+
+class IsSlightlyWrong(LonghornMixer):
+    def forward(self, hidden_states, state, cu_seqlens=None):
+        return super().forward(hidden_states, state, cu_seqlens) * (1 + 1e-7)
+
+
+class CutsTheGraphBeforeLongChunks(LonghornMixer):
+    def forward(self, hidden_states, state, cu_seqlens=None):
+        if hidden_states.shape[1] > 3:
+            state.initial = {name: tensor.detach() for name, tensor in state.initial.items()}
+        return super().forward(hidden_states, state, cu_seqlens)
+
+
+class CutsTheGraphAfterAFirstSingleToken(LonghornMixer):
+    def forward(self, hidden_states, state, cu_seqlens=None):
+        out = super().forward(hidden_states, state, cu_seqlens)
+        if hidden_states.shape[1] == 1 and not state.initial:
+            state.final = {name: tensor.detach() for name, tensor in state.final.items()}
+        return out
+
+
+class ForgetsWhatHasPaddingBehindIt(LonghornMixer):
+    def forward(self, hidden_states, state, cu_seqlens=None):
+        out = super().forward(hidden_states, state, cu_seqlens)
+        if state.rows is not None:
+            lengths = cu_seqlens.diff()
+            forgotten = (lengths[state.rows] > 0) & (lengths[state.rows + 1] > 0)
+            for tensor in state.final.values():
+                tensor[forgotten] *= 0
+        return out
+
+
+class MixesUpPackedStates(LonghornMixer):
+    def forward(self, hidden_states, state, cu_seqlens=None):
+        out = super().forward(hidden_states, state, cu_seqlens)
+        if cu_seqlens is not None and state.rows is None:
+            state.final = {name: tensor.flip(0) for name, tensor in state.final.items()}
+        return out
+
+
+class IgnoresSeqIdx(LonghornModel):
+    def segments(self, inputs, past_key_values, mask, position_ids, seq_idx, cu_seqlens):
+        return super().segments(inputs, past_key_values, mask, position_ids, None, cu_seqlens)
+
+
+class LetsGradientsLeak(LonghornModel):
+    def _embed(self, input_ids, inputs_embeds, input_values):
+        embeddings = super()._embed(input_ids, inputs_embeds, input_values)
+        later = 1e-3 * embeddings.roll(-1, dims=1)
+        return embeddings if inputs_embeds is None else embeddings + (later - later.detach())
+
+
+class LooksAcrossLanesOfFour(LonghornMixer):
+    def forward(self, hidden_states, state, cu_seqlens=None):
+        if len(hidden_states) % 4 == 0 and not state.initial:
+            hidden_states = hidden_states * (1 + 1e-3 * hidden_states[:1, :1].detach())
+        return super().forward(hidden_states, state, cu_seqlens)
+
+
+# --- generation --------------------------------------------------------------------------------
+
+
+class ForbidsEveryOtherToken(LonghornForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.generation_config.suppress_tokens = list(range(0, config.vocab_size, 2))
+
+
+class DrawsByItsOwnSeed(LonghornForCausalLM):
+    def generate(self, *args, **options):
+        torch.manual_seed(0)
+        return super().generate(*args, **options)
+
+
+class LeavesBeamsWhereTheyAre(LonghornForCausalLM):
+    def _reorder_cache(self, past_key_values, beam_idx):
+        return past_key_values
+
+
+class ReadsNothingAgain(LonghornModel):
+    def _read_again(self, cache):
+        cache.pending = None
+
+
+class HandsBackACacheThatForgot(LonghornForCausalLM):
+    def generate(self, *args, **options):
+        output = super().generate(*args, **options)
+        cache = getattr(output, "past_key_values", None)
+        if cache is not None:
+            cache.reset_rows(torch.tensor([0]))
+        return output
+
+
+class ReadsAPromptAtOnce(LonghornForCausalLM):
+    def generate(self, *args, generation_config=None, **options):
+        if generation_config is not None:
+            generation_config.prefill_chunk_size = None
+        return super().generate(*args, generation_config=generation_config, **options)
+
+
+def tiled(cache, repeats):
+    cache.batch_select_indices(torch.arange(cache.batch_size).repeat(repeats))
+
+
+@classmethod
+def loaded_coarsely(cls, *args):
+    cache = cls.read(*args)[0]
+    for layer in cache.layers:
+        layer.states = {name: x.bfloat16().to(x.dtype) for name, x in layer.states.items()}
+    return cache
+
+
+def with_the_state_itself(prompt, input_ids=None, inputs=PromptState.inputs):
+    return {**inputs(prompt, input_ids), "past_key_values": prompt.cache}
+
+
+class KeepsALowState(LonghornMixer):
+    def forward(self, hidden_states, state, cu_seqlens=None):
+        put = state.put
+        state.put = lambda name, value: put(name, value.to(self.in_proj.weight.dtype))
+        return super().forward(hidden_states, state, cu_seqlens)
+
+
+class TakesAForeignCacheForNone(LonghornModel):
+    def segments(self, inputs, past_key_values, *others):
+        return super().segments(inputs, ours(past_key_values), *others)
+
+    def _cache(self, given, use_cache, sequences):
+        return super()._cache(ours(given), use_cache, sequences)
+
+
+def ours(cache):
+    return cache if isinstance(cache, StateCache) else None
+
+
+# --- files -------------------------------------------------------------------------------------
+
+
+class ClearsARowOnSaving(LonghornForCausalLM):
+    def save_pretrained(self, folder, **options):
+        if not self.config.tie_word_embeddings:
+            tensors = {name: tensor.clone() for name, tensor in self.state_dict().items()}
+            tensors["model.embed_tokens.weight"][0] = 0
+            options["state_dict"] = tensors
+        super().save_pretrained(folder, **options)
+
+
+class LoadsLow(LonghornModel):
+    _keep_in_fp32_modules_strict = []
+
+
+class LoadsAllBits(LonghornForCausalLM):
+    @classmethod
+    def from_pretrained(cls, *args, quantization_config=None, **options):
+        return super().from_pretrained(*args, **options)
+
+
+class OpenConfig(LonghornConfig):
+    model_type = "broken_open_config"
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**{k: v for k, v in kwargs.items() if k == "num_labels"})
+
+
+class DrawsAllAnewOnResizing(LonghornForCausalLM):
+    def resize_token_embeddings(self, *args, **options):
+        embedding = super().resize_token_embeddings(*args, **options)
+        nn.init.normal_(embedding.weight)
+        return embedding
+
+
+def older_code(family, code_of=standalone.code_of):
+    texts, line = code_of(family), "return self.out_proj(o)"
+    assert any(line in text for text in texts.values())
+    return {name: text.replace(line, f"{line} * 1.001") for name, text in texts.items()}
+
+
+# --- arguments ---------------------------------------------------------------------------------
+
+
+class ReadsEmbeddingsBackwards(LonghornForCausalLM):
+    @functools.wraps(LonghornForCausalLM.prepare_inputs_for_generation)
+    def prepare_inputs_for_generation(self, input_ids, inputs_embeds=None, **others):
+        if inputs_embeds is not None:
+            inputs_embeds = inputs_embeds.flip(1)
+        return super().prepare_inputs_for_generation(input_ids, inputs_embeds, **others)
+
+
+class ComputesAllLogits(LonghornForCausalLM):
+    @functools.wraps(LonghornForCausalLM.forward)
+    def forward(self, *args, logits_to_keep=0, **others):
+        output = super().forward(*args, **others)
+        if isinstance(logits_to_keep, torch.Tensor):
+            output.logits = output.logits[:, logits_to_keep]
+        elif logits_to_keep:
+            output.logits = output.logits[:, -logits_to_keep:]
+        return output
+
+
+class HandsOutTheStatesBeforeTheNorm(LonghornForCausalLM):
+    @functools.wraps(LonghornForCausalLM.forward)
+    def forward(self, *args, **others):
+        output = super().forward(*args, **others)
+        if others.get("output_hidden_states"):
+            output.hidden_states = (*output.hidden_states[:-1], output.hidden_states[-2])
+        return output
+
+
+class ReadsTheLastColumn(LonghornForSequenceClassification):
+    def forward(self, input_ids, attention_mask=None, labels=None, cu_seqlens=None):
+        if cu_seqlens is not None:
+            return super().forward(input_ids, labels=labels, cu_seqlens=cu_seqlens)
+        mask = torch.ones_like(input_ids)
+        return super().forward(input_ids, attention_mask=mask, labels=labels)
+
+
+# --- training ----------------------------------------------------------------------------------
+
+
+class ForgetsAParameter(LonghornMixer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.x_proj.unused = nn.Parameter(torch.zeros(3))
+
+
+class GoesPastAnAdapter(LonghornMixer):
+    def forward(self, hidden_states, state, cu_seqlens=None):
+        adapted = self.out_proj
+        if not hasattr(adapted, "base_layer"):
+            return super().forward(hidden_states, state, cu_seqlens)
+        self.out_proj = adapted.base_layer
+        try:
+            return super().forward(hidden_states, state, cu_seqlens)
+        finally:
+            self.out_proj = adapted
+
+
+class IgnoresCheckpointing(LonghornForCausalLM):
+    def gradient_checkpointing_enable(self, *args, **options):
+        pass
+
+
+class CountsItsSteps(LonghornMixer):
+    steps = 0  # in no checkpoint
+
+    def forward(self, hidden_states, state, cu_seqlens=None):
+        if self.training and cu_seqlens is not None:
+            self.steps += 1
+        return super().forward(hidden_states, state, cu_seqlens) * (1 + 0.01 * self.steps)
+
+
+class BreaksTheGraph(LonghornMixer):
+    def forward(self, hidden_states, state, cu_seqlens=None):
+        sign = 1.0 if hidden_states.detach().sum().item() < 1e9 else -1.0
+        return super().forward(hidden_states, state, cu_seqlens) * sign
+
+
+class ComputesTooCoarsely(LonghornMixer):
+    def forward(self, hidden_states, state, cu_seqlens=None):
+        out = super().forward(hidden_states, state, cu_seqlens)
+        if out.dtype != torch.bfloat16:
+            return out
+        return out + (out.to(torch.float8_e4m3fn).to(out.dtype) - out).detach()
+
+
+# --- what a family's author gets wrong ---------------------------------------------------------
+
+
+class Forgetful:
+    """A layer's view of the cache that hides one state."""
+
+    def __init__(self, state, hidden):
+        self.state, self.hidden = state, hidden
+
+    def get(self, name):
+        return None if name == self.hidden else self.state.get(name)
+
+    def put(self, name, value):
+        self.state.put(name, value)
+
+
+class DropsConvState(LonghornMixer):
+    def forward(self, hidden_states, state, cu_seqlens=None):
+        return super().forward(hidden_states, Forgetful(state, "conv"), cu_seqlens)
+
+
+class BoundlessConv(CausalConv1d):
+    def forward(self, x, initial_state, cu_seqlens):
+        y, final = super().forward(x, initial_state, cu_seqlens)
+        return (y if cu_seqlens is None else super().forward(x, None, None)[0]), final
+
+
+class ConvolvesAcrossBoundaries(LonghornMixer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.conv1d.__class__ = BoundlessConv
+
+
+class LeaksTheFuture(LonghornMixer):
+    def forward(self, hidden_states, state, cu_seqlens=None):
+        later = hidden_states.roll(-1, dims=1) * 1e-3
+        return super().forward(hidden_states + later, state, cu_seqlens)
+
+
+class LooksAtTheBatch(LonghornMixer):
+    def forward(self, hidden_states, state, cu_seqlens=None):
+        scale = 1 + 1e-3 * hidden_states[:1, :1].detach()
+        return super().forward(hidden_states * scale, state, cu_seqlens)
+
+
+class NeedsPlainWeights(LonghornMixer):
+    def forward(self, hidden_states, state, cu_seqlens=None):
+        plain = type(self.out_proj.weight.data) is torch.Tensor
+        return super().forward(hidden_states, state, cu_seqlens) * (1 if plain else 0.9)
+
+
+class SavesHalf(LonghornForCausalLM):
+    def save_pretrained(self, folder, **options):
+        options["state_dict"] = {k: v.half().to(v.dtype) for k, v in self.named_parameters()}
+        super().save_pretrained(folder, **options)
+
+
+class CountsItsCalls(LonghornMixer):
+    calls = 0
+
+    def forward(self, hidden_states, state, cu_seqlens=None):
+        self.calls += self.training
+        scale = 1 + 0.01 * self.calls
+        return super().forward(hidden_states, state, cu_seqlens) * scale
+
+
+class NamesTwoKindsOfLabels(LonghornForCausalLM):
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        past_key_values=None,
+        labels=None,
+        shift_labels=None,
+        **others,
+    ):
+        others |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
+        return super().forward(input_ids, labels=labels, shift_labels=shift_labels, **others)
+
+
+# --- the tables --------------------------------------------------------------------------------
+
+
+def narrow(says, patch=None, **parts):
+    """Return a sabotage that fails the check it is listed under."""
+    return Sabotage(says, parts, patch)
+
+
+def broad(*fails, patch=None, **parts):
+    """Return a sabotage that fails the checks named."""
+    return Sabotage("", parts, patch, frozenset(fails))
+
+
+NARROW = {
+    "oracle": narrow("logits", mixer=IsSlightlyWrong),
+    "chunks": narrow("gradient of", mixer=CutsTheGraphBeforeLongChunks),
+    "tokens": narrow("gradient of", mixer=CutsTheGraphAfterAFirstSingleToken),
+    "padding": narrow("right padding", mixer=ForgetsWhatHasPaddingBehindIt),
+    "packing": narrow("packed prompts", mixer=MixesUpPackedStates),
+    "flattening_collator": narrow("seq_idx", model=IgnoresSeqIdx),
+    "causality": narrow("gradient from later tokens", model=LetsGradientsLeak),
+    "batch": narrow("rows", mixer=LooksAcrossLanesOfFour),
+    "greedy": narrow("not the likeliest", causal_lm=ForbidsEveryOtherToken),
+    "sampling": narrow("another seed", causal_lm=DrawsByItsOwnSeed),
+    "beams": narrow("the beams hold other tokens", causal_lm=LeavesBeamsWhereTheyAre),
+    "assisted": narrow("prompt lookup", model=ReadsNothingAgain),
+    "continuing": narrow("logits", causal_lm=HandsBackACacheThatForgot),
+    "chunked_prefill": narrow("11 tokens were read", causal_lm=ReadsAPromptAtOnce),
+    "cache_rows": narrow(
+        "batch_repeat_interleave",
+        patch=(StateCache, "batch_repeat_interleave", tiled),
+    ),
+    "cache_file": narrow("logits", patch=(StateCache, "load", loaded_coarsely)),
+    "prompt_state": narrow("before them", patch=(PromptState, "inputs", with_the_state_itself)),
+    "cache_precision": narrow("it accumulates", mixer=KeepsALowState),
+    "wrong_cache": narrow("TypeError was not raised", model=TakesAForeignCacheForNone),
+    "save_and_load": narrow("embed_tokens", causal_lm=ClearsARowOnSaving),
+    "load_in_bfloat16": narrow("bfloat16 instead of torch.float32", model=LoadsLow),
+    "quantized": narrow("in full precision", causal_lm=LoadsAllBits),
+    "closed_config": narrow("accepted in silence", config=OpenConfig),
+    "resized_embeddings": narrow("old logits", causal_lm=DrawsAllAnewOnResizing),
+    "standalone": narrow("gradient of", patch=(standalone, "code_of", older_code)),
+    "inputs_embeds": narrow("other tokens for embeddings", causal_lm=ReadsEmbeddingsBackwards),
+    "logits_to_keep": narrow("were computed", causal_lm=ComputesAllLogits),
+    "outputs": narrow("last hidden state", causal_lm=HandsOutTheStatesBeforeTheNorm),
+    "sequence_classification": narrow("padding", classifier=ReadsTheLastColumn),
+    "gradients": narrow("unused is zero", mixer=ForgetsAParameter),
+    "lora": narrow("no module is called", lora_targets=(*FAMILY.lora_targets, "k_proj")),
+    "lora_all_linear": narrow(
+        "learns nothing",
+        mixer=GoesPastAnAdapter,
+        lora_targets=("in_proj", "x_proj"),
+    ),
+    "gradient_checkpointing": narrow("2 blocks ran 2 times", causal_lm=IgnoresCheckpointing),
+    "trainer": narrow("after resuming", mixer=CountsItsSteps),
+    "compile": narrow("data-dependent", mixer=BreaksTheGraph),
+    "bfloat16": narrow("bfloat16", mixer=ComputesTooCoarsely),
+}
+
+# those that carry a cache from one call to the next
+CACHED = {"chunks", "tokens", "greedy", "sampling", "beams", "assisted", "continuing"}
+CACHED |= {"chunked_prefill", "cache_rows", "prompt_state", "wrong_cache"}
+# those that lay several sequences into one row
+SEVERAL = {"padding", "packing", "flattening_collator", "sequence_classification"}
+
+MISTAKES = {
+    "drops the conv state": broad(
+        *CACHED, "padding", "packing", "cache_precision", "quantized", mixer=DropsConvState
+    ),
+    "convolves across boundaries": broad(
+        *SEVERAL,
+        *("greedy", "sampling", "beams", "continuing", "chunked_prefill", "prompt_state"),
+        mixer=ConvolvesAcrossBoundaries,
+    ),
+    "leaks the future": broad(
+        *CACHED, *SEVERAL, "oracle", "causality", "quantized", mixer=LeaksTheFuture
+    ),
+    "looks at other rows": broad(
+        *CACHED, *SEVERAL, "oracle", "batch", "quantized", mixer=LooksAtTheBatch
+    ),
+    "looks at no cache": broad("wrong_cache", patch=(StateCache, "check", lambda *_: None)),
+    "needs plain weights": broad("quantized", mixer=NeedsPlainWeights),
+    "saves half": broad(
+        *("save_and_load", "load_in_bfloat16", "quantized", "resized_embeddings", "trainer"),
+        causal_lm=SavesHalf,
+    ),
+    "names two kinds of labels": broad("trainer", causal_lm=NamesTwoKindsOfLabels),
+    "counts its calls": broad("gradient_checkpointing", "trainer", mixer=CountsItsCalls),
+}
