@@ -1,10 +1,20 @@
 """Files appear complete or not at all."""
 
+import errno
 import os
+import pickle
 
 import pytest
 
-from ssmzoo.files import appears_whole, write_folder, write_json, write_text
+from ssmzoo.files import (
+    CannotWriteError,
+    appears_whole,
+    write_folder,
+    write_json,
+    write_text,
+    write_texts,
+    writing,
+)
 
 
 def test_a_failed_write_leaves_the_earlier_file_and_no_rest(tmp_path):
@@ -51,10 +61,78 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
         write_text(folder / "new", "x")
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(CannotWriteError, match="/folder cannot be written: No space left"):
         write_folder(target, fail)
     assert [p.name for p in target.iterdir()] == ["old"]
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
     (tmp_path / ".folder.unfinished").mkdir()  # left by a process that was killed
     write_folder(target, lambda folder: write_text(folder / "new", "x"))
     assert [p.name for p in target.iterdir()] == ["new"]
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize(
+    ("number", "way_out"),
+    [
+        (errno.ENOSPC, "No space left on device; what was there is unchanged; free some space, or"),
+        (errno.EDQUOT, "Disk quota exceeded; what was there is unchanged; free some space, or"),
+        (errno.EROFS, "Read-only file system; what was there is unchanged; choose a place that"),
+        (errno.EACCES, "Permission denied; what was there is unchanged; choose a place that may"),
+        (errno.EIO, "Input/output error; what was there is unchanged; choose another place"),
+    ],
+)
+def test_what_the_machine_refuses_is_named_with_the_way_out(number, way_out, tmp_path, monkeypatch):
+    def refuse(_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    for write in (
+        lambda target: write_text(target, "x"),
+        lambda target: write_texts(target.parent, {"a": "x", target.name: "x"}),
+        lambda target: write_folder(target, lambda folder: write_text(folder / "inner", "x")),
+    ):
+        with pytest.raises(CannotWriteError) as caught:
+            write(tmp_path / "a")
+        assert str(caught.value).startswith(f"{tmp_path / 'a'} cannot be written: {way_out}")
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_library_in_rust_is_understood_and_an_error_of_another_kind_left_alone(tmp_path):
+    with pytest.raises(CannotWriteError, match=r"File too large; .*ulimit -f"):
+        fail_within(tmp_path / "a", Exception("I/O error: File too large (os error 27)"))
+    with pytest.raises(ValueError, match=r"^27$"):
+        fail_within(tmp_path / "a", ValueError("27"))
+
+
+def fail_within(target, error):
+    with writing(target):
+        raise error
+
+
+def test_of_several_files_the_one_that_failed_is_named(tmp_path):
+    with pytest.raises(CannotWriteError, match="/b/c cannot be written"):
+        write_texts(tmp_path, {"a": "x", "b/c": "x", "d": "x"})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_error_goes_to_other_processes(tmp_path):
+    error = CannotWriteError("a", "No space left on device", errno.ENOSPC)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.number) == (str(error), errno.ENOSPC)
+
+
+def test_a_folder_comes_back_if_the_new_one_cannot_take_its_place(tmp_path, monkeypatch):
+    target = tmp_path / "folder"
+    write_folder(target, lambda folder: write_text(folder / "old", "x"))
+    replace = os.replace
+
+    def fail(source, place):
+        if str(source).endswith(".folder.unfinished"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        replace(source, place)
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(CannotWriteError, match="Input/output error"):
+        write_folder(target, lambda folder: write_text(folder / "new", "x"))
+    assert [p.name for p in target.iterdir()] == ["old"]
     assert [p.name for p in tmp_path.iterdir()] == ["folder"]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ssmzoo.family import claims, load_family, suggestion
 from ssmzoo.recipe import ModelSection
+from ssmzoo.trust import trusted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -46,7 +47,7 @@ def build_config(
     given = {**section.config, **_fields_of(task, section)}
     if section.init_from is not None:
         try:
-            config = AutoConfig.from_pretrained(section.init_from, **given)
+            config = AutoConfig.from_pretrained(section.init_from, trust_remote_code=False, **given)
         except (OSError, ValueError) as error:
             raise _not_found(section.init_from, error) from error
     else:
@@ -102,10 +103,12 @@ def load_model(
     import ssmzoo.auto  # noqa: F401
 
     try:
-        with without_bars():
-            config = config or AutoConfig.from_pretrained(source)
+        with without_bars(), trusted(source):
+            config = config or AutoConfig.from_pretrained(source, trust_remote_code=False)
             kind = model_class(config, task)
-            return kind.from_pretrained(source, config=config, dtype=torch.float32)
+            return kind.from_pretrained(
+                source, config=config, dtype=torch.float32, use_safetensors=True
+            )
     except (OSError, ValueError) as error:
         raise _not_found(source, error) from error
 

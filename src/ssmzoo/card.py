@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -104,15 +105,12 @@ def render_card(
     alone = target.resolve().parent != place.resolve()
     shown = target.with_suffix(".png") if alone else target.with_name(PICTURE)
     text = _render(summary, own, others, kept=_kept_metadata(target), picture=shown.name)
-    try:
+    with ExitStack() as parts:  # none appears before all are written
         if summary.picture and picture is not None and picture.resolve() != shown.resolve():
-            with appears_whole(shown) as part:
-                shutil.copyfile(picture, part)
+            shutil.copyfile(picture, parts.enter_context(appears_whole(shown)))
         if alone and target.with_suffix(".json").resolve() != place.resolve():
-            summary.write(target.with_suffix(".json"))
-        write_text(target, text)
-    except OSError as error:
-        raise RuntimeError(f"cannot write {target}: {error}") from error
+            summary.write(parts.enter_context(appears_whole(target.with_suffix(".json"))))
+        write_text(parts.enter_context(appears_whole(target)), text)
     return target
 
 

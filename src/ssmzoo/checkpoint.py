@@ -16,7 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ssmzoo.files import file_digest, remove_folder, write_folder, write_text
+from ssmzoo.files import (
+    CannotWriteError,
+    file_digest,
+    remove_folder,
+    write_folder,
+    write_text,
+    writing,
+)
 
 CONTENTS = "contents.json"
 
@@ -42,9 +49,11 @@ def locked(folder: Path) -> Iterator[None]:
                 f"another run (process {lock.read().strip() or 'unknown'}) is writing into "
                 f"{folder}; wait for it, or choose another output_dir"
             ) from None
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
+        with writing(folder / ".lock"):
+            lock.truncate(0)
+            os.write(
+                lock.fileno(), str(os.getpid()).encode()
+            )  # past the buffer, which would keep it
         yield
 
 
@@ -71,11 +80,12 @@ def save_checkpoint(
         shutil.rmtree(remains, ignore_errors=True)
     try:
         write_folder(target, write_listed)
-    except OSError as error:
-        raise RuntimeError(f"the checkpoint {target} cannot be written: {error}") from error
+    except CannotWriteError as error:
+        raise RuntimeError(f"the checkpoint {error}, then resume the run") from error
     for old in checkpoints(root)[:-keep]:
         if step_of(old) != spare:
-            remove_folder(old)
+            with writing(old):
+                remove_folder(old)
     return target
 
 
@@ -119,19 +129,37 @@ class Metrics:
     """``metrics.jsonl``: one JSON object a line, each on the disk's way as soon as it is known."""
 
     def __init__(self, path: Path, *, after_step: int) -> None:
-        """Open the file, first dropping what was measured after a step that is resumed from."""
+        """Open the file, first dropping what was measured after a step that is resumed from.
+
+        Raises:
+            RuntimeError: A line before that is damaged, or the file cannot be written.
+        """
+        self._path = path
         if path.exists():
             write_text(path, "".join(_lines_until(path, after_step)))
-        self._file = path.open("a", encoding="utf-8")
+        with writing(path):
+            self._file = path.open("ab", buffering=0)
 
     def write(self, **values: float | int | dict[str, list[float]]) -> None:
-        """Append one line."""
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
+        """Append one line, whole or not at all.
+
+        Raises:
+            RuntimeError: It cannot be written.
+        """
+        rest = memoryview(json.dumps(values).encode() + b"\n")
+        with writing(self._path):
+            end = self._file.seek(0, os.SEEK_END)
+            try:
+                while rest:  # a disk that fills up takes a part first
+                    rest = rest[self._file.write(rest) :]
+            except OSError:
+                self._file.truncate(end)
+                raise
 
     def sync(self) -> None:
         """Return when all lines are on the disk."""
-        os.fsync(self._file.fileno())
+        with writing(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""
@@ -144,11 +172,19 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _lines_until(path: Path, step: int) -> Iterator[str]:
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        # a line without its end was cut off when the run was killed
-        if not line.endswith("\n") or json.loads(line)["step"] > step:
+    text = path.read_text(encoding="utf-8", errors="replace")
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
+        try:
+            later = json.loads(line)["step"] > step
+        except (ValueError, LookupError, TypeError):
+            if not line.endswith("\n"):  # it was cut off when the run was killed
+                return
+            raise RuntimeError(
+                f"line {number} of {path} is damaged: {line.strip()[:60]!r}; take it out to resume"
+            ) from None
+        if later:
             return
-        yield line
+        yield line if line.endswith("\n") else f"{line}\n"
 
 
 def damage_of(checkpoint: Path) -> str | None:

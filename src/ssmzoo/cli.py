@@ -43,13 +43,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logger.setLevel(logging.INFO)
     try:
         status = _run(arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
             return BROKEN_PIPE
+        lost = _lost_output()
+        if lost is not None and isinstance(error, OSError):
+            error = lost
         if "--debug" in arguments:
             traceback.print_exc()
         return _report(error)
@@ -127,6 +131,20 @@ def _reader_is_gone() -> bool:
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return True
+
+
+def _lost_output() -> RuntimeError | None:
+    """Return why what was printed cannot be written, if so, and quieten Python's last flush."""
+    if sys.stdout is None:  # it was closed before the program began
+        return None
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return RuntimeError(
+            f"standard output cannot be written: {error.strerror}; send it elsewhere"
+        )
+    return None
 
 
 def _report(error: Exception) -> int:

@@ -190,12 +190,16 @@ def _student(
 
 
 def _save(student: Any, report: DistillReport, source: str | None, target: Path) -> None:
+    tokenizer = None
+    if source is not None and (Path(source) / "tokenizer_config.json").is_file():
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+
     def write(folder: Path) -> None:
         student.save_pretrained(folder)
-        if source is not None and (Path(source) / "tokenizer_config.json").is_file():
-            from transformers import AutoTokenizer
-
-            AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
         (folder / REPORT).write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
 
     write_folder(target, write)

@@ -140,6 +140,7 @@ def file_manifest(files: Sequence[Path], *, content: bool) -> list[dict[str, Any
                 "path": str(file.absolute()),
                 "bytes": status.st_size,
                 "mtime_ns": status.st_mtime_ns,
+                "ctime_ns": status.st_ctime_ns,  # unlike mtime, nobody sets it
                 "sha256": file_digest(file) if content else None,
             }
         )
@@ -147,7 +148,7 @@ def file_manifest(files: Sequence[Path], *, content: bool) -> list[dict[str, Any
 
 
 def require_unchanged(manifest: Sequence[dict[str, Any]], files: Sequence[Path]) -> None:
-    """Check that the data files are those of the manifest. Files with the same time are trusted.
+    """Check that the data files are those of the manifest. Files with the same times are trusted.
 
     Raises:
         ValueError: A file was changed, removed or added; the message names it.
@@ -160,7 +161,10 @@ def require_unchanged(manifest: Sequence[dict[str, Any]], files: Sequence[Path])
         raise ValueError(f"the data file {path} was {verb} since the run began{hint}")
     for path, file in now.items():
         status, before = file.stat(), known[path]
-        if (status.st_size, status.st_mtime_ns) == (before["bytes"], before["mtime_ns"]):
+        same = (status.st_size, status.st_mtime_ns) == (before["bytes"], before["mtime_ns"])
+        if same and before["sha256"] is None:  # of a stream there is no more to compare
+            continue
+        if same and status.st_ctime_ns == before.get("ctime_ns"):
             continue
         if before["sha256"] is None or file_digest(file) != before["sha256"]:
             raise ValueError(f"the data file {path} was changed since the run began{hint}")

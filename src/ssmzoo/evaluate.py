@@ -181,7 +181,7 @@ def _results_file(output_dir: str | Path, name: str) -> Path:
             pass
     except OSError as error:
         raise RuntimeError(
-            f"output_dir {str(output_dir)!r} cannot be written: {error.strerror}"
+            f"output_dir {str(output_dir)!r} cannot be written: {error.strerror}; choose another"
         ) from error
     return folder / f"{name}.json"
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.requirements import Requirement
 
 from ssmzoo.family import Family, claims
-from ssmzoo.files import write_json, write_text
+from ssmzoo.files import write_texts, writing
 from ssmzoo.rewriting import (
     Editor,
     Resolver,
@@ -142,10 +142,9 @@ def export_code(model_or_folder: PreTrainedModel | str | Path, directory: str | 
     for name in texts:
         if (directory / name).exists() and not is_exported(directory / name):
             raise ValueError(f"{directory / name} is of no export; move it away")
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, text in texts.items():
-        write_text(directory / name, text)
-    write_json(directory / "config.json", _with_auto_map(config, family), indent=2)
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+    write_texts(directory, {**texts, "config.json": _told(config, family)})
     for path in directory.glob("*.py"):
         if path.name not in texts and is_exported(path):
             path.unlink()
@@ -186,10 +185,9 @@ def standalone_files(config: Mapping[str, Any], card: str) -> dict[str, str]:
         ValueError: It is of no installed family, or its code cannot travel.
     """
     family = family_to_export(config)
-    told = json.dumps(_with_auto_map(config, family), indent=2, ensure_ascii=False) + "\n"
     return {
         **code_of(family),
-        "config.json": told,
+        "config.json": _told(config, family),
         "README.md": _with_section(card, config, family),
     }
 
@@ -210,12 +208,13 @@ def _with_section(card: str, config: Mapping[str, Any], family: Family) -> str:
     )
 
 
-def _with_auto_map(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return a configuration's fields with the entry file's class for each Auto class."""
+def _told(config: Mapping[str, Any], family: Family) -> str:
+    """Return a ``config.json`` that names the entry file's class for each Auto class."""
     classes = {
         auto: f"{_entry_name(family)}.{kind.__name__}" for auto, kind in family.auto_classes.items()
     }
-    return dict(sorted({**config, "auto_map": classes}.items()))
+    fields = dict(sorted({**config, "auto_map": classes}.items()))
+    return json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
 
 
 def code_of(family: Family) -> dict[str, str]:
@@ -380,7 +379,7 @@ def _travels(module: str, plugin: str) -> bool:
     parts = module.split(".")
     if parts[0] == "ssmzoo_kernels":
         return parts[-1] not in ("cpu", "triton", "native")
-    return parts[0] == plugin or parts[:2] == ["ssmzoo", "modeling"]
+    return parts[0] == plugin or parts[:2] in (["ssmzoo", "modeling"], ["ssmzoo", "trust"])
 
 
 def _place(source: Source, node: ast.AST) -> str:

@@ -65,7 +65,6 @@ def export_kernels(directory: str | Path, kernel_version: int = 1) -> list[Path]
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
 
-    Path(directory).mkdir(parents=True, exist_ok=True)
     write_folder(build, write)
     return sorted(path for path in build.rglob("*") if path.is_file())
 

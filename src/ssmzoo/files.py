@@ -1,14 +1,70 @@
-"""Files and folders that appear under their names when they are complete, or not at all."""
+"""Files and folders that appear under their names when they are complete, or not at all.
+
+A full disk, a read-only folder and what else the machine refuses end in one error that names the
+file, the reason and the way out, whichever library was writing.
+"""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+_READ_ONLY = "choose a place that may be written to"
+_FULL = "free some space, or choose another place"
+_WAYS_OUT = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f), or choose another place",
+    errno.EROFS: _READ_ONLY,
+    errno.EACCES: _READ_ONLY,
+    errno.EPERM: _READ_ONLY,
+}
+# how libraries written in Rust, safetensors and tokenizers, quote the system in errors of their own
+_NATIVE = re.compile(r"\(os error (\d+)\)")
+
+
+class CannotWriteError(RuntimeError):
+    """The machine refused to write a file or folder, and what was there is as it was."""
+
+    def __init__(self, target: str, reason: str, number: int | None) -> None:
+        super().__init__(target, reason, number)  # so that it can be sent to other processes
+        self.target, self.reason, self.number = target, reason, number
+
+    def __str__(self) -> str:
+        way_out = "choose another place"
+        if self.number is not None:
+            way_out = _WAYS_OUT.get(self.number, way_out)
+        kept = "what was there is unchanged"
+        return f"{self.target} cannot be written: {self.reason}; {kept}; {way_out}"
+
+
+@contextmanager
+def writing(target: Path, unfinished: Path | None = None) -> Iterator[None]:
+    """Say of an error inside, if it is the machine's, that ``target`` cannot be written.
+
+    What is written as ``unfinished``, or inside it, goes under the target's name.
+
+    Raises:
+        CannotWriteError: The machine refused.
+    """
+    try:
+        yield
+    except CannotWriteError as error:
+        if not error.target.startswith(str(unfinished or target)):  # of a file beside it
+            raise
+        raise CannotWriteError(str(target), error.reason, error.number) from error
+    except Exception as error:
+        refusal = _refusal(error)
+        if refusal is None:
+            raise
+        raise CannotWriteError(str(target), *refusal) from error
 
 
 @contextmanager
@@ -16,21 +72,35 @@ def appears_whole(target: Path) -> Iterator[Path]:
     """Give a path to write to, whose file becomes ``target`` if the block succeeds.
 
     It is flushed to the disk before; if the block fails, the earlier file stays as it was.
+
+    Raises:
+        CannotWriteError: The machine refused.
     """
     # by process, so that two which write the same file do not write into one another
     unfinished = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
     try:
-        yield unfinished
-        _flush(unfinished)
-        os.replace(unfinished, target)
+        with writing(target, unfinished):
+            yield unfinished
+            _flush(unfinished)
+            os.replace(unfinished, target)
     finally:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink()
 
 
 def write_text(target: Path, text: str) -> None:
     """Write a text file that appears complete or not at all."""
     with appears_whole(target) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
+
+
+def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write text files of a folder, of which none appears before all are on the disk."""
+    with ExitStack() as files:
+        for name, text in texts.items():
+            unfinished = files.enter_context(appears_whole(folder / name))
+            unfinished.write_text(text, encoding="utf-8")
+            _flush(unfinished)
 
 
 def write_json(target: Path, value: object, *, indent: int = 1) -> None:
@@ -47,25 +117,31 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
     """Let ``write`` fill a folder that appears complete or not at all; an older one is replaced.
 
     What an earlier call left unfinished is removed: only one process may write ``target``.
+
+    Raises:
+        CannotWriteError: The machine refused.
     """
     unfinished = target.with_name(f".{target.name}.unfinished")
     replaced = target.with_name(f".{target.name}.replaced")
-    if replaced.exists() and not target.exists():  # an earlier call was killed in between
-        os.replace(replaced, target)
-    for leftover in (unfinished, replaced):
-        shutil.rmtree(leftover, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        write(unfinished)
-        for path in [*unfinished.rglob("*"), unfinished]:
-            _flush(path)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    if target.exists():
-        os.replace(target, replaced)
-    os.replace(unfinished, target)
-    _flush(target.parent)
+    with writing(target, unfinished):
+        if replaced.exists() and not target.exists():  # an earlier call was killed in between
+            os.replace(replaced, target)
+        for leftover in (unfinished, replaced):
+            shutil.rmtree(leftover, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        try:
+            write(unfinished)
+            for path in [*unfinished.rglob("*"), unfinished]:
+                _flush(path)
+            if target.exists():
+                os.replace(target, replaced)
+            os.replace(unfinished, target)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            if replaced.exists() and not target.exists():
+                os.replace(replaced, target)
+            raise
+        _flush(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -88,3 +164,13 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _refusal(error: Exception) -> tuple[str, int | None] | None:
+    """Return why the machine refused, in words and as its number; None for any other error."""
+    native = _NATIVE.search(str(error))
+    if native is not None:
+        return os.strerror(int(native[1])), int(native[1])
+    if isinstance(error, OSError):
+        return error.strerror or str(error), error.errno
+    return None

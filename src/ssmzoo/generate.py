@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ssmzoo.describe import checkpoint_folder
+from ssmzoo.files import writing
 from ssmzoo.machine import usable_device
+from ssmzoo.trust import trusted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
@@ -125,13 +127,15 @@ def load_model(
     logging.set_verbosity_error()  # what its report of missing weights says is said below
     try:
         # with output_loading_info a pair, which its annotation does not say
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name,
-            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # the error about them refers to a report; see below
-        )
+        with trusted(name):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                name,
+                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # the error about them refers to a report; see below
+            )
     except SafetensorError as error:
         raise ValueError(f"the weights of {name!r} cannot be read: {error}") from error
     except (AttributeError, KeyError, IndexError) as error:  # transformers trusts config.json
@@ -203,7 +207,8 @@ def _inputs(
         inputs = kept.inputs(more)
     if save_state is not None:
         read = network.prefill(**inputs)
-        read.save_pretrained(save_state)
+        with writing(Path(save_state)):
+            read.save_pretrained(save_state)
         inputs = read.inputs()
     return inputs
 

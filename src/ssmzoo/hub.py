@@ -30,6 +30,9 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal, TypeVar
 from urllib.parse import unquote
 
+from ssmzoo.files import writing
+from ssmzoo.trust import refuse_paths
+
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo, HfApi
 
@@ -308,6 +311,7 @@ def _plan(folder: Path, code: bool, state: bool) -> _Plan:
             "with --standalone, or take it out"
         )
     read_weights(folder)
+    refuse_paths(folder)
     if CARD not in sources:
         raise ValueError(f"{folder} has no card {CARD}; write one with: ssmzoo card {folder}")
     if state and STATE not in sources:
@@ -349,7 +353,8 @@ def _with_code(folder: Path, plan: _Plan) -> Iterator[_Plan]:
         sources = {n: path for n, path in plan.sources.items() if not n.endswith(".py")}
         for name, text in standalone_files(config, card).items():
             sources[name] = Path(written, name)
-            sources[name].write_text(text, encoding="utf-8")
+            with writing(sources[name]):
+                sources[name].write_text(text, encoding="utf-8")
         sizes = {name: path.stat().st_size for name, path in sources.items()}
         left_out = (*plan.left_out, *(plan.sources.keys() - sources.keys()))
         yield _Plan(dict(sorted(sources.items())), sizes, tuple(sorted(left_out)))
@@ -422,15 +427,12 @@ def _publish_folder(
         return report
     staged = target.parent / f".{target.name}.{uuid.uuid4().hex}.tmp"
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staged.mkdir()
-        for name, source in plan.sources.items():
-            _copy(source, staged / name, plan.sizes[name])
-        _swap(staged, target)
-    except OSError as error:
-        raise RuntimeError(
-            f"cannot write {target}: {error}; what was there is unchanged"
-        ) from error
+        with writing(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            staged.mkdir()
+            for name, source in plan.sources.items():
+                _copy(source, staged / name, plan.sizes[name])
+            _swap(staged, target)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
     return _done(report, str(target))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import sys
@@ -18,6 +19,8 @@ from ssmzoo.machine import installed_versions
 from ssmzoo.portable import portable, portable_command
 from ssmzoo.recipe import Recipe, load_recipe
 from ssmzoo.results import Results, Score, weights_revision, write_results
+
+logger = logging.getLogger("ssmzoo")
 
 # what a run that was killed before it began may have left
 _DONT_COUNT = re.compile(r"\.lock|cache|\..+\.(unfinished|replaced)")
@@ -61,12 +64,25 @@ class RunFolder:
         return newest_checkpoint(self.checkpoints)
 
     def manifest(self) -> dict[str, Any] | None:
-        """Return what the run found its data to be when it began."""
+        """Return what the run found its data to be when it began.
+
+        Raises:
+            RuntimeError: The file that says so is damaged.
+        """
         described = self.path / "data.json"
-        return json.loads(described.read_text(encoding="utf-8")) if described.exists() else None
+        if not described.exists():
+            return None
+        try:
+            return json.loads(described.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise RuntimeError(
+                f"{described} is damaged ({error}), and what was trained on cannot be told without "
+                "it; put it back as it was, or start a new run"
+            ) from error
 
     def describe(self, recipe: Recipe, manifest: dict[str, Any], facts: dict[str, Any]) -> None:
         """Write what describes the run: recipe, data, and the facts beside time and versions."""
+        self._warn_of_the_clock()
         write_text(self.path / "recipe.yaml", recipe.to_yaml())
         write_json(self.path / "data.json", manifest)
         described = {
@@ -80,6 +96,21 @@ class RunFolder:
             "versions": installed_versions(*_PACKAGES),
         }
         write_json(self.path / "run.json", described)
+
+    def _warn_of_the_clock(self) -> None:
+        """Say so if the clock was set back since ``run.json`` was written."""
+        try:
+            before = json.loads((self.path / "run.json").read_text(encoding="utf-8"))["date"]
+        except (OSError, ValueError, LookupError, TypeError):
+            return  # not there yet, or damaged and about to be replaced
+        if isinstance(before, str) and before > _now():
+            logger.warning(
+                "the clock was set back: %s says that it is at least %s, the clock %s; only the "
+                "dates in that file depend on it",
+                self.path / "run.json",
+                before,
+                _now(),
+            )
 
     def draw(self, title: str, loss: str, *, now: bool = False) -> None:
         """Draw the curves, if that was not done a moment ago, or ``now``."""
@@ -102,6 +133,7 @@ class RunFolder:
                     shutil.copy2(path, folder)
 
         write_folder(self.path / "model", write)
+        self._warn_of_the_clock()
         described = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
         last = {k: v for line in read_metrics(self.metrics) for k, v in line.items()}
         keys = ["loss", "validation_loss", "validation_accuracy"]

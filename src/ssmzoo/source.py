@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ssmzoo.trust import refuse_paths, trusted
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -76,6 +78,7 @@ def load_tokenizer(model: str, folder: Path | None, trust: bool) -> PreTrainedTo
     from transformers import AutoTokenizer
 
     with _loading("a tokenizer", model, folder):
+        refuse_paths(folder)
         tokenizer = AutoTokenizer.from_pretrained(
             folder or model, trust_remote_code=trust, local_files_only=folder is not None
         )
@@ -94,11 +97,12 @@ def load_model(model: str, folder: Path | None, dtype: Dtype, trust: bool) -> Pr
     import torch
     from transformers import AutoModelForCausalLM
 
-    with _loading("a causal language model", model, folder):
+    with _loading("a causal language model", model, folder), trusted(folder or model):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder or model,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             trust_remote_code=trust,
+            use_safetensors=True,
             local_files_only=folder is not None,
             output_loading_info=True,
         )

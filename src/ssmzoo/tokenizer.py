@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from ssmzoo.trust import refuse_paths
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -53,7 +55,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if name == "bytes":
         return byte_tokenizer()
     try:
-        return AutoTokenizer.from_pretrained(name)
+        refuse_paths(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise LookupError(f"data.tokenizer: no tokenizer loads from {name!r}: {why}") from error

@@ -112,10 +112,7 @@ def inspect_model(
         report["pictures"] = draw(found, folder, title=subject.name)
         write_json(folder / REPORT, report)
 
-    try:
-        write_folder(target, write)
-    except OSError as error:
-        raise RuntimeError(f"out {str(target)!r} cannot be written: {error}") from error
+    write_folder(target, write)
     return report
 
 

@@ -16,6 +16,7 @@ from ssmzoo.documents import expand, read_files
 from ssmzoo.family import claims, load_family, suggestion
 from ssmzoo.machine import usable_device
 from ssmzoo.modeling import SSMModel
+from ssmzoo.trust import refuse_paths, trusted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -139,7 +140,9 @@ def _tokenizer(subject: Subject, source: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(Path(source).expanduser()))
+        place = str(Path(source).expanduser())
+        refuse_paths(place)
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"the tokenizer of {source!r} cannot be read: {_first_line(error)}; leave text out for "
@@ -167,9 +170,13 @@ def _load(source: str) -> SSMModel:
     logging.set_verbosity_error()  # a head's weights are left out on purpose
     try:
         # with output_loading_info a pair, which its annotation does not say
-        with without_bars():
+        with without_bars(), trusted(source):
             loaded: Any = AutoModel.from_pretrained(
-                source, dtype=torch.float32, output_loading_info=True
+                source,
+                dtype=torch.float32,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
             )
     except SafetensorError as error:
         raise ValueError(f"the weights of {source!r} cannot be read: {error}") from error

@@ -88,7 +88,7 @@ class SSMConfig(PreTrainedConfig):
 
         Raises:
             LookupError: A field that this configuration does not have.
-            ValueError: A field out of its range.
+            ValueError: A field out of its range, or kernels from the Hub.
         """
         known = {field.name for field in dataclasses.fields(self)} | set(self.attribute_map)
         allowed = known | _TRANSFORMERS_KEYS | set(GenerationConfig().to_dict())
@@ -96,6 +96,12 @@ class SSMConfig(PreTrainedConfig):
             if name not in allowed and not name.startswith("_"):
                 raise LookupError(
                     f"{type(self).__name__} has no field {name!r}{suggestion(name, known)}"
+                )
+        for name in ("attn_implementation", "_attn_implementation"):
+            if "/" in str(kwargs.get(name)):  # transformers would fetch and run it
+                raise ValueError(
+                    f"{name} must name no kernels on the Hub, got {kwargs[name]!r}; take it out, "
+                    "the model's own run"
                 )
         self.check_sizes()
         for name in ("id2label", "label2id"):

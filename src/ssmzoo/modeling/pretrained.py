@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from ssmzoo.modeling.configuration import SSMConfig, suggestion
+from ssmzoo.trust import trusted
 
 
 class SSMPreTrainedModel(PreTrainedModel):
@@ -32,14 +33,21 @@ class SSMPreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Self:
         """Load a checkpoint as every transformers model does; name a damaged file.
 
+        Pickles are not loaded, unless ``use_safetensors=False`` asks for them.
+
         Raises:
-            ValueError: A file of weights is cut off or not what its name says.
+            ValueError: A file of weights is cut off or not what its name says, a pickle, or
+                outside the checkpoint's folder.
             OSError: A file is missing.
         """
+        source = pretrained_model_name_or_path
+        kwargs.setdefault("use_safetensors", True)
         try:
-            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+            if not kwargs["use_safetensors"]:
+                return super().from_pretrained(source, *args, **kwargs)
+            with trusted(source, kwargs.get("subfolder", "")):
+                return super().from_pretrained(source, *args, **kwargs)
         except SafetensorError as error:
-            source = pretrained_model_name_or_path
             damaged = next((p for p in Path(source).glob("*.safetensors") if not _whole(p)), source)
             raise ValueError(f"{damaged} is not a whole safetensors file: {error}") from error
 

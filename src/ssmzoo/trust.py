@@ -1,0 +1,101 @@
+"""What a checkpoint may not ask for: a pickle, which can run code, or a file outside its folder.
+
+It imports nothing of ssmzoo: it travels with a checkpoint's own code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+_INDEX = "model.safetensors.index.json"
+# by their names, and what is read instead where it is there
+_PICKLES = {
+    "pytorch_model*.bin": "model*.safetensors",
+    "adapter_model*.bin": "adapter_model*.safetensors",
+}
+# old tokenizers keep where these once lay on their author's machine; nobody reads them from there
+_UNREAD = ("added_tokens_file", "chat_template_file", "special_tokens_map_file")
+
+
+@contextmanager
+def trusted(source: object, subfolder: str = "") -> Iterator[None]:
+    """Refuse a checkpoint before it is loaded inside, by ``use_safetensors=True``.
+
+    Args:
+        source: A folder, which is looked at, or a Hub id, whose names the Hub's client checks.
+        subfolder: The part of it that is loaded.
+
+    Raises:
+        ValueError: It asks for a pickle or for a file outside its folder; names which.
+    """
+    refuse_paths(source, subfolder)
+    _refuse_pickles(source, subfolder)
+    try:
+        yield
+    except OSError as error:
+        if "use_safetensors" not in str(error):  # the way out that transformers knows
+            raise
+        raise ValueError(_no_pickles(f"{source} has no safetensors; its weights")) from error
+
+
+def _refuse_pickles(source: object, subfolder: str) -> None:
+    folder = _folder(source, subfolder)
+    for pattern, instead in _PICKLES.items():
+        pickles = [] if folder is None else sorted(folder.glob(pattern))
+        if pickles and not any(pickles[0].parent.glob(instead)):
+            raise ValueError(_no_pickles(str(pickles[0])))
+
+
+def _no_pickles(what: str) -> str:
+    return (
+        f"{what} must be safetensors, got pickles, which can run code; ask for the model in that "
+        "format, or convert it where that does no harm"
+    )
+
+
+def refuse_paths(source: object, subfolder: str = "") -> None:
+    """Fail if files of a checkpoint's folder name others outside of it; see :func:`trusted`."""
+    folder = _folder(source, subfolder)
+    if folder is None:
+        return
+    named: dict[str, Any] = {}
+    index = _read(folder / _INDEX).get("weight_map")
+    if isinstance(index, dict):
+        named[_INDEX] = list(index.values())
+    tokenizer = "tokenizer_config.json"
+    for field, value in _read(folder / tokenizer).items():
+        if field.endswith(("_file", "_files")) and field not in _UNREAD:
+            named[f"{tokenizer}, {field}"] = value
+    for place, value in named.items():
+        for name in value if isinstance(value, list) else [value]:
+            if isinstance(name, str) and _leads_out(name):
+                raise ValueError(
+                    f"{folder / place} must name files of this folder, got {name!r}; take "
+                    "that out, or do not use what came with it"
+                )
+
+
+def _folder(source: object, subfolder: str) -> Path | None:
+    if not isinstance(source, str | os.PathLike):
+        return None
+    folder = Path(source, subfolder)
+    return folder if folder.is_dir() else None
+
+
+def _leads_out(name: str) -> bool:
+    kinds = PurePosixPath(name), PureWindowsPath(name)
+    return any(path.is_absolute() or path.drive or ".." in path.parts for path in kinds)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return a JSON object; of what is none, or not there, whoever loads it says more."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
