@@ -253,35 +253,6 @@ def test_accumulated_micro_batches_are_one_batch(recipe, tmp_path):
             assert a[key] == pytest.approx(b[key], rel=1e-4)
 
 
-def test_two_processes_go_on_where_one_was_killed_and_train_alike(recipe, tmp_path, monkeypatch):
-    path = recipe(model__config=TINY | {"attention_dropout": 0.0})
-    alone = train(path, output_dir=tmp_path / "alone")
-    with monkeypatch.context() as patch:
-        killed_before(patch, 5)
-        with pytest.raises(KilledError):
-            train(path, output_dir=tmp_path / "two")
-    script = "import sys; from ssmzoo.train import train; "
-    script += "train(sys.argv[1], output_dir=sys.argv[2], resume=True)"
-    (tmp_path / "script.py").write_text(script)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*launcher, "--nproc_per_node=2", str(tmp_path / "script.py"), path, tmp_path / "two"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "two/run.json").read_text())["processes"] == 2
-    one, two = (read_metrics(tmp_path / run / "metrics.jsonl") for run in ("alone", "two"))
-    assert len(one) == len(two)
-    for a, b in zip(one, two, strict=True):
-        assert a["tokens"] == b["tokens"]
-        for key in a.keys() & {"loss", "grad_norm", "validation_loss"}:
-            assert a[key] == pytest.approx(b[key], rel=1e-4)
-    assert_close_weights(weights(alone / "model"), weights(tmp_path / "two/model"))
-
-
 def assert_close_weights(one, two):
     for name in one:
         # twelve AdamW steps of at most lr = 0.01 each, in float32

@@ -173,7 +173,7 @@ def open_data(
     """Open one process's share of what :func:`prepare_data` made ready.
 
     Raises:
-        ValueError: Too little text for one row, or too few held-out rows for all processes.
+        ValueError: Too little text for one row.
     """
     data, train, seq_len = recipe.data, recipe.train, _seq_len(recipe)
     micro = train.batch_size // (world * train.accumulate)
@@ -228,14 +228,14 @@ def open_data(
 def _shares(
     rows: Callable[[range], Rows], numbers: range, micro: int, rank: int, world: int
 ) -> list[Rows]:
-    """Return one process's micro-batches of the first ``len(numbers)`` rows, as many on each."""
-    each = len(numbers) // world
-    if not each:
-        raise ValueError(
-            f"data.validation must give every one of {world} processes a row, got {len(numbers)}"
-        )
-    mine = range(rank * each, (rank + 1) * each)
-    return [rows(mine[i : i + micro]) for i in range(0, each, micro)]
+    """Return one process's micro-batches of some rows, as many on each process.
+
+    Where there are no rows left for one, the first stands in, with nothing to predict.
+    """
+    each = -(-len(numbers) // world)
+    mine = numbers[rank * each : (rank + 1) * each]
+    parts = [mine[i : i + micro] for i in range(0, each, micro)]
+    return [rows(part) if part else rows(numbers[:1]).unlabelled() for part in parts]
 
 
 def _split(

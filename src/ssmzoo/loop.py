@@ -18,12 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
+import numpy as np
+
 from ssmzoo.build import build_config, build_model, load_model, without_bars
 from ssmzoo.checkpoint import Metrics, checkpoint_of, checkpoints, save_checkpoint, step_of
 from ssmzoo.data import Data, open_data, prepare_data, recipe_tokenizer
 from ssmzoo.examples import Share, describe_splits, load_splits, open_splits, task_tokenizer
 from ssmzoo.gauges import read_gauges
-from ssmzoo.machine import hardware
+from ssmzoo.machine import ALONE, hardware
 from ssmzoo.meter import Meter
 from ssmzoo.objective import CausalLM, labelled
 from ssmzoo.optimizer import Schedule, make_optimizer
@@ -66,9 +68,12 @@ class Run:
     def __init__(
         self, accelerator: Accelerator, recipe: Recipe, folder: RunFolder, *, resume: bool
     ) -> None:
+        import torch
+
         self.accelerator, self.recipe, self.folder = accelerator, recipe, folder
         self.main = accelerator.is_main_process
         world = accelerator.num_processes
+        self.alone: Any = None if world == 1 else torch.distributed.new_group(timeout=ALONE)
         parts = world * recipe.train.accumulate
         if recipe.train.batch_size % parts:
             raise ValueError(
@@ -77,6 +82,7 @@ class Run:
             )
         self.micro = recipe.train.batch_size // parts
         checkpoint = self._on_main(lambda: folder.starting_point(recipe, resume=resume))
+        self._require_one_folder()
         done = 0 if checkpoint is None else step_of(checkpoint)
         require_ahead(recipe, recipe.train.total_steps, done)  # before the data is made ready
         self.task: Supervised | None = None
@@ -125,7 +131,7 @@ class Run:
 
     def _on_main(self, function: Callable[[], T]) -> T:
         """Run a function in the main process and return its result, or raise its error, in all."""
-        from accelerate.utils import broadcast_object_list
+        import torch
 
         outcome: list[Any] = [None, None]
         if self.main:
@@ -133,11 +139,26 @@ class Run:
                 outcome[0] = function()
             except Exception as error:
                 outcome[1] = error
-        if self.accelerator.num_processes > 1:
-            broadcast_object_list(outcome)
+        if self.alone is not None:
+            torch.distributed.broadcast_object_list(outcome, group=self.alone)
         if outcome[1] is not None:
             raise outcome[1]
         return outcome[0]
+
+    def _require_one_folder(self) -> None:
+        """Check that what the main process wrote into the folder is there for every process."""
+        import torch
+
+        lock = self.folder.path / ".lock"
+        written = self._on_main(lock.read_text)
+        blind = torch.tensor(not lock.is_file() or lock.read_text() != written, dtype=torch.int)
+        number = int(self._sum(blind.to(self.accelerator.device)))
+        if number:
+            raise RuntimeError(
+                f"output_dir must be on a file system that all processes share; {number} of "
+                f"{self.accelerator.num_processes} do not see in {self.folder.path} what the first "
+                "one wrote"
+            )
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -157,6 +178,8 @@ class Run:
             model = build_model(self.recipe.model, self.config, self.task)
         else:
             model = load_model(str(checkpoint), task=self.task)
+        if rank := self.accelerator.process_index:  # the first one's weights, but its own dropout
+            seed_all(int(np.random.SeedSequence([options.seed, rank]).generate_state(1)[0]))
         model.train()
         if options.gradient_checkpointing:
             enable_gradient_checkpointing(model)
@@ -222,7 +245,7 @@ class Run:
             self.best = None
         stop = self.recipe.train.stop_at
         self.stopped = stop is not None and state["stopped"] == stop.model_dump()
-        if len(state["processes"]) == world:
+        if rank < len(state["processes"]):
             set_random_state(mine["random"])
         if carries:
             self.objective.carry_on(
@@ -298,13 +321,14 @@ class Run:
     ) -> Any:
         device = self.accelerator.device
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-        return model(**moved, **{**self.objective.options, **options})
+        with self.accelerator.autocast():  # which Accelerate leaves to us where it shards
+            return model(**moved, **{**self.objective.options, **options})
 
     def _optimize(self, read: _Step) -> None:
         import torch
 
         accelerator, world = self.accelerator, self.accelerator.num_processes
-        total: int | torch.Tensor = sum(read.targets)
+        total: Any = sum(read.targets)
         if world > 1:
             total = self._sum(torch.tensor(total, device=accelerator.device))
         loss_of_step: torch.Tensor | float = 0.0
@@ -315,7 +339,8 @@ class Run:
                 # the mean over a micro-batch's targets, weighted to a mean over the whole step's;
                 # gradients are averaged over processes, hence `world`
                 loss = self.objective.loss_of(forward, piece, i, read.targets[i])
-                loss = loss * (read.targets[i] / total)
+                count = total if world == 1 else total.to(loss.dtype)
+                loss = loss * (read.targets[i] / count)
                 accelerator.backward(loss * world)
             loss_of_step = loss_of_step + loss.detach()
         largest = self.recipe.train.clip or math.inf
@@ -411,7 +436,7 @@ class Run:
 
         sums = self.objective.zeros(self.accelerator.device)
         model.eval()
-        with torch.no_grad(), self.accelerator.autocast():
+        with torch.no_grad():
             for part in parts:
                 batch = self.objective.batch(part)
                 sums += self.objective.measure(self._forward(model, batch), batch, part)

@@ -147,7 +147,8 @@ class CausalLM(Objective):
         labels = batch["labels"][:, 1:].to(logits.device)
         right = (logits[:, :-1].argmax(-1) == labels).sum()
         sums = self.zeros(logits.device)
-        sums[0] = output.loss.double() * part.targets
+        if part.targets:  # the mean of nothing is not a number
+            sums[0] = output.loss.double() * part.targets
         sums[1], sums[2] = right, part.targets
         return sums
 

@@ -39,6 +39,10 @@ class Rows(NamedTuple):
         """How many tokens are predicted."""
         return int((self.labels[:, 1:] != IGNORED).sum())
 
+    def unlabelled(self) -> Rows:
+        """Return these rows with nothing to predict."""
+        return self._replace(labels=np.full_like(self.labels, IGNORED))
+
 
 class RowSource(Protocol[Part]):
     """An endless supply of rows, or of what else a micro-batch is made of."""

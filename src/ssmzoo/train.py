@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from ssmzoo.checkpoint import locked
+from ssmzoo.checkpoint import checkpoints, locked
 from ssmzoo.loop import Run
-from ssmzoo.machine import make_accelerator, require_launched
+from ssmzoo.machine import is_of_another_process, make_accelerator, require_launched
 from ssmzoo.optimizer import make_optimizer, param_groups
 from ssmzoo.recipe import Recipe, load_recipe
 from ssmzoo.run_folder import RunFolder
@@ -45,7 +45,8 @@ def train(
         LookupError: A recipe, field, family, data set or tokenizer that does not exist.
         ValueError: A wrong value in the recipe, or data that cannot be used.
         RuntimeError: The machine: a folder in use or not writable, a damaged checkpoint, a launcher
-            that did not start what it should, a loss that is not finite.
+            that did not start what it should, another process that ended, a loss that is not
+            finite.
     """
     chosen = load_recipe(recipe, overrides).with_absolute_paths()
     require_launched()
@@ -56,12 +57,24 @@ def train(
     ours = not AcceleratorState._shared_state
     accelerator = make_accelerator(chosen)
     folder = Path(output_dir).absolute()
+    # the process that failed says why before the others notice that it is gone
+    leave = accelerator.num_processes == 1
     try:
         with locked(folder) if accelerator.is_main_process else nullcontext():
             Run(accelerator, chosen, RunFolder(folder), resume=resume).go()
+        leave = True
+    except RuntimeError as error:
+        if not is_of_another_process(error):
+            raise
+        saved = checkpoints(folder / "checkpoints")
+        way_out = f"resume from {saved[-1]}" if saved else "start again, there is no checkpoint yet"
+        raise RuntimeError(
+            f"another process of this run has ended, or hangs: see the launcher's report; {way_out}"
+        ) from error
     finally:
         accelerator.free_memory()
         if ours:
-            accelerator.end_training()
+            if leave:
+                accelerator.end_training()
             AcceleratorState._reset_state(reset_partial_state=True)
     return folder

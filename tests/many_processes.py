@@ -1,0 +1,282 @@
+"""What two processes do together, for ``test_many_processes.py``, which judges what they leave.
+
+``python -m torch.distributed.run --standalone --nproc_per_node=2 tests/many_processes.py FOLDER``:
+all scenes in one launch, because two processes take longer to import torch than for all of them.
+"""
+
+import json
+import os
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+import ssmzoo.loop
+import ssmzoo.train
+from ssmzoo import families, load_family
+from ssmzoo.loop import Run
+from ssmzoo.objective import CausalLM
+from ssmzoo.run_folder import RunFolder
+from ssmzoo.train import train
+
+
+class KilledError(Exception):
+    pass
+
+
+def killed_before(patch, step):
+    """Stop a run as if it were killed when it is about to take a step."""
+    optimize = Run._optimize
+
+    def stop(run, read):
+        if run.step == step - 1:
+            raise KilledError
+        optimize(run, read)
+
+    patch.setattr(Run, "_optimize", stop)
+
+
+def killed(recipe, folder, *, before, **options):
+    with pytest.MonkeyPatch.context() as patch:
+        killed_before(patch, before)
+        with pytest.raises(KilledError):
+            train(recipe, output_dir=folder, **options)
+
+
+def loss_in_its_own_dtype(logits, labels, vocab_size, **_):
+    """Return the mean cross-entropy; transformers' own is computed in float32."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@contextmanager
+def in_float64():
+    """Let runs compute and save in float64, whose rounding nobody takes for anything else."""
+
+    def double(model):
+        model.loss_function = loss_in_its_own_dtype
+        return model.double()
+
+    build = ssmzoo.loop.build_model
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssmzoo.loop, "build_model", lambda *given: double(build(*given)))
+        patch.setattr(
+            ssmzoo.loop,
+            "load_model",
+            lambda source, task: double(
+                AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64)
+            ),
+        )
+        yield
+
+
+@contextmanager
+def recorded(file):
+    """Write, as JSON, by step: the tokens, and each micro-batch's targets and mean loss."""
+    steps, optimize, loss_of = {}, Run._optimize, CausalLM.loss_of
+
+    def watch_step(run, read):
+        pieces = [piece for pieces in read.parts for piece in pieces]
+        tokens = [piece["input_ids"].flatten().tolist() for piece in pieces]
+        steps[run.step + 1] = {"tokens": tokens, "targets": read.targets, "losses": []}
+        watch_step.now = steps[run.step + 1]
+        optimize(run, read)
+
+    def watch_loss(goal, *given):
+        loss = loss_of(goal, *given)
+        watch_step.now["losses"].append(loss.item())
+        return loss
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "_optimize", watch_step)
+        patch.setattr(CausalLM, "loss_of", watch_loss)
+        yield
+    file.write_text(json.dumps(steps))
+
+
+# -- scenes ----------------------------------------------------------------------------------
+
+
+def trained_alike(folder, rank):
+    """The recipe of a run of one process, and runs that change their number of processes."""
+    recipe = folder / "recipe.yaml"
+    train(recipe, output_dir=folder / "two-single")
+    with in_float64():
+        with recorded(folder / f"two-{rank}.json"):
+            train(recipe, output_dir=folder / "two")
+        killed(recipe, folder / "two-then-two", before=7)
+        train(recipe, output_dir=folder / "two-then-two", resume=True)
+        killed(recipe, folder / "two-then-one", before=7)
+        train(recipe, output_dir=folder / "one-then-two", resume=True)
+
+
+def resumed_after_a_death(folder, rank):
+    """The run whose second process was killed, beside one that was left alone."""
+    recipe = folder / "dropout.yaml"
+    train(recipe, output_dir=folder / "left-alone")
+    train(recipe, output_dir=folder / "died", resume=True)
+
+
+def read_from_a_stream(folder, rank):
+    with recorded(folder / f"stream-begun-{rank}.json"):
+        killed(folder / "stream.yaml", folder / "stream", before=5)
+    with recorded(folder / f"stream-resumed-{rank}.json"):
+        train(folder / "stream.yaml", output_dir=folder / "stream", resume=True)
+
+
+def other_ways_to_train(folder, rank):
+    """What could stumble over DDP: segments in one graph, and a last step with too few examples."""
+    with in_float64():
+        train(folder / "segments.yaml", output_dir=folder / "two-segments")
+    train(folder / "examples.yaml", output_dir=folder / "two-examples")
+
+
+def sharded_by_torch(folder, rank):
+    """Gradients of every family's tiny model under torch's own FSDP2."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    found = {}
+    for name in families():
+        family = load_family(name)
+        config = family.config(**{**family.tiny, "tie_word_embeddings": True})
+
+        def build(config=config, family=family):
+            torch.manual_seed(0)
+            model = family.causal_lm_class(config).double().train()
+            model.loss_function = loss_in_its_own_dtype
+            return model
+
+        generators = [torch.Generator().manual_seed(i) for i in range(world)]
+        ids = [torch.randint(config.vocab_size, (2, 24), generator=g) for g in generators]
+        alone, sharded = build(), build()
+        together = torch.cat(ids)
+        alone(input_ids=together, labels=together, use_cache=False).loss.backward()
+        for layer in sharded.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
+        sharded(input_ids=ids[rank], labels=ids[rank], use_cache=False).loss.backward()
+        wanted = dict(alone.named_parameters())
+        error = {
+            parameter_name: (
+                (parameter.grad.full_tensor() - wanted[parameter_name].grad).abs().max()
+                / wanted[parameter_name].grad.abs().max()
+            ).item()
+            for parameter_name, parameter in sharded.named_parameters()
+        }
+        parameters = list(sharded.parameters())
+        found[name] = {
+            "error": error,
+            "missing": sorted(wanted.keys() - error.keys()),
+            "share": sum(p.to_local().numel() for p in parameters)
+            / sum(p.numel() for p in parameters),
+            "tied": sharded.lm_head.weight is sharded.model.embed_tokens.weight,
+        }
+    (folder / f"sharded-{rank}.json").write_text(json.dumps(found))
+
+
+def sharded_by_accelerate(folder, rank):
+    """Runs under the environment that `accelerate launch` makes of the page's configuration.
+
+    Accelerate shards on accelerators only: told that there are some, it takes that road on a CPU.
+    """
+    build, prepare, seen = Run._build, ssmzoo.train.make_accelerator, set()
+
+    def make_accelerator(recipe):
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        return prepare(recipe)
+
+    def check(run, checkpoint):
+        build(run, checkpoint)
+        assert all(isinstance(p, DTensor) for p in run.parameters)
+        mine = sum(p.to_local().numel() for p in run.parameters)
+        assert mine < 0.6 * sum(p.numel() for p in run.parameters)
+
+    def watch(run, checkpoint):
+        check(run, checkpoint)
+        mixer = run.bare.model.layers[0].mixer
+        mixer.register_forward_pre_hook(lambda *_: seen.add(f"dt_bias {mixer.dt_bias.dtype}"))
+        mixer.out_proj.register_forward_hook(lambda *given: seen.add(f"output {given[2].dtype}"))
+
+    train(folder / "bfloat16.yaml", output_dir=folder / "bfloat16-copied")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in json.loads((folder / "fsdp2.json").read_text()).items():
+            patch.setenv(name, value)
+        patch.setattr(ssmzoo.train, "make_accelerator", make_accelerator)
+        patch.setattr(Run, "_build", check)
+        with in_float64():
+            killed(folder / "recipe.yaml", folder / "sharded", before=7)
+            train(folder / "recipe.yaml", output_dir=folder / "sharded", resume=True)
+            train(folder / "projecting.yaml", output_dir=folder / "sharded-projecting")
+        patch.setattr(Run, "_build", watch)
+        train(folder / "bfloat16.yaml", output_dir=folder / "bfloat16-sharded")
+    (folder / f"dtypes-{rank}.json").write_text(json.dumps(sorted(seen)))
+
+
+def refused(folder, rank):
+    """What each process says where it cannot go on."""
+    said = {}
+
+    def refuse(name, recipe, run, **environment):
+        with pytest.MonkeyPatch.context() as patch:
+            for variable, value in environment.items():
+                patch.setenv(variable, value)
+            with pytest.raises((RuntimeError, ValueError)) as caught:
+                train(recipe, output_dir=folder / run, resume=True)
+        said[name] = str(caught.value)
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+    refuse("another disk", folder / "recipe.yaml", f"disk-of-{rank}")
+    refuse("stream", folder / "stream.yaml", "stream-of-one")
+    fsdp2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    refuse("no accelerator", folder / "recipe.yaml", "refused", **fsdp2)
+    (folder / f"refused-{rank}.json").write_text(json.dumps(said))
+
+
+def patient(folder, rank):
+    """How many seconds a process waits for the others."""
+    seconds = {}
+
+    def look(run):
+        for name, group in (("step", dist.group.WORLD), ("alone", run.alone)):
+            timeout = group._get_backend(torch.device("cpu")).options._timeout
+            seconds[name] = timeout.total_seconds()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "go", look)
+        train(folder / "recipe.yaml", output_dir=folder / "looked-at")
+    (folder / f"patience-{rank}.json").write_text(json.dumps(seconds))
+
+
+def main():
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    patch = pytest.MonkeyPatch()
+    # one group for all runs, and no pictures
+    patch.setattr(PartialState, "destroy_process_group", lambda *_: None)
+    patch.setattr(RunFolder, "draw", lambda *_, **__: None)
+    for scene in (
+        trained_alike,
+        resumed_after_a_death,
+        read_from_a_stream,
+        other_ways_to_train,
+        sharded_by_torch,
+        sharded_by_accelerate,
+        refused,
+        patient,
+    ):
+        scene(folder, rank)
+    patch.undo()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

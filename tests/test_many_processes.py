@@ -1,0 +1,577 @@
+"""Several processes train as one does, go on from one another, share streams, and fail clearly.
+
+One launch of two processes, ``many_processes.py``, leaves what most of these tests judge.
+"""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DistributedType
+from accelerate.utils.launch import prepare_multi_gpu_env
+from safetensors.torch import load_file
+from tests.many_processes import in_float64, killed
+
+from ssmzoo import families
+from ssmzoo.checkpoint import read_metrics
+from ssmzoo.data import open_data, prepare_data, recipe_tokenizer
+from ssmzoo.objective import CausalLM
+from ssmzoo.recipe import Recipe, load_recipe
+from ssmzoo.train import train
+
+pytestmark = pytest.mark.xdist_group("many_processes")
+
+PAGE = Path(__file__).parents[1] / "eval/recipes/many-processes.md"
+SCENES = Path(__file__).with_name("many_processes.py")
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+
+
+def launch(*command, seconds=240):
+    return subprocess.run(
+        [*LAUNCH, *map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def page_configurations():
+    blocks = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    return {yaml.safe_load(block)["distributed_type"]: block for block in blocks}
+
+
+def environment_of(file):
+    """Return what `accelerate launch` makes of a file: the launcher's arguments, the variables."""
+    arguments = launch_command_parser().parse_args(["--config_file", str(file), "script.py"])
+    arguments, _, _ = _validate_launch_command(arguments)
+    variables = prepare_multi_gpu_env(arguments)
+    ours = {
+        name: value
+        for name, value in variables.items()
+        if name.startswith("FSDP") or name == "ACCELERATE_USE_FSDP"
+    }
+    return arguments, ours
+
+
+# -- what is trained -------------------------------------------------------------------------
+
+RECIPE = {
+    "model": {"family": "longhorn", "config": {"hidden_size": 32, "num_hidden_layers": 2}},
+    "train": {
+        "steps": 8,
+        "batch_size": 4,
+        "seq_len": 32,
+        "accumulate": 2,
+        "lr": 0.01,
+        "warmup": 1,
+        "clip": 0.5,
+    },
+    "eval": {"every": 4, "batches": "all"},
+    "checkpoint": {"every": 4},
+    "log": {"every": 1},
+}
+COFFEE = ["model.family=coffee", "model.config.d_state=4", "model.config.ssm_init=paper"]
+TASK = ["data.text=null", "data.validation=null", "train.seq_len=null", "train.steps=null"]
+CHANGES = {
+    "recipe": [],
+    # dropout, so that a resume must restore the random states too
+    "dropout": [
+        "model.family=null",
+        "model.config_of=llama",
+        "model.config.intermediate_size=48",
+        "model.config.num_attention_heads=2",
+        "model.config.num_key_value_heads=2",
+        "model.config.attention_dropout=0.1",
+    ],
+    "bfloat16": ["train.dtype=bfloat16", "train.steps=2"],
+    "projecting": [*COFFEE, "model.config.lambda_param=clamp", "train.steps=3"],
+    "segments": [
+        "model.family=bmojo",
+        "model.config.num_attention_heads=2",
+        "train.segments.count=2",
+        "train.segments.gradients=keep",
+        "train.steps=3",
+    ],
+    # an epoch of two steps: the second has one example for two processes
+    "examples": [
+        *TASK,
+        "data.task=mqar",
+        "data.task_args={seq_len: 16, num_pairs: 2, vocab_size: 16, num_train: 5}",
+        "train.epochs=1",
+        "train.accumulate=1",
+    ],
+    "stream": [
+        "data.text=null",
+        "data.jsonl=STREAM",
+        "data.streaming=true",
+        "data.shuffle_buffer=5",
+        "data.validation=null",
+        "train.accumulate=1",
+        "train.steps=12",
+        "checkpoint.every=3",
+    ],
+}
+
+
+def write_texts(folder):
+    """Write documents of very different lengths, so that rows differ in how much they predict."""
+    folder.mkdir()
+    lengths = torch.randint(1, 13, (60,), generator=torch.Generator().manual_seed(0)).tolist()
+    for i, length in enumerate(lengths):
+        words = [["ant", "bee", "cat", "dodo"][(i * j * j) % 4] for j in range(length)]
+        text = "gnu" if i % 2 else " ".join(words)
+        (folder / f"{i}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The recipes, and what this process trains alone."""
+    folder = tmp_path_factory.mktemp("many")
+    fields = {**RECIPE, "data": {"text": str(write_texts(folder / "texts")), "validation": 0.2}}
+    (stream,) = write_stream(folder, 1)
+    for name, changes in CHANGES.items():
+        overrides = [change.replace("STREAM", str(stream)) for change in changes]
+        recipe = load_recipe(Recipe.model_validate(fields), overrides)
+        (folder / f"{name}.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+    (folder / "page.yaml").write_text(page_configurations()["FSDP"], encoding="utf-8")
+    (folder / "fsdp2.json").write_text(json.dumps(environment_of(folder / "page.yaml")[1]))
+    recipe = folder / "recipe.yaml"
+    train(recipe, output_dir=folder / "one-single")
+    with in_float64():
+        train(recipe, output_dir=folder / "one")
+        killed(recipe, folder / "one-then-two", before=7)
+        train(folder / "projecting.yaml", output_dir=folder / "one-projecting")
+        train(folder / "segments.yaml", output_dir=folder / "one-segments")
+    train(folder / "examples.yaml", output_dir=folder / "one-examples")
+    killed(folder / "stream.yaml", folder / "stream-of-one", before=5)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def death(folder):
+    """A run of which the second process is killed in the middle of a step, and what it leaves."""
+    (folder / "die.py").write_text(DIE)
+    begin = time.monotonic()
+    done = launch(folder / "die.py", "train", folder / "dropout.yaml", "--output", folder / "died")
+    seconds = time.monotonic() - begin
+    return done, seconds, [path.name for path in (folder / "died" / "checkpoints").iterdir()]
+
+
+@pytest.fixture(scope="module")
+def together(folder, death):
+    """The folder with all that two processes did in it, on from what one process left there."""
+    done = launch(SCENES, folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+# -- the same curve --------------------------------------------------------------------------
+
+# In float64 the entries of a step's gradient, whose norm is below 5, differ by rounding: 1e-15.
+# Adam divides them by at least its epsilon, 1e-8, so that each of eight steps moves a weight by
+# 1e-7 rates of 0.01 more or less.
+WEIGHTS = 8 * 0.01 * 1e-15 / 1e-8
+# What moves most has the least gradient: together, 2e4 weights move a loss by 2e4 rates of 0.01
+# times 1e-15 in each of eight steps. That is 2e-12; here is what all of the zoo must meet.
+LINES = 1e-10
+
+
+def lines(run):
+    drop = ("tokens_per_second", "seconds", "gauges")
+    return [
+        {key: value for key, value in line.items() if key not in drop}
+        for line in read_metrics(run / "metrics.jsonl")
+    ]
+
+
+def weights(run):
+    return load_file(run / "model" / "model.safetensors")
+
+
+def assert_alike(one, two):
+    """Fail unless two runs in float64 have the same lines and weights but for their rounding."""
+    assert len(lines(one)) == len(lines(two))
+    for before, after in zip(lines(one), lines(two), strict=True):
+        assert after == pytest.approx(before, rel=LINES, abs=0)
+    assert_close(weights(one), weights(two))
+
+
+def assert_close(one, two):
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == two[name].dtype
+        assert (tensor - two[name]).abs().max() <= WEIGHTS, name
+
+
+def assert_same(one, two):
+    assert lines(one) == lines(two)
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        tensors = [load_file(run / "checkpoints/step-00000008" / file) for run in (one, two)]
+        assert tensors[0].keys() == tensors[1].keys()
+        for name, tensor in tensors[0].items():
+            assert torch.equal(tensor, tensors[1][name]), name
+
+
+def curve(run):
+    return torch.tensor(
+        [
+            line[key]
+            for line in lines(run)
+            for key in ("loss", "grad_norm", "validation_loss")
+            if key in line
+        ],
+        dtype=torch.float64,
+    )
+
+
+def test_two_processes_train_as_one_does(together):
+    assert json.loads((together / "two/run.json").read_text())["processes"] == 2
+    assert_alike(together / "one", together / "two")
+    validations = [line for line in lines(together / "two") if "validation_loss" in line]
+    assert len(validations) == 2
+
+
+def test_in_float32_two_processes_are_as_near_to_float64_as_one_is(together):
+    exact, one, two = (curve(together / run) for run in ("one", "one-single", "two-single"))
+    rounding = torch.finfo(torch.float32).eps * exact.abs().max()
+    assert (two - exact).abs().max() <= 2 * ((one - exact).abs().max() + rounding)
+
+
+def test_the_mean_is_over_all_tokens_and_not_over_the_processes_means(
+    together, tmp_path, monkeypatch
+):
+    first, second = (json.loads((together / f"two-{rank}.json").read_text()) for rank in (0, 1))
+    logged = [line["loss"] for line in lines(together / "two") if "loss" in line]
+    differences = []
+    for step, loss in enumerate(logged, 1):
+        targets = first[str(step)]["targets"] + second[str(step)]["targets"]
+        losses = first[str(step)]["losses"] + second[str(step)]["losses"]
+        mean = sum(t * l for t, l in zip(targets, losses, strict=True)) / sum(targets)
+        assert loss == pytest.approx(mean, rel=1e-12)
+        differences.append(abs(sum(losses) / 4 - mean))
+    assert max(differences) > 1e6 * LINES
+    # the mean of means makes another run, which the comparison above tells from this one
+    monkeypatch.setattr(CausalLM, "targets", lambda *_: 1)
+    with in_float64():
+        wrong = train(together / "recipe.yaml", output_dir=tmp_path / "run")
+    with pytest.raises(AssertionError):
+        assert_alike(together / "one", wrong)
+
+
+@pytest.mark.parametrize("what", ["segments", "examples"])
+def test_segments_in_one_graph_and_steps_with_too_few_examples_train_alike(what, together):
+    one, two = curve(together / f"one-{what}"), curve(together / f"two-{what}")
+    # their losses are computed in float32: a few roundings
+    torch.testing.assert_close(one, two, rtol=1e-6, atol=0)
+
+
+# -- resuming --------------------------------------------------------------------------------
+
+
+def test_as_many_processes_go_on_bit_by_bit(together):
+    assert_same(together / "two", together / "two-then-two")
+
+
+def test_one_process_goes_on_where_two_were_and_two_where_one_was(together):
+    with in_float64():
+        train(together / "recipe.yaml", output_dir=together / "two-then-one", resume=True)
+    for run, processes in (("two-then-one", 1), ("one-then-two", 2)):
+        assert json.loads((together / run / "run.json").read_text())["processes"] == processes
+        assert_alike(together / "one", together / run)
+
+
+def random_states(run):
+    state = json.loads((run / "checkpoints/step-00000008/state.json").read_text())
+    return [process["random"]["torch"] for process in state["processes"]]
+
+
+def test_processes_drop_out_each_on_its_own_and_the_first_as_if_it_were_alone(together):
+    first, second = random_states(together / "two")
+    assert first != second
+    assert random_states(together / "one") == [first]
+    # where their number changes, a process that was there before goes on
+    assert random_states(together / "one-then-two") == [first, second]
+
+
+# -- a process that ends ---------------------------------------------------------------------
+
+DIE = """
+import os, signal, sys
+from ssmzoo.cli import main
+from ssmzoo.objective import CausalLM
+
+loss_of, calls = CausalLM.loss_of, []
+
+def die(goal, *given):
+    loss = loss_of(goal, *given)
+    calls.append(1)
+    # between the two micro-batches of step 7, after the checkpoint of step 4
+    if len(calls) == 14 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return loss
+
+CausalLM.loss_of = die
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def said_by_us(stderr):
+    return [line for line in stderr.splitlines() if line.startswith("ssmzoo")]
+
+
+def assert_killed(done, rank):
+    """Fail unless a launcher names the process that was killed, and no other reason."""
+    assert done.returncode != 0
+    cause = done.stderr.partition("Root Cause")[2]
+    assert re.search(rf"rank +: {rank} .*\n +exitcode +: -9 .*SIGKILL", cause), done.stderr
+
+
+def test_a_killed_process_ends_the_run_and_the_launcher_names_it(death):
+    done, seconds, checkpoints = death
+    assert seconds < 60
+    assert_killed(done, 1)
+    # the launcher ends the other process, mostly before that has noticed anything
+    assert len(said_by_us(done.stderr)) <= 1
+    assert "gloo" not in done.stderr
+    assert checkpoints == ["step-00000004"]
+
+
+def test_on_two_machines_the_other_one_says_what_happened(death, folder, tmp_path):
+    """The page's configuration, with both machines here and a process on each."""
+    (tmp_path / "ddp.yaml").write_text(page_configurations()["MULTI_GPU"], encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = ["--main_process_ip", "127.0.0.1", "--main_process_port", free.getsockname()[1]]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    command += [tmp_path / "ddp.yaml", "--num_processes", 2, *place]
+    run = [folder / "die.py", "train", folder / "dropout.yaml", "--output", tmp_path / "run"]
+    begin = time.monotonic()
+    machines = [
+        subprocess.Popen(
+            [*map(str, [*command, "--machine_rank", rank, *run])],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in (0, 1)
+    ]
+    first, second = (
+        subprocess.CompletedProcess([], machine.wait(120), stderr=said)
+        for machine in machines
+        for _, said in [machine.communicate(timeout=120)]
+    )
+    assert time.monotonic() - begin < 60
+    assert_killed(second, 1)
+    assert first.returncode != 0
+    (said,) = said_by_us(first.stderr)
+    assert "another process of this run has ended, or hangs: see the launcher's report" in said
+    assert said.endswith("checkpoints/step-00000004")
+    assert "gloo" not in first.stderr
+
+
+def test_a_run_whose_process_was_killed_resumes_bit_by_bit(together):
+    assert_same(together / "left-alone", together / "died")
+
+
+def test_a_step_waits_for_half_an_hour_and_what_one_process_does_alone_for_longer(together):
+    for rank in (0, 1):
+        waits = json.loads((together / f"patience-{rank}.json").read_text())
+        assert waits == {"step": 30 * 60, "alone": 6 * 60 * 60}
+
+
+# -- streams ---------------------------------------------------------------------------------
+
+CELL = 8  # tokens: a piece of a document, which names it
+CELLS = [2, 7, 3, 4]  # of a document; six documents in a row are of one length
+
+
+def write_stream(folder, files):
+    """Write 24 documents as jsonl, of which every share of 2 or 3 processes has as many tokens.
+
+    The beginning and the end of a document count as characters of its first and last cell, so that
+    no cell lies across two rows of a multiple of eight tokens.
+    """
+    texts = [[] for _ in range(files)]
+    for document in range(24):
+        cells = "".join(f".{document:03d}{cell:02d}.." for cell in range(CELLS[document // 6]))
+        texts[document % files].append(cells[1:-1])
+    paths = [folder / f"{i}-of-{files}.jsonl" for i in range(files)]
+    for path, documents in zip(paths, texts, strict=True):
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    return paths
+
+
+NAMES = [
+    f"{document:03d}{cell:02d}" for document in range(24) for cell in range(CELLS[document // 6])
+]
+
+
+def cells_of(rows):
+    """Return the names of the cells in some tokens."""
+    tokens = torch.as_tensor(rows).reshape(-1, CELL)[:, 1:6]
+    return ["".join(map(chr, cell)) for cell in tokens.tolist()]
+
+
+def test_two_processes_train_on_every_document_of_a_stream_once_an_epoch(together):
+    """Through a resume in the middle of the first epoch, of six steps, from step 3."""
+    steps = {step: [] for step in range(1, 13)}
+    shares = [set(), set()]
+    for rank in (0, 1):
+        begun, resumed = (
+            json.loads((together / f"stream-{part}-{rank}.json").read_text())
+            for part in ("begun", "resumed")
+        )
+        assert begun.keys() == {"1", "2", "3", "4"}
+        assert resumed.keys() == {str(step) for step in range(4, 13)}
+        assert begun["4"] == resumed["4"]
+        for step, read in {**begun, **resumed}.items():
+            cells = [cell for tokens in read["tokens"] for cell in cells_of(tokens)]
+            steps[int(step)] += cells
+            shares[rank] |= {cell[:3] for cell in cells}
+    for epoch in (range(1, 7), range(7, 13)):
+        assert Counter(cell for step in epoch for cell in steps[step]) == Counter(NAMES)
+    assert not shares[0] & shares[1]
+
+
+@pytest.mark.parametrize(("world", "files"), [(2, 2), (3, 1), (3, 2), (3, 3)])
+def test_shares_of_a_stream_are_all_of_it_once(world, files, tmp_path, monkeypatch):
+    """Each share is resumed, from JSON, before every step."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    paths = [str(path) for path in write_stream(tmp_path, files)]
+    data = {"jsonl": paths, "streaming": True, "shuffle_buffer": 5}
+    size = {"batch_size": 2 * world, "accumulate": 1}
+    recipe = Recipe.model_validate(
+        {**RECIPE, "data": data, "train": {**RECIPE["train"], **size}, "eval": {}}
+    )
+    tokenizer = recipe_tokenizer(recipe)
+    manifest = prepare_data(recipe, tokenizer, tmp_path)
+    epochs = [[], []]
+    for rank in range(world):
+        where = {"rank": rank, "world": world}
+        position = None
+        for step in range(2 * 12 // world):
+            share = open_data(recipe, tokenizer, tmp_path, manifest, **where).train
+            if position is not None:
+                share.seek(json.loads(position))
+            epochs[step * world // 12] += cells_of(share.take(2).input_ids)
+            position = json.dumps(share.position())
+    assert [Counter(epoch) for epoch in epochs] == [Counter(NAMES)] * 2
+
+
+# -- shards ----------------------------------------------------------------------------------
+
+
+def test_every_family_sharded_by_torch_has_the_gradients_of_one_process(together):
+    for rank in (0, 1):
+        found = json.loads((together / f"sharded-{rank}.json").read_text())
+        assert found.keys() == families().keys()
+        for name, facts in found.items():
+            # sums of a few hundred terms in another order
+            assert max(facts["error"].values()) < 1e-12, (name, facts["error"])
+            assert not facts["missing"], name
+            assert facts["tied"], name
+            assert facts["share"] < 0.6, name
+
+
+def test_a_run_sharded_as_the_page_says_trains_saves_and_resumes_as_one_process_does(together):
+    assert_alike(together / "one", together / "sharded")
+    files = {
+        run: load_file(together / run / "checkpoints/step-00000008/optimizer.safetensors")
+        for run in ("one", "sharded")
+    }
+    assert_close(files["one"], files["sharded"])
+    assert all(line["grad_norm"] > 0.5 for line in lines(together / "sharded") if "loss" in line)
+
+
+def test_a_sharded_run_projects_parameters_as_one_process_does(together):
+    assert_alike(together / "one-projecting", together / "sharded-projecting")
+    lam = [t for n, t in weights(together / "sharded-projecting").items() if n.endswith(".lam")]
+    assert lam
+    for tensor in lam:
+        assert (tensor <= 0).all()
+        assert 0 < (tensor == 0).sum() < tensor.numel()
+
+
+def test_a_sharded_bfloat16_run_keeps_in_float32_what_a_copied_one_keeps(together):
+    for rank in (0, 1):
+        seen = json.loads((together / f"dtypes-{rank}.json").read_text())
+        assert seen == ["dt_bias torch.float32", "output torch.bfloat16"]
+    copied, sharded = curve(together / "bfloat16-copied"), curve(together / "bfloat16-sharded")
+    torch.testing.assert_close(sharded, copied, rtol=1e-5, atol=0)
+    assert {t.dtype for t in weights(together / "bfloat16-sharded").values()} == {torch.float32}
+
+
+# -- what cannot be ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("another disk", "output_dir must be on a file system that all processes share; 1 of 2"),
+        ("stream", "a run that streams must resume on as many processes as before, 1, got 2"),
+        ("no accelerator", "asks to shard the model, which Accelerate does on accelerators only"),
+    ],
+)
+def test_what_cannot_be_is_said_by_every_process(name, message, together):
+    for rank in (0, 1):
+        assert message in json.loads((together / f"refused-{rank}.json").read_text())[name]
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"FSDP_VERSION": "1"}, "fsdp_version must be 2"),
+        ({"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, "efficient_loading must be false"),
+        ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "use train.gradient_checkpointing"),
+    ],
+)
+def test_a_configuration_that_does_not_go_with_checkpoints_is_refused(
+    variables, message, folder, tmp_path, monkeypatch
+):
+    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **variables}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match=message):
+        train(folder / "recipe.yaml", output_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_way_to_share_a_model_is_refused(folder, tmp_path, monkeypatch):
+    kind = property(lambda _: DistributedType.DEEPSPEED)
+    monkeypatch.setattr(Accelerator, "distributed_type", kind)
+    with pytest.raises(RuntimeError, match=r"\(DDP\) or sharded by FSDP2, got DEEPSPEED"):
+        train(folder / "recipe.yaml", output_dir=tmp_path / "run")
+
+
+def test_accelerate_launch_on_cpus_starts_one_process_and_ssmzoo_says_so(folder, tmp_path):
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    command += ["-m", "ssmzoo", "train", str(folder / "recipe.yaml"), "--output"]
+    done = subprocess.run([*command, str(tmp_path / "run")], capture_output=True, text=True)
+    assert done.returncode != 0
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("ssmzoo")]
+    assert "was asked for several processes and started one; use `torchrun" in said
+    assert not (tmp_path / "run").exists()
+
+
+# -- the page ---------------------------------------------------------------------------------
+
+
+def test_the_pages_configurations_are_what_accelerate_makes_of_them(tmp_path):
+    for kind, text in page_configurations().items():
+        (tmp_path / "page.yaml").write_text(text, encoding="utf-8")
+        arguments, variables = environment_of(tmp_path / "page.yaml")
+        assert (arguments.nnodes, arguments.nproc_per_node) == ("2", "8")
+        assert (arguments.rdzv_endpoint, arguments.node_rank) == ("10.0.0.1:29500", 0)
+        assert variables.get("FSDP_VERSION") == {"MULTI_GPU": None, "FSDP": "2"}[kind]
