@@ -2,6 +2,7 @@
 
 ``python tests/killing.py RECIPE FOLDER KILLS SEED`` prints one JSON object. The runs to be killed
 are forked from this process, which did the one that is left alone: no instant goes to importing.
+Half of them are killed once more, while they resume.
 """
 
 import json
@@ -82,24 +83,38 @@ def main():
         train(recipe, output_dir=folder)
         seconds = time.perf_counter() - begin
     weights, lines = load_file(alone / "model" / "model.safetensors"), timeless(alone)
-    counts = {"kills": 0, "before_the_first_checkpoint": 0, "inside_a_checkpoint": 0, "too_late": 0}
-    for trial in range(kills):
-        folder, slow = root / f"{trial}", trial % 2 == 1
-        child = start(recipe, folder, resume=False, slow=slow)
-        time.sleep(rng.uniform(0, seconds * (1.5 if slow else 1.0)))
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        killed = os.WIFSIGNALED(status)
-        counts["kills" if killed else "too_late"] += 1
-        found = checkpoints(folder / "checkpoints")
-        for checkpoint in found:  # what has its final name is whole
-            assert damage_of(checkpoint) is None, damage_of(checkpoint)
-        counts["before_the_first_checkpoint"] += killed and not found
-        counts["inside_a_checkpoint"] += any(folder.glob("checkpoints/.*.unfinished"))
+    counts = {
+        "kills": 0,
+        "before_the_first_checkpoint": 0,
+        "inside_a_checkpoint": 0,
+        "while_resuming": 0,
+        "runs": 0,
+        "too_late": 0,
+    }
+    while counts["kills"] < kills:
+        number = counts["runs"]
+        folder, slow = root / f"{number}", number % 2 == 1
+        for again in range(1 + number // 2 % 2):
+            earlier = set(folder.glob("checkpoints/.*.unfinished"))
+            resumes = folder.exists()
+            child = start(recipe, folder, resume=resumes, slow=slow)
+            time.sleep(rng.uniform(0, seconds * (1.5 if slow else 1.0) / (1 + again)))
+            os.kill(child, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
+            killed = os.WIFSIGNALED(status)
+            counts["kills" if killed else "too_late"] += 1
+            found = checkpoints(folder / "checkpoints")
+            for checkpoint in found:  # what has its final name is whole
+                assert damage_of(checkpoint) is None, damage_of(checkpoint)
+            inside = set(folder.glob("checkpoints/.*.unfinished")) - earlier
+            counts["before_the_first_checkpoint"] += killed and not found
+            counts["inside_a_checkpoint"] += killed and bool(inside)
+            counts["while_resuming"] += killed and resumes
         finish(recipe, folder, resume=folder.exists())
         assert same(load_file(folder / "model" / "model.safetensors"), weights), folder
         assert timeless(folder) == lines, folder
         shutil.rmtree(folder)
+        counts["runs"] += 1
     sys.stdout.write(json.dumps(counts))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -23,6 +24,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 from tests.hub_server import Blob, Fault, HubServer, Repo
+from tests.test_faults import Harm
 from transformers import AutoModelForCausalLM
 
 from ssmzoo import load_family
@@ -443,6 +445,56 @@ def test_a_private_repository_is_not_there_for_others(server, loaded):
     for error in errors.values():
         assert "tester/private" in error
         assert not any(token in error for token in (*server.accounts, "hf_wrong_secret"))
+
+
+# a repository that means harm
+
+HOSTILE = (
+    START
+    + """
+import ssmzoo.auto
+from transformers import AutoModelForCausalLM
+from ssmzoo.cli import main
+
+for name in sys.argv[1:]:
+    print(main(["generate", name, "ant"]))
+    print(main(["doctor", name, "--length", "8"]))
+    try:
+        AutoModelForCausalLM.from_pretrained(name)
+    except (ValueError, OSError) as error:
+        sys.stderr.write("ssmzoo: error: " + " ".join(str(error).split()) + chr(10))
+"""
+)
+
+
+def test_pickles_and_names_outside_are_refused_of_a_repository_too(server, narrow, run, tmp_path):
+    harm = tmp_path / "harm"
+    whole = {path.name: path.read_bytes() for path in narrow.iterdir()}
+    weights = whole.pop("model.safetensors")
+    pickled = pickle.dumps(Harm(harm))
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "../others.safetensors"}}
+    files = {
+        "tester/pickled": {**whole, "pytorch_model.bin": pickled},
+        "tester/climbing": {
+            **whole,
+            "model.safetensors.index.json": json.dumps(index).encode(),
+            "../others.safetensors": weights,
+        },
+    }
+    for repo, tree in files.items():
+        server.repos[repo] = Repo(private=False)
+        blobs = {name: Blob(raw, lfs=name.endswith("tensors")) for name, raw in tree.items()}
+        server.repos[repo].commit("main", blobs)
+    done = run(HOSTILE, *files, debug=False)
+    assert done.out == ["2"] * 4
+    lines = done.errors
+    assert len(lines) == 6, done.log
+    assert all("its weights must be safetensors, got pickles" in line for line in lines[:3])
+    assert all("others.safetensors" in line for line in lines[3:]), lines
+    assert not any("/commits/" in asked for asked in server.requests)  # nobody was asked to convert
+    assert not harm.exists()
+    for path in (tmp_path / "home").rglob("others.safetensors"):
+        assert path.is_relative_to(tmp_path / "home" / "hub" / "models--tester--climbing")
 
 
 # all goes wrong

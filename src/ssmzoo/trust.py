@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
+# without it transformers has a service convert a repository's pickles, which offers them in public
+_NO_CONVERSION = "DISABLE_SAFETENSORS_CONVERSION"
 _INDEX = "model.safetensors.index.json"
 # by their names, and what is read instead where it is there
 _PICKLES = {
@@ -35,12 +37,19 @@ def trusted(source: object, subfolder: str = "") -> Iterator[None]:
     """
     refuse_paths(source, subfolder)
     _refuse_pickles(source, subfolder)
+    before = os.environ.get(_NO_CONVERSION)
+    os.environ[_NO_CONVERSION] = "1"
     try:
         yield
     except OSError as error:
         if "use_safetensors" not in str(error):  # the way out that transformers knows
             raise
         raise ValueError(_no_pickles(f"{source} has no safetensors; its weights")) from error
+    finally:
+        if before is None:
+            os.environ.pop(_NO_CONVERSION, None)
+        else:
+            os.environ[_NO_CONVERSION] = before
 
 
 def _refuse_pickles(source: object, subfolder: str) -> None:
