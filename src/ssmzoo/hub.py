@@ -333,7 +333,7 @@ def _check_state(folder: Path) -> None:
     import ssmzoo.auto  # noqa: F401
     from ssmzoo.modeling import SSMForCausalLM, load_state
 
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
     if not isinstance(model, SSMForCausalLM):
         raise ValueError(
             f"{folder / STATE} goes with a model of ssmzoo's families, got "
