@@ -341,7 +341,7 @@ def assert_killed(done, rank):
 
 def test_a_killed_process_ends_the_run_and_the_launcher_names_it(death):
     done, seconds, checkpoints = death
-    assert seconds < 60
+    assert seconds < 120
     assert_killed(done, 1)
     # the launcher ends the other process, mostly before that has noticed anything
     assert len(said_by_us(done.stderr)) <= 1
@@ -373,7 +373,7 @@ def test_on_two_machines_the_other_one_says_what_happened(death, folder, tmp_pat
         for machine in machines
         for _, said in [machine.communicate(timeout=120)]
     )
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 120
     assert_killed(second, 1)
     assert first.returncode != 0
     (said,) = said_by_us(first.stderr)
