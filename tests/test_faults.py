@@ -326,7 +326,10 @@ def files_of(folder):
 def test_a_run_with_any_file_cut_by_one_byte_names_it_or_ends_as_it_would(place, tmp_path, fails):
     shutil.rmtree((run := shutil.copytree(place / "run", tmp_path / "run")) / "model")
     named = set()
+    older = "step-00000010"
     for path in files_of(run):
+        if older in path.parts and path.name != "model.safetensors":
+            continue
         whole = path.read_bytes()
         path.write_bytes(whole[: -2 if path.name == "data.json" else -1])  # its last is a newline
         before = tree(run)
