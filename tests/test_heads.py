@@ -199,6 +199,18 @@ def test_regression_of_sequences_is_the_mean_squared_error():
     assert near(output.loss, (output.logits[:, 0] - labels).square().mean())
 
 
+def test_a_classifier_of_any_name_has_its_loss():
+    class Judge(FAMILY.sequence_classification_class):
+        pass
+
+    torch.manual_seed(0)
+    judge = Judge(FAMILY.config_class(**FAMILY.tiny, num_labels=3))
+    labels = torch.tensor([2, 0])
+    output = judge(torch.stack(documents(5, 5)), labels=labels)
+    expected = nn.functional.cross_entropy(output.logits, labels)
+    torch.testing.assert_close(output.loss, expected, rtol=0, atol=0)
+
+
 def test_tokens_are_classified_where_they_stand():
     model = build("token_classification", num_labels=5)
     rows = documents(6, 4)

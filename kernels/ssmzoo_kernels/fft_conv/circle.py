@@ -51,8 +51,9 @@ class Circle:
 
     def blocks(self, fitting: int) -> tuple[int, int]:
         """Return how many channels and rows to run at once, given how many sequences fit."""
-        # a cache line of channels at the least, or most of what is read would be thrown away
-        channels = min(self.width, max(LINE, fitting // self.batch // LINE * LINE))
+        # a cache line of channels at the least, or most of what is read would be thrown away; more
+        # of them before more rows: they lie side by side, and fetching them is half of the work
+        channels = min(self.width, max(LINE, fitting // LINE * LINE))
         return channels, min(self.batch, max(1, fitting // channels))
 
 

@@ -46,6 +46,11 @@ class SSMForSequenceClassification(_LinearClassifier):
     A subclass names its ``model_class``.
     """
 
+    def __init__(self, config: SSMConfig) -> None:
+        super().__init__(config)
+        # transformers would guess by the class's name
+        self.loss_type = "ForSequenceClassification"
+
     def forward(
         self,
         input_ids: Tensor | None = None,
