@@ -2,7 +2,8 @@
 
 ``python tests/killing.py RECIPE FOLDER KILLS SEED`` prints one JSON object. The runs to be killed
 are forked from this process, which did the one that is left alone: no instant goes to importing.
-Half of them are killed once more, while they resume.
+Of every two, one is killed at a random time and one at a random operation on a checkpoint's files,
+however these are written. Half of them are killed once more, while they resume.
 """
 
 import json
@@ -17,35 +18,40 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-import ssmzoo.files
 from ssmzoo.checkpoint import checkpoints, damage_of, read_metrics
 from ssmzoo.train import train
 
 torch.set_num_threads(1)
-INSTANTS = 0.02  # seconds that a held-open write waits before each file
+OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "shutil.rmtree")
 
 
-def held_open():
-    """Let the writing of a checkpoint take long, so that many kills fall into it."""
-    flush = ssmzoo.files._flush
+class Operations:
+    """What this process does to files of checkpoints, counted from now on."""
 
-    def slowly(path):
-        time.sleep(INSTANTS)
-        flush(path)
+    def __init__(self):
+        self.count, self.last = 0, float("inf")
+        sys.addaudithook(self._see)
 
-    ssmzoo.files._flush = slowly
+    def _see(self, event, arguments):
+        if event in OPERATIONS and "/checkpoints/" in str(arguments[0]):
+            self.count += 1
+            if self.count > self.last:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
-def start(recipe, folder, *, resume, slow):
+def start(recipe, folder, *, resume, operation=None):
+    """Fork a run, which is killed before an operation if one is given."""
     child = os.fork()
     if child:
         return child
     status = 1
     try:
         sys.stdout = sys.stderr = log_of(folder).open("a")
-        if slow:
-            held_open()
+        operations = Operations()
+        if operation is not None:
+            operations.last = operation
         train(recipe, output_dir=folder, resume=resume)
+        log_of(folder).with_suffix(".operations").write_text(str(operations.count))
         status = 0
     except BaseException as error:
         sys.stdout.write(f"{type(error).__name__}: {error}\n")
@@ -59,7 +65,7 @@ def log_of(folder):
 
 
 def finish(recipe, folder, *, resume):
-    _, status = os.waitpid(start(recipe, folder, resume=resume, slow=False), 0)
+    _, status = os.waitpid(start(recipe, folder, resume=resume), 0)
     if status:
         raise SystemExit(f"{folder.name}: {log_of(folder).read_text()}")
 
@@ -78,10 +84,11 @@ def main():
     recipe, root = Path(sys.argv[1]), Path(sys.argv[2])
     kills, rng = int(sys.argv[3]), random.Random(int(sys.argv[4]))
     alone = root / "alone"
-    for folder in (root / "first", alone):  # the first one imports
-        begin = time.perf_counter()
-        train(recipe, output_dir=folder)
-        seconds = time.perf_counter() - begin
+    train(recipe, output_dir=root / "first")  # it imports
+    begin = time.perf_counter()
+    finish(recipe, alone, resume=False)
+    seconds = time.perf_counter() - begin
+    operations = int(log_of(alone).with_suffix(".operations").read_text())
     weights, lines = load_file(alone / "model" / "model.safetensors"), timeless(alone)
     counts = {
         "kills": 0,
@@ -93,13 +100,15 @@ def main():
     }
     while counts["kills"] < kills:
         number = counts["runs"]
-        folder, slow = root / f"{number}", number % 2 == 1
+        folder, writes = root / f"{number}", number % 2 == 1
         for again in range(1 + number // 2 % 2):
             earlier = set(folder.glob("checkpoints/.*.unfinished"))
-            resumes = folder.exists()
-            child = start(recipe, folder, resume=resumes, slow=slow)
-            time.sleep(rng.uniform(0, seconds * (1.5 if slow else 1.0) / (1 + again)))
-            os.kill(child, signal.SIGKILL)
+            resumes, part = folder.exists(), rng.random() / (1 + again)
+            operation = int(part * operations) if writes else None
+            child = start(recipe, folder, resume=resumes, operation=operation)
+            if not writes:
+                time.sleep(part * seconds)
+                os.kill(child, signal.SIGKILL)
             _, status = os.waitpid(child, 0)
             killed = os.WIFSIGNALED(status)
             counts["kills" if killed else "too_late"] += 1

@@ -40,6 +40,7 @@ def test_runs_killed_anywhere_end_with_the_weights_and_lines_of_one_left_alone(t
     counts = killed(tmp_path, kills=8, seed=0)
     assert counts["kills"] >= 8
     assert counts["while_resuming"] >= 1
+    assert counts["inside_a_checkpoint"] >= 1
 
 
 @pytest.mark.slow
