@@ -3,7 +3,7 @@
 What surprises: attention has one softmax over three memories, the window, outputs of a state-space
 model, and tokens that it predicted badly; memories are frozen for a chunk of ``window`` tokens,
 counted from a sequence's first token; which tokens are kept is not differentiated; without
-positions the state-space model must stand in the residual stream, else nothing orders neighbours.
+positions the state-space model must stand in the residual stream, else a layer sees a set.
 
 Dimensions: B batch, L length, D hidden, E inner, N state, S sequences, T tokens of a call,
 w window, m_f fading and m_e eidetic tokens, n chunks, H heads, G key heads, d of a head.
