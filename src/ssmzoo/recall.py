@@ -257,7 +257,8 @@ def _write(output: Path, sweep: Sweep, ledger: list[dict[str, Any]], machine: st
         "ledger": ledger,
     }
     write_json(output / "ledger.json", described)
-    draw(ledger, output / "ledger.png", f"{sweep.data.task}, {len(sweep.seeds)} seeds")
+    seeds = "1 seed" if len(sweep.seeds) == 1 else f"{len(sweep.seeds)} seeds"
+    draw(ledger, output / "ledger.png", f"{sweep.data.task}, {seeds}")
 
 
 def best_rates(ledger: list[dict[str, Any]]) -> dict[tuple[str, int], list[dict[str, Any]]]:
@@ -296,7 +297,7 @@ def draw(ledger: list[dict[str, Any]], target: Path, title: str) -> None:
         sizes, means, worst, best = zip(*points, strict=True)
         spread = [[m - w for m, w in zip(means, worst, strict=True)]]
         spread.append([b - m for m, b in zip(means, best, strict=True)])
-        marker = "osD^vP*Xhd"[number % 10]
+        marker = "osD^vP*Xhd<"[number % 11]  # one more than there are colours
         axes.errorbar(sizes, means, yerr=spread, marker=marker, capsize=3, label=model)
     axes.set(xlabel="state of one sequence in bytes", ylabel="accuracy", title=title)
     axes.set_xscale("log", base=2)
@@ -310,17 +311,20 @@ def draw(ledger: list[dict[str, Any]], target: Path, title: str) -> None:
 
 def table(ledger: list[dict[str, Any]]) -> str:
     """Return the ledger's best learning rates as text."""
+    best = best_rates(ledger)
+    room = max(len(model) for model in ("model", *(model for model, _ in best)))
     rows = [
-        f"{'model':<16}{'width':>6}{'lr':>9}{'accuracy':>18}{'state bytes':>13}{'flops/token':>13}"
+        f"{'model':<{room}}{'width':>7}{'lr':>9}{'accuracy':>18}"
+        f"{'state bytes':>13}{'flops/token':>13}"
     ]
-    for (model, width), seeds in best_rates(ledger).items():
+    for (model, width), seeds in best.items():
         found = sorted(line["accuracy"] for line in seeds)
         shown = f"{sum(found) / len(found):.3f}"
         if len(found) > 1:
             shown += f" ({found[0]:.3f}-{found[-1]:.3f})"
         size = seeds[0]["state_bytes"]
         rows.append(
-            f"{model:<16}{width:>6}{seeds[0]['lr']:>9g}{shown:>18}"
+            f"{model:<{room}}{width:>7}{seeds[0]['lr']:>9g}{shown:>18}"
             f"{'none' if size is None else size:>13}{seeds[0]['flops_per_token']:>13}"
         )
     return "\n".join(rows)
