@@ -34,6 +34,9 @@ from ssmzoo.modeling import load_state
 from ssmzoo.results import weights_revision
 from ssmzoo.tokenizer import byte_tokenizer
 
+# what was pushed once is read by many tests
+pytestmark = pytest.mark.xdist_group("hub_http")
+
 CHUNK = 10 * 1024 * 1024  # bytes that huggingface_hub collects before it writes them
 SCORE = {
     "task": "ssmzoo_recall_text",
