@@ -22,13 +22,17 @@ from ssmzoo_kernels.scan import accumulator
 _SOURCE = Path(__file__).with_name("fold.c")
 # bytes of folded inputs in flight for each thread: within a core's cache
 BLOCK = 1 << 20
+PADDING = 16  # complex numbers, two cache lines or more
 
 
 class _Sequences(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "past", "z", "turn", "scale", "add")),
         *((name, ctypes.c_int64) for name in ("batch", "channels", "length", "before", "half")),
-        *((name, ctypes.c_int64) for name in ("x_batch", "x_row", "past_batch", "past_row")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("z_row", "x_batch", "x_row", "past_batch", "past_row")
+        ),
         *((name, ctypes.c_int64) for name in ("add_batch", "add_row")),
     ]
 
@@ -37,7 +41,7 @@ class _Taps(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("taps", "ahead", "z", "turn")),
         *((name, ctypes.c_int64) for name in ("rows", "count", "count_ahead", "half")),
-        *((name, ctypes.c_int64) for name in ("taps_row", "ahead_row")),
+        *((name, ctypes.c_int64) for name in ("z_row", "taps_row", "ahead_row")),
     ]
 
 
@@ -82,7 +86,8 @@ class _Room:
         budget = min(BLOCK * torch.get_num_threads(), workspace // BUFFERS)
         fitting = max(1, budget // (2 * self.half * self.exact.itemsize))
         self.channels, self.rows = self.shape.blocks(fitting)
-        room = (self.rows * self.channels, self.half)
+        # rows a power of two apart would share a few sets of the cache and push each other out
+        room = (self.rows * self.channels, self.half + PADDING)
         self.folded = torch.empty(room, dtype=self.exact.to_complex(), device="cpu")
 
     def past_of(self, state: Tensor | None, u: Tensor) -> Tensor | None:
@@ -97,7 +102,7 @@ class _Room:
     def spectrum(self, x: Tensor, past: Tensor | None = None) -> Tensor:
         """Return the spectrum of ``x [b, L, d]`` and what came before it, ``[b, d, M]``."""
         batch, _, width = x.shape
-        z = self.folded[: batch * width].view(batch, width, self.half)
+        z = self.folded[: batch * width, : self.half].unflatten(0, (batch, width))
         self._move("fold", x, past, z, self.there)
         return torch.fft.fft(z)
 
@@ -105,7 +110,7 @@ class _Room:
         """Return the spectrum of filters ``[d, K]`` and of those that look ahead, ``[d, M]``."""
         kernel = native.rows(kernel, self.exact)
         future = None if future is None else native.rows(future, self.exact)
-        z = self.folded[: len(kernel)]
+        z = self.folded[: len(kernel), : self.half]
         self._move_taps("fold_taps", kernel, future, z, self.there)
         return torch.fft.fft(z)
 
@@ -152,7 +157,7 @@ class _Room:
         job = _Sequences(
             *map(native.address, (x, past, z, turn, scale, add)),
             *(x.shape[0], x.shape[2], x.shape[1], self.shape.past if past is not None else 0),
-            self.half,
+            *(self.half, z.flatten(0, 1).stride(0)),
             *x.stride()[:2],
             *((0, 0) if past is None else past.stride()[:2]),
             *((0, 0) if add is None else add.stride()[:2]),
@@ -164,7 +169,7 @@ class _Room:
     ) -> None:
         job = _Taps(
             *map(native.address, (kernel, future, z, turn)),
-            *(len(kernel), self.shape.taps, self.shape.ahead, self.half),
+            *(len(kernel), self.shape.taps, self.shape.ahead, self.half, z.stride(0)),
             kernel.stride(0),
             0 if future is None else future.stride(0),
         )

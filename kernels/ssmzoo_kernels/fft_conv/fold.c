@@ -7,10 +7,10 @@
 
 typedef struct {
   REAL *x, *past; /* [b, length, c], [b, before, c] */
-  REAL *z;        /* [b, c, M] pairs */
+  REAL *z;        /* [b, c, M] pairs, rows z_row pairs apart */
   const REAL *turn; /* re w^m [M], im w^m [M], with any factor */
   const REAL *scale, *add; /* to x on the way back: scale[c] add[b, length, c] */
-  int64_t batch, channels, length, before, half;
+  int64_t batch, channels, length, before, half, z_row;
   int64_t x_batch, x_row, past_batch, past_row, add_batch, add_row;
 } Sequences;
 
@@ -18,7 +18,7 @@ typedef struct {
   REAL *taps, *ahead; /* [d, taps], [d, ahead] */
   REAL *z;
   const REAL *turn;
-  int64_t rows, count, count_ahead, half, taps_row, ahead_row;
+  int64_t rows, count, count_ahead, half, z_row, taps_row, ahead_row;
 } Taps;
 
 /* Rows of a tile: LANES consecutive places from `place` on; NULL where there is nothing. */
@@ -151,17 +151,17 @@ INLINE void fold_tile(const Sequences *s, int64_t b, int64_t m) {
   int64_t count = s->half - m;
   vec wr = load_some(s->turn + m, count), wi = load_some(s->turn + s->half + m, count);
   for (int64_t c = 0; c < s->channels; c += LANES) {
-    REAL *to = s->z + 2 * ((b * s->channels + c) * s->half + m);
+    REAL *to = s->z + 2 * ((b * s->channels + c) * s->z_row + m);
     vec x[LANES], y[LANES];
     read_tile(&lower, c, s, x);
     if (upper.any) {
       read_tile(&upper, c, s, y);
       UNROLL for (int i = 0; i < LANES; i++)
         if (c + i < s->channels)
-          store_pairs(to + 2 * i * s->half, x[i] * wr - y[i] * wi, x[i] * wi + y[i] * wr, count);
+          store_pairs(to + 2 * i * s->z_row, x[i] * wr - y[i] * wi, x[i] * wi + y[i] * wr, count);
     } else {
       UNROLL for (int i = 0; i < LANES; i++)
-        if (c + i < s->channels) store_pairs(to + 2 * i * s->half, x[i] * wr, x[i] * wi, count);
+        if (c + i < s->channels) store_pairs(to + 2 * i * s->z_row, x[i] * wr, x[i] * wi, count);
     }
   }
 }
@@ -172,11 +172,11 @@ INLINE void unfold_tile(const Sequences *s, int64_t b, int64_t m) {
   int64_t count = s->half - m;
   vec wr = load_some(s->turn + m, count), wi = load_some(s->turn + s->half + m, count);
   for (int64_t c = 0; c < s->channels; c += LANES) {
-    const REAL *from = s->z + 2 * ((b * s->channels + c) * s->half + m);
+    const REAL *from = s->z + 2 * ((b * s->channels + c) * s->z_row + m);
     vec x[LANES], y[LANES];
     UNROLL for (int i = 0; i < LANES; i++) {
       vec re = {0}, im = {0};
-      if (c + i < s->channels) load_pairs(from + 2 * i * s->half, &re, &im, count);
+      if (c + i < s->channels) load_pairs(from + 2 * i * s->z_row, &re, &im, count);
       x[i] = re * wr + im * wi;
       y[i] = im * wr - re * wi;
     }
@@ -203,7 +203,7 @@ void fold_taps(const Taps *t, int threads) {
   const REAL *wr = t->turn, *wi = t->turn + half;
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
   for (int64_t d = 0; d < t->rows; d++) {
-    REAL *x = scratch(2 * half * sizeof(REAL)), *y = x + half, *z = t->z + 2 * d * half;
+    REAL *x = scratch(2 * half * sizeof(REAL)), *y = x + half, *z = t->z + 2 * d * t->z_row;
     memcpy(x, t->taps + d * t->taps_row, (size_t)t->count * sizeof(REAL));
     memset(x + t->count, 0, (size_t)(2 * half - t->count) * sizeof(REAL));
     for (int64_t j = 0; j < t->count_ahead; j++)
@@ -221,7 +221,7 @@ void unfold_taps(const Taps *t, int threads) {
   const REAL *wr = t->turn, *wi = t->turn + half;
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
   for (int64_t d = 0; d < t->rows; d++) {
-    REAL *x = scratch(2 * half * sizeof(REAL)), *y = x + half, *z = t->z + 2 * d * half;
+    REAL *x = scratch(2 * half * sizeof(REAL)), *y = x + half, *z = t->z + 2 * d * t->z_row;
     for (int64_t m = 0; m < half; m++) {
       x[m] = z[2 * m] * wr[m] + z[2 * m + 1] * wi[m];
       y[m] = z[2 * m + 1] * wr[m] - z[2 * m] * wi[m];
