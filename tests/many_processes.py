@@ -1,6 +1,6 @@
 """What two processes do together, for ``test_many_processes.py``, which judges what they leave.
 
-``python -m torch.distributed.run --standalone --nproc_per_node=2 tests/many_processes.py FOLDER``:
+``python -m torch.distributed.run --standalone --nproc_per_node=2 -m tests.many_processes FOLDER``:
 all scenes in one launch, because two processes take longer to import torch than for all of them.
 """
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from tests.stopping import KilledError, killed_before
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -28,22 +29,6 @@ from ssmzoo.loop import Run
 from ssmzoo.objective import CausalLM
 from ssmzoo.run_folder import RunFolder
 from ssmzoo.train import train
-
-
-class KilledError(Exception):
-    pass
-
-
-def killed_before(patch, step):
-    """Stop a run as if it were killed when it is about to take a step."""
-    optimize = Run._optimize
-
-    def stop(run, read):
-        if run.step == step - 1:
-            raise KilledError
-        optimize(run, read)
-
-    patch.setattr(Run, "_optimize", stop)
 
 
 def killed(recipe, folder, *, before, **options):

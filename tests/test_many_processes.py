@@ -33,7 +33,6 @@ from ssmzoo.train import train
 pytestmark = pytest.mark.xdist_group("many_processes")
 
 PAGE = Path(__file__).parents[1] / "eval/recipes/many-processes.md"
-SCENES = Path(__file__).with_name("many_processes.py")
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
@@ -43,6 +42,7 @@ def launch(*command, seconds=240):
         capture_output=True,
         text=True,
         timeout=seconds,
+        cwd=PAGE.parents[2],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
@@ -173,7 +173,7 @@ def death(folder):
 @pytest.fixture(scope="module")
 def together(folder, death):
     """The folder with all that two processes did in it, on from what one process left there."""
-    done = launch(SCENES, folder)
+    done = launch("-m", "tests.many_processes", folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import yaml
-from tests.test_train import KilledError, killed_before
+from tests.stopping import KilledError, killed_before
 from transformers import BertConfig, BertForMaskedLM, MambaConfig, MambaForCausalLM
 
 from ssmzoo.build import build_config, load_model

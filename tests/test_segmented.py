@@ -5,7 +5,8 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from tests.test_train import KilledError, assert_same_weights, killed_before, timeless, write_texts
+from tests.stopping import KilledError, killed_before
+from tests.test_train import assert_same_weights, timeless, write_texts
 
 from ssmzoo.family import families, load_family
 from ssmzoo.objective import CausalLM

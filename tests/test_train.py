@@ -14,10 +14,10 @@ import torch
 import yaml
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
+from tests.stopping import KilledError, killed_before
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from ssmzoo.checkpoint import locked, read_metrics
-from ssmzoo.loop import Run
 from ssmzoo.objective import CausalLM
 from ssmzoo.train import make_optimizer, param_groups, train
 
@@ -85,22 +85,6 @@ def finished(recipe, tmp_path_factory):
 def whole(finished, tmp_path):
     """A copy of that run."""
     return shutil.copytree(finished, tmp_path / "whole")
-
-
-class KilledError(Exception):
-    pass
-
-
-def killed_before(monkeypatch, step):
-    """Stop the run as if it were killed when it is about to take a step."""
-    optimize = Run._optimize
-
-    def stop(run, read):
-        if run.step == step - 1:
-            raise KilledError
-        optimize(run, read)
-
-    monkeypatch.setattr(Run, "_optimize", stop)
 
 
 def weights(folder):

@@ -11,6 +11,7 @@ import torch
 import yaml
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
+from tests.stopping import KilledError, killed_before
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -25,7 +26,6 @@ from ssmzoo.build import build_config, model_class
 from ssmzoo.checkpoint import read_metrics
 from ssmzoo.examples import Examples, ExampleSource, Share
 from ssmzoo.family import load_family
-from ssmzoo.loop import Run
 from ssmzoo.objective import Classification, labelled
 from ssmzoo.optimizer import Schedule, make_optimizer
 from ssmzoo.plan import Plan
@@ -163,21 +163,6 @@ def assert_same_weights(one, two):
         assert torch.equal(one[name], two[name]), name
 
 
-class KilledError(Exception):
-    pass
-
-
-def kill_before(patch, step):
-    optimize = Run._optimize
-
-    def stop(run, read):
-        if run.step == step - 1:
-            raise KilledError
-        optimize(run, read)
-
-    patch.setattr(Run, "_optimize", stop)
-
-
 def test_an_easy_task_is_learnt_and_the_model_loads_and_scores_alike(tmp_path):
     run = train(recipe(train__epochs=20), output_dir=tmp_path / "run")
     facts = finished(run)
@@ -223,7 +208,7 @@ def test_a_killed_run_resumes_to_the_same_weights_and_lines(step, changes, tmp_p
     asked = recipe(model=BERT, **changes)
     whole = train(asked, output_dir=tmp_path / "whole")
     with monkeypatch.context() as patch:
-        kill_before(patch, step)
+        killed_before(patch, step)
         with pytest.raises(KilledError):
             train(asked, output_dir=tmp_path / "killed")
     resumed = train(asked, output_dir=tmp_path / "killed", resume=True)
@@ -503,7 +488,7 @@ def test_a_killed_run_that_will_end_early_resumes_to_the_same_weights(tmp_path, 
     whole = train(asked, output_dir=tmp_path / "whole")
     assert finished(whole)["step"] < 30 * 6
     with monkeypatch.context() as patch:
-        kill_before(patch, finished(whole)["step"])
+        killed_before(patch, finished(whole)["step"])
         with pytest.raises(KilledError):
             train(asked, output_dir=tmp_path / "killed")
     resumed = train(asked, output_dir=tmp_path / "killed", resume=True)
@@ -597,7 +582,7 @@ def test_a_problem_drawn_while_training_resumes_and_is_scored_on_whole_answers(
     asked = recipe(data=INDUCTION, train__epochs=4, checkpoint__every=3)
     whole = train(asked, output_dir=tmp_path / "whole")
     with monkeypatch.context() as patch:
-        kill_before(patch, 14)
+        killed_before(patch, 14)
         with pytest.raises(KilledError):
             train(asked, output_dir=tmp_path / "killed")
     resumed = train(asked, output_dir=tmp_path / "killed", resume=True)
@@ -880,7 +865,7 @@ def test_an_example_longer_than_the_table_of_positions_is_named(tmp_path):
 
 def test_a_data_set_that_changed_does_not_resume(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        kill_before(patch, 8)
+        killed_before(patch, 8)
         with pytest.raises(KilledError):
             train(recipe(), output_dir=tmp_path / "run")
     monkeypatch.setitem(SIZES, "validation", 14)

@@ -9,17 +9,16 @@ results/context.csv and .png.
 """
 
 import argparse
-import csv
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from growth import draw, write_table
 from steady import keep_freed_memory
 
 from ssmzoo import load_family
 from ssmzoo.bench import environment
-from ssmzoo.files import appears_whole
 
 RESULTS = Path(__file__).parent / "results"
 LENGTHS = [2**n for n in range(10, 17)]
@@ -83,30 +82,6 @@ def least_seconds(calls: dict[str, Callable[[], None]], rounds: int) -> dict[str
     return least
 
 
-def draw(rows: list[dict], target: Path) -> None:
-    """Draw a layer's time and its cache over the length."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    for place, (key, label) in enumerate((("milliseconds", "ms"), ("cache_kib", "KiB")), 1):
-        axes = figure.add_subplot(1, 2, place)
-        for name, style in zip(LAYERS, ("o-", "s--", "d:", "^-"), strict=True):
-            own = [row for row in rows if row["what"] == "layer" and row["model"] == name]
-            axes.plot([r["length"] for r in own], [r[key] for r in own], style, label=name, ms=4)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set(xlabel="tokens", ylabel=label)
-        axes.set_title("forward and backward" if place == 1 else "cache", fontsize=10)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].legend(frameon=False)
-    figure.suptitle(f"one layer, width {WIDTH}, window {WINDOW}, one sequence")
-    with appears_whole(target) as unfinished:
-        figure.savefig(unfinished, format="png")
-
-
 def main() -> None:
     """Measure, print, write and draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -136,12 +111,18 @@ def main() -> None:
         steps = {name: preset(name, length) for name in PRESETS}
         for name, seconds in least_seconds(steps, rounds=3).items():
             add("130M", name, length, seconds, None)
-    table = options.output / "context.csv"
-    with appears_whole(table) as partial, partial.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    draw(rows, options.output / "context.png")
+    write_table(rows, options.output / "context.csv")
+    lines = {
+        name: (style, [row for row in rows if row["what"] == "layer" and row["model"] == name])
+        for name, style in zip(LAYERS, ("o-", "s--", "d:", "^-"), strict=True)
+    }
+    draw(
+        lines,
+        options.output / "context.png",
+        size=("length", "tokens"),
+        panels=[("milliseconds", "ms", "forward and backward"), ("cache_kib", "KiB", "cache")],
+        title=f"one layer, width {WIDTH}, window {WINDOW}, one sequence",
+    )
 
 
 if __name__ == "__main__":

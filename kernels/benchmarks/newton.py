@@ -11,7 +11,6 @@ and .png, on a GPU with its name in theirs.
 """
 
 import argparse
-import csv
 import importlib
 import logging
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from growth import write_table
 from torch import Tensor
 
 from ssmzoo.bench import environment
@@ -257,13 +257,9 @@ def main() -> None:
             if length * lanes <= LARGEST:
                 torch.manual_seed(0)
                 add(measure(grid(length, lanes), device))
-    columns = list(dict.fromkeys(key for row in rows for key in row)) + list(where)
     name = "newton" if device.type == "cpu" else f"newton-{where['slug']}"
     table = options.output / f"{name}.csv"
-    with appears_whole(table) as partial, partial.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="")
-        writer.writeheader()
-        writer.writerows({**row, **where} for row in rows)
+    write_table([{**row, **where} for row in rows], table)
     draw(rows, table.with_suffix(".png"))
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 from errors import ERRORS
+from growth import write_table
 from registry import ENTRIES, Entry
 from steady import keep_freed_memory
 
 from ssmzoo.bench import bench, environment, matmul_peak, training_step
-from ssmzoo.files import appears_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = [
@@ -60,7 +60,7 @@ def main() -> int:
     where = environment(device)
     peak = matmul_peak(device)
     print(f"{where['device']}: a large matrix product reaches {peak:.0f} GFLOP/s in float32")
-    rows = []
+    output = options.output or Path(__file__).parent / "results" / f"{where['slug']}.csv"
     passed = set()
     for entry in ENTRIES:
         if entry.op in wanted:
@@ -69,15 +69,13 @@ def main() -> int:
                 print(f"{entry.op}: its tests fail; nothing is timed", file=sys.stderr)
                 return 1
             passed.add(tests)
-            rows += time_entry(entry, device, peak)
+            write(output, [{**row, **where} for row in time_entry(entry, device, peak)])
     if "models" in wanted:
         measured = bench(FAMILIES, lengths=options.lengths, peers=True, slow=options.slow_peers)
         for row in measured:
             if row["pass"].startswith("train") and "default" not in row["variant"]:
                 row["peak_mib"] = peak_memory("model", "", row["variant"], row["pass"])
-        rows += measured
-    output = options.output or Path(__file__).parent / "results" / f"{where['slug']}.csv"
-    write(output, [{**row, **where} for row in rows])
+        write(output, [{**row, **where} for row in measured])
     print(f"written: {output}")
     return 0
 
@@ -270,10 +268,7 @@ def write(path: Path, rows: list[dict]) -> None:
                 r for r in csv.DictReader(file) if tuple(r.get(k, "") for k in key) not in fresh
             ]
         rows = kept + rows
-    with appears_whole(path) as partial, partial.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", restval="")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_table(rows, path, COLUMNS)
 
 
 if __name__ == "__main__":

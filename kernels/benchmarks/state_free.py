@@ -9,17 +9,16 @@ what torch holds at the highest, by its profiler's count. Writes results/state_f
 """
 
 import argparse
-import csv
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from growth import draw, write_table
 from steady import keep_freed_memory
 from torch.profiler import ProfilerActivity, profile
 
 from ssmzoo.bench import environment
-from ssmzoo.files import appears_whole
 from ssmzoo_kernels import fft_conv, longhorn_scan, rational_kernel, vandermonde
 
 RESULTS = Path(__file__).parent / "results"
@@ -92,31 +91,6 @@ def peak_bytes(call: Callable[[], object]) -> int:
     return highest
 
 
-def draw(rows: list[dict], target: Path, length: int) -> None:
-    """Draw time and memory over the state's size."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    for place, (key, label) in enumerate((("milliseconds", "CPU ms"), ("peak_mib", "MiB")), 1):
-        axes = figure.add_subplot(1, 2, place)
-        for (name, title), style in zip(NAMES.items(), ("o-", "o--", "s-", "^-"), strict=True):
-            own = [row for row in rows if row["layer"] == name]
-            axes.plot(
-                [r["n"] for r in own], [r[key] for r in own], style, label=title, markersize=4
-            )
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set(xlabel="state size n", ylabel=label)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].legend(frameon=False)
-    figure.suptitle(f"forward and backward, length {length}, width {WIDTH}, one sequence")
-    with appears_whole(target) as unfinished:
-        figure.savefig(unfinished, format="png")
-
-
 def main() -> None:
     """Measure, write, draw, and say how flat RTF is."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -162,12 +136,18 @@ def main() -> None:
             found = [r[key] for r in rows if r["layer"] == name and r["n"] <= options.length // 4]
             if found:
                 print(f"{NAMES[name]}, {key}: largest / smallest {max(found) / min(found):.3f}")
-    table = options.output / "state_free.csv"
-    with appears_whole(table) as partial, partial.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    draw(rows, options.output / "state_free.png", options.length)
+    write_table(rows, options.output / "state_free.csv")
+    lines = {
+        title: (style, [row for row in rows if row["layer"] == name])
+        for (name, title), style in zip(NAMES.items(), ("o-", "o--", "s-", "^-"), strict=True)
+    }
+    draw(
+        lines,
+        options.output / "state_free.png",
+        size=("n", "state size n"),
+        panels=[("milliseconds", "CPU ms", ""), ("peak_mib", "MiB", "")],
+        title=f"forward and backward, length {options.length}, width {WIDTH}, one sequence",
+    )
 
 
 if __name__ == "__main__":

@@ -149,6 +149,8 @@ class Run:
         """Check that what the main process wrote into the folder is there for every process."""
         import torch
 
+        if self.alone is None:
+            return
         lock = self.folder.path / ".lock"
         written = self._on_main(lock.read_text)
         blind = torch.tensor(not lock.is_file() or lock.read_text() != written, dtype=torch.int)
