@@ -122,12 +122,32 @@ def doubling_scan(shape: tuple[int, ...], a: Tensor, b: Tensor) -> Passes:
 
 
 def torch_loop(shape: tuple[int, ...], *inputs: Tensor) -> Passes:
-    """Run COFFEE's recurrence as one writes it in torch: a loop, and autograd."""
+    """Run COFFEE's recurrence in torch as a careful author writes it: a loop, and autograd."""
     grad = torch.randn(shape[:3], device=inputs[0].device)
 
     def both() -> None:
         y = feedback_scan(*inputs, backend="reference")[0]
         torch.autograd.grad(y, inputs, grad)
+
+    return {"fwd+bwd": both}
+
+
+def indexing_loop(
+    shape: tuple[int, ...], u: Tensor, lam: Tensor, w: Tensor, readout: Tensor
+) -> Passes:
+    """Run COFFEE's recurrence in torch as one writes it first, by ``u[:, t]``.
+
+    Autograd answers every index with zeros of the size of ``u``, so that it is quadratic in L.
+    """
+    grad = torch.randn(shape[:3], device=u.device)
+
+    def both() -> None:
+        state = u.new_zeros(shape[0], *lam.shape)
+        outputs = []
+        for t in range(shape[1]):
+            state = state + torch.sigmoid(w * state) * (lam * state + u[:, t, :, None])
+            outputs.append((readout * state).sum(dim=-1))
+        torch.autograd.grad(torch.stack(outputs, dim=1), (u, lam, w, readout), grad)
 
     return {"fwd+bwd": both}
 

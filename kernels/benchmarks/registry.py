@@ -11,6 +11,7 @@ from peers import (
     direct_exponentials,
     doubling_scan,
     gates_alone,
+    indexing_loop,
     layer,
     linear_loop,
     masked_window,
@@ -200,8 +201,12 @@ ENTRIES = [
             shape,
             _feedback_inputs,
             lambda *x, backend: feedback_scan(*x, backend=backend)[0],
-            peers={"exp and division alone": gates_alone, "torch loop, autograd": torch_loop},
-            once=frozenset({"torch loop, autograd", "eager"}),
+            peers={
+                "exp and division alone": gates_alone,
+                "torch loop, autograd": torch_loop,
+                "torch loop by u[:, t], autograd": indexing_loop,
+            },
+            once=frozenset({"torch loop, autograd", "torch loop by u[:, t], autograd", "eager"}),
         )
         for shape in ((8, 2048, 512, 16), (512, 16, 16, 8))
     ),

@@ -17,7 +17,7 @@ import torch
 from errors import ERRORS
 from growth import write_table
 from registry import ENTRIES, Entry
-from steady import keep_freed_memory
+from steady import give_back_freed_memory, keep_freed_memory
 
 from ssmzoo.bench import bench, environment, matmul_peak, training_step
 
@@ -72,6 +72,8 @@ def main() -> int:
             write(output, [{**row, **where} for row in time_entry(entry, device, peak)])
     if "models" in wanted:
         measured = bench(FAMILIES, lengths=options.lengths, peers=True, slow=options.slow_peers)
+        write(output, [{**row, **where} for row in measured])
+        give_back_freed_memory()
         for row in measured:
             if row["pass"].startswith("train") and "default" not in row["variant"]:
                 row["peak_mib"] = peak_memory("model", "", row["variant"], row["pass"])
