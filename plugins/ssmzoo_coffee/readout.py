@@ -34,10 +34,11 @@ def softmin_logits(
     without it, that over the others of any other loses no digits in ``1 - p``.
     """
     scores = -distances
-    nearest = torch.zeros_like(scores, dtype=torch.bool)
-    nearest = nearest.scatter(-1, scores.argmax(dim=-1, keepdim=True), True)
+    place = scores.argmax(dim=-1, keepdim=True)
+    nearest = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, place, True)
     others = scores.masked_fill(nearest, -torch.inf).logsumexp(dim=-1, keepdim=True)
-    total = torch.logaddexp(scores.amax(dim=-1, keepdim=True), others)
+    # not amax: among several that are nearest it would share its slope out
+    total = torch.logaddexp(scores.gather(-1, place), others)
     log_p = (scores - total).masked_fill(nearest, -1.0)  # whatever, but not log 1
     return torch.where(nearest, scores - others, log_p - torch.log1p(-log_p.exp()))
 

@@ -325,6 +325,17 @@ def test_the_logits_and_their_slopes_stay_finite_where_the_softmin_does_not(d):
     assert slope.isfinite().all()
 
 
+@pytest.mark.parametrize("d", [(1, 2, 4), (1, 1, 4), (4, 1, 1), (3, 3, 3)])
+def test_the_slopes_of_the_logits_are_those_of_their_formula_among_equal_distances_too(d):
+    got = torch.tensor(d, dtype=torch.float64, requires_grad=True)
+    known, weights = got.detach().clone().requires_grad_(), numbers(3)
+    others = torch.stack([known[[n for n in range(3) if n != m]] for m in range(3)])
+    expected = -known - (-others).logsumexp(dim=1)
+    (slope,) = torch.autograd.grad((expected * weights).sum(), known)
+    (found,) = torch.autograd.grad((softmin_logits(got) * weights).sum(), got)
+    torch.testing.assert_close(found, slope, rtol=0, atol=1e-12)
+
+
 def test_an_output_on_an_embedding_has_a_finite_slope():
     model = core(torch.float32)
     y = model.lm_head.weight[2:3].detach().clone().requires_grad_()
