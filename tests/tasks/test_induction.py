@@ -146,11 +146,24 @@ def test_what_does_not_fit_is_one_clear_error(arguments, message):
         ([1.5], r"trigger must be a list of symbols, got \[1\.5\]$"),
         ([True], r"trigger must be a list of symbols, got \[True\]$"),
         ([[1]], r"trigger must be a list of symbols, got \[\[1\]\]$"),
+        ([[1], [1, 2]], "trigger must be a list of symbols, got"),
+        (np.array(3), r"trigger must be a list of symbols, got array\(3\)"),
     ],
 )
 def test_a_trigger_that_is_no_list_of_symbols_is_a_type_error(trigger, message):
     with pytest.raises(TypeError, match=message):
         induction_heads(2, seq_len=16, **PAPER, seed=0, trigger=trigger)
+
+
+@pytest.mark.parametrize("value", [7.0, "7", True, float("nan")], ids=repr)
+@pytest.mark.parametrize(
+    "name",
+    ["num_examples", "seq_len", "vocab_size", "num_symbols", "target_length", "noise_length"],
+)
+def test_a_number_that_is_not_whole_is_a_type_error(name, value):
+    arguments = {"num_examples": 2, "seq_len": 16, **PAPER, "seed": 0, name: value}
+    with pytest.raises(TypeError, match=rf"^{name} must be a whole number, got {value!r}$"):
+        induction_heads(**arguments)
 
 
 @pytest.mark.parametrize("trigger", [(6, 7), np.array([6, 7])], ids=["tuple", "array"])

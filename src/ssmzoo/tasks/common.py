@@ -13,8 +13,15 @@ IGNORED = -100
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
+def whole(name: str, value: int) -> None:
+    """Raise a TypeError unless an argument is a whole number."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a whole number, got {value!r}")
+
+
 def at_least(name: str, value: int, least: int) -> None:
-    """Raise a ValueError unless an argument is at least ``least``."""
+    """Raise unless an argument is a whole number and at least ``least``."""
+    whole(name, value)
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 

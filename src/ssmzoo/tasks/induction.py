@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ssmzoo.tasks.common import IGNORED, LETTERS, at_least, lm_eval_split, symbols
+from ssmzoo.tasks.common import IGNORED, LETTERS, at_least, lm_eval_split, symbols, whole
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -55,9 +55,10 @@ def induction_heads(
     Raises:
         ValueError: The parts do not fit into ``seq_len``, a symbol is outside of the vocabulary, a
             number is out of range, or there is no room for noise without the trigger.
-        TypeError: The trigger is no list of whole numbers.
+        TypeError: The trigger is no list of whole numbers, or a number is not whole.
     """
     at_least("num_examples", num_examples, 1)
+    whole("seq_len", seq_len)
     at_least("target_length", target_length, 1)
     at_least("noise_length", noise_length, 0)
     at_least("vocab_size", vocab_size, 3)
@@ -178,6 +179,7 @@ def induction_text_documents(
 
 def _known_symbols(vocab_size: int, num_symbols: int | None) -> int:
     known = vocab_size - 1 if num_symbols is None else num_symbols
+    whole("num_symbols", known)
     if not 2 <= known < vocab_size:
         raise ValueError(
             f"num_symbols must be between 2 and vocab_size - 1 = {vocab_size - 1}, got {known}"
@@ -189,6 +191,7 @@ def _trigger(trigger: Sequence[int] | None, known: int) -> np.ndarray:
     if trigger is None:
         return np.array([known])
     several = isinstance(trigger, Sequence | np.ndarray) and not isinstance(trigger, str)
+    several = several and getattr(trigger, "ndim", 1) > 0
     symbols = list(trigger) if several else []
     whole = all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in symbols)
     if not several or not whole:
