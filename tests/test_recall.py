@@ -6,7 +6,14 @@ import pytest
 import torch
 import yaml
 from tests.stopping import KilledError, killed_before
-from transformers import BertConfig, BertForMaskedLM, MambaConfig, MambaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 from ssmzoo.build import build_config, load_model
 from ssmzoo.cli import main
@@ -75,6 +82,26 @@ def test_a_ledger_has_a_line_a_run_and_a_killed_sweep_goes_on(sweep, tmp_path, m
     assert after == stamp
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train": {"steps": 5, "batch_size": 8, "seq_len": 12}}, "train.steps was 4, is 5 now"),
+        ({"data": {**SWEEP["data"], "validation": 64}}, "data.validation was 32, is 64 now"),
+        ({"eval": {"every": 2, "batches": 1}}, "eval.every was 1000000000, is 2 now"),
+    ],
+)
+def test_runs_of_another_sweep_are_not_taken_for_its_own(changes, message, sweep, tmp_path):
+    one = {**SWEEP, "models": {"Longhorn": SWEEP["models"]["Longhorn"]}, "learning_rates": [0.01]}
+    sweep.write_text(yaml.safe_dump(one, sort_keys=False), encoding="utf-8")
+    recall(sweep, tmp_path / "out")
+    before = (tmp_path / "out/ledger.json").read_bytes()
+    sweep.write_text(yaml.safe_dump({**SWEEP, **changes}, sort_keys=False), encoding="utf-8")
+    with pytest.raises(ValueError, match=f"Longhorn-16-0.01-0 was trained for another .*{message}"):
+        recall(sweep, tmp_path / "out")
+    assert (tmp_path / "out/ledger.json").read_bytes() == before
+    assert len(list((tmp_path / "out/runs").iterdir())) == 1
+
+
 def test_the_best_rate_is_best_on_average_over_the_seeds():
     lines = [
         {"model": "a", "width": 8, "lr": lr, "seed": seed, "accuracy": accuracy}
@@ -97,6 +124,26 @@ def test_what_is_kept_of_a_sequence_is_counted_for_any_model():
         cache = ours(torch.zeros(1, 10, dtype=torch.long), use_cache=True).past_key_values
     assert state_bytes(ours, 10) == cache.nbytes
     assert flops_per_token(ours, 10) > 0
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_attention_counts_among_the_operations(heads):
+    config = LlamaConfig(
+        **{"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 3, "intermediate_size": 24},
+        **{"num_attention_heads": 2, "num_key_value_heads": heads},
+    )
+    projections = 3 * (2 * 16 * 16 + 2 * 16 * 8 * heads + 3 * 16 * 24) + 16 * 16
+    for length in (8, 64):  # a token's scores over the row, and as many products with values
+        expected = 2 * projections + 3 * 2 * length * 2 * 16
+        assert flops_per_token(LlamaForCausalLM(config).eval(), length) == expected
+    family = load_family("bmojo")
+    fields = {**family.tiny, "sliding_window": 16, "num_fading_tokens": 0}
+    full, bare = (family.config(**{**fields, "num_eidetic_tokens": m}) for m in (8, 0))
+    more, less = (
+        flops_per_token(family.causal_lm_class(config).eval(), 64) for config in (full, bare)
+    )
+    # in one layer, 4 heads of 8: eight rows of memory for the 48 tokens behind the first window
+    assert more - less == 4 * 8 * 4 * 8 * 48 // 64
 
 
 OTHERS = {
@@ -157,6 +204,13 @@ def test_a_model_that_keeps_nothing_has_no_size():
         ({"train": {"step": 4, "batch_size": 8}}, LookupError, "did you mean 'steps'"),
         ({"models": {"x": {"famly": "dss"}}}, LookupError, "did you mean 'family'"),
         ({"data": {"task": "mqra"}}, LookupError, "did you mean 'mqar'"),
+        ({"train": {"steps": 4, "batch_size": 8, "lr": 1}}, ValueError, "train.lr must be left"),
+        ({"train": {"steps": 4, "batch_size": 8, "seed": 0}}, ValueError, "seeds say it, got 0"),
+        (
+            {"models": {"x": {"family": "dss", "config": {"hidden_size": 8}}}},
+            ValueError,
+            "left out of models.x.config, since widths say it, got 8",
+        ),
     ],
 )
 def test_a_wrong_sweep_is_refused_before_any_run(changes, kind, message, tmp_path):

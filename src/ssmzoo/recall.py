@@ -23,6 +23,7 @@ from ssmzoo.recipe import (
     ModelSection,
     Recipe,
     Section,
+    load_recipe,
     read_sections,
 )
 from ssmzoo.resources import share
@@ -69,7 +70,18 @@ class Sweep(Section):
             LookupError: A field that a recipe does not have.
             ValueError: Runs that cannot be.
         """
+        for name in ("lr", "seed"):
+            if name in self.train:
+                raise ValueError(
+                    f"train.{name} must be left out of a sweep, where learning_rates and seeds "
+                    f"say it, got {self.train[name]!r}"
+                )
         for model, section in self.models.items():
+            if "hidden_size" in section.config:
+                raise ValueError(
+                    f"hidden_size must be left out of models.{model}.config, since widths say it, "
+                    f"got {section.config['hidden_size']!r}"
+                )
             for width in self.widths:
                 for rate in self.learning_rates:
                     for seed in self.seeds:
@@ -111,7 +123,8 @@ def load_sweep(path: str | Path) -> Sweep:
 def recall(sweep: str | Path | Sweep, output_dir: str | Path) -> list[dict[str, Any]]:
     """Train a sweep's models and write ``ledger.json`` and ``ledger.png``.
 
-    Runs that are finished are not run again; those that were killed go on.
+    Runs that are finished are not run again; those that were killed go on. Runs of another sweep
+    are neither: they are an error, which is raised before anything is trained.
 
     Args:
         sweep: A YAML file, or a sweep.
@@ -120,11 +133,11 @@ def recall(sweep: str | Path | Sweep, output_dir: str | Path) -> list[dict[str, 
     Returns:
         The ledger, a line a run: ``model``, ``width``, ``lr``, ``seed``, ``accuracy``,
         ``parameters``, ``state_bytes`` of one sequence after as many tokens as a row has,
-        ``flops_per_token`` of the matrix products and convolutions that torch counts, ``seconds``.
+        ``flops_per_token`` of matrix products, attention and convolutions, ``seconds``.
 
     Raises:
         LookupError: A field, family, preset or model type that does not exist.
-        ValueError: A wrong value.
+        ValueError: A wrong value, or a folder with runs of another sweep.
         RuntimeError: The machine.
     """
     import torch
@@ -134,6 +147,8 @@ def recall(sweep: str | Path | Sweep, output_dir: str | Path) -> list[dict[str, 
     chosen = sweep if isinstance(sweep, Sweep) else load_sweep(sweep)
     output = Path(output_dir)
     runs = list(chosen.recipes())
+    for name, _, recipe in runs:
+        _require_same(output / "runs" / name, recipe)
     ledger: list[dict[str, Any]] = []
     for name, columns, recipe in runs:
         folder = output / "runs" / name
@@ -142,6 +157,22 @@ def recall(sweep: str | Path | Sweep, output_dir: str | Path) -> list[dict[str, 
         ledger.append({**columns, **_measured(folder)})
         _write(output, chosen, ledger, hardware(torch.device("cpu")))
     return ledger
+
+
+def _require_same(folder: Path, recipe: Recipe) -> None:
+    """Fail unless what was begun in a run's folder is what the sweep asks for."""
+    written = folder / "recipe.yaml"
+    if not written.exists():
+        return
+    begun, asked = load_recipe(written), recipe.with_absolute_paths()
+    for section in ("model", "data", "train", "eval"):
+        before, now = (getattr(x, section).model_dump() for x in (begun, asked))
+        for field, value in now.items():
+            if value != before[field]:
+                raise ValueError(
+                    f"{folder} was trained for another sweep: {section}.{field} was "
+                    f"{before[field]!r}, is {value!r} now; choose another folder, or remove the run"
+                )
 
 
 def _measured(folder: Path) -> dict[str, Any]:
@@ -167,7 +198,6 @@ def _measured(folder: Path) -> dict[str, Any]:
 
 
 def _row_length(folder: Path) -> int:
-    from ssmzoo.recipe import load_recipe
     from ssmzoo.tasks import load_task
 
     recipe = load_recipe(folder / "recipe.yaml")
@@ -218,16 +248,24 @@ def _not_returned(model: Any, ids: torch.Tensor) -> list[Any]:
 def flops_per_token(model: torch.nn.Module, length: int) -> int:
     """Return a forward pass's operations per token, as torch's counter sees them.
 
-    It counts matrix products, attention and convolutions; recurrences and elementwise work are
-    not among them.
+    It counts matrix products, attention (all scores that are computed, hidden ones among them) and
+    convolutions; recurrences and elementwise work are not among them.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
     ids = torch.zeros(1, length, dtype=torch.long)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    # torch's counter knows the fused attention of GPUs only
+    fused: Any = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=fused) as counter:
         model(ids, use_cache=False)
     return round(counter.get_total_flops() / length)
+
+
+def _attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    """Return the operations of scores and of their products with the values, given the shapes."""
+    batch, heads, queries, width = q
+    return 2 * batch * heads * queries * k[2] * (width + v[3])
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
