@@ -47,7 +47,7 @@ from .decoding import Deployment, Oscillations, Recurrence
 from .filters import SMALLEST_SUM, deployed_numerator, ends_within, initial_coefficients, montel
 from .implicit import implicit_kernel
 from .modal import exponents, modal_kernel, parameters_of
-from .stability import SMALL_ORDER, check_filters, poles, poles_outside, spectral_radius
+from .stability import SMALL_ORDER, poles, poles_outside, spectral_radius
 
 FILTER_NORM_EPS = 1e-6
 # tokens after which the slowest initial mode has fallen to 1 / e
@@ -64,6 +64,8 @@ _IMPLICIT = (
     "implicit_frequency",
 )
 _SSM_PARAMETERS = ("D", *_RATIONAL, *_MODAL, *_IMPLICIT)
+# what messages call them
+_CALLED = {"a": "denominator", "b": "numerator", "D": "direct gain"}
 # settings that a model may be given after it was built
 _DEPLOYED_BY = ("decode_mode", "trunc_len", "kernel_mode", "constraint_margin", "legacy_double_h0")
 
@@ -324,21 +326,26 @@ class RTFMixer(SSMMixer):
             if list(tensor.shape) != expected:
                 raise ValueError(f"{name} must have shape {expected}, got {list(tensor.shape)}")
 
-    def _check_modes_finite(self) -> None:
-        for name in _MODAL:
-            wrong = ~getattr(self, name).isfinite()
-            if bool(wrong.any()):
-                row = int(wrong.nonzero()[0, 0])
-                raise ValueError(
-                    f"{name} {row} of layer {self.layer_idx} must be finite, "
-                    f"got {float(getattr(self, name)[wrong][0])}"
-                )
+    def _check_parameters(self) -> None:
+        """Fail with layer, row and what came unless all parameters of the filters are finite."""
+        if torch.compiler.is_compiling():
+            return
+        for name in _SSM_PARAMETERS:
+            parameter = self._parameters.get(name)
+            if parameter is None or bool(parameter.isfinite().all()):
+                continue
+            row, *_ = (~parameter.isfinite()).nonzero()[0].tolist()
+            found = parameter[row][~parameter[row].isfinite()].flatten()[0]
+            raise ValueError(
+                f"{_CALLED.get(name, name)} {row} of layer {self.layer_idx} must be finite, "
+                f"got {float(found)}"
+            )
 
     def deployment(self) -> Deployment:
         """Return the filters as they decode; made anew only where a parameter has changed.
 
         Raises:
-            ValueError: A coefficient is not finite; the message names its row.
+            ValueError: A parameter is not finite; the message names layer and row.
 
         Warns:
             RuntimeWarning: A filter of the exact mode, or one that ``decode_mode="recurrent"``
@@ -354,10 +361,10 @@ class RTFMixer(SSMMixer):
         return kept
 
     def _deploy(self) -> Deployment:
+        self._check_parameters()
         if self.config.filter == "implicit":
             return self._deployed(None, None, True)
         if self.config.filter == "modal":
-            self._check_modes_finite()
             return self._deployed(None, None, False)
         recurrent, windowed = self._split()
         return self._deployed(recurrent, windowed, recurrent is None and windowed is not None)
@@ -366,7 +373,6 @@ class RTFMixer(SSMMixer):
         """Return which channels decode by recurrence and which not; (None, all) if none does."""
         config, width = self.config, self.config.hidden_size
         a = self.denominators()
-        check_filters(a, self.b)
         channels = torch.arange(width, device=a.device)
         if config.decode_mode == "fir":
             return None, channels

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ssmzoo_kernels import rational_kernel
+from ssmzoo_kernels.rational_kernel import check_polynomials
 
 from .filters import numerator_of_response
-from .stability import poles, poles_outside
+from .stability import check_filters, poles, poles_outside
 
 # how much larger than their sum residues may be: repeated poles have infinite ones
 MOST_CANCELLED = 1e6
@@ -41,15 +42,23 @@ def from_dense(
         tolerance: The largest error of the impulse response allowed, relative to its largest tap.
 
     Raises:
-        ValueError: Shapes that do not fit, or poles too clustered for coefficients.
+        ValueError: Shapes that do not fit, a number that is not finite, a response that overflows,
+            or poles too clustered for coefficients.
+        TypeError: A complex triple.
     """
-    if A.dim() != 3 or A.shape[1] != A.shape[2]:
-        raise ValueError(f"A must have shape [D, n, n], got {list(A.shape)}")
+    if A.dim() != 3 or A.shape[1] != A.shape[2] or not A.shape[1]:
+        raise ValueError(f"A must have shape [D, n, n] with n >= 1, got {list(A.shape)}")
     for name, vector in (("B", B), ("C", C)):
         if vector.shape != A.shape[:2]:
             raise ValueError(
                 f"{name} must have shape [D, n] = {list(A.shape[:2])}, got {list(vector.shape)}"
             )
+    for name, given in (("A", A), ("B", B), ("C", C)):
+        if given.is_complex():
+            raise TypeError(
+                f"{name} must be real, got {given.dtype}; a diagonal form goes to from_diagonal"
+            )
+    _check_given(A.shape[0], D, A=A, B=B, C=C)
     A, state, C = A.double(), B.double(), C.double()
     taps = []
     for _ in range(_checked_taps(A.shape[1])):
@@ -81,15 +90,20 @@ def from_diagonal(
         tolerance: The largest error of the impulse response allowed, relative to its largest tap.
 
     Raises:
-        ValueError: Shapes that do not fit, taps that are not real, or poles too clustered for
-            coefficients.
+        ValueError: Shapes that do not fit, a number that is not finite, a response that overflows,
+            taps that are not real, or poles too clustered for coefficients.
     """
+    if eigenvalues.dim() != 2 or not eigenvalues.numel():
+        raise ValueError(
+            f"eigenvalues must have shape [D_a, n] with n >= 1, got {list(eigenvalues.shape)}"
+        )
     rows, order = eigenvalues.shape
     if residues.dim() != 2 or residues.shape[1] != order or residues.shape[0] % rows:
         raise ValueError(
             f"residues must have shape [D, n] = [multiple of {rows}, {order}], "
             f"got {list(residues.shape)}"
         )
+    _check_given(residues.shape[0], h0, eigenvalues=eigenvalues, residues=residues)
     values, weights = eigenvalues.to(torch.complex128), residues.to(torch.complex128)
     if conjugates:
         values = torch.cat([values, values.conj()], 1)
@@ -115,8 +129,11 @@ def to_diagonal(
     ``r_i = b(lambda_i) / a'(lambda_i)`` as polynomials in z.
 
     Raises:
-        ValueError: Poles repeat or nearly so: no diagonal form gives the impulse response back.
+        ValueError: Shapes that do not fit, a number that is not finite, or poles that repeat or
+            nearly so: no diagonal form gives the impulse response back.
     """
+    check_polynomials("to_diagonal", a, b)
+    check_filters(a, b)
     order = a.shape[1]
     found, sharing = poles(a), b.shape[0] // a.shape[0]
     at = found.repeat_interleave(sharing, 0)
@@ -152,6 +169,11 @@ def from_rtf2(
     The authors' ``RTF2`` has the numerator ``sum c_i z^(1-i)``; dividing its direct term out leaves
     ``b_m = c_(m+1) - c_1 a_m`` and ``h0 + c_1``.
     """
+    if a.dim() != 2 or c.dim() != 2 or c.shape[1] != a.shape[1] or c.shape[0] % a.shape[0]:
+        raise ValueError(
+            "a and c must have shapes [D_a, n] and [D, n] with D_a a divisor of D, "
+            f"got {list(a.shape)} and {list(c.shape)}"
+        )
     first = c[:, :1]
     shifted = torch.nn.functional.pad(c[:, 1:], (0, 1))
     b = shifted - first * a.repeat_interleave(c.shape[0] // a.shape[0], 0)
@@ -160,6 +182,21 @@ def from_rtf2(
 
 def _checked_taps(order: int) -> int:
     return max(4 * order, 256)
+
+
+def _check_given(width: int, gains: Tensor | None, **given: Tensor) -> None:
+    """Fail unless there is a direct gain for every channel and all numbers are finite."""
+    if gains is not None:
+        if gains.shape != (width,):
+            raise ValueError(
+                f"the direct gains must have shape [D] = [{width}], got {list(gains.shape)}"
+            )
+        given["the direct gains"] = gains
+    for name, tensor in given.items():
+        wrong = ~tensor.isfinite()
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0, 0])
+            raise ValueError(f"{name} must be finite, got {tensor[wrong][0].item()} in row {row}")
 
 
 def _modal_taps(values: Tensor, weights: Tensor, count: int) -> Tensor:
@@ -177,6 +214,14 @@ def _coefficients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return coefficients of filters with given poles and first taps, if they are true to them."""
     order = found.shape[1]
+    endless = ~taps.isfinite().all(1)
+    if bool(endless.any()):
+        row = int(endless.nonzero()[0])
+        radius = float(found[row // (len(taps) // len(found))].abs().max())
+        raise ValueError(
+            f"channel {row} grows beyond all numbers within {taps.shape[1]} taps: it has poles out "
+            f"to radius {radius:.4g}"
+        )
     a = _polynomial(found)
     b = numerator_of_response(a, taps[:, :order])
     a, b = a.to(dtype), b.to(dtype)

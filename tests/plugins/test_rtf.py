@@ -845,12 +845,24 @@ def test_a_growing_recurrence_is_said_with_layer_row_and_radius(mode):
     assert len(caught) == 2  # a layer
 
 
-@pytest.mark.parametrize(("name", "what"), [("a", "denominator"), ("b", "numerator")])
-def test_a_coefficient_that_is_not_finite_is_named(name, what):
-    model = build(**S4, denominator_constraint="none")
+@pytest.mark.parametrize(
+    ("fields", "name", "what"),
+    [
+        ({**S4, "denominator_constraint": "none"}, "a", "denominator"),
+        (S4, "b", "numerator"),
+        (S4, "D", "direct gain"),
+        (S4, "montel_slack", "montel_slack"),
+        (S4_TRUNCATED, "D", "direct gain"),
+        (MODAL, "D", "direct gain"),
+        (IMPLICIT, "implicit_out", "implicit_out"),
+    ],
+)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_parameter_that_is_not_finite_is_named_with_its_layer(fields, name, what, value):
+    model = build(**{"denominator_constraint": "l1_montel", **fields})
     with torch.no_grad():
-        getattr(model.model.layers[0].mixer, name)[2, 1] = torch.nan
-    with pytest.raises(ValueError, match=f"{what} 2 must be finite, got nan"):
+        getattr(model.model.layers[1].mixer, name)[2, ...] = value
+    with pytest.raises(ValueError, match=f"{what} 2 of layer 1 must be finite, got {value}"):
         run(model, tokens(1, 5))
 
 
