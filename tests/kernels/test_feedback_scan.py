@@ -1054,10 +1054,21 @@ def test_unknown_and_impossible_choices_are_refused(options, message):
         feedback_scan(*draw(), **options)
 
 
+@pytest.mark.parametrize("value", ["1e-6", None])
+@pytest.mark.parametrize("name", ["tolerance", "damping"])
+def test_options_that_are_no_numbers_are_refused(name, value):
+    u, lam, w, C, *_ = draw()
+    with pytest.raises(TypeError, match=f"feedback_scan: {name} must be a number, got {value!r}"):
+        feedback_scan(u, lam, w, C, **{name: value})
+    with pytest.raises(TypeError, match=f"newton_solve: {name} must be a number, got {value!r}"):
+        newton_solve(u, lam, w, **{name: value})
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"span": 0}, "span must be at least 1 or None, got 0"),
+        ({"span": 0}, "span must be a whole number of at least 1 or None, got 0"),
+        ({"span": 2.5}, "span must be a whole number of at least 1 or None, got 2.5"),
         ({"guess": "ones"}, "guess must be 'half' or 'zeros', got 'ones'"),
         ({"tolerance": -1.0}, "tolerance must be positive"),
         ({"initial_state": torch.zeros(1, 5, 4)}, r"initial_state must have shape \[B, D, N\]"),

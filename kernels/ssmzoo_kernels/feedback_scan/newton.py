@@ -121,6 +121,9 @@ def forward(
 
 def check_options(op: str, tolerance: float, max_iterations: int | None, damping: float) -> None:
     """Fail unless the solver can work with these."""
+    for name, value in (("tolerance", tolerance), ("damping", damping)):
+        if not isinstance(value, int | float):
+            raise TypeError(f"{op}: {name} must be a number, got {value!r}")
     if not 0 < tolerance < math.inf:
         raise ValueError(f"{op}: tolerance must be positive and finite, got {tolerance!r}")
     whole = isinstance(max_iterations, int) and not isinstance(max_iterations, bool)
@@ -181,8 +184,8 @@ def newton_solve(
         check_tensor(op, "drive", drive, (batch, length, width), u, "[B, L, D]")
     if initial_state is not None:
         check_tensor(op, "initial_state", initial_state, (batch, width, states), u, "[B, D, N]")
-    if span is not None and span < 1:
-        raise ValueError(f"{op}: span must be at least 1 or None, got {span!r}")
+    if span is not None and not (isinstance(span, int) and span >= 1):
+        raise ValueError(f"{op}: span must be a whole number of at least 1 or None, got {span!r}")
     if guess not in get_args(Guess):
         raise ValueError(f"{op}: guess must be 'half' or 'zeros', got {guess!r}")
     check_options(op, tolerance, max_iterations, damping)
