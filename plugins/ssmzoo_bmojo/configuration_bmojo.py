@@ -129,7 +129,7 @@ class BMojoConfig(SSMConfig):
                 f"mixer_types must name at least one mixer and at most {self.num_hidden_layers}, "
                 f"one for each layer, got {len(self.mixer_types)}"
             )
-        if self.head_width < 1 <= self.heads and self.heads > self.hidden_size:
+        if self.head_dim == 0 and self.heads > self.hidden_size:
             raise ValueError(
                 f"num_attention_heads must be at most hidden_size = {self.hidden_size} unless "
                 f"head_dim is given, got {self.heads}"

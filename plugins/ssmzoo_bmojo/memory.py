@@ -133,7 +133,9 @@ class Call:
     @_once
     def depth(self) -> int:
         """Return a bound on C, the chunks that a sequence reads or leaves a memory of."""
-        return int(self.made.max()) + 1 if self.looks else self.tokens // self.window + 2
+        if self.looks:
+            return max(self.made.tolist(), default=0) + 1
+        return self.tokens // self.window + 2
 
     @_once
     def reads(self) -> tuple[Tensor, Tensor]:
@@ -228,7 +230,7 @@ class Call:
         """Return sequence and number of every chunk that gets a memory, ``[F]``."""
         ends = self.made.cumsum(0)
         most = self.tokens // self.window + self.sequences
-        count = int(ends[-1]) if self.looks else most
+        count = int(ends[-1:].sum()) if self.looks else most
         place = torch.arange(count, device=self.seen.device)
         sequence = torch.searchsorted(ends, place, right=True).clamp(max=self.sequences - 1)
         before = ends[sequence] - self.made[sequence]
@@ -296,7 +298,7 @@ def newest(call: Call, old: Tensor | None, new: Tensor, count: int) -> Tensor:
         count: How many to keep.
     """
     if call.equal:  # slices, of which a step copies its window once
-        new = new.unflatten(0, (call.sequences, -1))
+        new = new.unflatten(0, (call.sequences, call.tokens // max(1, call.sequences)))
         kept = max(0, count - new.shape[1])
         if old is None:
             old = new.new_zeros(call.sequences, kept, *new.shape[2:])

@@ -168,7 +168,9 @@ class BMojoAttention(nn.Module):
             options |= self._memories(call, outputs, cu_seqlens, k, v, state)
         if state.keep:
             state.put("seen", call.now.clone())
-            count = int(call.now.max()) if self.window is None else self.window
+            count = self.window
+            if count is None:
+                count = int(call.now.max()) if call.sequences else 0
             state.put("keys", newest(call, past[0], k, count))
             state.put("values", newest(call, past[1], v, count))
         out = eidetic_attention(
@@ -249,7 +251,7 @@ class BMojoAttention(nn.Module):
         recent = None if before is None else before[:, -len(weights) :]
         scores, _ = innovation(y, weights, recent, cu_seqlens=cu_seqlens, relative=self.relative)
         scores = scores.flatten()
-        if call.looks and not float(scores.max()) < math.inf:
+        if call.looks and call.tokens and not float(scores.max()) < math.inf:
             token = int((~scores.isfinite()).nonzero()[0])
             raise ValueError(
                 "innovations must be finite to choose what to remember, got "

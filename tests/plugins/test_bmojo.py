@@ -689,6 +689,8 @@ def test_names_that_other_code_uses_are_taken():
         ({"num_key_value_heads": 5}, ValueError, "multiple of num_key_value_heads = 5, got 12"),
         ({"use_rope": True, "head_dim": 7}, ValueError, "head_dim must be even with use_rope"),
         ({"num_attention_heads": 800}, ValueError, "at most hidden_size = 768 unless head_dim"),
+        ({"num_attention_heads": 0}, ValueError, "num_attention_heads must be at least 1, got 0"),
+        ({"num_key_value_heads": 0}, ValueError, "num_key_value_heads must be at least 1, got 0"),
         ({"head_dim": 0}, ValueError, "head_dim must be at least 1, got 0"),
         ({"num_fading_tokens": -1}, ValueError, "num_fading_tokens must be at least 0, got -1"),
         ({"innovation_span": 0}, ValueError, "innovation_span must be at least 1, got 0"),
@@ -767,6 +769,22 @@ def test_packed_sequences_may_be_empty(name):
         if begin < end:
             whole = model(torch.cat([past, new[:, begin:end]], dim=1)).logits
             assert error(got[:, begin:end], whole[:, past.shape[1] :]) < 1e-10
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_batch_may_have_no_rows(name):
+    model, ids = tiny(**VARIANTS[name]), tokens(2, 9)
+    output = model(ids[:0], use_cache=True)
+    assert output.logits.shape == (0, 9, 96)
+    output.logits.sum().backward()
+    with torch.no_grad():
+        cache = output.past_key_values
+        cache.detach()
+        assert model(ids[:0, :1], past_key_values=cache).logits.shape == (0, 1, 96)
+        whole = model(ids, use_cache=True).past_key_values
+        for one, two in zip(cache.layers, whole.layers, strict=True):
+            shapes = {state: value.shape[2:] for state, value in two.states.items()}
+            assert {state: value.shape[2:] for state, value in one.states.items()} == shapes
 
 
 @torch.no_grad()
