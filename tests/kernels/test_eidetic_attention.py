@@ -573,6 +573,9 @@ def test_the_table_of_chunks_counts_from_each_sequences_first_token():
     [
         ({"window": 0}, ValueError, "window must be None or at least 1, got 0"),
         ({"window": None}, ValueError, "need a window"),
+        ({"window": 4.0}, TypeError, "window must be an integer, got 4.0"),
+        ({"window": True}, TypeError, "window must be an integer, got True"),
+        ({"late_span": "2"}, TypeError, "late_span must be an integer, got '2'"),
         ({"k": torch.zeros(2, 11, 3, 8)}, ValueError, "multiple of k's, got 4 and 3"),
         ({"v": torch.zeros(2, 11, 2, 7)}, ValueError, "v must have shape"),
         ({"past_v": None}, ValueError, "past_k and past_v must be given together"),

@@ -91,6 +91,9 @@ def eidetic_attention(
     shape = (batch, length, groups, width)
     check_tensor(OP, "k", k, shape, q, "[B, L, G, d]")
     check_tensor(OP, "v", v, shape, q, "[B, L, G, d]")
+    for name, number in (("window", window), ("late_span", late_span)):
+        if isinstance(number, bool | float | str):
+            raise TypeError(f"{OP}: {name} must be an integer, got {number!r}")
     if window is not None and window < 1:
         raise ValueError(f"{OP}: window must be None or at least 1, got {window}")
     offsets = segment_offsets(OP, q, cu_seqlens)
