@@ -538,7 +538,7 @@ def test_a_cache_of_another_width_is_refused_as_such(model, ids):
         ({"past_key_values": ((1,),)}, TypeError, "must be a StateCache, got tuple"),
         ({"attention_mask": [[1] * 7] * 2}, TypeError, "attention_mask must be a tensor"),
         ({"labels": torch.zeros(7).long()}, ValueError, r"labels must have shape \[B, L\]"),
-        ({"output_attentions": True}, ValueError, "no attention"),
+        ({"output_attentions": True}, ValueError, "no attention weights are kept"),
     ],
 )
 def test_arguments_of_the_wrong_kind_are_named(model, ids, arguments, error, message):

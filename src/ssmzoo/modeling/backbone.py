@@ -418,6 +418,6 @@ def _refuse_unknown(kwargs: dict[str, Any]) -> None:
         if name in _IGNORED or (name == "output_attentions" and not value):
             continue
         if name == "output_attentions":
-            raise ValueError("output_attentions must be False: this model has no attention")
+            raise ValueError("output_attentions must be False: no attention weights are kept")
         hint = suggestion(name, inspect.signature(SSMModel.forward).parameters)
         raise TypeError(f"this model takes no argument {name!r}{hint}")
