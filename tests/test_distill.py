@@ -131,6 +131,7 @@ def test_distilled_models_with_filters_of_enough_order_give_the_same_logits(kind
 
 def test_a_hyena_becomes_a_checkpoint_that_decodes_by_recurrence(tmp_path):
     teacher = hyena()
+    teacher.generation_config.max_length = 77
     teacher.save_pretrained(tmp_path / "hyena")
     student, report = distill(tmp_path / "hyena", 24, output_dir=tmp_path / "rtf", steps=20)
     assert student.config.filter == "rational"
@@ -150,6 +151,7 @@ def test_a_hyena_becomes_a_checkpoint_that_decodes_by_recurrence(tmp_path):
         assert torch.allclose(own, torch.tensor(errors, dtype=torch.float64), rtol=1e-3, atol=1e-6)
     ids = torch.randint(31, (1, 20))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "rtf")
+    assert loaded.generation_config.max_length == 77
     with torch.no_grad():
         out = loaded(ids[:, :12], use_cache=True)
         assert out.past_key_values.layers[0].states["ring"].shape == (1, 25, 6)
@@ -225,6 +227,13 @@ def test_what_cannot_be_distilled_is_refused(tmp_path):
         distill(hyena(), 48)
     with pytest.raises(ValueError, match="length must be given"):
         distill(RTFForCausalLM(RTFConfig(**TINY)), 4)
+    for length in (0, 97):  # there are 96
+        with pytest.raises(ValueError, match=f"length must be .* at most 96, .* got {length}"):
+            distill(hyena(), 4, length=length)
+    with pytest.raises(ValueError, match="length must be at least 3, got 2"):
+        distill(RTFForCausalLM(RTFConfig(**TINY)), 1, length=2)
+    with pytest.raises(TypeError, match=r"order must be an int, got float"):
+        distill(hyena(), 4.0)  # pyright: ignore[reportArgumentType]
     from ssmzoo_longhorn import LonghornConfig, LonghornForCausalLM
 
     other = LonghornForCausalLM(LonghornConfig(vocab_size=31, hidden_size=8, num_hidden_layers=1))

@@ -7,6 +7,7 @@ and ``set_modes(poles, residues, h0)`` for modal ones.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 from collections.abc import Callable
@@ -100,7 +101,8 @@ def distill(
     Raises:
         ValueError: An order or length that does not fit.
         LookupError: No such kind.
-        TypeError: The model's family has no long filters that could be replaced.
+        TypeError: The model's family has no long filters that could be replaced, or a number that
+            is not whole.
     """
     import torch
 
@@ -108,14 +110,21 @@ def distill(
 
     if kind not in get_args(Kind):
         raise LookupError(f"no kind of filter named {kind!r}; kinds: {', '.join(get_args(Kind))}")
+    for name, value in (("order", order), ("steps", steps), ("length", length)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if steps < 0:
         raise ValueError(f"steps must be at least 0, got {steps}")
     source = str(model) if isinstance(model, str | Path) else None
     teacher: Any = _load(source) if source is not None else model
     mixers = _mixers(teacher)
-    count = length if length is not None else getattr(teacher.config, "taps", None)
+    taps = getattr(teacher.config, "taps", None)
+    count = taps if length is None else length
     if count is None:
         raise ValueError("length must be given: these filters have no last tap")
+    if count < 3 or (taps is not None and count > taps):
+        most = "" if taps is None else f" and at most {taps}, the taps there are"
+        raise ValueError(f"length must be at least 3{most}, got {count}")
     if not 1 <= order <= (count - 1) // 2:
         raise ValueError(
             f"order must be between 1 and half of the {count - 1} taps to fit, got {order}"
@@ -186,6 +195,8 @@ def _student(
     for mixer, given in zip(_mixers(student), filters, strict=True):
         (mixer.set_filters if kind == "rational" else mixer.set_modes)(*given)
     student.to(device=teacher.device, dtype=teacher.dtype)
+    if teacher.can_generate():
+        student.generation_config = copy.deepcopy(teacher.generation_config)
     return student.eval()
 
 
