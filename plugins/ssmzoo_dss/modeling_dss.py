@@ -191,9 +191,10 @@ class DSSMixer(SSMMixer):
         start = state.get_row("ssm")
         z = None if start is None else torch.view_as_complex(start)
         position = state.get_row("position")
-        modes = self.modes(length if cu_seqlens is None else self._longest(cu_seqlens, length))
+        longest = length if cu_seqlens is None else self._longest(cu_seqlens, length)
+        modes = self.modes(longest)
         ends = lengths if cu_seqlens is None else cu_seqlens.diff()
-        taps = self._taps(modes, length, ends, position)
+        taps = self._taps(modes, longest, ends, position)
         y = self._filtered(u, modes.kernel(taps), cu_seqlens)
         if z is not None:
             y = y + modes.response(z, position, length, lengths)
@@ -238,8 +239,11 @@ class DSSMixer(SSMMixer):
         )[0]
 
     def _longest(self, cu_seqlens: Tensor, length: int) -> int:
-        """Return what an input's length means for packed sequences: the longest, as if padded."""
-        if self.config.decodable:
+        """Return what an input's length means for packed sequences: the longest, as if padded.
+
+        Compiled, where none is known, the row's, unless the kernel depends on it.
+        """
+        if self.config.decodable and torch.compiler.is_compiling():
             return length
         return int(cu_seqlens.diff().max())
 

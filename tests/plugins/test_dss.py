@@ -20,7 +20,7 @@ from ssmzoo.testing import FamilyConformance
 from ssmzoo.testing.subject import Subject
 from ssmzoo_dss import FAMILY, DSSForPairClassification
 from ssmzoo_dss.convert_dss import from_official, to_official
-from ssmzoo_dss.kernel import modes_of, skew_hippo
+from ssmzoo_dss.kernel import Modes, modes_of, skew_hippo
 
 TINY = {"vocab_size": 61, "hidden_size": 12, "num_hidden_layers": 2, "d_state": 4}
 EXP = [{"kernel_variant": v} for v in ("exp", "exp_no_scale", "exp_re_im", "clip")]
@@ -891,6 +891,18 @@ def test_an_empty_document_changes_nothing():
         assert relative(got[:, 5:], judged(model, row[:, 5:])) <= 1e-10
         later = run(model, row[:, :3].repeat(3, 1), cache)[0]
         assert relative(later[1:2], judged(model, row[:, :3])) <= 1e-10
+
+
+@pytest.mark.parametrize("fields", [EXP[0], FIXED, FREE], ids=label)
+def test_a_packed_row_has_the_kernel_of_its_longest_document(fields, monkeypatch):
+    model, taps = build(**fields), []
+    kernel = Modes.kernel
+    monkeypatch.setattr(Modes, "kernel", lambda self, n: (taps.append(n), kernel(self, n))[1])
+    whole_row = tokens(1, 20)
+    with torch.no_grad():
+        got = model(whole_row, cu_seqlens=torch.tensor([0, 9, 9, 12, 20]), use_cache=False).logits
+    assert taps == [9, 9]  # a layer
+    assert relative(got[:, :9], judged(model, whole_row[:, :9])) <= 1e-10
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 11])
