@@ -32,7 +32,6 @@ def test_the_seed_decides_and_labels_are_ids(name):
     assert answered(labels).size
     asked = labels[labels != IGNORED]
     assert asked.min() >= 1
-    # more examples begin with the fewer: a place's answer never depends on the rows behind it
     assert input_ids.min() >= 0
 
 
