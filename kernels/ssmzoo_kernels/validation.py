@@ -58,6 +58,14 @@ def check_leading(op: str, name: str, tensor: Tensor, rule: str) -> None:
         raise TypeError(f"{op}: {name} must be floating point, got {tensor.dtype}")
 
 
+def check_count(op: str, name: str, value: int, least: int = 0) -> None:
+    """Fail unless an argument is a whole number, not a bool, and at least so large."""
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
+
+
 def segment_offsets(op: str, like: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Return where each sequence of a ``[B, L, ...]`` batch starts and ends once flattened.
 

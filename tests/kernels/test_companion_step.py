@@ -455,6 +455,7 @@ def test_wrong_arguments_of_a_state_are_named(changes, kind, message):
         ({"state": torch.ones(3, 4)}, ValueError, r"state must have shape \[B, n, D\]"),
         ({"b": torch.ones(2, 2)}, ValueError, r"b must have shape \[D, n\] = \[4, 2\]"),
         ({"length": -1}, ValueError, "length must be at least 0, got -1"),
+        ({"length": 2.0}, TypeError, "length must be an int, got float"),
         ({"kernel": torch.ones(4, 6)}, ValueError, r"kernel must .* or longer = \[4, 7\]"),
         ({"cu_seqlens": torch.tensor([0, 7])}, ValueError, "one sequence per state, 4 boundaries"),
         ({"cu_seqlens": torch.tensor([0, 3, 4, 6])}, ValueError, "must rise from 0 to L = 7"),

@@ -439,7 +439,8 @@ def test_backends_it_does_not_have_are_refused_by_name_and_passed_over_in_a_bloc
         ("future_kernel", torch.randn(4, 3), ValueError, r"future_kernel must have shape"),
         ("future_kernel", torch.randn(3), ValueError, r"future_kernel must have shape"),
         ("cu_seqlens", torch.tensor([0, 9]), ValueError, "B = 1, got B = 2"),
-        ("workspace", 0, ValueError, "workspace must be at least 1 byte, got 0"),
+        ("workspace", 0, ValueError, "workspace must be at least 1, got 0"),
+        ("workspace", 1e6, TypeError, "workspace must be an int, got float"),
         ("backend", "fast", ValueError, "backend must be one of"),
     ],
 )

@@ -7,7 +7,7 @@ from ssmzoo_kernels.companion_step import continuation, eager, library, referenc
 from ssmzoo_kernels.dispatch import Backend, choose, record
 from ssmzoo_kernels.rational_kernel import check_polynomials, inverse_series, rational_kernel
 from ssmzoo_kernels.segments import by_length
-from ssmzoo_kernels.validation import check_leading, check_tensor, segment_offsets
+from ssmzoo_kernels.validation import check_count, check_leading, check_tensor, segment_offsets
 
 OP = "companion_step"
 
@@ -199,8 +199,7 @@ def companion_response(
     check_polynomials(op, a, b)
     rows, order, width = state.shape
     check_tensor(op, "b", b, (width, order), state, "[D, n]")
-    if length < 0:
-        raise ValueError(f"{op}: length must be at least 0, got {length}")
+    check_count(op, "length", length)
     exact = torch.promote_types(torch.float32, state.dtype)
     judged = _judged(op, backend, state)
     state, a, b = state.to(exact), a.to(exact), b.to(exact)

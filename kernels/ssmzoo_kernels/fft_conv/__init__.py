@@ -6,7 +6,7 @@ from torch import Tensor
 from ssmzoo_kernels.dispatch import Backend, choose, record
 from ssmzoo_kernels.fft_conv import library, reference
 from ssmzoo_kernels.fft_conv.pieces import default_workspace
-from ssmzoo_kernels.validation import check_leading, check_tensor, segment_offsets
+from ssmzoo_kernels.validation import check_count, check_leading, check_tensor, segment_offsets
 
 OP = "fft_conv"
 
@@ -75,8 +75,8 @@ def fft_conv(
         check_tensor(OP, "initial_state", initial_state, (batch, taps - 1, width), u, rule)
     if workspace is None:
         workspace = default_workspace(u)
-    elif workspace < 1:
-        raise ValueError(f"{OP}: workspace must be at least 1 byte, got {workspace}")
+    else:
+        check_count(OP, "workspace", workspace, 1)
 
     chosen = choose(OP, backend, u, ("reference", "eager", "cpu"))
     if chosen == "reference":

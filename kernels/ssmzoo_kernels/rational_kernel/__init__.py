@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ssmzoo_kernels.dispatch import Backend, choose, record
 from ssmzoo_kernels.rational_kernel import eager, library, reference
-from ssmzoo_kernels.validation import check_leading, check_tensor
+from ssmzoo_kernels.validation import check_count, check_leading, check_tensor
 
 OP = "rational_kernel"
 Mode = Literal["exact", "truncated"]
@@ -60,7 +60,7 @@ def rational_kernel(
             on a CPU only: on a GPU it would stall the queue).
     """
     check_polynomials(OP, a, b)
-    _check_count("length", length, 0)
+    check_count(OP, "length", length)
     if mode not in get_args(Mode):
         raise ValueError(f"{OP}: mode must be 'exact' or 'truncated', got {mode!r}")
     grid = _grid(a.shape[1], length, mode, trunc_len)
@@ -91,7 +91,7 @@ def inverse_series(
         ``[D_a, length]`` in float32, or float64 for float64 denominators.
     """
     check_leading("inverse_series", "a", a, "[D_a, n]")
-    _check_count("length", length, 0)
+    check_count("inverse_series", "length", length)
     return library.inverse_series(a.to(torch.promote_types(torch.float32, a.dtype)), length)
 
 
@@ -107,13 +107,6 @@ def check_polynomials(op: str, a: Tensor, b: Tensor) -> None:
         )
 
 
-def _check_count(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
-        raise TypeError(f"{OP}: {name} must be an int, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{OP}: {name} must be at least {least}, got {value}")
-
-
 def _grid(order: int, length: int, mode: str, trunc_len: int | None) -> int | None:
     """Return the number of grid points of the truncated mode, None for the exact mode."""
     if mode == "exact":
@@ -122,7 +115,7 @@ def _grid(order: int, length: int, mode: str, trunc_len: int | None) -> int | No
         return None
     if trunc_len is None:
         raise ValueError(f"{OP}: mode='truncated' needs trunc_len, the length trained with")
-    _check_count("trunc_len", trunc_len, 1)
+    check_count(OP, "trunc_len", trunc_len, 1)
     grid = trunc_len + trunc_len % 2
     if length > grid:
         raise ValueError(

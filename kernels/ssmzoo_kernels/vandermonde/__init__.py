@@ -5,7 +5,12 @@ from torch import Tensor
 
 from ssmzoo_kernels.dispatch import Backend, choose, record
 from ssmzoo_kernels.segments import by_length
-from ssmzoo_kernels.validation import check_complex, check_leading, segment_offsets
+from ssmzoo_kernels.validation import (
+    check_complex,
+    check_count,
+    check_leading,
+    segment_offsets,
+)
 from ssmzoo_kernels.vandermonde import library, reference
 
 OP = "vandermonde"
@@ -46,18 +51,18 @@ def vandermonde(
 
     Raises:
         ValueError: Shapes, devices or choices that do not fit, or lags below zero.
-        TypeError: Not a tensor, or not complex.
+        TypeError: Not a tensor, not complex, or not a whole number.
     """
     _check_exponent(OP, exponent, reversed)
     if not isinstance(weight, Tensor):
         raise TypeError(f"{OP}: weight must be a tensor [..., H, N], got {type(weight).__name__}")
     shape = (*weight.shape[:-2], *exponent.shape)
     check_complex(OP, "weight", weight, shape, exponent, "[..., H, N]")
-    for name, value in (("length", length), ("offset", offset)):
-        if value < 0:
-            raise ValueError(f"{OP}: {name} must not be negative, got {value}")
+    check_count(OP, "length", length)
+    check_count(OP, "offset", offset)
     end = offset + length
     norm_length = end if norm_length is None else norm_length
+    check_count(OP, "norm_length", norm_length)
     if reversed is not None and norm_length < end:
         raise ValueError(
             f"{OP}: norm_length must be at least offset + length = {end} where modes are reversed, "
@@ -115,8 +120,7 @@ def vandermonde_state(
             f"{STATE}: u must have shape [B, L, H] with H = {exponent.shape[0]} on "
             f"{exponent.device}, got {list(u.shape)} on {u.device}"
         )
-    if offset < 0:
-        raise ValueError(f"{STATE}: offset must not be negative, got {offset}")
+    check_count(STATE, "offset", offset)
     exponent = exponent.to(torch.complex128)
     chosen = _choose(STATE, backend, u)
     if cu_seqlens is None:
