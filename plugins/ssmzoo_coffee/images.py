@@ -73,7 +73,7 @@ class CoffeeForImageClassification(CoffeePreTrainedModel):
 
         Raises:
             ValueError: Images of another shape, or too small.
-            TypeError: Pixels that are whole numbers.
+            TypeError: Pixels that are no tensor, or whole numbers.
         """
         rows = self._cropped(pixel_values).to(self.hidden.weight.dtype)
         columns = rows.transpose(1, 2)
@@ -92,6 +92,11 @@ class CoffeeForImageClassification(CoffeePreTrainedModel):
     def _cropped(self, pixels: Tensor) -> Tensor:
         """Return the middle ``[B, P, P]`` of images; where none is, the one torchvision takes."""
         side = self.config.hidden_size
+        if not isinstance(pixels, Tensor):
+            raise TypeError(
+                f"pixel_values must be a tensor [B, H, W] or [B, 1, H, W], got "
+                f"{type(pixels).__name__}"
+            )
         if pixels.dim() == 4 and pixels.shape[1] == 1:
             pixels = pixels.squeeze(1)
         if pixels.dim() != 3 or min(pixels.shape[1:]) < side:

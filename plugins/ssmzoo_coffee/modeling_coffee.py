@@ -7,6 +7,7 @@ projected after every optimizer step: our trainer does, Trainer with ``ssmzoo.ca
 Dimensions: B batch, L length, D hidden, E inner, N state, K conv width, S sequences, T tokens.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, cast
 
@@ -411,8 +412,11 @@ def _first_rows(embedding: nn.Embedding, start: str | list[list[float]]) -> Tens
         widths = sorted({len(row) for row in start})
         raise ValueError(
             f"embedding_init must hold {tokens} rows of {width} numbers, one for each token that "
-            f"is not frozen, got {len(start)} of {' and '.join(map(str, widths))}"
+            f"is not frozen, got {len(start)} of {' and '.join(map(str, widths or [0]))}"
         )
+    for place, row in enumerate(start):
+        if not all(map(math.isfinite, row)):
+            raise ValueError(f"embedding_init must be finite, got {row} as row {place}")
     return torch.tensor(start)
 
 

@@ -701,6 +701,9 @@ def test_an_integrator_starts_with_ones_and_an_embedding_with_the_rows_that_it_i
             answer = rf"must hold {len(kept)} rows of 16 numbers, .* got .*{came}"
             with pytest.raises(ValueError, match=answer):
                 CoffeeForCausalLM(CoffeeConfig(**{**given, "embedding_init": wrong}))
+        endless = [kept[0], [float("nan")] * 16, *kept[2:]]
+        with pytest.raises(ValueError, match=r"embedding_init must be finite, got \[nan, .* row 1"):
+            CoffeeForCausalLM(CoffeeConfig(**{**given, "embedding_init": endless}))
 
 
 def test_embeddings_start_orthonormal_as_far_as_they_can():
@@ -1130,8 +1133,9 @@ def test_the_classifier_of_images_saves_loads_and_trains(tmp_path):
         (torch.zeros(2, 3, 28, 28), ValueError, r"must have shape \[B, H, W\] or \[B, 1, H, W\]"),
         (torch.zeros(28, 28), ValueError, r"got \[28, 28\]"),
         (torch.zeros(2, 28, 28, dtype=torch.uint8), TypeError, "must be floating point, got"),
+        ([[0.0]], TypeError, r"must be a tensor \[B, H, W\] or \[B, 1, H, W\], got list"),
     ],
-    ids=["small", "colours", "single", "bytes"],
+    ids=["small", "colours", "single", "bytes", "list"],
 )
 def test_images_of_a_wrong_shape_or_kind_are_refused(images, kind, answer):
     with pytest.raises(kind, match=answer):
