@@ -15,6 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from tests.oracles import rtf as oracle
 
 from ssmzoo.modeling.cache import LayerState
+from ssmzoo.recipe import load_recipe
 from ssmzoo.testing import FamilyConformance
 from ssmzoo_kernels import rational_kernel
 from ssmzoo_rtf import FAMILY
@@ -1201,6 +1202,27 @@ def test_a_classifiers_preset_has_the_number_of_parameters_of_its_formula(preset
     with torch.device("meta"):
         model = classes[config.architectures[0]](config)
     assert count(model) == s4_parameters(config)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "batch", "epochs", "lr", "decay", "ssm"),
+    [  # ssm: rate and decay of the filters, None is the model's rate
+        ("rtf-lra-listops", 32, 50, 0.002, 0.07, (None, 0.07)),
+        ("rtf-lra-text", 16, 32, 0.005, 0.05, (1e-4, 0.025)),
+        ("rtf-lra-retrieval", 64, 20, 0.002, 0.0, (1e-6, 0.0)),
+        ("rtf-lra-image", 50, 200, 0.006, 0.05, (0.005, 0.05)),
+        ("rtf-lra-pathfinder", 64, 200, 0.002, 0.05, (None, 0.05)),
+        ("rtf-lra-pathx", 16, 50, 0.001, 0.025, (0.001, 0.0)),
+        ("rtf-speech-commands", 16, 40, 0.01, 0.05, (None, 0.05)),
+    ],
+)
+def test_a_recipe_is_its_row_of_tables_8_and_9(recipe, batch, epochs, lr, decay, ssm):
+    found = load_recipe(recipe)
+    train = found.train
+    assert (found.model.family, found.model.preset, found.model.config) == ("rtf", recipe, {})
+    assert (train.batch_size, train.epochs, train.lr) == (batch, epochs, lr)
+    assert (train.weight_decay, train.schedule, train.warmup) == (decay, "cosine", 0.1)
+    assert (train.groups["ssm"].lr, train.groups["ssm"].weight_decay) == ssm
 
 
 def test_the_lra_presets_are_the_tables_of_the_paper_and_its_code():
