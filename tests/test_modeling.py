@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from ssmzoo.family import load_family
 from ssmzoo.modeling import StateCache
 from ssmzoo.modeling.segments import find_segments
 from ssmzoo_longhorn import FAMILY
@@ -352,8 +353,13 @@ def test_a_truncated_state_file_is_refused_and_named(model, cache, tmp_path):
 def test_the_state_file_of_another_model_is_refused(cache, tmp_path):
     path = tmp_path / "state.safetensors"
     cache.save(path)
-    with pytest.raises(ValueError, match="belongs to another model"):
+    with pytest.raises(
+        ValueError, match=r"another model: made for d_state = \d+, got d_state = 5$"
+    ):
         StateCache.load(path, build(d_state=5).config)
+    family = load_family("bmojo")
+    with pytest.raises(ValueError, match=r"made for model_type = '\w+', got model_type = '\w+'$"):
+        StateCache.load(path, family.config(**family.tiny))
 
 
 def test_any_other_safetensors_file_is_not_a_state(model, tmp_path):

@@ -292,8 +292,8 @@ class StateCache(Cache):
         """
         if self.owner != _signature(config):
             raise ValueError(
-                f"past_key_values belongs to another model: made for {self.owner}, "
-                f"got {_signature(config)}"
+                "past_key_values belongs to another model: "
+                f"{_difference(self.owner, _signature(config))}"
             )
         if self.batch_size not in (-1, batch_size):
             raise ValueError(
@@ -387,9 +387,7 @@ class StateCache(Cache):
         except (KeyError, ValueError) as error:
             raise ValueError(f"{path} is a damaged StateCache: bad metadata {error}") from error
         if owner != cache.owner:
-            raise ValueError(
-                f"{path} belongs to another model: made for {owner}, got {cache.owner}"
-            )
+            raise ValueError(f"{path} belongs to another model: {_difference(owner, cache.owner)}")
         others = {n.removeprefix(_OTHER): t for n, t in tensors.items() if n.startswith(_OTHER)}
         states = {name: tensor for name, tensor in tensors.items() if not name.startswith(_OTHER)}
         if sorted(states) != names:
@@ -417,6 +415,20 @@ def _signature(config: SSMConfig) -> dict[str, Any]:
     fields = vars(config)
     own = {name: fields[name] for name in _own_fields(type(config))}
     return {"model_type": config.model_type, **own}
+
+
+def _difference(before: Any, now: dict[str, Any]) -> str:
+    """Return in words what two signatures do not share; of two families, their names."""
+    if not isinstance(before, dict):  # of a file
+        return f"made for {before!r}, got {now}"
+    shared = before.keys() & now.keys()
+    names = [x for x in {**before, **now} if x not in shared or before[x] != now[x]]
+    if "model_type" in names:
+        names = ["model_type"]
+    made, got = (
+        ", ".join(f"{name} = {fields.get(name)!r}" for name in names) for fields in (before, now)
+    )
+    return f"made for {made}, got {got}"
 
 
 @functools.cache
