@@ -176,3 +176,30 @@ def test_fields_given_beside_a_preset_win_over_it():
 
     config = load_family("longhorn").config("longhorn-125m", num_hidden_layers=3)
     assert (config.num_hidden_layers, config.hidden_size) == (3, 768)
+
+
+def test_a_whole_number_will_do_for_a_float_in_every_family():
+    from dataclasses import fields
+
+    from transformers import PreTrainedConfig
+
+    from ssmzoo import families, load_family
+
+    foreign = {field.name for field in fields(PreTrainedConfig)}
+    for name in families():
+        config = load_family(name).config_class
+        for field in fields(config):
+            if type(field.default) is float and field.name not in foreign:
+                assert field.type == float | int, f"{name}: {field.name}"
+        given = config(dropout=0, initializer_range=1, **load_family(name).tiny)
+        for found, expected in ((given.dropout, 0.0), (given.initializer_range, 1.0)):
+            assert type(found) is float
+            assert found == expected
+
+
+@pytest.mark.parametrize("value", [True, "0", None])
+def test_what_is_no_number_is_none_for_a_float(value):
+    from ssmzoo import load_family
+
+    with pytest.raises(Exception, match="dropout"):
+        load_family("longhorn").config("longhorn-125m", dropout=value)

@@ -68,7 +68,7 @@ class BMojoConfig(SSMConfig):
     eidetic_overlap: Literal["allow", "mask"] = "allow"
     wiring: Literal["serial", "parallel"] = "serial"
     use_rope: bool = False
-    rope_theta: float = 10_000.0
+    rope_theta: float | int = 10_000.0
     tie_memory_proj: bool = True
     fading_norm: bool | None = None
     innovation_span: int = 4
@@ -78,8 +78,8 @@ class BMojoConfig(SSMConfig):
     d_state: int = 16
     d_conv: int = 4
     dt_rank: int | str = "auto"
-    dt_min: float = 1e-3
-    dt_max: float = 1e-1
+    dt_min: float | int = 1e-3
+    dt_max: float | int = 1e-1
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None

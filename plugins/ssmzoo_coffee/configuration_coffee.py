@@ -62,7 +62,7 @@ class CoffeeConfig(SSMConfig):
         "coffee", "input_matrix", "no_feedback", "token_gate", "linear_feedback", "s6"
     ] = "coffee"
     lambda_param: Literal["sigmoid", "clamp"] = "sigmoid"
-    lambda_max: float = 1.0
+    lambda_max: float | int = 1.0
     output_filter: bool = False
     use_skip: bool = True
     ssm_init: Literal["spread", "paper", "integrator"] = "spread"
@@ -70,7 +70,7 @@ class CoffeeConfig(SSMConfig):
     head: Literal["linear", "nearest_embedding"] = "linear"
     frozen_embedding_index: int | None = None
     solver: Literal["auto", "march", "newton"] = "auto"
-    newton_tol: float = 1e-6
+    newton_tol: float | int = 1e-6
     newton_iters: int | None = None
 
     def check(self) -> None:

@@ -49,10 +49,10 @@ class DSSConfig(SSMConfig):
     d_state: int = 64
     kernel_variant: Literal["softmax", "exp", "exp_no_scale", "clip", "exp_re_im"] = "exp"
     lambda_init: Literal["skew_hippo", "lin", "randn"] = "skew_hippo"
-    dt_min: float = 1e-3
-    dt_max: float = 1e-1
+    dt_min: float | int = 1e-3
+    dt_max: float | int = 1e-1
     separate_dt_re_im: bool = False
-    softmax_eps: float = 1e-7
+    softmax_eps: float | int = 1e-7
     kernel_norm_length: int | None = None
     max_kernel_length: int | None = None
     channels: int = 1

@@ -43,7 +43,7 @@ class LonghornConfig(SSMConfig):
     dt_rank: int | str = "auto"
     conv_bias: bool = True
     use_bias: bool = False
-    dt_bias_init: float = 0.0
+    dt_bias_init: float | int = 0.0
     rescale_prenorm_residual: bool = True
     transition: Literal["diagonal", "exact"] = "diagonal"
     out_norm: bool = False

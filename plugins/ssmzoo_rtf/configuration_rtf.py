@@ -66,19 +66,19 @@ class RTFConfig(SSMConfig):
     kernel_mode: Literal["exact", "truncated"] = "exact"
     trunc_len: int | None = None
     denominator_constraint: Literal["none", "l1_montel"] = "l1_montel"
-    constraint_margin: float = 1e-3
+    constraint_margin: float | int = 1e-3
     coefficient_init: Literal["zeros", "xavier", "montel", "copying"] = "xavier"
     h0_init: Literal["ones", "normal"] = "ones"
     legacy_double_h0: bool = False
     decode_mode: Literal["auto", "recurrent", "fir"] = "auto"
-    mixer_dropout: float = 0.0
+    mixer_dropout: float | int = 0.0
     bidirectional: bool = False
     implicit_features: int = 33
     implicit_width: int = 64
     implicit_layers: int = 2
-    implicit_frequency: float = 14.0
-    implicit_fast_decay: float = 0.3
-    implicit_slow_decay: float = 1.5
+    implicit_frequency: float | int = 14.0
+    implicit_fast_decay: float | int = 0.3
+    implicit_slow_decay: float | int = 1.5
 
     def check(self) -> None:
         """Fail unless the fields fit each other."""

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig, PreTrainedConfig
@@ -28,6 +28,8 @@ _TRANSFORMERS_KEYS = frozenset(
 @strict
 class SSMConfig(PreTrainedConfig):
     """Base of all configurations. An unknown field is an error with a suggestion.
+
+    Where a field may be ``float | int`` whole numbers become floats.
 
     Attributes:
         vocab_size: Rows of the embedding.
@@ -63,20 +65,20 @@ class SSMConfig(PreTrainedConfig):
     vocab_size: int = 50304
     hidden_size: int = 768
     num_hidden_layers: int = 24
-    rms_norm_eps: float = 1e-5
+    rms_norm_eps: float | int = 1e-5
     norm_type: Literal["rms", "layer", "batch", "none"] = "rms"
     prenorm: bool = True
     residual: bool = True
     intermediate_size: int | None = None
     mlp_type: Literal["gelu", "swiglu"] = "gelu"
-    dropout: float = 0.0
-    embedding_dropout: float = 0.0
+    dropout: float | int = 0.0
+    embedding_dropout: float | int = 0.0
     tie_dropout: bool = False
     input_channels: int | None = None
     pooling: Literal["last", "mean"] = "last"
     classifier_bias: bool = False
     residual_in_fp32: bool = True
-    initializer_range: float = 0.02
+    initializer_range: float | int = 0.02
     tie_word_embeddings: bool = True
     use_cache: bool = True
     pad_token_id: int | None = None
@@ -103,6 +105,10 @@ class SSMConfig(PreTrainedConfig):
                     f"{name} must name no kernels on the Hub, got {kwargs[name]!r}; take it out, "
                     "the model's own run"
                 )
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name, None)
+            if type(value) is int and float in get_args(field.type):
+                setattr(self, field.name, float(value))
         self.check_sizes()
         for name in ("id2label", "label2id"):
             labels = kwargs.get(name, getattr(self, name, None))
