@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from huggingface_hub.errors import StrictDataclassError
 from tests.oracles import bmojo as oracle
 from torch.nn import functional as F
@@ -22,6 +23,7 @@ from transformers import MambaConfig, MambaForCausalLM
 
 from ssmzoo.modeling import LayerState, StateCache
 from ssmzoo.recall import load_sweep, recall
+from ssmzoo.recipe import load_recipe
 from ssmzoo.testing import FamilyConformance
 from ssmzoo_bmojo import FAMILY, modeling_bmojo
 from ssmzoo_bmojo.convert_bmojo import from_mamba
@@ -620,6 +622,16 @@ def test_the_pages_example_runs():
     for name, preset in (("model", "bmojo-130m"), ("mamba", "mamba-130m")):
         assert names[name].num_parameters() == COUNTS[preset]
     assert all(f"{count:,}" in page for count in COUNTS.values())
+
+
+def test_the_pages_segments_are_a_recipes():
+    page = Path(modeling_bmojo.__file__).with_name("README.md").read_text(encoding="utf-8")
+    (section,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    wanted = yaml.safe_load(section)["train"]
+    options = [f"train.{name}={yaml.safe_dump(value)}" for name, value in wanted.items()]
+    train = load_recipe("bmojo-demo", options).train
+    assert (train.seq_len, train.segments.count) == (16384, 8)
+    assert train.segments.carry
 
 
 @torch.no_grad()
