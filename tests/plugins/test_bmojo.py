@@ -16,14 +16,17 @@ import torch
 import yaml
 from huggingface_hub.errors import StrictDataclassError
 from tests.oracles import bmojo as oracle
+from tests.test_segmented import relative, run, some_rows
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MambaConfig, MambaForCausalLM
 
 from ssmzoo.modeling import LayerState, StateCache
+from ssmzoo.objective import CausalLM
 from ssmzoo.recall import load_sweep, recall
-from ssmzoo.recipe import load_recipe
+from ssmzoo.recipe import SegmentsSection, load_recipe
+from ssmzoo.segmented import SegmentedLM
 from ssmzoo.testing import FamilyConformance
 from ssmzoo_bmojo import FAMILY, modeling_bmojo
 from ssmzoo_bmojo.convert_bmojo import from_mamba
@@ -411,6 +414,17 @@ def test_gradients_are_those_of_finite_differences():
         assert slope == pytest.approx(
             float((parameter.grad * direction).sum()), rel=1e-5, abs=1e-8
         ), name
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_segments_across_chunks_have_the_unsplit_rows_gradients(name):
+    model, part = tiny(**VARIANTS[name]).train(), some_rows(96)
+    _, whole = run(model, CausalLM(model, packs=True), part)
+    options = SegmentsSection(count=8, gradients="keep")  # of three tokens
+    _, grads = run(model, SegmentedLM(model, options, packs=True), part)
+    assert grads.keys() == whole.keys()
+    for parameter, grad in whole.items():
+        assert relative(grads[parameter], grad) < 1e-10 or grad.norm() < 1e-12, parameter
 
 
 @torch.no_grad()
