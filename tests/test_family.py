@@ -203,3 +203,12 @@ def test_what_is_no_number_is_none_for_a_float(value):
 
     with pytest.raises(Exception, match="dropout"):
         load_family("longhorn").config("longhorn-125m", dropout=value)
+
+
+@pytest.mark.parametrize("field", ["rms_norm_eps", "initializer_range"])
+@pytest.mark.parametrize("value", [-1e-5, float("nan"), float("inf")])
+def test_sizes_of_noise_and_norms_are_none_below_zero(field, value):
+    from ssmzoo import load_family
+
+    with pytest.raises(ValueError, match=f"{field} must be at least 0 and finite, got"):
+        load_family("longhorn").config("longhorn-125m", **{field: value})

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, get_args
 
@@ -156,6 +157,9 @@ class SSMConfig(PreTrainedConfig):
                 raise ValueError(
                     f"{name} must be at least 0 and below 1, got {getattr(self, name)}"
                 )
+        for name in ("rms_norm_eps", "initializer_range"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be at least 0 and finite, got {getattr(self, name)}")
 
     @property
     def causal(self) -> bool:
