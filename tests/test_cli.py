@@ -650,3 +650,16 @@ def test_what_does_not_exist_is_one_line_and_leaves_nothing(
     fill = {"tmp": tmp_path, "model": model}
     assert answer.format(**fill) in fails(*arguments.format(**fill).split())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("rest", [("eval", "--tasks", "ssmzoo_mqar"), ("generate", "a prompt")])
+def test_a_model_saved_without_a_tokenizer_is_told_how_to_get_one(rest, model, tmp_path, fails):
+    folder = tmp_path / "alone"
+    folder.mkdir()
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        shutil.copy(model / name, folder)
+    command, *options = rest
+    assert fails(command, folder, *options) == (
+        f"{str(folder)!r} must hold the model's tokenizer, and holds none; save it there with "
+        f"tokenizer.save_pretrained({str(folder)!r})"
+    )

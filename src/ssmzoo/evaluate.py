@@ -104,6 +104,8 @@ def evaluate(
     with scorer.tamed():
         place = place_of(device)
         tokenizer = load_tokenizer(model, folder, trust_remote_code)
+        if tokenizer.eos_token_id is None and tokenizer.bos_token_id is None:
+            raise ValueError(f"the tokenizer of {model!r} must have a bos_token or an eos_token")
         symbols = our_tasks.symbol_count(tokenizer)
         if symbols is not None:
             metadata["vocab_size"] = symbols

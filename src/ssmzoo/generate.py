@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ssmzoo.describe import checkpoint_folder
 from ssmzoo.files import writing
 from ssmzoo.machine import usable_device
+from ssmzoo.source import load_tokenizer
 from ssmzoo.trust import trusted
 
 if TYPE_CHECKING:
@@ -109,15 +110,17 @@ def load_model(
     Raises:
         ValueError: The folder is no complete saved model, or the device is not there.
         OSError: The Hub has no such model, or cannot be reached.
+        LookupError: It has no tokenizer with it.
     """
     name = str(model)
     # a Hub id is "name" or "user/name"; everything else means a folder
     if Path(name).expanduser().is_dir() or name[:1] in "./~" or name.count("/") > 1:
         name = str(checkpoint_folder(name))
+    folder = Path(name) if Path(name).is_dir() else None
 
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     import ssmzoo.auto  # noqa: F401
@@ -156,7 +159,7 @@ def load_model(
             f"the weights of {name!r} do not fit its configuration: {tensor!r} is {list(stored)} "
             f"in the file, the model needs {list(needed)}"
         )
-    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(name, folder, trust_remote_code)
     network.to(place)
     return network.eval(), tokenizer
 

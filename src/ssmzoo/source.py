@@ -16,6 +16,15 @@ if TYPE_CHECKING:
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
+# one of them is in every folder that a tokenizer was saved to
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+)
+
 
 def model_name(model: str) -> str:
     """Make a model's name in results from its folder or Hub id.
@@ -73,18 +82,20 @@ def load_tokenizer(model: str, folder: Path | None, trust: bool) -> PreTrainedTo
 
     Raises:
         LookupError: The Hub has none.
-        ValueError: It cannot be loaded, or has no token to begin a text with.
+        ValueError: The folder holds none, or it cannot be loaded.
     """
     from transformers import AutoTokenizer
 
+    if folder is not None and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ValueError(
+            f"{model!r} must hold the model's tokenizer, and holds none; save it there with "
+            f"tokenizer.save_pretrained({model!r})"
+        )
     with _loading("a tokenizer", model, folder):
         refuse_paths(folder)
-        tokenizer = AutoTokenizer.from_pretrained(
+        return AutoTokenizer.from_pretrained(
             folder or model, trust_remote_code=trust, local_files_only=folder is not None
         )
-    if tokenizer.eos_token_id is None and tokenizer.bos_token_id is None:
-        raise ValueError(f"the tokenizer of {model!r} must have a bos_token or an eos_token")
-    return tokenizer
 
 
 def load_model(model: str, folder: Path | None, dtype: Dtype, trust: bool) -> PreTrainedModel:
