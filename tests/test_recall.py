@@ -200,6 +200,12 @@ def test_a_model_that_keeps_nothing_has_no_size():
     [
         ({"width": [3]}, LookupError, "the sweep has no field 'width'; did you mean 'widths'"),
         ({"widths": []}, ValueError, "widths"),
+        ({"models": {"../x": {"family": "dss"}}}, ValueError, r"folders are called by .*'\.\./x'"),
+        (
+            {"models": {"a b": {"family": "dss"}, "a-b": {"family": "dss"}}},
+            ValueError,
+            "models, .* must not repeat, got a-b-16-0.01-0 twice",
+        ),
         ({"widths": [16, 16]}, ValueError, "must not repeat, got Longhorn-16-0.01-0 twice"),
         ({"train": {"step": 4, "batch_size": 8}}, LookupError, "did you mean 'steps'"),
         ({"models": {"x": {"famly": "dss"}}}, LookupError, "did you mean 'family'"),

@@ -8,6 +8,7 @@ from huggingface_hub.dataclasses import strict
 from ssmzoo.modeling import SSMConfig, suggestion
 
 MIXER_TYPES = ("bmojo", "bmojo_f", "mamba", "swa", "attention")
+MOST_REMEMBERED = 65_536
 
 
 @strict
@@ -141,8 +142,11 @@ class BMojoConfig(SSMConfig):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("num_fading_tokens", "num_eidetic_tokens"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+            if not 0 <= getattr(self, name) <= MOST_REMEMBERED:
+                raise ValueError(
+                    f"{name} must be at least 0 and at most {MOST_REMEMBERED:,}, for so many rows "
+                    f"every sequence keeps in every layer, got {getattr(self, name):,}"
+                )
         if self.heads % self.groups:
             raise ValueError(
                 f"num_attention_heads must be a multiple of num_key_value_heads = {self.groups}, "

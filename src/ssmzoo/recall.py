@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -77,6 +78,11 @@ class Sweep(Section):
                     f"say it, got {self.train[name]!r}"
                 )
         for model, section in self.models.items():
+            if not re.fullmatch(r"\w[\w.-]*( [\w.-]+)*", model):
+                raise ValueError(
+                    "models must have names of letters, digits, '_', '.' and '-', for folders are "
+                    f"called by them, got {model!r}"
+                )
             if "hidden_size" in section.config:
                 raise ValueError(
                     f"hidden_size must be left out of models.{model}.config, since widths say it, "
@@ -116,7 +122,9 @@ def load_sweep(path: str | Path) -> Sweep:
     names = [name for name, _, _ in sweep.recipes()]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ValueError(f"widths, learning_rates and seeds must not repeat, got {twice} twice")
+        raise ValueError(
+            f"models, widths, learning_rates and seeds must not repeat, got {twice} twice"
+        )
     return sweep
 
 

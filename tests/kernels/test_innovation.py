@@ -226,6 +226,8 @@ def test_wrong_input_is_named(arguments, error, message):
 
 def test_wrong_boundaries_and_choices_are_refused():
     y, history = draw(B=1)
+    with pytest.raises(TypeError, match="relative must be True or False, got 'no'"):
+        innovation(y, HALVES, relative="no")
     with pytest.raises(ValueError, match="rise from 0 to L = 9"):
         innovation(y, HALVES, cu_seqlens=torch.tensor([0, 8]))
     with pytest.raises(ValueError, match=r"\[S, k, D\] = \[2, 4, 5\], got \[1, 4, 5\]"):

@@ -1327,3 +1327,14 @@ def test_dropout_in_front_of_the_filter_acts_while_training_only():
         assert torch.equal(whole(model, tokens(1, 9)), whole(build(**fields), tokens(1, 9)))
         model.train()
         assert relative(whole(model, tokens(1, 9)), whole(build(**fields), tokens(1, 9))) > 1e-3
+
+
+@pytest.mark.parametrize("fields", [S4, HYENA, HYENA_TRUNCATED, MODAL, IMPLICIT])
+def test_a_batch_without_rows_has_empty_logits_and_goes_on(fields):
+    model = build(**fields)
+    none = torch.zeros(0, 5, dtype=torch.long)
+    cache = model(none, use_cache=True).past_key_values
+    for more in (3, 1):
+        assert model(none[:, :more], past_key_values=cache).logits.shape == (0, more, 61)
+    model.train()(none).logits.sum().backward()
+    assert all(x.grad is None or not x.grad.any() for x in model.parameters())

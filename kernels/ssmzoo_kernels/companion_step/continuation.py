@@ -19,7 +19,7 @@ def state_after(
     """Return ``x_T = (w[T-1] .. w[T-n])`` of ``w = u / a``, ``[B, n, D]``."""
     (batch, length, width), order = u.shape, a.shape[1]
     kept = min(order, length)
-    if not kept:
+    if not kept or not batch:
         return u.new_zeros(batch, order, width) if initial_state is None else initial_state
     size = fast_size(length + kept)
     hat = torch.fft.rfft(u.transpose(1, 2), n=size)
@@ -43,7 +43,7 @@ def response(
 ) -> Tensor:
     """Return the next T outputs without any input, ``[B, T, D]``."""
     kept = min(a.shape[1], length)
-    if not kept:
+    if not kept or not state.shape[0]:
         return state.new_zeros(state.shape[0], length, state.shape[2])
     owed = -by_state(state, a)[..., :kept]
     direct = by_state(state, b)[..., :kept]

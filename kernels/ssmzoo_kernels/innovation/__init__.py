@@ -45,7 +45,8 @@ def innovation(
 
     Raises:
         ValueError: Shapes, devices or choices that do not fit.
-        TypeError: Not a tensor, not floating point, or weights that are no numbers.
+        TypeError: Not a tensor, not floating point, weights that are no numbers, or ``relative``
+            that is no bool.
         RuntimeError: The machine lacks what the named backend needs.
     """
     check_leading(OP, "y", y, "[B, L, D]")
@@ -53,6 +54,8 @@ def innovation(
     if width < 1:
         raise ValueError(f"{OP}: y must have at least one channel, got {list(y.shape)}")
     taps = _taps(weights)
+    if not isinstance(relative, bool):
+        raise TypeError(f"{OP}: relative must be True or False, got {relative!r}")
     offsets = segment_offsets(OP, y, cu_seqlens)
     shape = (offsets.numel() - 1, len(taps), width)
     if history is not None:

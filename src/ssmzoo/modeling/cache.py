@@ -156,7 +156,7 @@ class StateCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Return the size of all states in bytes; it does not grow with the tokens seen."""
+        """Return the size of all states in bytes; it grows with the tokens seen for attention only."""
         return sum(s.numel() * s.element_size() for lay in self.layers for s in lay.states.values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateCache:
