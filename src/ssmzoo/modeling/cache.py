@@ -156,7 +156,7 @@ class StateCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Return the size of all states in bytes; it grows with the tokens seen for attention only."""
+        """Return the size of all states in bytes; only attention's grows with the tokens seen."""
         return sum(s.numel() * s.element_size() for lay in self.layers for s in lay.states.values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateCache:
