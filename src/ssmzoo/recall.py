@@ -78,10 +78,10 @@ class Sweep(Section):
                     f"say it, got {self.train[name]!r}"
                 )
         for model, section in self.models.items():
-            if not re.fullmatch(r"\w[\w.-]*( [\w.-]+)*", model):
+            if not re.fullmatch(r"[^\W_][^/\\:*?\"<>|]*", model) or not model.isprintable():
                 raise ValueError(
-                    "models must have names of letters, digits, '_', '.' and '-', for folders are "
-                    f"called by them, got {model!r}"
+                    "models must have names that begin with a letter or digit and hold none of "
+                    f'/\\:*?"<>|, for folders are called by them, got {model!r}'
                 )
             if "hidden_size" in section.config:
                 raise ValueError(
@@ -321,36 +321,48 @@ def best_rates(ledger: list[dict[str, Any]]) -> dict[tuple[str, int], list[dict[
 
 
 def draw(ledger: list[dict[str, Any]], target: Path, title: str) -> None:
-    """Draw accuracy against the state's bytes: means over seeds, from the worst to the best."""
+    """Draw accuracy against the state's bytes and against operations: means over seeds, and spread.
+
+    Models whose state could not be counted are in the second panel only.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise RuntimeError("pictures need matplotlib: pip install 'ssmzoo[train]'") from error
-    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(11, 5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    lines: dict[str, list[tuple[int, float, float, float]]] = {}
+    models: dict[str, list[list[dict[str, Any]]]] = {}
     for (model, _), seeds in best_rates(ledger).items():
-        found = [line["accuracy"] for line in seeds]
-        size = seeds[0]["state_bytes"]
-        if size is not None:
-            lines.setdefault(model, []).append(
-                (size, sum(found) / len(found), min(found), max(found))
-            )
-    for number, (model, points) in enumerate(lines.items()):
-        points.sort()
-        sizes, means, worst, best = zip(*points, strict=True)
-        spread = [[m - w for m, w in zip(means, worst, strict=True)]]
-        spread.append([b - m for m, b in zip(means, best, strict=True)])
-        marker = "osD^vP*Xhd<"[number % 11]  # one more than there are colours
-        axes.errorbar(sizes, means, yerr=spread, marker=marker, capsize=3, label=model)
-    axes.set(xlabel="state of one sequence in bytes", ylabel="accuracy", title=title)
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(-0.02, 1.02)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+        models.setdefault(model, []).append(seeds)
+    left, right = figure.subplots(1, 2, sharey=True)
+    for axes, column, label in (
+        (left, "state_bytes", "state of one sequence in bytes"),
+        (right, "flops_per_token", "matrix and attention operations a token"),
+    ):
+        for number, (model, widths) in enumerate(models.items()):
+            points = []
+            for seeds in widths:
+                found = [line["accuracy"] for line in seeds]
+                if seeds[0][column] is not None:
+                    mean = sum(found) / len(found)
+                    points.append((seeds[0][column], mean, mean - min(found), max(found) - mean))
+            sizes, means, *spread = zip(*sorted(points), strict=True) if points else ((),) * 4
+            marker = "osD^vP*Xhd<"[number % 11]  # one more than there are colours
+            axes.errorbar(sizes, means, yerr=spread, marker=marker, capsize=3, label=model)
+        axes.set(xlabel=label)
+        known = [line[column] for line in ledger if line[column] is not None]
+        if known and max(known) > 8 * min(known):
+            axes.set_xscale("log", base=2)
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(5))
+            axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    left.set(ylabel="accuracy", ylim=(-0.02, 1.02))
+    right.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.suptitle(title)
     with appears_whole(target) as unfinished:
         figure.savefig(unfinished, format="png")
 
@@ -360,7 +372,7 @@ def table(ledger: list[dict[str, Any]]) -> str:
     best = best_rates(ledger)
     room = max(len(model) for model in ("model", *(model for model, _ in best)))
     rows = [
-        f"{'model':<{room}}{'width':>7}{'lr':>9}{'accuracy':>18}"
+        f"{'model':<{room}}{'width':>7}{'lr':>9}{'accuracy':>22}"
         f"{'state bytes':>13}{'flops/token':>13}"
     ]
     for (model, width), seeds in best.items():
@@ -370,7 +382,7 @@ def table(ledger: list[dict[str, Any]]) -> str:
             shown += f" ({found[0]:.3f}-{found[-1]:.3f})"
         size = seeds[0]["state_bytes"]
         rows.append(
-            f"{model:<{room}}{width:>7}{seeds[0]['lr']:>9g}{shown:>18}"
+            f"{model:<{room}}{width:>7}{seeds[0]['lr']:>9g}{shown:>22}"
             f"{'none' if size is None else size:>13}{seeds[0]['flops_per_token']:>13}"
         )
     return "\n".join(rows)
