@@ -212,3 +212,17 @@ def test_sizes_of_noise_and_norms_are_none_below_zero(field, value):
 
     with pytest.raises(ValueError, match=f"{field} must be at least 0 and finite, got"):
         load_family("longhorn").config("longhorn-125m", **{field: value})
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_a_dtype_that_is_none_of_weights_is_named(name):
+    import torch
+
+    from ssmzoo import load_family
+
+    family = load_family("longhorn")
+    for given in ("", "float33", "nn", "torch.float32", "int8", 3, torch.bool):
+        with pytest.raises(ValueError, match="floating-point dtype of torch.*got"):
+            family.config("longhorn-125m", **{name: given})
+    for given in ("bfloat16", torch.bfloat16):
+        assert family.config("longhorn-125m", **{name: given}).dtype == torch.bfloat16

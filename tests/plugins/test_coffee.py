@@ -46,8 +46,9 @@ from ssmzoo_coffee.readout import euclidean, softmin_logits
 from ssmzoo_kernels import last_backend
 
 
-def loaded_from(path):
-    """Return a module that is not installed."""
+def loaded_from(path, monkeypatch):
+    """Return a module that is not installed; it finds its neighbours."""
+    monkeypatch.syspath_prepend(path.parent)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -914,7 +915,7 @@ def test_newton_gives_what_marching_gives_and_gives_up_where_it_is_told_to(caplo
 
 
 def test_the_benchmark_of_newtons_method_takes_the_lanes_of_a_trained_model(tmp_path, monkeypatch):
-    benchmark = loaded_from(BENCHMARK)
+    benchmark = loaded_from(BENCHMARK, monkeypatch)
     core(torch.float32).save_pretrained(tmp_path / "core")
     model = build(torch.float32, hidden_size=64)
     model.save_pretrained(tmp_path / "lm")
@@ -949,7 +950,7 @@ def test_the_benchmark_of_newtons_method_takes_the_lanes_of_a_trained_model(tmp_
 
 @pytest.mark.parametrize("fields", [{"variant": "s6"}, None], ids=["s6", "nothing"])
 def test_the_benchmark_of_newtons_method_refuses_what_has_no_lanes(fields, tmp_path, monkeypatch):
-    benchmark = loaded_from(BENCHMARK)
+    benchmark = loaded_from(BENCHMARK, monkeypatch)
     if fields is not None:
         build(torch.float32, **fields).save_pretrained(tmp_path / "model")
     monkeypatch.setattr("sys.argv", ["newton", "--model", str(tmp_path / "model")])

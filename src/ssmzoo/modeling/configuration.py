@@ -111,6 +111,7 @@ class SSMConfig(PreTrainedConfig):
             if type(value) is int and float in get_args(field.type):
                 setattr(self, field.name, float(value))
         self.check_sizes()
+        _check_dtype(kwargs.get("torch_dtype") if self.dtype is None else self.dtype)
         for name in ("id2label", "label2id"):
             labels = kwargs.get(name, getattr(self, name, None))
             if not isinstance(labels, dict | None):
@@ -174,6 +175,17 @@ class SSMConfig(PreTrainedConfig):
 
 _LARGEST = 2**31 - 1
 _MOST_LAYERS = 10_000
+
+
+def _check_dtype(given: Any) -> None:
+    """Fail unless this is None or a kind of weights, which transformers would look up unseen."""
+    import torch
+
+    found = getattr(torch, given, None) if isinstance(given, str) else given
+    if given is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ValueError(
+            f"dtype must be a floating-point dtype of torch, e.g. 'float32', got {given!r}"
+        )
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
