@@ -222,7 +222,7 @@ def test_a_dtype_that_is_none_of_weights_is_named(name):
 
     family = load_family("longhorn")
     for given in ("", "float33", "nn", "torch.float32", "int8", 3, torch.bool):
-        with pytest.raises(ValueError, match="floating-point dtype of torch.*got"):
+        with pytest.raises(ValueError, match=r"floating-point dtype of torch.*got"):
             family.config("longhorn-125m", **{name: given})
     for given in ("bfloat16", torch.bfloat16):
         assert family.config("longhorn-125m", **{name: given}).dtype == torch.bfloat16
