@@ -22,8 +22,6 @@ TORCHAO_DIR := $(VENV)/torchao
 SUITE := $(VENV)/transformers-tests
 MODELS = $(wildcard $(RUNS)/*/model)
 RESULTS = $(sort $(wildcard eval/results/*.json))
-# a family's second and further sets of promises, which meet transformers as the first one does
-VARIANTS := TestExponential or TestParallel or TestRTFS4 or TestRTFTruncated or TestRTFModal or TestHyena
 OLDEST_TESTS := $(wildcard tests/plugins tests/test_compat.py tests/test_modeling*.py)
 
 # one thread per worker: workers that share cores with each other's threads wait for them
@@ -47,8 +45,8 @@ demo: $(INSTALLED) ## Train, score, publish, reload and sample a small Longhorn 
 test: $(INSTALLED) $(OLDEST_DIR)/.installed $(TORCHAO_DIR)/.installed ## Run all tests, the model tests also on the oldest transformers
 	@echo "== model tests on the oldest supported transformers =="
 	$(if $(OLDEST_TESTS),,$(error no model tests found under tests/))
-	PYTHONPATH=$(OLDEST_DIR) $(PYTEST) -p tests.versions -m "not slow and not gpu" \
-	  -k "(promise or convert or modeling or compat) and not (compile or $(VARIANTS))" $(OLDEST_TESTS)
+	PYTHONPATH=$(OLDEST_DIR) $(PYTEST) -p tests.versions -m "not slow and not gpu and not variant" \
+	  -k "(promise or convert or modeling or compat) and not compile" $(OLDEST_TESTS)
 	@echo "== all tests on the versions of constraints.txt =="
 	$(PYTEST) -p tests.versions -p tests.skip_guard -m "not slow" $(TESTS)
 

@@ -60,7 +60,11 @@ def _filled(allocate):
     return allocate_nan
 
 
+@pytest.hookimpl(tryfirst=True)  # before "slow" is looked for
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("variant") and item.name.endswith("[compile]"):
+            item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -75,6 +75,10 @@ checkpoint: {{every: 3}}
 """
 
 
+# each way of reading is tried once, by one worker
+pytestmark = pytest.mark.xdist_group("hub_data")
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["downloaded", "streamed"])
 def outcome(request, tmp_path_factory):
     work = tmp_path_factory.mktemp("hub-data")

@@ -61,6 +61,7 @@ class TestBMojo(FamilyConformance):
     oracle = staticmethod(oracle.logits)
 
 
+@pytest.mark.variant
 class TestParallel(FamilyConformance):
     family = replace(
         FAMILY,

@@ -36,6 +36,7 @@ class TestDSS(FamilyConformance):
     oracle = staticmethod(oracle.logits)
 
 
+@pytest.mark.variant
 class TestExponential(FamilyConformance):
     family = replace(
         FAMILY,

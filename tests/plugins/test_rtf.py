@@ -41,6 +41,7 @@ class TestRTF(FamilyConformance):
     oracle = staticmethod(oracle.logits)
 
 
+@pytest.mark.variant
 class TestRTFS4(FamilyConformance):
     # with one denominator the slack's gradient is one number, a sum that may cancel to anything
     family = replace(
@@ -49,6 +50,7 @@ class TestRTFS4(FamilyConformance):
     oracle = staticmethod(oracle.logits)
 
 
+@pytest.mark.variant
 class TestRTFTruncated(FamilyConformance):
     """Inputs are mostly longer than the window; most channels decode from their last inputs."""
 
@@ -92,6 +94,7 @@ def hyena_logits(weights, config, input_ids):
     return oracle.norm(weights, config, "model.norm", x) @ head.T
 
 
+@pytest.mark.variant
 class TestHyena(FamilyConformance):
     tiny = {"mixer_rank": None, "trunc_len": 12, "implicit_features": 5, "implicit_width": 6}
     family = replace(
@@ -126,6 +129,7 @@ def modal_logits(weights, config, input_ids, form="convolution", held=np.complex
     return oracle.logits(weights, config, input_ids, form)
 
 
+@pytest.mark.variant
 class TestRTFModal(FamilyConformance):
     family = replace(FAMILY, tiny={**FAMILY.tiny, "filter": "modal"})
     oracle = staticmethod(modal_logits)
