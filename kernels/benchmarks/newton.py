@@ -191,7 +191,8 @@ def draw(rows: list[dict], target: Path) -> None:
     steps.set(xlabel="length", ylabel="steps until 1e-6", title="worst lane (median dotted)")
     steps.set_xscale("log", base=2)
     steps.set_yscale("log", base=2)
-    steps.legend(frameon=False, fontsize=8)
+    steps.set_ylim(top=2**11)  # room for the legend
+    steps.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
     timed = [row for row in rows if row["what"] == "time" and not row["regime"]]
     for length in dict.fromkeys(row["length"] for row in timed):
         own = [row for row in timed if row["length"] == length]
