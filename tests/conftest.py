@@ -60,7 +60,6 @@ def _filled(allocate):
     return allocate_nan
 
 
-@pytest.hookimpl(tryfirst=True)  # before "slow" is looked for
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("variant") and item.name.endswith("[compile]"):

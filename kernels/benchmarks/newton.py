@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from growth import write_table
+from report import write_table
 from torch import Tensor
 
 from ssmzoo.bench import environment

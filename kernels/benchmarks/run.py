@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 from errors import ERRORS
-from growth import write_table
 from registry import ENTRIES, Entry
+from report import write_table
 from steady import give_back_freed_memory, keep_freed_memory
 
 from ssmzoo.bench import bench, environment, matmul_peak, training_step

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from growth import draw, write_table
+from report import draw, write_table
 from steady import keep_freed_memory
 from torch.profiler import ProfilerActivity, profile
 

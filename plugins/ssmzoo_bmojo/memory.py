@@ -230,7 +230,7 @@ class Call:
         """Return sequence and number of every chunk that gets a memory, ``[F]``."""
         ends = self.made.cumsum(0)
         most = self.tokens // self.window + self.sequences
-        count = int(ends[-1:].sum()) if self.looks else most
+        count = int(self.made.sum()) if self.looks else most
         place = torch.arange(count, device=self.seen.device)
         sequence = torch.searchsorted(ends, place, right=True).clamp(max=self.sequences - 1)
         before = ends[sequence] - self.made[sequence]

@@ -47,7 +47,7 @@ from .decoding import Deployment, Oscillations, Recurrence
 from .filters import SMALLEST_SUM, deployed_numerator, ends_within, initial_coefficients, montel
 from .implicit import implicit_kernel
 from .modal import exponents, modal_kernel, parameters_of
-from .stability import SMALL_ORDER, poles, poles_outside, spectral_radius
+from .stability import SMALL_ORDER, first_not_finite, poles, poles_outside, spectral_radius
 
 FILTER_NORM_EPS = 1e-6
 # tokens after which the slowest initial mode has fallen to 1 / e
@@ -332,14 +332,12 @@ class RTFMixer(SSMMixer):
             return
         for name in _SSM_PARAMETERS:
             parameter = self._parameters.get(name)
-            if parameter is None or bool(parameter.isfinite().all()):
-                continue
-            row, *_ = (~parameter.isfinite()).nonzero()[0].tolist()
-            found = parameter[row][~parameter[row].isfinite()].flatten()[0]
-            raise ValueError(
-                f"{_CALLED.get(name, name)} {row} of layer {self.layer_idx} must be finite, "
-                f"got {float(found)}"
-            )
+            wrong = None if parameter is None else first_not_finite(parameter)
+            if wrong is not None:
+                raise ValueError(
+                    f"{_CALLED.get(name, name)} {wrong[0]} of layer {self.layer_idx} must be "
+                    f"finite, got {wrong[1]}"
+                )
 
     def deployment(self) -> Deployment:
         """Return the filters as they decode; made anew only where a parameter has changed.

@@ -13,7 +13,7 @@ from ssmzoo_kernels import rational_kernel
 from ssmzoo_kernels.rational_kernel import check_polynomials
 
 from .filters import numerator_of_response
-from .stability import check_filters, poles, poles_outside
+from .stability import check_filters, first_not_finite, poles, poles_outside
 
 # how much larger than their sum residues may be: repeated poles have infinite ones
 MOST_CANCELLED = 1e6
@@ -193,10 +193,9 @@ def _check_given(width: int, gains: Tensor | None, **given: Tensor) -> None:
             )
         given["the direct gains"] = gains
     for name, tensor in given.items():
-        wrong = ~tensor.isfinite()
-        if bool(wrong.any()):
-            row = int(wrong.nonzero()[0, 0])
-            raise ValueError(f"{name} must be finite, got {tensor[wrong][0].item()} in row {row}")
+        wrong = first_not_finite(tensor)
+        if wrong is not None:
+            raise ValueError(f"{name} must be finite, got {wrong[1]} in row {wrong[0]}")
 
 
 def _modal_taps(values: Tensor, weights: Tensor, count: int) -> Tensor:

@@ -111,11 +111,17 @@ def check_filters(a: Tensor, b: Tensor, *, stable: bool = False) -> None:
 
 
 def _check_finite(name: str, coefficients: Tensor) -> None:
-    finite = coefficients.isfinite().all(1)
-    if not bool(finite.all()):
-        row = int((~finite).nonzero()[0])
-        found = coefficients[row][~coefficients[row].isfinite()][0]
-        raise ValueError(f"{name} {row} must be finite, got {float(found)}")
+    wrong = first_not_finite(coefficients)
+    if wrong is not None:
+        raise ValueError(f"{name} {wrong[0]} must be finite, got {wrong[1]}")
+
+
+def first_not_finite(x: Tensor) -> tuple[int, float | complex] | None:
+    """Return the first row with an entry that is not finite, and the entry; None if all are."""
+    wrong = ~x.isfinite()
+    if not bool(wrong.any()):
+        return None
+    return int(wrong.nonzero()[0, 0]), x[wrong][0].item()
 
 
 def _on_circle(a: Tensor, radii: Tensor) -> Tensor:

@@ -112,11 +112,11 @@ def load_model(
         OSError: The Hub has no such model, or cannot be reached.
         LookupError: It has no tokenizer with it.
     """
-    name = str(model)
+    name, folder = str(model), None
     # a Hub id is "name" or "user/name"; everything else means a folder
     if Path(name).expanduser().is_dir() or name[:1] in "./~" or name.count("/") > 1:
-        name = str(checkpoint_folder(name))
-    folder = Path(name) if Path(name).is_dir() else None
+        folder = checkpoint_folder(name)
+        name = str(folder)
 
     import torch
     from safetensors import SafetensorError

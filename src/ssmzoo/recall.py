@@ -173,14 +173,11 @@ def _require_same(folder: Path, recipe: Recipe) -> None:
     if not written.exists():
         return
     begun, asked = load_recipe(written), recipe.with_absolute_paths()
-    for section in ("model", "data", "train", "eval"):
-        before, now = (getattr(x, section).model_dump() for x in (begun, asked))
-        for field, value in now.items():
-            if value != before[field]:
-                raise ValueError(
-                    f"{folder} was trained for another sweep: {section}.{field} was "
-                    f"{before[field]!r}, is {value!r} now; choose another folder, or remove the run"
-                )
+    for name, before, now in begun.differences(asked, ("model", "data", "train", "eval")):
+        raise ValueError(
+            f"{folder} was trained for another sweep: {name} was {before!r}, is {now!r} now; "
+            "choose another folder, or remove the run"
+        )
 
 
 def _measured(folder: Path) -> dict[str, Any]:

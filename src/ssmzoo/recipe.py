@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -470,6 +470,14 @@ class Recipe(Section):
         return yaml.safe_dump(
             self.model_dump(exclude_none=True), sort_keys=False, allow_unicode=True
         )
+
+    def differences(self, now: Recipe, sections: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
+        """Yield the fields of sections that another recipe has otherwise: name, ours, theirs."""
+        for section in sections:
+            before, after = getattr(self, section).model_dump(), getattr(now, section).model_dump()
+            for field, value in after.items():
+                if value != before[field]:
+                    yield f"{section}.{field}", before[field], value
 
     def with_absolute_paths(self) -> Recipe:
         """Return the same recipe with every local path made absolute."""

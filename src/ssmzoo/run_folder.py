@@ -164,15 +164,12 @@ class RunFolder:
 
 
 def _require_same(begun: Recipe, now: Recipe) -> None:
-    for section in ("model", "data", "train"):
-        before, after = getattr(begun, section).model_dump(), getattr(now, section).model_dump()
-        for field, value in after.items():
-            name = f"{section}.{field}"
-            if value != before[field] and name not in _MAY_CHANGE:
-                raise ValueError(
-                    f"{name} must stay as the run began to resume it, {before[field]!r}, "
-                    f"got {value!r}; start a new run to change it"
-                )
+    for name, before, after in begun.differences(now, ("model", "data", "train")):
+        if name not in _MAY_CHANGE:
+            raise ValueError(
+                f"{name} must stay as the run began to resume it, {before!r}, "
+                f"got {after!r}; start a new run to change it"
+            )
 
 
 def _now() -> str:

@@ -13,9 +13,14 @@ IGNORED = -100
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
+def is_whole(value: object) -> bool:
+    """Return whether this is a whole number, Python's or numpy's."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def whole(name: str, value: int) -> None:
     """Raise a TypeError unless an argument is a whole number."""
-    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+    if not is_whole(value):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ssmzoo.tasks.common import IGNORED, LETTERS, at_least, lm_eval_split, symbols, whole
+from ssmzoo.tasks.common import IGNORED, LETTERS, at_least, is_whole, lm_eval_split, symbols, whole
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -193,8 +193,7 @@ def _trigger(trigger: Sequence[int] | None, known: int) -> np.ndarray:
     several = isinstance(trigger, Sequence | np.ndarray) and not isinstance(trigger, str)
     several = several and getattr(trigger, "ndim", 1) > 0
     symbols = list(trigger) if several else []
-    whole = all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in symbols)
-    if not several or not whole:
+    if not several or not all(map(is_whole, symbols)):
         way_out = "" if several else f"; for a trigger of one symbol give [{trigger}]"
         raise TypeError(f"trigger must be a list of symbols, got {trigger!r}{way_out}")
     if not symbols:

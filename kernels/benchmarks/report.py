@@ -1,4 +1,4 @@
-"""A table and a picture of how figures grow with a size."""
+"""The tables and pictures that benchmarks leave."""
 
 import csv
 from collections.abc import Mapping, Sequence
