@@ -260,6 +260,7 @@ ENTRIES = [
         _attention_flops,
         peers={"SDPA, window in blocks": blocked_window, "SDPA, window as mask": masked_window},
         cpu=("eager",),
+        gpu=("triton", "flex"),
     ),
     Entry(
         "vandermonde",

@@ -5,6 +5,7 @@ backend     what it is
 =========== ====================================================================================
 reference   the formula as a loop over time on the autograd tape; any device and dtype; the judge
 eager       torch ops with the op's own backward; any device, needs no compiler
+flex        torch's ``flex_attention``, compiled when it is first called; by name only
 cpu         C, built once with the machine's compiler, threaded
 triton      GPU kernels
 =========== ====================================================================================
@@ -23,7 +24,7 @@ from typing import Literal, get_args
 
 import torch
 
-Backend = Literal["auto", "reference", "eager", "cpu", "triton"]
+Backend = Literal["auto", "reference", "eager", "flex", "cpu", "triton"]
 
 ALL = ("reference", "eager", "cpu", "triton")
 

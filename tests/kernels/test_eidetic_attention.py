@@ -585,6 +585,7 @@ def test_the_table_of_chunks_counts_from_each_sequences_first_token():
         ({"late_span": 2}, ValueError, "late_span must be at least 1 with late_k"),
         ({"backend": "cpu"}, ValueError, "this op has no such implementation"),
         ({"backend": "triton"}, ValueError, "needs CUDA tensors, got cpu"),
+        ({"backend": "flex"}, RuntimeError, "no backward on a CPU, and these tensors need grad"),
         ({"q": [1.0]}, TypeError, r"q must be a tensor \[B, L, H, d\], got list"),
         ({"q": torch.zeros(2, 11, 4)}, ValueError, r"q must have shape \[B, L, H, d\]"),
         ({"q": torch.zeros(2, 11, 0, 8)}, ValueError, "multiple of k's, got 0 and 2"),

@@ -77,14 +77,14 @@ def results(tensors, rest, backend, wide=None):
     return {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
 
 
-def judge(tensors, rest):
-    """Fail unless the kernels are about as close to float64 as the reference is.
+def judge(tensors, rest, backend="triton"):
+    """Fail unless a backend is about as close to float64 as the reference is.
 
     Besides the reference's own error, a result may err by the roundings of a sum over all keys.
     """
     truth = results(tensors, rest, "reference", torch.float64)
     usual = results(tensors, rest, "reference")
-    found = results(tensors, rest, "triton")
+    found = results(tensors, rest, backend)
     keys = rest["window"] or int(rest["cu_seqlens"].diff().max() + rest["seen"].max())
     for name, exact in truth.items():
         got = found[name]
@@ -151,6 +151,12 @@ def test_torch_equals_the_reference_too():
     found, exact = (results(tensors, rest, x, torch.float64) for x in ("eager", "reference"))
     for name, value in exact.items():
         assert (found[name] - value).abs().max() <= 1e-12 * value.abs().max(), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("late", [0, 32])
+def test_flex_attention_equals_the_reference(late, dtype):
+    judge(*draw([300, 129, 7], [100, 0, 12], late=late, positions=True, dtype=dtype), "flex")
 
 
 def test_repeated_calls_give_the_same_bits():

@@ -12,7 +12,7 @@ from ssmzoo_kernels.eidetic_attention.chunks import Chunks, chunk_table
 from ssmzoo_kernels.validation import check_leading, check_tensor, segment_offsets
 
 OP = "eidetic_attention"
-_OFFERS = ("reference", "eager", "triton")
+_OFFERS = ("reference", "eager", "flex", "triton")
 # columns of a head that a GPU kernel's registers hold
 _WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128, torch.float64: 128}
 
@@ -69,7 +69,9 @@ def eidetic_attention(
         late_past_v: Their values.
         late_span: How many late keys a query sees.
         scale: Of the scores; ``d ** -0.5`` if absent.
-        backend: "auto" goes by device. Naming a backend that cannot run is an error.
+        backend: "auto" goes by device, and never takes "flex", torch's ``flex_attention``, which
+            compiles when first called and has no backward on a CPU. Naming a backend that cannot
+            run is an error.
 
     Returns:
         The outputs ``[B, L, H, d]``. Gradients flow to all keys and values; those of the memory's
@@ -142,7 +144,7 @@ def eidetic_attention(
                 f'{OP}(backend="triton") takes heads of at most {_WIDEST[dtype]} columns in '
                 f'{dtype}, got {width}; use backend="auto" or "eager"'
             )
-        offers = ("reference", "eager")
+        offers = ("reference", "eager", "flex")
     chosen = choose(OP, backend, q, offers)
     if chosen == "reference":
         record(OP, "reference")

@@ -21,6 +21,8 @@ OP = "eidetic_attention"
 
 def eidetic_attention(tensors: Tensors, call: Call, *, backend: str) -> Tensor:
     """Return the outputs ``[T, H, d]``."""
+    if backend == "flex":  # torch's op, with gradients of its own
+        return _backend(backend).eidetic_attention(tensors, call)
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if not grad and not needs_library(tensors.q):
         record(OP, backend)

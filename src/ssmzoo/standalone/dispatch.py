@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 import torch
 
-Backend = Literal["auto", "reference", "eager", "cpu", "triton"]
+Backend = Literal["auto", "reference", "eager", "flex", "cpu", "triton"]
 
 ALL = ("reference", "eager")
 
@@ -44,7 +44,7 @@ def _decide(op: str, backend: Backend, offers: tuple[str, ...]) -> str:
         raise ValueError(
             f"{op}: backend must be one of {', '.join(get_args(Backend))}, got {backend!r}"
         )
-    if backend in ("cpu", "triton"):
+    if backend in ("flex", "cpu", "triton"):
         raise RuntimeError(
             f'{op}(backend="{backend}") needs ssmzoo, and this checkpoint runs on its own code; '
             'install ssmzoo, or use backend="auto" or "eager"'
