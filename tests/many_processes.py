@@ -16,18 +16,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from safetensors.torch import save_file
 from tests.stopping import KilledError, killed_before
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import ssmzoo.loop
 import ssmzoo.train
 from ssmzoo import families, load_family
 from ssmzoo.loop import Run
 from ssmzoo.objective import CausalLM
+from ssmzoo.optimizer import make_optimizer
 from ssmzoo.run_folder import RunFolder
+from ssmzoo.state import load_optimizer, optimizer_tensors, whole
 from ssmzoo.train import train
 
 
@@ -48,7 +51,8 @@ def in_float64():
     """Let runs compute and save in float64, whose rounding nobody takes for anything else."""
 
     def double(model):
-        model.loss_function = loss_in_its_own_dtype
+        if hasattr(model, "lm_head"):
+            model.loss_function = loss_in_its_own_dtype
         return model.double()
 
     build = ssmzoo.loop.build_model
@@ -58,7 +62,9 @@ def in_float64():
             ssmzoo.loop,
             "load_model",
             lambda source, task: double(
-                AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64)
+                (
+                    AutoModelForSequenceClassification if task else AutoModelForCausalLM
+                ).from_pretrained(source, dtype=torch.float64)
             ),
         )
         yield
@@ -119,9 +125,14 @@ def read_from_a_stream(folder, rank):
 
 
 def other_ways_to_train(folder, rank):
-    """What could stumble over DDP: segments in one graph, and a last step with too few examples."""
+    """What could stumble over DDP.
+
+    Segments in one graph, projections, labels, and a last step with too few examples.
+    """
     with in_float64():
         train(folder / "segments.yaml", output_dir=folder / "two-segments")
+        train(folder / "projecting.yaml", output_dir=folder / "two-projecting")
+        train(folder / "labels.yaml", output_dir=folder / "two-labels")
     train(folder / "examples.yaml", output_dir=folder / "two-examples")
 
 
@@ -166,6 +177,46 @@ def sharded_by_torch(folder, rank):
             "tied": sharded.lm_head.weight is sharded.model.embed_tokens.weight,
         }
     (folder / f"sharded-{rank}.json").write_text(json.dumps(found))
+
+
+def optimizer_of_shards(folder, rank):
+    """An optimizer's state under torch's own FSDP2: gathered, and given to another one."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    family = load_family("longhorn")
+    ids = torch.arange(64).reshape(2, 32) % 50
+
+    def build(shard):
+        torch.manual_seed(0)
+        model = family.causal_lm_class(family.config(**family.tiny))
+        if shard:
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        return model, make_optimizer(model, lr=1e-2)
+
+    def step(model, optimizer):
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def keep(name, tensors):
+        # as a file does: what is gathered or given may be the optimizer's own memory
+        found[name] = {key: tensor.detach().clone() for key, tensor in tensors.items()}
+
+    found = {}
+    alone, sharded, resumed = build(False), build(True), build(True)
+    for pair in (alone, sharded, resumed):
+        step(*pair)
+    keep("alone", optimizer_tensors(*alone))
+    keep("sharded", optimizer_tensors(*sharded))
+    load_optimizer(*resumed, {key: tensor.clone() for key, tensor in found["sharded"].items()})
+    keep("restored", optimizer_tensors(*resumed))
+    for name, pair in (("went-on", sharded), ("resumed", resumed)):
+        step(*pair)
+        keep(name, {key: whole(parameter) for key, parameter in pair[0].named_parameters()})
+    if rank == 0:
+        for name, tensors in found.items():
+            save_file(tensors, folder / f"optimizer-{name}.safetensors")
 
 
 def sharded_by_accelerate(folder, rank):
@@ -254,6 +305,7 @@ def main():
         read_from_a_stream,
         other_ways_to_train,
         sharded_by_torch,
+        optimizer_of_shards,
         sharded_by_accelerate,
         refused,
         patient,

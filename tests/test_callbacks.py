@@ -1,8 +1,4 @@
-"""Parameters with a range stay in it: under our trainer, on two processes, and under Trainer."""
-
-import os
-import subprocess
-import sys
+"""Parameters with a range stay in it: under our trainer and under Trainer."""
 
 import pytest
 import torch
@@ -63,24 +59,6 @@ def test_our_trainer_projects_after_every_step(recipe, tmp_path, monkeypatch):
     free = lam_of(train(recipe, output_dir=tmp_path / "b"))
     assert free.max() > 0
     assert free.min() < -SMALL
-
-
-def test_two_wrapped_processes_project_alike(recipe, tmp_path):
-    alone = lam_of(train(recipe, output_dir=tmp_path / "alone"))
-    script = "import sys; from ssmzoo.train import train; "
-    script += "train(sys.argv[1], output_dir=sys.argv[2])"
-    (tmp_path / "script.py").write_text(script)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*launcher, "--nproc_per_node=2", str(tmp_path / "script.py"), recipe, tmp_path / "two"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert_projected(lam_of(tmp_path / "two"))
-    torch.testing.assert_close(lam_of(tmp_path / "two"), alone, atol=1e-4, rtol=0)
 
 
 def trained(folder, callbacks, wrap=lambda model: model):

@@ -97,6 +97,16 @@ CHANGES = {
     ],
     "bfloat16": ["train.dtype=bfloat16", "train.steps=2"],
     "projecting": [*COFFEE, "model.config.lambda_param=clamp", "train.steps=3"],
+    "labels": [
+        *TASK,
+        "data.task=listops",
+        "data.task_args={min_length: 3, max_length: 12}",
+        *("data.task_args.num_train=21", "data.task_args.num_validation=5"),
+        "data.task_args.num_test=3",
+        "train.epochs=2",
+        "train.accumulate=1",
+        "eval.every=epoch",
+    ],
     "segments": [
         "model.family=bmojo",
         "model.config.num_attention_heads=2",
@@ -155,6 +165,7 @@ def folder(tmp_path_factory):
         killed(recipe, folder / "one-then-two", before=7)
         train(folder / "projecting.yaml", output_dir=folder / "one-projecting")
         train(folder / "segments.yaml", output_dir=folder / "one-segments")
+        train(folder / "labels.yaml", output_dir=folder / "one-labels")
     train(folder / "examples.yaml", output_dir=folder / "one-examples")
     killed(folder / "stream.yaml", folder / "stream-of-one", before=5)
     return folder
@@ -276,6 +287,13 @@ def test_segments_in_one_graph_and_steps_with_too_few_examples_train_alike(what,
     one, two = curve(together / f"one-{what}"), curve(together / f"two-{what}")
     # their losses are computed in float32: a few roundings
     torch.testing.assert_close(one, two, rtol=1e-6, atol=0)
+
+
+def test_labels_train_alike_and_every_example_is_tested_once(together):
+    assert_alike(together / "one-labels", together / "two-labels")
+    for run in ("one-labels", "two-labels"):
+        facts = json.loads((together / run / "run.json").read_text())
+        assert facts["finished"]["test"]["targets"] == 3
 
 
 # -- resuming --------------------------------------------------------------------------------
@@ -486,6 +504,19 @@ def test_every_family_sharded_by_torch_has_the_gradients_of_one_process(together
             assert facts["share"] < 0.6, name
 
 
+def test_an_optimizer_sharded_by_torch_is_saved_whole_and_restored_to_the_same_steps(together):
+    alone, sharded, restored, went_on, resumed = (
+        load_file(together / f"optimizer-{name}.safetensors")
+        for name in ("alone", "sharded", "restored", "went-on", "resumed")
+    )
+    assert alone.keys() == sharded.keys()
+    for key in alone:
+        torch.testing.assert_close(sharded[key], alone[key])
+    for before, after in ((sharded, restored), (went_on, resumed)):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before)
+
+
 def test_a_run_sharded_as_the_page_says_trains_saves_and_resumes_as_one_process_does(together):
     assert_alike(together / "one", together / "sharded")
     files = {
@@ -496,9 +527,10 @@ def test_a_run_sharded_as_the_page_says_trains_saves_and_resumes_as_one_process_
     assert all(line["grad_norm"] > 0.5 for line in lines(together / "sharded") if "loss" in line)
 
 
-def test_a_sharded_run_projects_parameters_as_one_process_does(together):
-    assert_alike(together / "one-projecting", together / "sharded-projecting")
-    lam = [t for n, t in weights(together / "sharded-projecting").items() if n.endswith(".lam")]
+@pytest.mark.parametrize("run", ["two-projecting", "sharded-projecting"])
+def test_runs_project_parameters_as_one_process_does(together, run):
+    assert_alike(together / "one-projecting", together / run)
+    lam = [t for n, t in weights(together / run).items() if n.endswith(".lam")]
     assert lam
     for tensor in lam:
         assert (tensor <= 0).all()

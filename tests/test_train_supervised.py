@@ -1,9 +1,6 @@
 import functools
 import json
-import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -252,36 +249,6 @@ def test_accumulated_micro_batches_are_one_batch(tmp_path):
         assert a["tokens"] == b["tokens"]
         for key in a.keys() & {"loss", "grad_norm", "validation_loss"}:
             assert a[key] == pytest.approx(b[key], rel=1e-4)
-
-
-def test_two_processes_train_and_validate_like_one(tmp_path):
-    sizes = {"num_train": 21, "num_validation": 5, "num_test": 3}
-    asked = recipe(
-        data={"task": "listops", "task_args": {"min_length": 3, "max_length": 12, **sizes}},
-        train__batch_size=4,
-        train__epochs=2,
-    )
-    path = tmp_path / "recipe.yaml"
-    path.write_text(asked.to_yaml())
-    alone = train(path, output_dir=tmp_path / "alone")
-    (tmp_path / "script.py").write_text(
-        "import sys; from ssmzoo.train import train; train(sys.argv[1], output_dir=sys.argv[2])"
-    )
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*launcher, "--nproc_per_node=2", tmp_path / "script.py", path, tmp_path / "two"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    one, two = lines(alone), lines(tmp_path / "two")
-    for a, b in zip(one, two, strict=True):
-        assert (a["step"], a["tokens"]) == (b["step"], b["tokens"])
-        for key in a.keys() & {"loss", "grad_norm", "validation_loss", "validation_targets"}:
-            assert a[key] == pytest.approx(b[key], rel=1e-4)
-    assert finished(alone)["test"]["targets"] == finished(tmp_path / "two")["test"]["targets"] == 3
 
 
 def tiny(task):
