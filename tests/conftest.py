@@ -1,5 +1,6 @@
 """What holds for all tests: seeds, threads, the GPU's absence, and memory that shows its age."""
 
+import gc
 import os
 import sys
 
@@ -58,6 +59,12 @@ def _filled(allocate):
         return memory.fill_(float("nan")) if caller.startswith("ssmzoo") else memory
 
     return allocate_nan
+
+
+def pytest_collection_finish():
+    """Spare full garbage collections, one at the end of every run, what is imported by now."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

@@ -102,10 +102,9 @@ def bounds(*lengths):
 
 def test_lengths_around_a_chunk_equal_the_reference_when_segments_are_cut(monkeypatch):
     monkeypatch.setattr(skeleton, "FILL", 10**6)
-    monkeypatch.setattr(longhorn_triton, "CHUNK", 16)
-    cu_seqlens = bounds(1, 7, 15, 0, 16, 17)
-    assert skeleton.span_of(56, 6, 1, longhorn_triton.CHUNK) == 16
-    inputs = scan_inputs(1, 56, 5, 3, segments=6)
+    cu_seqlens = bounds(1, 7, 63, 0, 64, 65)
+    assert skeleton.span_of(200, 6, 1, longhorn_triton.CHUNK) == longhorn_triton.CHUNK == 64
+    inputs = scan_inputs(1, 200, 5, 3, segments=6)
     assert_as_accurate(longhorn_scan, inputs, cu_seqlens=cu_seqlens)
 
 
