@@ -51,6 +51,7 @@ def fails(capsys):
     """Run a command that must fail as a user's mistake; return its one line."""
 
     def run(*arguments):
+        capsys.readouterr()  # what the test itself made may have drawn a bar
         status = main([str(argument) for argument in arguments])
         out, err = capsys.readouterr()
         assert status == 2, err

@@ -73,3 +73,5 @@ def test_a_missing_tokenizer_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(LookupError, match="no tokenizer loads from"):
         load_tokenizer(str(tmp_path / "nothing"))
+    with pytest.raises(ValueError, match=r"holds none; save it there .* as data\.tokenizer$"):
+        load_tokenizer(str(tmp_path))

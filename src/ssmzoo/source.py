@@ -16,15 +16,6 @@ if TYPE_CHECKING:
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
-# one of them is in every folder that a tokenizer was saved to
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-)
-
 
 def model_name(model: str) -> str:
     """Make a model's name in results from its folder or Hub id.
@@ -86,11 +77,10 @@ def load_tokenizer(model: str, folder: Path | None, trust: bool) -> PreTrainedTo
     """
     from transformers import AutoTokenizer
 
-    if folder is not None and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise ValueError(
-            f"{model!r} must hold the model's tokenizer, and holds none; save it there with "
-            f"tokenizer.save_pretrained({model!r})"
-        )
+    from ssmzoo.tokenizer import check_holds_tokenizer
+
+    if folder is not None:
+        check_holds_tokenizer(model, folder)
     with _loading("a tokenizer", model, folder):
         refuse_paths(folder)
         return AutoTokenizer.from_pretrained(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -19,6 +20,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 SPECIAL = {"pad_token": "<|pad|>", "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+# one of them is in every folder that a tokenizer was saved to
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+)
 Encoder: TypeAlias = Callable[[Sequence[str]], list[np.ndarray]]
 
 
@@ -49,17 +58,33 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
     Raises:
         LookupError: Nothing is found under that name.
+        ValueError: It is a folder that holds none.
     """
     from transformers import AutoTokenizer
 
     if name == "bytes":
         return byte_tokenizer()
+    if Path(name).is_dir():
+        check_holds_tokenizer(name, name, "; or name another one as data.tokenizer")
     try:
         refuse_paths(name)
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise LookupError(f"data.tokenizer: no tokenizer loads from {name!r}: {why}") from error
+
+
+def check_holds_tokenizer(name: str, folder: str | Path, otherwise: str = "") -> None:
+    """Refuse a folder that no tokenizer was saved to; of that, transformers says little.
+
+    Raises:
+        ValueError: It is one. The message ends in ``otherwise``, another way out.
+    """
+    if not any(Path(folder, file).is_file() for file in _FILES):
+        raise ValueError(
+            f"{name!r} must hold the model's tokenizer, and holds none; save it there with "
+            f"tokenizer.save_pretrained({name!r}){otherwise}"
+        )
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
