@@ -259,6 +259,24 @@ def test_a_pair_is_judged_by_both_documents_difference_and_product():
         model(first[None])
 
 
+@pytest.mark.parametrize(
+    ("kind", "inputs", "shape"),
+    [
+        ("sequence_classification", ["input_ids"], (2,)),
+        ("token_classification", ["input_ids"], (2, 5)),
+        ("pair_classification", ["input_ids", "pair_input_ids"], (2,)),
+    ],
+)
+def test_a_class_that_there_is_not_is_named(kind, inputs, shape):
+    model = build(kind, num_labels=3)
+    ids = dict.fromkeys(inputs, torch.stack(documents(5, 5)))
+    labels = torch.full(shape, 2)
+    assert model(**ids, labels=labels).loss.isfinite()
+    labels[-1] = 3
+    with pytest.raises(ValueError, match=r"labels must be in \[0, 2\], or -100, got 3"):
+        model(**ids, labels=labels)
+
+
 def test_a_token_classifier_loads_with_its_statistics(tmp_path):
     model = build("token_classification", norm_type="batch", num_labels=3)
     model.save_pretrained(tmp_path)

@@ -109,6 +109,17 @@ def test_a_token_outside_the_vocabulary_is_named(model, ids, wrong):
         model(bad)
 
 
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+@pytest.mark.parametrize("wrong", [-1, 96])
+def test_a_label_outside_the_vocabulary_is_named_and_minus_100_is_none(model, ids, name, wrong):
+    targets = ids.clone()
+    targets[0, :3] = -100
+    assert model(ids, **{name: targets}).loss.isfinite()
+    targets[1, 3] = wrong
+    with pytest.raises(ValueError, match=rf"^{name} must be in \[0, 95\], or -100, got {wrong}$"):
+        model(ids, **{name: targets})
+
+
 def test_non_contiguous_ids_are_taken(model, ids):
     strided = ids.repeat_interleave(2, dim=1)[:, ::2]
     assert not strided.is_contiguous()

@@ -23,7 +23,7 @@ from ssmzoo.modeling.dynamics import Dynamics, Trajectories
 from ssmzoo.modeling.layers import MLP, Dropout, Linear
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, NoNorm, RMSNorm, make_norm
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
-from ssmzoo.modeling.segments import Segments, find_segments
+from ssmzoo.modeling.segments import Segments, check_indices, find_segments
 
 # what transformers' collators and trainer hand to every model, and a recurrent one has no use for
 _IGNORED = frozenset(
@@ -353,9 +353,7 @@ class SSMModel(SSMPreTrainedModel):
                 raise ValueError(f"input_ids must have shape [B, L], got {list(input_ids.shape)}")
             if input_ids.dtype not in (torch.int64, torch.int32):
                 raise TypeError(f"input_ids must be int64 or int32, got {input_ids.dtype}")
-            # on a GPU this look would stall the queue; there torch itself aborts
-            if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
-                self._check_ids(input_ids)
+            check_indices("input_ids", input_ids, self.config.vocab_size)
             embeddings = self.embed_tokens(input_ids)
         if embeddings.shape[1] == 0:
             raise ValueError(
@@ -374,14 +372,6 @@ class SSMModel(SSMPreTrainedModel):
     def get_input_embeddings(self) -> nn.Module | None:
         """Return the token embedding, None for a model of continuous values."""
         return self.embed_tokens if self.config.input_channels is None else None
-
-    def _check_ids(self, input_ids: Tensor) -> None:
-        if input_ids.numel():
-            low, high = (int(x) for x in input_ids.aminmax())
-            size = self.config.vocab_size
-            if low < 0 or high >= size:
-                wrong = low if low < 0 else high
-                raise ValueError(f"input_ids must be in [0, {size - 1}], got {wrong}")
 
     def _cache(
         self, given: StateCache | None, use_cache: bool, sequences: int

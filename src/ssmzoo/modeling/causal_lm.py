@@ -14,7 +14,7 @@ from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.layers import Linear
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 from ssmzoo.modeling.prompt import PromptState
-from ssmzoo.modeling.segments import Segments, given_inputs
+from ssmzoo.modeling.segments import Segments, check_indices, given_inputs
 
 # what `generate` passes along in a decoding step, and this model has a use for or none at all
 _STEP_ARGUMENTS = frozenset(
@@ -127,6 +127,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
                 raise ValueError(f"{name} must have shape [B, L], got {list(targets.shape)}")
             if logits.shape[1] != targets.shape[1]:
                 raise ValueError(f"{name} need all logits; leave logits_to_keep at 0")
+            check_indices(name, targets, self.config.vocab_size, ignored=-100)
         if labels is not None or shift_labels is not None:
             loss = self.loss_function(
                 logits=logits,

@@ -22,7 +22,7 @@ from ssmzoo.modeling.cache import StateCache
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.layers import Linear
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
-from ssmzoo.modeling.segments import Segments, given_inputs
+from ssmzoo.modeling.segments import Segments, check_indices, given_inputs
 
 
 class _LinearClassifier(SSMPreTrainedModel):
@@ -120,6 +120,7 @@ class SSMForSequenceClassification(_LinearClassifier):
         logits = self.score(pool(outputs.last_hidden_state, segments, self.config.pooling))
         loss = None
         if labels is not None:
+            _check_classes(labels, self.config)
             loss = self.loss_function(
                 logits=logits, labels=labels, pooled_logits=logits, config=self.config
             )
@@ -203,6 +204,7 @@ class SSMForTokenClassification(_LinearClassifier):
         if self.config.problem_type != "regression":
             if real is not None:
                 labels = labels.masked_fill(~real.view_as(labels), -100)
+            _check_classes(labels, self.config)
             return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
         if labels.dim() == 2 and self.num_labels == 1:
             labels = labels.unsqueeze(2)
@@ -300,11 +302,19 @@ class SSMForPairClassification(SSMPreTrainedModel):
         logits = self.score(F.gelu(self.compare(torch.cat([a, b, a - b, a * b], dim=1))))
         loss = None
         if labels is not None:
+            _check_classes(labels, self.config)
             loss = self.loss_function(
                 logits=logits, labels=labels, pooled_logits=logits, config=self.config
             )
         output = SequenceClassifierOutput(loss=loss, logits=logits)
         return output if return_dict else output.to_tuple()
+
+
+def _check_classes(labels: Tensor, config: Any) -> None:
+    """Refuse classes that are none, where labels are classes at all."""
+    regression = config.problem_type == "regression"
+    if not (regression or labels.is_floating_point()) and config.num_labels > 1:
+        check_indices("labels", labels, config.num_labels, ignored=-100)
 
 
 def pool(hidden_states: Tensor, segments: Segments | None, pooling: str) -> Tensor:

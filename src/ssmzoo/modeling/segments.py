@@ -215,6 +215,33 @@ def _padded(mask: Tensor) -> Segments:
     return Segments(torch.cat([ends.new_zeros(1), ends.flatten()]), rows, length, packed=False)
 
 
+def check_indices(name: str, indices: Tensor, size: int, ignored: int | None = None) -> None:
+    """Refuse indices outside a table, on a CPU; on a GPU the look would stall the queue.
+
+    Args:
+        name: The argument's, for the message.
+        indices: Integers of any shape.
+        size: Of the table.
+        ignored: One that is allowed all the same.
+
+    Raises:
+        ValueError: One is negative, or not below ``size``.
+    """
+    if indices.device.type != "cpu" or torch.compiler.is_compiling() or not indices.numel():
+        return
+    low, high = (int(x) for x in indices.aminmax())
+    if low >= 0 and high < size:
+        return
+    wrong = (indices < 0) | (indices >= size)
+    if ignored is not None:
+        wrong &= indices != ignored
+    if wrong.any():
+        also = "" if ignored is None else f", or {ignored}"
+        raise ValueError(
+            f"{name} must be in [0, {size - 1}]{also}, got {int(indices[wrong].flatten()[0])}"
+        )
+
+
 def given_inputs(
     input_ids: Tensor | None, inputs_embeds: Tensor | None, input_values: Tensor | None = None
 ) -> Tensor:
