@@ -171,11 +171,9 @@ def measure(problem: Problem, device: torch.device, regime: str = "") -> dict:
 
 def draw(rows: list[dict], target: Path) -> None:
     """Draw steps over length, and the ratio of times over lanes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     steps, times = figure.subplots(1, 2)
     counted = [row for row in rows if row["what"] == "steps"]
     for regime in dict.fromkeys(row["regime"] for row in counted):

@@ -36,11 +36,9 @@ def draw(
         panels: The column of each figure, its label and the panel's title.
         title: Stands above all panels.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     across, xlabel = size
     for place, (key, ylabel, heading) in enumerate(panels, 1):
         axes = figure.add_subplot(1, len(panels), place)

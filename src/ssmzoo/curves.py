@@ -16,13 +16,11 @@ def draw_curves(metrics: Path, target: Path, *, title: str, loss: str) -> None:
     drawn.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise RuntimeError("curves need matplotlib: pip install 'ssmzoo[train]'") from error
     lines = read_metrics(metrics)
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for key, label, style in (
         ("loss", "training", {"color": "#9bb8d3", "linewidth": 1.2}),

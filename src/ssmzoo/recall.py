@@ -323,13 +323,11 @@ def draw(ledger: list[dict[str, Any]], target: Path, title: str) -> None:
     Models whose state could not be counted are in the second panel only.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise RuntimeError("pictures need matplotlib: pip install 'ssmzoo[train]'") from error
     figure = Figure(figsize=(11, 5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     models: dict[str, list[list[dict[str, Any]]]] = {}
     for (model, _), seeds in best_rates(ledger).items():
         models.setdefault(model, []).append(seeds)

@@ -70,14 +70,12 @@ def _panels(
 
 
 def _grid(count: int, width: float = 4.2, height: float = 3.4) -> tuple[Figure, list[Axes]]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     columns = min(count, 3 if count != 4 else 2)
     rows = math.ceil(count / columns)
     size = (max(width * columns, 5.5), height * rows + 0.4)
     figure = Figure(figsize=size, dpi=_DOTS, layout="constrained")
-    FigureCanvasAgg(figure)
     return figure, [figure.add_subplot(rows, columns, 1 + place) for place in range(count)]
 
 
