@@ -194,7 +194,7 @@ def optimizer_of_shards(folder, rank):
             fully_shard(model, mesh=mesh)
         return model, make_optimizer(model, lr=1e-2)
 
-    def step(model, optimizer):
+    def step(model, optimizer, ids=ids):
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -205,10 +205,15 @@ def optimizer_of_shards(folder, rank):
 
     found = {}
     alone, sharded, resumed = build(False), build(True), build(True)
-    for pair in (alone, sharded, resumed):
+    for pair in (alone, sharded):
         step(*pair)
     keep("alone", optimizer_tensors(*alone))
     keep("sharded", optimizer_tensors(*sharded))
+    step(*resumed, ids=ids.flip(1))
+    keep("other", optimizer_tensors(*resumed))
+    with torch.no_grad():
+        for mine, its in zip(resumed[0].parameters(), sharded[0].parameters(), strict=True):
+            mine.copy_(its)
     load_optimizer(*resumed, {key: tensor.clone() for key, tensor in found["sharded"].items()})
     keep("restored", optimizer_tensors(*resumed))
     for name, pair in (("went-on", sharded), ("resumed", resumed)):

@@ -120,6 +120,17 @@ def test_a_label_outside_the_vocabulary_is_named_and_minus_100_is_none(model, id
         model(ids, **{name: targets})
 
 
+def test_labels_that_nobody_reads_may_be_anything(model, ids):
+    first = ids.clone()
+    first[:, 0] = -1
+    assert torch.equal(model(ids, labels=first).loss, model(ids, labels=ids).loss)
+    taken = model(ids, labels=first, shift_labels=ids).loss
+    assert torch.equal(taken, model(ids, shift_labels=ids).loss)
+    own = copy.deepcopy(model)
+    own.loss_function = lambda logits, labels, **_: (labels == -1).sum()
+    assert own(ids, labels=torch.full_like(ids, -1)).loss > 0
+
+
 def test_non_contiguous_ids_are_taken(model, ids):
     strided = ids.repeat_interleave(2, dim=1)[:, ::2]
     assert not strided.is_contiguous()

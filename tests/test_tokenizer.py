@@ -75,3 +75,6 @@ def test_a_missing_tokenizer_is_named(tmp_path, monkeypatch):
         load_tokenizer(str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match=r"holds none; save it there .* as data\.tokenizer$"):
         load_tokenizer(str(tmp_path))
+    # one that needs no file of its own
+    (tmp_path / "config.json").write_text('{"model_type": "canine"}')
+    assert load_tokenizer(str(tmp_path)).decode([104, 105]) == "hi"

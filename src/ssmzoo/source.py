@@ -79,13 +79,16 @@ def load_tokenizer(model: str, folder: Path | None, trust: bool) -> PreTrainedTo
 
     from ssmzoo.tokenizer import check_holds_tokenizer
 
-    if folder is not None:
-        check_holds_tokenizer(model, folder)
-    with _loading("a tokenizer", model, folder):
-        refuse_paths(folder)
-        return AutoTokenizer.from_pretrained(
-            folder or model, trust_remote_code=trust, local_files_only=folder is not None
-        )
+    try:
+        with _loading("a tokenizer", model, folder):
+            refuse_paths(folder)
+            return AutoTokenizer.from_pretrained(
+                folder or model, trust_remote_code=trust, local_files_only=folder is not None
+            )
+    except ValueError:
+        if folder is not None:
+            check_holds_tokenizer(model, folder)
+        raise
 
 
 def load_model(model: str, folder: Path | None, dtype: Dtype, trust: bool) -> PreTrainedModel:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 SPECIAL = {"pad_token": "<|pad|>", "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
-# one of them is in every folder that a tokenizer was saved to
+# one of them is in most folders that a tokenizer was saved to
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -64,21 +64,21 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
     if name == "bytes":
         return byte_tokenizer()
-    if Path(name).is_dir():
-        check_holds_tokenizer(name, name, "; or name another one as data.tokenizer")
     try:
         refuse_paths(name)
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
+        if Path(name).is_dir():
+            check_holds_tokenizer(name, name, "; or name another one as data.tokenizer")
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise LookupError(f"data.tokenizer: no tokenizer loads from {name!r}: {why}") from error
 
 
 def check_holds_tokenizer(name: str, folder: str | Path, otherwise: str = "") -> None:
-    """Refuse a folder that no tokenizer was saved to; of that, transformers says little.
+    """Say of a folder, from which no tokenizer loads, that none was saved to it if that is so.
 
     Raises:
-        ValueError: It is one. The message ends in ``otherwise``, another way out.
+        ValueError: It is. The message ends in ``otherwise``, another way out.
     """
     if not any(Path(folder, file).is_file() for file in _FILES):
         raise ValueError(

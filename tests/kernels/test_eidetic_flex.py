@@ -72,6 +72,10 @@ def test_flex_reads_no_row_that_holds_nothing(uncompiled):
     call = draw("packed that goes on", dtype=torch.float32)
     call["mem_count"] = call["mem_count"].clamp(max=1)
     expected = eidetic_attention(**call, backend="reference")
+    # a memory of no chunk, which holds something
+    call["mem_count"] = torch.cat([call["mem_count"], torch.ones(1, dtype=torch.int64)])
+    for name in ("mem_k", "mem_v"):
+        call[name] = torch.cat([call[name], torch.full_like(call[name][:1], torch.nan)])
     for name, (s, seen) in itertools.product(("past_k", "past_v"), enumerate(call["seen"])):
         call[name].detach()[s, : max(0, 4 - seen)] = torch.nan
     for name in ("mem_k", "mem_v"):

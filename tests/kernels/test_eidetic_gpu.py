@@ -153,6 +153,7 @@ def test_torch_equals_the_reference_too():
         assert (found[name] - value).abs().max() <= 1e-12 * value.abs().max(), name
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("late", [0, 32])
 def test_flex_attention_equals_the_reference(late, dtype):

@@ -40,17 +40,16 @@ def eidetic_attention(tensors: Tensors, call: Call) -> Tensor:
     if not torch.is_grad_enabled():  # torch refuses what could need gradients, even here
         tensors = Tensors(*(None if x is None else x.detach() for x in tensors))  # pyright: ignore[reportArgumentType]
     keys, values, sees = _row(tensors, call)
-    device = q.device.type
-    block_mask, attend = _compiled(device)
+    block_mask, attend = _compiled(q.device.type)
     turned = (x.transpose(0, 1).unsqueeze(0) for x in (tensors.q, keys, values))  # [1, H, T, d]
     try:
-        mask = block_mask(sees, None, None, q.shape[0], keys.shape[0], device=device)
+        mask = block_mask(sees, None, None, q.shape[0], keys.shape[0], device=q.device)
         out = attend(*turned, block_mask=mask, scale=call.scale, enable_gqa=True)
     except FailOnRecompileLimitHit as error:
         raise RuntimeError(
-            f'{OP}(backend="flex") compiles for every size of a call on a CPU, and torch does so '
-            f"{config.recompile_limit} times in a process (torch._dynamo.config.recompile_limit); "
-            'raise that, or use backend="eager"'
+            f'{OP}(backend="flex") compiles for every dtype, head and kind of call, on a CPU for '
+            f"every size too, and torch does so {config.recompile_limit} times in a process; raise "
+            'torch._dynamo.config.recompile_limit, or use backend="eager"'
         ) from error
     except TorchDynamoException as error:
         raise RuntimeError(
@@ -95,15 +94,16 @@ def _row(tensors: Tensors, call: Call) -> tuple[Tensor, Tensor, Callable[..., Te
     keys, values, bounds = [], [], []
     begin = memory = 0
     if tensors.mem_k is not None and tensors.mem_v is not None and call.mem_count is not None:
-        rows = tensors.mem_k.shape[1]
-        memory = begin = tensors.mem_k.shape[0] * rows
-        empty = torch.arange(rows, device=device) >= call.mem_count[:, None]
-        for found, x in ((keys, tensors.mem_k), (values, tensors.mem_v)):
-            # a value that is hidden meets a weight of zero, and zero times NaN is NaN
-            found.append(x.masked_fill(empty[..., None, None], 0.0).flatten(0, 1))
         counts = chunk_table(call.offsets.diff(), call.seen, call.window or 1).count
-        chunk = torch.arange(len(counts), device=device).repeat_interleave(counts)
-        bounds.append((chunk * rows, chunk * rows + call.mem_count[chunk]))
+        chunks, rows = len(counts), tensors.mem_k.shape[1]
+        memory = begin = chunks * rows
+        held = call.mem_count[:chunks]
+        # a value that is hidden meets a weight of zero, and zero times NaN is NaN
+        empty = (torch.arange(rows, device=device) >= held[:, None])[..., None, None]
+        for found, x in ((keys, tensors.mem_k), (values, tensors.mem_v)):
+            found.append(x[:chunks].masked_fill(empty, 0.0).flatten(0, 1))
+        chunk = torch.arange(chunks, device=device).repeat_interleave(counts)
+        bounds.append((chunk * rows, chunk * rows + held[chunk]))
     t, window = tensors, call.window
     for reach, shift, k, v, past_k, past_v in (
         (window, 0, t.k, t.v, t.past_k, t.past_v),
@@ -134,7 +134,7 @@ def _row(tensors: Tensors, call: Call) -> tuple[Tensor, Tensor, Callable[..., Te
         return torch.cat(keys), torch.cat(values), sees
     raw = position - (window or 0)  # the newest token that the window no longer holds
     at = raw.new_full((begin,), torch.iinfo(torch.int32).min)
-    at[:memory] = call.mem_positions.flatten()
+    at[:memory] = call.mem_positions.flatten()[:memory]
 
     def sees_once(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return sees(batch, head, i, j) & (at[j] <= raw[i])

@@ -127,15 +127,23 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
                 raise ValueError(f"{name} must have shape [B, L], got {list(targets.shape)}")
             if logits.shape[1] != targets.shape[1]:
                 raise ValueError(f"{name} need all logits; leave logits_to_keep at 0")
-            check_indices(name, targets, self.config.vocab_size, ignored=-100)
         if labels is not None or shift_labels is not None:
-            loss = self.loss_function(
-                logits=logits,
-                labels=None if labels is None else _without_first_tokens(labels, segments),
-                vocab_size=self.config.vocab_size,
-                shift_labels=shift_labels,
-                **loss_kwargs,
-            )
+            if labels is not None:
+                labels = _without_first_tokens(labels, segments)
+            try:
+                loss = self.loss_function(
+                    logits=logits,
+                    labels=labels,
+                    vocab_size=self.config.vocab_size,
+                    shift_labels=shift_labels,
+                    **loss_kwargs,
+                )
+            except IndexError:  # torch's own names no argument
+                if shift_labels is not None:
+                    check_indices("shift_labels", shift_labels, logits.shape[-1], ignored=-100)
+                elif labels is not None:
+                    check_indices("labels", labels[:, 1:], logits.shape[-1], ignored=-100)
+                raise
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

@@ -6,6 +6,8 @@ classifies or, with ``config.problem_type = "regression"``, estimates numbers.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -120,10 +122,7 @@ class SSMForSequenceClassification(_LinearClassifier):
         logits = self.score(pool(outputs.last_hidden_state, segments, self.config.pooling))
         loss = None
         if labels is not None:
-            _check_classes(labels, self.config)
-            loss = self.loss_function(
-                logits=logits, labels=labels, pooled_logits=logits, config=self.config
-            )
+            loss = _loss_of_classes(self, logits, labels)
         output = SequenceClassifierOutputWithPast(
             loss=loss,
             logits=logits,
@@ -204,8 +203,8 @@ class SSMForTokenClassification(_LinearClassifier):
         if self.config.problem_type != "regression":
             if real is not None:
                 labels = labels.masked_fill(~real.view_as(labels), -100)
-            _check_classes(labels, self.config)
-            return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+            with _classes_named(labels, self.num_labels):
+                return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
         if labels.dim() == 2 and self.num_labels == 1:
             labels = labels.unsqueeze(2)
         if labels.shape != logits.shape:
@@ -302,19 +301,26 @@ class SSMForPairClassification(SSMPreTrainedModel):
         logits = self.score(F.gelu(self.compare(torch.cat([a, b, a - b, a * b], dim=1))))
         loss = None
         if labels is not None:
-            _check_classes(labels, self.config)
-            loss = self.loss_function(
-                logits=logits, labels=labels, pooled_logits=logits, config=self.config
-            )
+            loss = _loss_of_classes(self, logits, labels)
         output = SequenceClassifierOutput(loss=loss, logits=logits)
         return output if return_dict else output.to_tuple()
 
 
-def _check_classes(labels: Tensor, config: Any) -> None:
-    """Refuse classes that are none, where labels are classes at all."""
-    regression = config.problem_type == "regression"
-    if not (regression or labels.is_floating_point()) and config.num_labels > 1:
-        check_indices("labels", labels, config.num_labels, ignored=-100)
+def _loss_of_classes(model: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    with _classes_named(labels, logits.shape[-1]):
+        return model.loss_function(
+            logits=logits, labels=labels, pooled_logits=logits, config=model.config
+        )
+
+
+@contextlib.contextmanager
+def _classes_named(labels: Tensor, classes: int) -> Iterator[None]:
+    """Let a class that there is not be named, where torch's own error names no argument."""
+    try:
+        yield
+    except IndexError:
+        check_indices("labels", labels, classes, ignored=-100)
+        raise
 
 
 def pool(hidden_states: Tensor, segments: Segments | None, pooling: str) -> Tensor:

@@ -218,6 +218,8 @@ def _padded(mask: Tensor) -> Segments:
 def check_indices(name: str, indices: Tensor, size: int, ignored: int | None = None) -> None:
     """Refuse indices outside a table, on a CPU; on a GPU the look would stall the queue.
 
+    There torch itself aborts.
+
     Args:
         name: The argument's, for the message.
         indices: Integers of any shape.
