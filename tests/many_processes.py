@@ -136,6 +136,12 @@ def other_ways_to_train(folder, rank):
     train(folder / "examples.yaml", output_dir=folder / "two-examples")
 
 
+def shard(model, mesh):
+    """Spread a model over processes by torch's own FSDP2, layer by layer."""
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh)
+
+
 def sharded_by_torch(folder, rank):
     """Gradients of every family's tiny model under torch's own FSDP2."""
     world = dist.get_world_size()
@@ -156,9 +162,7 @@ def sharded_by_torch(folder, rank):
         alone, sharded = build(), build()
         together = torch.cat(ids)
         alone(input_ids=together, labels=together, use_cache=False).loss.backward()
-        for layer in sharded.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(sharded, mesh=mesh)
+        shard(sharded, mesh)
         sharded(input_ids=ids[rank], labels=ids[rank], use_cache=False).loss.backward()
         wanted = dict(alone.named_parameters())
         error = {
@@ -185,13 +189,11 @@ def optimizer_of_shards(folder, rank):
     family = load_family("longhorn")
     ids = torch.arange(64).reshape(2, 32) % 50
 
-    def build(shard):
+    def build(spread):
         torch.manual_seed(0)
         model = family.causal_lm_class(family.config(**family.tiny))
-        if shard:
-            for layer in model.model.layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
+        if spread:
+            shard(model, mesh)
         return model, make_optimizer(model, lr=1e-2)
 
     def step(model, optimizer, ids=ids):

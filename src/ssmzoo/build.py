@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ssmzoo.family import claims, load_family, suggestion
 from ssmzoo.recipe import ModelSection
+from ssmzoo.source import first_line
 from ssmzoo.trust import trusted
 
 if TYPE_CHECKING:
@@ -231,5 +232,4 @@ def _known_class(
 
 
 def _not_found(source: str, error: Exception) -> LookupError:
-    why = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return LookupError(f"model.init_from: no model loads from {source!r}: {why}")
+    return LookupError(f"model.init_from: no model loads from {source!r}: {first_line(error)}")

@@ -16,6 +16,15 @@ if TYPE_CHECKING:
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
+# one of them is in most folders that a tokenizer was saved to
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+)
+
 
 def model_name(model: str) -> str:
     """Make a model's name in results from its folder or Hub id.
@@ -77,8 +86,6 @@ def load_tokenizer(model: str, folder: Path | None, trust: bool) -> PreTrainedTo
     """
     from transformers import AutoTokenizer
 
-    from ssmzoo.tokenizer import check_holds_tokenizer
-
     try:
         with _loading("a tokenizer", model, folder):
             refuse_paths(folder)
@@ -89,6 +96,19 @@ def load_tokenizer(model: str, folder: Path | None, trust: bool) -> PreTrainedTo
         if folder is not None:
             check_holds_tokenizer(model, folder)
         raise
+
+
+def check_holds_tokenizer(name: str, folder: str | Path, otherwise: str = "") -> None:
+    """Say of a folder, from which no tokenizer loads, that none was saved to it if that is so.
+
+    Raises:
+        ValueError: It is. The message ends in ``otherwise``, another way out.
+    """
+    if not any(Path(folder, file).is_file() for file in _TOKENIZER_FILES):
+        raise ValueError(
+            f"{name!r} must hold the model's tokenizer, and holds none; save it there with "
+            f"tokenizer.save_pretrained({name!r}){otherwise}"
+        )
 
 
 def load_model(model: str, folder: Path | None, dtype: Dtype, trust: bool) -> PreTrainedModel:

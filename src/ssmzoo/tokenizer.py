@@ -14,20 +14,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from ssmzoo.source import check_holds_tokenizer, first_line
 from ssmzoo.trust import refuse_paths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 SPECIAL = {"pad_token": "<|pad|>", "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
-# one of them is in most folders that a tokenizer was saved to
-_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-)
 Encoder: TypeAlias = Callable[[Sequence[str]], list[np.ndarray]]
 
 
@@ -70,21 +63,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     except (OSError, ValueError) as error:
         if Path(name).is_dir():
             check_holds_tokenizer(name, name, "; or name another one as data.tokenizer")
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise LookupError(f"data.tokenizer: no tokenizer loads from {name!r}: {why}") from error
-
-
-def check_holds_tokenizer(name: str, folder: str | Path, otherwise: str = "") -> None:
-    """Say of a folder, from which no tokenizer loads, that none was saved to it if that is so.
-
-    Raises:
-        ValueError: It is. The message ends in ``otherwise``, another way out.
-    """
-    if not any(Path(folder, file).is_file() for file in _FILES):
-        raise ValueError(
-            f"{name!r} must hold the model's tokenizer, and holds none; save it there with "
-            f"tokenizer.save_pretrained({name!r}){otherwise}"
-        )
+        raise LookupError(
+            f"data.tokenizer: no tokenizer loads from {name!r}: {first_line(error)}"
+        ) from error
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:

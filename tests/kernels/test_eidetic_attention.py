@@ -107,12 +107,15 @@ def assert_same(got, expected, budget):
         assert error <= budget, (name, float(error))
 
 
+def assert_equals_the_loop(call, backend):
+    assert_same(run(call, backend), run(call, "reference"), 1e-12)
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["", "late"])
 @pytest.mark.parametrize("mask", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_torch_equals_the_loop_with_all_gradients(form, layout, mask, late):
-    call = draw(layout, mask=mask, late=late)
-    assert_same(run(call, "eager"), run(call, "reference"), 1e-12)
+    assert_equals_the_loop(draw(layout, mask=mask, late=late), "eager")
 
 
 @pytest.mark.parametrize("layout", ["batch that goes on", "packed that goes on"])
@@ -122,7 +125,7 @@ def test_torch_equals_the_loop_with_all_gradients(form, layout, mask, late):
 def test_windows_and_memories_of_any_size(form, layout, window, memory):
     call = draw(layout, memory=memory, window=window or 12)
     call["window"] = window
-    assert_same(run(call, "eager"), run(call, "reference"), 1e-12)
+    assert_equals_the_loop(call, "eager")
 
 
 @pytest.mark.parametrize("span", [1, 4, 9])
@@ -133,7 +136,7 @@ def test_late_keys_reach_any_number_of_chunks_back(form, layout, span):
         old = torch.randn(len(call["seen"]), WINDOW + span, 2, 8, dtype=torch.float64)
         call[name] = old.requires_grad_()
     call["late_span"] = span
-    assert_same(run(call, "eager"), run(call, "reference"), 1e-12)
+    assert_equals_the_loop(call, "eager")
 
 
 def test_float32_errs_as_its_rounding_does():
@@ -303,11 +306,15 @@ def torch_alone(q, k, v, mem_k, mem_v, *, mem_count, window):
 @pytest.mark.parametrize("width", [5, 64, 96, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_heads_of_any_width_are_as_exact_as_torch(width, dtype):
+    assert_as_exact_as_torch("eager", width, dtype)
+
+
+def assert_as_exact_as_torch(backend, width, dtype):
     """Torch is the judge: like it, the op keeps log sums, whose rounding all of a row shares."""
     tensors, rest = floating(large(width, dtype))
 
     def op(*x):
-        return eidetic_attention(**dict(zip(tensors, x, strict=True)), **rest, backend="eager")
+        return eidetic_attention(**dict(zip(tensors, x, strict=True)), **rest, backend=backend)
 
     def judge(*x):
         return torch_alone(**dict(zip(tensors, x, strict=True)), **rest)

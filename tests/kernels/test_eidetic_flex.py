@@ -7,15 +7,12 @@ import pytest
 import torch
 from tests.kernels.test_eidetic_attention import (
     LAYOUTS,
+    assert_as_exact_as_torch,
+    assert_equals_the_loop,
     assert_same,
     draw,
-    floating,
-    large,
-    run,
-    torch_alone,
 )
 
-from ssmzoo.testing.accuracy import assert_as_accurate
 from ssmzoo_kernels import eidetic_attention, last_backend
 from ssmzoo_kernels.eidetic_attention import flex
 
@@ -42,8 +39,7 @@ def uncompiled(monkeypatch):
 @pytest.mark.parametrize("mask", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_flex_equals_the_loop_with_all_gradients(uncompiled, layout, mask, late):
-    call = draw(layout, mask=mask, late=late)
-    assert_same(run(call, "flex"), run(call, "reference"), 1e-12)
+    assert_equals_the_loop(draw(layout, mask=mask, late=late), "flex")
 
 
 @pytest.mark.parametrize("layout", ["batch that goes on", "packed that goes on"])
@@ -51,20 +47,12 @@ def test_flex_equals_the_loop_with_all_gradients(uncompiled, layout, mask, late)
 def test_flex_takes_windows_and_memories_of_any_size(uncompiled, layout, window, memory):
     call = draw(layout, memory=memory, window=window or 12)
     call["window"] = window
-    assert_same(run(call, "flex"), run(call, "reference"), 1e-12)
+    assert_equals_the_loop(call, "flex")
 
 
 @pytest.mark.parametrize("width", [64, 96, 128])
 def test_flex_with_wide_heads_is_as_exact_as_torch(uncompiled, width):
-    tensors, rest = floating(large(width))
-
-    def op(*x):
-        return eidetic_attention(**dict(zip(tensors, x, strict=True)), **rest, backend="flex")
-
-    def judge(*x):
-        return torch_alone(**dict(zip(tensors, x, strict=True)), **rest)
-
-    assert_as_accurate(op, judge, list(tensors.values()), torch.float32)
+    assert_as_exact_as_torch("flex", width, torch.float32)
 
 
 @torch.no_grad()

@@ -16,6 +16,8 @@ from ssmzoo.documents import expand, read_files
 from ssmzoo.family import claims, load_family, suggestion
 from ssmzoo.machine import usable_device
 from ssmzoo.modeling import SSMModel
+from ssmzoo.modeling.segments import check_indices
+from ssmzoo.source import first_line
 from ssmzoo.trust import refuse_paths, trusted
 
 if TYPE_CHECKING:
@@ -103,9 +105,7 @@ def given_ids(subject: Subject, rows: Sequence[Sequence[int]]) -> Tensor:
     if len(lengths) != 1 or not lengths[0]:
         raise ValueError(f"ids must be rows of one length of at least 1, got lengths {lengths}")
     ids = torch.tensor(rows, dtype=torch.int64)
-    unknown = ids[(ids < 0) | (ids >= config.vocab_size)]
-    if len(unknown):
-        raise ValueError(f"ids must be in [0, {config.vocab_size - 1}], got {int(unknown[0])}")
+    check_indices("ids", ids, config.vocab_size)
     return ids.to(subject.model.device)
 
 
@@ -145,7 +145,7 @@ def _tokenizer(subject: Subject, source: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
-            f"the tokenizer of {source!r} cannot be read: {_first_line(error)}; leave text out for "
+            f"the tokenizer of {source!r} cannot be read: {first_line(error)}; leave text out for "
             "random tokens"
         ) from error
 
@@ -181,7 +181,7 @@ def _load(source: str) -> SSMModel:
     except SafetensorError as error:
         raise ValueError(f"the weights of {source!r} cannot be read: {error}") from error
     except (OSError, ValueError) as error:
-        raise LookupError(f"no model loads from {source!r}: {_first_line(error)}") from error
+        raise LookupError(f"no model loads from {source!r}: {first_line(error)}") from error
     finally:
         logging.set_verbosity(verbosity)
     network, loading = loaded
@@ -206,7 +206,3 @@ def _checked(model: object, name: str) -> SSMModel:
 def _placed(model: SSMModel, place: torch.device) -> SSMModel:
     nn.Module.to(model, place)
     return model.eval()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

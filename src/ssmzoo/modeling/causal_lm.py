@@ -14,7 +14,7 @@ from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.layers import Linear
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 from ssmzoo.modeling.prompt import PromptState
-from ssmzoo.modeling.segments import Segments, check_indices, given_inputs
+from ssmzoo.modeling.segments import Segments, given_inputs, named_indices
 
 # what `generate` passes along in a decoding step, and this model has a use for or none at all
 _STEP_ARGUMENTS = frozenset(
@@ -119,7 +119,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         elif logits_to_keep:
             hidden_states = hidden_states[:, -logits_to_keep:]
         logits = self.lm_head(hidden_states)
-        loss = None
+        loss = read = None
         for name, targets in (("labels", labels), ("shift_labels", shift_labels)):
             if targets is None:
                 continue
@@ -127,10 +127,13 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
                 raise ValueError(f"{name} must have shape [B, L], got {list(targets.shape)}")
             if logits.shape[1] != targets.shape[1]:
                 raise ValueError(f"{name} need all logits; leave logits_to_keep at 0")
-        if labels is not None or shift_labels is not None:
-            if labels is not None:
-                labels = _without_first_tokens(labels, segments)
-            try:
+        if labels is not None:
+            labels = _without_first_tokens(labels, segments)
+            read = "labels", labels[:, 1:]
+        if shift_labels is not None:
+            read = "shift_labels", shift_labels
+        if read is not None:
+            with named_indices(*read, logits.shape[-1], ignored=-100):
                 loss = self.loss_function(
                     logits=logits,
                     labels=labels,
@@ -138,12 +141,6 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
                     shift_labels=shift_labels,
                     **loss_kwargs,
                 )
-            except IndexError:  # torch's own names no argument
-                if shift_labels is not None:
-                    check_indices("shift_labels", shift_labels, logits.shape[-1], ignored=-100)
-                elif labels is not None:
-                    check_indices("labels", labels[:, 1:], logits.shape[-1], ignored=-100)
-                raise
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

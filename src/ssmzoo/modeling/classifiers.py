@@ -6,8 +6,6 @@ classifies or, with ``config.problem_type = "regression"``, estimates numbers.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -24,7 +22,7 @@ from ssmzoo.modeling.cache import StateCache
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.layers import Linear
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
-from ssmzoo.modeling.segments import Segments, check_indices, given_inputs
+from ssmzoo.modeling.segments import Segments, given_inputs, named_indices
 
 
 class _LinearClassifier(SSMPreTrainedModel):
@@ -203,7 +201,7 @@ class SSMForTokenClassification(_LinearClassifier):
         if self.config.problem_type != "regression":
             if real is not None:
                 labels = labels.masked_fill(~real.view_as(labels), -100)
-            with _classes_named(labels, self.num_labels):
+            with named_indices("labels", labels, self.num_labels, ignored=-100):
                 return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
         if labels.dim() == 2 and self.num_labels == 1:
             labels = labels.unsqueeze(2)
@@ -307,20 +305,10 @@ class SSMForPairClassification(SSMPreTrainedModel):
 
 
 def _loss_of_classes(model: Any, logits: Tensor, labels: Tensor) -> Tensor:
-    with _classes_named(labels, logits.shape[-1]):
+    with named_indices("labels", labels, logits.shape[-1], ignored=-100):
         return model.loss_function(
             logits=logits, labels=labels, pooled_logits=logits, config=model.config
         )
-
-
-@contextlib.contextmanager
-def _classes_named(labels: Tensor, classes: int) -> Iterator[None]:
-    """Let a class that there is not be named, where torch's own error names no argument."""
-    try:
-        yield
-    except IndexError:
-        check_indices("labels", labels, classes, ignored=-100)
-        raise
 
 
 def pool(hidden_states: Tensor, segments: Segments | None, pooling: str) -> Tensor:

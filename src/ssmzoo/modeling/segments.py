@@ -7,6 +7,8 @@ family that packs exactly pads exactly.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -242,6 +244,19 @@ def check_indices(name: str, indices: Tensor, size: int, ignored: int | None = N
         raise ValueError(
             f"{name} must be in [0, {size - 1}]{also}, got {int(indices[wrong].flatten()[0])}"
         )
+
+
+@contextlib.contextmanager
+def named_indices(name: str, indices: Tensor, size: int, ignored: int) -> Iterator[None]:
+    """Let an ``IndexError`` of the block name these indices where they are why; torch's does not.
+
+    Args as of :func:`check_indices`.
+    """
+    try:
+        yield
+    except IndexError:
+        check_indices(name, indices, size, ignored)
+        raise
 
 
 def given_inputs(

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from ssmzoo.source import first_line
+
 if TYPE_CHECKING:
     from datasets import Dataset
 
@@ -53,10 +55,10 @@ def _opened(task: str, data: str, split: str | None, columns: Sequence[str]) -> 
             return saved if split is None else saved[split]
         return datasets.load_dataset(str(folder) if folder.is_dir() else data, split=split)
     except (OSError, ValueError, KeyError, DatasetsError) as error:
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
         what = "data" if split is None else f"split {split!r} of the data"
         raise LookupError(
-            f"task {task}: no {what} {data!r}: {why}; give the argument data a folder or a data "
+            f"task {task}: no {what} {data!r}: {first_line(error)}; "
+            "give the argument data a folder or a data "
             f"set on the Hub with the columns {', '.join(columns)}"
         ) from error
 
