@@ -422,6 +422,15 @@ def test_a_failed_save_keeps_the_state_file_there_was(model, cache, tmp_path, mo
     assert [p.name for p in tmp_path.iterdir()] == ["state.safetensors"]
 
 
+def test_a_saved_state_is_on_the_disk_before_it_has_its_name(cache, tmp_path, monkeypatch):
+    done = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: done.append("fsync") or fsync(file))
+    monkeypatch.setattr(os, "replace", lambda *names: done.append("replace") or replace(*names))
+    cache.save(tmp_path / "state.safetensors")
+    assert done == ["fsync", "replace"]
+
+
 # --- checkpoints -------------------------------------------------------------------------------
 
 

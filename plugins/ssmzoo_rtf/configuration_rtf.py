@@ -103,6 +103,8 @@ class RTFConfig(SSMConfig):
             raise ValueError(f"constraint_margin must be at least 0, got {self.constraint_margin}")
         if self.legacy_double_h0 and self.block != "hyena":
             raise ValueError(f"legacy_double_h0 belongs to block='hyena', got block={self.block!r}")
+        if self.mixer_rank is not None and self.block != "hyena":
+            raise ValueError(f"mixer_rank belongs to block='hyena', got block={self.block!r}")
         self._check_kernel()
 
     def _check_kernel(self) -> None:

@@ -34,6 +34,7 @@ from ssmzoo.family import suggestion
 from ssmzoo.files import write_folder
 from ssmzoo.recipe import ROW_TASKS, DataSection, Recipe
 from ssmzoo.rows import ConsecutiveRows, PackedRows, Parts, Rows, RowSource, StreamedRows, TaskRows
+from ssmzoo.source import first_line
 from ssmzoo.tokenizer import (
     Encoder,
     byte_tokenizer,
@@ -348,9 +349,8 @@ def _commit(data: DataSection) -> str:
             f"{data.revision!r}"
         ) from error
     except HfHubHTTPError as error:
-        why = str(error).strip().splitlines()[0]
         raise LookupError(
-            f"data.dataset: no data set {data.dataset!r} on the Hub: {why}"
+            f"data.dataset: no data set {data.dataset!r} on the Hub: {first_line(error)}"
         ) from error
     except OSError as error:
         raise RuntimeError(f"data.dataset: the Hub cannot be reached: {error}") from error

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ssmzoo.files import file_digest
+from ssmzoo.source import first_line
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -115,8 +116,7 @@ def open_dataset(
         opened = datasets.load_dataset(kind, data_files=names, split="train", streaming=streaming)
         return cast("Iterable[dict[str, Any]]", opened)
     except (DatasetNotFoundError, FileNotFoundError, ValueError) as error:
-        why = str(error).strip().splitlines()[0]
-        raise LookupError(f"data.{data.source}: {why}") from error
+        raise LookupError(f"data.{data.source}: {first_line(error)}") from error
 
 
 def texts_of(records: Iterable[dict[str, Any]], text_field: str, field: str) -> Iterator[str]:

@@ -24,7 +24,7 @@ from ssmzoo_rtf.realizations import from_diagonal
 from ssmzoo_rtf.stability import poles
 
 TINY = {"vocab_size": 61, "hidden_size": 12, "num_hidden_layers": 2, "d_state": 6}
-S4 = {"block": "s4", "kernel_mode": "exact", "num_denominators": 3}
+S4 = {"block": "s4", "mixer_rank": None, "kernel_mode": "exact", "num_denominators": 3}
 HYENA = {"block": "hyena", "kernel_mode": "exact", "mixer_rank": 5, "num_denominators": 12}
 S4_TRUNCATED = {**S4, "kernel_mode": "truncated", "trunc_len": 40}
 HYENA_TRUNCATED = {**HYENA, "kernel_mode": "truncated", "trunc_len": 40}
@@ -1022,9 +1022,9 @@ def test_filter_parameters_have_a_group_of_their_own_and_do_not_decay():
 # --- modal filters -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", ["hyena", "s4"])
-def test_modal_filters_have_five_equal_forms(block):
-    fields = {**MODAL, "block": block}
+@pytest.mark.parametrize("fields", [MODAL, {**MODAL, **S4}], ids=["hyena", "s4"])
+def test_modal_filters_have_five_equal_forms(fields):
+    fields = {**fields, "num_denominators": 6}
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         model = build(dtype, **fields)
         hold_five_forms(model, functools.partial(judged, model), tolerance)
@@ -1300,6 +1300,7 @@ def test_a_shrunken_classifier_learns_from_a_batch_of_its_kind(preset):
         ({"constraint_margin": -0.1}, "constraint_margin must be at least 0"),
         ({"mixer_dropout": 1.0}, "mixer_dropout must be at least 0 and below 1"),
         ({"block": "s4", "legacy_double_h0": True}, "legacy_double_h0 belongs to block='hyena'"),
+        ({"block": "s4", "mixer_rank": 5}, "mixer_rank belongs to block='hyena', got block='s4'"),
         ({"filter": "implicit"}, "filter='implicit' needs trunc_len"),
         ({**IMPLICIT, "bidirectional": True}, "filter='implicit' looks back only"),
         ({**IMPLICIT, "implicit_features": 4}, "implicit_features must be odd"),

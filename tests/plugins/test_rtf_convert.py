@@ -164,7 +164,7 @@ def test_what_is_no_such_checkpoint_is_refused():
     ("fields", "message"),
     [
         ({}, "kernel_mode='truncated', got 'exact'"),
-        ({"block": "s4"}, "block='hyena', got 's4'"),
+        ({"block": "s4", "mixer_rank": None}, "block='hyena', got 's4'"),
         ({"kernel_mode": "truncated", "trunc_len": M}, "legacy_double_h0=True, got False"),
     ],
 )

@@ -336,6 +336,8 @@ class StateCache(Cache):
         partial = Path(f"{os.fspath(path)}.{os.getpid()}.partial")
         try:
             save_file(tensors, partial, metadata=metadata)
+            with partial.open("rb") as written:  # on the disk before it has the name
+                os.fsync(written.fileno())
             os.replace(partial, path)
         except SafetensorError as error:
             raise OSError(f"{path} cannot be written: {error}") from error
