@@ -22,6 +22,7 @@ from ssmzoo.card import render_card
 from ssmzoo.hub import publish
 from ssmzoo.resources import share
 from ssmzoo.results import weights_revision
+from ssmzoo.tasks.symbols import symbol_tokenizer
 from ssmzoo.tokenizer import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -390,6 +391,22 @@ def test_the_snippets_of_a_card_run(run, monkeypatch, capsys):
         exec(snippet.replace('source = "first-try"', 'source = "published"'), names)
     assert "def mean(values):" in capsys.readouterr().out
     assert any("lora" in name for name, _ in names["model"].named_parameters())
+
+
+def test_the_card_of_a_model_of_symbols_without_projections_runs_too(tmp_path, monkeypatch, capsys):
+    family = load_family("coffee")
+    model = family.causal_lm_class(family.config("coffee-induction"))
+    model.save_pretrained(tmp_path / "symbols")
+    symbol_tokenizer(9).save_pretrained(tmp_path / "symbols")
+    text = render_card(tmp_path / "symbols").read_text()
+    assert "LoraConfig" not in text
+    assert "Train it whole" in text
+    assert "Convolution" not in text
+    assert "Expansion" not in text
+    monkeypatch.chdir(tmp_path)
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    exec(snippet, {})
+    assert "t1 t2 t3 t4" in capsys.readouterr().out
 
 
 # bad input

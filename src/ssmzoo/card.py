@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 MARKER = "Rendered by `ssmzoo card` from measured results; edits are lost when it runs again."
 
-# What a person decided about the model survives a new rendering.
 _MANY = 4  # other models whose scores stand in a table in any case
+# What a person decided about the model survives a new rendering.
 _KEPT = ("license", "license_name", "license_link", "language", "datasets", "base_model")
 # The first name that a configuration has; zoo names first, then those of other libraries.
 _ARCHITECTURE = (
@@ -55,6 +55,8 @@ _ARCHITECTURE = (
     ("Transition", ("transition",)),
     ("Tied embeddings", ("tie_word_embeddings",)),
 )
+# What every configuration of a family names, and a block without a convolution does not have.
+_OF_CONVOLUTIONS = ("Expansion", "Convolution width")
 
 
 def render_card(
@@ -134,6 +136,7 @@ def _render(
             others = [entry for entry in others if rows & entry.scores.keys()]
     family = family_of(summary.config)
     words = family_words(family.name) if family else None
+    targets = [x for x in family.lora_targets if x in summary.modules] if family else []
     card = ModelCard.from_template(
         _metadata(name, family.name if family else None, words, own, kept, head),
         template_str=share("model_cards/template.md").read_text(encoding="utf-8"),
@@ -146,10 +149,10 @@ def _render(
         results=_results(name, own, others),
         origins=_origins([*own, *others]),
         packages="ssmzoo" if family else "transformers torch",
-        tokenizer=summary.tokenizer,
+        prompt=json.dumps(summary.prompt) if summary.prompt else None,
         words=words,
         family=family.name if family else None,
-        lora_targets=json.dumps(family.lora_targets) if family and family.lora_targets else None,
+        lora_targets=json.dumps(targets) if targets else None,
         architecture=_architecture(summary),
         training=_training(summary),
         recipe=summary.recipe.strip() if summary.recipe else None,
@@ -308,7 +311,10 @@ def _architecture(summary: Summary) -> str:
         ["Parameters", _number(summary.parameters)],
         ["Stored as", ", ".join(summary.dtypes)],
     ]
+    convolves = any("conv" in name for name in summary.modules)
     for label, names in _ARCHITECTURE:
+        if label in _OF_CONVOLUTIONS and not convolves:
+            continue
         value = next((config[name] for name in names if config.get(name) is not None), None)
         if isinstance(value, bool):
             rows.append([label, "yes" if value else "no"])

@@ -33,7 +33,8 @@ class Summary:
         config: What its configuration file holds.
         parameters: How many it has.
         dtypes: The types that its weights are stored as.
-        tokenizer: Whether it brings one.
+        modules: The names of those that hold weights, without their places in the model.
+        prompt: A text that its tokenizer reads; None if it brings none.
         run: What ``run.json`` says; None if the run is not known.
         recipe: The run's recipe, as YAML.
         measured: What the run recorded last.
@@ -45,7 +46,8 @@ class Summary:
     config: dict[str, Any]
     parameters: int
     dtypes: list[str]
-    tokenizer: bool
+    modules: list[str]
+    prompt: str | None
     run: dict[str, Any] | None
     recipe: str | None
     measured: dict[str, float | int | None]
@@ -79,7 +81,8 @@ def summarise(folder: Path, run_dir: str | Path | None) -> tuple[Summary, Path |
         config=config,
         parameters=sum(math.prod(x[1]) for name, x in tensors.items() if not _statistic(name)),
         dtypes=sorted({dtype for dtype, _ in tensors.values()}),
-        tokenizer=(folder / "tokenizer_config.json").exists(),
+        modules=sorted({name.split(".")[-2] for name in tensors if name.endswith(".weight")}),
+        prompt=_prompt(folder),
         run=dict(run.facts) if run else None,
         recipe=_recipe(run.recipe_text) if run else None,
         measured=measured,
@@ -101,6 +104,18 @@ def read_summary(path: Path) -> Summary:
     if set(content) != names:
         raise ValueError(f"{path} must have exactly the fields {', '.join(sorted(names))}")
     return Summary(**content)
+
+
+def _prompt(folder: Path) -> str | None:
+    """Return code for tokenizers of text; for those of symbols, which read no other, symbols."""
+    if not (folder / "tokenizer_config.json").exists():
+        return None
+    file = folder / "tokenizer.json"
+    kind = read_json(file).get("model", {}) if file.exists() else {}
+    if kind.get("type") != "WordLevel":
+        return "def mean(values):"
+    symbols = sorted(kind["vocab"], key=kind["vocab"].__getitem__)
+    return " ".join(symbols[1:5])  # the first is filler
 
 
 def _recipe(text: str) -> str:
