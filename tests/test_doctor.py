@@ -67,7 +67,7 @@ def test_a_model_without_a_state_says_why_and_a_continuous_one_is_read_too(tmp_p
     fields = {"input_channels": 1, "bidirectional": True, "num_labels": 2}
     config = family.config(**{**family.tiny, **fields})
     family.sequence_classification_class(config).save_pretrained(tmp_path)
-    facts = examine_model(str(tmp_path), length=16)
+    facts = examine_model(tmp_path, length=16)
     assert not facts["untrained"]
     assert (facts["state_bytes"], facts["seconds"]["step"]) == (None, None)
     assert facts["state_reason"]

@@ -32,7 +32,7 @@ LANES = 64
 MOST_LANES = 512  # of a trained layer: whole channels, evenly apart
 CAP, LONG_CAP = 200, 100  # steps, and those of sequences of 16384 tokens or more
 GRID_LANES, GRID_LENGTHS = [16, 256, 4096, 65536], [64, 1024, 8192]
-LARGEST = 2**25  # lanes times tokens that are timed
+LARGEST = 2**26  # lanes times tokens that are timed
 ROUNDS, SECONDS = 5, 1.0  # in turns, at least so often and so long
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssmzoo.describe import installed_families
@@ -64,7 +65,7 @@ def examine_machine(device: str | None = None) -> dict[str, Any]:
 
 
 def examine_model(
-    model: str, *, batch_size: int = 1, length: int = 512, device: str | None = None
+    model: str | Path, *, batch_size: int = 1, length: int = 512, device: str | None = None
 ) -> dict[str, Any]:
     """Run a backbone once over a text and once over one more token; return what ran.
 
@@ -94,7 +95,7 @@ def examine_model(
     from ssmzoo.inspect.measure import as_arguments, cache_after
     from ssmzoo.inspect.subject import load_subject, reference_inputs
 
-    subject = load_subject(model, seed=0, device=device)
+    subject = load_subject(str(model), seed=0, device=device)
     network = subject.model.eval()
     place = network.device
     inputs = reference_inputs(subject, length, batch_size, tokens=None, seed=0)

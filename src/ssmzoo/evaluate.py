@@ -42,7 +42,7 @@ PACKAGES = ("ssmzoo", "torch", "transformers", "lm-eval", "datasets", "tokenizer
 
 
 def evaluate(
-    model: str,
+    model: str | Path,
     *,
     tasks: Sequence[str] = (),
     suite: str | None = None,
@@ -81,6 +81,7 @@ def evaluate(
         RuntimeError: lm-eval is not installed, a task's data cannot be had, or the results cannot
             be written.
     """
+    model = str(model)
     names, chosen = _plan(tasks, suite, text)
     for argument, value in (("batch_size", batch_size), ("limit", limit)):
         if value is not None and value < 1:

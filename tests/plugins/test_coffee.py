@@ -33,9 +33,11 @@ from transformers import (
 from ssmzoo.callbacks import ProjectParameters
 from ssmzoo.checkpoint import read_metrics
 from ssmzoo.describe import describe_family
+from ssmzoo.evaluate import evaluate
 from ssmzoo.inspect import inspect_model, measure
 from ssmzoo.modeling import LayerState, SSMMixer
-from ssmzoo.tasks import induction_heads_zero
+from ssmzoo.results import read_results
+from ssmzoo.tasks import induction_heads_zero, symbol_tokenizer
 from ssmzoo.tasks.mnist import turned
 from ssmzoo.testing import FamilyConformance, check
 from ssmzoo.testing.conformance import CHECKS, name_of
@@ -247,6 +249,19 @@ def test_the_papers_example_takes_its_path_and_answers_all_eight_sequences():
 def test_the_task_asks_for_the_eight_sequences_of_the_papers_example():
     input_ids, labels = induction_heads_zero()
     assert dict(zip(map(tuple, input_ids[:, :4].tolist()), labels[:, 4], strict=True)) == SEQUENCES
+
+
+@pytest.mark.parametrize(("embedding", "right"), [(None, 6), (LEARNED, 8)])
+def test_lm_eval_asks_for_the_eight_sequences_of_the_papers_example(embedding, right, tmp_path):
+    ih0(embedding).save_pretrained(tmp_path / "model")
+    symbol_tokenizer(3).save_pretrained(tmp_path / "model")
+    path = evaluate(tmp_path / "model", tasks=["ssmzoo_induction_zero"], output_dir=tmp_path)
+    found = {row["metric"]: row for row in read_results(path)["results"]}
+    assert {metric: row["value"] for metric, row in found.items()} == {
+        "acc": right / 8,
+        "exact_match": right / 8,
+    }
+    assert found["acc"]["n"] == 8
 
 
 def test_the_papers_example_learns_from_its_start_and_nothing_but_its_embedding(tmp_path):

@@ -16,6 +16,7 @@ from ssmzoo.tasks.induction import (
     induction_heads,
     induction_heads_zero,
     induction_text_documents,
+    induction_zero_documents,
 )
 from ssmzoo.tasks.listops import LISTOPS_SYMBOLS, listops_trees
 from ssmzoo.tasks.load import SUPERVISED_TASKS, load_task
@@ -51,6 +52,7 @@ __all__ = [
     "induction_heads",
     "induction_heads_zero",
     "induction_text_documents",
+    "induction_zero_documents",
     "listops_trees",
     "load_task",
     "mad_documents",

@@ -161,6 +161,15 @@ def induction_documents(
     )
 
 
+def induction_zero_documents(**_: Any) -> dict[str, Dataset]:
+    """Return the eight sequences of IH0 for lm-eval, in symbols."""
+    input_ids, labels = induction_heads_zero()
+    return lm_eval_split(
+        context=[symbols(row[:-1]) for row in input_ids],
+        answer=[f" {symbols(row[-1:])}" for row in labels],
+    )
+
+
 def induction_text_documents(
     *, num_examples: int, seq_len: int, seed: int, **_: Any
 ) -> dict[str, Dataset]:
