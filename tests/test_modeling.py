@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from ssmzoo.family import load_family
 from ssmzoo.modeling import StateCache
 from ssmzoo.modeling.segments import find_segments
+from ssmzoo.tokenizer import byte_tokenizer
 from ssmzoo_longhorn import FAMILY
 
 FAMILY.register()
@@ -528,6 +529,97 @@ def test_a_classifier_under_accumulation_has_the_gradient_of_the_whole_batch(cla
         norms += [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
     assert len(norms) == 2
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
+def evaluated(model, rows, folder, collator=None, **options):
+    """Return the loss that transformers' Trainer evaluates."""
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_eval_batch_size=len(rows),
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        **options,
+    )
+    trainer = Trainer(model, arguments, eval_dataset=rows, data_collator=collator)
+    return trainer.evaluate()["eval_loss"]
+
+
+def test_trainer_shifts_smoothed_labels(model, ids, tmp_path):
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    plain = evaluated(model, rows, tmp_path)
+    assert plain == pytest.approx(model(ids, labels=ids).loss.item(), rel=1e-6)
+    # so little smoothing that nothing but the shift could change the loss
+    assert evaluated(model, rows, tmp_path, label_smoothing_factor=1e-9) == pytest.approx(plain)
+
+
+def test_trainer_finds_the_same_loss_on_either_side_of_padding(tmp_path):
+    from transformers import DataCollatorForLanguageModeling
+
+    tokenizer, model = byte_tokenizer(), build(vocab_size=259)
+    rows = [tokenizer(text) for text in ("hi", "hello there", "a", "some words here")]
+    losses = {}
+    for side in ("left", "right"):
+        tokenizer.padding_side = side
+        collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+        loss = model(**collator([dict(row) for row in rows])).loss.item()
+        losses[side] = evaluated(model, rows, tmp_path, collator), loss
+        assert losses[side][0] == pytest.approx(loss, rel=1e-6)
+    assert losses["left"] == pytest.approx(losses["right"], rel=1e-5)
+
+
+def test_a_count_of_targets_loses_the_first_token_of_a_padded_row(model, ids):
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    mean = model(ids, attention_mask=mask, labels=labels).loss
+    # behind the first column are twelve places, two of them padding; one is row 1's first token
+    counted = {"num_items_in_batch": torch.tensor(10)}
+    torch.testing.assert_close(model(ids, attention_mask=mask, labels=labels, **counted).loss, mean)
+    whole = model(ids, labels=ids).loss
+    torch.testing.assert_close(model(ids, labels=ids, num_items_in_batch=24).loss, whole / 2)
+    nothing = model(ids, attention_mask=mask, labels=torch.full_like(ids, -100), **counted)
+    assert nothing.loss == 0
+
+
+def test_generate_reads_stop_strings_with_a_tokenizer():
+    tokenizer, model = byte_tokenizer(), build(vocab_size=259)
+    prompt = tokenizer("hi", return_tensors="pt")
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 256}
+    with torch.no_grad():  # say "z", whatever comes
+        model.lm_head.weight.zero_()
+        model.model.norm.weight.zero_()
+    said = model.generate(**prompt, **options)[0, 2:]
+    stopped = model.generate(
+        **prompt,
+        **{**options, "min_new_tokens": 0},
+        stop_strings=[tokenizer.decode(said[:2])],
+        tokenizer=tokenizer,
+    )
+    assert stopped[0, 2:].tolist() == said[:2].tolist()
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+def test_reentrant_checkpointing_with_a_given_state_is_refused(ids):
+    model = build()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    state = model(ids[:, :3], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"past_key_values in training needs .*'use_reentrant'"):
+        model.train()(ids[:, 3:], past_key_values=state)
+    model.eval()(ids[:, 3:], past_key_values=state)
+
+
+def test_what_is_no_field_of_a_configuration_is_not_written(tmp_path, caplog):
+    model = build()
+    model.config.max_position_embeddings = 2048
+    with caplog.at_level("WARNING", logger="ssmzoo"):
+        model.save_pretrained(tmp_path)
+    assert "LonghornConfig has no field max_position_embeddings: not written" in caplog.text
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not hasattr(loaded.config, "max_position_embeddings")
+    assert model.config.max_position_embeddings == 2048
 
 
 def test_a_copied_cache_goes_back_to_before(model, ids):

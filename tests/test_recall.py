@@ -249,4 +249,8 @@ def test_merged_mappings_are_read_and_what_stands_twice_is_refused(tmp_path):
 
 def test_a_missing_sweep_is_one_line(tmp_path, capsys):
     assert main(["recall", str(tmp_path / "none.yaml"), str(tmp_path)]) == 2
-    assert "no file" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no sweep" in line
+    assert main(["recall", "bmojo-mqar-toyy", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no sweep 'bmojo-mqar-toyy'; did you mean 'bmojo-mqar-toy'?; shipped: " in line

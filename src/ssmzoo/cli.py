@@ -194,7 +194,11 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     sub.add_argument(
         "--output", metavar="DIR", help="the run's folder (default: runs/ and the recipe's name)"
     )
-    sub.add_argument("--resume", action="store_true", help="continue the run in that folder")
+    sub.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the run in that folder; none there: begin it",
+    )
     sub.add_argument(
         "--set",
         metavar="KEY=VALUE",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ssmzoo.describe import checkpoint_folder
 from ssmzoo.files import writing
 from ssmzoo.machine import usable_device
-from ssmzoo.source import load_tokenizer
+from ssmzoo.source import first_line, load_tokenizer
 from ssmzoo.trust import trusted
 
 if TYPE_CHECKING:
@@ -144,6 +144,12 @@ def load_model(
     except (AttributeError, KeyError, IndexError) as error:  # transformers trusts config.json
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"the configuration of {name!r} is damaged: {reason}") from error
+    except OSError as error:
+        if folder is not None:
+            raise
+        raise OSError(
+            f"no folder {name!r} here, and no model from the Hub: {first_line(error)}"
+        ) from error
     finally:
         logging.set_verbosity(verbosity)
     network, loading = loaded

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ssmzoo.checkpoint import read_metrics
+from ssmzoo.family import suggestion
 from ssmzoo.files import appears_whole, write_json
 from ssmzoo.machine import hardware, installed_versions
 from ssmzoo.recipe import (
@@ -118,6 +119,11 @@ def load_sweep(path: str | Path) -> Sweep:
     """
     shipped = share("eval/sweeps") / f"{path}.yaml"
     file = shipped if shipped.is_file() else Path(path)
+    if not file.exists():
+        names = sorted(sweep.stem for sweep in shipped.parent.glob("*.yaml"))
+        raise LookupError(
+            f"no sweep {str(path)!r}{suggestion(str(path), names)}; shipped: {', '.join(names)}"
+        )
     sweep = read_sections(Sweep, file, file.name)
     names = [name for name, _, _ in sweep.recipes()]
     twice = next((name for name in names if names.count(name) > 1), None)

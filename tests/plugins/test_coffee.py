@@ -251,6 +251,18 @@ def test_the_task_asks_for_the_eight_sequences_of_the_papers_example():
     assert dict(zip(map(tuple, input_ids[:, :4].tolist()), labels[:, 4], strict=True)) == SEQUENCES
 
 
+def test_files_of_weights_may_have_a_variant_beside_the_configurations(tmp_path):
+    model = FAMILY.causal_lm_class(FAMILY.config_class(**{**FAMILY.tiny, "variant": "token_gate"}))
+    model.save_pretrained(tmp_path, variant="fp16")
+    for kind in (AutoModelForCausalLM, CoffeeForCausalLM):
+        loaded = kind.from_pretrained(tmp_path, variant="fp16")
+        assert loaded.config.variant == "token_gate"
+        torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+    assert CoffeeConfig.from_pretrained(tmp_path, variant="no_feedback").variant == "no_feedback"
+    with pytest.raises(StrictDataclassError, match="variant"):
+        CoffeeConfig.from_pretrained(tmp_path, variant="s7")
+
+
 @pytest.mark.parametrize(("embedding", "right"), [(None, 6), (LEARNED, 8)])
 def test_lm_eval_asks_for_the_eight_sequences_of_the_papers_example(embedding, right, tmp_path):
     ih0(embedding).save_pretrained(tmp_path / "model")

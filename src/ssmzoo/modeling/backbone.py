@@ -253,6 +253,8 @@ class SSMModel(SSMPreTrainedModel):
                 f"{type(self).__name__} is bidirectional and cannot have a cache: later tokens "
                 "change earlier outputs; pass whole sequences with use_cache=False"
             )
+        if past_key_values is not None and self.training and torch.is_grad_enabled():
+            self._refuse_reentrant_checkpointing()
         cache = self._cache(past_key_values, use_cache, packed.sequences if packed else batch)
         if cache is not None:
             cache.record(hidden_states if segments is None else None, length)
@@ -372,6 +374,18 @@ class SSMModel(SSMPreTrainedModel):
     def get_input_embeddings(self) -> nn.Module | None:
         """Return the token embedding, None for a model of continuous values."""
         return self.embed_tokens if self.config.input_channels is None else None
+
+    def _refuse_reentrant_checkpointing(self) -> None:
+        """Fail where checkpointing would silently cut the gradients through a given state."""
+        for layer in self.layers:
+            checkpoint = getattr(layer, "_gradient_checkpointing_func", None)
+            options = getattr(checkpoint, "keywords", {})
+            if getattr(layer, "gradient_checkpointing", False) and options.get("use_reentrant"):
+                raise ValueError(
+                    "past_key_values in training needs gradient_checkpointing_kwargs="
+                    "{'use_reentrant': False}: reentrant checkpointing passes no gradient through "
+                    "a state"
+                )
 
     def _cache(
         self, given: StateCache | None, use_cache: bool, sequences: int

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ssmzoo.modeling.backbone import SSMModel
 from ssmzoo.modeling.cache import StateCache
@@ -28,6 +30,12 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
 
     model_class: type[SSMModel]
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Tell Trainer, which shifts smoothed labels only for the classes that it knows by name."""
+        super().__init_subclass__(**kwargs)
+        if cls.config_class is not None:
+            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(cls.config_class.model_type, cls.__name__)
 
     def __init__(self, config: SSMConfig) -> None:
         super().__init__(config)
@@ -127,11 +135,15 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
                 raise ValueError(f"{name} must have shape [B, L], got {list(targets.shape)}")
             if logits.shape[1] != targets.shape[1]:
                 raise ValueError(f"{name} need all logits; leave logits_to_keep at 0")
-        if labels is not None:
-            labels = _without_first_tokens(labels, segments)
-            read = "labels", labels[:, 1:]
         if shift_labels is not None:
             read = "shift_labels", shift_labels
+        elif labels is not None:
+            given, labels = labels, _without_first_tokens(labels, segments)
+            read = "labels", labels[:, 1:]
+            items = loss_kwargs.get("num_items_in_batch")
+            if items is not None and labels is not given:  # Trainer counted first tokens, too
+                counted, left = ((x[:, 1:] != -100).sum().clamp(min=1) for x in (given, labels))
+                loss_kwargs["num_items_in_batch"] = items * left / counted
         if read is not None:
             with named_indices(*read, logits.shape[-1], ignored=-100):
                 loss = self.loss_function(
@@ -182,6 +194,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Drop what a recurrent model needs no more once the prompt is in its state."""
+        kwargs.pop("tokenizer", None)  # of stop strings, which generate hands on
         one = kwargs.get("next_sequence_length") == 1 and kwargs.get("past_key_values") is not None
         if one and not is_first_iteration and kwargs.keys() <= _STEP_ARGUMENTS:
             # a plain decoding step, by far the most frequent call
@@ -191,6 +204,12 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
                 "use_cache": kwargs.get("use_cache"),
                 "logits_to_keep": kwargs.get("logits_to_keep") or 0,
             }
+        given: StateCache | None = kwargs.get("past_key_values")
+        if is_first_iteration and given is not None and inputs_embeds is None:
+            seen = given.get_seq_length()
+            if kwargs.get("next_sequence_length") is None and 0 < seen < input_ids.shape[1]:
+                # assisted decoding does not say what a state that it was given has not seen
+                kwargs["next_sequence_length"] = input_ids.shape[1] - seen
         # generate accepts embeddings only from a model whose signature here names them
         kwargs |= {"inputs_embeds": inputs_embeds, "is_first_iteration": is_first_iteration}
         prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
@@ -202,7 +221,12 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         return inputs
 
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
     ) -> None:
         """Give ``generate`` our cache; transformers' own would not count the tokens."""
         if generation_config.cache_implementation is not None:
@@ -213,6 +237,19 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
             )
         given = model_kwargs.get("past_key_values")
         if given is not None:
+            mask = model_kwargs.get("attention_mask")  # generate keeps the length of one of ones
+            kept = getattr(generation_config, "_mask_length", None)
+            length = kept if mask is None else mask.shape[1]
+            if length is not None and length <= given.get_seq_length():
+                raise ValueError(
+                    f"past_key_values has seen {given.get_seq_length()} tokens, and input_ids (or "
+                    "attention_mask, where they are the new ones alone) must have more, got "
+                    f"{length}; model.prefill keeps a prompt that generate can go on from"
+                )
+            expanded = max(generation_config.num_beams, generation_config.num_return_sequences)
+            if expanded > 1 and given.batch_size == batch_size:  # as the prompt's rows were
+                given = model_kwargs["past_key_values"] = copy.deepcopy(given)
+                given.batch_repeat_interleave(expanded)
             given._is_user_defined = True
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = StateCache(self.config)

@@ -1,13 +1,17 @@
 """The fields that every family's configuration has, and the rule that there are no others."""
 
+import copy
 import dataclasses
 import difflib
+import logging
 import math
 from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, get_args
 
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig, PreTrainedConfig
+
+_LOGGER = logging.getLogger("ssmzoo")
 
 # what transformers itself writes into config.json, or takes out of the keywords, besides its fields
 _TRANSFORMERS_KEYS = frozenset(
@@ -93,13 +97,11 @@ class SSMConfig(PreTrainedConfig):
             LookupError: A field that this configuration does not have.
             ValueError: A field out of its range, or kernels from the Hub.
         """
-        known = {field.name for field in dataclasses.fields(self)} | set(self.attribute_map)
-        allowed = known | _TRANSFORMERS_KEYS | set(GenerationConfig().to_dict())
-        for name in kwargs:
-            if name not in allowed and not name.startswith("_"):
-                raise LookupError(
-                    f"{type(self).__name__} has no field {name!r}{suggestion(name, known)}"
-                )
+        for name in self._unknown(kwargs):
+            known = {field.name for field in dataclasses.fields(self)} | set(self.attribute_map)
+            raise LookupError(
+                f"{type(self).__name__} has no field {name!r}{suggestion(name, known)}"
+            )
         for name in ("attn_implementation", "_attn_implementation"):
             if "/" in str(kwargs.get(name)):  # transformers would fetch and run it
                 raise ValueError(
@@ -135,10 +137,32 @@ class SSMConfig(PreTrainedConfig):
     def save_pretrained(
         self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
-        """Write ``config.json``; it names a checkpoint's own code only where that goes along."""
+        """Write ``config.json``; it names a checkpoint's own code only where that goes along.
+
+        What was hung on to the configuration and is no field of it stays out, with a warning: a
+        file that has it could not be loaded.
+        """
         if self._auto_class is None:
             vars(self).pop("auto_map", None)
-        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+        unknown = self._unknown(vars(self))
+        if unknown:
+            _LOGGER.warning(
+                "%s has no field %s: not written to config.json",
+                type(self).__name__,
+                ", ".join(unknown),
+            )
+            written = copy.copy(self)
+            for name in unknown:
+                delattr(written, name)
+            written.save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+        else:
+            super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    def _unknown(self, names: Iterable[str]) -> list[str]:
+        """Return those that are neither fields nor transformers' own."""
+        known = {field.name for field in dataclasses.fields(self)} | set(self.attribute_map)
+        known |= _TRANSFORMERS_KEYS | set(GenerationConfig().to_dict())
+        return [name for name in names if name not in known and not name.startswith("_")]
 
     def check(self) -> None:
         """Fail unless the fields fit each other; a family adds its own rules.

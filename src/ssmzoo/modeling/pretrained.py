@@ -51,6 +51,21 @@ class SSMPreTrainedModel(PreTrainedModel):
             damaged = next((p for p in Path(source).glob("*.safetensors") if not _whole(p)), source)
             raise ValueError(f"{damaged} is not a whole safetensors file: {error}") from error
 
+    @classmethod
+    def _from_config(cls, config: Any, **kwargs: Any) -> Any:
+        """Build what ``AutoModel.from_config`` asks for in float32 and cast it then.
+
+        A lower precision from the start would be that of parameters which stay float32, too.
+        """
+        dtype = kwargs.get("dtype") or kwargs.get("torch_dtype") or config.dtype
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        if dtype not in (torch.bfloat16, torch.float16):
+            return super()._from_config(config, **kwargs)
+        kwargs = {key: kwargs[key] for key in kwargs if key != "torch_dtype"}
+        model = super()._from_config(config, **{**kwargs, "dtype": torch.float32})
+        model.config.dtype = dtype
+        return model.to(dtype)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Draw a module's own parameters.

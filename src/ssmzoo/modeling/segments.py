@@ -209,7 +209,8 @@ def _padded(mask: Tensor) -> Segments:
             row = int((whole != mask).any(dim=1).int().argmax())
             raise ValueError(
                 "attention_mask must have its ones in one piece (padding before or after them), "
-                f"row {row} has zeros between ones"
+                f"row {row} has zeros between ones; with tokens of PEFT's prompt tuning in front, "
+                "pad on the right"
             )
     ends = torch.stack([first, last, torch.full_like(first, length)], dim=1)  # [B, 3]
     ends = ends + torch.arange(batch, device=mask.device)[:, None] * length

@@ -62,6 +62,10 @@ def check_load_in_bfloat16(subject: Subject) -> Measured:
         with tempfile.TemporaryDirectory() as folder:
             source.save_pretrained(folder)
             _same_tensors(measured, _load(folder, dtype=torch.bfloat16), cast)
+    drawn = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
+    low = [name for name in kept if drawn.get_parameter(name).dtype != torch.float32]
+    require(not low, f"AutoModel.from_config draws {low} in bfloat16")
+    require(drawn.config.dtype == torch.bfloat16, "AutoModel.from_config forgets its dtype")
     return measured
 
 

@@ -162,7 +162,7 @@ def check_cache_file(subject: Subject) -> Measured:
 
 
 def check_prompt_state(subject: Subject) -> Measured:
-    """A prompt read once is continued often, from a file too, and by no other weights."""
+    """A prompt read once is continued often, in every way, from a file too, by no other weights."""
     measured = Measured()
     model, (ids, mask) = subject.model(), _prompts(subject)
     more = subject.ids(len(ids), 4, seed=7)
@@ -183,6 +183,19 @@ def check_prompt_state(subject: Subject) -> Measured:
             )
             expected = _recomputed(model, output.sequences)
             measured.compare(f"{name} logits", _logits(output), expected, ROUNDED)
+    ids = torch.cat([ids[:1], ids[:1, :5]], dim=1)  # something to look up
+    mask, state = torch.ones_like(ids), model.prefill(ids)
+    for way in ("prompt_lookup_num_tokens", "num_beams", "num_return_sequences"):
+        options = {way: 3, "do_sample": way == "num_return_sequences"}
+        outputs = []
+        for past in ({}, {"past_key_values": state.inputs()["past_key_values"]}):
+            torch.manual_seed(0)
+            outputs.append(_generate(model, ids, mask, **past, **options))
+        plain, kept = outputs
+        require(torch.equal(kept.sequences, plain.sequences), f"{way}: other tokens")
+        measured.compare(f"{way} logits", _logits(kept), _logits(plain), ROUNDED)
+    read = model.prefill(torch.cat([ids, ids[:, :1]], dim=1)).cache  # all of the prompt
+    _refused(ValueError, _generate, model, ids, mask, past_key_values=read)
     return measured
 
 
