@@ -92,7 +92,8 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
             cu_seq_lens_q: See there.
             seq_idx: See there.
             **kwargs: For the loss: ``shift_labels [B, L]``, the token after each position, or -100,
-                taken as they are in place of ``labels``; and ``num_items_in_batch``.
+                taken as they are in place of ``labels``; and ``num_items_in_batch``, all that
+                Trainer counts, of which first tokens that nothing predicts are taken off.
 
         Returns:
             ``loss`` (mean cross-entropy in nats), ``logits [B, L, V]``, ``past_key_values``.
