@@ -139,6 +139,7 @@ class StateCache(Cache):
         self.owner = _signature(config)
         self.seen_tokens = 0
         self.pending: Tensor | None = None  # [B, L, D], what the next call must read again first
+        self.input_holds_seen = False  # in generate: whether its first input repeats what was seen
         self._recording = False
         self._recorded: list[_Recorded] = []
 

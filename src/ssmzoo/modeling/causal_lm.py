@@ -206,11 +206,9 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
                 "logits_to_keep": kwargs.get("logits_to_keep") or 0,
             }
         given: StateCache | None = kwargs.get("past_key_values")
-        if is_first_iteration and given is not None and inputs_embeds is None:
-            seen = given.get_seq_length()
-            if kwargs.get("next_sequence_length") is None and 0 < seen < input_ids.shape[1]:
-                # assisted decoding does not say what a state that it was given has not seen
-                kwargs["next_sequence_length"] = input_ids.shape[1] - seen
+        if is_first_iteration and given is not None and given.input_holds_seen:
+            given.input_holds_seen = False
+            kwargs["next_sequence_length"] = input_ids.shape[1] - given.seen_tokens
         # generate accepts embeddings only from a model whose signature here names them
         kwargs |= {"inputs_embeds": inputs_embeds, "is_first_iteration": is_first_iteration}
         prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
@@ -220,6 +218,17 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         if tokens is not None and tokens.shape[1] == 1 and not is_first_iteration:
             inputs.pop("attention_mask", None)
         return inputs
+
+    def _assisted_decoding(
+        self, input_ids: Tensor, *args: Any, generation_config: Any, **kwargs: Any
+    ) -> Any:
+        """Speculate from a given state, of which transformers forgets what it has seen."""
+        given = kwargs.get("past_key_values")
+        length = _prompt_length(generation_config, kwargs)
+        if given is not None and given.seen_tokens and length == input_ids.shape[1]:
+            given.input_holds_seen = True  # candidates are added before its next input is prepared
+        decode = super()._assisted_decoding  # pyright: ignore[reportAttributeAccessIssue]
+        return decode(input_ids, *args, generation_config=generation_config, **kwargs)
 
     def _prepare_cache_for_generation(
         self,
@@ -238,9 +247,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
             )
         given = model_kwargs.get("past_key_values")
         if given is not None:
-            mask = model_kwargs.get("attention_mask")  # generate keeps the length of one of ones
-            kept = getattr(generation_config, "_mask_length", None)
-            length = kept if mask is None else mask.shape[1]
+            length = _prompt_length(generation_config, model_kwargs)
             if length is not None and length <= given.get_seq_length():
                 raise ValueError(
                     f"past_key_values has seen {given.get_seq_length()} tokens, and input_ids (or "
@@ -256,6 +263,15 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
             model_kwargs["past_key_values"] = StateCache(self.config)
             if generation_config.is_assistant:  # its proposals may be taken back
                 model_kwargs["past_key_values"].activate_past_recording()
+
+
+def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:
+    """Return how many tokens a prompt has, also where only those behind a given state came.
+
+    ``generate`` drops a mask that is all ones and keeps its length.
+    """
+    mask = model_kwargs.get("attention_mask")
+    return getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
 
 
 def _without_first_tokens(labels: Tensor, segments: Segments | None) -> Tensor:
