@@ -126,3 +126,26 @@ def test_without_recording_nothing_is_kept(model, ids):
     cache = read(model, None, ids)
     read(model, cache, ids)
     assert cache._recorded == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+        lambda cache: cache.batch_select_indices(torch.tensor([1])),
+        lambda cache: cache.batch_repeat_interleave(2),
+        lambda cache: cache.reset_rows(torch.tensor([0])),
+    ],
+    ids=["reordered", "selected", "repeated", "reset"],
+)
+def test_what_was_recorded_of_rows_as_they_were_is_forgotten_when_they_change(model, ids, change):
+    cache = read(model, None, ids[:, :4])
+    cache.activate_past_recording()
+    read(model, cache, ids[:, 4:9])
+    before = copy.deepcopy(cache)
+    change(cache)
+    with pytest.raises(RuntimeError, match="cannot be cropped"):
+        cache.crop(4)
+    before.crop(6)  # into the middle of a call, whose tokens are read with the next
+    with pytest.raises(RuntimeError, match="cropped into the middle of a call"):
+        change(before)

@@ -225,6 +225,19 @@ def test_tokens_are_classified_where_they_stand():
     assert near(output.logits[1, 2:], model(rows[1][None]).logits[0])
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("shape", [(2,), (2, 5), (2, 6, 1)])
+def test_labels_of_tokens_that_are_not_one_a_token_are_named(shape, padded):
+    model = build("token_classification", num_labels=5)
+    ids, mask = left_padded(documents(6, 4))
+    with pytest.raises(ValueError, match=r"labels must have shape \[B, L\] = \[2, 6\], got \["):
+        model(
+            ids,
+            attention_mask=mask if padded else None,
+            labels=torch.zeros(shape, dtype=torch.long),
+        )
+
+
 def test_regression_of_tokens_leaves_out_padding_and_nan():
     model = build("token_classification", num_labels=1, problem_type="regression", input_channels=2)
     values = torch.randn(2, 6, 2, dtype=torch.float64)

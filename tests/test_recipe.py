@@ -81,6 +81,8 @@ def test_an_unknown_section_is_named_with_a_suggestion(written):
         ("model__family", None, "model must have exactly one of family, config_of, init_from"),
         ("model__init_from", "x", "got family and init_from"),
         ("data__jsonl", "b.jsonl", "got text and jsonl"),
+        ("data__text", ["a.txt", "b.jsonl.gz"], "give 'b.jsonl.gz' as data.jsonl"),
+        ("data__text", "b.parquet", "give 'b.parquet' as data.parquet"),
         ("data__streaming", True, "data.streaming must be false with data.text"),
         ("data__validation", 0.0, "data.validation must be a share between 0 and 1"),
         ("data__config", "en", "data.config needs data.dataset"),

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from typing import Literal, get_args
 
 import torch
+from torch.autograd import forward_ad
 
 Backend = Literal["auto", "reference", "eager", "flex", "cpu", "triton"]
 
@@ -90,6 +91,11 @@ def use_backend(backend: Backend) -> Iterator[None]:
         _forced.reset(token)
 
 
+def forward_mode() -> bool:
+    """Tell whether somebody computes forward-mode derivatives, which only the reference has."""
+    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+
+
 def choose(op: str, backend: Backend, tensor: torch.Tensor, offers: tuple[str, ...] = ALL) -> str:
     """Return the backend that a call shall take.
 
@@ -103,8 +109,15 @@ def choose(op: str, backend: Backend, tensor: torch.Tensor, offers: tuple[str, .
     Raises:
         ValueError: No backend of that name, or the tensors lie on the wrong device for it.
         RuntimeError: The machine lacks what it needs.
+        NotImplementedError: A forward-mode derivative is asked of another than the reference.
     """
-    return _decide(op, backend, tensor.device.type, offers)
+    chosen = _decide(op, backend, tensor.device.type, offers)
+    if chosen != "reference" and forward_mode():
+        raise NotImplementedError(
+            f"{op}: backend {chosen!r} has no forward-mode derivative; inside a dual level, or "
+            'torch.func.jvp, take backend="reference", or ssmzoo_kernels.use_backend("reference")'
+        )
+    return chosen
 
 
 # torch.compile cannot trace what is asked here (a context variable, a compiler); the

@@ -99,7 +99,7 @@ def segment_offsets(op: str, like: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         raise ValueError(f"{op}: cu_seqlens must be on {like.device}, got {cu_seqlens.device}")
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
         check_boundaries(op, cu_seqlens, length)
-    return cu_seqlens.to(torch.int64)
+    return cu_seqlens.to(torch.int64).contiguous()
 
 
 def check_boundaries(op: str, cu_seqlens: Tensor, length: int) -> None:
@@ -108,6 +108,12 @@ def check_boundaries(op: str, cu_seqlens: Tensor, length: int) -> None:
     if values[0] != 0 or values[-1] != length or any(a > b for a, b in pairwise(values)):
         shown = values if len(values) <= 8 else [*values[:4], "...", *values[-3:]]
         raise ValueError(f"{op}: cu_seqlens must rise from 0 to L = {length}, got {shown}")
+
+
+def check_offsets(op: str, offsets: Tensor, tokens: int) -> None:
+    """Check, where values are there, what a compiled graph could not when it was traced."""
+    if offsets.device.type == "cpu":
+        check_boundaries(op, offsets, tokens)
 
 
 @functools.lru_cache(maxsize=64)

@@ -260,7 +260,8 @@ class DSSMixer(SSMMixer):
         if not bool(modes.grows.any()):
             return length
         reached = torch.tensor(length) if lengths is None else lengths
-        end = int((reached if position is None else position + reached).max())
+        reached = reached if position is None else position + reached
+        end = int(reached.max()) if reached.numel() else 0  # a batch may have no rows
         self._check_reach(end, modes)
         return min(length, modes.norm_length)
 

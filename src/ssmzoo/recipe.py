@@ -162,6 +162,10 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _one_source(self) -> DataSection:
         _exactly_one(self, "data", ("text", "jsonl", "parquet", "dataset", "task"))
+        for path in self.text or []:
+            kind = path.removesuffix(".gz").rpartition(".")[2]
+            if kind in ("jsonl", "parquet"):  # as text it would be one document, braces and all
+                raise ValueError(f"data.text reads plain text; give {path!r} as data.{kind}")
         if self.streaming and self.source in ("text", "task"):
             raise ValueError(f"data.streaming must be false with data.{self.source}")
         if self.streaming and isinstance(self.validation, float):

@@ -1016,3 +1016,25 @@ def test_frequencies_survive_a_fake_mode():
     assert type(skew_hippo(7)) is torch.Tensor
     skew_hippo(7).zero_()
     assert skew_hippo(7).abs().min() > 0
+
+
+# --- rows that know nothing of each other ---------------------------------------------------------
+
+
+@torch.no_grad()
+def test_nan_in_one_row_of_a_padded_batch_reaches_no_other():
+    model, ids = build(), tokens(2, 16)
+    values, mask = model.get_input_embeddings()(ids), torch.ones_like(ids)
+    mask[0, :4] = 0
+    expected = model(inputs_embeds=values, attention_mask=mask).logits[0, 4:]
+    values[1, 0] = torch.nan
+    got = model(inputs_embeds=values, attention_mask=mask).logits
+    assert got[1].isnan().all()
+    torch.testing.assert_close(got[0, 4:], expected, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_a_batch_without_rows_goes_on_from_its_cache():
+    model, ids = build(**FIXED), tokens(2, 7)[:0]
+    cache = model(ids[:, :5], use_cache=True).past_key_values
+    assert model(ids[:, 5:], past_key_values=cache).logits.shape == (0, 2, 61)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ssmzoo_kernels.dispatch import record
 from ssmzoo_kernels.scan import needs_library
+from ssmzoo_kernels.validation import check_offsets
 
 OP = "causal_conv1d"
 
@@ -54,6 +55,7 @@ def _forward(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     record(OP, backend)
+    check_offsets(OP, offsets, x.shape[0])
     return _backend(backend).forward(x, weight, bias, initial_state, offsets, silu)
 
 

@@ -41,8 +41,8 @@ def forward(
     exact = state.dtype.to_real()
     whole = [_whole(x, state.dtype) for x in (state, decay, drive, readout)]
     inputs, direct = native.whole(u, exact), native.whole(D, exact)
-    y = torch.empty(u.shape, dtype=exact)
-    new_state = torch.empty(state.shape, dtype=state.dtype)
+    y = torch.empty(u.shape, dtype=exact, device="cpu")
+    new_state = torch.empty(state.shape, dtype=state.dtype, device="cpu")
     step = _Step(*map(native.address, (inputs, *whole, direct, y, new_state)), *state.shape)
     _kernel(exact)(step, native.threads(state.numel()))
     return y.to(u.dtype), new_state

@@ -120,7 +120,9 @@ def backward(
     if grad_out is not None:
         grad_out = native.rows(grad_out, exact)
     grad_final = native.whole(grad_final, exact)
-    grads = [None if x is None else torch.empty(x.shape, dtype=exact) for x in tensors]
+    grads = [
+        None if x is None else torch.empty(x.shape, dtype=exact, device="cpu") for x in tensors
+    ]
     failed = _library(exact).scan_backward(
         _inputs(tensors, offsets),
         _Gradients(

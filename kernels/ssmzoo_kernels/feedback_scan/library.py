@@ -20,6 +20,7 @@ from torch import Tensor
 from ssmzoo_kernels.dispatch import record
 from ssmzoo_kernels.feedback_scan.newton import NotConverged
 from ssmzoo_kernels.scan import accumulator, chunk_slots, interval, needs_library
+from ssmzoo_kernels.validation import check_offsets
 
 OP = "feedback_scan"
 SOLVER = "feedback_scan solver"  # what ``last_backend`` knows the solver by
@@ -123,6 +124,7 @@ def _forward(
     max_iterations: int | None,
     damping: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    check_offsets(OP, offsets, u.shape[0])
     inputs = (u, lam, w, C, w_gamma, D, drive, initial_state)
     return _solve(*inputs, offsets, save, backend, solver, tolerance, max_iterations, damping)
 

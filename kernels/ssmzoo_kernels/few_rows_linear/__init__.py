@@ -68,6 +68,7 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and not torch.compiler.is_compiling()
         # vmap's tensors have no address
         and torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore[reportAttributeAccessIssue]
+        and not dispatch.forward_mode()
         and not torch.is_autocast_enabled("cpu")
         and not dispatch.compiler_missing()
     )

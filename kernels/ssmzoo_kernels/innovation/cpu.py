@@ -41,7 +41,7 @@ def scores(
     exact = torch.promote_types(torch.float32, y.dtype)
     (tokens, width), span = y.shape, len(weights)
     rows, before = native.rows(y, exact), history.to(exact).contiguous()
-    taps = torch.tensor(weights, dtype=exact)
+    taps = torch.tensor(weights, dtype=exact, device="cpu")
     found = torch.empty(tokens, dtype=exact, device="cpu")
     sizes = (offsets.numel() - 1, width, span, rows.stride(0), relative)
     inputs = _Inputs(*map(native.address, (rows, before, taps, offsets)), *sizes)

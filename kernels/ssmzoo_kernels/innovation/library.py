@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ssmzoo_kernels.dispatch import record
 from ssmzoo_kernels.scan import accumulator, needs_library
+from ssmzoo_kernels.validation import check_offsets
 
 OP = "innovation"
 
@@ -41,6 +42,7 @@ def _backend(name: str) -> ModuleType:
 def _scores(
     y: Tensor, weights: list[float], history: Tensor, offsets: Tensor, relative: bool, backend: str
 ) -> Tensor:
+    check_offsets(OP, offsets, y.shape[0])
     record(OP, backend)
     return _backend(backend).scores(y, weights, history, offsets, relative)
 

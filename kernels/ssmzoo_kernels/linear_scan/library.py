@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ssmzoo_kernels.dispatch import record
 from ssmzoo_kernels.scan import accumulator, needs_library
+from ssmzoo_kernels.validation import check_offsets
 
 OP = "linear_scan"
 
@@ -45,6 +46,7 @@ def _forward(
     a: Tensor, b: Tensor, initial_state: Tensor | None, offsets: Tensor, backend: str
 ) -> tuple[Tensor, Tensor]:
     record(OP, backend)
+    check_offsets(OP, offsets, a.shape[0])
     return _backend(backend).forward(a, b, initial_state, offsets)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ssmzoo_kernels.dispatch import record
 from ssmzoo_kernels.scan import accumulator, chunk_slots, interval, needs_library
+from ssmzoo_kernels.validation import check_offsets
 
 OP = "longhorn_scan"
 
@@ -64,6 +65,7 @@ def _forward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     record(OP, backend)
+    check_offsets(OP, offsets, u.shape[0])
     return _backend(backend).forward(u, q, k, dt, dt_bias, D, z, initial_state, offsets, save)
 
 

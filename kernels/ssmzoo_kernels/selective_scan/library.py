@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ssmzoo_kernels.dispatch import record
 from ssmzoo_kernels.scan import accumulator, chunk_slots, interval, needs_library
+from ssmzoo_kernels.validation import check_offsets
 
 OP = "selective_scan"
 
@@ -69,6 +70,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     record(OP, backend)
     inputs = (u, dt, A, B, C, D, z, dt_bias, initial_state)
+    check_offsets(OP, offsets, u.shape[0])
     return _backend(backend).forward(*inputs, offsets, save, discretization)
 
 

@@ -189,6 +189,7 @@ class StateCache(Cache):
         Args:
             rows: Their numbers ``[R]``, or a mask ``[B]`` of booleans.
         """
+        self._rows_change()
         if rows.dtype is torch.bool:
             rows = rows.nonzero().flatten()
         for layer in self.layers:
@@ -232,8 +233,8 @@ class StateCache(Cache):
                 way, what was recorded up to here is settled.
 
         Raises:
-            RuntimeError: The tokens were read before :meth:`activate_past_recording`, or in a call
-                with padding or packed sequences.
+            RuntimeError: They were read before :meth:`activate_past_recording`, in a call with
+                padding or packed sequences, or before rows were reordered, selected or reset.
         """
         max_length = int(max_length)  # some versions of transformers pass a tensor
         remove = -max_length if max_length <= 0 else max(self.seen_tokens - max_length, 0)
@@ -269,20 +270,25 @@ class StateCache(Cache):
                 "next one; run the model on the next tokens first"
             )
 
+    def _rows_change(self) -> None:
+        """Forget the past that was recorded of the rows as they were."""
+        self._settled()
+        self._recorded = []
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the rows ``beam_idx [B]``."""
-        self._settled()
+        self._rows_change()
         for layer in self.layers:
             layer.reorder_cache(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices [R]``."""
-        self._settled()
+        self._rows_change()
         super().batch_select_indices(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
-        self._settled()
+        self._rows_change()
         super().batch_repeat_interleave(repeats)
 
     def check(self, config: SSMConfig, batch_size: int) -> None:

@@ -197,8 +197,13 @@ class SSMForTokenClassification(_LinearClassifier):
         return output if return_dict else output.to_tuple()
 
     def _loss(self, logits: Tensor, labels: Tensor, segments: Segments | None) -> Tensor:
-        real = None if segments is None else segments.real(labels.shape[0] * labels.shape[1])
+        real = None if segments is None else segments.real(logits.shape[0] * logits.shape[1])
         if self.config.problem_type != "regression":
+            if labels.shape != logits.shape[:2]:
+                raise ValueError(
+                    f"labels must have shape [B, L] = {list(logits.shape[:2])}, "
+                    f"got {list(labels.shape)}"
+                )
             if real is not None:
                 labels = labels.masked_fill(~real.view_as(labels), -100)
             with named_indices("labels", labels, self.num_labels, ignored=-100):

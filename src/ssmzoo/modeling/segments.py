@@ -85,7 +85,7 @@ class AlignedRows:
         columns = torch.arange(self.width, device=x.device)
         inside = columns < self.lengths[:, None]  # [S, width]
         places = (self.starts[:, None] + columns).clamp(max=x.shape[1] - 1)
-        return x[0, places] * inside.unsqueeze(-1).to(x.dtype)
+        return torch.where(inside.unsqueeze(-1), x[0, places], 0)  # what lies outside may be NaN
 
     def scatter(self, x: Tensor, tokens: int) -> Tensor:
         """Map ``[S, width, D]`` back to ``[1, tokens, D]``; zeros where no sequence lies."""

@@ -8,6 +8,7 @@ import logging
 from typing import Literal, get_args
 
 import torch
+from torch.autograd import forward_ad
 
 Backend = Literal["auto", "reference", "eager", "flex", "cpu", "triton"]
 
@@ -33,8 +34,20 @@ def choose(op: str, backend: Backend, tensor: torch.Tensor, offers: tuple[str, .
     Raises:
         ValueError: No backend of that name.
         RuntimeError: One that only ssmzoo has.
+        NotImplementedError: A forward-mode derivative is asked of another than the reference.
     """
-    return _decide(op, backend, offers)
+    chosen = _decide(op, backend, offers)
+    if chosen != "reference" and forward_mode():
+        raise NotImplementedError(
+            f"{op}: backend {chosen!r} has no forward-mode derivative, as a dual level or "
+            'torch.func.jvp asks for; backend="reference" has it'
+        )
+    return chosen
+
+
+def forward_mode() -> bool:
+    """Tell whether somebody computes forward-mode derivatives, which only the reference has."""
+    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
 
 
 # torch.compile cannot trace the log; the answer is fixed when a graph is traced
