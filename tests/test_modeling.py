@@ -7,10 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from ssmzoo.family import load_family
+from ssmzoo.family import families, load_family
 from ssmzoo.modeling import StateCache
 from ssmzoo.modeling.segments import find_segments
 from ssmzoo.tokenizer import byte_tokenizer
+from ssmzoo_kernels import use_backend
 from ssmzoo_longhorn import FAMILY
 
 FAMILY.register()
@@ -599,6 +600,38 @@ def test_generate_reads_stop_strings_with_a_tokenizer():
         tokenizer=tokenizer,
     )
     assert stopped[0, 2:].tolist() == said[:2].tolist()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of torch's own
+@pytest.mark.parametrize("name", sorted(families()))
+def test_the_reference_has_all_derivatives_of_a_model(name, ids):
+    family = load_family(name)
+    torch.manual_seed(0)
+    model = family.causal_lm_class(family.config(**family.tiny)).double().eval()
+    model.requires_grad_(False)
+    values = model.get_input_embeddings()(ids)
+    towards = torch.randn_like(values)
+
+    def read(values):
+        return model(inputs_embeds=values, use_cache=False).logits.square().sum()
+
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(read, (values,), (towards,))
+    leaf = values.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(read(leaf), leaf)
+    with use_backend("reference"):
+        slope = torch.func.grad(read)
+        found = slope(values)
+        _, forwards = torch.func.jvp(read, (values,), (towards,))
+        _, curved = torch.func.jvp(slope, (values,), (towards,))
+        twice = torch.func.grad(lambda values: (slope(values) * towards).sum())(values)
+    for got, want in (
+        (found, expected),
+        (forwards, (expected * towards).sum()),
+        (curved, twice),  # forwards over backwards, and backwards over backwards
+    ):
+        assert (got - want).norm() < 1e-9 * want.norm()
+    assert curved.norm() > 0
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")

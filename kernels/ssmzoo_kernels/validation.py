@@ -83,7 +83,7 @@ def segment_offsets(op: str, like: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """
     batch, length = like.shape[:2]
     if cu_seqlens is None:
-        if like.device.type == "cpu" and not torch.compiler.is_compiling() and type(like) is Tensor:
+        if like.device.type == "cpu" and type(like) is Tensor and not _transformed():
             return _batch_offsets(batch, length)
         return torch.arange(batch + 1, device=like.device) * length
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -114,6 +114,13 @@ def check_offsets(op: str, offsets: Tensor, tokens: int) -> None:
     """Check, where values are there, what a compiled graph could not when it was traced."""
     if offsets.device.type == "cpu":
         check_boundaries(op, offsets, tokens)
+
+
+def _transformed() -> bool:
+    """Tell whether a tracer or a transform of ``torch.func`` makes tensors that die with it."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @functools.lru_cache(maxsize=64)

@@ -121,3 +121,11 @@ def test_a_default_device_is_not_where_kernels_write():
         finally:
             torch.set_default_device(None)
         torch.testing.assert_close(found, expected, msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of torch's own
+def test_what_a_transform_of_torch_made_is_not_kept_for_later_calls():
+    y = torch.randn(2, 23, D)  # a batch and length of no other test
+    with pytest.raises(NotImplementedError, match="innovation"):
+        torch.func.jvp(lambda y: innovation(y, [0.5])[0], (y,), (y,))
+    assert innovation(y, [0.5])[0].shape == (2, 23)
