@@ -462,7 +462,7 @@ NARROW = {
         patch=(StateCache, "batch_repeat_interleave", tiled),
     ),
     "cache_file": narrow("logits", patch=(StateCache, "load", loaded_coarsely)),
-    "prompt_state": narrow("before them", patch=(PromptState, "inputs", with_the_state_itself)),
+    "prompt_state": narrow("has seen", patch=(PromptState, "inputs", with_the_state_itself)),
     "cache_precision": narrow("it accumulates", mixer=KeepsALowState),
     "wrong_cache": narrow("TypeError was not raised", model=TakesAForeignCacheForNone),
     "save_and_load": narrow("embed_tokens", causal_lm=ClearsARowOnSaving),

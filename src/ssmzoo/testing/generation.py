@@ -67,7 +67,7 @@ def check_beams(subject: Subject) -> Measured:
 
 
 def check_assisted(subject: Subject) -> Measured:
-    """Assisted and prompt-lookup decoding take tokens back and change nothing."""
+    """Assisted and prompt-lookup decoding, from a kept prompt too, take back and change nothing."""
     measured = Measured()
     model, helper = subject.model(), subject.fresh(torch.float64)
     with torch.no_grad():  # so that it is right at times, and at times is not
@@ -91,6 +91,10 @@ def check_assisted(subject: Subject) -> Measured:
         plain = _generate(model, ids, mask, new=16)
         require(torch.equal(output.sequences, plain.sequences), f"{name}: other tokens")
         measured.compare(f"{name} logits", _logits(output), _logits(plain), ROUNDED)
+        past = model.prefill(ids).cache
+        kept = _generate(model, ids, mask, new=16, past_key_values=past, **more)
+        require(torch.equal(kept.sequences, plain.sequences), f"{name} from a state: other tokens")
+        measured.compare(f"{name} from a state", _logits(kept), _logits(plain), ROUNDED)
     require(min(back) > 0, "no proposed token was wrong, so that nothing was checked")
     return measured
 
@@ -183,9 +187,9 @@ def check_prompt_state(subject: Subject) -> Measured:
             )
             expected = _recomputed(model, output.sequences)
             measured.compare(f"{name} logits", _logits(output), expected, ROUNDED)
-    ids = torch.cat([ids[:1], ids[:1, :5]], dim=1)  # something to look up
+    ids = ids[:1].repeat(1, 2)[:, :16]
     mask, state = torch.ones_like(ids), model.prefill(ids)
-    for way in ("prompt_lookup_num_tokens", "num_beams", "num_return_sequences"):
+    for way in ("num_beams", "num_return_sequences"):
         options = {way: 3, "do_sample": way == "num_return_sequences"}
         outputs = []
         for past in ({}, {"past_key_values": state.inputs()["past_key_values"]}):
