@@ -589,7 +589,7 @@ def test_generate_reads_stop_strings_with_a_tokenizer():
     tokenizer, model = byte_tokenizer(), build(vocab_size=259)
     prompt = tokenizer("hi", return_tensors="pt")
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 256}
-    with torch.no_grad():  # say "z", whatever comes
+    with torch.no_grad():  # say one token, whatever comes
         model.lm_head.weight.zero_()
         model.model.norm.weight.zero_()
     said = model.generate(**prompt, **options)[0, 2:]

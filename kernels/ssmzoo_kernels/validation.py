@@ -83,7 +83,8 @@ def segment_offsets(op: str, like: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """
     batch, length = like.shape[:2]
     if cu_seqlens is None:
-        if like.device.type == "cpu" and type(like) is Tensor and not _transformed():
+        plain = like.device.type == "cpu" and type(like) is Tensor
+        if plain and not torch.compiler.is_compiling() and not transformed():
             return _batch_offsets(batch, length)
         return torch.arange(batch + 1, device=like.device) * length
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -116,10 +117,8 @@ def check_offsets(op: str, offsets: Tensor, tokens: int) -> None:
         check_boundaries(op, offsets, tokens)
 
 
-def _transformed() -> bool:
-    """Tell whether a tracer or a transform of ``torch.func`` makes tensors that die with it."""
-    if torch.compiler.is_compiling():
-        return True
+def transformed() -> bool:
+    """Tell whether ``torch.func`` transforms: its tensors have no address and die with it."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -19,9 +19,9 @@ L, D, N = 12, 5, 4
 ENDS = [0, 3, 7, L]
 
 
-def drawn(seed=0):
+def drawn():
     """Return, by name, every op and its arguments for one packed row."""
-    rng = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(0)
 
     def normal(*shape):
         return torch.randn(*shape, generator=rng, dtype=torch.float64)
@@ -50,9 +50,9 @@ OPS = list(drawn())
 SLOPED = [name for name in OPS if name != "innovation"]  # which has no gradient
 
 
-def outputs(name, cu_seqlens, **more):
+def outputs(name, **more):
     op, arguments = drawn()[name]
-    found = op(**{**arguments, **more}, cu_seqlens=cu_seqlens)
+    found = op(**{**arguments, **more})
     return found if isinstance(found, tuple) else (found,)
 
 
@@ -61,17 +61,17 @@ def outputs(name, cu_seqlens, **more):
 def test_boundaries_may_lie_apart_in_memory(name, dtype):
     apart = torch.tensor([[end, 99] for end in ENDS], dtype=dtype)[:, 0]
     assert not apart.is_contiguous()
-    for got, expected in zip(outputs(name, apart), outputs(name, torch.tensor(ENDS)), strict=True):
+    together = outputs(name, cu_seqlens=torch.tensor(ENDS))
+    for got, expected in zip(outputs(name, cu_seqlens=apart), together, strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("ends", [[0, 7, 3, L], [0, 3, 7, 10], [0, 3, 7, 300_000]])
 @pytest.mark.parametrize("name", OPS)
 def test_wrong_boundaries_are_named_under_compilation_too(name, ends):
-    compiled = torch.compile(lambda cu_seqlens: outputs(name, cu_seqlens), backend="aot_eager")
-    for got, expected in zip(
-        compiled(torch.tensor(ENDS)), outputs(name, torch.tensor(ENDS)), strict=True
-    ):
+    compiled = torch.compile(lambda ends: outputs(name, cu_seqlens=ends), backend="aot_eager")
+    right = torch.tensor(ENDS)
+    for got, expected in zip(compiled(right), outputs(name, cu_seqlens=right), strict=True):
         torch.testing.assert_close(got, expected)
     with pytest.raises(ValueError, match=rf"{name}: cu_seqlens must rise from 0 to L = {L}"):
         compiled(torch.tensor(ends))
@@ -80,23 +80,18 @@ def test_wrong_boundaries_are_named_under_compilation_too(name, ends):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of torch's own
 @pytest.mark.parametrize("name", SLOPED)
 def test_only_the_reference_has_forward_mode_derivatives(name):
-    op, arguments = drawn()[name]
-    first = next(iter(arguments))
-    at = arguments[first]
+    first, at = next(iter(drawn()[name][1].items()))
     towards = torch.ones_like(at)
 
     def moved(by):
-        found = op(**{**arguments, first: at + by * towards}, backend="reference")
-        return found[0] if isinstance(found, tuple) else found
+        return outputs(name, **{first: at + by * towards}, backend="reference")[0]
 
     with forward_ad.dual_level():
-        dual = {**arguments, first: forward_ad.make_dual(at, towards)}
+        dual = {first: forward_ad.make_dual(at, towards)}
         with pytest.raises(NotImplementedError, match=rf"{name}: .*backend=\"reference\""):
-            op(**dual)
+            outputs(name, **dual)
         with use_backend("reference"):
-            found = op(**dual)
-        found = found[0] if isinstance(found, tuple) else found
-        tangent = forward_ad.unpack_dual(found).tangent
+            tangent = forward_ad.unpack_dual(outputs(name, **dual)[0]).tangent
     step = 1e-6
     torch.testing.assert_close(
         tangent, (moved(step) - moved(-step)) / (2 * step), rtol=1e-6, atol=1e-7

@@ -20,7 +20,7 @@ from torch import Tensor
 from ssmzoo_kernels.dispatch import record
 from ssmzoo_kernels.feedback_scan.newton import NotConverged
 from ssmzoo_kernels.scan import accumulator, chunk_slots, interval, needs_library
-from ssmzoo_kernels.validation import check_offsets
+from ssmzoo_kernels.validation import check_offsets, transformed
 
 OP = "feedback_scan"
 SOLVER = "feedback_scan solver"  # what ``last_backend`` knows the solver by
@@ -49,7 +49,7 @@ def feedback_scan(
     inputs = (u, lam, w, C, w_gamma, D, drive, initial_state)
     how = (backend, solver, tolerance, max_iterations, damping)
     # vmap's tensors do not tell whether what is in them needs a gradient
-    wanted = _mapped() or any(x is not None and x.requires_grad for x in inputs)
+    wanted = transformed() or any(x is not None and x.requires_grad for x in inputs)
     grad = torch.is_grad_enabled() and wanted
     if not grad and is_plain(u):
         out, final_state, _ = _solve(*inputs, offsets, False, *how)
@@ -60,11 +60,7 @@ def feedback_scan(
 
 def is_plain(u: Tensor) -> bool:
     """Tell whether a call sees plain numbers: no tracer's, tensor subclass's or vmap's tensors."""
-    return not needs_library(u) and not _mapped()
-
-
-def _mapped() -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
+    return not needs_library(u) and not transformed()
 
 
 @functools.cache

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ssmzoo_kernels import dispatch, native
+from ssmzoo_kernels.validation import transformed
 
 OP = "few_rows_linear"
 MOST_ROWS = 8
@@ -66,8 +67,7 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and (bias is None or (bias.dtype is x.dtype and bias.is_contiguous()))
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
-        # vmap's tensors have no address
-        and torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore[reportAttributeAccessIssue]
+        and not transformed()
         and not dispatch.forward_mode()
         and not torch.is_autocast_enabled("cpu")
         and not dispatch.compiler_missing()

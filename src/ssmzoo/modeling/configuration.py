@@ -98,9 +98,8 @@ class SSMConfig(PreTrainedConfig):
             ValueError: A field out of its range, or kernels from the Hub.
         """
         for name in self._unknown(kwargs):
-            known = {field.name for field in dataclasses.fields(self)} | set(self.attribute_map)
             raise LookupError(
-                f"{type(self).__name__} has no field {name!r}{suggestion(name, known)}"
+                f"{type(self).__name__} has no field {name!r}{suggestion(name, self._names())}"
             )
         for name in ("attn_implementation", "_attn_implementation"):
             if "/" in str(kwargs.get(name)):  # transformers would fetch and run it
@@ -158,10 +157,13 @@ class SSMConfig(PreTrainedConfig):
         else:
             super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
+    def _names(self) -> set[str]:
+        """Return the names of all fields, and their other names."""
+        return {field.name for field in dataclasses.fields(self)} | set(self.attribute_map)
+
     def _unknown(self, names: Iterable[str]) -> list[str]:
         """Return those that are neither fields nor transformers' own."""
-        known = {field.name for field in dataclasses.fields(self)} | set(self.attribute_map)
-        known |= _TRANSFORMERS_KEYS | set(GenerationConfig().to_dict())
+        known = self._names() | _TRANSFORMERS_KEYS | set(GenerationConfig().to_dict())
         return [name for name in names if name not in known and not name.startswith("_")]
 
     def check(self) -> None:

@@ -37,17 +37,13 @@ def choose(op: str, backend: Backend, tensor: torch.Tensor, offers: tuple[str, .
         NotImplementedError: A forward-mode derivative is asked of another than the reference.
     """
     chosen = _decide(op, backend, offers)
-    if chosen != "reference" and forward_mode():
+    compiling = torch.compiler.is_compiling()
+    if chosen != "reference" and not compiling and forward_ad._current_level >= 0:
         raise NotImplementedError(
             f"{op}: backend {chosen!r} has no forward-mode derivative, as a dual level or "
             'torch.func.jvp asks for; backend="reference" has it'
         )
     return chosen
-
-
-def forward_mode() -> bool:
-    """Tell whether somebody computes forward-mode derivatives, which only the reference has."""
-    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
 
 
 # torch.compile cannot trace the log; the answer is fixed when a graph is traced
