@@ -15,15 +15,15 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ssmzoo import card, card_sources, load_family
 from ssmzoo.card import render_card
 from ssmzoo.hub import publish
 from ssmzoo.resources import share
-from ssmzoo.results import weights_revision
 from ssmzoo.tasks.symbols import symbol_tokenizer
 from ssmzoo.tokenizer import byte_tokenizer
+from ssmzoo.weights import weights_revision
 
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = share("model_cards/template.md").read_text(encoding="utf-8")
@@ -105,6 +105,11 @@ def write_results(run, name="first-try", *rows, revision=None, source=None, **ot
     path = run / f"{name}.json"
     path.write_text(json.dumps(content))
     return path
+
+
+def change_config(run, **fields):
+    path = run / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
 @pytest.fixture
@@ -210,6 +215,37 @@ def test_a_model_that_nobody_measured_gets_a_card_that_says_so(run, tmp_path):
 def test_a_fact_that_the_run_lacks_reads_not_measured(run, missing, row):
     (run / "run.json").write_text(json.dumps({k: v for k, v in FACTS.items() if k != missing}))
     assert f"| {row} | not measured |" in render_card(run / "model").read_text()
+
+
+@pytest.mark.parametrize(
+    ("model", "problem", "rows"),
+    [
+        ("ForCausalLM", None, ["loss | 4.0124 nats per token", "accuracy, next token | 0.2188"]),
+        ("ForSequenceClassification", None, ["loss | 4.0124 nats", "accuracy | 0.2188"]),
+        (
+            "ForTokenClassification",
+            "regression",
+            ["loss, mean squared error | 4.0124", "root mean squared error | 0.7500"],
+        ),
+    ],
+)
+def test_loss_and_metric_are_called_what_they_are(run, model, problem, rows):
+    change_config(run, architectures=[f"Longhorn{model}"], problem_type=problem)
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps({"step": 37, "validation_rmse": 0.75}) + "\n")
+    text = render_card(run / "model").read_text()
+    for row in rows:
+        assert f"| Last validation {row} |" in text
+
+
+def test_a_classifier_of_images_is_called_one_and_what_has_no_words_is_refused(run):
+    change_config(run, architectures=["CoffeeForImageClassification"])
+    text = render_card(run / "model").read_text()
+    assert "pipeline_tag: image-classification" in text
+    assert "model = AutoModelForImageClassification.from_pretrained(source)" in text
+    change_config(run, architectures=["LonghornModel"])
+    with pytest.raises(ValueError, match="class ends in one of .*, got LonghornModel"):
+        render_card(run / "model")
 
 
 def test_a_checkpoint_is_not_credited_with_later_steps(run):
@@ -410,6 +446,14 @@ def test_the_card_of_a_model_of_symbols_without_projections_runs_too(tmp_path, m
 
 
 # bad input
+
+
+def test_a_prompts_state_beside_the_weights_makes_no_other_model_of_them(run, scored):
+    before = weights_revision(run / "model")
+    model = AutoModelForCausalLM.from_pretrained(run / "model")
+    model.prefill(torch.arange(5)[None]).save_pretrained(run / "model")
+    assert weights_revision(run / "model") == before
+    render_card(run / "model", results=[scored])
 
 
 def test_results_of_other_weights_are_refused(run, scored):

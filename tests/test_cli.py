@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ssmzoo.cli import main
+from ssmzoo.generate import generate
 
 COMMANDS = (
     "list",
@@ -251,6 +252,16 @@ def test_info_on_a_checkpoint_shows_what_its_files_hold(prints, model):
     assert f"parameters:  {facts['parameters']:,}" in out
 
 
+def test_info_counts_no_running_statistics(prints, tmp_path):
+    from ssmzoo.family import load_family
+
+    family = load_family("longhorn")
+    network = family.causal_lm_class(family.config(**{**family.tiny, "norm_type": "batch"}))
+    network.save_pretrained(tmp_path)
+    facts = json.loads(prints("info", tmp_path, "--json"))
+    assert facts["parameters"] == network.num_parameters()
+
+
 def test_info_says_what_is_wrong_with_its_target(fails, tmp_path, model):
     assert "did you mean 'longhorn'?" in fails("info", "longhon")
     assert "holds no config.json" in fails("info", tmp_path)
@@ -260,7 +271,7 @@ def test_info_says_what_is_wrong_with_its_target(fails, tmp_path, model):
     weights.write_bytes(weights.read_bytes()[:-100])
     assert "model.safetensors" in fails("info", broken)
     (broken / "config.json").write_text("{")
-    assert "config.json' cannot be read" in fails("info", broken)
+    assert "config.json is corrupt" in fails("info", broken)
     (broken / "config.json").write_text("[]")
     assert "must hold a JSON object, got list" in fails("info", broken)
 
@@ -286,17 +297,17 @@ def test_generate_prints_the_continuation_and_the_same_seed_the_same_text(prints
 def test_generate_at_temperature_0_is_greedy_whatever_the_seed_and_echo_prints_the_prompt_first(
     prints, model
 ):
-    from transformers import AutoTokenizer
-
-    from ssmzoo.generate import load_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     out = prints("generate", model, "ab", "--max-new-tokens", 8, "--temperature", 0, "--seed", 3)
-    network, tokenizer = load_model(model)
+    network, tokenizer = (
+        auto.from_pretrained(model) for auto in (AutoModelForCausalLM, AutoTokenizer)
+    )
     ids = tokenizer("ab", return_tensors="pt").input_ids
     for _ in range(8):
         token = network(ids).logits[:, -1:].argmax(-1)
         ids = ids.new_tensor([[*ids[0].tolist(), token.item()]])
-    expected = AutoTokenizer.from_pretrained(model).decode(ids[0, 2:], skip_special_tokens=True)
+    expected = tokenizer.decode(ids[0, 2:], skip_special_tokens=True)
     assert out == expected + "\n"
     assert prints("generate", model, "ab", "--max-new-tokens", 8, "--temperature", 0, "--echo") == (
         "ab" + out
@@ -392,9 +403,15 @@ def test_generate_refuses_values_out_of_range(fails, model, options, answer):
     assert answer in fails("generate", model, "x", *options.split())
 
 
+def test_generate_names_a_mistyped_dtype(model):
+    with pytest.raises(ValueError, match="got 'bfloat15'; did you mean 'bfloat16'"):
+        generate(model, "x", dtype="bfloat15")  # pyright: ignore[reportArgumentType]
+
+
 def test_generate_says_what_is_wrong_with_the_model(fails, model, tmp_path):
-    assert "must be a folder with a config.json, got './nix'" in fails("generate", "./nix", "x")
-    assert "holds no config.json" in fails("generate", tmp_path, "x")
+    answer = "model must be a checkpoint folder or a Hub id; no folder './nix'"
+    assert answer in fails("generate", "./nix", "x")
+    assert "must hold a config.json, and holds none" in fails("generate", tmp_path, "x")
     broken = shutil.copytree(model, tmp_path / "broken")
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])

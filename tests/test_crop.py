@@ -122,6 +122,41 @@ def test_a_padded_call_goes_as_a_whole_or_not_at_all(model, ids):
     goes_on(model, cache, ids, 4)
 
 
+def fails_once(model, monkeypatch):
+    """Let the last layer's next call raise, after the others' have run."""
+    layer = model.model.layers[-1]
+    forward = layer.forward
+
+    def raises(*_):
+        monkeypatch.setattr(layer, "forward", forward)
+        raise MemoryError
+
+    monkeypatch.setattr(layer, "forward", raises)
+
+
+def test_a_call_that_failed_is_none_to_take_back(model, ids, monkeypatch):
+    cache = read(model, None, ids[:, :4])
+    cache.activate_past_recording()
+    read(model, cache, ids[:, 4:7])
+    fails_once(model, monkeypatch)
+    with pytest.raises(MemoryError):
+        read(model, cache, ids[:, 7:9])
+    read(model, cache, ids[:, 7:8])
+    cache.crop(-2)
+    goes_on(model, cache, ids, 6)
+
+
+def test_what_must_be_read_again_still_must_after_that_failed(model, ids, monkeypatch):
+    cache = read(model, None, ids[:, :4])
+    cache.activate_past_recording()
+    read(model, cache, ids[:, 4:9])
+    cache.crop(-2)
+    fails_once(model, monkeypatch)
+    with pytest.raises(MemoryError):
+        read(model, cache, ids[:, 7:])
+    goes_on(model, cache, ids, 7)
+
+
 def test_without_recording_nothing_is_kept(model, ids):
     cache = read(model, None, ids)
     read(model, cache, ids)

@@ -5,11 +5,13 @@ import json
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ssmzoo.auto  # noqa: F401
 from ssmzoo.distill import REPORT, distill
 from ssmzoo.fit import ModalFit, fit_modal, fit_rational
+from ssmzoo.source import holds_tokenizer
+from ssmzoo.tokenizer import byte_tokenizer
 from ssmzoo_rtf import RTFConfig, RTFForCausalLM
 
 TINY = {"vocab_size": 31, "hidden_size": 6, "num_hidden_layers": 2, "d_conv": 3}
@@ -218,6 +220,38 @@ def test_modal_filters_of_any_order_distil_and_decode_in_five_forms(order, tmp_p
     for expected, forms in zip(alone, (found, others), strict=True):
         for name, got in forms.items():
             assert (got - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+
+
+def tokens_of(folder):
+    return AutoTokenizer.from_pretrained(folder).encode("é")
+
+
+@pytest.mark.parametrize("hub", [False, True], ids=["folder", "Hub"])
+def test_the_new_model_keeps_the_tokenizer(hub, tmp_path, monkeypatch):
+    teacher, source = hyena(), tmp_path / "hyena"
+    if hub:
+        source = "someone/hyena"
+        monkeypatch.setattr("ssmzoo.distill.load_model", lambda *_: teacher)
+        monkeypatch.setattr("ssmzoo.distill.load_tokenizer", lambda *_: byte_tokenizer())
+    else:
+        teacher.save_pretrained(source)
+        byte_tokenizer().save_pretrained(source)
+    distill(source, 4, output_dir=tmp_path / "rtf", steps=0)
+    assert tokens_of(tmp_path / "rtf") == byte_tokenizer().encode("é")
+
+
+def test_a_model_of_the_hub_without_a_tokenizer_is_distilled_with_a_warning(
+    tmp_path, monkeypatch, caplog
+):
+    def none(*_):
+        raise LookupError("no tokenizer from the Hub")
+
+    teacher = hyena()
+    monkeypatch.setattr("ssmzoo.distill.load_model", lambda *_: teacher)
+    monkeypatch.setattr("ssmzoo.distill.load_tokenizer", none)
+    distill("someone/hyena", 4, output_dir=tmp_path / "rtf", steps=0)
+    assert "saved without a tokenizer: no tokenizer from the Hub" in caplog.text
+    assert not holds_tokenizer(tmp_path / "rtf")
 
 
 def test_what_cannot_be_distilled_is_refused(tmp_path):

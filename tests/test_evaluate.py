@@ -512,7 +512,7 @@ def test_an_unwritable_output_folder_is_refused_before_scoring(models, tmp_path)
         ({"limit": 0}, ValueError, "limit must be at least 1, got 0"),
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
         ({"dtype": "float31"}, ValueError, "did you mean 'float32'"),
-        ({"device": "gpu"}, ValueError, "device must be a torch device"),
+        ({"device": "gpu"}, ValueError, "device must be one that torch can use here"),
         ({"name": "a/b"}, ValueError, "name must be letters"),
         ({"tasks": ["ssmzoo_bits_per_byte"]}, ValueError, "needs text"),
         ({"text": "no such file"}, ValueError, "there is none at 'no such file'"),
@@ -558,15 +558,25 @@ def test_unusable_models_are_one_clear_error(models, tmp_path):
         score(few)
 
 
-def test_a_checkpoint_that_lacks_tensors_is_not_scored(tmp_path):
+@pytest.mark.parametrize(
+    ("damage", "answer"),
+    [
+        ("lacking", r"lack 1 tensors that the model needs, .* '.*A_log'"),
+        ("short", r"do not fit its configuration: '.*A_log' is \[1\] in the file, .* needs \[4\]"),
+    ],
+)
+def test_a_checkpoint_whose_tensors_are_not_the_models_is_not_scored(damage, answer, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    folder = save(tmp_path / "lacking", MAMBA2)
-    weights = tmp_path / "lacking" / "model.safetensors"
+    folder = save(tmp_path / damage, MAMBA2)
+    weights = tmp_path / damage / "model.safetensors"
     tensors = load_file(weights)
-    tensors.pop(next(name for name in sorted(tensors) if name.endswith("A_log")))
+    name = next(name for name in sorted(tensors) if name.endswith("A_log"))
+    tensor = tensors.pop(name)
+    if damage == "short":
+        tensors[name] = tensor[:1].clone()
     save_file(tensors, weights, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"lacks 1 of the model's tensors, e.g. '.*A_log'"):
+    with pytest.raises(ValueError, match=answer):
         evaluate(folder, tasks=TEXT_TASKS, output_dir=tmp_path)
 
 

@@ -27,10 +27,10 @@ from ssmzoo.card import render_card
 from ssmzoo.cli import main
 from ssmzoo.describe import describe_checkpoint
 from ssmzoo.family import families
-from ssmzoo.generate import load_model
 from ssmzoo.modeling import StateCache, load_state
 from ssmzoo.recipe import load_recipe
 from ssmzoo.resources import share
+from ssmzoo.source import load_model, load_tokenizer
 from ssmzoo.tokenizer import byte_tokenizer
 
 CLEAR = (ValueError, TypeError, LookupError, RuntimeError, OSError, StrictDataclassError)
@@ -268,7 +268,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def network(model):
-    return load_model(model)[0]
+    return load_model(str(model), model, "auto", False)
 
 
 def damaged(content, data):
@@ -301,7 +301,7 @@ def test_damaged_weights_load_or_are_named(model, tmp_path_factory, data):
     folder = copied(model, tmp_path_factory)
     weights = folder / "model.safetensors"
     weights.write_bytes(damaged(weights.read_bytes(), data))
-    outcome(lambda: load_model(folder))
+    outcome(lambda: load_model(str(folder), folder, "auto", False))
     outcome(lambda: describe_checkpoint(folder))
 
 
@@ -318,7 +318,7 @@ def test_a_damaged_configuration_loads_or_is_named(model, tmp_path_factory, data
         path.write_text(json.dumps(fields))
     else:
         path.write_bytes(damaged(path.read_bytes(), data))
-    outcome(lambda: load_model(folder))
+    outcome(lambda: load_model(str(folder), folder, "auto", False))
 
 
 def _huge(value):
@@ -360,6 +360,7 @@ def copied(model, tmp_path_factory):
 def test_the_files_of_the_model_are_whole(model):
     """The cases above begin from files that load."""
     assert load_file(model / "model.safetensors")
-    network, _ = load_model(model)
+    network = load_model(str(model), model, "auto", False)
+    assert load_tokenizer(str(model), model, False).encode("a")
     assert load_state(model / "state", network).num_tokens == 6
     assert os.listdir() == []

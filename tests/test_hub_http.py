@@ -31,8 +31,8 @@ from ssmzoo import load_family
 from ssmzoo.card import render_card
 from ssmzoo.hub import publish
 from ssmzoo.modeling import load_state
-from ssmzoo.results import weights_revision
 from ssmzoo.tokenizer import byte_tokenizer
+from ssmzoo.weights import weights_revision
 
 # what was pushed once is read by many tests
 pytestmark = pytest.mark.xdist_group("hub_http")

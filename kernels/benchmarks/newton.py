@@ -82,12 +82,12 @@ def trained(folder: Path, length: int) -> list[Problem]:
     """Return what the scans of a saved model are given, layer by layer, for random tokens.
 
     Raises:
-        LookupError: There is no such model.
-        ValueError: It has no recurrence of COFFEE's.
+        ValueError: There is no such model, or it has no recurrence of COFFEE's.
     """
-    from ssmzoo.build import load_model
+    from ssmzoo.source import load_model, model_folder
 
-    model = load_model(str(folder)).eval()
+    name = str(folder)
+    model = load_model(name, model_folder(name), "float32", False)
     module = importlib.import_module(type(model).__module__)
     if not hasattr(module, "feedback_scan"):
         raise ValueError(f"--model must be a COFFEE model, got a {type(model).__name__}")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, cast
 
 from ssmzoo.family import claims, load_family, suggestion
 from ssmzoo.recipe import ModelSection
-from ssmzoo.source import first_line
+from ssmzoo.source import first_line, without_bars
 from ssmzoo.trust import trusted
 
 if TYPE_CHECKING:
@@ -131,20 +129,6 @@ def model_class(config: PreTrainedConfig, task: Supervised | None = None) -> typ
         what = "causal_lm" if task is None else f"{task.objective} of {task.kind}"
         raise LookupError(f"models of type {config.model_type!r} have no head for {what}")
     return found[0] if isinstance(found, tuple) else found
-
-
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """Keep transformers' bars for single weight files off the terminal."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _fields_of(task: Supervised | None, section: ModelSection) -> dict[str, object]:

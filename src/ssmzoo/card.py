@@ -154,7 +154,7 @@ def _render(
         family=family.name if family else None,
         lora_targets=json.dumps(targets) if targets else None,
         architecture=_architecture(summary),
-        training=_training(summary),
+        training=_training(summary, head),
         recipe=summary.recipe.strip() if summary.recipe else None,
     )
     return str(card).rstrip() + "\n"
@@ -237,13 +237,22 @@ _HEADS = {
     "ForSequenceClassification": ("classifier of sequences", "text-classification"),
     "ForTokenClassification": ("classifier of tokens", "token-classification"),
     "ForPairClassification": ("classifier of pairs of documents", "text-classification"),
+    "ForImageClassification": ("classifier of images", "image-classification"),
 }
 
 
 def _head(summary: Summary) -> _Head:
-    """Return the kind that the first of the configuration's architectures names."""
+    """Return the kind that the first of the configuration's architectures names.
+
+    Raises:
+        ValueError: Cards have no words for it.
+    """
     named = next(iter(summary.config.get("architectures") or ()), "ForCausalLM")
-    suffix = next((suffix for suffix in _HEADS if named.endswith(suffix)), "ForCausalLM")
+    suffix = next((suffix for suffix in _HEADS if named.endswith(suffix)), None)
+    if suffix is None:
+        raise ValueError(
+            f"a card needs a model whose class ends in one of {', '.join(_HEADS)}, got {named}"
+        )
     words, pipeline = _HEADS[suffix]
     if suffix == "ForPairClassification":  # which has no Auto class
         return _Head(words, str(summary.config.get("model_type")), named, pipeline)
@@ -323,7 +332,7 @@ def _architecture(summary: Summary) -> str:
     return _table(["", ""], rows)
 
 
-def _training(summary: Summary) -> str:
+def _training(summary: Summary, head: _Head) -> str:
     """Tabulate what the run recorded."""
 
     def fact(name: str) -> str:
@@ -333,15 +342,22 @@ def _training(summary: Summary) -> str:
         value = summary.measured.get(name)
         return _number(value, places) + unit if is_number(value) else NOT_MEASURED
 
-    loss = " nats per token"
+    regression = summary.config.get("problem_type") == "regression"
+    loss = " nats per token" if head.pipeline == "text-generation" else " nats"
+    judged = "accuracy"
+    if regression:
+        loss, judged = "", "root mean squared error"
+    elif head.pipeline == "text-generation":
+        judged = "accuracy, next token"
+    kind = ", mean squared error" if regression else ""
     command = fact("command")
     rows = [
         ["Data", fact("data")],
         ["Steps", metric("step")],
         ["Tokens", metric("tokens")],
-        ["Last training loss", metric("loss", loss)],
-        ["Last validation loss", metric("validation_loss", loss)],
-        ["Last validation accuracy, next token", metric("validation_accuracy")],
+        [f"Last training loss{kind}", metric("loss", loss)],
+        [f"Last validation loss{kind}", metric("validation_loss", loss)],
+        [f"Last validation {judged}", metric(f"validation_{'rmse' if regression else 'accuracy'}")],
         ["Computed in", fact("dtype")],
         ["Time", metric("seconds", " s", places=1)],
         ["Hardware", fact("hardware")],

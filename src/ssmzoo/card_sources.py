@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from ssmzoo.family import Family, families, load_family
+from ssmzoo.files import read_json
 from ssmzoo.resources import share
 
 NOT_MEASURED = "not measured"
@@ -92,23 +93,6 @@ class Run:
         """Return a whole number that grows: its largest recorded value."""
         values = [r[name] for r in self.records if is_number(r.get(name))]
         return max(values, default=None)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        ValueError: The file is missing, corrupt, or holds something else; the message names it.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ValueError(f"{path} does not exist") from error
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is corrupt: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
 
 
 def read_results(path: Path) -> Results:

@@ -5,22 +5,20 @@ From it and the results a card can be rendered again where the weights are gone.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ssmzoo.card_sources import Run, family_of, is_number, read_json, read_run
-from ssmzoo.files import write_json
-from ssmzoo.hub import read_weights
+from ssmzoo.card_sources import Run, family_of, is_number, read_run
+from ssmzoo.files import read_json, write_json
 from ssmzoo.portable import portable
-from ssmzoo.results import weights_revision
 from ssmzoo.source import model_name
+from ssmzoo.weights import parameter_count, read_weights, weights_revision
 
 _TOTALS = ("step", "tokens", "seconds")
-_LAST = ("loss", "validation_loss", "validation_accuracy")
+_LAST = ("loss", "validation_loss", "validation_accuracy", "validation_rmse")
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ def summarise(folder: Path, run_dir: str | Path | None) -> tuple[Summary, Path |
         name=model_name(str(folder)),
         revision=weights_revision(folder),
         config=config,
-        parameters=sum(math.prod(x[1]) for name, x in tensors.items() if not _statistic(name)),
+        parameters=parameter_count(tensors),
         dtypes=sorted({dtype for dtype, _ in tensors.values()}),
         modules=sorted({name.split(".")[-2] for name in tensors if name.endswith(".weight")}),
         prompt=_prompt(folder),
@@ -141,8 +139,3 @@ def _run_of(folder: Path, config: Mapping[str, Any], run_dir: str | Path | None)
             f"{config.get('model_type')!r}; give the run that made it"
         )
     return run
-
-
-def _statistic(name: str) -> bool:
-    """Tell a batch norm's running statistics from parameters."""
-    return name.endswith((".running_mean", ".running_var", ".num_batches_tracked"))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import json
-import math
 from collections import Counter
 from dataclasses import asdict
 from importlib.metadata import EntryPoint
@@ -21,6 +19,8 @@ from ssmzoo.family import (
     suggestion,
     unmet_need,
 )
+from ssmzoo.files import read_json
+from ssmzoo.weights import parameter_count, read_weights
 
 
 def installed_families(*, load: bool = False) -> list[dict[str, Any]]:
@@ -88,15 +88,13 @@ def describe_checkpoint(folder: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: The folder, its configuration or its weights cannot be read.
     """
-    from ssmzoo.hub import read_weights
-
     folder = checkpoint_folder(folder)
-    config = _read_config(folder)
+    config = read_json(folder / "config.json")
     tensors = read_weights(folder)
     return {
         "path": str(folder),
         "model_type": config.get("model_type"),
-        "parameters": sum(math.prod(shape) for _, shape in tensors.values()),
+        "parameters": parameter_count(tensors),
         "dtypes": dict(Counter(dtype for dtype, _ in tensors.values())),
         "bytes": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
         "config": config,
@@ -205,14 +203,3 @@ def _type_name(kind: object) -> str:
     if kind is inspect.Parameter.empty:
         return ""
     return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{str(path)!r} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{str(path)!r} must hold a JSON object, got {type(config).__name__}")
-    return config

@@ -8,21 +8,24 @@ and ``set_modes(poles, residues, h0)`` for modal ones.
 from __future__ import annotations
 
 import copy
-import importlib
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ssmzoo.files import write_folder
+from ssmzoo.source import holds_tokenizer, load_model, load_tokenizer, model_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Kind = Literal["rational", "modal"]
 REPORT = "distill.json"
+
+logger = logging.getLogger("ssmzoo")
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def distill(
     zero, the fitted ones ring out. Everything else of the model stays as it is.
 
     Args:
-        model: A language model or the folder of one, e.g. of the preset ``hyena-125m``.
+        model: A language model, the folder of one, or its Hub id.
         order: n, what a channel's state will hold.
         kind: "rational" fits coefficients; "modal" fits n / 2 damped oscillations a channel, as
             Laughing Hyena does.
@@ -100,7 +103,7 @@ def distill(
 
     Raises:
         ValueError: An order or length that does not fit.
-        LookupError: No such kind.
+        LookupError: No such kind, or the Hub has no such model.
         TypeError: The model's family has no long filters that could be replaced, or a number that
             is not whole.
     """
@@ -116,7 +119,12 @@ def distill(
     if steps < 0:
         raise ValueError(f"steps must be at least 0, got {steps}")
     source = str(model) if isinstance(model, str | Path) else None
-    teacher: Any = _load(source) if source is not None else model
+    teacher: Any = model
+    tokenizer = None
+    if source is not None:
+        folder = model_folder(source)
+        teacher = load_model(source, folder, "auto", False)
+        tokenizer = _tokenizer(source, folder)
     mixers = _mixers(teacher)
     taps = getattr(teacher.config, "taps", None)
     count = taps if length is None else length
@@ -148,15 +156,19 @@ def distill(
         kind, order, steps, count, tuple(errors), None if output_dir is None else str(output_dir)
     )
     if output_dir is not None:
-        _save(student, report, source, Path(output_dir))
+        _save(student, report, tokenizer, Path(output_dir))
     return student, report
 
 
-def _load(source: str) -> PreTrainedModel:
-    importlib.import_module("ssmzoo.auto")
-    from ssmzoo.source import load_model, model_folder
-
-    return load_model(source, model_folder(source), "auto", False)
+def _tokenizer(source: str, folder: Path | None) -> PreTrainedTokenizerBase | None:
+    """Return the teacher's tokenizer, which the student keeps, or None if it has none."""
+    if folder is not None and not holds_tokenizer(folder):
+        return None
+    try:
+        return load_tokenizer(source, folder, False)
+    except LookupError as error:  # of the Hub
+        logger.warning("the new model is saved without a tokenizer: %s", error)
+        return None
 
 
 def _mixers(model: Any) -> list[Any]:
@@ -200,13 +212,9 @@ def _student(
     return student.eval()
 
 
-def _save(student: Any, report: DistillReport, source: str | None, target: Path) -> None:
-    tokenizer = None
-    if source is not None and (Path(source) / "tokenizer_config.json").is_file():
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-
+def _save(
+    student: Any, report: DistillReport, tokenizer: PreTrainedTokenizerBase | None, target: Path
+) -> None:
     def write(folder: Path) -> None:
         student.save_pretrained(folder)
         if tokenizer is not None:

@@ -16,28 +16,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ssmzoo import tasks as our_tasks
-from ssmzoo.family import suggestion
-from ssmzoo.machine import hardware, installed_versions
+from ssmzoo.machine import hardware, installed_versions, usable_device
 from ssmzoo.portable import portable_command
-from ssmzoo.results import Results, Score, merge, read_results, weights_revision, write_results
+from ssmzoo.results import Results, Score, merge, read_results, write_results
 from ssmzoo.scoring import TEXT_TASK, Library, score_task
 from ssmzoo.source import (
     Dtype,
+    check_dtype,
     check_vocabulary,
     load_model,
     load_tokenizer,
     model_folder,
     model_name,
-    place_of,
 )
 from ssmzoo.suites import Suite, average_score, load_suite, suites
+from ssmzoo.weights import weights_revision
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["Suite", "evaluate", "load_suite", "model_folder", "model_name", "suites"]
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 PACKAGES = ("ssmzoo", "torch", "transformers", "lm-eval", "datasets", "tokenizers", "numpy")
 
 
@@ -86,10 +85,7 @@ def evaluate(
     for argument, value in (("batch_size", batch_size), ("limit", limit)):
         if value is not None and value < 1:
             raise ValueError(f"{argument} must be at least 1, got {value}")
-    if dtype not in DTYPES:
-        raise ValueError(
-            f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}{suggestion(dtype, DTYPES)}"
-        )
+    check_dtype(dtype)
     folder = model_folder(model)
     metadata: dict[str, Any] = {"seed": seed}
     if text is not None:
@@ -99,11 +95,10 @@ def evaluate(
     earlier = read_results(target) if target.exists() else None
     _require_lm_eval()
 
-    import ssmzoo.auto  # noqa: F401
     from ssmzoo import scorer
 
     with scorer.tamed():
-        place = place_of(device)
+        place = usable_device(device)
         tokenizer = load_tokenizer(model, folder, trust_remote_code)
         if tokenizer.eos_token_id is None and tokenizer.bos_token_id is None:
             raise ValueError(f"the tokenizer of {model!r} must have a bos_token or an eos_token")

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 _READ_ONLY = "choose a place that may be written to"
 _FULL = "free some space, or choose another place"
@@ -86,6 +87,23 @@ def appears_whole(target: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             unfinished.unlink()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        ValueError: The file is missing, corrupt, or holds something else; the message names it.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} does not exist") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is corrupt: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
 
 
 def write_text(target: Path, text: str) -> None:

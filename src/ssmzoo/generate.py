@@ -7,11 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ssmzoo.describe import checkpoint_folder
 from ssmzoo.files import writing
 from ssmzoo.machine import usable_device
-from ssmzoo.source import first_line, load_tokenizer
-from ssmzoo.trust import trusted
+from ssmzoo.source import Dtype, check_dtype, load_model, load_tokenizer, model_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
@@ -29,7 +27,7 @@ def generate(
     beams: int = 1,
     seed: int = 0,
     device: str | None = None,
-    dtype: str = "auto",
+    dtype: Dtype = "auto",
     trust_remote_code: bool = False,
     state: str | Path | None = None,
     save_state: str | Path | None = None,
@@ -56,19 +54,23 @@ def generate(
     Raises:
         ValueError: An argument is out of range, the tokenizer cannot read the prompt, or the
             folder holds no readable model.
-        OSError: The Hub has no such model, or cannot be reached.
+        LookupError: The Hub has no such model, or cannot be reached.
     """
     if temperature is None:
         temperature = DEFAULT_TEMPERATURE if beams == 1 else 0.0
     _check(max_new_tokens, temperature, top_p, beams, write is not None)
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed must be from 0 to 2**64 - 1, got {seed}")
-    network, tokenizer = load_model(
-        model, device=device, dtype=dtype, trust_remote_code=trust_remote_code
-    )
+    name = str(model)
+    check_dtype(dtype)
+    folder, place = model_folder(name), usable_device(device)
+    tokenizer = load_tokenizer(name, folder, trust_remote_code)
+    network = load_model(name, folder, dtype, trust_remote_code)
 
     import torch
     from transformers import GenerationConfig
+
+    cast(torch.nn.Module, network).to(place)
 
     inputs = _inputs(network, tokenizer, prompt, state, save_state)
     own = network.generation_config
@@ -96,78 +98,6 @@ def generate(
         ids = cast(Any, network).generate(**inputs, streamer=streamer)
     new = ids[0, inputs["input_ids"].shape[1] :]
     return str(tokenizer.decode(new, skip_special_tokens=True))
-
-
-def load_model(
-    model: str | Path,
-    *,
-    device: str | None = None,
-    dtype: str = "auto",
-    trust_remote_code: bool = False,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return a causal language model, ready to run, and its tokenizer.
-
-    Raises:
-        ValueError: The folder is no complete saved model, or the device is not there.
-        OSError: The Hub has no such model, or cannot be reached.
-        LookupError: It has no tokenizer with it.
-    """
-    name, folder = str(model), None
-    # a Hub id is "name" or "user/name"; everything else means a folder
-    if Path(name).expanduser().is_dir() or name[:1] in "./~" or name.count("/") > 1:
-        folder = checkpoint_folder(name)
-        name = str(folder)
-
-    import torch
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    import ssmzoo.auto  # noqa: F401
-
-    place = usable_device(device)
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # what its report of missing weights says is said below
-    try:
-        # with output_loading_info a pair, which its annotation does not say
-        with trusted(name):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                name,
-                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-                trust_remote_code=trust_remote_code,
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # the error about them refers to a report; see below
-            )
-    except SafetensorError as error:
-        raise ValueError(f"the weights of {name!r} cannot be read: {error}") from error
-    except (AttributeError, KeyError, IndexError) as error:  # transformers trusts config.json
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"the configuration of {name!r} is damaged: {reason}") from error
-    except OSError as error:
-        if folder is not None:
-            raise
-        raise OSError(
-            f"no folder {name!r} here, and no model from the Hub: {first_line(error)}"
-        ) from error
-    finally:
-        logging.set_verbosity(verbosity)
-    network, loading = loaded
-    if loading["missing_keys"]:
-        missing = sorted(loading["missing_keys"])
-        raise ValueError(
-            f"the weights of {name!r} lack {len(missing)} tensors that the model needs, "
-            f"the first is {missing[0]!r}"
-        )
-    if loading["mismatched_keys"]:
-        tensor, stored, needed = sorted(loading["mismatched_keys"])[0]
-        raise ValueError(
-            f"the weights of {name!r} do not fit its configuration: {tensor!r} is {list(stored)} "
-            f"in the file, the model needs {list(needed)}"
-        )
-    tokenizer = load_tokenizer(name, folder, trust_remote_code)
-    network.to(place)
-    return network.eval(), tokenizer
 
 
 def _check(

@@ -30,8 +30,9 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal, TypeVar
 from urllib.parse import unquote
 
-from ssmzoo.files import writing
+from ssmzoo.files import read_json, writing
 from ssmzoo.trust import refuse_paths
+from ssmzoo.weights import STATE, WEIGHTS_INDEX, listed, read_weights
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo, HfApi
@@ -40,10 +41,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS = "model.safetensors"
-WEIGHTS_INDEX = "model.safetensors.index.json"
 CARD = "README.md"
-STATE = "state.safetensors"  # of PromptState.save_pretrained; no weights
 
 _CONFIGURATION = ("config.json", "generation_config.json")
 _TOKENIZER = (
@@ -168,75 +166,6 @@ def publish(
         )
 
 
-def read_tensors(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return dtype and shape of each tensor in a safetensors file, from its header alone.
-
-    Raises:
-        ValueError: The file is truncated, too long, or no safetensors file.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(path), framework="np") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return {
-                name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()
-            }
-    except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{path} is corrupt or truncated ({error}); save the model again"
-        ) from error
-
-
-def read_weights(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return dtype and shape of every tensor of a saved model, and check that none is missing.
-
-    A prompt's state beside the weights is not looked at.
-
-    Raises:
-        ValueError: There are no weights, a shard is missing or corrupt, or index and shards differ.
-    """
-    index_path = folder / WEIGHTS_INDEX
-    present = {path.name for path in folder.glob("*.safetensors")} - {STATE}
-    if not index_path.exists():
-        if WEIGHTS not in present:
-            raise ValueError(
-                f"{folder} has no weights: {WEIGHTS} or {WEIGHTS_INDEX} is needed; "
-                "save the model with save_pretrained"
-            )
-        if len(present) > 1:
-            raise ValueError(
-                f"{folder} holds {_list(present - {WEIGHTS})} beside {WEIGHTS} and no index; "
-                "remove what is not of this model"
-            )
-        return read_tensors(folder / WEIGHTS)
-
-    index = _read_object(index_path).get("weight_map")
-    if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
-        raise ValueError(f"{index_path} must hold a weight_map from tensors to files")
-    shards = set(index.values())
-    if strange := {name for name in shards if Path(name).name != name or "\\" in name}:
-        raise ValueError(f"{index_path} names files outside the folder: {_list(strange)}")
-    if missing := shards - present:
-        raise ValueError(f"{folder} lacks {_list(missing)}, which {WEIGHTS_INDEX} names")
-    if extra := present - shards:
-        raise ValueError(
-            f"{folder} holds {_list(extra)}, which {WEIGHTS_INDEX} does not name; "
-            "remove what is not of this model"
-        )
-    tensors = {}
-    for shard in sorted(shards):
-        held = read_tensors(folder / shard)
-        promised = {name for name, home in index.items() if home == shard}
-        if wrong := promised ^ set(held):
-            raise ValueError(
-                f"{folder / shard} and {WEIGHTS_INDEX} disagree about {_list(wrong)}; "
-                "save the model again"
-            )
-        tensors.update(held)
-    return tensors
-
-
 def _parse_target(target: str) -> tuple[Literal["folder", "hub"], str]:
     prefix, _, rest = target.partition(":")
     if prefix == "folder" and rest:
@@ -304,8 +233,8 @@ def _plan(folder: Path, code: bool, state: bool) -> _Plan:
         )
     for name in sources:
         if name.endswith(".json"):
-            _read_object(folder / name)
-    if "auto_map" in _read_object(folder / "config.json") and not code:
+            read_json(folder / name)
+    if "auto_map" in read_json(folder / "config.json") and not code:
         raise ValueError(
             f"{folder / 'config.json'} has an auto_map to code, which would stay behind; publish "
             "with --standalone, or take it out"
@@ -347,7 +276,7 @@ def _with_code(folder: Path, plan: _Plan) -> Iterator[_Plan]:
     """Give a plan with the model's code, written anew, in a folder that lives as long."""
     from ssmzoo.export_code import standalone_files
 
-    config = _read_object(folder / "config.json")
+    config = read_json(folder / "config.json")
     card = plan.sources[CARD].read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as written:
         sources = {n: path for n, path in plan.sources.items() if not n.endswith(".py")}
@@ -378,7 +307,7 @@ def _pictures(folder: Path) -> list[str]:
         if name.is_absolute() or ".." in name.parts or "\\" in str(name):
             raise ValueError(f"{path} links {link!r}, which lies outside the model folder")
         if name.suffix.lower() not in _PICTURES:
-            raise ValueError(f"{path} shows {link!r}, which is no picture ({_list(_PICTURES)})")
+            raise ValueError(f"{path} shows {link!r}, which is no picture ({listed(_PICTURES)})")
         if not (folder / name).is_file():
             raise ValueError(f"{path} links the picture {link!r}, which is missing")
         names.add(str(name))
@@ -395,16 +324,6 @@ def _inside(folder: Path, path: Path) -> Path:
     if not real.is_file():
         raise ValueError(f"{path} must be a regular file")
     return real
-
-
-def _read_object(path: Path) -> dict[str, object]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is corrupt: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
 
 
 def _report(kind: Literal["folder", "hub"], place: str, plan: _Plan) -> PublishReport:
@@ -467,8 +386,8 @@ def _why_foreign(folder: Path, target: Path) -> str | None:
         path.relative_to(target).as_posix() for path in target.rglob("*") if not path.is_dir()
     }
     if foreign := present - set(earlier.sources):
-        return f"it holds {_list(foreign)}"
-    old, new = (_read_object(place / "config.json").get("model_type") for place in (target, folder))
+        return f"it holds {listed(foreign)}"
+    old, new = (read_json(place / "config.json").get("model_type") for place in (target, folder))
     if old != new:
         return f"its model_type is {old!r}, this model's {new!r}"
     if read_weights(target) != read_weights(folder):
@@ -657,8 +576,8 @@ def _refuse_other_weights(remote: Iterable[str], plan: _Plan, repository: str) -
     } - {STATE, *plan.sources}
     if stale:
         raise _Refused(
-            f"{repository} already holds {_list(stale)}, which this model does not replace; delete "
-            f"them first (hf repos delete-files {repository} ...) or publish elsewhere"
+            f"{repository} already holds {listed(stale)}, which this model does not replace; "
+            f"delete them first (hf repos delete-files {repository} ...) or publish elsewhere"
         )
 
 
@@ -685,7 +604,3 @@ def _explain(error: Exception, repository: str, endpoint: str, token: str) -> st
 
 def _one_line(error: BaseException, token: str) -> str:
     return " ".join(str(error).replace(token, "***").split())
-
-
-def _list(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))

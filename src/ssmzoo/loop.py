@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from ssmzoo.build import build_config, build_model, load_model, without_bars
+from ssmzoo.build import build_config, build_model, load_model
 from ssmzoo.checkpoint import Metrics, checkpoint_of, checkpoints, save_checkpoint, step_of
 from ssmzoo.data import Data, open_data, prepare_data, recipe_tokenizer
 from ssmzoo.examples import Share, describe_splits, load_splits, open_splits, task_tokenizer
@@ -33,6 +33,7 @@ from ssmzoo.plan import Plan, require_ahead
 from ssmzoo.recipe import Recipe
 from ssmzoo.run_folder import RunFolder
 from ssmzoo.segmented import SegmentedLM
+from ssmzoo.source import without_bars
 from ssmzoo.state import (
     load_optimizer,
     optimizer_tensors,

@@ -5,13 +5,12 @@ Read with :func:`read_results`, joined with :func:`merge`, written with :func:`w
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
 
-from ssmzoo.files import file_digest, write_json
+from ssmzoo.files import write_json
 
 LOG = logging.getLogger("ssmzoo")
 
@@ -58,18 +57,6 @@ class Results(TypedDict):
     hardware: str
     date: str
     command: str
-
-
-def weights_revision(folder: Path) -> str:
-    """Return a digest of a saved model's configuration and weights, ``sha256:`` and 16 digits."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.suffix in (".safetensors", ".bin") or path.name in (
-            "config.json",
-            "adapter_config.json",
-        ):
-            digest.update(bytes.fromhex(file_digest(path)))
-    return f"sha256:{digest.hexdigest()[:16]}"
 
 
 def read_results(path: str | Path) -> Results:

@@ -18,7 +18,8 @@ from ssmzoo.files import write_folder, write_json, write_text
 from ssmzoo.machine import installed_versions
 from ssmzoo.portable import portable, portable_command
 from ssmzoo.recipe import Recipe, load_recipe
-from ssmzoo.results import Results, Score, weights_revision, write_results
+from ssmzoo.results import Results, Score, write_results
+from ssmzoo.weights import weights_revision
 
 logger = logging.getLogger("ssmzoo")
 

@@ -1,4 +1,4 @@
-"""The model to score: a checkpoint folder or a Hub id, found, named, loaded and checked."""
+"""A saved model to run: a checkpoint folder or a Hub id, found, named, loaded and checked."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from ssmzoo.family import suggestion
 from ssmzoo.trust import refuse_paths, trusted
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -77,6 +77,19 @@ def check_vocabulary(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
         )
 
 
+def check_dtype(dtype: str) -> None:
+    """Refuse what is no type of weights that :func:`load_model` takes.
+
+    Raises:
+        ValueError: It is none; names the closest.
+    """
+    known = get_args(Dtype)
+    if dtype not in known:
+        raise ValueError(
+            f"dtype must be one of {', '.join(known)}, got {dtype!r}{suggestion(dtype, known)}"
+        )
+
+
 def load_tokenizer(model: str, folder: Path | None, trust: bool) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a model, ``folder`` being what :func:`model_folder` found.
 
@@ -85,6 +98,8 @@ def load_tokenizer(model: str, folder: Path | None, trust: bool) -> PreTrainedTo
         ValueError: The folder holds none, or it cannot be loaded.
     """
     from transformers import AutoTokenizer
+
+    import ssmzoo.auto  # noqa: F401
 
     try:
         with _loading("a tokenizer", model, folder):
@@ -98,46 +113,99 @@ def load_tokenizer(model: str, folder: Path | None, trust: bool) -> PreTrainedTo
         raise
 
 
+def holds_tokenizer(folder: str | Path) -> bool:
+    """Tell whether a tokenizer was saved to the folder, by the files that most of them leave."""
+    return any(Path(folder, file).is_file() for file in _TOKENIZER_FILES)
+
+
 def check_holds_tokenizer(name: str, folder: str | Path, otherwise: str = "") -> None:
     """Say of a folder, from which no tokenizer loads, that none was saved to it if that is so.
 
     Raises:
         ValueError: It is. The message ends in ``otherwise``, another way out.
     """
-    if not any(Path(folder, file).is_file() for file in _TOKENIZER_FILES):
+    if not holds_tokenizer(folder):
         raise ValueError(
             f"{name!r} must hold the model's tokenizer, and holds none; save it there with "
             f"tokenizer.save_pretrained({name!r}){otherwise}"
         )
 
 
-def load_model(model: str, folder: Path | None, dtype: Dtype, trust: bool) -> PreTrainedModel:
-    """Return a model for scoring, ``folder`` being what :func:`model_folder` found.
+def load_model(
+    model: str, folder: Path | None, dtype: Dtype, trust: bool, *, head: bool = True
+) -> PreTrainedModel:
+    """Return a model ready to run, ``folder`` being what :func:`model_folder` found.
+
+    Args:
+        model: The folder or Hub id, as it was given.
+        folder: The folder, or None for the Hub.
+        dtype: Of the weights; "auto" is as saved.
+        trust: Let the checkpoint bring its own Python code.
+        head: The causal language model; else the backbone alone.
 
     Raises:
         LookupError: The Hub has none.
-        ValueError: It cannot be loaded, or not all of its tensors are there.
+        ValueError: It cannot be loaded, or not all of its tensors are there, in the shapes that
+            its configuration says.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM
 
-    with _loading("a causal language model", model, folder), trusted(folder or model):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+    import ssmzoo.auto  # noqa: F401
+
+    what = "a causal language model" if head else "a model"
+    with _loading(what, model, folder), without_bars(), _without_report(), trusted(folder or model):
+        # with output_loading_info a pair, which its annotation does not say
+        loaded: Any = (AutoModelForCausalLM if head else AutoModel).from_pretrained(
             folder or model,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             trust_remote_code=trust,
             use_safetensors=True,
             local_files_only=folder is not None,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # the error about them refers to a report; see below
         )
-        network, info = loaded
-    missing = sorted(info.get("missing_keys") or ())
-    if missing:
+    network, loading = loaded
+    if loading["missing_keys"]:
+        missing = sorted(loading["missing_keys"])
         raise ValueError(
-            f"the checkpoint {model!r} lacks {len(missing)} of the model's tensors, e.g. "
-            f"{missing[0]!r}; scores of random weights would mean nothing"
+            f"the weights of {model!r} lack {len(missing)} tensors that the model needs, "
+            f"the first is {missing[0]!r}"
+        )
+    if loading["mismatched_keys"]:
+        tensor, stored, needed = sorted(loading["mismatched_keys"])[0]
+        raise ValueError(
+            f"the weights of {model!r} do not fit its configuration: {tensor!r} is {list(stored)} "
+            f"in the file, the model needs {list(needed)}"
         )
     return network.eval()
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Keep transformers' bars for single weight files off the terminal."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _without_report() -> Iterator[None]:
+    """Keep transformers' table of missing weights out of the log; the error says it."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 @contextlib.contextmanager
@@ -151,30 +219,6 @@ def _loading(what: str, model: str, folder: Path | None) -> Iterator[None]:
                 f"no folder {model!r} here, and no {what.split(' ', 1)[1]} from the Hub: {reason}"
             ) from error
         raise ValueError(f"cannot load {what} from {model!r}: {reason}") from error
-
-
-def place_of(device: str | None) -> torch.device:
-    """Return the device of a name, or the GPU if there is one.
-
-    Raises:
-        ValueError: It names no device.
-        RuntimeError: The device is not there.
-    """
-    import torch
-
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        place = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(
-            f"device must be a torch device, e.g. 'cpu' or 'cuda:0', got {device!r}"
-        ) from error
-    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        raise RuntimeError(
-            f"device {device!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices"
-        )
-    return place
 
 
 def first_line(error: BaseException) -> str:

@@ -981,7 +981,7 @@ def test_the_benchmark_of_newtons_method_refuses_what_has_no_lanes(fields, tmp_p
     if fields is not None:
         build(torch.float32, **fields).save_pretrained(tmp_path / "model")
     monkeypatch.setattr("sys.argv", ["newton", "--model", str(tmp_path / "model")])
-    answer = "no model loads" if fields is None else "--model must be a COFFEE model with feedback"
+    answer = "no folder" if fields is None else "--model must be a COFFEE model with feedback"
     said = io.StringIO()
     with contextlib.redirect_stderr(said), pytest.raises(SystemExit):
         benchmark.main()

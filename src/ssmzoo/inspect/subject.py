@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from ssmzoo.build import without_bars
 from ssmzoo.describe import checkpoint_folder
 from ssmzoo.documents import expand, read_files
 from ssmzoo.family import claims, load_family, suggestion
 from ssmzoo.machine import usable_device
 from ssmzoo.modeling import SSMModel
 from ssmzoo.modeling.segments import check_indices
-from ssmzoo.source import first_line
-from ssmzoo.trust import refuse_paths, trusted
+from ssmzoo.source import load_model, load_tokenizer, model_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,13 +49,13 @@ def load_subject(name: str, *, seed: int, device: str | None) -> Subject:
         folder = checkpoint_folder(name).resolve()
         # a run keeps its model in a folder called "model"
         shown = folder.parent.name if folder.name == "model" else folder.name
-        return Subject(_placed(_load(str(folder)), place), shown or str(folder), False)
+        return Subject(_loaded(str(folder), folder, place), shown or str(folder), False)
     if "/" not in name:  # on the Hub a model has an owner
         raise LookupError(
             f"no model {name!r}: neither a folder nor an installed family"
             f"{suggestion(name, claims())}; families: {', '.join(claims())}; on the Hub: owner/name"
         )
-    return Subject(_placed(_load(name), place), name, False)
+    return Subject(_loaded(name, None, place), name, False)
 
 
 def reference_inputs(
@@ -137,17 +135,10 @@ def _tokenizer(subject: Subject, source: str) -> PreTrainedTokenizerBase:
         from ssmzoo.tokenizer import byte_tokenizer
 
         return byte_tokenizer()
-    from transformers import AutoTokenizer
-
     try:
-        place = str(Path(source).expanduser())
-        refuse_paths(place)
-        return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"the tokenizer of {source!r} cannot be read: {first_line(error)}; leave text out for "
-            "random tokens"
-        ) from error
+        return load_tokenizer(source, model_folder(source), trust=False)
+    except (LookupError, ValueError) as error:
+        raise ValueError(f"{error}; leave text out for random tokens") from error
 
 
 def _untrained(name: str, preset: str | None, seed: int) -> SSMModel:
@@ -159,39 +150,9 @@ def _untrained(name: str, preset: str | None, seed: int) -> SSMModel:
     return _checked(model, name)
 
 
-def _load(source: str) -> SSMModel:
-    from safetensors import SafetensorError
-    from transformers import AutoModel
-    from transformers.utils import logging
-
-    import ssmzoo.auto  # noqa: F401
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # a head's weights are left out on purpose
-    try:
-        # with output_loading_info a pair, which its annotation does not say
-        with without_bars(), trusted(source):
-            loaded: Any = AutoModel.from_pretrained(
-                source,
-                dtype=torch.float32,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
-    except SafetensorError as error:
-        raise ValueError(f"the weights of {source!r} cannot be read: {error}") from error
-    except (OSError, ValueError) as error:
-        raise LookupError(f"no model loads from {source!r}: {first_line(error)}") from error
-    finally:
-        logging.set_verbosity(verbosity)
-    network, loading = loaded
-    if loading["missing_keys"]:
-        missing = sorted(loading["missing_keys"])
-        raise ValueError(
-            f"the weights of {source!r} lack {len(missing)} tensors that the model needs, "
-            f"the first is {missing[0]!r}"
-        )
-    return _checked(network, source)
+def _loaded(source: str, folder: Path | None, place: torch.device) -> SSMModel:
+    model = load_model(source, folder, "float32", False, head=False)
+    return _placed(_checked(model, source), place)
 
 
 def _checked(model: object, name: str) -> SSMModel:

@@ -256,8 +256,9 @@ class SSMModel(SSMPreTrainedModel):
         if past_key_values is not None and self.training and torch.is_grad_enabled():
             self._refuse_reentrant_checkpointing()
         cache = self._cache(past_key_values, use_cache, packed.sequences if packed else batch)
+        recorded = None
         if cache is not None:
-            cache.record(hidden_states if segments is None else None, length)
+            recorded = cache.before(hidden_states if segments is None else None, length)
 
         boundaries = None
         if segments is not None:
@@ -283,9 +284,8 @@ class SSMModel(SSMPreTrainedModel):
             all_hidden_states.append(hidden_states)
 
         if cache is not None:
-            for layer, state in zip(cache.layers, states, strict=True):
-                layer.states = state.final
-            cache.seen_tokens += int(packed.cu_seqlens.diff().max()) if packed else length
+            tokens = int(packed.cu_seqlens.diff().max()) if packed else length
+            cache.advance(states, tokens, recorded)
         output = BaseModelOutputWithPast(
             last_hidden_state=hidden_states,
             past_key_values=cache,
@@ -400,11 +400,15 @@ class SSMModel(SSMPreTrainedModel):
     @torch.no_grad()
     def _read_again(self, cache: StateCache) -> None:
         """Bring the states to where a crop put the number of tokens."""
-        pending, cache.pending = cache.pending, None
+        pending, seen = cache.pending, cache.seen_tokens
         assert pending is not None
-        cache.seen_tokens -= pending.shape[1]
-        with cache.unrecorded():
-            self(inputs_embeds=pending, past_key_values=cache)
+        cache.pending, cache.seen_tokens = None, seen - pending.shape[1]
+        try:
+            with cache.unrecorded():
+                self(inputs_embeds=pending, past_key_values=cache)
+        except BaseException:
+            cache.pending, cache.seen_tokens = pending, seen
+            raise
 
 
 def _layer_state(

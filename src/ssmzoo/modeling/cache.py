@@ -2,7 +2,8 @@
 
 What surprises: the state has a fixed size however many tokens were seen; it can be cropped only
 into calls that were recorded, by a snapshot from before them and reading again what stays; and a
-forward pass never changes it half-way, because new states replace the old ones only at its end.
+forward pass that fails leaves it as it was, because new states replace the old ones only at its
+end. (Single steps that write into a state's own memory, as RTF's, are the exception.)
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _OTHER = "other."  # before the names of tensors in the file that are no states
 
 
 @dataclass
-class _Recorded:
+class Recorded:
     """A forward pass that may be taken back: the states before it, and what it read."""
 
     states: list[dict[str, Tensor]]
@@ -141,7 +142,7 @@ class StateCache(Cache):
         self.pending: Tensor | None = None  # [B, L, D], what the next call must read again first
         self.input_holds_seen = False  # in generate: whether its first input repeats what was seen
         self._recording = False
-        self._recorded: list[_Recorded] = []
+        self._recorded: list[Recorded] = []
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return how many tokens each row has seen, padding included."""
@@ -205,13 +206,27 @@ class StateCache(Cache):
         """
         self._recording = True
 
-    def record(self, inputs_embeds: Tensor | None, length: int) -> None:
-        """Note that a call is about to read ``[B, L, D]``; None where it is padded or packed."""
-        if self._recording:
-            # some steps write into a state's own memory
-            states = [{n: s.detach().clone() for n, s in la.states.items()} for la in self.layers]
-            kept = None if inputs_embeds is None else inputs_embeds.detach()
-            self._recorded.append(_Recorded(states, kept, length))
+    def before(self, inputs_embeds: Tensor | None, length: int) -> Recorded | None:
+        """Return what :meth:`advance` needs so that a call can be taken back, if that was asked.
+
+        Args:
+            inputs_embeds: What it is about to read ``[B, L, D]``; None if it is padded or packed.
+            length: L.
+        """
+        if not self._recording:
+            return None
+        # some steps write into a state's own memory
+        states = [{n: s.detach().clone() for n, s in la.states.items()} for la in self.layers]
+        kept = None if inputs_embeds is None else inputs_embeds.detach()
+        return Recorded(states, kept, length)
+
+    def advance(self, states: list[LayerState], tokens: int, recorded: Recorded | None) -> None:
+        """Take the states that a call left, after so many tokens, and what :meth:`before` said."""
+        for layer, state in zip(self.layers, states, strict=True):
+            layer.states = state.final
+        self.seen_tokens += tokens
+        if recorded is not None:
+            self._recorded.append(recorded)
 
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:

@@ -1,0 +1,109 @@
+"""The weights of a saved model: what its files hold, and a digest that tells them from others."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from ssmzoo.files import file_digest, read_json
+
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+STATE = "state.safetensors"  # of PromptState.save_pretrained; no weights
+
+# a checkpoint's moments and a prompt's state are safetensors too
+_OF_THE_MODEL = re.compile(r"(adapter_)?(config\.json|model.*\.safetensors)")
+_STATISTICS = (".running_mean", ".running_var", ".num_batches_tracked")
+
+Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+def read_tensors(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return dtype and shape of each tensor in a safetensors file, from its header alone.
+
+    Raises:
+        ValueError: The file is truncated, too long, or no safetensors file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="np") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {
+                name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()
+            }
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{path} is corrupt or truncated ({error}); save the model again"
+        ) from error
+
+
+def read_weights(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return dtype and shape of every tensor of a saved model, and check that none is missing.
+
+    A prompt's state beside the weights is not looked at.
+
+    Raises:
+        ValueError: There are no weights, a shard is missing or corrupt, or index and shards differ.
+    """
+    index_path = folder / WEIGHTS_INDEX
+    present = {path.name for path in folder.glob("*.safetensors")} - {STATE}
+    if not index_path.exists():
+        if WEIGHTS not in present:
+            raise ValueError(
+                f"{folder} has no weights: {WEIGHTS} or {WEIGHTS_INDEX} is needed; "
+                "save the model with save_pretrained"
+            )
+        if len(present) > 1:
+            raise ValueError(
+                f"{folder} holds {listed(present - {WEIGHTS})} beside {WEIGHTS} and no index; "
+                "remove what is not of this model"
+            )
+        return read_tensors(folder / WEIGHTS)
+
+    index = read_json(index_path).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+        raise ValueError(f"{index_path} must hold a weight_map from tensors to files")
+    shards = set(index.values())
+    if strange := {name for name in shards if Path(name).name != name or "\\" in name}:
+        raise ValueError(f"{index_path} names files outside the folder: {listed(strange)}")
+    if missing := shards - present:
+        raise ValueError(f"{folder} lacks {listed(missing)}, which {WEIGHTS_INDEX} names")
+    if extra := present - shards:
+        raise ValueError(
+            f"{folder} holds {listed(extra)}, which {WEIGHTS_INDEX} does not name; "
+            "remove what is not of this model"
+        )
+    tensors = {}
+    for shard in sorted(shards):
+        held = read_tensors(folder / shard)
+        promised = {name for name, home in index.items() if home == shard}
+        if wrong := promised ^ set(held):
+            raise ValueError(
+                f"{folder / shard} and {WEIGHTS_INDEX} disagree about {listed(wrong)}; "
+                "save the model again"
+            )
+        tensors.update(held)
+    return tensors
+
+
+def parameter_count(tensors: Tensors) -> int:
+    """Return how many parameters are stored; a batch norm's running statistics are none."""
+    return sum(math.prod(x[1]) for name, x in tensors.items() if not name.endswith(_STATISTICS))
+
+
+def weights_revision(folder: Path) -> str:
+    """Return a digest of a saved model's configuration and weights, ``sha256:`` and 16 digits."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if _OF_THE_MODEL.fullmatch(path.name):
+            digest.update(bytes.fromhex(file_digest(path)))
+    return f"sha256:{digest.hexdigest()[:16]}"
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names in order, with commas."""
+    return ", ".join(sorted(names))
