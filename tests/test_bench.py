@@ -68,3 +68,14 @@ def test_a_call_is_warmed_up_once_and_its_median_time_is_taken(monkeypatch):
     calls = []
     assert bench.time_call(lambda: calls.append(1), torch.device("cpu"), repeats=3) == 2.0
     assert len(calls) == 4
+
+
+def test_the_commit_is_that_of_the_code_and_none_where_git_knows_it_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    elsewhere = bench._commit()
+    monkeypatch.setattr(bench, "__file__", str(tmp_path / "bench.py"))
+    assert bench._commit() == ""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert bench._commit() == ""
+    monkeypatch.undo()
+    assert bench._commit() == elsewhere

@@ -244,7 +244,7 @@ def test_a_classifier_of_images_is_called_one_and_what_has_no_words_is_refused(r
     assert "pipeline_tag: image-classification" in text
     assert "model = AutoModelForImageClassification.from_pretrained(source)" in text
     change_config(run, architectures=["LonghornModel"])
-    with pytest.raises(ValueError, match="class ends in one of .*, got LonghornModel"):
+    with pytest.raises(ValueError, match=r"class ends in one of .*, got LonghornModel"):
         render_card(run / "model")
 
 

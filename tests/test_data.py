@@ -336,11 +336,18 @@ def test_a_tasks_rows_are_fresh_seeded_and_resumable(tmp_path):
     [
         ("mqarr", {}, "no task 'mqarr'; did you mean 'mqar'?"),
         ("mqar", {"num_pears": 1}, "mqar has no argument 'num_pears'; did you mean 'num_pairs'?"),
-        ("induction_heads", {}, "data.task_args.vocab_size is missing"),
+        ("mqar", {"random_filler": "no"}, "random_filler of task mqar must be bool, got 'no'"),
+        ("induction_heads", {"vocab_size": 9.0}, "vocab_size of task induction_heads must be int"),
+        (
+            "induction_heads",
+            {"vocab_size": 9, "trigger": "67"},
+            "trigger of task induction_heads must be Sequence or None, got '67'",
+        ),
+        ("induction_heads", {}, "task induction_heads needs the argument 'vocab_size'"),
     ],
 )
 def test_wrong_tasks_are_refused(task, arguments, message):
-    with pytest.raises((LookupError, ValueError)) as caught:
+    with pytest.raises((LookupError, ValueError, TypeError)) as caught:
         recipe_tokenizer(make_recipe(task=task, task_args=arguments))
     assert message in str(caught.value)
 

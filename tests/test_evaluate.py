@@ -30,6 +30,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from ssmzoo import evaluate as evaluation
 from ssmzoo.evaluate import evaluate, load_suite, suites
 from ssmzoo.results import merge, read_results, write_results
+from ssmzoo.suites import Suite, average_score
 from ssmzoo.tasks import symbol_tokenizer, text_documents
 from ssmzoo.tokenizer import byte_tokenizer
 
@@ -722,6 +723,36 @@ def test_a_suite_file_that_states_no_metric_is_refused(tmp_path, content):
     path.write_text(content)
     with pytest.raises(ValueError, match=r"must be an lm-eval group|must hold 'task'"):
         load_suite(str(path))
+
+
+def test_a_suite_file_that_is_no_yaml_is_refused(tmp_path):
+    path = tmp_path / "s.yaml"
+    path.write_text("group: [x")
+    with pytest.raises(ValueError, match=r"suite .*s\.yaml' cannot be read"):
+        load_suite(str(path))
+
+
+@pytest.mark.parametrize(
+    ("directions", "expected"),
+    [((True, True), True), ((False, False), False), ((True, False), None)],
+    [((True, True), True), ((False, False), False), ((True, False), None)],
+)
+def test_the_average_of_a_suite_has_the_direction_of_its_metrics(directions, expected):
+    def row(task, metric, value, direction):
+        return {
+            "task": task, "metric": metric, "value": value, "stderr": 0.1, "n": 5, "seed": 0,
+            "num_fewshot": 0, "higher_is_better": direction, "settings": {},
+        }  # fmt: skip
+
+    entries = tuple({"task": task, "metric_list": [{"metric": "m"}]} for task in ("a", "b"))
+    rows = [
+        row("a", "m", 1.0, directions[0]),
+        row("b", "m", 2.0, directions[1]),
+        row("b", "other", 9.0, True),
+        row("b_part", "m", 9.0, True),  # of a group, which the suite does not name
+    ]
+    found = average_score(Suite("s", entries, True), rows)
+    assert (found["value"], found["n"], found["higher_is_better"]) == (1.5, 10, expected)
 
 
 def test_every_task_file_is_named_after_its_task():

@@ -397,6 +397,9 @@ def test_the_code_hides_nothing_and_says_where_it_is_from(name, models):
         ("import pickle", "pickle"),
         ("from subprocess import run", "subprocess"),
         ("import torch\ntorch.load('x')", "torch.load"),
+        ("from torch import load", "torch.load"),
+        ("import builtins", "builtins"),
+        ("numpy.load('x', allow_pickle=True)", "allow_pickle"),
     ],
 )
 def test_code_that_hides_what_runs_does_not_travel(line, named):

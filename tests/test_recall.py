@@ -77,7 +77,12 @@ def test_a_ledger_has_a_line_a_run_and_a_killed_sweep_goes_on(sweep, tmp_path, m
     assert shown.splitlines()[0].startswith("model")
     assert table(ledger) in shown
     stamp = (tmp_path / "out/runs/Llama-16-0.01-0/model/model.safetensors").stat().st_mtime_ns
+    described = tmp_path / "out/runs/Llama-16-0.03-0/run.json"
+    facts = json.loads(described.read_text())
+    assert written["hardware"] == facts["hardware"]
+    described.write_text(json.dumps({**facts, "hardware": "another machine"}))
     recall(sweep, tmp_path / "out")  # nothing is trained again
+    assert json.loads((tmp_path / "out/ledger.json").read_text())["hardware"] == "another machine"
     after = (tmp_path / "out/runs/Llama-16-0.01-0/model/model.safetensors").stat().st_mtime_ns
     assert after == stamp
 

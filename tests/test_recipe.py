@@ -86,6 +86,13 @@ def test_an_unknown_section_is_named_with_a_suggestion(written):
         ("data__streaming", True, "data.streaming must be false with data.text"),
         ("data__validation", 0.0, "data.validation must be a share between 0 and 1"),
         ("data__config", "en", "data.config needs data.dataset"),
+        ("data__split", "test", "data.split needs data.dataset, got data.text"),
+        (
+            "data__text_field",
+            "body",
+            "needs data.jsonl or data.parquet or data.dataset, got data.t",
+        ),
+        ("data__shuffle_buffer", 10, "data.shuffle_buffer needs data.streaming: true"),
         ("data__task_args", {"num_pairs": 4}, "data.task_args needs data.task"),
         ("data__text", [], "data.text"),
     ],

@@ -366,6 +366,12 @@ def test_a_plateau_waits_for_the_warm_up():
     assert [rate for rate, _ in found] == [0.5, 0.75, 1.0, 1.0, 1.0, 0.5, 0.5]
 
 
+def test_a_drop_judges_by_no_loss_from_before_the_last_validation_of_the_warm_up():
+    optimizer, schedule = scheduled(False, **{**DROP, "train__below": 1.0}, train__warmup=4)
+    found = shown(optimizer, schedule, [(9.0, 9.0), (0.5, 0.5), (0.5, 0.5)])
+    assert [rate for rate, _ in found] == [0.75, 0.5, 0.5]
+
+
 def shown(optimizer, schedule, losses):
     """Return the rates after each validation, two steps with these losses before each."""
     found = []

@@ -7,8 +7,9 @@ say, such as the variant or the pooling, the caller names.
 import re
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from ssmzoo.modeling import check_weights
 
 from .configuration_dss import DSSConfig
 from .modeling_dss import DSSForSequenceClassification
@@ -70,7 +71,7 @@ def from_official(
             tensor = tensor.flatten()  # [H, 1] there
         weights[name] = tensor
     config = _configuration(weights, "Lambda_log_im" in " ".join(state_dict), fields)
-    _check(weights, config)
+    check_weights("a DSS classifier", weights, DSSForSequenceClassification, config)
     return weights, config
 
 
@@ -140,20 +141,3 @@ def _configuration(weights: dict[str, Tensor], positive: bool, fields: dict[str,
     elif _VALUES + "weight" in weights:
         found["input_channels"] = weights[_VALUES + "weight"].shape[1]
     return DSSConfig(**{**found, **fields})
-
-
-def _check(weights: dict[str, Tensor], config: DSSConfig) -> None:
-    with torch.device("meta"):
-        expected = DSSForSequenceClassification(config).state_dict()
-    missing = sorted(expected.keys() - weights.keys())
-    unknown = sorted(weights.keys() - expected.keys())
-    if missing or unknown:
-        raise LookupError(
-            f"not a DSS classifier of this configuration: missing {missing[:3]}, "
-            f"unknown {unknown[:3]}"
-        )
-    for name, tensor in weights.items():
-        if tensor.shape != expected[name].shape:
-            raise ValueError(
-                f"{name} must have shape {list(expected[name].shape)}, got {list(tensor.shape)}"
-            )

@@ -45,8 +45,7 @@ class _Tables:
 
     Attributes:
         modes: What they were made of.
-        decay: ``e^c``, ``[H, N]``; 1 for growing modes.
-        readout: rho, ``[C, H, N]``.
+        decay: ``e^c``, ``[H, N]``; 1 for growing modes. None of a cut kernel.
         growing: The numbers ``[G]`` of the growing modes, None if there are none.
         low: ``e^{c' k}`` of these for small k, ``[count, H, G]``.
         high: ``e^{c' k}`` for multiples of ``count``.
@@ -54,8 +53,7 @@ class _Tables:
     """
 
     modes: Modes
-    decay: Tensor
-    readout: Tensor
+    decay: Tensor | None = None
     growing: Tensor | None = None
     low: Tensor | None = None
     high: Tensor | None = None
@@ -302,9 +300,10 @@ class DSSMixer(SSMMixer):
             y = (window.unsqueeze(1) * tables.taps).sum(2) + self.D * u[:, None]  # [B, C, H]
             state.put("inputs", window[:, 1:])
             return y.flatten(1).unsqueeze(1)
+        assert tables.decay is not None
         z = torch.view_as_complex(state.initial["ssm"])
         position = state.initial.get("position")
-        decay, drive, readout = tables.decay, None, tables.readout
+        decay, drive, readout = tables.decay, None, tables.modes.readout
         if position is not None:
             state.put("position", position + 1)
             if tables.growing is not None:
@@ -317,13 +316,14 @@ class DSSMixer(SSMMixer):
         """Return drive ``[R, H, N]`` and read-out ``[C, R, H, N]``; R is B, or 1 if rows agree."""
         modes = tables.modes
         assert modes.norm_length is not None
+        assert tables.decay is not None
         assert tables.growing is not None
         positions = cast(list[int], position.tolist())
         self._check_reach(max(positions) + 1, modes)
         if len(set(positions)) == 1:
             positions = positions[:1]
         drive = torch.ones_like(tables.decay).repeat(len(positions), 1, 1)
-        readout = tables.readout[:, None].repeat(1, len(positions), 1, 1)
+        readout = modes.readout[:, None].repeat(1, len(positions), 1, 1)
         for row, k in enumerate(positions):
             drive[row, :, tables.growing] = tables.power(k)
             readout[:, row, :, tables.growing] *= tables.power(modes.norm_length - 1 - k)
@@ -342,11 +342,11 @@ class DSSMixer(SSMMixer):
         self._check_finite(modes)
         if cap is not None:
             taps = modes.kernel(cap).flip(-1).transpose(1, 2).contiguous()  # [C, K, H]
-            return _Tables(modes, modes.exponent, modes.readout, taps=taps)
+            return _Tables(modes, taps=taps)
         dtype = modes.readout.dtype
         decay = torch.exp(modes.exponent)
         if modes.grows is None or not bool(modes.grows.any()):
-            return _Tables(modes, decay.to(dtype), modes.readout)
+            return _Tables(modes, decay.to(dtype))
         assert modes.norm_length is not None
         growing = modes.grows.nonzero().flatten()
         decay = torch.where(modes.grows, 1.0, decay)
@@ -356,9 +356,7 @@ class DSSMixer(SSMMixer):
         steps = torch.arange(count, device=c.device)[:, None, None]
         low = torch.exp(c * steps)  # [count, H, G]
         high = torch.exp(c * (steps[: -(-modes.norm_length // count)] * count))
-        return _Tables(
-            modes, decay.to(dtype), modes.readout, growing, low.to(dtype), high.to(dtype)
-        )
+        return _Tables(modes, decay.to(dtype), growing, low.to(dtype), high.to(dtype))
 
 
 def _diagonal_step(

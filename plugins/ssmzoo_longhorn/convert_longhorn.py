@@ -6,8 +6,9 @@ their own.
 
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from ssmzoo.modeling import check_weights
 
 from .configuration_longhorn import LonghornConfig
 from .modeling_longhorn import LonghornForCausalLM
@@ -57,7 +58,7 @@ def from_official(
                 'pass {**config, "tie_embeddings": False}'
             )
         weights["lm_head.weight"] = embedding
-    _check(weights, ours)
+    check_weights("a Longhorn checkpoint", weights, LonghornForCausalLM, ours)
     return weights, ours
 
 
@@ -101,20 +102,3 @@ def _configuration(weights: dict[str, Tensor], config: dict[str, Any]) -> Longho
         conv_bias="model.layers.0.mixer.conv1d.bias" in weights,
         **fields,
     )
-
-
-def _check(weights: dict[str, Tensor], config: LonghornConfig) -> None:
-    with torch.device("meta"):
-        expected = LonghornForCausalLM(config).state_dict()
-    missing = sorted(expected.keys() - weights.keys())
-    unknown = sorted(weights.keys() - expected.keys())
-    if missing or unknown:
-        raise LookupError(
-            f"not a Longhorn checkpoint of this configuration: missing {missing[:3]}, "
-            f"unknown {unknown[:3]}"
-        )
-    for name, tensor in weights.items():
-        if tensor.shape != expected[name].shape:
-            raise ValueError(
-                f"{name} must have shape {list(expected[name].shape)}, got {list(tensor.shape)}"
-            )

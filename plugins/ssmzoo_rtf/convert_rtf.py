@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ssmzoo.modeling import check_weights
+
 from .configuration_rtf import RTFConfig
 from .modeling_rtf import RTFForCausalLM
 
@@ -96,7 +98,7 @@ def from_official(
     if tied and embedding is not None:
         weights["lm_head.weight"] = embedding
     ours = _configuration(weights, config, tied)
-    _check(weights, ours)
+    check_weights("a Hyena-RTF checkpoint", weights, RTFForCausalLM, ours)
     return weights, ours
 
 
@@ -182,20 +184,3 @@ def _configuration(weights: dict[str, Tensor], config: dict[str, Any], tied: boo
         constraint_margin=0.0,
         legacy_double_h0=True,
     )
-
-
-def _check(weights: dict[str, Tensor], config: RTFConfig) -> None:
-    with torch.device("meta"):
-        expected = RTFForCausalLM(config).state_dict()
-    missing = sorted(expected.keys() - weights.keys())
-    unknown = sorted(weights.keys() - expected.keys())
-    if missing or unknown:
-        raise LookupError(
-            f"not a Hyena-RTF checkpoint of this configuration: missing {missing[:3]}, "
-            f"unknown {unknown[:3]}"
-        )
-    for name, tensor in weights.items():
-        if tensor.shape != expected[name].shape:
-            raise ValueError(
-                f"{name} must have shape {list(expected[name].shape)}, got {list(tensor.shape)}"
-            )

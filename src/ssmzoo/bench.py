@@ -1,6 +1,7 @@
 """Speed of whole models on this machine, beside transformers' own of equal shape.
 
-Every figure is of one process on one batch: the median of several runs after a warm-up.
+Every figure is of one process on one batch: the median of several runs after a warm-up, or of a
+peer that takes minutes one run.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def bench(
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    facts = environment(device)
     models = {name: Peer(_family(name)) for name in families}
     if peers:
         models |= {name: peer for name, peer in _peers().items() if slow or not peer.slow}
@@ -87,7 +89,7 @@ def bench(
         for line in _ratios(rows, name):
             report(line)
     if output is not None:
-        _write(Path(output), [{**row, **environment(device)} for row in rows])
+        _write(Path(output), [{**row, **facts} for row in rows])
     return rows
 
 
@@ -119,22 +121,34 @@ def matmul_peak(device: Any, size: int = 2048) -> float:
 
 
 def environment(device: Any) -> dict[str, Any]:
-    """Return what a figure depends on: device, threads, versions, commit, date."""
+    """Return what a figure depends on: device, threads, versions, commit if there is one, date."""
     import torch
 
     name = hardware(device)
     slug = name.lower().replace("nvidia", "").strip().replace(" ", "-")
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
     return {
         "device": name,
         "slug": "cpu" if device.type == "cpu" else slug,
         "threads": torch.get_num_threads(),
         **installed_versions("torch", "transformers", "triton"),
-        "commit": commit.stdout.strip(),
+        "commit": _commit(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def _commit() -> str:
+    """Return the commit of the checkout that this code runs from, "" if it runs from none."""
+    here = Path(__file__)
+
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        command = ["git", "-C", str(here.parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    try:
+        tracked = git("ls-files", "--error-unmatch", here.name).returncode == 0
+        return git("rev-parse", "--short", "HEAD").stdout.strip() if tracked else ""
+    except OSError:  # no git here
+        return ""
 
 
 def _family(name: str) -> Callable[[], Any]:

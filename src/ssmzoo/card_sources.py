@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import yaml
+
 from ssmzoo.family import Family, families, load_family
 from ssmzoo.files import read_json
 from ssmzoo.resources import share
@@ -81,7 +83,7 @@ class Run:
     """What a run directory says about the training."""
 
     facts: Mapping[str, Any]
-    recipe_text: str
+    recipe: Any
     records: Sequence[Mapping[str, Any]]
     picture: Path | None
 
@@ -224,6 +226,10 @@ def read_run(path: Path, *, until_step: int | None = None) -> Run:
             raise ValueError(f"{path / name} does not exist; {path} is not a whole run") from error
         except (OSError, ValueError) as error:
             raise ValueError(f"{path / name} is corrupt: {error}") from error
+    try:
+        recipe = yaml.safe_load(texts["recipe.yaml"])
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path / 'recipe.yaml'} is corrupt: {error}") from error
     records = []
     for number, line in enumerate(texts["metrics.jsonl"].splitlines(), 1):
         where = f"{path / 'metrics.jsonl'}, line {number}"
@@ -236,7 +242,7 @@ def read_run(path: Path, *, until_step: int | None = None) -> Run:
         if until_step is None or record.get("step", 0) <= until_step:
             records.append(record)
     picture = path / PICTURE
-    return Run(facts, texts["recipe.yaml"], records, picture if picture.is_file() else None)
+    return Run(facts, recipe, records, picture if picture.is_file() else None)
 
 
 def family_of(config: Mapping[str, Any]) -> Family | None:

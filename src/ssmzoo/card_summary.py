@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from ssmzoo.card_sources import Run, family_of, is_number, read_run
 from ssmzoo.files import read_json, write_json
 from ssmzoo.portable import portable
@@ -82,7 +84,7 @@ def summarise(folder: Path, run_dir: str | Path | None) -> tuple[Summary, Path |
         modules=sorted({name.split(".")[-2] for name in tensors if name.endswith(".weight")}),
         prompt=_prompt(folder),
         run=dict(run.facts) if run else None,
-        recipe=_recipe(run.recipe_text) if run else None,
+        recipe=_recipe(run.recipe) if run else None,
         measured=measured,
         picture=bool(run and run.picture),
     )
@@ -116,11 +118,9 @@ def _prompt(folder: Path) -> str | None:
     return " ".join(symbols[1:5])  # the first is filler
 
 
-def _recipe(text: str) -> str:
-    """Return a recipe whose local paths are cut to their last parts."""
-    import yaml
-
-    return yaml.safe_dump(portable(yaml.safe_load(text)), sort_keys=False, allow_unicode=True)
+def _recipe(recipe: Any) -> str:
+    """Return a recipe as YAML whose local paths are cut to their last parts."""
+    return yaml.safe_dump(portable(recipe), sort_keys=False, allow_unicode=True)
 
 
 def _run_of(folder: Path, config: Mapping[str, Any], run_dir: str | Path | None) -> Run | None:

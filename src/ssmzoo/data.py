@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import logging
 import sys
@@ -30,7 +29,6 @@ from ssmzoo.documents import (
     split_over_ranks,
     texts_of,
 )
-from ssmzoo.family import suggestion
 from ssmzoo.files import write_folder
 from ssmzoo.recipe import ROW_TASKS, DataSection, Recipe
 from ssmzoo.rows import ConsecutiveRows, PackedRows, Parts, Rows, RowSource, StreamedRows, TaskRows
@@ -363,16 +361,8 @@ def _task_arguments(recipe: Recipe) -> dict[str, Any]:
 
     name = recipe.data.task
     assert name in ROW_TASKS
-    parameters = dict(inspect.signature(getattr(tasks, name)).parameters)
-    del parameters["num_examples"], parameters["seed"], parameters["seq_len"]
-    given = recipe.data.task_args
-    for argument in given.keys() - parameters.keys():
-        hint = suggestion(argument, parameters) or f"; it has {', '.join(parameters)}"
-        raise LookupError(f"data.task_args: {name} has no argument {argument!r}{hint}")
-    chosen = {k: given.get(k, parameter.default) for k, parameter in parameters.items()}
-    for argument, value in chosen.items():
-        if value is inspect.Parameter.empty:
-            raise ValueError(f"data.task_args.{argument} is missing")
+    said = ("num_examples", "seed", "seq_len")
+    chosen = tasks.task_arguments(name, getattr(tasks, name), recipe.data.task_args, said)
     return {**chosen, "seq_len": recipe.train.seq_len}
 
 

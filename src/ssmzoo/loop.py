@@ -31,6 +31,7 @@ from ssmzoo.objective import CausalLM, labelled
 from ssmzoo.optimizer import Schedule, make_optimizer
 from ssmzoo.plan import Plan, require_ahead
 from ssmzoo.recipe import Recipe
+from ssmzoo.results import HIGHER_IS_BETTER
 from ssmzoo.run_folder import RunFolder
 from ssmzoo.segmented import SegmentedLM
 from ssmzoo.source import without_bars
@@ -540,7 +541,7 @@ class Run:
                     "n": n,
                     "seed": self.recipe.train.seed,
                     "num_fewshot": 0,
-                    "higher_is_better": metric not in ("loss", "rmse"),
+                    "higher_is_better": metric in HIGHER_IS_BETTER,
                     "settings": {**data.task_args, "split": "test"},
                 }
             )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ssmzoo.results import HIGHER_IS_BETTER
 from ssmzoo.rows import IGNORED, Rows
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ class Objective(ABC):
 
     Attributes:
         metric: What of :meth:`metrics` says which of two models is better.
-        higher: Whether more of it is better.
         measured: What of :meth:`metrics` a run can stop at.
         scored: What of them is written down as the score of a test split, what matters most first.
         loss: The loss in words, with its unit.
@@ -41,11 +41,15 @@ class Objective(ABC):
     """
 
     metric = "loss"
-    higher = False
     measured: tuple[str, ...] = ("loss", "accuracy")
     scored: tuple[str, ...] = ("loss",)
     loss = "loss in nats per token"
     independent = False
+
+    @property
+    def higher(self) -> bool:
+        """Whether more of the metric is better."""
+        return self.metric in HIGHER_IS_BETTER
 
     def __init__(self, model: nn.Module) -> None:
         known = inspect.signature(model.forward).parameters
@@ -251,7 +255,6 @@ class Classification(_ByTheModelsLoss):
     """Say the class of each sequence, or of each token."""
 
     metric = "accuracy"
-    higher = True
     scored = ("accuracy",)
     loss = "loss in nats"
 
@@ -292,7 +295,6 @@ class LabelledLM(Labelled):
     """
 
     metric = "accuracy"
-    higher = True
     measured = ("loss", "accuracy", "exact_match")
     scored = ("exact_match", "accuracy", "loss")
 

@@ -123,6 +123,8 @@ class Schedule:
     def judge(self, value: float) -> None:
         """Lower the rates, once warm, if a validation's metric or the training loss says so."""
         if self._step < self._warmup:
+            if self._drop is not None:
+                self._drop.forget()
             return
         if self._plateau is not None:
             self._plateau.step(value)
@@ -171,7 +173,7 @@ class _Drop:
 
     Args:
         optimizer: Whose rates.
-        below: The mean since the last :meth:`step` must be smaller.
+        below: The mean since the validation before must be smaller.
         factor: What the rates are multiplied by.
     """
 
@@ -186,4 +188,8 @@ class _Drop:
             self.dropped = True
             for group in self._optimizer.param_groups:
                 group["lr"] *= self._factor
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin the mean anew."""
         self.total, self.count = 0.0, 0

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ssmzoo.checkpoint import read_metrics
 from ssmzoo.family import suggestion
 from ssmzoo.files import appears_whole, write_json
-from ssmzoo.machine import hardware, installed_versions
+from ssmzoo.machine import installed_versions
 from ssmzoo.recipe import (
     DataSection,
     EvalSection,
@@ -154,8 +154,6 @@ def recall(sweep: str | Path | Sweep, output_dir: str | Path) -> list[dict[str, 
         ValueError: A wrong value, or a folder with runs of another sweep.
         RuntimeError: The machine.
     """
-    import torch
-
     from ssmzoo.train import train
 
     chosen = sweep if isinstance(sweep, Sweep) else load_sweep(sweep)
@@ -168,8 +166,9 @@ def recall(sweep: str | Path | Sweep, output_dir: str | Path) -> list[dict[str, 
         folder = output / "runs" / name
         if not (folder / "model").exists():
             train(recipe, output_dir=folder, resume=folder.exists())
-        ledger.append({**columns, **_measured(folder)})
-        _write(output, chosen, ledger, hardware(torch.device("cpu")))
+        described = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        ledger.append({**columns, **_measured(folder, described["finished"])})
+        _write(output, chosen, ledger, described["hardware"])
     return ledger
 
 
@@ -186,13 +185,12 @@ def _require_same(folder: Path, recipe: Recipe) -> None:
         )
 
 
-def _measured(folder: Path) -> dict[str, Any]:
+def _measured(folder: Path, finished: dict[str, Any]) -> dict[str, Any]:
     """Return the ledger's other columns of a finished run."""
     from ssmzoo.build import load_model
 
-    described = json.loads((folder / "run.json").read_text(encoding="utf-8"))["finished"]
-    judged = described.get("test") or {
-        "accuracy": described["validation_accuracy"],
+    judged = finished.get("test") or {
+        "accuracy": finished["validation_accuracy"],
         "targets": read_metrics(folder / "metrics.jsonl")[-1]["validation_targets"],
     }
     model = load_model(str(folder / "model")).eval()
@@ -200,11 +198,11 @@ def _measured(folder: Path) -> dict[str, Any]:
     return {
         "accuracy": judged["accuracy"],
         "targets": judged["targets"],
-        "parameters": described["parameters"],
+        "parameters": finished["parameters"],
         "length": length,
         "state_bytes": state_bytes(model, length),
         "flops_per_token": flops_per_token(model, length),
-        "seconds": described["seconds"],
+        "seconds": finished["seconds"],
     }
 
 

@@ -18,6 +18,7 @@ import yaml
 from ssmzoo.documents import STDLIB
 from ssmzoo.family import suggestion
 from ssmzoo.resources import share
+from ssmzoo.results import HIGHER_IS_BETTER
 
 try:
     from pydantic import (
@@ -176,6 +177,16 @@ class DataSection(Section):
         for name in ("config", "revision"):
             if getattr(self, name) is not None and self.source != "dataset":
                 raise ValueError(f"data.{name} needs data.dataset")
+        fields = type(self).model_fields
+        for name, sources in (
+            ("split", ("dataset",)),
+            ("text_field", ("jsonl", "parquet", "dataset")),
+        ):
+            if getattr(self, name) != fields[name].default and self.source not in sources:
+                places = " or ".join(f"data.{source}" for source in sources)
+                raise ValueError(f"data.{name} needs {places}, got data.{self.source}")
+        if self.shuffle_buffer != fields["shuffle_buffer"].default and not self.streaming:
+            raise ValueError("data.shuffle_buffer needs data.streaming: true")
         if self.task_args and self.task is None:
             raise ValueError("data.task_args needs data.task")
         if self.tokenizer is not None and self.task is not None:
@@ -229,8 +240,8 @@ class StopSection(Section):
 
     def reached(self, metrics: Mapping[str, float]) -> bool:
         """Return whether a validation's metrics are this good."""
-        higher = self.metric in ("accuracy", "exact_match")
         value = metrics[self.metric]
+        higher = self.metric in HIGHER_IS_BETTER
         return value >= self.value if higher else value <= self.value
 
 

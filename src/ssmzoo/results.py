@@ -59,6 +59,10 @@ class Results(TypedDict):
     command: str
 
 
+# of a validation's metrics; of loss and rmse less is
+HIGHER_IS_BETTER = frozenset({"accuracy", "exact_match"})
+
+
 def read_results(path: str | Path) -> Results:
     """Read a results file.
 

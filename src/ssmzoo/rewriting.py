@@ -16,8 +16,8 @@ from pathlib import Path
 OPS = "ssmzoo::"  # the namespace of our ops in torch
 _UNSAFE_CALLS = frozenset({"eval", "exec", "compile", "__import__"})
 _UNSAFE_MODULES = frozenset(
-    {"cloudpickle", "ctypes", "dill", "importlib", "joblib", "marshal", "pickle", "runpy"}
-    | {"shelve", "subprocess"}
+    {"builtins", "cloudpickle", "ctypes", "dill", "importlib", "joblib", "marshal", "pickle"}
+    | {"runpy", "shelve", "subprocess"}
 )
 
 
@@ -303,6 +303,8 @@ def _bound(node: ast.stmt) -> set[str]:
 def check_harmless(name: str, text: str) -> None:
     """Fail if a text would run code that it does not show: ``eval``, ``pickle`` and their kind.
 
+    A guard against oversights, not against an author who means to hide something.
+
     Raises:
         ValueError: It would, or is no Python; the message names the line.
     """
@@ -316,14 +318,18 @@ def check_harmless(name: str, text: str) -> None:
             found = node.func.id if node.func.id in _UNSAFE_CALLS else None
         elif isinstance(node, ast.Attribute) and node.attr == "load":
             found = "torch.load" if ast.unparse(node) == "torch.load" else None
+        elif isinstance(node, ast.keyword):
+            found = node.arg if node.arg == "allow_pickle" else None
         elif isinstance(node, ast.Import | ast.ImportFrom):
             modules = [alias.name for alias in node.names]
             if isinstance(node, ast.ImportFrom):
                 modules = [] if node.level else [node.module or ""]
             roots = {module.split(".")[0] for module in modules if module != _HARMLESS}
             found = next(iter(roots & _UNSAFE_MODULES), None)
+            if roots == {"torch"} and any(alias.name == "load" for alias in node.names):
+                found = "torch.load"
         if found is not None:
-            assert isinstance(node, ast.expr | ast.stmt)
+            assert isinstance(node, ast.expr | ast.stmt | ast.keyword)
             raise ValueError(
                 f"{name}, line {node.lineno}: {found} may not travel with a checkpoint, "
                 "whose readers must see what runs; take it out of this module"

@@ -47,7 +47,10 @@ def load_suite(name: str) -> Suite:
         raise LookupError(
             f"no suite named {name!r}{suggestion(name, known)}; suites: {', '.join(known)}"
         )
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"suite {str(path)!r} cannot be read: {error}") from error
     entries = content.get("task") if isinstance(content, dict) else None
     if not isinstance(entries, list) or "group" not in content:
         raise ValueError(f"suite {str(path)!r} must be an lm-eval group: keys 'group' and 'task'")
@@ -64,9 +67,10 @@ def load_suite(name: str) -> Suite:
 def average_score(suite: Suite, rows: list[Score]) -> Score:
     """Average a suite's tasks, every one counting alike, as the papers' tables do."""
     metrics = suite.metrics
-    counted = [row for row in rows if metrics[row["task"]] == row["metric"]]
+    counted = [row for row in rows if metrics.get(row["task"]) == row["metric"]]
     values = [row["value"] for row in counted if row["value"] is not None]
     errors = [row["stderr"] for row in counted if row["stderr"] is not None]
+    directions = {row["higher_is_better"] for row in counted}
     whole = len(values) == len(suite.entries)
     stderr = math.hypot(*errors) / len(errors) if whole and len(errors) == len(values) else None
     return {
@@ -77,7 +81,7 @@ def average_score(suite: Suite, rows: list[Score]) -> Score:
         "n": sum(row["n"] for row in counted),
         "seed": counted[0]["seed"],
         "num_fewshot": max(row["num_fewshot"] for row in counted),
-        "higher_is_better": True,
+        "higher_is_better": directions.pop() if len(directions) == 1 else None,
         "settings": {"tasks": len(counted)},
         "suite": suite.name,
     }

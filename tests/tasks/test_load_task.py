@@ -93,7 +93,7 @@ def test_every_task_refuses_another_split(name):
         (
             "induction_heads",
             {"trigger": 7},
-            r"trigger of task induction_heads must be list \| None, got 7; give \[7\]$",
+            r"trigger of task induction_heads must be Sequence or None, got 7; give \[7\]$",
         ),
     ],
 )

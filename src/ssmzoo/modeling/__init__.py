@@ -12,6 +12,7 @@ from ssmzoo.modeling.classifiers import (
     SSMForTokenClassification,
 )
 from ssmzoo.modeling.configuration import SSMConfig, suggestion
+from ssmzoo.modeling.converted import check_weights
 from ssmzoo.modeling.dynamics import Dynamics, Trajectories
 from ssmzoo.modeling.kept import Kept
 from ssmzoo.modeling.layers import MLP, CausalConv1d, Dropout, Linear
@@ -44,6 +45,7 @@ __all__ = [
     "SSMPreTrainedModel",
     "StateCache",
     "Trajectories",
+    "check_weights",
     "load_state",
     "suggestion",
 ]

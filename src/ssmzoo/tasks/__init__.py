@@ -19,7 +19,7 @@ from ssmzoo.tasks.induction import (
     induction_zero_documents,
 )
 from ssmzoo.tasks.listops import LISTOPS_SYMBOLS, listops_trees
-from ssmzoo.tasks.load import SUPERVISED_TASKS, load_task
+from ssmzoo.tasks.load import SUPERVISED_TASKS, load_task, task_arguments
 from ssmzoo.tasks.mad import (
     MAD_PROBLEMS,
     compression,
@@ -66,5 +66,6 @@ __all__ = [
     "selective_copying",
     "symbol_count",
     "symbol_tokenizer",
+    "task_arguments",
     "text_documents",
 ]

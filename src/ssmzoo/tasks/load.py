@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, get_args
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
 
 import numpy as np
 
@@ -51,83 +52,55 @@ def load_task(name: str, split: str, seed: int, **args: Any) -> Supervised:
             f"there are {', '.join(SUPERVISED_TASKS)}"
         )
     function = SUPERVISED_TASKS[name]
+    task_arguments(name, function, args, said=("split", "seed"))
+    return function(split, seed, **args)
+
+
+def task_arguments(
+    name: str, function: Callable[..., Any], args: Mapping[str, Any], said: Collection[str]
+) -> dict[str, Any]:
+    """Return all arguments of a task, the defaults too, after checking those that are given.
+
+    Args:
+        name: The task's, for errors.
+        function: Whose arguments they are.
+        args: Those given.
+        said: Arguments that are not the task's own: they are said elsewhere.
+
+    Raises:
+        LookupError: No such argument.
+        ValueError: One is missing.
+        TypeError: One is of another kind.
+    """
     parameters = dict(inspect.signature(function, eval_str=True).parameters)
-    del parameters["split"], parameters["seed"]
+    for argument in said:
+        del parameters[argument]
     for argument, value in args.items():
         if argument not in parameters:
             hint = suggestion(argument, parameters) or f"; it has {', '.join(parameters) or 'none'}"
             raise LookupError(f"task {name} has no argument {argument!r}{hint}")
-        kind = parameters[argument].annotation
-        exact = isinstance(value, kind) and (isinstance(value, bool) == (kind is bool))
-        if not exact and not (kind is float and type(value) is int):
-            several = list in get_args(kind) and not isinstance(value, dict)
+        kinds = _kinds(parameters[argument].annotation)
+        # a bool is an int, a string a sequence, and neither is meant
+        exact = isinstance(value, kinds) and (
+            type(value) not in (bool, str) or type(value) in kinds
+        )
+        if not exact and not (float in kinds and type(value) is int):
+            wanted = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
+            several = Sequence in kinds and not isinstance(value, dict)
             raise TypeError(
-                f"{argument} of task {name} must be {getattr(kind, '__name__', kind)}, "
-                f"got {value!r}{f'; give [{value}]' if several else ''}"
+                f"{argument} of task {name} must be {wanted}, got {value!r}"
+                f"{f'; give [{value}]' if several else ''}"
             )
     for argument, parameter in parameters.items():
         if parameter.default is inspect.Parameter.empty and argument not in args:
             raise ValueError(f"task {name} needs the argument {argument!r}")
-    return function(split, seed, **args)
+    return {name: args.get(name, parameter.default) for name, parameter in parameters.items()}
 
 
-def _load_mqar(
-    split: str,
-    seed: int,
-    *,
-    seq_len: int = 64,
-    num_pairs: int = 4,
-    vocab_size: int = 8192,
-    power: float = 0.01,
-    random_filler: bool = False,
-    num_train: int = 100_000,
-    num_validation: int = 3_000,
-    num_test: int = 3_000,
-) -> Supervised:
-    def make(count: int, drawn: int) -> tuple[np.ndarray, np.ndarray]:
-        return mqar(
-            count,
-            seq_len=seq_len,
-            num_pairs=num_pairs,
-            vocab_size=vocab_size,
-            power=power,
-            random_filler=random_filler,
-            seed=drawn,
-        )
-
-    return _language(split, seed, (num_train, num_validation, num_test), vocab_size, make)
-
-
-def _load_induction_heads(
-    split: str,
-    seed: int,
-    *,
-    seq_len: int,
-    vocab_size: int,
-    num_symbols: int | None = None,
-    trigger: list | None = None,
-    target_length: int = 1,
-    noise_length: int = 0,
-    num_train: int = 100_000,
-    num_validation: int = 3_000,
-    num_test: int = 3_000,
-    fresh: bool = False,
-) -> Supervised:
-    def make(count: int, drawn: int) -> tuple[np.ndarray, np.ndarray]:
-        return induction_heads(
-            count,
-            seq_len=seq_len,
-            vocab_size=vocab_size,
-            num_symbols=num_symbols,
-            trigger=trigger,
-            target_length=target_length,
-            noise_length=noise_length,
-            seed=drawn,
-        )
-
-    sizes = (num_train, num_validation, num_test)
-    language = _fresh_language if fresh else _language
-    return language(split, seed, sizes, vocab_size, make)
+def _kinds(annotation: Any) -> tuple[type, ...]:
+    """Return the types of an annotation, without those of their items."""
+    parts = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    return tuple(get_origin(part) or part for part in parts)
 
 
 def _load_induction_heads_zero(split: str, seed: int) -> Supervised:
@@ -141,31 +114,39 @@ def _load_induction_heads_zero(split: str, seed: int) -> Supervised:
     return Supervised("tokens", "causal_lm", len(inputs), make, vocab_size=3)
 
 
-def _mad(problem: Callable[..., tuple[np.ndarray, np.ndarray]]) -> Callable[..., Supervised]:
-    """Return the loader of one of MAD's problems: its own arguments, and the splits' sizes."""
+def _recall(
+    problem: Callable[..., tuple[np.ndarray, np.ndarray]],
+    *sizes: int,
+    may_be_fresh: bool = False,
+) -> Callable[..., Supervised]:
+    """Return the loader of a problem of rows: its own arguments, and the splits' sizes."""
     own = inspect.signature(problem, eval_str=True).parameters
-    sizes = {"num_train": 12_800, "num_validation": 1_280, "num_test": 1_280}
+    counted = {f"num_{split}": size for split, size in zip(SPLITS, sizes, strict=True)}
 
     def load(split: str, seed: int, **args: Any) -> Supervised:
-        counts = tuple(args.pop(name, size) for name, size in sizes.items())
+        counts = tuple(args.pop(name, size) for name, size in counted.items())
+        language = _fresh_language if args.pop("fresh", False) else _language
 
         def make(count: int, drawn: int) -> tuple[np.ndarray, np.ndarray]:
             return problem(count, seed=drawn, **args)
 
-        vocab_size = args.get("vocab_size", own["vocab_size"].default)
-        return _language(split, seed, counts, vocab_size, make)
+        return language(
+            split, seed, counts, args.get("vocab_size", own["vocab_size"].default), make
+        )
 
-    kind = inspect.Parameter.KEYWORD_ONLY
-    parameters = [
-        inspect.Parameter("split", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=str),
-        inspect.Parameter("seed", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=int),
-        *(p for name, p in own.items() if name not in ("num_examples", "seed")),
-        *(
-            inspect.Parameter(name, kind, default=size, annotation=int)
-            for name, size in sizes.items()
-        ),
-    ]
-    load.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    def keyword(name: str, default: int) -> inspect.Parameter:
+        kind = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(name, kind, default=default, annotation=type(default))
+
+    load.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter("split", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=str),
+            inspect.Parameter("seed", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=int),
+            *(p for name, p in own.items() if name not in ("num_examples", "seed")),
+            *(keyword(name, size) for name, size in counted.items()),
+            *([keyword("fresh", False)] if may_be_fresh else []),
+        ]
+    )
     return load
 
 
@@ -237,12 +218,12 @@ SUPERVISED_TASKS: dict[str, Callable[..., Supervised]] = {
     "delay": load_delay,
     "digits": load_digits,
     "imdb": load_imdb,
-    "induction_heads": _load_induction_heads,
+    "induction_heads": _recall(induction_heads, 100_000, 3_000, 3_000, may_be_fresh=True),
     "induction_heads_zero": _load_induction_heads_zero,
     "listops": load_listops,
     "mnist": load_mnist,
-    "mqar": _load_mqar,
+    "mqar": _recall(mqar, 100_000, 3_000, 3_000),
     "pathfinder": load_pathfinder,
     "speech_commands": load_speech_commands,
-    **{name: _mad(problem) for name, problem in MAD_PROBLEMS.items()},
+    **{name: _recall(problem, 12_800, 1_280, 1_280) for name, problem in MAD_PROBLEMS.items()},
 }

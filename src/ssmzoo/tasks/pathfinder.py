@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 import numpy as np
 
+from ssmzoo.files import appears_whole
 from ssmzoo.tasks.common import at_least
 from ssmzoo.tasks.supervised import SPLITS, Supervised, require_split, value_rows
 
@@ -181,16 +180,11 @@ def _cached(
     path = folder / f"pathfinder-{settings.size}-{digest}.npy"
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=folder, suffix=".partial", delete=False) as file:
-            part = Path(file.name)
-        try:
+        with appears_whole(path) as unfinished:
             shape = (size, settings.size**2 + 1)
-            rows = np.lib.format.open_memmap(part, mode="w+", dtype=np.uint8, shape=shape)
+            rows = np.lib.format.open_memmap(unfinished, mode="w+", dtype=np.uint8, shape=shape)
             _fill(rows, settings, contour_length, seed)
             rows.flush()
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
     return np.load(path, mmap_mode="r")
 
 

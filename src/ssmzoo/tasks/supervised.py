@@ -54,7 +54,6 @@ class Supervised:
         vocab_size: Ids the tokens are below; None for values and images. Id 0 is padding.
         num_labels: Classes, or values a label; None for ``causal_lm``.
         input_channels: Values a place; None for tokens and images.
-        image_size: Height and width; None for what is no image.
         fresh: Every epoch has examples of its own; of a validation split, every validation.
         shuffle: Train in an order drawn anew every epoch, and not in that of the indices.
     """
@@ -66,7 +65,6 @@ class Supervised:
     vocab_size: int | None = None
     num_labels: int | None = None
     input_channels: int | None = None
-    image_size: tuple[int, int] | None = None
     fresh: bool = False
     shuffle: bool = True
 
@@ -171,7 +169,6 @@ def images(
         len(labels),
         make,
         num_labels=num_labels,
-        image_size=(size, size),
         fresh=fresh,
     )
 
