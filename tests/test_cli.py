@@ -264,7 +264,7 @@ def test_info_counts_no_running_statistics(prints, tmp_path):
 
 def test_info_says_what_is_wrong_with_its_target(fails, tmp_path, model):
     assert "did you mean 'longhorn'?" in fails("info", "longhon")
-    assert "holds no config.json" in fails("info", tmp_path)
+    assert "must hold a config.json, and holds none" in fails("info", tmp_path)
     assert f"did you mean '{model}'?" in run_folder_hint(fails, tmp_path, model)
     broken = shutil.copytree(model, tmp_path / "broken")
     weights = broken / "model.safetensors"

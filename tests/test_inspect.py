@@ -430,7 +430,7 @@ def test_states_that_never_fade_are_drawn_at_the_end_of_the_axis(tmp_path):
         ("longhron", "did you mean 'longhorn'?"),
         ("longhron:x", "no family named 'longhron'; did you mean 'longhorn'?"),
         ("longhorn:longhorn-1.3", "no preset 'longhorn-1.3'; did you mean 'longhorn-1.3b'?"),
-        ("./nothing", "must be a folder with a config.json, got './nothing'"),
+        ("./nothing", "a checkpoint folder or a Hub id; no folder './nothing'"),
         ("longhorn --layers 2", "layers must be in [0, 1], got 2"),
         ("longhorn --layers two", "whole numbers with commas between, got 'two'"),
         ("longhorn --length 0", "length must be at least 1, got 0"),

@@ -17,9 +17,10 @@ from transformers import (
 
 from ssmzoo.build import build_config, load_model
 from ssmzoo.cli import main
+from ssmzoo.cost import flops_per_token, state_bytes
 from ssmzoo.data import recipe_tokenizer
 from ssmzoo.family import load_family
-from ssmzoo.recall import best_rates, flops_per_token, load_sweep, recall, state_bytes, table
+from ssmzoo.recall import best_rates, load_sweep, recall, table
 from ssmzoo.resources import share
 
 SWEEP = {

@@ -182,14 +182,14 @@ class Call:
         return torch.stack(places, dim=1)
 
     @_once
-    def held(self, count: int) -> Tensor:
-        """Return which rows of the memories carried on hold nothing, ``[S, m_e]``."""
+    def empty_before(self, count: int) -> Tensor:
+        """Return which rows of the memories carried on are empty, ``[S, m_e]``."""
         slot = torch.arange(count, device=self.seen.device)
         return slot >= (self.opened * self.window)[:, None]
 
     @_once
-    def unheld(self, count: int) -> Tensor:
-        """Return the same of the memories that next tokens will read."""
+    def empty_after(self, count: int) -> Tensor:
+        """Return which rows of the memories that next tokens will read are empty."""
         slot = torch.arange(count, device=self.seen.device)
         return slot >= ((self.opened + self.made) * self.window)[:, None]
 
@@ -348,7 +348,7 @@ def choose_eidetic(
         scores = grid.new_full((sequences, count), -torch.inf)
         rows = positions
     else:
-        scores, positions = before[0].masked_fill(call.held(count), -torch.inf), before[1]
+        scores, positions = before[0].masked_fill(call.empty_before(count), -torch.inf), before[1]
         rows = torch.arange(sequences * count, device=grid.device).view(sequences, count)
     begin = 0 if before is None else sequences * count
     found = [(rows, positions, scores)]

@@ -265,7 +265,7 @@ class BMojoAttention(nn.Module):
             held, past = (old_scores, old_positions), call.window
         chosen = choose_eidetic(call, grid, self.eidetic, held, past)
         if state.keep:
-            absent = call.unheld(self.eidetic)
+            absent = call.empty_after(self.eidetic)
             state.put("scores", open_scores(call, grid))
             state.put("eidetic_scores", blanked(chosen.scores[call.leaves()], absent))
             state.put("eidetic_positions", blanked(chosen.positions[call.leaves()], absent))
@@ -285,7 +285,7 @@ class BMojoAttention(nn.Module):
             read.append(taken(table, chosen.rows[call.reads()]))  # [n, m_e, G, d]
             if state.keep:
                 kept = taken(table, chosen.rows[call.leaves()])
-                state.put(f"eidetic_{name}", blanked(kept, call.unheld(self.eidetic)))
+                state.put(f"eidetic_{name}", blanked(kept, call.empty_after(self.eidetic)))
         return read
 
     def _summarize(

@@ -64,7 +64,7 @@ class LonghornConfig(SSMConfig):
         return self.expand * self.hidden_size
 
     @property
-    def write_rank(self) -> int:
+    def step_rank(self) -> int:
         """R, ``dt_rank`` with "auto" worked out."""
         return math.ceil(self.hidden_size / 16) if self.dt_rank == "auto" else int(self.dt_rank)
 

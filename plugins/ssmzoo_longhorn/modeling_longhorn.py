@@ -44,15 +44,15 @@ class LonghornMixer(SSMMixer):
         width, inner = config.hidden_size, config.d_inner
         self.in_proj = Linear(width, 2 * inner, bias=config.use_bias)
         self.conv1d = CausalConv1d(inner, config.d_conv, config.conv_bias)
-        self.x_proj = Linear(inner, config.write_rank + 2 * config.d_state, bias=False)
-        self.dt_proj = Linear(config.write_rank, inner, bias=False)
+        self.x_proj = Linear(inner, config.step_rank + 2 * config.d_state, bias=False)
+        self.dt_proj = Linear(config.step_rank, inner, bias=False)
         self.dt_bias = nn.Parameter(torch.full((inner,), config.dt_bias_init))
         self.D = nn.Parameter(torch.ones(inner))
         self.out_norm = RMSNorm(inner, config.rms_norm_eps) if config.out_norm else None
         self.out_proj = Linear(inner, width, bias=config.use_bias)
         # its initial weights are scaled by depth
         self.out_proj.ends_mixer = True  # pyright: ignore[reportArgumentType]
-        self.splits = [config.write_rank, config.d_state, config.d_state]
+        self.splits = [config.step_rank, config.d_state, config.d_state]
         self.transition: Literal["diagonal", "exact"] = config.transition
 
     def forward(

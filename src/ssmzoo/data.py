@@ -14,6 +14,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -199,7 +200,7 @@ def open_data(
         hashes: frozenset[int] = frozenset()
         if isinstance(data.validation, int):
             store = _in_memory(
-                _first(_stream_documents(recipe, manifest), data.validation), encode, None
+                islice(_stream_documents(recipe, manifest), data.validation), encode, None
             )
             hashes = frozenset(store.hashes.tolist())
             held_out_rows = PackedRows(store.tokens, store.pieces, seq_len, 0, what="held-out")
@@ -399,10 +400,6 @@ def _without_places(manifest: dict[str, Any]) -> dict[str, Any]:
         else value
         for key, value in manifest.items()
     }
-
-
-def _first(texts: Iterator[str], count: int) -> Iterator[str]:
-    return (text for _, text in zip(range(count), texts, strict=False))
 
 
 def _batches(

@@ -20,6 +20,7 @@ from ssmzoo.family import (
     unmet_need,
 )
 from ssmzoo.files import read_json
+from ssmzoo.source import model_folder
 from ssmzoo.weights import parameter_count, read_weights
 
 
@@ -88,33 +89,19 @@ def describe_checkpoint(folder: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: The folder, its configuration or its weights cannot be read.
     """
-    folder = checkpoint_folder(folder)
-    config = read_json(folder / "config.json")
-    tensors = read_weights(folder)
+    path = model_folder(str(folder))
+    if path is None:
+        raise ValueError(f"the model must be a folder with a config.json, got {str(folder)!r}")
+    config = read_json(path / "config.json")
+    tensors = read_weights(path)
     return {
-        "path": str(folder),
+        "path": str(path),
         "model_type": config.get("model_type"),
         "parameters": parameter_count(tensors),
         "dtypes": dict(Counter(dtype for dtype, _ in tensors.values())),
-        "bytes": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
+        "bytes": sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
         "config": config,
     }
-
-
-def checkpoint_folder(folder: str | Path) -> Path:
-    """Return the folder as a path after checking that it holds a ``config.json``.
-
-    Raises:
-        ValueError: There is no such folder, or no model in it; names a model folder inside.
-    """
-    path = Path(folder).expanduser()
-    if not path.is_dir():
-        raise ValueError(f"the model must be a folder with a config.json, got {str(folder)!r}")
-    if not (path / "config.json").is_file():
-        inside = path / "model"
-        hint = f"; did you mean {str(inside)!r}?" if (inside / "config.json").is_file() else ""
-        raise ValueError(f"{str(folder)!r} holds no config.json, so no saved model{hint}")
-    return path
 
 
 def describe(target: str) -> dict[str, Any]:

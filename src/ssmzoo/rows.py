@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -371,7 +372,7 @@ class StreamedRows:
         fruitless = 0
         while True:
             rng = np.random.default_rng([self._seed, self._epoch, self._number])
-            texts = [text for _, text in zip(range(self._block), self._documents, strict=False)]
+            texts = list(islice(self._documents, self._block))
             self._number += 1
             documents = self._encode([texts[i] for i in rng.permutation(len(texts))])
             self._pack(documents, rng)

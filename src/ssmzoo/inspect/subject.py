@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from ssmzoo.describe import checkpoint_folder
 from ssmzoo.documents import expand, read_files
 from ssmzoo.family import claims, load_family, suggestion
 from ssmzoo.machine import usable_device
 from ssmzoo.modeling import SSMModel
 from ssmzoo.modeling.segments import check_indices
-from ssmzoo.source import load_model, load_tokenizer, model_folder
+from ssmzoo.source import load_model, load_tokenizer, model_folder, model_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,21 +40,18 @@ def load_subject(name: str, *, seed: int, device: str | None) -> Subject:
     """
     place = usable_device(device)
     family, colon, preset = name.partition(":")
-    path = Path(name).expanduser()
-    if not path.exists() and (colon or name in claims()):
+    if not Path(name).expanduser().exists() and (colon or name in claims()):
         model = _untrained(family, preset if colon else None, seed)
         return Subject(_placed(model, place), name, True)
-    if path.is_dir() or name[:1] in "./~" or name.count("/") > 1:
-        folder = checkpoint_folder(name).resolve()
-        # a run keeps its model in a folder called "model"
-        shown = folder.parent.name if folder.name == "model" else folder.name
-        return Subject(_loaded(str(folder), folder, place), shown or str(folder), False)
-    if "/" not in name:  # on the Hub a model has an owner
+    folder = model_folder(name)
+    if folder is None and "/" not in name:  # on the Hub a model has an owner
         raise LookupError(
             f"no model {name!r}: neither a folder nor an installed family"
             f"{suggestion(name, claims())}; families: {', '.join(claims())}; on the Hub: owner/name"
         )
-    return Subject(_loaded(name, None, place), name, False)
+    shown = name if folder is None else model_name(name) or name
+    model = load_model(name, folder, "float32", False, head=False)
+    return Subject(_placed(_checked(model, name), place), shown, False)
 
 
 def reference_inputs(
@@ -148,11 +144,6 @@ def _untrained(name: str, preset: str | None, seed: int) -> SSMModel:
         torch.manual_seed(seed)
         model = family.model_class(cast(Any, config))
     return _checked(model, name)
-
-
-def _loaded(source: str, folder: Path | None, place: torch.device) -> SSMModel:
-    model = load_model(source, folder, "float32", False, head=False)
-    return _placed(_checked(model, source), place)
 
 
 def _checked(model: object, name: str) -> SSMModel:

@@ -1,0 +1,93 @@
+"""What a model costs to run: the bytes of its state, and its operations per token.
+
+For any causal language model of transformers, whatever it calls its cache.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def state_bytes(model: torch.nn.Module, length: int) -> int | None:
+    """Return the size of what a model keeps of one sequence to go on from; None if nothing."""
+    import torch
+
+    ids = torch.zeros(1, length, dtype=torch.long)
+    with torch.no_grad():
+        output = model(ids, use_cache=True)
+        kept = getattr(output, "past_key_values", None)
+        if kept is None:
+            kept = getattr(output, "cache_params", None)
+        if kept is None:
+            kept = _not_returned(model, ids)
+    sizes = [tensor.numel() * tensor.element_size() for tensor in _tensors(kept, set())]
+    return sum(sizes) if sizes else None
+
+
+def _not_returned(model: Any, ids: torch.Tensor) -> list[Any]:
+    """Return what a model keeps without returning it, as RecurrentGemma does.
+
+    States that it leaves in its modules, and the cache that it fills if handed one.
+    """
+    import torch
+    from transformers import DynamicCache
+
+    def attributes() -> list[torch.Tensor]:
+        values = (value for module in model.modules() for value in vars(module).values())
+        return [value for value in values if isinstance(value, torch.Tensor)]
+
+    cache: Any = None
+    options: dict[str, Any] = {}
+    if "past_key_values" in inspect.signature(model.forward).parameters:
+        options["past_key_values"] = cache = DynamicCache(config=model.config)
+    model(ids, use_cache=False)
+    before = attributes()
+    model(ids, use_cache=True, **options)
+    return [cache, *(x for x in attributes() if not any(x is old for old in before))]
+
+
+def flops_per_token(model: torch.nn.Module, length: int) -> int:
+    """Return a forward pass's operations per token, as torch's counter sees them.
+
+    It counts matrix products, attention (all scores that are computed, hidden ones among them) and
+    convolutions; recurrences and elementwise work are not among them.
+    """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    ids = torch.zeros(1, length, dtype=torch.long)
+    # torch's counter knows the fused attention of GPUs only
+    fused: Any = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=fused) as counter:
+        model(ids, use_cache=False)
+    return round(counter.get_total_flops() / length)
+
+
+def _attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    """Return the operations of scores and of their products with the values, given the shapes."""
+    batch, heads, queries, width = q
+    return 2 * batch * heads * queries * k[2] * (width + v[3])
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an object holds, each once."""
+    import torch
+
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part, seen)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part, seen)
+    elif hasattr(value, "__dict__"):
+        yield from _tensors(vars(value), seen)
