@@ -18,6 +18,18 @@ def family(name):
 """
 
 
+THIEF = """
+from transformers import PreTrainedConfig
+from ssmzoo import Family, Paper
+
+class OddConfig(PreTrainedConfig):
+    model_type = "llama"
+
+paper = Paper("A title", "An author", "0000.00000", 2024)
+FAMILY = Family("odd", OddConfig, None, None, None, paper, presets={}, tiny={})
+"""
+
+
 def distribution(folder, name, families, module="", needs=()):
     """Write a distribution's metadata, and its module if there is text for one."""
     info = folder / f"{name.replace('-', '_')}-1.2.dist-info"
@@ -90,6 +102,44 @@ def test_a_plugin_that_raises_at_import_is_shown_as_broken_and_breaks_nothing_el
     done = run(tmp_path, "-c", "import ssmzoo.auto, transformers\nprint(ssmzoo.auto.load_family)")
     assert done.returncode == 0
     assert "No module named 'no_such_thing'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "module", "status"),
+    [
+        ("odd_family:FAMILY", "import sys; sys.exit()", "cannot be imported: SystemExit: "),
+        (
+            "odd family FAMILY",
+            "",
+            "the entry point of odd-family must look like package.module:FAMILY, got 'odd family",
+        ),
+        (
+            "odd_family:FAMILY",
+            "from ssmzoo_toy_like import FAMILY",
+            "OddConfig.model_type must be its own, got 'llama', which is that of "
+            "transformers.models.llama.configuration_llama.LlamaConfig",
+        ),
+    ],
+    ids=["exits", "no module", "another's model_type"],
+)
+def test_what_else_a_plugin_does_wrong_breaks_it_alone(tmp_path, value, module, status):
+    distribution(tmp_path, "odd-family", {"odd": value}, module or "1")
+    (tmp_path / "ssmzoo_toy_like.py").write_text(THIEF)
+    rows = listing(tmp_path, "--load")
+    assert rows["odd"][0]["status"].startswith("broken: ")
+    assert status in rows["odd"][0]["status"]
+    assert rows["longhorn"][0]["status"] == "ok"
+    code = "import ssmzoo.auto, transformers; print(transformers.CONFIG_MAPPING['llama'].__name__)"
+    assert python(tmp_path, code) == "LlamaConfig\n"
+
+
+def test_a_family_without_a_model_type_is_refused(tmp_path):
+    nameless = PLUGIN.replace('model_type="toy"', 'model_type="", __name__="ToyConfig"')
+    module = nameless + "FAMILY = family('toy')"
+    distribution(tmp_path, "toy-family", {"toy": "toy_family:FAMILY"}, module)
+    assert failure(tmp_path, "toy", "RuntimeError").endswith(
+        "ToyConfig.model_type must be a name such as 'ssmzoo_toy', got ''"
+    )
 
 
 def test_a_plugin_whose_package_is_gone_is_shown_as_broken_without_importing(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from ssmzoo.family import families, load_family
-from ssmzoo.modeling import StateCache
+from ssmzoo.modeling import LayerState, StateCache
 from ssmzoo.modeling.segments import find_segments
 from ssmzoo.tokenizer import byte_tokenizer
 from ssmzoo_kernels import use_backend
@@ -727,3 +727,30 @@ def test_packed_batches_compile_to_one_graph_by_boundaries_even_with_a_mask(mode
         compiled = torch.compile(model, fullgraph=True, backend="eager")
         got = compiled(row, cu_seqlens=ends, attention_mask=torch.ones_like(row)).logits
     torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("state", "segments", "kind", "message"),
+    [
+        (3.0, None, TypeError, "state 'ssm' must be a tensor of real numbers .* got a float"),
+        (torch.tensor(1.0), None, TypeError, "a row a sequence, got a torch.float32"),
+        (torch.ones(2, dtype=torch.complex64), None, TypeError, "take torch.view_as_real"),
+        (torch.ones(2, 4), 3, ValueError, r"each of the 3 sequences .* got shape \[2, 4\]"),
+    ],
+    ids=["number", "rowless", "complex", "rows"],
+)
+def test_a_state_that_is_none_is_named(state, segments, kind, message):
+    with pytest.raises(kind, match=message):
+        LayerState(keep=True, segments=segments).put("ssm", state)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "got"), [(lambda x: x[..., :1], r"\[2, 5, 1\]"), (lambda x: (x,), "a tuple")]
+)
+def test_a_mixer_that_returns_another_shape_is_named(wrong, got, monkeypatch):
+    model = FAMILY.causal_lm_class(FAMILY.config(**FAMILY.tiny))
+    mixer = model.model.layers[0].mixer
+    forward = mixer.forward
+    monkeypatch.setattr(mixer, "forward", lambda *given: wrong(forward(*given)))
+    with pytest.raises(ValueError, match=f"LonghornMixer must return a tensor .*, got {got}"):
+        model(torch.ones(2, 5, dtype=torch.int64))

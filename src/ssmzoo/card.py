@@ -29,6 +29,7 @@ from ssmzoo.card_sources import (
     read_results,
 )
 from ssmzoo.card_summary import Summary, read_summary, summarise
+from ssmzoo.family import Family, claims, owner
 from ssmzoo.files import appears_whole, write_text
 from ssmzoo.hub import CARD
 from ssmzoo.portable import portable
@@ -138,7 +139,7 @@ def _render(
     words = family_words(family.name) if family else None
     targets = [x for x in family.lora_targets if x in summary.modules] if family else []
     card = ModelCard.from_template(
-        _metadata(name, family.name if family else None, words, own, kept, head),
+        _metadata(name, family, own, kept, head),
         template_str=share("model_cards/template.md").read_text(encoding="utf-8"),
         marker=MARKER,
         name=name,
@@ -148,7 +149,7 @@ def _render(
         picture=picture if summary.picture else None,
         results=_results(name, own, others),
         origins=_origins([*own, *others]),
-        packages="ssmzoo" if family else "transformers torch",
+        packages=_packages(family),
         prompt=json.dumps(summary.prompt) if summary.prompt else None,
         words=words,
         family=family.name if family else None,
@@ -181,8 +182,7 @@ def _kept_metadata(target: Path) -> dict[str, Any]:
 
 def _metadata(
     name: str,
-    family: str | None,
-    words: Mapping[str, Any] | None,
+    family: Family | None,
     own: Sequence[Results],
     kept: Mapping[str, Any],
     head: _Head,
@@ -210,9 +210,9 @@ def _metadata(
                 metric_args={key: value for key, value in settings.items() if value is not None},
             )
         )
-    tags = ["ssmzoo", "state-space-model", family] if family else []
-    if words:
-        tags.append(f"arxiv:{words['paper']['arxiv']}")
+    tags = []
+    if family is not None:
+        tags = ["ssmzoo", "state-space-model", family.name, f"arxiv:{family.paper.arxiv}"]
     return ModelCardData(
         library_name="transformers",
         pipeline_tag=head.pipeline,
@@ -266,6 +266,13 @@ def _summary(words: Mapping[str, Any] | None, summary: Summary, head: _Head) -> 
     return f"A {kind} {head.words} of {_number(summary.parameters)} parameters{trained}."
 
 
+def _packages(family: Family | None) -> str:
+    """Return what a reader must install."""
+    if family is None:
+        return "transformers torch"
+    return " ".join(dict.fromkeys(["ssmzoo", *map(owner, claims().get(family.name, ()))]))
+
+
 def _results(name: str, own: Sequence[Results], others: Sequence[Results]) -> str:
     columns = {name: merged(own)}
     for entry in others:
@@ -275,7 +282,10 @@ def _results(name: str, own: Sequence[Results], others: Sequence[Results]) -> st
         columns[label] = dict(entry.scores)
     rows = dict.fromkeys(row for column in columns.values() for row in column)
     if not rows:
-        return f"{NOT_MEASURED.capitalize()}. `ssmzoo eval` measures, `ssmzoo card` writes it here."
+        return (
+            f"{NOT_MEASURED.capitalize()}. `ssmzoo eval` measures, `ssmzoo card --results FILE` "
+            "writes it here."
+        )
     lines = []
     for row in rows:
         scores = [column.get(row) for column in columns.values()]

@@ -15,6 +15,7 @@ from ssmzoo.family import (
     claims,
     conflict,
     load_family,
+    malformed,
     owner,
     suggestion,
     unmet_need,
@@ -124,6 +125,9 @@ def describe(target: str) -> dict[str, Any]:
 
 
 def _find_status(point: EntryPoint) -> str:
+    wrong = malformed(point)
+    if wrong is not None:
+        return f"broken: {wrong}"
     package = point.module.partition(".")[0]
     # of a top-level name: looks along the path, imports nothing
     if importlib.util.find_spec(package) is None:

@@ -101,9 +101,27 @@ class Family:
         return (*self.auto_classes.values(), *(kind for kind in others if kind is not None))
 
     def register(self) -> None:
-        """Make transformers' Auto classes know this family; a second call changes nothing."""
-        import transformers
+        """Make transformers' Auto classes know this family; a second call changes nothing.
 
+        Raises:
+            ValueError: Its ``model_type`` is empty, or that of another configuration.
+        """
+        import transformers
+        from transformers import CONFIG_MAPPING
+
+        if not self.model_type:
+            raise ValueError(
+                f"{self.config_class.__name__}.model_type must be a name such as "
+                f"'ssmzoo_{self.name}', got {self.model_type!r}"
+            )
+        if self.model_type in CONFIG_MAPPING:
+            there, ours = CONFIG_MAPPING[self.model_type], self.config_class
+            # a module that was loaded again has equal names
+            if (there.__module__, there.__name__) != (ours.__module__, ours.__name__):
+                raise ValueError(
+                    f"{ours.__name__}.model_type must be its own, got {self.model_type!r}, which "
+                    f"is that of {there.__module__}.{there.__name__}"
+                )
         transformers.AutoConfig.register(self.model_type, self.config_class, exist_ok=True)
         for name, kind in self.auto_classes.items():
             if name != "AutoConfig":
@@ -153,12 +171,15 @@ def load_family(name: str) -> Family:
             f"installed: {', '.join(installed) or 'none'}"
         )
     point = _single(name, installed[name])
+    wrong = malformed(point)
+    if wrong is not None:
+        raise RuntimeError(wrong)
     unmet = unmet_need(point)
     if unmet is not None:
         raise RuntimeError(f"the plugin of family {name!r} {unmet}")
     try:
         family = point.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RuntimeError(
             f"the plugin of family {name!r} ({owner(point)}: {point.value}) cannot be imported: "
             f"{type(error).__name__}: {error}"
@@ -184,6 +205,16 @@ def load_family(name: str) -> Family:
 def owner(point: EntryPoint) -> str:
     """Return the name of the distribution that declares an entry point."""
     return point.dist.name if point.dist is not None else point.value
+
+
+def malformed(point: EntryPoint) -> str | None:
+    """Return what is wrong with an entry point's text; None if it names a module."""
+    if point.pattern.match(point.value) is not None:
+        return None
+    return (
+        f"the entry point of {owner(point)} must look like package.module:FAMILY, "
+        f"got {point.value!r}"
+    )
 
 
 def unmet_need(point: EntryPoint) -> str | None:

@@ -15,7 +15,7 @@ import torch
 from tests.oracles import longhorn as oracle
 from torch import nn
 
-from ssmzoo.modeling import CausalConv1d, PromptState, StateCache
+from ssmzoo.modeling import CausalConv1d, LayerState, PromptState, StateCache
 from ssmzoo.testing import Report, check, standalone
 from ssmzoo_longhorn import FAMILY, LonghornConfig
 from ssmzoo_longhorn.modeling_longhorn import (
@@ -134,6 +134,48 @@ class LetsGradientsLeak(LonghornModel):
         embeddings = super()._embed(input_ids, inputs_embeds, input_values)
         later = 1e-3 * embeddings.roll(-1, dims=1)
         return embeddings if inputs_embeds is None else embeddings + (later - later.detach())
+
+
+class ForgetsAfter64Tokens(LonghornMixer):
+    def forward(self, hidden_states, state, cu_seqlens=None):
+        if hidden_states.shape[1] <= 64 or cu_seqlens is not None:
+            return super().forward(hidden_states, state, cu_seqlens)
+        first, rest = LayerState(state.initial), LayerState(keep=state.keep)
+        parts = [
+            super().forward(hidden_states[:, :64], first, None),
+            super().forward(hidden_states[:, 64:], rest, None),
+        ]
+        state.final = rest.final
+        return torch.cat(parts, dim=1)
+
+
+class RoundsItsState(LonghornMixer):
+    def forward(self, hidden_states, state, cu_seqlens=None):
+        out = super().forward(hidden_states, state, cu_seqlens)
+        state.final = {n: x.bfloat16().to(x.dtype) for n, x in state.final.items()}
+        return out
+
+
+class HasABuffer(LonghornMixer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.register_buffer("factor", torch.tensor(0.5))
+
+    def forward(self, hidden_states, state, cu_seqlens=None):
+        return super().forward(hidden_states, state, cu_seqlens) * 2 * self.factor
+
+
+class DrawsAnewInPlainTorch(LonghornModel):
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if isinstance(module, LonghornMixer):
+            with torch.no_grad():
+                module.D.normal_()
+
+
+class KeepsItsStepsSmall(LonghornMixer):
+    def project_parameters(self):
+        self.dt_bias.clamp_(max=-3.0)
 
 
 class LooksAcrossLanesOfFour(LonghornMixer):
@@ -495,6 +537,16 @@ CACHED |= {"chunked_prefill", "cache_rows", "prompt_state", "wrong_cache"}
 SEVERAL = {"padding", "packing", "flattening_collator", "sequence_classification"}
 
 MISTAKES = {
+    "forgets after 64 tokens": broad("chunks", mixer=ForgetsAfter64Tokens),
+    "rounds its state": broad(
+        *CACHED, "padding", "packing", "cache_precision", mixer=RoundsItsState
+    ),
+    "draws anew in plain torch": Sabotage(
+        "where the file lacks model.layers.0.mixer.",
+        {"model": DrawsAnewInPlainTorch},
+        fails=frozenset({"save_and_load"}),
+    ),
+    "begins no row anew": broad("cache_rows", patch=(StateCache, "reset_rows", lambda *_: None)),
     "drops the conv state": broad(
         *CACHED, "padding", "packing", "cache_precision", "quantized", mixer=DropsConvState
     ),

@@ -1,6 +1,7 @@
 """The conformance kit passes Longhorn, and says what it found; test_sabotage.py shows its teeth."""
 
 import json
+import re
 import time
 from dataclasses import replace
 from typing import ClassVar
@@ -8,10 +9,18 @@ from typing import ClassVar
 import pytest
 import torch
 from tests.oracles import longhorn as oracle
-from tests.plugins.sabotage import ForgetsAParameter, IsSlightlyWrong, broken
+from tests.plugins.sabotage import (
+    ForgetsAParameter,
+    HasABuffer,
+    IsSlightlyWrong,
+    KeepsItsStepsSmall,
+    broken,
+)
 
 from ssmzoo.testing import FamilyConformance, Report, check
 from ssmzoo.testing.conformance import CHECKS, name_of
+from ssmzoo.testing.subject import Subject
+from ssmzoo_longhorn.modeling_longhorn import LonghornMixer
 
 
 @pytest.mark.xdist_group("longhorn_conformance")  # one worker adds up the seconds of all checks
@@ -41,6 +50,25 @@ def test_the_pytest_class_fails_with_the_promise_and_the_numbers():
     with pytest.raises(AssertionError, match=r"what its paper says.* error .* exceeds 1\.00e-10"):
         Broken().test_promise(by_name["oracle"])
     Broken().test_promise(by_name["causality"])
+
+
+def test_persistent_buffers_and_parameters_that_are_projected_are_no_fault():
+    only = ["save_and_load", "gradients", "chunks"]
+    assert check(broken(mixer=HasABuffer), only=only).ok
+    family = broken(mixer=KeepsItsStepsSmall)
+    assert check(family, only=only).ok
+    biases = [p for n, p in Subject(family).fresh().named_parameters() if n.endswith("dt_bias")]
+    assert max(float(p.detach().max()) for p in biases) <= -3
+
+
+def test_an_error_names_the_familys_own_line():
+    class Divides(LonghornMixer):
+        def forward(self, hidden_states, state, cu_seqlens=None):
+            return hidden_states * (1 // (hidden_states.dim() - 3))
+
+    (result,) = check(broken(mixer=Divides), only=["batch"]).results
+    assert result.status == "failed"
+    assert re.search(r" \(test_conformance\.py, line \d+\)$", result.detail)
 
 
 def test_without_an_oracle_that_check_is_skipped_and_the_report_says_so():

@@ -124,7 +124,14 @@ class SSMBlock(GradientCheckpointingLayer):
         extra = {"residual": hidden_states} if self.mixer.reads_residual else {}
 
         def mix(x: Tensor) -> Tensor:
-            return self.mixer(x, state, cu_seqlens, **extra)
+            out = self.mixer(x, state, cu_seqlens, **extra)
+            if not torch.compiler.is_compiling() and getattr(out, "shape", None) != x.shape:
+                got = list(out.shape) if isinstance(out, Tensor) else f"a {type(out).__name__}"
+                raise ValueError(
+                    f"{type(self.mixer).__name__} must return a tensor of the shape that it gets, "
+                    f"{list(x.shape)}, got {got}"
+                )
+            return out
 
         hidden_states = self._branch(mix, self.norm, hidden_states, state, cu_seqlens)
         if self.mlp is None:

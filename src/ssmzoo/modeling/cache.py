@@ -81,7 +81,25 @@ class LayerState:
             self.final[name] = state
 
     def put(self, name: str, state: Tensor) -> None:
-        """Leave the state after the last token; without a cache it is dropped."""
+        """Leave the state after the last token, a row a sequence; without a cache it is dropped.
+
+        All zeros must mean what None does in :meth:`get`: a fresh start.
+
+        Raises:
+            TypeError: It is no tensor of real numbers.
+            ValueError: It has another number of rows than there are sequences.
+        """
+        if not isinstance(state, Tensor) or state.dim() == 0 or state.is_complex():
+            what = f"a {state.dtype}" if isinstance(state, Tensor) else f"a {type(state).__name__}"
+            raise TypeError(
+                f"state {name!r} must be a tensor of real numbers with a row a sequence, got "
+                f"{what}; of complex ones take torch.view_as_real"
+            )
+        if self.segments is not None and state.shape[0] != self.segments:
+            raise ValueError(
+                f"state {name!r} must have a row for each of the {self.segments} sequences that "
+                f"cu_seqlens marks, got shape {list(state.shape)}"
+            )
         if self.keep:
             self.final[name] = state if self.rows is None else state.index_select(0, self.rows)
 

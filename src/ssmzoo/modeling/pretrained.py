@@ -98,6 +98,7 @@ class SSMPreTrainedModel(PreTrainedModel):
             for parameter in module.parameters():
                 init.uniform_(parameter, -bound, bound)
 
+    @torch.no_grad()
     def project_parameters(self) -> None:
         """Bring parameters back to where they are allowed; call it after every optimizer step.
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssmzoo.testing.subject import BUDGETS, Measured, Subject, gradients, require
+from ssmzoo.testing.subject import BUDGETS, FLOAT32_LOSS, Measured, Subject, gradients, require
 
 EXACT = BUDGETS[torch.float64]
 
@@ -69,7 +69,7 @@ def check_outputs(subject: Subject) -> Measured:
             output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
         )
     # transformers takes the loss of float32 logits, whatever the model's dtype
-    measured.compare("loss", output.loss, loss, torch.finfo(torch.float32).eps)
+    measured.compare("loss", output.loss, loss, FLOAT32_LOSS)
     return measured
 
 

@@ -8,14 +8,17 @@ of its docstring is the promise, its comparisons the evidence.
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import math
 import textwrap
 import time
+import traceback
 import unittest
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -198,7 +201,7 @@ def run(function: Check, subject: Subject) -> CheckResult:
     except AssertionError as broken:
         status, detail = "failed", str(broken)
     except Exception as error:
-        status, detail = "failed", f"{type(error).__name__}: {error}"
+        status, detail = "failed", f"{type(error).__name__}: {error}{_where(error, subject)}"
     worst = measured.worst if measured is not None else None
     return CheckResult(
         name=name_of(function),
@@ -209,6 +212,14 @@ def run(function: Check, subject: Subject) -> CheckResult:
         budget=None if worst is None else worst.budget,
         seconds=time.perf_counter() - start,
     )
+
+
+def _where(error: Exception, subject: Subject) -> str:
+    """Return the family's own line that an error comes from, "" if none is on the way."""
+    home = Path(inspect.getfile(subject.family.model_class)).parent
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).parent == home]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
 def measure(function: Check, subject: Subject) -> Measured:

@@ -14,6 +14,7 @@ from transformers import DataCollatorWithFlattening
 from ssmzoo.modeling import SSMForCausalLM
 from ssmzoo.testing.subject import (
     BUDGETS,
+    FLOAT32_LOSS,
     Measured,
     NotApplicable,
     Subject,
@@ -48,7 +49,17 @@ def check_oracle(subject: Subject) -> Measured:
 
 def check_chunks(subject: Subject) -> Measured:
     """Chunks with a carried cache equal one pass, gradients through the cache included."""
-    return _in_pieces(subject, [5, 1, 4, 3])
+    measured = _in_pieces(subject, [5, 1, 4, 3])
+    # longer than what kernels and mixers cut a sequence into
+    model, ids, cache, parts = subject.model(), subject.ids(1, 128), None, []
+    with torch.no_grad():
+        for piece in ids.split([57, 1, 70], dim=1):
+            output = model(piece, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            parts.append(output.logits)
+        whole = model(ids, use_cache=False).logits
+    measured.compare("long: logits", torch.cat(parts, dim=1), whole, BUDGETS[torch.float64])
+    return measured
 
 
 def check_tokens(subject: Subject) -> Measured:
@@ -125,7 +136,7 @@ def check_flattening_collator(subject: Subject) -> Measured:
                 batch["labels"] = batch["input_ids"]
             output = model(**batch)
             # transformers takes the loss of float32 logits, whatever the model's dtype
-            measured.compare(f"{name}: loss", output.loss, loss, torch.finfo(torch.float32).eps)
+            measured.compare(f"{name}: loss", output.loss, loss, FLOAT32_LOSS)
         _compare(measured, model, f"{name}:", output.logits[0].split(LENGTHS), expected)
     return measured
 

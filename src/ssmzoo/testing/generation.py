@@ -129,7 +129,7 @@ def check_chunked_prefill(subject: Subject) -> Measured:
 
 
 def check_cache_rows(subject: Subject) -> Measured:
-    """Rows of a cache can be reordered, selected and repeated."""
+    """Rows of a cache can be reordered, selected, repeated and begun anew."""
     measured = Measured()
     model, ids, more = subject.model(), subject.ids(3, 9), subject.ids(6, 3, seed=5)
     changes = {
@@ -144,6 +144,10 @@ def check_cache_rows(subject: Subject) -> Measured:
             got = model(more[: len(rows)], past_key_values=cache).logits
             whole = model(torch.cat([ids[rows], more[: len(rows)]], dim=1)).logits
             measured.compare(method, got, whole[:, -3:], EXACT)
+        cache = model(ids, use_cache=True).past_key_values
+        cache.reset_rows(torch.tensor([1]))
+        got = model(more[:3], past_key_values=cache).logits[1:2]
+        measured.compare("reset_rows", got, model(more[1:2]).logits, EXACT)
     return measured
 
 
@@ -225,6 +229,11 @@ def check_cache_precision(subject: Subject) -> Measured:
                 # a lower precision loses nothing where past activations are kept as they were
                 now.dtype.itemsize >= 4 or _only_kept(before[state], now),
                 f"{name}: state {state} is {now.dtype}, and it accumulates",
+            )
+            coarse = torch.equal(now.to(torch.bfloat16).to(now.dtype), now)
+            require(
+                not (now.is_floating_point() and coarse) or _only_kept(before[state], now),
+                f"{name}: state {state} is {now.dtype}, and its values were rounded to bfloat16",
             )
     return Measured()
 

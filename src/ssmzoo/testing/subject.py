@@ -20,6 +20,8 @@ from ssmzoo.modeling import SSMForCausalLM, SSMForSequenceClassification
 
 # the largest error relative to the largest entry
 BUDGETS = {torch.float64: 1e-10, torch.float32: 1e-5}
+# a mean of cross-entropies in float32: logits, exponentials, their sum and the mean are rounded
+FLOAT32_LOSS = 4 * torch.finfo(torch.float32).eps
 SEED = 20240714
 
 Oracle: TypeAlias = Callable[[dict[str, np.ndarray], dict[str, Any], np.ndarray], np.ndarray]
@@ -150,6 +152,7 @@ class Subject:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter += 0.05 * torch.randn_like(parameter)
+            cast(Any, model).project_parameters()
         return model.to(dtype).eval()
 
     def ids(self, batch: int, length: int, seed: int = 0) -> Tensor:
