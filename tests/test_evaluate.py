@@ -735,7 +735,6 @@ def test_a_suite_file_that_is_no_yaml_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("directions", "expected"),
     [((True, True), True), ((False, False), False), ((True, False), None)],
-    [((True, True), True), ((False, False), False), ((True, False), None)],
 )
 def test_the_average_of_a_suite_has_the_direction_of_its_metrics(directions, expected):
     def row(task, metric, value, direction):

@@ -539,7 +539,7 @@ SEVERAL = {"padding", "packing", "flattening_collator", "sequence_classification
 MISTAKES = {
     "forgets after 64 tokens": broad("chunks", mixer=ForgetsAfter64Tokens),
     "rounds its state": broad(
-        *CACHED, "padding", "packing", "cache_precision", mixer=RoundsItsState
+        *CACHED, "padding", "packing", "cache_precision", "quantized", mixer=RoundsItsState
     ),
     "draws anew in plain torch": Sabotage(
         "where the file lacks model.layers.0.mixer.",
