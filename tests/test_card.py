@@ -9,7 +9,10 @@ import os
 import re
 import shutil
 import sys
+from dataclasses import replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -246,6 +249,28 @@ def test_a_classifier_of_images_is_called_one_and_what_has_no_words_is_refused(r
     change_config(run, architectures=["LonghornModel"])
     with pytest.raises(ValueError, match=r"class ends in one of .*, got LonghornModel"):
         render_card(run / "model")
+
+
+def test_the_card_of_another_packages_family_names_the_package_whatever_its_model_type(
+    run, monkeypatch
+):
+    own = load_family("longhorn")
+    foreign = replace(own, name="lru", paper=replace(own.paper, arxiv="1111.22222"))
+    point = EntryPoint("lru", "x:FAMILY", "ssmzoo.families")
+    point = point._for(SimpleNamespace(name="ssmzoo-lru"))  # type: ignore[attr-defined]
+    claims = {"broken": (), "lru": (point,)}
+
+    def load(name):
+        if name != "lru":
+            raise RuntimeError("two packages claim it")
+        return foreign
+
+    for module in (card, card_sources):
+        monkeypatch.setattr(module, "claims", lambda: claims)
+    monkeypatch.setattr(card_sources, "load_family", load)
+    text = render_card(run / "model").read_text()
+    assert "pip install ssmzoo ssmzoo-lru\n" in text
+    assert "- arxiv:1111.22222" in text
 
 
 def test_a_checkpoint_is_not_credited_with_later_steps(run):
