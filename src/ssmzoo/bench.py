@@ -65,7 +65,6 @@ def bench(
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    facts = environment(device)
     models = {name: Peer(_family(name)) for name in families}
     if peers:
         models |= {name: peer for name, peer in _peers().items() if slow or not peer.slow}
@@ -89,6 +88,7 @@ def bench(
         for line in _ratios(rows, name):
             report(line)
     if output is not None:
+        facts = environment(device)
         _write(Path(output), [{**row, **facts} for row in rows])
     return rows
 

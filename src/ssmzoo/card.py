@@ -352,22 +352,19 @@ def _training(summary: Summary, head: _Head) -> str:
         value = summary.measured.get(name)
         return _number(value, places) + unit if is_number(value) else NOT_MEASURED
 
-    regression = summary.config.get("problem_type") == "regression"
-    loss = " nats per token" if head.pipeline == "text-generation" else " nats"
-    judged = "accuracy"
-    if regression:
-        loss, judged = "", "root mean squared error"
+    loss, unit, judged, by = "loss", " nats", "accuracy", "accuracy"
+    if summary.config.get("problem_type") == "regression":
+        loss, unit, judged, by = "loss, mean squared error", "", "root mean squared error", "rmse"
     elif head.pipeline == "text-generation":
-        judged = "accuracy, next token"
-    kind = ", mean squared error" if regression else ""
+        unit, judged = " nats per token", "accuracy, next token"
     command = fact("command")
     rows = [
         ["Data", fact("data")],
         ["Steps", metric("step")],
         ["Tokens", metric("tokens")],
-        [f"Last training loss{kind}", metric("loss", loss)],
-        [f"Last validation loss{kind}", metric("validation_loss", loss)],
-        [f"Last validation {judged}", metric(f"validation_{'rmse' if regression else 'accuracy'}")],
+        [f"Last training {loss}", metric("loss", unit)],
+        [f"Last validation {loss}", metric("validation_loss", unit)],
+        [f"Last validation {judged}", metric(f"validation_{by}")],
         ["Computed in", fact("dtype")],
         ["Time", metric("seconds", " s", places=1)],
         ["Hardware", fact("hardware")],

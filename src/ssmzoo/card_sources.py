@@ -278,8 +278,6 @@ def family_words(name: str) -> dict[str, Any] | None:
     Raises:
         ValueError: The file is not as it must be; the message names it.
     """
-    import yaml
-
     try:
         path = share(f"model_cards/families/{name}.yaml")
     except LookupError:

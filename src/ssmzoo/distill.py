@@ -124,7 +124,8 @@ def distill(
     if source is not None:
         folder = model_folder(source)
         teacher = load_model(source, folder, "auto", False)
-        tokenizer = _tokenizer(source, folder)
+        if output_dir is not None:
+            tokenizer = _tokenizer(source, folder)
     mixers = _mixers(teacher)
     taps = getattr(teacher.config, "taps", None)
     count = taps if length is None else length

@@ -7,7 +7,6 @@ the learning rate that is best on average, accuracy against the state's size.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Annotated, Any
 from ssmzoo.checkpoint import read_metrics
 from ssmzoo.cost import flops_per_token, state_bytes
 from ssmzoo.family import suggestion
-from ssmzoo.files import appears_whole, write_json
+from ssmzoo.files import appears_whole, read_json, write_json
 from ssmzoo.machine import installed_versions
 from ssmzoo.recipe import (
     DataSection,
@@ -163,7 +162,7 @@ def recall(sweep: str | Path | Sweep, output_dir: str | Path) -> list[dict[str, 
         folder = output / "runs" / name
         if not (folder / "model").exists():
             train(recipe, output_dir=folder, resume=folder.exists())
-        described = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        described = read_json(folder / "run.json")
         ledger.append({**columns, **_measured(folder, described["finished"])})
         _write(output, chosen, ledger, described["hardware"])
     return ledger

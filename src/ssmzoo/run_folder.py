@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from ssmzoo.checkpoint import CONTENTS, checkpoint_of, newest_checkpoint, read_metrics
 from ssmzoo.curves import draw_curves
-from ssmzoo.files import write_folder, write_json, write_text
+from ssmzoo.files import read_json, write_folder, write_json, write_text
 from ssmzoo.machine import installed_versions
 from ssmzoo.portable import portable, portable_command
 from ssmzoo.recipe import Recipe, load_recipe
@@ -135,7 +135,7 @@ class RunFolder:
 
         write_folder(self.path / "model", write)
         self._warn_of_the_clock()
-        described = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+        described = read_json(self.path / "run.json")
         last = {k: v for line in read_metrics(self.metrics) for k, v in line.items()}
         keys = ["loss", "validation_loss", "validation_accuracy"]
         if "validation_rmse" in last:
@@ -146,7 +146,7 @@ class RunFolder:
 
     def write_results(self, scores: list[Score], model_type: str, parameters: int) -> None:
         """Write ``results.json``: what ``ssmzoo eval`` writes, with the scores of a test split."""
-        described = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+        described = read_json(self.path / "run.json")
         results: Results = {
             "model": {
                 "name": self.path.name,

@@ -154,7 +154,7 @@ def load_model(
     import ssmzoo.auto  # noqa: F401
 
     what = "a causal language model" if head else "a model"
-    with _loading(what, model, folder), without_bars(), _without_report(), trusted(folder or model):
+    with _loading(what, model, folder), without_bars(), without_reports(), trusted(folder or model):
         # with output_loading_info a pair, which its annotation does not say
         loaded: Any = (AutoModelForCausalLM if head else AutoModel).from_pretrained(
             folder or model,
@@ -196,8 +196,8 @@ def without_bars() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_report() -> Iterator[None]:
-    """Keep transformers' table of missing weights out of the log; the error says it."""
+def without_reports() -> Iterator[None]:
+    """Keep what transformers has to say short of an error, of missing weights say, off the log."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeAlias
 
 from ssmzoo.files import file_digest, read_json
 
@@ -18,10 +19,10 @@ STATE = "state.safetensors"  # of PromptState.save_pretrained; no weights
 _OF_THE_MODEL = re.compile(r"(adapter_)?(config\.json|model.*\.safetensors)")
 _STATISTICS = (".running_mean", ".running_var", ".num_batches_tracked")
 
-Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
+Tensors: TypeAlias = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape by name
 
 
-def read_tensors(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+def read_tensors(path: Path) -> Tensors:
     """Return dtype and shape of each tensor in a safetensors file, from its header alone.
 
     Raises:
@@ -41,7 +42,7 @@ def read_tensors(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         ) from error
 
 
-def read_weights(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+def read_weights(folder: Path) -> Tensors:
     """Return dtype and shape of every tensor of a saved model, and check that none is missing.
 
     A prompt's state beside the weights is not looked at.
@@ -77,7 +78,7 @@ def read_weights(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             f"{folder} holds {listed(extra)}, which {WEIGHTS_INDEX} does not name; "
             "remove what is not of this model"
         )
-    tensors = {}
+    tensors: Tensors = {}
     for shard in sorted(shards):
         held = read_tensors(folder / shard)
         promised = {name for name, home in index.items() if home == shard}

@@ -23,9 +23,9 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from tqdm import tqdm
-from transformers.utils import logging
 
 from ssmzoo.family import Family, load_family, suggestion
+from ssmzoo.source import without_bars, without_reports
 from ssmzoo.testing import arguments, files, forms, generation, standalone, training
 from ssmzoo.testing.subject import SEED, Measured, NotApplicable, Oracle, Subject
 
@@ -224,20 +224,17 @@ def _where(error: Exception, subject: Subject) -> str:
 
 def measure(function: Check, subject: Subject) -> Measured:
     """Run one check with a fixed seed; the caller's random numbers and logging stay as they are."""
-    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            # libraries call each other by names that the next release drops
-            for package in ("transformers", "peft", "accelerate"):
-                warnings.filterwarnings("ignore", category=FutureWarning, module=package)
-            torch.manual_seed(SEED)
-            return function(subject)
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
+    with (
+        without_bars(),
+        without_reports(),
+        torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(),
+    ):
+        # libraries call each other by names that the next release drops
+        for package in ("transformers", "peft", "accelerate"):
+            warnings.filterwarnings("ignore", category=FutureWarning, module=package)
+        torch.manual_seed(SEED)
+        return function(subject)
 
 
 class FamilyConformance:

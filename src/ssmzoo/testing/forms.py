@@ -51,14 +51,10 @@ def check_chunks(subject: Subject) -> Measured:
     """Chunks with a carried cache equal one pass, gradients through the cache included."""
     measured = _in_pieces(subject, [5, 1, 4, 3])
     # longer than what kernels and mixers cut a sequence into
-    model, ids, cache, parts = subject.model(), subject.ids(1, 128), None, []
+    model, ids = subject.model(), subject.ids(1, 128)
     with torch.no_grad():
-        for piece in ids.split([57, 1, 70], dim=1):
-            output = model(piece, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            parts.append(output.logits)
-        whole = model(ids, use_cache=False).logits
-    measured.compare("long: logits", torch.cat(parts, dim=1), whole, BUDGETS[torch.float64])
+        got, whole = _carried(model, ids, [57, 1, 70]), model(ids, use_cache=False).logits
+    measured.compare("long: logits", got, whole, BUDGETS[torch.float64])
     return measured
 
 
@@ -181,19 +177,24 @@ def _in_pieces(subject: Subject, sizes: list[int]) -> Measured:
     ids = subject.ids(2, sum(sizes))
     for dtype in BUDGETS:
         model = subject.model(dtype)
-        cache, parts = None, []
-        for piece in ids.split(sizes, dim=1):
-            output = model(piece, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            parts.append(output.logits)
-            seen = sum(part.shape[1] for part in parts)
-            require(
-                cache.get_seq_length() == seen,
-                f"the cache counts {cache.get_seq_length()} tokens instead of {seen}",
-            )
-        expected = model(ids, use_cache=False).logits
-        _compare(measured, model, f"{dtype}", torch.cat(parts, dim=1), expected)
+        got, expected = _carried(model, ids, sizes), model(ids, use_cache=False).logits
+        _compare(measured, model, f"{dtype}", got, expected)
     return measured
+
+
+def _carried(model: SSMForCausalLM, ids: Tensor, sizes: list[int]) -> Tensor:
+    """Return the logits ``[B, L, V]`` of pieces read one after the other with a cache."""
+    cache, parts, seen = None, [], 0
+    for piece in ids.split(sizes, dim=1):
+        output = model(piece, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        parts.append(output.logits)
+        seen += piece.shape[1]
+        require(
+            cache.get_seq_length() == seen,
+            f"the cache counts {cache.get_seq_length()} tokens instead of {seen}",
+        )
+    return torch.cat(parts, dim=1)
 
 
 def _padded(subject: Subject, rows: Sequence[Tensor], side: str) -> tuple[Tensor, Tensor]:
