@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ssmzoo.modeling.cache import LayerState, StateCache
+from ssmzoo.modeling.cache import LayerState, StateCache, check_kind
 from ssmzoo.modeling.configuration import SSMConfig, suggestion
 from ssmzoo.modeling.dynamics import Dynamics, Trajectories
 from ssmzoo.modeling.layers import MLP, Dropout, Linear
@@ -276,7 +276,8 @@ class SSMModel(SSMPreTrainedModel):
         all_hidden_states: list[Tensor] = []
         states: list[LayerState] = []
         shared: dict[Any, Any] = {}
-        for index, layer in enumerate(self.layers):
+        # generate lowers the number for a while to propose by the first layers alone
+        for index, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
             if output_hidden_states:
                 # the layer goes on from what is returned, so that a gradient can be retained there
                 all_hidden_states.append(hidden_states.view(batch, length, width))
@@ -310,11 +311,7 @@ class SSMModel(SSMPreTrainedModel):
         cu_seqlens: Tensor | None,
     ) -> Segments | None:
         """Find the sequences in a batch ``[B, L, ...]``; None if its rows are whole sequences."""
-        if past_key_values is not None and not isinstance(past_key_values, StateCache):
-            raise TypeError(
-                f"past_key_values must be a StateCache, got {type(past_key_values).__name__}; "
-                "leave it out and take the one a forward pass returns"
-            )
+        check_kind(past_key_values)
         past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
         batch, length = inputs.shape[:2]
         return find_segments(

@@ -444,6 +444,19 @@ class StateCache(Cache):
         return cache, others, metadata
 
 
+def check_kind(past_key_values: object) -> None:
+    """Fail unless this is None or a :class:`StateCache`.
+
+    Raises:
+        TypeError: It is another cache, as transformers makes them for attention.
+    """
+    if past_key_values is not None and not isinstance(past_key_values, StateCache):
+        raise TypeError(
+            f"past_key_values must be a StateCache, got {type(past_key_values).__name__}; "
+            "leave it out and take the one a forward pass returns"
+        )
+
+
 # fields that change neither what a state means nor its shape
 _STATELESS = frozenset(
     {"vocab_size", "initializer_range", "tie_word_embeddings", "use_cache", "pooling", "dropout"}

@@ -119,6 +119,8 @@ class SSMConfig(PreTrainedConfig):
                 kind = type(labels).__name__
                 raise TypeError(f"{name} must be a dictionary or None, got {kind}")
         super().__post_init__(**kwargs)
+        # code of the checkpoint's own, by Auto class: TRL reads it, transformers writes into it
+        self.auto_map: dict[str, str] = vars(self).get("auto_map") or {}
         self.check()
 
     def check_sizes(self) -> None:
@@ -142,7 +144,7 @@ class SSMConfig(PreTrainedConfig):
         file that has it could not be loaded.
         """
         if self._auto_class is None:
-            vars(self).pop("auto_map", None)
+            self.auto_map = {}
         unknown = self._unknown(vars(self))
         if unknown:
             _LOGGER.warning(
@@ -156,6 +158,13 @@ class SSMConfig(PreTrainedConfig):
             written.save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
         else:
             super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as plain values, ``auto_map`` only where it names code."""
+        fields = super().to_dict()
+        if not fields.get("auto_map"):
+            fields.pop("auto_map", None)
+        return fields
 
     def _names(self) -> set[str]:
         """Return the names of all fields, and their other names."""

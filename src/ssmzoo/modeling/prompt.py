@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ssmzoo.modeling.cache import StateCache
+from ssmzoo.modeling.cache import StateCache, check_kind
 
 if TYPE_CHECKING:
     from ssmzoo.modeling.causal_lm import SSMForCausalLM
@@ -67,6 +67,7 @@ class PromptState:
                 f"got {list(attention_mask.shape)}"
             )
         cache = StateCache(model.config)
+        check_kind(past_key_values)
         if past_key_values is not None:
             past_key_values.check(model.config, len(input_ids))
             cache = copy.deepcopy(past_key_values)
