@@ -22,7 +22,7 @@ def model():
 
 @pytest.fixture
 def ids():
-    return torch.randint(64, (2, 20), generator=torch.Generator().manual_seed(0))
+    return torch.randint(1, 64, (2, 20), generator=torch.Generator().manual_seed(0))
 
 
 def read(model, cache, ids):
@@ -184,3 +184,61 @@ def test_what_was_recorded_of_rows_as_they_were_is_forgotten_when_they_change(mo
     before.crop(6)  # into the middle of a call, whose tokens are read with the next
     with pytest.raises(RuntimeError, match="cropped into the middle of a call"):
         change(before)
+
+
+@pytest.mark.parametrize("name", sorted(families()))
+def test_proposals_of_the_first_layers_change_no_token(name, ids):
+    model, options = build(name), {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    layers, expected = model.config.num_hidden_layers, model.generate(ids[:1], **options)
+    read = []
+    hooks = [layer.register_forward_hook(lambda *_, i=i: read.append(i)) for i, layer in
+             enumerate(model.model.layers)]  # fmt: skip
+    got = model.generate(ids[:1], assistant_early_exit=1, **options)
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(got, expected)
+    assert read.count(0) > read.count(layers - 1)
+    model.generation_config.assistant_early_exit = 1
+    assert torch.equal(model.generate(ids[:1], **options), expected)
+    assert model.config.num_hidden_layers == layers
+
+
+def test_the_first_layers_alone_are_a_model_of_its_own(model, ids):
+    fields = {**load_family("longhorn").tiny, "num_hidden_layers": 1}
+    shallow = type(model)(load_family("longhorn").config(**fields)).double().eval()
+    shallow.load_state_dict(model.state_dict(), strict=False)
+    with torch.no_grad():
+        expected = shallow(ids).logits
+    deep = copy.deepcopy(model)
+    deep.config.num_hidden_layers = 1
+    with torch.no_grad():
+        assert torch.equal(deep(ids, use_cache=True).logits, expected)
+
+
+@pytest.mark.parametrize("early", [0, 3, "one"])
+def test_an_early_exit_where_there_is_no_layer_is_named(model, ids, early):
+    with pytest.raises(ValueError, match=rf"number of layers from 1 to 2, got {early!r}"):
+        model.generate(ids[:1], max_new_tokens=2, pad_token_id=0, assistant_early_exit=early)
+
+
+def test_after_an_error_in_generate_the_model_is_as_before(model, ids):
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    state = model.prefill(ids[:1]).inputs()
+    before = model.generate(ids[:1], **options)
+    with torch.no_grad():
+        logits = model(ids).logits
+
+    def stop(*_):
+        raise InterruptedError("now")
+
+    given = state["past_key_values"]
+    for inputs in ({"input_ids": ids[:1]}, state):
+        hook = model.model.norm.register_forward_hook(stop)
+        with pytest.raises(InterruptedError):
+            model.generate(**inputs, assistant_early_exit=1, **options)
+        hook.remove()
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, logits)
+    assert torch.equal(model.generate(ids[:1], **options), before)
+    assert not given.input_holds_seen
+    assert torch.equal(model.generate(**state, **options), before)

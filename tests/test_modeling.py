@@ -1,11 +1,13 @@
 """The shared modeling layer: bad input, one clear error each, and how rows are cut."""
 
 import copy
+import logging
 import os
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
 from ssmzoo.family import families, load_family
 from ssmzoo.modeling import LayerState, StateCache
@@ -322,6 +324,10 @@ def test_the_cache_of_another_batch_is_refused_and_stays_as_it_was(model, ids, c
 def test_the_cache_of_another_kind_is_refused(model, ids):
     with pytest.raises(TypeError, match="past_key_values must be a StateCache, got DynamicCache"):
         model(ids, past_key_values=DynamicCache())
+    with pytest.raises(TypeError, match="past_key_values must be a StateCache, got DynamicCache"):
+        model.generate(ids, max_new_tokens=2, pad_token_id=0, past_key_values=DynamicCache())
+    with pytest.raises(TypeError, match="past_key_values must be a StateCache, got tuple"):
+        model.prefill(ids, past_key_values=((ids, ids),))
 
 
 def test_a_reset_cache_starts_a_new_sequence_of_any_batch_size(model, ids, cache):
@@ -344,10 +350,31 @@ def test_cropping_is_refused(cache):
         cache.crop(3)
 
 
-@pytest.mark.parametrize("kind", ["static", "dynamic", "quantized"])
-def test_a_cache_implementation_is_refused(model, ids, kind):
-    with pytest.raises(ValueError, match=f"cache_implementation must be left out, got '{kind}'"):
-        model.generate(ids, max_new_tokens=2, pad_token_id=0, cache_implementation=kind)
+@pytest.mark.parametrize("kind", ALL_CACHE_IMPLEMENTATIONS)
+def test_every_cache_implementation_of_one_size_gives_the_same_tokens_with_one_warning(
+    model, ids, kind, caplog
+):
+    ids = ids.clamp(min=1)  # 0 is the pad token
+    options = {"max_new_tokens": 2, "pad_token_id": 0, "do_sample": False}
+    expected = model.generate(ids, **options)
+    if kind == "quantized":
+        with pytest.raises(ValueError, match="cache_implementation must be left out, got 'quant"):
+            model.generate(ids, cache_implementation=kind, **options)
+        return
+    config = GenerationConfig(cache_implementation=kind, **options)
+    logging.Logger.warning_once.cache_clear()
+    for given in ({"cache_implementation": kind, **options}, {"generation_config": config}):
+        assert torch.equal(model.generate(ids, **given), expected)
+    assert len(caplog.messages) == 1
+    assert f"cache_implementation='{kind}' changes nothing" in caplog.text
+    assert config.cache_implementation == kind
+    once = model.generate(ids[:1], prompt_lookup_num_tokens=2, cache_implementation=kind, **options)
+    assert torch.equal(once, model.generate(ids[:1], **options))
+
+
+def test_continuous_batching_is_refused_as_what_it_is(model, ids):
+    with pytest.raises(ValueError, match="must be left out, got 'paged', a way to keep the keys"):
+        model.generate(ids, max_new_tokens=2, pad_token_id=0, cache_implementation="paged")
 
 
 def test_generation_from_embeddings_equals_generation_from_ids(model, ids):

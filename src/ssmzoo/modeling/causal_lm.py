@@ -6,17 +6,20 @@ import copy
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import GenerationMixin
+from transformers import GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
 
 from ssmzoo.modeling.backbone import SSMModel
-from ssmzoo.modeling.cache import StateCache
+from ssmzoo.modeling.cache import StateCache, check_kind
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.layers import Linear
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 from ssmzoo.modeling.prompt import PromptState
 from ssmzoo.modeling.segments import Segments, given_inputs, named_indices
+
+_LOGGER = logging.get_logger("ssmzoo")
 
 # what `generate` passes along in a decoding step, and this model has a use for or none at all
 _STEP_ARGUMENTS = frozenset(
@@ -219,16 +222,59 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
             inputs.pop("attention_mask", None)
         return inputs
 
+    def _prepare_generation_config(
+        self, generation_config: GenerationConfig | None, **kwargs: Any
+    ) -> tuple[GenerationConfig, dict[str, Any]]:
+        """Check what is asked of ``generate``, before it begins, and give it the only cache."""
+        check_kind(kwargs.get("past_key_values"))
+        # as transformers does: an argument first, then the given configuration, then the model's
+        places = kwargs, vars(generation_config or self.generation_config)
+        places = *places, vars(self.generation_config)
+        kind, early = (
+            next((place[name] for place in places if place.get(name) is not None), None)
+            for name in ("cache_implementation", "assistant_early_exit")
+        )
+        if kind in ("quantized", "paged"):
+            raise ValueError(
+                f"cache_implementation must be left out, got {kind!r}, a way to keep the keys and "
+                f"values of attention; the state of {type(self).__name__} has a fixed size"
+            )
+        layers = self.config.num_hidden_layers
+        if early is not None and not (isinstance(early, int) and 1 <= early <= layers):
+            raise ValueError(
+                f"assistant_early_exit must be a number of layers from 1 to {layers}, got {early!r}"
+            )
+        prepare = super()._prepare_generation_config  # pyright: ignore[reportAttributeAccessIssue]
+        prepared, model_kwargs = prepare(generation_config, **kwargs)
+        if kind is not None:
+            _LOGGER.warning_once(
+                f"cache_implementation={kind!r} changes nothing: the state of "
+                f"{type(self).__name__} has a fixed size and one kind"
+            )
+            prepared.cache_implementation = None
+        if prepared.is_assistant:  # or a model whose own configuration asks for it asks for ever
+            prepared.assistant_early_exit = None
+        return prepared, model_kwargs
+
     def _assisted_decoding(
         self, input_ids: Tensor, *args: Any, generation_config: Any, **kwargs: Any
     ) -> Any:
-        """Speculate from a given state, of which transformers forgets what it has seen."""
+        """Speculate from a given state, of which transformers forgets what it has seen.
+
+        An error in between leaves the configuration and the given state's flag as they were.
+        """
         given = kwargs.get("past_key_values")
         length = _prompt_length(generation_config, kwargs)
         if given is not None and given.seen_tokens and length == input_ids.shape[1]:
             given.input_holds_seen = True  # candidates are added before its next input is prepared
+        layers = self.config.num_hidden_layers
         decode = super()._assisted_decoding  # pyright: ignore[reportAttributeAccessIssue]
-        return decode(input_ids, *args, generation_config=generation_config, **kwargs)
+        try:
+            return decode(input_ids, *args, generation_config=generation_config, **kwargs)
+        finally:
+            self.config.num_hidden_layers = layers
+            if given is not None:
+                given.input_holds_seen = False
 
     def _prepare_cache_for_generation(
         self,
@@ -239,12 +285,6 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         max_cache_length: int,
     ) -> None:
         """Give ``generate`` our cache; transformers' own would not count the tokens."""
-        if generation_config.cache_implementation is not None:
-            raise ValueError(
-                "cache_implementation must be left out, got "
-                f"{generation_config.cache_implementation!r}: the state of "
-                f"{type(self).__name__} has a fixed size and one kind"
-            )
         given = model_kwargs.get("past_key_values")
         if given is not None:
             length = _prompt_length(generation_config, model_kwargs)
