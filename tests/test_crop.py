@@ -108,18 +108,54 @@ def test_while_tokens_wait_to_be_read_again_rows_and_files_are_refused(model, id
     assert cache.pending is None
 
 
-def test_a_padded_call_goes_as_a_whole_or_not_at_all(model, ids):
+@pytest.mark.parametrize("kept", [5, 7, 8])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_call_is_taken_back_in_part(model, ids, side, kept):
+    mask = torch.ones(2, 20, dtype=torch.int64)
+    mask[0, slice(4, 6) if side == "left" else slice(7, 9)] = 0
     cache = read(model, None, ids[:, :4])
     cache.activate_past_recording()
-    mask = torch.ones(2, 9, dtype=torch.int64)
-    mask[0, 8] = 0
     with torch.no_grad():
-        model(ids[:, 4:9], attention_mask=mask, past_key_values=cache)
+        model(ids[:, 4:9], attention_mask=mask[:, :9], past_key_values=cache)
+        cache.crop(kept - 9)
+        got = model(ids[:, kept:], past_key_values=cache).logits
+        for row, real in enumerate(mask[:, :kept].bool()):
+            whole = torch.cat([ids[row, :kept][real], ids[row, kept:]])[None]
+            expected = model(whole, use_cache=False).logits[0, -got.shape[1] :]
+            torch.testing.assert_close(got[row], expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_packed_call_goes_as_a_whole_or_not_at_all(model, ids):
+    cache = read(model, None, ids[:, :4])
+    cache.activate_past_recording()
+    with torch.no_grad():
+        model(ids[:1, :9], cu_seqlens=torch.tensor([0, 4, 9]), past_key_values=cache)
     with pytest.raises(RuntimeError, match=r"as a whole only, got 2 of its 5 tokens"):
         cache.crop(-2)
     assert cache.get_seq_length() == 9
     cache.crop(-5)
     goes_on(model, cache, ids, 4)
+
+
+@pytest.mark.parametrize("ways", [{"assistant_model": 1}, {"prompt_lookup_num_tokens": 3}])
+@pytest.mark.parametrize("padding", [0, 4])
+def test_assisted_decoding_of_a_model_that_emits_its_pad_token_is_greedy_decoding(
+    model, ids, ways, padding
+):
+    if "assistant_model" in ways:
+        helper = copy.deepcopy(model)
+        with torch.no_grad():
+            helper.model.embed_tokens.weight += 0.02
+        ways = {"assistant_model": helper}
+    ids = torch.cat([ids[:1, :9], ids[:1, :5]], dim=1)
+    mask = torch.ones_like(ids)
+    mask[:, :padding] = 0
+    plain = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
+    for pad in set(plain[0, 14:].tolist()):
+        got = model.generate(
+            ids, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=pad, **ways
+        )
+        assert torch.equal(got, plain)
 
 
 def fails_once(model, monkeypatch):

@@ -265,7 +265,7 @@ class SSMModel(SSMPreTrainedModel):
         cache = self._cache(past_key_values, use_cache, packed.sequences if packed else batch)
         recorded = None
         if cache is not None:
-            recorded = cache.before(hidden_states if segments is None else None, length)
+            recorded = cache.before(hidden_states, segments)
 
         boundaries = None
         if segments is not None:
@@ -406,10 +406,10 @@ class SSMModel(SSMPreTrainedModel):
         """Bring the states to where a crop put the number of tokens."""
         pending, seen = cache.pending, cache.seen_tokens
         assert pending is not None
-        cache.pending, cache.seen_tokens = None, seen - pending.shape[1]
+        cache.pending, cache.seen_tokens = None, seen - pending["inputs_embeds"].shape[1]
         try:
             with cache.unrecorded():
-                self(inputs_embeds=pending, past_key_values=cache)
+                self(**pending, past_key_values=cache)
         except BaseException:
             cache.pending, cache.seen_tokens = pending, seen
             raise

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 
-from ssmzoo.modeling.segments import AlignedRows
+from ssmzoo.modeling.segments import AlignedRows, Segments
 
 if TYPE_CHECKING:
     from ssmzoo.modeling.configuration import SSMConfig
@@ -39,8 +39,10 @@ class Recorded:
     """A forward pass that may be taken back: the states before it, and what it read."""
 
     states: list[dict[str, Tensor]]
-    inputs_embeds: Tensor | None  # [B, L, D]; None: padded or packed, so nothing to read again
-    length: int
+    inputs: (
+        dict[str, Tensor] | None
+    )  # by argument, [B, L, ...]; None: packed, nothing to read again
+    length: int = 0  # by how many tokens it advanced the cache
 
 
 @dataclass
@@ -157,7 +159,7 @@ class StateCache(Cache):
         super().__init__(layers=layers)
         self.owner = _signature(config)
         self.seen_tokens = 0
-        self.pending: Tensor | None = None  # [B, L, D], what the next call must read again first
+        self.pending: dict[str, Tensor] | None = None  # what the next call must read again first
         self.input_holds_seen = False  # in generate: whether its first input repeats what was seen
         self._recording = False
         self._recorded: list[Recorded] = []
@@ -224,19 +226,23 @@ class StateCache(Cache):
         """
         self._recording = True
 
-    def before(self, inputs_embeds: Tensor | None, length: int) -> Recorded | None:
+    def before(self, inputs_embeds: Tensor, segments: Segments | None) -> Recorded | None:
         """Return what :meth:`advance` needs so that a call can be taken back, if that was asked.
 
         Args:
-            inputs_embeds: What it is about to read ``[B, L, D]``; None if it is padded or packed.
-            length: L.
+            inputs_embeds: What it is about to read ``[B, L, D]``.
+            segments: Where its sequences are, if its rows are not whole ones.
         """
         if not self._recording:
             return None
         # some steps write into a state's own memory
         states = [{n: s.detach().clone() for n, s in la.states.items()} for la in self.layers]
-        kept = None if inputs_embeds is None else inputs_embeds.detach()
-        return Recorded(states, kept, length)
+        batch, length, _ = inputs_embeds.shape
+        inputs: dict[str, Tensor] | None = {"inputs_embeds": inputs_embeds.detach()}
+        if segments is not None:
+            mask = None if segments.packed else segments.real(batch * length)
+            inputs = None if mask is None else {**inputs, "attention_mask": mask.view(batch, -1)}
+        return Recorded(states, inputs)
 
     def advance(self, states: list[LayerState], tokens: int, recorded: Recorded | None) -> None:
         """Take the states that a call left, after so many tokens, and what :meth:`before` said."""
@@ -244,6 +250,7 @@ class StateCache(Cache):
             layer.states = state.final
         self.seen_tokens += tokens
         if recorded is not None:
+            recorded.length = tokens
             self._recorded.append(recorded)
 
     @contextlib.contextmanager
@@ -266,8 +273,8 @@ class StateCache(Cache):
                 way, what was recorded up to here is settled.
 
         Raises:
-            RuntimeError: They were read before :meth:`activate_past_recording`, in a call with
-                padding or packed sequences, or before rows were reordered, selected or reset.
+            RuntimeError: They were read before :meth:`activate_past_recording`, are part of a call
+                with packed sequences, or were read before rows were reordered, selected or reset.
         """
         max_length = int(max_length)  # some versions of transformers pass a tensor
         remove = -max_length if max_length <= 0 else max(self.seen_tokens - max_length, 0)
@@ -283,12 +290,12 @@ class StateCache(Cache):
             back = recorded.pop()
             left -= back.length
         if left and back is not None:
-            if back.inputs_embeds is None:
+            if back.inputs is None:
                 raise RuntimeError(
-                    "a call with padding or packed sequences can be taken back as a whole only, "
+                    "a call with packed sequences can be taken back as a whole only, "
                     f"got {back.length + left} of its {back.length} tokens to take back"
                 )
-            pending = back.inputs_embeds[:, :-left]
+            pending = {name: given[:, :-left] for name, given in back.inputs.items()}
         if back is not None:
             for layer, states in zip(self.layers, back.states, strict=True):
                 layer.states = states

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -255,6 +256,19 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         if prepared.is_assistant:  # or a model whose own configuration asks for it asks for ever
             prepared.assistant_early_exit = None
         return prepared, model_kwargs
+
+    def _prepare_attention_mask_for_generation(
+        self, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Find padding in a prompt, but not in what an assistant gets to go on from.
+
+        There transformers leaves the mask out if nothing is padded, and a pad token is a token that
+        the model chose.
+        """
+        if generation_config.is_assistant:
+            return inputs_tensor.new_ones(inputs_tensor.shape[:2], dtype=torch.long)
+        prepare = super()._prepare_attention_mask_for_generation  # pyright: ignore[reportAttributeAccessIssue]
+        return prepare(inputs_tensor, generation_config, model_kwargs)
 
     def _assisted_decoding(
         self, input_ids: Tensor, *args: Any, generation_config: Any, **kwargs: Any

@@ -67,7 +67,10 @@ def check_beams(subject: Subject) -> Measured:
 
 
 def check_assisted(subject: Subject) -> Measured:
-    """Assisted and prompt-lookup decoding, from a kept prompt too, take back and change nothing."""
+    """Assisted and prompt-lookup decoding, from a kept prompt too, take back and change nothing.
+
+    Also where the prompt is padded, and where the model emits its own pad token.
+    """
     measured = Measured()
     model, helper = subject.model(), subject.fresh(torch.float64)
     with torch.no_grad():  # so that it is right at times, and at times is not
@@ -75,7 +78,9 @@ def check_assisted(subject: Subject) -> Measured:
             parameter += 0.02 * torch.randn_like(parameter)
     ids = subject.ids(1, 9)
     ids = torch.cat([ids, ids[:, :5]], dim=1)
-    mask, back = torch.ones_like(ids), [0, 0]
+    whole, back = torch.ones_like(ids), [0, 0]
+    padded = whole.clone()
+    padded[:, :2] = 0
 
     class Counts(StateCache):
         def crop(self, max_length: int) -> None:
@@ -83,18 +88,22 @@ def check_assisted(subject: Subject) -> Measured:
             back[0] += max_length < 0
             back[1] += self.pending is not None
 
-    options = {"prompt lookup": {"prompt_lookup_num_tokens": 3}, "assisted": {}}
-    for name, more in options.items():
-        if name == "assisted":
-            more = {"assistant_model": helper}
-        output = _generate(model, ids, mask, new=16, past_key_values=Counts(model.config), **more)
-        plain = _generate(model, ids, mask, new=16)
-        require(torch.equal(output.sequences, plain.sequences), f"{name}: other tokens")
-        measured.compare(f"{name} logits", _logits(output), _logits(plain), ROUNDED)
-        past = model.prefill(ids).cache
-        kept = _generate(model, ids, mask, new=16, past_key_values=past, **more)
-        require(torch.equal(kept.sequences, plain.sequences), f"{name} from a state: other tokens")
-        measured.compare(f"{name} from a state", _logits(kept), _logits(plain), ROUNDED)
+    for mask in (whole, padded):
+        plain = _generate(model, ids, mask, new=12)
+        pad = int(plain.sequences[0, ids.shape[1]])
+        ways: dict[str, Any] = {
+            "prompt lookup": {"prompt_lookup_num_tokens": 3},
+            "assisted": {"assistant_model": helper},
+        }
+        for name, more in ways.items():
+            caches = {"": Counts(model.config), " from a state": model.prefill(ids, mask).cache}
+            for start, past in caches.items():
+                got = _generate(
+                    model, ids, mask, new=12, past_key_values=past, pad_token_id=pad, **more
+                )
+                what = f"{name}{start}"
+                require(torch.equal(got.sequences, plain.sequences), f"{what}: other tokens")
+                measured.compare(f"{what} logits", _logits(got), _logits(plain), ROUNDED)
     require(min(back) > 0, "no proposed token was wrong, so that nothing was checked")
     return measured
 
@@ -289,10 +298,9 @@ def _generate(
     config = GenerationConfig(
         max_new_tokens=new,
         min_new_tokens=new,
-        pad_token_id=0,
         return_dict_in_generate=True,
         output_logits=True,
-        **options,
+        **{"pad_token_id": 0, **options},
     )
     untyped: Any = model  # transformers types generate for its own models only
     return untyped.generate(ids, attention_mask=mask, generation_config=config, **past)
