@@ -370,7 +370,10 @@ def test_the_results_file_says_what_was_measured_and_how(models, tmp_path):
     )  # fmt: skip
     assert path == tmp_path / "mine.json"
     content = json.loads(path.read_text())
-    assert list(content) == ["model", "results", "versions", "hardware", "date", "command"]
+    assert list(content) == [
+        "model", "results", "versions", "hardware", "environment", "date", "command",
+    ]  # fmt: skip
+    assert content["environment"]["threads"] == torch.get_num_threads()
     assert content["model"]["name"] == "mine"
     assert content["model"]["source"] == models("recall_symbols")
     assert content["model"]["model_type"] == "ssmzoo_test_rule"
@@ -477,6 +480,14 @@ def test_kept_scores_keep_their_own_versions_through_several_calls():
     third = {**RESULTS, "versions": {"torch": "4"}, "results": [{**row, "task": "v"}]}
     merged = merge(merge(RESULTS, second), third)
     assert [r.get("versions") for r in merged["results"]] == [{"torch": "2"}, {"torch": "3"}, None]
+
+
+def test_kept_scores_of_a_call_that_recorded_no_environment_say_so():
+    row = {"task": "u", "metric": "acc", "value": 0.1}
+    second = {**RESULTS, "environment": {"commit": "abc"}, "results": [row]}
+    kept, new = merge(RESULTS, second)["results"]
+    assert kept["environment"] is None
+    assert "environment" not in new
 
 
 @pytest.mark.parametrize("content", ["", '{"model": {}', "[]", '{"model": {"source": "m"}}'])

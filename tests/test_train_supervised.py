@@ -719,6 +719,12 @@ def rows_of_the_papers_tables():
 
 
 ROWS = rows_of_the_papers_tables()
+# what the paper reports beside the accuracy
+LOSSES = {
+    "8": "0.004", "4": "0.002", "2": "0.035", "1": "1.793", "noise1": "0.000", "noise2": "0.002",
+    "target2": "0.004", "trigger2": "0.660", "32": "0.000", "64": "0.001", "128": "0.000",
+    "256": "0.001", "token-gate": "0.906", "no-feedback": "0.788", "linear-feedback": "1.845",
+}  # fmt: skip
 
 
 def test_the_rows_of_the_papers_tables_have_its_sizes_rates_and_sequences():
@@ -733,6 +739,9 @@ def test_the_rows_of_the_papers_tables_have_its_sizes_rates_and_sequences():
         assert count == sizes.get((table, kind), 512), name
         slow = table == 3 or kind == "trigger2"
         assert asked.train.lr == (0.003 if slow else 0.01), name
+        assert asked.train.stop_at.metric == "loss"
+        # as soon as it rounds to the paper's
+        assert f"{asked.train.stop_at.value - 0.0005:.3f}" == LOSSES[name.removeprefix("coffee-induction-")], name
         inputs, labels = (x[0] for x in (task.batch([0]).inputs, task.batch([0]).labels))
         asks = 2 if kind == "target2" else 1
         assert (labels >= 0).sum() == asks, name

@@ -32,6 +32,15 @@ _REALS = {torch.float32: "float", torch.float64: "double"}
 _BASE = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 # the best that this compiler takes
 _TUNING = (("-march=native", "-fopenmp"), ("-march=native",), ("-fopenmp",), ())
+# by the compiler's macro, widest first
+_VECTORS = {
+    "__AVX512F__": "avx512f",
+    "__AVX2__": "avx2",
+    "__AVX__": "avx",
+    "__SSE2__": "sse2",
+    "__ARM_FEATURE_SVE": "sve",
+    "__ARM_NEON": "asimd",
+}
 _PROBE = '#include "vector.h"\nint probe(void) { return LANES; }\n'
 
 
@@ -43,6 +52,20 @@ def missing() -> str:
     except (OSError, RuntimeError) as error:
         return str(error)
     return ""
+
+
+@functools.cache
+def vectors() -> str | None:
+    """Return the widest vector instructions that kernels are built for, such as ``"avx512f"``.
+
+    None if the compiler names none that are known here.
+
+    Raises:
+        RuntimeError: There is no compiler, or it takes none of our flags.
+    """
+    command = [*_compiler(), *_flags(), "-dM", "-E", "-x", "c", "-"]
+    macros = subprocess.run(command, input="", capture_output=True, text=True, check=False).stdout
+    return next((name for macro, name in _VECTORS.items() if f"#define {macro} " in macros), None)
 
 
 @functools.cache

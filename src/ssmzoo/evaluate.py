@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ssmzoo import tasks as our_tasks
-from ssmzoo.machine import hardware, installed_versions, usable_device
+from ssmzoo.machine import environment, hardware, installed_versions, usable_device
 from ssmzoo.portable import portable_command
-from ssmzoo.results import Results, Score, merge, read_results, write_results
+from ssmzoo.results import Results, Score, merge, read_results, recipe_of, write_results
 from ssmzoo.scoring import TEXT_TASK, Library, score_task
 from ssmzoo.source import (
     Dtype,
@@ -127,12 +127,17 @@ def evaluate(
             "results": [],
             "versions": installed_versions(*PACKAGES),
             "hardware": hardware(place),
+            "environment": environment(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": _command(
                 model, tasks, suite, text, output_dir, name, batch_size, limit, seed, device, dtype,
                 trust_remote_code,
             ),
         }  # fmt: skip
+        if folder is not None and folder.resolve().name == "model":
+            recipe = folder.resolve().parent / "recipe.yaml"
+            if recipe.is_file():
+                results["recipe"] = recipe_of(recipe)
         results = merge(earlier, results)
         scores: list[Score] = []
         for spec in specs:

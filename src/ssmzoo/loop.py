@@ -25,7 +25,7 @@ from ssmzoo.checkpoint import Metrics, checkpoint_of, checkpoints, save_checkpoi
 from ssmzoo.data import Data, open_data, prepare_data, recipe_tokenizer
 from ssmzoo.examples import Share, describe_splits, load_splits, open_splits, task_tokenizer
 from ssmzoo.gauges import read_gauges
-from ssmzoo.machine import ALONE, hardware
+from ssmzoo.machine import ALONE, environment, hardware
 from ssmzoo.meter import Meter
 from ssmzoo.objective import CausalLM, labelled
 from ssmzoo.optimizer import Schedule, make_optimizer
@@ -168,6 +168,7 @@ class Run:
         return {
             "model_type": self.config.model_type,
             "hardware": hardware(self.accelerator.device),
+            "environment": environment(),
             "processes": self.accelerator.num_processes,
             "dtype": "bfloat16" if self.accelerator.mixed_precision == "bf16" else "float32",
         }

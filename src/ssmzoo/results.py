@@ -10,7 +10,11 @@ import logging
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
 
+import yaml
+
 from ssmzoo.files import write_json
+from ssmzoo.machine import Environment
+from ssmzoo.portable import portable
 
 LOG = logging.getLogger("ssmzoo")
 
@@ -25,11 +29,19 @@ class ModelInfo(TypedDict):
     parameters: int
 
 
+class Dataset(TypedDict):
+    """A data set on the Hub that a task reads, as lm-eval names it."""
+
+    id: str
+    config: str | None
+
+
 class Score(TypedDict):
     """One number; ``settings`` is what defines the task's data.
 
-    ``versions``, ``hardware``, ``date`` and ``command`` are there only where they differ from those
-    of the file, because the score is from an earlier call.
+    ``versions``, ``hardware``, ``environment``, ``date`` and ``command`` are there only where they
+    differ from those of the file, because the score is from an earlier call; ``environment`` is
+    None where that call did not record it. ``dataset`` is there where the Hub has the data.
     """
 
     task: str
@@ -42,23 +54,33 @@ class Score(TypedDict):
     higher_is_better: bool | None
     settings: dict[str, Any]
     suite: NotRequired[str]
+    dataset: NotRequired[Dataset]
     versions: NotRequired[dict[str, str]]
     hardware: NotRequired[str]
+    environment: NotRequired[Environment | None]
     date: NotRequired[str]
     command: NotRequired[str]
 
 
 class Results(TypedDict):
-    """A results file."""
+    """A results file.
+
+    ``environment`` is absent where it was not recorded, ``recipe`` where the run that trained the
+    model is not known.
+    """
 
     model: ModelInfo
+    recipe: NotRequired[dict[str, Any]]
     results: list[Score]
     versions: dict[str, str]
     hardware: str
+    environment: NotRequired[Environment | None]
     date: str
     command: str
 
 
+# what a call of its own has, and a score of an earlier call keeps
+_ORIGIN = ("versions", "hardware", "environment", "date", "command")
 # of a validation's metrics; of loss and rmse less is
 HIGHER_IS_BETTER = frozenset({"accuracy", "exact_match"})
 
@@ -74,7 +96,7 @@ def read_results(path: str | Path) -> Results:
         if not isinstance(content["model"]["source"], str):
             raise TypeError("model.source must be a string")
         _ = {(row["task"], row["metric"]): row["value"] for row in content["results"]}
-        _ = [content[key] for key in ("versions", "hardware", "date", "command")]
+        _ = [content[key] for key in _ORIGIN if key != "environment"]
         _ = content["model"]["revision"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
@@ -82,6 +104,21 @@ def read_results(path: str | Path) -> Results:
             f"away, or give another name"
         ) from error
     return content
+
+
+def recipe_of(path: Path) -> dict[str, Any]:
+    """Read a run's recipe as results hold it: without folders of this machine.
+
+    Raises:
+        ValueError: The file is no YAML mapping.
+    """
+    try:
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{path} is corrupt: {error}") from error
+    if not isinstance(recipe, dict):
+        raise ValueError(f"{path} is corrupt: it must hold a mapping, got {recipe!r}")
+    return cast("dict[str, Any]", portable(recipe))
 
 
 def write_results(path: str | Path, results: Results) -> None:
@@ -92,8 +129,8 @@ def write_results(path: str | Path, results: Results) -> None:
 def merge(earlier: Results | None, new: Results) -> Results:
     """Return ``new`` with the earlier scores that it does not replace.
 
-    Those that stay keep the versions, hardware, date and command of their own call. Scores of other
-    weights from the same source are dropped, with a warning.
+    Those that stay keep the versions, hardware, environment, date and command of their own call.
+    Scores of other weights from the same source are dropped, with a warning.
 
     Raises:
         ValueError: The earlier scores are another model's.
@@ -118,9 +155,9 @@ def merge(earlier: Results | None, new: Results) -> Results:
         kept = replaced.pop((row["task"], row["metric"]), None)
         if kept is None:
             own = {
-                key: earlier[key]
-                for key in ("versions", "hardware", "date", "command")
-                if key not in row and earlier[key] != new[key]
+                key: earlier.get(key)
+                for key in _ORIGIN
+                if key not in row and earlier.get(key) != new.get(key)
             }
             kept = cast("Score", {**row, **own})
         rows.append(kept)

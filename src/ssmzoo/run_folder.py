@@ -18,7 +18,7 @@ from ssmzoo.files import read_json, write_folder, write_json, write_text
 from ssmzoo.machine import installed_versions
 from ssmzoo.portable import portable, portable_command
 from ssmzoo.recipe import Recipe, load_recipe
-from ssmzoo.results import Results, Score, write_results
+from ssmzoo.results import Results, Score, recipe_of, write_results
 from ssmzoo.weights import weights_revision
 
 logger = logging.getLogger("ssmzoo")
@@ -155,9 +155,11 @@ class RunFolder:
                 "model_type": model_type,
                 "parameters": parameters,
             },
+            "recipe": recipe_of(self.path / "recipe.yaml"),
             "results": cast("list[Score]", portable(scores)),
             "versions": described["versions"],
             "hardware": described["hardware"],
+            "environment": described.get("environment"),
             "date": described["finished"]["date"],
             "command": described["command"],
         }
