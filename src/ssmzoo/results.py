@@ -10,6 +10,7 @@ import logging
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
 
+from ssmzoo.credentials import without_credentials
 from ssmzoo.files import write_json
 
 LOG = logging.getLogger("ssmzoo")
@@ -85,8 +86,11 @@ def read_results(path: str | Path) -> Results:
 
 
 def write_results(path: str | Path, results: Results) -> None:
-    """Write a results file; it appears under its name only when it is complete."""
-    write_json(Path(path), results, indent=2)
+    """Write a results file; it appears under its name only when it is complete.
+
+    Credentials in it, of an address that was read say, are struck out.
+    """
+    write_json(Path(path), without_credentials(results), indent=2)
 
 
 def merge(earlier: Results | None, new: Results) -> Results:
