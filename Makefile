@@ -1,6 +1,6 @@
 # Every target stands alone: it makes .venv and installs what it needs, once.
 # Settings: PYTHON=python3.12 (to make .venv with), PIP_ARGS='...' (for pip install),
-#           TEXT=path (for demo), WORKERS=2 (for test), TESTS='tests/x.py -k name' (for test),
+#           TEXT=path, STEPS=20 (for demo: your text, fewer training steps), WORKERS=2 (for test), TESTS='tests/x.py -k name' (for test),
 #           RUNS=folder (for cards)
 
 PYTHON ?= python3
@@ -8,6 +8,7 @@ PIP_ARGS ?=
 WORKERS ?= 2
 TESTS ?= tests
 TEXT ?=
+STEPS ?=
 RUNS ?= runs
 
 VENV := .venv
@@ -39,8 +40,8 @@ help: ## Show this list
 install: $(INSTALLED) ## Make .venv and install the project with the versions of constraints.txt
 	@echo "== ssmzoo is installed: $(VENV)/bin/ssmzoo list =="
 
-demo: $(INSTALLED) ## Train, score, publish, reload and sample a small Longhorn (TEXT=path: on your text)
-	$(PY) -m ssmzoo.demo $(if $(TEXT),--text "$(TEXT)")
+demo: $(INSTALLED) ## Train, score, publish, reload a small Longhorn, or go on (TEXT=path, STEPS=20: your text, shorter)
+	$(PY) -m ssmzoo.demo $(if $(TEXT),--text "$(TEXT)") $(if $(STEPS),--steps $(STEPS))
 
 test: $(INSTALLED) $(OLDEST_DIR)/.installed $(TORCHAO_DIR)/.installed ## Run all tests, the model tests also on the oldest transformers
 	@echo "== model tests on the oldest supported transformers =="

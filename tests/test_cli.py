@@ -525,7 +525,9 @@ def test_publish_dry_run_shows_files_and_sizes_and_writes_nothing(prints, model,
     target = tmp_path / "out"
     out = prints("publish", model, f"folder:{target}", "--dry-run")
     assert "model.safetensors" in out
-    assert out.rstrip().endswith(f"would go to {target}")
+    summary, load = out.splitlines()[-2:]
+    assert summary.endswith(f"would go to {target}")
+    assert "trust_remote_code=True" in load
     assert not target.exists()
     report = json.loads(prints("publish", model, f"folder:{target}", "--json"))
     assert report["dry_run"] is False

@@ -1,64 +1,247 @@
-"""The demo, its steps few and its text small: the whole plan, down to the table."""
+"""The demo, its steps few and its text small: the whole plan, down to the table, and again."""
 
 import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from ssmzoo import demo
 
+# one worker runs the whole demo once
+pytestmark = pytest.mark.xdist_group("demo")
 
-@pytest.fixture
-def text(tmp_path):
+# ssmzoo's metadata is there, as where an installation broke, and nothing of it can be imported
+STRANGER = """
+import sys
+for name in ("ssmzoo", "ssmzoo_kernels", "ssmzoo_longhorn"):
+    sys.modules[name] = None
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a text, which is the working directory; its path has what YAML might read."""
+    folder = tmp_path_factory.mktemp("a, [b] = 'c: #d")
     lines = (f"the {i}th line of a text that says {i * i} and no more\n" for i in range(2000))
-    (tmp_path / "text.txt").write_text("".join(lines))
-    return tmp_path / "text.txt"
+    (folder / "text.txt").write_text("".join(lines))
+    before = Path.cwd()
+    os.chdir(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_MODULES_CACHE", str(folder / "modules"))
+        patch.delenv("HF_TOKEN", raising=False)
+        yield folder
+    os.chdir(before)
 
 
-@pytest.fixture
-def small_models(monkeypatch, tmp_path):
-    """Shipped recipes, their models made small enough for a test."""
-    from ssmzoo import train as training
+class Interrupted:
+    """Stops the demo by Ctrl-C, at each of its parts in turn, and counts what the parts do."""
 
-    sizes = {
-        "longhorn-demo": ["hidden_size=16", "num_hidden_layers=1"],
-        "mamba2-demo": ["hidden_size=16", "num_hidden_layers=1", "num_heads=2", "head_dim=16"],
-    }
-    train = training.train
+    def __init__(self, patch):
+        from ssmzoo import card, evaluate, hub, loop, train
 
-    def small(recipe, *, output_dir, overrides):
+        self.done = []
+        self.stops = []
+        sizes = {
+            "longhorn-demo": ["hidden_size=16", "num_hidden_layers=1"],
+            "mamba2-demo": ["hidden_size=16", "num_hidden_layers=1", "num_heads=2", "head_dim=16"],
+        }
         fewer = ["train.batch_size=2", "train.seq_len=64", "eval.batches=1", "train.dtype=float32"]
-        model = [f"model.config.{size}" for size in sizes[recipe]]
-        return train(recipe, output_dir=output_dir, overrides=[*overrides, *model, *fewer])
+        begin, score, step = train.train, evaluate.evaluate, loop.Run._optimize
+        render, send = card.render_card, hub.publish
 
-    monkeypatch.setattr(training, "train", small)
+        def small(recipe, *, overrides, **rest):
+            self.done.append(f"train {recipe}")
+            model = [f"model.config.{size}" for size in sizes[recipe]]
+            few = [*overrides, *model, *fewer, "checkpoint.every=2", "log.every=1"]
+            return begin(recipe, overrides=few, **rest)
+
+        def optimize(run, read):
+            self.here(f"{run.config.model_type} step {run.step + 1}")
+            return step(run, read)
+
+        def scored(*arguments, name, **rest):
+            self.here(f"score {name}")
+            return score(*arguments, name=name, limit=8, **rest)
+
+        def rendered(*arguments, **rest):
+            self.here("card")
+            return render(*arguments, **rest)
+
+        def sent(*arguments, **rest):
+            self.here("publish")
+            return send(*arguments, **rest)
+
+        patch.setattr(train, "train", small)
+        patch.setattr(loop.Run, "_optimize", optimize)
+        patch.setattr(evaluate, "evaluate", scored)
+        patch.setattr(card, "render_card", rendered)
+        patch.setattr(hub, "publish", sent)
+
+    def here(self, what):
+        self.done.append(what)
+        if self.stops and self.stops[0] == what:
+            self.stops.pop(0)
+            raise KeyboardInterrupt
 
 
-def test_the_demo_ends_in_the_table_and_says_where_everything_lies(
-    text, tmp_path, small_models, capsys
-):
-    output = tmp_path / "demo"
-    assert demo.main(["--text", str(text), "--output", str(output), "--steps", "2"]) == 0
-    out = capsys.readouterr().out
+COMMAND = ["--text", "text.txt", "--steps", "3"]
+
+
+@pytest.fixture(scope="module")
+def whole(place):
+    """What a demo did, printed and left that was never interrupted."""
+    with pytest.MonkeyPatch.context() as patch:
+        parts = Interrupted(patch)
+        printed = []
+        patch.setattr(demo, "say", lambda line, end="\n": printed.append(line + end))
+        assert demo.main(COMMAND) == 0
+        return parts.done, "".join(printed)
+
+
+def scores(output):
+    """Return all that a demo came to, without times, speeds and commands."""
+    found = {}
+    for name in demo.MODELS:
+        content = json.loads((output / "results" / f"{name}.json").read_text())
+        found[name] = [content["model"]["revision"], content["results"]]
+    return found
+
+
+def test_the_demo_ends_in_the_table_and_says_where_everything_lies(place, whole):
+    _, out = whole
+    output = Path("demo")
     header, longhorn, mamba2 = (
         line.split() for line in out[: out.index("\ndone in")].strip().splitlines()[-3:]
     )
     assert header == ["parameters", "tokens/s", "bits/byte", "recall"]
     for name, row in (("longhorn", longhorn), ("mamba2", mamba2)):
-        scores = json.loads((output / "results" / f"{name}.json").read_text())
+        results = json.loads((output / "results" / f"{name}.json").read_text())
         assert row[0] == name
-        assert int(row[1].replace(",", "")) == scores["model"]["parameters"]
-        bits = next(r for r in scores["results"] if r["task"] == demo.TASKS[0])
+        assert int(row[1].replace(",", "")) == results["model"]["parameters"]
+        bits = next(r for r in results["results"] if r["task"] == demo.TASKS[0])
         assert row[3] == f"{bits['value']:.3f}"
     assert "\ndef " in out  # the sample of the fresh process, which begins with its prompt
     assert (output / "published" / "README.md").is_file()
+    assert (output / "published" / "modeling_longhorn.py").is_file()
     assert (output / "longhorn" / "loss.png").is_file()
 
 
-def test_the_demo_replaces_an_earlier_demo_and_nothing_else(text, tmp_path, capsys):
+def test_what_it_publishes_loads_where_ssmzoo_cannot_be_imported(place, whole):
+    done = subprocess.run(
+        [sys.executable, "-c", STRANGER + demo.LOAD, "demo/published", "def "],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("def ")
+
+
+def test_interrupted_anywhere_the_same_command_goes_on_to_the_same_end(
+    place, whole, monkeypatch, capsys
+):
+    parts = Interrupted(monkeypatch)
+    parts.stops = [
+        "ssmzoo_longhorn step 2",
+        "ssmzoo_longhorn step 3",
+        "score longhorn",
+        "mamba2 step 3",
+        "score mamba2",
+        "card",
+        "publish",
+    ]
+    cut = demo.split_text
+
+    def stop_in_the_text(text, target):
+        cut(text, target)
+        monkeypatch.setattr(demo, "split_text", cut)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "split_text", stop_in_the_text)
+    command = [*COMMAND, "--output", "again"]
+    for _ in range(8):
+        assert demo.main(command) == 130
+        err = capsys.readouterr().err
+        assert err.endswith("\ndemo: interrupted; the same command goes on from here\n")
+    assert parts.stops == []
+    assert demo.main(command) == 0
+    assert scores(Path("again")) == scores(Path("demo"))
+    # two steps were lost, those of a checkpoint every second one, and no score
+    steps = [what for what in parts.done if " step " in what]
+    assert steps == [
+        *(f"ssmzoo_longhorn step {i}" for i in (1, 2, 1, 2, 3, 3)),
+        *(f"mamba2 step {i}" for i in (1, 2, 3, 3)),
+    ]
+    assert [what for what in parts.done if what.startswith("score")] == [
+        *["score longhorn"] * 2,
+        *["score mamba2"] * 2,
+    ]
+
+
+def test_a_finished_demo_is_shown_again_and_left_as_it_is(place, whole, capsys, monkeypatch):
+    parts = Interrupted(monkeypatch)
+    before = {path: path.stat().st_mtime_ns for path in Path("demo").rglob("*")}
+    del before[Path("demo/.lock")]
+    assert demo.main(COMMAND) == 0
+    out = capsys.readouterr().out
+    assert parts.done == []
+    assert re.search(r"^longhorn .*\d", out, re.MULTILINE)
+    assert (
+        "demo holds a finished demo, and nothing was done again; to start over: rm -r demo" in out
+    )
+    assert before.items() <= {p: p.stat().st_mtime_ns for p in Path("demo").rglob("*")}.items()
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["--text", "text.txt"], "STEPS must stay as the demo in demo began, 3, got the default"),
+        (["--text", "x", "--steps", "3"], r"TEXT must stay as .*/text\.txt, got /.*/x; start over"),
+        (["--steps", "3"], "got the default; start over with: rm -r demo"),
+    ],
+)
+def test_another_task_than_the_folders_is_one_error(place, whole, command, message, capsys):
+    assert demo.main(command) == 2
+    err = capsys.readouterr().err
+    assert re.search(message, err), err
+    assert err.count("\n") == 1
+
+
+def test_the_demo_says_nothing_of_kernels_that_transformers_misses(place, whole, monkeypatch):
+    import logging
+
+    from transformers.utils import logging as theirs
+
+    heard = []
+
+    class Listener(logging.Handler):
+        def emit(self, record):
+            heard.append(record.getMessage())
+
+    def train(*arguments, **options):
+        theirs.get_logger("transformers.models.mamba2").warning("is falling back")
+        raise ValueError("enough")
+
+    monkeypatch.setattr("ssmzoo.train.train", train)
+    listener = Listener()
+    theirs.add_handler(listener)
+    try:
+        assert demo.main(["--text", "text.txt", "--output", "quiet"]) == 2
+    finally:
+        theirs.remove_handler(listener)
+    assert heard == []
+
+
+def test_a_folder_that_is_no_demo_is_left_alone_and_a_text_too_short_is_named(tmp_path, capsys):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
-    assert demo.main(["--text", str(text), "--output", str(tmp_path / "mine")]) == 2
-    assert "is no earlier demo; choose another --output" in capsys.readouterr().err
+    assert demo.main(["--output", str(tmp_path / "mine")]) == 2
+    assert "holds no earlier demo; choose another --output" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
     (tmp_path / "short.txt").write_text("too short")
     arguments = ["--text", str(tmp_path / "short.txt"), "--output", str(tmp_path / "demo")]

@@ -536,11 +536,11 @@ def saved(models, tmp_path):
     return tmp_path / "tiny"
 
 
-def test_a_standalone_publication_holds_the_code_and_a_dry_run_shows_it(saved, models, tmp_path):
+def test_a_publication_holds_the_code_and_a_dry_run_shows_it(saved, models, tmp_path):
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
-    dry = publish(saved, f"{tmp_path}/out", standalone=True, dry_run=True)
+    dry = publish(saved, f"{tmp_path}/out", dry_run=True)
     assert not (tmp_path / "out").exists()
-    done = publish(saved, f"{tmp_path}/out", standalone=True)
+    done = publish(saved, f"{tmp_path}/out")
     assert dry.files == done.files
     held = {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
     assert held == {file.path: file.size for file in done.files}
@@ -552,23 +552,23 @@ def test_a_standalone_publication_holds_the_code_and_a_dry_run_shows_it(saved, m
 
 
 def test_a_publication_can_be_published_again_and_without_its_code_it_is_refused(saved, tmp_path):
-    publish(saved, f"{tmp_path}/out", standalone=True)
+    publish(saved, f"{tmp_path}/out")
     first = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    publish(saved, f"{tmp_path}/out", standalone=True)
-    publish(tmp_path / "out", f"{tmp_path}/copy", standalone=True)
+    publish(saved, f"{tmp_path}/out")
+    publish(tmp_path / "out", f"{tmp_path}/copy")
     assert {path.name: path.read_bytes() for path in (tmp_path / "copy").iterdir()} == first
-    with pytest.raises(ValueError, match="is the model's own code; publish it with --standalone"):
-        publish(tmp_path / "out", f"{tmp_path}/plain")
+    with pytest.raises(ValueError, match="is the model's own code; publish without --no-code"):
+        publish(tmp_path / "out", f"{tmp_path}/plain", code=False)
     for path in (tmp_path / "copy").glob("*.py"):
         path.unlink()
     with pytest.raises(ValueError, match="has an auto_map to code, which would stay behind"):
-        publish(tmp_path / "copy", f"{tmp_path}/plain")
+        publish(tmp_path / "copy", f"{tmp_path}/plain", code=False)
     (tmp_path / "out" / "mine.py").write_text("x = 1\n")
     with pytest.raises(ValueError, match=r"mine\.py is code, which is not published"):
-        publish(tmp_path / "out", f"{tmp_path}/plain", standalone=True)
+        publish(tmp_path / "out", f"{tmp_path}/plain")
     # the publication without code replaces the one with it
     (tmp_path / "out" / "mine.py").unlink()
-    report = publish(saved, f"{tmp_path}/out")
+    report = publish(saved, f"{tmp_path}/out", code=False)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {f.path for f in report.files}
     assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
@@ -579,16 +579,48 @@ def test_a_model_of_no_family_has_no_code_to_publish(tmp_path):
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
     (tmp_path / "llama" / "README.md").write_text(CARD)
-    publish(tmp_path / "llama", f"{tmp_path}/out", dry_run=True)
-    with pytest.raises(ValueError, match="only models of the zoo's families"):
-        publish(tmp_path / "llama", f"{tmp_path}/out", standalone=True)
+    report = publish(tmp_path / "llama", f"{tmp_path}/out")
+    assert not [file.path for file in report.files if file.path.endswith(".py")]
+    assert report.load.endswith("with the code that transformers has")
 
 
-def test_the_command_line_publishes_standalone(saved, tmp_path, capsys):
+def test_code_that_cannot_go_along_is_an_error_that_names_the_way_out(saved, tmp_path, monkeypatch):
+    def refuse(family):
+        raise ValueError("ssmzoo_longhorn.modeling_longhorn, line 3, imports x")
+
+    monkeypatch.setattr("ssmzoo.export_code.code_of", refuse)
+    with pytest.raises(
+        ValueError, match="line 3, imports x; --no-code publishes the model without"
+    ):
+        publish(saved, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    publish(saved, tmp_path / "out", code=False)
+
+
+def test_the_command_line_sends_the_code_and_says_how_to_load_it(saved, tmp_path, capsys):
     from ssmzoo.cli import main
 
-    assert main(["publish", str(saved), f"{tmp_path}/out", "--standalone", "--dry-run"]) == 0
+    assert main(["publish", str(saved), f"{tmp_path}/out", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "modeling_longhorn.py" in shown
     assert "ssmzoo_kernels_longhorn_scan_eager.py" in shown
+    assert shown.endswith(f"from_pretrained('{tmp_path}/out', trust_remote_code=True)\n")
     assert not (tmp_path / "out").exists()
+    assert main(["publish", str(saved), f"{tmp_path}/out", "--no-code", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert ".py" not in shown
+    assert "install ssmzoo from a clone of its repository" in shown
+    assert shown.endswith(f"import ssmzoo.auto, then from_pretrained('{tmp_path}/out')\n")
+    assert main(["publish", str(saved), "you/tiny", "--standalone"]) == 2
+    assert "the code goes along unless --no-code" in capsys.readouterr().err
+
+
+def test_the_card_of_a_publication_first_says_what_works_without_ssmzoo(saved):
+    from ssmzoo.export_code import standalone_files
+
+    config = json.loads((saved / "config.json").read_text())
+    card = standalone_files(config, f"{CARD}\n## Use\n\nInstall it.\n")["README.md"]
+    assert card.index("trust_remote_code=True") < card.index("\n## Use\n\nInstall it.")
+    assert standalone_files(config, card)["README.md"] == card
+    card = standalone_files(config, CARD, tokenizer=True)["README.md"]
+    assert "AutoTokenizer.from_pretrained(source, trust_remote_code=True)\n```" in card

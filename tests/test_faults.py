@@ -79,7 +79,7 @@ def commands(place, out):
         "card": ["card", model, "--output", out / "card.md"],
         "inspect": ["inspect", model, "--length", 16, "--out", out],
         "publish": ["publish", model, f"folder:{out}"],
-        "standalone": ["publish", model, f"folder:{out}", "--standalone"],
+        "publish without code": ["publish", model, f"folder:{out}", "--no-code"],
         "distill": ["distill", place / "long", out, "--order", 2, "--steps", 1],
     }
 
@@ -215,7 +215,7 @@ def test_where_a_file_cannot_be_finished_nothing_is_left_and_what_was_there_stay
         out.mkdir()
     with no_file_longer_than(200):
         line = fails(*arguments)
-    where = tempfile.gettempdir() if name == "standalone" else out  # the code is made there first
+    where = tempfile.gettempdir() if name == "publish" else out  # the code is made there first
     assert line.startswith(f"{where}")
     assert "cannot be written: File too large; what was there is unchanged; raise the" in line
     assert tree(tmp_path) in ({}, {"out": None})

@@ -15,7 +15,6 @@ from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ssmzoo import hub, load_family
-from ssmzoo.hub import publish
 from ssmzoo.modeling import load_state
 
 CARD = "---\nlibrary_name: transformers\n---\n\n# tiny\n\n![Loss](loss.png)\n"
@@ -40,6 +39,11 @@ def saved_model(tmp_path_factory):
 @pytest.fixture
 def model(saved_model, tmp_path):
     return Path(shutil.copytree(saved_model, tmp_path / "tiny"))
+
+
+def publish(*arguments, code=False, **options):
+    """Publish without the model's code, which test_export_code.py is about."""
+    return hub.publish(*arguments, code=code, **options)
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -195,6 +199,7 @@ def test_an_unfit_target_is_one_clear_error(model, tmp_path, monkeypatch):
         ("user/na me", "no Hub repository id"),
         ("user/-name", "no Hub repository id"),
         ("user/name", "write ./user/name or hub:user/name"),
+        ("user/absent", "write ./user/absent or hub:user/absent"),
         ("", "must be a folder"),
     ]:
         with pytest.raises(ValueError, match="target") as caught:

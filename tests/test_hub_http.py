@@ -63,7 +63,7 @@ PUBLISH = (
 from ssmzoo.cli import main
 
 for folder, target in zip(sys.argv[1::2], sys.argv[2::2]):
-    print(main(["publish", folder, target]))
+    print(main(["publish", folder, target, "--no-code"]))
 print(json.dumps(waits))
 """
 )
@@ -78,18 +78,18 @@ import ssmzoo.auto
 
 folder, wide = sys.argv[1:]
 for options in (
-    ["tester/published", "--dry-run"],
-    ["tester/published"],
-    ["tester/stateful", "--state", "--dry-run"],
-    ["tester/stateful", "--state"],
-    ["tester/published", "--revision", "second/try", "--private"],
+    ["tester/published", "--no-code", "--dry-run"],
+    ["tester/published", "--no-code"],
+    ["tester/stateful", "--no-code", "--state", "--dry-run"],
+    ["tester/stateful", "--no-code", "--state"],
+    ["tester/published", "--no-code", "--revision", "second/try", "--private"],
     ["tester/private", "--private"],
 ):
     assert main(["publish", folder, *options, "--json"]) == 0
 HfApi().create_tag("tester/published", tag="v1", tag_message="as it was")
 with open(os.path.join(folder, "README.md"), "a") as card:
     card.write("A second thought." + chr(10))
-assert main(["publish", folder, "tester/published", "--json"]) == 0
+assert main(["publish", folder, "tester/published", "--no-code", "--json"]) == 0
 network = AutoModelForCausalLM.from_pretrained(wide)
 network.push_to_hub("tester/pushed", max_shard_size="1MB")
 """
@@ -270,7 +270,7 @@ def small(tmp_path):
 
 def shown(folder: Path, **options) -> dict[str, bytes]:
     """Return what a dry run says would go."""
-    report = publish(folder, "tester/shown", dry_run=True, **options)
+    report = publish(folder, "tester/shown", code=False, dry_run=True, **options)
     return {file.path: (folder / file.path).read_bytes() for file in report.files}
 
 
@@ -334,6 +334,18 @@ def test_a_publication_is_one_commit_of_what_changed(server, pushed):
     assert changed == {"README.md"}
     assert len([r for r in server.requests if r.endswith("tester/published/commit/main")]) == 2
     assert "POST /api/validate-yaml" in server.requests  # the Hub's own check of the card
+
+
+def test_the_code_goes_along_unless_told_not_to(server, pushed):
+    sent, plain = held(server, "tester/private"), held(server, "tester/published")
+    code = {name for name in sent if name.endswith(".py")}
+    assert "modeling_longhorn.py" in code
+    assert sent.keys() - code == plain.keys()
+    assert "auto_map" in json.loads(sent["config.json"])
+    assert "auto_map" not in json.loads(plain["config.json"])
+    assert {name: len(raw) for name, raw in sent.items()} == {
+        file["path"]: file["size"] for file in pushed["private"]["files"]
+    }
 
 
 def test_a_revision_that_changes_nothing_is_a_branch_without_a_commit(server, pushed):
@@ -505,7 +517,8 @@ def test_pickles_and_names_outside_are_refused_of_a_repository_too(server, narro
 
 def test_publishing_is_quiet_when_not_on_a_terminal(server, small, run):
     done = run(PUBLISH, small, "tester/quiet", debug=False)
-    assert done.out[-3].endswith(f"published to {server.url}/tester/quiet")
+    assert done.out[-4].endswith(f"published to {server.url}/tester/quiet")
+    assert done.out[-3].startswith("to load it: install ssmzoo")
     assert done.out[-2:] == ["0", "[]"]
     assert done.log == ""
 

@@ -65,3 +65,21 @@ def test_a_changed_requirement_is_installed_into_the_environment_there_is(change
     commands = would_run(checkout, "install")
     assert commands.count("pip install") == 1
     assert "-m venv" not in commands
+
+
+def test_the_demo_takes_a_text_and_fewer_steps(checkout, monkeypatch):
+    assert would_run(checkout, "demo").split() == [".venv/bin/python", "-m", "ssmzoo.demo"]
+    monkeypatch.setenv("TEXT", "my text, [1] & more.txt")
+    monkeypatch.setenv("STEPS", "20")
+    assert would_run(checkout, "demo").strip() == (
+        '.venv/bin/python -m ssmzoo.demo --text "my text, [1] & more.txt" --steps 20'
+    )
+
+
+def test_ci_types_the_two_commands_of_the_readme():
+    commands = [line.strip() for line in (ROOT / ".ci" / "run").read_text().splitlines()]
+    page = (ROOT / "README.md").read_text()
+    section = page.split("## Two commands", 1)[1].split("##", 1)[0]
+    typed = [line.split("#")[0].strip() for line in section.splitlines() if line[:4] == "    "]
+    assert typed == ["make demo", "make test"]
+    assert [line.removesuffix(" STEPS=20") for line in commands if line[:5] == "make "] == typed

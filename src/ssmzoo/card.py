@@ -9,6 +9,7 @@ as this model's only if they carry the digest of its weights. The words are in
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -29,7 +30,8 @@ from ssmzoo.card_sources import (
     read_results,
 )
 from ssmzoo.card_summary import Summary, read_summary, summarise
-from ssmzoo.family import Family, claims, owner
+from ssmzoo.credentials import without_credentials
+from ssmzoo.family import Family, packages_of
 from ssmzoo.files import appears_whole, write_text
 from ssmzoo.hub import CARD
 from ssmzoo.portable import portable
@@ -142,23 +144,24 @@ def _render(
         _metadata(name, family, own, kept, head),
         template_str=share("model_cards/template.md").read_text(encoding="utf-8"),
         marker=MARKER,
-        name=name,
+        name=_plain(name),
+        source=json.dumps(name, ensure_ascii=False),
         summary=_summary(words, summary, head),
         head=head,
         language_model=head.pipeline == "text-generation",
         picture=picture if summary.picture else None,
         results=_results(name, own, others),
         origins=_origins([*own, *others]),
-        packages=_packages(family),
+        needs=_needs(family),
         prompt=json.dumps(summary.prompt) if summary.prompt else None,
         words=words,
         family=family.name if family else None,
         lora_targets=json.dumps(targets) if targets else None,
         architecture=_architecture(summary),
         training=_training(summary, head),
-        recipe=summary.recipe.strip() if summary.recipe else None,
+        recipe=_fenced("yaml", summary.recipe.strip()) if summary.recipe else None,
     )
-    return str(card).rstrip() + "\n"
+    return without_credentials(str(card).rstrip()) + "\n"
 
 
 def _kept_metadata(target: Path) -> dict[str, Any]:
@@ -255,22 +258,31 @@ def _head(summary: Summary) -> _Head:
         )
     words, pipeline = _HEADS[suffix]
     if suffix == "ForPairClassification":  # which has no Auto class
-        return _Head(words, str(summary.config.get("model_type")), named, pipeline)
+        module = str(summary.config.get("model_type"))
+        if not (named.isidentifier() and module.isidentifier()):  # they go into a program
+            raise ValueError(
+                f"config.json must name a model_type and a class, got {module!r} and {named!r}"
+            )
+        return _Head(words, module, named, pipeline)
     return _Head(words, "transformers", f"AutoModel{suffix}", pipeline)
 
 
 def _summary(words: Mapping[str, Any] | None, summary: Summary, head: _Head) -> str:
-    kind = words["title"] if words else f"`{summary.config.get('model_type')}`"
+    kind = words["title"] if words else _code(summary.config.get("model_type"))
     tokens = summary.measured.get("tokens")
     trained = f", trained on {_number(tokens)} tokens" if tokens is not None else ""
     return f"A {kind} {head.words} of {_number(summary.parameters)} parameters{trained}."
 
 
-def _packages(family: Family | None) -> str:
-    """Return what a reader must install."""
+def _needs(family: Family | None) -> str:
+    """Say what a reader must install."""
     if family is None:
-        return "transformers torch"
-    return " ".join(dict.fromkeys(["ssmzoo", *map(owner, claims().get(family.name, ()))]))
+        return "It needs `pip install torch transformers`."
+    also = "".join(f", and {_code(name)}" for name in packages_of(family.name)[1:])
+    return (
+        "It needs ssmzoo, which no package index has yet: `pip install .` in a clone of its "
+        f"repository{also}."
+    )
 
 
 def _results(name: str, own: Sequence[Results], others: Sequence[Results]) -> str:
@@ -297,7 +309,8 @@ def _results(name: str, own: Sequence[Results], others: Sequence[Results]) -> st
         shown = [_score(score) for score in scores]
         lines.append([row.task, row.metric + arrow, *shown, *counts, row.settings])
     first, *rest = columns
-    header = ["Task", "Metric", f"**{first}**", *rest, "Examples", "Shots", "Seed", "Settings"]
+    names = [_Markdown(f"**{_plain(first)}**"), *rest]
+    header = ["Task", "Metric", *names, "Examples", "Shots", "Seed", "Settings"]
     note = "↑ higher is better, ↓ lower is better; ± is the standard error."
     if others:
         note += " The scores in a row are of the same examples."
@@ -319,14 +332,15 @@ def _origins(results: Sequence[Results]) -> str | None:
         return None
     commands = dict.fromkeys(origin.command for _, origin in origins)
     rows = [[name, origin.date, origin.hardware, origin.versions] for name, origin in origins]
-    block = "\n".join(["To repeat them:", "", "```bash", *commands, "```"])
-    return f"{block}\n\n{_table(['Model', 'Date', 'Hardware', 'Versions'], rows)}"
+    block = _fenced("bash", "\n".join(commands))
+    table = _table(["Model", "Date", "Hardware", "Versions"], rows)
+    return f"To repeat them:\n\n{block}\n\n{table}"
 
 
 def _architecture(summary: Summary) -> str:
     config = summary.config
     rows = [
-        ["Type", f"`{config.get('model_type')}`"],
+        ["Type", _code(config.get("model_type"))],
         ["Parameters", _number(summary.parameters)],
         ["Stored as", ", ".join(summary.dtypes)],
     ]
@@ -369,7 +383,7 @@ def _training(summary: Summary, head: _Head) -> str:
         ["Time", metric("seconds", " s", places=1)],
         ["Hardware", fact("hardware")],
         ["Versions", fact("versions")],
-        ["Command", command if command == NOT_MEASURED else f"`{command}`"],
+        ["Command", command if command == NOT_MEASURED else _code(command)],
     ]
     return _table(["", ""], rows)
 
@@ -387,5 +401,28 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
 
 
+class _Markdown(str):
+    """A text that is written as Markdown already; any other shows its characters as they are."""
+
+
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    return (text if isinstance(text, _Markdown) else _plain(text)).replace("|", "\\|")
+
+
+def _plain(text: str) -> str:
+    """Return Markdown, in one line, that shows a text's characters: neither HTML, code nor link."""
+    return re.sub(r"([\\`\[\]])", r"\\\1", " ".join(text.split())).replace("<", "&lt;")
+
+
+def _code(value: object) -> _Markdown:
+    """Return a value in a code span, in one line."""
+    text = " ".join(str(value).split())
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    space = " " if "`" in text else ""
+    return _Markdown(f"{fence}{space}{text}{space}{fence}")
+
+
+def _fenced(language: str, text: str) -> str:
+    """Return a text in a code block that nothing in it can end."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}{language}\n{text}\n{fence}"

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ssmzoo.credentials import without_credentials
 from ssmzoo.family import suggestion
 
 OK, FAILED, USAGE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
@@ -116,6 +117,8 @@ def _refuse(parser: Parser, argument: str) -> NoReturn:
     if not argument.startswith("-"):
         parser.error(f"unexpected argument {argument!r}")
     option = argument.partition("=")[0]
+    if option == "--standalone":
+        parser.error("no option '--standalone': the code goes along unless --no-code leaves it out")
     known = sorted(set(re.findall(r"--[a-z][a-z-]+", parser.format_usage())))
     parser.error(f"no option {option!r}{suggestion(option, known)}; options: {', '.join(known)}")
 
@@ -148,7 +151,7 @@ def _lost_output() -> RuntimeError | None:
 
 
 def _report(error: Exception) -> int:
-    text = " ".join(str(error).split())
+    text = without_credentials(" ".join(str(error).split()))
     mistake = isinstance(
         error, ValueError | TypeError | LookupError | RuntimeError | OSError | ImportError
     )
@@ -274,10 +277,11 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     sub.add_argument("model", metavar="MODEL_DIR")
     sub.add_argument("target", metavar="TARGET", help="a folder (./x, /x, folder:x) or user/name")
     sub.add_argument(
-        "--standalone",
-        action="store_true",
-        help="send the model's code along: it then loads with trust_remote_code=True where ssmzoo "
-        "is not installed",
+        "--no-code",
+        dest="code",
+        action="store_false",
+        help="leave out the model's code, with which it loads where ssmzoo is not installed "
+        "(with trust_remote_code=True)",
     )
     sub.add_argument(
         "--state",
@@ -536,7 +540,7 @@ def _publish(options: argparse.Namespace) -> int:
     report = publish(
         options.model,
         options.target,
-        standalone=options.standalone,
+        code=options.code,
         state=options.state,
         dry_run=options.dry_run,
         private=options.private,
@@ -551,6 +555,7 @@ def _publish(options: argparse.Namespace) -> int:
         print(f"left out: {', '.join(report.left_out)}")
     done = "would go to" if report.dry_run else "published to"
     print(f"{len(report.files)} files, {_bytes(report.size)}, {done} {report.url or report.target}")
+    print(report.load)
     return OK
 
 

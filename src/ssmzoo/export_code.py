@@ -174,12 +174,15 @@ def family_to_export(config: Mapping[str, Any]) -> Family:
     return family
 
 
-def standalone_files(config: Mapping[str, Any], card: str) -> dict[str, str]:
+def standalone_files(
+    config: Mapping[str, Any], card: str, tokenizer: bool = False
+) -> dict[str, str]:
     """Return by name what a standalone publication has beside weights and tokenizer.
 
     Args:
         config: The content of its ``config.json``.
         card: Its card, which gets a section on loading it without ssmzoo.
+        tokenizer: Whether it has a tokenizer.
 
     Raises:
         ValueError: It is of no installed family, or its code cannot travel.
@@ -188,24 +191,29 @@ def standalone_files(config: Mapping[str, Any], card: str) -> dict[str, str]:
     return {
         **code_of(family),
         "config.json": _told(config, family),
-        "README.md": _with_section(card, config, family),
+        "README.md": _with_section(card, config, family, tokenizer),
     }
 
 
-def _with_section(card: str, config: Mapping[str, Any], family: Family) -> str:
+def _with_section(card: str, config: Mapping[str, Any], family: Family, tokenizer: bool) -> str:
     """Return a card that also says how to load the model where ssmzoo is not installed."""
     kinds = {kind.__name__: auto for auto, kind in family.auto_classes.items()}
     auto = kinds.get(next(iter(config.get("architectures") or ()), ""))
     if _SECTION in card or auto is None:
         return card
-    return (
-        f"{card.rstrip()}\n\n{_SECTION}\n\nThis repository brings its own code, "
+    section = (
+        f"{_SECTION}\n\nThis repository brings its own code, "
         f"`{_entry_name(family)}.py` and what that imports. It needs torch and transformers only, "
         "gives the same\nnumbers, and is slower. Where ssmzoo is installed, its kernels run.\n"
-        f"\n```python\nfrom transformers import {auto}\n\n"
+        f"\n```python\nfrom transformers import {auto}{', AutoTokenizer' if tokenizer else ''}\n\n"
         'source = "path/to/this/folder"  # or the repository\'s id on the Hub\n'
-        f"model = {auto}.from_pretrained(source, trust_remote_code=True)\n```\n"
+        f"model = {auto}.from_pretrained(source, trust_remote_code=True)\n"
     )
+    if tokenizer:  # transformers reads the configuration for it, too
+        section += "tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=True)\n"
+    section += "```\n"
+    before, use, after = card.partition("\n## Use\n")  # what every reader can do comes first
+    return f"{before.rstrip()}\n\n{section}{use}{after}"
 
 
 def _told(config: Mapping[str, Any], family: Family) -> str:

@@ -207,6 +207,11 @@ def owner(point: EntryPoint) -> str:
     return point.dist.name if point.dist is not None else point.value
 
 
+def packages_of(family: str) -> list[str]:
+    """Return the distributions that a family's models need: ssmzoo, and that of its plugin."""
+    return list(dict.fromkeys(["ssmzoo", *map(owner, claims().get(family, ()))]))
+
+
 def malformed(point: EntryPoint) -> str | None:
     """Return what is wrong with an entry point's text; None if it names a module."""
     if point.pattern.match(point.value) is not None:

@@ -1,9 +1,9 @@
 """Publish a model folder: into another folder, or to a repository on the Hub.
 
 What goes is a closed list: configuration, safetensors weights, tokenizer, generation configuration,
-card, the pictures that the card links, and, if asked for, a prompt that the model has read and the
-code that the model needs where this package is not installed. Everything else stays behind and is
-named in the report.
+card, the pictures that the card links, the code that the model needs where this package is not
+installed, unless told not to, and, if asked for, a prompt that the model has read. Everything else
+stays behind and is named in the report. A text that holds a credential is refused.
 A dry run makes the same plan and changes nothing; for a Hub repository it needs neither network nor
 token. Both kinds of publication appear at once or not at all: a folder by a rename, a repository by
 a single commit. A Hub that is busy or out of reach is asked again for a while; after that the same
@@ -25,11 +25,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal, TypeVar
 from urllib.parse import unquote
 
+from ssmzoo.credentials import find_credential
+from ssmzoo.family import packages_of
 from ssmzoo.files import read_json, writing
 from ssmzoo.trust import refuse_paths
 from ssmzoo.weights import STATE, WEIGHTS_INDEX, listed, read_weights
@@ -59,6 +61,7 @@ _TOKENIZER = (
 )
 _PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib"}
 _CODE = {".py", ".pyc", ".so", ".sh", ".ipynb"}
+_TEXTS = {".json", ".md", ".py", ".jinja", ".txt"}
 _PICTURES = {".png", ".jpg", ".jpeg", ".svg", ".gif", ".webp"}
 _LINKED_PICTURE = re.compile(r"""!\[[^\]]*\]\(\s*<?([^)\s>]+)|<img\b[^>]*?\bsrc=["']([^"']+)["']""")
 _ELSEWHERE = re.compile(r"^(https?:|data:)", re.IGNORECASE)
@@ -84,6 +87,7 @@ class PublishReport:
         target: The folder's absolute path, or the repository id.
         files: Every file that goes, sorted by path.
         left_out: Names in the model folder that do not go; folders end in ``/``.
+        load: In one line, what a reader does to load it.
         dry_run: True if nothing was written.
         url: Where to look at it, for a folder its path; None for a dry run.
         commit: The commit on the Hub; None for a folder and for a dry run.
@@ -93,6 +97,7 @@ class PublishReport:
     target: str
     files: tuple[PublishedFile, ...]
     left_out: tuple[str, ...]
+    load: str
     dry_run: bool
     url: str | None = None
     commit: str | None = None
@@ -112,9 +117,9 @@ class _Plan:
 
 def publish(
     model_dir: str | Path,
-    target: str,
+    target: str | Path,
     *,
-    standalone: bool = False,
+    code: bool = True,
     state: bool = False,
     dry_run: bool = False,
     private: bool = False,
@@ -125,11 +130,12 @@ def publish(
 
     Args:
         model_dir: A folder as ``save_pretrained`` writes it, with the card of ``ssmzoo card``.
-        target: A folder (``./x``, ``/x``, ``folder:x``) or a repository (``user/name``,
-            ``hub:user/name``). A folder must be absent, empty, or an earlier publication of the
-            same model, which is then replaced as a whole.
-        standalone: Send the model's code along, so that it loads with ``trust_remote_code=True``
-            where ssmzoo is not installed; see :func:`ssmzoo.export_code.export_code`.
+        target: A folder (a ``Path``, or ``./x``, ``/x``, ``folder:x``) or a repository
+            (``user/name``, ``hub:user/name``). A folder must be absent, empty, or an earlier
+            publication of the same model, which is then replaced as a whole.
+        code: Send the model's code along, so that it loads with ``trust_remote_code=True`` where
+            ssmzoo is not installed; see :func:`ssmzoo.export_code.export_code`. Models of
+            transformers' own have none to send.
         state: Send ``state.safetensors`` along, a prompt that ``PromptState.save_pretrained`` wrote
             into the model folder, tokens included. The model is loaded to see that it goes on from
             it. A reader downloads the repository and calls :func:`ssmzoo.modeling.load_state`.
@@ -152,11 +158,15 @@ def publish(
             "private, revision and commit_message are for Hub repositories, "
             f"got them with the folder {place!r}"
         )
-    plan = _plan(folder, code=standalone, state=state)
+    if commit_message and find_credential(commit_message):
+        raise ValueError("commit_message must hold no credential, and holds one; write another")
+    sends_code = code and _has_code(folder)
+    plan = _plan(folder, code=sends_code, state=state)
     if state:
         _check_state(folder)
-    with _with_code(folder, plan) if standalone else nullcontext(plan) as plan:
-        report = _report(kind, place, plan)
+    with _with_code(folder, plan) if sends_code else nullcontext(plan) as plan:
+        _refuse_credentials(folder, plan)
+        report = _report(kind, place, plan, _how_to_load(folder, place, sends_code))
         if kind == "folder":
             return _publish_folder(folder, plan, report, dry_run)
         if dry_run:
@@ -166,7 +176,9 @@ def publish(
         )
 
 
-def _parse_target(target: str) -> tuple[Literal["folder", "hub"], str]:
+def _parse_target(target: str | Path) -> tuple[Literal["folder", "hub"], str]:
+    if isinstance(target, Path):
+        return "folder", str(target.expanduser().resolve())
     prefix, _, rest = target.partition(":")
     if prefix == "folder" and rest:
         return "folder", str(Path(rest).expanduser().resolve())
@@ -184,9 +196,61 @@ def _parse_target(target: str) -> tuple[Literal["folder", "hub"], str]:
         validate_repo_id(repository)
     except HFValidationError as error:
         raise ValueError(f"target {target!r} is no Hub repository id: {error}") from error
-    if prefix != "hub" and Path(target).exists():
-        raise ValueError(f"target {target!r} is also a path here; write ./{target} or hub:{target}")
+    parent = Path(target).parent
+    if prefix != "hub" and (Path(target).exists() or parent.is_dir()):
+        raise ValueError(
+            f"target {target!r} must say whether it is a folder, since {str(parent)!r} is one "
+            f"here, or a Hub repository; write ./{target} or hub:{target}"
+        )
     return "hub", repository
+
+
+def _has_code(folder: Path) -> bool:
+    """Tell whether a model is of a family whose code may go; transformers has that of others.
+
+    Raises:
+        ValueError: It is of a family that is not installed.
+    """
+    from ssmzoo.card_sources import family_of
+
+    config = folder / "config.json"
+    return config.is_file() and family_of(read_json(config)) is not None
+
+
+def _how_to_load(folder: Path, place: str, code: bool) -> str:
+    if code:
+        return f"to load it: from_pretrained({place!r}, trust_remote_code=True)"
+    kind = str(read_json(folder / "config.json").get("model_type"))
+    if not kind.startswith("ssmzoo_"):
+        return f"to load it: from_pretrained({place!r}), with the code that transformers has"
+    others = packages_of(kind.removeprefix("ssmzoo_"))[1:]
+    also = "".join(f" and {name}" for name in others)
+    return (
+        "to load it: install ssmzoo from a clone of its repository (pip install . there; no "
+        f"package index has it){also}, import ssmzoo.auto, then from_pretrained({place!r})"
+    )
+
+
+def _refuse_credentials(folder: Path, plan: _Plan) -> None:
+    """Fail if a text that is to go holds what looks like a credential; the error does not show it.
+
+    Raises:
+        ValueError: It does; the message says where.
+    """
+    for name, path in plan.sources.items():
+        if path.suffix not in _TEXTS:
+            continue
+        text = path.read_text(encoding="utf-8", errors="replace")
+        found = find_credential(text)
+        where = f"line {found[1]}" if found else ""
+        if found is None and path.suffix == ".json":  # where characters may be escaped
+            plain = json.dumps(json.loads(text), ensure_ascii=False)
+            found, where = find_credential(plain), "with escaped characters"
+        if found is not None:
+            raise ValueError(
+                f"{folder / name} must hold no credential, got {found[0]} ({where}); take it out, "
+                "and revoke it if others have seen it"
+            )
 
 
 def _plan(folder: Path, code: bool, state: bool) -> _Plan:
@@ -210,7 +274,7 @@ def _plan(folder: Path, code: bool, state: bool) -> _Plan:
         elif path.suffix == ".py" and path.is_file() and is_exported(path):
             if not code:
                 raise ValueError(
-                    f"{path} is the model's own code; publish it with --standalone, or move it away"
+                    f"{path} is the model's own code; publish without --no-code, or move it away"
                 )
             sources[name] = _inside(folder, path)
         elif path.suffix in _CODE:
@@ -237,7 +301,7 @@ def _plan(folder: Path, code: bool, state: bool) -> _Plan:
     if "auto_map" in read_json(folder / "config.json") and not code:
         raise ValueError(
             f"{folder / 'config.json'} has an auto_map to code, which would stay behind; publish "
-            "with --standalone, or take it out"
+            "without --no-code, or take it out"
         )
     read_weights(folder)
     refuse_paths(folder)
@@ -280,7 +344,11 @@ def _with_code(folder: Path, plan: _Plan) -> Iterator[_Plan]:
     card = plan.sources[CARD].read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as written:
         sources = {n: path for n, path in plan.sources.items() if not n.endswith(".py")}
-        for name, text in standalone_files(config, card).items():
+        try:
+            texts = standalone_files(config, card, "tokenizer_config.json" in plan.sources)
+        except ValueError as error:
+            raise ValueError(f"{error}; --no-code publishes the model without its code") from error
+        for name, text in texts.items():
             sources[name] = Path(written, name)
             with writing(sources[name]):
                 sources[name].write_text(text, encoding="utf-8")
@@ -326,15 +394,13 @@ def _inside(folder: Path, path: Path) -> Path:
     return real
 
 
-def _report(kind: Literal["folder", "hub"], place: str, plan: _Plan) -> PublishReport:
+def _report(kind: Literal["folder", "hub"], place: str, plan: _Plan, load: str) -> PublishReport:
     files = tuple(PublishedFile(name, plan.sizes[name]) for name in plan.sources)
-    return PublishReport(kind, place, files, plan.left_out, dry_run=True)
+    return PublishReport(kind, place, files, plan.left_out, load, dry_run=True)
 
 
 def _done(report: PublishReport, url: str, commit: str | None = None) -> PublishReport:
-    return PublishReport(
-        report.kind, report.target, report.files, report.left_out, False, url, commit
-    )
+    return replace(report, dry_run=False, url=url, commit=commit)
 
 
 def _publish_folder(

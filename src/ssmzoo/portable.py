@@ -1,4 +1,4 @@
-"""What leaves this machine, in cards and results, names no folder of it: only what lies there."""
+"""What leaves this machine, in cards and results, holds no folder of it and no credential."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ import shlex
 from collections.abc import Sequence
 from pathlib import PurePath
 
+from ssmzoo.credentials import without_credentials
+
 # at the beginning of a word, of KEY=VALUE's value, or of a list's entry
 _ABSOLUTE = re.compile(r"(^|[=\[,] ?)(['\"]?)([/~][^,\]=]*)")
 
 
 def portable(value: object) -> object:
-    """Return a value with every absolute path in it, at any depth, cut to its last part."""
+    """Return a value with every absolute path in it, at any depth, cut to its last part.
+
+    Credentials are struck out.
+    """
     if isinstance(value, str):
-        return PurePath(value).name or value if value.startswith(("/", "~")) else value
+        value = PurePath(value).name or value if value.startswith(("/", "~")) else value
+        return without_credentials(value)
     if isinstance(value, dict):
         return {key: portable(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -23,7 +29,13 @@ def portable(value: object) -> object:
 
 
 def portable_command(words: Sequence[str]) -> str:
-    """Return a command line for a shell, its absolute paths cut to their last parts."""
+    """Return a command line for a shell, its absolute paths cut to their last parts.
+
+    Credentials are struck out.
+    """
     return shlex.join(
-        _ABSOLUTE.sub(lambda m: m[1] + m[2] + (PurePath(m[3]).name or m[3]), word) for word in words
+        _ABSOLUTE.sub(
+            lambda m: m[1] + m[2] + (PurePath(m[3]).name or m[3]), without_credentials(word)
+        )
+        for word in words
     )

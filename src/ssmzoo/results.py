@@ -12,6 +12,7 @@ from typing import Any, NotRequired, TypedDict, cast
 
 import yaml
 
+from ssmzoo.credentials import without_credentials
 from ssmzoo.files import write_json
 from ssmzoo.machine import Environment
 from ssmzoo.portable import portable
@@ -122,8 +123,11 @@ def recipe_of(path: Path) -> dict[str, Any]:
 
 
 def write_results(path: str | Path, results: Results) -> None:
-    """Write a results file; it appears under its name only when it is complete."""
-    write_json(Path(path), results, indent=2)
+    """Write a results file; it appears under its name only when it is complete.
+
+    Credentials in it, of an address that was read say, are struck out.
+    """
+    write_json(Path(path), without_credentials(results), indent=2)
 
 
 def merge(earlier: Results | None, new: Results) -> Results:

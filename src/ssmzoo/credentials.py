@@ -1,0 +1,49 @@
+"""Credentials in texts: found before they are published, struck out where facts are shown.
+
+Found are tokens of services that mark theirs, private keys, and addresses that carry a password or
+a signature. A password that stands alone looks like any other word and is not found.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_STRUCK_OUT = "***"
+_KINDS = {
+    # up to the last @ before the path; what is digits up to the path is a port
+    "a password in an address": r"(?<=://)[^\s/@:'\"<>]*:(?!\d{1,5}[/?#])"
+    r"[^\s@'\"<>]+(?:@[^\s@/'\"<>]+)*(?=@)",
+    "a signature in an address": r"(?i)(?<=[?&])(?:x-amz-signature|x-amz-security-token|sig|"
+    r"signature|token|access_token|api_key|apikey|password)=[^&\s'\"<>*]+",
+    "a Hugging Face token": r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}\b",
+    "a GitHub token": r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,})\b",
+    # of its parts one is long and has a digit, unlike a name's
+    "an API key": r"(?<![\w-])sk-(?:[\w-]*[-_])?(?=[A-Za-z]*\d)[A-Za-z0-9]{16,}[\w-]*",
+    "an AWS key": r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b(?::[A-Za-z0-9/+=]{40})?",
+    "an AWS secret": r"(?i)(?<=secret_access_key)['\"]?\s*[=:]\s*['\"]?[a-z0-9/+=]{40}",
+    "a JSON web token": r"\beyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,}",
+    "a private key": r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.*?-----END [A-Z ]*-----)?",
+}
+_PATTERNS = {kind: re.compile(pattern) for kind, pattern in _KINDS.items()}
+
+
+def find_credential(text: str) -> tuple[str, int] | None:
+    """Return the kind of a credential in a text and its line, from 1; None if there is none."""
+    for kind, pattern in _PATTERNS.items():
+        if (found := pattern.search(text)) and found[0] != _STRUCK_OUT:
+            return kind, text.count("\n", 0, found.start()) + 1
+    return None
+
+
+def without_credentials(value: Any) -> Any:
+    """Return a value with every credential in its strings, at any depth, struck out."""
+    if isinstance(value, str):
+        for pattern in _PATTERNS.values():
+            value = pattern.sub(_STRUCK_OUT, value)
+        return value
+    if isinstance(value, dict):
+        return {without_credentials(key): without_credentials(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_credentials(part) for part in value]
+    return value

@@ -1,0 +1,182 @@
+"""Credentials: struck out of cards and results, refused in what is published, in no output."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ssmzoo.card import render_card
+from ssmzoo.cli import main
+from ssmzoo.credentials import find_credential, without_credentials
+from ssmzoo.hub import publish
+from ssmzoo.portable import portable, portable_command
+from ssmzoo.results import write_results
+from ssmzoo.weights import weights_revision
+
+# put together here, so that no scanner takes this file for a leak: before, secret, after
+PLANTED = {
+    "a password in an address": ("https://me:", "pa5s/w@rd", "@host.example/data"),
+    "a signature in an address": ("https://host.example/x?e=1&X-Amz-Signature=", "0f" * 32, "&y=2"),
+    "a Hugging Face token": ("https://", "hf" + "_aBcDeFgHiJkLmNoPqRsTuVwXyZ01234567", "@host"),
+    "a GitHub token": ("git+https://", "gh" + "p_0123456789abcdefghij0123456789abcdef", "@host"),
+    "an API key": ("key ", "sk" + "-proj-abc_DEF-0123456789abcdefghijklmn", " here"),
+    "an AWS key": ("key ", "AK" + "IAIOSFODNN7EXAMPLE", " here"),
+    "an AWS secret": (
+        "aws_secret_access_key=",
+        "wJalrXUtnFEMI/K7MDENG/" + "bPxRfiCYEXAMPLEKEY",
+        "",
+    ),
+    "a JSON web token": ("", "ey" + "JhbGciOiJI.ey" + "JzdWIiOiIx.dozjgNryP4J3jVmN", " bearer"),
+    "a private key": ("", "-----BEGIN RSA PRIVATE" + " KEY-----MIIE", ""),
+}
+KEY_AND_SECRET = ("s3://AK" + "IAIOSFODNN7EXAMPLE:", "wJalr/K7MDENG/bPxRf", "@bucket/data")
+HARMLESS = (
+    hashlib.sha256(b"").hexdigest(),
+    "sha256:" + hashlib.sha256(b"x").hexdigest(),
+    hashlib.sha1(b"").hexdigest(),
+    "you/ssmzoo-longhorn-1.3b-slimpajama-2026-11-22",
+    "HF_TOKEN or hf_hub_download_of_a_long_name and hf_internal/tiny-random",
+    "task-sk-learn-like-name-of-many-parts and sk-bert-base-uncased-v2-large-cased",
+    "https://user@host/x http://127.0.0.1:8080/a@b https://[::1]:80/x ssh://git@host:22/me",
+    "https://***@host and https://host/x?page=2&tokens=5",
+    "me@example.org, time 12:34:56@noon, {a: b@c}",
+    "torch.float32 AKIRA ASIAN eyJustAName",
+)
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_every_kind_of_credential_is_found_named_and_struck_out(kind):
+    before, secret, after = PLANTED[kind]
+    text = f"first\n{before}{secret}{after}\nlast"
+    assert find_credential(text) == (kind, 2)
+    shown = without_credentials({"a": [text]})["a"][0]
+    assert secret not in shown
+    assert shown.startswith("first\n")
+    assert after == "" or "***" in shown
+    assert find_credential(shown) is None
+    assert portable(text) == shown
+    assert secret not in portable_command(["ssmzoo", "train", f"data.text={before}{secret}{after}"])
+
+
+def test_a_key_with_its_secret_is_struck_out_whole():
+    before, secret, after = KEY_AND_SECRET
+    assert without_credentials(f"[{before}{secret}{after}, x]") == "[s3://***@bucket/data, x]"
+
+
+@pytest.mark.parametrize("text", HARMLESS)
+def test_hashes_names_ports_and_plain_addresses_are_no_credentials(text):
+    assert find_credential(text) is None
+    assert without_credentials(text) == text
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A run's model, as small as a file can be, with a credential of each kind in all that is said
+    of it."""
+    run = tmp_path / "run"
+    folder = run / "model"
+    folder.mkdir(parents=True)
+    addresses = ["".join(parts) for parts in (*PLANTED.values(), KEY_AND_SECRET)]
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": addresses[0]}))
+    save_file({"x": torch.zeros(2)}, folder / "model.safetensors")
+    facts = {"command": " ".join(addresses), "data": {"names": addresses}}
+    (run / "run.json").write_text(json.dumps(facts))
+    recipe = "".join(f"- {json.dumps(address)}\n" for address in addresses)
+    (run / "recipe.yaml").write_text(recipe)
+    (run / "metrics.jsonl").write_text("")
+    score = {"task": addresses[0], "metric": "m", "value": 1.0, "settings": {"text": addresses[1]}}
+    results = {
+        "model": {"name": "x", "source": "x", "revision": weights_revision(folder)},
+        "results": [score],
+        "command": "\n".join(addresses),
+        "hardware": addresses[2],
+    }
+    (run / "raw.json").write_text(json.dumps(results))
+    write_results(run / "written.json", results)  # type: ignore[arg-type]
+    return folder
+
+
+def holds_a_secret(text):
+    secrets = [parts[1] for parts in (*PLANTED.values(), KEY_AND_SECRET)]
+    return [secret for secret in secrets if secret in text]
+
+
+def test_no_credential_gets_into_a_card_the_file_beside_it_or_results(model, tmp_path):
+    run = model.parent
+    assert len(holds_a_secret((run / "raw.json").read_text())) == len(PLANTED) + 1
+    assert not holds_a_secret((run / "written.json").read_text())
+    card = render_card(model, results=[run / "raw.json"], output=tmp_path / "card.md")
+    assert not holds_a_secret(card.read_text())
+    assert not holds_a_secret((tmp_path / "card.json").read_text())
+
+
+@pytest.mark.parametrize("file", ["config.json", "README.md", "tokenizer_config.json", "escaped"])
+@pytest.mark.parametrize("kind", PLANTED)
+def test_a_credential_is_not_published_and_not_shown(kind, file, tmp_path, capsys):
+    secret = "".join(PLANTED[kind])
+    folder = tmp_path / "model"
+    folder.mkdir()
+    texts = {
+        "config.json": '{\n"model_type": "gpt2"\n}',
+        "tokenizer_config.json": "{}",
+        "README.md": "---\nlibrary_name: transformers\n---\n\n# tiny\n",
+    }
+    if file == "README.md":
+        texts[file] += secret
+    elif file == "escaped":
+        written = "".join(f"\\u{ord(character):04x}" for character in secret)
+        texts["config.json"] = f'{{"model_type": "gpt2", "note": "{written}"}}'
+    else:
+        texts[file] = json.dumps({"model_type": "gpt2", "note": [secret]}, indent=1)
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    save_file({"x": torch.zeros(2)}, folder / "model.safetensors")
+    for options in (["--dry-run"], []):
+        assert main(["publish", str(folder), f"folder:{tmp_path / 'out'}", *options]) == 2
+        out, err = capsys.readouterr()
+        name = "config.json" if file == "escaped" else file
+        place = {"escaped": "with escaped characters", "README.md": "line 6"}.get(file, "line 4")
+        assert f"{name} must hold no credential, got {kind} ({place}); take it out" in err
+        assert err.count("\n") == 1
+        assert not holds_a_secret(out + err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_commit_message_and_an_error_show_no_credential(tmp_path, capsys):
+    secret = "".join(PLANTED["a Hugging Face token"])
+    with pytest.raises(ValueError, match="commit_message must hold no credential") as caught:
+        publish(tmp_path, "tester/x", commit_message=secret)
+    assert not holds_a_secret(str(caught.value))
+    assert main(["train", f"{secret}.yaml"]) == 2
+    err = capsys.readouterr().err
+    assert "no recipe 'https://***@host.yaml'" in err
+
+
+def test_what_a_card_shows_is_text_and_neither_html_nor_markdown(model, tmp_path):
+    bad = "<script>alert(1)</script> `x` | [a](b)\nc"
+    run = model.parent
+    results = json.loads((run / "written.json").read_text())
+    results["model"]["name"] = bad
+    results["hardware"] = bad
+    results["command"] = "a\n```\n<script>\n```\n"
+    results["results"][0]["task"] = bad
+    config = {"model_type": "x`<script>", "hidden_size": bad}
+    (model / "config.json").write_text(json.dumps(config))
+    results["model"]["revision"] = weights_revision(model)
+    (run / "bad.json").write_text(json.dumps(results))
+    (run / "run.json").write_text(json.dumps({"command": bad, "hardware": bad}))
+    (run / "recipe.yaml").write_text("a: |\n  ```\n  </details>\n")
+    text = render_card(model, results=[run / "bad.json"], output=tmp_path / "card.md").read_text()
+    body = text.split("\n---\n", 1)[1]
+    shown = "&lt;script>alert(1)&lt;/script> \\`x\\` \\| \\[a\\](b) c"
+    assert f"| {shown} | m | 1.0000 |" in body
+    assert f"# {shown.replace(chr(92) + '|', '|')}\n" in body
+    assert "| Type | `` x`<script> `` |" in body
+    assert f"| Hidden size | {shown} |" in body
+    assert "| Command | `` <script>alert(1)</script> `x` \\| [a](b) c `` |" in body
+    assert "````bash\na\n```\n<script>" in body
+    assert "````yaml\na: '```" in body or "````yaml\na: |" in body

@@ -1,0 +1,249 @@
+"""Every command and every Python block of the pages, as typed, in the order in which they stand.
+
+A page's commands share a fresh folder, so that later ones find what earlier ones made; paths are
+relative. A command that is neither run here nor listed below with a reason fails. Of what is listed
+or only mentioned, programs, options and files must exist.
+"""
+
+import re
+import shlex
+import shutil
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from ssmzoo import cli, load_family
+from ssmzoo.tokenizer import byte_tokenizer
+
+# lm-eval and its many imports warn of their own affairs
+pytestmark = [
+    pytest.mark.filterwarnings("default::DeprecationWarning"),
+    pytest.mark.filterwarnings("default::FutureWarning"),
+]
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "plugins/**/*.md", "kernels/**/*.md", "eval/recipes/*.md")
+    for path in ROOT.glob(pattern)
+    # records of what was done
+    if path.name not in ("CHANGELOG.md", "DECISIONS.md")
+)
+# what is not run, by its beginning, and why; the first that fits counts
+SLOW = {
+    r"ssmzoo check \w+$": "tests/plugins checks every family",
+    r"ssmzoo recall bmojo-mqar-toy": "trains several models; tests/test_recall.py sweeps smaller",
+}
+LISTED = {
+    r"make ": "tests/test_makefile.py asks make what it would do",
+    r"pip install|pip download": "needs a package registry",
+    r"git ": "needs a network",
+    r"source \.venv/bin/activate": "changes the shell that it is typed in",
+    r"torchrun|accelerate launch": "many processes; tests/test_many_processes.py starts two",
+    r"lm_eval|ssmzoo exec|trl |transformers |python -c \"import ssmzoo.auto; from lm_eval": (
+        "downloads a task or starts a server"
+    ),
+    r"(\.venv/bin/)?pytest": "the tests themselves",
+    r"python kernels/benchmarks|python tests/kernels": "minutes; measures, or compiles for GPUs",
+    r"ssmzoo (list --load|(info|check|train) toy)": (
+        "needs the reader's own package installed; tests/test_third_party.py does that"
+    ),
+    r"ssmzoo distill path/to/": "the reader's own model; tests/test_distill.py",
+    r"ssmzoo train coffee-induction": "minutes of training",
+}
+# Python blocks, by a line in them
+LISTED_BLOCKS = {
+    "def _init_weights(self, module):": "a method of the reader's class",
+    "def dynamics(self, hidden_states": "a method of the reader's class",
+    'family = "toy"': "tests/test_toy_family.py has it",
+    "FAMILY = Family(": "tests/test_toy_family.py compares it with the files",
+    "class ToyConfig(SSMConfig):": "tests/test_toy_family.py compares it with the files",
+    '"you/longhorn-demo", trust_remote_code': "a repository; tests/test_export_code.py loads one",
+    '"bmojo-130m"': "tests/plugins/test_bmojo.py runs it",
+    'distill("runs/hyena"': "the reader's own model; tests/test_distill.py",
+}
+PROGRAM = (
+    r"(?:\.venv/bin/)?"
+    r"(?:ssmzoo|make|python|pip|pytest|git|lm_eval|torchrun|accelerate|trl|source)\s"
+)
+PLACEHOLDER = re.compile(r"<\w+>|(?<= )(MODEL|FAMILY|RECIPE|TARGET|TEXT|DIR|N)\b|\.\.\.")
+
+
+class Piece(NamedTuple):
+    """A command or a block of Python, and its line in the page."""
+
+    line: int
+    text: str
+    python: bool = False
+    inline: bool = False
+
+
+def pieces(page):
+    """Return what a page tells its reader to type, in order."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = []
+
+    def blank(match):
+        return re.sub(r"[^\n]", " ", match[0])
+
+    def line_of(position):
+        return text.count("\n", 0, position) + 1
+
+    for match in re.finditer(r"^ *```(\w*)\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE):
+        body, line = textwrap.dedent(match[2]), line_of(match.start(2))
+        if match[1] == "python":
+            found.append(Piece(line, body, python=True))
+        elif match[1] in ("sh", "bash", "shell", "console"):
+            found += [Piece(line, command) for command in commands(body)]
+    text = re.sub(r"^ *```.*?^ *```$", blank, text, flags=re.DOTALL | re.MULTILINE)
+    for match in re.finditer(r"(?:^ {4,}.*\n)+", text, re.MULTILINE):
+        body = textwrap.dedent(match[0])
+        if re.match(PROGRAM, body):
+            found += [Piece(line_of(match.start()), command) for command in commands(body)]
+            text = text[: match.start()] + blank(match) + text[match.end() :]
+    for match in re.finditer(rf"`({PROGRAM}[^`]+)`", text):
+        command = " ".join(match[1].split())
+        for part in command.split(" && "):
+            found.append(Piece(line_of(match.start()), part, inline=True))
+    return sorted(found, key=lambda piece: piece.line)
+
+
+def commands(block):
+    """Return the commands of a shell block, comments left out, continued lines joined."""
+    lines = block.replace("\\\n", " ").splitlines()
+    words = (shlex.split(line, comments=True) for line in lines)
+    return [shlex.join(split) for split in words if split]
+
+
+def reason_to_leave(piece, slow=False):
+    """Return why a piece is not run; None if it is."""
+    if piece.python:
+        return next((why for part, why in LISTED_BLOCKS.items() if part in piece.text), None)
+    command = piece.text.removeprefix(".venv/bin/").replace("'", '"')
+    listed = LISTED if slow else {**SLOW, **LISTED}
+    why = next((why for start, why in listed.items() if re.match(start, command)), None)
+    if why is None and PLACEHOLDER.search(piece.text):
+        return "a word in it stands for the reader's own"
+    words = command.split()
+    # in running text, with options at most: `ssmzoo train`, `ssmzoo train, eval`, `python -c`
+    named = words[0] == "python" or all(re.match(r"--|[a-z]+,?$", word) for word in words[2:])
+    if why is None and piece.inline and named:
+        return "a command's name"
+    return why
+
+
+def check_mentioned(command):
+    """Fail if a command that is not run names a program, a verb, an option or a file wrongly."""
+    words = re.split(r"\s+", command.removeprefix(".venv/bin/"))
+    if words[0] == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        named = [word for word in shlex.split(command)[1:] if re.fullmatch(r"[a-z-]+", word)]
+        assert set(named) <= set(targets), f"make has no target {named}"
+    if words[0] == "python" and words[1].endswith(".py") and not PLACEHOLDER.search(words[1]):
+        assert (ROOT / words[1]).is_file(), f"no file {words[1]}"
+    if words[0] == "ssmzoo":
+        _, parsers = cli._parsers()
+        assert words[1].rstrip(",") in parsers, f"no command ssmzoo {words[1]}"
+        known = parsers[words[1].rstrip(",")].format_usage()
+        for option in (word.split("=")[0] for word in words if word.startswith("--")):
+            assert re.search(rf"{re.escape(option)}\b", known), f"{words[1]} has no {option}"
+
+
+def trained(family):
+    """Make the model that a page calls path/or/hub-id, as small as can be."""
+    family = load_family(family)
+    model = family.causal_lm_class(family.config(**{**family.tiny, "vocab_size": 259}))
+    model.save_pretrained("path/or/hub-id")
+    byte_tokenizer().save_pretrained("path/or/hub-id")
+
+
+@pytest.fixture
+def reader(tmp_path, monkeypatch):
+    """Make a fresh folder with what a reader of a page has; return the names of its Python."""
+
+    def begin(page):
+        shutil.copy(ROOT / "README.md", tmp_path)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        names = {"__name__": "__main__"}
+        if page.startswith("plugins/ssmzoo_"):
+            trained(Path(page).parent.name.removeprefix("ssmzoo_"))
+        if page.endswith("linear_scan/README.md"):
+            names |= {"a": torch.rand(2, 5, 3), "b": torch.rand(2, 5, 3)}
+        return names
+
+    return begin
+
+
+def run(piece, page, names, capsys):
+    """Do what a piece says, and fail if it does."""
+    place = f"{page}, line {piece.line}"
+    if piece.python:
+        exec(compile(piece.text, place, "exec"), names)
+        return
+    words = shlex.split(piece.text.removeprefix(".venv/bin/"))
+    if words[:2] == ["python", "-c"]:
+        exec(compile(words[2], place, "exec"), {"__name__": "__main__"})
+        return
+    assert words[0] == "ssmzoo", f"{place}: {piece.text!r} is neither run nor listed"
+    capsys.readouterr()
+    status = cli.main(words[1:])
+    assert status == 0, f"{place}: {piece.text}: {capsys.readouterr().err}"
+
+
+def follow(page, reader, capsys, slow):
+    names = reader(page)
+    for piece in pieces(page):
+        if reason_to_leave(piece, slow) is None:
+            run(piece, page, names, capsys)
+        elif not piece.python:
+            check_mentioned(piece.text)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if pieces(page)])
+def test_what_a_page_says_to_type_works_as_typed(page, reader, capsys):
+    follow(page, reader, capsys, slow=False)
+
+
+@pytest.mark.slow
+def test_what_takes_longer_works_as_typed_too(reader, capsys):
+    follow("README.md", reader, capsys, slow=True)
+
+
+def test_commands_are_found_wherever_they_stand(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    (tmp_path / "page.md").write_text(
+        "# A page\n\n    ssmzoo list  # all\n    ssmzoo info \\\n      rtf\n\nThen `ssmzoo\n"
+        "inspect dss --out x`, `ssmzoo train`.\n\n```sh\nmake test\n```\n\n- so:\n\n"
+        "  ```python\n  x = 1\n  ```\n\n    y = 2\n"
+    )
+    assert [(piece.text, piece.python) for piece in pieces("page.md")] == [
+        ("ssmzoo list", False),
+        ("ssmzoo info rtf", False),
+        ("ssmzoo inspect dss --out x", False),
+        ("ssmzoo train", False),
+        ("make test", False),
+        ("x = 1\n", True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("ssmzoo trian MODEL", "no command ssmzoo trian"),
+        ("ssmzoo publish MODEL TARGET --standalone", "publish has no --standalone"),
+        ("make tset TESTS='a -k b'", "make has no target \\['tset'\\]"),
+        ("python tests/kernels/absent.py --table", "no file tests/kernels/absent.py"),
+    ],
+)
+def test_a_mention_of_what_is_not_there_fails(command, message):
+    with pytest.raises(AssertionError, match=message):
+        check_mentioned(command)
+
+
+def test_a_command_that_is_neither_run_nor_listed_fails(capsys):
+    with pytest.raises(AssertionError, match="line 3: 'hf jobs run' is neither run nor listed"):
+        run(Piece(3, "hf jobs run"), "page.md", {}, capsys)
