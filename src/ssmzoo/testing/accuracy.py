@@ -45,12 +45,12 @@ def assert_as_accurate(
     """
     given = [None if x is None else x.detach().to(dtype) for x in inputs]
     exact = outputs_and_grads(reference, given, torch.float64)
-    found = outputs_and_grads(candidate, given, dtype)
     wide = dtype is torch.float64
     measured = torch.float32 if wide else dtype
     rounded = [None if x is None else x.to(measured) for x in given]
     usual = outputs_and_grads(reference, rounded, measured)
     beside = outputs_and_grads(reference, _moved(rounded), measured)
+    found = outputs_and_grads(candidate, given, dtype)  # last: what ran last is the candidate
     if len(found) != len(exact):
         raise AssertionError(f"{len(found)} results, the reference has {len(exact)}")
     for name, truth in exact.items():
