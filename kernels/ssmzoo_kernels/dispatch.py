@@ -11,12 +11,14 @@ triton      GPU kernels
 =========== ====================================================================================
 
 ``"auto"`` goes by the tensors' device. A backend asked for by name runs or raises; it is never
-replaced by another one.
+replaced by another one. A kernel that this machine cannot build or load is replaced by ``eager``
+under ``"auto"``, op by op, before the call begins, with one warning for each cause.
 """
 
 import contextlib
 import contextvars
 import functools
+import importlib
 import importlib.util
 import logging
 from collections.abc import Iterator
@@ -33,6 +35,7 @@ _log = logging.getLogger("ssmzoo")
 _forced: contextvars.ContextVar[Backend | None] = contextvars.ContextVar("forced", default=None)
 _ran: dict[str, str] = {}
 _offered: dict[str, tuple[str, ...]] = {}  # by op, the backends that it has
+_failures: dict[tuple[str, str], None] = {}  # ops whose C kernel cannot be had, and why
 _watched: list[tuple[str, str]] | None = None  # no context variable: torch.compile traces `record`
 _OWN = {"cpu": "cpu", "cuda": "triton"}  # by device, the backend written for it
 
@@ -73,8 +76,9 @@ def why_not_faster(op: str, backend: str, device: str) -> str | None:
     if device == "cuda" and not has_triton():
         return 'triton is not installed; pip install "ssmzoo[triton]"'
     if device == "cpu" and compiler_missing():
-        return f"{compiler_missing()}; install gcc or clang"
-    return f"{_OWN[device]} does not take this call's dtype or size"
+        return compiler_missing()
+    failures = [why for name, why in _failures if name == op] if device == "cpu" else []
+    return failures[-1] if failures else f"{_OWN[device]} does not take this call's dtype or size"
 
 
 @contextlib.contextmanager
@@ -96,22 +100,34 @@ def forward_mode() -> bool:
     return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
 
 
-def choose(op: str, backend: Backend, tensor: torch.Tensor, offers: tuple[str, ...] = ALL) -> str:
-    """Return the backend that a call shall take.
+def choose(
+    op: str,
+    backend: Backend,
+    tensor: torch.Tensor,
+    offers: tuple[str, ...] = ALL,
+    *,
+    dtype: torch.dtype | None = None,
+    variant: str | None = None,
+) -> str:
+    """Return the backend that a call shall take, forward and backward.
 
     Args:
         op: The op's name, which opens the messages.
         backend: What the caller asked for.
         tensor: Where the op runs.
         offers: The backends that the op has; ``"eager"`` among them. It stands in for the device's
-            own backend where the op has none.
+            own backend where the op has none, or where its C kernel cannot be built or loaded.
+        dtype: What the op computes in, where that is not the tensor's (at least float32).
+        variant: Which of the op's C kernels the call needs, where it has several.
 
     Raises:
-        ValueError: No backend of that name, or the tensors lie on the wrong device for it.
-        RuntimeError: The machine lacks what it needs.
+        ValueError: No backend of that name, the tensors lie on the wrong device for it, or a
+            setting of the C kernels is wrong.
+        RuntimeError: The machine lacks what a backend needs that was asked for by name.
         NotImplementedError: A forward-mode derivative is asked of another than the reference.
     """
-    chosen = _decide(op, backend, tensor.device.type, offers)
+    kernel = (dtype or tensor.dtype, *(() if variant is None else (variant,)))
+    chosen = _decide(op, backend, tensor.device.type, offers, kernel)
     if chosen != "reference" and forward_mode():
         raise NotImplementedError(
             f"{op}: backend {chosen!r} has no forward-mode derivative; inside a dual level, or "
@@ -123,7 +139,9 @@ def choose(op: str, backend: Backend, tensor: torch.Tensor, offers: tuple[str, .
 # torch.compile cannot trace what is asked here (a context variable, a compiler); the
 # answer is fixed when a graph is traced
 @torch.compiler.assume_constant_result
-def _decide(op: str, backend: Backend, device: str, offers: tuple[str, ...] = ALL) -> str:
+def _decide(
+    op: str, backend: Backend, device: str, offers: tuple[str, ...], kernel: tuple[object, ...]
+) -> str:
     _check_name(op, backend)
     _offered[op] = offers
     if backend == "auto":
@@ -138,15 +156,15 @@ def _decide(op: str, backend: Backend, device: str, offers: tuple[str, ...] = AL
         if offers is not ALL and not {"cpu", "triton"} & {*offers}:
             return "eager"
         best = _best(device)
-        return best if best in offers else "eager"
+        fit = best in offers and (best != "cpu" or not kernel_missing(op, *kernel))
+        return best if fit else "eager"
     if backend == "cpu":
         if device not in ("cpu", "meta"):
             raise ValueError(_wrong_device(op, backend, "CPU", device))
-        missing = compiler_missing()
+        missing = compiler_missing() if device == "meta" else _why_no_kernel(op, *kernel)
         if missing:
             raise RuntimeError(
-                f'{op}(backend="cpu") needs a C compiler: {missing}; '
-                'install gcc or clang, or use backend="eager"'
+                f'{op}(backend="cpu") has no C kernel here: {missing}, or use backend="eager"'
             )
     if backend == "triton":
         if device not in ("cuda", "meta") and not interpreting():
@@ -167,10 +185,42 @@ def has_triton() -> bool:
 
 @functools.cache
 def compiler_missing() -> str:
-    """Return why C kernels cannot be built here, or an empty string."""
+    """Return why no C kernel can be built here, and the way out, or an empty string."""
     from ssmzoo_kernels import native
 
     return native.missing()
+
+
+def kernel_missing(op: str, *kernel: object) -> str:
+    """Return why an op's C kernel cannot be built or loaded, or an empty string; warn of it once.
+
+    Args:
+        op: The op, which has a module ``cpu`` with a function ``load``.
+        kernel: Arguments of ``load``: what the call computes in and, where it matters, a variant.
+    """
+    missing = _why_no_kernel(op, *kernel)
+    if missing:
+        _failures[op, missing] = None
+        _warn_of_slowness(missing)
+    return missing
+
+
+@functools.cache
+def _why_no_kernel(op: str, dtype: torch.dtype, *variant: str) -> str:
+    missing = compiler_missing()
+    if missing:
+        return missing
+    try:
+        module = importlib.import_module(f"ssmzoo_kernels.{op}.cpu")
+        module.load(torch.promote_types(torch.float32, dtype), *variant)
+    except (OSError, RuntimeError, AttributeError) as error:  # AttributeError: half a library
+        return str(error)
+    return ""
+
+
+@functools.cache
+def _warn_of_slowness(missing: str) -> None:
+    _log.warning("CPU scans take the slow eager path: %s", missing)
 
 
 def interpreting() -> bool:
@@ -190,12 +240,7 @@ def _best(device: str) -> str:
             'pip install "ssmzoo[triton]"'
         )
         return "eager"
-    if device == "cpu":
-        missing = compiler_missing()
-        if not missing:
-            return "cpu"
-        _log.warning("CPU scans take the slow eager path: %s; install gcc or clang", missing)
-    return "eager"
+    return "cpu" if device == "cpu" else "eager"
 
 
 def _check_name(op: str, backend: str) -> None:

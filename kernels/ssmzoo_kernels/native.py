@@ -3,19 +3,31 @@
 A kernel is one C file beside its op, compiled the first time it runs for each floating-point type.
 The library stays in the user's cache folder (``$XDG_CACHE_HOME/ssmzoo`` or ``~/.cache/ssmzoo``)
 under a name made of everything it depends on and of its own digest: a change rebuilds it, a damaged
-file is rebuilt, and processes that build at the same time do not see each other's halves. A folder
-that is unwritable or belongs to someone else is not used; a private temporary one is.
+file is rebuilt, and processes that build at the same time do not see each other's halves. Where
+that folder fails (another's, full, mounted noexec), a private temporary one of this process serves.
+
+Settings, from the environment:
+
+======================== =======================================================================
+``CC``                   the compiler; without it the first of cc, gcc, clang
+``SSMZOO_ARCH``          the target, as after the compiler's ``-march=``; without it this CPU
+``SSMZOO_BUILD_SECONDS`` how long the compiler may take for one file; without it 300
+======================== =======================================================================
 """
 
 import atexit
 import ctypes
+import errno
 import functools
 import hashlib
 import logging
+import math
 import os
 import platform
+import re
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -30,8 +42,6 @@ _HEADERS = (_ROOT / "vector.h", _ROOT / "scan" / "scan.h")
 _REALS = {torch.float32: "float", torch.float64: "double"}
 # none of these lets the compiler assume finite numbers or reorder sums
 _BASE = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
-# the best that this compiler takes
-_TUNING = (("-march=native", "-fopenmp"), ("-march=native",), ("-fopenmp",), ())
 # by the compiler's macro, widest first
 _VECTORS = {
     "__AVX512F__": "avx512f",
@@ -42,11 +52,22 @@ _VECTORS = {
     "__ARM_NEON": "asimd",
 }
 _PROBE = '#include "vector.h"\nint probe(void) { return LANES; }\n'
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+_failed: dict[Path, str] = {}  # by folder in which a build failed that succeeded elsewhere, why
+
+
+class _OutOfTimeError(RuntimeError):
+    """The compiler took too long; no other flags or folder are tried."""
 
 
 @functools.cache
 def missing() -> str:
-    """Return why C kernels cannot be built here, or an empty string."""
+    """Return why no C kernel can be built here, and the way out, or an empty string.
+
+    Raises:
+        ValueError: ``SSMZOO_ARCH`` or ``SSMZOO_BUILD_SECONDS`` is wrong.
+    """
     try:
         _flags()
     except (OSError, RuntimeError) as error:
@@ -63,8 +84,8 @@ def vectors() -> str | None:
     Raises:
         RuntimeError: There is no compiler, or it takes none of our flags.
     """
-    command = [*_compiler(), *_flags(), "-dM", "-E", "-x", "c", "-"]
-    macros = subprocess.run(command, input="", capture_output=True, text=True, check=False).stdout
+    command = [*_compiler(), *_flags(), "-dM", "-E", "-x", "c", os.devnull]
+    macros = _run(command, "a list of macros").stdout
     return next((name for macro, name in _VECTORS.items() if f"#define {macro} " in macros), None)
 
 
@@ -78,7 +99,9 @@ def library(source: Path, dtype: torch.dtype, **defines: int) -> ctypes.CDLL:
         defines: Integer macros.
 
     Raises:
-        RuntimeError: There is no compiler, or it fails on this file.
+        RuntimeError: No library, and why: no compiler, it fails on this file or takes too long, or
+            no folder takes the library or lets it be loaded.
+        ValueError: ``SSMZOO_ARCH`` or ``SSMZOO_BUILD_SECONDS`` is wrong.
     """
     macros = [f"-D{name}={value}" for name, value in defines.items()]
     code = source.read_text("utf-8")
@@ -111,17 +134,47 @@ def address(x: Tensor | None) -> int | None:
 
 @functools.cache
 def _flags() -> tuple[str, ...]:
-    """Return the flags that this compiler takes, found by building a probe."""
-    first: RuntimeError | None = None
-    for tuning in _TUNING:
+    """Return the flags that this compiler takes, found by building and loading a probe."""
+    wanted = os.environ.get("SSMZOO_ARCH") or "native"
+    target = f"-march={wanted}"
+    tunings: tuple[tuple[str, ...], ...] = ((target, "-fopenmp"), (target,))
+    if wanted == "native":
+        tunings += (("-fopenmp",), ())
+    else:
+        _check_target(wanted)
+    last = RuntimeError()
+    for tuning in tunings:
         flags = (*_BASE, *tuning)
         try:
             _build("probe", _PROBE, flags)
+        except _OutOfTimeError:
+            raise
         except RuntimeError as error:
-            first = first or error
+            last = error
         else:
             return flags
-    raise first or RuntimeError("no flags to try")
+    raise last
+
+
+def _check_target(target: str) -> None:
+    """Fail unless the compiler knows a target and this CPU has all of its instructions."""
+    features: list[set[str]] = []
+    for name in ("native", target):
+        command = [*_compiler(), f"-march={name}", "-dM", "-E", "-x", "c", os.devnull]
+        run = _run(command, "a list of macros")
+        if run.returncode and name == target:
+            raise ValueError(
+                f"SSMZOO_ARCH must be a target that {command[0]} knows, got {target!r}: "
+                f"{_reason(run)}; name another, or unset it to build for this CPU"
+            )
+        features.append(set(re.findall(r"^#define (__[A-Z][A-Z0-9_]*__) 1$", run.stdout, re.M)))
+    present, needed = features
+    lacking = sorted(x.strip("_") for x in needed - present)
+    if present and lacking:
+        raise ValueError(
+            f"SSMZOO_ARCH must be a target that this CPU can run, got {target!r}, which needs "
+            f"{', '.join(lacking[:4])}; name another, or unset it to build for this CPU"
+        )
 
 
 @functools.cache
@@ -129,78 +182,207 @@ def _compiler() -> tuple[str, ...]:
     wanted = shlex.split(os.environ.get("CC", ""))
     if wanted:
         if shutil.which(wanted[0]) is None:
-            raise RuntimeError(f"no compiler found: CC={wanted[0]} is not on the PATH")
+            raise RuntimeError(
+                f"no compiler found: CC={wanted[0]} is not on the PATH; install gcc or clang"
+            )
         return tuple(wanted)
     for name in ("cc", "gcc", "clang"):
         if shutil.which(name):
             return (name,)
-    raise RuntimeError("no compiler found: none of cc, gcc, clang is on the PATH")
+    raise RuntimeError(
+        "no compiler found: none of cc, gcc, clang is on the PATH; install gcc or clang"
+    )
 
 
 @functools.cache
 def _machine() -> str:
     """Describe compiler and CPU: what a library depends on besides its source and flags."""
     command = _compiler()
-    run = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
+    version = _run([*command, "--version"], "its version").stdout
     features = ""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
         features = next((x for x in lines if x.lower().startswith(("flags", "features"))), "")
     except OSError:
         pass  # not Linux: the processor's name must do
-    return "\n".join((*command, run.stdout, platform.machine(), platform.processor(), features))
+    return "\n".join((*command, version, platform.machine(), platform.processor(), features))
 
 
 def _build(name: str, code: str, flags: tuple[str, ...]) -> ctypes.CDLL:
+    """Load a library from the user's cache or, where that fails, from the private folder."""
     headers = [path.read_text("utf-8") for path in _HEADERS]
     parts = "\0".join((code, *headers, *flags, _machine()))
     key = f"{name}-{hashlib.sha256(parts.encode()).hexdigest()[:24]}"
-    folder = cache_folder()
+    causes: dict[str, None] = {}  # in order, each once
+    way_out = "name another compiler with CC"
+    users = None
+    for find in (_users_folder, _private_folder):
+        try:
+            folder = find()
+            if not causes:
+                users = folder
+            library = _cached(folder, key) or _made(folder, key, name, code, flags)
+        except _OutOfTimeError:
+            raise
+        except (OSError, RuntimeError) as error:
+            causes[_words(error)] = None
+            if isinstance(error, OSError):
+                way_out = "set XDG_CACHE_HOME to a folder that has room and may hold programs"
+            continue
+        for cause in causes:
+            _tell_of_the_private_folder(cause)
+            if users is not None:
+                _failed[users] = cause
+        return library
+    raise RuntimeError(f"{'; '.join(causes)}; {way_out}")
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.strerror}: {error.filename}"
+    return getattr(error, "strerror", None) or str(error)
+
+
+def _cached(folder: Path, key: str) -> ctypes.CDLL | None:
     for path in sorted(folder.glob(f"{key}-*.so")):
         if path.stem.endswith(_digest(path)):
             try:
-                return ctypes.CDLL(str(path))
-            except OSError as error:
+                return _opened(path)
+            except RuntimeError as error:
                 _log.info("building %s again: %s", path.name, error)
         path.unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
+    return None
+
+
+def _made(folder: Path, key: str, name: str, code: str, flags: tuple[str, ...]) -> ctypes.CDLL:
+    """Build a library, load it, and leave it in the folder; what cannot be loaded is not kept."""
+    # a library on NFS that is loaded leaves a name behind
+    with tempfile.TemporaryDirectory(
+        dir=folder, prefix="build-", ignore_cleanup_errors=True
+    ) as scratch:
         source, made = Path(scratch, f"{name}.c"), Path(scratch, f"{name}.so")
         source.write_text(code, "utf-8")
         includes = [f"-I{path.parent}" for path in _HEADERS]
         command = [*_compiler(), *flags, *includes, str(source), "-o", str(made)]
-        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        run = _run(command, source.name, TMPDIR=scratch)
         if run.returncode or not made.exists():
-            raise RuntimeError(f"{_compiler()[0]} failed on {name}.c: {_reason(run.stderr)}")
-        path = folder / f"{key}-{_digest(made)}.so"
-        os.replace(made, path)
-    return ctypes.CDLL(str(path))
+            for number in _FULL:
+                if os.strerror(number) in run.stderr:
+                    raise OSError(number, os.strerror(number), str(folder))
+            raise RuntimeError(f"{command[0]} failed on {source.name}: {_reason(run)}")
+        library = _opened(made)
+        try:
+            os.replace(made, folder / f"{key}-{_digest(made)}.so")
+        except OSError as error:
+            _log.info("%s is not kept for other processes: %s", source.name, error)
+    return library
 
 
-def _reason(stderr: str) -> str:
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    return next((line for line in lines if "error" in line), lines[0] if lines else "no message")
+def _opened(path: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        if os.statvfs(path.parent).f_flag & getattr(os, "ST_NOEXEC", 0):
+            raise OSError(errno.EACCES, "mounted noexec", str(path.parent)) from error
+        reason = str(error).removeprefix(f"{path}: ")
+        name = path.name.partition("-")[0].removesuffix(".so")
+        raise RuntimeError(
+            f"what the compiler made of {name}.c cannot be loaded: {reason}"
+        ) from error
+
+
+def _run(command: list[str], what: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the compiler within the time limit; past it, end it and all that it started."""
+    seconds = _seconds()
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        env=os.environ | {"LC_ALL": "C"} | variables,
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise _OutOfTimeError(
+                    f"{command[0]} took more than {seconds:g} seconds for {what}; "
+                    "SSMZOO_BUILD_SECONDS sets another limit"
+                ) from None
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def _seconds() -> float:
+    given = os.environ.get("SSMZOO_BUILD_SECONDS") or "300"
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise ValueError(
+            f"SSMZOO_BUILD_SECONDS must be a number of seconds above 0, got {given!r}; unset it "
+            "for 300"
+        )
+    return seconds
+
+
+def _reason(run: subprocess.CompletedProcess[str]) -> str:
+    """Return the line of a compiler's output that says what is wrong."""
+    lines = [line.strip() for line in run.stderr.splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("collect2:")] or lines  # a consequence
+    if lines:
+        return next((line for line in lines if "error" in line), lines[-1])
+    if run.returncode < 0:
+        return f"ended by {signal.Signals(-run.returncode).name}"
+    return f"exit status {run.returncode}, no message"
 
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-@functools.cache
 def cache_folder() -> Path:
-    """Return where built kernels stay: the user's cache, or a folder of this process alone."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(base).expanduser() / "ssmzoo"
+    """Return where built kernels stay: the user's cache, or a folder of this process alone.
+
+    Raises:
+        OSError: There is neither.
+    """
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-        if hasattr(os, "getuid") and status.st_uid != os.getuid():
-            raise PermissionError(f"{folder} belongs to another user")
-        if status.st_mode & 0o022:
-            raise PermissionError(f"{folder} is writable by others")
-        tempfile.TemporaryFile(dir=folder).close()
-    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
-        _log.info("C kernels are built anew for this process: %s", error)
-        private = tempfile.mkdtemp(prefix="ssmzoo-")
-        atexit.register(shutil.rmtree, private, ignore_errors=True)
-        return Path(private)
+        return _users_folder()
+    except (OSError, RuntimeError) as error:
+        _tell_of_the_private_folder(_words(error))
+        return _private_folder()
+
+
+def _users_folder() -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # the XDG specification: a relative path is to be ignored
+    folder = (base if base.is_absolute() else Path("~/.cache").expanduser()) / "ssmzoo"
+    if folder in _failed:
+        raise RuntimeError(_failed[folder])
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if hasattr(os, "getuid") and status.st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
+    if status.st_mode & 0o022:
+        raise PermissionError(f"{folder} is writable by others")
+    if os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0):
+        raise PermissionError(errno.EACCES, "mounted noexec", str(folder))
     return folder
+
+
+@functools.cache
+def _private_folder() -> Path:
+    private = tempfile.mkdtemp(prefix="ssmzoo-")
+    atexit.register(shutil.rmtree, private, ignore_errors=True)
+    return Path(private)
+
+
+@functools.cache
+def _tell_of_the_private_folder(why: str) -> None:
+    _log.info("C kernels are built anew for this process: %s", why)

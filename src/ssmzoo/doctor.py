@@ -53,7 +53,7 @@ def examine_machine(device: str | None = None) -> dict[str, Any]:
     return {
         "versions": installed_versions("ssmzoo", "torch", "transformers", "triton"),
         "device": hardware(place),
-        "compiler": f"{missing}; install gcc or clang" if missing else "ok",
+        "compiler": missing or "ok",
         "triton": triton,
         "kernel_cache": None if missing else str(native.cache_folder()),
         "extras": {

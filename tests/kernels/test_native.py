@@ -1,23 +1,28 @@
 """Building the C kernels: once, safely, and never without saying why not."""
 
 import ctypes
+import errno
 import logging
 import os
+import re
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from ssmzoo_kernels import dispatch, last_backend, longhorn_scan, native
+from ssmzoo_kernels import dispatch, innovation, last_backend, longhorn_scan, native
+from ssmzoo_kernels.innovation import cpu as predictor
 from ssmzoo_kernels.scan import cpu
 
 PACKAGE = Path(native.__file__).parent
 CACHED = (
     native.missing, native.library, native._flags, native._compiler, native._machine,
-    native.cache_folder, dispatch.compiler_missing, dispatch._best, cpu._library,
+    native._private_folder, native._tell_of_the_private_folder, dispatch.compiler_missing,
+    dispatch._best, dispatch._why_no_kernel, dispatch._warn_of_slowness, cpu.load, predictor.load,
 )  # fmt: skip
 RUN = """
 import torch
@@ -44,6 +49,8 @@ def fresh(monkeypatch, tmp_path):
 def forget():
     for function in CACHED:
         function.cache_clear()
+    native._failed.clear()
+    dispatch._failures.clear()
 
 
 def fake_compiler(folder, script):
@@ -63,13 +70,13 @@ def test_a_library_is_built_once_and_found_again(fresh, monkeypatch):
     built = {path: path.stat().st_mtime_ns for path in fresh.iterdir()}
     assert {path.name.split("-")[0] for path in built} == {"probe", "longhorn_scan"}
     forget()
-    run = subprocess.run
+    run = native._run
 
-    def only_the_version(command, **options):
+    def only_the_version(command, what, **variables):
         assert "--version" in command
-        return run(command, **options)
+        return run(command, what, **variables)
 
-    monkeypatch.setattr(native.subprocess, "run", only_the_version)
+    monkeypatch.setattr(native, "_run", only_the_version)
     scan(backend="cpu")
     assert {path: path.stat().st_mtime_ns for path in fresh.iterdir()} == built
 
@@ -198,16 +205,241 @@ def test_no_compiler_falls_back_to_eager_with_one_warning(fresh, monkeypatch, ca
 def test_no_compiler_is_an_error_where_the_backend_was_named(fresh, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(RuntimeError, match=r"needs a C compiler: no compiler found: none of cc"):
+    with pytest.raises(RuntimeError, match=r"no C kernel here: no compiler found: none of cc"):
         scan(backend="cpu")
 
 
 def test_a_failing_compiler_is_quoted(fresh, monkeypatch, tmp_path):
     script = 'echo "In file included from x:" >&2; echo "fatal error: no headers" >&2; exit 1'
     monkeypatch.setenv("CC", fake_compiler(tmp_path, script))
-    assert native.missing().endswith("failed on probe.c: fatal error: no headers")
+    assert "fakecc failed on probe.c: fatal error: no headers; " in native.missing()
     scan()
     assert last_backend("longhorn_scan") == "eager"
+
+
+# --- what fails after the probe was built ----------------------------------------------------
+
+FAILS = 'case "$*" in *{}*) {} ;; esac\n'
+OUTPUT = 'for x in "$@"; do out=$x; done\n'  # the name of the library is the last argument
+
+
+def cc_but(tmp_path, monkeypatch, pattern, instead):
+    """Set a compiler that is cc, but does something else where its arguments match a pattern."""
+    script = OUTPUT + FAILS.format(pattern, instead) + 'exec cc "$@"'
+    monkeypatch.setenv("CC", fake_compiler(tmp_path, script))
+
+
+def slow_in_eager(caplog, *words):
+    """Run the scan, and its gradient, twice; one warning must hold these words."""
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="ssmzoo"):
+        for _ in range(2):
+            x = torch.randn(1, 20, 3, requires_grad=True)
+            y, _ = longhorn_scan(x, x, x, x)
+            assert last_backend("longhorn_scan") == "eager"
+            expected, _ = longhorn_scan(x, x, x, x, backend="reference")
+            torch.testing.assert_close(y, expected)
+            got, known = (torch.autograd.grad(z.sum(), x)[0] for z in (y, expected))
+            torch.testing.assert_close(got, known)
+    [record] = caplog.records
+    for word in ("CPU scans take the slow eager path", *words):
+        assert word in record.getMessage()
+    cause = re.escape(words[0])
+    with pytest.raises(RuntimeError, match=rf'longhorn_scan\(backend="cpu"\) has .*{cause}'):
+        scan(backend="cpu")
+    with dispatch.use_backend("cpu"), pytest.raises(RuntimeError, match=cause):
+        scan()
+    assert words[0] in dispatch.why_not_faster("longhorn_scan", "eager", "cpu")
+
+
+LIBRARIES = {
+    "dies": ("echo fatal error: no luck >&2; exit 1", "failed on longhorn_scan.c: fatal error"),
+    "is killed": ("kill -9 $$", "failed on longhorn_scan.c: ended by SIGKILL"),
+    "is silent": ("exit 3", "failed on longhorn_scan.c: exit status 3, no message"),
+    "writes nothing": ("exit 0", "failed on longhorn_scan.c: exit status 0, no message"),
+    "writes rubbish": ('echo rubbish > "$out"; exit 0', "longhorn_scan.c cannot be loaded: "),
+    "writes another": (
+        'echo "int x;" > "$out.c"; exec cc -shared -o "$out" "$out.c"',
+        "undefined symbol: scan_forward",
+    ),
+}
+
+
+@pytest.mark.parametrize("accident", LIBRARIES)
+def test_a_kernel_that_cannot_be_built_runs_in_eager_and_the_others_in_c(
+    fresh, monkeypatch, tmp_path, caplog, accident
+):
+    instead, words = LIBRARIES[accident]
+    cc_but(tmp_path, monkeypatch, "longhorn_scan.c", instead)
+    slow_in_eager(caplog, words)
+    innovation(torch.randn(1, 5, 2), [0.5])
+    assert last_backend("innovation") == "cpu"
+    if accident != "writes another":
+        assert not list(fresh.glob("longhorn_scan-*"))
+
+
+def test_a_compiled_model_takes_eager_where_a_kernel_cannot_be_built(fresh, monkeypatch, tmp_path):
+    cc_but(tmp_path, monkeypatch, "longhorn_scan.c", "exit 1")
+    x = torch.randn(1, 20, 3, requires_grad=True)
+    torch.compiler.reset()
+    y = torch.compile(lambda x: longhorn_scan(x, x, x, x)[0], backend="aot_eager")(x)
+    got = torch.autograd.grad(y.sum(), x)[0]
+    assert last_backend("longhorn_scan") == "eager"
+    torch.compiler.reset()
+    expected = longhorn_scan(x, x, x, x, backend="reference")[0]
+    torch.testing.assert_close(got, torch.autograd.grad(expected.sum(), x)[0])
+
+
+def test_a_compiler_that_hangs_is_ended_with_all_that_it_started(monkeypatch, tmp_path):
+    note = tmp_path / "child"
+
+    def until_its_child_runs(process, timeout):
+        while not (note.exists() and note.read_text().endswith("\n")):
+            time.sleep(0.01)
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", until_its_child_runs)
+    monkeypatch.setenv("SSMZOO_BUILD_SECONDS", "7")
+    with pytest.raises(RuntimeError, match="sh took more than 7 seconds for a file; SSMZOO"):
+        native._run(["sh", "-c", f"sleep 1000 & echo $! > {note}; wait"], "a file")
+    child = Path("/proc", note.read_text().strip(), "stat")
+    while child.exists() and child.read_text().split()[2] != "Z":
+        time.sleep(0.01)  # a signal takes its time
+
+
+def test_after_the_time_limit_a_kernel_runs_in_eager(fresh, monkeypatch, caplog):
+    run = native._run
+    asked = []
+
+    def hangs(command, what, **variables):
+        asked.append(what)
+        if what == "longhorn_scan.c":
+            command = ["sleep", "1000"]
+            monkeypatch.setenv("SSMZOO_BUILD_SECONDS", "0.1")
+        return run(command, what, **variables)
+
+    monkeypatch.setattr(native, "_run", hangs)
+    slow_in_eager(caplog, "took more than 0.1 seconds for longhorn_scan.c")
+    assert asked.count("longhorn_scan.c") == 1
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_cache_is_left_for_a_private_folder(fresh, monkeypatch, tmp_path, caplog, number):
+    words = os.strerror(number)
+    script = f'case "$TMPDIR" in {fresh}*) echo "cc: error writing: {words}" >&2; exit 1;; esac\n'
+    monkeypatch.setenv("CC", fake_compiler(tmp_path, script + 'exec cc "$@"'))
+    with caplog.at_level(logging.INFO, logger="ssmzoo"):
+        innovation(torch.randn(1, 5, 2), [0.5], backend="cpu")
+    assert caplog.messages == [f"C kernels are built anew for this process: {words}: {fresh}"]
+    assert native.cache_folder() == native._private_folder()
+    assert not list(fresh.iterdir())
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_where_no_folder_has_room_the_cause_is_named(fresh, monkeypatch, tmp_path, caplog, number):
+    words = os.strerror(number)
+    instead = f'echo "as: error writing to x.s: {words}" >&2; exit 1'
+    cc_but(tmp_path, monkeypatch, "longhorn_scan.c", instead)
+    slow_in_eager(caplog, f"{words}: {fresh}; {words}: ", "set XDG_CACHE_HOME to a folder")
+
+
+def test_a_library_that_cannot_be_kept_is_used(fresh, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(native.os, "replace", full)
+    innovation(torch.randn(1, 5, 2), [0.5], backend="cpu")
+    assert not list(fresh.iterdir())
+
+
+def noexec(monkeypatch, *folders):
+    """Let folders seem to be mounted so that nothing in them can be loaded."""
+    status, load = os.statvfs, ctypes.CDLL
+
+    def inside(path):
+        return any(folder in (path, *path.parents) for folder in folders)
+
+    def seen(path):
+        found = list(status(path))
+        found[8] |= os.ST_NOEXEC if inside(Path(path)) else 0
+        return os.statvfs_result(found)
+
+    def loaded(path):
+        if inside(Path(path)):
+            raise OSError(f"{path}: failed to map segment from shared object")
+        return load(path)
+
+    monkeypatch.setattr(native.os, "statvfs", seen)
+    monkeypatch.setattr(native.ctypes, "CDLL", loaded)
+
+
+def test_a_cache_mounted_noexec_is_left_for_a_private_folder(fresh, monkeypatch, tmp_path, caplog):
+    noexec(monkeypatch, fresh)
+    with caplog.at_level(logging.INFO, logger="ssmzoo"):
+        innovation(torch.randn(1, 5, 2), [0.5], backend="cpu")
+    assert caplog.messages == [
+        f"C kernels are built anew for this process: mounted noexec: {fresh}"
+    ]
+
+
+def test_where_every_folder_is_mounted_noexec_no_compiler_is_blamed(fresh, monkeypatch, caplog):
+    noexec(monkeypatch, fresh, native._private_folder())
+    words = f"mounted noexec: {fresh}; mounted noexec: "
+    slow_in_eager(caplog, words, "set XDG_CACHE_HOME to a folder that has room and may hold")
+    assert "gcc" not in native.missing()
+
+
+def test_a_limit_on_the_size_of_files_does_not_end_a_model(fresh):
+    command = f"ulimit -f 4; exec {sys.executable} -c '{RUN}'"
+    environment = os.environ | {"XDG_CACHE_HOME": str(fresh.parent), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        ["sh", "-c", command.replace('"', '"')], env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("eager ")
+    assert run.stderr.count("CPU scans take the slow eager path: ") == 1
+    assert run.stderr.count("\n") == 1
+
+
+def test_without_a_runtime_for_threads_kernels_are_built_for_one(fresh, monkeypatch, tmp_path):
+    """A library that was linked to libgomp, where only a compiler's half of it is installed."""
+    cc_but(tmp_path, monkeypatch, "-fopenmp", 'echo rubbish > "$out"; exit 0')
+    innovation(torch.randn(1, 5, 2), [0.5], backend="cpu")
+    assert "-fopenmp" not in native._flags()
+    assert "-march=native" in native._flags()
+
+
+# --- settings --------------------------------------------------------------------------------
+
+
+def test_a_relative_cache_folder_is_ignored(fresh, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert native.cache_folder() == tmp_path / ".cache" / "ssmzoo"
+    assert not Path("relative").exists()
+
+
+@pytest.mark.parametrize("wrong", ["soon", "0", "-1", "nan", "inf"])
+def test_a_wrong_time_limit_is_one_error(fresh, monkeypatch, wrong):
+    monkeypatch.setenv("SSMZOO_BUILD_SECONDS", wrong)
+    with pytest.raises(ValueError, match=f"SSMZOO_BUILD_SECONDS must be .*, got '{wrong}'; unset"):
+        scan()
+
+
+def test_a_target_that_the_compiler_does_not_know_is_one_error(fresh, monkeypatch):
+    monkeypatch.setenv("SSMZOO_ARCH", "pdp-11")
+    for backend in ("auto", "cpu"):
+        with pytest.raises(ValueError, match=r"SSMZOO_ARCH must be .* knows, got 'pdp-11'"):
+            scan(backend=backend)
+
+
+def test_a_target_that_the_cpu_cannot_run_is_one_error(fresh, monkeypatch, tmp_path):
+    instead = 'echo "#define __AVX1024__ 1"; exit 0'
+    cc_but(tmp_path, monkeypatch, "-march=future", instead)
+    monkeypatch.setenv("SSMZOO_ARCH", "future")
+    with pytest.raises(ValueError, match="this CPU can run, got 'future', which needs AVX1024"):
+        scan()
 
 
 @pytest.mark.parametrize("source", sorted(PACKAGE.rglob("*.c")), ids=lambda path: path.stem)

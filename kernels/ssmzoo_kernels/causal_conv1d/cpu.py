@@ -30,7 +30,8 @@ class _Gradients(ctypes.Structure):
 
 
 @functools.cache
-def _library(dtype: torch.dtype) -> ctypes.CDLL:
+def load(dtype: torch.dtype) -> ctypes.CDLL:
+    """Build and load what calls in a dtype need, or raise what native.library raises."""
     library = native.library(_SOURCE, dtype)
     inputs, pointer = ctypes.POINTER(_Inputs), ctypes.c_void_p
     library.conv_forward.argtypes = (inputs, pointer, pointer, ctypes.c_int)
@@ -52,7 +53,7 @@ def forward(
     (tokens, width), taps = x.shape, weight.shape[1]
     out = torch.empty((tokens, width), dtype=exact, device="cpu")
     final_state = torch.empty((offsets.shape[0] - 1, taps - 1, width), dtype=exact, device="cpu")
-    failed = _library(exact).conv_forward(
+    failed = load(exact).conv_forward(
         _inputs(tensors, offsets, silu),
         out.data_ptr(),
         final_state.data_ptr(),
@@ -93,7 +94,7 @@ def backward(
         0 if grad_out is None else grad_out.stride(0),
         *map(native.address, (grad_x, grad_weight, grad_bias, grad_initial)),
     )
-    failed = _library(exact).conv_backward(
+    failed = load(exact).conv_backward(
         _inputs(tensors, offsets, silu), gradients, native.threads(tokens * width)
     )
     if failed:

@@ -62,7 +62,7 @@ def companion_step(
     if ring.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"{OP}: ring must be float32 or float64, got {ring.dtype}")
     _check_position(position, batch, ring)
-    chosen = choose(OP, backend, u)
+    chosen = choose(OP, backend, u, dtype=ring.dtype)
     if chosen == "reference":
         record(OP, "reference")
         return reference.companion_step(u, ring, position, a, b, d)

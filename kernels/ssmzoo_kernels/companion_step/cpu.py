@@ -21,7 +21,8 @@ class _Step(ctypes.Structure):
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype) -> Callable[..., None]:
+def load(dtype: torch.dtype) -> Callable[..., None]:
+    """Build and load what calls in a dtype need, or raise what native.library raises."""
     kernel = native.library(_SOURCE, dtype).companion_step
     kernel.argtypes = (ctypes.POINTER(_Step), ctypes.c_int)
     kernel.restype = None
@@ -42,5 +43,5 @@ def step_(
     y = torch.empty((batch, width), dtype=ring.dtype, device="cpu")
     tensors = (u, a, b, d, position, ring, y)
     step = _Step(*(x.data_ptr() for x in tensors), batch, width, order)
-    _kernel(ring.dtype)(step, native.threads(ring.numel()))
+    load(ring.dtype)(step, native.threads(ring.numel()))
     return y

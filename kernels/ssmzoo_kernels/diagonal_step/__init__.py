@@ -65,7 +65,7 @@ def diagonal_step(
             f'{OP}(backend="{backend}") has no gradients, and an argument wants them; '
             'call it under torch.no_grad(), or use backend="auto" or "reference"'
         )
-    chosen = choose(OP, backend, u, offers)
+    chosen = choose(OP, backend, u, offers, dtype=state.dtype)
     if chosen in ("reference", "eager"):  # one line of torch is both
         record(OP, chosen)
         return reference.diagonal_step(*inputs)

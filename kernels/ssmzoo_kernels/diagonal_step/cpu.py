@@ -22,8 +22,9 @@ class _Step(ctypes.Structure):
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype) -> Callable[..., None]:
-    kernel = native.library(_SOURCE, dtype).diagonal_step
+def load(dtype: torch.dtype) -> Callable[..., None]:
+    """Build and load what calls in a dtype need, or raise what native.library raises."""
+    kernel = native.library(_SOURCE, dtype.to_real()).diagonal_step
     kernel.argtypes = (ctypes.POINTER(_Step), ctypes.c_int)
     kernel.restype = None
     return kernel
@@ -44,7 +45,7 @@ def forward(
     y = torch.empty(u.shape, dtype=exact, device="cpu")
     new_state = torch.empty(state.shape, dtype=state.dtype, device="cpu")
     step = _Step(*map(native.address, (inputs, *whole, direct, y, new_state)), *state.shape)
-    _kernel(exact)(step, native.threads(state.numel()))
+    load(exact)(step, native.threads(state.numel()))
     return y.to(u.dtype), new_state
 
 

@@ -123,7 +123,7 @@ def backward(
     grads = [
         None if x is None else torch.empty(x.shape, dtype=exact, device="cpu") for x in tensors
     ]
-    failed = _library(exact).scan_backward(
+    failed = load(exact).scan_backward(
         _inputs(tensors, offsets),
         _Gradients(
             native.address(grad_out),
@@ -151,7 +151,7 @@ def _forward(
     slots = chunk_slots(tokens, segments, interval(states, CHUNK)) if save else 0
     saved = torch.empty((slots, states, width), dtype=exact, device="cpu")
     failure = _Failure()
-    failed = _library(exact).scan_forward(
+    failed = load(exact).scan_forward(
         _inputs(tensors, offsets),
         out.data_ptr(),
         final_state.data_ptr(),
@@ -175,7 +175,8 @@ def _forward(
 
 
 @functools.cache
-def _library(dtype: torch.dtype) -> ctypes.CDLL:
+def load(dtype: torch.dtype) -> ctypes.CDLL:
+    """Build and load what calls in a dtype need, or raise what native.library raises."""
     library = native.library(_SOURCE, dtype, CHUNK=CHUNK)
     inputs, gradients = ctypes.POINTER(_Inputs), ctypes.POINTER(_Gradients)
     how, failure = ctypes.POINTER(_Newton), ctypes.POINTER(_Failure)

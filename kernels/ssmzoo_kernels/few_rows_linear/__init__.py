@@ -5,21 +5,16 @@ bandwidth. This is for inference on a CPU: no gradient. The one weight that a ke
 the caller is the layer that owns it, so adapters around that layer keep working.
 """
 
-import ctypes
-import functools
-from collections.abc import Callable
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ssmzoo_kernels import dispatch, native
+from ssmzoo_kernels.few_rows_linear import cpu
 from ssmzoo_kernels.validation import transformed
 
 OP = "few_rows_linear"
 MOST_ROWS = 8
-_SOURCE = Path(__file__).with_name("few_rows_linear.c")
 
 
 def few_rows_linear(
@@ -30,7 +25,7 @@ def few_rows_linear(
     """Compute ``x @ weight.T + bias`` without gradients; the same as ``F.linear`` otherwise.
 
     Takes the C kernel where it is the faster one: float32 or float64 on a CPU, at most
-    ``MOST_ROWS`` rows, a compiler at hand, neither tracing nor autocast; else ``F.linear``.
+    ``MOST_ROWS`` rows, a kernel that can be built, neither tracing nor autocast; else ``F.linear``.
 
     Returns:
         ``[..., O]`` in x's dtype.
@@ -42,7 +37,7 @@ def few_rows_linear(
     dispatch.record(OP, "cpu")
     x = x.contiguous()
     y = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device="cpu")
-    _kernel(x.dtype)(
+    cpu.load(x.dtype)(
         x.data_ptr(),
         weight.data_ptr(),
         None if bias is None else bias.data_ptr(),
@@ -70,16 +65,8 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and not transformed()
         and not dispatch.forward_mode()
         and not torch.is_autocast_enabled("cpu")
-        and not dispatch.compiler_missing()
+        and not dispatch.kernel_missing(OP, x.dtype)
     )
-
-
-@functools.cache
-def _kernel(dtype: torch.dtype) -> Callable[..., None]:
-    kernel = native.library(_SOURCE, dtype).few_rows_linear
-    kernel.argtypes = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int)
-    kernel.restype = None
-    return kernel
 
 
 __all__ = ["MOST_ROWS", "few_rows_linear"]

@@ -20,6 +20,7 @@ from ssmzoo_kernels.fft_conv.circle import BUFFERS, Circle, good_size, slices, z
 from ssmzoo_kernels.scan import accumulator
 
 _SOURCE = Path(__file__).with_name("fold.c")
+_FUNCTIONS = ("fold", "unfold", "fold_taps", "unfold_taps", "multiply", "correlate")
 # bytes of folded inputs in flight for each thread: within a core's cache
 BLOCK = 1 << 20
 PADDING = 16  # complex numbers, two cache lines or more
@@ -50,6 +51,12 @@ class _Spectra(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("inputs", "taps", "outputs", "sums")),
         *((name, ctypes.c_int64) for name in ("batch", "count")),
     ]
+
+
+def load(dtype: torch.dtype) -> None:
+    """Build and load what calls in a dtype need, or raise what native.library raises."""
+    for name in _FUNCTIONS:
+        _kernel(name, dtype)
 
 
 @functools.cache

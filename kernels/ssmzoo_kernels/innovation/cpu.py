@@ -24,7 +24,8 @@ class _Inputs(ctypes.Structure):
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype) -> Callable[..., int]:
+def load(dtype: torch.dtype) -> Callable[..., int]:
+    """Build and load what calls in a dtype need, or raise what native.library raises."""
     kernel = native.library(_SOURCE, dtype).innovation
     kernel.argtypes = (ctypes.POINTER(_Inputs), ctypes.c_void_p, ctypes.c_int)
     return kernel
@@ -45,6 +46,6 @@ def scores(
     found = torch.empty(tokens, dtype=exact, device="cpu")
     sizes = (offsets.numel() - 1, width, span, rows.stride(0), relative)
     inputs = _Inputs(*map(native.address, (rows, before, taps, offsets)), *sizes)
-    if _kernel(exact)(inputs, found.data_ptr(), native.threads(tokens * width * span)):
+    if load(exact)(inputs, found.data_ptr(), native.threads(tokens * width * span)):
         raise MemoryError("innovation: no memory for the addresses of a history")
     return found

@@ -52,12 +52,12 @@ def linear_scan(
         rule = "[B, D]" if cu_seqlens is None else "[S, D]"
         check(OP, "initial_state", initial_state, (offsets.numel() - 1, width), a, rule)
 
-    chosen = choose(OP, backend, a)
+    dtype = b.dtype
+    common = torch.promote_types(a.dtype, dtype)
+    chosen = choose(OP, backend, a, dtype=common)
     if chosen == "reference":
         record(OP, "reference")
         return reference.linear_scan(a, b, initial_state, cu_seqlens=cu_seqlens)
-    dtype = b.dtype
-    common = torch.promote_types(a.dtype, dtype)
     h, final_state = library.linear_scan(
         a.to(common).reshape(batch * length, width),
         b.to(common).reshape(batch * length, width),

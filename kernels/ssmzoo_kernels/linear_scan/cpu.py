@@ -25,7 +25,8 @@ class _Backward(ctypes.Structure):
 
 
 @functools.cache
-def _library(dtype: torch.dtype) -> ctypes.CDLL:
+def load(dtype: torch.dtype) -> ctypes.CDLL:
+    """Build and load what calls in a dtype need, or raise what native.library raises."""
     library = native.library(_SOURCE, dtype.to_real(), PAIRS=int(dtype.is_complex))
     inputs, pointer = ctypes.POINTER(_Inputs), ctypes.c_void_p
     library.linear_scan_forward.argtypes = (inputs, pointer, pointer, ctypes.c_int)
@@ -49,7 +50,7 @@ def forward(
     a, b, initial = _rows(a, exact), _rows(b, exact), _whole(initial_state, exact)
     h = torch.empty(a.shape, dtype=exact, device="cpu")
     final_state = torch.empty((offsets.shape[0] - 1, a.shape[1]), dtype=exact, device="cpu")
-    failed = _library(exact).linear_scan_forward(
+    failed = load(exact).linear_scan_forward(
         _inputs(a, b, initial, offsets),
         h.data_ptr(),
         final_state.data_ptr(),
@@ -75,7 +76,7 @@ def backward(
     grad_final = _whole(grad_final, exact)
     grad_a, grad_b = (torch.empty(a.shape, dtype=exact, device="cpu") for _ in range(2))
     grad_initial = torch.empty((offsets.shape[0] - 1, a.shape[1]), dtype=exact, device="cpu")
-    failed = _library(exact).linear_scan_backward(
+    failed = load(exact).linear_scan_backward(
         _inputs(a, grad_h, grad_final, offsets),
         _Backward(*map(native.address, (h, initial, grad_a, grad_b))),
         grad_initial.data_ptr(),

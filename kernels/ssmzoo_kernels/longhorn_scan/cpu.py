@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ssmzoo_kernels.scan import cpu as scan
@@ -9,6 +10,11 @@ from ssmzoo_kernels.scan import cpu as scan
 CHUNK = scan.CHUNK
 
 _SOURCE = Path(__file__).with_name("longhorn_scan.c")
+
+
+def load(dtype: torch.dtype) -> None:
+    """Build and load what calls in a dtype need, or raise what native.library raises."""
+    scan.load(_SOURCE, dtype)
 
 
 def forward(

@@ -6,6 +6,8 @@
  */
 #include "vector.h"
 
+enum { ENERGY = 1 };
+
 typedef struct {
   vec u, rate;
   vec slope; /* d log(rate) / d dt = rate exp(-dt) */

@@ -85,7 +85,7 @@ def forward(
     final_state = torch.empty((segments, width, states), dtype=exact, device="cpu")
     slots = chunk_slots(tokens, segments, interval(states, CHUNK)) if save else 0
     saved = torch.empty((slots, states, width), dtype=exact, device="cpu")
-    failed = _library(source, exact, **defines).scan_forward(
+    failed = load(source, exact, **defines).scan_forward(
         _inputs(tensors, offsets),
         out.data_ptr(),
         final_state.data_ptr(),
@@ -118,7 +118,7 @@ def backward(
     exact = accumulator(u)
     tensors = _prepare(exact, u, q, k, dt, dt_bias, skip, z, param, initial_state)
     (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1
-    library = _library(source, exact, **defines)
+    library = load(source, exact, **defines)
     blocks = -(-width // ctypes.c_int.in_dll(library, "scan_block").value)
     part_count = parts_of(blocks, width, states)
 
@@ -166,7 +166,8 @@ def backward(
 
 
 @functools.cache
-def _library(source: Path, dtype: torch.dtype, **defines: int) -> ctypes.CDLL:
+def load(source: Path, dtype: torch.dtype, **defines: int) -> ctypes.CDLL:
+    """Build and load a family's kernels, or raise what native.library raises."""
     library = native.library(source, dtype, CHUNK=CHUNK, **defines)
     inputs, gradients = ctypes.POINTER(_Inputs), ctypes.POINTER(_Gradients)
     library.scan_forward.argtypes = (inputs, *[_POINTER] * 3, ctypes.c_int)

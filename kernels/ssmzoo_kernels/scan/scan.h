@@ -6,6 +6,7 @@
  * (one per n), and from a learned param [D, N] where a family has one. A family defines, before it
  * includes this file, on vectors of channels:
  *
+ *     ENERGY                     whether |k|^2 matters to it
  *     Token                      what a token means to a channel vector
  *     Param                      what the learned param means to it; may be empty
  *     Memo                       what a step leaves for its adjoint; may be empty
@@ -44,6 +45,7 @@ enum { VT = 1, NT = 16 };
 #else
 enum { VT = 1, NT = 8 };
 #endif
+_Static_assert(VT == 1, "a tile of few states is one vector of channels");
 enum { VECTORS = 4 * VT, BLOCK = VECTORS * LANES };
 
 /* How many channels a task has. */
@@ -64,7 +66,7 @@ INLINE int64_t slot(const Inputs *in, int64_t segment, int64_t number) {
   return in->offsets[segment] / in->interval + segment + number;
 }
 
-/* Keys and queries of a chunk, padded with zeros, which change nothing, to whole tiles. */
+/* Keys and queries of a chunk, padded with zeros to whole tiles. */
 INLINE void read_rows(const Inputs *in, int64_t first, int64_t count, int64_t padded, REAL *keys,
                       REAL *queries, REAL *energy) {
   int64_t states = in->states;
@@ -166,11 +168,32 @@ static void step_rows(const Inputs *in, int64_t segment, int64_t channel, int64_
   }
 }
 
+/* What `march` does, for a tile of fewer states: no others are computed beside them, which a token
+ * that is not finite would make NaN. */
+static void march_few(vec *states, const Param *params, int64_t few, int64_t padded, int64_t count,
+                      const Token *tokens, const REAL *keys, const REAL *queries, vec *read) {
+  for (int64_t t = 0; t < count; t++) {
+    Token x = tokens[t * VECTORS];
+    vec sum = {0};
+    for (int64_t n = 0; n < few; n++) {
+      Memo none;
+      states[n] = step(states[n], splat(keys[t * padded + n]), params + n, &x, &none);
+      if (read) sum += states[n] * splat(queries[t * padded + n]);
+    }
+    if (read) read[t * VECTORS] += sum;
+  }
+}
+
 /* March a tile of states through a chunk, adding what it reads to `read` unless that is null; fetch
  * `ahead` tokens of the next chunk meanwhile. */
 INLINE void march(const Inputs *in, vec *states, const Param *params, int64_t padded,
                   int64_t count, const Token *tokens, const REAL *keys, const REAL *queries,
-                  vec *read, int64_t next, int64_t ahead, int64_t channel) {
+                  vec *read, int64_t next, int64_t ahead, int64_t channel, int64_t left) {
+  if (left < NT) {
+    for (int64_t t = 0; t < smaller(count, ahead); t++) fetch(in, next + t, channel);
+    march_few(states, params, left, padded, count, tokens, keys, queries, read);
+    return;
+  }
   vec S[VT][NT];
   UNROLL for (int v = 0; v < VT; v++)
     UNROLL for (int n = 0; n < NT; n++) S[v][n] = states[v * padded + n];
@@ -229,7 +252,7 @@ static void forward_task(const Inputs *in, int64_t segment, int64_t channel, REA
       for (int64_t n = 0; n < padded; n += NT)
         march(in, states + v * padded + n, params + v * padded + n, padded, count, tokens + v,
               keys + n, queries + n, read + v, first + CHUNK, n ? 0 : end - first - CHUNK,
-              channel + v * LANES);
+              channel + v * LANES, in->states - n);
     for (int64_t t = 0; t < count; t++)
       for (int64_t c = 0, v = 0; c < channels; c += LANES, v++) {
         int64_t left = channels - c, at = channel + c;
@@ -281,13 +304,45 @@ typedef struct {
   REAL *u, *q, *k, *dt, *bias, *skip, *z, *param, *initial;
 } Gradients;
 
+static void march_back_few(const vec *states, vec *carry, const Param *params, vec *grad_params,
+                           int64_t few, int64_t padded, int64_t count, const Token *tokens,
+                           const REAL *keys, const REAL *queries, const vec *grads, Sums *sums,
+                           vec *read, vec *grad_keys, vec *grad_queries) {
+  vec history[(CHUNK + 1) * NT];
+  Memo memos[CHUNK * NT];
+  for (int64_t n = 0; n < few; n++) history[n] = states[n];
+  for (int64_t t = 0; t < count; t++) {
+    Token x = tokens[t * VECTORS];
+    for (int64_t n = 0; n < few; n++)
+      history[(t + 1) * NT + n] = step(history[t * NT + n], splat(keys[t * padded + n]), params + n,
+                                       &x, memos + t * NT + n);
+  }
+  for (int64_t t = count - 1; t >= 0; t--) {
+    Token x = tokens[t * VECTORS];
+    vec g = grads[t * VECTORS];
+    for (int64_t n = 0; n < few; n++) {
+      vec key = splat(keys[t * padded + n]), query = splat(queries[t * padded + n]);
+      vec from = history[t * NT + n], to = history[(t + 1) * NT + n];
+      grad_queries[t * padded + n] += g * to;
+      read[t * VECTORS] += query * to;
+      carry[n] = adjoint(carry[n] + g * query, from, key, params + n, &x, memos + t * NT + n,
+                         &sums[t * VECTORS], &grad_keys[t * padded + n], &grad_params[n]);
+    }
+  }
+}
+
 /* Recompute a tile's states in a chunk, then carry its gradient back through it; fetch the tokens of
  * the chunk before, which starts at `before` unless that is negative. */
 INLINE void march_back(const Inputs *in, const Gradients *grad, const vec *states, vec *carry,
                        const Param *params, vec *grad_params, int64_t padded, int64_t count,
                        const Token *tokens, const REAL *keys, const REAL *queries,
                        const vec *grads, Sums *sums, vec *read, vec *grad_keys, vec *grad_queries,
-                       int64_t before, int64_t channel) {
+                       int64_t before, int64_t channel, int64_t left) {
+  if (left < NT) {
+    march_back_few(states, carry, params, grad_params, left, padded, count, tokens, keys, queries,
+                   grads, sums, read, grad_keys, grad_queries);
+    return;
+  }
   vec history[(CHUNK + 1) * VT * NT], S[VT][NT];
   Memo memos[CHUNK * VT * NT];
   UNROLL for (int v = 0; v < VT; v++) UNROLL for (int n = 0; n < NT; n++) {
@@ -356,7 +411,7 @@ static void find_starts(const Inputs *in, const REAL *from, int64_t first, int64
       for (int64_t n = 0; n < padded; n += NT)
         march(in, states + v * padded + n, params + v * padded + n, padded, CHUNK, tokens + v,
               keys + n, NULL, NULL, first + CHUNK, n || i + 1 == chunks ? 0 : CHUNK,
-              channel + v * LANES);
+              channel + v * LANES, in->states - n);
   }
 }
 
@@ -415,7 +470,8 @@ static void backward_task(const Inputs *in, const Gradients *grad, const REAL *s
         march_back(in, grad, start + v * padded + n, carry + v * padded + n,
                    params + v * padded + n, grad_params + v * padded + n, padded, count,
                    tokens + v, keys + n, queries + n, grads + v, sums + v, read + v, grad_keys + n,
-                   grad_queries + n, n || !chunk ? -1 : first - CHUNK, channel + v * LANES);
+                   grad_queries + n, n || !chunk ? -1 : first - CHUNK, channel + v * LANES,
+                   states - n);
     vec bias_sum[VECTORS] = {{0}}, skip_sum[VECTORS] = {{0}};
     for (int64_t t = 0; t < count; t++) {
       vec energy_sum = {0};
@@ -449,7 +505,8 @@ static void backward_task(const Inputs *in, const Gradients *grad, const REAL *s
       int64_t row = (part * tokens_in_all + first + t) * states;
       for (int64_t n = 0; n < states; n++) {
         REAL grad_q = total(grad_queries[t * padded + n]);
-        REAL grad_k = total(grad_keys[t * padded + n]) + 2 * keys[t * padded + n] * grad_energy;
+        REAL grad_k = total(grad_keys[t * padded + n]);
+        if (ENERGY) grad_k += 2 * keys[t * padded + n] * grad_energy;
         grad->q[row + n] = grad_q + (block == part ? 0 : grad->q[row + n]);
         grad->k[row + n] = grad_k + (block == part ? 0 : grad->k[row + n]);
       }

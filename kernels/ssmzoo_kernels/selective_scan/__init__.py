@@ -85,7 +85,7 @@ def selective_scan(
     if discretization not in get_args(Discretization):
         raise ValueError(f"{OP}: discretization must be 'euler' or 'zoh', got {discretization!r}")
 
-    chosen = choose(OP, backend, u)
+    chosen = choose(OP, backend, u, variant=discretization)
     if chosen == "reference":
         record(OP, "reference")
         inputs = (u, dt, A, B, C, D, z, dt_bias, initial_state)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ssmzoo_kernels.scan import cpu as scan
@@ -10,6 +11,11 @@ CHUNK = scan.CHUNK
 
 _SOURCE = Path(__file__).with_name("selective_scan.c")
 _DEFINES: dict[str, dict[str, int]] = {"euler": {}, "zoh": {"ZOH": 1}}
+
+
+def load(dtype: torch.dtype, discretization: str) -> None:
+    """Build and load what calls in a dtype need, or raise what native.library raises."""
+    scan.load(_SOURCE, dtype, **_DEFINES[discretization])
 
 
 def forward(

@@ -8,6 +8,8 @@
  */
 #include "vector.h"
 
+enum { ENERGY = 0 };
+
 static const double LOG2_E = 1.4426950408889634074, LN2 = 0.69314718055994530942;
 
 typedef struct {

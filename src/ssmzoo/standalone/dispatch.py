@@ -28,7 +28,15 @@ def record(op: str, backend: str) -> None:
     _ran[op] = backend
 
 
-def choose(op: str, backend: Backend, tensor: torch.Tensor, offers: tuple[str, ...] = ALL) -> str:
+def choose(
+    op: str,
+    backend: Backend,
+    tensor: torch.Tensor,
+    offers: tuple[str, ...] = ALL,
+    *,
+    dtype: torch.dtype | None = None,
+    variant: str | None = None,
+) -> str:
     """Return the backend that a call shall take: ``"eager"`` unless the reference is asked for.
 
     Raises:

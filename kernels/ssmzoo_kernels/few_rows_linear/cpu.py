@@ -1,0 +1,21 @@
+"""The linear map of a few rows in C: few_rows_linear.c."""
+
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ssmzoo_kernels import native
+
+_SOURCE = Path(__file__).with_name("few_rows_linear.c")
+
+
+@functools.cache
+def load(dtype: torch.dtype) -> Callable[..., None]:
+    """Build and load what calls in a dtype need, or raise what native.library raises."""
+    kernel = native.library(_SOURCE, dtype).few_rows_linear
+    kernel.argtypes = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int)
+    kernel.restype = None
+    return kernel
