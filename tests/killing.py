@@ -1,6 +1,6 @@
 """Kill training runs at random instants, resume each, and compare with one that was left alone.
 
-``python tests/killing.py RECIPE FOLDER KILLS SEED [SIGNAL ...]`` prints one JSON object. The runs
+``python -m tests.killing RECIPE FOLDER KILLS SEED [SIGNAL ...]`` prints one JSON object. The runs
 to be killed are forked from this process, which did the one that is left alone: no instant goes to
 importing. Of every two, one is killed at a random time and one at a random operation on a
 checkpoint's files, however these are written. Half of them are killed once more, while they resume.
@@ -18,9 +18,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import safetensors.torch
 import torch
 from safetensors.torch import load_file
+from tests.stopping import signalled_at
 
 import ssmzoo.data
 from ssmzoo.checkpoint import checkpoints, damage_of, read_metrics, step_of
@@ -59,19 +61,6 @@ class Operations:
                 os.kill(os.getpid(), self.number)
 
 
-def signal_at(owner, name, call, number):
-    """Let a function send a signal to its own process, at one of its calls."""
-    function, calls = getattr(owner, name), []
-
-    def send(*given, **named):
-        calls.append(1)
-        if len(calls) == call:
-            os.kill(os.getpid(), number)
-        return function(*given, **named)
-
-    setattr(owner, name, send)
-
-
 def start(recipe, folder, *, resume, operation=None, number=signal.SIGKILL, point=None):
     """Fork a run, which gets a signal before an operation, or at a point, if one is given."""
     child = os.fork()
@@ -85,7 +74,7 @@ def start(recipe, folder, *, resume, operation=None, number=signal.SIGKILL, poin
         if operation is not None:
             operations.last = operation
         if point is not None:
-            signal_at(*POINTS[point][:3], number)
+            signalled_at(pytest.MonkeyPatch(), *POINTS[point][:3], number)
         train(recipe, output_dir=folder, resume=resume)
         log_of(folder).with_suffix(".operations").write_text(str(operations.count))
         status = 0
