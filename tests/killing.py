@@ -1,9 +1,12 @@
 """Kill training runs at random instants, resume each, and compare with one that was left alone.
 
-``python tests/killing.py RECIPE FOLDER KILLS SEED`` prints one JSON object. The runs to be killed
-are forked from this process, which did the one that is left alone: no instant goes to importing.
-Of every two, one is killed at a random time and one at a random operation on a checkpoint's files,
-however these are written. Half of them are killed once more, while they resume.
+``python -m tests.killing RECIPE FOLDER KILLS SEED [SIGNAL ...]`` prints one JSON object. The runs
+to be killed are forked from this process, which did the one that is left alone: no instant goes to
+importing. Of every two, one is killed at a random time and one at a random operation on a
+checkpoint's files, however these are written. Half of them are killed once more, while they resume.
+
+Where signals are named, runs get these by turns, and not SIGKILL. Then they must stop in order, and
+each of the POINTS is tried as well.
 """
 
 import json
@@ -15,44 +18,68 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import load_file
+from tests.stopping import signalled_at
 
-from ssmzoo.checkpoint import checkpoints, damage_of, read_metrics
+import ssmzoo.data
+from ssmzoo.checkpoint import checkpoints, damage_of, read_metrics, step_of
+from ssmzoo.objective import CausalLM
+from ssmzoo.run_folder import RunFolder
+from ssmzoo.stopping import Stopped
 from ssmzoo.train import train
 
 torch.set_num_threads(1)
+SIGNALS = [getattr(signal, name) for name in sys.argv[5:]]
+# what sends a signal to its own process, at which call, and the newest checkpoint afterwards
+POINTS = {
+    "tokenising": (ssmzoo.data, "_hash", 1, None),
+    "writing what describes the run": (RunFolder, "describe", 1, None),
+    "a step": (CausalLM, "loss_of", 5, 5),
+    "an evaluation": (CausalLM, "measure", 3, 8),
+    "writing a checkpoint": (safetensors.torch, "save_file", 2, 6),
+    "the last checkpoint": (safetensors.torch, "save_file", 4, 12),
+    "writing the model": (RunFolder, "finish", 1, 12),
+}
 OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "shutil.rmtree")
 
 
 class Operations:
     """What this process does to files of checkpoints, counted from now on."""
 
-    def __init__(self):
-        self.count, self.last = 0, float("inf")
+    def __init__(self, number):
+        self.count, self.last, self.number = 0, float("inf"), number
         sys.addaudithook(self._see)
 
     def _see(self, event, arguments):
         if event in OPERATIONS and "/checkpoints/" in str(arguments[0]):
             self.count += 1
             if self.count > self.last:
-                os.kill(os.getpid(), signal.SIGKILL)
+                self.last = float("inf")
+                os.kill(os.getpid(), self.number)
 
 
-def start(recipe, folder, *, resume, operation=None):
-    """Fork a run, which is killed before an operation if one is given."""
+def start(recipe, folder, *, resume, operation=None, number=signal.SIGKILL, point=None):
+    """Fork a run, which gets a signal before an operation, or at a point, if one is given."""
     child = os.fork()
     if child:
         return child
     status = 1
     try:
         sys.stdout = sys.stderr = log_of(folder).open("a")
-        operations = Operations()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job may run without it
+        operations = Operations(number)
         if operation is not None:
             operations.last = operation
+        if point is not None:
+            signalled_at(pytest.MonkeyPatch(), *POINTS[point][:3], number)
         train(recipe, output_dir=folder, resume=resume)
         log_of(folder).with_suffix(".operations").write_text(str(operations.count))
         status = 0
+    except Stopped as stopped:
+        status = stopped.status
     except BaseException as error:
         sys.stdout.write(f"{type(error).__name__}: {error}\n")
         sys.stdout.flush()
@@ -80,6 +107,29 @@ def same(one, two):
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
+def stop_at_points(recipe, root, weights, lines):
+    """Stop a run at each of the points, and resume it."""
+    for turn, (point, (*_, newest)) in enumerate(POINTS.items()):
+        folder, number = root / point.replace(" ", "-"), SIGNALS[turn % len(SIGNALS)]
+        child = start(recipe, folder, resume=False, number=number, point=point)
+        _, status = os.waitpid(child, 0)
+        told = log_of(folder).read_text()
+        assert os.WIFEXITED(status), (point, status, told)
+        assert os.WEXITSTATUS(status) == 128 + number, (point, told)
+        found = checkpoints(folder / "checkpoints")
+        assert newest == (step_of(found[-1]) if found else None), (point, found)
+        (line,) = [line for line in told.splitlines() if "stopped by" in line]
+        assert line.startswith(f"stopped by {signal.Signals(number).name} "), (point, line)
+        if point == "writing the model":
+            assert "when the run was finished" in line
+        else:
+            assert "--resume" in line, (point, line)
+        log_of(folder).unlink()
+        finish(recipe, folder, resume=True)
+        assert same(load_file(folder / "model" / "model.safetensors"), weights), point
+        assert timeless(folder) == lines, point
+
+
 def main():
     recipe, root = Path(sys.argv[1]), Path(sys.argv[2])
     kills, rng = int(sys.argv[3]), random.Random(int(sys.argv[4]))
@@ -97,21 +147,27 @@ def main():
         "while_resuming": 0,
         "runs": 0,
         "too_late": 0,
+        "too_early": 0,
     }
+    if SIGNALS:
+        stop_at_points(recipe, root, weights, lines)
     while counts["kills"] < kills:
         number = counts["runs"]
         folder, writes = root / f"{number}", number % 2 == 1
+        sent = SIGNALS[number % len(SIGNALS)] if SIGNALS else signal.SIGKILL
         for again in range(1 + number // 2 % 2):
             earlier = set(folder.glob("checkpoints/.*.unfinished"))
             resumes, part = folder.exists(), rng.random() / (1 + again)
             operation = int(part * operations) if writes else None
-            child = start(recipe, folder, resume=resumes, operation=operation)
+            child = start(recipe, folder, resume=resumes, operation=operation, number=sent)
             if not writes:
                 time.sleep(part * seconds)
-                os.kill(child, signal.SIGKILL)
+                os.kill(child, sent)
             _, status = os.waitpid(child, 0)
-            killed = os.WIFSIGNALED(status)
-            counts["kills" if killed else "too_late"] += 1
+            early = bool(SIGNALS) and (os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 1)
+            killed = not early and os.waitstatus_to_exitcode(status) in (-sent, 128 + sent)
+            outcome = "kills" if killed else "too_early" if early else "too_late"
+            counts[outcome] += 1  # early: before the run listens
             found = checkpoints(folder / "checkpoints")
             for checkpoint in found:  # what has its final name is whole
                 assert damage_of(checkpoint) is None, damage_of(checkpoint)

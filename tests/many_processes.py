@@ -6,6 +6,7 @@ all scenes in one launch, because two processes take longer to import torch than
 
 import json
 import os
+import signal
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,12 +18,13 @@ import torch.nn.functional as F
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import save_file
-from tests.stopping import KilledError, killed_before
+from tests.stopping import KilledError, killed_before, signalled_at
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+import ssmzoo.data
 import ssmzoo.loop
 import ssmzoo.train
 from ssmzoo import families, load_family
@@ -31,6 +33,7 @@ from ssmzoo.objective import CausalLM
 from ssmzoo.optimizer import make_optimizer
 from ssmzoo.run_folder import RunFolder
 from ssmzoo.state import load_optimizer, optimizer_tensors, whole
+from ssmzoo.stopping import Stopped
 from ssmzoo.train import train
 
 
@@ -115,6 +118,28 @@ def resumed_after_a_death(folder, rank):
     recipe = folder / "dropout.yaml"
     train(recipe, output_dir=folder / "left-alone")
     train(recipe, output_dir=folder / "died", resume=True)
+
+
+def told_to_stop(folder, rank):
+    """A run that is told to stop four times: by the first process, by the second, and by both."""
+    train(folder / "dropout.yaml", output_dir=folder / "told-by-launcher", resume=True)
+    said = []
+    for receivers, number, owner, name, call in (
+        ((0,), signal.SIGINT, ssmzoo.data, "_hash", 1),
+        ((1,), signal.SIGTERM, CausalLM, "loss_of", 3),  # in step 2
+        ((0,), signal.SIGUSR1, CausalLM, "measure", 2),
+        ((0, 1), signal.SIGTERM, Run, "_save", 2),
+    ):
+        before = signal.getsignal(number)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank in receivers:
+                signalled_at(patch, owner, name, call, number)
+            with pytest.raises(Stopped) as caught:
+                train(folder / "dropout.yaml", output_dir=folder / "told", resume=True)
+        assert signal.getsignal(number) is before
+        said.append([caught.value.status, str(caught.value)])
+    train(folder / "dropout.yaml", output_dir=folder / "told", resume=True)
+    (folder / f"told-{rank}.json").write_text(json.dumps(said))
 
 
 def read_from_a_stream(folder, rank):
@@ -309,6 +334,7 @@ def main():
     for scene in (
         trained_alike,
         resumed_after_a_death,
+        told_to_stop,
         read_from_a_stream,
         other_ways_to_train,
         sharded_by_torch,

@@ -1,4 +1,6 @@
-"""Runs that stop in the middle as if they were killed, within this process."""
+"""Runs that stop in the middle within this process, as if they were killed or by a signal."""
+
+import os
 
 from ssmzoo.loop import Run
 
@@ -17,3 +19,16 @@ def killed_before(patch, step):
         optimize(run, read)
 
     patch.setattr(Run, "_optimize", stop)
+
+
+def signalled_at(patch, owner, name, call, number):
+    """Let a function send a signal to its own process, at one of its calls."""
+    function, calls = getattr(owner, name), []
+
+    def send(*given, **named):
+        calls.append(1)
+        if len(calls) == call:
+            os.kill(os.getpid(), number)
+        return function(*given, **named)
+
+    patch.setattr(owner, name, send)

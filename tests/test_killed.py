@@ -1,4 +1,7 @@
-"""Runs killed at random instants, some inside the writing of a checkpoint: nothing is lost."""
+"""Runs killed, or told to stop, at random instants: nothing is lost.
+
+Some of these instants lie inside the writing of a checkpoint.
+"""
 
 import json
 import os
@@ -9,7 +12,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-KILLING = Path(__file__).with_name("killing.py")
 RECIPE = {
     "model": {
         "family": "longhorn",
@@ -23,15 +25,25 @@ RECIPE = {
 }
 
 
-def killed(tmp_path, kills, seed):
+def killed(tmp_path, kills, seed, *signals):
     (tmp_path / "text.txt").write_text("ant bee cat dodo " * 500, encoding="utf-8")
     data = {"text": str(tmp_path / "text.txt"), "validation": 0.2}
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({**RECIPE, "data": data}), encoding="utf-8")
-    command = [sys.executable, KILLING, recipe, tmp_path / "runs", str(kills), str(seed)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.killing",
+        recipe,
+        tmp_path / "runs",
+        str(kills),
+        str(seed),
+    ]
+    command += signals
     (tmp_path / "runs").mkdir()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)
 
@@ -41,6 +53,21 @@ def test_runs_killed_anywhere_end_with_the_weights_and_lines_of_one_left_alone(t
     assert counts["kills"] >= 8
     assert counts["while_resuming"] >= 1
     assert counts["inside_a_checkpoint"] >= 1
+
+
+def test_runs_told_to_stop_anywhere_are_saved_and_end_as_one_left_alone(tmp_path):
+    counts = killed(tmp_path, 4, 0, "SIGTERM", "SIGUSR1", "SIGINT")
+    assert counts["kills"] >= 4
+    assert counts["while_resuming"] >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_hundred_runs_told_to_stop_anywhere_are_saved_and_end_as_one_left_alone(tmp_path):
+    counts = killed(tmp_path, 110, 1, "SIGTERM", "SIGUSR1", "SIGINT")
+    sys.stdout.write(f"{counts}\n")
+    assert counts["kills"] >= 110
+    assert counts["while_resuming"] >= 20
 
 
 @pytest.mark.slow

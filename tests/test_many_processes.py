@@ -182,7 +182,16 @@ def death(folder):
 
 
 @pytest.fixture(scope="module")
-def together(folder, death):
+def told(folder):
+    """A run whose launcher is told to stop, and what that leaves."""
+    (folder / "tell.py").write_text(TELL)
+    run = ["train", folder / "dropout.yaml", "--output", folder / "told-by-launcher"]
+    done = launch(folder / "tell.py", *run)
+    return done, [path.name for path in (folder / "told-by-launcher" / "checkpoints").iterdir()]
+
+
+@pytest.fixture(scope="module")
+def together(folder, death, told):
     """The folder with all that two processes did in it, on from what one process left there."""
     done = launch("-m", "tests.many_processes", folder)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -402,6 +411,53 @@ def test_on_two_machines_the_other_one_says_what_happened(death, folder, tmp_pat
 
 def test_a_run_whose_process_was_killed_resumes_bit_by_bit(together):
     assert_same(together / "left-alone", together / "died")
+
+
+# -- a run that is told to stop --------------------------------------------------------------
+
+TELL = """
+import os, signal, sys, time
+from ssmzoo.cli import main
+from ssmzoo.loop import Run
+
+optimize = Run._optimize
+
+def tell(run, read):
+    if run.step == 2:
+        if os.environ["RANK"] == "1":
+            os.kill(os.getppid(), signal.SIGTERM)  # the launcher, which tells its processes
+        while run.request.signal is None:
+            time.sleep(0.01)
+    optimize(run, read)
+
+Run._optimize = tell
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_launcher_that_is_told_to_stop_leaves_its_run_saved(told, together):
+    done, checkpoints = told
+    assert done.returncode != 0
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("stopped by")]
+    assert line.startswith("stopped by SIGTERM after step 3, which is saved; to go on: under the ")
+    assert line.endswith("/told-by-launcher --resume")
+    assert checkpoints == ["step-00000003"]
+    assert_same(together / "left-alone", together / "told-by-launcher")
+
+
+def test_a_signal_to_one_process_or_to_both_stops_both_and_loses_nothing(together):
+    first, second = (json.loads((together / f"told-{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    assert [status for status, _ in first] == [130, 143, 138, 143]
+    starts = [
+        "stopped by SIGINT before anything was trained; give the same command again",
+        "stopped by SIGTERM after step 3, ",
+        "stopped by SIGUSR1 after step 4, ",
+        "stopped by SIGTERM after step 8, ",
+    ]
+    for (_, line), start in zip(first, starts, strict=True):
+        assert line.startswith(start)
+    assert_same(together / "left-alone", together / "told")
 
 
 def test_a_step_waits_for_half_an_hour_and_what_one_process_does_alone_for_longer(together):

@@ -7,9 +7,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,11 +29,18 @@ from ssmzoo.files import (
 )
 
 CONTENTS = "contents.json"
+_NAME = re.compile(r"step-\d+")
+# what file systems answer that know no such locks: NFS without lockd, Lustre, FUSE
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+logger = logging.getLogger("ssmzoo")
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold a run's folder, making it first, against a second run into it.
+
+    A file system without locks is warned of, and the folder is not held.
 
     Raises:
         RuntimeError: Another process holds it, or it cannot be written.
@@ -49,6 +59,15 @@ def locked(folder: Path) -> Iterator[None]:
                 f"another run (process {lock.read().strip() or 'unknown'}) is writing into "
                 f"{folder}; wait for it, or choose another output_dir"
             ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise RuntimeError(f"output_dir {folder} cannot be locked: {error}") from None
+            logger.warning(
+                "the file system of %s has no locks (%s): see to it that no second run writes "
+                "into it",
+                folder,
+                error.strerror,
+            )
         with writing(folder / ".lock"):
             lock.truncate(0)
             os.write(
@@ -91,7 +110,8 @@ def save_checkpoint(
 
 def checkpoints(root: Path) -> list[Path]:
     """Return the checkpoints of a run, the newest last."""
-    return sorted(path for path in root.glob("step-*") if path.is_dir())
+    found = [path for path in root.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=step_of)
 
 
 def newest_checkpoint(root: Path) -> Path | None:
@@ -128,15 +148,21 @@ def step_of(checkpoint: Path) -> int:
 class Metrics:
     """``metrics.jsonl``: one JSON object a line, each on the disk's way as soon as it is known."""
 
-    def __init__(self, path: Path, *, after_step: int) -> None:
+    def __init__(self, path: Path, *, after_step: int, judged: bool = True) -> None:
         """Open the file, first dropping what was measured after a step that is resumed from.
+
+        Args:
+            path: The file.
+            after_step: The step; 0 to begin.
+            judged: Whether a validation that was due after that step was finished before it was
+                saved; otherwise its line is dropped too.
 
         Raises:
             RuntimeError: A line before that is damaged, or the file cannot be written.
         """
         self._path = path
         if path.exists():
-            write_text(path, "".join(_lines_until(path, after_step)))
+            write_text(path, "".join(_lines_until(path, after_step, judged)))
         with writing(path):
             self._file = path.open("ab", buffering=0)
 
@@ -171,18 +197,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _lines_until(path: Path, step: int) -> Iterator[str]:
+def _lines_until(path: Path, step: int, judged: bool) -> Iterator[str]:
     text = path.read_text(encoding="utf-8", errors="replace")
     for number, line in enumerate(text.splitlines(keepends=True), 1):
         try:
-            later = json.loads(line)["step"] > step
+            measured = json.loads(line)
+            later = measured["step"] > step
+            again = measured["step"] == step and not judged and "validation_loss" in measured
         except (ValueError, LookupError, TypeError):
             if not line.endswith("\n"):  # it was cut off when the run was killed
                 return
             raise RuntimeError(
                 f"line {number} of {path} is damaged: {line.strip()[:60]!r}; take it out to resume"
             ) from None
-        if later:
+        if later or again:
             return
         yield line if line.endswith("\n") else f"{line}\n"
 

@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
     0 is success, 1 a failed check or a fault of ours, 2 a mistake in what was asked for or
-    something the machine refused, 130 an interrupt, 141 a reader that went away.
+    something the machine refused, 130 an interrupt, 141 a reader that went away. ``train`` that is
+    told to stop saves its work and ends with 143 for SIGTERM, 138 for SIGUSR1, 130 for SIGINT.
 
     Args:
         arguments: What follows the program's name; the process's own if None.
@@ -47,8 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    except KeyboardInterrupt as error:
+        return getattr(error, "status", INTERRUPTED)
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
             return BROKEN_PIPE

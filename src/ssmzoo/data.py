@@ -26,7 +26,7 @@ from ssmzoo.documents import (
     file_manifest,
     open_dataset,
     read_files,
-    require_unchanged,
+    same_files,
     split_over_ranks,
     texts_of,
 )
@@ -140,6 +140,7 @@ def prepare_data(
             f"data.{data.source}",
             before["files"] if before else None,
             content=not data.streaming,
+            root=None if data.dataset is None else Path(data.dataset),
         )
     if isinstance(data.validation, list) and data.dataset is None:
         manifest["validation_files"] = _same_files(
@@ -149,8 +150,19 @@ def prepare_data(
             content=not data.streaming,
         )
     manifest["digest"] = json_digest(_without_places(manifest), data.text_field)
+    if data.source != "task":
+        digest = tokenizer_digest(tokenizer)
+        manifest["tokenizer"] = {"name": data.tokenizer, "digest": digest}
+        was = manifest["tokenizer"] if before is None else before.get("tokenizer")
+        if was and was["name"] != data.tokenizer and was["digest"] != digest:
+            raise ValueError(
+                f"data.tokenizer must be {was['name']!r}, with which the run began, or a copy of "
+                f"it, got {data.tokenizer!r}, which encodes otherwise; start a new run to change it"
+            )
     if not data.streaming and data.source != "task":
-        key = json_digest([manifest["digest"], tokenizer_digest(tokenizer)])
+        # a text's tokens are kept with the names of its files
+        names = [file["path"] for file in manifest["files"]] if data.source == "text" else []
+        key = json_digest([manifest["digest"], manifest["tokenizer"]["digest"], *names])
         if not _is_store(cache, key):
             documents = _training_documents(recipe, manifest)
             _write_store(documents, tokenizer, cache, key, f"data.{data.source}")
@@ -296,8 +308,14 @@ def _file_documents(
 
 def _stream_documents(recipe: Recipe, manifest: dict[str, Any]) -> Iterator[str]:
     data = recipe.data
-    records = open_dataset(data, data.split, manifest.get("revision"), streaming=True)
+    records = _open_stream(data, manifest)
     return texts_of(records, data.text_field, f"data.{data.source}")
+
+
+def _open_stream(data: DataSection, manifest: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    files = [file["path"] for file in manifest.get("files", [])]
+    revision = manifest.get("revision")
+    return open_dataset(data, data.split, revision, streaming=True, files=files)
 
 
 def _stream(
@@ -311,7 +329,7 @@ def _stream(
     data, train = recipe.data, recipe.train
 
     def open_records() -> Iterable[dict[str, Any]]:
-        records = open_dataset(data, data.split, manifest.get("revision"), streaming=True)
+        records = _open_stream(data, manifest)
         return split_over_ranks(records, rank, world)
 
     def texts(records: Iterable[dict[str, Any]]) -> Iterator[str]:
@@ -325,13 +343,17 @@ def _stream(
 
 
 def _same_files(
-    paths: list[str], field: str, before: list[dict[str, Any]] | None, *, content: bool
+    paths: list[str],
+    field: str,
+    before: list[dict[str, Any]] | None,
+    *,
+    content: bool,
+    root: Path | None = None,
 ) -> list[dict[str, Any]]:
     files = expand(paths, field)
     if before is None:
         return file_manifest(files, content=content)
-    require_unchanged(before, files)
-    return before
+    return same_files(before, files, root)
 
 
 def _commit(data: DataSection) -> str:

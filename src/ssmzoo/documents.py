@@ -92,9 +92,14 @@ def read_files(
 
 
 def open_dataset(
-    data: DataSection, split: str, revision: str | None, *, streaming: bool
+    data: DataSection,
+    split: str,
+    revision: str | None,
+    *,
+    streaming: bool,
+    files: Sequence[str] = (),
 ) -> Iterable[dict[str, Any]]:
-    """Open the recipe's Hub data set, or its local jsonl or parquet files, through ``datasets``.
+    """Open the recipe's Hub data set, or local jsonl or parquet ``files``, through ``datasets``.
 
     Raises:
         LookupError: No such data set, configuration or split.
@@ -111,9 +116,9 @@ def open_dataset(
             )
             return cast("Iterable[dict[str, Any]]", opened)
         kind = "json" if data.jsonl is not None else "parquet"
-        files = expand(data.jsonl or data.parquet or [], f"data.{data.source}")
-        names = [str(file) for file in files]
-        opened = datasets.load_dataset(kind, data_files=names, split="train", streaming=streaming)
+        opened = datasets.load_dataset(
+            kind, data_files=list(files), split="train", streaming=streaming
+        )
         return cast("Iterable[dict[str, Any]]", opened)
     except (DatasetNotFoundError, FileNotFoundError, ValueError) as error:
         raise LookupError(f"data.{data.source}: {first_line(error)}") from error
@@ -147,27 +152,64 @@ def file_manifest(files: Sequence[Path], *, content: bool) -> list[dict[str, Any
     return manifest
 
 
-def require_unchanged(manifest: Sequence[dict[str, Any]], files: Sequence[Path]) -> None:
-    """Check that the data files are those of the manifest. Files with the same times are trusted.
+def same_files(
+    manifest: Sequence[dict[str, Any]], files: Sequence[Path], root: Path | None = None
+) -> list[dict[str, Any]]:
+    """Return the manifest of the same files where they lie now, in the same order.
+
+    A file at its place with its times is trusted. Others are the same when name and digest are; of
+    a stream, whose content is not read, when name, size and time are.
+
+    Args:
+        manifest: What :func:`file_manifest` found before.
+        files: What there is now.
+        root: A folder in which a file's name is its path, None where it is the path's last part.
 
     Raises:
         ValueError: A file was changed, removed or added; the message names it.
     """
-    known = {entry["path"]: entry for entry in manifest}
     now = {str(file.absolute()): file for file in files}
-    hint = "; put it back as it was, or start a new run"
-    for path in known.keys() ^ now.keys():
-        verb = "removed" if path in known else "added"
-        raise ValueError(f"the data file {path} was {verb} since the run began{hint}")
+    found: list[dict[str, Any] | None] = [
+        _entry_if_same(entry, now.pop(entry["path"])) if entry["path"] in now else None
+        for entry in manifest
+    ]
+    hint = "since the run began; put it back as it was, or start a new run"
     for path, file in now.items():
-        status, before = file.stat(), known[path]
-        same = (status.st_size, status.st_mtime_ns) == (before["bytes"], before["mtime_ns"])
-        if same and before["sha256"] is None:  # of a stream there is no more to compare
-            continue
-        if same and status.st_ctime_ns == before.get("ctime_ns"):
-            continue
-        if before["sha256"] is None or file_digest(file) != before["sha256"]:
-            raise ValueError(f"the data file {path} was changed since the run began{hint}")
+        name = str(file.relative_to(root)) if root is not None else file.name
+        gone = [
+            i
+            for i, entry in enumerate(manifest)
+            if found[i] is None and entry["path"].endswith(f"/{name}")
+        ]
+        if not gone:
+            raise ValueError(f"the data file {path} was added {hint}")
+        (moved,) = file_manifest([file], content=manifest[gone[0]]["sha256"] is not None)
+        same = "mtime_ns" if moved["sha256"] is None else "sha256"
+        keys = ("bytes", same)
+        match = next((i for i in gone if all(manifest[i][k] == moved[k] for k in keys)), None)
+        if match is None:
+            raise ValueError(f"the data file {path} was changed {hint}")
+        found[match] = moved
+    for entry, there in zip(manifest, found, strict=True):
+        if there is None:
+            raise ValueError(f"the data file {entry['path']} was removed {hint}")
+    return [there for there in found if there is not None]
+
+
+def _entry_if_same(before: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Return the entry of a file that is still at its place."""
+    status = file.stat()
+    same = (status.st_size, status.st_mtime_ns) == (before["bytes"], before["mtime_ns"])
+    if same and before["sha256"] is None:  # of a stream there is no more to compare
+        return before
+    if same and status.st_ctime_ns == before.get("ctime_ns"):
+        return before
+    if before["sha256"] is None or file_digest(file) != before["sha256"]:
+        raise ValueError(
+            f"the data file {file.absolute()} was changed since the run began; put it back as it "
+            "was, or start a new run"
+        )
+    return before
 
 
 def split_over_ranks(
@@ -206,21 +248,23 @@ def _read_parquet(file: Path, text_field: str) -> Iterator[tuple[int, str]]:
         import pyarrow.parquet
     except ImportError as error:
         raise RuntimeError("parquet files need pyarrow: pip install 'ssmzoo[train]'") from error
-    try:
-        table = pyarrow.parquet.ParquetFile(file)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{file} must be a parquet file: {error}") from None
-    if text_field not in table.schema_arrow.names:
-        raise LookupError(
-            f"{file} has no column {text_field!r}, it has {', '.join(table.schema_arrow.names)}; "
-            "set data.text_field in the recipe"
-        )
-    row = 0
-    for batch in table.iter_batches(columns=[text_field]):
-        for text in batch.column(0).to_pylist():
-            row += 1
-            for checked in _checked({text_field: text}, text_field, f"{file}:{row}"):
-                yield row, checked
+    with file.open("rb") as stream:  # pyarrow takes names in UTF-8 only
+        try:
+            table = pyarrow.parquet.ParquetFile(stream)
+        except pyarrow.ArrowInvalid as error:
+            raise ValueError(f"{file} must be a parquet file: {error}") from None
+        names = table.schema_arrow.names
+        if text_field not in names:
+            raise LookupError(
+                f"{file} has no column {text_field!r}, it has {', '.join(names)}; "
+                "set data.text_field in the recipe"
+            )
+        row = 0
+        for batch in table.iter_batches(columns=[text_field]):
+            for text in batch.column(0).to_pylist():
+                row += 1
+                for checked in _checked({text_field: text}, text_field, f"{file}:{row}"):
+                    yield row, checked
 
 
 def _checked(record: Any, text_field: str, place: str) -> Iterator[str]:

@@ -62,7 +62,7 @@ def writing(target: Path, unfinished: Path | None = None) -> Iterator[None]:
             raise
         raise CannotWriteError(str(target), error.reason, error.number) from error
     except Exception as error:
-        refusal = _refusal(error)
+        refusal = _refusal(error, target)
         if refusal is None:
             raise
         raise CannotWriteError(str(target), *refusal) from error
@@ -81,7 +81,10 @@ def appears_whole(target: Path) -> Iterator[Path]:
     unfinished = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
     try:
         with writing(target, unfinished):
+            unfinished.touch()
+            mode = unfinished.stat().st_mode
             yield unfinished
+            unfinished.chmod(mode)  # some libraries make files that nobody else may read
             _flush(unfinished)
             os.replace(unfinished, target)
     finally:
@@ -107,9 +110,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_text(target: Path, text: str) -> None:
-    """Write a text file that appears complete or not at all."""
+    """Write a text file that appears complete or not at all.
+
+    A byte of a file's name that is not UTF-8 is written as JSON and YAML escape it.
+    """
     with appears_whole(target) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
+        unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
@@ -149,6 +155,7 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
         unfinished.mkdir(parents=True)
         try:
             write(unfinished)
+            open_up(unfinished)
             for path in [*unfinished.rglob("*"), unfinished]:
                 _flush(path)
             if target.exists():
@@ -170,10 +177,26 @@ def remove_folder(target: Path) -> None:
     shutil.rmtree(replaced)
 
 
+def open_up(folder: Path) -> None:
+    """Let files in a new folder be read and written by all whom the umask lets use the folder.
+
+    Some libraries, safetensors among them, make files that nobody else may read.
+    """
+    allowed = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(path.stat().st_mode | allowed)
+
+
 def file_digest(file: Path) -> str:
     """Return the sha256 of a file's content."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def is_utf8(path: str) -> bool:
+    """Return whether a path is text, and not bytes of another encoding."""
+    return not any("\ud800" <= character <= "\udfff" for character in path)
 
 
 def _flush(path: Path) -> None:
@@ -184,11 +207,14 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _refusal(error: Exception) -> tuple[str, int | None] | None:
+def _refusal(error: Exception, target: Path) -> tuple[str, int | None] | None:
     """Return why the machine refused, in words and as its number; None for any other error."""
     native = _NATIVE.search(str(error))
     if native is not None:
         return os.strerror(int(native[1])), int(native[1])
     if isinstance(error, OSError):
         return error.strerror or str(error), error.errno
+    # Python keeps bytes of a path that are not UTF-8, libraries in Rust cannot
+    if isinstance(error, UnicodeEncodeError) and not is_utf8(str(target)):
+        return "its path is not UTF-8", None
     return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -33,7 +34,7 @@ from ssmzoo.plan import Plan, require_ahead
 from ssmzoo.recipe import Recipe
 from ssmzoo.results import HIGHER_IS_BETTER
 from ssmzoo.run_folder import RunFolder
-from ssmzoo.segmented import SegmentedLM
+from ssmzoo.segmented import SegmentedLM, share_of_carried
 from ssmzoo.source import without_bars
 from ssmzoo.state import (
     load_optimizer,
@@ -43,6 +44,7 @@ from ssmzoo.state import (
     set_random_state,
     whole,
 )
+from ssmzoo.stopping import Stopped, StopRequest, told_by
 
 if TYPE_CHECKING:
     import torch
@@ -64,15 +66,43 @@ class _Step(NamedTuple):
     position: dict[str, Any]  # of the data, after this step
 
 
+class _Sums:
+    """Numbers of all processes, summed: on the device, and here without holding the device up."""
+
+    def __init__(self, accelerator: Accelerator, numbers: list[int]) -> None:
+        import torch
+
+        given = torch.tensor(numbers, device=accelerator.device)
+        self.values = cast("torch.Tensor", accelerator.reduce(given))
+        self._here = self.values.to("cpu", non_blocking=True)
+        self._copied: torch.Event | None = None
+        if self.values.device.type != "cpu":
+            self._copied = torch.Event(self.values.device)
+            self._copied.record()
+
+    def read(self) -> list[int]:
+        """Wait for the numbers alone, not for what the device was given to do after them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._here.tolist()
+
+
 class Run:
     """A run's parts and its loop."""
 
     def __init__(
-        self, accelerator: Accelerator, recipe: Recipe, folder: RunFolder, *, resume: bool
+        self,
+        accelerator: Accelerator,
+        recipe: Recipe,
+        folder: RunFolder,
+        request: StopRequest,
+        *,
+        resume: bool,
     ) -> None:
         import torch
 
         self.accelerator, self.recipe, self.folder = accelerator, recipe, folder
+        self.request, self.ready, self.finished = request, False, False
         self.main = accelerator.is_main_process
         world = accelerator.num_processes
         self.alone: Any = None if world == 1 else torch.distributed.new_group(timeout=ALONE)
@@ -94,10 +124,13 @@ class Run:
         self.step, self.tokens, self.unsummed_tokens = 0, 0, 0
         self.best: dict[str, float | int] | None = None
         self.stopped = False
+        self.unjudged = False  # a validation is due after the last step and not done
+        self.saved = time.monotonic()
         self.meter = Meter()
         self._build(checkpoint)
         # not before all is checked
-        self._on_main(lambda: folder.describe(recipe, manifest, self._facts()))
+        self._on_main(lambda: folder.describe(recipe, manifest, self._facts(), step=self.step))
+        self.ready = True
 
     # -- beginning ---------------------------------------------------------------------------
 
@@ -132,14 +165,18 @@ class Run:
         return {"rank": self.accelerator.process_index, "world": self.accelerator.num_processes}
 
     def _on_main(self, function: Callable[[], T]) -> T:
-        """Run a function in the main process and return its result, or raise its error, in all."""
+        """Run a function in the main process and return its result, or raise its error, in all.
+
+        Before the run is ready nothing can be lost, and the function stops as soon as it is told.
+        """
         import torch
 
         outcome: list[Any] = [None, None]
         if self.main:
             try:
-                outcome[0] = function()
-            except Exception as error:
+                with nullcontext() if self.ready else self.request.obeyed_at_once():
+                    outcome[0] = function()
+            except (Exception, Stopped) as error:
                 outcome[1] = error
         if self.alone is not None:
             torch.distributed.broadcast_object_list(outcome, group=self.alone)
@@ -231,7 +268,8 @@ class Run:
         self.step, self.tokens = state["step"], state["tokens"]
         self.meter.restore(state)
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        segments = self.recipe.train.segments
+        options = self.recipe.train
+        segments = options.segments
         carries = segments is not None and segments.carry
         if len(state["processes"]) != world and (self.recipe.data.streaming or carries):
             what = "carries states" if carries else "streams"
@@ -250,12 +288,13 @@ class Run:
             self.best = None
         stop = self.recipe.train.stop_at
         self.stopped = stop is not None and state["stopped"] == stop.model_dump()
+        self.unjudged = state.get("unjudged", False)
         if rank < len(state["processes"]):
             set_random_state(mine["random"])
         if carries:
-            self.objective.carry_on(
-                load_file(checkpoint / f"carried-{rank:05d}.safetensors"), self.accelerator.device
-            )
+            kept = [load_file(checkpoint / f"carried-{i:05d}.safetensors") for i in range(world)]
+            mine = share_of_carried(kept, rank, options.accumulate)
+            self.objective.carry_on(mine, self.accelerator.device)
 
     # -- running -----------------------------------------------------------------------------
 
@@ -266,7 +305,9 @@ class Run:
         total = self.plan.total
         self.metrics = None
         if self.main:
-            self.metrics = Metrics(self.folder.metrics, after_step=self.step)
+            self.metrics = Metrics(
+                self.folder.metrics, after_step=self.step, judged=not self.unjudged
+            )
         self.bar = tqdm(
             total=total,
             initial=self.step,
@@ -282,10 +323,17 @@ class Run:
                 self.metrics.close()
         test = self._test()
         self._on_main(lambda: self._finish(test))
+        self.finished = True
+        self._stop_if(self._told())
 
     def _loop(self, total: int) -> None:
-        plan, keeps_best = self.plan, self.recipe.checkpoint.best
+        plan = self.plan
         self.meter.start(self.tokens)
+        self.saved = time.monotonic()
+        self._stop_if(self._told())
+        if self.unjudged:
+            with self.meter.paused():
+                self._close(self.data.train.position(), evaluates=True, saves=True, told=None)
         steps = _ahead(self._read, 0 if self.stopped else total - self.step)
         for read in steps:
             self._optimize(read)
@@ -297,18 +345,60 @@ class Run:
             evaluates = (self.step % plan.evaluate_every == 0 or last) and bool(
                 self.data.validation
             )
-            saves = self.step % plan.save_every == 0 or last
-            if not (logs or evaluates or saves):
+            *flags, due = self.wishes
+            told = told_by(flags)
+            every = plan.save_every
+            saves = (every is not None and self.step % every == 0) or last or bool(due)
+            if not (logs or evaluates or saves or told):
                 continue
             self._collect()
             if logs:
                 self._log(read)
             with self.meter.paused():
-                better = evaluates and self._evaluate()
-                if saves or self.stopped or (better and keeps_best):
-                    self._save(read.position)
+                self._close(read.position, evaluates=evaluates, saves=saves, told=told)
             if self.stopped:
                 break
+
+    def _close(
+        self, position: dict[str, Any], *, evaluates: bool, saves: bool, told: int | None
+    ) -> None:
+        """Validate after a step and save it, as far as that is due, and stop if told to.
+
+        Raises:
+            Stopped: A process was told to stop. The step is saved, and so is that a validation is
+                due after it.
+        """
+        self.unjudged = evaluates
+        if evaluates and told is None:
+            try:
+                better = self._evaluate()
+                saves = saves or self.stopped or (better and self.recipe.checkpoint.best)
+            except Stopped as stopped:
+                told = stopped.signal
+        if saves or told:
+            self._save(position)
+        if told is None and (evaluates or saves):
+            told = self._told()
+            if told and not saves:
+                self._save(position)
+        self._stop_if(told)
+
+    def _wishes(self) -> list[int]:
+        """Return 1 for what this process asks for: to stop, by signal, and a checkpoint."""
+        minutes = self.recipe.checkpoint.minutes
+        due = self.main and minutes is not None and time.monotonic() - self.saved >= 60 * minutes
+        return [*self.request.flags(), int(due)]
+
+    def _told(self) -> int | None:
+        """Return the signal by which any process was told to stop; all processes must call this."""
+        wishes = self._wishes()
+        if self.alone is not None:
+            wishes = _Sums(self.accelerator, wishes).read()
+        return told_by(wishes[:-1])
+
+    def _stop_if(self, told: int | None) -> None:
+        if told is not None:
+            raise Stopped(told)
 
     def _read(self) -> _Step:
         """Read one step's micro-batches; this runs in a thread, ahead of the training."""
@@ -334,8 +424,10 @@ class Run:
 
         accelerator, world = self.accelerator, self.accelerator.num_processes
         total: Any = sum(read.targets)
+        sums: _Sums | None = None
         if world > 1:
-            total = self._sum(torch.tensor(total, device=accelerator.device))
+            sums = _Sums(accelerator, [total, *self._wishes()])
+            total = sums.values[0]
         loss_of_step: torch.Tensor | float = 0.0
         forward = partial(self._forward, self.model)
         work = [(i, piece) for i, pieces in enumerate(read.parts) for piece in pieces]
@@ -359,6 +451,8 @@ class Run:
         self.pending.append(
             torch.stack([torch.as_tensor(loss_of_step), whole(cast("torch.Tensor", norm))])
         )
+        # those of all processes when the step began: all obey after the same one
+        self.wishes = self._wishes() if sums is None else sums.read()[1:]
 
     def _collect(self) -> None:
         """Bring losses and norms from the device, and stop where one is not finite."""
@@ -416,6 +510,7 @@ class Run:
         self.model.train()
         line = {f"validation_{name}": value for name, value in metrics.items()}
         self._write({"step": self.step, "tokens": self.tokens, **line})
+        self.unjudged = False
         value = metrics[self.objective.metric]
         self.schedule.judge(value)
         sign = 1 if self.objective.higher else -1
@@ -436,7 +531,11 @@ class Run:
         return {"step": step_of(final), **self._measure(model, self.data.test)}
 
     def _measure(self, model: torch.nn.Module, parts: Iterable[Any]) -> dict[str, float | int]:
-        """Return the objective's metrics over all processes."""
+        """Return the objective's metrics over all processes.
+
+        Raises:
+            Stopped: A process was told to stop.
+        """
         import torch
 
         sums = self.objective.zeros(self.accelerator.device)
@@ -445,6 +544,7 @@ class Run:
             for part in parts:
                 batch = self.objective.batch(part)
                 sums += self.objective.measure(self._forward(model, batch), batch, part)
+                self._stop_if(self._told())
         return self.objective.metrics(self._sum(sums))
 
     def _best_step(self) -> int | None:
@@ -482,6 +582,7 @@ class Run:
             "schedule": self.schedule.state(),
             "best": self.best,
             "stopped": stop.model_dump() if stop is not None and self.stopped else None,
+            "unjudged": self.unjudged,
             "processes": processes,
         }
 
@@ -504,6 +605,7 @@ class Run:
             self.folder.draw(self._title(), self.objective.loss)
 
         self._on_main(save)
+        self.saved = time.monotonic()
 
     def _title(self) -> str:
         return f"{self.config.model_type}, {self.bare.num_parameters():,} parameters"

@@ -116,6 +116,15 @@ def is_of_another_process(error: RuntimeError) -> bool:
     return isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that a device, or the machine, has no more memory."""
+    import torch
+
+    # of the CPU allocator's errors only the text tells them from others
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
 def _flag(name: str) -> bool:
     return os.environ.get(name, "").lower() in ("1", "true", "yes")
 

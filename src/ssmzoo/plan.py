@@ -16,14 +16,14 @@ class Plan:
         total: Optimizer steps of the run.
         warmup: How many of them are warm-up.
         evaluate_every: Steps between validations.
-        save_every: Steps between checkpoints.
+        save_every: Steps between checkpoints; None if the clock alone decides.
         epoch_steps: Steps an epoch, whole for labelled examples; None for endless data.
     """
 
     total: int
     warmup: int
     evaluate_every: int
-    save_every: int
+    save_every: int | None
     epoch_steps: float | None
 
     @classmethod
@@ -51,7 +51,7 @@ class Plan:
             total,
             train.warmup_of(total),
             steps(recipe.eval.every),
-            steps(recipe.checkpoint.every),
+            None if recipe.checkpoint.every is None else steps(recipe.checkpoint.every),
             epoch_steps,
         )
 

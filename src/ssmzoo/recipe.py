@@ -380,18 +380,35 @@ class EvalSection(Section):
 
 
 class CheckpointSection(Section):
-    """What is kept of a run's states.
+    """What is kept of a run's states: a checkpoint after the last step, and before it where due.
 
     Attributes:
-        every: A checkpoint every so many steps, or every ``"epoch"``; and after the last step.
+        every: A checkpoint every so many steps, or every ``"epoch"``. Absent, it is 500 without
+            ``minutes``, and with them the clock alone decides.
+        minutes: A checkpoint after the first step that ends so long after the last checkpoint, by
+            the clock of the first process.
         keep: How many of the newest stay.
         best: Keep that of the best validation beside them. ``model/`` is made of it, and the test
             split judges it.
     """
 
-    every: Annotated[int | Literal["epoch"], _count_or("epoch", "checkpoint.every")] = 500
+    every: Annotated[int | Literal["epoch"], _count_or("epoch", "checkpoint.every")] | None = None
+    minutes: Annotated[float, Field(gt=0)] | None = None
     keep: Count = 2
     best: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _every_by_default(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and fields.get("minutes") is None:
+            return {"every": 500, **fields}
+        return fields
+
+    @model_validator(mode="after")
+    def _due_at_all(self) -> CheckpointSection:
+        if self.every is None and self.minutes is None:
+            raise ValueError("checkpoint must have every, minutes or both, got none")
+        return self
 
 
 class LogSection(Section):

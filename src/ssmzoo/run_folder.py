@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from ssmzoo.checkpoint import CONTENTS, checkpoint_of, newest_checkpoint, read_metrics
 from ssmzoo.curves import draw_curves
+from ssmzoo.documents import STDLIB
 from ssmzoo.files import read_json, write_folder, write_json, write_text
 from ssmzoo.machine import installed_versions
 from ssmzoo.portable import portable, portable_command
@@ -27,7 +28,15 @@ logger = logging.getLogger("ssmzoo")
 _DONT_COUNT = re.compile(r"\.lock|cache|\..+\.(unfinished|replaced)")
 _DRAW_SECONDS = 30  # at least, between two pictures of one run
 _PACKAGES = ("ssmzoo", "torch", "transformers", "accelerate", "datasets", "numpy")
-_MAY_CHANGE = {"train.steps", "train.tokens", "train.epochs", "train.stop_at"}
+_MAY_CHANGE = {
+    *("train.steps", "train.tokens", "train.epochs", "train.stop_at"),
+    *("train.accumulate", "train.gradient_checkpointing"),
+}
+# paths may change: what lies there is compared by name and digest when the data is opened
+_PLACES = {
+    *("data.text", "data.jsonl", "data.parquet", "data.dataset", "data.validation"),
+    *("data.tokenizer", "data.task_args"),
+}
 _DATA_FACTS = ("source", "config", "revision", "documents", "tokens", "examples", "digest")
 _NOT_OF_THE_MODEL = {CONTENTS, "optimizer.safetensors", "state.json"}
 
@@ -41,6 +50,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
         self._drawn = time.perf_counter()
+        self._changes: list[dict[str, Any]] = []
 
     def starting_point(self, recipe: Recipe, *, resume: bool) -> Path | None:
         """Return the checkpoint to continue from, None to begin; nothing is written.
@@ -61,7 +71,12 @@ class RunFolder:
             raise ValueError(
                 f"output_dir must hold a run to resume, got {self.path} without recipe.yaml"
             )
-        _require_same(load_recipe(begun), recipe)
+        before = load_recipe(begun)
+        _require_same(before, recipe)
+        self._changes = [
+            {"field": name, "from": portable(was), "to": portable(now)}
+            for name, was, now in before.differences(recipe, Recipe.model_fields)
+        ]
         return newest_checkpoint(self.checkpoints)
 
     def manifest(self) -> dict[str, Any] | None:
@@ -81,9 +96,15 @@ class RunFolder:
                 "it; put it back as it was, or start a new run"
             ) from error
 
-    def describe(self, recipe: Recipe, manifest: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Write what describes the run: recipe, data, and the facts beside time and versions."""
+    def describe(
+        self, recipe: Recipe, manifest: dict[str, Any], facts: dict[str, Any], *, step: int
+    ) -> None:
+        """Write what describes the run: recipe, data, and the facts beside time and versions.
+
+        What is not as it was before ``step`` is added to the list ``changes`` in ``run.json``.
+        """
         self._warn_of_the_clock()
+        changes = self._record_changes(facts, step)
         write_text(self.path / "recipe.yaml", recipe.to_yaml())
         write_json(self.path / "data.json", manifest)
         described = {
@@ -96,7 +117,27 @@ class RunFolder:
             **facts,
             "versions": installed_versions(*_PACKAGES),
         }
+        if changes:
+            described["changes"] = changes
         write_json(self.path / "run.json", described)
+
+    def _record_changes(self, facts: dict[str, Any], step: int) -> list[dict[str, Any]]:
+        """Return all changes since the run began, after writing them down if there are new ones."""
+        try:
+            before = read_json(self.path / "run.json")
+        except ValueError:  # not there yet, or damaged and about to be replaced
+            before = {}
+        new = [{"step": step, **change} for change in self._changes]
+        processes = before.get("processes", facts["processes"])
+        if processes != facts["processes"]:
+            change = {"field": "processes", "from": processes, "to": facts["processes"]}
+            new.append({"step": step, **change})
+        changes = before.get("changes", [])
+        if not new or changes[-len(new) :] == new:  # written, and killed before the recipe was
+            return changes
+        # first of all: where the recipe is written, what it said before is gone
+        write_json(self.path / "run.json", {**before, "changes": changes + new})
+        return changes + new
 
     def _warn_of_the_clock(self) -> None:
         """Say so if the clock was set back since ``run.json`` was written."""
@@ -168,11 +209,23 @@ class RunFolder:
 
 def _require_same(begun: Recipe, now: Recipe) -> None:
     for name, before, after in begun.differences(now, ("model", "data", "train")):
-        if name not in _MAY_CHANGE:
+        if name not in _MAY_CHANGE and not (name in _PLACES and _is_moved(before, after)):
             raise ValueError(
                 f"{name} must stay as the run began to resume it, {before!r}, "
                 f"got {after!r}; start a new run to change it"
             )
+
+
+def _is_moved(before: Any, after: Any) -> bool:
+    """Return whether both are local: one path, several, or a task's arguments but for its data."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        return before.keys() == after.keys() and all(
+            value == after[key] or (key == "data" and _is_moved(value, after[key]))
+            for key, value in before.items()
+        )
+    paths = [*(before if isinstance(before, list) else [before])]
+    paths += after if isinstance(after, list) else [after]
+    return all(isinstance(path, str) and (path[:1] == "/" or path == STDLIB) for path in paths)
 
 
 def _now() -> str:

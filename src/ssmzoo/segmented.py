@@ -134,4 +134,31 @@ class SegmentedLM(CausalLM):
             cache.layers[int(index)].states[name] = state.to(device)
 
 
-__all__ = ["SegmentedLM"]
+def share_of_carried(
+    kept: list[dict[str, torch.Tensor]], rank: int, accumulate: int
+) -> dict[str, torch.Tensor]:
+    """Return what a process carries on, cut anew where micro-batches are of another size.
+
+    Args:
+        kept: What :meth:`SegmentedLM.carried` returned, by process.
+        rank: The process.
+        accumulate: Its micro-batches a step.
+    """
+    import torch
+
+    states: dict[str, list[torch.Tensor]] = {}
+    parts = sorted({int(key.split(".", 1)[0]) for key in kept[0]})
+    for part in parts:  # a step's rows lie in this order
+        for mine in kept:
+            for key, state in mine.items():
+                if key.startswith(f"{part}."):
+                    states.setdefault(key.split(".", 1)[1], []).append(state)
+    share = {}
+    for name, rows in states.items():
+        pieces = torch.cat(rows).tensor_split(len(kept) * accumulate)
+        for part in range(accumulate):
+            share[f"{part}.{name}"] = pieces[part * len(kept) + rank].clone()
+    return share
+
+
+__all__ = ["SegmentedLM", "share_of_carried"]

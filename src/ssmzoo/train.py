@@ -5,16 +5,27 @@ A killed run resumes from its newest checkpoint to the same weights, bit for bit
 
 from __future__ import annotations
 
+import logging
+import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from ssmzoo.checkpoint import checkpoints, locked
+from ssmzoo.checkpoint import checkpoints, locked, step_of
 from ssmzoo.loop import Run
-from ssmzoo.machine import is_of_another_process, make_accelerator, require_launched
+from ssmzoo.machine import (
+    is_of_another_process,
+    is_out_of_memory,
+    make_accelerator,
+    require_launched,
+)
 from ssmzoo.optimizer import make_optimizer, param_groups
 from ssmzoo.recipe import Recipe, load_recipe
 from ssmzoo.run_folder import RunFolder
+from ssmzoo.source import first_line
+from ssmzoo.stopping import Stopped, StopRequest
+
+logger = logging.getLogger("ssmzoo")
 
 __all__ = ["make_optimizer", "param_groups", "train"]
 
@@ -33,38 +44,64 @@ def train(
     A supervised task's model has the head for the task, which the Auto class for it loads; the
     score of the test split is in ``run.json`` and ``results.json``.
 
+    SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) stop the run after the step, in all its processes: it is
+    saved, one line names the command that goes on, and :class:`ssmzoo.stopping.Stopped` is raised,
+    a KeyboardInterrupt. A second one, a second later or more, stops at once; under a launcher that
+    is the launcher's affair. Signals are heard while this function runs in the main thread, and
+    are handled as before afterwards.
+
     Args:
         recipe: A YAML file, the name of a shipped recipe, or a recipe.
         output_dir: The run's folder.
         resume: Continue the run that is there from its newest checkpoint; begin it where there is
-            none. Only ``train.steps``, ``train.tokens`` or ``train.epochs``, ``train.stop_at``,
-            ``eval``, ``checkpoint`` and ``log`` may differ from the recipe that it began with.
+            none. Of ``model``, ``data`` and ``train`` only these may differ from the recipe that
+            it began with: ``train.steps``, ``train.tokens``, ``train.epochs``, ``train.stop_at``,
+            ``train.accumulate``, ``train.gradient_checkpointing``, and where the data lies. What
+            differs is listed in ``run.json`` under ``changes``.
         overrides: ``section.field=value``; they win over the recipe.
 
     Raises:
         LookupError: A recipe, field, family, data set or tokenizer that does not exist.
         ValueError: A wrong value in the recipe, or data that cannot be used.
-        RuntimeError: The machine: a folder in use or not writable, a damaged checkpoint, a launcher
-            that did not start what it should, another process that ended, a loss that is not
-            finite.
+        RuntimeError: The machine: a folder in use or not writable, a damaged checkpoint, too little
+            memory, a launcher that did not start what it should, another process that ended, a loss
+            that is not finite.
+        Stopped: A signal told the run to stop, and it is saved.
     """
     chosen = load_recipe(recipe, overrides).with_absolute_paths()
     require_launched()
+    request = StopRequest()
+    with request.heard():
+        return _train(chosen, Path(output_dir).absolute(), resume, request)
+
+
+def _train(recipe: Recipe, folder: Path, resume: bool, request: StopRequest) -> Path:
     try:
         from accelerate.state import AcceleratorState
     except ImportError as error:
         raise RuntimeError("training needs accelerate: pip install 'ssmzoo[train]'") from error
     ours = not AcceleratorState._shared_state
-    accelerator = make_accelerator(chosen)
-    folder = Path(output_dir).absolute()
+    accelerator = make_accelerator(recipe)
+    alone = accelerator.num_processes == 1
     # the process that failed says why before the others notice that it is gone
-    leave = accelerator.num_processes == 1
+    leave = alone
+    run: Run | None = None
     try:
         with locked(folder) if accelerator.is_main_process else nullcontext():
-            Run(accelerator, chosen, RunFolder(folder), resume=resume).go()
+            with request.obeyed_at_once() if alone else nullcontext():
+                run = Run(accelerator, recipe, RunFolder(folder), request, resume=resume)
+            run.go()
         leave = True
-    except RuntimeError as error:
-        if not is_of_another_process(error):
+    except Stopped as stopped:
+        leave = True
+        told = Stopped(stopped.signal, f"{stopped} {_what_is_kept(folder, run, alone=alone)}")
+        if accelerator.is_main_process:
+            logger.warning("%s", told)
+        raise told from None
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise RuntimeError(_memory_message(error, recipe, folder, run)) from error
+        if not (isinstance(error, RuntimeError) and is_of_another_process(error)):
             raise
         saved = checkpoints(folder / "checkpoints")
         way_out = f"resume from {saved[-1]}" if saved else "start again, there is no checkpoint yet"
@@ -78,3 +115,49 @@ def train(
                 accelerator.end_training()
             AcceleratorState._reset_state(reset_partial_state=True)
     return folder
+
+
+def _what_is_kept(folder: Path, run: Run | None, *, alone: bool) -> str:
+    """Return where a run stopped and how it goes on."""
+    if not (folder / "recipe.yaml").exists():
+        return "before anything was trained; give the same command again, with or without --resume"
+    if run is not None and run.finished:
+        return f"when the run was finished; its model is {folder / 'model'}"
+    saved = checkpoints(folder / "checkpoints")
+    where = f"after step {step_of(saved[-1])}, which is saved" if saved else "before its first step"
+    launcher = "" if alone else "under the same launcher, "
+    return f"{where}; to go on: {launcher}{_resuming(folder)}"
+
+
+def _resuming(folder: Path) -> str:
+    """Return the command that goes on with a run."""
+    return shlex.join(
+        ["ssmzoo", "train", str(folder / "recipe.yaml"), "--output", str(folder), "--resume"]
+    )
+
+
+def _memory_message(error: BaseException, recipe: Recipe, folder: Path, run: Run | None) -> str:
+    """Return what ran out of memory, what needs less of it, and how the run goes on."""
+    options, steps = recipe.train, 0 if run is None else run.step
+    seq_len = "" if options.seq_len is None else f" (train.seq_len = {options.seq_len})"
+    checkpointing = str(options.gradient_checkpointing).lower()
+    text = (
+        f"out of memory after {steps} steps: {first_line(error)}; raise train.accumulate = "
+        f"{options.accumulate}, so that fewer of the train.batch_size = {options.batch_size} rows "
+        f"are computed at a time, set train.gradient_checkpointing = {checkpointing} to true, or "
+        f"start a new run with shorter rows{seq_len} or a smaller model"
+    )
+    if not (folder / "recipe.yaml").exists():
+        return text
+    saved = checkpoints(folder / "checkpoints")
+    kept = f"the checkpoint of step {step_of(saved[-1])} is intact; " if saved else ""
+    parts = 1 if run is None else run.accelerator.num_processes
+    share = options.batch_size // parts
+    fewer = range(options.accumulate + 1, share + 1)
+    accumulate = next((n for n in fewer if share % n == 0), None)
+    change = ""
+    if accumulate is not None:
+        change = f" --set train.accumulate={accumulate}"
+    elif not options.gradient_checkpointing:
+        change = " --set train.gradient_checkpointing=true"
+    return f"{text}; {kept}to go on: {_resuming(folder)}{change}"

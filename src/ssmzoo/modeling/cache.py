@@ -382,7 +382,10 @@ class StateCache(Cache):
         tensors |= {f"{_OTHER}{name}": tensor.contiguous() for name, tensor in others.items()}
         partial = Path(f"{os.fspath(path)}.{os.getpid()}.partial")
         try:
+            partial.touch()
+            mode = partial.stat().st_mode
             save_file(tensors, partial, metadata=metadata)
+            partial.chmod(mode)  # safetensors makes files that nobody else may read
             with partial.open("rb") as written:  # on the disk before it has the name
                 os.fsync(written.fileno())
             os.replace(partial, path)

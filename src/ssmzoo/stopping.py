@@ -1,0 +1,109 @@
+"""A run that is told to stop by a signal: it stops where nothing of its work is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+# what clusters send before they take a machine, what their users ask them to send, and Ctrl-C
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_SAME_REQUEST = 1.0  # seconds within which a second signal repeats the first: `timeout` sends two
+
+
+class Stopped(KeyboardInterrupt):
+    """A run was told to stop by a signal and has stopped, with its work saved.
+
+    Attributes:
+        signal: The signal's number.
+    """
+
+    def __init__(self, number: int, message: str = "") -> None:
+        super().__init__(number, message)  # so that it can be sent to other processes
+        self.signal, self.message = number, message
+
+    @property
+    def status(self) -> int:
+        """The exit status of a program that a signal ends: 128 and the signal's number."""
+        return 128 + self.signal
+
+    def __str__(self) -> str:
+        return self.message or f"stopped by {signal.Signals(self.signal).name}"
+
+
+class StopRequest:
+    """Whether this process was told to stop.
+
+    Attributes:
+        signal: The first of :data:`SIGNALS` that came, None if none did.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._came = 0.0
+        self._at_once = False
+        self._before: dict[int, Any] = {}
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Hear the signals inside; afterwards they do again what they did before.
+
+        Only the main thread can hear them. A signal that the process ignores stays ignored. One
+        that came too late to be obeyed is sent again at the end.
+        """
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                before = signal.getsignal(number)
+                if before not in (None, signal.SIG_IGN):
+                    self._before[number] = before
+                    signal.signal(number, self._hear)
+        try:
+            yield
+        finally:
+            self._put_back()
+        if self.signal is not None:
+            signal.raise_signal(self.signal)
+
+    @contextmanager
+    def obeyed_at_once(self) -> Iterator[None]:
+        """Stop anywhere inside, where nothing can be lost.
+
+        Raises:
+            Stopped: A signal came, also before.
+        """
+        outer, self._at_once = self._at_once, True
+        try:
+            if self.signal is not None:
+                raise Stopped(self.signal)
+            yield
+        finally:
+            self._at_once = outer
+
+    def flags(self) -> list[int]:
+        """Return 1 for the signal that came, 0 for the others of :data:`SIGNALS`."""
+        return [int(number == self.signal) for number in SIGNALS]
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is None:
+            self.signal, self._came = number, time.monotonic()
+            if self._at_once:
+                raise Stopped(number)
+        # a launcher passes on what its processes have got already, and kills those that are slow
+        elif "WORLD_SIZE" not in os.environ and time.monotonic() - self._came > _SAME_REQUEST:
+            self._put_back()
+            signal.raise_signal(number)
+
+    def _put_back(self) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        self._before.clear()
+
+
+def told_by(flags: list[int]) -> int | None:
+    """Return the signal that :meth:`StopRequest.flags`, summed over processes, tell of."""
+    return next((number for number, count in zip(SIGNALS, flags, strict=True) if count), None)
