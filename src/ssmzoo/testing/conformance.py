@@ -33,10 +33,11 @@ Check: TypeAlias = Callable[[Subject], Measured]
 
 CHECKS: tuple[Check, ...] = (
     forms.check_oracle,
+    forms.check_precision,
     forms.check_chunks,
     forms.check_tokens,
+    forms.check_packing,  # to a mixer padding is packing
     forms.check_padding,
-    forms.check_packing,
     forms.check_flattening_collator,
     forms.check_causality,
     forms.check_batch,
@@ -195,7 +196,7 @@ def run(function: Check, subject: Subject) -> CheckResult:
         measured = measure(function, subject)
         worst = measured.worst
         status = "passed" if worst is None or worst.ok else "failed"
-        detail = worst.what if worst is not None else ""
+        detail = worst.told if worst is not None else ""
     except NotApplicable as reason:
         status, detail = "skipped", str(reason)
     except AssertionError as broken:
@@ -269,7 +270,7 @@ class FamilyConformance:
         worst = measured.worst
         if worst is not None and not worst.ok:
             raise AssertionError(
-                f"{promise_of(promise)} {worst.what}: error {worst.size:.2e} exceeds "
+                f"{promise_of(promise)} {worst.told}: error {worst.size:.2e} exceeds "
                 f"{worst.budget:.2e}"
             )
 
