@@ -544,27 +544,47 @@ def test_check_exits_1_when_a_family_does_not_conform(monkeypatch, capsys):
             "causality", "The future changes nothing.", status, "told", 1.0, 2.0, 3
         )
         report = Report("longhorn", (result,))
-        monkeypatch.setattr("ssmzoo.testing.check", lambda _, oracle, report=report: report)
+        monkeypatch.setattr("ssmzoo.testing.check", lambda _, report=report, **__: report)
         assert main(["check", "longhorn"]) == code
         assert capsys.readouterr().out == report.table() + "\n"
         assert main(["check", "longhorn", "--json"]) == code
         assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(report.as_dict()))
 
 
-def test_check_compares_with_an_oracle_from_a_file(monkeypatch, capsys):
-    from ssmzoo import testing
-
+def test_check_compares_with_an_oracle_from_a_file(capsys):
     file = Path(__file__).with_name("oracles") / "longhorn.py"
-    real = testing.check
-    monkeypatch.setattr(
-        testing, "check", lambda family, oracle: real(family, oracle=oracle, only=["oracle"])
-    )
-    assert main(["check", "longhorn", "--oracle", f"{file}:logits"]) == 0
+    only = ("--only", "oracle")
+    assert main(["check", "longhorn", *only, "--oracle", f"{file}:logits"]) == 0
     assert "1 passed, 0 failed, 0 skipped" in capsys.readouterr().out
-    assert main(["check", "longhorn"]) == 0
+    assert main(["check", "longhorn", *only]) == 0
     assert "0 passed, 0 failed, 1 skipped" in capsys.readouterr().out
-    assert main(["check", "longhorn", "--oracle", f"{file}:silu"]) == 1
+    assert main(["check", "longhorn", *only, "--oracle", f"{file}:silu"]) == 1
     assert "0 passed, 1 failed, 0 skipped" in capsys.readouterr().out
+
+
+def test_check_runs_only_what_is_named_and_not_what_is_skipped(prints, fails):
+    command = ("check", "longhorn", "--json", "--only", "batch, outputs,causality")
+    report = json.loads(prints(*command, "--skip", "outputs"))
+    assert [row["name"] for row in report["checks"]] == ["causality", "batch"]
+    line = "only: no check named 'outptus'; did you mean 'outputs'?; checks: oracle, "
+    assert line in fails("check", "longhorn", "--only", "batch,outptus")
+    assert "skip: no check named 'bacth'" in fails("check", "longhorn", "--skip", "bacth")
+    nothing = fails("check", "longhorn", "--only", "batch", "--skip", "batch")
+    assert nothing.startswith("only and skip must leave a check to run, got only batch")
+    assert "argument --skip: must be names with commas" in fails("check", "longhorn", "--skip", ",")
+
+
+def test_check_draws_its_progress_on_a_terminal_only(monkeypatch, capsys):
+    command = ["check", "longhorn", "--only", "batch,causality"]
+    assert main(command) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert main(command) == 0
+    out, err = capsys.readouterr()
+    assert "longhorn:" in err
+    assert "2/2" in err
+    assert "causality" in err
+    assert out.startswith("check ")
 
 
 @pytest.mark.parametrize(

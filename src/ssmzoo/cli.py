@@ -304,6 +304,8 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
         "input_ids): numpy arrays by parameter name, the configuration's fields, ids [B, L]; it "
         "returns logits [B, L, V] (default: none, and that check is skipped)",
     )
+    for option, means in (("--only", "run these checks alone"), ("--skip", "leave these out")):
+        sub.add_argument(option, metavar="NAME[,NAME]", type=_names, help=means)
     _json_option(sub)
 
     sub = command(_inspect, "inspect", "draw a model's kernels, poles, memory and state")
@@ -431,6 +433,13 @@ def _numbers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(
             f"must be whole numbers with commas between, got {text!r}"
         ) from None
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not names:
+        raise argparse.ArgumentTypeError(f"must be names with commas between, got {text!r}")
+    return names
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -564,7 +573,7 @@ def _check(options: argparse.Namespace) -> int:
     from ssmzoo.testing import check, load_oracle
 
     oracle = load_oracle(options.oracle) if options.oracle is not None else None
-    report = check(options.family, oracle=oracle)
+    report = check(options.family, oracle=oracle, only=options.only, skip=options.skip or ())
     if options.json:
         _print_json(report.as_dict())
     else:

@@ -1,8 +1,9 @@
 """Sabotaged families: Longhorn with one thing wrong, which the conformance kit must find.
 
 :data:`NARROW` has a row for every check, with what fails it and nothing else; :data:`MISTAKES` has
-what a family's author gets wrong, which may break many promises at once. Where a promise is the
-shared layer's, a piece of that is replaced instead of one of the family's.
+what a family's author gets wrong, which may break many promises at once; :data:`PLANTED` has what
+only some lengths, batches or layouts show, and the check that must name it, without an oracle.
+Where a promise is the shared layer's, a piece of that is replaced instead of one of the family's.
 """
 
 import functools
@@ -15,7 +16,7 @@ import torch
 from tests.oracles import longhorn as oracle
 from torch import nn
 
-from ssmzoo.modeling import CausalConv1d, LayerState, PromptState, StateCache
+from ssmzoo.modeling import CausalConv1d, LayerState, Linear, PromptState, StateCache
 from ssmzoo.testing import Report, check, standalone
 from ssmzoo_longhorn import FAMILY, LonghornConfig
 from ssmzoo_longhorn.modeling_longhorn import (
@@ -34,18 +35,22 @@ class Sabotage:
         says: Part of what the report says of every check that fails.
         parts: What :func:`broken` replaces.
         patch: Or an owner, a name and what to put there.
-        fails: The checks that fail, where it is not the one that the row is named for.
+        fails: The checks that fail, where it is not the one that the row is named for; the first
+            in order names the fault.
+        oracle: Whether there is one to compare with.
     """
 
     says: str = ""
     parts: Mapping[str, Any] = field(default_factory=dict)
     patch: tuple[object, str, object] | None = None
     fails: frozenset[str] = frozenset()
+    oracle: bool = True
 
     def report(self, only: Sequence[str] | None = None) -> Report:
         """Return what the kit says."""
         if self.patch is None:
-            return check(broken(**self.parts), oracle=oracle.logits, only=only)
+            second = oracle.logits if self.oracle else None
+            return check(broken(**self.parts), oracle=second, only=only)
         with mock.patch.object(*self.patch):
             return check(FAMILY, oracle=oracle.logits, only=only)
 
@@ -90,9 +95,17 @@ class IsSlightlyWrong(LonghornMixer):
         return super().forward(hidden_states, state, cu_seqlens) * (1 + 1e-7)
 
 
+class RoundsFloat32Embeddings(LonghornModel):
+    def _embed(self, input_ids, inputs_embeds, input_values):
+        embeddings = super()._embed(input_ids, inputs_embeds, input_values)
+        if embeddings.dtype != torch.float32:
+            return embeddings
+        return embeddings + (embeddings.bfloat16() - embeddings).detach()
+
+
 class CutsTheGraphBeforeLongChunks(LonghornMixer):
     def forward(self, hidden_states, state, cu_seqlens=None):
-        if hidden_states.shape[1] > 3:
+        if cu_seqlens is None and hidden_states.shape[1] > 3:
             state.initial = {name: tensor.detach() for name, tensor in state.initial.items()}
         return super().forward(hidden_states, state, cu_seqlens)
 
@@ -133,7 +146,8 @@ class LetsGradientsLeak(LonghornModel):
     def _embed(self, input_ids, inputs_embeds, input_values):
         embeddings = super()._embed(input_ids, inputs_embeds, input_values)
         later = 1e-3 * embeddings.roll(-1, dims=1)
-        return embeddings if inputs_embeds is None else embeddings + (later - later.detach())
+        leaks = inputs_embeds is not None and inputs_embeds.shape[1] == 14
+        return embeddings + (later - later.detach()) if leaks else embeddings
 
 
 class ForgetsAfter64Tokens(LonghornMixer):
@@ -178,9 +192,9 @@ class KeepsItsStepsSmall(LonghornMixer):
         self.dt_bias.clamp_(max=-3.0)
 
 
-class LooksAcrossLanesOfFour(LonghornMixer):
+class LooksAcrossLanesOfEight(LonghornMixer):
     def forward(self, hidden_states, state, cu_seqlens=None):
-        if len(hidden_states) % 4 == 0 and not state.initial:
+        if len(hidden_states) % 8 == 0 and not state.initial:
             hidden_states = hidden_states * (1 + 1e-3 * hidden_states[:1, :1].detach())
         return super().forward(hidden_states, state, cu_seqlens)
 
@@ -471,6 +485,138 @@ class NamesTwoKindsOfLabels(LonghornForCausalLM):
         return super().forward(input_ids, labels=labels, shift_labels=shift_labels, **others)
 
 
+# --- what only some lengths, batches or layouts show ---------------------------------------------
+
+
+class StartsFrom(LonghornMixer):
+    """Base of those that spoil the state they start from, under a condition."""
+
+    def forward(self, hidden_states, state, cu_seqlens=None):
+        if self.spoils(hidden_states.shape[1], state, cu_seqlens is not None):
+            state.initial = {name: self.spoilt(tensor) for name, tensor in state.initial.items()}
+        return super().forward(hidden_states, state, cu_seqlens)
+
+    def spoils(self, length, state, packed):
+        """Tell whether this call is one of those."""
+        return packed and state.rows is None
+
+    def spoilt(self, tensor):
+        """Return what the state becomes."""
+        return tensor.detach()
+
+
+class DetachesWhenPacked(StartsFrom):
+    pass
+
+
+class DetachesWhenPadded(StartsFrom):
+    def spoils(self, length, state, packed):
+        return state.rows is not None
+
+
+class DetachesBeforeMoreThan16(StartsFrom):
+    def spoils(self, length, state, packed):
+        return not packed and length > 16
+
+
+class IgnoresTheStateWhenPacked(StartsFrom):
+    def spoilt(self, tensor):
+        return tensor * 0
+
+
+class IgnoresTheStateWhenPadded(DetachesWhenPadded):
+    def spoilt(self, tensor):
+        return tensor * 0
+
+
+class IgnoresTheStateBeforeTwoTokens(StartsFrom):
+    def spoils(self, length, state, packed):
+        return not packed and length == 2
+
+    def spoilt(self, tensor):
+        return tensor * 0
+
+
+class HalvesTheStatesGradientWhenPacked(StartsFrom):
+    def spoilt(self, tensor):
+        return (tensor + tensor.detach()) / 2
+
+
+class LosesIdleRows(LonghornMixer):
+    def forward(self, hidden_states, state, cu_seqlens=None):
+        out = super().forward(hidden_states, state, cu_seqlens)
+        if state.rows is not None:
+            idle = cu_seqlens.diff()[state.rows] == 0
+            for tensor in state.final.values():
+                tensor[idle] *= 0
+        return out
+
+
+class LeaksAt(LonghornMixer):
+    """Base of those that see the last token before some boundaries."""
+
+    def forward(self, hidden_states, state, cu_seqlens=None):
+        if cu_seqlens is not None and state.rows is None:
+            ends = cu_seqlens[1:-1].long()
+            ends = ends[self.leaks(ends)]
+            before = hidden_states[:, ends - 1] * 1e-3
+            hidden_states = hidden_states.index_add(1, ends, before)
+        return super().forward(hidden_states, state, cu_seqlens)
+
+
+class LeaksAt64(LeaksAt):
+    def leaks(self, ends):
+        return ends == 64
+
+
+class LeaksPast128(LeaksAt):
+    def leaks(self, ends):
+        return ends > 128
+
+
+class MixesTheFirstRowIntoEight(LonghornMixer):
+    single = False
+
+    def forward(self, hidden_states, state, cu_seqlens=None):
+        if len(hidden_states) >= 8 and (hidden_states.shape[1] == 1) == self.single:
+            hidden_states = hidden_states * (1 + 1e-3 * hidden_states[:1, :1].detach())
+        return super().forward(hidden_states, state, cu_seqlens)
+
+
+class MixesTheFirstRowIntoEightInSteps(MixesTheFirstRowIntoEight):
+    single = True
+
+
+class Coarse(Linear):
+    def forward(self, input):
+        out = super().forward(input)
+        return out.bfloat16().to(out.dtype)
+
+
+class HasGatesInBfloat16(LonghornMixer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.dt_proj.__class__ = Coarse
+
+
+class HasScanInputsInBfloat16(LonghornMixer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.x_proj.__class__ = Coarse
+
+
+class HasAnglesInFloat32(LonghornMixer):
+    def forward(self, hidden_states, state, cu_seqlens=None):
+        angle = hidden_states.float().mean(dim=-1, keepdim=True).cos()
+        return super().forward(hidden_states, state, cu_seqlens) * angle.to(hidden_states.dtype)
+
+
+class HalvesAGradient(LonghornMixer):
+    def forward(self, hidden_states, state, cu_seqlens=None):
+        half = (hidden_states + hidden_states.detach()) / 2
+        return super().forward(half, state, cu_seqlens)
+
+
 # --- the tables --------------------------------------------------------------------------------
 
 
@@ -484,15 +630,21 @@ def broad(*fails, patch=None, **parts):
     return Sabotage("", parts, patch, frozenset(fails))
 
 
+def planted(first, *more, mixer):
+    """Return a sabotage that fails the check that names it first, and these."""
+    return Sabotage("", {"mixer": mixer}, None, frozenset({first, *more}), oracle=False)
+
+
 NARROW = {
     "oracle": narrow("logits", mixer=IsSlightlyWrong),
+    "precision": Sabotage("float32 logits", {"model": RoundsFloat32Embeddings}, oracle=False),
     "chunks": narrow("gradient of", mixer=CutsTheGraphBeforeLongChunks),
     "tokens": narrow("gradient of", mixer=CutsTheGraphAfterAFirstSingleToken),
+    "packing": narrow("packed turns", mixer=MixesUpPackedStates),
     "padding": narrow("right padding", mixer=ForgetsWhatHasPaddingBehindIt),
-    "packing": narrow("packed prompts", mixer=MixesUpPackedStates),
     "flattening_collator": narrow("seq_idx", model=IgnoresSeqIdx),
     "causality": narrow("gradient from later tokens", model=LetsGradientsLeak),
-    "batch": narrow("rows", mixer=LooksAcrossLanesOfFour),
+    "batch": narrow("rows", mixer=LooksAcrossLanesOfEight),
     "greedy": narrow("not the likeliest", causal_lm=ForbidsEveryOtherToken),
     "sampling": narrow("another seed", causal_lm=DrawsByItsOwnSeed),
     "beams": narrow("the beams hold other tokens", causal_lm=LeavesBeamsWhereTheyAre),
@@ -531,13 +683,13 @@ NARROW = {
 }
 
 # those that carry a cache from one call to the next
-CACHED = {"chunks", "tokens", "greedy", "sampling", "beams", "assisted", "continuing"}
+CACHED = {"chunks", "tokens", "batch", "greedy", "sampling", "beams", "assisted", "continuing"}
 CACHED |= {"chunked_prefill", "cache_rows", "prompt_state", "wrong_cache"}
 # those that lay several sequences into one row
 SEVERAL = {"padding", "packing", "flattening_collator", "sequence_classification"}
 
 MISTAKES = {
-    "forgets after 64 tokens": broad("chunks", mixer=ForgetsAfter64Tokens),
+    "forgets after 64 tokens": broad("chunks", "packing", "padding", mixer=ForgetsAfter64Tokens),
     "rounds its state": broad(
         *CACHED, "padding", "packing", "cache_precision", "quantized", mixer=RoundsItsState
     ),
@@ -559,7 +711,7 @@ MISTAKES = {
         *CACHED, *SEVERAL, "oracle", "causality", "quantized", mixer=LeaksTheFuture
     ),
     "looks at other rows": broad(
-        *CACHED, *SEVERAL, "oracle", "batch", "quantized", mixer=LooksAtTheBatch
+        *CACHED, *SEVERAL, "oracle", "gradients", "quantized", mixer=LooksAtTheBatch
     ),
     "looks at no cache": broad("wrong_cache", patch=(StateCache, "check", lambda *_: None)),
     "needs plain weights": broad("quantized", mixer=NeedsPlainWeights),
@@ -569,4 +721,43 @@ MISTAKES = {
     ),
     "names two kinds of labels": broad("trainer", causal_lm=NamesTwoKindsOfLabels),
     "counts its calls": broad("gradient_checkpointing", "trainer", mixer=CountsItsCalls),
+}
+
+# those that need gradients of what a step of a rounding leaves out
+SLOPES = {"gradients", "lora", "lora_all_linear"}
+
+# by check, what it must be the first to fail
+PLANTED = {
+    "precision": {
+        "gates in bfloat16": planted("precision", "chunks", *SLOPES, mixer=HasGatesInBfloat16),
+        "scan inputs in bfloat16": planted("precision", *SLOPES, mixer=HasScanInputsInBfloat16),
+        "angles in float32": planted("precision", "gradients", mixer=HasAnglesInFloat32),
+    },
+    "chunks": {
+        "detached if more than 16 tokens go on": planted("chunks", mixer=DetachesBeforeMoreThan16),
+        "ignored if two tokens go on": planted(
+            "chunks", "wrong_cache", mixer=IgnoresTheStateBeforeTwoTokens
+        ),
+    },
+    "packing": {
+        "detached when packed": planted("packing", mixer=DetachesWhenPacked),
+        "ignored when packed": planted("packing", mixer=IgnoresTheStateWhenPacked),
+        "half its gradient when packed": planted(
+            "packing", mixer=HalvesTheStatesGradientWhenPacked
+        ),
+        "a leak at the boundary at 64": planted("packing", mixer=LeaksAt64),
+        "a leak at a boundary past 128": planted("packing", mixer=LeaksPast128),
+    },
+    "padding": {
+        "detached when padded": planted("padding", mixer=DetachesWhenPadded),
+        "ignored when padded": planted("padding", "prompt_state", mixer=IgnoresTheStateWhenPadded),
+        "lost in rows without a token": planted("padding", mixer=LosesIdleRows),
+    },
+    "batch": {
+        "row 0 in others of eight or more": planted("batch", mixer=MixesTheFirstRowIntoEight),
+        "row 0 in others of eight or more, in steps": planted(
+            "batch", "beams", mixer=MixesTheFirstRowIntoEightInSteps
+        ),
+    },
+    "gradients": {"half a gradient": planted("gradients", mixer=HalvesAGradient)},
 }

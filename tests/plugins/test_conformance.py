@@ -52,6 +52,18 @@ def test_the_pytest_class_fails_with_the_promise_and_the_numbers():
     Broken().test_promise(by_name["causality"])
 
 
+def test_an_error_between_the_two_roundings_tells_of_float32():
+    class Rounds(LonghornMixer):
+        def forward(self, hidden_states, state, cu_seqlens=None):
+            single = hidden_states.shape[1] == 1
+            x = hidden_states.float().to(hidden_states.dtype) if single else hidden_states
+            return super().forward(x, state, cu_seqlens)
+
+    (result,) = check(broken(mixer=Rounds), only=["tokens"]).results
+    assert result.status == "failed"
+    assert result.detail.endswith("(as if something computed in float32)")
+
+
 def test_persistent_buffers_and_parameters_that_are_projected_are_no_fault():
     only = ["save_and_load", "gradients", "chunks"]
     assert check(broken(mixer=HasABuffer), only=only).ok
@@ -99,6 +111,10 @@ def test_an_infinite_error_is_still_json():
 def test_unknown_names_are_refused_with_a_suggestion():
     with pytest.raises(LookupError, match="no check named 'paddin'; did you mean 'padding'"):
         check("longhorn", only=["paddin"])
+    with pytest.raises(LookupError, match="skip: no check named 'bathc'; did you mean 'batch'"):
+        check("longhorn", skip=["bathc"])
+    with pytest.raises(ValueError, match="must leave a check to run, got only nothing"):
+        check("longhorn", only=[])
     with pytest.raises(LookupError, match="no family named 'longhorm'; did you mean 'longhorn'"):
         check("longhorm")
 

@@ -33,10 +33,11 @@ Check: TypeAlias = Callable[[Subject], Measured]
 
 CHECKS: tuple[Check, ...] = (
     forms.check_oracle,
+    forms.check_precision,
     forms.check_chunks,
     forms.check_tokens,
+    forms.check_packing,  # to a mixer padding is packing
     forms.check_padding,
-    forms.check_packing,
     forms.check_flattening_collator,
     forms.check_causality,
     forms.check_batch,
@@ -156,9 +157,13 @@ class Report:
 
 
 def check(
-    family: str | Family, *, oracle: Oracle | None = None, only: Sequence[str] | None = None
+    family: str | Family,
+    *,
+    oracle: Oracle | None = None,
+    only: Sequence[str] | None = None,
+    skip: Sequence[str] = (),
 ) -> Report:
-    """Hold a family's tiny model to the zoo's promises.
+    """Hold a family's tiny model to the zoo's promises; a bar on a terminal says how far it is.
 
     Args:
         family: Its name, or the family itself if it is not installed.
@@ -167,6 +172,7 @@ def check(
             ``[B, L, V]``. Without one that check is skipped. :func:`load_oracle` takes one from a
             file.
         only: Names of the checks to run; all by default.
+        skip: Names of checks to leave out.
 
     Returns:
         The report; ``report.ok`` says whether the family conforms. A fault of the family never
@@ -174,17 +180,31 @@ def check(
 
     Raises:
         LookupError: No such family, or no such check.
+        ValueError: ``only`` and ``skip`` leave no check.
     """
     known = {name_of(function): function for function in CHECKS}
-    for name in only or ():
-        if name not in known:
-            raise LookupError(
-                f"no check named {name!r}{suggestion(name, known)}; checks: {', '.join(known)}"
-            )
-    chosen = [f for name, f in known.items() if only is None or name in only]
+    for argument, names in (("only", only or ()), ("skip", skip)):
+        for name in names:
+            if name not in known:
+                raise LookupError(
+                    f"{argument}: no check named {name!r}{suggestion(name, known)}; "
+                    f"checks: {', '.join(known)}"
+                )
+    wanted = known if only is None else only
+    chosen = [f for name, f in known.items() if name in wanted and name not in skip]
+    if not chosen:
+        raise ValueError(
+            f"only and skip must leave a check to run, got only {', '.join(wanted) or 'nothing'} "
+            f"and skip {', '.join(skip) or 'nothing'}; name fewer in skip or more in only"
+        )
     subject = Subject(load_family(family) if isinstance(family, str) else family, oracle)
-    bar = tqdm(chosen, desc=f"check {subject.family.name}", disable=None, leave=False)
-    return Report(subject.family.name, tuple(run(function, subject) for function in bar))
+    results = []
+    with tqdm(total=len(chosen), desc=subject.family.name, disable=None, leave=False) as bar:
+        for function in chosen:
+            bar.set_postfix_str(name_of(function))
+            results.append(run(function, subject))
+            bar.update()
+    return Report(subject.family.name, tuple(results))
 
 
 def run(function: Check, subject: Subject) -> CheckResult:
@@ -195,7 +215,7 @@ def run(function: Check, subject: Subject) -> CheckResult:
         measured = measure(function, subject)
         worst = measured.worst
         status = "passed" if worst is None or worst.ok else "failed"
-        detail = worst.what if worst is not None else ""
+        detail = worst.told if worst is not None else ""
     except NotApplicable as reason:
         status, detail = "skipped", str(reason)
     except AssertionError as broken:
@@ -269,7 +289,7 @@ class FamilyConformance:
         worst = measured.worst
         if worst is not None and not worst.ok:
             raise AssertionError(
-                f"{promise_of(promise)} {worst.what}: error {worst.size:.2e} exceeds "
+                f"{promise_of(promise)} {worst.told}: error {worst.size:.2e} exceeds "
                 f"{worst.budget:.2e}"
             )
 

@@ -15,6 +15,7 @@ from ssmzoo.modeling import SSMForCausalLM
 from ssmzoo.testing.subject import (
     BUDGETS,
     FLOAT32_LOSS,
+    SEED,
     Measured,
     NotApplicable,
     Subject,
@@ -23,8 +24,14 @@ from ssmzoo.testing.subject import (
     require,
 )
 
-LENGTHS = (13, 8, 1, 5)  # of the rows of a ragged batch
-MORE = 3  # tokens after the prompt
+LENGTHS = (13, 8, 1, 5)  # of documents
+# a row each of three turns; packed, the first turn's boundaries lie at 63, 64, 128 and 133
+PACKED = ((63, 1, 64, 5, 67), (2, 66, 1, 3, 17), (3, 3, 3, 3, 3))
+# nothing comes for the third row in its second turn
+PADDED = ((66, 8, 1, 5), (2, 19, 0, 5), (3, 3, 3, 3))
+STEP = 1e-5  # of differences, relative to the entries
+# what rounding leaves of a difference over such a step: of float64 1e-10, of float32 1e-4
+STEPPED = 1e-6
 
 
 def alone(model: SSMForCausalLM, rows: Sequence[Tensor]) -> list[Tensor]:
@@ -47,15 +54,26 @@ def check_oracle(subject: Subject) -> Measured:
     return measured
 
 
+def check_precision(subject: Subject) -> Measured:
+    """Nothing on the way is rounded to less than the model's precision.
+
+    Rounding makes steps of what should be smooth: over small and twice as small changes of weights
+    and embeddings the logits of a float64 model differ in proportion, unless something is coarser.
+    """
+    measured = Measured()
+    nearer, farther = differences(subject)
+    measured.compare("differences of float64 logits", nearer, farther, STEPPED)
+    ids = subject.ids(2, 40)
+    with torch.no_grad():
+        low, exact = (subject.model(dtype)(ids).logits for dtype in (torch.float32, torch.float64))
+    measured.compare("float32 logits", low, exact, BUDGETS[torch.float32])
+    return measured
+
+
 def check_chunks(subject: Subject) -> Measured:
     """Chunks with a carried cache equal one pass, gradients through the cache included."""
-    measured = _in_pieces(subject, [5, 1, 4, 3])
-    # longer than what kernels and mixers cut a sequence into
-    model, ids = subject.model(), subject.ids(1, 128)
-    with torch.no_grad():
-        got, whole = _carried(model, ids, [57, 1, 70]), model(ids, use_cache=False).logits
-    measured.compare("long: logits", got, whole, BUDGETS[torch.float64])
-    return measured
+    # some longer than what kernels and mixers cut a sequence into
+    return _in_pieces(subject, [5, 1, 2, 50, 2, 68])
 
 
 def check_tokens(subject: Subject) -> Measured:
@@ -63,47 +81,46 @@ def check_tokens(subject: Subject) -> Measured:
     return _in_pieces(subject, [1] * 13)
 
 
-def check_padding(subject: Subject) -> Measured:
-    """Padding changes nothing, neither in a ragged batch nor when its cache goes on."""
+def check_packing(subject: Subject) -> Measured:
+    """Sequences packed into one row do not see each other, also when packed ones go on."""
     measured = Measured()
-    rows = [subject.ids(1, length + MORE, seed=length)[0] for length in LENGTHS]
+    rows = _rows(subject, PACKED)
+    for dtype in BUDGETS:
+        model = subject.model(dtype)
+        cache, turns = None, []
+        for lengths, pieces in zip(PACKED, _turns(rows, PACKED), strict=True):
+            if len(set(lengths)) == 1:
+                given: dict[str, Tensor] = {"input_ids": torch.stack(pieces)}
+            else:
+                ends = torch.tensor([0, *lengths]).cumsum(0).int()
+                given = {"input_ids": torch.cat(pieces)[None], "cu_seqlens": ends}
+            output = model(**given, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            turns.append(output.logits.flatten(0, 1).split(lengths))
+        got = [torch.cat(parts) for parts in zip(*turns, strict=True)]
+        _compare(measured, model, f"{dtype} packed turns:", got, alone(model, rows))
+    return measured
+
+
+def check_padding(subject: Subject) -> Measured:
+    """Padding changes nothing, neither in a ragged batch nor when its cache goes on, ragged too."""
+    measured = Measured()
+    rows = _rows(subject, PADDED)
     for dtype in BUDGETS:
         model = subject.model(dtype)
         expected = alone(model, rows)
         for side in ("left", "right"):
-            ids, mask = _padded(subject, rows, side)
-            first = model(ids[:, :-MORE], attention_mask=mask[:, :-MORE], use_cache=True)
-            parts = first.logits[mask[:, :-MORE].bool()].split(LENGTHS)
-            later = model(
-                ids[:, -MORE:],
-                attention_mask=mask if side == "left" else None,
-                past_key_values=first.past_key_values,
-            ).logits
-            got = [torch.cat(pair) for pair in zip(parts, later, strict=True)]
+            cache, turns, masks = None, [], []
+            for lengths, pieces in zip(PADDED, _turns(rows, PADDED), strict=True):
+                ids, mask = _padded(subject, pieces, side)
+                masks.append(mask)
+                # a mask of all tokens, or of the new ones
+                given = torch.cat(masks, dim=1) if side == "left" else mask
+                output = model(ids, attention_mask=given, past_key_values=cache, use_cache=True)
+                cache = output.past_key_values
+                turns.append(output.logits[mask.bool()].split(lengths))
+            got = [torch.cat(parts) for parts in zip(*turns, strict=True)]
             _compare(measured, model, f"{dtype} {side} padding:", got, expected)
-    return measured
-
-
-def check_packing(subject: Subject) -> Measured:
-    """Sequences packed into one row do not see each other, however the row says where they end."""
-    measured = Measured()
-    rows = [subject.ids(1, length, seed=length)[0] for length in LENGTHS]
-    ends = torch.tensor([0, *LENGTHS]).cumsum(0)
-    packed = torch.cat(rows)[None]
-    for dtype in BUDGETS:
-        model = subject.model(dtype)
-        expected = alone(model, rows)
-        got = model(packed, cu_seqlens=ends.int()).logits[0].split(LENGTHS)
-        _compare(measured, model, f"{dtype} cu_seqlens:", got, expected)
-
-        longer = [subject.ids(1, length + MORE, seed=length)[0] for length in LENGTHS]
-        heads = torch.cat([row[:-MORE] for row in longer])[None]
-        first = model(heads, cu_seqlens=ends, use_cache=True)
-        tails = torch.stack([row[-MORE:] for row in longer])
-        later = model(tails, past_key_values=first.past_key_values).logits
-        parts = first.logits[0].split(LENGTHS)
-        got = [torch.cat(pair) for pair in zip(parts, later, strict=True)]
-        _compare(measured, model, f"{dtype} packed prompts, then", got, alone(model, longer))
     return measured
 
 
@@ -159,17 +176,72 @@ def check_causality(subject: Subject) -> Measured:
 
 
 def check_batch(subject: Subject) -> Measured:
-    """A row's logits depend neither on the other rows nor on its place among them."""
+    """A row's logits depend neither on the other rows, however many, nor on its place."""
     measured = Measured()
-    ids, order = subject.ids(4, 11), torch.tensor([2, 0, 3, 1])
+    ids, order = subject.ids(9, 11), torch.tensor([2, 7, 0, 3, 8, 1, 6, 5, 4])
     for dtype, budget in BUDGETS.items():
         model = subject.model(dtype)
         with torch.no_grad():
-            together, mixed = model(ids).logits, model(ids[order]).logits
             single = torch.cat([model(row[None]).logits for row in ids])
-        measured.compare(f"{dtype} rows in another order", mixed, together[order], budget)
-        measured.compare(f"{dtype} rows one by one", single, together, budget)
+            for count in (4, 8, 9):
+                chosen = order[order < count]
+                whole = model(ids[chosen]).logits
+                steps = _carried(model, ids[chosen], [8, 1, 1, 1])
+                measured.compare(f"{dtype} {count} rows", whole, single[chosen], budget)
+                measured.compare(f"{dtype} {count} rows in steps", steps, single[chosen], budget)
     return measured
+
+
+def differences(subject: Subject) -> tuple[Tensor, Tensor]:
+    """Return the derivative of float64 logits ``[B, L, V]`` by differences, over two step sizes.
+
+    It is along :func:`direction`; differences of the fourth order leave an error of rounding alone.
+    """
+    model, embeds = subject.model(), _embeddings(subject)
+    along = direction(subject)
+
+    def logits(step: float) -> Tensor:
+        moved = {
+            name: parameter + step * along[name] for name, parameter in model.named_parameters()
+        }
+        given = {"inputs_embeds": embeds + step * along[""], "use_cache": False}
+        return torch.func.functional_call(model, moved, (), given).logits
+
+    with torch.no_grad():
+        halves = [logits(n * STEP) - logits(-n * STEP) for n in (1, 2, 4)]
+    return tuple(
+        (8 * near - far) / (12 * n * STEP)
+        for n, near, far in zip((1, 2), halves, halves[1:], strict=False)
+    )
+
+
+def slopes(subject: Subject, weights: Sequence[Tensor]) -> Tensor:
+    """Return the derivative of weighted sums of the logits along :func:`direction` by autograd."""
+    model, embeds = subject.model(), _embeddings(subject).requires_grad_()
+    along = direction(subject)
+    logits = model(inputs_embeds=embeds, use_cache=False).logits
+    found = []
+    for weight in weights:
+        loss = (logits * weight).sum()
+        (slope,) = torch.autograd.grad(loss, embeds, retain_graph=True)
+        grads = {"": slope, **gradients(model, loss)}
+        found.append(torch.stack([(grads[name] * along[name]).sum() for name in grads]).sum())
+    return torch.stack(found)
+
+
+def direction(subject: Subject) -> dict[str, Tensor]:
+    """Return random changes in the size of every entry, by parameter; of embeddings under ""."""
+    generator = torch.Generator().manual_seed(SEED)
+    entries = {"": _embeddings(subject), **dict(subject.model().named_parameters())}
+    return {
+        name: torch.randn(entry.shape, generator=generator, dtype=entry.dtype)
+        * entry.detach().abs()
+        for name, entry in entries.items()
+    }
+
+
+def _embeddings(subject: Subject) -> Tensor:
+    return subject.model().get_input_embeddings()(subject.ids(2, 40)).detach()
 
 
 def _in_pieces(subject: Subject, sizes: list[int]) -> Measured:
@@ -197,15 +269,26 @@ def _carried(model: SSMForCausalLM, ids: Tensor, sizes: list[int]) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def _padded(subject: Subject, rows: Sequence[Tensor], side: str) -> tuple[Tensor, Tensor]:
-    """Pad the prompts (all but the last ``MORE`` tokens) with tokens that are not all alike."""
-    widest = max(len(row) for row in rows)
-    ids, mask = subject.ids(len(rows), widest, seed=99), torch.zeros(len(rows), widest).long()
-    for i, row in enumerate(rows):
-        prompt = len(row) - MORE
-        start = widest - len(row) if side == "left" else 0
-        ids[i, start : start + prompt], mask[i, start : start + prompt] = row[:-MORE], 1
-        ids[i, -MORE:], mask[i, -MORE:] = row[-MORE:], 1
+def _rows(subject: Subject, turns: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return the whole rows ``[L]`` of which so many tokens come in each turn."""
+    lengths = [sum(row) for row in zip(*turns, strict=True)]
+    return [subject.ids(1, length, seed=i)[0] for i, length in enumerate(lengths)]
+
+
+def _turns(rows: Sequence[Tensor], turns: Sequence[Sequence[int]]) -> list[list[Tensor]]:
+    """Return the rows' pieces turn by turn."""
+    pieces = [row.split(parts) for row, parts in zip(rows, zip(*turns, strict=True), strict=True)]
+    return [list(turn) for turn in zip(*pieces, strict=True)]
+
+
+def _padded(subject: Subject, pieces: Sequence[Tensor], side: str) -> tuple[Tensor, Tensor]:
+    """Pad pieces to one length with tokens that are not all alike."""
+    widest = max(map(len, pieces))
+    ids = subject.ids(len(pieces), widest, seed=99)
+    mask = torch.zeros_like(ids)
+    for i, piece in enumerate(pieces):
+        place = slice(widest - len(piece), None) if side == "left" else slice(len(piece))
+        ids[i, place], mask[i, place] = piece, 1
     return ids, mask
 
 

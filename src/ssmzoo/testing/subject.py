@@ -45,6 +45,14 @@ class Error:
         return self.size <= self.budget
 
     @property
+    def told(self) -> str:
+        """What was compared, with the cause where the size of the error gives it away."""
+        exact, rounded = BUDGETS[torch.float64], BUDGETS[torch.float32]
+        if exact == self.budget < self.size <= rounded:
+            return f"{self.what} (as if something computed in float32)"
+        return self.what
+
+    @property
     def share(self) -> float:
         """The error in units of its budget; infinite for any error where none is allowed."""
         if self.size == 0:

@@ -17,6 +17,7 @@ from transformers import default_data_collator
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ssmzoo.modeling import SSMForCausalLM
+from ssmzoo.testing.forms import STEPPED, differences, slopes
 from ssmzoo.testing.subject import (
     BUDGETS,
     Measured,
@@ -33,7 +34,8 @@ SLACK = 2.0
 
 
 def check_gradients(subject: Subject) -> Measured:
-    """Every parameter gets a finite, non-zero gradient and a place in one optimizer group."""
+    """Gradients are right, finite and not zero; each parameter is in one optimizer group."""
+    measured = Measured()
     ids, model = subject.ids(2, 12), subject.model()
     for dtype in BUDGETS:
         model = subject.model(dtype)
@@ -45,7 +47,12 @@ def check_gradients(subject: Subject) -> Measured:
     require(len(grouped) == len(set(grouped)), "param_groups names a parameter twice")
     missing = [n for n, p in model.named_parameters() if id(p) not in set(grouped)]
     require(not missing, f"param_groups leaves out {missing}")
-    return Measured()
+    by_differences, _ = differences(subject)
+    weights = [torch.randn_like(by_differences) for _ in range(4)]
+    expected = torch.stack([(weight * by_differences).sum() for weight in weights])
+    found = slopes(subject, weights)
+    measured.compare("gradients against differences of the logits", found, expected, STEPPED)
+    return measured
 
 
 def check_lora(subject: Subject) -> Measured:
