@@ -30,7 +30,7 @@ PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
 	SSMZOO_TEST_TORCHAO=$(abspath $(TORCHAO_DIR)) \
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: help install demo test test-gpu test-transformers lint format types bench cards wheel clean
+.PHONY: help install demo test test-gpu test-transformers lint format types bench cards pages wheel clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -71,7 +71,7 @@ types: $(INSTALLED) ## Check types with pyright
 	$(VENV)/bin/pyright --pythonpath $(PY)
 
 bench: $(INSTALLED) ## Measure speed beside transformers' own models; write the committed CSV
-	$(PY) kernels/benchmarks/run.py
+	$(PY) kernels/benchmarks/run.py --runs 3
 
 cards: $(INSTALLED) ## Render the cards in model_cards/ again, and one for each trained model in RUNS
 	for model in $(MODELS); do \
@@ -81,6 +81,9 @@ cards: $(INSTALLED) ## Render the cards in model_cards/ again, and one for each 
 	for card in $$(ls model_cards/*.json); do \
 	  $(PY) -m ssmzoo card $$card $(addprefix --results ,$(RESULTS)) || exit 1; \
 	done
+
+pages: $(INSTALLED) ## Write the tables of README and the plugins' pages from what was measured
+	$(PY) eval/pages.py
 
 wheel: $(INSTALLED) ## Build the wheel into dist/
 	$(PY) -m build --wheel --no-isolation

@@ -70,12 +70,38 @@ def test_a_call_is_warmed_up_once_and_its_median_time_is_taken(monkeypatch):
     assert len(calls) == 4
 
 
-def test_the_commit_is_that_of_the_code_and_none_where_git_knows_it_not(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    elsewhere = bench._commit()
-    monkeypatch.setattr(bench, "__file__", str(tmp_path / "bench.py"))
-    assert bench._commit() == ""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert bench._commit() == ""
-    monkeypatch.undo()
-    assert bench._commit() == elsewhere
+def test_several_runs_take_turns_over_the_models_and_give_median_least_and_most(
+    tmp_path, monkeypatch
+):
+    calls = []
+
+    def seconds(model, size, device, **options):
+        calls.append((model.name, size))
+        return {"a": (1.0, 4.0, 2.0), "b": (8.0, 8.0, 8.0)}[model.name][calls.count(calls[-1]) - 1]
+
+    class Model:
+        def __init__(self, name):
+            self.name = name
+
+        def to(self, device):
+            return self
+
+    peer = bench.Peer(lambda: Model("b"), decode=False)
+    monkeypatch.setattr(bench, "_peers", lambda: {"b": peer})
+    monkeypatch.setattr(bench, "_family", lambda name: lambda: Model(name))
+    monkeypatch.setattr(bench, "_train_seconds", seconds)
+    monkeypatch.setattr(bench, "_decode_seconds", seconds)
+    rows = bench.bench(
+        ["a"], lengths=(32,), runs=3, output=tmp_path / "x.csv", report=lambda _: None
+    )
+    assert calls == [("a", 100), ("a", 20_000)] * 3 + [("a", 32), ("b", 32)] * 3
+    row = next(row for row in rows if row["pass"] == "train L=32")
+    tokens = bench.BATCH * 32
+    assert (row["variant"], row["runs"], row["milliseconds"]) == ("a", 3, 2000.0)
+    assert (row["tokens_per_second"], row["slowest"], row["fastest"]) == (
+        tokens // 2, tokens // 4, tokens,
+    )  # fmt: skip
+    (written, *_) = csv.DictReader((tmp_path / "x.csv").read_text().splitlines())
+    assert {"commit", "dirty", "cpu_vectors", "kernel_vectors", "omp_num_threads"} <= set(written)
+    with pytest.raises(ValueError, match="runs must be at least 1, got 0"):
+        bench.bench(["longhorn"], runs=0)

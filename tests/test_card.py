@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from ssmzoo import card, card_sources, family, load_family
 from ssmzoo.card import render_card
 from ssmzoo.hub import publish
+from ssmzoo.papers import PaperRow
 from ssmzoo.resources import share
 from ssmzoo.tasks.symbols import symbol_tokenizer
 from ssmzoo.tokenizer import byte_tokenizer
@@ -206,8 +207,11 @@ def test_a_model_that_nobody_measured_gets_a_card_that_says_so(run, tmp_path):
     assert "loss.png" not in text
     table = text.partition("## Training")[2].partition("##")[0]
     facts = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][2:]
-    assert len(facts) == 11
-    assert {value for _, value in facts} == {"not measured |"}
+    assert len(facts) == 12
+    assert [name for name, value in facts if value == "not recorded |"] == [
+        "| Code, vectors and threads"
+    ]
+    assert {value for _, value in facts} == {"not measured |", "not recorded |"}
     assert ModelCard(text).data.eval_results is None
 
 
@@ -273,6 +277,12 @@ def test_the_card_of_another_packages_family_names_the_package_whatever_its_mode
     assert "- arxiv:1111.22222" in text
 
 
+def test_a_card_asks_no_package_index_for_ssmzoo(run):
+    text = render_card(run / "model").read_text()
+    assert "# no package index has ssmzoo: " in text
+    assert re.findall(r"pip install (.*)", text) == ["./ssmzoo", "peft`):"]
+
+
 def test_a_checkpoint_is_not_credited_with_later_steps(run):
     checkpoint = run / "checkpoints" / "step-00000010"
     shutil.copytree(run / "model", checkpoint)
@@ -312,6 +322,76 @@ def test_of_many_other_models_those_with_the_same_examples_stand_beside(run, sco
         "rival0", "rival2", "rival4",
     ]  # fmt: skip
     assert "rival1" not in head
+
+
+ENVIRONMENT = {
+    "commit": "0123456789ab",
+    "dirty": True,
+    "cpu_vectors": "avx2",
+    "torch_vectors": "AVX2",
+    "kernel_vectors": None,
+    "threads": 2,
+    "omp_num_threads": "2",
+}
+
+
+def test_a_card_says_what_the_bits_depend_on_and_where_that_was_not_recorded(run):
+    shown = "commit 0123456789ab, dirty True, cpu vectors avx2, torch vectors AVX2, threads 2, "
+    old = {**RECALL, "environment": None, "date": "2026-01-02"}
+    own = write_results(run, "first-try", BPB, old, environment=ENVIRONMENT)
+    (run / "run.json").write_text(json.dumps({**FACTS, "environment": ENVIRONMENT}))
+    text = render_card(run / "model", results=[own]).read_text()
+    assert f"Another CPU 9654, 2 threads | {shown}omp num threads 2 | ssmzoo 0.1.0" in text
+    assert "2026-01-02 | Another CPU 9654, 2 threads | not recorded |" in text
+    assert f"| Code, vectors and threads | {shown}omp num threads 2 |" in text
+    before = write_results(run, "first-try", BPB)
+    text = render_card(run / "model", results=[before]).read_text()
+    assert "Another CPU 9654, 2 threads | not recorded |" in text
+
+
+def of_seed(run, seed, value, name=None, **recipe):
+    train = {"steps": 37, "seed": seed, **recipe}
+    whole = {"model": {"family": "longhorn"}, "data": {"text": "x"}, "train": train}
+    if seed == 0:
+        return write_results(run, "first-try", {**BPB, "value": value}, recipe=whole)
+    name = name or f"seed{seed}"
+    row = {**BPB, "value": value, "seed": seed}
+    return write_results(run, name, row, recipe=whole, revision=name, source=f"runs/{name}")
+
+
+def test_several_seeds_of_a_recipe_are_shown_by_their_number_median_and_range(run):
+    seeds = [of_seed(run, seed, value) for seed, value in ((0, 2.5), (1, 9.25), (2, 2.25))]
+    text = render_card(run / "model", results=seeds).read_text()
+    assert "The same recipe was trained with the seeds 0, 1, 2; here is 0." in text
+    assert (
+        "| ssmzoo_bits_per_byte | bits_per_byte | 3 | 2.5000 ± 0.0046 | 2.5000 | 2.2500 | 9.2500 |"
+    ) in text
+    assert "seed1" not in text.partition("## Results")[2].partition("### Seeds")[0]
+    assert {r.metric_value for r in ModelCard(text).data.eval_results} == {2.5}
+
+
+def test_another_recipe_or_one_that_is_not_known_makes_no_seed(run):
+    own = of_seed(run, 0, 2.5)
+    longer = of_seed(run, 1, 9.25, steps=38)
+    unknown = write_results(run, "old", {**BPB, "seed": 2}, revision="old", source="runs/old")
+    text = render_card(run / "model", results=[own, longer, unknown]).read_text()
+    assert "### Seeds" not in text
+    broken = write_results(run, "first-try", BPB, recipe={"train": 3})
+    with pytest.raises(ValueError, match="recipe must be an object with train, got"):
+        render_card(run / "model", results=[broken])
+
+
+def test_a_row_of_the_paper_stands_in_the_card_of_its_model(run, monkeypatch):
+    row = PaperRow("Table 9", ("first-try",), {"bits_per_byte": "3.14"}, "2", differs="smaller")
+    monkeypatch.setattr(card, "rows_of", lambda family: [row, replace(row, results=("other",))])
+    own, other = write_results(run, "first-try", BPB), write_results(run, "second", BPB)
+    text = render_card(run / "model", results=[own]).read_text()
+    assert (
+        "| Table 9; smaller | bits per byte 3.1416 | bits per byte 3.14 | 1 | 2 (not told) "
+        "| *not reached* |"
+    ) in text
+    assert text.count("Table 9") == 1
+    assert "Table 9" not in render_card(run / "model", results=[other]).read_text()
 
 
 def test_each_score_keeps_the_call_that_it_is_from(run):

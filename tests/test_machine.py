@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from ssmzoo_kernels import native
 
 from ssmzoo import machine
+from ssmzoo_kernels import native
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -1,11 +1,13 @@
 """The wheel, as a user gets it: what is in it, and that it works away from the checkout."""
 
+import tomllib
 import zipfile
 from email.parser import HeaderParser
 from itertools import chain
 from pathlib import Path
 
 import pytest
+import yaml
 
 # one worker builds one wheel
 pytestmark = pytest.mark.xdist_group("packaging")
@@ -60,6 +62,7 @@ def test_the_wheels_top_level_is_ssmzoo_only(wheel):
     top = {name.partition("/")[0] for name in names}
     assert {"ssmzoo", "ssmzoo_kernels", "ssmzoo_longhorn"} < top
     assert [name for name in top if not name.startswith("ssmzoo")] == []
+    assert "ssmzoo/_share/eval/papers.yaml" in names
     assert [n for n in names if "benchmarks" in n or n.endswith((".pyc", ".so", ".o"))] == []
 
 
@@ -87,6 +90,35 @@ def test_the_wheels_metadata_names_version_licence_and_what_it_needs(wheel):
     }
     assert {"torch", "transformers"} < needs
     assert needs.isdisjoint({"accelerate", "datasets", "lm-eval", "matplotlib", "peft", "triton"})
+
+
+def test_the_licence_names_its_holder():
+    text = (ROOT / "LICENSE").read_text()
+    assert "Copyright 2026 the ssmzoo authors\n" in text
+    assert "[yyyy]" not in text
+
+
+def test_the_citation_names_this_version_and_the_paper_of_every_family():
+    import ssmzoo
+    from ssmzoo.family import families, load_family
+
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= set(cited)
+    assert cited["version"] == ssmzoo.__version__
+    found = {(r["title"], r["url"].rpartition("/")[2], r["year"]) for r in cited["references"]}
+    papers = [load_family(name).paper for name in families()]
+    assert {(title, arxiv) for title, arxiv, _ in found} == {(p.title, p.arxiv) for p in papers}
+    assert all(len(r["authors"]) == len(p.authors.split(", ")) for r, p in zip(
+        sorted(cited["references"], key=lambda r: r["title"]),
+        sorted(papers, key=lambda p: p.title), strict=True,
+    ))  # fmt: skip
+
+
+def test_the_source_distribution_takes_every_page_and_the_citation():
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        included = tomllib.load(file)["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    assert {"/*.md", "/CITATION.cff", "/LICENSE"} <= set(included)
+    assert (ROOT / "SECURITY.md").is_file()
 
 
 def test_the_wheels_entry_points_are_the_command_and_one_family_a_plugin(wheel):

@@ -201,6 +201,13 @@ def test_a_model_that_keeps_nothing_has_no_size():
     assert "none" in table([{**line, "flops_per_token": 3}])
 
 
+def test_of_several_seeds_the_table_shows_how_many_their_median_and_their_range():
+    line = {"model": "b", "width": 8, "lr": 0.1, "state_bytes": 4, "flops_per_token": 3}
+    ledger = [{**line, "seed": i, "accuracy": a} for i, a in enumerate((0.9, 0.1, 0.2))]
+    assert "median of 3 seeds 0.200, 0.100 to 0.900" in table(ledger)
+    assert "median" not in table(ledger[:1])
+
+
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [

@@ -741,7 +741,8 @@ def test_the_rows_of_the_papers_tables_have_its_sizes_rates_and_sequences():
         assert asked.train.lr == (0.003 if slow else 0.01), name
         assert asked.train.stop_at.metric == "loss"
         # as soon as it rounds to the paper's
-        assert f"{asked.train.stop_at.value - 0.0005:.3f}" == LOSSES[name.removeprefix("coffee-induction-")], name
+        lowest = LOSSES[name.removeprefix("coffee-induction-")]
+        assert f"{asked.train.stop_at.value - 0.0005:.3f}" == lowest, name
         inputs, labels = (x[0] for x in (task.batch([0]).inputs, task.batch([0]).labels))
         asks = 2 if kind == "target2" else 1
         assert (labels >= 0).sum() == asks, name

@@ -1,6 +1,6 @@
 """Time the ops and the models, print ratios, and write one CSV a device.
 
-Usage: python kernels/benchmarks/run.py [--only NAME ...] [--no-models] [--output FILE]
+Usage: python kernels/benchmarks/run.py [--only NAME ...] [--runs N] [--output FILE]
 """
 
 import argparse
@@ -23,9 +23,10 @@ from ssmzoo.bench import bench, environment, matmul_peak, training_step
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = [
-    "what", "variant", "pass", "shape", "dtype", "milliseconds", "tokens_per_second",
-    "gflops", "share_of_peak", "peak_mib", "error", "device", "threads", "torch", "transformers",
-    "triton", "commit", "date",
+    "what", "variant", "pass", "shape", "dtype", "milliseconds", "tokens_per_second", "runs",
+    "slowest", "fastest", "gflops", "share_of_peak", "peak_mib", "error", "device", "threads",
+    "torch", "transformers", "triton", "commit", "dirty", "cpu_vectors", "torch_vectors",
+    "kernel_vectors", "omp_num_threads", "date",
 ]  # fmt: skip
 
 
@@ -39,6 +40,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these ops, or 'models'")
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048])
+    parser.add_argument("--runs", type=int, default=1, metavar="N", help="of the models")
     parser.add_argument(
         "--slow-peers", action="store_true", help="also the peers that take minutes"
     )
@@ -71,7 +73,9 @@ def main() -> int:
             passed.add(tests)
             write(output, [{**row, **where} for row in time_entry(entry, device, peak)])
     if "models" in wanted:
-        measured = bench(FAMILIES, lengths=options.lengths, peers=True, slow=options.slow_peers)
+        measured = bench(
+            FAMILIES, lengths=options.lengths, slow=options.slow_peers, runs=options.runs
+        )
         write(output, [{**row, **where} for row in measured])
         give_back_freed_memory()
         for row in measured:

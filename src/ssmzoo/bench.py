@@ -1,7 +1,8 @@
 """Speed of whole models on this machine, beside transformers' own of equal shape.
 
-Every figure is of one process on one batch: the median of several runs after a warm-up, or of a
-peer that takes minutes one run.
+Every figure is of one process on one batch: the median of several calls after a warm-up, or of a
+peer that takes minutes one call. Several runs take turns over all models, so that a slow minute
+of the machine hits all of them alike; of these the median is shown, with the least and the most.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import datetime
 import io
 import itertools
 import statistics
-import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ssmzoo import machine
 from ssmzoo.files import write_text
 from ssmzoo.machine import hardware, installed_versions
 
@@ -42,6 +43,7 @@ def bench(
     lengths: Sequence[int] = (512, 2048),
     peers: bool = True,
     slow: bool = False,
+    runs: int = 1,
     output: str | Path | None = None,
     report: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
@@ -52,38 +54,50 @@ def bench(
         lengths: Sequence lengths of the training step.
         peers: Also time transformers' Mamba and Mamba2.
         slow: Also time transformers' Mamba on its default CPU path, minutes a step at length 512.
+        runs: How often everything is timed.
         output: CSV file to write the rows to.
         report: Called with each line of the report.
 
     Returns:
-        A row a measurement: ``what``, ``variant``, ``pass``, ``shape``, ``milliseconds``,
-        ``tokens_per_second``.
+        A row a measurement: ``what``, ``variant``, ``pass``, ``shape``, ``dtype``, ``runs``, and of
+        those the medians ``milliseconds`` and ``tokens_per_second``, and the least and the most
+        tokens per second, ``slowest`` and ``fastest``.
 
     Raises:
         LookupError: An unknown family.
+        ValueError: ``runs`` is below 1.
     """
     import torch
 
+    if runs < 1:
+        raise ValueError(f"runs must be at least 1, got {runs}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     models = {name: Peer(_family(name)) for name in families}
     if peers:
         models |= {name: peer for name, peer in _peers().items() if slow or not peer.slow}
-    rows: list[dict[str, Any]] = []
-    for name, peer in models.items():
-        torch.manual_seed(0)
-        model = peer.build().to(device)
-        # decoding first: what training leaves in the allocator slows it down
-        if peer.decode:
-            for prompt in (100, 20_000) if name in families else (100,):
-                seconds = _decode_seconds(model, prompt, device)
-                rows.append(_row(name, f"decode after {prompt}", BATCH, seconds))
-                report(_line(rows[-1]))
-        for length in lengths:
-            if peer.train_lengths is None or length in peer.train_lengths:
-                seconds = _train_seconds(model, length, device, once=peer.slow)
-                rows.append(_row(name, f"train L={length}", BATCH * length, seconds))
-                report(_line(rows[-1]))
-        del model
+    timed: dict[tuple[str, str], list[float]] = {}
+    tokens: dict[tuple[str, str], int] = {}
+    # decoding first: what training leaves in the allocator slows it down
+    for times in (_decoding, _training):
+        for run in range(1, runs + 1):
+            for name, peer in models.items():
+                torch.manual_seed(0)
+                model = peer.build().to(device)
+                for kind, count, seconds in times(model, peer, name in families, lengths, device):
+                    timed.setdefault((name, kind), []).append(seconds)
+                    tokens[name, kind] = count
+                    once = _row(name, kind, count, [seconds])
+                    report(_line(once) + (f", run {run} of {runs}" if runs > 1 else ""))
+                del model
+    rows = [
+        _row(name, kind, tokens[name, kind], seconds)
+        for model in models
+        for (name, kind), seconds in timed.items()
+        if name == model
+    ]
+    if runs > 1:
+        for row in rows:
+            report(_line(row) + f", {row['slowest']:,d} to {row['fastest']:,d}")
     for name in families:
         for line in _ratios(rows, name):
             report(line)
@@ -91,6 +105,22 @@ def bench(
         facts = environment(device)
         _write(Path(output), [{**row, **facts} for row in rows])
     return rows
+
+
+Timed = Iterable[tuple[str, int, float]]  # the pass, its tokens, its seconds
+
+
+def _decoding(model: Any, peer: Peer, own: bool, lengths: Sequence[int], device: Any) -> Timed:
+    for prompt in (100, 20_000) if own else (100,):
+        if peer.decode:
+            yield f"decode after {prompt}", BATCH, _decode_seconds(model, prompt, device)
+
+
+def _training(model: Any, peer: Peer, own: bool, lengths: Sequence[int], device: Any) -> Timed:
+    for length in lengths:
+        if peer.train_lengths is None or length in peer.train_lengths:
+            seconds = _train_seconds(model, length, device, once=peer.slow)
+            yield f"train L={length}", BATCH * length, seconds
 
 
 def time_call(call: Callable[[], Any], device: Any, repeats: int = 7) -> float:
@@ -121,34 +151,16 @@ def matmul_peak(device: Any, size: int = 2048) -> float:
 
 
 def environment(device: Any) -> dict[str, Any]:
-    """Return what a figure depends on: device, threads, versions, commit if there is one, date."""
-    import torch
-
+    """Return what a figure depends on: device, versions, code, vectors, threads, date."""
     name = hardware(device)
     slug = name.lower().replace("nvidia", "").strip().replace(" ", "-")
     return {
         "device": name,
         "slug": "cpu" if device.type == "cpu" else slug,
-        "threads": torch.get_num_threads(),
         **installed_versions("torch", "transformers", "triton"),
-        "commit": _commit(),
+        **machine.environment(),
         "date": datetime.date.today().isoformat(),
     }
-
-
-def _commit() -> str:
-    """Return the commit of the checkout that this code runs from, "" if it runs from none."""
-    here = Path(__file__)
-
-    def git(*words: str) -> subprocess.CompletedProcess[str]:
-        command = ["git", "-C", str(here.parent), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
-    try:
-        tracked = git("ls-files", "--error-unmatch", here.name).returncode == 0
-        return git("rev-parse", "--short", "HEAD").stdout.strip() if tracked else ""
-    except OSError:  # no git here
-        return ""
 
 
 def _family(name: str) -> Callable[[], Any]:
@@ -269,15 +281,19 @@ def _decode_seconds(model: Any, prompt: int, device: Any) -> float:
     return statistics.median(b - a for a, b in itertools.pairwise(clock.times))
 
 
-def _row(name: str, kind: str, tokens: int, seconds: float) -> dict[str, Any]:
+def _row(name: str, kind: str, tokens: int, seconds: Sequence[float]) -> dict[str, Any]:
+    middle = statistics.median(seconds)
     return {
         "what": "model",
         "variant": name,
         "pass": kind,
         "shape": SHAPE,
         "dtype": "float32",
-        "milliseconds": round(seconds * 1e3, 3),
-        "tokens_per_second": round(tokens / seconds),
+        "milliseconds": round(middle * 1e3, 3),
+        "tokens_per_second": round(tokens / middle),
+        "runs": len(seconds),
+        "slowest": round(tokens / max(seconds)),
+        "fastest": round(tokens / min(seconds)),
     }
 
 

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssmzoo.card_sources import (
@@ -28,12 +29,14 @@ from ssmzoo.card_sources import (
     merged,
     part_results,
     read_results,
+    recorded,
 )
 from ssmzoo.card_summary import Summary, read_summary, summarise
 from ssmzoo.credentials import without_credentials
 from ssmzoo.family import Family, packages_of
 from ssmzoo.files import appears_whole, write_text
 from ssmzoo.hub import CARD
+from ssmzoo.papers import paper_table, rows_of
 from ssmzoo.portable import portable
 from ssmzoo.resources import share
 
@@ -132,6 +135,9 @@ def _render(
     name = own[0].name if own else summary.name
     head = _head(summary)
     tasks = {row.task for row in merged(own)}
+    seeds = [entry for entry in others if any(entry.is_of_another_seed(o) for o in own)]
+    everything = [*own, *others]
+    others = [entry for entry in others if entry not in seeds]
     if tasks:
         others = [entry for entry in others if tasks & {row.task for row in entry.scores}]
         if len(others) > _MANY:  # of many, those with the same examples
@@ -151,6 +157,8 @@ def _render(
         language_model=head.pipeline == "text-generation",
         picture=picture if summary.picture else None,
         results=_results(name, own, others),
+        seeds=_seeds(own, seeds),
+        paper=_paper(family, own, everything),
         origins=_origins([*own, *others]),
         needs=_needs(family),
         prompt=json.dumps(summary.prompt) if summary.prompt else None,
@@ -317,6 +325,36 @@ def _results(name: str, own: Sequence[Results], others: Sequence[Results]) -> st
     return f"{_table(header, lines)}\n\n{note}"
 
 
+def _seeds(own: Sequence[Results], others: Sequence[Results]) -> str | None:
+    """Set this model's scores among those of the same recipe with other seeds."""
+    if not others:
+        return None
+    mine = next(entry for entry in own if entry.is_of_another_seed(others[0]))
+    found: dict[tuple[object, ...], list[float]] = {}
+    for entry in (mine, *others):
+        for row, score in entry.scores.items():
+            if score.value is not None:
+                key = (row.task, row.metric, row.settings, row.n, row.num_fewshot)
+                found.setdefault(key, []).append(score.value)
+    lines = []
+    for row, score in mine.scores.items():
+        values = found.get((row.task, row.metric, row.settings, row.n, row.num_fewshot), [])
+        if len(values) > 1:
+            numbers = [_number(x) for x in (median(values), min(values), max(values))]
+            lines.append([row.task, row.metric, str(len(values)), _score(score), *numbers])
+    names = sorted({str(entry.seed()) for entry in (mine, *others)})
+    text = f"The same recipe was trained with the seeds {', '.join(names)}; here is {mine.seed()}."
+    header = ["Task", "Metric", "Seeds", "This one", "Median of all", "From", "To"]
+    return f"{text}\n\n{_table(header, lines)}"
+
+
+def _paper(family: Family | None, own: Sequence[Results], results: Sequence[Results]) -> str | None:
+    """Set the model's scores beside what its paper reports, if that has such a row."""
+    mine = {entry.path.stem for entry in own}
+    rows = [row for row in rows_of(family.name) if mine & set(row.results)] if family else []
+    return paper_table(rows, results) if rows else None
+
+
 def _score(score: Score | None) -> str:
     if score is None or score.value is None:
         return NOT_MEASURED
@@ -331,10 +369,13 @@ def _origins(results: Sequence[Results]) -> str | None:
     if not origins:
         return None
     commands = dict.fromkeys(origin.command for _, origin in origins)
-    rows = [[name, origin.date, origin.hardware, origin.versions] for name, origin in origins]
+    rows = [
+        [name, origin.date, origin.hardware, origin.environment, origin.versions]
+        for name, origin in origins
+    ]
+    header = ["Model", "Date", "Hardware", "Code, vectors and threads", "Versions"]
     block = _fenced("bash", "\n".join(commands))
-    table = _table(["Model", "Date", "Hardware", "Versions"], rows)
-    return f"To repeat them:\n\n{block}\n\n{table}"
+    return f"To repeat them:\n\n{block}\n\n{_table(header, rows)}"
 
 
 def _architecture(summary: Summary) -> str:
@@ -382,6 +423,7 @@ def _training(summary: Summary, head: _Head) -> str:
         ["Computed in", fact("dtype")],
         ["Time", metric("seconds", " s", places=1)],
         ["Hardware", fact("hardware")],
+        ["Code, vectors and threads", recorded((summary.run or {}).get("environment"))],
         ["Versions", fact("versions")],
         ["Command", command if command == NOT_MEASURED else _code(command)],
     ]

@@ -20,6 +20,7 @@ from ssmzoo.files import read_json
 from ssmzoo.resources import share
 
 NOT_MEASURED = "not measured"
+NOT_RECORDED = "not recorded"  # what a run of an earlier version did not write down
 PICTURE = "loss.png"
 
 _FAMILY_FIELDS = {
@@ -53,18 +54,23 @@ class Origin:
 
     date: str
     hardware: str
+    environment: str
     versions: str
     command: str
 
 
 @dataclass(frozen=True)
 class Score:
-    """A measured value; None where the measurement gave no finite number."""
+    """A measured value; None where the measurement gave no finite number.
+
+    ``dataset`` is what the Hub calls the data and its part, None where it does not have them.
+    """
 
     value: float | None
     stderr: float | None
     higher_is_better: bool | None
     origin: Origin
+    dataset: tuple[str, str | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,17 @@ class Results:
     source: str
     revision: str | None
     scores: Mapping[Row, Score]
+    recipe: Mapping[str, Any] | None = None
+
+    def seed(self) -> object:
+        """Return the seed that the recipe trains with, None without a recipe."""
+        return None if self.recipe is None else self.recipe["train"].get("seed")
+
+    def is_of_another_seed(self, other: Results) -> bool:
+        """Say whether the same recipe was trained with another seed for these results."""
+        if self.recipe is None or other.recipe is None or self.seed() == other.seed():
+            return False
+        return _without_seed(self.recipe) == _without_seed(other.recipe)
 
 
 @dataclass(frozen=True)
@@ -110,7 +127,20 @@ def read_results(path: Path) -> Results:
     if not isinstance(entries, list):
         raise ValueError(f"{path} is no results file of `ssmzoo eval`: results must be a list")
     scores = dict(_score(f"{path}, results[{i}]", e, content) for i, e in enumerate(entries))
-    return Results(path, model["name"], str(model.get("source")), model.get("revision"), scores)
+    recipe = content.get("recipe")
+    if recipe is not None and not isinstance(
+        recipe.get("train") if isinstance(recipe, dict) else None, dict
+    ):
+        raise ValueError(f"{path}: recipe must be an object with train, got {recipe!r}")
+    return Results(
+        path, model["name"], str(model.get("source")), model.get("revision"), scores, recipe
+    )
+
+
+def _without_seed(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a recipe decides which model comes out, but for the seed."""
+    train = {name: value for name, value in recipe["train"].items() if name != "seed"}
+    return {"model": recipe.get("model"), "data": recipe.get("data"), "train": train}
 
 
 def _score(where: str, entry: object, content: Mapping[str, Any]) -> tuple[Row, Score]:
@@ -146,10 +176,23 @@ def _score(where: str, entry: object, content: Mapping[str, Any]) -> tuple[Row, 
         key: flat(entry.get(key, content.get(key)))
         for key in ("date", "hardware", "versions", "command")
     }
+    origin["environment"] = recorded(entry.get("environment", content.get("environment")))
     score = Score(
-        entry.get("value"), entry.get("stderr"), entry.get("higher_is_better"), Origin(**origin)
+        entry.get("value"),
+        entry.get("stderr"),
+        entry.get("higher_is_better"),
+        Origin(**origin),
+        _dataset(where, entry.get("dataset")),
     )
     return row, score
+
+
+def _dataset(where: str, found: object) -> tuple[str, str | None] | None:
+    if found is None:
+        return None
+    if not isinstance(found, dict) or not isinstance(found.get("id"), str):
+        raise ValueError(f"{where}.dataset must be an object with an id, got {found!r}")
+    return found["id"], found.get("config")
 
 
 def _kind(kinds: object) -> str:
@@ -287,6 +330,13 @@ def family_words(name: str) -> dict[str, Any] | None:
         if not isinstance(found, dict) or set(found) != fields:
             raise ValueError(f"{path} must have exactly the fields {', '.join(sorted(fields))}")
     return {key: value.strip() if isinstance(value, str) else value for key, value in words.items()}
+
+
+def recorded(environment: object) -> str:
+    """Write what :func:`ssmzoo.machine.environment` recorded in one line."""
+    if not isinstance(environment, Mapping):
+        return NOT_RECORDED
+    return flat({str(name).replace("_", " "): value for name, value in environment.items()})
 
 
 def flat(value: object) -> str:

@@ -387,6 +387,9 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     sub.add_argument(
         "--slow-peers", action="store_true", help="time also those that take minutes a step"
     )
+    sub.add_argument(
+        "--runs", metavar="N", type=int, default=1, help="time everything N times (default: 1)"
+    )
     sub.add_argument("--output", metavar="FILE", type=Path, help="a CSV file for the rows")
     _json_option(sub)
     return parser, commands
@@ -730,6 +733,7 @@ def _bench(options: argparse.Namespace) -> int:
         lengths=options.lengths,
         peers=not options.no_peers,
         slow=options.slow_peers,
+        runs=options.runs,
         output=options.output,
         report=_print_aside if options.json else print,
     )

@@ -176,6 +176,7 @@ class Environment(TypedDict):
 def environment() -> Environment:
     """Return what the last bits of a figure that is measured now depend on."""
     import torch
+
     from ssmzoo_kernels import native
 
     commit, dirty = checkout(Path(__file__))

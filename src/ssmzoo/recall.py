@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 from ssmzoo.checkpoint import read_metrics
@@ -164,7 +165,7 @@ def recall(sweep: str | Path | Sweep, output_dir: str | Path) -> list[dict[str, 
             train(recipe, output_dir=folder, resume=folder.exists())
         described = read_json(folder / "run.json")
         ledger.append({**columns, **_measured(folder, described["finished"])})
-        _write(output, chosen, ledger, described["hardware"])
+        _write(output, chosen, ledger, described)
     return ledger
 
 
@@ -212,15 +213,18 @@ def _row_length(folder: Path) -> int:
     return load_task(str(recipe.data.task), "test", 0, **args).batch([0]).inputs.shape[1]
 
 
-def _write(output: Path, sweep: Sweep, ledger: list[dict[str, Any]], machine: str) -> None:
+def _write(
+    output: Path, sweep: Sweep, ledger: list[dict[str, Any]], last_run: dict[str, Any]
+) -> None:
     described = {
         "sweep": sweep.model_dump(exclude_none=True, mode="json"),
         "versions": installed_versions("ssmzoo", "torch", "transformers"),
-        "hardware": machine,
+        "hardware": last_run["hardware"],
+        "environment": last_run.get("environment"),
         "ledger": ledger,
     }
     write_json(output / "ledger.json", described)
-    seeds = "1 seed" if len(sweep.seeds) == 1 else f"{len(sweep.seeds)} seeds"
+    seeds = "1 seed" if len(sweep.seeds) == 1 else f"median of {len(sweep.seeds)} seeds"
     draw(ledger, output / "ledger.png", f"{sweep.data.task}, {seeds}")
 
 
@@ -238,7 +242,7 @@ def best_rates(ledger: list[dict[str, Any]]) -> dict[tuple[str, int], list[dict[
 
 
 def draw(ledger: list[dict[str, Any]], target: Path, title: str) -> None:
-    """Draw accuracy against the state's bytes and against operations: means over seeds, and spread.
+    """Draw accuracy against the state's bytes and operations: medians over seeds, and spread.
 
     Models whose state could not be counted are in the second panel only.
     """
@@ -261,11 +265,12 @@ def draw(ledger: list[dict[str, Any]], target: Path, title: str) -> None:
             for seeds in widths:
                 found = [line["accuracy"] for line in seeds]
                 if seeds[0][column] is not None:
-                    mean = sum(found) / len(found)
-                    points.append((seeds[0][column], mean, mean - min(found), max(found) - mean))
-            sizes, means, *spread = zip(*sorted(points), strict=True) if points else ((),) * 4
+                    middle = median(found)
+                    low, high = middle - min(found), max(found) - middle
+                    points.append((seeds[0][column], middle, low, high))
+            sizes, middles, *spread = zip(*sorted(points), strict=True) if points else ((),) * 4
             marker = "osD^vP*Xhd<"[number % 11]  # one more than there are colours
-            axes.errorbar(sizes, means, yerr=spread, marker=marker, capsize=3, label=model)
+            axes.errorbar(sizes, middles, yerr=spread, marker=marker, capsize=3, label=model)
         axes.set(xlabel=label)
         known = [line[column] for line in ledger if line[column] is not None]
         if known and max(known) > 8 * min(known):
@@ -283,21 +288,21 @@ def draw(ledger: list[dict[str, Any]], target: Path, title: str) -> None:
 
 
 def table(ledger: list[dict[str, Any]]) -> str:
-    """Return the ledger's best learning rates as text."""
+    """Return the ledger's best learning rates as text; of several seeds median and spread."""
     best = best_rates(ledger)
     room = max(len(model) for model in ("model", *(model for model, _ in best)))
     rows = [
-        f"{'model':<{room}}{'width':>7}{'lr':>9}{'accuracy':>22}"
+        f"{'model':<{room}}{'width':>7}{'lr':>9}{'accuracy':>45}"
         f"{'state bytes':>13}{'flops/token':>13}"
     ]
     for (model, width), seeds in best.items():
         found = sorted(line["accuracy"] for line in seeds)
-        shown = f"{sum(found) / len(found):.3f}"
+        shown = f"{median(found):.3f}"
         if len(found) > 1:
-            shown += f" ({found[0]:.3f}-{found[-1]:.3f})"
+            shown = f"median of {len(found)} seeds {shown}, {found[0]:.3f} to {found[-1]:.3f}"
         size = seeds[0]["state_bytes"]
         rows.append(
-            f"{model:<{room}}{width:>7}{seeds[0]['lr']:>9g}{shown:>22}"
+            f"{model:<{room}}{width:>7}{seeds[0]['lr']:>9g}{shown:>45}"
             f"{'none' if size is None else size:>13}{seeds[0]['flops_per_token']:>13}"
         )
     return "\n".join(rows)
