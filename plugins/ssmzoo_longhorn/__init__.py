@@ -11,6 +11,14 @@ from .modeling_longhorn import (
     LonghornModel,
 )
 
+_SIZES = {
+    "longhorn-125m": {"hidden_size": 768, "num_hidden_layers": 24, "vocab_size": 50304},
+    "longhorn-350m": {"hidden_size": 1024, "num_hidden_layers": 48, "vocab_size": 50304},
+    "longhorn-1.3b": {"hidden_size": 2048, "num_hidden_layers": 48, "vocab_size": 32000},
+}
+# other initial weights than the authors'; the measurements are in README.md
+_QUIET = {"key_init_scale": 8.0, "query_init_scale": 0.1}
+
 FAMILY = Family(
     name="longhorn",
     config_class=LonghornConfig,
@@ -27,9 +35,8 @@ FAMILY = Family(
     ),
     presets={
         # parameters: 128,563,968 - 369,968,128 - 1,331,595,264
-        "longhorn-125m": {"hidden_size": 768, "num_hidden_layers": 24, "vocab_size": 50304},
-        "longhorn-350m": {"hidden_size": 1024, "num_hidden_layers": 48, "vocab_size": 50304},
-        "longhorn-1.3b": {"hidden_size": 2048, "num_hidden_layers": 48, "vocab_size": 32000},
+        **_SIZES,
+        **{f"{name}-quiet": {**sizes, **_QUIET} for name, sizes in _SIZES.items()},
     },
     tiny={
         "vocab_size": 96,

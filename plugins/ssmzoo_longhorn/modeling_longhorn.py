@@ -45,6 +45,8 @@ class LonghornMixer(SSMMixer):
         self.in_proj = Linear(width, 2 * inner, bias=config.use_bias)
         self.conv1d = CausalConv1d(inner, config.d_conv, config.conv_bias)
         self.x_proj = Linear(inner, config.step_rank + 2 * config.d_state, bias=False)
+        # its initial rows of keys and of queries are scaled
+        self.x_proj.makes_keys = True  # pyright: ignore[reportArgumentType]
         self.dt_proj = Linear(config.step_rank, inner, bias=False)
         self.dt_bias = nn.Parameter(torch.full((inner,), config.dt_bias_init))
         self.D = nn.Parameter(torch.ones(inner))
@@ -127,7 +129,8 @@ class LonghornPreTrainedModel(SSMPreTrainedModel):
         norms, ``D``         1
         ``in_proj``          U(+-1/sqrt(D))
         ``conv1d`` and bias  U(+-1/sqrt(K))
-        ``x_proj``           U(+-1/sqrt(E))
+        ``x_proj``           U(+-1/sqrt(E)), keys and queries times
+                             key_init_scale and query_init_scale
         ``dt_proj``          U(+-1/sqrt(R))
         ``dt_bias``          dt_bias_init
         ``out_proj``         U(+-1/sqrt(E)) / sqrt(num_hidden_layers)
@@ -139,6 +142,12 @@ class LonghornPreTrainedModel(SSMPreTrainedModel):
         if isinstance(module, LonghornMixer):
             init.constant_(module.dt_bias, config.dt_bias_init)
             init.ones_(module.D)
+        elif getattr(module, "makes_keys", False):
+            weight = cast(nn.Linear, module).weight
+            scale = torch.ones(len(weight), 1, device=weight.device, dtype=weight.dtype)
+            scale[-2 * config.d_state : -config.d_state] = config.key_init_scale
+            scale[-config.d_state :] = config.query_init_scale
+            init.copy_(weight, weight * scale)
         elif getattr(module, "ends_mixer", False) and config.rescale_prenorm_residual:
             weight = cast(nn.Linear, module).weight
             bound = (weight.shape[1] * config.num_hidden_layers) ** -0.5

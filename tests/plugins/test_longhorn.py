@@ -7,6 +7,7 @@ its reference backend here; that the other backends equal it is the business of 
 import argparse
 import inspect
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from tests.oracles import longhorn as oracle
 from transformers import MambaConfig, MambaForCausalLM
 
 from ssmzoo.tasks import mqar
+from ssmzoo.testing import check
 from ssmzoo_kernels import longhorn_scan
 from ssmzoo_longhorn import FAMILY
 
@@ -482,6 +484,9 @@ def count(model):
         ("longhorn-125m", 128_563_968),
         ("longhorn-350m", 369_968_128),
         ("longhorn-1.3b", 1_331_595_264),
+        ("longhorn-125m-quiet", 128_563_968),
+        ("longhorn-350m-quiet", 369_968_128),
+        ("longhorn-1.3b-quiet", 1_331_595_264),
     ],
 )
 def test_a_preset_has_its_exact_parameter_count_and_its_mamba_twin_one_a_matrix_a_layer_more(
@@ -552,18 +557,32 @@ def test_every_parameter_starts_as_the_papers_code_starts_it(fresh):
         assert_starts_by_rule(name, value.detach(), fresh.config)
 
 
-def test_a_new_model_writes_half_and_forgets_a_hundredth(fresh):
-    weights, config = arrays(fresh), fresh.config.to_dict()
+def measured_at_the_start(model):
+    """Of each layer of width 768: values, keys, queries, logits, strengths, the scan's outputs."""
+    weights, config = arrays(model), model.config.to_dict()
     h = oracle.rms_norm(np.random.default_rng(0).standard_normal((2, 67, 768)), np.ones(768), 0)
-    seen = []
     for i in range(2):
         mixer = f"model.layers.{i}.mixer."
         x = np.split(h @ weights[mixer + "in_proj.weight"].T, 2, axis=-1)[0]
         u = oracle.short_conv(x, weights[mixer + "conv1d.weight"], weights[mixer + "conv1d.bias"])
-        _q, k, a = oracle.projections(weights, config, mixer, u)
-        eps, beta = oracle.write_strength(a, k), oracle.sigmoid(a)
-        forgotten = np.einsum("blc,bln->", eps, k**2) / (eps.size * k.shape[-1])
-        seen.append([beta.mean(), beta.std(), np.sqrt(np.mean(k**2)), eps.mean(), forgotten])
+        q, k, a = oracle.projections(weights, config, mixer, u)
+        yield u, k, a, oracle.write_strength(a, k), oracle.scan(u, q, k, a)[0]
+
+
+def forgotten_a_token(eps, k):
+    """The mean over tokens, channels and columns of ``eps k^2``."""
+    return np.einsum("blc,bln->", eps, k**2) / (eps.size * k.shape[-1])
+
+
+def size_of(x):
+    return np.sqrt(np.mean(x**2))
+
+
+def test_a_new_model_writes_half_and_forgets_a_hundredth(fresh):
+    seen = []
+    for _u, k, a, eps, _o in measured_at_the_start(fresh):
+        beta = oracle.sigmoid(a)
+        seen.append([beta.mean(), beta.std(), size_of(k), eps.mean(), forgotten_a_token(eps, k)])
     beta, spread, key, eps, forgotten = np.mean(seen, axis=0)
     # sixteen random keys a layer: single draws of their size scatter by about a tenth
     assert beta == pytest.approx(0.5, abs=0.005)
@@ -571,6 +590,35 @@ def test_a_new_model_writes_half_and_forgets_a_hundredth(fresh):
     assert key == pytest.approx(0.15, abs=0.03)
     assert eps == pytest.approx(0.42, abs=0.03)
     assert forgotten == pytest.approx(0.0095, abs=0.004)
+
+
+@pytest.fixture(scope="module")
+def quiet():
+    """The model of ``fresh`` with the quiet start."""
+    torch.manual_seed(0)
+    config = FAMILY.config("longhorn-125m-quiet", vocab_size=512, num_hidden_layers=2)
+    return FAMILY.causal_lm_class(config)
+
+
+def test_the_quiet_start_is_the_authors_with_keys_times_eight_and_queries_over_ten(fresh, quiet):
+    authors = dict(fresh.named_parameters())
+    for name, value in quiet.named_parameters():
+        expected = authors[name]
+        if name.endswith("x_proj.weight"):
+            dt, k, q = expected.split([48, 16, 16])
+            expected = torch.cat([dt, 8 * k, q * torch.tensor(0.1)])
+        assert torch.equal(value, expected), name
+
+
+def test_the_quiet_start_reads_far_less_than_the_skip_gives(fresh, quiet):
+    for model, low, high in ((fresh, 0.1, 1), (quiet, 0, 0.03)):  # D = 1 gives u as it is
+        for u, _k, _a, _eps, o in measured_at_the_start(model):
+            assert low < size_of(o) / size_of(u) < high
+
+
+def test_the_quiet_start_forgets_most_of_what_a_token_can_forget(quiet):
+    for _u, k, _a, eps, _o in measured_at_the_start(quiet):
+        assert 0.8 / 16 < forgotten_a_token(eps, k) < 1 / 16  # all columns together forget one
 
 
 def test_the_configuration_steers_the_initial_values():
@@ -610,6 +658,22 @@ def test_loading_a_checkpoint_that_lacks_one_tensor_initialises_exactly_that_one
                 assert_starts_by_rule(name, value.detach(), config)
             else:
                 assert torch.equal(value, stored[name]), f"{name} while {missing} is missing"
+
+
+QUIET = {**FAMILY.tiny, "key_init_scale": 8.0, "query_init_scale": 0.1, "num_hidden_layers": 1}
+
+
+def test_the_quiet_start_has_five_equal_forms_gradients_and_standalone_code():
+    names = ["oracle", "chunks", "tokens", "padding", "packing", "causality", "batch"]
+    others = ["gradients", "save_and_load", "standalone"]
+    report = check(replace(FAMILY, tiny=QUIET), oracle=oracle.logits, only=names + others)
+    assert report.ok, report.table()
+
+
+def test_a_configuration_without_the_fields_of_the_start_keeps_the_authors():
+    fields = FAMILY.config_class(**TINY).to_dict()
+    assert fields.pop("key_init_scale") == fields.pop("query_init_scale") == 1
+    assert FAMILY.config_class.from_dict(fields).to_dict() == FAMILY.config_class(**TINY).to_dict()
 
 
 # --- precision, generation, configuration -----------------------------------------------------
@@ -741,6 +805,10 @@ def test_the_names_other_code_uses_reach_the_same_fields():
         ("d_conv", 0),
         ("dt_rank", 0),
         ("dt_rank", "full"),
+        ("key_init_scale", 0.0),
+        ("key_init_scale", math.inf),
+        ("query_init_scale", -0.1),
+        ("query_init_scale", math.nan),
     ],
 )
 def test_a_value_that_makes_no_model_is_refused_by_the_name_of_its_field(field, value):

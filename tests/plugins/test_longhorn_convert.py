@@ -77,6 +77,13 @@ def test_a_model_exports_itself_to_official_names_and_back():
     assert config.to_diff_dict() == model.config.to_diff_dict()
 
 
+def test_a_quiet_start_is_exported_as_any_other_model():
+    fields = {"vocab_size": 64, "hidden_size": 32, "d_state": 4, "key_init_scale": 8.0}
+    model = FAMILY.causal_lm_class(FAMILY.config_class(**fields, num_hidden_layers=2))
+    back, _ = from_official(to_official(model.state_dict(), model.config), CONFIG)
+    assert_same(back, dict(model.state_dict()))
+
+
 def test_converted_weights_load_with_a_tied_head_and_give_the_oracles_logits():
     weights, config = from_official(official(), CONFIG)
     model = FAMILY.causal_lm_class(config).eval().double()
