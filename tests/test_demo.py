@@ -3,13 +3,14 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from ssmzoo import demo
+from ssmzoo import cli, demo
 
 # one worker runs the whole demo once
 pytestmark = pytest.mark.xdist_group("demo")
@@ -128,6 +129,14 @@ def test_the_demo_ends_in_the_table_and_says_where_everything_lies(place, whole)
     assert (output / "published" / "README.md").is_file()
     assert (output / "published" / "modeling_longhorn.py").is_file()
     assert (output / "longhorn" / "loss.png").is_file()
+
+
+def test_the_commands_that_it_suggests_run(place, whole, capsys):
+    lines = [line.strip() for line in demo.closing(Path("demo")).splitlines()]
+    suggested = [shlex.split(line) for line in lines if line.startswith("ssmzoo ")]
+    assert [words[1] for words in suggested] == ["generate", "publish", "info"]
+    for words in suggested:
+        assert cli.main(words[1:]) == 0, capsys.readouterr().err
 
 
 def test_what_it_publishes_loads_where_ssmzoo_cannot_be_imported(place, whole):

@@ -209,6 +209,21 @@ def test_an_unfit_target_is_one_clear_error(model, tmp_path, monkeypatch):
         publish(model, "./out", private=True)
 
 
+def test_a_path_is_a_folder_and_a_prefix_says_what_a_text_is(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "user").mkdir()
+    for target, kind in (
+        (Path("user/name"), "folder"),
+        (Path("word"), "folder"),
+        ("folder:user/name", "folder"),
+        ("./user/name", "folder"),
+        ("hub:user/name", "hub"),
+        ("other/name", "hub"),
+    ):
+        report = publish(model, target, dry_run=True)
+        assert (report.kind, Path(report.target).is_absolute()) == (kind, kind == "folder"), target
+
+
 def test_an_unwritable_target_is_one_clear_error(model, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     for dry_run in (True, False):
