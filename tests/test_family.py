@@ -46,7 +46,7 @@ def distribution(folder, name, families, module="", needs=()):
 def run(folder, *command):
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     return subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=600
     )
 
 

@@ -36,7 +36,7 @@ PAGE = Path(__file__).parents[1] / "eval/recipes/many-processes.md"
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
-def launch(*command, seconds=240):
+def launch(*command, seconds=600):
     return subprocess.run(
         [*LAUNCH, *map(str, command)],
         capture_output=True,
@@ -368,7 +368,7 @@ def assert_killed(done, rank):
 
 def test_a_killed_process_ends_the_run_and_the_launcher_names_it(death):
     done, seconds, checkpoints = death
-    assert seconds < 120
+    assert seconds < 600  # torch's own patience is 1,800
     assert_killed(done, 1)
     # the launcher ends the other process, mostly before that has noticed anything
     assert len(said_by_us(done.stderr)) <= 1
@@ -396,11 +396,11 @@ def test_on_two_machines_the_other_one_says_what_happened(death, folder, tmp_pat
         for rank in (0, 1)
     ]
     first, second = (
-        subprocess.CompletedProcess([], machine.wait(120), stderr=said)
+        subprocess.CompletedProcess([], machine.wait(600), stderr=said)
         for machine in machines
-        for _, said in [machine.communicate(timeout=120)]
+        for _, said in [machine.communicate(timeout=600)]
     )
-    assert time.monotonic() - begin < 120
+    assert time.monotonic() - begin < 600
     assert_killed(second, 1)
     assert first.returncode != 0
     (said,) = said_by_us(first.stderr)

@@ -155,15 +155,12 @@ def test_importing_ssmzoo_loads_neither_torch_nor_transformers_nor_a_plugin(inst
     assert [name for name in modules if name.startswith("ssmzoo_")] == []
 
 
-def test_help_and_list_answer_without_torch_and_quickly(installed):
+def test_help_and_list_answer_without_what_is_slow_to_import(installed):
     code = """
-import sys, time
-start = time.process_time()
+import sys
 from ssmzoo.cli import main
 main(["list"])
-seconds = time.process_time() - start
-assert "torch" not in sys.modules
-assert seconds < 0.5, seconds
+assert not {"torch", "transformers", "numpy"} & set(sys.modules)
 """
     assert "longhorn" in python(installed, code)
 

@@ -18,8 +18,10 @@
 #ifdef __AVX512F__
 #include <immintrin.h>
 #define VEC_BYTES 64
-#else
+#elif defined(__AVX__)
 #define VEC_BYTES 32
+#else
+#define VEC_BYTES 16
 #endif
 
 typedef REAL vec __attribute__((vector_size(VEC_BYTES)));
