@@ -150,6 +150,8 @@ def _lost_output() -> RuntimeError | None:
 
 def _report(error: Exception) -> int:
     text = " ".join(str(error).split())
+    if isinstance(error, UnicodeEncodeError):  # most often of a path
+        text = f"{text}: {ascii(error.object)[:200]}"
     mistake = isinstance(
         error, ValueError | TypeError | LookupError | RuntimeError | OSError | ImportError
     )
