@@ -74,7 +74,8 @@ def start(recipe, folder, *, resume, operation=None, number=signal.SIGKILL, poin
         if operation is not None:
             operations.last = operation
         if point is not None:
-            signalled_at(pytest.MonkeyPatch(), *POINTS[point][:3], number)
+            owner, name, call, _ = POINTS[point]
+            signalled_at(pytest.MonkeyPatch(), owner, name, call, number)
         train(recipe, output_dir=folder, resume=resume)
         log_of(folder).with_suffix(".operations").write_text(str(operations.count))
         status = 0

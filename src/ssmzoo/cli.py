@@ -152,7 +152,10 @@ def _lost_output() -> RuntimeError | None:
 
 
 def _report(error: Exception) -> int:
-    text = without_credentials(" ".join(str(error).split()))
+    text = " ".join(str(error).split())
+    if isinstance(error, UnicodeEncodeError):  # most often of a path
+        text = f"{text}: {ascii(error.object)[:200]}"
+    text = without_credentials(text)
     mistake = isinstance(
         error, ValueError | TypeError | LookupError | RuntimeError | OSError | ImportError
     )

@@ -282,7 +282,7 @@ def _split(
 def _training_documents(recipe: Recipe, manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
     data = recipe.data
     if data.dataset is not None:
-        records = open_dataset(data, data.split, manifest.get("revision"), streaming=False)
+        records = _open_records(data, data.split, manifest, streaming=False)
         return (("", text) for text in texts_of(records, data.text_field, "data.dataset"))
     return _file_documents(data, getattr(data, data.source), manifest["files"])
 
@@ -291,7 +291,7 @@ def _validation_documents(recipe: Recipe, manifest: dict[str, Any]) -> Iterator[
     data = recipe.data
     if data.dataset is not None:
         for split in data.validation:
-            records = open_dataset(data, split, manifest.get("revision"), streaming=data.streaming)
+            records = _open_records(data, split, manifest, streaming=data.streaming)
             yield from texts_of(records, data.text_field, "data.dataset")
     else:
         files = manifest["validation_files"]
@@ -308,14 +308,15 @@ def _file_documents(
 
 def _stream_documents(recipe: Recipe, manifest: dict[str, Any]) -> Iterator[str]:
     data = recipe.data
-    records = _open_stream(data, manifest)
+    records = _open_records(data, data.split, manifest, streaming=True)
     return texts_of(records, data.text_field, f"data.{data.source}")
 
 
-def _open_stream(data: DataSection, manifest: dict[str, Any]) -> Iterable[dict[str, Any]]:
+def _open_records(
+    data: DataSection, split: str, manifest: dict[str, Any], *, streaming: bool
+) -> Iterable[dict[str, Any]]:
     files = [file["path"] for file in manifest.get("files", [])]
-    revision = manifest.get("revision")
-    return open_dataset(data, data.split, revision, streaming=True, files=files)
+    return open_dataset(data, split, manifest.get("revision"), streaming=streaming, files=files)
 
 
 def _stream(
@@ -329,7 +330,7 @@ def _stream(
     data, train = recipe.data, recipe.train
 
     def open_records() -> Iterable[dict[str, Any]]:
-        records = _open_stream(data, manifest)
+        records = _open_records(data, data.split, manifest, streaming=True)
         return split_over_ranks(records, rank, world)
 
     def texts(records: Iterable[dict[str, Any]]) -> Iterator[str]:

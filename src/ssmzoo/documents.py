@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ssmzoo.files import file_digest
+from ssmzoo.files import file_digest, is_utf8
 from ssmzoo.source import first_line
 
 if TYPE_CHECKING:
@@ -109,6 +109,11 @@ def open_dataset(
         from datasets.exceptions import DatasetNotFoundError
     except ImportError as error:
         raise RuntimeError("data sets need datasets: pip install 'ssmzoo[train]'") from error
+    odd = next((file for file in files if not is_utf8(file)), None)
+    if odd is not None:  # which datasets cannot open
+        raise ValueError(
+            f"data.{data.source} must have file names in UTF-8, got {odd!a}; rename it"
+        )
     try:
         if data.dataset is not None:
             opened = datasets.load_dataset(
@@ -174,13 +179,14 @@ def same_files(
         for entry in manifest
     ]
     hint = "since the run began; put it back as it was, or start a new run"
+    by_name: dict[str, list[int]] = {}
+    for i, entry in enumerate(manifest):
+        if found[i] is None:
+            by_name.setdefault(Path(entry["path"]).name, []).append(i)
     for path, file in now.items():
         name = str(file.relative_to(root)) if root is not None else file.name
-        gone = [
-            i
-            for i, entry in enumerate(manifest)
-            if found[i] is None and entry["path"].endswith(f"/{name}")
-        ]
+        gone = by_name.get(file.name, [])
+        gone = [i for i in gone if manifest[i]["path"].endswith(f"/{name}")]
         if not gone:
             raise ValueError(f"the data file {path} was added {hint}")
         (moved,) = file_manifest([file], content=manifest[gone[0]]["sha256"] is not None)
@@ -190,6 +196,7 @@ def same_files(
         if match is None:
             raise ValueError(f"the data file {path} was changed {hint}")
         found[match] = moved
+        by_name[file.name].remove(match)
     for entry, there in zip(manifest, found, strict=True):
         if there is None:
             raise ValueError(f"the data file {entry['path']} was removed {hint}")

@@ -17,6 +17,7 @@ import yaml
 
 from ssmzoo.documents import STDLIB
 from ssmzoo.family import suggestion
+from ssmzoo.files import is_utf8
 from ssmzoo.resources import share
 from ssmzoo.results import HIGHER_IS_BETTER
 
@@ -643,7 +644,8 @@ def _override(fields: dict[str, Any], override: str) -> None:
         here = here[part]
         if not isinstance(here, dict):
             raise ValueError(f"the override {override!r} goes into {part!r}, which is no section")
-    here[parts[-1]] = _read_yaml(value, override)
+    # what is not UTF-8 can be no YAML, only a path
+    here[parts[-1]] = _read_yaml(value, override) if is_utf8(value) else value
 
 
 def _exactly_one(section: BaseModel, name: str, fields: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from ssmzoo.checkpoint import checkpoints, locked, step_of
+from ssmzoo.files import is_utf8
 from ssmzoo.loop import Run
 from ssmzoo.machine import (
     is_of_another_process,
@@ -80,6 +81,8 @@ def _train(recipe: Recipe, folder: Path, resume: bool, request: StopRequest) -> 
         from accelerate.state import AcceleratorState
     except ImportError as error:
         raise RuntimeError("training needs accelerate: pip install 'ssmzoo[train]'") from error
+    if not is_utf8(str(folder)):
+        raise ValueError(f"output_dir must be a path in UTF-8, got {str(folder)!a}")
     ours = not AcceleratorState._shared_state
     accelerator = make_accelerator(recipe)
     alone = accelerator.num_processes == 1

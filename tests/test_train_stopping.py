@@ -1,0 +1,515 @@
+"""Runs that are told to stop, that save by the clock, and that go on with changes."""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tests.stopping import KilledError, killed_before, signalled_at
+from tests.test_killed import RECIPE
+
+from ssmzoo.checkpoint import checkpoints, locked, read_metrics, step_of
+from ssmzoo.cli import main
+from ssmzoo.files import write_folder
+from ssmzoo.loop import Run
+from ssmzoo.objective import CausalLM
+from ssmzoo.recipe import Recipe, load_recipe
+from ssmzoo.stopping import Stopped, StopRequest
+from ssmzoo.tokenizer import byte_tokenizer
+from ssmzoo.train import train
+
+WORDS = ["ant bee cat dodo ", "elk fox gnu hen ", "ibis jay kiwi lark "]
+
+
+def write_texts(folder):
+    folder.mkdir(parents=True)
+    for i, words in enumerate(WORDS * 3):
+        (folder / f"{i}.txt").write_text(f"{i} " + words * 40, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return write_texts(tmp_path_factory.mktemp("data") / "texts")
+
+
+@pytest.fixture(scope="module")
+def recipe(texts, tmp_path_factory):
+    path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
+    data = {"text": str(texts), "validation": 0.3}
+    path.write_text(yaml.safe_dump({**RECIPE, "data": data}), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(recipe, tmp_path_factory):
+    """A run of twelve steps, not to be changed."""
+    return train(recipe, output_dir=tmp_path_factory.mktemp("runs") / "finished")
+
+
+def killed(recipe, folder, monkeypatch, *overrides, step=8):
+    """Kill a run in a step; its newest checkpoint is that of the last multiple of three."""
+    with monkeypatch.context() as patch:
+        killed_before(patch, step)
+        with pytest.raises(KilledError):
+            train(recipe, output_dir=folder, overrides=overrides)
+    return folder
+
+
+def timeless(run):
+    drop = ("tokens_per_second", "seconds")
+    lines = read_metrics(run / "metrics.jsonl")
+    return [{key: value for key, value in line.items() if key not in drop} for line in lines]
+
+
+def assert_same_run(one, two):
+    assert timeless(one) == timeless(two)
+    tensors = [load_file(run / "model" / "model.safetensors") for run in (one, two)]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
+
+
+def changes_of(run):
+    return json.loads((run / "run.json").read_text()).get("changes", [])
+
+
+# -- a run that is told to stop --------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The seconds that signals are timed by."""
+    clock = SimpleNamespace(now=0.0)
+    watch = SimpleNamespace(monotonic=lambda: clock.now)
+    monkeypatch.setattr("ssmzoo.stopping.time", watch)
+    return clock
+
+
+@pytest.fixture
+def interruptible():
+    """Python's own answer to SIGINT, which it does not give where a job runs without one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_stopped_run_prints_one_line_whose_command_ends_with_the_weights_of_one_left_alone(
+    finished, recipe, tmp_path, capsys, monkeypatch
+):
+    run = tmp_path / "a run"
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        signalled_at(patch, CausalLM, "loss_of", 5, signal.SIGTERM)
+        assert main(["train", str(recipe), "--output", str(run), "--set", "train.steps=12"]) == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1, err
+    line, _, command = err.rstrip("\n").partition("; to go on: ")
+    assert line == "stopped by SIGTERM after step 5, which is saved"
+    assert [step_of(path) for path in checkpoints(run / "checkpoints")] == [3, 5]
+    program, *arguments = shlex.split(command)
+    assert program == "ssmzoo"
+    assert main(arguments) == 0
+    assert_same_run(finished, run)
+
+
+def test_a_second_signal_stops_at_once(clock, interruptible, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    request = StopRequest()
+
+    def told_twice():
+        with request.heard():
+            signal.raise_signal(signal.SIGTERM)
+            assert request.signal == signal.SIGTERM
+            clock.now = 0.5
+            signal.raise_signal(signal.SIGTERM)  # `timeout` sends two
+            clock.now = 1.5
+            signal.raise_signal(signal.SIGINT)
+            pytest.fail("the second request must not be heard")
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        told_twice()
+    assert not isinstance(caught.value, Stopped)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_under_a_launcher_a_second_signal_repeats_the_first(clock, interruptible, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    request = StopRequest()
+
+    def told_twice():
+        with request.heard():
+            signal.raise_signal(signal.SIGINT)
+            clock.now = 10.0
+            signal.raise_signal(signal.SIGINT)
+            clock.now = 20.0
+
+    # that it was not obeyed is found at the end
+    with pytest.raises(KeyboardInterrupt):
+        told_twice()
+    assert clock.now == 20.0
+
+
+def test_a_signal_that_is_ignored_stays_ignored_and_other_threads_hear_none():
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        request = StopRequest()
+        with request.heard():
+            signal.raise_signal(signal.SIGUSR1)
+        assert request.signal is None
+        seen = []
+
+        def elsewhere():
+            with StopRequest().heard():
+                seen.append(signal.getsignal(signal.SIGTERM))
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert seen == [signal.getsignal(signal.SIGTERM)]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_run_interrupted_from_python_raises_a_keyboard_interrupt_and_resumes(
+    finished, recipe, tmp_path, interruptible, monkeypatch
+):
+    """In the second batch of a validation, which is done again."""
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        signalled_at(patch, CausalLM, "measure", 4, signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt, match="stopped by SIGINT after step 8, which is sav"):
+            train(recipe, output_dir=run)
+    assert [line["step"] for line in timeless(run) if "validation_loss" in line] == [4]
+    # killed after the validation's line is written, before anything is saved
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_save", lambda *_: fail(KilledError()))
+        with pytest.raises(KilledError):
+            train(recipe, output_dir=run, resume=True)
+    assert [line["step"] for line in timeless(run) if "validation_loss" in line] == [4, 8]
+    assert_same_run(finished, train(recipe, output_dir=run, resume=True))
+
+
+# -- checkpoints by the clock ----------------------------------------------------------------
+
+
+def test_checkpoints_by_the_clock_change_no_weight(finished, recipe, tmp_path, monkeypatch):
+    clock, optimize = SimpleNamespace(now=0.0), Run._optimize
+
+    def in_25_seconds(run, read):
+        clock.now += 25
+        optimize(run, read)
+
+    monkeypatch.setattr(Run, "_optimize", in_25_seconds)
+    monkeypatch.setattr("ssmzoo.loop.time", SimpleNamespace(monotonic=lambda: clock.now))
+    overrides = ["checkpoint.every=null", "checkpoint.minutes=1.5", "checkpoint.keep=9"]
+    run = train(recipe, output_dir=tmp_path / "run", overrides=overrides)
+    assert [step_of(path) for path in checkpoints(run / "checkpoints")] == [4, 8, 12]
+    assert_same_run(finished, run)
+
+
+@pytest.mark.parametrize(
+    ("fields", "every", "minutes"),
+    [
+        ({}, 500, None),
+        ({"minutes": 10.0}, None, 10.0),
+        ({"every": 7, "minutes": 10.0}, 7, 10.0),
+        ({"every": "epoch"}, "epoch", None),
+    ],
+)
+def test_a_checkpoint_is_due_by_steps_by_the_clock_or_by_both(fields, every, minutes):
+    described = {**RECIPE, "data": {"text": "x"}, "checkpoint": fields}
+    if every == "epoch":
+        described["data"] = {"task": "listops"}
+        described["train"] = {"epochs": 1, "batch_size": 4, "lr": 0.1}
+    recipe = Recipe.model_validate(described)
+    again = Recipe.model_validate(yaml.safe_load(recipe.to_yaml()))
+    for found in (recipe.checkpoint, again.checkpoint):
+        assert (found.every, found.minutes) == (every, minutes)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("checkpoint.minutes=0", r"checkpoint\.minutes must be greater than 0, got 0"),
+        ("checkpoint.minutes=ten", r"checkpoint\.minutes must be a valid number, got 'ten'"),
+        ("checkpoint.every=null", "checkpoint must have every, minutes or both, got none"),
+    ],
+)
+def test_a_checkpoint_that_is_never_due_is_refused(override, message, recipe):
+    with pytest.raises(ValueError, match=message):
+        load_recipe(recipe, [override])
+
+
+# -- going on with changes -------------------------------------------------------------------
+
+EXACT = "model.config.dropout=0.0"  # each micro-batch draws its own
+
+
+def test_a_run_goes_on_with_other_micro_batches_and_recomputed_activations(
+    recipe, tmp_path, monkeypatch
+):
+    whole = train(recipe, output_dir=tmp_path / "whole", overrides=[EXACT])
+    run = killed(recipe, tmp_path / "run", monkeypatch, EXACT)
+    changes = ["train.accumulate=2", "train.gradient_checkpointing=true"]
+    train(recipe, output_dir=run, resume=True, overrides=[EXACT, *changes])
+    one, two = timeless(whole), timeless(run)
+    assert len(one) == len(two)
+    for before, after in zip(one, two, strict=True):
+        if after["step"] <= 6:
+            assert after == before
+        # the same sums in another order, in float32: six steps of at most lr = 0.01
+        assert after == pytest.approx(before, rel=1e-4)
+    assert changes_of(run) == [
+        {"step": 6, "field": "train.accumulate", "from": 1, "to": 2},
+        {"step": 6, "field": "train.gradient_checkpointing", "from": False, "to": True},
+    ]
+    with pytest.raises(ValueError, match=r"train\.batch_size must stay as the run began .* got 8"):
+        train(recipe, output_dir=run, resume=True, overrides=[EXACT, "train.batch_size=8"])
+    with pytest.raises(ValueError, match=r"train\.batch_size must be a multiple of .*, got 4"):
+        train(recipe, output_dir=run, resume=True, overrides=[EXACT, "train.accumulate=3"])
+
+
+def test_changes_are_listed_once_in_order_also_if_the_run_is_killed_while_it_writes_them(
+    recipe, tmp_path, monkeypatch
+):
+    run = killed(recipe, tmp_path / "run", monkeypatch)
+    with monkeypatch.context() as patch:
+        # of the recipe
+        patch.setattr("ssmzoo.run_folder.write_text", lambda *_: fail(KilledError()))
+        with pytest.raises(KilledError):
+            train(recipe, output_dir=run, resume=True, overrides=["train.accumulate=2"])
+    assert len(changes_of(run)) == 1
+    with monkeypatch.context() as patch:
+        killed_before(patch, 7)
+        with pytest.raises(KilledError):
+            train(recipe, output_dir=run, resume=True, overrides=["train.accumulate=2"])
+    assert len(changes_of(run)) == 1
+    train(recipe, output_dir=run, resume=True, overrides=["log.every=3", "checkpoint.minutes=60"])
+    assert [(change["field"], change["to"]) for change in changes_of(run)] == [
+        ("train.accumulate", 2),
+        ("train.accumulate", 1),
+        ("checkpoint.minutes", 60),
+        ("log.every", 3),
+    ]
+
+
+def test_a_run_goes_on_where_its_text_was_moved(finished, recipe, tmp_path, monkeypatch):
+    old, new = write_texts(tmp_path / "old"), tmp_path / "new" / "deeper"
+    run = killed(recipe, tmp_path / "run", monkeypatch, f"data.text={old}")
+    shutil.copytree(old, new)
+    shutil.rmtree(old)
+    shutil.rmtree(run / "cache")
+    train(recipe, output_dir=run, resume=True, overrides=[f"data.text={new}"])
+    assert_same_run(finished, run)
+    assert changes_of(run) == [{"step": 6, "field": "data.text", "from": ["old"], "to": ["deeper"]}]
+    described = json.loads((run / "data.json").read_text())
+    assert {Path(file["path"]).parent for file in described["files"]} == {new}
+    assert all(str(new) in name for name in described["held_out"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda new: (new / "3.txt").write_text("other"), r"new/3\.txt was changed since the run"),
+        (lambda new: (new / "x.txt").write_text("more"), r"new/x\.txt was added since the run"),
+        (lambda new: (new / "3.txt").unlink(), r"old/3\.txt was removed since the run"),
+    ],
+)
+def test_moved_text_that_is_not_the_same_is_refused(change, message, recipe, tmp_path, monkeypatch):
+    old, new = write_texts(tmp_path / "old"), write_texts(tmp_path / "new")
+    run = killed(recipe, tmp_path / "run", monkeypatch, f"data.text={old}", step=1)
+    change(new)
+    told = (run / "run.json").read_bytes()
+    with pytest.raises(ValueError, match=message):
+        train(recipe, output_dir=run, resume=True, overrides=[f"data.text={new}"])
+    assert (run / "run.json").read_bytes() == told
+
+
+def test_a_run_goes_on_where_its_stream_and_its_tokenizer_were_moved(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    lines = "".join(json.dumps({"text": f"{i} {WORDS[i % 3] * 9}"}) + "\n" for i in range(40))
+    old, new, touched = (tmp_path / name for name in ("old", "new", "touched"))
+    for folder in (old, new, touched):
+        folder.mkdir()
+    (old / "a.jsonl").write_text(lines)
+    shutil.copy2(old / "a.jsonl", new / "a.jsonl")
+    (touched / "a.jsonl").write_text(lines)
+    os.utime(touched / "a.jsonl", (1, 1))
+    byte_tokenizer().save_pretrained(old / "tokenizer")
+    shutil.copytree(old / "tokenizer", new / "tokenizer")
+    shutil.copytree(old / "tokenizer", touched / "tokenizer")
+    other = touched / "tokenizer" / "tokenizer.json"
+    other.write_text(other.read_text().replace("<|bos|>", "<|boz|>"))
+
+    def place(folder, tokenizer=None):
+        return [
+            *("data.text=null", f"data.jsonl={folder / 'a.jsonl'}", "data.streaming=true"),
+            *("data.validation=3", "data.shuffle_buffer=4"),
+            f"data.tokenizer={(tokenizer or folder) / 'tokenizer'}",
+        ]
+
+    whole = train(recipe, output_dir=tmp_path / "whole", overrides=place(old))
+    run = killed(recipe, tmp_path / "run", monkeypatch, *place(old))
+    shutil.rmtree(old)
+    with pytest.raises(ValueError, match=r"touched/a\.jsonl was changed since the run began"):
+        train(recipe, output_dir=run, resume=True, overrides=place(touched))
+    with pytest.raises(ValueError, match=r"data\.tokenizer must be '.*old/tok.* encodes otherwise"):
+        train(recipe, output_dir=run, resume=True, overrides=place(new, touched))
+    train(recipe, output_dir=run, resume=True, overrides=place(new))
+    assert_same_run(whole, run)
+
+
+# -- memory ----------------------------------------------------------------------------------
+
+
+def fail(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("ask", "first"),
+    [
+        (lambda: torch.ones(1).expand(10**15).clone(), "[enforce fail at alloc_cpu.cpp"),
+        (lambda: bytearray(10**18), "MemoryError"),
+        (lambda: fail(torch.OutOfMemoryError("CUDA out of memory. Tried")), "CUDA out of"),
+    ],
+)
+def test_a_run_out_of_memory_names_what_needs_less_and_goes_on_with_it(
+    ask, first, recipe, tmp_path, capsys, monkeypatch
+):
+    loss_of, run = CausalLM.loss_of, tmp_path / "run"
+
+    def too_large(goal, forward, piece, *given):
+        if run_.step == 4 and piece["input_ids"].numel() > 64:
+            ask()
+        return loss_of(goal, forward, piece, *given)
+
+    optimize = Run._optimize
+
+    def watched(run, read):
+        nonlocal run_
+        run_ = run
+        optimize(run, read)
+
+    run_ = None
+    monkeypatch.setattr(Run, "_optimize", watched)
+    monkeypatch.setattr(CausalLM, "loss_of", too_large)
+    assert main(["train", str(recipe), "--output", str(run)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert err.startswith(f"ssmzoo: error: out of memory after 4 steps: {first}")
+    for words in (
+        "raise train.accumulate = 1, so that fewer of the train.batch_size = 4 rows",
+        "set train.gradient_checkpointing = false to true",
+        "shorter rows (train.seq_len = 32)",
+        "the checkpoint of step 3 is intact",
+    ):
+        assert words in err
+    command = err.rstrip("\n").partition("; to go on: ")[2]
+    assert command.endswith(" --resume --set train.accumulate=2")
+    assert main(shlex.split(command)[1:]) == 0
+    assert changes_of(run) == [{"step": 3, "field": "train.accumulate", "from": 1, "to": 2}]
+
+
+# -- what file systems do --------------------------------------------------------------------
+
+ODD = os.fsdecode(b"caf\xe9")
+
+
+def test_text_whose_file_names_are_not_utf8_is_trained_on_and_resumed(
+    recipe, tmp_path, monkeypatch
+):
+    folder = write_texts(tmp_path / ODD)
+    (folder / "0.txt").rename(folder / f"{ODD}.txt")
+    overrides = [f"data.text={folder}", "data.validation=8"]
+    run = killed(recipe, tmp_path / "run", monkeypatch, *overrides)
+    train(recipe, output_dir=run, resume=True, overrides=overrides)
+    described = json.loads((run / "data.json").read_text(encoding="utf-8"))
+    assert f"{folder}/{ODD}.txt" in [file["path"] for file in described["files"]]
+    assert read_metrics(run / "metrics.jsonl")[-1]["step"] == 12
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_records_whose_file_names_are_not_utf8_are_read_or_named(kind, recipe, tmp_path, capsys):
+    import pyarrow
+    import pyarrow.parquet
+
+    place = tmp_path / "records"
+    records = [{"text": words * 40} for words in WORDS]
+    if kind == "jsonl":
+        place.write_text("".join(json.dumps(record) + "\n" for record in records))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), place)
+    place = place.rename(tmp_path / f"{ODD}.{kind}")
+    sets = ["data.text=null", f"data.{kind}={place}", "data.validation=null", "train.steps=3"]
+    train(recipe, output_dir=tmp_path / "run", overrides=sets)
+    assert json.loads((tmp_path / "run" / "data.json").read_text())["documents"] == 3
+    arguments = [word for change in (*sets, "data.streaming=true") for word in ("--set", change)]
+    assert main(["train", str(recipe), "--output", str(tmp_path / "new"), *arguments]) == 2
+    line = capsys.readouterr().err
+    assert f"data.{kind} must have file names in UTF-8, got " in line
+    assert "caf\\udce9" in line
+    assert line.count("\n") == 1
+
+
+def test_a_folder_whose_name_is_not_utf8_is_refused_by_name(recipe, tmp_path, capsys):
+    place = tmp_path / ODD
+    assert main(["train", str(recipe), "--output", str(place)]) == 2
+    line = capsys.readouterr().err
+    assert line == f"ssmzoo: error: output_dir must be a path in UTF-8, got {str(place)!a}\n"
+    assert not place.exists()
+    with pytest.raises(RuntimeError, match=r"caf.* cannot be written: its path is not UTF-8"):
+        write_folder(place, lambda folder: byte_tokenizer().save_pretrained(folder))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_locks_is_warned_of_once(recipe, tmp_path, caplog, monkeypatch):
+    import errno
+    import fcntl
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with locked(tmp_path / "run"):
+        pass
+    (record,) = caplog.records
+    assert "has no locks (No locks available): see to it that no second run" in record.getMessage()
+    assert (tmp_path / "run" / ".lock").read_text() == str(os.getpid())
+    monkeypatch.setattr(fcntl, "flock", lambda *_: os.stat(tmp_path / "nowhere"))
+    with pytest.raises(RuntimeError, match="cannot be locked"), locked(tmp_path / "run"):
+        pass
+
+
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
+    for name in ("100000000", "99999999", "00000003", "old"):
+        (tmp_path / f"step-{name}").mkdir()
+    assert [step_of(path) for path in checkpoints(tmp_path)] == [3, 99_999_999, 100_000_000]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_what_a_run_writes_may_be_read_by_all_whom_the_umask_lets(umask, recipe, tmp_path):
+    before = os.umask(umask)
+    try:
+        sets = ["--set", "train.steps=3", "--output", str(tmp_path / "run")]
+        assert main(["train", str(recipe), *sets]) == 0
+        model = str(tmp_path / "run" / "model")
+        assert main(["card", model]) == 0
+        assert main(["generate", model, "ant", "--save-state", str(tmp_path / "prompt")]) == 0
+        assert main(["publish", model, f"folder:{tmp_path / 'published'}"]) == 0
+    finally:
+        os.umask(before)
+    written = {path: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert len([path for path in written if path.suffix == ".safetensors"]) == 5
+    for path, mode in written.items():
+        assert mode == (0o777 if path.is_dir() else 0o666) & ~umask, (path, oct(mode))
