@@ -1,5 +1,6 @@
 """Fresh environments with our wheel in them, away from the checkout (fixtures; see conftest)."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -31,6 +32,15 @@ class Environment:
         )
         assert done.returncode == expect, done.stdout + done.stderr
         return done.stdout
+
+
+def import_package(folder):
+    """Return the package in a folder, imported without being installed."""
+    init = folder / "__init__.py"
+    spec = importlib.util.spec_from_file_location(folder.name, init)
+    package = sys.modules[folder.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+    return package
 
 
 def build_wheel(project, folder):

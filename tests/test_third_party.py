@@ -24,6 +24,11 @@ log: {every: 1}
 """
 
 
+def test_the_page_on_adding_a_family_shows_this_recipe():
+    page = TOY.parents[1].joinpath("plugins", "README.md").read_text(encoding="utf-8")
+    assert f"```yaml{RECIPE}```\n" in page
+
+
 @pytest.fixture(scope="module")
 def environment(wheel, tmp_path_factory):
     theirs = build_wheel(TOY, tmp_path_factory.mktemp("toy"))

@@ -1,6 +1,5 @@
 """A third party's family in three files: it conforms, it installs, plugins/README shows it."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -8,20 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.environments import import_package
 
 from ssmzoo.testing import FamilyConformance
 
 TOY = Path(__file__).with_name("toy_family")
 FILES = ("pyproject.toml", "ssmzoo_toy/__init__.py", "ssmzoo_toy/modeling_toy.py")
 
-_spec = importlib.util.spec_from_file_location("ssmzoo_toy", TOY / "ssmzoo_toy" / "__init__.py")
-_toy = importlib.util.module_from_spec(_spec)
-sys.modules["ssmzoo_toy"] = _toy
-_spec.loader.exec_module(_toy)
-
 
 class TestToy(FamilyConformance):
-    family = _toy.FAMILY
+    family = import_package(TOY / "ssmzoo_toy").FAMILY
 
 
 def test_three_files_make_a_package_that_pip_installs_and_the_zoo_lists(tmp_path):

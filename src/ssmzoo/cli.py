@@ -712,19 +712,19 @@ def _print_examined(facts: dict[str, Any]) -> None:
             layers.append([index, index, shared])
     rows = []
     for first, last, shared in layers:
-        for op in {**shared["read"], **shared["step"]}:
+        plain = {} if shared["read"] or shared["step"] else {"none of ours": "plain torch"}
+        for op in {**shared["read"], **shared["step"], **plain}:
             rows.append(
                 {
                     "layers": str(first) if first == last else f"{first}-{last}",
                     "mixer": shared["mixer"],
                     "op": op,
-                    "reading": shared["read"].get(op, ""),
-                    "step": shared["step"].get(op, ""),
+                    "reading": shared["read"].get(op, plain.get(op, "")),
+                    "step": shared["step"].get(op, plain.get(op, "")),
                     "why not faster": shared["hints"].get(op, ""),
                 }
             )
-    if rows:
-        _print_table(rows)
+    _print_table(rows)
 
 
 def _bench(options: argparse.Namespace) -> int:

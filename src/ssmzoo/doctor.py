@@ -80,7 +80,8 @@ def examine_model(
         ``parameters``, ``parameter_bytes``, ``state_bytes`` (None: it has none, and
         ``state_reason`` says why), ``seconds`` and ``tokens_per_second`` for reading and for a
         step, of the backbone without its head, and ``layers``: index, mixer, the ops of reading and
-        of a step with their backends, and ``hints``, why an op does not run on a faster one.
+        of a step with their backends (none where all is plain torch), and ``hints``, why an op does
+        not run on a faster one.
 
     Raises:
         LookupError: No such model, family or preset.

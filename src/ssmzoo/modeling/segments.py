@@ -135,7 +135,8 @@ def find_segments(
             raise ValueError(f"cu_seqlens must have shape [S + 1], got {list(cu_seqlens.shape)}")
         if not torch.compiler.is_compiling():
             check_boundaries("model", cu_seqlens, length)
-        return Segments(cu_seqlens)
+        # a compiled graph cannot look up the longest: none is longer than the row
+        return Segments(cu_seqlens, row_length=length if torch.compiler.is_compiling() else None)
     starts = _starts(batch, length, mask, position_ids, seq_idx)
     if starts is not None:
         rows = None
