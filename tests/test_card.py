@@ -12,12 +12,13 @@ import sys
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from statistics import median_low
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, parse_eval_result_entries
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ssmzoo import card, card_sources, family, load_family
@@ -438,6 +439,29 @@ def test_the_metadata_is_what_the_hub_reads(run, scored):
     }
 
 
+def test_scores_of_benchmarks_are_written_where_the_hubs_leaderboards_look(run, tmp_path):
+    benchmark = {"dataset": "openai/gsm8k", "task_id": "gsm8k"}
+    row = {**RECALL, "task": "gsm8k", "metric": "exact_match", "benchmark": benchmark}
+    own = write_results(run, "first-try", BPB, row)
+    render_card(run / "model", results=[own])
+    file = run / "model" / ".eval_results" / "ssmzoo.yaml"
+    (entry,) = parse_eval_result_entries(yaml.safe_load(file.read_text()))
+    assert (entry.dataset_id, entry.task_id, entry.value) == ("openai/gsm8k", "gsm8k", 0.61803)
+    assert entry.date == "2026-03-04T05:06:07+00:00"
+    assert entry.notes == "gsm8k, exact_match, 0 shots, lm-eval by ssmzoo"
+    report = publish(run / "model", str(tmp_path / "out"))
+    assert ".eval_results/ssmzoo.yaml" in {file.path for file in report.files}
+    apart = tmp_path / "apart"
+    apart.mkdir()
+    render_card(run / "model", results=[own], output=apart / "card.md")
+    assert not (apart / ".eval_results").exists()
+    render_card(run / "model", results=[write_results(run, "first-try", BPB)])
+    assert not file.exists()
+    wrong = write_results(run, "first-try", {**row, "benchmark": {"dataset": "x/y"}})
+    with pytest.raises(ValueError, match=r"results\[0\].benchmark must have a dataset and a"):
+        render_card(run / "model", results=[wrong])
+
+
 def test_scores_of_other_models_stay_out_of_the_metadata(run, scored):
     other = write_results(run, "rival", {**BPB, "value": 2.5}, revision="abc", source="user/rival")
     text = render_card(run / "model", results=[other, scored]).read_text()
@@ -728,6 +752,23 @@ def test_a_committed_card_is_what_its_sources_give(path, tmp_path):
     again = render_card(tmp_path / path.name, results=results).read_text()
     committed = path.with_suffix(".md").read_text()
     assert again == committed, "the card is not what its sources give; run: make cards"
+
+
+def test_of_several_seeds_the_committed_card_is_the_medians():
+    results = [
+        card_sources.read_results(path) for path in (ROOT / "eval" / "results").glob("*.json")
+    ]
+    revisions = {
+        json.loads(path.read_text())["revision"] for path in (ROOT / "model_cards").glob("*.json")
+    }
+    judged = 0
+    for own in results:
+        seeds = [own, *(entry for entry in results if entry.is_of_another_seed(own))]
+        if own.revision in revisions and len(seeds) > 1:
+            values = [next(iter(entry.scores.values())).value for entry in seeds]
+            assert values[0] == median_low(values), own.name
+            judged += 1
+    assert judged
 
 
 def test_every_committed_card_has_its_sources():

@@ -651,14 +651,17 @@ def test_bench_measures_all_families_unless_some_are_named(capsys, monkeypatch):
     monkeypatch.setattr("ssmzoo.bench.bench", bench)
     assert main(["bench", "--lengths", "64,128", "--no-peers"]) == 0
     assert capsys.readouterr() == ("a line\n", "")
-    assert main(["bench", "longhorn", "--json", "--output", "x.csv"]) == 0
+    assert main(["bench", "longhorn", "--json", "--output", "x.csv", "--runs", "3"]) == 0
     out, err = capsys.readouterr()
     assert (json.loads(out), err) == ([{"what": "longhorn"}], "a line\n")
     (every, first), (named, second) = seen
     assert "longhorn" in every
     assert named == ("longhorn",)
-    assert first == {"lengths": (64, 128), "peers": False, "slow": False, "output": None}
+    assert first == {
+        "lengths": (64, 128), "peers": False, "slow": False, "runs": 1, "output": None,
+    }  # fmt: skip
     assert second["peers"]
+    assert second["runs"] == 3
     assert second["output"] == Path("x.csv")
 
 

@@ -8,9 +8,11 @@ import json
 import logging
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import datasets
 import numpy as np
@@ -438,6 +440,58 @@ def test_the_recorded_command_line_is_one_the_program_takes(models, tmp_path, mo
     assert words[0] == "ssmzoo"
     assert cli.main(words[1:]) == 0
     assert got == asked | {"model": Path(asked["model"]).name}  # no folder of this machine
+
+
+class Asked(NamedTuple):
+    """What of a task's configuration says which data it reads."""
+
+    dataset_path: str | None
+    dataset_name: str | None = None
+    test_split: str | None = "test"
+    validation_split: str | None = None
+    custom_dataset: object = None
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (Asked("openai/gsm8k", "main"), {"dataset": "openai/gsm8k", "task_id": "gsm8k"}),
+        (Asked("openai/gsm8k", "main", None, "train"), None),
+        (Asked("openai/gsm8k", "socratic"), None),
+        (Asked("openai/gsm8k"), {"dataset": "openai/gsm8k", "task_id": "whole"}),
+        (Asked("a/plain-data-set"), None),
+        (Asked("json"), None),
+        (Asked(None, custom_dataset=print), None),
+    ],
+)
+def test_a_score_is_of_a_benchmark_if_the_data_set_says_so(asked, expected, tmp_path, monkeypatch):
+    from ssmzoo.scoring import _benchmark
+
+    (tmp_path / "eval.yaml").write_text(
+        "tasks: [{id: gsm8k, config: main, split: test}, {id: whole}]", encoding="utf-8"
+    )
+
+    def download(name, file, *, repo_type):
+        assert (file, repo_type) == ("eval.yaml", "dataset")
+        if name != "openai/gsm8k":
+            raise RuntimeError(f"404: {name}")
+        return str(tmp_path / file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert _benchmark(asked) == expected
+
+
+def test_the_recipe_of_the_run_stands_in_the_results_of_its_model(models, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(models("recall"), run / "model")
+    (run / "recipe.yaml").write_text("data: {text: /home/me/text}\ntrain: {seed: 3}\n")
+    path = evaluate(run / "model", tasks=TEXT_TASKS[:1], output_dir=tmp_path, limit=2)
+    assert json.loads(path.read_text())["recipe"] == {
+        "data": {"text": "text"}, "train": {"seed": 3},
+    }  # fmt: skip
+    (run / "recipe.yaml").write_text("[")
+    with pytest.raises(ValueError, match=r"recipe\.yaml is corrupt"):
+        evaluate(run / "model", tasks=TEXT_TASKS[:1], output_dir=tmp_path, limit=2)
 
 
 def test_a_second_call_merges_by_task_and_metric(models, tmp_path):

@@ -145,6 +145,8 @@ def test_several_seeds_are_shown_by_median_and_range_and_judged_by_the_median():
         "| 3 (3) | *figure* |"
     )
     assert paper_table([row], named[:2]) == "Not measured."
+    unknown = replace(row, paper={"accuracy": "0.80", "loss": "0.1"})
+    assert paper_table([unknown], named) == "Not measured."
 
 
 def test_an_unknown_field_of_a_papers_row_is_named(tmp_path, monkeypatch):

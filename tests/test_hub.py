@@ -62,6 +62,27 @@ EXPECTED = {
     "model.safetensors",
     "tokenizer.json",
 }
+ENTRY = "- dataset: {id: openai/gsm8k, task_id: gsm8k}\n  value: 0.5\n"
+
+
+def test_scores_for_the_hubs_leaderboards_go_along_and_the_publication_stays_ours(model, tmp_path):
+    (model / ".eval_results").mkdir()
+    (model / ".eval_results" / "ssmzoo.yaml").write_text(ENTRY)
+    (model / ".eval_results" / "notes.txt").write_text("mine")
+    for _ in range(2):  # the second one replaces the first
+        report = publish(model, str(tmp_path / "out"))
+        assert {file.path for file in report.files} == EXPECTED | {".eval_results/ssmzoo.yaml"}
+    assert (tmp_path / "out/.eval_results/ssmzoo.yaml").read_text() == ENTRY
+    assert ".eval_results/notes.txt" in report.left_out
+
+
+@pytest.mark.parametrize("content", ["- dataset: {id: a/b}\n  value: 1\n", "a: [", "3", "- 3"])
+def test_scores_that_the_hub_could_not_read_are_refused(content, model, tmp_path):
+    (model / ".eval_results").mkdir()
+    (model / ".eval_results" / "x.yaml").write_text(content)
+    with pytest.raises(ValueError, match=r"x\.yaml must be a list of entries as the Hub reads"):
+        publish(model, str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 # folders

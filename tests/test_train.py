@@ -127,6 +127,7 @@ def test_a_run_leaves_what_it_promises(whole):
     assert len(facts["data"]["digest"]) == 64
     assert {"python", "torch", "transformers", "ssmzoo"} <= facts["versions"].keys()
     assert facts["hardware"]
+    assert facts["environment"]["threads"] == torch.get_num_threads()
 
     model = AutoModelForCausalLM.from_pretrained(whole / "model")
     tokenizer = AutoTokenizer.from_pretrained(whole / "model")

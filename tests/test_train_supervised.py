@@ -26,6 +26,7 @@ from ssmzoo.family import load_family
 from ssmzoo.objective import Classification, labelled
 from ssmzoo.optimizer import Schedule, make_optimizer
 from ssmzoo.plan import Plan
+from ssmzoo.portable import portable
 from ssmzoo.recipe import Recipe, load_recipe
 from ssmzoo.resources import share
 from ssmzoo.tasks import SUPERVISED_TASKS, Batch, Supervised, load_task
@@ -182,7 +183,10 @@ def test_an_easy_task_is_learnt_and_the_model_loads_and_scores_alike(tmp_path):
         right += int(logits.argmax() == batch.labels[0])
     assert facts["test"]["accuracy"] == pytest.approx(right / 11)
     assert facts["test"]["step"] == facts["best"]["step"]
-    (score,) = json.loads((run / "results.json").read_text())["results"]
+    results = json.loads((run / "results.json").read_text())
+    assert results["environment"] == json.loads((run / "run.json").read_text())["environment"]
+    assert results["recipe"] == portable(yaml.safe_load((run / "recipe.yaml").read_text()))
+    (score,) = results["results"]
     assert (score["task"], score["metric"], score["n"]) == ("odd", "accuracy", 11)
     assert score["value"] == facts["test"]["accuracy"]
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import yaml
+
 from ssmzoo.card_sources import (
     NOT_MEASURED,
     PICTURE,
@@ -34,8 +36,8 @@ from ssmzoo.card_sources import (
 from ssmzoo.card_summary import Summary, read_summary, summarise
 from ssmzoo.credentials import without_credentials
 from ssmzoo.family import Family, packages_of
-from ssmzoo.files import appears_whole, write_text
-from ssmzoo.hub import CARD
+from ssmzoo.files import appears_whole, write_text, writing
+from ssmzoo.hub import CARD, EVAL_RESULTS
 from ssmzoo.papers import paper_table, rows_of
 from ssmzoo.portable import portable
 from ssmzoo.resources import share
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
 MARKER = "Rendered by `ssmzoo card` from measured results; edits are lost when it runs again."
 
+_ENTRIES = "ssmzoo.yaml"  # in the folder that the Hub's leaderboards read
 _MANY = 4  # other models whose scores stand in a table in any case
 # What a person decided about the model survives a new rendering.
 _KEPT = ("license", "license_name", "license_link", "language", "datasets", "base_model")
@@ -74,8 +77,10 @@ def render_card(
 ) -> Path:
     """Write a model's card, and its loss curve beside it, and return the card's path.
 
-    A card outside the model's folder gets, under its own name, the curve (``.png``) and what the
-    card says of model and run (``.json``); from that file it can be rendered again.
+    Beside a card in the model's folder, scores of benchmarks on the Hub stand in
+    ``.eval_results/ssmzoo.yaml`` as well, where the Hub's leaderboards look for them. A card
+    outside the model's folder gets, under its own name, the curve (``.png``) and what the card says
+    of model and run (``.json``); from that file it can be rendered again.
 
     Args:
         model: A folder as ``save_pretrained`` writes it, or the ``.json`` beside a card.
@@ -118,8 +123,33 @@ def render_card(
             shutil.copyfile(picture, parts.enter_context(appears_whole(shown)))
         if alone and target.with_suffix(".json").resolve() != place.resolve():
             summary.write(parts.enter_context(appears_whole(target.with_suffix(".json"))))
+        entries = None if alone else _eval_results(own)
+        if entries:
+            beside = target.parent / EVAL_RESULTS / _ENTRIES
+            with writing(beside):
+                beside.parent.mkdir(exist_ok=True)
+            write_text(parts.enter_context(appears_whole(beside)), entries)
         write_text(parts.enter_context(appears_whole(target)), text)
+    if not alone and not entries:
+        (target.parent / EVAL_RESULTS / _ENTRIES).unlink(missing_ok=True)  # of former weights
     return target
+
+
+def _eval_results(own: Sequence[Results]) -> str | None:
+    """Return what the Hub reads from ``.eval_results``; None if no score is of a benchmark."""
+    from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
+
+    entries = [
+        EvalResultEntry(
+            *score.benchmark,
+            value=score.value,
+            date=score.origin.date,
+            notes=f"{row.task}, {row.metric}, {row.num_fewshot} shots, lm-eval by ssmzoo",
+        )
+        for row, score in merged(own).items()
+        if score.benchmark is not None and score.value is not None
+    ]
+    return yaml.safe_dump(eval_result_entries_to_yaml(entries)) if entries else None
 
 
 def _render(

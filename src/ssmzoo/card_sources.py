@@ -63,14 +63,14 @@ class Origin:
 class Score:
     """A measured value; None where the measurement gave no finite number.
 
-    ``dataset`` is what the Hub calls the data and its part, None where it does not have them.
+    ``benchmark`` is the data set and the task's id of a benchmark on the Hub, None for others.
     """
 
     value: float | None
     stderr: float | None
     higher_is_better: bool | None
     origin: Origin
-    dataset: tuple[str, str | None] | None = None
+    benchmark: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -182,17 +182,18 @@ def _score(where: str, entry: object, content: Mapping[str, Any]) -> tuple[Row, 
         entry.get("stderr"),
         entry.get("higher_is_better"),
         Origin(**origin),
-        _dataset(where, entry.get("dataset")),
+        _benchmark(where, entry.get("benchmark")),
     )
     return row, score
 
 
-def _dataset(where: str, found: object) -> tuple[str, str | None] | None:
+def _benchmark(where: str, found: object) -> tuple[str, str] | None:
     if found is None:
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("id"), str):
-        raise ValueError(f"{where}.dataset must be an object with an id, got {found!r}")
-    return found["id"], found.get("config")
+    parts = [found.get(key) for key in ("dataset", "task_id")] if isinstance(found, dict) else []
+    if len(parts) != 2 or not all(isinstance(part, str) for part in parts):
+        raise ValueError(f"{where}.benchmark must have a dataset and a task_id, got {found!r}")
+    return str(parts[0]), str(parts[1])
 
 
 def _kind(kinds: object) -> str:

@@ -1,9 +1,10 @@
 """Publish a model folder: into another folder, or to a repository on the Hub.
 
 What goes is a closed list: configuration, safetensors weights, tokenizer, generation configuration,
-card, the pictures that the card links, the code that the model needs where this package is not
-installed, unless told not to, and, if asked for, a prompt that the model has read. Everything else
-stays behind and is named in the report. A text that holds a credential is refused.
+card, the pictures that the card links, scores of benchmarks on the Hub, the code that the model
+needs where this package is not installed, unless told not to, and, if asked for, a prompt that the
+model has read. Everything else stays behind and is named in the report. A text that holds a
+credential is refused.
 A dry run makes the same plan and changes nothing; for a Hub repository it needs neither network nor
 token. Both kinds of publication appear at once or not at all: a folder by a rename, a repository by
 a single commit. A Hub that is busy or out of reach is asked again for a while; after that the same
@@ -30,6 +31,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal, TypeVar
 from urllib.parse import unquote
 
+import yaml
+
 from ssmzoo.credentials import find_credential
 from ssmzoo.family import packages_of
 from ssmzoo.files import read_json, writing
@@ -44,6 +47,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 CARD = "README.md"
+EVAL_RESULTS = ".eval_results"  # what the Hub's leaderboards read
 
 _CONFIGURATION = ("config.json", "generation_config.json")
 _TOKENIZER = (
@@ -264,7 +268,13 @@ def _plan(folder: Path, code: bool, state: bool) -> _Plan:
     left_out: list[str] = []
     for path in sorted(folder.iterdir()):
         name = path.name
-        if path.is_dir():
+        if path.is_dir() and name == EVAL_RESULTS:
+            for file in sorted(path.iterdir()):
+                if file.suffix == ".yaml":
+                    sources[f"{name}/{file.name}"] = _eval_results(folder, file)
+                else:
+                    left_out.append(f"{name}/{file.name}")
+        elif path.is_dir():
             left_out.append(name + "/")
         elif path.suffix in _PICKLES:
             raise ValueError(
@@ -317,6 +327,22 @@ def _plan(folder: Path, code: bool, state: bool) -> _Plan:
     left_out = [name for name in left_out if name not in sources]
     sizes = {name: path.stat().st_size for name, path in sources.items()}
     return _Plan(dict(sorted(sources.items())), sizes, tuple(left_out))
+
+
+def _eval_results(folder: Path, path: Path) -> Path:
+    """Return a file of scores for the Hub's leaderboards, and check that the Hub can read it."""
+    from huggingface_hub import parse_eval_result_entries
+
+    real = _inside(folder, path)
+    try:
+        parse_eval_result_entries(yaml.safe_load(real.read_text(encoding="utf-8")))
+    except Exception as error:  # yaml.YAMLError, KeyError, TypeError: all mean one thing
+        raise ValueError(
+            f"{path} must be a list of entries as the Hub reads them, each with dataset.id, "
+            f"dataset.task_id and value, got {type(error).__name__}: {' '.join(str(error).split())}"
+            "; move it away, or write it again with: ssmzoo card"
+        ) from error
+    return real
 
 
 def _check_state(folder: Path) -> None:

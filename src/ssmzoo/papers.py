@@ -76,7 +76,7 @@ def paper_table(rows: Sequence[PaperRow], results: Iterable[Results]) -> str:
     ]
     differs = None
     for row in rows:
-        if not all(name in named for name in (*row.results, *row.better_than, *row.worse_than)):
+        if not _measured(row, named):
             continue
         what, before = row.row, differs
         differs = row.differs
@@ -88,6 +88,20 @@ def paper_table(rows: Sequence[PaperRow], results: Iterable[Results]) -> str:
         cells = (what, here, paper, str(len(row.results)), epochs, word(row, named))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", MEANING]) if len(lines) > 2 else NOT_MEASURED.capitalize() + "."
+
+
+def _measured(row: PaperRow, named: Mapping[str, Results]) -> bool:
+    """Return whether there is a number for all that a row needs."""
+    judged = next(iter(row.paper))
+    needed = [(name, metric) for name in row.results for metric in row.paper]
+    needed += [(name, judged) for name in (*row.better_than, *row.worse_than)]
+    found = {
+        (name, place.metric)
+        for name, entry in named.items()
+        for place, score in entry.scores.items()
+        if score.value is not None
+    }
+    return found.issuperset(needed)
 
 
 def word(row: PaperRow, named: Mapping[str, Results]) -> str:

@@ -30,11 +30,11 @@ class ModelInfo(TypedDict):
     parameters: int
 
 
-class Dataset(TypedDict):
-    """A data set on the Hub that a task reads, as lm-eval names it."""
+class Benchmark(TypedDict):
+    """A benchmark on the Hub: its data set, and the task's id in the data set's ``eval.yaml``."""
 
-    id: str
-    config: str | None
+    dataset: str
+    task_id: str
 
 
 class Score(TypedDict):
@@ -42,7 +42,8 @@ class Score(TypedDict):
 
     ``versions``, ``hardware``, ``environment``, ``date`` and ``command`` are there only where they
     differ from those of the file, because the score is from an earlier call; ``environment`` is
-    None where that call did not record it. ``dataset`` is there where the Hub has the data.
+    None where that call did not record it. ``benchmark`` is there where the score is one of a
+    benchmark on the Hub.
     """
 
     task: str
@@ -55,7 +56,7 @@ class Score(TypedDict):
     higher_is_better: bool | None
     settings: dict[str, Any]
     suite: NotRequired[str]
-    dataset: NotRequired[Dataset]
+    benchmark: NotRequired[Benchmark]
     versions: NotRequired[dict[str, str]]
     hardware: NotRequired[str]
     environment: NotRequired[Environment | None]

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import yaml
 
 from ssmzoo.family import suggestion
 from ssmzoo.resources import share
-from ssmzoo.results import Score
+from ssmzoo.results import Benchmark, Score
 from ssmzoo.source import first_line
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
     from ssmzoo.scorer import Scorer
+
+LOG = logging.getLogger("ssmzoo")
 
 TEXT_TASK = "ssmzoo_bits_per_byte"
 BOOTSTRAP_DRAWS = 1000
@@ -96,6 +100,12 @@ def score_task(
     outcome = lm.run(loaded, limit=limit, bootstrap_draws=BOOTSTRAP_DRAWS, keep_samples=rolling)
     samples = outcome.get("samples", {})
     rows: list[Score] = []
+    # a leaderboard shows one number of a task, of all of its examples
+    benchmarks = {
+        name: found
+        for name, task in loaded["tasks"].items()
+        if limit is None and (found := _benchmark(task.config)) is not None
+    }
     for name, numbers in outcome["results"].items():
         count = outcome["n-samples"].get(name)
         for key, value in numbers.items():
@@ -118,7 +128,31 @@ def score_task(
                     "settings": settings.get(name, {}),
                 }
             )
+            if name in benchmarks:
+                rows[-1]["benchmark"] = benchmarks.pop(name)
     return rows
+
+
+def _benchmark(config: Any) -> Benchmark | None:
+    """Return the benchmark on the Hub that a task of lm-eval asks, None if it asks none.
+
+    A data set is a benchmark if it has a file ``eval.yaml``, which names its tasks.
+    """
+    from huggingface_hub import hf_hub_download
+
+    data = str(config.dataset_path)
+    if config.custom_dataset is not None or "/" not in data or Path(data).exists():
+        return None
+    try:
+        path = hf_hub_download(data, "eval.yaml", repo_type="dataset")
+        tasks = yaml.safe_load(Path(path).read_text(encoding="utf-8"))["tasks"]
+        asked = (config.dataset_name or "default", config.test_split or config.validation_split)
+        for task in tasks:
+            if (task.get("config", "default"), task.get("split", "test")) == asked:
+                return {"dataset": data, "task_id": str(task["id"])}
+    except Exception as error:  # of the Hub's, the network's, a stranger's file: no benchmark then
+        LOG.info("%s is no benchmark of the Hub: %s", data, first_line(error))
+    return None
 
 
 def _settings(task: str, metadata: dict[str, Any]) -> dict[str, Any]:
