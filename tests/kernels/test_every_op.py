@@ -66,6 +66,21 @@ def test_boundaries_may_lie_apart_in_memory(name, dtype):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", [name for name in OPS if name != "feedback_scan"])
+def test_what_is_not_finite_stays_in_its_packed_sequence(name, backend, value):
+    first, row = next(iter(drawn()[name][1].items()))
+    row[0, 5] = value  # in the second of three
+    packed = {first: row, "cu_seqlens": torch.tensor(ENDS)}
+    known = outputs(name, **packed, backend="reference")
+    for got, expected in zip(outputs(name, **packed, backend=backend), known, strict=True):
+        assert torch.equal(got.isfinite(), expected.isfinite())
+        assert not expected.isfinite().all()
+        sequences = got if len(got) == len(ENDS) - 1 else got[0].tensor_split(ENDS[1:-1])
+        assert sequences[0].isfinite().all()
+        assert sequences[2].isfinite().all()
+
+
 @pytest.mark.parametrize("ends", [[0, 7, 3, L], [0, 3, 7, 10], [0, 3, 7, 300_000]])
 @pytest.mark.parametrize("name", OPS)
 def test_wrong_boundaries_are_named_under_compilation_too(name, ends):
