@@ -18,11 +18,14 @@ from tests.test_killed import RECIPE
 
 from ssmzoo.checkpoint import checkpoints, locked, read_metrics, step_of
 from ssmzoo.cli import main
+from ssmzoo.examples import Splits, describe_splits
 from ssmzoo.files import write_folder
 from ssmzoo.loop import Run
 from ssmzoo.objective import CausalLM
 from ssmzoo.recipe import Recipe, load_recipe
+from ssmzoo.run_folder import require_same
 from ssmzoo.stopping import Stopped, StopRequest
+from ssmzoo.tasks import load_task
 from ssmzoo.tokenizer import byte_tokenizer
 from ssmzoo.train import train
 
@@ -367,6 +370,31 @@ def test_a_run_goes_on_where_its_stream_and_its_tokenizer_were_moved(recipe, tmp
         train(recipe, output_dir=run, resume=True, overrides=place(new, touched))
     train(recipe, output_dir=run, resume=True, overrides=place(new))
     assert_same_run(whole, run)
+
+
+def test_a_tasks_data_may_move_and_nothing_else_of_it_may_change():
+    def described(folder, num_pairs=2):
+        task_args = {"data": folder, "num_pairs": num_pairs}
+        data = {"task": "mqar", "task_args": task_args}
+        train = {"epochs": 1, "batch_size": 4, "lr": 0.1}
+        return Recipe.model_validate(
+            {"model": {"family": "longhorn"}, "data": data, "train": train}
+        )
+
+    sizes = {"seq_len": 16, "vocab_size": 16, "num_train": 9, "num_validation": 3, "num_test": 3}
+    splits = [
+        Splits(*(load_task("mqar", split, seed, num_pairs=2, **sizes) for split in Splits._fields))
+        for seed in (0, 0, 1)
+    ]
+    old, new = described("/old/place"), described("/new/home")
+    require_same(old, new)
+    before = json.loads(json.dumps(describe_splits(old, splits[0], None)))
+    assert describe_splits(new, splits[1], before)["digest"] == before["digest"]
+    with pytest.raises(ValueError, match="must give the examples that the run began with"):
+        describe_splits(new, splits[2], before)
+    for other in (described("/new/home", num_pairs=1), described("user/hub")):
+        with pytest.raises(ValueError, match=r"data\.task_args must stay as the run began"):
+            require_same(old, other)
 
 
 # -- memory ----------------------------------------------------------------------------------

@@ -178,11 +178,13 @@ def describe_splits(
         "first": [_digest_of_first(task) for task in splits],
     }
     manifest["digest"] = json_digest(manifest)
-    if before is not None and before["digest"] != manifest["digest"]:
-        raise ValueError(
-            f"data.task {recipe.data.task!r} must give the examples that the run began with, and "
-            "they have changed; start a new run"
-        )
+    if before is not None:
+        if _without_place(before) != _without_place(manifest):
+            raise ValueError(
+                f"data.task {recipe.data.task!r} must give the examples that the run began with, "
+                "and they have changed; start a new run"
+            )
+        manifest["digest"] = before["digest"]  # which depends on the name of their folder
     return manifest
 
 
@@ -205,6 +207,12 @@ def _examples(task: Supervised, mine: np.ndarray, others: np.ndarray, epoch: int
     if len(mine):
         return Examples(task.batch(mine, epoch))
     return Examples(task.batch(others, epoch), counts=False)
+
+
+def _without_place(manifest: dict[str, Any]) -> str:
+    """Return a digest of all but the folder that the examples lie in."""
+    task = {name: value for name, value in manifest["task"].items() if name != "data"}
+    return json_digest(task, manifest["examples"], manifest["first"])
 
 
 def _digest_of_first(task: Supervised) -> str:

@@ -72,7 +72,7 @@ class RunFolder:
                 f"output_dir must hold a run to resume, got {self.path} without recipe.yaml"
             )
         before = load_recipe(begun)
-        _require_same(before, recipe)
+        require_same(before, recipe)
         self._changes = [
             {"field": name, "from": portable(was), "to": portable(now)}
             for name, was, now in before.differences(recipe, Recipe.model_fields)
@@ -207,7 +207,12 @@ class RunFolder:
         write_results(self.path / "results.json", results)
 
 
-def _require_same(begun: Recipe, now: Recipe) -> None:
+def require_same(begun: Recipe, now: Recipe) -> None:
+    """Check that a recipe differs from the one a run began with in nothing but what may change.
+
+    Raises:
+        ValueError: It does; the message names the field.
+    """
     for name, before, after in begun.differences(now, ("model", "data", "train")):
         if name not in _MAY_CHANGE and not (name in _PLACES and _is_moved(before, after)):
             raise ValueError(
