@@ -31,7 +31,7 @@ from ssmzoo.card_sources import (
 )
 from ssmzoo.card_summary import Summary, read_summary, summarise
 from ssmzoo.credentials import without_credentials
-from ssmzoo.family import Family, packages_of
+from ssmzoo.family import Family, claims, owner
 from ssmzoo.files import appears_whole, write_text
 from ssmzoo.hub import CARD
 from ssmzoo.portable import portable
@@ -152,7 +152,7 @@ def _render(
         picture=picture if summary.picture else None,
         results=_results(name, own, others),
         origins=_origins([*own, *others]),
-        needs=_needs(family),
+        packages=_packages(family),
         prompt=json.dumps(summary.prompt) if summary.prompt else None,
         words=words,
         family=family.name if family else None,
@@ -274,15 +274,11 @@ def _summary(words: Mapping[str, Any] | None, summary: Summary, head: _Head) -> 
     return f"A {kind} {head.words} of {_number(summary.parameters)} parameters{trained}."
 
 
-def _needs(family: Family | None) -> str:
-    """Say what a reader must install."""
+def _packages(family: Family | None) -> str:
+    """Return what a reader must install."""
     if family is None:
-        return "It needs `pip install torch transformers`."
-    also = "".join(f", and {_code(name)}" for name in packages_of(family.name)[1:])
-    return (
-        "It needs ssmzoo, which no package index has yet: `pip install .` in a clone of its "
-        f"repository{also}."
-    )
+        return "transformers torch"
+    return " ".join(dict.fromkeys(["ssmzoo", *map(owner, claims().get(family.name, ()))]))
 
 
 def _results(name: str, own: Sequence[Results], others: Sequence[Results]) -> str:

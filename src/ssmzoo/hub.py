@@ -61,7 +61,7 @@ _TOKENIZER = (
 )
 _PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib"}
 _CODE = {".py", ".pyc", ".so", ".sh", ".ipynb"}
-_TEXTS = {".json", ".md", ".py", ".jinja", ".txt"}
+_TEXTS = {".json", ".yaml", ".md", ".py", ".jinja", ".txt"}
 _PICTURES = {".png", ".jpg", ".jpeg", ".svg", ".gif", ".webp"}
 _LINKED_PICTURE = re.compile(r"""!\[[^\]]*\]\(\s*<?([^)\s>]+)|<img\b[^>]*?\bsrc=["']([^"']+)["']""")
 _ELSEWHERE = re.compile(r"^(https?:|data:)", re.IGNORECASE)
