@@ -300,8 +300,8 @@ def _plan(folder: Path, code: bool, state: bool) -> _Plan:
             read_json(folder / name)
     if "auto_map" in read_json(folder / "config.json") and not code:
         raise ValueError(
-            f"{folder / 'config.json'} has an auto_map to code, which would stay behind; publish "
-            "without --no-code, or take it out"
+            f"{folder / 'config.json'} has an auto_map to code, which would stay behind; take it "
+            "out, or, with a model of ssmzoo's families, publish without --no-code"
         )
     read_weights(folder)
     refuse_paths(folder)
