@@ -274,7 +274,7 @@ def test_the_card_of_another_packages_family_names_the_package_whatever_its_mode
         monkeypatch.setattr(module, "claims", lambda: claims)
     monkeypatch.setattr(card_sources, "load_family", load)
     text = render_card(run / "model").read_text()
-    assert "`pip install .` in a clone of its repository, and `ssmzoo-lru`." in text
+    assert "pip install ./ssmzoo ssmzoo-lru\n" in text
     assert "- arxiv:1111.22222" in text
 
 

@@ -190,7 +190,7 @@ def _render(
         seeds=_seeds(own, seeds),
         paper=_paper(family, own, everything),
         origins=_origins([*own, *others]),
-        needs=_needs(family),
+        packages=_packages(family),
         prompt=json.dumps(summary.prompt) if summary.prompt else None,
         words=words,
         family=family.name if family else None,
@@ -312,15 +312,11 @@ def _summary(words: Mapping[str, Any] | None, summary: Summary, head: _Head) -> 
     return f"A {kind} {head.words} of {_number(summary.parameters)} parameters{trained}."
 
 
-def _needs(family: Family | None) -> str:
-    """Say what a reader must install."""
+def _packages(family: Family | None) -> str:
+    """Return what a reader must install."""
     if family is None:
-        return "It needs `pip install torch transformers`."
-    also = "".join(f", and {_code(name)}" for name in packages_of(family.name)[1:])
-    return (
-        "It needs ssmzoo, which no package index has yet: `pip install .` in a clone of its "
-        f"repository{also}."
-    )
+        return "transformers torch"
+    return " ".join(["./ssmzoo", *packages_of(family.name)[1:]])
 
 
 def _results(name: str, own: Sequence[Results], others: Sequence[Results]) -> str:

@@ -46,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         run(options.text, options.output, options.steps)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         sys.stderr.write("\ndemo: interrupted; the same command goes on from here\n")
-        return 130
+        return getattr(error, "status", 130)  # a run that was told to stop knows by which signal
     except (ValueError, TypeError, LookupError, RuntimeError, OSError) as error:
         sys.stderr.write(f"demo: error: {error}\n")
         return 2

@@ -65,7 +65,7 @@ _TOKENIZER = (
 )
 _PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib"}
 _CODE = {".py", ".pyc", ".so", ".sh", ".ipynb"}
-_TEXTS = {".json", ".md", ".py", ".jinja", ".txt"}
+_TEXTS = {".json", ".yaml", ".md", ".py", ".jinja", ".txt"}
 _PICTURES = {".png", ".jpg", ".jpeg", ".svg", ".gif", ".webp"}
 _LINKED_PICTURE = re.compile(r"""!\[[^\]]*\]\(\s*<?([^)\s>]+)|<img\b[^>]*?\bsrc=["']([^"']+)["']""")
 _ELSEWHERE = re.compile(r"^(https?:|data:)", re.IGNORECASE)
@@ -310,8 +310,8 @@ def _plan(folder: Path, code: bool, state: bool) -> _Plan:
             read_json(folder / name)
     if "auto_map" in read_json(folder / "config.json") and not code:
         raise ValueError(
-            f"{folder / 'config.json'} has an auto_map to code, which would stay behind; publish "
-            "without --no-code, or take it out"
+            f"{folder / 'config.json'} has an auto_map to code, which would stay behind; take it "
+            "out, or, with a model of ssmzoo's families, publish without --no-code"
         )
     read_weights(folder)
     refuse_paths(folder)
