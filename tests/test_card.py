@@ -20,7 +20,7 @@ import yaml
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from ssmzoo import card, card_sources, load_family
+from ssmzoo import card, card_sources, family, load_family
 from ssmzoo.card import render_card
 from ssmzoo.hub import publish
 from ssmzoo.resources import share
@@ -265,9 +265,9 @@ def test_the_card_of_another_packages_family_names_the_package_whatever_its_mode
             raise RuntimeError("two packages claim it")
         return foreign
 
-    for module in (card, card_sources):
+    for module in (card, family):
         monkeypatch.setattr(module, "claims", lambda: claims)
-    monkeypatch.setattr(card_sources, "load_family", load)
+    monkeypatch.setattr(family, "load_family", load)
     text = render_card(run / "model").read_text()
     assert "pip install ssmzoo ssmzoo-lru\n" in text
     assert "- arxiv:1111.22222" in text
