@@ -270,9 +270,8 @@ def test_the_card_of_another_packages_family_names_the_package_whatever_its_mode
             raise RuntimeError("two packages claim it")
         return foreign
 
-    for module in (family, card_sources):
-        monkeypatch.setattr(module, "claims", lambda: claims)
-    monkeypatch.setattr(card_sources, "load_family", load)
+    monkeypatch.setattr(family, "claims", lambda: claims)
+    monkeypatch.setattr(family, "load_family", load)
     text = render_card(run / "model").read_text()
     assert "pip install ./ssmzoo ssmzoo-lru\n" in text
     assert "- arxiv:1111.22222" in text

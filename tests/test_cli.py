@@ -671,6 +671,16 @@ def test_bench_measures_all_families_unless_some_are_named(capsys, monkeypatch):
         ("train nix.yaml --output {tmp}/run", "nix.yaml"),
         ("train {tmp} --output {tmp}/run", "{tmp}"),
         ("eval {tmp}/nix --tasks ssmzoo_mqar", "{tmp}/nix"),
+        ("eval nowhere --tasks ssmzoo_mqar", "no folder here, and a Hub id is owner/name"),
+        ("generate nowhere hi", "no model 'nowhere': no folder here, and a Hub id is owner/name"),
+        (
+            "generate longhorn-1b hi",
+            "; family 'longhorn' has no weights of its own, 'ssmzoo train'",
+        ),
+        ("doctor longhon", "a Hub id is owner/name; did you mean 'longhorn'?"),
+        ("inspect nowhere --out {tmp}/out", "no folder here, and a Hub id is owner/name"),
+        ("distill nowhere {tmp}/out --order 4", "no folder here, and a Hub id is owner/name"),
+        ("card nowhere", "nowhere"),
         ("eval {model} --tasks ssmzoo_mqra", "did you mean 'ssmzoo_mqar'?"),
         ("eval {model} --suite zoo-mqra", "did you mean 'zoo-mqar'?"),
         ("eval {model} --text {tmp}/nix.txt", "nix.txt"),
@@ -693,6 +703,24 @@ def test_what_does_not_exist_is_one_line_and_leaves_nothing(
     fill = {"tmp": tmp_path, "model": model}
     assert answer.format(**fill) in fails(*arguments.format(**fill).split())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["generate a/b hi", "eval a/b --tasks ssmzoo_recall_text", "doctor a/b", "inspect a/b --out x"],
+)
+def test_a_hub_that_does_not_answer_is_asked_once(fails, monkeypatch, arguments):
+    asked = []
+
+    def fail(model, **_):
+        asked.append(model)
+        raise ConnectionError("nobody is there")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.model_info", fail)
+    answer = "no folder 'a/b' here, and the Hub does not answer: nobody is there"
+    assert fails(*arguments.split()) == answer
+    assert asked == ["a/b"]
 
 
 @pytest.mark.parametrize("rest", [("eval", "--tasks", "ssmzoo_mqar"), ("generate", "a prompt")])

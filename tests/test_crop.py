@@ -233,6 +233,8 @@ def test_proposals_of_the_first_layers_change_no_token(name, ids):
     for hook in hooks:
         hook.remove()
     assert torch.equal(got, expected)
+    state = model.prefill(ids[:1]).inputs()
+    assert torch.equal(model.generate(**state, assistant_early_exit=1, **options), expected)
     assert read.count(0) > read.count(layers - 1)
     model.generation_config.assistant_early_exit = 1
     assert torch.equal(model.generate(ids[:1], **options), expected)

@@ -212,6 +212,50 @@ def test_a_plugin_that_holds_no_usable_family_says_what_is_wrong(tmp_path, modul
     assert failure(tmp_path, "toy", "RuntimeError").startswith(message)
 
 
+def test_loading_one_model_imports_one_family(tmp_path):
+    thief = THIEF.replace('"llama"', '"ssmzoo_dss"')  # another package's family is imported at once
+    distribution(tmp_path, "odd-family", {"odd": "odd_family:FAMILY"}, thief)
+    code = f"""
+import sys
+
+def plugins():
+    return sorted({{m for m in sys.modules if m.startswith("ssmzoo_") and "." not in m}})
+
+import ssmzoo.auto
+import transformers
+print(*plugins())
+config = transformers.AutoConfig.for_model("ssmzoo_dss", hidden_size=8, num_hidden_layers=1)
+config.architectures = ["DSSForCausalLM"]
+config.save_pretrained({str(tmp_path)!r})
+print(*plugins())
+same = transformers.AutoConfig.from_pretrained({str(tmp_path)!r}).__class__
+print(same is config.__class__ is transformers.CONFIG_MAPPING["ssmzoo_dss"])
+model = transformers.AutoModelForCausalLM.from_config(config)
+print(model.__class__ is transformers.DSSForCausalLM)
+from ssmzoo_rtf import FAMILY
+print(transformers.AutoModel.from_config(FAMILY.config(**FAMILY.tiny)).__class__)
+from ssmzoo.family import family_of_type
+print(family_of_type("llama"), family_of_type("ssmzoo_dss").name, *plugins())
+"""
+    done = run(tmp_path, "-c", code)
+    assert "got 'ssmzoo_dss', which is that of family 'dss'" in done.stderr
+    assert done.stdout.splitlines() == [
+        "",
+        "ssmzoo_dss ssmzoo_kernels",
+        "True",
+        "True",
+        "<class 'ssmzoo_rtf.modeling_rtf.RTFModel'>",
+        "None dss ssmzoo_dss ssmzoo_kernels ssmzoo_rtf",
+    ]
+
+
+def test_every_family_of_ours_has_the_model_type_of_its_stand_in():
+    from ssmzoo import families, load_family
+
+    for name in families():
+        assert load_family(name).model_type == f"ssmzoo_{name}"
+
+
 def test_a_preset_that_does_not_exist_is_answered_with_a_neighbour_and_the_list():
     from ssmzoo import load_family
 

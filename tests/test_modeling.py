@@ -756,6 +756,25 @@ def test_packed_batches_compile_to_one_graph_by_boundaries_even_with_a_mask(mode
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", sorted(families()))
+def test_logits_leave_python_by_torch_export(name, ids):
+    family = load_family(name)
+    model = family.causal_lm_class(family.config(**family.tiny)).eval()
+    free, size, length = name in ("coffee", "longhorn", "rtf"), torch.export.Dim, ids.shape[1]
+    shapes = {0: size("rows", max=64), 1: size("length", min=2, max=512)} if free else {}
+    with torch.no_grad():
+        options = {"use_cache": False, "return_dict": False}
+        program = torch.export.export(
+            model, (ids,), options, dynamic_shapes={"input_ids": shapes, "use_cache": None,
+                                                    "return_dict": None}, strict=False,
+        )  # fmt: skip
+        other = torch.randint(64, (3, 40) if free else (2, length))
+        got = program.module()(other, **options)[0]
+        torch.testing.assert_close(got, model(other).logits, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("state", "segments", "kind", "message"),
     [

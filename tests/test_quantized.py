@@ -8,6 +8,10 @@ import sys
 import pytest
 
 CODE = """
+from ssmzoo.cli import main
+
+assert main(["generate", "nobody/nothing", "x"]) == 2  # one line: nothing of torchao's before it
+
 from tests.plugins.sabotage import MISTAKES, NARROW
 
 from ssmzoo import families
@@ -31,8 +35,9 @@ def test_every_family_loads_in_8_and_4_bits_and_those_that_cannot_are_found():
     paths = [path for path in (folder, os.environ.get("PYTHONPATH")) if path]
     run = subprocess.run(
         [sys.executable, "-c", CODE],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
     )
     assert run.returncode == 0, run.stderr
+    assert run.stderr.startswith("ssmzoo: error: no folder 'nobody/nothing' here")

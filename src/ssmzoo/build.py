@@ -6,7 +6,7 @@ import logging
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, cast
 
-from ssmzoo.family import claims, load_family, suggestion
+from ssmzoo.family import family_of_type, load_family, suggestion
 from ssmzoo.recipe import ModelSection
 from ssmzoo.source import first_line, without_bars
 from ssmzoo.trust import trusted
@@ -181,14 +181,8 @@ def _heads(task: Supervised | None) -> Any:
 
 def _family_of(config: PreTrainedConfig) -> Family | None:
     """Return the installed family whose configuration this is, None for transformers' own."""
-    for name in claims():
-        try:
-            family = load_family(name)
-        except RuntimeError:  # ssmzoo.auto has reported it
-            continue
-        if family.config_class is type(config):
-            return family
-    return None
+    family = family_of_type(config.model_type)
+    return family if family is not None and family.config_class is type(config) else None
 
 
 def _known_class(
@@ -200,6 +194,7 @@ def _known_class(
     what = "causal language model"
     if task is not None and task.objective != "causal_lm":
         what = f"model for {task.objective} of {task.kind}"
+    family_of_type(model_type)  # one of ours is imported by that
     known_type = model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in _heads(task)
     if not known_type or _only_of_families(task):
         raise LookupError(

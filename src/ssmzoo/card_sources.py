@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 import yaml
 
-from ssmzoo.family import Family, claims, load_family
+from ssmzoo.family import Family, claims, family_of_type
 from ssmzoo.files import read_json
 from ssmzoo.resources import share
 
@@ -297,23 +297,13 @@ def family_of(config: Mapping[str, Any]) -> Family | None:
         RuntimeError: Its family's plugin is broken.
     """
     model_type = str(config.get("model_type"))
-    likely = model_type.removeprefix("ssmzoo_")
-    installed = sorted(claims(), key=lambda name: (name != likely, name))
-    for name in installed:
-        try:
-            family = load_family(name)
-        except RuntimeError:  # a broken plugin breaks nothing else
-            if name == likely:
-                raise
-            continue
-        if family.model_type == model_type:
-            return family
-    if model_type.startswith("ssmzoo_"):
+    family = family_of_type(model_type)
+    if family is None and model_type.startswith("ssmzoo_"):
         raise ValueError(
             f"config.json has model_type {model_type!r}, a family that is not installed; "
-            f"installed: {', '.join(sorted(installed)) or 'none'}"
+            f"installed: {', '.join(sorted(claims())) or 'none'}"
         )
-    return None
+    return family
 
 
 def family_words(name: str) -> dict[str, Any] | None:

@@ -23,6 +23,9 @@ from typing import Any, NoReturn
 from ssmzoo.credentials import without_credentials
 from ssmzoo.family import suggestion
 
+# where torchao is installed, transformers imports it, and it warns of what torch does not ask for
+_CHATTERING = ("torchao", "torch.utils._pytree")
+
 OK, FAILED, USAGE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 
 
@@ -43,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    others = {logging.getLogger(name): logging.getLogger(name).level for name in _CHATTERING}
+    for other in others:
+        other.setLevel(logging.ERROR)
     try:
         status = _run(arguments)
         if sys.stdout is not None:
@@ -62,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+        for other, usual in others.items():
+            other.setLevel(usual)
 
 
 class UsageError(ValueError):
@@ -95,6 +103,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def _run(arguments: Sequence[str]) -> int:
+    if arguments[:1] == ["exec"] and len(arguments) > 1 and not arguments[1].startswith("-"):
+        # all that follows the program is the program's, --help and --debug too
+        return _exec(argparse.Namespace(program=arguments[1], arguments=arguments[2:]))
     parser, commands = _parsers()
     try:
         options, rest = parser.parse_known_args(arguments)
@@ -395,6 +406,23 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     )
     sub.add_argument("--output", metavar="FILE", type=Path, help="a CSV file for the rows")
     _json_option(sub)
+
+    sub = command(
+        _exec, "exec", "run another program, such as lm_eval, with the families registered"
+    )
+    sub.add_argument(
+        "program",
+        metavar="PROGRAM",
+        help="an installed program (lm_eval, transformers, trl, accelerate, ...), a module or a "
+        "Python file; the processes that it starts know the families, too",
+    )
+    sub.add_argument(
+        "arguments",
+        metavar="ARGUMENT",
+        nargs="*",
+        default=[],
+        help="all that follows is the program's",
+    )
     return parser, commands
 
 
@@ -743,6 +771,12 @@ def _bench(options: argparse.Namespace) -> int:
     if options.json:
         _print_json(rows)
     return OK
+
+
+def _exec(options: argparse.Namespace) -> int:
+    from ssmzoo.execute import execute
+
+    execute(options.program, options.arguments)
 
 
 def _quieten_bars() -> None:

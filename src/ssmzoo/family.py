@@ -7,6 +7,7 @@ them imports nothing, loading one imports that one.
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
@@ -62,6 +63,15 @@ class Family:
     pair_classification_class: type[PreTrainedModel] | None = None
     image_classification_class: type[PreTrainedModel] | None = None
 
+    def __post_init__(self) -> None:
+        """Take the place of its stand-in, where a plugin is imported by its own name."""
+        if "ssmzoo.auto" in sys.modules:
+            from transformers import CONFIG_MAPPING
+
+            kind = f"ssmzoo_{self.name}"  # a family of ours, as only these have stand-ins
+            if kind in CONFIG_MAPPING and hasattr(CONFIG_MAPPING[kind], "stands_for"):
+                self.register()
+
     @property
     def model_type(self) -> str:
         """The ``model_type`` that checkpoints carry."""
@@ -101,7 +111,9 @@ class Family:
         return (*self.auto_classes.values(), *(kind for kind in others if kind is not None))
 
     def register(self) -> None:
-        """Make transformers' Auto classes know this family; a second call changes nothing.
+        """Make transformers know this family; a second call changes nothing.
+
+        Its Auto classes find it, and its models are attributes of ``transformers``, as others are.
 
         Raises:
             ValueError: Its ``model_type`` is empty, or that of another configuration.
@@ -117,15 +129,23 @@ class Family:
         if self.model_type in CONFIG_MAPPING:
             there, ours = CONFIG_MAPPING[self.model_type], self.config_class
             # a module that was loaded again has equal names
-            if (there.__module__, there.__name__) != (ours.__module__, ours.__name__):
+            same = (there.__module__, there.__name__) == (ours.__module__, ours.__name__)
+            waiting = getattr(there, "stands_for", None)
+            if not same and waiting != self.name:
+                holder = f"{there.__module__}.{there.__name__}"
                 raise ValueError(
                     f"{ours.__name__}.model_type must be its own, got {self.model_type!r}, which "
-                    f"is that of {there.__module__}.{there.__name__}"
+                    f"is that of {holder if waiting is None else f'family {waiting!r}'}"
                 )
         transformers.AutoConfig.register(self.model_type, self.config_class, exist_ok=True)
         for name, kind in self.auto_classes.items():
             if name != "AutoConfig":
                 getattr(transformers, name).register(self.config_class, kind, exist_ok=True)
+        # `transformers serve` and TRL look there for what config.json has under architectures
+        for kind in self.classes:
+            there = getattr(transformers, kind.__name__, kind)
+            if there.__module__ == kind.__module__:
+                setattr(transformers, kind.__name__, kind)
 
 
 def suggestion(name: str, known: Any) -> str:
@@ -200,6 +220,30 @@ def load_family(name: str) -> Family:
             f"{type(error).__name__}: {error}"
         ) from error
     return family
+
+
+def family_of_type(model_type: str) -> Family | None:
+    """Return the installed family with a ``model_type``; None if there is none.
+
+    Of ours, only the one it names is imported; families of other packages may have any.
+
+    Raises:
+        RuntimeError: The family that it names is broken.
+    """
+    likely = model_type.removeprefix("ssmzoo_")
+    found = claims()
+    for name in sorted(found, key=lambda name: (name != likely, name)):
+        if name != likely and [owner(point) for point in found[name]] == ["ssmzoo"]:
+            continue
+        try:
+            family = load_family(name)
+        except RuntimeError:  # a broken plugin breaks nothing else
+            if name == likely:
+                raise
+            continue
+        if family.model_type == model_type:
+            return family
+    return None
 
 
 def owner(point: EntryPoint) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ssmzoo.family import suggestion
+from ssmzoo.family import claims, suggestion
 from ssmzoo.trust import refuse_paths, trusted
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def model_folder(model: str) -> Path | None:
     Raises:
         ValueError: It is a file, a folder without a model, a path that does not exist, or
             nothing that could be a Hub id.
+        LookupError: It is a single name, and there is no such folder.
     """
     path = Path(model).expanduser()
     if path.is_dir() and model:
@@ -59,6 +60,12 @@ def model_folder(model: str) -> Path | None:
         raise ValueError(f"model must be a checkpoint folder or a Hub id; no folder {model!r}")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
         raise ValueError(f"model must be a checkpoint folder or a Hub id, got {model!r}")
+    if "/" not in model:
+        family = model.split("-")[0].split(":")[0]
+        hint = suggestion(model, claims())
+        if family in claims():
+            hint = f"; family {family!r} has no weights of its own, 'ssmzoo train' makes some"
+        raise LookupError(f"no model {model!r}: no folder here, and a Hub id is owner/name{hint}")
     return None
 
 
@@ -101,11 +108,14 @@ def load_tokenizer(model: str, folder: Path | None, trust: bool) -> PreTrainedTo
 
     import ssmzoo.auto  # noqa: F401
 
+    local = folder is not None or not on_hub(model)
     try:
         with _loading("a tokenizer", model, folder):
             refuse_paths(folder)
             return AutoTokenizer.from_pretrained(
-                folder or model, trust_remote_code=trust, local_files_only=folder is not None
+                folder or model,
+                trust_remote_code=trust,
+                local_files_only=local,
             )
     except ValueError:
         if folder is not None:
@@ -154,6 +164,7 @@ def load_model(
     import ssmzoo.auto  # noqa: F401
 
     what = "a causal language model" if head else "a model"
+    local = folder is not None or not on_hub(model)
     with _loading(what, model, folder), without_bars(), without_reports(), trusted(folder or model):
         # with output_loading_info a pair, which its annotation does not say
         loaded: Any = (AutoModelForCausalLM if head else AutoModel).from_pretrained(
@@ -161,7 +172,7 @@ def load_model(
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             trust_remote_code=trust,
             use_safetensors=True,
-            local_files_only=folder is not None,
+            local_files_only=local,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # the error about them refers to a report; see below
         )
@@ -179,6 +190,38 @@ def load_model(
             f"in the file, the model needs {list(needed)}"
         )
     return network.eval()
+
+
+def on_hub(model: str) -> bool:
+    """Ask the Hub once for a model, before each of its files is asked for again and again.
+
+    Returns:
+        False where the Hub is not to be asked, or does not answer and the model was fetched before.
+
+    Raises:
+        LookupError: The Hub has no such model, or does not answer.
+    """
+    from huggingface_hub import constants, model_info, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        model_info(model, timeout=10)
+    except RepositoryNotFoundError as error:
+        raise LookupError(
+            f"no folder {model!r} here, and no such model on the Hub, or a private one: "
+            "look at its name, or log in with 'hf auth login'"
+        ) from error
+    except HfHubHTTPError:  # it is there and busy: its client asks again
+        return True
+    except Exception as error:
+        if isinstance(try_to_load_from_cache(model, "config.json"), str):
+            return False
+        raise LookupError(
+            f"no folder {model!r} here, and the Hub does not answer: {first_line(error)}"
+        ) from error
+    return True
 
 
 @contextlib.contextmanager

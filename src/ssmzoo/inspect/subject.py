@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ssmzoo.documents import expand, read_files
-from ssmzoo.family import claims, load_family, suggestion
+from ssmzoo.family import claims, load_family
 from ssmzoo.machine import usable_device
 from ssmzoo.modeling import SSMModel
 from ssmzoo.modeling.segments import check_indices
@@ -44,11 +44,6 @@ def load_subject(name: str, *, seed: int, device: str | None) -> Subject:
         model = _untrained(family, preset if colon else None, seed)
         return Subject(_placed(model, place), name, True)
     folder = model_folder(name)
-    if folder is None and "/" not in name:  # on the Hub a model has an owner
-        raise LookupError(
-            f"no model {name!r}: neither a folder nor an installed family"
-            f"{suggestion(name, claims())}; families: {', '.join(claims())}; on the Hub: owner/name"
-        )
     shown = name if folder is None else model_name(name) or name
     model = load_model(name, folder, "float32", False, head=False)
     return Subject(_placed(_checked(model, name), place), shown, False)

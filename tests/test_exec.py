@@ -1,0 +1,132 @@
+"""``ssmzoo exec``: other people's programs, each in one process of its own."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+import torch
+
+from ssmzoo import load_family
+from ssmzoo.cli import FAILED, USAGE, main
+from ssmzoo.resources import share
+from ssmzoo.tokenizer import byte_tokenizer
+
+SSMZOO = (sys.executable, "-m", "ssmzoo")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exec") / "model"
+    torch.manual_seed(0)
+    family, tokenizer = load_family("longhorn"), byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    fields = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    family.causal_lm_class(family.config(**{**family.tiny, **fields})).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def run(folder, *arguments, expect=0, **variables):
+    command = [*SSMZOO, "exec", *map(str, arguments)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_script_gets_its_arguments_as_they_are_and_so_do_the_processes_it_starts(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('mine')")
+    (tmp_path / "child.py").write_text(
+        "import sys, transformers\n"
+        "known = 'ssmzoo_longhorn' in transformers.CONFIG_MAPPING\n"
+        "print(__name__, known, sys.argv)\n"
+        "sys.exit(7)\n"
+    )
+    (tmp_path / "parent.py").write_text(
+        "import subprocess, sys\n"
+        "sys.exit(subprocess.run([sys.executable, 'child.py', *sys.argv[1:]]).returncode)\n"
+    )
+    arguments = ["--help", "--debug", "--json", "--", "-x"]
+    out = run(tmp_path, "parent.py", *arguments, expect=7, PYTHONPATH=str(tmp_path))
+    assert out.splitlines() == [*["mine"] * 3, f"__main__ True {['child.py', *arguments]}"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (["lm_evl"], "no program, module or Python file 'lm_evl' here; did you mean 'lm_eval'?"),
+        (["nix.nax"], "installed, among others: accelerate, lm_eval, torchrun, transformers, trl"),
+        (["./nix.py"], "no program, module or Python file './nix.py' here"),
+        ([], "the following arguments are required: PROGRAM (see 'ssmzoo exec --help')"),
+        (["--tell", "lm_eval"], "no option '--tell'"),
+    ],
+)
+def test_a_program_that_is_not_there_is_one_line(arguments, answer, capsys):
+    assert main(["exec", *arguments]) == USAGE != FAILED
+    out, err = capsys.readouterr()
+    assert answer in err
+    assert (out, err.count("\n")) == ("", 1)
+
+
+def test_lm_eval_scores_a_model_of_the_zoo(model, tmp_path):
+    task = ("--include_path", share("eval/tasks"), "--tasks", "ssmzoo_recall_text", "--limit", "4")
+    source = ("--model", "hf", "--model_args", f"pretrained={model}", "--device", "cpu")
+    run(tmp_path, "lm_eval", *source, *task, "--output_path", "scores")
+    [scores] = (tmp_path / "scores").rglob("*.json")
+    found = json.loads(scores.read_text())
+    assert found["config"]["model_args"] == {"pretrained": str(model)}
+    assert found["n-samples"]["ssmzoo_recall_text"]["effective"] == 4
+
+
+def test_trl_trains_a_model_of_the_zoo_in_the_process_that_it_launches(model, tmp_path):
+    rows = [json.dumps({"text": text}) for text in ("one two", "three four", "five", "six")]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(rows))
+    names = ("--model_name_or_path", model, "--dataset_name", "data", "--output_dir", "out")
+    options = ("--max_steps", "2", "--per_device_train_batch_size", "2", "--report_to", "none")
+    run(tmp_path, "trl", "sft", *names, *options, "--use_cpu")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [
+        "LonghornForCausalLM"
+    ]
+
+
+def test_transformers_serve_answers_with_a_model_of_the_zoo(model, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+    command = ("transformers", "serve", model, "--host", "127.0.0.1", "--port", port)
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(
+            [*SSMZOO, "exec", *map(str, command), "--device", "cpu"],
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        while server.poll() is None:
+            try:
+                urllib.request.urlopen(f"{address}/health", timeout=1).close()
+                break
+            except OSError:
+                time.sleep(0.2)
+        messages = [{"role": "user", "content": "hi"}]
+        asked = {"model": str(model), "max_tokens": 4, "messages": messages}
+        request = urllib.request.Request(
+            f"{address}/v1/chat/completions",
+            json.dumps(asked).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            found = json.load(answer)
+        assert found["usage"]["completion_tokens"] == 4, (tmp_path / "log").read_text()
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(timeout=60)
+    assert "Finished server process" in (tmp_path / "log").read_text()
