@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGETS = ("install", "demo", "test", "test-transformers", "lint", "types", "bench", "wheel")
+TARGETS = (
+    "install", "demo", "test", "test-transformers", "lint", "types", "bench", "pages", "wheel",
+)  # fmt: skip
 
 
 @pytest.fixture
