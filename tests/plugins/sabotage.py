@@ -736,7 +736,7 @@ PLANTED = {
     "chunks": {
         "detached if more than 16 tokens go on": planted("chunks", mixer=DetachesBeforeMoreThan16),
         "ignored if two tokens go on": planted(
-            "chunks", "wrong_cache", mixer=IgnoresTheStateBeforeTwoTokens
+            "chunks", "assisted", "wrong_cache", mixer=IgnoresTheStateBeforeTwoTokens
         ),
     },
     "packing": {

@@ -207,12 +207,12 @@ def differences(subject: Subject) -> tuple[Tensor, Tensor]:
         given = {"inputs_embeds": embeds + step * along[""], "use_cache": False}
         return torch.func.functional_call(model, moved, (), given).logits
 
+    def derivative(step: float) -> Tensor:
+        near, far = (logits(n * step) - logits(-n * step) for n in (1, 2))
+        return (8 * near - far) / (12 * step)
+
     with torch.no_grad():
-        halves = [logits(n * STEP) - logits(-n * STEP) for n in (1, 2, 4)]
-    return tuple(
-        (8 * near - far) / (12 * n * STEP)
-        for n, near, far in zip((1, 2), halves, halves[1:], strict=False)
-    )
+        return derivative(STEP), derivative(2 * STEP)
 
 
 def slopes(subject: Subject, weights: Sequence[Tensor]) -> Tensor:
