@@ -242,7 +242,7 @@ typedef struct {
 /* a b of complex numbers, a or its conjugate */
 INLINE vec product(vec a, vec b, int conjugate) {
   mask real, imaginary, swapped;
-  vec sign;
+  vec sign = {0};
   UNROLL for (int i = 0; i < LANES; i++) {
     real[i] = i & ~1, imaginary[i] = i | 1, swapped[i] = i ^ 1;
     sign[i] = (i & 1) == conjugate ? -1 : 1;
