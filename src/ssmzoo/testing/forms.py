@@ -29,8 +29,8 @@ LENGTHS = (13, 8, 1, 5)  # of documents
 PACKED = ((63, 1, 64, 5, 67), (2, 66, 1, 3, 17), (3, 3, 3, 3, 3))
 # nothing comes for the third row in its second turn
 PADDED = ((66, 8, 1, 5), (2, 19, 0, 5), (3, 3, 3, 3))
-STEP = 1e-5  # of differences, relative to the entries
-# what rounding leaves of a difference over such a step: of float64 1e-10, of float32 1e-4
+STEP = 1e-6  # of differences, relative to the entries; so small that it crosses hardly a choice
+# what rounding leaves of a difference over such a step: of float64 1e-9, of float32 1e-3
 STEPPED = 1e-6
 
 
