@@ -13,7 +13,7 @@ import pytest
 from ssmzoo import cli, demo
 
 # one worker runs the whole demo once
-pytestmark = pytest.mark.xdist_group("demo")
+pytestmark = [pytest.mark.xdist_group("demo"), pytest.mark.timeout(1200)]
 
 # ssmzoo's metadata is there, as where an installation broke, and nothing of it can be imported
 STRANGER = """
