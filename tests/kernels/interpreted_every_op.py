@@ -8,6 +8,7 @@ import pytest
 from tests.kernels.interpreter import repair
 from tests.kernels.registered import (
     assert_compiled_gradients_are_the_references,
+    assert_far_rows_are_read_rightly,
     assert_layouts_are_as_promised,
     assert_opcheck_passes,
 )
@@ -30,3 +31,7 @@ def test_registered_ops_pass_opcheck_and_return_the_strides_that_their_fakes_pro
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of torch's own
 def test_gradients_compiled_by_inductor_are_the_references():
     assert_compiled_gradients_are_the_references("triton", **SMALL)
+
+
+def test_rows_beyond_32_bits_are_read_rightly():
+    assert_far_rows_are_read_rightly("triton")

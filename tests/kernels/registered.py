@@ -8,6 +8,7 @@ from tests.kernels.samples import (
     calls,
     contiguous,
     expanded,
+    far_apart,
     library_of,
     registered,
     turned,
@@ -156,3 +157,24 @@ def assert_compiled_gradients_are_the_references(backend, **sizes):
         assert layout(got)[:2] == layout(expected)[:2], name
         error = (got - expected).abs().max() / expected.abs().max().clamp(min=1)
         assert error <= 1e-4, f"{name} is off by {error:.1e}"  # float32; a wrong stride is off by 1
+
+
+def assert_far_rows_are_read_rightly(backend):
+    """Compare results and gradients of rows that lie 2^30 numbers apart with those of near ones."""
+    for call in calls(B=1, L=4, D=2, N=2):
+        if backend not in backends_of(call.folder):
+            continue
+        kept = {n: x if x is None else x.clone() for n, x in call.tensors.items()}
+        found = []
+        for change in (contiguous, far_apart):
+            leaves = {n: change(x) for n, x in kept.items()}
+            for n in call.sloped:
+                leaves[n].requires_grad_()
+            out = [x for x in call.run(leaves, backend=backend) if x is not None]
+            grads = ()
+            if call.sloped:
+                loss = sum(y.abs().square().sum() for y in out)
+                grads = torch.autograd.grad(loss, [leaves[n] for n in call.sloped])
+            found.append([*out, *grads])
+        for got, expected in zip(*found, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6, msg=call.op)

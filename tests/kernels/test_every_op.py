@@ -1,7 +1,6 @@
 """What holds for every op on sequences: boundaries in any memory, checks under compilation."""
 
 import itertools
-import mmap
 import sys
 
 import pytest
@@ -9,10 +8,11 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from tests.kernels.registered import (
     assert_compiled_gradients_are_the_references,
+    assert_far_rows_are_read_rightly,
     assert_layouts_are_as_promised,
     assert_opcheck_passes,
 )
-from tests.kernels.samples import backends_of, calls, contiguous
+from tests.kernels.samples import backends_of, calls
 from tests.kernels.triton_processes import assert_interpreted
 
 from ssmzoo_kernels import (
@@ -219,39 +219,7 @@ def test_nothing_of_a_packed_sequence_reaches_another_without_an_initial_state(b
                     assert not grad.any(), f"{call.op}: {name} of another sequence has a gradient"
 
 
-def far_apart(x):
-    """Return a tensor whose rows lie 2^30 numbers apart, in memory that only they take."""
-    if x is None or x.dim() < 3:
-        return x
-    apart = 2**30
-    span = (x.shape[1] - 1) * apart + x[0, 0].numel()
-    flags = (
-        mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
-    )  # MAP_NORESERVE: untouched pages are free
-    memory = mmap.mmap(-1, span * x.dtype.itemsize, flags=flags)
-    flat = torch.frombuffer(memory, dtype=x.dtype)
-    inner = x[0, 0].contiguous().stride()
-    far = flat.as_strided(x.shape, (span, apart, *inner))
-    return far.copy_(x)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="memory that only what is touched takes")
 @pytest.mark.parametrize("backend", ["eager", "cpu"])
 def test_rows_beyond_32_bits_are_read_rightly(backend):
-    for call in calls(B=1, L=4, D=3, N=2):
-        if backend not in backends_of(call.folder):
-            continue
-        kept = {n: x if x is None else x.clone() for n, x in call.tensors.items()}
-        found = []
-        for change in (contiguous, far_apart):
-            leaves = {n: change(x) for n, x in kept.items()}
-            for n in call.sloped:
-                leaves[n].requires_grad_()
-            out = [x for x in call.run(leaves, backend=backend) if x is not None]
-            grads = ()
-            if call.sloped:
-                loss = sum(y.abs().square().sum() for y in out)
-                grads = torch.autograd.grad(loss, [leaves[n] for n in call.sloped])
-            found.append([*out, *grads])
-        for got, expected in zip(*found, strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6, msg=call.op)
+    assert_far_rows_are_read_rightly(backend)

@@ -59,7 +59,6 @@ def test_large_batches_and_widths_fit_into_a_grid(launches):
     exponentials(MANY)
     assert len(launches) == 6
     for grid, _ in launches:
-        assert grid[0] >= MANY / 32
         assert all(x <= 65_535 for x in grid[1:]), grid
 
 

@@ -26,6 +26,7 @@ from ssmzoo_kernels.scan.triton import (
     every_register,
     load_row,
     load_vector,
+    near_rows,
     row_at,
     rows,
     unfold,
@@ -93,8 +94,8 @@ def feedback_fwd_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """March through one segment and write its outputs."""
-    segment, block = unfold(tl.cdiv(D, BLOCK_D))
-    d, n, cell, exists = channels_and_states(block, D, N, BLOCK_N, BLOCK_D)
+    segment = tl.program_id(0).to(tl.int64)
+    d, n, cell, exists = channels_and_states(tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
     first = tl.load(offsets + segment)
     stop = tl.load(offsets + segment + 1)
     whole = segment * (N * D) + d[None, :] * N + n[:, None]
@@ -501,7 +502,7 @@ def plan(
 
 def launch(
     kernel: JITFunction,
-    grid: tuple[int],
+    grid: tuple[int, ...],
     made: Plan,
     *,
     num_warps: int,
@@ -533,7 +534,7 @@ def forward(
     with torch.cuda.device_of(u):
         launch(
             feedback_fwd_kernel,
-            (segments * made.blocks,),
+            (segments, made.blocks),
             made,
             num_warps=1,
             initial=_whole(initial_state),
@@ -564,6 +565,7 @@ def newton(
     Raises:
         NotConverged: Some tile has not reached the tolerance after ``max_iterations`` steps.
     """
+    u, drive = near_rows(u), None if drive is None else near_rows(drive)
     made = plan(u, lam, w, C, w_gamma, D, drive, offsets, False)
     out, final, saved = _room(u, lam, offsets, save)
     segments, width = offsets.shape[0] - 1, u.shape[1]
