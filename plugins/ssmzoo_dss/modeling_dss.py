@@ -255,6 +255,8 @@ class DSSMixer(SSMMixer):
         if modes.norm_length is None or (position is None and length <= modes.norm_length):
             return length
         assert modes.grows is not None
+        if modes.grows.is_meta:  # whatever grows, these taps suffice
+            return min(length, modes.norm_length)
         if not bool(modes.grows.any()):
             return length
         reached = torch.tensor(length) if lengths is None else lengths
@@ -339,13 +341,15 @@ class DSSMixer(SSMMixer):
     def _make_tables(self) -> _Tables:
         cap = self.config.max_kernel_length
         modes = self.modes(0)
-        self._check_finite(modes)
+        meta = modes.readout.is_meta  # values that nobody can look at
+        if not meta:
+            self._check_finite(modes)
         if cap is not None:
             taps = modes.kernel(cap).flip(-1).transpose(1, 2).contiguous()  # [C, K, H]
             return _Tables(modes, taps=taps)
         dtype = modes.readout.dtype
         decay = torch.exp(modes.exponent)
-        if modes.grows is None or not bool(modes.grows.any()):
+        if modes.grows is None or meta or not bool(modes.grows.any()):
             return _Tables(modes, decay.to(dtype))
         assert modes.norm_length is not None
         growing = modes.grows.nonzero().flatten()

@@ -158,8 +158,10 @@ class RTFMixer(SSMMixer):
         """Filter ``[B, L, D]``, going on from and leaving behind the state of a cache."""
         if self.training and not torch.compiler.is_compiling():
             self._kept.forget()
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled(u.device.type):
-            with torch.autocast(u.device.type, enabled=False):
+        kind = u.device.type
+        known = kind != "meta"  # which has no autocast
+        if known and (torch.compiler.is_compiling() or torch.is_autocast_enabled(kind)):
+            with torch.autocast(kind, enabled=False):
                 return self._filtered(u, state, cu_seqlens)
         return self._filtered(u, state, cu_seqlens)
 
@@ -374,6 +376,8 @@ class RTFMixer(SSMMixer):
         channels = torch.arange(width, device=a.device)
         if config.decode_mode == "fir":
             return None, channels
+        if a.is_meta:  # where the poles are, nobody knows
+            return None, None
         outside = a.new_zeros(len(a), dtype=torch.int64)
         if config.denominator_constraint == "none":
             outside = poles_outside(a)

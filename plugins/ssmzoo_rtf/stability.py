@@ -119,7 +119,7 @@ def _check_finite(name: str, coefficients: Tensor) -> None:
 def first_not_finite(x: Tensor) -> tuple[int, float | complex] | None:
     """Return the first row with an entry that is not finite, and the entry; None if all are."""
     wrong = ~x.isfinite()
-    if not bool(wrong.any()):
+    if x.is_meta or not bool(wrong.any()):
         return None
     return int(wrong.nonzero()[0, 0]), x[wrong][0].item()
 

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from ssmzoo.testing.accuracy import assert_as_accurate, outputs_and_grads
 from ssmzoo_kernels import causal_conv1d, last_backend
-from ssmzoo_kernels.causal_conv1d import library
 
 NAMES = ("x", "weight", "bias", "initial_state")
 
@@ -214,22 +213,6 @@ def test_silu_has_its_limits_exactly(backend):
     leaf = x.clone().requires_grad_()
     causal_conv1d(leaf, torch.ones(1, 1), activation="silu", backend=backend)[0].sum().backward()
     torch.testing.assert_close(leaf.grad.flatten(), torch.tensor([0.0, 0.0, 0.5, 1.0, 1.0]))
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_registered_ops_pass_opcheck(backend, packed):
-    offsets = bounds(20, 0, 20) if packed else bounds(20, 20)
-    segments = len(offsets) - 1
-    inputs = draw(B=2, L=20, D=6, segments=segments, dtype=torch.float32)
-    leaves = [x.requires_grad_() for x in (inputs[0].flatten(0, 1), *inputs[1:])]
-    torch.library.opcheck(torch.ops.ssmzoo.causal_conv1d.default, (*leaves, offsets, True, backend))
-    grads = (torch.randn(40, 6), torch.randn(segments, 3, 6))
-    torch.library.opcheck(
-        torch.ops.ssmzoo.causal_conv1d_backward.default,
-        (*grads, *[x.detach() for x in leaves], offsets, True, backend),
-    )
-    gradients = library._backend(backend).backward(*grads, *leaves, offsets, True)
-    assert all(g.is_contiguous() for g in gradients)  # as the fake implementation promises
 
 
 def test_compiled_functions_have_no_graph_break_and_the_same_results(backend):

@@ -377,15 +377,6 @@ def test_compiled_functions_have_no_graph_break_and_the_same_results(backend):
         close(got, known, 1e-14)
 
 
-def test_the_registered_op_passes_opcheck(backend):
-    x = draw(5)
-    arguments = (x["u"][:, 0].contiguous(), x["ring"], torch.tensor([0, 4, 2]))
-    columns = x["a"].repeat_interleave(2, dim=0).T, x["b"].T
-    torch.library.opcheck(
-        torch.ops.ssmzoo.companion_step.default, (*arguments, *columns, x["d"], backend)
-    )
-
-
 def test_a_block_s_choice_of_backend_reaches_the_ops():
     x = draw(5)
     position = torch.zeros(3, dtype=torch.int64)

@@ -1,8 +1,19 @@
 """What holds for every op on sequences: boundaries in any memory, checks under compilation."""
 
+import itertools
+import sys
+
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+from tests.kernels.registered import (
+    assert_compiled_gradients_are_the_references,
+    assert_far_rows_are_read_rightly,
+    assert_layouts_are_as_promised,
+    assert_opcheck_passes,
+)
+from tests.kernels.samples import backends_of, calls
+from tests.kernels.triton_processes import assert_interpreted
 
 from ssmzoo_kernels import (
     causal_conv1d,
@@ -11,6 +22,7 @@ from ssmzoo_kernels import (
     innovation,
     linear_scan,
     longhorn_scan,
+    rational_kernel,
     selective_scan,
     use_backend,
 )
@@ -139,3 +151,90 @@ def test_what_a_transform_of_torch_made_is_not_kept_for_later_calls():
     with pytest.raises(NotImplementedError, match="innovation"):
         torch.func.jvp(lambda y: innovation(y, [0.5])[0], (y,), (y,))
     assert innovation(y, [0.5])[0].shape == (2, 23)
+
+
+@pytest.mark.timeout(1200)
+def test_registered_ops_pass_opcheck_and_return_the_strides_that_their_fakes_promise():
+    assert_opcheck_passes(assert_layouts_are_as_promised(("eager", "cpu"), L=5))
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings("ignore:.*complex operators:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of torch's own
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+def test_gradients_compiled_by_inductor_are_the_references(backend):
+    assert_compiled_gradients_are_the_references(backend, L=3, D=4, N=2)
+
+
+@pytest.mark.timeout(1200)
+def test_triton_ops_pass_opcheck_and_compile_with_inductor():
+    pytest.importorskip("triton", reason="triton is not installed")
+    assert_interpreted("interpreted_every_op.py")
+
+
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize(("D", "N"), [(2, 3), (1, 1)])
+@pytest.mark.parametrize("length", [1, 2])
+def test_one_or_two_tokens_have_gradients_to_every_input(length, D, N, bare):
+    for call in calls(L=length, D=D, N=N, dtype=torch.float64, bare=bare):
+        if not call.sloped:
+            continue
+        grads = {}
+        for backend in ("reference", *backends_of(call.folder)):
+            if backend == "triton":
+                continue
+            leaves = {
+                n: x.clone().requires_grad_() if n in call.sloped else x
+                for n, x in call.tensors.items()
+            }
+            found = call.run(leaves, backend=backend)
+            loss = sum(y.abs().square().sum() for y in found if y is not None)
+            grads[backend] = torch.autograd.grad(loss, [leaves[n] for n in call.sloped])
+        for backend, own in grads.items():
+            for name, got, expected in zip(call.sloped, own, grads["reference"], strict=True):
+                torch.testing.assert_close(
+                    got, expected, rtol=1e-9, atol=1e-11, msg=f"{call.op} {backend} {name}"
+                )
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_a_short_kernel_is_on_the_tape_of_every_backend(length):
+    for backend in ("reference", "eager"):
+        for name in ("a", "b"):
+            leaves = {"a": torch.ones(1, 2), "b": torch.ones(1, 2)}
+            leaves[name].requires_grad_()
+            kernel = rational_kernel(**leaves, length=length, backend=backend)
+            (grad,) = torch.autograd.grad(kernel.sum(), leaves[name])
+            assert torch.equal(grad, torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager", "cpu"])
+def test_nothing_of_a_packed_sequence_reaches_another_without_an_initial_state(backend):
+    """Boundaries behind the first token, and in, behind and far from chunks of 64 tokens."""
+    ends = torch.tensor([0, 1, 1, 66, 130, 140])
+    for call in calls(B=1, L=140, D=3, N=2, dtype=torch.float64, bare=True, packed=True):
+        if backend not in ("reference", *backends_of(call.folder)):
+            continue
+        given = {n: x for n, x in call.tensors.items() if x is not None}
+        rows = [n for n, x in given.items() if x.dim() > 2 and x.shape[:2] == (1, 140)]
+        assert rows, call.op
+        for begin, end in itertools.pairwise(ends.tolist()):
+            leaves = {n: x.clone().requires_grad_(n in call.sloped) for n, x in given.items()}
+            out = call.run(leaves, backend=backend, cu_seqlens=ends)[0]
+            alone = {n: x[:, begin:end] if n in rows else x for n, x in given.items()}
+            expected = call.run(alone, backend=backend, cu_seqlens=torch.tensor([0, end - begin]))
+            torch.testing.assert_close(
+                out[:, begin:end].detach(), expected[0], rtol=1e-12, atol=1e-12, msg=call.op
+            )
+            if call.sloped and end > begin:
+                loss = out[:, begin:end].square().sum()
+                for name in {*rows} & {*call.sloped}:
+                    (grad,) = torch.autograd.grad(loss, leaves[name], retain_graph=True)
+                    grad[:, begin:end] = 0
+                    assert not grad.any(), f"{call.op}: {name} of another sequence has a gradient"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory that only what is touched takes")
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+def test_rows_beyond_32_bits_are_read_rightly(backend):
+    assert_far_rows_are_read_rightly(backend)

@@ -767,6 +767,14 @@ def test_damping_costs_steps_and_keeps_the_solution():
     close(y, expected, 1e-9)
 
 
+@pytest.mark.parametrize("name", ["eager", "cpu"])
+def test_newtons_default_tolerance_follows_the_dtype(name):
+    inputs = draw(B=2, L=100, D=6, N=3)
+    marched = feedback_scan(*inputs, backend=name, solver="march")[0]
+    close(feedback_scan(*inputs, backend=name, solver="newton")[0], marched, 1e-13)
+    assert last_backend("feedback_scan solver") == "newton"
+
+
 def test_a_call_that_reaches_the_cap_marches_and_says_so(backend, caplog):
     inputs = draw(B=2, L=200, D=6, N=3)
     inputs[0], inputs[2] = 5 * inputs[0], 5 * inputs[2]

@@ -1194,7 +1194,7 @@ def test_a_classifier_of_images_has_nothing_but_recurrences(fields):
         ({"lambda_max": 0.0}, "lambda_max must be above 0 and at most 2"),
         ({"lambda_max": 2.1}, "lambda_max must be above 0 and at most 2"),
         ({"newton_iters": 0}, "newton_iters must be None or at least 1"),
-        ({"newton_tol": 0.0}, "newton_tol must be above 0 and below 1"),
+        ({"newton_tol": 0.0}, "newton_tol must be None, or above 0 and below 1"),
         ({"variant": "s6", "output_filter": True}, "output_filter belongs to COFFEE's recurrence"),
         ({"variant": "s6", "solver": "newton"}, "needs variant='coffee' or 'input_matrix'"),
         ({"variant": "no_feedback", "solver": "newton"}, "got 'no_feedback'"),

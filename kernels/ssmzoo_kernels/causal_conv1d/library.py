@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ssmzoo_kernels.dispatch import record
+from ssmzoo_kernels.library import custom_op
 from ssmzoo_kernels.scan import needs_library
 from ssmzoo_kernels.validation import check_offsets
 
@@ -44,7 +45,7 @@ def _backend(name: str) -> ModuleType:
     return importlib.import_module(f"ssmzoo_kernels.{OP}.{name}")
 
 
-@torch.library.custom_op(f"ssmzoo::{OP}", mutates_args=())
+@custom_op(f"ssmzoo::{OP}")
 def _forward(
     x: Tensor,
     weight: Tensor,
@@ -67,7 +68,7 @@ def _(x, weight, bias, initial_state, offsets, silu, backend):
     )
 
 
-@torch.library.custom_op(f"ssmzoo::{OP}_backward", mutates_args=())
+@custom_op(f"ssmzoo::{OP}_backward")
 def _backward(
     grad_out: Tensor | None,
     grad_final: Tensor | None,

@@ -4,10 +4,10 @@ import functools
 import importlib
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from ssmzoo_kernels.dispatch import record
+from ssmzoo_kernels.library import custom_op
 from ssmzoo_kernels.scan import needs_library
 
 OP = "companion_step"
@@ -34,7 +34,7 @@ def _backend(name: str) -> ModuleType:
     return importlib.import_module(f"ssmzoo_kernels.{OP}.{name}")
 
 
-@torch.library.custom_op(f"ssmzoo::{OP}", mutates_args=("ring",))
+@custom_op(f"ssmzoo::{OP}", mutates_args=("ring",))
 def _step(
     u: Tensor, ring: Tensor, position: Tensor, a: Tensor, b: Tensor, d: Tensor, backend: str
 ) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ssmzoo_kernels.dispatch import record
+from ssmzoo_kernels.library import custom_op
 from ssmzoo_kernels.scan import needs_library
 
 OP = "diagonal_step"
@@ -34,7 +35,7 @@ def _backend(name: str) -> ModuleType:
     return importlib.import_module(f"ssmzoo_kernels.{OP}.{name}")
 
 
-@torch.library.custom_op(f"ssmzoo::{OP}", mutates_args=())
+@custom_op(f"ssmzoo::{OP}")
 def _step(
     u: Tensor,
     state: Tensor,

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ssmzoo_kernels.scan.triton import unfold
+
 
 @triton.jit
 def load_pair(x, at, mask):
@@ -31,8 +33,9 @@ def diagonal_step_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Advance ``BLOCK_H`` heads of one row of the batch and read them out."""
-    h = tl.program_id(0).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
-    row = tl.program_id(1).to(tl.int64) * H + h
+    batch, block = unfold(tl.cdiv(H, BLOCK_H))
+    h = block.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+    row = batch * H + h
     inputs = tl.load(u + row, mask=h < H, other=0.0).to(y.dtype.element_ty)
     total = inputs * 0.0
     if direct is not None:
@@ -75,7 +78,7 @@ def forward(
     block = min(64, max(16, int(triton.next_power_of_2(modes))))
     rows = 256 // block
     with torch.cuda.device_of(u):
-        diagonal_step_kernel[(triton.cdiv(heads, rows), batch)](
+        diagonal_step_kernel[(batch * triton.cdiv(heads, rows),)](
             u.contiguous(),
             _pairs(state, state.dtype),
             _pairs(decay, state.dtype),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ssmzoo_kernels.dispatch import record
 from ssmzoo_kernels.eidetic_attention.arguments import Call, Tensors
+from ssmzoo_kernels.library import custom_op
 from ssmzoo_kernels.scan import accumulator, needs_library
 
 OP = "eidetic_attention"
@@ -35,7 +36,7 @@ def _backend(name: str) -> ModuleType:
     return importlib.import_module(f"ssmzoo_kernels.{OP}.{name}")
 
 
-@torch.library.custom_op(f"ssmzoo::{OP}", mutates_args=())
+@custom_op(f"ssmzoo::{OP}")
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -71,7 +72,7 @@ def _(q, *_rest):
     return torch.empty_like(q, memory_format=torch.contiguous_format), lse
 
 
-@torch.library.custom_op(f"ssmzoo::{OP}_backward", mutates_args=())
+@custom_op(f"ssmzoo::{OP}_backward")
 def _backward(
     grad_out: Tensor,
     out: Tensor,

@@ -955,8 +955,8 @@ def _prepare(tensors: Tensors) -> Tensors:
         rows = 1 if name in ("q", "k", "v", "late_k", "late_v") else 2
         if x is None or (rows == 2 and not x.shape[0] * x.shape[1]):
             found.append(None)
-        elif rows == 1 and x.stride()[1:] == (x.shape[2], 1):
-            found.append(x)  # rows may lie apart
+        elif rows == 1 and x.stride()[1:] == (x.shape[2], 1) and x.stride(0) < 2**24:
+            found.append(x)  # rows may lie apart, 32 bits counting within a tile of them
         else:
             found.append(x.contiguous())
     return Tensors(*found)

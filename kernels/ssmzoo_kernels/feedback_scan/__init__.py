@@ -7,7 +7,12 @@ from torch import Tensor
 
 from ssmzoo_kernels.dispatch import Backend, choose, record
 from ssmzoo_kernels.feedback_scan import library, reference
-from ssmzoo_kernels.feedback_scan.newton import Newton, check_options, newton_solve
+from ssmzoo_kernels.feedback_scan.newton import (
+    Newton,
+    check_options,
+    default_tolerance,
+    newton_solve,
+)
 from ssmzoo_kernels.feedback_scan.reference import Gate
 from ssmzoo_kernels.validation import check_leading, check_tensor, segment_offsets
 
@@ -30,7 +35,7 @@ def feedback_scan(
     cu_seqlens: Tensor | None = None,  # [S + 1]
     gate: Gate = "sigmoid",
     solver: Solver = "auto",
-    tolerance: float = 1e-6,
+    tolerance: float | None = None,
     max_iterations: int | None = None,
     damping: float = 0.0,
     backend: Backend = "auto",
@@ -65,7 +70,8 @@ def feedback_scan(
         solver: ``"march"`` goes token by token; ``"newton"`` solves for many tokens at once, and
             marches instead, with a line in the log, if it does not converge. ``"auto"`` marches.
             The gradients are the same.
-        tolerance: Newton's relative residual, ``|x[t] - f(x[t-1])| / max(1, |x[t]|)``.
+        tolerance: Newton's relative residual, ``|x[t] - f(x[t-1])| / max(1, |x[t]|)``. None is
+            1e-6 where states are float32 and 1e-14 where they are float64.
         max_iterations: Newton's cap; None for twice the tokens of a span, which suffice.
         damping: Newton's Jacobians are scaled by ``1 - damping``, which keeps the solution.
         backend: "auto" goes by device. Naming a backend that cannot run is an error.
@@ -105,6 +111,7 @@ def feedback_scan(
         raise ValueError(
             f"{OP}: solver must be one of {', '.join(get_args(Solver))}, got {solver!r}"
         )
+    tolerance = default_tolerance(u) if tolerance is None else tolerance
     check_options(OP, tolerance, max_iterations, damping)
     if gate == "linear":
         if backend not in ("auto", "reference"):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ssmzoo_kernels.dispatch import record
 from ssmzoo_kernels.feedback_scan.newton import NotConverged
+from ssmzoo_kernels.library import custom_op
 from ssmzoo_kernels.scan import accumulator, chunk_slots, interval, needs_library
 from ssmzoo_kernels.validation import check_offsets, transformed
 
@@ -102,7 +103,7 @@ def _solve(
     return module.forward(*inputs, offsets, save)
 
 
-@torch.library.custom_op(f"ssmzoo::{OP}", mutates_args=())
+@custom_op(f"ssmzoo::{OP}")
 def _forward(
     u: Tensor,
     lam: Tensor,
@@ -141,7 +142,7 @@ def _(
     )
 
 
-@torch.library.custom_op(f"ssmzoo::{OP}_backward", mutates_args=())
+@custom_op(f"ssmzoo::{OP}_backward")
 def _backward(
     grad_out: Tensor | None,
     grad_final: Tensor | None,

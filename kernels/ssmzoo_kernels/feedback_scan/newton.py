@@ -119,6 +119,11 @@ def forward(
     return out.to(u.dtype), final_state, saved
 
 
+def default_tolerance(u: Tensor) -> float:
+    """Return the relative residual that the accumulator's rounding allows for inputs like these."""
+    return {torch.float32: 1e-6, torch.float64: 1e-14}[accumulator(u)]
+
+
 def check_options(op: str, tolerance: float, max_iterations: int | None, damping: float) -> None:
     """Fail unless the solver can work with these."""
     for name, value in (("tolerance", tolerance), ("damping", damping)):
@@ -145,7 +150,7 @@ def newton_solve(
     initial_state: Tensor | None = None,  # [B, D, N]
     *,
     span: int | None = SPAN,
-    tolerance: float = 1e-6,
+    tolerance: float | None = None,
     max_iterations: int | None = None,
     damping: float = 0.0,
     guess: Guess = "half",
@@ -162,7 +167,8 @@ def newton_solve(
         drive: What opens the gates instead of the state.
         initial_state: State to continue from.
         span: Tokens that are solved for at once; None for all.
-        tolerance: Relative residual at which a lane has converged.
+        tolerance: Relative residual at which a lane has converged; None for
+            :func:`default_tolerance`.
         max_iterations: Steps after which it is given up; None for twice the tokens of a span, which
             suffice. It then hands on the state that it has.
         damping: Jacobians are scaled by ``1 - damping`` in the step, which keeps the solution.
@@ -188,6 +194,7 @@ def newton_solve(
         raise ValueError(f"{op}: span must be a whole number of at least 1 or None, got {span!r}")
     if guess not in get_args(Guess):
         raise ValueError(f"{op}: guess must be 'half' or 'zeros', got {guess!r}")
+    tolerance = default_tolerance(u) if tolerance is None else tolerance
     check_options(op, tolerance, max_iterations, damping)
     exact = accumulator(u)
     state = u.new_zeros(batch, width, states, dtype=exact)

@@ -23,10 +23,13 @@ from ssmzoo_kernels.scan import accumulator, chunk_slots, interval
 from ssmzoo_kernels.scan.triton import (
     FILL,
     channels_and_states,
+    every_register,
     load_row,
     load_vector,
+    near_rows,
     row_at,
     rows,
+    unfold,
 )
 
 CHUNK = 64
@@ -171,9 +174,9 @@ def feedback_bwd_kernel(
     are computed anew: first every TOKENS-th, to scratch, then, going back, those of one group of
     TOKENS, which stay in registers.
     """
-    program = tl.program_id(0).to(tl.int64)
+    program, block = unfold(tl.cdiv(D, BLOCK_D))
     segment = first_segment + program
-    d, n, cell, exists = channels_and_states(tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
+    d, n, cell, exists = channels_and_states(block, D, N, BLOCK_N, BLOCK_D)
     first = tl.load(offsets + segment)
     stop = tl.load(offsets + segment + 1)
     whole = segment * (N * D) + d[None, :] * N + n[:, None]
@@ -191,7 +194,7 @@ def feedback_bwd_kernel(
     carry = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     if grad_final is not None:
         carry += tl.load(grad_final + whole, mask=exists, other=0.0).to(ACC)
-    own = (program * tl.num_programs(1) + tl.program_id(1)) * (CHUNK // TOKENS * BLOCK_N * BLOCK_D)
+    own = (program * tl.cdiv(D, BLOCK_D) + block) * (CHUNK // TOKENS * BLOCK_N * BLOCK_D)
     scratch += own
     box = tl.arange(0, BLOCK_N)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     first_kept = first // INTERVAL + segment
@@ -350,11 +353,11 @@ def feedback_newton_kernel(
     ``steps`` gets the most iterations that a tile took, ``residuals`` the largest residual that was
     left. A tile that reaches the cap is the program's last.
     """
-    segment = tl.program_id(0).to(tl.int64)
+    segment, block = unfold(tl.cdiv(D, BLOCK_D))
     first = tl.load(offsets + segment)
     stop = tl.load(offsets + segment + 1)
     m = tl.arange(0, BLOCK_D * BLOCK_N)
-    d, n = tl.program_id(1) * BLOCK_D + m // BLOCK_N, m % BLOCK_N
+    d, n = block * BLOCK_D + m // BLOCK_N, m % BLOCK_N
     exists = (d < D) & (n < N)
     cell = d * N + n
     rate = tl.load(lam + cell, mask=exists, other=_PADDED).to(ACC)[None, :]
@@ -362,7 +365,7 @@ def feedback_newton_kernel(
     readout = tl.load(C + cell, mask=exists, other=0.0).to(ACC)[None, :]
     if w_gamma is not None:
         filtering = tl.load(w_gamma + cell, mask=exists, other=0.0).to(ACC)[None, :]
-    channel = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    channel = block * BLOCK_D + tl.arange(0, BLOCK_D)
     through = load_vector(skip, channel, D, ACC)
     row = tl.arange(0, BLOCK_L)[:, None]
     state = tl.zeros((BLOCK_D * BLOCK_N,), ACC)
@@ -421,7 +424,7 @@ def feedback_newton_kernel(
         tl.store(out + at, y.to(out.dtype.element_ty), mask=writable)
         state = tl.sum(tl.where(row == BLOCK_L - 1, x, 0.0), axis=0)
     tl.store(final + segment * (N * D) + cell, state, mask=exists)
-    own = segment * tl.num_programs(1) + tl.program_id(1)
+    own = segment * tl.cdiv(D, BLOCK_D) + block
     tl.store(steps + own, most)
     tl.store(residuals + own, worst)
 
@@ -499,17 +502,17 @@ def plan(
 
 def launch(
     kernel: JITFunction,
-    grid: tuple[int, int],
+    grid: tuple[int, ...],
     made: Plan,
     *,
     num_warps: int,
-    maxnreg: int | None = None,
+    registers: dict[str, int] | None = None,
     **own: object,
 ) -> None:
     """Launch a kernel with its own arguments and with those of the plan that it names."""
     arguments = made.arguments | own
     named = {name: arguments[name] for name in kernel.arg_names if name in arguments}
-    kernel[grid](**named, num_warps=num_warps, maxnreg=maxnreg)
+    kernel[grid](**named, num_warps=num_warps, **(registers or {}))
 
 
 def forward(
@@ -562,6 +565,7 @@ def newton(
     Raises:
         NotConverged: Some tile has not reached the tolerance after ``max_iterations`` steps.
     """
+    u, drive = near_rows(u), None if drive is None else near_rows(drive)
     made = plan(u, lam, w, C, w_gamma, D, drive, offsets, False)
     out, final, saved = _room(u, lam, offsets, save)
     segments, width = offsets.shape[0] - 1, u.shape[1]
@@ -576,10 +580,10 @@ def newton(
     with torch.cuda.device_of(u):
         launch(
             feedback_newton_kernel,
-            (segments, blocks),
+            (segments * blocks,),
             made,
             num_warps=8,
-            maxnreg=255,
+            registers=every_register(),
             initial=_whole(initial_state),
             out=out,
             final=final,
@@ -643,7 +647,7 @@ def backward(
         for first_segment in range(0, segments, at_once):
             launch(
                 feedback_bwd_kernel,
-                (min(at_once, segments - first_segment), blocks),
+                (min(at_once, segments - first_segment) * blocks,),
                 made,
                 num_warps=1,
                 **grads,

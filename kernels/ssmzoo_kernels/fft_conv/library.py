@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ssmzoo_kernels.dispatch import record
+from ssmzoo_kernels.library import custom_op
 from ssmzoo_kernels.scan import needs_library
 
 OP = "fft_conv"
@@ -41,7 +42,7 @@ def _backend(name: str) -> ModuleType:
     return importlib.import_module(f"ssmzoo_kernels.{OP}.{name}")
 
 
-@torch.library.custom_op(f"ssmzoo::{OP}", mutates_args=())
+@custom_op(f"ssmzoo::{OP}")
 def _forward(
     u: Tensor,
     kernel: Tensor,
@@ -62,7 +63,7 @@ def _(u, kernel, D, initial_state, future_kernel, cu_seqlens, workspace, backend
     return torch.empty_like(u, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op(f"ssmzoo::{OP}_backward", mutates_args=())
+@custom_op(f"ssmzoo::{OP}_backward")
 def _backward(
     grad_y: Tensor,
     u: Tensor,

@@ -40,7 +40,7 @@ def fft_conv(
         begin = taps - 1 - j
         y = y + kernel[:, j].to(exact) * history[:, begin : begin + length]
     if future_kernel is not None:
-        for j in range(min(future_kernel.shape[1], length - 1)):
+        for j in range(min(future_kernel.shape[1], length)):
             ahead = torch.nn.functional.pad(inputs[:, j + 1 :], (0, 0, 0, j + 1))
             y = y + future_kernel[:, j].to(exact) * ahead
     if D is not None:

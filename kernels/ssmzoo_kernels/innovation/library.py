@@ -8,10 +8,10 @@ import functools
 import importlib
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from ssmzoo_kernels.dispatch import record
+from ssmzoo_kernels.library import custom_op
 from ssmzoo_kernels.scan import accumulator, needs_library
 from ssmzoo_kernels.validation import check_offsets
 
@@ -38,7 +38,7 @@ def _backend(name: str) -> ModuleType:
     return importlib.import_module(f"ssmzoo_kernels.{OP}.{name}")
 
 
-@torch.library.custom_op(f"ssmzoo::{OP}", mutates_args=())
+@custom_op(f"ssmzoo::{OP}")
 def _scores(
     y: Tensor, weights: list[float], history: Tensor, offsets: Tensor, relative: bool, backend: str
 ) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ssmzoo_kernels.dispatch import record
+from ssmzoo_kernels.library import custom_op
 from ssmzoo_kernels.scan import accumulator, needs_library
 from ssmzoo_kernels.validation import check_offsets
 
@@ -41,7 +42,7 @@ def _backend(name: str) -> ModuleType:
     return importlib.import_module(f"ssmzoo_kernels.{OP}.{name}")
 
 
-@torch.library.custom_op(f"ssmzoo::{OP}", mutates_args=())
+@custom_op(f"ssmzoo::{OP}")
 def _forward(
     a: Tensor, b: Tensor, initial_state: Tensor | None, offsets: Tensor, backend: str
 ) -> tuple[Tensor, Tensor]:
@@ -59,7 +60,7 @@ def _(a, b, initial_state, offsets, backend):
     )
 
 
-@torch.library.custom_op(f"ssmzoo::{OP}_backward", mutates_args=())
+@custom_op(f"ssmzoo::{OP}_backward")
 def _backward(
     grad_h: Tensor | None,
     grad_final: Tensor | None,

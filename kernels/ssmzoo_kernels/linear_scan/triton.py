@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ssmzoo_kernels.scan import accumulator
+from ssmzoo_kernels.scan.triton import near_rows
 
 
 @triton.jit
@@ -339,8 +340,7 @@ _ACC = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 def _rows(x: Tensor) -> Tensor:
     """Return a matrix with adjacent columns whose memory holds what it means."""
-    x = x.resolve_conj().resolve_neg()
-    return x if x.stride(1) == 1 else x.contiguous()
+    return near_rows(x.resolve_conj().resolve_neg())
 
 
 def _whole(x: Tensor | None) -> Tensor | None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ssmzoo_kernels.dispatch import record
+from ssmzoo_kernels.library import custom_op
 from ssmzoo_kernels.scan import accumulator, chunk_slots, interval, needs_library
 from ssmzoo_kernels.validation import check_offsets
 
@@ -50,7 +51,7 @@ def _backend(name: str) -> ModuleType:
     return importlib.import_module(f"ssmzoo_kernels.{OP}.{name}")
 
 
-@torch.library.custom_op(f"ssmzoo::{OP}", mutates_args=())
+@custom_op(f"ssmzoo::{OP}")
 def _forward(
     u: Tensor,
     q: Tensor,
@@ -83,7 +84,7 @@ def _(u, q, k, dt, dt_bias, D, z, initial_state, offsets, save, backend):
     )
 
 
-@torch.library.custom_op(f"ssmzoo::{OP}_backward", mutates_args=())
+@custom_op(f"ssmzoo::{OP}_backward")
 def _backward(
     grad_out: Tensor | None,
     grad_final: Tensor | None,

@@ -14,7 +14,6 @@ OP = "rational_kernel"
 Mode = Literal["exact", "truncated"]
 
 OFFERS = ("reference", "eager")
-NEAR_ZERO = 1e-4
 
 
 def rational_kernel(
@@ -129,10 +128,11 @@ def _grid(order: int, length: int, mode: str, trunc_len: int | None) -> int | No
 
 def _warn_of_poles_on_the_grid(a: Tensor, grid: int) -> None:
     gaps = eager.closest_to_zero(a, grid)
+    near = 1000 * torch.finfo(a.dtype).eps  # where a thousandth is lost to rounding
     row = int(gaps.argmin())
-    if gaps[row] < NEAR_ZERO:
+    if gaps[row] < near:
         warnings.warn(
-            f"{OP}: denominator {row} comes within {NEAR_ZERO} of zero on the grid of {grid} "
+            f"{OP}: denominator {row} comes within {near:.1g} of zero on the grid of {grid} "
             "points: a pole lies on the unit circle and the kernel is inaccurate",
             RuntimeWarning,
             stacklevel=3,

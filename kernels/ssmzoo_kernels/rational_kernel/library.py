@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ssmzoo_kernels.dispatch import record
+from ssmzoo_kernels.library import custom_op
 from ssmzoo_kernels.rational_kernel import eager
 from ssmzoo_kernels.scan import needs_library
 
@@ -28,7 +29,7 @@ def inverse_series(a: Tensor, length: int) -> Tensor:
     return eager.inverse_series(a, length)
 
 
-@torch.library.custom_op("ssmzoo::rational_kernel_truncated", mutates_args=())
+@custom_op("ssmzoo::rational_kernel_truncated")
 def _truncated(a: Tensor, b: Tensor, length: int, grid: int) -> tuple[Tensor, Tensor]:
     record(OP, "eager")
     inverse = eager.inverse_on_grid(a, grid)
@@ -40,13 +41,12 @@ def _(a, b, length, grid):
     return b.new_empty(b.shape[0], length), a.new_empty(a.shape[0], grid // 2 + 1, 2)
 
 
-@torch.library.custom_op("ssmzoo::rational_kernel_truncated_backward", mutates_args=())
+@custom_op("ssmzoo::rational_kernel_truncated_backward")
 def _truncated_backward(
     grad: Tensor, inverse: Tensor, b: Tensor, grid: int
 ) -> tuple[Tensor, Tensor]:
     values = torch.view_as_complex(inverse)
-    grad_a, grad_b = eager.truncated_backward(grad.contiguous(), values, b, grid)
-    return grad_a.contiguous(), grad_b.contiguous()
+    return eager.truncated_backward(grad.contiguous(), values, b, grid)
 
 
 @_truncated_backward.register_fake
@@ -67,7 +67,7 @@ def _truncated_autograd(ctx, grad, _):
 _truncated.register_autograd(_truncated_autograd, setup_context=_truncated_context)
 
 
-@torch.library.custom_op("ssmzoo::rational_kernel_exact", mutates_args=())
+@custom_op("ssmzoo::rational_kernel_exact")
 def _exact(a: Tensor, b: Tensor, length: int) -> tuple[Tensor, Tensor]:
     record(OP, "eager")
     inverse = eager.inverse_series(a, length)
@@ -79,12 +79,11 @@ def _(a, b, length):
     return b.new_empty(b.shape[0], length), a.new_empty(a.shape[0], length)
 
 
-@torch.library.custom_op("ssmzoo::rational_kernel_exact_backward", mutates_args=())
+@custom_op("ssmzoo::rational_kernel_exact_backward")
 def _exact_backward(
     grad: Tensor, kernel: Tensor, inverse: Tensor, order: int
 ) -> tuple[Tensor, Tensor]:
-    grad_a, grad_b = eager.exact_backward(grad.contiguous(), kernel, inverse, order)
-    return grad_a.contiguous(), grad_b.contiguous()
+    return eager.exact_backward(grad.contiguous(), kernel, inverse, order)
 
 
 @_exact_backward.register_fake
@@ -106,7 +105,7 @@ def _exact_autograd(ctx, grad, _):
 _exact.register_autograd(_exact_autograd, setup_context=_exact_context)
 
 
-@torch.library.custom_op("ssmzoo::inverse_series", mutates_args=())
+@custom_op("ssmzoo::inverse_series")
 def _inverse(a: Tensor, length: int) -> Tensor:
     return eager.inverse_series(a, length)
 
@@ -116,9 +115,9 @@ def _(a, length):
     return a.new_empty(a.shape[0], length)
 
 
-@torch.library.custom_op("ssmzoo::inverse_series_backward", mutates_args=())
+@custom_op("ssmzoo::inverse_series_backward")
 def _inverse_backward(grad: Tensor, inverse: Tensor, order: int) -> Tensor:
-    return eager.inverse_series_backward(grad, inverse, order).contiguous()
+    return eager.inverse_series_backward(grad, inverse, order)
 
 
 @_inverse_backward.register_fake

@@ -17,17 +17,17 @@ def rational_kernel(a: Tensor, b: Tensor, length: int, *, grid: int | None) -> T
 def inverse_series(a: Tensor, length: int) -> Tensor:
     """Return the power series of ``1 / a``, ``[D_a, L]``."""
     a = a.to(torch.promote_types(torch.float32, a.dtype))
-    terms = [a.new_ones(a.shape[0])]
+    terms = [1 + a[:, :0].sum(1)]  # a constant, on a's tape
     for t in range(1, length):
         past = torch.stack(terms[: -a.shape[1] - 1 : -1], dim=1) if a.shape[1] else a
         terms.append(-(a[:, : min(t, a.shape[1])] * past).sum(1))
-    return torch.stack(terms[:length], dim=1) if length else a.new_zeros(a.shape[0], 0)
+    return torch.stack(terms, dim=1)[:, :length]
 
 
 def _long_division(a: Tensor, b: Tensor, length: int) -> Tensor:
     """``k[t] = b[t] - sum_i a[i] k[t - i]``, coefficient i being column i - 1; ``k[0] = 0``."""
     order = a.shape[1]
-    kernel = [b.new_zeros(b.shape[0])]
+    kernel = [(a[:, :0] + b[:, :0]).sum(1)]  # zero, on both tapes
     for t in range(1, length):
         tap = b[:, t - 1] if t <= order else b.new_zeros(b.shape[0])
         if order:

@@ -566,6 +566,11 @@ def rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
+def near_rows(x: Tensor) -> Tensor:
+    """Do as ``rows`` does, with rows so near that 32 bits count within 128 of them."""
+    return rows(x) if x.stride(0) < 2**24 else x.contiguous()
+
+
 class Plan(NamedTuple):
     """How one call is cut into programs, and the arguments that its kernels share, by name."""
 
@@ -622,15 +627,31 @@ def plan(
     return Plan(shape, blocks, span, chunk_slots(tokens, segments, between), arguments)
 
 
+def every_register() -> dict[str, int]:
+    """Return the launch option that lets a thread have all registers there are.
+
+    Left to itself, ptxas now and then spills to let one more program in. HIP has no such option.
+    """
+    return {} if torch.version.hip else {"maxnreg": 255}
+
+
+@triton.jit
+def unfold(blocks: tl.constexpr):
+    """Return where a program stands on two axes that are one in the grid; blocks vary fastest.
+
+    A grid's first axis may have 2^31 - 1 programs, every other one no more than 65,535.
+    """
+    program = tl.program_id(0)
+    return (program // blocks).to(tl.int64), program % blocks
+
+
 def launch(kernel: JITFunction, grid: tuple[int, int], made: Plan, **own: object) -> None:
     """Launch a kernel with its own arguments and with those of the plan that it names."""
     arguments = made.arguments | own
     named = {name: arguments[name] for name in kernel.arg_names if name in arguments}
     options = {"num_warps": made.shape.num_warps}
-    full = kernel is scan_bwd_kernel or arguments["ACC"] == tl.float64
-    if full and torch.version.hip is None:
-        # all there are: left to itself, ptxas now and then spills to let one more program in
-        options["maxnreg"] = 255
+    if kernel is scan_bwd_kernel or arguments["ACC"] == tl.float64:
+        options |= every_register()
     kernel[grid](**named, **options)
 
 

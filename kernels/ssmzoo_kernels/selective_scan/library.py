@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ssmzoo_kernels.dispatch import record
+from ssmzoo_kernels.library import custom_op
 from ssmzoo_kernels.scan import accumulator, chunk_slots, interval, needs_library
 from ssmzoo_kernels.validation import check_offsets
 
@@ -52,7 +53,7 @@ def _backend(name: str) -> ModuleType:
     return importlib.import_module(f"ssmzoo_kernels.{OP}.{name}")
 
 
-@torch.library.custom_op(f"ssmzoo::{OP}", mutates_args=())
+@custom_op(f"ssmzoo::{OP}")
 def _forward(
     u: Tensor,
     dt: Tensor,
@@ -91,7 +92,7 @@ def _(u, dt, A, B, C, D, z, dt_bias, initial_state, offsets, save, discretizatio
 _Nine = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-@torch.library.custom_op(f"ssmzoo::{OP}_backward", mutates_args=())
+@custom_op(f"ssmzoo::{OP}_backward")
 def _backward(
     grad_y: Tensor | None,
     grad_final: Tensor | None,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ssmzoo_kernels.dispatch import record
+from ssmzoo_kernels.library import custom_op
 from ssmzoo_kernels.scan import needs_library
 from ssmzoo_kernels.vandermonde.tables import Lags
 
@@ -80,7 +81,7 @@ def _run_analyze(u, exponent, first, reversed, backend):
         return _backend(backend).analyze(u, exponent, lags, False)[0]
 
 
-@torch.library.custom_op(f"ssmzoo::{OP}", mutates_args=())
+@custom_op(f"ssmzoo::{OP}")
 def _synthesize(
     weight: Tensor,
     exponent: Tensor,
@@ -98,7 +99,7 @@ def _(weight, exponent, length, first, last, reversed, backend):
     return weight.new_empty(*weight.shape[:2], length, dtype=weight.dtype.to_real())
 
 
-@torch.library.custom_op(f"ssmzoo::{OP}_backward", mutates_args=())
+@custom_op(f"ssmzoo::{OP}_backward")
 def _synthesize_backward(
     grad: Tensor,
     weight: Tensor,
@@ -116,7 +117,7 @@ def _synthesize_backward(
 
 @_synthesize_backward.register_fake
 def _(grad, weight, exponent, first, last, reversed, backend):
-    return torch.empty_like(weight), torch.empty_like(exponent)
+    return weight.new_empty(weight.shape), exponent.new_empty(exponent.shape)
 
 
 def _synthesize_context(ctx, inputs, output):
@@ -133,7 +134,7 @@ def _synthesize_autograd(ctx, grad):
 _synthesize.register_autograd(_synthesize_autograd, setup_context=_synthesize_context)
 
 
-@torch.library.custom_op(f"ssmzoo::{STATE}", mutates_args=())
+@custom_op(f"ssmzoo::{STATE}")
 def _analyze(
     u: Tensor, exponent: Tensor, first: int, reversed: Tensor | None, backend: str
 ) -> Tensor:
@@ -145,7 +146,7 @@ def _(u, exponent, first, reversed, backend):
     return u.new_empty(u.shape[0], *exponent.shape, dtype=u.dtype.to_complex())
 
 
-@torch.library.custom_op(f"ssmzoo::{STATE}_backward", mutates_args=())
+@custom_op(f"ssmzoo::{STATE}_backward")
 def _analyze_backward(
     grad: Tensor, u: Tensor, exponent: Tensor, first: int, reversed: Tensor | None, backend: str
 ) -> tuple[Tensor, Tensor]:
@@ -159,7 +160,7 @@ def _analyze_backward(
 
 @_analyze_backward.register_fake
 def _(grad, u, exponent, first, reversed, backend):
-    return torch.empty(u.shape, dtype=u.dtype, device=u.device), torch.empty_like(exponent)
+    return u.new_empty(u.shape), exponent.new_empty(exponent.shape)
 
 
 def _analyze_context(ctx, inputs, output):

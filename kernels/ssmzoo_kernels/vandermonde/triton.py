@@ -24,7 +24,7 @@ def load_pair(x, at, mask):
     )
 
 
-@triton.jit(do_not_specialize=("heads", "first_head", "stride", "begin", "M", "tiles"))
+@triton.jit(do_not_specialize=("heads", "first_head", "some", "stride", "begin", "M", "tiles"))
 def vandermonde_fwd_kernel(
     weight,
     rows,
@@ -32,6 +32,7 @@ def vandermonde_fwd_kernel(
     out,
     heads,
     first_head,
+    some,
     stride,
     begin,
     M,
@@ -42,11 +43,11 @@ def vandermonde_fwd_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):
-    """Write ``BLOCK_M`` rows by ``BLOCK_Q`` columns of one head's sums."""
-    h = tl.program_id(0).to(tl.int64)
+    """Write ``BLOCK_M`` rows by ``BLOCK_Q`` columns of one of ``some`` heads' sums."""
+    h = (tl.program_id(0) % some).to(tl.int64)
     m = (tl.program_id(1) // tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
     j = (tl.program_id(1) % tiles) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    own = tl.program_id(2).to(tl.int64) * heads + first_head + h
+    own = (tl.program_id(0) // some).to(tl.int64) * heads + first_head + h
     acc: tl.constexpr = out.dtype.element_ty
     sums = tl.zeros((BLOCK_M, BLOCK_Q), dtype=acc)
     for start in range(0, N, BLOCK_N):
@@ -64,7 +65,9 @@ def vandermonde_fwd_kernel(
     tl.store(out + at, sums, mask=(m < M)[:, None] & (j < Q)[None, :])
 
 
-@triton.jit(do_not_specialize=("heads", "first_head", "stride", "begin", "M", "rise", "fall"))
+@triton.jit(
+    do_not_specialize=("heads", "first_head", "some", "stride", "begin", "M", "rise", "fall")
+)
 def vandermonde_bwd_kernel(
     g,
     rows,
@@ -74,6 +77,7 @@ def vandermonde_bwd_kernel(
     moments,
     heads,
     first_head,
+    some,
     stride,
     begin,
     M,
@@ -90,9 +94,9 @@ def vandermonde_bwd_kernel(
 
     ``rise`` and ``fall`` are the least lags of a rising and of a falling mode among them.
     """
-    h = tl.program_id(0).to(tl.int64)
+    h = (tl.program_id(0) % some).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    own = tl.program_id(2).to(tl.int64) * heads + first_head + h
+    own = (tl.program_id(0) // some).to(tl.int64) * heads + first_head + h
     acc: tl.constexpr = g.dtype.element_ty
     down = tl.load(falling + (first_head + h) * N + n, mask=n < N, other=0) != 0
     sum_r, sum_i = load_pair(sums, own * N + n, n < N)
@@ -148,18 +152,17 @@ def synthesize(weight: Tensor, exponent: Tensor, lags: Lags) -> Tensor:
     pairs = _pairs(weight, weight.dtype)
     for h, tables in blocks(exponent, lags, 1):
         for table in tables:
-            count, columns = table.rows.shape[1], table.columns.shape[1]
+            some, count, columns = *table.rows.shape[:2], table.columns.shape[1]
             tiles = triton.cdiv(columns, _TILE)
             with torch.cuda.device_of(weight):
-                vandermonde_fwd_kernel[
-                    (table.rows.shape[0], triton.cdiv(count, _TILE) * tiles, batch)
-                ](
+                vandermonde_fwd_kernel[(batch * some, triton.cdiv(count, _TILE) * tiles)](
                     pairs,
                     _pairs(table.rows, weight.dtype),
                     _pairs(table.columns, weight.dtype),
                     out,
                     heads,
                     h.start,
+                    some,
                     lags.length,
                     table.begin,
                     count,
@@ -190,9 +193,9 @@ def analyze(g: Tensor, exponent: Tensor, lags: Lags, moment: bool) -> tuple[Tens
     falling = falling.to(torch.int8).contiguous()
     for h, tables in blocks(exponent, lags, 1):
         for table in tables:
-            count, columns = table.rows.shape[1], table.columns.shape[1]
+            some, count, columns = *table.rows.shape[:2], table.columns.shape[1]
             with torch.cuda.device_of(g):
-                vandermonde_bwd_kernel[(table.rows.shape[0], triton.cdiv(modes, _MODES), batch)](
+                vandermonde_bwd_kernel[(batch * some, triton.cdiv(modes, _MODES))](
                     g,
                     _pairs(table.rows, sums.dtype),
                     _pairs(table.columns, sums.dtype),
@@ -201,6 +204,7 @@ def analyze(g: Tensor, exponent: Tensor, lags: Lags, moment: bool) -> tuple[Tens
                     None if moments is None else torch.view_as_real(moments),
                     heads,
                     h.start,
+                    some,
                     length,
                     table.begin,
                     count,
