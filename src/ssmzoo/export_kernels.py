@@ -109,7 +109,11 @@ def _relative(path: Path, text: str) -> str:
             editor.replace(
                 node, editor.segment(node).replace(source.absolute(node), root + below, 1)
             )
-    for call, _, _ in source.dynamic_imports():
-        name = editor.segment(call.args[0]).replace(f"{NAME}.", root, 1)
-        editor.replace(call.args[0], f"{name}, __package__")
+    for call in source.imports_by_name():
+        name = editor.segment(call.args[0])
+        if not name.startswith(f'f"{NAME}.'):
+            raise ValueError(
+                f'{source.name}, line {call.lineno}: an import by name must begin f"{NAME}.'
+            )
+        editor.replace(call.args[0], f"{name.replace(f'{NAME}.', root, 1)}, __package__")
     return editor.result()

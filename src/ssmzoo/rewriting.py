@@ -72,6 +72,11 @@ class Source:
                         found[target.id] = node.value.value
         return found
 
+    def imports_by_name(self) -> Iterator[ast.Call]:
+        """Walk over all calls of ``importlib.import_module``."""
+        calls = (node for node in self.nodes if isinstance(node, ast.Call))
+        return (call for call in calls if _is_import_module(call.func))
+
     def dynamic_imports(self) -> Iterator[tuple[ast.Call, str, str]]:
         """Walk over calls ``importlib.import_module(f"package.{name}")``.
 
@@ -82,9 +87,7 @@ class Source:
             ValueError: A call of another form: what it imports is not known beforehand.
         """
         constants = self.constants()
-        for node in self.nodes:
-            if not (isinstance(node, ast.Call) and _imports_by_name(node.func)):
-                continue
+        for node in self.imports_by_name():
             name = node.args[0] if node.args else None
             parts = name.values if isinstance(name, ast.JoinedStr) else []
             texts = [_text_of(part, constants) for part in parts]
@@ -99,7 +102,7 @@ class Source:
             yield node, package.rstrip("."), ast.unparse(last.value)
 
 
-def _imports_by_name(function: ast.expr) -> bool:
+def _is_import_module(function: ast.expr) -> bool:
     if isinstance(function, ast.Attribute):
         return function.attr == "import_module"
     return isinstance(function, ast.Name) and function.id == "import_module"
