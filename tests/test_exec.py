@@ -14,7 +14,6 @@ import torch
 
 from ssmzoo import load_family
 from ssmzoo.cli import FAILED, USAGE, main
-from ssmzoo.resources import share
 from ssmzoo.tokenizer import byte_tokenizer
 
 SSMZOO = (sys.executable, "-m", "ssmzoo")
@@ -72,16 +71,6 @@ def test_a_program_that_is_not_there_is_one_line(arguments, answer, capsys):
     out, err = capsys.readouterr()
     assert answer in err
     assert (out, err.count("\n")) == ("", 1)
-
-
-def test_lm_eval_scores_a_model_of_the_zoo(model, tmp_path):
-    task = ("--include_path", share("eval/tasks"), "--tasks", "ssmzoo_recall_text", "--limit", "4")
-    source = ("--model", "hf", "--model_args", f"pretrained={model}", "--device", "cpu")
-    run(tmp_path, "lm_eval", *source, *task, "--output_path", "scores")
-    [scores] = (tmp_path / "scores").rglob("*.json")
-    found = json.loads(scores.read_text())
-    assert found["config"]["model_args"] == {"pretrained": str(model)}
-    assert found["n-samples"]["ssmzoo_recall_text"]["effective"] == 4
 
 
 def test_trl_trains_a_model_of_the_zoo_in_the_process_that_it_launches(model, tmp_path):
