@@ -253,7 +253,7 @@ def test_the_first_layers_alone_are_a_model_of_its_own(model, ids):
         assert torch.equal(deep(ids, use_cache=True).logits, expected)
 
 
-@pytest.mark.parametrize("early", [0, 3, "one"])
+@pytest.mark.parametrize("early", [0, 3, True, "one"])
 def test_an_early_exit_where_there_is_no_layer_is_named(model, ids, early):
     with pytest.raises(ValueError, match=rf"number of layers from 1 to 2, got {early!r}"):
         model.generate(ids[:1], max_new_tokens=2, pad_token_id=0, assistant_early_exit=early)

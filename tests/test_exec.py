@@ -56,6 +56,21 @@ def test_a_script_gets_its_arguments_as_they_are_and_so_do_the_processes_it_star
     assert out.splitlines() == [*["mine"] * 3, f"__main__ True {['child.py', *arguments]}"]
 
 
+def test_the_families_are_registered_when_transformers_is_imported_and_not_sooner(tmp_path):
+    (tmp_path / "late.py").write_text(
+        "import importlib.util, os, sys\n"
+        "assert importlib.util.find_spec('transformers') is not None\n"
+        "print({'ssmzoo', 'torch', 'transformers'} & sys.modules.keys())\n"
+        "os.environ['HF_HOME'] = 'mine'\n"
+        "import transformers\n"
+        "from huggingface_hub import constants\n"
+        "print(constants.HF_HOME, 'ssmzoo_longhorn' in transformers.CONFIG_MAPPING)\n"
+        "config = transformers.AutoConfig.for_model('ssmzoo_longhorn', num_hidden_layers=1)\n"
+        "print(type(config) is transformers.CONFIG_MAPPING['ssmzoo_longhorn'])\n"
+    )
+    assert run(tmp_path, "late.py").splitlines() == ["set()", "mine True", "True"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "answer"),
     [

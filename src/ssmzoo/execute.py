@@ -19,8 +19,8 @@ _USUAL = ("accelerate", "lm_eval", "torchrun", "transformers", "trl")
 def execute(program: str, arguments: Sequence[str]) -> NoReturn:
     """Become another Python program: its output, its signals and its exit status.
 
-    Python registers the families before the program begins, also in the processes that it starts
-    with the same environment.
+    The families are registered as soon as the program imports transformers, also in the processes
+    that it starts with the same environment, unless Python starts there with ``-I`` or ``-S``.
 
     Args:
         program: The name of a console script, a module as for ``python -m``, or a Python file.

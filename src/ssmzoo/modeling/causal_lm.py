@@ -241,7 +241,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
                 f"values of attention; the state of {type(self).__name__} has a fixed size"
             )
         layers = self.config.num_hidden_layers
-        if early is not None and not (isinstance(early, int) and 1 <= early <= layers):
+        if early is not None and not (type(early) is int and 1 <= early <= layers):
             raise ValueError(
                 f"assistant_early_exit must be a number of layers from 1 to {layers}, got {early!r}"
             )
