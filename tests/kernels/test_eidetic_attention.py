@@ -510,10 +510,8 @@ def test_training_keeps_outputs_and_sums_beside_the_inputs():
 # --- torch.library and torch.compile ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layout", ["batch", "packed that goes on"])
-def test_registered_ops_pass_opcheck(layout, dtype):
-    call = draw(layout, late=True, mask=True, dtype=dtype)
+def test_registered_ops_in_bfloat16_pass_opcheck():
+    call = draw("packed that goes on", late=True, mask=True, dtype=torch.bfloat16)
     tensors = {n: call[n].detach().requires_grad_() for n in Tensors._fields}
     for name in ("q", "k", "v", "late_k", "late_v"):
         tensors[name] = tensors[name].detach().flatten(0, 1).requires_grad_()

@@ -11,7 +11,7 @@ import torch
 from ssmzoo.testing.accuracy import assert_as_accurate, outputs_and_grads
 from ssmzoo_kernels import feedback_scan, last_backend, use_backend
 from ssmzoo_kernels.feedback_scan import cpu, library, newton, newton_solve, reference
-from ssmzoo_kernels.scan import chunk_slots, interval
+from ssmzoo_kernels.scan import interval
 
 NAMES = ("u", "lam", "w", "C", "w_gamma", "D", "drive", "initial_state")
 SOLVERS = ("march", "newton")
@@ -836,27 +836,6 @@ def test_the_backward_differentiates_no_iteration(backend, monkeypatch):
 
 
 # --- torch.library and torch.compile ----------------------------------------------------------
-
-
-@pytest.mark.parametrize(("packed", "states", "how"), [(0, 40, "march"), (1, 3, "newton")])
-def test_registered_ops_pass_opcheck(backend, packed, states, how):
-    offsets = bounds(7, 0, 7) if packed else bounds(7, 7)
-    segments = len(offsets) - 1
-    inputs = draw(B=2, L=7, D=6, N=states, segments=segments, dtype=torch.float32, drive=True)
-    flat = [x.flatten(0, 1) if n in (0, 6) else x for n, x in enumerate(inputs)]
-    leaves = [x.requires_grad_() for x in flat]
-    torch.library.opcheck(
-        torch.ops.ssmzoo.feedback_scan.default,
-        (*leaves, offsets, True, backend, how, 1e-6, None, 0.0),
-    )
-    module = library._backend(backend)
-    saved = module.forward(*[x.detach() for x in leaves], offsets, True)[2]
-    assert saved.shape[0] == chunk_slots(14, segments, interval(states, module.CHUNK))
-    grads = (torch.randn(14, 6), torch.randn(segments, 6, states))
-    torch.library.opcheck(
-        torch.ops.ssmzoo.feedback_scan_backward.default,
-        (*grads, *[x.detach() for x in leaves], offsets, saved, backend),
-    )
 
 
 def test_compiled_functions_have_no_graph_break_and_the_same_results(backend, solver):

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from ssmzoo.testing.accuracy import assert_as_accurate, outputs_and_grads
 from ssmzoo_kernels import last_backend, longhorn_scan, use_backend
 from ssmzoo_kernels.longhorn_scan import library, reference
-from ssmzoo_kernels.scan import chunk_slots, interval
 from ssmzoo_kernels.scan import cpu as scan_cpu
 from ssmzoo_kernels.scan import eager as scan_eager
+from ssmzoo_kernels.scan import interval
 
 NAMES = ("u", "q", "k", "dt", "dt_bias", "D", "z", "initial_state")
 
@@ -554,24 +554,6 @@ def test_nan_and_infinity_keep_their_meaning(backend):
 
 
 # --- torch.library and torch.compile ----------------------------------------------------------
-
-
-@pytest.mark.parametrize(("packed", "states"), [(False, 40), (True, 3)])
-def test_registered_ops_pass_opcheck(backend, packed, states):
-    offsets = bounds(20, 0, 20) if packed else bounds(20, 20)
-    inputs = draw(B=2, L=20, D=6, N=states, segments=len(offsets) - 1, dtype=torch.float32)
-    flat = [x.flatten(0, 1) if x.dim() == 3 and x is not inputs[-1] else x for x in inputs]
-    leaves = [x.requires_grad_() for x in flat]
-    forward = torch.ops.ssmzoo.longhorn_scan.default
-    torch.library.opcheck(forward, (*leaves, offsets, True, backend))
-    saved = library._backend(backend).forward(*[x.detach() for x in leaves], offsets, True)[2]
-    between = interval(states, library._backend(backend).CHUNK)
-    assert saved.shape[0] == chunk_slots(40, len(offsets) - 1, between)
-    grads = (torch.randn(40, 6), torch.randn(len(offsets) - 1, 6, states))
-    torch.library.opcheck(
-        torch.ops.ssmzoo.longhorn_scan_backward.default,
-        (*grads, *[x.detach() for x in leaves], offsets, saved, backend),
-    )
 
 
 def test_compiled_functions_have_no_graph_break_and_the_same_results(backend):

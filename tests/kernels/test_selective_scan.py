@@ -13,9 +13,9 @@ from transformers.models.mamba.modeling_mamba import MambaMixer
 
 from ssmzoo.testing.accuracy import assert_as_accurate, outputs_and_grads
 from ssmzoo_kernels import last_backend, selective_scan, use_backend
-from ssmzoo_kernels.scan import chunk_slots, interval
 from ssmzoo_kernels.scan import cpu as scan_cpu
 from ssmzoo_kernels.scan import eager as scan_eager
+from ssmzoo_kernels.scan import interval
 from ssmzoo_kernels.selective_scan import library, reference
 
 NAMES = ("u", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
@@ -625,26 +625,6 @@ def test_nan_and_infinity_keep_their_meaning(backend, discretization):
 
 
 # --- torch.library and torch.compile ----------------------------------------------------------
-
-
-@pytest.mark.parametrize(("packed", "states"), [(False, 40), (True, 3)])
-def test_registered_ops_pass_opcheck(backend, discretization, packed, states):
-    offsets = bounds(20, 0, 20) if packed else bounds(20, 20)
-    inputs = draw(B=2, L=20, D=6, N=states, segments=len(offsets) - 1, dtype=torch.float32)
-    flat = [x.flatten(0, 1) if n in ROWS else x for n, x in zip(NAMES, inputs, strict=True)]
-    leaves = [x.requires_grad_() for x in flat]
-    torch.library.opcheck(
-        torch.ops.ssmzoo.selective_scan.default, (*leaves, offsets, True, discretization, backend)
-    )
-    plain = [x.detach() for x in leaves]
-    saved = library._backend(backend).forward(*plain, offsets, True, discretization)[2]
-    between = interval(states, library._backend(backend).CHUNK)
-    assert saved.shape[0] == chunk_slots(40, len(offsets) - 1, between)
-    grads = (torch.randn(40, 6), torch.randn(len(offsets) - 1, 6, states))
-    torch.library.opcheck(
-        torch.ops.ssmzoo.selective_scan_backward.default,
-        (*grads, *plain, offsets, saved, discretization, backend),
-    )
 
 
 def test_compiled_functions_have_no_graph_break_and_the_same_results(backend):

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ssmzoo_kernels.eidetic_attention.chunks import chunk_table
+from ssmzoo_kernels.scan import zeros_on_tape
 
 
 def eidetic_attention(
@@ -30,7 +31,8 @@ def eidetic_attention(
     flat_q, flat_k, flat_v = (x.flatten(0, 1).to(exact) for x in (q, k, v))
     lengths = offsets.diff()
     span = window if window is not None else int((seen + lengths).max().clamp(min=1))
-    out = flat_q.clone()  # every row is written; without rows it is still on the tape
+    more = (mem_k, mem_v, past_k, past_v, *(late or ()))
+    out = zeros_on_tape(flat_q, flat_k, flat_v, *more)  # every row is written
     chunks = zip(*(x.tolist() for x in chunk_table(lengths, seen, span)), strict=True)
     for i, (s, _, first, _, count) in enumerate(chunks):
         own = slice(int(offsets[s]), int(offsets[s + 1]))

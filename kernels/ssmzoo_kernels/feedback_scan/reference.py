@@ -6,6 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ssmzoo_kernels.scan import zeros_on_tape
+
 Gate = Literal["sigmoid", "linear"]
 
 
@@ -59,7 +61,8 @@ def feedback_scan(
         if w_gamma is not None:
             read = (w_gamma.to(exact) * state).sum(dim=-1).sigmoid() * read
         outputs.append(read)
-    out = torch.stack(outputs, dim=1) if outputs else torch.zeros_like(u)
+    none = zeros_on_tape(u, lam, w, C, w_gamma, drive)
+    out = torch.stack(outputs, dim=1) if outputs else none
     if D is not None:
         out = out + D.to(exact) * u
     return out.to(dtype), state

@@ -5,6 +5,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ssmzoo_kernels.scan import zeros_on_tape
+
 
 def fft_conv(
     u: Tensor,  # [B, L, D]
@@ -35,7 +37,7 @@ def fft_conv(
     if initial_state is None:
         initial_state = u.new_zeros(u.shape[0], taps - 1, u.shape[2])
     history = torch.cat([initial_state.to(u.dtype).to(exact), inputs], dim=1)
-    y = torch.zeros_like(inputs)
+    y = zeros_on_tape(inputs, future_kernel)
     for j in range(taps):
         begin = taps - 1 - j
         y = y + kernel[:, j].to(exact) * history[:, begin : begin + length]

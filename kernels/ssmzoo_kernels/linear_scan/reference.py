@@ -5,6 +5,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ssmzoo_kernels.scan import zeros_on_tape
+
 
 def linear_scan(
     a: Tensor,  # [B, L, D]
@@ -37,5 +39,5 @@ def linear_scan(
     for a_t, b_t in zip(a.unbind(1), b.unbind(1), strict=True):
         state = a_t * state + b_t
         states.append(state)
-    h = torch.stack(states, dim=1) if states else torch.zeros_like(b)
+    h = torch.stack(states, dim=1) if states else zeros_on_tape(b, a)
     return h.to(dtype), state

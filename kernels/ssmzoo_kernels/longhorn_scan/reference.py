@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ssmzoo_kernels.scan import zeros_on_tape
+
 Transition = Literal["diagonal", "exact"]
 
 
@@ -67,7 +69,7 @@ def longhorn_scan(
             recalled = (k_t * state).sum(dim=-1, keepdim=True)  # [B, D, 1]
         state = state + eps_t * k_t * (u_t - recalled)
         outputs.append((state * q_t[:, None, :]).sum(dim=-1))
-    out = torch.stack(outputs, dim=1) if outputs else torch.zeros_like(u)
+    out = torch.stack(outputs, dim=1) if outputs else zeros_on_tape(u, q, k, eps)
     if D is not None:
         out = out + D.to(exact) * u
     if z is not None:

@@ -42,6 +42,15 @@ def parts_of(blocks: int, width: int, states: int) -> int:
     return -(-blocks // max(1, turns))
 
 
+def zeros_on_tape(like: Tensor, *others: Tensor | None) -> Tensor:
+    """Return zeros like a tensor that autograd traces back to it and to others.
+
+    What a loop over no tokens returns: every input then has a gradient, zeros.
+    """
+    nothing = (x[:0].abs().sum() for x in (like, *others) if x is not None)
+    return torch.zeros_like(like) + sum(nothing)
+
+
 def needs_library(x: Tensor) -> bool:
     """Tell whether a call must go through ``torch.library`` even without gradients.
 

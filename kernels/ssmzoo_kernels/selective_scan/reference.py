@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ssmzoo_kernels.scan import zeros_on_tape
+
 Discretization = Literal["euler", "zoh"]
 
 
@@ -63,7 +65,7 @@ def selective_scan(
         weight = delta_t if discretization == "euler" else held(delta_t, A)
         state = torch.exp(delta_t * A) * state + weight * B_t * u_t  # [B, D, N]
         outputs.append((state * C_t).sum(dim=-1))
-    y = torch.stack(outputs, dim=1) if outputs else torch.zeros_like(u)
+    y = torch.stack(outputs, dim=1) if outputs else zeros_on_tape(u, delta, A, B, C)
     if D is not None:
         y = y + D.to(exact) * u
     if z is not None:

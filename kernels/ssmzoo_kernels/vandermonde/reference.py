@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from ssmzoo_kernels.scan import zeros_on_tape
+
 
 def vandermonde(
     weight: Tensor,  # [..., H, N] complex
@@ -13,7 +15,7 @@ def vandermonde(
     norm_length: int,
 ) -> Tensor:
     """Return the sums ``[..., H, length]`` (equations: the public op of the same name)."""
-    found = [weight.real[..., :0]]
+    found = [zeros_on_tape(weight.real[..., :0], exponent)]
     for l in range(offset, offset + length):
         lag = _lag(reversed, l, norm_length - 1 - l, exponent)
         terms = weight * torch.exp(exponent * lag).to(weight.dtype)
@@ -29,8 +31,8 @@ def vandermonde_state(
 ) -> Tensor:
     """Return the states ``[B, H, N]`` (equations: the public op of the same name)."""
     inputs = u.to(torch.promote_types(torch.float32, u.dtype))
-    state = inputs[:, :0].sum(1).unsqueeze(-1) + torch.zeros_like(exponent, dtype=inputs.dtype)
-    state = state.to(inputs.dtype.to_complex())
+    zeros = inputs.new_zeros(u.shape[0], *exponent.shape, dtype=inputs.dtype.to_complex())
+    state = zeros_on_tape(zeros, inputs, exponent)
     for j in range(u.shape[1]):
         lag = _lag(reversed, u.shape[1] - 1 - j, offset + j, exponent)
         state = state + inputs[:, j, :, None] * torch.exp(exponent * lag).to(state.dtype)
