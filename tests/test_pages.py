@@ -59,6 +59,8 @@ LISTED = {
 LISTED_BLOCKS = {
     "def _init_weights(self, module):": "a method of the reader's class",
     "def dynamics(self, hidden_states": "a method of the reader's class",
+    "def forward(\n    self, hidden_states": "tests/test_foreign_families.py has the files",
+    "def attend(self, inputs: Tensor": "tests/test_foreign_families.py has the files",
     'family = "toy"': "tests/test_toy_family.py has it",
     "FAMILY = Family(": "tests/test_toy_family.py compares it with the files",
     "class ToyConfig(SSMConfig):": "tests/test_toy_family.py compares it with the files",
