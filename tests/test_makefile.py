@@ -84,4 +84,5 @@ def test_ci_types_the_two_commands_of_the_readme():
     section = page.split("## Two commands", 1)[1].split("##", 1)[0]
     typed = [line.split("#")[0].strip() for line in section.splitlines() if line[:4] == "    "]
     assert typed == ["make demo", "make test"]
-    assert [line.removesuffix(" STEPS=20") for line in commands if line[:5] == "make "] == typed
+    made = [line.removesuffix(" STEPS=20") for line in commands if line[:5] == "make "]
+    assert list(dict.fromkeys(made)) == typed

@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ssmzoo.credentials import without_credentials
 from ssmzoo.files import read_json, write_folder, write_json
 
 HELD_OUT_BYTES = 120_000
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write("\ndemo: interrupted; the same command goes on from here\n")
         return getattr(error, "status", 130)  # a run that was told to stop knows by which signal
     except (ValueError, TypeError, LookupError, RuntimeError, OSError) as error:
-        sys.stderr.write(f"demo: error: {error}\n")
+        sys.stderr.write(f"demo: error: {without_credentials(' '.join(str(error).split()))}\n")
         return 2
     return 0
 

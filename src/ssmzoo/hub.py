@@ -65,7 +65,7 @@ _TOKENIZER = (
 )
 _PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib"}
 _CODE = {".py", ".pyc", ".so", ".sh", ".ipynb"}
-_TEXTS = {".json", ".yaml", ".md", ".py", ".jinja", ".txt"}
+_TEXTS = {".json", ".yaml", ".md", ".py", ".jinja", ".txt", ".svg"}
 _PICTURES = {".png", ".jpg", ".jpeg", ".svg", ".gif", ".webp"}
 _LINKED_PICTURE = re.compile(r"""!\[[^\]]*\]\(\s*<?([^)\s>]+)|<img\b[^>]*?\bsrc=["']([^"']+)["']""")
 _ELSEWHERE = re.compile(r"^(https?:|data:)", re.IGNORECASE)
