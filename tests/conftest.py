@@ -35,6 +35,13 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_accelerator_of_another_module():
+    """Let Accelerate forget the precision that trainers of other modules asked for."""
+    if accelerate := sys.modules.get("accelerate.state"):
+        accelerate.AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def unwritten_memory_is_nan():
     """Let what our library allocates and does not write show up as NaN."""
