@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -430,3 +431,12 @@ def test_a_file_that_changes_while_it_is_copied_stops_the_publication(model, tmp
     with pytest.raises(RuntimeError, match=r"tokenizer.json changed while it was published"):
         publish(model, str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+def test_without_its_code_a_family_of_another_package_names_that_package(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"model_type": "lru"}')
+    monkeypatch.setattr(hub, "family_of_type", lambda kind: SimpleNamespace(name=f"my-{kind}"))
+    monkeypatch.setattr(hub, "packages_of", lambda name: ["ssmzoo", f"ssmzoo-{name}"])
+    assert "index has it) and ssmzoo-my-lru, import ssmzoo.auto" in hub._how_to_load(
+        tmp_path, "x", code=False
+    )

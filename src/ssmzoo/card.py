@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +24,7 @@ from ssmzoo.card_sources import (
     NOT_MEASURED,
     PICTURE,
     Results,
+    Row,
     Score,
     family_of,
     family_words,
@@ -356,15 +358,14 @@ def _seeds(own: Sequence[Results], others: Sequence[Results]) -> str | None:
     if not others:
         return None
     mine = next(entry for entry in own if entry.is_of_another_seed(others[0]))
-    found: dict[tuple[object, ...], list[float]] = {}
+    found: dict[Row, list[float]] = {}
     for entry in (mine, *others):
         for row, score in entry.scores.items():
             if score.value is not None:
-                key = (row.task, row.metric, row.settings, row.n, row.num_fewshot)
-                found.setdefault(key, []).append(score.value)
+                found.setdefault(replace(row, seed=None), []).append(score.value)
     lines = []
     for row, score in mine.scores.items():
-        values = found.get((row.task, row.metric, row.settings, row.n, row.num_fewshot), [])
+        values = found.get(replace(row, seed=None), [])
         if len(values) > 1:
             numbers = [_number(x) for x in (median(values), min(values), max(values))]
             lines.append([row.task, row.metric, str(len(values)), _score(score), *numbers])

@@ -25,7 +25,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -34,7 +34,7 @@ from urllib.parse import unquote
 import yaml
 
 from ssmzoo.credentials import find_credential
-from ssmzoo.family import packages_of
+from ssmzoo.family import family_of_type, packages_of
 from ssmzoo.files import read_json, writing
 from ssmzoo.trust import refuse_paths
 from ssmzoo.weights import STATE, WEIGHTS_INDEX, listed, read_weights
@@ -225,9 +225,13 @@ def _how_to_load(folder: Path, place: str, code: bool) -> str:
     if code:
         return f"to load it: from_pretrained({place!r}, trust_remote_code=True)"
     kind = str(read_json(folder / "config.json").get("model_type"))
-    if not kind.startswith("ssmzoo_"):
-        return f"to load it: from_pretrained({place!r}), with the code that transformers has"
-    others = packages_of(kind.removeprefix("ssmzoo_"))[1:]
+    name = kind.removeprefix("ssmzoo_")
+    with suppress(RuntimeError):  # a broken plugin, which this command does not need
+        family = family_of_type(kind)  # another package's may have any model_type
+        if family is None and name == kind:
+            return f"to load it: from_pretrained({place!r}), with the code that transformers has"
+        name = name if family is None else family.name
+    others = packages_of(name)[1:]
     also = "".join(f" and {name}" for name in others)
     return (
         "to load it: install ssmzoo from a clone of its repository (pip install . there; no "

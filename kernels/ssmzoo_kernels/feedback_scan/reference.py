@@ -61,8 +61,7 @@ def feedback_scan(
         if w_gamma is not None:
             read = (w_gamma.to(exact) * state).sum(dim=-1).sigmoid() * read
         outputs.append(read)
-    none = zeros_on_tape(u, lam, w, C, w_gamma, drive)
-    out = torch.stack(outputs, dim=1) if outputs else none
+    out = torch.stack(outputs, dim=1) if outputs else zeros_on_tape(u, lam, w, C, w_gamma, drive)
     if D is not None:
         out = out + D.to(exact) * u
     return out.to(dtype), state
