@@ -41,7 +41,7 @@ install: $(INSTALLED) ## Make .venv and install the project with the versions of
 	@echo "== ssmzoo is installed: $(VENV)/bin/ssmzoo list =="
 
 demo: $(INSTALLED) ## Train, score, publish, reload a small Longhorn, or go on (TEXT=path, STEPS=20: your text, shorter)
-	$(PY) -m ssmzoo.demo $(if $(TEXT),--text "$(TEXT)") $(if $(STEPS),--steps $(STEPS))
+	$(PY) -m ssmzoo.cli.demo $(if $(TEXT),--text "$(TEXT)") $(if $(STEPS),--steps $(STEPS))
 
 test: $(INSTALLED) $(OLDEST_DIR)/.installed $(TORCHAO_DIR)/.installed ## Run all tests, the model tests also on the oldest transformers
 	@echo "== model tests on the oldest supported transformers =="

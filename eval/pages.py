@@ -14,9 +14,9 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ssmzoo.card_sources import Results, family_words, read_results
 from ssmzoo.files import write_text
-from ssmzoo.papers import paper_table, rows_of
+from ssmzoo.publishing.card_sources import Results, family_words, read_results
+from ssmzoo.publishing.papers import paper_table, rows_of
 
 ROOT = Path(__file__).resolve().parents[1]
 _TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)

@@ -24,18 +24,18 @@ import torch
 from safetensors.torch import load_file
 from tests.stopping import signalled_at
 
-import ssmzoo.data
-from ssmzoo.checkpoint import checkpoints, damage_of, read_metrics, step_of
-from ssmzoo.objective import CausalLM
-from ssmzoo.run_folder import RunFolder
-from ssmzoo.stopping import Stopped
-from ssmzoo.train import train
+import ssmzoo.data.tokens
+from ssmzoo.training.checkpoint import checkpoints, damage_of, read_metrics, step_of
+from ssmzoo.training.folder import RunFolder
+from ssmzoo.training.objectives import CausalLM
+from ssmzoo.training.run import train
+from ssmzoo.training.stopping import Stopped
 
 torch.set_num_threads(1)
 SIGNALS = [getattr(signal, name) for name in sys.argv[5:]]
 # what sends a signal to its own process, at which call, and the newest checkpoint afterwards
 POINTS = {
-    "tokenising": (ssmzoo.data, "_hash", 1, None),
+    "tokenising": (ssmzoo.data.tokens, "_hash", 1, None),
     "writing what describes the run": (RunFolder, "describe", 1, None),
     "a step": (CausalLM, "loss_of", 5, 5),
     "an evaluation": (CausalLM, "measure", 3, 8),

@@ -24,17 +24,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-import ssmzoo.data
-import ssmzoo.loop
-import ssmzoo.train
+import ssmzoo.data.tokens
+import ssmzoo.training.run
+import ssmzoo.training.trainer
 from ssmzoo import families, load_family
-from ssmzoo.loop import Run
-from ssmzoo.objective import CausalLM
-from ssmzoo.optimizer import make_optimizer
-from ssmzoo.run_folder import RunFolder
-from ssmzoo.state import load_optimizer, optimizer_tensors, whole
-from ssmzoo.stopping import Stopped
-from ssmzoo.train import train
+from ssmzoo.training.folder import RunFolder
+from ssmzoo.training.objectives import CausalLM
+from ssmzoo.training.optimizer import make_optimizer
+from ssmzoo.training.run import train
+from ssmzoo.training.state import load_optimizer, optimizer_tensors, whole
+from ssmzoo.training.stopping import Stopped
+from ssmzoo.training.trainer import Run
 
 
 def killed(recipe, folder, *, before, **options):
@@ -58,11 +58,11 @@ def in_float64():
             model.loss_function = loss_in_its_own_dtype
         return model.double()
 
-    build = ssmzoo.loop.build_model
+    build = ssmzoo.training.trainer.build_model
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ssmzoo.loop, "build_model", lambda *given: double(build(*given)))
+        patch.setattr(ssmzoo.training.trainer, "build_model", lambda *given: double(build(*given)))
         patch.setattr(
-            ssmzoo.loop,
+            ssmzoo.training.trainer,
             "load_model",
             lambda source, task: double(
                 (
@@ -125,7 +125,7 @@ def told_to_stop(folder, rank):
     train(folder / "dropout.yaml", output_dir=folder / "told-by-launcher", resume=True)
     said = []
     for receivers, number, owner, name, call in (
-        ((0,), signal.SIGINT, ssmzoo.data, "_hash", 1),
+        ((0,), signal.SIGINT, ssmzoo.data.tokens, "_hash", 1),
         ((1,), signal.SIGTERM, CausalLM, "loss_of", 3),  # in step 2
         ((0,), signal.SIGUSR1, CausalLM, "measure", 2),
         ((0, 1), signal.SIGTERM, Run, "_save", 2),
@@ -256,7 +256,7 @@ def sharded_by_accelerate(folder, rank):
 
     Accelerate shards on accelerators only: told that there are some, it takes that road on a CPU.
     """
-    build, prepare, seen = Run._build, ssmzoo.train.make_accelerator, set()
+    build, prepare, seen = Run._build, ssmzoo.training.run.make_accelerator, set()
 
     def make_accelerator(recipe):
         PartialState(cpu=True)
@@ -279,7 +279,7 @@ def sharded_by_accelerate(folder, rank):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in json.loads((folder / "fsdp2.json").read_text()).items():
             patch.setenv(name, value)
-        patch.setattr(ssmzoo.train, "make_accelerator", make_accelerator)
+        patch.setattr(ssmzoo.training.run, "make_accelerator", make_accelerator)
         patch.setattr(Run, "_build", check)
         with in_float64():
             killed(folder / "recipe.yaml", folder / "sharded", before=7)

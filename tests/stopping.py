@@ -2,7 +2,7 @@
 
 import os
 
-from ssmzoo.loop import Run
+from ssmzoo.training.trainer import Run
 
 
 class KilledError(Exception):

@@ -5,7 +5,7 @@ import csv
 import pytest
 import torch
 
-from ssmzoo import bench
+from ssmzoo.analysis import bench
 
 
 def test_families_and_peers_are_timed_on_the_same_passes_and_compared(tmp_path, monkeypatch):

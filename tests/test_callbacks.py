@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
 
-from ssmzoo.callbacks import ProjectParameters
 from ssmzoo.family import load_family
-from ssmzoo.train import train
+from ssmzoo.training.callbacks import ProjectParameters
+from ssmzoo.training.run import train
 
 LAM = "model.layers.0.mixer.lam"
 SMALL = 0.05  # of lambda's range, so that a few steps leave it

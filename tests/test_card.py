@@ -21,14 +21,15 @@ import yaml
 from huggingface_hub import ModelCard, parse_eval_result_entries
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from ssmzoo import card, card_sources, family, load_family
-from ssmzoo.card import render_card
-from ssmzoo.hub import publish
-from ssmzoo.papers import PaperRow
-from ssmzoo.resources import share
+from ssmzoo import family, load_family
+from ssmzoo.checkpoints.weights import weights_revision
+from ssmzoo.data.tokenizer import byte_tokenizer
+from ssmzoo.files import share
+from ssmzoo.publishing import card, card_sources
+from ssmzoo.publishing.card import render_card
+from ssmzoo.publishing.hub import publish
+from ssmzoo.publishing.papers import PaperRow
 from ssmzoo.tasks.symbols import symbol_tokenizer
-from ssmzoo.tokenizer import byte_tokenizer
-from ssmzoo.weights import weights_revision
 
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = share("model_cards/template.md").read_text(encoding="utf-8")

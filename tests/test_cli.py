@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ssmzoo.cli import main
-from ssmzoo.generate import generate
+from ssmzoo.cli.main import main
+from ssmzoo.evaluation.generate import generate
 
 COMMANDS = (
     "list",
@@ -36,7 +36,7 @@ def model(tmp_path_factory):
     """A folder with a tiny Longhorn and the byte tokenizer."""
     import torch
 
-    from ssmzoo.data import byte_tokenizer
+    from ssmzoo.data.tokens import byte_tokenizer
     from ssmzoo.family import load_family
 
     folder = tmp_path_factory.mktemp("models") / "tiny"
@@ -162,7 +162,7 @@ def test_an_interrupt_exits_130_without_a_word(monkeypatch, capsys):
     def interrupt(**_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ssmzoo.describe.installed_families", interrupt)
+    monkeypatch.setattr("ssmzoo.analysis.describe.installed_families", interrupt)
     assert main(["list"]) == 130
     assert capsys.readouterr() == ("", "")
 
@@ -172,7 +172,7 @@ def test_a_fault_of_ours_is_named_as_one_and_exits_1(monkeypatch, capsys, error)
     def fail(**_):
         raise error
 
-    monkeypatch.setattr("ssmzoo.describe.installed_families", fail)
+    monkeypatch.setattr("ssmzoo.analysis.describe.installed_families", fail)
     assert main(["list"]) == 1
     err = capsys.readouterr().err
     assert err.startswith(f"ssmzoo: error: unexpected {type(error).__name__}: ")
@@ -183,7 +183,7 @@ def test_an_error_of_many_lines_becomes_one(monkeypatch, fails):
     def fail(**_):
         raise OSError("first\n  second\n\nthird")
 
-    monkeypatch.setattr("ssmzoo.describe.installed_families", fail)
+    monkeypatch.setattr("ssmzoo.analysis.describe.installed_families", fail)
     assert fails("list") == "first second third"
 
 
@@ -191,7 +191,7 @@ def test_a_connection_that_breaks_is_an_error_and_not_a_closed_pipe(monkeypatch,
     def fail(**_):
         raise BrokenPipeError(32, "Broken pipe")
 
-    monkeypatch.setattr("ssmzoo.describe.installed_families", fail)
+    monkeypatch.setattr("ssmzoo.analysis.describe.installed_families", fail)
     assert fails("list") == "[Errno 32] Broken pipe"
 
 
@@ -364,7 +364,7 @@ def test_generate_names_a_prompt_that_the_tokenizer_cannot_read(fails, tmp_path)
 def test_generate_streams_what_it_returns_and_leaves_the_random_state_alone(model):
     import torch
 
-    from ssmzoo.generate import generate
+    from ssmzoo.evaluation.generate import generate
 
     pieces = []
     state = torch.random.get_rng_state()
@@ -455,7 +455,7 @@ def test_train_passes_its_arguments_on_and_prints_the_runs_folder(prints, monkey
         seen.update(options, recipe=recipe)
         return Path("runs/demo")
 
-    monkeypatch.setattr("ssmzoo.train.train", train)
+    monkeypatch.setattr("ssmzoo.training.run.train", train)
     out = prints("train", "a/demo.yaml", "--set", "train.lr=1", "--set", "train.steps=2")
     assert out == "runs/demo\n"
     assert seen == {
@@ -480,7 +480,7 @@ def test_eval_passes_its_arguments_on_and_prints_scores_and_the_files_place(
         seen.update(options, model=model)
         return path
 
-    monkeypatch.setattr("ssmzoo.evaluate.evaluate", evaluate)
+    monkeypatch.setattr("ssmzoo.evaluation.evaluate.evaluate", evaluate)
     out = prints("eval", "m", "--tasks", "a, b", "--limit", 5, "--text", "t.txt", "--dtype", "auto")
     assert out.splitlines() == [
         "task  metric  value   stderr  n",
@@ -512,7 +512,7 @@ def test_card_passes_its_arguments_on_and_prints_the_cards_place(prints, monkeyp
         seen.update(options, model=model)
         return Path("card.md")
 
-    monkeypatch.setattr("ssmzoo.card.render_card", render_card)
+    monkeypatch.setattr("ssmzoo.publishing.card.render_card", render_card)
     assert prints("card", "m", "--results", "a.json", "--results", "b.json", "--run", "r") == (
         "card.md\n"
     )
@@ -649,7 +649,7 @@ def test_bench_measures_all_families_unless_some_are_named(capsys, monkeypatch):
         report("a line")
         return [{"what": "longhorn"}]
 
-    monkeypatch.setattr("ssmzoo.bench.bench", bench)
+    monkeypatch.setattr("ssmzoo.analysis.bench.bench", bench)
     assert main(["bench", "--lengths", "64,128", "--no-peers"]) == 0
     assert capsys.readouterr() == ("a line\n", "")
     assert main(["bench", "longhorn", "--json", "--output", "x.csv", "--runs", "3"]) == 0

@@ -2,7 +2,7 @@
 
 import torch
 
-from ssmzoo.compat import enable_gradient_checkpointing
+from ssmzoo.training.compat import enable_gradient_checkpointing
 from ssmzoo_longhorn import FAMILY
 
 

@@ -9,13 +9,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ssmzoo.card import render_card
-from ssmzoo.cli import main
-from ssmzoo.credentials import find_credential, without_credentials
-from ssmzoo.hub import publish
-from ssmzoo.portable import portable, portable_command
-from ssmzoo.results import write_results
-from ssmzoo.weights import weights_revision
+from ssmzoo.checkpoints.weights import weights_revision
+from ssmzoo.cli.main import main
+from ssmzoo.environment.portable import (
+    find_credential,
+    portable,
+    portable_command,
+    without_credentials,
+)
+from ssmzoo.evaluation.results import write_results
+from ssmzoo.publishing.card import render_card
+from ssmzoo.publishing.hub import publish
 
 # put together here, so that no scanner takes this file for a leak: before, secret, after
 PLANTED = {

@@ -9,10 +9,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from ssmzoo.data import byte_tokenizer, open_data, prepare_data, recipe_tokenizer
+from ssmzoo.data.rows import IGNORED, PackedRows, StreamedRows
+from ssmzoo.data.tokenizer import encoder
+from ssmzoo.data.tokens import byte_tokenizer, open_data, prepare_data, recipe_tokenizer
 from ssmzoo.recipe import Recipe
-from ssmzoo.rows import IGNORED, PackedRows, StreamedRows
-from ssmzoo.tokenizer import encoder
 
 BOS, EOS = 257, 258
 
@@ -449,7 +449,9 @@ def test_the_digest_is_of_the_content_not_of_the_place(texts, tmp_path):
 
 def test_tokens_are_made_once(texts, tmp_path, monkeypatch):
     prepared(tmp_path / "cache", text=[str(texts)])
-    monkeypatch.setattr("ssmzoo.data._write_store", lambda *_: pytest.fail("tokenised again"))
+    monkeypatch.setattr(
+        "ssmzoo.data.tokens._write_store", lambda *_: pytest.fail("tokenised again")
+    )
     prepared(tmp_path / "cache", text=[str(texts)])
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ssmzoo import cli, demo
+from ssmzoo.cli import demo
+from ssmzoo.cli import main as cli
 
 # one worker runs the whole demo once
 pytestmark = [pytest.mark.xdist_group("demo"), pytest.mark.timeout(1200)]
@@ -42,7 +43,9 @@ class Interrupted:
     """Stops the demo by Ctrl-C, at each of its parts in turn, and counts what the parts do."""
 
     def __init__(self, patch):
-        from ssmzoo import card, evaluate, hub, loop, train
+        from ssmzoo.evaluation import evaluate
+        from ssmzoo.publishing import card, hub
+        from ssmzoo.training import run, trainer
 
         self.done = []
         self.stops = []
@@ -51,7 +54,7 @@ class Interrupted:
             "mamba2-demo": ["hidden_size=16", "num_hidden_layers=1", "num_heads=2", "head_dim=16"],
         }
         fewer = ["train.batch_size=2", "train.seq_len=64", "eval.batches=1", "train.dtype=float32"]
-        begin, score, step = train.train, evaluate.evaluate, loop.Run._optimize
+        begin, score, step = run.train, evaluate.evaluate, trainer.Run._optimize
         render, send = card.render_card, hub.publish
 
         def small(recipe, *, overrides, **rest):
@@ -60,9 +63,9 @@ class Interrupted:
             few = [*overrides, *model, *fewer, "checkpoint.every=2", "log.every=1"]
             return begin(recipe, overrides=few, **rest)
 
-        def optimize(run, read):
-            self.here(f"{run.config.model_type} step {run.step + 1}")
-            return step(run, read)
+        def optimize(self_run, read):
+            self.here(f"{self_run.config.model_type} step {self_run.step + 1}")
+            return step(self_run, read)
 
         def scored(*arguments, name, **rest):
             self.here(f"score {name}")
@@ -76,8 +79,8 @@ class Interrupted:
             self.here("publish")
             return send(*arguments, **rest)
 
-        patch.setattr(train, "train", small)
-        patch.setattr(loop.Run, "_optimize", optimize)
+        patch.setattr(run, "train", small)
+        patch.setattr(trainer.Run, "_optimize", optimize)
         patch.setattr(evaluate, "evaluate", scored)
         patch.setattr(card, "render_card", rendered)
         patch.setattr(hub, "publish", sent)
@@ -236,7 +239,7 @@ def test_the_demo_says_nothing_of_kernels_that_transformers_misses(place, whole,
         theirs.get_logger("transformers.models.mamba2").warning("is falling back")
         raise ValueError("enough")
 
-    monkeypatch.setattr("ssmzoo.train.train", train)
+    monkeypatch.setattr("ssmzoo.training.run.train", train)
     listener = Listener()
     theirs.add_handler(listener)
     try:

@@ -8,10 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ssmzoo.auto  # noqa: F401
-from ssmzoo.distill import REPORT, distill
-from ssmzoo.fit import ModalFit, fit_modal, fit_rational
-from ssmzoo.source import holds_tokenizer
-from ssmzoo.tokenizer import byte_tokenizer
+from ssmzoo.checkpoints.load import holds_tokenizer
+from ssmzoo.data.tokenizer import byte_tokenizer
+from ssmzoo.distillation.distill import REPORT, distill
+from ssmzoo.distillation.fit import ModalFit, fit_modal, fit_rational
 from ssmzoo_rtf import RTFConfig, RTFForCausalLM
 
 TINY = {"vocab_size": 31, "hidden_size": 6, "num_hidden_layers": 2, "d_conv": 3}
@@ -231,8 +231,10 @@ def test_the_new_model_keeps_the_tokenizer(hub, tmp_path, monkeypatch):
     teacher, source = hyena(), tmp_path / "hyena"
     if hub:
         source = "someone/hyena"
-        monkeypatch.setattr("ssmzoo.distill.load_model", lambda *_: teacher)
-        monkeypatch.setattr("ssmzoo.distill.load_tokenizer", lambda *_: byte_tokenizer())
+        monkeypatch.setattr("ssmzoo.distillation.distill.load_model", lambda *_: teacher)
+        monkeypatch.setattr(
+            "ssmzoo.distillation.distill.load_tokenizer", lambda *_: byte_tokenizer()
+        )
     else:
         teacher.save_pretrained(source)
         byte_tokenizer().save_pretrained(source)
@@ -247,8 +249,8 @@ def test_a_model_of_the_hub_without_a_tokenizer_is_distilled_with_a_warning(
         raise LookupError("no tokenizer from the Hub")
 
     teacher = hyena()
-    monkeypatch.setattr("ssmzoo.distill.load_model", lambda *_: teacher)
-    monkeypatch.setattr("ssmzoo.distill.load_tokenizer", none)
+    monkeypatch.setattr("ssmzoo.distillation.distill.load_model", lambda *_: teacher)
+    monkeypatch.setattr("ssmzoo.distillation.distill.load_tokenizer", none)
     distill("someone/hyena", 4, output_dir=tmp_path / "rtf", steps=0)
     assert "saved without a tokenizer: no tokenizer from the Hub" in caplog.text
     assert not holds_tokenizer(tmp_path / "rtf")

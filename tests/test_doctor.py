@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ssmzoo import load_family
-from ssmzoo.cli import main
-from ssmzoo.doctor import examine_machine, examine_model
+from ssmzoo.analysis.doctor import examine_machine, examine_model
+from ssmzoo.cli.main import main
 from ssmzoo_kernels import dispatch, longhorn_scan, use_backend
 
 

@@ -29,12 +29,13 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutput
 
-from ssmzoo import evaluate as evaluation
-from ssmzoo.evaluate import evaluate, load_suite, suites
-from ssmzoo.results import merge, read_results, write_results
-from ssmzoo.suites import Suite, average_score
-from ssmzoo.tasks import symbol_tokenizer, text_documents
-from ssmzoo.tokenizer import byte_tokenizer
+from ssmzoo.data.tokenizer import byte_tokenizer
+from ssmzoo.evaluation import evaluate as evaluation
+from ssmzoo.evaluation.evaluate import evaluate, load_suite, suites
+from ssmzoo.evaluation.results import merge, read_results, write_results
+from ssmzoo.evaluation.suites import Suite, average_score
+from ssmzoo.evaluation.text import text_documents
+from ssmzoo.tasks import symbol_tokenizer
 
 pytestmark = [
     # lm-eval and its many imports warn of their own affairs
@@ -312,7 +313,7 @@ def ragged_requests():
 
 
 def loglikelihoods(config, batch_size):
-    from ssmzoo.scorer import Scorer, tamed
+    from ssmzoo.evaluation.scorer import Scorer, tamed
 
     torch.manual_seed(0)
     network = AutoModelForCausalLM.from_config(config).eval()
@@ -411,7 +412,7 @@ def test_the_results_file_says_what_was_measured_and_how(models, tmp_path):
 def test_the_recorded_command_line_is_one_the_program_takes(models, tmp_path, monkeypatch):
     import shlex
 
-    from ssmzoo import cli
+    from ssmzoo.cli import main as cli
 
     asked = {
         "model": models("mamba2"),
@@ -465,7 +466,7 @@ class Asked(NamedTuple):
     ],
 )
 def test_a_score_is_of_a_benchmark_if_the_data_set_says_so(asked, expected, tmp_path, monkeypatch):
-    from ssmzoo.scoring import _benchmark
+    from ssmzoo.evaluation.scoring import _benchmark
 
     (tmp_path / "eval.yaml").write_text(
         "tasks: [{id: gsm8k, config: main, split: test}, {id: whole}]", encoding="utf-8"
@@ -656,7 +657,7 @@ def test_a_prompt_beyond_the_models_limit_is_cut_with_a_warning(tmp_path, caplog
 
 
 def test_a_model_without_a_limit_reads_the_whole_prompt(models, caplog, monkeypatch, tmp_path):
-    from ssmzoo import scorer
+    from ssmzoo.evaluation import scorer
 
     monkeypatch.setattr(scorer.Scorer, "_DEFAULT_MAX_LENGTH", 16)
     with caplog.at_level(logging.WARNING, "ssmzoo"):
@@ -764,7 +765,7 @@ def test_table2_names_lm_evals_tasks_and_scores_each_by_the_papers_metric(
 
 
 def test_suites_state_one_metric_a_task_and_need_no_download_but_the_tables():
-    from ssmzoo.resources import share
+    from ssmzoo.files import share
 
     ours = {path.stem for path in share("eval/tasks").glob("*.yaml")}
     tables = {"longhorn-table2": TABLE2, **BMOJO}
@@ -820,7 +821,7 @@ def test_the_average_of_a_suite_has_the_direction_of_its_metrics(directions, exp
 
 
 def test_every_task_file_is_named_after_its_task():
-    from ssmzoo.resources import share
+    from ssmzoo.files import share
 
     class Loader(yaml.SafeLoader):
         pass
@@ -849,7 +850,7 @@ def test_the_run_names_its_models(tmp_path, folder, name):
 def test_scoring_is_quiet_and_needs_no_network_and_import_is_cheap(models, tmp_path):
     code = f"""
 import sys
-from ssmzoo.evaluate import evaluate
+from ssmzoo.evaluation.evaluate import evaluate
 assert not {{"torch", "transformers", "datasets", "lm_eval"}} & set(sys.modules)
 import socket
 reached = []

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ssmzoo import load_family
-from ssmzoo.cli import FAILED, USAGE, main
-from ssmzoo.tokenizer import byte_tokenizer
+from ssmzoo.cli.main import FAILED, USAGE, main
+from ssmzoo.data.tokenizer import byte_tokenizer
 
 SSMZOO = (sys.executable, "-m", "ssmzoo")
 

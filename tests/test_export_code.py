@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from ssmzoo import families, load_family
-from ssmzoo.export_code import code_of, export_code
-from ssmzoo.hub import publish
-from ssmzoo.rewriting import Resolver, Source, check_harmless
+from ssmzoo.data.tokenizer import byte_tokenizer
+from ssmzoo.publishing.export_code import code_of, export_code
+from ssmzoo.publishing.hub import publish
+from ssmzoo.publishing.rewriting import Resolver, Source, check_harmless
 from ssmzoo.testing import check
 from ssmzoo.testing.subject import Subject
-from ssmzoo.tokenizer import byte_tokenizer
 
 # one worker makes the models and runs the processes
 pytestmark = [
@@ -440,7 +440,7 @@ def test_a_name_that_is_nowhere_is_an_error():
 
 
 REFUSED = {
-    "from ssmzoo.hub import publish": r"line 2, imports ssmzoo\.hub, which does not travel",
+    "from ssmzoo.publishing.hub import publish": r"imports ssmzoo\.publishing\.hub, which does not",
     "from ssmzoo_kernels.longhorn_scan import triton": r"imports .*\.triton, which does not travel",
     "import ssmzoo.modeling": "must say `from package import module` to travel",
     "from ssmzoo.modeling import *": "must name what it imports from ssmzoo.modeling",
@@ -588,7 +588,7 @@ def test_code_that_cannot_go_along_is_an_error_that_names_the_way_out(saved, tmp
     def refuse(family):
         raise ValueError("ssmzoo_longhorn.modeling_longhorn, line 3, imports x")
 
-    monkeypatch.setattr("ssmzoo.export_code.code_of", refuse)
+    monkeypatch.setattr("ssmzoo.publishing.export_code.code_of", refuse)
     with pytest.raises(
         ValueError, match="line 3, imports x; --no-code publishes the model without"
     ):
@@ -598,7 +598,7 @@ def test_code_that_cannot_go_along_is_an_error_that_names_the_way_out(saved, tmp
 
 
 def test_the_command_line_sends_the_code_and_says_how_to_load_it(saved, tmp_path, capsys):
-    from ssmzoo.cli import main
+    from ssmzoo.cli.main import main
 
     assert main(["publish", str(saved), f"{tmp_path}/out", "--dry-run"]) == 0
     shown = capsys.readouterr().out
@@ -616,7 +616,7 @@ def test_the_command_line_sends_the_code_and_says_how_to_load_it(saved, tmp_path
 
 
 def test_the_card_of_a_publication_first_says_what_works_without_ssmzoo(saved):
-    from ssmzoo.export_code import standalone_files
+    from ssmzoo.publishing.export_code import standalone_files
 
     config = json.loads((saved / "config.json").read_text())
     card = standalone_files(config, f"{CARD}\n## Use\n\nInstall it.\n")["README.md"]

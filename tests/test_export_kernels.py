@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ssmzoo_kernels
-from ssmzoo.export_kernels import export_kernels
+from ssmzoo.publishing.export_kernels import export_kernels
 
 pytestmark = pytest.mark.xdist_group("export_kernels")
 

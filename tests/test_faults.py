@@ -24,15 +24,15 @@ from tests.stopping import KilledError, killed_before
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import ssmzoo.auto  # noqa: F401
-from ssmzoo.checkpoint import checkpoints, damage_of, read_metrics
-from ssmzoo.cli import main
-from ssmzoo.export_code import export_code
-from ssmzoo.export_kernels import export_kernels
+from ssmzoo.cli.main import main
+from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.family import load_family
 from ssmzoo.files import CannotWriteError
-from ssmzoo.run_folder import RunFolder
-from ssmzoo.tokenizer import byte_tokenizer
-from ssmzoo.train import train
+from ssmzoo.publishing.export_code import export_code
+from ssmzoo.publishing.export_kernels import export_kernels
+from ssmzoo.training.checkpoint import checkpoints, damage_of, read_metrics
+from ssmzoo.training.folder import RunFolder
+from ssmzoo.training.run import train
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1}
 
@@ -192,7 +192,7 @@ def test_what_is_written_when_the_disk_fills_up_is_named(
 
     with monkeypatch.context() as patch:
         patch.setattr(RunFolder, method, under_a_limit)
-        patch.setattr("ssmzoo.run_folder._DRAW_SECONDS", -1)
+        patch.setattr("ssmzoo.training.folder._DRAW_SECONDS", -1)
         assert fails(*arguments).startswith(f"{target}/{name} cannot be written: File too large;")
     assert main([*map(str, arguments)]) == 0
     same_run(place / "run", target)
@@ -266,7 +266,7 @@ def refuse(event, arguments):  # as the kernel does on such a file system, also 
             if os.path.abspath(os.fsdecode(path)).startswith(folder):
                 raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
 
-from ssmzoo.cli import main
+from ssmzoo.cli.main import main
 
 sys.addaudithook(refuse)
 found = []

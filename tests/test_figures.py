@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ssmzoo import papers
-from ssmzoo.card_sources import Origin, Results, Row, Score, read_results
-from ssmzoo.papers import PaperRow, paper_table, rows_of, word
+from ssmzoo.publishing import papers
+from ssmzoo.publishing.card_sources import Origin, Results, Row, Score, read_results
+from ssmzoo.publishing.papers import PaperRow, paper_table, rows_of, word
 
 ROOT = Path(__file__).resolve().parents[1]
 FAMILIES = ("coffee", "dss", "rtf")

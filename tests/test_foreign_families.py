@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.environments import import_package
 
-from ssmzoo.cli import main
+from ssmzoo.cli.main import main
 from ssmzoo.testing import FamilyConformance
 from ssmzoo.testing.subject import Subject
 

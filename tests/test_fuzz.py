@@ -23,15 +23,15 @@ from safetensors.torch import load_file
 
 import ssmzoo_kernels
 from ssmzoo import load_family
-from ssmzoo.card import render_card
-from ssmzoo.cli import main
-from ssmzoo.describe import describe_checkpoint
+from ssmzoo.analysis.describe import describe_checkpoint
+from ssmzoo.checkpoints.load import load_model, load_tokenizer
+from ssmzoo.cli.main import main
+from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.family import families
+from ssmzoo.files import share
 from ssmzoo.modeling import StateCache, load_state
+from ssmzoo.publishing.card import render_card
 from ssmzoo.recipe import load_recipe
-from ssmzoo.resources import share
-from ssmzoo.source import load_model, load_tokenizer
-from ssmzoo.tokenizer import byte_tokenizer
 
 CLEAR = (ValueError, TypeError, LookupError, RuntimeError, OSError, StrictDataclassError)
 CHECKERS = (

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ssmzoo import families, load_family
 from ssmzoo.files import write_text
-from ssmzoo.train import make_optimizer
+from ssmzoo.training.run import make_optimizer
 
 FOLDER = Path(__file__).with_name("golden")
 STEPS, ROWS, LENGTH = 20, 4, 48

@@ -8,10 +8,10 @@ from torch import nn
 from transformers import AutoModelForTokenClassification
 
 from ssmzoo import load_family
-from ssmzoo.compat import enable_gradient_checkpointing
 from ssmzoo.modeling import BatchNorm, Dropout, LayerState, SSMMixer
 from ssmzoo.modeling.classifiers import pool
-from ssmzoo.modeling.segments import find_segments
+from ssmzoo.modeling.packing import find_segments
+from ssmzoo.training.compat import enable_gradient_checkpointing
 
 FAMILY = load_family("longhorn")
 SHAPES = [

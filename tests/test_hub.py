@@ -15,8 +15,9 @@ import torch
 from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from ssmzoo import hub, load_family
+from ssmzoo import load_family
 from ssmzoo.modeling import load_state
+from ssmzoo.publishing import hub
 
 CARD = "---\nlibrary_name: transformers\n---\n\n# tiny\n\n![Loss](loss.png)\n"
 PICTURE = b"\x89PNG\r\n\x1a\n"

@@ -30,7 +30,7 @@ with hub_server.HubServer() as hub:
     os.environ["HF_ENDPOINT"] = hub.url
     first = commit(hub, "ant")
     from safetensors.torch import load_file
-    from ssmzoo.train import train
+    from ssmzoo.training.run import train
     recipe = work / "recipe.yaml"
     recipe.write_text(f'''
 model: {{family: longhorn, config: {{hidden_size: 16, num_hidden_layers: 1}}}}

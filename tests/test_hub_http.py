@@ -28,11 +28,11 @@ from tests.test_faults import Harm
 from transformers import AutoModelForCausalLM
 
 from ssmzoo import load_family
-from ssmzoo.card import render_card
-from ssmzoo.hub import publish
+from ssmzoo.checkpoints.weights import weights_revision
+from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.modeling import load_state
-from ssmzoo.tokenizer import byte_tokenizer
-from ssmzoo.weights import weights_revision
+from ssmzoo.publishing.card import render_card
+from ssmzoo.publishing.hub import publish
 
 # what was pushed once is read by many tests
 pytestmark = pytest.mark.xdist_group("hub_http")
@@ -60,7 +60,7 @@ time.sleep = waits.append
 PUBLISH = (
     START
     + """
-from ssmzoo.cli import main
+from ssmzoo.cli.main import main
 
 for folder, target in zip(sys.argv[1::2], sys.argv[2::2]):
     print(main(["publish", folder, target, "--no-code"]))
@@ -73,7 +73,7 @@ PUSH = (
     + """
 from huggingface_hub import HfApi
 from transformers import AutoModelForCausalLM
-from ssmzoo.cli import main
+from ssmzoo.cli.main import main
 import ssmzoo.auto
 
 folder, wide = sys.argv[1:]
@@ -469,7 +469,7 @@ HOSTILE = (
     + """
 import ssmzoo.auto
 from transformers import AutoModelForCausalLM
-from ssmzoo.cli import main
+from ssmzoo.cli.main import main
 
 for name in sys.argv[1:]:
     print(main(["generate", name, "ant"]))

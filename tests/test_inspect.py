@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from ssmzoo.cli import main
+from ssmzoo.analysis.inspect import REPORT, inspect_model
+from ssmzoo.analysis.measure import effective_memory, measure, measured_response
+from ssmzoo.analysis.pictures import draw
+from ssmzoo.cli.main import main
 from ssmzoo.family import load_family
-from ssmzoo.inspect import REPORT, effective_memory, inspect_model, measure, measured_response
-from ssmzoo.inspect.pictures import draw
 from ssmzoo.modeling import Dynamics, SSMConfig, SSMMixer, SSMModel, Trajectories
 
 FIELDS = {
@@ -261,7 +262,7 @@ def test_kernels_that_are_not_finite_are_refused():
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A classifier of bytes and its tokenizer."""
-    from ssmzoo.tokenizer import byte_tokenizer
+    from ssmzoo.data.tokenizer import byte_tokenizer
 
     folder = tmp_path_factory.mktemp("models") / "bytes"
     family, tokenizer = load_family("longhorn"), byte_tokenizer()
@@ -360,7 +361,7 @@ def test_an_earlier_inspection_is_replaced_whole(tmp_path):
 
 
 def test_nothing_is_half_written(tmp_path, monkeypatch):
-    import ssmzoo.inspect.entry as entry
+    import ssmzoo.analysis.inspect as entry
 
     out = tmp_path / "o"
     inspect_model("longhorn", out, length=16)

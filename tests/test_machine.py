@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssmzoo import machine
+from ssmzoo.environment import hardware as machine
 from ssmzoo_kernels import native
 
 ROOT = Path(__file__).resolve().parents[1]

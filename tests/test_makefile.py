@@ -70,11 +70,11 @@ def test_a_changed_requirement_is_installed_into_the_environment_there_is(change
 
 
 def test_the_demo_takes_a_text_and_fewer_steps(checkout, monkeypatch):
-    assert would_run(checkout, "demo").split() == [".venv/bin/python", "-m", "ssmzoo.demo"]
+    assert would_run(checkout, "demo").split() == [".venv/bin/python", "-m", "ssmzoo.cli.demo"]
     monkeypatch.setenv("TEXT", "my text, [1] & more.txt")
     monkeypatch.setenv("STEPS", "20")
     assert would_run(checkout, "demo").strip() == (
-        '.venv/bin/python -m ssmzoo.demo --text "my text, [1] & more.txt" --steps 20'
+        '.venv/bin/python -m ssmzoo.cli.demo --text "my text, [1] & more.txt" --steps 20'
     )
 
 

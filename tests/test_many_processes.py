@@ -24,11 +24,11 @@ from safetensors.torch import load_file
 from tests.many_processes import in_float64, killed
 
 from ssmzoo import families
-from ssmzoo.checkpoint import read_metrics
-from ssmzoo.data import open_data, prepare_data, recipe_tokenizer
-from ssmzoo.objective import CausalLM
+from ssmzoo.data.tokens import open_data, prepare_data, recipe_tokenizer
 from ssmzoo.recipe import Recipe, load_recipe
-from ssmzoo.train import train
+from ssmzoo.training.checkpoint import read_metrics
+from ssmzoo.training.objectives import CausalLM
+from ssmzoo.training.run import train
 
 pytestmark = pytest.mark.xdist_group("many_processes")
 
@@ -337,8 +337,8 @@ def test_processes_drop_out_each_on_its_own_and_the_first_as_if_it_were_alone(to
 
 DIE = """
 import os, signal, sys
-from ssmzoo.cli import main
-from ssmzoo.objective import CausalLM
+from ssmzoo.cli.main import main
+from ssmzoo.training.objectives import CausalLM
 
 loss_of, calls = CausalLM.loss_of, []
 
@@ -417,8 +417,8 @@ def test_a_run_whose_process_was_killed_resumes_bit_by_bit(together):
 
 TELL = """
 import os, signal, sys, time
-from ssmzoo.cli import main
-from ssmzoo.loop import Run
+from ssmzoo.cli.main import main
+from ssmzoo.training.trainer import Run
 
 optimize = Run._optimize
 

@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
+from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.family import families, load_family
 from ssmzoo.modeling import LayerState, StateCache
-from ssmzoo.modeling.segments import find_segments
-from ssmzoo.tokenizer import byte_tokenizer
+from ssmzoo.modeling.packing import find_segments
 from ssmzoo_kernels import use_backend
 from ssmzoo_longhorn import FAMILY
 

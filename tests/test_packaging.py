@@ -124,7 +124,7 @@ def test_the_wheels_entry_points_are_the_command_and_one_family_a_plugin(wheel):
 
     points = configparser.ConfigParser()
     points.read_string(metadata(wheel, "entry_points.txt"))
-    assert dict(points["console_scripts"]) == {"ssmzoo": "ssmzoo.cli:main"}
+    assert dict(points["console_scripts"]) == {"ssmzoo": "ssmzoo.cli.main:main"}
     plugins = {name.removeprefix("plugins/") for name in SHIPPED if name.startswith("plugins/")}
     assert dict(points["ssmzoo.families"]) == {
         name.removeprefix("ssmzoo_"): f"{name}:FAMILY" for name in plugins
@@ -156,7 +156,7 @@ def test_importing_ssmzoo_loads_neither_torch_nor_transformers_nor_a_plugin(inst
 def test_help_and_list_answer_without_what_is_slow_to_import(installed):
     code = """
 import sys
-from ssmzoo.cli import main
+from ssmzoo.cli.main import main
 main(["list"])
 assert not {"torch", "transformers", "numpy"} & set(sys.modules)
 """
@@ -191,7 +191,7 @@ for name in families():
 
 def test_shipped_files_are_found_from_an_installed_wheel(installed):
     code = """
-from ssmzoo.resources import share
+from ssmzoo.files import share
 for name in ("eval/tasks", "eval/suites", "eval/recipes", "model_cards/template.md"):
     print(share(name))
 """

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from ssmzoo import cli, load_family
-from ssmzoo.tokenizer import byte_tokenizer
+from ssmzoo.data.tokenizer import byte_tokenizer
 
 # lm-eval and its many imports warn of their own affairs
 pytestmark = [

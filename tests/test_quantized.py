@@ -8,7 +8,7 @@ import sys
 import pytest
 
 CODE = """
-from ssmzoo.cli import main
+from ssmzoo.cli.main import main
 
 assert main(["generate", "nobody/nothing", "x"]) == 2  # one line: nothing of torchao's before it
 

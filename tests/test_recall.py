@@ -15,13 +15,13 @@ from transformers import (
     MambaForCausalLM,
 )
 
-from ssmzoo.build import build_config, load_model
-from ssmzoo.cli import main
-from ssmzoo.cost import flops_per_token, state_bytes
-from ssmzoo.data import recipe_tokenizer
+from ssmzoo.analysis.cost import flops_per_token, state_bytes
+from ssmzoo.analysis.recall import best_rates, load_sweep, recall, table
+from ssmzoo.cli.main import main
+from ssmzoo.data.tokens import recipe_tokenizer
 from ssmzoo.family import load_family
-from ssmzoo.recall import best_rates, load_sweep, recall, table
-from ssmzoo.resources import share
+from ssmzoo.files import share
+from ssmzoo.training.model import build_config, load_model
 
 SWEEP = {
     "models": {

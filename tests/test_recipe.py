@@ -1,8 +1,8 @@
 import pytest
 import yaml
 
+from ssmzoo.files import share
 from ssmzoo.recipe import Recipe, load_recipe
-from ssmzoo.resources import share
 
 SMALL = {
     "model": {"family": "longhorn", "config": {"hidden_size": 32}},
@@ -168,9 +168,9 @@ OF_ROWS = [p for p in sorted(share("eval/recipes").glob("*.yaml")) if not load_r
 
 @pytest.mark.parametrize("path", OF_ROWS, ids=lambda p: p.stem)
 def test_every_shipped_recipe_is_valid_down_to_the_model(path):
-    from ssmzoo.build import build_config
-    from ssmzoo.data import recipe_tokenizer
-    from ssmzoo.tokenizer import byte_tokenizer
+    from ssmzoo.data.tokenizer import byte_tokenizer
+    from ssmzoo.data.tokens import recipe_tokenizer
+    from ssmzoo.training.model import build_config
 
     recipe = load_recipe(path)
     assert load_recipe(path.stem) == recipe

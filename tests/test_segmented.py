@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 from tests.stopping import KilledError, killed_before
 from tests.test_train import assert_same_weights, timeless, write_texts
 
+from ssmzoo.data.rows import ConsecutiveRows, Rows
 from ssmzoo.family import families, load_family
-from ssmzoo.objective import CausalLM
 from ssmzoo.recipe import SegmentsSection, load_recipe
-from ssmzoo.rows import ConsecutiveRows, Rows
-from ssmzoo.segmented import SegmentedLM, share_of_carried
-from ssmzoo.train import train
+from ssmzoo.training.objectives import CausalLM
+from ssmzoo.training.run import train
+from ssmzoo.training.segments import SegmentedLM, share_of_carried
 
 
 def some_rows(vocabulary):

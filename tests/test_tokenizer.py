@@ -3,8 +3,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ssmzoo.data import byte_tokenizer
-from ssmzoo.tokenizer import encoder, is_byte_tokenizer, load_tokenizer, tokenizer_digest
+from ssmzoo.data.tokenizer import encoder, is_byte_tokenizer, load_tokenizer, tokenizer_digest
+from ssmzoo.data.tokens import byte_tokenizer
 
 TEXTS = [
     "",

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from tests.stopping import KilledError, killed_before
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from ssmzoo.checkpoint import locked, read_metrics
-from ssmzoo.objective import CausalLM
-from ssmzoo.train import make_optimizer, param_groups, train
+from ssmzoo.training.checkpoint import locked, read_metrics
+from ssmzoo.training.objectives import CausalLM
+from ssmzoo.training.run import make_optimizer, param_groups, train
 
 TINY = {
     "hidden_size": 32,
@@ -168,8 +168,8 @@ def test_a_killed_run_resumes_to_the_same_weights_and_lines(
 def test_a_run_killed_outright_resumes_to_the_same_weights(whole, recipe, tmp_path):
     script = """
         import os, signal, sys, torch
-        from ssmzoo.loop import Run
-        from ssmzoo.train import train
+        from ssmzoo.training.trainer import Run
+        from ssmzoo.training.run import train
         torch.set_num_threads(int(sys.argv[3]))
         log = Run._log
         def kill(run, read):

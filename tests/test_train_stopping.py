@@ -16,18 +16,18 @@ from safetensors.torch import load_file
 from tests.stopping import KilledError, killed_before, signalled_at
 from tests.test_killed import RECIPE
 
-from ssmzoo.checkpoint import checkpoints, locked, read_metrics, step_of
-from ssmzoo.cli import main
-from ssmzoo.examples import Splits, describe_splits
+from ssmzoo.cli.main import main
+from ssmzoo.data.labelled import Splits, describe_splits
+from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.files import write_folder
-from ssmzoo.loop import Run
-from ssmzoo.objective import CausalLM
 from ssmzoo.recipe import Recipe, load_recipe
-from ssmzoo.run_folder import require_same
-from ssmzoo.stopping import Stopped, StopRequest
 from ssmzoo.tasks import load_task
-from ssmzoo.tokenizer import byte_tokenizer
-from ssmzoo.train import train
+from ssmzoo.training.checkpoint import checkpoints, locked, read_metrics, step_of
+from ssmzoo.training.folder import require_same
+from ssmzoo.training.objectives import CausalLM
+from ssmzoo.training.run import train
+from ssmzoo.training.stopping import Stopped, StopRequest
+from ssmzoo.training.trainer import Run
 
 WORDS = ["ant bee cat dodo ", "elk fox gnu hen ", "ibis jay kiwi lark "]
 
@@ -92,7 +92,7 @@ def clock(monkeypatch):
     """The seconds that signals are timed by."""
     clock = SimpleNamespace(now=0.0)
     watch = SimpleNamespace(monotonic=lambda: clock.now)
-    monkeypatch.setattr("ssmzoo.stopping.time", watch)
+    monkeypatch.setattr("ssmzoo.training.stopping.time", watch)
     return clock
 
 
@@ -213,7 +213,9 @@ def test_checkpoints_by_the_clock_change_no_weight(finished, recipe, tmp_path, m
         optimize(run, read)
 
     monkeypatch.setattr(Run, "_optimize", in_25_seconds)
-    monkeypatch.setattr("ssmzoo.loop.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(
+        "ssmzoo.training.trainer.time", SimpleNamespace(monotonic=lambda: clock.now)
+    )
     overrides = ["checkpoint.every=null", "checkpoint.minutes=1.5", "checkpoint.keep=9"]
     run = train(recipe, output_dir=tmp_path / "run", overrides=overrides)
     assert [step_of(path) for path in checkpoints(run / "checkpoints")] == [4, 8, 12]
@@ -288,7 +290,7 @@ def test_changes_are_listed_once_in_order_also_if_the_run_is_killed_while_it_wri
     run = killed(recipe, tmp_path / "run", monkeypatch)
     with monkeypatch.context() as patch:
         # of the recipe
-        patch.setattr("ssmzoo.run_folder.write_text", lambda *_: fail(KilledError()))
+        patch.setattr("ssmzoo.training.folder.write_text", lambda *_: fail(KilledError()))
         with pytest.raises(KilledError):
             train(recipe, output_dir=run, resume=True, overrides=["train.accumulate=2"])
     assert len(changes_of(run)) == 1

@@ -19,18 +19,18 @@ from transformers import (
     BertForSequenceClassification,
 )
 
-from ssmzoo.build import build_config, model_class
-from ssmzoo.checkpoint import read_metrics
-from ssmzoo.examples import Examples, ExampleSource, Share
+from ssmzoo.data.labelled import Examples, ExampleSource, Share
+from ssmzoo.environment.portable import portable
 from ssmzoo.family import load_family
-from ssmzoo.objective import Classification, labelled
-from ssmzoo.optimizer import Schedule, make_optimizer
-from ssmzoo.plan import Plan
-from ssmzoo.portable import portable
+from ssmzoo.files import share
 from ssmzoo.recipe import Recipe, load_recipe
-from ssmzoo.resources import share
 from ssmzoo.tasks import SUPERVISED_TASKS, Batch, Supervised, load_task
-from ssmzoo.train import train
+from ssmzoo.training.checkpoint import read_metrics
+from ssmzoo.training.model import build_config, model_class
+from ssmzoo.training.objectives import Classification, labelled
+from ssmzoo.training.optimizer import Schedule, make_optimizer
+from ssmzoo.training.plan import Plan
+from ssmzoo.training.run import train
 
 SPLITS = ("train", "validation", "test")
 SIZES = {"train": 41, "validation": 13, "test": 11}

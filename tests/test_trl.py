@@ -10,8 +10,8 @@ from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ssmzoo.auto  # noqa: F401
+from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.family import families, load_family
-from ssmzoo.tokenizer import byte_tokenizer
 
 pytestmark = [
     pytest.mark.xdist_group("trl"),  # importing TRL costs seconds

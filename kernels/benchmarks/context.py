@@ -18,7 +18,7 @@ from report import draw, write_table
 from steady import keep_freed_memory
 
 from ssmzoo import load_family
-from ssmzoo.bench import environment
+from ssmzoo.analysis.bench import circumstances
 
 RESULTS = Path(__file__).parent / "results"
 LENGTHS = [2**n for n in range(10, 17)]
@@ -92,7 +92,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     keep_freed_memory()
-    where = environment(torch.device("cpu"))
+    where = circumstances(torch.device("cpu"))
     rows = []
 
     def add(what: str, name: str, length: int, seconds: float, cache: int | None) -> None:

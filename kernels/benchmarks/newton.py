@@ -21,7 +21,7 @@ import torch
 from report import write_table
 from torch import Tensor
 
-from ssmzoo.bench import environment
+from ssmzoo.analysis.bench import circumstances
 from ssmzoo.files import appears_whole
 from ssmzoo_kernels import feedback_scan, last_backend
 from ssmzoo_kernels.feedback_scan import SOLVER, Solver, newton_solve
@@ -84,7 +84,7 @@ def trained(folder: Path, length: int) -> list[Problem]:
     Raises:
         ValueError: There is no such model, or it has no recurrence of COFFEE's.
     """
-    from ssmzoo.source import load_model, model_folder
+    from ssmzoo.checkpoints.load import load_model, model_folder
 
     name = str(folder)
     model = load_model(name, model_folder(name), "float32", False)
@@ -222,7 +222,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(format="%(message)s")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    where = environment(device)
+    where = circumstances(device)
     rows = []
 
     def add(row: dict) -> None:

@@ -19,7 +19,7 @@ from registry import ENTRIES, Entry
 from report import write_table
 from steady import give_back_freed_memory, keep_freed_memory
 
-from ssmzoo.bench import bench, environment, matmul_peak, training_step
+from ssmzoo.analysis.bench import bench, circumstances, matmul_peak, training_step
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = [
@@ -59,7 +59,7 @@ def main() -> int:
 
     keep_freed_memory()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    where = environment(device)
+    where = circumstances(device)
     peak = matmul_peak(device)
     print(f"{where['device']}: a large matrix product reaches {peak:.0f} GFLOP/s in float32")
     output = options.output or Path(__file__).parent / "results" / f"{where['slug']}.csv"

@@ -18,7 +18,7 @@ from report import draw, write_table
 from steady import keep_freed_memory
 from torch.profiler import ProfilerActivity, profile
 
-from ssmzoo.bench import environment
+from ssmzoo.analysis.bench import circumstances
 from ssmzoo_kernels import fft_conv, longhorn_scan, rational_kernel, vandermonde
 
 RESULTS = Path(__file__).parent / "results"
@@ -101,7 +101,7 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     keep_freed_memory()
-    where = environment(torch.device("cpu"))
+    where = circumstances(torch.device("cpu"))
     calls = {
         (name, size): call
         for size in options.sizes

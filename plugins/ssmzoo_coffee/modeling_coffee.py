@@ -2,7 +2,7 @@
 
 What surprises: nothing mixes features inside the recurrence, and no gate sees the token it lets in;
 lambda, gates, state and skip are float32 always. A model with ``lambda_param="clamp"`` must be
-projected after every optimizer step: our trainer does, Trainer with ``ssmzoo.callbacks``.
+projected after every optimizer step: our trainer does, Trainer with ``ssmzoo.training.callbacks``.
 
 Dimensions: B batch, L length, D hidden, E inner, N state, K conv width, S sequences, T tokens.
 """
@@ -166,8 +166,8 @@ class CoffeeMixer(SSMMixer):
             raise ValueError(
                 f"lam of layer {self.layer_idx} must be in [{-most}, 0], got "
                 f"{float(lam[wrong][0]):.4g}: a checkpoint of another lambda_max, or trained "
-                "without ssmzoo.callbacks.ProjectParameters; to take it projected, load its "
-                "weights by load_state_dict and call project_parameters()"
+                "without ssmzoo.training.callbacks.ProjectParameters; to take it projected, load "
+                "its weights by load_state_dict and call project_parameters()"
             )
 
     def gauges(self, hidden_states: Tensor) -> dict[str, Tensor]:

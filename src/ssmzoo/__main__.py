@@ -2,6 +2,6 @@
 
 import sys
 
-from ssmzoo.cli import main
+from ssmzoo.cli.main import main
 
 sys.exit(main())

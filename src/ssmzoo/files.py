@@ -17,6 +17,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+# how commands and recipes name the sources and documentation of Python's standard library
+STDLIB = "python-stdlib"
+# an installed wheel carries what it shares in the package, a checkout at its root
+_PACKAGE = Path(__file__).resolve().parent
 _READ_ONLY = "choose a place that may be written to"
 _FULL = "free some space, or choose another place"
 _WAYS_OUT = {
@@ -218,3 +222,17 @@ def _refusal(error: Exception, target: Path) -> tuple[str, int | None] | None:
     if isinstance(error, UnicodeEncodeError) and not is_utf8(str(target)):
         return "its path is not UTF-8", None
     return None
+
+
+def share(relative: str) -> Path:
+    """Return the path of a shipped file or folder, e.g. ``share("eval/tasks")``.
+
+    An installed wheel carries them in the package, a checkout at its root.
+
+    Raises:
+        LookupError: Neither has it.
+    """
+    for root in (_PACKAGE / "_share", _PACKAGE.parent.parent):
+        if (root / relative).exists():
+            return root / relative
+    raise LookupError(f"ssmzoo ships no file {relative!r}")

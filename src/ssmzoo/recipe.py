@@ -15,11 +15,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 
-from ssmzoo.documents import STDLIB
 from ssmzoo.family import suggestion
-from ssmzoo.files import is_utf8
-from ssmzoo.resources import share
-from ssmzoo.results import HIGHER_IS_BETTER
+from ssmzoo.files import STDLIB, is_utf8, share
 
 try:
     from pydantic import (
@@ -54,6 +51,9 @@ def _count_or(word: str, name: str) -> BeforeValidator:
 
 
 ROW_TASKS = ("mqar", "induction_heads")  # these can be drawn without end, as rows of one length
+
+# of a validation's metrics; of loss and rmse less is better
+HIGHER_IS_BETTER = frozenset({"accuracy", "exact_match"})
 
 Checked = TypeVar("Checked", bound="Section")
 

@@ -22,12 +22,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MambaConfig, MambaForCausalLM
 
+from ssmzoo.analysis.recall import load_sweep, recall
 from ssmzoo.modeling import LayerState, StateCache
-from ssmzoo.objective import CausalLM
-from ssmzoo.recall import load_sweep, recall
 from ssmzoo.recipe import SegmentsSection, load_recipe
-from ssmzoo.segmented import SegmentedLM
 from ssmzoo.testing import FamilyConformance
+from ssmzoo.training.objectives import CausalLM
+from ssmzoo.training.segments import SegmentedLM
 from ssmzoo_bmojo import FAMILY, modeling_bmojo
 from ssmzoo_bmojo.convert_bmojo import from_mamba
 from ssmzoo_bmojo.memory import Call, choose_eidetic, newest, open_scores, score_table

@@ -30,18 +30,19 @@ from transformers import (
     TrainingArguments,
 )
 
-from ssmzoo.callbacks import ProjectParameters
-from ssmzoo.checkpoint import read_metrics
-from ssmzoo.describe import describe_family
-from ssmzoo.evaluate import evaluate
-from ssmzoo.inspect import inspect_model, measure
+from ssmzoo.analysis.describe import describe_family
+from ssmzoo.analysis.inspect import inspect_model
+from ssmzoo.analysis.measure import measure
+from ssmzoo.evaluation.evaluate import evaluate
+from ssmzoo.evaluation.results import read_results
 from ssmzoo.modeling import LayerState, SSMMixer
-from ssmzoo.results import read_results
 from ssmzoo.tasks import induction_heads_zero, symbol_tokenizer
 from ssmzoo.tasks.mnist import turned
 from ssmzoo.testing import FamilyConformance, check
 from ssmzoo.testing.conformance import CHECKS, name_of
-from ssmzoo.train import train
+from ssmzoo.training.callbacks import ProjectParameters
+from ssmzoo.training.checkpoint import read_metrics
+from ssmzoo.training.run import train
 from ssmzoo_coffee import FAMILY, CoffeeConfig, CoffeeForCausalLM, CoffeeForImageClassification
 from ssmzoo_coffee import modeling_coffee as modeling
 from ssmzoo_coffee.readout import euclidean, softmin_logits

@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file
 from tests.oracles import dss as oracle
 
-from ssmzoo.describe import describe_family
+from ssmzoo.analysis.describe import describe_family
 from ssmzoo.modeling import LayerState
 from ssmzoo.recipe import load_recipe
 from ssmzoo.testing import FamilyConformance

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from ssmzoo.examples import ExampleSource, Share
+from ssmzoo.data.labelled import ExampleSource, Share
 from ssmzoo.tasks import IGNORED, induction_documents, induction_heads, load_task
 from ssmzoo.tasks.induction import induction_heads_zero
 

@@ -17,9 +17,9 @@ from ssmzoo.modeling.dynamics import Dynamics, Trajectories
 from ssmzoo.modeling.kept import Kept
 from ssmzoo.modeling.layers import MLP, CausalConv1d, Dropout, Linear
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, RMSNorm
+from ssmzoo.modeling.packing import AlignedRows
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 from ssmzoo.modeling.prompt import PromptState, load_state
-from ssmzoo.modeling.segments import AlignedRows
 
 __all__ = [
     "MLP",

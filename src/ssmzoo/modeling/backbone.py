@@ -22,8 +22,8 @@ from ssmzoo.modeling.configuration import SSMConfig, suggestion
 from ssmzoo.modeling.dynamics import Dynamics, Trajectories
 from ssmzoo.modeling.layers import MLP, Dropout, Linear
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, NoNorm, RMSNorm, make_norm
+from ssmzoo.modeling.packing import Segments, check_indices, find_segments
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
-from ssmzoo.modeling.segments import Segments, check_indices, find_segments
 
 # what transformers' collators and trainer hand to every model, and a recurrent one has no use for
 _IGNORED = frozenset(

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 
-from ssmzoo.modeling.segments import AlignedRows, Segments
+from ssmzoo.modeling.packing import AlignedRows, Segments
 
 if TYPE_CHECKING:
     from ssmzoo.modeling.configuration import SSMConfig

@@ -16,9 +16,9 @@ from ssmzoo.modeling.backbone import SSMModel
 from ssmzoo.modeling.cache import StateCache, check_kind
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.layers import Linear
+from ssmzoo.modeling.packing import Segments, given_inputs, named_indices
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 from ssmzoo.modeling.prompt import PromptState
-from ssmzoo.modeling.segments import Segments, given_inputs, named_indices
 
 _LOGGER = logging.get_logger("ssmzoo")
 

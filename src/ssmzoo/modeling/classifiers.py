@@ -21,8 +21,8 @@ from ssmzoo.modeling.backbone import SSMModel
 from ssmzoo.modeling.cache import StateCache
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.layers import Linear
+from ssmzoo.modeling.packing import Segments, given_inputs, named_indices
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
-from ssmzoo.modeling.segments import Segments, given_inputs, named_indices
 
 
 class _LinearClassifier(SSMPreTrainedModel):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
+from ssmzoo.checkpoints.trust import trusted
 from ssmzoo.modeling.configuration import SSMConfig, suggestion
-from ssmzoo.trust import trusted
 
 
 class SSMPreTrainedModel(PreTrainedModel):
@@ -102,8 +102,8 @@ class SSMPreTrainedModel(PreTrainedModel):
     def project_parameters(self) -> None:
         """Bring parameters back to where they are allowed; call it after every optimizer step.
 
-        ``ssmzoo train`` does; for ``Trainer`` there is ``ssmzoo.callbacks.ProjectParameters``. Most
-        families have nothing to project.
+        ``ssmzoo train`` does; for ``Trainer`` there is
+        ``ssmzoo.training.callbacks.ProjectParameters``. Most families have nothing to project.
         """
         for module in self.modules():
             if not isinstance(module, PreTrainedModel):

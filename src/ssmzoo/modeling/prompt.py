@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ssmzoo.modeling.cache import StateCache, check_kind
 
 if TYPE_CHECKING:
-    from ssmzoo.modeling.causal_lm import SSMForCausalLM
+    from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 
 FILE_NAME = "state.safetensors"
 
@@ -40,13 +40,13 @@ class PromptState:
     cache: StateCache
     input_ids: Tensor
     attention_mask: Tensor
-    model: SSMForCausalLM
+    model: SSMPreTrainedModel
     versions: tuple[int, ...]  # of the model's tensors, to see whether it was trained since
 
     @classmethod
     def read(
         cls,
-        model: SSMForCausalLM,
+        model: SSMPreTrainedModel,
         input_ids: Tensor,
         attention_mask: Tensor | None,
         past_key_values: StateCache | None,
@@ -147,7 +147,7 @@ class PromptState:
         )
 
 
-def load_state(directory: str | os.PathLike[str], model: SSMForCausalLM) -> PromptState:
+def load_state(directory: str | os.PathLike[str], model: SSMPreTrainedModel) -> PromptState:
     """Return the prompt that :meth:`PromptState.save_pretrained` wrote.
 
     Args:

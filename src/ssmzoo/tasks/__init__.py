@@ -34,7 +34,6 @@ from ssmzoo.tasks.recall import mqar, mqar_documents
 from ssmzoo.tasks.recall_text import recall_text_documents
 from ssmzoo.tasks.supervised import Batch, Ragged, Supervised
 from ssmzoo.tasks.symbols import symbol_count, symbol_tokenizer
-from ssmzoo.tasks.text import cut, read_documents, text_documents
 
 __all__ = [
     "IGNORED",
@@ -46,7 +45,6 @@ __all__ = [
     "Ragged",
     "Supervised",
     "compression",
-    "cut",
     "fuzzy_recall",
     "induction_documents",
     "induction_heads",
@@ -61,11 +59,9 @@ __all__ = [
     "mqar_documents",
     "noisy_recall",
     "pathfinder_images",
-    "read_documents",
     "recall_text_documents",
     "selective_copying",
     "symbol_count",
     "symbol_tokenizer",
     "task_arguments",
-    "text_documents",
 ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from ssmzoo.source import first_line
+from ssmzoo.environment.messages import first_line
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -24,8 +24,8 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 from tqdm import tqdm
 
+from ssmzoo.environment.messages import without_bars, without_reports
 from ssmzoo.family import Family, load_family, suggestion
-from ssmzoo.source import without_bars, without_reports
 from ssmzoo.testing import arguments, files, forms, generation, standalone, training
 from ssmzoo.testing.subject import SEED, Measured, NotApplicable, Oracle, Subject
 

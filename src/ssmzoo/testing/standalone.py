@@ -17,8 +17,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ssmzoo.export_code import code_of, flat_name
 from ssmzoo.modeling import SSMForCausalLM
+from ssmzoo.publishing.export_code import code_of, flat_name
 from ssmzoo.testing.subject import (
     BUDGETS,
     Measured,

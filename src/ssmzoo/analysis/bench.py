@@ -1,0 +1,329 @@
+"""Speed of whole models on this machine, beside transformers' own of equal shape.
+
+Every figure is of one process on one batch: the median of several calls after a warm-up, or of a
+peer that takes minutes one call. Several runs take turns over all models, so that a slow minute
+of the machine hits all of them alike; of these the median is shown, with the least and the most.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import io
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ssmzoo.environment.hardware import environment, hardware, installed_versions
+from ssmzoo.files import write_text
+
+HIDDEN, LAYERS, STATE, BATCH, VOCABULARY = 256, 4, 16, 4, 1000
+DECODED = 400
+SHAPE = f"hidden {HIDDEN}, {LAYERS} layers, state {STATE}, batch {BATCH}"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A model to time: how to build it, and which passes it can bear."""
+
+    build: Callable[[], Any]
+    train_lengths: tuple[int, ...] | None = None  # None: all
+    slow: bool = False
+    decode: bool = True
+
+
+def bench(
+    families: Sequence[str],
+    *,
+    lengths: Sequence[int] = (512, 2048),
+    peers: bool = True,
+    slow: bool = False,
+    runs: int = 1,
+    output: str | Path | None = None,
+    report: Callable[[str], None] = print,
+) -> list[dict[str, Any]]:
+    """Time a training step and decoding of families and, beside them, of transformers' models.
+
+    Args:
+        families: Family names.
+        lengths: Sequence lengths of the training step.
+        peers: Also time transformers' Mamba and Mamba2.
+        slow: Also time transformers' Mamba on its default CPU path, minutes a step at length 512.
+        runs: How often everything is timed.
+        output: CSV file to write the rows to.
+        report: Called with each line of the report.
+
+    Returns:
+        A row a measurement: ``what``, ``variant``, ``pass``, ``shape``, ``dtype``, ``runs``, and of
+        those the medians ``milliseconds`` and ``tokens_per_second``, and the least and the most
+        tokens per second, ``slowest`` and ``fastest``.
+
+    Raises:
+        LookupError: An unknown family.
+        ValueError: ``runs`` is below 1.
+    """
+    import torch
+
+    if runs < 1:
+        raise ValueError(f"runs must be at least 1, got {runs}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    models = {name: Peer(_family(name)) for name in families}
+    if peers:
+        models |= {name: peer for name, peer in _peers().items() if slow or not peer.slow}
+    timed: dict[tuple[str, str], list[float]] = {}
+    tokens: dict[tuple[str, str], int] = {}
+    # decoding first: what training leaves in the allocator slows it down
+    for times in (_decoding, _training):
+        for run in range(1, runs + 1):
+            for name, peer in models.items():
+                torch.manual_seed(0)
+                model = peer.build().to(device)
+                for kind, count, seconds in times(model, peer, name in families, lengths, device):
+                    timed.setdefault((name, kind), []).append(seconds)
+                    tokens[name, kind] = count
+                    once = _row(name, kind, count, [seconds])
+                    report(_line(once) + (f", run {run} of {runs}" if runs > 1 else ""))
+                del model
+    rows = [
+        _row(name, kind, tokens[name, kind], seconds)
+        for model in models
+        for (name, kind), seconds in timed.items()
+        if name == model
+    ]
+    if runs > 1:
+        for row in rows:
+            report(_line(row) + f", {row['slowest']:,d} to {row['fastest']:,d}")
+    for name in families:
+        for line in _ratios(rows, name):
+            report(line)
+    if output is not None:
+        facts = circumstances(device)
+        _write(Path(output), [{**row, **facts} for row in rows])
+    return rows
+
+
+Timed = Iterable[tuple[str, int, float]]  # the pass, its tokens, its seconds
+
+
+def _decoding(model: Any, peer: Peer, own: bool, lengths: Sequence[int], device: Any) -> Timed:
+    for prompt in (100, 20_000) if own else (100,):
+        if peer.decode:
+            yield f"decode after {prompt}", BATCH, _decode_seconds(model, prompt, device)
+
+
+def _training(model: Any, peer: Peer, own: bool, lengths: Sequence[int], device: Any) -> Timed:
+    for length in lengths:
+        if peer.train_lengths is None or length in peer.train_lengths:
+            seconds = _train_seconds(model, length, device, once=peer.slow)
+            yield f"train L={length}", BATCH * length, seconds
+
+
+def time_call(call: Callable[[], Any], device: Any, repeats: int = 7) -> float:
+    """Return the median seconds of a call after one to warm up."""
+    import torch
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    call()
+    wait()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        wait()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def matmul_peak(device: Any, size: int = 2048) -> float:
+    """Return the GFLOP/s of a large float32 matrix product."""
+    import torch
+
+    a, b = torch.randn(2, size, size, device=device)
+    return 2 * size**3 / time_call(lambda: a @ b, device) / 1e9
+
+
+def circumstances(device: Any) -> dict[str, Any]:
+    """Return what a figure depends on: device, versions, code, vectors, threads, date."""
+    name = hardware(device)
+    slug = name.lower().replace("nvidia", "").strip().replace(" ", "-")
+    return {
+        "device": name,
+        "slug": "cpu" if device.type == "cpu" else slug,
+        **installed_versions("torch", "transformers", "triton"),
+        **environment(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _family(name: str) -> Callable[[], Any]:
+    from ssmzoo.family import load_family
+
+    family = load_family(name)
+
+    def build() -> Any:
+        config = family.config(
+            hidden_size=HIDDEN, num_hidden_layers=LAYERS, d_state=STATE, vocab_size=VOCABULARY
+        )
+        return family.causal_lm_class(config)
+
+    return build
+
+
+def _peers() -> dict[str, Peer]:
+    import transformers
+
+    def mamba(**fields: Any) -> Any:
+        config = transformers.MambaConfig(
+            hidden_size=HIDDEN,
+            num_hidden_layers=LAYERS,
+            state_size=STATE,
+            vocab_size=VOCABULARY,
+            **fields,
+        )
+        return transformers.MambaForCausalLM(config)
+
+    def mamba2() -> Any:
+        config = transformers.Mamba2Config(
+            hidden_size=HIDDEN,
+            num_hidden_layers=LAYERS,
+            state_size=STATE,
+            vocab_size=VOCABULARY,
+            num_heads=8,
+            head_dim=64,
+            n_groups=1,
+            chunk_size=64,
+            tie_word_embeddings=True,
+        )
+        return transformers.Mamba2ForCausalLM(config)
+
+    return {
+        "transformers Mamba2": Peer(mamba2),
+        "transformers Mamba (mamba.py)": Peer(lambda: mamba(use_mambapy=True), decode=False),
+        "transformers Mamba": Peer(mamba, train_lengths=()),
+        "transformers Mamba (default)": Peer(mamba, train_lengths=(512,), slow=True, decode=False),
+    }
+
+
+def training_step(name: str, length: int, device: Any) -> Callable[[], None]:
+    """Return a call that trains a family's or a peer's model by one step.
+
+    Raises:
+        LookupError: Neither a family nor a peer.
+    """
+    import torch
+
+    peer = _peers().get(name)
+    torch.manual_seed(0)
+    return _training_step((_family(name) if peer is None else peer.build)().to(device), length)
+
+
+def _training_step(model: Any, length: int) -> Callable[[], None]:
+    import torch
+
+    ids = torch.randint(0, VOCABULARY, (BATCH, length), device=model.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model.train()
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _train_seconds(model: Any, length: int, device: Any, *, once: bool) -> float:
+    step = _training_step(model, length)
+    if once:
+        start = time.perf_counter()
+        step()
+        return time.perf_counter() - start
+    return time_call(step, device, repeats=5)
+
+
+def _decode_seconds(model: Any, prompt: int, device: Any) -> float:
+    """Return the median seconds between two steps of ``generate`` after a prompt."""
+    import torch
+    from transformers import LogitsProcessor, LogitsProcessorList
+
+    class Clock(LogitsProcessor):
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            self.times.append(time.perf_counter())
+            return scores
+
+    ids = torch.randint(3, VOCABULARY, (BATCH, prompt), device=device)
+    model.eval()
+    for steps in (DECODED // 4, DECODED):  # the first to warm up
+        clock = Clock()
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=steps,
+            min_new_tokens=steps,
+            pad_token_id=0,
+            eos_token_id=1,
+            logits_processor=LogitsProcessorList([clock]),
+        )
+    return statistics.median(b - a for a, b in itertools.pairwise(clock.times))
+
+
+def _row(name: str, kind: str, tokens: int, seconds: Sequence[float]) -> dict[str, Any]:
+    middle = statistics.median(seconds)
+    return {
+        "what": "model",
+        "variant": name,
+        "pass": kind,
+        "shape": SHAPE,
+        "dtype": "float32",
+        "milliseconds": round(middle * 1e3, 3),
+        "tokens_per_second": round(tokens / middle),
+        "runs": len(seconds),
+        "slowest": round(tokens / max(seconds)),
+        "fastest": round(tokens / min(seconds)),
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['variant']:30s} {row['pass']:18s} {row['milliseconds']:10.1f} ms "
+        f"{row['tokens_per_second']:9,d} tokens/s"
+    )
+
+
+def _ratios(rows: Sequence[dict[str, Any]], name: str) -> list[str]:
+    """Compare a family with every peer that ran the same pass."""
+    own = {row["pass"]: row["tokens_per_second"] for row in rows if row["variant"] == name}
+    lines = [
+        f"{name} / {row['variant']}, {row['pass']}: "
+        f"{own[row['pass']] / row['tokens_per_second']:.2f} times"
+        for row in rows
+        if row["variant"] != name and row["pass"] in own
+    ]
+    first, last = (own.get(f"decode after {n}") for n in (100, 20_000))
+    if first and last:
+        lines.append(f"{name}, decoding after 20,000 tokens / after 100: {last / first:.2f} times")
+    return lines
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
+
+
+__all__ = ["bench", "environment", "matmul_peak", "time_call", "training_step"]

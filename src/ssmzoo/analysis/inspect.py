@@ -1,0 +1,204 @@
+"""From a model's name to a folder with pictures and one JSON file."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssmzoo.analysis.measure import ENERGY, LayerInspection, as_arguments, measure
+from ssmzoo.analysis.pictures import PICTURES, draw, require_matplotlib
+from ssmzoo.analysis.subject import (
+    Subject,
+    given_ids,
+    load_subject,
+    reference_inputs,
+    text_tokens,
+)
+from ssmzoo.files import write_folder, write_json
+
+REPORT = "inspection.json"
+FORMAT = "ssmzoo-inspection-1"
+LENGTH = 1024  # of the reference sequences, where nothing else is asked for
+SHORTEST = 16
+
+logger = logging.getLogger("ssmzoo")
+
+
+def inspect_model(
+    model: str | Path,
+    out: str | Path,
+    *,
+    text: str | Path | None = None,
+    ids: Sequence[Sequence[int]] | None = None,
+    length: int | None = None,
+    sequences: int = 4,
+    layers: Sequence[int] | None = None,
+    measured: bool = False,
+    seed: int = 0,
+    device: str | None = None,
+) -> dict[str, Any]:
+    """Write a model's pictures and ``inspection.json`` into a folder, and return the latter.
+
+    Args:
+        model: A folder with a saved model, a Hub id, or an untrained model: a family's name for its
+            smallest configuration, or ``family:preset``.
+        out: A folder that is not there yet, or empty, or an earlier inspection to replace.
+        text: A UTF-8 file to read as reference; random tokens, or values, without.
+        ids: Token ids to read instead, in rows of one length; ``length`` and ``sequences`` are
+            theirs.
+        length: Positions of each reference sequence; None is 1024, halved for as long as the
+            model says that it cannot take so many.
+        sequences: How many reference sequences.
+        layers: Which layers; None is all.
+        measured: Measure the kernels even where the family knows them.
+        seed: Of untrained weights and random references.
+        device: Where to run; the GPU if there is one.
+
+    Raises:
+        LookupError: No such model, family or preset.
+        ValueError: An argument out of range, a folder in the way, or a text too short.
+        RuntimeError: matplotlib is missing, or the folder cannot be written.
+    """
+    for name, value in (("sequences", sequences), ("length", length)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if ids is not None and (text is not None or length is not None):
+        raise ValueError("ids must be given without text and length, got both")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be from 0 to 2**63 - 1, got {seed}")
+    target = Path(out).expanduser().absolute()
+    require_matplotlib()  # before minutes of measuring
+    _check_target(target)
+    subject = load_subject(str(model), seed=seed, device=device)
+    if ids is not None:
+        inputs = given_ids(subject, ids)
+    else:
+        tokens = None if text is None else text_tokens(subject, str(model), text)
+        inputs = _references(subject, length, sequences, tokens, seed)
+    found = measure(subject.model, inputs, layers=layers, measured=measured)
+    values = subject.model.config.input_channels is not None
+    kind = "random values" if values else "random tokens"
+    if text is not None or ids is not None:
+        kind = "text" if text is not None else "given tokens"
+    report: dict[str, Any] = {
+        "format": FORMAT,
+        "model": subject.name,
+        "model_type": subject.model.config.model_type,
+        "untrained": subject.untrained,
+        "parameters": sum(p.numel() for p in subject.model.parameters()),
+        "input": {
+            "kind": kind,
+            "length": found.length,
+            "sequences": found.sequences,
+            "seed": seed,
+        },
+        "energy": ENERGY,
+        "state_bytes": found.state_bytes,
+        "state_note": found.state_note,
+        "layers": [_layer_report(layer) for layer in found.layers],
+        "trajectories": None,
+    }
+    if found.trajectories is not None:
+        parts = vars(found.trajectories)
+        report["trajectories"] = {name: tensor.tolist() for name, tensor in parts.items()}
+
+    def write(folder: Path) -> None:
+        report["pictures"] = draw(found, folder, title=subject.name)
+        write_json(folder / REPORT, report)
+
+    write_folder(target, write)
+    return report
+
+
+def _references(
+    subject: Subject, length: int | None, sequences: int, tokens: Tensor | None, seed: int
+) -> Tensor:
+    """Return reference sequences as long as asked for, or as the default and the model allow."""
+    if length is not None:
+        return reference_inputs(subject, length, sequences, tokens=tokens, seed=seed)
+    length = LENGTH if tokens is None else min(LENGTH, max(1, len(tokens)))
+    while True:
+        inputs = reference_inputs(subject, length, sequences, tokens=tokens, seed=seed)
+        try:
+            with torch.no_grad():
+                subject.model(**as_arguments(subject.model, inputs[:1]), use_cache=False)
+        except ValueError as error:
+            if length <= SHORTEST:
+                raise
+            logger.info("fewer than %d positions, because the model says: %s", length, error)
+            length //= 2
+        else:
+            return inputs
+
+
+def _check_target(target: Path) -> None:
+    """Fail early where a folder cannot appear, or would replace something that is not ours."""
+    if target.exists():
+        if not target.is_dir():
+            raise ValueError(f"out must be a folder, {str(target)!r} is a file")
+        others = {path.name for path in target.iterdir()} - {REPORT, *PICTURES}
+        if others:
+            raise ValueError(
+                f"out must be new, empty or an earlier inspection: {str(target)!r} holds "
+                f"{min(others)!r}; name a folder inside it"
+            )
+    parent = target.parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise RuntimeError(
+            f"out {str(target)!r} cannot be made: {str(parent)!r} is no folder to write into"
+        )
+
+
+def _layer_report(layer: LayerInspection) -> dict[str, Any]:
+    lags = sorted(lag for lag in layer.memory if lag is not None)
+    report: dict[str, Any] = {
+        "layer": layer.layer,
+        "kernel": layer.source,
+        "channels": layer.kernel.shape[0],
+        "lags": layer.kernel.shape[1],
+        "future_lags": 0 if layer.future_kernel is None else layer.future_kernel.shape[1],
+        "memory": layer.memory,
+        "memory_quantiles": _quantiles(lags),
+        "poles": None,
+        "stability": None,
+        "time_steps": None,
+        "decay": None,
+    }
+    if layer.poles is not None:
+        report["poles"] = {
+            "rows": layer.poles.shape[0],
+            "per_row": layer.poles.shape[1],
+            "radius_quantiles": _quantiles(layer.poles.abs().flatten().tolist()),
+        }
+    if layer.radius is not None:
+        report["stability"] = {
+            "margin": (1 - layer.radius).tolist(),
+            "smallest_margin": float(1 - layer.radius.max()),
+            "outside": None if layer.outside is None else layer.outside.tolist(),
+        }
+    if layer.time_steps is not None:
+        report["time_steps"] = layer.time_steps.tolist()
+    if layer.decay is not None:
+        report["decay"] = {
+            "slowest": layer.decay.amax(dim=1).tolist(),
+            "fastest": layer.decay.amin(dim=1).tolist(),
+            "quantiles": _quantiles(layer.decay.flatten().tolist()),
+        }
+    return report
+
+
+def _quantiles(values: Sequence[float]) -> dict[str, float] | None:
+    """Return the values at 0, 10, 50, 90 and 100 % of a list, in its own numbers."""
+    if not values:
+        return None
+    ranked = sorted(values)
+    names = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
+    return {name: ranked[round(share * (len(ranked) - 1))] for name, share in names.items()}

@@ -1,0 +1,155 @@
+"""The model to inspect, loaded or untrained, and the reference sequences that it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ssmzoo.checkpoints.load import load_model, load_tokenizer, model_folder, model_name
+from ssmzoo.data.documents import expand, read_files
+from ssmzoo.environment.hardware import usable_device
+from ssmzoo.family import claims, load_family
+from ssmzoo.modeling import SSMModel
+from ssmzoo.modeling.packing import check_indices
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A backbone in float32 and where it came from."""
+
+    model: SSMModel
+    name: str
+    untrained: bool
+
+
+def load_subject(name: str, *, seed: int, device: str | None) -> Subject:
+    """Return the backbone of a folder, a Hub id, ``family`` (tiny) or ``family:preset``.
+
+    Raises:
+        LookupError: There is no such model, family or preset.
+        ValueError: The folder holds no complete model of the zoo, or the device is not there.
+        RuntimeError: The family's plugin cannot be loaded.
+    """
+    place = usable_device(device)
+    family, colon, preset = name.partition(":")
+    if not Path(name).expanduser().exists() and (colon or name in claims()):
+        model = _untrained(family, preset if colon else None, seed)
+        return Subject(_placed(model, place), name, True)
+    folder = model_folder(name)
+    shown = name if folder is None else model_name(name) or name
+    model = load_model(name, folder, "float32", False, head=False)
+    return Subject(_placed(_checked(model, name), place), shown, False)
+
+
+def reference_inputs(
+    subject: Subject,
+    length: int,
+    sequences: int,
+    *,
+    tokens: Tensor | None,
+    seed: int,
+) -> Tensor:
+    """Return ``[B, L]`` token ids, or ``[B, L, C]`` values for a model that takes these.
+
+    Pieces of the given tokens from their beginning, as many as there are up to ``sequences``; or
+    uniform tokens, or values from N(0, 1).
+
+    Raises:
+        ValueError: Fewer tokens than one sequence needs.
+    """
+    config, device = subject.model.config, subject.model.device
+    if tokens is not None:
+        count = min(sequences, len(tokens) // length)
+        if count == 0:
+            raise ValueError(
+                f"text must have at least length = {length} tokens, got {len(tokens)}; give a "
+                "longer text, or a smaller length"
+            )
+        return tokens[: count * length].view(count, length).to(device)
+    draw = torch.Generator().manual_seed(seed)
+    if config.input_channels is not None:
+        return torch.randn(sequences, length, config.input_channels, generator=draw).to(device)
+    return torch.randint(config.vocab_size, (sequences, length), generator=draw).to(device)
+
+
+def given_ids(subject: Subject, rows: Sequence[Sequence[int]]) -> Tensor:
+    """Return given token ids ``[B, L]``.
+
+    Raises:
+        ValueError: No ids, rows of different lengths, an id the model does not know, or a model of
+            values.
+    """
+    config = subject.model.config
+    if config.input_channels is not None:
+        raise ValueError("ids must be left out: this model takes values, not tokens")
+    lengths = sorted({len(row) for row in rows})
+    if len(lengths) != 1 or not lengths[0]:
+        raise ValueError(f"ids must be rows of one length of at least 1, got lengths {lengths}")
+    ids = torch.tensor(rows, dtype=torch.int64)
+    check_indices("ids", ids, config.vocab_size)
+    return ids.to(subject.model.device)
+
+
+def text_tokens(subject: Subject, source: str, text: str | Path) -> Tensor:
+    """Return the token ids of a text file ``[T]``, by the model's own tokenizer.
+
+    An untrained model has none and reads bytes.
+
+    Raises:
+        ValueError: No such text, a model of values, or a tokenizer that does not fit the model.
+    """
+    config = subject.model.config
+    if config.input_channels is not None:
+        raise ValueError("text must be left out: this model takes values, not tokens")
+    files = expand([str(text)], "text")
+    words = "".join(content for _, content in read_files("text", files, "text", skip_binary=False))
+    tokenizer = _tokenizer(subject, source)
+    ids = cast("list[int]", tokenizer.encode(words, add_special_tokens=False, verbose=False))
+    if ids and max(ids) >= config.vocab_size:
+        raise ValueError(
+            f"the tokenizer gives token id {max(ids)}, the model knows ids below "
+            f"{config.vocab_size}: they do not belong together; leave text out for random tokens"
+        )
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def _tokenizer(subject: Subject, source: str) -> PreTrainedTokenizerBase:
+    if subject.untrained:
+        from ssmzoo.data.tokenizer import byte_tokenizer
+
+        return byte_tokenizer()
+    try:
+        return load_tokenizer(source, model_folder(source), trust=False)
+    except (LookupError, ValueError) as error:
+        raise ValueError(f"{error}; leave text out for random tokens") from error
+
+
+def _untrained(name: str, preset: str | None, seed: int) -> SSMModel:
+    family = load_family(name)
+    config = family.config(**family.tiny) if preset is None else family.config(preset)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = family.model_class(cast(Any, config))
+    return _checked(model, name)
+
+
+def _checked(model: object, name: str) -> SSMModel:
+    if not isinstance(model, SSMModel):
+        raise ValueError(
+            f"{name!r} must be a model of the zoo, a subclass of ssmzoo.modeling.SSMModel, "
+            f"got {type(model).__name__}"
+        )
+    return model
+
+
+def _placed(model: SSMModel, place: torch.device) -> SSMModel:
+    nn.Module.to(model, place)
+    return model.eval()

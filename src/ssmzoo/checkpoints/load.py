@@ -1,0 +1,238 @@
+"""A saved model to run: a checkpoint folder or a Hub id, found, named, loaded and checked."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from ssmzoo.checkpoints.trust import refuse_paths, trusted
+from ssmzoo.environment.messages import first_line, without_bars, without_reports
+from ssmzoo.family import claims, suggestion
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+# one of them is in most folders that a tokenizer was saved to
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+)
+
+
+def model_name(model: str) -> str:
+    """Make a model's name in results from its folder or Hub id.
+
+    ``user/name`` becomes ``user__name``; of a run's folders, the run gives the name.
+    """
+    if model_folder(model) is None:
+        return model.replace("/", "__")
+    path = Path(model).expanduser().resolve()
+    if path.parent.name == "checkpoints":
+        return f"{path.parent.parent.name}-{path.name}"
+    return path.parent.name if path.name == "model" else path.name
+
+
+def model_folder(model: str) -> Path | None:
+    """Return the folder that ``model`` names, or None if it must be a Hub id.
+
+    Raises:
+        ValueError: It is a file, a folder without a model, a path that does not exist, or
+            nothing that could be a Hub id.
+        LookupError: It is a single name, and there is no such folder.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir() and model:
+        if any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
+            return path
+        inside = path / "model"
+        hint = f"; did you mean {str(inside)!r}?" if (inside / "config.json").is_file() else ""
+        raise ValueError(f"model folder {model!r} must hold a config.json, and holds none{hint}")
+    if path.exists() and model:
+        raise ValueError(f"model must be a checkpoint folder or a Hub id, got the file {model!r}")
+    if model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model:
+        raise ValueError(f"model must be a checkpoint folder or a Hub id; no folder {model!r}")
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
+        raise ValueError(f"model must be a checkpoint folder or a Hub id, got {model!r}")
+    if "/" not in model:
+        family = model.split("-")[0].split(":")[0]
+        hint = suggestion(model, claims())
+        if family in claims():
+            hint = f"; family {family!r} has no weights of its own, 'ssmzoo train' makes some"
+        raise LookupError(f"no model {model!r}: no folder here, and a Hub id is owner/name{hint}")
+    return None
+
+
+def check_vocabulary(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer that holds more tokens than the model embeds.
+
+    Raises:
+        ValueError: It does.
+    """
+    embedding = network.get_input_embeddings()
+    rows = getattr(embedding, "num_embeddings", None)
+    if rows is not None and len(tokenizer) > rows:
+        raise ValueError(
+            f"the tokenizer holds {len(tokenizer)} tokens and the model embeds only {rows}; "
+            f"they do not belong together"
+        )
+
+
+def check_dtype(dtype: str) -> None:
+    """Refuse what is no type of weights that :func:`load_model` takes.
+
+    Raises:
+        ValueError: It is none; names the closest.
+    """
+    known = get_args(Dtype)
+    if dtype not in known:
+        raise ValueError(
+            f"dtype must be one of {', '.join(known)}, got {dtype!r}{suggestion(dtype, known)}"
+        )
+
+
+def load_tokenizer(model: str, folder: Path | None, trust: bool) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model, ``folder`` being what :func:`model_folder` found.
+
+    Raises:
+        LookupError: The Hub has none.
+        ValueError: The folder holds none, or it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    import ssmzoo.auto  # noqa: F401
+
+    local = folder is not None or not on_hub(model)
+    try:
+        with _loading("a tokenizer", model, folder):
+            refuse_paths(folder)
+            return AutoTokenizer.from_pretrained(
+                folder or model,
+                trust_remote_code=trust,
+                local_files_only=local,
+            )
+    except ValueError:
+        if folder is not None:
+            check_holds_tokenizer(model, folder)
+        raise
+
+
+def holds_tokenizer(folder: str | Path) -> bool:
+    """Tell whether a tokenizer was saved to the folder, by the files that most of them leave."""
+    return any(Path(folder, file).is_file() for file in _TOKENIZER_FILES)
+
+
+def check_holds_tokenizer(name: str, folder: str | Path, otherwise: str = "") -> None:
+    """Say of a folder, from which no tokenizer loads, that none was saved to it if that is so.
+
+    Raises:
+        ValueError: It is. The message ends in ``otherwise``, another way out.
+    """
+    if not holds_tokenizer(folder):
+        raise ValueError(
+            f"{name!r} must hold the model's tokenizer, and holds none; save it there with "
+            f"tokenizer.save_pretrained({name!r}){otherwise}"
+        )
+
+
+def load_model(
+    model: str, folder: Path | None, dtype: Dtype, trust: bool, *, head: bool = True
+) -> PreTrainedModel:
+    """Return a model ready to run, ``folder`` being what :func:`model_folder` found.
+
+    Args:
+        model: The folder or Hub id, as it was given.
+        folder: The folder, or None for the Hub.
+        dtype: Of the weights; "auto" is as saved.
+        trust: Let the checkpoint bring its own Python code.
+        head: The causal language model; else the backbone alone.
+
+    Raises:
+        LookupError: The Hub has none.
+        ValueError: It cannot be loaded, or not all of its tensors are there, in the shapes that
+            its configuration says.
+    """
+    import torch
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    import ssmzoo.auto  # noqa: F401
+
+    what = "a causal language model" if head else "a model"
+    local = folder is not None or not on_hub(model)
+    with _loading(what, model, folder), without_bars(), without_reports(), trusted(folder or model):
+        # with output_loading_info a pair, which its annotation does not say
+        loaded: Any = (AutoModelForCausalLM if head else AutoModel).from_pretrained(
+            folder or model,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            trust_remote_code=trust,
+            use_safetensors=True,
+            local_files_only=local,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # the error about them refers to a report; see below
+        )
+    network, loading = loaded
+    if loading["missing_keys"]:
+        missing = sorted(loading["missing_keys"])
+        raise ValueError(
+            f"the weights of {model!r} lack {len(missing)} tensors that the model needs, "
+            f"the first is {missing[0]!r}"
+        )
+    if loading["mismatched_keys"]:
+        tensor, stored, needed = sorted(loading["mismatched_keys"])[0]
+        raise ValueError(
+            f"the weights of {model!r} do not fit its configuration: {tensor!r} is {list(stored)} "
+            f"in the file, the model needs {list(needed)}"
+        )
+    return network.eval()
+
+
+def on_hub(model: str) -> bool:
+    """Ask the Hub once for a model, before each of its files is asked for again and again.
+
+    Returns:
+        False where the Hub is not to be asked, or does not answer and the model was fetched before.
+
+    Raises:
+        LookupError: The Hub has no such model, or does not answer.
+    """
+    from huggingface_hub import constants, model_info, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        model_info(model, timeout=10)
+    except RepositoryNotFoundError as error:
+        raise LookupError(
+            f"no folder {model!r} here, and no such model on the Hub, or a private one: "
+            "look at its name, or log in with 'hf auth login'"
+        ) from error
+    except HfHubHTTPError:  # it is there and busy: its client asks again
+        return True
+    except Exception as error:
+        if isinstance(try_to_load_from_cache(model, "config.json"), str):
+            return False
+        raise LookupError(
+            f"no folder {model!r} here, and the Hub does not answer: {first_line(error)}"
+        ) from error
+    return True
+
+
+@contextlib.contextmanager
+def _loading(what: str, model: str, folder: Path | None) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        if folder is None and isinstance(error, OSError):
+            raise LookupError(
+                f"no folder {model!r} here, and no {what.split(' ', 1)[1]} from the Hub: {reason}"
+            ) from error
+        raise ValueError(f"cannot load {what} from {model!r}: {reason}") from error

@@ -1,0 +1,38 @@
+"""What people read while a library works: the first line of an error, and less of its log."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its kind if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Keep transformers' bars for single weight files off the terminal."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def without_reports() -> Iterator[None]:
+    """Keep what transformers has to say short of an error, of missing weights say, off the log."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)

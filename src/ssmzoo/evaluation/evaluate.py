@@ -1,0 +1,239 @@
+"""Score any causal language model with lm-eval, and keep the scores in one file a model.
+
+- Our own tasks (``eval/tasks``) are generated and need no network; any lm-eval task works too.
+- A suite (``eval/suites``) is an lm-eval group whose entries state the metric that counts.
+- The results file is written after every task, so a run that is killed keeps what it has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tempfile
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from ssmzoo.checkpoints.load import (
+    Dtype,
+    check_dtype,
+    check_vocabulary,
+    load_model,
+    load_tokenizer,
+    model_folder,
+    model_name,
+)
+from ssmzoo.checkpoints.weights import weights_revision
+from ssmzoo.environment.hardware import environment, hardware, installed_versions, usable_device
+from ssmzoo.environment.portable import portable_command
+from ssmzoo.evaluation.results import Results, Score, merge, read_results, recipe_of, write_results
+from ssmzoo.evaluation.scoring import TEXT_TASK, Library, score_task
+from ssmzoo.evaluation.suites import Suite, average_score, load_suite, suites
+from ssmzoo.evaluation.text import read_documents
+from ssmzoo.tasks import symbol_count
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Suite", "evaluate", "load_suite", "model_folder", "model_name", "suites"]
+
+PACKAGES = ("ssmzoo", "torch", "transformers", "lm-eval", "datasets", "tokenizers", "numpy")
+
+
+def evaluate(
+    model: str | Path,
+    *,
+    tasks: Sequence[str] = (),
+    suite: str | None = None,
+    text: str | Path | None = None,
+    output_dir: str | Path = "eval/results",
+    name: str | None = None,
+    batch_size: int = 8,
+    limit: int | None = None,
+    seed: int = 1234,
+    device: str | None = None,
+    dtype: Dtype = "auto",
+    trust_remote_code: bool = False,
+) -> Path:
+    """Score a model and return its results file, ``<output_dir>/<name>.json``.
+
+    A second call for the same model merges by (task, metric). Scores do not depend on
+    ``batch_size``, nor on which other tasks are named.
+
+    Args:
+        model: A checkpoint folder or a Hub id.
+        tasks: Names of our tasks, of lm-eval's tasks, groups and tags, or lm-eval YAML files.
+        suite: A suite's name (a file in ``eval/suites``), or a suite file.
+        text: A file or folder whose bits per byte are measured as well.
+        output_dir: Folder of results files.
+        name: Name of the model in results; by default made from ``model``.
+        batch_size: Prompts a forward pass.
+        limit: Documents a task, from its beginning; all if None.
+        seed: Seeds generated tasks, the order of text windows, few-shot choices and sampling.
+        device: A torch device; by default a GPU where there is one.
+        dtype: Type of the weights; "auto" is the checkpoint's own.
+        trust_remote_code: Let a checkpoint run code of its own.
+
+    Raises:
+        ValueError: An argument, the checkpoint, or an existing results file is unusable.
+        LookupError: No such task, suite, or model; close names are suggested.
+        RuntimeError: lm-eval is not installed, a task's data cannot be had, or the results cannot
+            be written.
+    """
+    model = str(model)
+    names, chosen = _plan(tasks, suite, text)
+    for argument, value in (("batch_size", batch_size), ("limit", limit)):
+        if value is not None and value < 1:
+            raise ValueError(f"{argument} must be at least 1, got {value}")
+    check_dtype(dtype)
+    folder = model_folder(model)
+    metadata: dict[str, Any] = {"seed": seed}
+    if text is not None:
+        documents = read_documents(text)
+        metadata |= {"text": str(text), "text_sha256": _digest_of(d.encode() for d in documents)}
+    target = _results_file(output_dir, name if name is not None else model_name(model))
+    earlier = read_results(target) if target.exists() else None
+    _require_lm_eval()
+
+    from ssmzoo.evaluation import scorer
+
+    with scorer.tamed():
+        place = usable_device(device)
+        tokenizer = load_tokenizer(model, folder, trust_remote_code)
+        if tokenizer.eos_token_id is None and tokenizer.bos_token_id is None:
+            raise ValueError(f"the tokenizer of {model!r} must have a bos_token or an eos_token")
+        symbols = symbol_count(tokenizer)
+        if symbols is not None:
+            metadata["vocab_size"] = symbols
+        library = Library(metadata)
+        # a suite's entries travel as groups of one, which carry the metric that counts
+        members = [{"group": chosen.name, "task": [e]} for e in chosen.entries] if chosen else []
+        specs: list[str | dict[str, Any]] = [*names, *members]
+        library.check(specs)
+        network = load_model(model, folder, dtype, trust_remote_code)
+        cast("torch.nn.Module", network).to(place)
+        check_vocabulary(network, tokenizer)
+        lm = scorer.Scorer(network, tokenizer, batch_size=batch_size)
+        results: Results = {
+            "model": {
+                "name": target.stem,
+                "source": model,
+                "revision": weights_revision(folder)
+                if folder is not None
+                else getattr(network.config, "_commit_hash", None),
+                "model_type": network.config.model_type,
+                "parameters": network.num_parameters(),
+            },
+            "results": [],
+            "versions": installed_versions(*PACKAGES),
+            "hardware": hardware(place),
+            "environment": environment(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": _command(
+                model, tasks, suite, text, output_dir, name, batch_size, limit, seed, device, dtype,
+                trust_remote_code,
+            ),
+        }  # fmt: skip
+        if folder is not None and folder.resolve().name == "model":
+            recipe = folder.resolve().parent / "recipe.yaml"
+            if recipe.is_file():
+                results["recipe"] = recipe_of(recipe)
+        results = merge(earlier, results)
+        scores: list[Score] = []
+        for spec in specs:
+            new = score_task(lm, library.load(spec), limit=limit, seed=seed, symbols=symbols)
+            if not isinstance(spec, str):
+                new = [cast("Score", {**score, "suite": spec["group"]}) for score in new]
+            scores += new
+            results = merge(results, {**results, "results": new})
+            write_results(target, results)
+        if chosen is not None and chosen.average:
+            row = average_score(chosen, [s for s in scores if s.get("suite") == chosen.name])
+            results = merge(results, {**results, "results": [row]})
+            write_results(target, results)
+    return target
+
+
+def _plan(
+    tasks: Sequence[str], suite: str | None, text: str | Path | None
+) -> tuple[list[str], Suite | None]:
+    if isinstance(tasks, str):
+        raise TypeError(f"tasks must be a sequence of names, got the string {tasks!r}")
+    names = list(dict.fromkeys(tasks))
+    if text is not None and TEXT_TASK not in names:
+        names.append(TEXT_TASK)
+    if text is None and TEXT_TASK in names:
+        raise ValueError(f"task {TEXT_TASK!r} needs text, a file or folder to score")
+    if not names and suite is None:
+        raise ValueError(
+            f"nothing to score: give tasks, a suite or a text; suites: {', '.join(suites())}"
+        )
+    return names, load_suite(suite) if suite is not None else None
+
+
+def _results_file(output_dir: str | Path, name: str) -> Path:
+    if not re.fullmatch(r"[\w.+-]+", name) or name.startswith("."):
+        raise ValueError(
+            f"name must be letters, digits and any of '_.+-', and start with no dot, got {name!r}"
+        )
+    folder = Path(output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # ask by doing, before hours of scoring
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{name}."):
+            pass
+    except OSError as error:
+        raise RuntimeError(
+            f"output_dir {str(output_dir)!r} cannot be written: {error.strerror}; choose another"
+        ) from error
+    return folder / f"{name}.json"
+
+
+def _require_lm_eval() -> None:
+    try:
+        import lm_eval.evaluator
+        import lm_eval.models.huggingface  # noqa: F401
+    except ImportError as error:
+        raise RuntimeError(
+            f"scoring needs lm-eval ({error}); install it with: pip install 'ssmzoo[eval]'"
+        ) from error
+
+
+def _command(
+    model: str,
+    tasks: Sequence[str],
+    suite: str | None,
+    text: str | Path | None,
+    output_dir: str | Path,
+    name: str | None,
+    batch_size: int,
+    limit: int | None,
+    seed: int,
+    device: str | None,
+    dtype: str,
+    trust_remote_code: bool,
+) -> str:
+    """Write down the command line that does the same again; defaults that decide are spelt out."""
+    words = ["ssmzoo", "eval", model]
+    words += ["--tasks", ",".join(tasks)] if tasks else []
+    for flag, value in (
+        ("--suite", suite),
+        ("--text", text),
+        ("--output-dir", output_dir),
+        ("--name", name),
+        ("--batch-size", batch_size),
+        ("--limit", limit),
+        ("--seed", seed),
+        ("--device", device),
+        ("--dtype", dtype),
+    ):
+        words += [flag, str(value)] if value is not None else []
+    return portable_command([*words, "--trust-remote-code"] if trust_remote_code else words)
+
+
+def _digest_of(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:16]

@@ -1,0 +1,166 @@
+"""Results files: one a model, merged by (task, metric), complete or not there.
+
+Read with :func:`read_results`, joined with :func:`merge`, written with :func:`write_results`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict, cast
+
+import yaml
+
+from ssmzoo.environment.hardware import Environment
+from ssmzoo.environment.portable import portable, without_credentials
+from ssmzoo.files import write_json
+
+LOG = logging.getLogger("ssmzoo")
+
+
+class ModelInfo(TypedDict):
+    """Which model was scored; ``revision`` is the Hub commit, or a digest of the local weights."""
+
+    name: str
+    source: str
+    revision: str | None
+    model_type: str
+    parameters: int
+
+
+class Benchmark(TypedDict):
+    """A benchmark on the Hub: its data set, and the task's id in the data set's ``eval.yaml``."""
+
+    dataset: str
+    task_id: str
+
+
+class Score(TypedDict):
+    """One number; ``settings`` is what defines the task's data.
+
+    ``versions``, ``hardware``, ``environment``, ``date`` and ``command`` are there only where they
+    differ from those of the file, because the score is from an earlier call; ``environment`` is
+    None where that call did not record it. ``benchmark`` is there where the score is one of a
+    benchmark on the Hub.
+    """
+
+    task: str
+    metric: str
+    value: float | None
+    stderr: float | None
+    n: int
+    seed: int
+    num_fewshot: int
+    higher_is_better: bool | None
+    settings: dict[str, Any]
+    suite: NotRequired[str]
+    benchmark: NotRequired[Benchmark]
+    versions: NotRequired[dict[str, str]]
+    hardware: NotRequired[str]
+    environment: NotRequired[Environment | None]
+    date: NotRequired[str]
+    command: NotRequired[str]
+
+
+class Results(TypedDict):
+    """A results file.
+
+    ``environment`` is absent where it was not recorded, ``recipe`` where the run that trained the
+    model is not known.
+    """
+
+    model: ModelInfo
+    recipe: NotRequired[dict[str, Any]]
+    results: list[Score]
+    versions: dict[str, str]
+    hardware: str
+    environment: NotRequired[Environment | None]
+    date: str
+    command: str
+
+
+# what a call of its own has, and a score of an earlier call keeps
+_ORIGIN = ("versions", "hardware", "environment", "date", "command")
+
+
+def read_results(path: str | Path) -> Results:
+    """Read a results file.
+
+    Raises:
+        ValueError: It is not one, for instance because it was cut short.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(content["model"]["source"], str):
+            raise TypeError("model.source must be a string")
+        _ = {(row["task"], row["metric"]): row["value"] for row in content["results"]}
+        _ = [content[key] for key in _ORIGIN if key != "environment"]
+        _ = content["model"]["revision"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"results file {str(path)!r} is corrupt ({type(error).__name__}: {error}); move it "
+            f"away, or give another name"
+        ) from error
+    return content
+
+
+def recipe_of(path: Path) -> dict[str, Any]:
+    """Read a run's recipe as results hold it: without folders of this machine.
+
+    Raises:
+        ValueError: The file is no YAML mapping.
+    """
+    try:
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{path} is corrupt: {error}") from error
+    if not isinstance(recipe, dict):
+        raise ValueError(f"{path} is corrupt: it must hold a mapping, got {recipe!r}")
+    return cast("dict[str, Any]", portable(recipe))
+
+
+def write_results(path: str | Path, results: Results) -> None:
+    """Write a results file; it appears under its name only when it is complete.
+
+    Credentials in it, of an address that was read say, are struck out.
+    """
+    write_json(Path(path), without_credentials(results), indent=2)
+
+
+def merge(earlier: Results | None, new: Results) -> Results:
+    """Return ``new`` with the earlier scores that it does not replace.
+
+    Those that stay keep the versions, hardware, environment, date and command of their own call.
+    Scores of other weights from the same source are dropped, with a warning.
+
+    Raises:
+        ValueError: The earlier scores are another model's.
+    """
+    if earlier is None:
+        return new
+    if earlier["model"]["revision"] != new["model"]["revision"]:
+        old, now = earlier["model"]["source"], new["model"]["source"]
+        if old != now:
+            raise ValueError(
+                f"results named {new['model']['name']!r} are of another model, {old!r}; "
+                f"give those of {now!r} another name"
+            )
+        if earlier["results"]:
+            LOG.warning(
+                "dropped %d results of %s: they are of other weights", len(earlier["results"]), now
+            )
+        return new
+    replaced = {(row["task"], row["metric"]): row for row in new["results"]}
+    rows = []
+    for row in earlier["results"]:
+        kept = replaced.pop((row["task"], row["metric"]), None)
+        if kept is None:
+            own = {
+                key: earlier.get(key)
+                for key in _ORIGIN
+                if key not in row and earlier.get(key) != new.get(key)
+            }
+            kept = cast("Score", {**row, **own})
+        rows.append(kept)
+    return {**new, "results": [*rows, *replaced.values()]}

@@ -1,0 +1,87 @@
+"""Suites: named sets of tasks, each entry an lm-eval group member that states its metric."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from ssmzoo.evaluation.results import Score
+from ssmzoo.family import suggestion
+from ssmzoo.files import share
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A named set of tasks; each entry is an lm-eval group member that states its metric."""
+
+    name: str
+    entries: tuple[dict[str, Any], ...]
+    average: bool
+
+    @property
+    def metrics(self) -> dict[str, str]:
+        """The metric that counts, by task."""
+        return {entry["task"]: entry["metric_list"][0]["metric"] for entry in self.entries}
+
+
+def suites() -> dict[str, Path]:
+    """Return the files of the shipped suites by name."""
+    return {path.stem: path for path in sorted(share("eval/suites").glob("*.yaml"))}
+
+
+def load_suite(name: str) -> Suite:
+    """Read a suite by name, or from a YAML file.
+
+    Raises:
+        LookupError: No such suite; the message suggests and lists.
+        ValueError: The file is no suite.
+    """
+    known = suites()
+    path = Path(name) if name.endswith((".yaml", ".yml")) else known.get(name)
+    if path is None or not path.is_file():
+        raise LookupError(
+            f"no suite named {name!r}{suggestion(name, known)}; suites: {', '.join(known)}"
+        )
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"suite {str(path)!r} cannot be read: {error}") from error
+    entries = content.get("task") if isinstance(content, dict) else None
+    if not isinstance(entries, list) or "group" not in content:
+        raise ValueError(f"suite {str(path)!r} must be an lm-eval group: keys 'group' and 'task'")
+    for entry in entries:
+        if not (isinstance(entry, dict) and "task" in entry and entry.get("metric_list")):
+            raise ValueError(
+                f"every entry of suite {str(path)!r} must hold 'task' and 'metric_list', "
+                f"got {entry!r}"
+            )
+    average = bool((content.get("metadata") or {}).get("average"))
+    return Suite(content["group"], tuple(entries), average)
+
+
+def average_score(suite: Suite, rows: list[Score]) -> Score:
+    """Average a suite's tasks, every one counting alike, as the papers' tables do."""
+    metrics = suite.metrics
+    counted = [row for row in rows if metrics.get(row["task"]) == row["metric"]]
+    values = [row["value"] for row in counted if row["value"] is not None]
+    errors = [row["stderr"] for row in counted if row["stderr"] is not None]
+    directions = {row["higher_is_better"] for row in counted}
+    whole = len(values) == len(suite.entries)
+    stderr = math.hypot(*errors) / len(errors) if whole and len(errors) == len(values) else None
+    return {
+        "task": suite.name,
+        "metric": "average",
+        "value": float(np.mean(values)) if whole else None,
+        "stderr": stderr,
+        "n": sum(row["n"] for row in counted),
+        "seed": counted[0]["seed"],
+        "num_fewshot": max(row["num_fewshot"] for row in counted),
+        "higher_is_better": directions.pop() if len(directions) == 1 else None,
+        "settings": {"tasks": len(counted)},
+        "suite": suite.name,
+    }

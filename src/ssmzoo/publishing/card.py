@@ -1,0 +1,495 @@
+"""Write a model's card from what was measured.
+
+Every number in a card comes from the model's own files, a results file of ``ssmzoo eval`` or the
+run directory of ``ssmzoo train``; one that is in none of them reads "not measured". Results count
+as this model's only if they carry the digest of its weights. The words are in
+``model_cards/template.md`` and ``model_cards/families/<family>.yaml``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import yaml
+
+from ssmzoo.environment.portable import portable, without_credentials
+from ssmzoo.family import Family, packages_of
+from ssmzoo.files import appears_whole, share, write_text, writing
+from ssmzoo.publishing.card_sources import (
+    NOT_MEASURED,
+    PICTURE,
+    Results,
+    Row,
+    Score,
+    family_of,
+    family_words,
+    flat,
+    is_number,
+    merged,
+    part_results,
+    read_results,
+    recorded,
+)
+from ssmzoo.publishing.card_summary import Summary, read_summary, summarise
+from ssmzoo.publishing.hub import CARD, EVAL_RESULTS
+from ssmzoo.publishing.papers import paper_table, rows_of
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCardData
+
+MARKER = "Rendered by `ssmzoo card` from measured results; edits are lost when it runs again."
+
+_ENTRIES = "ssmzoo.yaml"  # in the folder that the Hub's leaderboards read
+_MANY = 4  # other models whose scores stand in a table in any case
+# What a person decided about the model survives a new rendering.
+_KEPT = ("license", "license_name", "license_link", "language", "datasets", "base_model")
+# The first name that a configuration has; zoo names first, then those of other libraries.
+_ARCHITECTURE = (
+    ("Hidden size", ("hidden_size", "n_embd", "d_model")),
+    ("Layers", ("num_hidden_layers", "n_layer")),
+    ("State size", ("d_state", "state_size")),
+    ("Expansion", ("expand",)),
+    ("Convolution width", ("d_conv", "conv_kernel")),
+    ("Attention heads", ("num_attention_heads", "n_head")),
+    ("Vocabulary", ("vocab_size",)),
+    ("Longest input", ("max_position_embeddings",)),
+    ("Transition", ("transition",)),
+    ("Tied embeddings", ("tie_word_embeddings",)),
+)
+# What every configuration of a family names, and a block without a convolution does not have.
+_OF_CONVOLUTIONS = ("Expansion", "Convolution width")
+
+
+def render_card(
+    model: str | Path,
+    *,
+    results: Sequence[str | Path] = (),
+    run_dir: str | Path | None = None,
+    output: str | Path | None = None,
+) -> Path:
+    """Write a model's card, and its loss curve beside it, and return the card's path.
+
+    Beside a card in the model's folder, scores of benchmarks on the Hub stand in
+    ``.eval_results/ssmzoo.yaml`` as well, where the Hub's leaderboards look for them. A card
+    outside the model's folder gets, under its own name, the curve (``.png``) and what the card says
+    of model and run (``.json``); from that file it can be rendered again.
+
+    Args:
+        model: A folder as ``save_pretrained`` writes it, or the ``.json`` beside a card.
+        results: Files of ``ssmzoo eval``: this model's own, and those of models to stand beside.
+        run_dir: The run that made the model. For ``RUN/model`` it is ``RUN`` if absent.
+        output: The card's path; ``README.md`` in the model's folder, or beside the ``.json``, if
+            absent. A file there that ``ssmzoo card`` did not write is never overwritten. Licence,
+            language, data sets and base model in an earlier card's metadata are kept.
+
+    Raises:
+        ValueError: A file is missing, corrupt, or not of this model; the message names it.
+        RuntimeError: Jinja2 is not installed, or the card cannot be written.
+    """
+    try:
+        import jinja2  # noqa: F401
+    except ImportError as error:
+        raise RuntimeError(
+            "writing a card needs Jinja2; install it with: pip install 'ssmzoo[publish]'"
+        ) from error
+
+    place = Path(model)
+    read = [read_results(Path(path)) for path in results]
+    if place.suffix == ".json":
+        if run_dir is not None:
+            raise ValueError(f"run_dir must be absent with {place}, which holds what the run said")
+        summary, picture = read_summary(place), place.with_suffix(".png")
+        target = Path(output) if output is not None else place.with_suffix(".md")
+        if summary.picture and not picture.is_file():
+            raise ValueError(f"{picture} does not exist; it belongs to {place}")
+        own, others = part_results(summary.revision, place, read)
+    else:
+        summary, picture = summarise(place, run_dir)
+        target = Path(output) if output is not None else place / CARD
+        own, others = part_results(summary.revision, place, read)
+    alone = target.resolve().parent != place.resolve()
+    shown = target.with_suffix(".png") if alone else target.with_name(PICTURE)
+    text = _render(summary, own, others, kept=_kept_metadata(target), picture=shown.name)
+    with ExitStack() as parts:  # none appears before all are written
+        if summary.picture and picture is not None and picture.resolve() != shown.resolve():
+            shutil.copyfile(picture, parts.enter_context(appears_whole(shown)))
+        if alone and target.with_suffix(".json").resolve() != place.resolve():
+            summary.write(parts.enter_context(appears_whole(target.with_suffix(".json"))))
+        entries = None if alone else _eval_results(own)
+        if entries:
+            beside = target.parent / EVAL_RESULTS / _ENTRIES
+            with writing(beside):
+                beside.parent.mkdir(exist_ok=True)
+            write_text(parts.enter_context(appears_whole(beside)), entries)
+        write_text(parts.enter_context(appears_whole(target)), text)
+    if not alone and not entries:
+        (target.parent / EVAL_RESULTS / _ENTRIES).unlink(missing_ok=True)  # of former weights
+    return target
+
+
+def _eval_results(own: Sequence[Results]) -> str | None:
+    """Return what the Hub reads from ``.eval_results``; None if no score is of a benchmark."""
+    from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
+
+    entries = [
+        EvalResultEntry(
+            *score.benchmark,
+            value=score.value,
+            date=score.origin.date,
+            notes=f"{row.task}, {row.metric}, {row.num_fewshot} shots, lm-eval by ssmzoo",
+        )
+        for row, score in merged(own).items()
+        if score.benchmark is not None and score.value is not None
+    ]
+    return yaml.safe_dump(eval_result_entries_to_yaml(entries)) if entries else None
+
+
+def _render(
+    summary: Summary,
+    own: Sequence[Results],
+    others: Sequence[Results],
+    *,
+    kept: Mapping[str, Any],
+    picture: str,
+) -> str:
+    from huggingface_hub import ModelCard
+
+    name = own[0].name if own else summary.name
+    head = _head(summary)
+    tasks = {row.task for row in merged(own)}
+    seeds = [entry for entry in others if any(entry.is_of_another_seed(o) for o in own)]
+    everything = [*own, *others]
+    others = [entry for entry in others if entry not in seeds]
+    if tasks:
+        others = [entry for entry in others if tasks & {row.task for row in entry.scores}]
+        if len(others) > _MANY:  # of many, those with the same examples
+            rows = merged(own).keys()
+            others = [entry for entry in others if rows & entry.scores.keys()]
+    family = family_of(summary.config)
+    words = family_words(family.name) if family else None
+    targets = [x for x in family.lora_targets if x in summary.modules] if family else []
+    card = ModelCard.from_template(
+        _metadata(name, family, own, kept, head),
+        template_str=share("model_cards/template.md").read_text(encoding="utf-8"),
+        marker=MARKER,
+        name=_plain(name),
+        source=json.dumps(name, ensure_ascii=False),
+        summary=_summary(words, summary, head),
+        head=head,
+        language_model=head.pipeline == "text-generation",
+        picture=picture if summary.picture else None,
+        results=_results(name, own, others),
+        seeds=_seeds(own, seeds),
+        paper=_paper(family, own, everything),
+        origins=_origins([*own, *others]),
+        packages=_packages(family),
+        prompt=json.dumps(summary.prompt) if summary.prompt else None,
+        words=words,
+        family=family.name if family else None,
+        lora_targets=json.dumps(targets) if targets else None,
+        architecture=_architecture(summary),
+        training=_training(summary, head),
+        recipe=_fenced("yaml", summary.recipe.strip()) if summary.recipe else None,
+    )
+    return without_credentials(str(card).rstrip()) + "\n"
+
+
+def _kept_metadata(target: Path) -> dict[str, Any]:
+    """Return the metadata of an earlier card that a person may have set."""
+    from huggingface_hub import ModelCard
+
+    if not target.exists():
+        return {}
+    try:
+        text = target.read_text(encoding="utf-8")
+        card = ModelCard(text) if MARKER in text else None
+    except Exception as error:  # yaml.YAMLError, ValueError, OSError: all mean one thing here
+        raise ValueError(f"{target} cannot be read as a card: {error}; move it away") from error
+    if card is None:
+        raise ValueError(
+            f"{target} was not written by `ssmzoo card`; move it away or choose another output"
+        )
+    metadata = card.data.to_dict()
+    return {key: metadata[key] for key in _KEPT if key in metadata}
+
+
+def _metadata(
+    name: str,
+    family: Family | None,
+    own: Sequence[Results],
+    kept: Mapping[str, Any],
+    head: _Head,
+) -> ModelCardData:
+    from huggingface_hub import EvalResult, ModelCardData
+
+    evaluations = []
+    for row, score in merged(own).items():
+        if score.value is None:
+            continue
+        settings = {
+            "n": row.n,
+            "num_fewshot": row.num_fewshot,
+            "seed": row.seed,
+            "stderr": score.stderr,
+        }
+        evaluations.append(
+            EvalResult(
+                task_type=head.pipeline,
+                dataset_type=row.task,
+                dataset_name=row.task,
+                metric_type=row.metric,
+                metric_name=row.metric,
+                metric_value=score.value,
+                metric_args={key: value for key, value in settings.items() if value is not None},
+            )
+        )
+    tags = []
+    if family is not None:
+        tags = ["ssmzoo", "state-space-model", family.name, f"arxiv:{family.paper.arxiv}"]
+    return ModelCardData(
+        library_name="transformers",
+        pipeline_tag=head.pipeline,
+        tags=tags or None,
+        model_name=name if evaluations else None,
+        eval_results=evaluations or None,
+        **kept,
+    )
+
+
+class _Head(NamedTuple):
+    """What kind of model a card is about: in words, by its class, by the Hub's name."""
+
+    words: str
+    module: str
+    name: str
+    pipeline: str
+
+
+_HEADS = {
+    "ForCausalLM": ("language model", "text-generation"),
+    "ForSequenceClassification": ("classifier of sequences", "text-classification"),
+    "ForTokenClassification": ("classifier of tokens", "token-classification"),
+    "ForPairClassification": ("classifier of pairs of documents", "text-classification"),
+    "ForImageClassification": ("classifier of images", "image-classification"),
+}
+
+
+def _head(summary: Summary) -> _Head:
+    """Return the kind that the first of the configuration's architectures names.
+
+    Raises:
+        ValueError: Cards have no words for it.
+    """
+    named = next(iter(summary.config.get("architectures") or ()), "ForCausalLM")
+    suffix = next((suffix for suffix in _HEADS if named.endswith(suffix)), None)
+    if suffix is None:
+        raise ValueError(
+            f"a card needs a model whose class ends in one of {', '.join(_HEADS)}, got {named}"
+        )
+    words, pipeline = _HEADS[suffix]
+    if suffix == "ForPairClassification":  # which has no Auto class
+        module = str(summary.config.get("model_type"))
+        if not (named.isidentifier() and module.isidentifier()):  # they go into a program
+            raise ValueError(
+                f"config.json must name a model_type and a class, got {module!r} and {named!r}"
+            )
+        return _Head(words, module, named, pipeline)
+    return _Head(words, "transformers", f"AutoModel{suffix}", pipeline)
+
+
+def _summary(words: Mapping[str, Any] | None, summary: Summary, head: _Head) -> str:
+    kind = words["title"] if words else _code(summary.config.get("model_type"))
+    tokens = summary.measured.get("tokens")
+    trained = f", trained on {_number(tokens)} tokens" if tokens is not None else ""
+    return f"A {kind} {head.words} of {_number(summary.parameters)} parameters{trained}."
+
+
+def _packages(family: Family | None) -> str:
+    """Return what a reader must install."""
+    if family is None:
+        return "transformers torch"
+    return " ".join(["./ssmzoo", *packages_of(family.name)[1:]])
+
+
+def _results(name: str, own: Sequence[Results], others: Sequence[Results]) -> str:
+    columns = {name: merged(own)}
+    for entry in others:
+        label = (
+            entry.name if entry.name not in columns else f"{entry.name} ({portable(entry.source)})"
+        )
+        columns[label] = dict(entry.scores)
+    rows = dict.fromkeys(row for column in columns.values() for row in column)
+    if not rows:
+        return (
+            f"{NOT_MEASURED.capitalize()}. `ssmzoo eval` measures, `ssmzoo card --results FILE` "
+            "writes it here."
+        )
+    lines = []
+    for row in rows:
+        scores = [column.get(row) for column in columns.values()]
+        better = next((score.higher_is_better for score in scores if score), None)
+        arrow = {True: " ↑", False: " ↓", None: ""}[better]
+        counts = [
+            "" if count is None else str(count) for count in (row.n, row.num_fewshot, row.seed)
+        ]
+        shown = [_score(score) for score in scores]
+        lines.append([row.task, row.metric + arrow, *shown, *counts, row.settings])
+    first, *rest = columns
+    names = [_Markdown(f"**{_plain(first)}**"), *rest]
+    header = ["Task", "Metric", *names, "Examples", "Shots", "Seed", "Settings"]
+    note = "↑ higher is better, ↓ lower is better; ± is the standard error."
+    if others:
+        note += " The scores in a row are of the same examples."
+    return f"{_table(header, lines)}\n\n{note}"
+
+
+def _seeds(own: Sequence[Results], others: Sequence[Results]) -> str | None:
+    """Set this model's scores among those of the same recipe with other seeds."""
+    if not others:
+        return None
+    mine = next(entry for entry in own if entry.is_of_another_seed(others[0]))
+    found: dict[Row, list[float]] = {}
+    for entry in (mine, *others):
+        for row, score in entry.scores.items():
+            if score.value is not None:
+                found.setdefault(replace(row, seed=None), []).append(score.value)
+    lines = []
+    for row, score in mine.scores.items():
+        values = found.get(replace(row, seed=None), [])
+        if len(values) > 1:
+            numbers = [_number(x) for x in (median(values), min(values), max(values))]
+            lines.append([row.task, row.metric, str(len(values)), _score(score), *numbers])
+    names = sorted({str(entry.seed()) for entry in (mine, *others)})
+    text = f"The same recipe was trained with the seeds {', '.join(names)}; here is {mine.seed()}."
+    header = ["Task", "Metric", "Seeds", "This one", "Median of all", "From", "To"]
+    return f"{text}\n\n{_table(header, lines)}"
+
+
+def _paper(family: Family | None, own: Sequence[Results], results: Sequence[Results]) -> str | None:
+    """Set the model's scores beside what its paper reports, if that has such a row."""
+    mine = {entry.path.stem for entry in own}
+    rows = [row for row in rows_of(family.name) if mine & set(row.results)] if family else []
+    return paper_table(rows, results) if rows else None
+
+
+def _score(score: Score | None) -> str:
+    if score is None or score.value is None:
+        return NOT_MEASURED
+    return _number(score.value) + (f" ± {_number(score.stderr)}" if score.stderr else "")
+
+
+def _origins(results: Sequence[Results]) -> str | None:
+    """Say when, where and by what command the scores came about."""
+    origins = dict.fromkeys(
+        (entry.name, score.origin) for entry in results for score in entry.scores.values()
+    )
+    if not origins:
+        return None
+    commands = dict.fromkeys(origin.command for _, origin in origins)
+    rows = [
+        [name, origin.date, origin.hardware, origin.environment, origin.versions]
+        for name, origin in origins
+    ]
+    header = ["Model", "Date", "Hardware", "Code, vectors and threads", "Versions"]
+    block = _fenced("bash", "\n".join(commands))
+    return f"To repeat them:\n\n{block}\n\n{_table(header, rows)}"
+
+
+def _architecture(summary: Summary) -> str:
+    config = summary.config
+    rows = [
+        ["Type", _code(config.get("model_type"))],
+        ["Parameters", _number(summary.parameters)],
+        ["Stored as", ", ".join(summary.dtypes)],
+    ]
+    convolves = any("conv" in name for name in summary.modules)
+    for label, names in _ARCHITECTURE:
+        if label in _OF_CONVOLUTIONS and not convolves:
+            continue
+        value = next((config[name] for name in names if config.get(name) is not None), None)
+        if isinstance(value, bool):
+            rows.append([label, "yes" if value else "no"])
+        elif value is not None:
+            rows.append([label, str(value)])
+    return _table(["", ""], rows)
+
+
+def _training(summary: Summary, head: _Head) -> str:
+    """Tabulate what the run recorded."""
+
+    def fact(name: str) -> str:
+        return flat((summary.run or {}).get(name))
+
+    def metric(name: str, unit: str = "", places: int = 4) -> str:
+        value = summary.measured.get(name)
+        return _number(value, places) + unit if is_number(value) else NOT_MEASURED
+
+    loss, unit, judged, by = "loss", " nats", "accuracy", "accuracy"
+    if summary.config.get("problem_type") == "regression":
+        loss, unit, judged, by = "loss, mean squared error", "", "root mean squared error", "rmse"
+    elif head.pipeline == "text-generation":
+        unit, judged = " nats per token", "accuracy, next token"
+    command = fact("command")
+    rows = [
+        ["Data", fact("data")],
+        ["Steps", metric("step")],
+        ["Tokens", metric("tokens")],
+        [f"Last training {loss}", metric("loss", unit)],
+        [f"Last validation {loss}", metric("validation_loss", unit)],
+        [f"Last validation {judged}", metric(f"validation_{by}")],
+        ["Computed in", fact("dtype")],
+        ["Time", metric("seconds", " s", places=1)],
+        ["Hardware", fact("hardware")],
+        ["Code, vectors and threads", recorded((summary.run or {}).get("environment"))],
+        ["Versions", fact("versions")],
+        ["Command", command if command == NOT_MEASURED else _code(command)],
+    ]
+    return _table(["", ""], rows)
+
+
+def _number(value: Any, places: int = 4) -> str:
+    """Write a number readably: whole ones in full, small ones to three digits."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    small = 0 < abs(value) < 10.0 ** (1 - places)
+    return f"{value:.2e}" if small else f"{value:,.{places}f}"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+class _Markdown(str):
+    """A text that is written as Markdown already; any other shows its characters as they are."""
+
+
+def _cell(text: str) -> str:
+    return (text if isinstance(text, _Markdown) else _plain(text)).replace("|", "\\|")
+
+
+def _plain(text: str) -> str:
+    """Return Markdown, in one line, that shows a text's characters: neither HTML, code nor link."""
+    return re.sub(r"([\\`\[\]])", r"\\\1", " ".join(text.split())).replace("<", "&lt;")
+
+
+def _code(value: object) -> _Markdown:
+    """Return a value in a code span, in one line."""
+    text = " ".join(str(value).split())
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    space = " " if "`" in text else ""
+    return _Markdown(f"{fence}{space}{text}{space}{fence}")
+
+
+def _fenced(language: str, text: str) -> str:
+    """Return a text in a code block that nothing in it can end."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}{language}\n{text}\n{fence}"

@@ -1,4 +1,0 @@
-"""What travels with a checkpoint's own code in the place of modules that build or find kernels.
-
-``ssmzoo.export_code`` reads these files; nothing of the zoo imports them.
-"""

@@ -1,0 +1,236 @@
+"""A run's folder: what it holds, and whether a run may begin or continue there."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, cast
+
+from ssmzoo.checkpoints.weights import weights_revision
+from ssmzoo.environment.hardware import installed_versions
+from ssmzoo.environment.portable import portable, portable_command
+from ssmzoo.evaluation.results import Results, Score, recipe_of, write_results
+from ssmzoo.files import STDLIB, read_json, write_folder, write_json, write_text
+from ssmzoo.recipe import Recipe, load_recipe
+from ssmzoo.training.checkpoint import CONTENTS, checkpoint_of, newest_checkpoint, read_metrics
+from ssmzoo.training.curves import draw_curves
+
+logger = logging.getLogger("ssmzoo")
+
+# what a run that was killed before it began may have left
+_DONT_COUNT = re.compile(r"\.lock|cache|\..+\.(unfinished|replaced)")
+_DRAW_SECONDS = 30  # at least, between two pictures of one run
+_PACKAGES = ("ssmzoo", "torch", "transformers", "accelerate", "datasets", "numpy")
+_MAY_CHANGE = {
+    *("train.steps", "train.tokens", "train.epochs", "train.stop_at"),
+    *("train.accumulate", "train.gradient_checkpointing"),
+}
+# paths may change: what lies there is compared by name and digest when the data is opened
+_PLACES = {
+    *("data.text", "data.jsonl", "data.parquet", "data.dataset", "data.validation"),
+    *("data.tokenizer", "data.task_args"),
+}
+_DATA_FACTS = ("source", "config", "revision", "documents", "tokens", "examples", "digest")
+_NOT_OF_THE_MODEL = {CONTENTS, "optimizer.safetensors", "state.json"}
+
+
+class RunFolder:
+    """The folder of a run; one process writes it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.cache = path / "cache"
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+        self._drawn = time.perf_counter()
+        self._changes: list[dict[str, Any]] = []
+
+    def starting_point(self, recipe: Recipe, *, resume: bool) -> Path | None:
+        """Return the checkpoint to continue from, None to begin; nothing is written.
+
+        Raises:
+            ValueError: The folder holds something else than a run that may be continued.
+            RuntimeError: The newest checkpoint is damaged.
+        """
+        if all(_DONT_COUNT.fullmatch(path.name) for path in self.path.iterdir()):
+            return None
+        if not resume:
+            raise ValueError(
+                f"output_dir must be empty or new, got {self.path}, which is not; resume the run "
+                "that is there, or choose another folder"
+            )
+        begun = self.path / "recipe.yaml"
+        if not begun.exists():
+            raise ValueError(
+                f"output_dir must hold a run to resume, got {self.path} without recipe.yaml"
+            )
+        before = load_recipe(begun)
+        require_same(before, recipe)
+        self._changes = [
+            {"field": name, "from": portable(was), "to": portable(now)}
+            for name, was, now in before.differences(recipe, Recipe.model_fields)
+        ]
+        return newest_checkpoint(self.checkpoints)
+
+    def manifest(self) -> dict[str, Any] | None:
+        """Return what the run found its data to be when it began.
+
+        Raises:
+            RuntimeError: The file that says so is damaged.
+        """
+        described = self.path / "data.json"
+        if not described.exists():
+            return None
+        try:
+            return json.loads(described.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise RuntimeError(
+                f"{described} is damaged ({error}), and what was trained on cannot be told without "
+                "it; put it back as it was, or start a new run"
+            ) from error
+
+    def describe(
+        self, recipe: Recipe, manifest: dict[str, Any], facts: dict[str, Any], *, step: int
+    ) -> None:
+        """Write what describes the run: recipe, data, and the facts beside time and versions.
+
+        What is not as it was before ``step`` is added to the list ``changes`` in ``run.json``.
+        """
+        self._warn_of_the_clock()
+        changes = self._record_changes(facts, step)
+        write_text(self.path / "recipe.yaml", recipe.to_yaml())
+        write_json(self.path / "data.json", manifest)
+        described = {
+            "command": portable_command([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "date": _now(),
+            "data": {
+                "names": portable(getattr(recipe.data, recipe.data.source)),
+                **{key: manifest[key] for key in _DATA_FACTS if key in manifest},
+            },
+            **facts,
+            "versions": installed_versions(*_PACKAGES),
+        }
+        if changes:
+            described["changes"] = changes
+        write_json(self.path / "run.json", described)
+
+    def _record_changes(self, facts: dict[str, Any], step: int) -> list[dict[str, Any]]:
+        """Return all changes since the run began, after writing them down if there are new ones."""
+        try:
+            before = read_json(self.path / "run.json")
+        except ValueError:  # not there yet, or damaged and about to be replaced
+            before = {}
+        new = [{"step": step, **change} for change in self._changes]
+        processes = before.get("processes", facts["processes"])
+        if processes != facts["processes"]:
+            change = {"field": "processes", "from": processes, "to": facts["processes"]}
+            new.append({"step": step, **change})
+        changes = before.get("changes", [])
+        if not new or changes[-len(new) :] == new:  # written, and killed before the recipe was
+            return changes
+        # first of all: where the recipe is written, what it said before is gone
+        write_json(self.path / "run.json", {**before, "changes": changes + new})
+        return changes + new
+
+    def _warn_of_the_clock(self) -> None:
+        """Say so if the clock was set back since ``run.json`` was written."""
+        try:
+            before = json.loads((self.path / "run.json").read_text(encoding="utf-8"))["date"]
+        except (OSError, ValueError, LookupError, TypeError):
+            return  # not there yet, or damaged and about to be replaced
+        if isinstance(before, str) and before > _now():
+            logger.warning(
+                "the clock was set back: %s says that it is at least %s, the clock %s; only the "
+                "dates in that file depend on it",
+                self.path / "run.json",
+                before,
+                _now(),
+            )
+
+    def draw(self, title: str, loss: str, *, now: bool = False) -> None:
+        """Draw the curves, if that was not done a moment ago, or ``now``."""
+        if now or time.perf_counter() - self._drawn > _DRAW_SECONDS:
+            draw_curves(self.metrics, self.path / "loss.png", title=title, loss=loss)
+            self._drawn = time.perf_counter()
+
+    def final(self, best: int | None) -> Path:
+        """Return the checkpoint that becomes the model: that of the step ``best``, or the last."""
+        final = newest_checkpoint(self.checkpoints)
+        assert final is not None
+        return final if best is None else checkpoint_of(self.checkpoints, best)
+
+    def finish(self, final: Path, **facts: Any) -> None:
+        """Write ``model/`` from a checkpoint, and what the run came to into ``run.json``."""
+
+        def write(folder: Path) -> None:
+            for path in final.iterdir():
+                if path.name not in _NOT_OF_THE_MODEL and not path.name.startswith("carried-"):
+                    shutil.copy2(path, folder)
+
+        write_folder(self.path / "model", write)
+        self._warn_of_the_clock()
+        described = read_json(self.path / "run.json")
+        last = {k: v for line in read_metrics(self.metrics) for k, v in line.items()}
+        keys = ["loss", "validation_loss", "validation_accuracy"]
+        if "validation_rmse" in last:
+            keys[2] = "validation_rmse"
+        described["finished"] = {"date": _now(), **facts, **{key: last.get(key) for key in keys}}
+        write_json(self.path / "run.json", described)
+        shutil.rmtree(self.cache, ignore_errors=True)
+
+    def write_results(self, scores: list[Score], model_type: str, parameters: int) -> None:
+        """Write ``results.json``: what ``ssmzoo eval`` writes, with the scores of a test split."""
+        described = read_json(self.path / "run.json")
+        results: Results = {
+            "model": {
+                "name": self.path.name,
+                "source": f"{self.path.name}/model",
+                "revision": weights_revision(self.path / "model"),
+                "model_type": model_type,
+                "parameters": parameters,
+            },
+            "recipe": recipe_of(self.path / "recipe.yaml"),
+            "results": cast("list[Score]", portable(scores)),
+            "versions": described["versions"],
+            "hardware": described["hardware"],
+            "environment": described.get("environment"),
+            "date": described["finished"]["date"],
+            "command": described["command"],
+        }
+        write_results(self.path / "results.json", results)
+
+
+def require_same(begun: Recipe, now: Recipe) -> None:
+    """Check that a recipe differs from the one a run began with in nothing but what may change.
+
+    Raises:
+        ValueError: It does; the message names the field.
+    """
+    for name, before, after in begun.differences(now, ("model", "data", "train")):
+        if name not in _MAY_CHANGE and not (name in _PLACES and _is_moved(before, after)):
+            raise ValueError(
+                f"{name} must stay as the run began to resume it, {before!r}, "
+                f"got {after!r}; start a new run to change it"
+            )
+
+
+def _is_moved(before: Any, after: Any) -> bool:
+    """Return whether both are local: one path, several, or a task's arguments but for its data."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        return before.keys() == after.keys() and all(
+            value == after[key] or (key == "data" and _is_moved(value, after[key]))
+            for key, value in before.items()
+        )
+    paths = [*(before if isinstance(before, list) else [before])]
+    paths += after if isinstance(after, list) else [after]
+    return all(isinstance(path, str) and (path[:1] == "/" or path == STDLIB) for path in paths)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

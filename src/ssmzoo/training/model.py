@@ -1,0 +1,214 @@
+"""The model that a recipe asks for: a family of the zoo, a transformers model, or given weights."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, cast
+
+from ssmzoo.checkpoints.trust import trusted
+from ssmzoo.environment.messages import first_line, without_bars
+from ssmzoo.family import family_of_type, load_family, suggestion
+from ssmzoo.recipe import ModelSection
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from ssmzoo.family import Family
+    from ssmzoo.tasks import Supervised
+
+logger = logging.getLogger("ssmzoo")
+
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def build_config(
+    section: ModelSection,
+    tokenizer: PreTrainedTokenizerBase | None,
+    task: Supervised | None = None,
+) -> PreTrainedConfig:
+    """Return the configuration of the model to train, checked against the tokenizer and the task.
+
+    ``vocab_size`` is the tokenizer's length unless the recipe or the preset gives it; the special
+    tokens are the tokenizer's unless the recipe gives them. Of a supervised task come vocabulary,
+    labels, channels and ``problem_type``; they win over a preset's, and the log says so.
+
+    Raises:
+        LookupError: No such family, preset, model type, weights or field, or no head for the task.
+        ValueError: A wrong value, a vocabulary too small for the tokenizer, or a field that is not
+            the task's.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    import ssmzoo.auto  # noqa: F401
+
+    given = {**section.config, **_fields_of(task, section)}
+    if section.init_from is not None:
+        try:
+            config = AutoConfig.from_pretrained(section.init_from, trust_remote_code=False, **given)
+        except (OSError, ValueError) as error:
+            raise _not_found(section.init_from, error) from error
+    else:
+        if section.preset is None and tokenizer is not None:
+            given.setdefault("vocab_size", len(tokenizer))
+        try:
+            if section.family is not None:
+                config = load_family(section.family).config(section.preset, **given)
+            else:
+                config = _known_class(str(section.config_of), section.config, task)(**given)
+        except (TypeError, ValueError, StrictDataclassError) as error:
+            raise ValueError(f"model.config: {' '.join(str(error).split())}") from error
+        for name in _SPECIAL:
+            if name not in given and tokenizer is not None:
+                setattr(config, name, getattr(tokenizer, name))
+    if tokenizer is not None and config.vocab_size < len(tokenizer):
+        raise ValueError(
+            f"the model's vocab_size must be at least the tokenizer's {len(tokenizer)}, "
+            f"got {config.vocab_size}"
+        )
+    channels = getattr(config, "input_channels", None)
+    if task is not None and channels != task.input_channels:
+        raise ValueError(
+            f"the model's input_channels must be the task's, {task.input_channels}, got {channels}"
+        )
+    model_class(config, task)
+    return config
+
+
+def build_model(
+    section: ModelSection, config: PreTrainedConfig, task: Supervised | None = None
+) -> PreTrainedModel:
+    """Return the model in float32: new weights from torch's seed, or those of ``init_from``."""
+    import torch
+
+    if section.init_from is not None:
+        return load_model(section.init_from, config, task)
+    model = model_class(config, task)._from_config(config, dtype=torch.float32)
+    return cast("PreTrainedModel", model)
+
+
+def load_model(
+    source: str, config: PreTrainedConfig | None = None, task: Supervised | None = None
+) -> PreTrainedModel:
+    """Return the model of a folder or Hub id in float32, with the head of a task.
+
+    Raises:
+        LookupError: There is none.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    import ssmzoo.auto  # noqa: F401
+
+    try:
+        with without_bars(), trusted(source):
+            config = config or AutoConfig.from_pretrained(source, trust_remote_code=False)
+            kind = model_class(config, task)
+            return kind.from_pretrained(
+                source, config=config, dtype=torch.float32, use_safetensors=True
+            )
+    except (OSError, ValueError) as error:
+        raise _not_found(source, error) from error
+
+
+def model_class(config: PreTrainedConfig, task: Supervised | None = None) -> type[PreTrainedModel]:
+    """Return the model with the head for a task; None means language modelling.
+
+    Raises:
+        LookupError: This type of model has no such head.
+    """
+    family = _family_of(config)
+    found: Any = None
+    own = {"token_pairs": "pair_classification_class", "images": "image_classification_class"}
+    if task is not None and task.kind in own:
+        found = None if family is None else getattr(family, own[task.kind])
+    elif family is not None or not _only_of_families(task):
+        found = _heads(task).get(type(config), None)
+    if found is None:
+        what = "causal_lm" if task is None else f"{task.objective} of {task.kind}"
+        raise LookupError(f"models of type {config.model_type!r} have no head for {what}")
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _fields_of(task: Supervised | None, section: ModelSection) -> dict[str, object]:
+    """Return the fields of the configuration that a task says, checked against the recipe's."""
+    if task is None:
+        return {}
+    said: dict[str, object] = {}
+    if task.num_labels is not None:
+        regression = task.objective.endswith("regression")
+        said["num_labels"] = task.num_labels
+        said["problem_type"] = "regression" if regression else "single_label_classification"
+    if section.init_from is None and task.vocab_size is not None:
+        said["vocab_size"] = task.vocab_size
+    if section.family is not None:
+        said["input_channels"] = task.input_channels
+    for name, value in section.config.items():
+        if said.get(name, value) != value:
+            raise ValueError(
+                f"model.config.{name} must be absent or the task's, {said[name]!r}, got {value!r}"
+            )
+    if section.family is not None and section.preset is not None:
+        preset = load_family(section.family).presets.get(section.preset, {})
+        for name in preset.keys() & said.keys():
+            if preset[name] != said[name]:
+                logger.warning(
+                    "preset %s has %s = %s; the task needs and gets %s",
+                    section.preset,
+                    name,
+                    preset[name],
+                    said[name],
+                )
+    return said
+
+
+def _only_of_families(task: Supervised | None) -> bool:
+    """Return whether transformers' own models have no head, or no input, for a task."""
+    return task is not None and (task.kind != "tokens" or task.objective == "token_regression")
+
+
+def _heads(task: Supervised | None) -> Any:
+    """Return transformers' mapping from configurations to models with the head for a task."""
+    import transformers
+
+    if task is None or task.objective == "causal_lm":
+        return transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if task.objective.startswith("token_"):
+        return transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+    return transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+
+def _family_of(config: PreTrainedConfig) -> Family | None:
+    """Return the installed family whose configuration this is, None for transformers' own."""
+    family = family_of_type(config.model_type)
+    return family if family is not None and family.config_class is type(config) else None
+
+
+def _known_class(
+    model_type: str, given: dict[str, object], task: Supervised | None
+) -> type[PreTrainedConfig]:
+    """Return transformers' configuration class; it would take an unknown field, so we look."""
+    from transformers import CONFIG_MAPPING
+
+    what = "causal language model"
+    if task is not None and task.objective != "causal_lm":
+        what = f"model for {task.objective} of {task.kind}"
+    family_of_type(model_type)  # one of ours is imported by that
+    known_type = model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in _heads(task)
+    if not known_type or _only_of_families(task):
+        raise LookupError(
+            f"model.config_of: transformers has no {what} of type {model_type!r}"
+            f"{suggestion(model_type, CONFIG_MAPPING.keys())}"
+        )
+    config_class = CONFIG_MAPPING[model_type]
+    known = {field.name for field in fields(config_class)} | set(config_class.attribute_map)
+    for name in given.keys() - known:
+        raise LookupError(
+            f"model.config: {config_class.__name__} has no field {name!r}{suggestion(name, known)}"
+        )
+    return config_class
+
+
+def _not_found(source: str, error: Exception) -> LookupError:
+    return LookupError(f"model.init_from: no model loads from {source!r}: {first_line(error)}")

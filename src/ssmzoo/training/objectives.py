@@ -1,0 +1,402 @@
+"""What a run learns: parts to a model's arguments, what its loss averages over, what is measured.
+
+The loop trains by ``pieces``, ``targets`` and ``loss_of``, and validates by ``batch``, ``zeros``,
+``measure`` and ``metrics``. The loss is a mean over the batch's targets; a validation adds up sums
+over batches and processes, so it does not depend on either.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ssmzoo.data.rows import IGNORED, Rows
+from ssmzoo.recipe import HIGHER_IS_BETTER
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ssmzoo.data.labelled import Examples
+    from ssmzoo.tasks import Supervised
+
+logger = logging.getLogger("ssmzoo")
+
+
+class Objective(ABC):
+    """What all objectives share.
+
+    Attributes:
+        metric: What of :meth:`metrics` says which of two models is better.
+        measured: What of :meth:`metrics` a run can stop at.
+        scored: What of them is written down as the score of a test split, what matters most first.
+        loss: The loss in words, with its unit.
+        options: Arguments of the model that are no tensors.
+        independent: Whether a target is an example of its own.
+    """
+
+    metric = "loss"
+    measured: tuple[str, ...] = ("loss", "accuracy")
+    scored: tuple[str, ...] = ("loss",)
+    loss = "loss in nats per token"
+    independent = False
+
+    @property
+    def higher(self) -> bool:
+        """Whether more of the metric is better."""
+        return self.metric in HIGHER_IS_BETTER
+
+    def __init__(self, model: nn.Module) -> None:
+        known = inspect.signature(model.forward).parameters
+        self.options = {"use_cache": False} if "use_cache" in known else {}
+
+    @abstractmethod
+    def batch(self, part: Any) -> dict[str, torch.Tensor]:
+        """Return a model's arguments."""
+
+    def pieces(self, part: Any) -> list[Any]:
+        """Return what to run forward and backward one after the other; their losses add up."""
+        return [self.batch(part)]
+
+    def loss_of(
+        self, forward: Callable[..., Any], piece: Any, part: int, targets: int
+    ) -> torch.Tensor:
+        """Return a piece's loss, as a share of the mean over its part's targets.
+
+        Args:
+            forward: Runs the model on a batch.
+            piece: One of :meth:`pieces`.
+            part: Which of a step's micro-batches it comes from.
+            targets: Of that micro-batch.
+        """
+        return forward(piece).loss
+
+    def carried(self) -> dict[str, torch.Tensor]:
+        """Return, by name, what of this step the next one begins with."""
+        return {}
+
+    def carry_on(self, tensors: dict[str, torch.Tensor], device: torch.device) -> None:
+        """Begin the next step with what :meth:`carried` returned."""
+        assert not tensors
+
+    @abstractmethod
+    def targets(self, part: Any) -> int:
+        """Return what the loss of this part is a mean over."""
+
+    @abstractmethod
+    def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Any) -> torch.Tensor:
+        """Return what adds up over batches and processes: loss, the metric's sum, targets."""
+
+    def zeros(self, device: torch.device) -> torch.Tensor:
+        """Return the sums of no batch."""
+        import torch
+
+        return torch.zeros(3, dtype=torch.float64, device=device)
+
+    def metrics(self, sums: torch.Tensor) -> dict[str, float | int]:
+        """Return what a validation reports."""
+        loss, right, targets = sums.tolist()
+        return {"loss": loss / targets, "accuracy": right / targets, "targets": int(targets)}
+
+
+class CausalLM(Objective):
+    """Predict the next token.
+
+    Args:
+        model: Rows are packed into one, their seams marked by ``cu_seqlens``, if it takes that.
+        packs: Whether the rows hold several documents at all.
+    """
+
+    def __init__(self, model: nn.Module, *, packs: bool) -> None:
+        super().__init__(model)
+        takes_boundaries = "cu_seqlens" in inspect.signature(model.forward).parameters
+        self.packed = packs and takes_boundaries
+        if packs and not takes_boundaries:
+            logger.warning(
+                "%s takes no cu_seqlens: documents that share a row see each other",
+                type(model).__name__,
+            )
+
+    def batch(self, part: Rows) -> dict[str, torch.Tensor]:
+        """Return a model's arguments: packed into one row [1, n * L], or rows [n, L]."""
+        import torch
+
+        arrays = {"input_ids": part.input_ids, "labels": part.labels}
+        if self.packed:
+            arrays = {name: array.reshape(1, -1) for name, array in arrays.items()}
+            ends = [*np.flatnonzero(part.starts), part.starts.size]
+            arrays["cu_seqlens"] = np.array(ends, np.int32)
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def targets(self, part: Rows) -> int:
+        """Return how many tokens are predicted.
+
+        Raises:
+            ValueError: Nothing at all, where there is no mean.
+        """
+        if not part.targets:
+            raise ValueError(
+                "a batch must have tokens to predict; documents of one token have none"
+            )
+        return part.targets
+
+    def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Rows) -> torch.Tensor:
+        """Return what a validation adds up: loss, hits, targets."""
+        logits: torch.Tensor = output.logits
+        labels = batch["labels"][:, 1:].to(logits.device)
+        right = (logits[:, :-1].argmax(-1) == labels).sum()
+        sums = self.zeros(logits.device)
+        if part.targets:  # the mean of nothing is not a number
+            sums[0] = output.loss.double() * part.targets
+        sums[1], sums[2] = right, part.targets
+        return sums
+
+
+class Labelled(Objective):
+    """Say the labels of a task's examples.
+
+    Args:
+        model: The model, with the task's head.
+        task: The task; its lengths become the attention mask.
+    """
+
+    def __init__(self, model: nn.Module, task: Supervised) -> None:
+        super().__init__(model)
+        self._kind = task.kind
+        self._by_token = task.objective.startswith("token_") or task.objective == "causal_lm"
+        self._positions = _most_positions(model)
+        self.independent = not self._by_token
+
+    def batch(self, part: Examples) -> dict[str, torch.Tensor]:
+        """Return a model's arguments.
+
+        Raises:
+            ValueError: An example longer than the model's table of positions.
+        """
+        import torch
+
+        inputs, lengths = part.batch.inputs, part.batch.lengths
+        if self._positions is not None and inputs.shape[-1] > self._positions:
+            raise ValueError(
+                f"model.config.max_position_embeddings must be at least the length of every "
+                f"example, got {self._positions} and an example of {inputs.shape[-1]}"
+            )
+        if self._kind == "token_pairs":
+            arrays = {}
+            for side, prefix in enumerate(("", "pair_")):
+                longest = lengths[:, side].max()
+                arrays[f"{prefix}input_ids"] = inputs[:, side, :longest]
+                arrays[f"{prefix}attention_mask"] = _mask(lengths[:, side], longest)
+        elif self._kind == "images":
+            arrays = {"pixel_values": inputs}
+        else:
+            name = "input_ids" if self._kind == "tokens" else "input_values"
+            arrays = {name: inputs}
+            # a classifier without a mask would take zeros at the ends of tokens for padding
+            judged_whole = self._kind == "tokens" and not self._by_token
+            if judged_whole or (lengths < inputs.shape[1]).any():
+                arrays["attention_mask"] = _mask(lengths, inputs.shape[1])
+        arrays["labels"] = self._labels(part)
+        return {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in arrays.items()}
+
+    def targets(self, part: Examples) -> int:
+        """Return how many labels count; none of a stand-in's does.
+
+        Raises:
+            ValueError: A part without labels, where there is no mean.
+        """
+        count = int(self._counted(self._labels(part)).sum())
+        if not count:
+            raise ValueError("a batch must have labels, got none; raise train.batch_size")
+        return count if part.counts else 0
+
+    def _labels(self, part: Examples) -> np.ndarray:
+        """Return the labels, those of padding marked as not counting."""
+        labels = part.batch.labels
+        if not self._by_token:
+            return labels
+        inside = np.arange(labels.shape[1]) < part.batch.lengths[:, None]
+        return np.where(inside, labels, np.array(self._nothing, labels.dtype))
+
+    def _counted(self, labels: np.ndarray) -> np.ndarray:
+        return labels != self._nothing
+
+    @property
+    def _nothing(self) -> float:
+        """A label that does not count."""
+        return IGNORED
+
+
+class _ByTheModelsLoss(Labelled):
+    """Labels of which the model itself makes the loss."""
+
+    def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Examples) -> torch.Tensor:
+        """Return what a validation adds up: loss, the metric's sum, targets."""
+        logits: torch.Tensor = output.logits
+        sums = self.zeros(logits.device)
+        if part.counts:
+            count = self.targets(part)
+            sums[0] = output.loss.double() * count
+            sums[1] = self._judge(logits, batch["labels"].to(logits.device))
+            sums[2] = count
+        return sums
+
+    @abstractmethod
+    def _judge(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the sum of what the metric is the mean of."""
+
+
+class Classification(_ByTheModelsLoss):
+    """Say the class of each sequence, or of each token."""
+
+    metric = "accuracy"
+    scored = ("accuracy",)
+    loss = "loss in nats"
+
+    def _judge(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (logits.argmax(-1) == labels).sum()
+
+
+class Regression(_ByTheModelsLoss):
+    """Estimate the value of each sequence, or of each token."""
+
+    metric = "rmse"
+    measured = ("loss", "rmse")
+    scored = ("rmse",)
+    loss = "mean squared error"
+
+    def metrics(self, sums: torch.Tensor) -> dict[str, float | int]:
+        """Return what a validation reports."""
+        loss, squares, targets = sums.tolist()
+        return {"loss": loss / targets, "rmse": (squares / targets) ** 0.5, "targets": int(targets)}
+
+    def _counted(self, labels: np.ndarray) -> np.ndarray:
+        return ~np.isnan(labels)
+
+    @property
+    def _nothing(self) -> float:
+        return float("nan")
+
+    def _judge(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        error = logits.double().reshape(labels.shape) - labels
+        return error.nan_to_num().square().sum()
+
+
+class LabelledLM(Labelled):
+    """Predict the next token where the task asks for one.
+
+    Only those columns of a batch get logits, of a model that takes ``logits_to_keep``, and what
+    follows the last of them is not read.
+    """
+
+    metric = "accuracy"
+    measured = ("loss", "accuracy", "exact_match")
+    scored = ("exact_match", "accuracy", "loss")
+
+    def __init__(self, model: nn.Module, task: Supervised) -> None:
+        super().__init__(model, task)
+        self._chooses = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def batch(self, part: Examples) -> dict[str, torch.Tensor]:
+        """Return a model's arguments.
+
+        Raises:
+            ValueError: A part where nothing is asked.
+        """
+        import torch
+
+        self.targets(part)
+        arrays, (_, columns) = super().batch(part), self._wanted(part)
+        del arrays["labels"]
+        batch = {name: x[:, : columns[-1] + 1] for name, x in arrays.items()}
+        if self._chooses:
+            batch["logits_to_keep"] = torch.from_numpy(columns)
+        return batch
+
+    def pieces(self, part: Examples) -> list[dict[str, torch.Tensor]]:
+        """Return a model's arguments and, for us, what its logits must say."""
+        import torch
+
+        return [{**self.batch(part), "wanted": torch.from_numpy(self._wanted(part)[0])}]
+
+    def loss_of(
+        self, forward: Callable[..., Any], piece: dict[str, torch.Tensor], part: int, targets: int
+    ) -> torch.Tensor:
+        """Return the mean over a part's ``targets``."""
+        logits = forward({name: x for name, x in piece.items() if name != "wanted"}).logits
+        return _cross_entropy(logits, piece["wanted"]) / max(1, targets)  # 0 of a stand-in
+
+    def zeros(self, device: torch.device) -> torch.Tensor:
+        """Return the sums of no batch."""
+        import torch
+
+        return torch.zeros(5, dtype=torch.float64, device=device)
+
+    def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Examples) -> torch.Tensor:
+        """Return what adds up: loss, right targets, targets, right examples, examples."""
+        import torch
+
+        logits: torch.Tensor = output.logits
+        sums = self.zeros(logits.device)
+        if part.counts:
+            wanted = torch.from_numpy(self._wanted(part)[0]).to(logits.device)
+            right, asked = logits.argmax(-1) == wanted, wanted != IGNORED
+            sums[0] = _cross_entropy(logits, wanted)
+            sums[1], sums[2] = right.sum(), asked.sum()
+            sums[3], sums[4] = (right | ~asked).all(dim=1).sum(), len(right)
+        return sums
+
+    def metrics(self, sums: torch.Tensor) -> dict[str, float | int]:
+        """Return what a validation reports; of an exact match all of an example is right."""
+        whole, examples = sums[3:].tolist()
+        found = super().metrics(sums[:3])
+        return {**found, "exact_match": whole / examples, "examples": int(examples)}
+
+    def _counted(self, labels: np.ndarray) -> np.ndarray:
+        return labels[:, 1:] != IGNORED
+
+    def _wanted(self, part: Examples) -> tuple[np.ndarray, np.ndarray]:
+        """Return what the logits must say [B, K], and the columns where something is asked."""
+        labels = self._labels(part)[:, 1:]
+        columns = np.flatnonzero((labels != IGNORED).any(axis=0))
+        return labels[:, columns if self._chooses else slice(columns[-1] + 1)], columns
+
+
+def labelled(model: nn.Module, task: Supervised) -> Labelled:
+    """Return the objective of a task."""
+    if task.objective == "causal_lm":
+        return LabelledLM(model, task)
+    kind = Regression if task.objective.endswith("regression") else Classification
+    return kind(model, task)
+
+
+def _cross_entropy(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Return the sum over what is wanted, in float32."""
+    from torch.nn import functional as F
+
+    return F.cross_entropy(
+        logits.flatten(0, 1).float(),
+        wanted.flatten().to(logits.device),
+        ignore_index=IGNORED,
+        reduction="sum",
+    )
+
+
+def _mask(lengths: np.ndarray, width: int) -> np.ndarray:
+    return (np.arange(width) < lengths[:, None]).astype(np.int64)
+
+
+def _most_positions(model: nn.Module) -> int | None:
+    """Return how many positions a model has embeddings of, None if it has no table of them."""
+    from torch import nn
+
+    tables = ("position_embeddings", "embed_positions", "wpe")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in tables:
+            return getattr(model.config, "max_position_embeddings", module.num_embeddings)
+    return None

@@ -1,0 +1,166 @@
+"""Train a model as a recipe says: one loop for every model and machine, on Accelerate.
+
+A killed run resumes from its newest checkpoint to the same weights, bit for bit on one machine.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from ssmzoo.environment.messages import first_line
+from ssmzoo.files import is_utf8
+from ssmzoo.recipe import Recipe, load_recipe
+from ssmzoo.training.checkpoint import checkpoints, locked, step_of
+from ssmzoo.training.distributed import (
+    is_of_another_process,
+    is_out_of_memory,
+    make_accelerator,
+    require_launched,
+)
+from ssmzoo.training.folder import RunFolder
+from ssmzoo.training.optimizer import make_optimizer, param_groups
+from ssmzoo.training.stopping import Stopped, StopRequest
+from ssmzoo.training.trainer import Run
+
+logger = logging.getLogger("ssmzoo")
+
+__all__ = ["make_optimizer", "param_groups", "train"]
+
+
+def train(
+    recipe: str | Path | Recipe,
+    *,
+    output_dir: str | Path,
+    resume: bool = False,
+    overrides: Sequence[str] = (),
+) -> Path:
+    """Train the model of a recipe and return the run's folder.
+
+    The folder holds ``recipe.yaml``, ``run.json``, ``data.json``, ``metrics.jsonl``, ``loss.png``,
+    ``checkpoints/`` and, at the end, ``model/``, which AutoModelForCausalLM and AutoTokenizer load.
+    A supervised task's model has the head for the task, which the Auto class for it loads; the
+    score of the test split is in ``run.json`` and ``results.json``.
+
+    SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) stop the run after the step, in all its processes: it is
+    saved, one line names the command that goes on, and
+    :class:`ssmzoo.training.stopping.Stopped` is raised, a KeyboardInterrupt. A second one, a second
+    later or more, stops at once; under a launcher that is the launcher's affair. Signals are heard
+    while this function runs in the main thread, and are handled as before afterwards.
+
+    Args:
+        recipe: A YAML file, the name of a shipped recipe, or a recipe.
+        output_dir: The run's folder.
+        resume: Continue the run that is there from its newest checkpoint; begin it where there is
+            none. Of ``model``, ``data`` and ``train`` only these may differ from the recipe that
+            it began with: ``train.steps``, ``train.tokens``, ``train.epochs``, ``train.stop_at``,
+            ``train.accumulate``, ``train.gradient_checkpointing``, and where the data lies. What
+            differs is listed in ``run.json`` under ``changes``.
+        overrides: ``section.field=value``; they win over the recipe.
+
+    Raises:
+        LookupError: A recipe, field, family, data set or tokenizer that does not exist.
+        ValueError: A wrong value in the recipe, or data that cannot be used.
+        RuntimeError: The machine: a folder in use or not writable, a damaged checkpoint, too little
+            memory, a launcher that did not start what it should, another process that ended, a loss
+            that is not finite.
+        Stopped: A signal told the run to stop, and it is saved.
+    """
+    chosen = load_recipe(recipe, overrides).with_absolute_paths()
+    require_launched()
+    request = StopRequest()
+    with request.heard():
+        return _train(chosen, Path(output_dir).absolute(), resume, request)
+
+
+def _train(recipe: Recipe, folder: Path, resume: bool, request: StopRequest) -> Path:
+    try:
+        from accelerate.state import AcceleratorState
+    except ImportError as error:
+        raise RuntimeError("training needs accelerate: pip install 'ssmzoo[train]'") from error
+    if not is_utf8(str(folder)):
+        raise ValueError(f"output_dir must be a path in UTF-8, got {str(folder)!a}")
+    ours = not AcceleratorState._shared_state
+    accelerator = make_accelerator(recipe)
+    alone = accelerator.num_processes == 1
+    # the process that failed says why before the others notice that it is gone
+    leave = alone
+    run: Run | None = None
+    try:
+        with locked(folder) if accelerator.is_main_process else nullcontext():
+            with request.obeyed_at_once() if alone else nullcontext():
+                run = Run(accelerator, recipe, RunFolder(folder), request, resume=resume)
+            run.go()
+        leave = True
+    except Stopped as stopped:
+        leave = True
+        told = Stopped(stopped.signal, f"{stopped} {_what_is_kept(folder, run, alone=alone)}")
+        if accelerator.is_main_process:
+            logger.warning("%s", told)
+        raise told from None
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise RuntimeError(_memory_message(error, recipe, folder, run)) from error
+        if not (isinstance(error, RuntimeError) and is_of_another_process(error)):
+            raise
+        saved = checkpoints(folder / "checkpoints")
+        way_out = f"resume from {saved[-1]}" if saved else "start again, there is no checkpoint yet"
+        raise RuntimeError(
+            f"another process of this run has ended, or hangs: see the launcher's report; {way_out}"
+        ) from error
+    finally:
+        accelerator.free_memory()
+        if ours:
+            if leave:
+                accelerator.end_training()
+            AcceleratorState._reset_state(reset_partial_state=True)
+    return folder
+
+
+def _what_is_kept(folder: Path, run: Run | None, *, alone: bool) -> str:
+    """Return where a run stopped and how it goes on."""
+    if not (folder / "recipe.yaml").exists():
+        return "before anything was trained; give the same command again, with or without --resume"
+    if run is not None and run.finished:
+        return f"when the run was finished; its model is {folder / 'model'}"
+    saved = checkpoints(folder / "checkpoints")
+    where = f"after step {step_of(saved[-1])}, which is saved" if saved else "before its first step"
+    launcher = "" if alone else "under the same launcher, "
+    return f"{where}; to go on: {launcher}{_resuming(folder)}"
+
+
+def _resuming(folder: Path) -> str:
+    """Return the command that goes on with a run."""
+    return shlex.join(
+        ["ssmzoo", "train", str(folder / "recipe.yaml"), "--output", str(folder), "--resume"]
+    )
+
+
+def _memory_message(error: BaseException, recipe: Recipe, folder: Path, run: Run | None) -> str:
+    """Return what ran out of memory, what needs less of it, and how the run goes on."""
+    options, steps = recipe.train, 0 if run is None else run.step
+    seq_len = "" if options.seq_len is None else f" (train.seq_len = {options.seq_len})"
+    checkpointing = str(options.gradient_checkpointing).lower()
+    text = (
+        f"out of memory after {steps} steps: {first_line(error)}; raise train.accumulate = "
+        f"{options.accumulate}, so that fewer of the train.batch_size = {options.batch_size} rows "
+        f"are computed at a time, set train.gradient_checkpointing = {checkpointing} to true, or "
+        f"start a new run with shorter rows{seq_len} or a smaller model"
+    )
+    if not (folder / "recipe.yaml").exists():
+        return text
+    saved = checkpoints(folder / "checkpoints")
+    kept = f"the checkpoint of step {step_of(saved[-1])} is intact; " if saved else ""
+    parts = 1 if run is None else run.accelerator.num_processes
+    share = options.batch_size // parts
+    fewer = range(options.accumulate + 1, share + 1)
+    accumulate = next((n for n in fewer if share % n == 0), None)
+    change = ""
+    if accumulate is not None:
+        change = f" --set train.accumulate={accumulate}"
+    elif not options.gradient_checkpointing:
+        change = " --set train.gradient_checkpointing=true"
+    return f"{text}; {kept}to go on: {_resuming(folder)}{change}"
