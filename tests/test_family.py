@@ -86,7 +86,7 @@ def test_listing_shows_distribution_and_entry_point_and_imports_neither_plugin_n
             "entry_point": "toy_family:FAMILY",
         }
     ]
-    X
+    code = "import sys, ssmzoo.cli.main as cli; cli.main(['list']); print(*sys.modules, sep='\\n')"
     modules = python(tmp_path, code).split()
     assert "ssmzoo.analysis.describe" in modules
     assert not {"torch", "transformers", "numpy", "toy_family", "ssmzoo_longhorn"} & set(modules)
