@@ -1,6 +1,7 @@
 """What all families share: configuration, backbone, heads, cache.
 
 A family writes a mixer and names it in its model class; everything else comes from here.
+From outside: every name of this page; families import nothing else of ``ssmzoo``.
 """
 
 from ssmzoo.modeling.backbone import SSMBlock, SSMMixer, SSMModel

@@ -1,4 +1,7 @@
-"""What a third party needs to hold its own family or kernel to the zoo's standards."""
+"""What a third party needs to hold its own family or kernel to the zoo's standards.
+
+From outside: every name of this page.
+"""
 
 from ssmzoo.testing.accuracy import assert_as_accurate
 from ssmzoo.testing.conformance import CheckResult, FamilyConformance, Report, check
