@@ -9,13 +9,14 @@ from tests.kernels.samples import (
     contiguous,
     expanded,
     far_apart,
-    library_of,
     registered,
     turned,
 )
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ssmzoo_kernels import declaration
 
 KINDS = (  # what calls hold, and in which layouts
     ({}, (contiguous, turned, expanded)),
@@ -62,15 +63,12 @@ class Watch(TorchDispatchMode):
 @contextlib.contextmanager
 def always_registered():
     """Send calls through torch.library that need no gradient, too."""
-    modules = [library_of(folder) for folder in {*registered().values()}]
-    kept = [(m, m.needs_library) for m in modules]
-    for module, _ in kept:
-        module.needs_library = lambda x: True
+    original = declaration.needs_library
+    declaration.needs_library = lambda x: True
     try:
         yield
     finally:
-        for module, original in kept:
-            module.needs_library = original
+        declaration.needs_library = original
 
 
 def run(call, backend, change):

@@ -3,15 +3,14 @@
 A call is an op's name, its tensors by name (None where absent) and its other arguments.
 """
 
-import importlib
 import importlib.util
 import mmap
 from typing import NamedTuple
 
 import torch
-from torch._library.custom_ops import OPDEFS
 
 import ssmzoo_kernels
+from ssmzoo_kernels.declaration import declared
 
 BACKENDS = ("eager", "cpu", "triton")  # those behind torch.library; the reference is torch alone
 
@@ -45,9 +44,9 @@ class Call(NamedTuple):
 def registered():
     """Return every op that the package registers with torch.library, and the folder it is in."""
     return {
-        name: definition._init_fn.__module__.split(".")[1]
-        for name, definition in OPDEFS.items()
-        if name.startswith("ssmzoo::")
+        f"ssmzoo::{name}{part}": HOMES.get(name, name)
+        for name, op in declared().items()
+        for part in ("", "_backward")[: 2 if op.gradients else 1]
     }
 
 
@@ -262,8 +261,3 @@ def far_apart(x):
     inner = x[0, 0].contiguous().stride()
     far = flat.as_strided(x.shape, (span, apart, *inner))
     return far.copy_(x)
-
-
-def library_of(folder):
-    """Return an op's ``library`` module."""
-    return importlib.import_module(f"ssmzoo_kernels.{folder}.library")

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssmzoo_kernels.scan import accumulator, chunk_slots
+from ssmzoo_kernels.declaration import accumulator
+from ssmzoo_kernels.scan import chunk_slots
 from ssmzoo_kernels.scan.triton import load_vector, locate, rows, sigmoid
 
 CHUNK = 64
@@ -189,7 +190,7 @@ def forward(
     bias: Tensor | None,  # [D]
     initial_state: Tensor | None,  # [S, K - 1, D]
     offsets: Tensor,  # [S + 1] int64
-    silu: bool,
+    activation: str | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs and every segment's last K - 1 inputs."""
     (tokens, width), taps, segments = x.shape, weight.shape[1], offsets.shape[0] - 1
@@ -212,7 +213,7 @@ def forward(
             D=width,
             K=taps,
             stride=x.stride(0),
-            SILU=silu,
+            SILU=activation is not None,
             ACC=_ACC[accumulator(x)],
             CHUNK=CHUNK,
             BLOCK_D=block,
@@ -229,7 +230,7 @@ def backward(
     bias: Tensor | None,
     initial_state: Tensor | None,
     offsets: Tensor,
-    silu: bool,
+    activation: str | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of ``forward``'s four tensors, None where one was absent."""
     (tokens, width), taps, segments = x.shape, weight.shape[1], offsets.shape[0] - 1
@@ -265,7 +266,7 @@ def backward(
             K=taps,
             stride_grad=grad_out.stride(0),
             stride=x.stride(0),
-            SILU=silu,
+            SILU=activation is not None,
             ACC=_ACC[exact],
             CHUNK=CHUNK,
             BLOCK_D=block,

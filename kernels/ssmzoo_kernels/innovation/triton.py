@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssmzoo_kernels.scan import accumulator, chunk_slots
+from ssmzoo_kernels.declaration import accumulator
+from ssmzoo_kernels.scan import chunk_slots
 from ssmzoo_kernels.scan.triton import locate, rows
 
 CHUNK = 64
@@ -62,11 +63,11 @@ def innovation_fwd_kernel(
         window = window[1:]
 
 
-def scores(
+def forward(
     y: Tensor,  # [T, D]
-    weights: list[float],
     history: Tensor,  # [S, k, D]
     offsets: Tensor,  # [S + 1] int64
+    weights: list[float],
     relative: bool,
 ) -> Tensor:
     """Return the scores ``[T]``."""
