@@ -436,7 +436,7 @@ def test_a_file_that_changes_while_it_is_copied_stops_the_publication(model, tmp
 
 def test_without_its_code_a_family_of_another_package_names_that_package(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text('{"model_type": "lru"}')
-    monkeypatch.setattr(hub, "family_of_type", lambda kind: SimpleNamespace(name=f"my-{kind}"))
+    monkeypatch.setattr(hub, "family_of", lambda _: SimpleNamespace(name="my-lru"))
     monkeypatch.setattr(hub, "packages_of", lambda name: ["ssmzoo", f"ssmzoo-{name}"])
     assert "index has it) and ssmzoo-my-lru, import ssmzoo.auto" in hub._how_to_load(
         tmp_path, "x", code=False

@@ -36,7 +36,7 @@ import yaml
 from ssmzoo.checkpoints.trust import refuse_paths
 from ssmzoo.checkpoints.weights import STATE, WEIGHTS_INDEX, listed, read_weights
 from ssmzoo.environment.portable import find_credential
-from ssmzoo.family import family_of_type, packages_of
+from ssmzoo.family import family_of, packages_of
 from ssmzoo.files import read_json, writing
 
 if TYPE_CHECKING:
@@ -215,8 +215,6 @@ def _has_code(folder: Path) -> bool:
     Raises:
         ValueError: It is of a family that is not installed.
     """
-    from ssmzoo.publishing.card_sources import family_of
-
     config = folder / "config.json"
     return config.is_file() and family_of(read_json(config)) is not None
 
@@ -224,10 +222,12 @@ def _has_code(folder: Path) -> bool:
 def _how_to_load(folder: Path, place: str, code: bool) -> str:
     if code:
         return f"to load it: from_pretrained({place!r}, trust_remote_code=True)"
-    kind = str(read_json(folder / "config.json").get("model_type"))
+    config = read_json(folder / "config.json")
+    kind = str(config.get("model_type"))
     name = kind.removeprefix("ssmzoo_")
-    with suppress(RuntimeError):  # a broken plugin, which this command does not need
-        family = family_of_type(kind)  # another package's may have any model_type
+    # a broken plugin, or one that is not installed: this command needs none
+    with suppress(RuntimeError, ValueError):
+        family = family_of(config)  # another package's may have any model_type
         if family is None and name == kind:
             return f"to load it: from_pretrained({place!r}), with the code that transformers has"
         name = name if family is None else family.name

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, cast
 
 from ssmzoo.checkpoints.trust import trusted
 from ssmzoo.environment.messages import first_line, without_bars
-from ssmzoo.family import family_of_type, load_family, suggestion
+from ssmzoo.family import family_of, load_family, suggestion
 from ssmzoo.recipe import ModelSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from ssmzoo.family import Family
     from ssmzoo.tasks import Supervised
 
 logger = logging.getLogger("ssmzoo")
@@ -118,7 +118,7 @@ def model_class(config: PreTrainedConfig, task: Supervised | None = None) -> typ
     Raises:
         LookupError: This type of model has no such head.
     """
-    family = _family_of(config)
+    family = family_of(config)
     found: Any = None
     own = {"token_pairs": "pair_classification_class", "images": "image_classification_class"}
     if task is not None and task.kind in own:
@@ -179,12 +179,6 @@ def _heads(task: Supervised | None) -> Any:
     return transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 
-def _family_of(config: PreTrainedConfig) -> Family | None:
-    """Return the installed family whose configuration this is, None for transformers' own."""
-    family = family_of_type(config.model_type)
-    return family if family is not None and family.config_class is type(config) else None
-
-
 def _known_class(
     model_type: str, given: dict[str, object], task: Supervised | None
 ) -> type[PreTrainedConfig]:
@@ -194,7 +188,8 @@ def _known_class(
     what = "causal language model"
     if task is not None and task.objective != "causal_lm":
         what = f"model for {task.objective} of {task.kind}"
-    family_of_type(model_type)  # one of ours is imported by that
+    with suppress(ValueError):  # none of ours, or not installed: the error below says so
+        family_of({"model_type": model_type})  # imports it
     known_type = model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in _heads(task)
     if not known_type or _only_of_families(task):
         raise LookupError(
