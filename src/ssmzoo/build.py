@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ssmzoo.family import family_of_type, load_family, suggestion
 from ssmzoo.recipe import ModelSection
-from ssmzoo.source import first_line, without_bars
+from ssmzoo.source import ask_again, first_line, is_local, without_bars
 from ssmzoo.trust import trusted
 
 if TYPE_CHECKING:
@@ -45,8 +45,11 @@ def build_config(
 
     given = {**section.config, **_fields_of(task, section)}
     if section.init_from is not None:
+        local = is_local(section.init_from, "model.init_from")
         try:
-            config = AutoConfig.from_pretrained(section.init_from, trust_remote_code=False, **given)
+            config = AutoConfig.from_pretrained(
+                section.init_from, trust_remote_code=False, local_files_only=local, **given
+            )
         except (OSError, ValueError) as error:
             raise _not_found(section.init_from, error) from error
     else:
@@ -101,12 +104,19 @@ def load_model(
 
     import ssmzoo.auto  # noqa: F401
 
+    local = is_local(source, "model.init_from")
     try:
         with without_bars(), trusted(source):
-            config = config or AutoConfig.from_pretrained(source, trust_remote_code=False)
+            config = config or AutoConfig.from_pretrained(
+                source, trust_remote_code=False, local_files_only=local
+            )
             kind = model_class(config, task)
             return kind.from_pretrained(
-                source, config=config, dtype=torch.float32, use_safetensors=True
+                source,
+                config=config,
+                dtype=torch.float32,
+                use_safetensors=True,
+                local_files_only=local,
             )
     except (OSError, ValueError) as error:
         raise _not_found(source, error) from error
@@ -211,4 +221,5 @@ def _known_class(
 
 
 def _not_found(source: str, error: Exception) -> LookupError:
+    ask_again()
     return LookupError(f"model.init_from: no model loads from {source!r}: {first_line(error)}")
