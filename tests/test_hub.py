@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,7 +171,7 @@ def test_a_failure_midway_leaves_the_earlier_publication_whole(model, tmp_path, 
         rename = os.rename
 
         def fail_at_the_new_folder(source, destination):
-            if str(source).endswith(".tmp"):
+            if str(source).endswith(".unfinished"):
                 code = 39 if Path(destination).exists() else 5
                 raise OSError(code, os.strerror(code))
             rename(source, destination)
@@ -180,6 +182,48 @@ def test_a_failure_midway_leaves_the_earlier_publication_whole(model, tmp_path, 
         publish(model, str(tmp_path / "out"))
     assert tree(tmp_path / "out") == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "tiny"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from ssmzoo.publishing import hub
+model, target, instant = sys.argv[1:]
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+copy, rename = hub._copy, os.rename
+def copy_one(source, destination, size):
+    die() if destination.name == "model.safetensors" else copy(source, destination, size)
+def rename_once(source, destination):
+    die() if Path(destination) == Path(target) and not Path(target).exists() else rename(
+        source, destination)
+if instant == "copy":
+    hub._copy = copy_one
+elif instant == "removal":
+    hub.shutil.rmtree = lambda path, **_: die() if path.exists() else None
+else:
+    hub._exchange = lambda first, second: False
+    os.rename = rename_once
+hub.publish(model, target, code=False)
+"""
+
+
+@pytest.mark.parametrize("instant", ["copy", "removal", "rename"])
+def test_a_killed_publication_loses_nothing_and_the_next_one_removes_its_remains(
+    model, tmp_path, instant
+):
+    target = tmp_path / "out"
+    publish(model, target)
+    before = tree(target)
+    (model / "README.md").write_text("# second\n")
+    arguments = [str(model), str(target), instant]
+    killed = subprocess.run([sys.executable, "-c", KILLED, *arguments], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) > (1 if instant == "rename" else 2)  # it left something
+    assert before in [tree(path) for path in tmp_path.iterdir()]
+    publish(model, target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "tiny"]
+    assert (target / "README.md").read_text() == "# second\n"
 
 
 @pytest.mark.parametrize(

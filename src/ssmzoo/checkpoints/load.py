@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -196,19 +197,28 @@ def load_model(
 def on_hub(model: str) -> bool:
     """Ask the Hub once for a model, before each of its files is asked for again and again.
 
+    The answer holds for this process, or until something fails to load; see :func:`ask_again`.
+
     Returns:
         False where the Hub is not to be asked, or does not answer and the model was fetched before.
 
     Raises:
         LookupError: The Hub has no such model, or does not answer.
     """
-    from huggingface_hub import constants, model_info, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE:
-        return False
+    return not constants.HF_HUB_OFFLINE and _answer(model)
+
+
+@functools.cache
+def _answer(model: str) -> bool:
+    from huggingface_hub import model_info, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
     try:
         model_info(model, timeout=10)
+    except HFValidationError as error:
+        raise LookupError(f"no folder {model!r} here, and it cannot be a Hub id") from error
     except RepositoryNotFoundError as error:
         raise LookupError(
             f"no folder {model!r} here, and no such model on the Hub, or a private one: "
@@ -217,7 +227,10 @@ def on_hub(model: str) -> bool:
     except HfHubHTTPError:  # it is there and busy: its client asks again
         return True
     except Exception as error:
-        if isinstance(try_to_load_from_cache(model, "config.json"), str):
+        fetched = (
+            try_to_load_from_cache(model, file) for file in ("config.json", *_TOKENIZER_FILES)
+        )
+        if any(isinstance(file, str) for file in fetched):
             return False
         raise LookupError(
             f"no folder {model!r} here, and the Hub does not answer: {first_line(error)}"
@@ -225,11 +238,29 @@ def on_hub(model: str) -> bool:
     return True
 
 
+def is_local(name: str, argument: str) -> bool:
+    """Tell whether what an argument names is loaded without the Hub: a folder, or fetched before.
+
+    Raises:
+        LookupError: It is no folder, and the Hub has no such model or does not answer.
+    """
+    try:
+        return Path(name).is_dir() or not on_hub(name)
+    except LookupError as error:
+        raise LookupError(f"{argument}: {error}") from error
+
+
+def ask_again() -> None:
+    """Forget what the Hub answered: what failed to load may be there when it is next asked for."""
+    _answer.cache_clear()
+
+
 @contextlib.contextmanager
 def _loading(what: str, model: str, folder: Path | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        ask_again()
         reason = f"{type(error).__name__}: {first_line(error)}"
         if folder is None and isinstance(error, OSError):
             raise LookupError(

@@ -23,7 +23,6 @@ import shutil
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -440,9 +439,13 @@ def _publish_folder(
     _check_folder(folder, target)
     if dry_run:
         return report
-    staged = target.parent / f".{target.name}.{uuid.uuid4().hex}.tmp"
+    staged, aside = _beside(target)
     try:
         with writing(target):
+            if aside.exists() and not target.exists():  # an earlier call was killed in between
+                os.rename(aside, target)
+            for leftover in (staged, aside):
+                shutil.rmtree(leftover, ignore_errors=True)
             target.parent.mkdir(parents=True, exist_ok=True)
             staged.mkdir()
             for name, source in plan.sources.items():
@@ -451,6 +454,12 @@ def _publish_folder(
     finally:
         shutil.rmtree(staged, ignore_errors=True)
     return _done(report, str(target))
+
+
+def _beside(target: Path) -> tuple[Path, Path]:
+    """Return the hidden folders for what is being written and for what it replaces."""
+    name = f".{target.name}"
+    return target.with_name(f"{name}.unfinished"), target.with_name(f"{name}.replaced")
 
 
 def _check_folder(folder: Path, target: Path) -> None:
@@ -526,7 +535,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 def _rename_twice(staged: Path, target: Path) -> None:
     """Replace a folder where no exchange exists: for an instant it is absent, never half there."""
-    aside = staged.with_suffix(".old")
+    _, aside = _beside(target)
     os.rename(target, aside)
     try:
         os.rename(staged, target)

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, cast
 
+from ssmzoo.checkpoints.load import ask_again, is_local
 from ssmzoo.checkpoints.trust import trusted
 from ssmzoo.environment.messages import first_line, without_bars
 from ssmzoo.family import family_of, load_family, suggestion
@@ -45,8 +46,11 @@ def build_config(
 
     given = {**section.config, **_fields_of(task, section)}
     if section.init_from is not None:
+        local = is_local(section.init_from, "model.init_from")
         try:
-            config = AutoConfig.from_pretrained(section.init_from, trust_remote_code=False, **given)
+            config = AutoConfig.from_pretrained(
+                section.init_from, trust_remote_code=False, local_files_only=local, **given
+            )
         except (OSError, ValueError) as error:
             raise _not_found(section.init_from, error) from error
     else:
@@ -101,12 +105,19 @@ def load_model(
 
     import ssmzoo.auto  # noqa: F401
 
+    local = is_local(source, "model.init_from")
     try:
         with without_bars(), trusted(source):
-            config = config or AutoConfig.from_pretrained(source, trust_remote_code=False)
+            config = config or AutoConfig.from_pretrained(
+                source, trust_remote_code=False, local_files_only=local
+            )
             kind = model_class(config, task)
             return kind.from_pretrained(
-                source, config=config, dtype=torch.float32, use_safetensors=True
+                source,
+                config=config,
+                dtype=torch.float32,
+                use_safetensors=True,
+                local_files_only=local,
             )
     except (OSError, ValueError) as error:
         raise _not_found(source, error) from error
@@ -206,4 +217,5 @@ def _known_class(
 
 
 def _not_found(source: str, error: Exception) -> LookupError:
+    ask_again()
     return LookupError(f"model.init_from: no model loads from {source!r}: {first_line(error)}")
