@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,98 +130,22 @@ def test_an_earlier_publication_is_replaced_as_a_whole(model, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "tiny"]
 
 
-@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "rename"])
-def test_replacing_works_with_and_without_an_atomic_exchange(
-    model, tmp_path, monkeypatch, exchange
-):
-    used = []
-
-    def recorded(*folders):
-        used.append(real(*folders) if exchange else False)
-        return used[-1]
-
-    real = hub._exchange
-    monkeypatch.setattr(hub, "_exchange", recorded)
-    publish(model, str(tmp_path / "out"))
-    (model / "README.md").write_text("# second\n")
-    publish(model, str(tmp_path / "out"))
-    assert used == [exchange and sys.platform == "linux"]
-    assert (tmp_path / "out" / "README.md").read_text() == "# second\n"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "tiny"]
-
-
-@pytest.mark.parametrize("step", ["copy", "rename"])
-def test_a_failure_midway_leaves_the_earlier_publication_whole(model, tmp_path, monkeypatch, step):
+def test_a_failure_midway_leaves_the_earlier_publication_whole(model, tmp_path, monkeypatch):
     publish(model, str(tmp_path / "out"))
     before = tree(tmp_path / "out")
     (model / "README.md").write_text("# second\n")
+    copy = hub._copy
 
-    if step == "copy":
-        copy = hub._copy
+    def fail_at_the_weights(source, destination, size):
+        if destination.name == "model.safetensors":
+            raise OSError(28, "No space left on device")
+        copy(source, destination, size)
 
-        def fail_at_the_weights(source, destination, size):
-            if destination.name == "model.safetensors":
-                raise OSError(28, "No space left on device")
-            copy(source, destination, size)
-
-        monkeypatch.setattr(hub, "_copy", fail_at_the_weights)
-    else:
-        rename = os.rename
-
-        def fail_at_the_new_folder(source, destination):
-            if str(source).endswith(".unfinished"):
-                code = 39 if Path(destination).exists() else 5
-                raise OSError(code, os.strerror(code))
-            rename(source, destination)
-
-        monkeypatch.setattr(hub, "_exchange", lambda first, second: False)
-        monkeypatch.setattr(os, "rename", fail_at_the_new_folder)
+    monkeypatch.setattr(hub, "_copy", fail_at_the_weights)
     with pytest.raises(RuntimeError, match="what was there is unchanged"):
         publish(model, str(tmp_path / "out"))
     assert tree(tmp_path / "out") == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "tiny"]
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from ssmzoo.publishing import hub
-model, target, instant = sys.argv[1:]
-def die(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
-copy, rename = hub._copy, os.rename
-def copy_one(source, destination, size):
-    die() if destination.name == "model.safetensors" else copy(source, destination, size)
-def rename_once(source, destination):
-    die() if Path(destination) == Path(target) and not Path(target).exists() else rename(
-        source, destination)
-if instant == "copy":
-    hub._copy = copy_one
-elif instant == "removal":
-    hub.shutil.rmtree = lambda path, **_: die() if path.exists() else None
-else:
-    hub._exchange = lambda first, second: False
-    os.rename = rename_once
-hub.publish(model, target, code=False)
-"""
-
-
-@pytest.mark.parametrize("instant", ["copy", "removal", "rename"])
-def test_a_killed_publication_loses_nothing_and_the_next_one_removes_its_remains(
-    model, tmp_path, instant
-):
-    target = tmp_path / "out"
-    publish(model, target)
-    before = tree(target)
-    (model / "README.md").write_text("# second\n")
-    arguments = [str(model), str(target), instant]
-    killed = subprocess.run([sys.executable, "-c", KILLED, *arguments], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    assert len(list(tmp_path.iterdir())) > (1 if instant == "rename" else 2)  # it left something
-    assert before in [tree(path) for path in tmp_path.iterdir()]
-    publish(model, target)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "tiny"]
-    assert (target / "README.md").read_text() == "# second\n"
 
 
 @pytest.mark.parametrize(

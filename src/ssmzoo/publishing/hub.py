@@ -13,8 +13,6 @@ command goes on where it stopped, because weights that arrived whole are not sen
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import json
 import logging
 import os
@@ -36,7 +34,7 @@ from ssmzoo.checkpoints.trust import refuse_paths
 from ssmzoo.checkpoints.weights import STATE, WEIGHTS_INDEX, listed, read_weights
 from ssmzoo.environment.portable import find_credential
 from ssmzoo.family import family_of, packages_of
-from ssmzoo.files import read_json, writing
+from ssmzoo.files import read_json, write_folder, writing
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo, HfApi
@@ -439,27 +437,13 @@ def _publish_folder(
     _check_folder(folder, target)
     if dry_run:
         return report
-    staged, aside = _beside(target)
-    try:
-        with writing(target):
-            if aside.exists() and not target.exists():  # an earlier call was killed in between
-                os.rename(aside, target)
-            for leftover in (staged, aside):
-                shutil.rmtree(leftover, ignore_errors=True)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            staged.mkdir()
-            for name, source in plan.sources.items():
-                _copy(source, staged / name, plan.sizes[name])
-            _swap(staged, target)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
+
+    def write(staged: Path) -> None:
+        for name, source in plan.sources.items():
+            _copy(source, staged / name, plan.sizes[name])
+
+    write_folder(target, write)
     return _done(report, str(target))
-
-
-def _beside(target: Path) -> tuple[Path, Path]:
-    """Return the hidden folders for what is being written and for what it replaces."""
-    name = f".{target.name}"
-    return target.with_name(f"{name}.unfinished"), target.with_name(f"{name}.replaced")
 
 
 def _check_folder(folder: Path, target: Path) -> None:
@@ -502,57 +486,9 @@ def _why_foreign(folder: Path, target: Path) -> str | None:
 
 def _copy(source: Path, destination: Path, size: int) -> None:
     destination.parent.mkdir(parents=True, exist_ok=True)
-    with source.open("rb") as reader, destination.open("xb") as writer:
-        shutil.copyfileobj(reader, writer, 1 << 20)
-        writer.flush()
-        os.fsync(writer.fileno())
+    shutil.copyfile(source, destination)
     if destination.stat().st_size != size:
         raise RuntimeError(f"{source} changed while it was published; nothing was published")
-
-
-def _swap(staged: Path, target: Path) -> None:
-    """Put ``staged`` in the place of ``target``; ``staged`` may then hold what was there."""
-    try:
-        os.rename(staged, target)  # succeeds where target is absent or an empty folder
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        if not _exchange(staged, target):
-            _rename_twice(staged, target)
-    _fsync_folder(target.parent)
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    """Exchange two folders in one step; False where the system cannot."""
-    if sys.platform != "linux":
-        return False
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return rename(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0
-
-
-def _rename_twice(staged: Path, target: Path) -> None:
-    """Replace a folder where no exchange exists: for an instant it is absent, never half there."""
-    _, aside = _beside(target)
-    os.rename(target, aside)
-    try:
-        os.rename(staged, target)
-    except OSError:
-        os.rename(aside, target)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _fsync_folder(folder: Path) -> None:
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _publish_hub(
