@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ssmzoo.checkpoints.load import ask_again, is_local
-from ssmzoo.checkpoints.trust import trusted
-from ssmzoo.environment.messages import first_line, without_bars
+from ssmzoo.checkpoints.load import ask_again, is_local, load_model
+from ssmzoo.environment.messages import first_line
 from ssmzoo.family import family_of, load_family, suggestion
 from ssmzoo.recipe import ModelSection
 
@@ -87,38 +87,35 @@ def build_model(
     import torch
 
     if section.init_from is not None:
-        return load_model(section.init_from, config, task)
+        return load_for_task(section.init_from, config, task)
     model = model_class(config, task)._from_config(config, dtype=torch.float32)
     return cast("PreTrainedModel", model)
 
 
-def load_model(
+def load_for_task(
     source: str, config: PreTrainedConfig | None = None, task: Supervised | None = None
 ) -> PreTrainedModel:
     """Return the model of a folder or Hub id in float32, with the head of a task.
 
+    With a configuration, of a model to train, its head may be new; without one all must be there.
+
     Raises:
         LookupError: There is none.
     """
-    import torch
     from transformers import AutoConfig
 
     import ssmzoo.auto  # noqa: F401
 
-    local = is_local(source, "model.init_from")
+    local, given = is_local(source, "model.init_from"), config is not None
     try:
-        with without_bars(), trusted(source):
-            config = config or AutoConfig.from_pretrained(
-                source, trust_remote_code=False, local_files_only=local
-            )
-            kind = model_class(config, task)
-            return kind.from_pretrained(
-                source,
-                config=config,
-                dtype=torch.float32,
-                use_safetensors=True,
-                local_files_only=local,
-            )
+        config = config or AutoConfig.from_pretrained(
+            source, trust_remote_code=False, local_files_only=local
+        )
+        folder = Path(source) if Path(source).is_dir() else None
+        kind = model_class(config, task)
+        return load_model(
+            source, folder, "float32", False, kind=kind, config=config, new_head=given
+        )
     except (OSError, ValueError) as error:
         raise _not_found(source, error) from error
 
