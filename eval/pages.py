@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ssmzoo.files import write_text
-from ssmzoo.publishing.card_sources import Results, family_words, read_results
+from ssmzoo.publishing.card_facts import ScoredModel, family_words, scored_model
 from ssmzoo.publishing.papers import paper_table, rows_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,9 +58,9 @@ def cpu_rows() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def results() -> list[Results]:
+def results() -> list[ScoredModel]:
     """Return all committed results."""
-    return [read_results(path) for path in sorted((ROOT / "eval/results").glob("*.json"))]
+    return [scored_model(path) for path in sorted((ROOT / "eval/results").glob("*.json"))]
 
 
 def speed(rows: Iterable[Mapping[str, str]]) -> str:

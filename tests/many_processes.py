@@ -63,7 +63,7 @@ def in_float64():
         patch.setattr(ssmzoo.training.trainer, "build_model", lambda *given: double(build(*given)))
         patch.setattr(
             ssmzoo.training.trainer,
-            "load_model",
+            "load_for_task",
             lambda source, task: double(
                 (
                     AutoModelForSequenceClassification if task else AutoModelForCausalLM

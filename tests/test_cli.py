@@ -706,22 +706,93 @@ def test_what_does_not_exist_is_one_line_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+SHORT = f"""
+data: {{text: {__file__}}}
+train: {{steps: 1, batch_size: 1, seq_len: 8, lr: 0.001}}
+"""
+
+
 @pytest.mark.parametrize(
-    "arguments",
-    ["generate a/b hi", "eval a/b --tasks ssmzoo_recall_text", "doctor a/b", "inspect a/b --out x"],
+    ("arguments", "argument"),
+    [
+        ("generate a/b hi", ""),
+        ("eval a/b --tasks ssmzoo_recall_text", ""),
+        ("doctor a/b", ""),
+        ("inspect a/b --out x", ""),
+        ("train {recipe} --output {tmp}/run --set model.init_from=a/b", "model.init_from: "),
+        (
+            "train {recipe} --output {tmp}/run --set model.init_from=a/b "
+            "--set data.tokenizer=bytes",
+            "model.init_from: ",
+        ),
+        (
+            "train {recipe} --output {tmp}/run --set model.family=longhorn "
+            "--set data.tokenizer=a/b",
+            "data.tokenizer: ",
+        ),
+    ],
 )
-def test_a_hub_that_does_not_answer_is_asked_once(fails, monkeypatch, arguments):
+def test_a_hub_that_does_not_answer_is_asked_once(
+    fails, monkeypatch, tmp_path, arguments, argument
+):
     asked = []
 
     def fail(model, **_):
         asked.append(model)
         raise ConnectionError("nobody is there")
 
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(SHORT, encoding="utf-8")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.model_info", fail)
     answer = "no folder 'a/b' here, and the Hub does not answer: nobody is there"
-    assert fails(*arguments.split()) == answer
+    assert fails(*arguments.format(recipe=recipe, tmp=tmp_path).split()) == argument + answer
     assert asked == ["a/b"]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+@pytest.mark.parametrize("command", ["generate", "train"])
+def test_a_model_of_the_hub_is_asked_for_once(
+    prints, model, tmp_path, monkeypatch, command, answers
+):
+    import transformers
+
+    from ssmzoo.checkpoints.load import ask_again
+
+    asked, alone = [], []
+
+    def ask(name, **_):
+        asked.append(name)
+        if not answers:
+            raise ConnectionError("nobody is there")
+
+    def here(kind):
+        """Let a class of transformers find the model of the Hub in the folder."""
+        load = kind.from_pretrained.__func__
+
+        def from_pretrained(cls, name, *rest, local_files_only=False, **options):
+            if name == "a/b":
+                name, _ = model, alone.append(local_files_only)
+            return load(cls, name, *rest, **options)
+
+        monkeypatch.setattr(kind, "from_pretrained", classmethod(from_pretrained))
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.model_info", ask)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: str(model))
+    for kind in ("AutoTokenizer", "AutoConfig", "AutoModelForCausalLM", "PreTrainedModel"):
+        here(getattr(transformers, kind))
+    ask_again()
+    if command == "generate":
+        prints("generate", "a/b", "hi", "--max-new-tokens", "1")
+    else:
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text("model: {init_from: a/b}" + SHORT, encoding="utf-8")
+        prints("train", recipe, "--output", tmp_path / "run")
+    ask_again()
+    assert asked == ["a/b"]
+    assert len(alone) > 1
+    assert set(alone) == {not answers}
 
 
 @pytest.mark.parametrize("rest", [("eval", "--tasks", "ssmzoo_mqar"), ("generate", "a prompt")])

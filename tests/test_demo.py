@@ -128,7 +128,9 @@ def test_the_demo_ends_in_the_table_and_says_where_everything_lies(place, whole)
         assert int(row[1].replace(",", "")) == results["model"]["parameters"]
         bits = next(r for r in results["results"] if r["task"] == demo.TASKS[0])
         assert row[3] == f"{bits['value']:.3f}"
-    assert "\ndef " in out  # the sample of the fresh process, which begins with its prompt
+    assert (
+        f"\n{demo.PROMPT}" in out
+    )  # the sample of the fresh process, which begins with its prompt
     assert (output / "published" / "README.md").is_file()
     assert (output / "published" / "modeling_longhorn.py").is_file()
     assert (output / "longhorn" / "loss.png").is_file()
@@ -144,14 +146,14 @@ def test_the_commands_that_it_suggests_run(place, whole, capsys):
 
 def test_what_it_publishes_loads_where_ssmzoo_cannot_be_imported(place, whole):
     done = subprocess.run(
-        [sys.executable, "-c", STRANGER + demo.LOAD, "demo/published", "def "],
+        [sys.executable, "-c", STRANGER + demo.LOAD, "demo/published", demo.PROMPT],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.startswith("def ")
+    assert done.stdout.startswith(demo.PROMPT)
 
 
 def test_interrupted_anywhere_the_same_command_goes_on_to_the_same_end(

@@ -549,7 +549,7 @@ def test_kept_scores_of_a_call_that_recorded_no_environment_say_so():
 def test_a_corrupt_results_file_is_refused_before_scoring_and_left_alone(models, tmp_path, content):
     path = tmp_path / "recall.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"results file .* is corrupt"):
+    with pytest.raises(ValueError, match=r"recall\.json"):
         evaluate(models("recall"), tasks=TEXT_TASKS[:1], output_dir=tmp_path)
     assert path.read_text() == content
 

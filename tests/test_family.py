@@ -234,8 +234,9 @@ model = transformers.AutoModelForCausalLM.from_config(config)
 print(model.__class__ is transformers.DSSForCausalLM)
 from ssmzoo_rtf import FAMILY
 print(transformers.AutoModel.from_config(FAMILY.config(**FAMILY.tiny)).__class__)
-from ssmzoo.family import family_of_type
-print(family_of_type("llama"), family_of_type("ssmzoo_dss").name, *plugins())
+from ssmzoo.family import family_of
+found = [family_of({{"model_type": kind}}) for kind in ("llama", "ssmzoo_dss")]
+print(found[0], found[1].name, *plugins())
 """
     done = run(tmp_path, "-c", code)
     assert "got 'ssmzoo_dss', which is that of family 'dss'" in done.stderr

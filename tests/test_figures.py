@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ssmzoo.publishing import papers
-from ssmzoo.publishing.card_sources import Origin, Results, Row, Score, read_results
+from ssmzoo.publishing.card_facts import Origin, Row, ScoredModel, ShownScore, scored_model
 from ssmzoo.publishing.papers import PaperRow, paper_table, rows_of, word
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,7 +27,7 @@ def pages():
 
 @pytest.fixture(scope="module")
 def committed():
-    return {path.stem: read_results(path) for path in (ROOT / "eval/results").glob("*.json")}
+    return {path.stem: scored_model(path) for path in (ROOT / "eval/results").glob("*.json")}
 
 
 def test_the_tables_of_the_pages_are_what_was_measured(pages):
@@ -99,10 +99,10 @@ def test_every_row_names_results_that_are_there_and_the_task_that_was_asked(comm
 def results(value, stderr=0.01, name="a", loss=None):
     origin = Origin("", "", "", "", "")
     scores = {
-        Row("t", "accuracy", "", 10, 0, 0): Score(value, stderr, True, origin),
-        Row("t", "loss", "", 10, 0, 0): Score(loss, None, False, origin),
+        Row("t", "accuracy", "", 10, 0, 0): ShownScore(value, stderr, True, origin),
+        Row("t", "loss", "", 10, 0, 0): ShownScore(loss, None, False, origin),
     }
-    return Results(Path(f"{name}.json"), name, "", "r", scores)
+    return ScoredModel(Path(f"{name}.json"), name, "", "r", scores)
 
 
 ROW = PaperRow("x", ("a",), {"accuracy": "0.80"}, "3")

@@ -3,9 +3,13 @@
 import errno
 import os
 import pickle
+import signal
+import subprocess
+import sys
 
 import pytest
 
+from ssmzoo import files
 from ssmzoo.files import (
     CannotWriteError,
     appears_whole,
@@ -53,7 +57,15 @@ def test_nothing_of_a_new_file_is_seen_before_it_is_whole(tmp_path, monkeypatch)
     assert seen == [(False, "whole")]
 
 
-def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
+@pytest.fixture(params=["exchange", "rename"])
+def swap(request, monkeypatch):
+    """Both ways to replace a folder: in one step, and by renaming it away first."""
+    if request.param == "rename":
+        monkeypatch.setattr(files, "_exchange", lambda *_: False)
+    return request.param
+
+
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path, swap):
     target = tmp_path / "folder"
     write_folder(target, lambda folder: write_text(folder / "old", "x"))
 
@@ -63,12 +75,78 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
 
     with pytest.raises(CannotWriteError, match="/folder cannot be written: No space left"):
         write_folder(target, fail)
-    assert [p.name for p in target.iterdir()] == ["old"]
-    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
-    (tmp_path / ".folder.unfinished").mkdir()  # left by a process that was killed
+    assert names(target) == ["old"]
+    assert names(tmp_path) == ["folder"]
     write_folder(target, lambda folder: write_text(folder / "new", "x"))
-    assert [p.name for p in target.iterdir()] == ["new"]
-    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+    assert names(target) == ["new"]
+    assert names(tmp_path) == ["folder"]
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_folder_is_never_missing_where_the_system_can_exchange_folders(tmp_path, monkeypatch):
+    target = tmp_path / "folder"
+    write_folder(target, lambda folder: write_text(folder / "old", "x"))
+    monkeypatch.setattr(os, "replace", lambda *_: pytest.fail("moved away"))
+    if sys.platform == "linux":
+        write_folder(target, lambda folder: (folder / "new").touch())
+        assert names(target) == ["new"]
+
+
+def test_two_writers_of_one_folder_do_not_disturb_each_other(tmp_path, swap):
+    target = tmp_path / "folder"
+
+    def slow(folder):
+        write_text(folder / "slow", "x")
+        write_folder(target, lambda other: write_text(other / "quick", "x"))
+        assert names(target) == ["quick"]
+        write_text(folder / "slower", "x")
+
+    write_folder(target, slow)
+    assert names(target) == ["slow", "slower"]
+    assert names(tmp_path) == ["folder"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from ssmzoo import files
+target, instant = Path(sys.argv[1]), sys.argv[2]
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+def fill(folder):
+    (folder / "new").write_text("x")
+    if instant == "writing":
+        die()
+replace, remove = os.replace, files.shutil.rmtree
+def rename_away(source, destination):
+    die() if destination == target else replace(source, destination)
+if instant == "removal":
+    files.shutil.rmtree = lambda path, **_: die() if path.exists() else None
+if instant == "renaming":
+    files._exchange = lambda first, second: False
+    os.replace = rename_away
+files.write_folder(target, fill)
+"""
+
+
+@pytest.mark.parametrize("instant", ["writing", "removal", "renaming"])
+def test_a_killed_writer_loses_nothing_and_the_next_one_removes_its_remains(tmp_path, instant):
+    target, other = tmp_path / "a", tmp_path / "a.b"
+    for folder in (target, other):
+        write_folder(folder, lambda folder: write_text(folder / "old", "x"))
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(target), instant], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert ["old"] in [names(path) for path in tmp_path.iterdir() if path != other]
+    left = names(tmp_path)
+    write_folder(other, lambda folder: None)
+    assert names(tmp_path) == left != ["a", "a.b"]  # they are no remains of the other folder
+    seen = []
+    write_folder(target, lambda _: seen.extend(names(target)))
+    assert seen == (["new"] if instant == "removal" else ["old"])
+    assert names(tmp_path) == ["a", "a.b"]
 
 
 @pytest.mark.parametrize(
@@ -127,12 +205,13 @@ def test_a_folder_comes_back_if_the_new_one_cannot_take_its_place(tmp_path, monk
     replace = os.replace
 
     def fail(source, place):
-        if str(source).endswith(".folder.unfinished"):
+        if str(source).endswith(".unfinished"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         replace(source, place)
 
+    monkeypatch.setattr(files, "_exchange", lambda *_: False)
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(CannotWriteError, match="Input/output error"):
-        write_folder(target, lambda folder: write_text(folder / "new", "x"))
-    assert [p.name for p in target.iterdir()] == ["old"]
-    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+        write_folder(target, lambda folder: (folder / "new").touch())
+    assert names(target) == ["old"]
+    assert names(tmp_path) == ["folder"]

@@ -130,52 +130,18 @@ def test_an_earlier_publication_is_replaced_as_a_whole(model, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "tiny"]
 
 
-@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "rename"])
-def test_replacing_works_with_and_without_an_atomic_exchange(
-    model, tmp_path, monkeypatch, exchange
-):
-    used = []
-
-    def recorded(*folders):
-        used.append(real(*folders) if exchange else False)
-        return used[-1]
-
-    real = hub._exchange
-    monkeypatch.setattr(hub, "_exchange", recorded)
-    publish(model, str(tmp_path / "out"))
-    (model / "README.md").write_text("# second\n")
-    publish(model, str(tmp_path / "out"))
-    assert used == [exchange and sys.platform == "linux"]
-    assert (tmp_path / "out" / "README.md").read_text() == "# second\n"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "tiny"]
-
-
-@pytest.mark.parametrize("step", ["copy", "rename"])
-def test_a_failure_midway_leaves_the_earlier_publication_whole(model, tmp_path, monkeypatch, step):
+def test_a_failure_midway_leaves_the_earlier_publication_whole(model, tmp_path, monkeypatch):
     publish(model, str(tmp_path / "out"))
     before = tree(tmp_path / "out")
     (model / "README.md").write_text("# second\n")
+    copy = hub._copy
 
-    if step == "copy":
-        copy = hub._copy
+    def fail_at_the_weights(source, destination, size):
+        if destination.name == "model.safetensors":
+            raise OSError(28, "No space left on device")
+        copy(source, destination, size)
 
-        def fail_at_the_weights(source, destination, size):
-            if destination.name == "model.safetensors":
-                raise OSError(28, "No space left on device")
-            copy(source, destination, size)
-
-        monkeypatch.setattr(hub, "_copy", fail_at_the_weights)
-    else:
-        rename = os.rename
-
-        def fail_at_the_new_folder(source, destination):
-            if str(source).endswith(".tmp"):
-                code = 39 if Path(destination).exists() else 5
-                raise OSError(code, os.strerror(code))
-            rename(source, destination)
-
-        monkeypatch.setattr(hub, "_exchange", lambda first, second: False)
-        monkeypatch.setattr(os, "rename", fail_at_the_new_folder)
+    monkeypatch.setattr(hub, "_copy", fail_at_the_weights)
     with pytest.raises(RuntimeError, match="what was there is unchanged"):
         publish(model, str(tmp_path / "out"))
     assert tree(tmp_path / "out") == before
@@ -436,7 +402,7 @@ def test_a_file_that_changes_while_it_is_copied_stops_the_publication(model, tmp
 
 def test_without_its_code_a_family_of_another_package_names_that_package(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text('{"model_type": "lru"}')
-    monkeypatch.setattr(hub, "family_of_type", lambda kind: SimpleNamespace(name=f"my-{kind}"))
+    monkeypatch.setattr(hub, "family_of", lambda _: SimpleNamespace(name="my-lru"))
     monkeypatch.setattr(hub, "packages_of", lambda name: ["ssmzoo", f"ssmzoo-{name}"])
     assert "index has it) and ssmzoo-my-lru, import ssmzoo.auto" in hub._how_to_load(
         tmp_path, "x", code=False

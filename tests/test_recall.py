@@ -17,11 +17,12 @@ from transformers import (
 
 from ssmzoo.analysis.cost import flops_per_token, state_bytes
 from ssmzoo.analysis.recall import best_rates, load_sweep, recall, table
+from ssmzoo.checkpoints.load import load_model
 from ssmzoo.cli.main import main
 from ssmzoo.data.tokens import recipe_tokenizer
 from ssmzoo.family import load_family
 from ssmzoo.files import share
-from ssmzoo.training.model import build_config, load_model
+from ssmzoo.training.model import build_config
 
 SWEEP = {
     "models": {
@@ -184,7 +185,8 @@ def test_models_of_transformers_enter_a_sweep(name, tmp_path):
     path.write_text(yaml.safe_dump(sweep, sort_keys=False), encoding="utf-8")
     (line,) = recall(path, tmp_path / "out")
     assert line["flops_per_token"] > 0
-    model = load_model(str(tmp_path / f"out/runs/{name}-16-0.01-0/model")).eval()
+    folder = tmp_path / f"out/runs/{name}-16-0.01-0/model"
+    model = load_model(str(folder), folder, "float32", False)
     for tokens in (4, 12, 20):
         # besides, caches with a window count their tokens
         assert kept(tokens) <= state_bytes(model, tokens) <= kept(tokens) + 16

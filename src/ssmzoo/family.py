@@ -222,14 +222,20 @@ def load_family(name: str) -> Family:
     return family
 
 
-def family_of_type(model_type: str) -> Family | None:
-    """Return the installed family with a ``model_type``; None if there is none.
+def family_of(config: PreTrainedConfig | Mapping[str, Any]) -> Family | None:
+    """Return the installed family of a model; None for a model that is of none.
 
-    Of ours, only the one it names is imported; families of other packages may have any.
+    Of ours, only the one it names is imported; families of other packages may have any type.
+
+    Args:
+        config: The model's configuration, or what its ``config.json`` holds.
 
     Raises:
+        ValueError: It is of a family of ours by its name, and that is not installed.
         RuntimeError: The family that it names is broken.
     """
+    given = config if isinstance(config, Mapping) else None
+    model_type = str(config.model_type if given is None else given.get("model_type"))
     likely = model_type.removeprefix("ssmzoo_")
     found = claims()
     for name in sorted(found, key=lambda name: (name != likely, name)):
@@ -242,7 +248,13 @@ def family_of_type(model_type: str) -> Family | None:
                 raise
             continue
         if family.model_type == model_type:
-            return family
+            same = given is not None or family.config_class is type(config)
+            return family if same else None
+    if likely != model_type:
+        raise ValueError(
+            f"config.json has model_type {model_type!r}, a family that is not installed; "
+            f"installed: {', '.join(sorted(found)) or 'none'}"
+        )
     return None
 
 

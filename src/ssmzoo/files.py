@@ -12,6 +12,8 @@ import json
 import os
 import re
 import shutil
+import sys
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -144,34 +146,85 @@ def write_json(target: Path, value: object, *, indent: int = 1) -> None:
 def write_folder(target: Path, write: Callable[[Path], None]) -> None:
     """Let ``write`` fill a folder that appears complete or not at all; an older one is replaced.
 
-    What an earlier call left unfinished is removed: only one process may write ``target``.
+    Where the system can exchange two folders, the older one is there until then; elsewhere there is
+    none for an instant. Several processes may write the same target: each fills a folder of its
+    own, and the last one stays. What killed processes left is removed.
 
     Raises:
         CannotWriteError: The machine refused.
     """
-    unfinished = target.with_name(f".{target.name}.unfinished")
-    replaced = target.with_name(f".{target.name}.replaced")
+    unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.unfinished")
     with writing(target, unfinished):
-        if replaced.exists() and not target.exists():  # an earlier call was killed in between
-            os.replace(replaced, target)
-        for leftover in (unfinished, replaced):
-            shutil.rmtree(leftover, ignore_errors=True)
-        unfinished.mkdir(parents=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _recover(target)
+        unfinished.mkdir()
         try:
-            write(unfinished)
-            open_up(unfinished)
-            for path in [*unfinished.rglob("*"), unfinished]:
-                _flush(path)
-            if target.exists():
-                os.replace(target, replaced)
+            with ExitStack() as held:
+                with suppress(OSError):  # some file systems have no locks
+                    held.enter_context(_locked(unfinished))
+                write(unfinished)
+                open_up(unfinished)
+                for path in [*unfinished.rglob("*"), unfinished]:
+                    _flush(path)
+                _put(unfinished, target)
+            _flush(target.parent)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)  # half written, or what was there before
+
+
+def _recover(target: Path) -> None:
+    """Remove what killed processes left beside a folder; one that they moved away comes back."""
+    name = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.(unfinished|replaced)")
+    for remains in [path for path in target.parent.iterdir() if name.fullmatch(path.name)]:
+        with suppress(OSError), _locked(remains):  # a living process holds the lock of its own
+            if remains.suffix == ".replaced" and not target.exists():
+                os.replace(remains, target)
+            shutil.rmtree(remains, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock, which is free as soon as this process is gone.
+
+    Raises:
+        OSError: Another one holds it, or the file system has no locks.
+    """
+    import fcntl  # which Windows does not have
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _put(unfinished: Path, target: Path) -> None:
+    """Give a folder its name; ``unfinished`` may then hold what had the name before."""
+    if not target.exists():
+        os.replace(unfinished, target)
+    elif not _exchange(unfinished, target):
+        replaced = unfinished.with_suffix(".replaced")
+        os.replace(target, replaced)
+        try:
             os.replace(unfinished, target)
         except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            if replaced.exists() and not target.exists():
-                os.replace(replaced, target)
+            os.replace(replaced, target)
             raise
-        _flush(target.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two folders in one step; False where the system cannot."""
+    if sys.platform != "linux":
+        return False
+    import ctypes
+
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0
 
 
 def remove_folder(target: Path) -> None:

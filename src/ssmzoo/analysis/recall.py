@@ -14,6 +14,7 @@ from statistics import median
 from typing import Annotated, Any
 
 from ssmzoo.analysis.cost import flops_per_token, state_bytes
+from ssmzoo.checkpoints.load import load_model
 from ssmzoo.environment.hardware import installed_versions
 from ssmzoo.family import suggestion
 from ssmzoo.files import appears_whole, read_json, share, write_json
@@ -183,13 +184,11 @@ def _require_same(folder: Path, recipe: Recipe) -> None:
 
 def _measured(folder: Path, finished: dict[str, Any]) -> dict[str, Any]:
     """Return the ledger's other columns of a finished run."""
-    from ssmzoo.training.model import load_model
-
     judged = finished.get("test") or {
         "accuracy": finished["validation_accuracy"],
         "targets": read_metrics(folder / "metrics.jsonl")[-1]["validation_targets"],
     }
-    model = load_model(str(folder / "model")).eval()
+    model = load_model(str(folder / "model"), folder / "model", "float32", False)
     length = min(_row_length(folder), MOST_TOKENS)
     return {
         "accuracy": judged["accuracy"],

@@ -43,9 +43,11 @@ def load_subject(name: str, *, seed: int, device: str | None) -> Subject:
     if not Path(name).expanduser().exists() and (colon or name in claims()):
         model = _untrained(family, preset if colon else None, seed)
         return Subject(_placed(model, place), name, True)
+    from transformers import AutoModel
+
     folder = model_folder(name)
     shown = name if folder is None else model_name(name) or name
-    model = load_model(name, folder, "float32", False, head=False)
+    model = load_model(name, folder, "float32", False, kind=AutoModel)
     return Subject(_placed(_checked(model, name), place), shown, False)
 
 

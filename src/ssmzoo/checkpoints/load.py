@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,9 @@ from ssmzoo.environment.messages import first_line, without_bars, without_report
 from ssmzoo.family import claims, suggestion
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger("ssmzoo")
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -143,7 +147,14 @@ def check_holds_tokenizer(name: str, folder: str | Path, otherwise: str = "") ->
 
 
 def load_model(
-    model: str, folder: Path | None, dtype: Dtype, trust: bool, *, head: bool = True
+    model: str,
+    folder: Path | None,
+    dtype: Dtype,
+    trust: bool,
+    *,
+    kind: Any = None,
+    config: PreTrainedConfig | None = None,
+    new_head: bool = False,
 ) -> PreTrainedModel:
     """Return a model ready to run, ``folder`` being what :func:`model_folder` found.
 
@@ -152,7 +163,9 @@ def load_model(
         folder: The folder, or None for the Hub.
         dtype: Of the weights; "auto" is as saved.
         trust: Let the checkpoint bring its own Python code.
-        head: The causal language model; else the backbone alone.
+        kind: The class that loads it, or an Auto class; None is ``AutoModelForCausalLM``.
+        config: Its configuration, if not the saved one.
+        new_head: Let tensors be missing: they start anew, and the log says how many.
 
     Raises:
         LookupError: The Hub has none.
@@ -160,15 +173,16 @@ def load_model(
             its configuration says.
     """
     import torch
-    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     import ssmzoo.auto  # noqa: F401
 
-    what = "a causal language model" if head else "a model"
+    what = "a causal language model" if kind is None else "a model"
     local = folder is not None or not on_hub(model)
+    given = {} if config is None else {"config": config}
     with _loading(what, model, folder), without_bars(), without_reports(), trusted(folder or model):
         # with output_loading_info a pair, which its annotation does not say
-        loaded: Any = (AutoModelForCausalLM if head else AutoModel).from_pretrained(
+        loaded: Any = (kind or AutoModelForCausalLM).from_pretrained(
             folder or model,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             trust_remote_code=trust,
@@ -176,25 +190,28 @@ def load_model(
             local_files_only=local,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # the error about them refers to a report; see below
+            **given,
         )
     network, loading = loaded
-    if loading["missing_keys"]:
-        missing = sorted(loading["missing_keys"])
-        raise ValueError(
-            f"the weights of {model!r} lack {len(missing)} tensors that the model needs, "
-            f"the first is {missing[0]!r}"
-        )
     if loading["mismatched_keys"]:
         tensor, stored, needed = sorted(loading["mismatched_keys"])[0]
         raise ValueError(
             f"the weights of {model!r} do not fit its configuration: {tensor!r} is {list(stored)} "
             f"in the file, the model needs {list(needed)}"
         )
+    missing = sorted(loading["missing_keys"])
+    lacks = f"the weights of {model!r} lack {len(missing)} tensors that the model needs"
+    if missing and not new_head:
+        raise ValueError(f"{lacks}, the first is {missing[0]!r}")
+    if missing:
+        logger.warning("%s; they start anew, the first is %r", lacks, missing[0])
     return network.eval()
 
 
 def on_hub(model: str) -> bool:
     """Ask the Hub once for a model, before each of its files is asked for again and again.
+
+    The answer holds for this process, or until something fails to load; see :func:`ask_again`.
 
     Returns:
         False where the Hub is not to be asked, or does not answer and the model was fetched before.
@@ -202,13 +219,20 @@ def on_hub(model: str) -> bool:
     Raises:
         LookupError: The Hub has no such model, or does not answer.
     """
-    from huggingface_hub import constants, model_info, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE:
-        return False
+    return not constants.HF_HUB_OFFLINE and _answer(model)
+
+
+@functools.cache
+def _answer(model: str) -> bool:
+    from huggingface_hub import model_info, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
     try:
         model_info(model, timeout=10)
+    except HFValidationError as error:
+        raise LookupError(f"no folder {model!r} here, and it cannot be a Hub id") from error
     except RepositoryNotFoundError as error:
         raise LookupError(
             f"no folder {model!r} here, and no such model on the Hub, or a private one: "
@@ -217,7 +241,10 @@ def on_hub(model: str) -> bool:
     except HfHubHTTPError:  # it is there and busy: its client asks again
         return True
     except Exception as error:
-        if isinstance(try_to_load_from_cache(model, "config.json"), str):
+        fetched = (
+            try_to_load_from_cache(model, file) for file in ("config.json", *_TOKENIZER_FILES)
+        )
+        if any(isinstance(file, str) for file in fetched):
             return False
         raise LookupError(
             f"no folder {model!r} here, and the Hub does not answer: {first_line(error)}"
@@ -225,11 +252,29 @@ def on_hub(model: str) -> bool:
     return True
 
 
+def is_local(name: str, argument: str) -> bool:
+    """Tell whether what an argument names is loaded without the Hub: a folder, or fetched before.
+
+    Raises:
+        LookupError: It is no folder, and the Hub has no such model or does not answer.
+    """
+    try:
+        return Path(name).is_dir() or not on_hub(name)
+    except LookupError as error:
+        raise LookupError(f"{argument}: {error}") from error
+
+
+def ask_again() -> None:
+    """Forget what the Hub answered: what failed to load may be there when it is next asked for."""
+    _answer.cache_clear()
+
+
 @contextlib.contextmanager
 def _loading(what: str, model: str, folder: Path | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        ask_again()
         reason = f"{type(error).__name__}: {first_line(error)}"
         if folder is None and isinstance(error, OSError):
             raise LookupError(

@@ -25,6 +25,8 @@ PIECE = 4_000  # characters of a piece, where the user's text is one long docume
 SEED = 0
 MODELS = {"longhorn": "longhorn-demo", "mamba2": "mamba2-demo"}
 TASKS = ("ssmzoo_bits_per_byte", "ssmzoo_recall_text")
+# after "def " alone so small a model often writes prose, or nothing but spaces
+PROMPT = "import os\nimport sys\n\n\ndef "
 LOAD = """
 import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -153,7 +155,7 @@ def work(text: str | None, output: Path, steps: int | None) -> None:
     publish(model, published)
     say("loading what was published in a fresh process")
     sample = subprocess.run(
-        [sys.executable, "-c", LOAD, str(published.absolute()), "def "],
+        [sys.executable, "-c", LOAD, str(published.absolute()), PROMPT],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from ssmzoo.checkpoints.load import check_holds_tokenizer
+from ssmzoo.checkpoints.load import ask_again, check_holds_tokenizer, is_local
 from ssmzoo.checkpoints.trust import refuse_paths
 from ssmzoo.environment.messages import first_line
 
@@ -47,25 +47,31 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, argument: str = "data.tokenizer") -> PreTrainedTokenizerBase:
     """Return the byte tokenizer for ``"bytes"``, else what AutoTokenizer finds.
 
+    Args:
+        name: ``"bytes"``, a folder or a Hub id.
+        argument: Where the name was given, for errors.
+
     Raises:
-        LookupError: Nothing is found under that name.
+        LookupError: Nothing is found under that name, or the Hub does not answer.
         ValueError: It is a folder that holds none.
     """
     from transformers import AutoTokenizer
 
     if name == "bytes":
         return byte_tokenizer()
+    local = is_local(name, argument)
     try:
         refuse_paths(name)
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=local)
     except (OSError, ValueError) as error:
         if Path(name).is_dir():
             check_holds_tokenizer(name, name, "; or name another one as data.tokenizer")
+        ask_again()
         raise LookupError(
-            f"data.tokenizer: no tokenizer loads from {name!r}: {first_line(error)}"
+            f"{argument}: no tokenizer loads from {name!r}: {first_line(error)}"
         ) from error
 
 

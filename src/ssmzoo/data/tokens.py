@@ -111,7 +111,9 @@ def recipe_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         from ssmzoo.tasks import symbol_tokenizer
 
         return symbol_tokenizer(_task_arguments(recipe)["vocab_size"])
-    return load_tokenizer(recipe.data.tokenizer or recipe.model.init_from or "bytes")
+    if recipe.data.tokenizer is None and recipe.model.init_from is not None:
+        return load_tokenizer(recipe.model.init_from, "model.init_from")
+    return load_tokenizer(recipe.data.tokenizer or "bytes")
 
 
 def prepare_data(

@@ -5,16 +5,17 @@ Read with :func:`read_results`, joined with :func:`merge`, written with :func:`w
 
 from __future__ import annotations
 
-import json
 import logging
+import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, TypeGuard, cast
 
 import yaml
 
 from ssmzoo.environment.hardware import Environment
 from ssmzoo.environment.portable import portable, without_credentials
-from ssmzoo.files import write_json
+from ssmzoo.files import read_json, write_json
 
 LOG = logging.getLogger("ssmzoo")
 
@@ -80,29 +81,75 @@ class Results(TypedDict):
     command: str
 
 
-# what a call of its own has, and a score of an earlier call keeps
-_ORIGIN = ("versions", "hardware", "environment", "date", "command")
+# what is of the whole call; a score of an earlier call keeps its own
+_OF_THE_CALL = ("versions", "hardware", "environment", "date", "command")
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Say whether a value is a finite number; a truth value is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_whole(value: object) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool))
+
+
+def _is_benchmark(value: object) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and all(isinstance(value.get(key), str) for key in ("dataset", "task_id"))
+    )
+
+
+_FIELDS: tuple[tuple[str, Callable[[object], bool], tuple[str, ...]], ...] = (
+    ("a string", lambda x: isinstance(x, str), ("task", "metric")),
+    ("a finite number or null", lambda x: x is None or is_number(x), ("value", "stderr")),
+    ("a whole number or null", _is_whole, ("n", "num_fewshot", "seed")),
+    ("true, false or null", lambda x: isinstance(x, bool | None), ("higher_is_better",)),
+    ("an object or null", lambda x: isinstance(x, dict | None), ("settings",)),
+    ("an object with dataset and task_id", _is_benchmark, ("benchmark",)),
+)
 
 
 def read_results(path: str | Path) -> Results:
-    """Read a results file.
+    """Read a results file and check it.
+
+    A score needs only ``task`` and ``metric``, the file ``results`` and ``model`` with ``name``,
+    ``source`` and ``revision``; what else is there must be of its kind.
 
     Raises:
-        ValueError: It is not one, for instance because it was cut short.
+        ValueError: It is missing or none; the message names the file and the field.
     """
+    content = read_json(Path(path))
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(content["model"]["source"], str):
-            raise TypeError("model.source must be a string")
-        _ = {(row["task"], row["metric"]): row["value"] for row in content["results"]}
-        _ = [content[key] for key in _ORIGIN if key != "environment"]
-        _ = content["model"]["revision"]
-    except (ValueError, KeyError, TypeError) as error:
+        _check(content)
+    except ValueError as error:
         raise ValueError(
-            f"results file {str(path)!r} is corrupt ({type(error).__name__}: {error}); move it "
-            f"away, or give another name"
+            f"{path} is no results file of `ssmzoo eval`: {error}; move it away, or measure again"
         ) from error
-    return content
+    return cast("Results", content)
+
+
+def _check(content: dict[str, Any]) -> None:
+    model, scores, recipe = (content.get(key) for key in ("model", "results", "recipe"))
+    model = model if isinstance(model, dict) else {}
+    for key, kinds in (("name", str), ("source", str), ("revision", str | None)):
+        if key not in model or not isinstance(model[key], kinds):
+            raise ValueError(f"model.{key} must be a string, got {model.get(key)!r}")
+    if recipe is not None and not (
+        isinstance(recipe, dict) and isinstance(recipe.get("train"), dict)
+    ):
+        raise ValueError(f"recipe must be an object with train, got {recipe!r}")
+    if not isinstance(scores, list):
+        raise ValueError(f"results must be a list, got {scores!r}")
+    for index, score in enumerate(scores):
+        where = f"results[{index}]"
+        if not isinstance(score, dict):
+            raise ValueError(f"{where} must be an object, got {score!r}")
+        for words, holds, fields in _FIELDS:
+            for field in fields:
+                if not holds(score.get(field)):
+                    raise ValueError(f"{where}.{field} must be {words}, got {score.get(field)!r}")
 
 
 def recipe_of(path: Path) -> dict[str, Any]:
@@ -158,7 +205,7 @@ def merge(earlier: Results | None, new: Results) -> Results:
         if kept is None:
             own = {
                 key: earlier.get(key)
-                for key in _ORIGIN
+                for key in _OF_THE_CALL
                 if key not in row and earlier.get(key) != new.get(key)
             }
             kept = cast("Score", {**row, **own})

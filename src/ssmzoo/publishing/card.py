@@ -21,24 +21,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 
 from ssmzoo.environment.portable import portable, without_credentials
-from ssmzoo.family import Family, packages_of
+from ssmzoo.evaluation.results import is_number
+from ssmzoo.family import Family, family_of, packages_of
 from ssmzoo.files import appears_whole, share, write_text, writing
-from ssmzoo.publishing.card_sources import (
+from ssmzoo.publishing.card_facts import (
     NOT_MEASURED,
     PICTURE,
-    Results,
+    CardFacts,
     Row,
-    Score,
-    family_of,
+    ScoredModel,
+    ShownScore,
+    facts_of,
     family_words,
     flat,
-    is_number,
     merged,
     part_results,
-    read_results,
+    read_facts,
     recorded,
+    scored_model,
 )
-from ssmzoo.publishing.card_summary import Summary, read_summary, summarise
 from ssmzoo.publishing.hub import CARD, EVAL_RESULTS
 from ssmzoo.publishing.papers import paper_table, rows_of
 
@@ -102,27 +103,27 @@ def render_card(
         ) from error
 
     place = Path(model)
-    read = [read_results(Path(path)) for path in results]
+    read = [scored_model(Path(path)) for path in results]
     if place.suffix == ".json":
         if run_dir is not None:
             raise ValueError(f"run_dir must be absent with {place}, which holds what the run said")
-        summary, picture = read_summary(place), place.with_suffix(".png")
+        facts, picture = read_facts(place), place.with_suffix(".png")
         target = Path(output) if output is not None else place.with_suffix(".md")
-        if summary.picture and not picture.is_file():
+        if facts.picture and not picture.is_file():
             raise ValueError(f"{picture} does not exist; it belongs to {place}")
-        own, others = part_results(summary.revision, place, read)
+        own, others = part_results(facts.revision, place, read)
     else:
-        summary, picture = summarise(place, run_dir)
+        facts, picture = facts_of(place, run_dir)
         target = Path(output) if output is not None else place / CARD
-        own, others = part_results(summary.revision, place, read)
+        own, others = part_results(facts.revision, place, read)
     alone = target.resolve().parent != place.resolve()
     shown = target.with_suffix(".png") if alone else target.with_name(PICTURE)
-    text = _render(summary, own, others, kept=_kept_metadata(target), picture=shown.name)
+    text = _render(facts, own, others, kept=_kept_metadata(target), picture=shown.name)
     with ExitStack() as parts:  # none appears before all are written
-        if summary.picture and picture is not None and picture.resolve() != shown.resolve():
+        if facts.picture and picture is not None and picture.resolve() != shown.resolve():
             shutil.copyfile(picture, parts.enter_context(appears_whole(shown)))
         if alone and target.with_suffix(".json").resolve() != place.resolve():
-            summary.write(parts.enter_context(appears_whole(target.with_suffix(".json"))))
+            facts.write(parts.enter_context(appears_whole(target.with_suffix(".json"))))
         entries = None if alone else _eval_results(own)
         if entries:
             beside = target.parent / EVAL_RESULTS / _ENTRIES
@@ -135,7 +136,7 @@ def render_card(
     return target
 
 
-def _eval_results(own: Sequence[Results]) -> str | None:
+def _eval_results(own: Sequence[ScoredModel]) -> str | None:
     """Return what the Hub reads from ``.eval_results``; None if no score is of a benchmark."""
     from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 
@@ -153,17 +154,17 @@ def _eval_results(own: Sequence[Results]) -> str | None:
 
 
 def _render(
-    summary: Summary,
-    own: Sequence[Results],
-    others: Sequence[Results],
+    facts: CardFacts,
+    own: Sequence[ScoredModel],
+    others: Sequence[ScoredModel],
     *,
     kept: Mapping[str, Any],
     picture: str,
 ) -> str:
     from huggingface_hub import ModelCard
 
-    name = own[0].name if own else summary.name
-    head = _head(summary)
+    name = own[0].name if own else facts.name
+    head = _head(facts)
     tasks = {row.task for row in merged(own)}
     seeds = [entry for entry in others if any(entry.is_of_another_seed(o) for o in own)]
     everything = [*own, *others]
@@ -173,31 +174,31 @@ def _render(
         if len(others) > _MANY:  # of many, those with the same examples
             rows = merged(own).keys()
             others = [entry for entry in others if rows & entry.scores.keys()]
-    family = family_of(summary.config)
+    family = family_of(facts.config)
     words = family_words(family.name) if family else None
-    targets = [x for x in family.lora_targets if x in summary.modules] if family else []
+    targets = [x for x in family.lora_targets if x in facts.modules] if family else []
     card = ModelCard.from_template(
         _metadata(name, family, own, kept, head),
         template_str=share("model_cards/template.md").read_text(encoding="utf-8"),
         marker=MARKER,
         name=_plain(name),
         source=json.dumps(name, ensure_ascii=False),
-        summary=_summary(words, summary, head),
+        summary=_summary(words, facts, head),
         head=head,
         language_model=head.pipeline == "text-generation",
-        picture=picture if summary.picture else None,
+        picture=picture if facts.picture else None,
         results=_results(name, own, others),
         seeds=_seeds(own, seeds),
         paper=_paper(family, own, everything),
         origins=_origins([*own, *others]),
         packages=_packages(family),
-        prompt=json.dumps(summary.prompt) if summary.prompt else None,
+        prompt=json.dumps(facts.prompt) if facts.prompt else None,
         words=words,
         family=family.name if family else None,
         lora_targets=json.dumps(targets) if targets else None,
-        architecture=_architecture(summary),
-        training=_training(summary, head),
-        recipe=_fenced("yaml", summary.recipe.strip()) if summary.recipe else None,
+        architecture=_architecture(facts),
+        training=_training(facts, head),
+        recipe=_fenced("yaml", facts.recipe.strip()) if facts.recipe else None,
     )
     return without_credentials(str(card).rstrip()) + "\n"
 
@@ -224,7 +225,7 @@ def _kept_metadata(target: Path) -> dict[str, Any]:
 def _metadata(
     name: str,
     family: Family | None,
-    own: Sequence[Results],
+    own: Sequence[ScoredModel],
     kept: Mapping[str, Any],
     head: _Head,
 ) -> ModelCardData:
@@ -282,13 +283,13 @@ _HEADS = {
 }
 
 
-def _head(summary: Summary) -> _Head:
+def _head(facts: CardFacts) -> _Head:
     """Return the kind that the first of the configuration's architectures names.
 
     Raises:
         ValueError: Cards have no words for it.
     """
-    named = next(iter(summary.config.get("architectures") or ()), "ForCausalLM")
+    named = next(iter(facts.config.get("architectures") or ()), "ForCausalLM")
     suffix = next((suffix for suffix in _HEADS if named.endswith(suffix)), None)
     if suffix is None:
         raise ValueError(
@@ -296,7 +297,7 @@ def _head(summary: Summary) -> _Head:
         )
     words, pipeline = _HEADS[suffix]
     if suffix == "ForPairClassification":  # which has no Auto class
-        module = str(summary.config.get("model_type"))
+        module = str(facts.config.get("model_type"))
         if not (named.isidentifier() and module.isidentifier()):  # they go into a program
             raise ValueError(
                 f"config.json must name a model_type and a class, got {module!r} and {named!r}"
@@ -305,11 +306,11 @@ def _head(summary: Summary) -> _Head:
     return _Head(words, "transformers", f"AutoModel{suffix}", pipeline)
 
 
-def _summary(words: Mapping[str, Any] | None, summary: Summary, head: _Head) -> str:
-    kind = words["title"] if words else _code(summary.config.get("model_type"))
-    tokens = summary.measured.get("tokens")
+def _summary(words: Mapping[str, Any] | None, facts: CardFacts, head: _Head) -> str:
+    kind = words["title"] if words else _code(facts.config.get("model_type"))
+    tokens = facts.measured.get("tokens")
     trained = f", trained on {_number(tokens)} tokens" if tokens is not None else ""
-    return f"A {kind} {head.words} of {_number(summary.parameters)} parameters{trained}."
+    return f"A {kind} {head.words} of {_number(facts.parameters)} parameters{trained}."
 
 
 def _packages(family: Family | None) -> str:
@@ -319,7 +320,7 @@ def _packages(family: Family | None) -> str:
     return " ".join(["./ssmzoo", *packages_of(family.name)[1:]])
 
 
-def _results(name: str, own: Sequence[Results], others: Sequence[Results]) -> str:
+def _results(name: str, own: Sequence[ScoredModel], others: Sequence[ScoredModel]) -> str:
     columns = {name: merged(own)}
     for entry in others:
         label = (
@@ -351,7 +352,7 @@ def _results(name: str, own: Sequence[Results], others: Sequence[Results]) -> st
     return f"{_table(header, lines)}\n\n{note}"
 
 
-def _seeds(own: Sequence[Results], others: Sequence[Results]) -> str | None:
+def _seeds(own: Sequence[ScoredModel], others: Sequence[ScoredModel]) -> str | None:
     """Set this model's scores among those of the same recipe with other seeds."""
     if not others:
         return None
@@ -373,20 +374,22 @@ def _seeds(own: Sequence[Results], others: Sequence[Results]) -> str | None:
     return f"{text}\n\n{_table(header, lines)}"
 
 
-def _paper(family: Family | None, own: Sequence[Results], results: Sequence[Results]) -> str | None:
+def _paper(
+    family: Family | None, own: Sequence[ScoredModel], results: Sequence[ScoredModel]
+) -> str | None:
     """Set the model's scores beside what its paper reports, if that has such a row."""
     mine = {entry.path.stem for entry in own}
     rows = [row for row in rows_of(family.name) if mine & set(row.results)] if family else []
     return paper_table(rows, results) if rows else None
 
 
-def _score(score: Score | None) -> str:
+def _score(score: ShownScore | None) -> str:
     if score is None or score.value is None:
         return NOT_MEASURED
     return _number(score.value) + (f" ± {_number(score.stderr)}" if score.stderr else "")
 
 
-def _origins(results: Sequence[Results]) -> str | None:
+def _origins(results: Sequence[ScoredModel]) -> str | None:
     """Say when, where and by what command the scores came about."""
     origins = dict.fromkeys(
         (entry.name, score.origin) for entry in results for score in entry.scores.values()
@@ -403,14 +406,14 @@ def _origins(results: Sequence[Results]) -> str | None:
     return f"To repeat them:\n\n{block}\n\n{_table(header, rows)}"
 
 
-def _architecture(summary: Summary) -> str:
-    config = summary.config
+def _architecture(facts: CardFacts) -> str:
+    config = facts.config
     rows = [
         ["Type", _code(config.get("model_type"))],
-        ["Parameters", _number(summary.parameters)],
-        ["Stored as", ", ".join(summary.dtypes)],
+        ["Parameters", _number(facts.parameters)],
+        ["Stored as", ", ".join(facts.dtypes)],
     ]
-    convolves = any("conv" in name for name in summary.modules)
+    convolves = any("conv" in name for name in facts.modules)
     for label, names in _ARCHITECTURE:
         if label in _OF_CONVOLUTIONS and not convolves:
             continue
@@ -422,18 +425,18 @@ def _architecture(summary: Summary) -> str:
     return _table(["", ""], rows)
 
 
-def _training(summary: Summary, head: _Head) -> str:
+def _training(facts: CardFacts, head: _Head) -> str:
     """Tabulate what the run recorded."""
 
     def fact(name: str) -> str:
-        return flat((summary.run or {}).get(name))
+        return flat((facts.run or {}).get(name))
 
     def metric(name: str, unit: str = "", places: int = 4) -> str:
-        value = summary.measured.get(name)
+        value = facts.measured.get(name)
         return _number(value, places) + unit if is_number(value) else NOT_MEASURED
 
     loss, unit, judged, by = "loss", " nats", "accuracy", "accuracy"
-    if summary.config.get("problem_type") == "regression":
+    if facts.config.get("problem_type") == "regression":
         loss, unit, judged, by = "loss, mean squared error", "", "root mean squared error", "rmse"
     elif head.pipeline == "text-generation":
         unit, judged = " nats per token", "accuracy, next token"
@@ -448,7 +451,7 @@ def _training(summary: Summary, head: _Head) -> str:
         ["Computed in", fact("dtype")],
         ["Time", metric("seconds", " s", places=1)],
         ["Hardware", fact("hardware")],
-        ["Code, vectors and threads", recorded((summary.run or {}).get("environment"))],
+        ["Code, vectors and threads", recorded((facts.run or {}).get("environment"))],
         ["Versions", fact("versions")],
         ["Command", command if command == NOT_MEASURED else _code(command)],
     ]

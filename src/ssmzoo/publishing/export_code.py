@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 
-from ssmzoo.family import Family, claims
+from ssmzoo.family import Family, claims, family_of
 from ssmzoo.files import write_texts, writing
 from ssmzoo.publishing.rewriting import (
     Editor,
@@ -163,8 +163,6 @@ def family_to_export(config: Mapping[str, Any]) -> Family:
     Raises:
         ValueError: It is not of the zoo, or of a family that is not installed.
     """
-    from ssmzoo.publishing.card_sources import family_of
-
     family = family_of(config)
     if family is None:
         raise ValueError(

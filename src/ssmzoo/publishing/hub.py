@@ -13,8 +13,6 @@ command goes on where it stopped, because weights that arrived whole are not sen
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import json
 import logging
 import os
@@ -23,7 +21,6 @@ import shutil
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -36,8 +33,8 @@ import yaml
 from ssmzoo.checkpoints.trust import refuse_paths
 from ssmzoo.checkpoints.weights import STATE, WEIGHTS_INDEX, listed, read_weights
 from ssmzoo.environment.portable import find_credential
-from ssmzoo.family import family_of_type, packages_of
-from ssmzoo.files import read_json, writing
+from ssmzoo.family import family_of, packages_of
+from ssmzoo.files import read_json, write_folder, writing
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo, HfApi
@@ -215,8 +212,6 @@ def _has_code(folder: Path) -> bool:
     Raises:
         ValueError: It is of a family that is not installed.
     """
-    from ssmzoo.publishing.card_sources import family_of
-
     config = folder / "config.json"
     return config.is_file() and family_of(read_json(config)) is not None
 
@@ -224,10 +219,12 @@ def _has_code(folder: Path) -> bool:
 def _how_to_load(folder: Path, place: str, code: bool) -> str:
     if code:
         return f"to load it: from_pretrained({place!r}, trust_remote_code=True)"
-    kind = str(read_json(folder / "config.json").get("model_type"))
+    config = read_json(folder / "config.json")
+    kind = str(config.get("model_type"))
     name = kind.removeprefix("ssmzoo_")
-    with suppress(RuntimeError):  # a broken plugin, which this command does not need
-        family = family_of_type(kind)  # another package's may have any model_type
+    # a broken plugin, or one that is not installed: this command needs none
+    with suppress(RuntimeError, ValueError):
+        family = family_of(config)  # another package's may have any model_type
         if family is None and name == kind:
             return f"to load it: from_pretrained({place!r}), with the code that transformers has"
         name = name if family is None else family.name
@@ -440,16 +437,12 @@ def _publish_folder(
     _check_folder(folder, target)
     if dry_run:
         return report
-    staged = target.parent / f".{target.name}.{uuid.uuid4().hex}.tmp"
-    try:
-        with writing(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            staged.mkdir()
-            for name, source in plan.sources.items():
-                _copy(source, staged / name, plan.sizes[name])
-            _swap(staged, target)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
+
+    def write(staged: Path) -> None:
+        for name, source in plan.sources.items():
+            _copy(source, staged / name, plan.sizes[name])
+
+    write_folder(target, write)
     return _done(report, str(target))
 
 
@@ -493,57 +486,9 @@ def _why_foreign(folder: Path, target: Path) -> str | None:
 
 def _copy(source: Path, destination: Path, size: int) -> None:
     destination.parent.mkdir(parents=True, exist_ok=True)
-    with source.open("rb") as reader, destination.open("xb") as writer:
-        shutil.copyfileobj(reader, writer, 1 << 20)
-        writer.flush()
-        os.fsync(writer.fileno())
+    shutil.copyfile(source, destination)
     if destination.stat().st_size != size:
         raise RuntimeError(f"{source} changed while it was published; nothing was published")
-
-
-def _swap(staged: Path, target: Path) -> None:
-    """Put ``staged`` in the place of ``target``; ``staged`` may then hold what was there."""
-    try:
-        os.rename(staged, target)  # succeeds where target is absent or an empty folder
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        if not _exchange(staged, target):
-            _rename_twice(staged, target)
-    _fsync_folder(target.parent)
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    """Exchange two folders in one step; False where the system cannot."""
-    if sys.platform != "linux":
-        return False
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return rename(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0
-
-
-def _rename_twice(staged: Path, target: Path) -> None:
-    """Replace a folder where no exchange exists: for an instant it is absent, never half there."""
-    aside = staged.with_suffix(".old")
-    os.rename(target, aside)
-    try:
-        os.rename(staged, target)
-    except OSError:
-        os.rename(aside, target)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _fsync_folder(folder: Path) -> None:
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _publish_hub(

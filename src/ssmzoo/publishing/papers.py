@@ -15,8 +15,7 @@ from typing import Any
 import yaml
 
 from ssmzoo.files import share
-from ssmzoo.publishing.card_sources import NOT_MEASURED, Results
-from ssmzoo.publishing.card_sources import Score as Measured
+from ssmzoo.publishing.card_facts import NOT_MEASURED, ScoredModel, ShownScore
 
 _LISTS = ("results", "better_than", "worse_than")
 MEANING = """\
@@ -67,7 +66,7 @@ def rows_of(family: str) -> list[PaperRow]:
     return rows
 
 
-def paper_table(rows: Sequence[PaperRow], results: Iterable[Results]) -> str:
+def paper_table(rows: Sequence[PaperRow], results: Iterable[ScoredModel]) -> str:
     """Return our figures beside the paper's as Markdown; a row without results is left out."""
     named = {entry.path.stem: entry for entry in results}
     lines = [
@@ -90,7 +89,7 @@ def paper_table(rows: Sequence[PaperRow], results: Iterable[Results]) -> str:
     return "\n".join([*lines, "", MEANING]) if len(lines) > 2 else NOT_MEASURED.capitalize() + "."
 
 
-def _measured(row: PaperRow, named: Mapping[str, Results]) -> bool:
+def _measured(row: PaperRow, named: Mapping[str, ScoredModel]) -> bool:
     """Return whether there is a number for all that a row needs."""
     judged = next(iter(row.paper))
     needed = [(name, metric) for name in row.results for metric in row.paper]
@@ -104,7 +103,7 @@ def _measured(row: PaperRow, named: Mapping[str, Results]) -> bool:
     return found.issuperset(needed)
 
 
-def word(row: PaperRow, named: Mapping[str, Results]) -> str:
+def word(row: PaperRow, named: Mapping[str, ScoredModel]) -> str:
     """Return "figure", "ranking" or "not reached" for a row, with what it is a ranking to."""
     first, *others = row.paper
     same = row.differs is None and row.paper_epochs in (None, row.epochs)
@@ -139,7 +138,7 @@ def _number(told: str) -> tuple[float, float]:
 
 
 def _better(
-    metric: str, ours: Sequence[str], theirs: Sequence[str], named: Mapping[str, Results]
+    metric: str, ours: Sequence[str], theirs: Sequence[str], named: Mapping[str, ScoredModel]
 ) -> bool:
     """Return whether one is better than another by more than two standard errors."""
     value, error = _middle(ours, metric, named)
@@ -148,22 +147,24 @@ def _better(
     return sign * (value - other) > 2 * math.hypot(error, others_error)
 
 
-def _score(results: Results, metric: str) -> Measured:
+def _score(results: ScoredModel, metric: str) -> ShownScore:
     return next(score for row, score in results.scores.items() if row.metric == metric)
 
 
-def _values(names: Sequence[str], metric: str, named: Mapping[str, Results]) -> list[float]:
+def _values(names: Sequence[str], metric: str, named: Mapping[str, ScoredModel]) -> list[float]:
     found: list[Any] = [_score(named[name], metric).value for name in names]
     return sorted(found)
 
 
-def _middle(names: Sequence[str], metric: str, named: Mapping[str, Results]) -> tuple[float, float]:
+def _middle(
+    names: Sequence[str], metric: str, named: Mapping[str, ScoredModel]
+) -> tuple[float, float]:
     """Return the median over seeds and the largest standard error of one of them."""
     errors = [_score(named[name], metric).stderr or 0.0 for name in names]
     return median(_values(names, metric, named)), max(errors)
 
 
-def _shown(names: Sequence[str], metric: str, named: Mapping[str, Results]) -> str:
+def _shown(names: Sequence[str], metric: str, named: Mapping[str, ScoredModel]) -> str:
     values = _values(names, metric, named)
     if len(values) == 1:
         return f"{_words(metric)} {_digits(values[0])}"

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ssmzoo.checkpoints.trust import trusted
-from ssmzoo.environment.messages import first_line, without_bars
-from ssmzoo.family import family_of_type, load_family, suggestion
+from ssmzoo.checkpoints.load import ask_again, is_local, load_model
+from ssmzoo.environment.messages import first_line
+from ssmzoo.family import family_of, load_family, suggestion
 from ssmzoo.recipe import ModelSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from ssmzoo.family import Family
     from ssmzoo.tasks import Supervised
 
 logger = logging.getLogger("ssmzoo")
@@ -45,8 +46,11 @@ def build_config(
 
     given = {**section.config, **_fields_of(task, section)}
     if section.init_from is not None:
+        local = is_local(section.init_from, "model.init_from")
         try:
-            config = AutoConfig.from_pretrained(section.init_from, trust_remote_code=False, **given)
+            config = AutoConfig.from_pretrained(
+                section.init_from, trust_remote_code=False, local_files_only=local, **given
+            )
         except (OSError, ValueError) as error:
             raise _not_found(section.init_from, error) from error
     else:
@@ -83,31 +87,35 @@ def build_model(
     import torch
 
     if section.init_from is not None:
-        return load_model(section.init_from, config, task)
+        return load_for_task(section.init_from, config, task)
     model = model_class(config, task)._from_config(config, dtype=torch.float32)
     return cast("PreTrainedModel", model)
 
 
-def load_model(
+def load_for_task(
     source: str, config: PreTrainedConfig | None = None, task: Supervised | None = None
 ) -> PreTrainedModel:
     """Return the model of a folder or Hub id in float32, with the head of a task.
 
+    With a configuration, of a model to train, its head may be new; without one all must be there.
+
     Raises:
         LookupError: There is none.
     """
-    import torch
     from transformers import AutoConfig
 
     import ssmzoo.auto  # noqa: F401
 
+    local, given = is_local(source, "model.init_from"), config is not None
     try:
-        with without_bars(), trusted(source):
-            config = config or AutoConfig.from_pretrained(source, trust_remote_code=False)
-            kind = model_class(config, task)
-            return kind.from_pretrained(
-                source, config=config, dtype=torch.float32, use_safetensors=True
-            )
+        config = config or AutoConfig.from_pretrained(
+            source, trust_remote_code=False, local_files_only=local
+        )
+        folder = Path(source) if Path(source).is_dir() else None
+        kind = model_class(config, task)
+        return load_model(
+            source, folder, "float32", False, kind=kind, config=config, new_head=given
+        )
     except (OSError, ValueError) as error:
         raise _not_found(source, error) from error
 
@@ -118,7 +126,7 @@ def model_class(config: PreTrainedConfig, task: Supervised | None = None) -> typ
     Raises:
         LookupError: This type of model has no such head.
     """
-    family = _family_of(config)
+    family = family_of(config)
     found: Any = None
     own = {"token_pairs": "pair_classification_class", "images": "image_classification_class"}
     if task is not None and task.kind in own:
@@ -179,12 +187,6 @@ def _heads(task: Supervised | None) -> Any:
     return transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 
-def _family_of(config: PreTrainedConfig) -> Family | None:
-    """Return the installed family whose configuration this is, None for transformers' own."""
-    family = family_of_type(config.model_type)
-    return family if family is not None and family.config_class is type(config) else None
-
-
 def _known_class(
     model_type: str, given: dict[str, object], task: Supervised | None
 ) -> type[PreTrainedConfig]:
@@ -194,7 +196,8 @@ def _known_class(
     what = "causal language model"
     if task is not None and task.objective != "causal_lm":
         what = f"model for {task.objective} of {task.kind}"
-    family_of_type(model_type)  # one of ours is imported by that
+    with suppress(ValueError):  # none of ours, or not installed: the error below says so
+        family_of({"model_type": model_type})  # imports it
     known_type = model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in _heads(task)
     if not known_type or _only_of_families(task):
         raise LookupError(
@@ -211,4 +214,5 @@ def _known_class(
 
 
 def _not_found(source: str, error: Exception) -> LookupError:
+    ask_again()
     return LookupError(f"model.init_from: no model loads from {source!r}: {first_line(error)}")

@@ -31,7 +31,7 @@ from ssmzoo.training.distributed import ALONE
 from ssmzoo.training.folder import RunFolder
 from ssmzoo.training.gauges import read_gauges
 from ssmzoo.training.meter import Meter
-from ssmzoo.training.model import build_config, build_model, load_model
+from ssmzoo.training.model import build_config, build_model, load_for_task
 from ssmzoo.training.objectives import CausalLM, labelled
 from ssmzoo.training.optimizer import Schedule, make_optimizer
 from ssmzoo.training.plan import Plan, require_ahead
@@ -219,7 +219,7 @@ class Run:
         if checkpoint is None:
             model = build_model(self.recipe.model, self.config, self.task)
         else:
-            model = load_model(str(checkpoint), task=self.task)
+            model = load_for_task(str(checkpoint), task=self.task)
         if rank := self.accelerator.process_index:  # the first one's weights, but its own dropout
             seed_all(int(np.random.SeedSequence([options.seed, rank]).generate_state(1)[0]))
         model.train()
@@ -527,7 +527,7 @@ class Run:
         if self.data.test is None:
             return None
         final = self.folder.final(self._best_step())
-        model = load_model(str(final), task=self.task).to(self.accelerator.device)
+        model = load_for_task(str(final), task=self.task).to(self.accelerator.device)
         return {"step": step_of(final), **self._measure(model, self.data.test)}
 
     def _measure(self, model: torch.nn.Module, parts: Iterable[Any]) -> dict[str, float | int]:
