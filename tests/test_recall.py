@@ -18,10 +18,10 @@ from transformers import (
 from ssmzoo.analysis.cost import flops_per_token, state_bytes
 from ssmzoo.analysis.recall import best_rates, load_sweep, recall, table
 from ssmzoo.cli.main import main
-from ssmzoo.data.tokens import recipe_tokenizer
+from ssmzoo.data.sources import data_source
 from ssmzoo.family import load_family
 from ssmzoo.files import share
-from ssmzoo.training.model import build_config, load_model
+from ssmzoo.training.model import build_config, load_for_training
 
 SWEEP = {
     "models": {
@@ -184,7 +184,7 @@ def test_models_of_transformers_enter_a_sweep(name, tmp_path):
     path.write_text(yaml.safe_dump(sweep, sort_keys=False), encoding="utf-8")
     (line,) = recall(path, tmp_path / "out")
     assert line["flops_per_token"] > 0
-    model = load_model(str(tmp_path / f"out/runs/{name}-16-0.01-0/model")).eval()
+    model = load_for_training(str(tmp_path / f"out/runs/{name}-16-0.01-0/model")).eval()
     for tokens in (4, 12, 20):
         # besides, caches with a window count their tokens
         assert kept(tokens) <= state_bytes(model, tokens) <= kept(tokens) + 16
@@ -245,7 +245,7 @@ def test_shipped_sweeps_are_valid_down_to_the_configurations(path):
         (columns["model"], columns["width"]): recipe
         for _, columns, recipe in load_sweep(path.stem).recipes()
     }
-    tokenizer = recipe_tokenizer(next(iter(runs.values())))
+    tokenizer = data_source(next(iter(runs.values()))).tokenizer
     for (_, width), recipe in runs.items():
         assert build_config(recipe.model, tokenizer).hidden_size == width
 

@@ -27,7 +27,7 @@ from ssmzoo.recipe import (
     load_recipe,
     read_sections,
 )
-from ssmzoo.training.checkpoint import read_metrics
+from ssmzoo.training.metrics import read_metrics
 
 try:
     from pydantic import Field
@@ -183,13 +183,13 @@ def _require_same(folder: Path, recipe: Recipe) -> None:
 
 def _measured(folder: Path, finished: dict[str, Any]) -> dict[str, Any]:
     """Return the ledger's other columns of a finished run."""
-    from ssmzoo.training.model import load_model
+    from ssmzoo.training.model import load_for_training
 
     judged = finished.get("test") or {
         "accuracy": finished["validation_accuracy"],
         "targets": read_metrics(folder / "metrics.jsonl")[-1]["validation_targets"],
     }
-    model = load_model(str(folder / "model")).eval()
+    model = load_for_training(str(folder / "model")).eval()
     length = min(_row_length(folder), MOST_TOKENS)
     return {
         "accuracy": judged["accuracy"],

@@ -83,12 +83,12 @@ def build_model(
     import torch
 
     if section.init_from is not None:
-        return load_model(section.init_from, config, task)
+        return load_for_training(section.init_from, config, task)
     model = model_class(config, task)._from_config(config, dtype=torch.float32)
     return cast("PreTrainedModel", model)
 
 
-def load_model(
+def load_for_training(
     source: str, config: PreTrainedConfig | None = None, task: Supervised | None = None
 ) -> PreTrainedModel:
     """Return the model of a folder or Hub id in float32, with the head of a task.
