@@ -25,8 +25,9 @@ from safetensors.torch import load_file
 from tests.stopping import signalled_at
 
 import ssmzoo.data.tokens
-from ssmzoo.training.checkpoint import checkpoints, damage_of, read_metrics, step_of
+from ssmzoo.training.checkpoint import checkpoints, damage_of, step_of
 from ssmzoo.training.folder import RunFolder
+from ssmzoo.training.metrics import read_metrics
 from ssmzoo.training.objectives import CausalLM
 from ssmzoo.training.run import train
 from ssmzoo.training.stopping import Stopped
@@ -35,7 +36,7 @@ torch.set_num_threads(1)
 SIGNALS = [getattr(signal, name) for name in sys.argv[5:]]
 # what sends a signal to its own process, at which call, and the newest checkpoint afterwards
 POINTS = {
-    "tokenising": (ssmzoo.data.tokens, "_hash", 1, None),
+    "tokenising": (ssmzoo.data.tokens, "text_hash", 1, None),
     "writing what describes the run": (RunFolder, "describe", 1, None),
     "a step": (CausalLM, "loss_of", 5, 5),
     "an evaluation": (CausalLM, "measure", 3, 8),

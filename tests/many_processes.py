@@ -26,13 +26,16 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import ssmzoo.data.tokens
 import ssmzoo.training.run
-import ssmzoo.training.trainer
+import ssmzoo.training.step
+import ssmzoo.training.validation
 from ssmzoo import families, load_family
+from ssmzoo.training.checkpoint import load_optimizer, optimizer_tensors
+from ssmzoo.training.distributed import gathered
 from ssmzoo.training.folder import RunFolder
 from ssmzoo.training.objectives import CausalLM
 from ssmzoo.training.optimizer import make_optimizer
 from ssmzoo.training.run import train
-from ssmzoo.training.state import load_optimizer, optimizer_tensors, whole
+from ssmzoo.training.step import Learner
 from ssmzoo.training.stopping import Stopped
 from ssmzoo.training.trainer import Run
 
@@ -58,32 +61,29 @@ def in_float64():
             model.loss_function = loss_in_its_own_dtype
         return model.double()
 
-    build = ssmzoo.training.trainer.build_model
+    def load(source, task):
+        kind = AutoModelForSequenceClassification if task else AutoModelForCausalLM
+        return double(kind.from_pretrained(source, dtype=torch.float64))
+
+    build = ssmzoo.training.step.build_model
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ssmzoo.training.trainer, "build_model", lambda *given: double(build(*given)))
-        patch.setattr(
-            ssmzoo.training.trainer,
-            "load_for_task",
-            lambda source, task: double(
-                (
-                    AutoModelForSequenceClassification if task else AutoModelForCausalLM
-                ).from_pretrained(source, dtype=torch.float64)
-            ),
-        )
+        patch.setattr(ssmzoo.training.step, "build_model", lambda *given: double(build(*given)))
+        for module in (ssmzoo.training.step, ssmzoo.training.validation):
+            patch.setattr(module, "load_for_task", load)
         yield
 
 
 @contextmanager
 def recorded(file):
     """Write, as JSON, by step: the tokens, and each micro-batch's targets and mean loss."""
-    steps, optimize, loss_of = {}, Run._optimize, CausalLM.loss_of
+    steps, take_step, loss_of = {}, Run.take_step, CausalLM.loss_of
 
     def watch_step(run, read):
         pieces = [piece for pieces in read.parts for piece in pieces]
         tokens = [piece["input_ids"].flatten().tolist() for piece in pieces]
-        steps[run.step + 1] = {"tokens": tokens, "targets": read.targets, "losses": []}
-        watch_step.now = steps[run.step + 1]
-        optimize(run, read)
+        watch_step.now = {"tokens": tokens, "targets": read.targets, "losses": []}
+        steps[run.progress.step + 1] = watch_step.now
+        return take_step(run, read)
 
     def watch_loss(goal, *given):
         loss = loss_of(goal, *given)
@@ -91,7 +91,7 @@ def recorded(file):
         return loss
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "_optimize", watch_step)
+        patch.setattr(Run, "take_step", watch_step)
         patch.setattr(CausalLM, "loss_of", watch_loss)
         yield
     file.write_text(json.dumps(steps))
@@ -125,10 +125,10 @@ def told_to_stop(folder, rank):
     train(folder / "dropout.yaml", output_dir=folder / "told-by-launcher", resume=True)
     said = []
     for receivers, number, owner, name, call in (
-        ((0,), signal.SIGINT, ssmzoo.data.tokens, "_hash", 1),
+        ((0,), signal.SIGINT, ssmzoo.data.tokens, "text_hash", 1),
         ((1,), signal.SIGTERM, CausalLM, "loss_of", 3),  # in step 2
         ((0,), signal.SIGUSR1, CausalLM, "measure", 2),
-        ((0, 1), signal.SIGTERM, Run, "_save", 2),
+        ((0, 1), signal.SIGTERM, Run, "save", 2),
     ):
         before = signal.getsignal(number)
         with pytest.MonkeyPatch.context() as patch:
@@ -245,7 +245,7 @@ def optimizer_of_shards(folder, rank):
     keep("restored", optimizer_tensors(*resumed))
     for name, pair in (("went-on", sharded), ("resumed", resumed)):
         step(*pair)
-        keep(name, {key: whole(parameter) for key, parameter in pair[0].named_parameters()})
+        keep(name, {key: gathered(parameter) for key, parameter in pair[0].named_parameters()})
     if rank == 0:
         for name, tensors in found.items():
             save_file(tensors, folder / f"optimizer-{name}.safetensors")
@@ -256,22 +256,22 @@ def sharded_by_accelerate(folder, rank):
 
     Accelerate shards on accelerators only: told that there are some, it takes that road on a CPU.
     """
-    build, prepare, seen = Run._build, ssmzoo.training.run.make_accelerator, set()
+    build, prepare, seen = Learner.__init__, ssmzoo.training.run.make_accelerator, set()
 
     def make_accelerator(recipe):
         PartialState(cpu=True)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         return prepare(recipe)
 
-    def check(run, checkpoint):
-        build(run, checkpoint)
-        assert all(isinstance(p, DTensor) for p in run.parameters)
-        mine = sum(p.to_local().numel() for p in run.parameters)
-        assert mine < 0.6 * sum(p.numel() for p in run.parameters)
+    def check(learner, *given):
+        build(learner, *given)
+        assert all(isinstance(p, DTensor) for p in learner.parameters)
+        mine = sum(p.to_local().numel() for p in learner.parameters)
+        assert mine < 0.6 * sum(p.numel() for p in learner.parameters)
 
-    def watch(run, checkpoint):
-        check(run, checkpoint)
-        mixer = run.bare.model.layers[0].mixer
+    def watch(learner, *given):
+        check(learner, *given)
+        mixer = learner.bare.model.layers[0].mixer
         mixer.register_forward_pre_hook(lambda *_: seen.add(f"dt_bias {mixer.dt_bias.dtype}"))
         mixer.out_proj.register_forward_hook(lambda *given: seen.add(f"output {given[2].dtype}"))
 
@@ -280,12 +280,12 @@ def sharded_by_accelerate(folder, rank):
         for name, value in json.loads((folder / "fsdp2.json").read_text()).items():
             patch.setenv(name, value)
         patch.setattr(ssmzoo.training.run, "make_accelerator", make_accelerator)
-        patch.setattr(Run, "_build", check)
+        patch.setattr(Learner, "__init__", check)
         with in_float64():
             killed(folder / "recipe.yaml", folder / "sharded", before=7)
             train(folder / "recipe.yaml", output_dir=folder / "sharded", resume=True)
             train(folder / "projecting.yaml", output_dir=folder / "sharded-projecting")
-        patch.setattr(Run, "_build", watch)
+        patch.setattr(Learner, "__init__", watch)
         train(folder / "bfloat16.yaml", output_dir=folder / "bfloat16-sharded")
     (folder / f"dtypes-{rank}.json").write_text(json.dumps(sorted(seen)))
 
@@ -315,7 +315,7 @@ def patient(folder, rank):
     seconds = {}
 
     def look(run):
-        for name, group in (("step", dist.group.WORLD), ("alone", run.alone)):
+        for name, group in (("step", dist.group.WORLD), ("alone", run.processes.group)):
             timeout = group._get_backend(torch.device("cpu")).options._timeout
             seconds[name] = timeout.total_seconds()
 

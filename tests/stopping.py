@@ -11,14 +11,14 @@ class KilledError(Exception):
 
 def killed_before(patch, step):
     """Stop a run as if it were killed when it is about to take a step."""
-    optimize = Run._optimize
+    take_step = Run.take_step
 
     def stop(run, read):
-        if run.step == step - 1:
+        if run.progress.step == step - 1:
             raise KilledError
-        optimize(run, read)
+        return take_step(run, read)
 
-    patch.setattr(Run, "_optimize", stop)
+    patch.setattr(Run, "take_step", stop)
 
 
 def signalled_at(patch, owner, name, call, number):

@@ -36,7 +36,7 @@ def model(tmp_path_factory):
     """A folder with a tiny Longhorn and the byte tokenizer."""
     import torch
 
-    from ssmzoo.data.tokens import byte_tokenizer
+    from ssmzoo.data.tokenizer import byte_tokenizer
     from ssmzoo.family import load_family
 
     folder = tmp_path_factory.mktemp("models") / "tiny"

@@ -10,8 +10,8 @@ import pyarrow.parquet
 import pytest
 
 from ssmzoo.data.rows import IGNORED, PackedRows, StreamedRows
-from ssmzoo.data.tokenizer import encoder
-from ssmzoo.data.tokens import byte_tokenizer, open_data, prepare_data, recipe_tokenizer
+from ssmzoo.data.sources import data_source
+from ssmzoo.data.tokenizer import byte_tokenizer, encoder
 from ssmzoo.recipe import Recipe
 
 BOS, EOS = 257, 258
@@ -50,9 +50,8 @@ def make_recipe(seq_len=16, batch_size=4, batches=3, seed=0, **data):
 
 
 def opened(recipe, cache, rank=0, world=1, before=None):
-    tokenizer = recipe_tokenizer(recipe)
-    manifest = prepare_data(recipe, tokenizer, cache, before)
-    return open_data(recipe, tokenizer, cache, manifest, rank=rank, world=world)
+    source = data_source(recipe)
+    return source.open(cache, source.prepare(cache, before), rank=rank, world=world)
 
 
 def segments(rows):
@@ -137,9 +136,9 @@ def test_held_out_documents_are_never_trained_on_whatever_the_seed(texts, tmp_pa
     chosen = []
     for seed in (0, 1):
         recipe = make_recipe(text=[str(texts)], validation=0.2, seed=seed, batches=1000)
-        tokenizer = recipe_tokenizer(recipe)
-        manifest = prepare_data(recipe, tokenizer, tmp_path / "cache")
-        data = open_data(recipe, tokenizer, tmp_path / "cache", manifest)
+        source = data_source(recipe)
+        manifest = source.prepare(tmp_path / "cache")
+        data = source.open(tmp_path / "cache", manifest)
         chosen.append(manifest["held_out"])
         # only document starts are sure to be told apart: their number stands there
         starts = [segment[:5] for segment in segments(data.train.take(data.epoch_rows))]
@@ -154,7 +153,7 @@ def test_a_copy_of_a_held_out_document_is_held_out_too(texts, tmp_path):
     for path in list(texts.iterdir()):
         (texts / f"copy-{path.name}").write_bytes(path.read_bytes())
     recipe = make_recipe(text=[str(texts)], validation=8)
-    manifest = prepare_data(recipe, byte_tokenizer(), tmp_path / "cache")
+    manifest = data_source(recipe).prepare(tmp_path / "cache")
     contents = Counter(Path(name).read_text() for name in manifest["held_out"])
     assert set(contents.values()) == {2}
 
@@ -348,13 +347,12 @@ def test_a_tasks_rows_are_fresh_seeded_and_resumable(tmp_path):
 )
 def test_wrong_tasks_are_refused(task, arguments, message):
     with pytest.raises((LookupError, ValueError, TypeError)) as caught:
-        recipe_tokenizer(make_recipe(task=task, task_args=arguments))
+        data_source(make_recipe(task=task, task_args=arguments))
     assert message in str(caught.value)
 
 
 def prepared(cache, before=None, **data):
-    recipe = make_recipe(**data)
-    return prepare_data(recipe, byte_tokenizer(), cache, before)
+    return data_source(make_recipe(**data)).prepare(cache, before)
 
 
 def test_missing_empty_and_unreadable_data_is_named(tmp_path):
@@ -450,7 +448,7 @@ def test_the_digest_is_of_the_content_not_of_the_place(texts, tmp_path):
 def test_tokens_are_made_once(texts, tmp_path, monkeypatch):
     prepared(tmp_path / "cache", text=[str(texts)])
     monkeypatch.setattr(
-        "ssmzoo.data.tokens._write_store", lambda *_: pytest.fail("tokenised again")
+        "ssmzoo.data.sources.write_store", lambda *_: pytest.fail("tokenised again")
     )
     prepared(tmp_path / "cache", text=[str(texts)])
 

@@ -54,7 +54,7 @@ class Interrupted:
             "mamba2-demo": ["hidden_size=16", "num_hidden_layers=1", "num_heads=2", "head_dim=16"],
         }
         fewer = ["train.batch_size=2", "train.seq_len=64", "eval.batches=1", "train.dtype=float32"]
-        begin, score, step = run.train, evaluate.evaluate, trainer.Run._optimize
+        begin, score, step = run.train, evaluate.evaluate, trainer.Run.take_step
         render, send = card.render_card, hub.publish
 
         def small(recipe, *, overrides, **rest):
@@ -63,8 +63,8 @@ class Interrupted:
             few = [*overrides, *model, *fewer, "checkpoint.every=2", "log.every=1"]
             return begin(recipe, overrides=few, **rest)
 
-        def optimize(self_run, read):
-            self.here(f"{self_run.config.model_type} step {self_run.step + 1}")
+        def take_step(self_run, read):
+            self.here(f"{self_run.config.model_type} step {self_run.progress.step + 1}")
             return step(self_run, read)
 
         def scored(*arguments, name, **rest):
@@ -80,7 +80,7 @@ class Interrupted:
             return send(*arguments, **rest)
 
         patch.setattr(run, "train", small)
-        patch.setattr(trainer.Run, "_optimize", optimize)
+        patch.setattr(trainer.Run, "take_step", take_step)
         patch.setattr(evaluate, "evaluate", scored)
         patch.setattr(card, "render_card", rendered)
         patch.setattr(hub, "publish", sent)

@@ -30,8 +30,9 @@ from ssmzoo.family import load_family
 from ssmzoo.files import CannotWriteError
 from ssmzoo.publishing.export_code import export_code
 from ssmzoo.publishing.export_kernels import export_kernels
-from ssmzoo.training.checkpoint import checkpoints, damage_of, read_metrics
+from ssmzoo.training.checkpoint import checkpoints, damage_of
 from ssmzoo.training.folder import RunFolder
+from ssmzoo.training.metrics import read_metrics
 from ssmzoo.training.run import train
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1}

@@ -9,8 +9,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from ssmzoo.family import load_family
-from ssmzoo.training.checkpoint import read_metrics
-from ssmzoo.training.gauges import TOKENS, few_tokens, read_gauges
+from ssmzoo.training.metrics import TOKENS, few_tokens, read_gauges, read_metrics
 from ssmzoo.training.run import train
 
 NAMES = {"largest_jacobian", "shut_gates", "growing_lanes"}
@@ -164,7 +163,7 @@ def test_with_and_without_them_a_run_has_the_same_weights_and_losses(recipe, tmp
         return read_gauges(model, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr("ssmzoo.training.trainer.read_gauges", lambda model, batch: {})
+        patch.setattr("ssmzoo.training.step.read_gauges", lambda model, batch: {})
         plain = train(recipe, output_dir=tmp_path / "plain")
     assert not any("gauges" in line for line in lines_of(plain))
     weights, numbers = results(read)
@@ -173,6 +172,6 @@ def test_with_and_without_them_a_run_has_the_same_weights_and_losses(recipe, tmp
     assert weights.keys() == without.keys()
     assert all(torch.equal(weights[name], without[name]) for name in weights)
     # gauges that drew from the run's random numbers would be noticed
-    monkeypatch.setattr("ssmzoo.training.trainer.read_gauges", disturb)
+    monkeypatch.setattr("ssmzoo.training.step.read_gauges", disturb)
     assert results(train(recipe, output_dir=tmp_path / "disturbed"))[1] != expected
     assert len(looked) == 3

@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from tests.many_processes import in_float64, killed
 
 from ssmzoo import families
-from ssmzoo.data.tokens import open_data, prepare_data, recipe_tokenizer
+from ssmzoo.data.sources import data_source
 from ssmzoo.recipe import Recipe, load_recipe
-from ssmzoo.training.checkpoint import read_metrics
+from ssmzoo.training.metrics import read_metrics
 from ssmzoo.training.objectives import CausalLM
 from ssmzoo.training.run import train
 
@@ -420,17 +420,17 @@ import os, signal, sys, time
 from ssmzoo.cli.main import main
 from ssmzoo.training.trainer import Run
 
-optimize = Run._optimize
+take_step = Run.take_step
 
 def tell(run, read):
-    if run.step == 2:
+    if run.progress.step == 2:
         if os.environ["RANK"] == "1":
             os.kill(os.getppid(), signal.SIGTERM)  # the launcher, which tells its processes
-        while run.request.signal is None:
+        while run.processes.request.signal is None:
             time.sleep(0.01)
-    optimize(run, read)
+    return take_step(run, read)
 
-Run._optimize = tell
+Run.take_step = tell
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -530,14 +530,14 @@ def test_shares_of_a_stream_are_all_of_it_once(world, files, tmp_path, monkeypat
     recipe = Recipe.model_validate(
         {**RECIPE, "data": data, "train": {**RECIPE["train"], **size}, "eval": {}}
     )
-    tokenizer = recipe_tokenizer(recipe)
-    manifest = prepare_data(recipe, tokenizer, tmp_path)
+    source = data_source(recipe)
+    manifest = source.prepare(tmp_path)
     epochs = [[], []]
     for rank in range(world):
         where = {"rank": rank, "world": world}
         position = None
         for step in range(2 * 12 // world):
-            share = open_data(recipe, tokenizer, tmp_path, manifest, **where).train
+            share = source.open(tmp_path, manifest, **where).train
             if position is not None:
                 share.seek(json.loads(position))
             epochs[step * world // 12] += cells_of(share.take(2).input_ids)

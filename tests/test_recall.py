@@ -19,7 +19,7 @@ from ssmzoo.analysis.cost import flops_per_token, state_bytes
 from ssmzoo.analysis.recall import best_rates, load_sweep, recall, table
 from ssmzoo.checkpoints.load import load_model
 from ssmzoo.cli.main import main
-from ssmzoo.data.tokens import recipe_tokenizer
+from ssmzoo.data.sources import data_source
 from ssmzoo.family import load_family
 from ssmzoo.files import share
 from ssmzoo.training.model import build_config
@@ -247,7 +247,7 @@ def test_shipped_sweeps_are_valid_down_to_the_configurations(path):
         (columns["model"], columns["width"]): recipe
         for _, columns, recipe in load_sweep(path.stem).recipes()
     }
-    tokenizer = recipe_tokenizer(next(iter(runs.values())))
+    tokenizer = data_source(next(iter(runs.values()))).tokenizer
     for (_, width), recipe in runs.items():
         assert build_config(recipe.model, tokenizer).hidden_size == width
 

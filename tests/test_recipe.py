@@ -168,14 +168,14 @@ OF_ROWS = [p for p in sorted(share("eval/recipes").glob("*.yaml")) if not load_r
 
 @pytest.mark.parametrize("path", OF_ROWS, ids=lambda p: p.stem)
 def test_every_shipped_recipe_is_valid_down_to_the_model(path):
+    from ssmzoo.data.sources import data_source
     from ssmzoo.data.tokenizer import byte_tokenizer
-    from ssmzoo.data.tokens import recipe_tokenizer
     from ssmzoo.training.model import build_config
 
     recipe = load_recipe(path)
     assert load_recipe(path.stem) == recipe
     local = recipe.data.tokenizer in (None, "bytes")
-    tokenizer = recipe_tokenizer(recipe) if local else byte_tokenizer()
+    tokenizer = data_source(recipe).tokenizer if local else byte_tokenizer()
     config = build_config(recipe.model, tokenizer)
     assert config.vocab_size >= len(tokenizer)
 

@@ -3,8 +3,13 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ssmzoo.data.tokenizer import encoder, is_byte_tokenizer, load_tokenizer, tokenizer_digest
-from ssmzoo.data.tokens import byte_tokenizer
+from ssmzoo.data.tokenizer import (
+    byte_tokenizer,
+    encoder,
+    is_byte_tokenizer,
+    named_tokenizer,
+    tokenizer_digest,
+)
 
 TEXTS = [
     "",
@@ -72,9 +77,9 @@ def test_the_fast_path_for_bytes_equals_the_tokenizer(reloaded):
 def test_a_missing_tokenizer_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(LookupError, match="no tokenizer loads from"):
-        load_tokenizer(str(tmp_path / "nothing"))
+        named_tokenizer(str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match=r"holds none; save it there .* as data\.tokenizer$"):
-        load_tokenizer(str(tmp_path))
+        named_tokenizer(str(tmp_path))
     # one that needs no file of its own
     (tmp_path / "config.json").write_text('{"model_type": "canine"}')
-    assert load_tokenizer(str(tmp_path)).decode([104, 105]) == "hi"
+    assert named_tokenizer(str(tmp_path)).decode([104, 105]) == "hi"

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from tests.stopping import KilledError, killed_before
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from ssmzoo.training.checkpoint import locked, read_metrics
+from ssmzoo.training.checkpoint import locked
+from ssmzoo.training.metrics import read_metrics
 from ssmzoo.training.objectives import CausalLM
 from ssmzoo.training.run import make_optimizer, param_groups, train
 
@@ -174,7 +175,7 @@ def test_a_run_killed_outright_resumes_to_the_same_weights(whole, recipe, tmp_pa
         log = Run._log
         def kill(run, read):
             log(run, read)
-            if run.step == 8:
+            if run.progress.step == 8:
                 os.kill(os.getpid(), signal.SIGKILL)
         Run._log = kill
         train(sys.argv[1], output_dir=sys.argv[2])

@@ -1,5 +1,6 @@
 """Runs that are told to stop, that save by the clock, and that go on with changes."""
 
+import functools
 import json
 import os
 import shlex
@@ -17,13 +18,14 @@ from tests.stopping import KilledError, killed_before, signalled_at
 from tests.test_killed import RECIPE
 
 from ssmzoo.cli.main import main
-from ssmzoo.data.labelled import Splits, describe_splits
+from ssmzoo.data.sources import LabelledExamples
 from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.files import write_folder
 from ssmzoo.recipe import Recipe, load_recipe
 from ssmzoo.tasks import load_task
-from ssmzoo.training.checkpoint import checkpoints, locked, read_metrics, step_of
-from ssmzoo.training.folder import require_same
+from ssmzoo.training.checkpoint import checkpoints, locked, step_of
+from ssmzoo.training.folder import require_same_recipe
+from ssmzoo.training.metrics import read_metrics
 from ssmzoo.training.objectives import CausalLM
 from ssmzoo.training.run import train
 from ssmzoo.training.stopping import Stopped, StopRequest
@@ -195,7 +197,7 @@ def test_a_run_interrupted_from_python_raises_a_keyboard_interrupt_and_resumes(
     assert [line["step"] for line in timeless(run) if "validation_loss" in line] == [4]
     # killed after the validation's line is written, before anything is saved
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "_save", lambda *_: fail(KilledError()))
+        patch.setattr(Run, "save", lambda *_: fail(KilledError()))
         with pytest.raises(KilledError):
             train(recipe, output_dir=run, resume=True)
     assert [line["step"] for line in timeless(run) if "validation_loss" in line] == [4, 8]
@@ -206,13 +208,13 @@ def test_a_run_interrupted_from_python_raises_a_keyboard_interrupt_and_resumes(
 
 
 def test_checkpoints_by_the_clock_change_no_weight(finished, recipe, tmp_path, monkeypatch):
-    clock, optimize = SimpleNamespace(now=0.0), Run._optimize
+    clock, take_step = SimpleNamespace(now=0.0), Run.take_step
 
     def in_25_seconds(run, read):
         clock.now += 25
-        optimize(run, read)
+        return take_step(run, read)
 
-    monkeypatch.setattr(Run, "_optimize", in_25_seconds)
+    monkeypatch.setattr(Run, "take_step", in_25_seconds)
     monkeypatch.setattr(
         "ssmzoo.training.trainer.time", SimpleNamespace(monotonic=lambda: clock.now)
     )
@@ -384,19 +386,24 @@ def test_a_tasks_data_may_move_and_nothing_else_of_it_may_change():
         )
 
     sizes = {"seq_len": 16, "vocab_size": 16, "num_train": 9, "num_validation": 3, "num_test": 3}
-    splits = [
-        Splits(*(load_task("mqar", split, seed, num_pairs=2, **sizes) for split in Splits._fields))
-        for seed in (0, 0, 1)
-    ]
+
+    def prepared(recipe, drawn, before=None):
+        """Describe examples that the folder holds, here drawn with a seed."""
+        with pytest.MonkeyPatch.context() as patch:
+            fake = functools.partial(load_task, num_pairs=2, **sizes)
+            load = lambda name, split, seed, **_: fake(name, split, drawn)  # noqa: E731
+            patch.setattr("ssmzoo.tasks.load_task", load)
+            return LabelledExamples(recipe).prepare(Path("unused"), before)
+
     old, new = described("/old/place"), described("/new/home")
-    require_same(old, new)
-    before = json.loads(json.dumps(describe_splits(old, splits[0], None)))
-    assert describe_splits(new, splits[1], before)["digest"] == before["digest"]
+    require_same_recipe(old, new)
+    before = json.loads(json.dumps(prepared(old, 0)))
+    assert prepared(new, 0, before)["digest"] == before["digest"]
     with pytest.raises(ValueError, match="must give the examples that the run began with"):
-        describe_splits(new, splits[2], before)
+        prepared(new, 1, before)
     for other in (described("/new/home", num_pairs=1), described("user/hub")):
         with pytest.raises(ValueError, match=r"data\.task_args must stay as the run began"):
-            require_same(old, other)
+            require_same_recipe(old, other)
 
 
 # -- memory ----------------------------------------------------------------------------------
@@ -420,19 +427,19 @@ def test_a_run_out_of_memory_names_what_needs_less_and_goes_on_with_it(
     loss_of, run = CausalLM.loss_of, tmp_path / "run"
 
     def too_large(goal, forward, piece, *given):
-        if run_.step == 4 and piece["input_ids"].numel() > 64:
+        if run_.progress.step == 4 and piece["input_ids"].numel() > 64:
             ask()
         return loss_of(goal, forward, piece, *given)
 
-    optimize = Run._optimize
+    take_step = Run.take_step
 
     def watched(run, read):
         nonlocal run_
         run_ = run
-        optimize(run, read)
+        return take_step(run, read)
 
     run_ = None
-    monkeypatch.setattr(Run, "_optimize", watched)
+    monkeypatch.setattr(Run, "take_step", watched)
     monkeypatch.setattr(CausalLM, "loss_of", too_large)
     assert main(["train", str(recipe), "--output", str(run)]) == 2
     err = capsys.readouterr().err

@@ -25,11 +25,10 @@ from ssmzoo.family import load_family
 from ssmzoo.files import share
 from ssmzoo.recipe import Recipe, load_recipe
 from ssmzoo.tasks import SUPERVISED_TASKS, Batch, Supervised, load_task
-from ssmzoo.training.checkpoint import read_metrics
+from ssmzoo.training.metrics import read_metrics
 from ssmzoo.training.model import build_config, model_class
 from ssmzoo.training.objectives import Classification, labelled
-from ssmzoo.training.optimizer import Schedule, make_optimizer
-from ssmzoo.training.plan import Plan
+from ssmzoo.training.optimizer import Plan, Schedule, make_optimizer
 from ssmzoo.training.run import train
 
 SPLITS = ("train", "validation", "test")

@@ -356,6 +356,20 @@ class TrainSection(Section):
             return -(-self.tokens // (self.batch_size * self.seq_len))
         return self.steps
 
+    def micro_batch(self, processes: int) -> int:
+        """Return how many rows or examples each of some processes computes at a time.
+
+        Raises:
+            ValueError: ``batch_size`` cannot be split so.
+        """
+        parts = processes * self.accumulate
+        if self.batch_size % parts:
+            raise ValueError(
+                f"train.batch_size must be a multiple of {processes} processes x train.accumulate "
+                f"= {parts}, got {self.batch_size}"
+            )
+        return self.batch_size // parts
+
     def warmup_of(self, total: int) -> int:
         """Return how many of so many steps are warm-up.
 

@@ -41,7 +41,7 @@ from ssmzoo.tasks.mnist import turned
 from ssmzoo.testing import FamilyConformance, check
 from ssmzoo.testing.conformance import CHECKS, name_of
 from ssmzoo.training.callbacks import ProjectParameters
-from ssmzoo.training.checkpoint import read_metrics
+from ssmzoo.training.metrics import read_metrics
 from ssmzoo.training.run import train
 from ssmzoo_coffee import FAMILY, CoffeeConfig, CoffeeForCausalLM, CoffeeForImageClassification
 from ssmzoo_coffee import modeling_coffee as modeling

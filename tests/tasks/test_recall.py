@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from ssmzoo import tasks
+from ssmzoo.evaluation.text import cut, read_documents, text_documents
 from ssmzoo.tasks import IGNORED, induction_heads, mqar
 from ssmzoo.tasks.common import distinct
 
@@ -180,7 +181,7 @@ def test_documents_refuse_a_negative_seed(tmp_path):
     (tmp_path / "a.txt").write_text("some text")
     for make in (
         lambda seed: tasks.recall_text_documents(num_examples=2, num_pairs=2, seed=seed),
-        lambda seed: tasks.text_documents(text=str(tmp_path), seed=seed),
+        lambda seed: text_documents(text=str(tmp_path), seed=seed),
     ):
         assert make(0)
         with pytest.raises(ValueError, match="seed must be at least 0, got -1"):
@@ -244,7 +245,7 @@ def test_induction_text_documents_hold_the_answer_after_the_trigger():
 @pytest.mark.parametrize("window", [4, 5, 7, 100])
 def test_cutting_loses_nothing_and_splits_no_character(window):
     text = "aé漢🙂" * 30 + "z"
-    pieces = tasks.cut(text, window)
+    pieces = cut(text, window)
     assert "".join(pieces) == text
     assert max(len(piece.encode()) for piece in pieces) <= window
     # a window is left unfilled only where the next character does not fit
@@ -260,10 +261,10 @@ def test_text_documents_hold_the_whole_text_in_an_order_from_the_seed(tmp_path):
     (tmp_path / "empty.txt").write_text(" \n")
 
     def pieces(seed):
-        made = tasks.text_documents(text=str(tmp_path), window=20, seed=seed)
+        made = text_documents(text=str(tmp_path), window=20, seed=seed)
         return made["test"]["text"][:]
 
-    assert sorted(pieces(0)) == sorted(["first", *tasks.cut("second " * 40, 20)])
+    assert sorted(pieces(0)) == sorted(["first", *cut("second " * 40, 20)])
     assert pieces(0) == pieces(0) != pieces(1)
 
 
@@ -271,28 +272,28 @@ def test_a_folder_leaves_out_what_is_not_text_with_a_warning(tmp_path, caplog):
     (tmp_path / "a.txt").write_text("good")
     (tmp_path / "b.bin").write_bytes(b"\xff\xfe\x00")
     with caplog.at_level(logging.WARNING, "ssmzoo"):
-        assert tasks.read_documents(tmp_path) == ["good"]
+        assert read_documents(tmp_path) == ["good"]
     assert "b.bin" in caplog.text
 
 
 def test_unusable_text_is_one_clear_error(tmp_path):
     with pytest.raises(ValueError, match="there is none at"):
-        tasks.read_documents(tmp_path / "missing")
+        read_documents(tmp_path / "missing")
     with pytest.raises(ValueError, match="holds no file"):
-        tasks.read_documents(tmp_path)
+        read_documents(tmp_path)
     (tmp_path / "blank.txt").write_text(" \n")
     with pytest.raises(ValueError, match="is empty"):
-        tasks.read_documents(tmp_path)
+        read_documents(tmp_path)
     binary = tmp_path / "b.bin"
     binary.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"b\.bin must be UTF-8 text, got byte 0xff at 0"):
-        tasks.read_documents(binary)
+        read_documents(binary)
     records = tmp_path / "r.jsonl"
     records.write_text('{"text": "x"}\n{"body": "y"}\n')
     with pytest.raises(LookupError, match=r"r\.jsonl:2 has no field 'text', it has body"):
-        tasks.read_documents(records)
+        read_documents(records)
     with pytest.raises(ValueError, match="needs a text"):
-        tasks.text_documents()
+        text_documents()
 
 
 def test_making_rows_imports_nothing_heavy():

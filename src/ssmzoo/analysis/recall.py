@@ -28,7 +28,7 @@ from ssmzoo.recipe import (
     load_recipe,
     read_sections,
 )
-from ssmzoo.training.checkpoint import read_metrics
+from ssmzoo.training.metrics import read_metrics
 
 try:
     from pydantic import Field

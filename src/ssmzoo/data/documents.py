@@ -10,6 +10,7 @@ import gzip
 import json
 import logging
 import sysconfig
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -24,6 +25,181 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("ssmzoo")
+
+
+class Documents(ABC):
+    """Where a recipe's documents come from.
+
+    Attributes:
+        field: The recipe's field that names them.
+        reads_all_held_out: Whether all held-out documents are read, and not only as many as needed.
+    """
+
+    def __init__(self, data: DataSection) -> None:
+        self._data, self.field = data, f"data.{data.source}"
+        self.reads_all_held_out = data.dataset is None and not data.streaming
+
+    @abstractmethod
+    def find(self, before: dict[str, Any] | None) -> dict[str, Any]:
+        """Return, as JSON, what there is: ``files``, or a data set and its ``revision``.
+
+        Args:
+            before: What this method returned when the run began.
+
+        Raises:
+            LookupError: No such data set.
+            ValueError: Files that are missing, or changed since the run began.
+        """
+
+    @abstractmethod
+    def training(self, found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yield name and text of each document to train on; only text files have names."""
+
+    @abstractmethod
+    def held_out(self, found: dict[str, Any]) -> Iterator[str]:
+        """Yield the documents of the paths or splits that the recipe holds out."""
+
+    @abstractmethod
+    def records(self, found: dict[str, Any]) -> Iterable[dict[str, Any]]:
+        """Open what is trained on as a stream of records."""
+
+    def texts(self, records: Iterable[dict[str, Any]]) -> Iterator[str]:
+        """Yield the text of every record that has some.
+
+        Raises:
+            LookupError: The records have no such field.
+            ValueError: The field holds something else than text.
+        """
+        for record in records:
+            yield from _checked(record, self._data.text_field, self.field)
+
+    def _find_files(
+        self,
+        key: str,
+        field: str,
+        paths: list[str],
+        before: dict[str, Any] | None,
+        root: Path | None = None,
+    ) -> dict[str, Any]:
+        files = expand(paths, field)
+        if before is not None:
+            return {key: same_files(before[key], files, root)}
+        return {key: file_manifest(files, content=not self._data.streaming)}
+
+
+class FileDocuments(Documents):
+    """Local files: text, jsonl or parquet."""
+
+    def find(self, before: dict[str, Any] | None) -> dict[str, Any]:
+        """Return ``files`` and, if paths are held out, ``validation_files``."""
+        data = self._data
+        found = self._find_files("files", self.field, getattr(data, data.source), before)
+        if isinstance(data.validation, list):
+            where = "validation_files", "data.validation"
+            found |= self._find_files(*where, data.validation, before)
+        return found
+
+    def training(self, found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yield name and text of each document to train on; only text files have names."""
+        kind = self._data.source
+        for name, text in self._read(getattr(self._data, kind), found["files"]):
+            yield name if kind == "text" else "", text
+
+    def held_out(self, found: dict[str, Any]) -> Iterator[str]:
+        """Yield the documents of the paths that the recipe holds out."""
+        read = self._read(self._data.validation, found["validation_files"])
+        return (text for _, text in read)
+
+    def records(self, found: dict[str, Any]) -> Iterable[dict[str, Any]]:
+        """Open jsonl or parquet files as a stream of records."""
+        kind = "json" if self._data.jsonl is not None else "parquet"
+        files = [file["path"] for file in found["files"]]
+        return _open(self.field, files, kind, data_files=files, split="train", streaming=True)
+
+    def _read(self, paths: list[str], files: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+        folders = any(Path(path).expanduser().is_dir() for path in paths)
+        names = [Path(file["path"]) for file in files]
+        data = self._data
+        return read_files(data.source, names, data.text_field, skip_binary=folders)
+
+
+class DatasetDocuments(Documents):
+    """A data set on the Hub, or a local folder that ``datasets`` can load."""
+
+    def find(self, before: dict[str, Any] | None) -> dict[str, Any]:
+        """Return a folder's ``files``, or the Hub's data set and the commit found first."""
+        data, name = self._data, str(self._data.dataset)
+        if Path(name).is_dir():
+            return self._find_files("files", self.field, [name], before, Path(name))
+        revision = before["revision"] if before else _commit(name, data.revision)
+        return {"dataset": name, "config": data.config, "split": data.split, "revision": revision}
+
+    def training(self, found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yield each document to train on, without a name."""
+        records = self._open(self._data.split, found, streaming=False)
+        return (("", text) for text in self.texts(records))
+
+    def held_out(self, found: dict[str, Any]) -> Iterator[str]:
+        """Yield the documents of the splits that the recipe holds out."""
+        for split in self._data.validation:
+            yield from self.texts(self._open(split, found, streaming=self._data.streaming))
+
+    def records(self, found: dict[str, Any]) -> Iterable[dict[str, Any]]:
+        """Open the split to train on as a stream of records."""
+        return self._open(self._data.split, found, streaming=True)
+
+    def _open(
+        self, split: str, found: dict[str, Any], *, streaming: bool
+    ) -> Iterable[dict[str, Any]]:
+        files = [file["path"] for file in found.get("files", [])]
+        given = {"split": split, "revision": found.get("revision"), "streaming": streaming}
+        return _open(self.field, files, self._data.dataset, self._data.config, **given)
+
+
+def documents_of(data: DataSection) -> Documents:
+    """Return where a recipe's documents come from."""
+    return FileDocuments(data) if data.dataset is None else DatasetDocuments(data)
+
+
+def _open(field: str, files: Sequence[str], *given: Any, **named: Any) -> Iterable[dict[str, Any]]:
+    """Open what lies in ``files`` through ``datasets``.
+
+    Raises:
+        LookupError: No such data set, configuration or split.
+        ValueError: A file name that ``datasets`` cannot open.
+    """
+    try:
+        import datasets
+        from datasets.exceptions import DatasetNotFoundError
+    except ImportError as error:
+        raise RuntimeError("data sets need datasets: pip install 'ssmzoo[train]'") from error
+    odd = next((file for file in files if not is_utf8(file)), None)
+    if odd is not None:
+        raise ValueError(f"{field} must have file names in UTF-8, got {odd!a}; rename it")
+    try:
+        return cast("Iterable[dict[str, Any]]", datasets.load_dataset(*given, **named))
+    except (DatasetNotFoundError, FileNotFoundError, ValueError) as error:
+        raise LookupError(f"{field}: {first_line(error)}") from error
+
+
+def _commit(name: str, revision: str | None) -> str:
+    """Return the commit that the Hub data set has now, so that a resume reads the same."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
+
+    try:
+        commit = HfApi().dataset_info(name, revision=revision).sha
+    except RevisionNotFoundError as error:
+        raise LookupError(
+            f"data.revision: the data set {name!r} has no branch, tag or commit {revision!r}"
+        ) from error
+    except HfHubHTTPError as error:
+        raise LookupError(
+            f"data.dataset: no data set {name!r} on the Hub: {first_line(error)}"
+        ) from error
+    except OSError as error:
+        raise RuntimeError(f"data.dataset: the Hub cannot be reached: {error}") from error
+    return commit or "main"
 
 
 def expand(paths: Sequence[str], field: str) -> list[Path]:
@@ -88,55 +264,6 @@ def read_files(
         logger.warning(
             "left out %d files that are not UTF-8 text, the first is %s", len(skipped), skipped[0]
         )
-
-
-def open_dataset(
-    data: DataSection,
-    split: str,
-    revision: str | None,
-    *,
-    streaming: bool,
-    files: Sequence[str] = (),
-) -> Iterable[dict[str, Any]]:
-    """Open the recipe's Hub data set, or local jsonl or parquet ``files``, through ``datasets``.
-
-    Raises:
-        LookupError: No such data set, configuration or split.
-    """
-    try:
-        import datasets
-        from datasets.exceptions import DatasetNotFoundError
-    except ImportError as error:
-        raise RuntimeError("data sets need datasets: pip install 'ssmzoo[train]'") from error
-    odd = next((file for file in files if not is_utf8(file)), None)
-    if odd is not None:  # which datasets cannot open
-        raise ValueError(
-            f"data.{data.source} must have file names in UTF-8, got {odd!a}; rename it"
-        )
-    try:
-        if data.dataset is not None:
-            opened = datasets.load_dataset(
-                data.dataset, data.config, split=split, revision=revision, streaming=streaming
-            )
-            return cast("Iterable[dict[str, Any]]", opened)
-        kind = "json" if data.jsonl is not None else "parquet"
-        opened = datasets.load_dataset(
-            kind, data_files=list(files), split="train", streaming=streaming
-        )
-        return cast("Iterable[dict[str, Any]]", opened)
-    except (DatasetNotFoundError, FileNotFoundError, ValueError) as error:
-        raise LookupError(f"data.{data.source}: {first_line(error)}") from error
-
-
-def texts_of(records: Iterable[dict[str, Any]], text_field: str, field: str) -> Iterator[str]:
-    """Yield the text of every record that has some.
-
-    Raises:
-        LookupError: The records have no such field.
-        ValueError: The field holds something else than text.
-    """
-    for record in records:
-        yield from _checked(record, text_field, field)
 
 
 def file_manifest(files: Sequence[Path], *, content: bool) -> list[dict[str, Any]]:

@@ -9,17 +9,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ssmzoo.data.tokens import Data, json_digest
-from ssmzoo.environment.portable import portable
-from ssmzoo.recipe import Recipe
-from ssmzoo.tasks import Batch, Supervised, load_task, symbol_tokenizer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from ssmzoo.tasks import Batch, Supervised
 
 
 class Examples(NamedTuple):
@@ -32,14 +26,6 @@ class Examples(NamedTuple):
     def tokens(self) -> int:
         """Places that are not padding."""
         return int(self.batch.lengths.sum()) if self.counts else 0
-
-
-class Splits(NamedTuple):
-    """A task's three splits."""
-
-    train: Supervised
-    validation: Supervised
-    test: Supervised
 
 
 class ExampleSource:
@@ -131,90 +117,7 @@ class Share:
             yield _examples(self._task, mine, np.zeros(1, np.int64), self._epoch)
 
 
-def load_splits(recipe: Recipe) -> Splits:
-    """Return the splits of a recipe's task.
-
-    Raises:
-        LookupError: No such argument or data set.
-        ValueError: An argument out of range, or a split without examples.
-        TypeError: An argument of another kind.
-        RuntimeError: A library that the task's data needs is not installed.
-    """
-    name, arguments, seed = str(recipe.data.task), recipe.data.task_args, recipe.train.seed
-    splits = Splits(*(load_task(name, split, seed, **arguments) for split in Splits._fields))
-    for split, task in zip(Splits._fields, splits, strict=True):
-        if not len(task):
-            raise ValueError(f"data.task {name!r} must have {split} examples, got none")
-    return splits
-
-
-def task_tokenizer(task: Supervised) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer of a task's numbers, None for one of values."""
-    return None if task.vocab_size is None else symbol_tokenizer(task.vocab_size)
-
-
-def describe_splits(
-    recipe: Recipe, splits: Splits, before: dict[str, Any] | None
-) -> dict[str, Any]:
-    """Return the manifest of a task's data.
-
-    Args:
-        recipe: The run's recipe.
-        splits: What :func:`load_splits` gave.
-        before: What this function returned when the run began.
-
-    Raises:
-        ValueError: The data changed since the run began.
-    """
-    manifest: dict[str, Any] = {
-        "source": "task",
-        "task": {
-            "name": recipe.data.task,
-            **cast("dict[str, Any]", portable(recipe.data.task_args)),
-            "seed": recipe.train.seed,
-        },
-        "examples": {name: len(task) for name, task in splits._asdict().items()},
-        # what the data set holds, not only what it is called
-        "first": [_digest_of_first(task) for task in splits],
-    }
-    manifest["digest"] = json_digest(manifest)
-    if before is not None:
-        if _without_place(before) != _without_place(manifest):
-            raise ValueError(
-                f"data.task {recipe.data.task!r} must give the examples that the run began with, "
-                "and they have changed; start a new run"
-            )
-        manifest["digest"] = before["digest"]  # which depends on the name of their folder
-    return manifest
-
-
-def open_splits(recipe: Recipe, splits: Splits, *, rank: int = 0, world: int = 1) -> Data:
-    """Return one process's share of the examples to train on, to validate and to test with."""
-    train = recipe.train
-    micro = train.batch_size // (world * train.accumulate)
-    held_out = len(splits.validation)
-    if isinstance(recipe.eval.batches, int):
-        held_out = min(held_out, recipe.eval.batches * train.batch_size)
-    return Data(
-        ExampleSource(splits.train, train.seed, train.batch_size, rank=rank, world=world),
-        Share(splits.validation, held_out, micro, rank=rank, world=world),
-        len(splits.train),
-        Share(splits.test, len(splits.test), micro, rank=rank, world=world),
-    )
-
-
 def _examples(task: Supervised, mine: np.ndarray, others: np.ndarray, epoch: int) -> Examples:
     if len(mine):
         return Examples(task.batch(mine, epoch))
     return Examples(task.batch(others, epoch), counts=False)
-
-
-def _without_place(manifest: dict[str, Any]) -> str:
-    """Return a digest of all but the folder that the examples lie in."""
-    task = {name: value for name, value in manifest["task"].items() if name != "data"}
-    return json_digest(task, manifest["examples"], manifest["first"])
-
-
-def _digest_of_first(task: Supervised) -> str:
-    batch = task.batch(range(min(8, len(task))))
-    return json_digest(batch.inputs.tobytes().hex(), batch.labels.tobytes().hex())

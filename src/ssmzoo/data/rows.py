@@ -62,7 +62,11 @@ class RowSource(Protocol[Part]):
 
 
 class Parts(Protocol[Part]):
-    """Some micro-batches, every time the same."""
+    """Held-out micro-batches."""
+
+    def after(self, step: int) -> Parts[Part]:
+        """Return those for the validation after a step: the same, but of a task drawn anew."""
+        ...
 
     def __len__(self) -> int:
         """Return how many there are."""
@@ -71,6 +75,14 @@ class Parts(Protocol[Part]):
     def __iter__(self) -> Iterator[Part]:
         """Return them in order."""
         ...
+
+
+class HeldOutRows(list[Rows]):
+    """Micro-batches of held-out rows, the same for every validation."""
+
+    def after(self, step: int) -> HeldOutRows:
+        """Return these."""
+        return self
 
 
 class NumberedRows(ABC):

@@ -47,7 +47,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def load_tokenizer(name: str, argument: str = "data.tokenizer") -> PreTrainedTokenizerBase:
+def named_tokenizer(name: str, argument: str = "data.tokenizer") -> PreTrainedTokenizerBase:
     """Return the byte tokenizer for ``"bytes"``, else what AutoTokenizer finds.
 
     Args:

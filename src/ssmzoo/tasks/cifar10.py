@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ssmzoo.tasks.sources import grey_images, open_data
+from ssmzoo.tasks.data_sets import grey_images, open_split
 from ssmzoo.tasks.supervised import Supervised, require_split, value_rows
 
 _SPLIT_SEED = 42
@@ -27,7 +27,7 @@ def load_cifar10(split: str, seed: int, *, data: str = "uoft-cs/cifar10") -> Sup
     import torch
 
     require_split(split)
-    rows = open_data("cifar10", data, "test" if split == "test" else "train", ("img", "label"))
+    rows = open_split("cifar10", data, "test" if split == "test" else "train", ("img", "label"))
     if split != "test":
         kept = int(len(rows) * 0.9)
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(_SPLIT_SEED))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ssmzoo.tasks.common import at_least
-from ssmzoo.tasks.sources import Characters, open_data, texts
+from ssmzoo.tasks.data_sets import Characters, open_split, texts
 from ssmzoo.tasks.supervised import Ragged, Supervised, require_split, token_rows
 
 
@@ -40,10 +40,10 @@ def load_imdb(
     if not 0 <= hold_out < 1:
         raise ValueError(f"hold_out must be at least 0 and below 1, got {hold_out}")
     columns = ("text", "label")
-    train = open_data("imdb", data, "train", columns)
+    train = open_split("imdb", data, "train", columns)
     characters = Characters(texts(train, "text"), min_frequency=min_frequency)
     if split == "test" or (split == "validation" and not hold_out):
-        rows = open_data("imdb", data, "test", columns)
+        rows = open_split("imdb", data, "test", columns)
     else:
         held_out = round(hold_out * len(train))
         if hold_out and not 0 < held_out < len(train):

@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from ssmzoo.tasks.common import at_least
-from ssmzoo.tasks.sources import grey_images, open_data
+from ssmzoo.tasks.data_sets import grey_images, open_split
 from ssmzoo.tasks.supervised import Supervised, images, require_split
 
 _SIDE = 28
@@ -50,7 +50,7 @@ def load_mnist(
         raise ValueError(f"crop must be between 1 and {_SIDE}, got {crop}")
     if not 0 <= rotation <= 180:
         raise ValueError(f"rotation must be between 0 and 180 degrees, got {rotation}")
-    rows = open_data("mnist", data, "test" if split == "test" else "train", ("image", "label"))
+    rows = open_split("mnist", data, "test" if split == "test" else "train", ("image", "label"))
     if split != "test":
         if num_validation >= len(rows):
             raise ValueError(

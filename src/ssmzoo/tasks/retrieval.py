@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from ssmzoo.tasks.common import at_least
-from ssmzoo.tasks.sources import Characters, open_data, require_datasets, texts
+from ssmzoo.tasks.data_sets import Characters, open_split, require_datasets, texts
 from ssmzoo.tasks.supervised import Batch, Ragged, Supervised, require_split
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _open(data: str, split: str) -> Dataset:
     folder = Path(data).expanduser()
     files = {name: folder / f"new_aan_pairs.{part}.tsv" for name, part in _FILES.items()}
     if not any(file.is_file() for file in files.values()):
-        return open_data("aan", data, split, _COLUMNS)
+        return open_split("aan", data, split, _COLUMNS)
     if not files[split].is_file():
         raise LookupError(f"task aan: {files[split].name} is missing in {data!r}")
     # a quotation mark is a character like any other in these files: a line is a pair

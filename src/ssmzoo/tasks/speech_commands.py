@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from ssmzoo.tasks.common import at_least
-from ssmzoo.tasks.sources import open_all, require_datasets
+from ssmzoo.tasks.data_sets import open_splits, require_datasets
 from ssmzoo.tasks.supervised import Supervised, require_split, value_rows
 
 WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
@@ -73,7 +73,7 @@ def _clips(data: str) -> Iterator[tuple[str, bytes, str]]:
             for path in sorted((folder / word).glob("*.wav")):
                 yield path.name, path.read_bytes(), word
         return
-    for part in open_all("speech_commands", data, ("audio", "label")):
+    for part in open_splits("speech_commands", data, ("audio", "label")):
         rows = part.cast_column("audio", require_datasets().Audio(decode=False))
         words: Any = rows.features["label"]
         for row in cast("Iterator[dict[str, Any]]", iter(rows)):

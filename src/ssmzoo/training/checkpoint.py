@@ -1,7 +1,8 @@
-"""A run's folder: its lock, its metrics, and checkpoints that are complete or not there at all.
+"""Checkpoints of a run: what they hold, and how they are written, found, checked and restored.
 
-- A folder is written beside its place under a hidden name, flushed to the disk, and then renamed.
-- A checkpoint lists size and sha256 of its files; a resume believes nothing that differs.
+- A folder is written beside its place under a hidden name, flushed to the disk, and then renamed:
+  a checkpoint is complete or not there at all.
+- A checkpoint lists size and sha256 of its files; a resume refuses one that differs.
 - No pickle: tensors are safetensors, the rest is JSON.
 """
 
@@ -12,21 +13,29 @@ import fcntl
 import json
 import logging
 import os
+import random
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-from ssmzoo.files import (
-    CannotWriteError,
-    file_digest,
-    remove_folder,
-    write_folder,
-    write_text,
-    writing,
-)
+from ssmzoo.environment.messages import without_bars
+from ssmzoo.files import CannotWriteError, file_digest, remove_folder, write_folder, writing
+from ssmzoo.recipe import Recipe
+from ssmzoo.training.distributed import gathered
+from ssmzoo.training.metrics import Meter
+from ssmzoo.training.segments import share_of_carried
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
+
+    from ssmzoo.data.rows import RowSource
+    from ssmzoo.training.step import Learner
 
 CONTENTS = "contents.json"
 _NAME = re.compile(r"step-\d+")
@@ -34,6 +43,138 @@ _NAME = re.compile(r"step-\d+")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 logger = logging.getLogger("ssmzoo")
+
+
+@dataclass
+class Progress:
+    """How far a run has come: what a checkpoint holds of it beside model, optimizer and data.
+
+    Attributes:
+        step: Steps taken.
+        tokens: Tokens trained on, over all processes, at the last line of the metrics.
+        best: Step and metrics of the best validation, None before the first.
+        stopped: Whether the last validation was as good as ``train.stop_at`` asks.
+        validation_due: Whether a validation is due after the last step and not done.
+        meter: Losses and time since the last line.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    best: dict[str, float | int] | None = None
+    stopped: bool = False
+    validation_due: bool = False
+    meter: Meter = field(default_factory=Meter)
+
+    def best_step(self, recipe: Recipe) -> int | None:
+        """Return the step whose checkpoint is kept for its validation."""
+        return int(self.best["step"]) if self.best is not None and recipe.checkpoint.best else None
+
+    def state(self, recipe: Recipe) -> dict[str, Any]:
+        """Return it as JSON."""
+        stop = recipe.train.stop_at
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            **self.meter.state(),
+            "best": self.best,
+            "stopped": stop.model_dump() if stop is not None and self.stopped else None,
+            "unjudged": self.validation_due,
+        }
+
+    def restore(self, state: dict[str, Any], recipe: Recipe, root: Path) -> None:
+        """Continue from what :meth:`state` returned; ``root`` holds the run's checkpoints."""
+        self.step, self.tokens, self.best = state["step"], state["tokens"], state["best"]
+        self.meter.restore(state)
+        best, stop = self.best_step(recipe), recipe.train.stop_at
+        # it is gone where newer checkpoints were removed by hand
+        if best is not None and not checkpoint_of(root, best).exists():
+            self.best = None
+        self.stopped = stop is not None and state["stopped"] == stop.model_dump()
+        self.validation_due = state.get("unjudged", False)
+
+
+def gather(
+    learner: Learner,
+    progress: Progress,
+    recipe: Recipe,
+    position: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> Callable[[Path], None]:
+    """Gather what a checkpoint holds and return what writes it; all processes must call this.
+
+    That is weights, tokenizer, optimizer, carried states, and in ``state.json`` the run's progress
+    and each process's random state and ``position`` in the data.
+    """
+    from accelerate.utils import gather_object
+    from safetensors.torch import save_file
+
+    processes = gather_object([{"position": position, "random": random_state()}])
+    accelerator, model = learner.processes.accelerator, learner.bare
+    weights = cast("dict[str, torch.Tensor]", accelerator.get_state_dict(learner.model))
+    names, once = (
+        {name for name, _ in model.named_parameters(remove_duplicate=drop)}
+        for drop in (False, True)
+    )
+    for tied in names - once:  # gathered from shards they are copies, and would be saved twice
+        weights.pop(tied, None)
+    moments = optimizer_tensors(model, learner.optimizer)
+    carried = gather_object([learner.objective.carried()])
+    state = {
+        **progress.state(recipe),
+        "schedule": learner.schedule.state(),
+        "processes": processes,
+    }
+
+    def write(folder: Path) -> None:
+        with without_bars():
+            model.save_pretrained(folder, state_dict=weights)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        save_file(moments, folder / "optimizer.safetensors")
+        for rank, states in enumerate(carried):
+            if states:
+                save_file(states, folder / f"carried-{rank:05d}.safetensors")
+        (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+
+    return write
+
+
+def restore(
+    checkpoint: Path,
+    learner: Learner,
+    progress: Progress,
+    recipe: Recipe,
+    source: RowSource[Any],
+) -> None:
+    """Continue from a checkpoint, whose weights the learner has already.
+
+    Raises:
+        RuntimeError: Another number of processes, of a run that streams or carries states.
+    """
+    from safetensors.torch import load_file
+
+    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    progress.restore(state, recipe, checkpoint.parent)
+    world, rank = learner.processes.count, learner.processes.rank
+    before, segments = state["processes"], recipe.train.segments
+    carries = segments is not None and segments.carry
+    if len(before) != world and (recipe.data.streaming or carries):
+        what = "carries states" if carries else "streams"
+        raise RuntimeError(
+            f"a run that {what} must resume on as many processes as before, {len(before)}, "
+            f"got {world}"
+        )
+    mine = before[min(rank, len(before) - 1)]
+    source.seek(mine["position"])
+    tensors = load_file(checkpoint / "optimizer.safetensors")
+    load_optimizer(learner.bare, learner.optimizer, tensors)
+    learner.schedule.restore(progress.step, state["schedule"])
+    if rank < len(before):
+        set_random_state(mine["random"])
+    if carries:
+        kept = [load_file(checkpoint / f"carried-{i:05d}.safetensors") for i in range(world)]
+        share = share_of_carried(kept, rank, recipe.train.accumulate)
+        learner.objective.carry_on(share, learner.processes.accelerator.device)
 
 
 @contextmanager
@@ -145,76 +286,6 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-class Metrics:
-    """``metrics.jsonl``: one JSON object a line, each on the disk's way as soon as it is known."""
-
-    def __init__(self, path: Path, *, after_step: int, judged: bool = True) -> None:
-        """Open the file, first dropping what was measured after a step that is resumed from.
-
-        Args:
-            path: The file.
-            after_step: The step; 0 to begin.
-            judged: Whether a validation that was due after that step was finished before it was
-                saved; otherwise its line is dropped too.
-
-        Raises:
-            RuntimeError: A line before that is damaged, or the file cannot be written.
-        """
-        self._path = path
-        if path.exists():
-            write_text(path, "".join(_lines_until(path, after_step, judged)))
-        with writing(path):
-            self._file = path.open("ab", buffering=0)
-
-    def write(self, **values: float | int | dict[str, list[float]]) -> None:
-        """Append one line, whole or not at all.
-
-        Raises:
-            RuntimeError: It cannot be written.
-        """
-        rest = memoryview(json.dumps(values).encode() + b"\n")
-        with writing(self._path):
-            end = self._file.seek(0, os.SEEK_END)
-            try:
-                while rest:  # a disk that fills up takes a part first
-                    rest = rest[self._file.write(rest) :]
-            except OSError:
-                self._file.truncate(end)
-                raise
-
-    def sync(self) -> None:
-        """Return when all lines are on the disk."""
-        with writing(self._path):
-            os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of ``metrics.jsonl``."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def _lines_until(path: Path, step: int, judged: bool) -> Iterator[str]:
-    text = path.read_text(encoding="utf-8", errors="replace")
-    for number, line in enumerate(text.splitlines(keepends=True), 1):
-        try:
-            measured = json.loads(line)
-            later = measured["step"] > step
-            again = measured["step"] == step and not judged and "validation_loss" in measured
-        except (ValueError, LookupError, TypeError):
-            if not line.endswith("\n"):  # it was cut off when the run was killed
-                return
-            raise RuntimeError(
-                f"line {number} of {path} is damaged: {line.strip()[:60]!r}; take it out to resume"
-            ) from None
-        if later or again:
-            return
-        yield line if line.endswith("\n") else f"{line}\n"
-
-
 def damage_of(checkpoint: Path) -> str | None:
     """Return what is wrong with a checkpoint, None if nothing is."""
     try:
@@ -230,3 +301,72 @@ def damage_of(checkpoint: Path) -> str | None:
         if file_digest(path) != digest:
             return f"{name} has changed since it was written"
     return None
+
+
+def optimizer_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
+    """Return the optimizer's state by parameter name; all processes must call this."""
+    return {
+        f"{name}/{key}": gathered(value).detach().cpu().contiguous()
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
+def load_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
+) -> None:
+    """Give the optimizer the state that :func:`optimizer_tensors` returned."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for i, parameter in enumerate(parameters):
+        prefix = f"{names[id(parameter)]}/"
+        state[i] = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+        if isinstance(parameter, DTensor):
+            state[i] = {
+                key: distribute_tensor(value, parameter.device_mesh, parameter.placements)
+                if value.shape == parameter.shape
+                else value
+                for key, value in state[i].items()
+            }
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def random_state() -> dict[str, Any]:
+    """Return this process's random states as JSON."""
+    import numpy as np
+    import torch
+
+    numbers = np.random.get_state(legacy=False)
+    numbers["state"]["key"] = numbers["state"]["key"].tolist()
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": numbers,
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Give this process the random states that :func:`random_state` returned."""
+    import numpy as np
+    import torch
+
+    def tensor(text: str) -> torch.Tensor:
+        return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+    python_version, numbers, gauss = state["python"]
+    random.setstate((python_version, tuple(numbers), gauss))
+    numbers = state["numpy"]
+    key = np.array(numbers["state"]["key"], np.uint32)
+    np.random.set_state({**numbers, "state": {**numbers["state"], "key": key}})
+    torch.set_rng_state(tensor(state["torch"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensor(state["cuda"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ssmzoo.files import appears_whole
-from ssmzoo.training.checkpoint import read_metrics
+from ssmzoo.training.metrics import read_metrics
 
 
 def draw_curves(metrics: Path, target: Path, *, title: str, loss: str) -> None:

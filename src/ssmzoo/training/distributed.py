@@ -1,19 +1,153 @@
-"""The processes that a launcher started, and how they share a model."""
+"""The processes that a launcher started: how they share a model and agree on what to do."""
 
 from __future__ import annotations
 
 import os
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from ssmzoo.training.stopping import Stopped, StopRequest, told_by
 
 if TYPE_CHECKING:
+    import torch
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     from ssmzoo.recipe import Recipe
 
+T = TypeVar("T")
+
 # how long a process waits for the others: in a step, and while one alone tokenises or writes
 STEP, ALONE = timedelta(minutes=30), timedelta(hours=6)
+
+
+class Sums:
+    """Numbers summed over all processes: on the device, and here without holding the device up."""
+
+    def __init__(self, accelerator: Accelerator, numbers: list[int]) -> None:
+        import torch
+
+        given = torch.tensor(numbers, device=accelerator.device)
+        self.values = cast("torch.Tensor", accelerator.reduce(given))
+        self._here = self.values.to("cpu", non_blocking=True)
+        self._copied: torch.Event | None = None
+        if self.values.device.type != "cpu":
+            self._copied = torch.Event(self.values.device)
+            self._copied.record()
+
+    def read(self) -> list[int]:
+        """Wait for the numbers alone, not for what the device was given to do after them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._here.tolist()
+
+
+class Processes:
+    """The processes of a run, seen from one of them.
+
+    Attributes:
+        accelerator: Accelerate's engine.
+        request: Whether this process was told to stop.
+        rank: This process's number.
+        count: How many there are.
+        main: Whether this is the first one, which alone writes.
+        group: The group in which the others wait for the first one; None if there are no others.
+        ready: Whether the run is set up. Before that nothing can be lost by stopping.
+    """
+
+    def __init__(self, accelerator: Accelerator, request: StopRequest) -> None:
+        import torch
+
+        self.accelerator, self.request = accelerator, request
+        self.rank, self.count = accelerator.process_index, accelerator.num_processes
+        self.main, self.ready = accelerator.is_main_process, False
+        self.group: Any = None
+        if self.count > 1:
+            self.group = torch.distributed.new_group(timeout=ALONE)
+
+    def on_main(self, function: Callable[[], T]) -> T:
+        """Run a function in the main process and return its result, or raise its error, in all.
+
+        Until the run is ready, a signal to stop interrupts the function.
+        """
+        import torch
+
+        outcome: list[Any] = [None, None]
+        if self.main:
+            try:
+                with nullcontext() if self.ready else self.request.obeyed_at_once():
+                    outcome[0] = function()
+            except (Exception, Stopped) as error:
+                outcome[1] = error
+        if self.group is not None:
+            torch.distributed.broadcast_object_list(outcome, group=self.group)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+    def main_first(self, function: Callable[[], T]) -> T:
+        """Run a function in all processes, in the main one before the others: it may download."""
+        made: list[T] = []
+        self.on_main(lambda: made.append(function()))
+        return made[0] if self.main else function()
+
+    def require_shared(self, folder: Path) -> None:
+        """Check that every process sees what the main one wrote into the run's folder.
+
+        Raises:
+            RuntimeError: Not every process does.
+        """
+        import torch
+
+        if self.count == 1:
+            return
+        lock = folder / ".lock"
+        written = self.on_main(lock.read_text)
+        blind = torch.tensor(not lock.is_file() or lock.read_text() != written, dtype=torch.int)
+        number = int(self.sum(blind.to(self.accelerator.device)))
+        if number:
+            raise RuntimeError(
+                f"output_dir must be on a file system that all processes share; {number} of "
+                f"{self.count} do not see in {folder} what the first one wrote"
+            )
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all processes, which must all call this."""
+        return cast("torch.Tensor", self.accelerator.reduce(values))
+
+    def told(self) -> int | None:
+        """Return the signal by which any process was told to stop; all must call this."""
+        flags = self.request.flags()
+        return told_by(flags if self.count == 1 else Sums(self.accelerator, flags).read())
+
+    def stop_if_told(self) -> None:
+        """Stop if any process was told to; all must call this.
+
+        Raises:
+            Stopped: One was.
+        """
+        if told := self.told():
+            raise Stopped(told)
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's, numpy's and torch's generators."""
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor for one that FSDP may have spread over the processes."""
+    full = getattr(tensor, "full_tensor", None)
+    return full() if full is not None else tensor
 
 
 def require_launched() -> None:

@@ -18,8 +18,9 @@ from ssmzoo.environment.portable import portable, portable_command
 from ssmzoo.evaluation.results import Results, Score, recipe_of, write_results
 from ssmzoo.files import STDLIB, read_json, write_folder, write_json, write_text
 from ssmzoo.recipe import Recipe, load_recipe
-from ssmzoo.training.checkpoint import CONTENTS, checkpoint_of, newest_checkpoint, read_metrics
+from ssmzoo.training.checkpoint import CONTENTS, checkpoint_of, newest_checkpoint
 from ssmzoo.training.curves import draw_curves
+from ssmzoo.training.metrics import read_metrics
 
 logger = logging.getLogger("ssmzoo")
 
@@ -71,7 +72,7 @@ class RunFolder:
                 f"output_dir must hold a run to resume, got {self.path} without recipe.yaml"
             )
         before = load_recipe(begun)
-        require_same(before, recipe)
+        require_same_recipe(before, recipe)
         self._changes = [
             {"field": name, "from": portable(was), "to": portable(now)}
             for name, was, now in before.differences(recipe, Recipe.model_fields)
@@ -206,7 +207,7 @@ class RunFolder:
         write_results(self.path / "results.json", results)
 
 
-def require_same(begun: Recipe, now: Recipe) -> None:
+def require_same_recipe(begun: Recipe, now: Recipe) -> None:
     """Check that a recipe differs from the one a run began with in nothing but what may change.
 
     Raises:

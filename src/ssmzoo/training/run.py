@@ -141,7 +141,7 @@ def _resuming(folder: Path) -> str:
 
 def _memory_message(error: BaseException, recipe: Recipe, folder: Path, run: Run | None) -> str:
     """Return what ran out of memory, what needs less of it, and how the run goes on."""
-    options, steps = recipe.train, 0 if run is None else run.step
+    options, steps = recipe.train, 0 if run is None else run.progress.step
     seq_len = "" if options.seq_len is None else f" (train.seq_len = {options.seq_len})"
     checkpointing = str(options.gradient_checkpointing).lower()
     text = (
@@ -154,7 +154,7 @@ def _memory_message(error: BaseException, recipe: Recipe, folder: Path, run: Run
         return text
     saved = checkpoints(folder / "checkpoints")
     kept = f"the checkpoint of step {step_of(saved[-1])} is intact; " if saved else ""
-    parts = 1 if run is None else run.accelerator.num_processes
+    parts = 1 if run is None else run.processes.count
     share = options.batch_size // parts
     fewer = range(options.accumulate + 1, share + 1)
     accumulate = next((n for n in fewer if share % n == 0), None)

@@ -18,7 +18,7 @@ UNKNOWN, END = 1, 2
 _TOGETHER = 1000
 
 
-def open_data(task: str, data: str, split: str, columns: Sequence[str]) -> Dataset:
+def open_split(task: str, data: str, split: str, columns: Sequence[str]) -> Dataset:
     """Open a split of a data set on the Hub, or of a folder that ``datasets`` can load.
 
     Args:
@@ -36,8 +36,8 @@ def open_data(task: str, data: str, split: str, columns: Sequence[str]) -> Datas
     return rows
 
 
-def open_all(task: str, data: str, columns: Sequence[str]) -> list[Dataset]:
-    """Open all splits of a data set; see :func:`open_data`."""
+def open_splits(task: str, data: str, columns: Sequence[str]) -> list[Dataset]:
+    """Open all splits of a data set; see :func:`open_split`."""
     opened = list(_opened(task, data, None, columns).values())
     for rows in opened:
         _require_columns(task, data, rows, columns)

@@ -1,0 +1,358 @@
+"""The kinds of data that a recipe can name: one class each, chosen once by :func:`data_source`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+
+from ssmzoo import tasks
+from ssmzoo.data.documents import documents_of, split_over_ranks
+from ssmzoo.data.labelled import ExampleSource, Share
+from ssmzoo.data.rows import (
+    ConsecutiveRows,
+    HeldOutRows,
+    PackedRows,
+    Parts,
+    Rows,
+    RowSource,
+    StreamedRows,
+    TaskRows,
+)
+from ssmzoo.data.tokenizer import encoder, named_tokenizer, tokenizer_digest
+from ssmzoo.data.tokens import TokenStore, is_store, read_store, text_hash, tokens_of, write_store
+from ssmzoo.environment.portable import portable
+from ssmzoo.recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a process of a run reads.
+
+    Attributes:
+        train: The rows, or labelled examples, to train on.
+        validation: This process's held-out micro-batches; as many on every process, and none if
+            the recipe holds nothing out.
+        epoch_rows: Rows an epoch over all processes; None for endless data.
+        test: As ``validation``, of a task's test split; None if there is none.
+    """
+
+    train: RowSource[Any]
+    validation: Parts[Any]
+    epoch_rows: int | None
+    test: Parts[Any] | None = None
+
+
+class DataSource(ABC):
+    """The data of a recipe.
+
+    Attributes:
+        tokenizer: The tokenizer that the recipe means; None for a task of values.
+        task: The training split of a supervised task; None for rows of tokens.
+
+    Raises:
+        LookupError: No such tokenizer, task, argument of the task, or data set.
+        ValueError: An argument of the task that is missing or out of range.
+        TypeError: An argument of the task of another kind.
+    """
+
+    tokenizer: PreTrainedTokenizerBase | None
+    task: tasks.Supervised | None = None
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+
+    @abstractmethod
+    def prepare(self, cache: Path, before: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Find, check and tokenise the data; one process does it for all.
+
+        Args:
+            cache: The folder for tokens; used as it is if it holds these tokens already.
+            before: What this method returned when the run began, to resume on the same data.
+
+        Returns:
+            The manifest, as JSON: where the data came from, and its ``digest``.
+
+        Raises:
+            ValueError: Data that is missing, empty, unreadable, or changed since the run began.
+        """
+
+    @abstractmethod
+    def open(self, cache: Path, manifest: dict[str, Any], *, rank: int = 0, world: int = 1) -> Data:
+        """Open one process's share of what :meth:`prepare` made ready.
+
+        Raises:
+            ValueError: Too little text for one row.
+        """
+
+    @property
+    def _wanted(self) -> int:
+        """How many held-out rows or examples a validation reads at most."""
+        batches = self.recipe.eval.batches
+        return batches * self.recipe.train.batch_size if isinstance(batches, int) else sys.maxsize
+
+
+def data_source(recipe: Recipe) -> DataSource:
+    """Return the data of a recipe, of the kind that it names; see :class:`DataSource`."""
+    if recipe.supervised:
+        return LabelledExamples(recipe)
+    if recipe.data.task is not None:
+        return GeneratedRows(recipe)
+    return StreamedText(recipe) if recipe.data.streaming else StoredText(recipe)
+
+
+class _OfRows(DataSource):
+    """Data that is read in rows of ``train.seq_len`` tokens."""
+
+    @property
+    def _seq_len(self) -> int:
+        assert self.recipe.train.seq_len is not None  # as the recipe has checked
+        return self.recipe.train.seq_len
+
+    def _held_out(
+        self, rows: Callable[[range], Rows], count: int, rank: int, world: int
+    ) -> HeldOutRows:
+        """Return one process's micro-batches of the first held-out rows, as many on each process.
+
+        Where there are no rows left for one, the first stands in, with nothing to predict.
+        """
+        numbers, micro = range(min(self._wanted, count)), self.recipe.train.micro_batch(world)
+        each = -(-len(numbers) // world)
+        mine = numbers[rank * each : (rank + 1) * each]
+        parts = [mine[i : i + micro] for i in range(0, each, micro)]
+        return HeldOutRows(rows(p) if p else rows(numbers[:1]).unlabelled() for p in parts)
+
+
+class _Text(_OfRows):
+    """Documents, tokenised and packed into rows."""
+
+    tokenizer: PreTrainedTokenizerBase
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        given, source = recipe.data.tokenizer, recipe.model.init_from
+        argument = "model.init_from" if given is None and source is not None else "data.tokenizer"
+        self.tokenizer = named_tokenizer(given or source or "bytes", argument)
+        self._documents = documents_of(recipe.data)
+
+    def prepare(self, cache: Path, before: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Find and check the documents."""
+        data = self.recipe.data
+        manifest = {"source": data.source, **self._documents.find(before)}
+        manifest["digest"] = json_digest(_without_places(manifest), data.text_field)
+        digest = tokenizer_digest(self.tokenizer)
+        manifest["tokenizer"] = {"name": data.tokenizer, "digest": digest}
+        was = manifest["tokenizer"] if before is None else before.get("tokenizer")
+        if was and was["name"] != data.tokenizer and was["digest"] != digest:
+            raise ValueError(
+                f"data.tokenizer must be {was['name']!r}, with which the run began, or a copy of "
+                f"it, got {data.tokenizer!r}, which encodes otherwise; start a new run to change it"
+            )
+        return manifest
+
+    def _named_held_out(self, manifest: dict[str, Any]) -> PackedRows | None:
+        """Return the rows of the paths or splits to validate with, None if none are named."""
+        if not isinstance(self.recipe.data.validation, list):
+            return None
+        need = None if self._documents.reads_all_held_out else self._wanted * self._seq_len
+        texts = self._documents.held_out(manifest)
+        return self._held_out_rows(tokens_of(texts, encoder(self.tokenizer), need))
+
+    def _held_out_rows(self, store: TokenStore, pieces: np.ndarray | None = None) -> PackedRows:
+        pieces = store.pieces if pieces is None else pieces
+        return PackedRows(store.tokens, pieces, self._seq_len, 0, what="held-out")
+
+    def _data(
+        self,
+        train: RowSource[Rows],
+        held_out: PackedRows | None,
+        epoch_rows: int | None,
+        rank: int,
+        world: int,
+    ) -> Data:
+        if held_out is None:
+            return Data(train, HeldOutRows(), epoch_rows)
+        held = self._held_out(held_out.rows, len(held_out), rank, world)
+        return Data(train, held, epoch_rows)
+
+
+class StoredText(_Text):
+    """Files, or a downloaded data set: tokenised once, shuffled whole."""
+
+    def prepare(self, cache: Path, before: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Find, check and tokenise the documents."""
+        manifest, data = super().prepare(cache, before), self.recipe.data
+        # a text's tokens are kept with the names of its files
+        names = [file["path"] for file in manifest["files"]] if data.source == "text" else []
+        key = json_digest([manifest["digest"], manifest["tokenizer"]["digest"], *names])
+        if not is_store(cache, key):
+            documents = self._documents.training(manifest)
+            write_store(documents, self.tokenizer, cache, key, self._documents.field)
+        store = read_store(cache)
+        _, held_out, _ = store.split(data.validation)
+        manifest |= {"documents": len(store.ends), "tokens": len(store.tokens)}
+        manifest["held_out"] = [store.names[i] for i in held_out] if store.names else []
+        return manifest
+
+    def open(self, cache: Path, manifest: dict[str, Any], *, rank: int = 0, world: int = 1) -> Data:
+        """Open rows that are all at hand."""
+        train, store = self.recipe.train, read_store(cache)
+        pieces, _, rest = store.split(self.recipe.data.validation)
+        held_out = self._named_held_out(manifest)
+        if rest is not None:
+            held_out = self._held_out_rows(store, rest)
+        given = store.tokens, pieces, self._seq_len
+        if train.segments is not None and train.segments.carry:
+            lanes = train.batch_size
+            rows = ConsecutiveRows(*given, lanes, train.seed, rank=rank, world=world)
+        else:
+            rows = PackedRows(*given, train.seed, rank=rank, world=world)
+        return self._data(rows, held_out, len(rows), rank, world)
+
+
+class StreamedText(_Text):
+    """Records that are read and tokenised while training."""
+
+    def open(self, cache: Path, manifest: dict[str, Any], *, rank: int = 0, world: int = 1) -> Data:
+        """Open this process's share of the stream."""
+        data, documents = self.recipe.data, self._documents
+        encode, held_out = encoder(self.tokenizer), self._named_held_out(manifest)
+        hashes: frozenset[int] = frozenset()
+        if isinstance(data.validation, int):
+            texts = documents.texts(documents.records(manifest))
+            store = tokens_of(islice(texts, data.validation), encode, None)
+            hashes, held_out = frozenset(store.hashes.tolist()), self._held_out_rows(store)
+
+        def open_records() -> Iterable[dict[str, Any]]:
+            return split_over_ranks(documents.records(manifest), rank, world)
+
+        def trained(records: Iterable[dict[str, Any]]) -> Iterator[str]:
+            for text in documents.texts(records):
+                if not hashes or text_hash(text) not in hashes:
+                    yield text
+
+        seed, block = self.recipe.train.seed, data.shuffle_buffer
+        rows = StreamedRows(open_records, trained, encode, self._seq_len, seed, block=block)
+        return self._data(rows, held_out, None, rank, world)
+
+
+class GeneratedRows(_OfRows):
+    """A problem of rows of one length, drawn without end."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        name = self._name = str(recipe.data.task)
+        said = ("num_examples", "seed", "seq_len")
+        own = tasks.task_arguments(name, getattr(tasks, name), recipe.data.task_args, said)
+        self._arguments = {**own, "seq_len": self._seq_len}
+        self.tokenizer = tasks.symbol_tokenizer(own["vocab_size"])
+
+    def prepare(self, cache: Path, before: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Describe the task; there is nothing to make ready."""
+        seed = self.recipe.train.seed
+        task = {"name": self._name, **self._arguments, "seed": seed}
+        manifest: dict[str, Any] = {"source": "task", "task": task}
+        return {**manifest, "digest": json_digest(manifest, self.recipe.data.text_field)}
+
+    def open(self, cache: Path, manifest: dict[str, Any], *, rank: int = 0, world: int = 1) -> Data:
+        """Open rows that nobody has seen, and others to validate with."""
+        seed, count = self.recipe.train.seed, self.recipe.data.validation or 0
+        other = int(np.random.SeedSequence([seed, 1]).generate_state(1)[0])
+        held_out = self._held_out(TaskRows(self._draw, other).rows, count, rank, world)
+        return Data(TaskRows(self._draw, seed, rank=rank, world=world), held_out, None)
+
+    def _draw(self, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        return getattr(tasks, self._name)(count, seed=seed, **self._arguments)
+
+
+class _Splits(NamedTuple):
+    train: tasks.Supervised
+    validation: tasks.Supervised
+    test: tasks.Supervised
+
+
+class LabelledExamples(DataSource):
+    """A supervised task: examples with labels, in three splits."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        name, arguments, seed = str(recipe.data.task), recipe.data.task_args, recipe.train.seed
+        self._splits = _Splits(
+            *(tasks.load_task(name, split, seed, **arguments) for split in _Splits._fields)
+        )
+        for split, task in self._splits._asdict().items():
+            if not len(task):
+                raise ValueError(f"data.task {name!r} must have {split} examples, got none")
+        task = self.task = self._splits.train
+        self.tokenizer = None
+        if task.vocab_size is not None:
+            self.tokenizer = tasks.symbol_tokenizer(task.vocab_size)
+
+    def prepare(self, cache: Path, before: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Describe the splits, and check that they are those the run began with."""
+        data, splits = self.recipe.data, self._splits
+        arguments = cast("dict[str, Any]", portable(data.task_args))
+        manifest: dict[str, Any] = {
+            "source": "task",
+            "task": {"name": data.task, **arguments, "seed": self.recipe.train.seed},
+            "examples": {name: len(task) for name, task in splits._asdict().items()},
+            # what the data set holds, not only what it is called
+            "first": [_digest_of_first(task) for task in splits],
+        }
+        manifest["digest"] = json_digest(manifest)
+        if before is not None:
+            if _without_folder(before) != _without_folder(manifest):
+                raise ValueError(
+                    f"data.task {data.task!r} must give the examples that the run began with, "
+                    "and they have changed; start a new run"
+                )
+            manifest["digest"] = before["digest"]  # which depends on the name of their folder
+        return manifest
+
+    def open(self, cache: Path, manifest: dict[str, Any], *, rank: int = 0, world: int = 1) -> Data:
+        """Open the examples to train on, to validate and to test with."""
+        train, splits, place = self.recipe.train, self._splits, {"rank": rank, "world": world}
+        micro, held_out = train.micro_batch(world), min(len(splits.validation), self._wanted)
+        return Data(
+            ExampleSource(splits.train, train.seed, train.batch_size, **place),
+            Share(splits.validation, held_out, micro, **place),
+            len(splits.train),
+            Share(splits.test, len(splits.test), micro, **place),
+        )
+
+
+def json_digest(*parts: Any) -> str:
+    """Return the sha256 of what can be written as JSON."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _without_places(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return what of a manifest is content: not where files lie, nor when they came there."""
+    return {
+        key: [[Path(f["path"]).name, f["bytes"], f["sha256"]] for f in value]
+        if key.endswith("files")
+        else value
+        for key, value in manifest.items()
+    }
+
+
+def _without_folder(manifest: dict[str, Any]) -> str:
+    """Return a digest of all but the folder that the examples lie in."""
+    task = {name: value for name, value in manifest["task"].items() if name != "data"}
+    return json_digest(task, manifest["examples"], manifest["first"])
+
+
+def _digest_of_first(task: tasks.Supervised) -> str:
+    batch = task.batch(range(min(8, len(task))))
+    return json_digest(batch.inputs.tobytes().hex(), batch.labels.tobytes().hex())

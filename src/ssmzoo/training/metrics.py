@@ -1,0 +1,223 @@
+"""What a run measures while it trains: the lines of ``metrics.jsonl``, and what stands in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ssmzoo.files import write_text, writing
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+TOKENS = 256  # of one sequence: enough to see a layer at work, and cheap beside a step
+_INPUTS = ("input_ids", "input_values", "pixel_values")
+
+
+class MetricsFile:
+    """``metrics.jsonl``: one JSON object a line, each on the disk's way as soon as it is known."""
+
+    def __init__(self, path: Path, *, after_step: int, judged: bool = True) -> None:
+        """Open the file, first dropping what was measured after a step that is resumed from.
+
+        Args:
+            path: The file.
+            after_step: The step; 0 to begin.
+            judged: Whether a validation that was due after that step was finished before it was
+                saved; otherwise its line is dropped too.
+
+        Raises:
+            RuntimeError: A line before that is damaged, or the file cannot be written.
+        """
+        self._path = path
+        if path.exists():
+            write_text(path, "".join(_lines_until(path, after_step, judged)))
+        with writing(path):
+            self._file = path.open("ab", buffering=0)
+
+    def write(self, **values: float | int | dict[str, list[float]]) -> None:
+        """Append one line, whole or not at all.
+
+        Raises:
+            RuntimeError: It cannot be written.
+        """
+        rest = memoryview(json.dumps(values).encode() + b"\n")
+        with writing(self._path):
+            end = self._file.seek(0, os.SEEK_END)
+            try:
+                while rest:  # a disk that fills up takes a part first
+                    rest = rest[self._file.write(rest) :]
+            except OSError:
+                self._file.truncate(end)
+                raise
+
+    def sync(self) -> None:
+        """Return when all lines are on the disk."""
+        with writing(self._path):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of ``metrics.jsonl``."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+class Meter:
+    """Losses and gradient norms since the last line, and the time spent on training alone."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0  # of training, until the last line
+        self._window: list[tuple[float, float]] = []
+        self._tokens = 0
+        self._clock = time.perf_counter()
+
+    def start(self, tokens: int) -> None:
+        """Start the clock, after so many tokens."""
+        self._clock, self._tokens = time.perf_counter(), tokens
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time of a block out."""
+        pause = time.perf_counter()
+        yield
+        self._clock += time.perf_counter() - pause
+
+    def add(self, pairs: Sequence[tuple[float, float]]) -> None:
+        """Add the losses and gradient norms of some steps."""
+        self._window += pairs
+
+    def line(self, tokens: int) -> dict[str, float]:
+        """Return the means since the last line, the speed, and the seconds; and begin anew."""
+        now = time.perf_counter()
+        spent = now - self._clock
+        speed = (tokens - self._tokens) / spent
+        self.seconds += spent
+        self._clock, self._tokens = now, tokens
+        losses, norms = zip(*self._window, strict=True)
+        self._window = []
+        return {
+            "loss": sum(losses) / len(losses),
+            "grad_norm": sum(norms) / len(norms),
+            "tokens_per_second": round(speed, 1),
+            "seconds": round(self.seconds, 3),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return, as JSON, what a resumed run needs to write the same lines."""
+        spent = self.seconds + time.perf_counter() - self._clock
+        return {"seconds": spent, "window": self._window}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what :meth:`state` returned."""
+        self.seconds = state["seconds"]
+        self._window = [(loss, norm) for loss, norm in state["window"]]
+
+
+def read_gauges(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+    """Return each gauge's numbers, one for every layer that has it, in the layers' order.
+
+    The model reads the beginning of the batch's longest sequence, or its first image, in evaluation
+    mode and without gradients; no random number is drawn.
+
+    Args:
+        model: Any model; one without gauges costs nothing.
+        batch: Its arguments, on the CPU or already on the model's device.
+    """
+    import torch
+
+    from ssmzoo.modeling import SSMMixer
+
+    mixers = [m for m in model.modules() if isinstance(m, SSMMixer)]
+    mixers = [m for m in mixers if type(m).gauges is not SSMMixer.gauges]
+    if not mixers:
+        return {}
+    found: list[dict[str, torch.Tensor]] = []
+
+    def look(mixer: nn.Module, arguments: tuple[Any, ...]) -> None:
+        assert isinstance(mixer, SSMMixer)
+        found.append(mixer.gauges(arguments[0]))
+
+    device = next(model.parameters()).device
+    some = {name: tensor.to(device) for name, tensor in few_tokens(batch).items()}
+    with torch.no_grad(), _evaluating(model), _hooked(mixers, look):
+        model(**some)
+    return {
+        name: torch.stack([gauges[name].double() for gauges in found if name in gauges]).tolist()
+        for name in dict.fromkeys(name for gauges in found for name in gauges)
+    }
+
+
+def few_tokens(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the first tokens of a batch's longest sequence as a batch, or its first image.
+
+    Of pairs it is the longest first document, beside itself.
+    """
+    import torch
+
+    name = next(name for name in _INPUTS if name in batch)
+    inputs, mask, ends = batch[name], batch.get("attention_mask"), batch.get("cu_seqlens")
+    if name == "pixel_values":
+        return {name: inputs[:1]}
+    row, start, length = 0, 0, inputs.shape[1]
+    if ends is not None:
+        longest = int(ends.diff().argmax())
+        start, length = int(ends[longest]), int(ends.diff()[longest])
+    elif mask is not None:
+        row = int(mask.sum(dim=1).argmax())
+        start, length = int(mask[row].int().argmax()), int(mask[row].sum())
+    some = inputs[row : row + 1, start : start + min(length, TOKENS)]
+    if f"pair_{name}" not in batch:
+        return {name: some}
+    mask = some.new_ones(some.shape[:2], dtype=torch.long)
+    return {p + n: x for p in ("", "pair_") for n, x in ((name, some), ("attention_mask", mask))}
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _hooked(
+    mixers: list[Any], look: Callable[[nn.Module, tuple[Any, ...]], None]
+) -> Iterator[None]:
+    hooks = [mixer.register_forward_pre_hook(look) for mixer in mixers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _lines_until(path: Path, step: int, judged: bool) -> Iterator[str]:
+    text = path.read_text(encoding="utf-8", errors="replace")
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
+        try:
+            measured = json.loads(line)
+            later = measured["step"] > step
+            again = measured["step"] == step and not judged and "validation_loss" in measured
+        except (ValueError, LookupError, TypeError):
+            if not line.endswith("\n"):  # it was cut off when the run was killed
+                return
+            raise RuntimeError(
+                f"line {number} of {path} is damaged: {line.strip()[:60]!r}; take it out to resume"
+            ) from None
+        if later or again:
+            return
+        yield line if line.endswith("\n") else f"{line}\n"

@@ -1,0 +1,90 @@
+"""How a model is measured while it trains and at the end, and what follows from that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ssmzoo.recipe import HIGHER_IS_BETTER, Recipe
+from ssmzoo.training.model import load_for_task
+from ssmzoo.training.objectives import Objective
+from ssmzoo.training.step import Learner
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ssmzoo.evaluation.results import Score
+
+
+def measure_held_out(
+    learner: Learner, parts: Iterable[Any], model: PreTrainedModel | None = None
+) -> dict[str, float | int]:
+    """Return the objective's metrics of held-out parts, over all processes.
+
+    Args:
+        learner: Its objective measures.
+        parts: This process's; as many in every process.
+        model: Another model than the learner's.
+
+    Raises:
+        Stopped: A process was told to stop.
+    """
+    import torch
+
+    objective, processes = learner.objective, learner.processes
+    judged = learner.model if model is None else model
+    sums = objective.zeros(processes.accelerator.device)
+    judged.eval()
+    with torch.no_grad():
+        for part in parts:
+            batch = objective.batch(part)
+            sums += objective.measure(learner.forward(judged, batch), batch, part)
+            processes.stop_if_told()
+    learner.model.train()
+    return objective.metrics(processes.sum(sums))
+
+
+def measure_checkpoint(
+    learner: Learner, parts: Iterable[Any], checkpoint: Path
+) -> dict[str, float | int]:
+    """Return the metrics of a checkpoint's model; see :func:`measure_held_out`."""
+    model = load_for_task(str(checkpoint), task=learner.task)
+    return measure_held_out(learner, parts, model.to(learner.processes.accelerator.device))
+
+
+def is_best(
+    metrics: Mapping[str, float], before: Mapping[str, float] | None, objective: Objective
+) -> bool:
+    """Return whether a validation is better than the best one before, by the objective's metric."""
+    value, sign = metrics[objective.metric], 1 if objective.higher else -1
+    if not math.isfinite(value):
+        return False
+    return before is None or sign * value > sign * before[objective.metric]
+
+
+def scores_of_test(test: Mapping[str, float], objective: Objective, recipe: Recipe) -> list[Score]:
+    """Return a test's metrics in the form of ``ssmzoo eval``."""
+    scores: list[Score] = []
+    for metric in objective.scored:
+        value, n = float(test[metric]), int(test["targets"])
+        if metric == "exact_match":
+            n = int(test["examples"])
+        # answers of several labels are not independent of one another, examples are
+        single = objective.independent or n == test.get("examples")
+        binomial = metric in ("accuracy", "exact_match") and single and n > 1
+        scores.append(
+            {
+                "task": str(recipe.data.task),
+                "metric": metric,
+                "value": value,
+                "stderr": math.sqrt(value * (1 - value) / (n - 1)) if binomial else None,
+                "n": n,
+                "seed": recipe.train.seed,
+                "num_fewshot": 0,
+                "higher_is_better": metric in HIGHER_IS_BETTER,
+                "settings": {**recipe.data.task_args, "split": "test"},
+            }
+        )
+    return scores
