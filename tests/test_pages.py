@@ -17,7 +17,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from ssmzoo import cli, load_family
+from ssmzoo import load_family
+from ssmzoo.cli.main import main, parsers
 from ssmzoo.data.tokenizer import byte_tokenizer
 
 # lm-eval and its many imports warn of their own affairs
@@ -148,9 +149,9 @@ def check_mentioned(command):
     if words[0] == "python" and words[1].endswith(".py") and not PLACEHOLDER.search(words[1]):
         assert (ROOT / words[1]).is_file(), f"no file {words[1]}"
     if words[0] == "ssmzoo":
-        _, parsers = cli._parsers()
-        assert words[1].rstrip(",") in parsers, f"no command ssmzoo {words[1]}"
-        known = parsers[words[1].rstrip(",")].format_usage()
+        _, verbs = parsers()
+        assert words[1].rstrip(",") in verbs, f"no command ssmzoo {words[1]}"
+        known = verbs[words[1].rstrip(",")].format_usage()
         if words[1] == "exec":  # what follows is the program's
             return
         for option in (word.split("=")[0] for word in words if word.startswith("--")):
@@ -201,7 +202,7 @@ def run(piece, page, names, capsys):
         assert done.returncode == 0, f"{place}: {piece.text}: {done.stderr}"
         return
     capsys.readouterr()
-    status = cli.main(words[1:])
+    status = main(words[1:])
     assert status == 0, f"{place}: {piece.text}: {capsys.readouterr().err}"
 
 
@@ -229,13 +230,13 @@ def test_commands_are_found_wherever_they_stand(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     (tmp_path / "page.md").write_text(
         "# A page\n\n    ssmzoo list  # all\n    ssmzoo info \\\n      rtf\n\nThen `ssmzoo\n"
-        "inspect dss --out x`, `ssmzoo train`.\n\n```sh\nmake test\n```\n\n- so:\n\n"
+        "inspect dss --output x`, `ssmzoo train`.\n\n```sh\nmake test\n```\n\n- so:\n\n"
         "  ```python\n  x = 1\n  ```\n\n    y = 2\n"
     )
     assert [(piece.text, piece.python) for piece in pieces("page.md")] == [
         ("ssmzoo list", False),
         ("ssmzoo info rtf", False),
-        ("ssmzoo inspect dss --out x", False),
+        ("ssmzoo inspect dss --output x", False),
         ("ssmzoo train", False),
         ("make test", False),
         ("x = 1\n", True),
