@@ -54,6 +54,7 @@ LISTED = {
         "needs the reader's own package installed; tests/test_third_party.py does that"
     ),
     r"ssmzoo distill path/to/": "the reader's own model; tests/test_distill.py",
+    r"ssmzoo convert ": "the reader's own weights; tests/test_convert.py",
     r"ssmzoo train coffee-induction": "minutes of training",
 }
 # Python blocks, by a line in them
@@ -73,7 +74,7 @@ PROGRAM = (
     r"(?:\.venv/bin/)?"
     r"(?:ssmzoo|make|python|pip|pytest|git|lm_eval|torchrun|accelerate|trl|source)\s"
 )
-PLACEHOLDER = re.compile(r"<\w+>|(?<= )(MODEL|FAMILY|RECIPE|TARGET|TEXT|DIR|N)\b|\.\.\.")
+PLACEHOLDER = re.compile(r"<\w+>|(?<= )(COMMAND|MODEL|FAMILY|RECIPE|TARGET|TEXT|DIR|N)\b|\.\.\.")
 
 
 class Piece(NamedTuple):
@@ -148,7 +149,7 @@ def check_mentioned(command):
         assert set(named) <= set(targets), f"make has no target {named}"
     if words[0] == "python" and words[1].endswith(".py") and not PLACEHOLDER.search(words[1]):
         assert (ROOT / words[1]).is_file(), f"no file {words[1]}"
-    if words[0] == "ssmzoo":
+    if words[0] == "ssmzoo" and words[1] != "COMMAND":
         _, verbs = parsers()
         assert words[1].rstrip(",") in verbs, f"no command ssmzoo {words[1]}"
         known = verbs[words[1].rstrip(",")].format_usage()
@@ -158,12 +159,12 @@ def check_mentioned(command):
             assert re.search(rf"{re.escape(option)}\b", known), f"{words[1]} has no {option}"
 
 
-def trained(family):
-    """Make the model that a page calls path/or/hub-id, as small as can be."""
+def trained(family, folder):
+    """Make the model that a page finds in a folder, as small as can be."""
     family = load_family(family)
     model = family.causal_lm_class(family.config(**{**family.tiny, "vocab_size": 259}))
-    model.save_pretrained("path/or/hub-id")
-    byte_tokenizer().save_pretrained("path/or/hub-id")
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
 
 
 @pytest.fixture
@@ -178,7 +179,9 @@ def reader(tmp_path, monkeypatch):
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         names = {"__name__": "__main__"}
         if page.startswith("plugins/ssmzoo_"):
-            trained(Path(page).parent.name.removeprefix("ssmzoo_"))
+            trained(Path(page).parent.name.removeprefix("ssmzoo_"), "path/or/hub-id")
+        if page == "USING.md":
+            trained("longhorn", "runs/longhorn-demo/model")
         if page.endswith("linear_scan/README.md"):
             names |= {"a": torch.rand(2, 5, 3), "b": torch.rand(2, 5, 3)}
         return names
@@ -224,6 +227,15 @@ def test_what_takes_longer_works_as_typed_too(reader, capsys):
     for piece in pieces("README.md"):
         if any(re.match(start, piece.text) for start in SLOW) and "FAMILY" not in piece.text:
             run(piece, "README.md", names, capsys)
+
+
+@pytest.mark.parametrize(
+    ("page", "longest"), [("README.md", 200), ("USING.md", None), ("STYLE.md", 60)]
+)
+def test_a_page_stays_short_and_its_lines_too(page, longest):
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    assert longest is None or len(lines) <= longest
+    assert [line for line in lines if len(line) > 120] == []
 
 
 def test_commands_are_found_wherever_they_stand(tmp_path, monkeypatch):
