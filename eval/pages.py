@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import re
+import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -92,7 +93,8 @@ def speed(rows: Iterable[Mapping[str, str]]) -> str:
             shown += here
         lines.append("")
     calls = dict.fromkeys(map(_conditions, shown))
-    return "\n".join([*lines, f"Tokens per second; {'; '.join(calls)}."])
+    caption = textwrap.wrap(f"Tokens per second; {'; '.join(calls)}.", width=120)
+    return "\n".join([*lines, *caption])
 
 
 def _speed(row: Mapping[str, str] | None) -> str:

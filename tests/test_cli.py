@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,23 +12,26 @@ from pathlib import Path
 
 import pytest
 
-from ssmzoo.cli.main import main
+from ssmzoo.cli.main import VERBS, main, parsers
 from ssmzoo.evaluation.generate import generate
 
 COMMANDS = (
     "list",
     "info",
+    "doctor",
     "train",
     "generate",
     "eval",
+    "inspect",
     "card",
     "publish",
-    "check",
-    "inspect",
+    "convert",
     "distill",
     "recall",
-    "doctor",
+    "exec",
+    "check",
     "bench",
+    "export-kernels",
 )
 
 
@@ -107,11 +111,19 @@ def test_a_mistyped_command_is_answered_with_its_neighbour_and_the_list(fails):
         ("publish m ./x --dryrun", "no option '--dryrun'; did you mean '--dry-run'?"),
         ("publish m ./x --mesage x", "no option '--mesage'; did you mean '--message'?"),
         ("check longhorn --jsno", "no option '--jsno'; did you mean '--json'?"),
-        ("distill m d --ordr 4", "the following arguments are required: --order"),
-        ("distill m d --order 4 --lenght 9", "no option '--lenght'; did you mean '--length'?"),
-        ("distill m d --order 4 --kind model", "no such choice 'model'; did you mean 'modal'?"),
-        ("distill m d --order many", "argument --order: invalid int value: 'many'"),
-        ("distill m --order 4", "the following arguments are required: DIR"),
+        ("distill m --ordr 4", "the following arguments are required: --order, --output"),
+        ("distill m --order 4 --output d --lenght 9", "did you mean '--length'?"),
+        ("distill m --order 4 --kind model", "no such choice 'model'; did you mean 'modal'?"),
+        ("distill m --order many", "argument --order: invalid int value: 'many'"),
+        ("distill m d --order 4", "the following arguments are required: --output"),
+        ("recall s d", "the following arguments are required: --output"),
+        ("recall s d --output e", "unexpected argument 'd'; a place to write to is --output d"),
+        ("inspect m --output d --out x", "no option '--out': it is --output now"),
+        ("eval m --output-dir x", "no option '--output-dir': it is --output now"),
+        ("publish m ./x --state", "no option '--state': it is --include-state now"),
+        ("publish m ./x --standalone", "the code goes along unless --no-code leaves it out"),
+        ("convert x --output y", "the following arguments are required: --to"),
+        ("eval m --tasks ,", "argument --tasks: must be names with commas between, got ','"),
         ("bench --length 3", "no option '--length'; did you mean '--lengths'?"),
         ("--versoin", "no option '--versoin'; did you mean '--version'?"),
         ("list longhorn", "unexpected argument 'longhorn'"),
@@ -137,17 +149,52 @@ def test_a_mistake_in_the_arguments_is_one_line_that_says_the_way_out(fails, arg
     assert " --help')" in line
 
 
-def test_no_arguments_print_the_commands(prints):
+def test_no_arguments_print_the_commands_in_the_order_of_a_days_work(prints, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     out = prints()
-    assert all(f"    {name} " in out for name in COMMANDS)
+    assert re.findall(r"^  ([a-z-]+)  +[a-z]", out, re.MULTILINE)[-len(COMMANDS) :] == [*COMMANDS]
+    assert max(map(len, out.splitlines())) <= 80
 
 
-def test_every_command_has_help_that_names_its_options(capsys):
-    for name in COMMANDS:
-        with pytest.raises(SystemExit) as stop:
-            main([name, "--help"])
-        assert stop.value.code == 0
-        assert f"usage: ssmzoo {name}" in capsys.readouterr().out
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_80_columns_and_shows_an_example(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as stop:
+        main([name, "--help"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert f"usage: ssmzoo {name} " in out
+    assert f"\nexample:\n  ssmzoo {name}" in out
+    assert max(map(len, out.splitlines())) <= 80, out
+
+
+def test_every_example_is_a_command_line_that_parses():
+    parser, _ = parsers()
+    for verb in VERBS:
+        for line in verb.example.replace("\\\n", " ").splitlines():
+            program, *words = shlex.split(line)
+            assert program == "ssmzoo"
+            if verb.name == "exec":  # what follows the program is the program's
+                words = words[:2]
+            assert parser.parse_args(words).command == verb.name
+
+
+def test_an_option_means_the_same_in_every_command():
+    _, commands = parsers()
+    kinds = {}
+    for name, command in commands.items():
+        for action in command._actions:
+            for flag in action.option_strings:
+                kind = (type(action), action.type, action.choices, action.dest)
+                kinds.setdefault(flag, {})[name] = kind
+    for flag, found in kinds.items():
+        assert len(set(found.values())) == 1, (flag, found)
+    assert set(kinds["--output"]) == {
+        *("train", "eval", "inspect", "card", "convert", "distill", "recall", "bench"),
+        "export-kernels",
+    }
+    every = {"list", "info", "doctor", "eval", "inspect", "publish", "distill", "recall", "check"}
+    assert set(kinds["--json"]) == {*every, "bench", "export-kernels"}
 
 
 def test_debug_shows_the_traceback_before_or_after_the_command(capsys):
@@ -155,7 +202,7 @@ def test_debug_shows_the_traceback_before_or_after_the_command(capsys):
         assert main(arguments) == 2
         err = capsys.readouterr().err
         assert "Traceback" in err
-        assert "ssmzoo: error: 'nix' is neither an installed family nor a folder" in err
+        assert "ssmzoo: error: no model 'nix': no folder here, and a Hub id is owner/name" in err
 
 
 def test_an_interrupt_exits_130_without_a_word(monkeypatch, capsys):
@@ -217,12 +264,23 @@ def test_main_leaves_the_log_as_it_was(prints):
 # --- list and info ------------------------------------------------------------------------------
 
 
-def test_list_prints_a_table_and_the_same_as_json(prints):
-    header, *lines = prints("list").splitlines()
-    assert header.split() == ["name", "status", "distribution", "version", "entry_point"]
+def test_list_shows_what_there_is_to_use_in_80_columns_and_as_json(prints):
+    out = prints("list")
+    assert max(map(len, out.splitlines())) <= 80
     rows = json.loads(prints("list", "--json"))
-    assert [line.split()[0] for line in lines] == [row["name"] for row in rows]
-    assert "longhorn" in [row["name"] for row in rows]
+    words = " ".join(out.split())
+    for row in rows:
+        assert f"{row['name']} installed {row['distribution']} {row['version']} paper: " in words
+        assert f"{row['title']} (arXiv {row['arxiv']})" in words
+        assert f"heads: {', '.join(row['heads'])} presets: {', '.join(row['presets'])}" in words
+    assert {"longhorn", "dss", "rtf", "coffee", "bmojo"} <= {row["name"] for row in rows}
+
+
+def test_list_reads_of_our_families_what_loading_them_tells():
+    from ssmzoo.analysis.describe import installed_families
+
+    read, loaded = installed_families(), installed_families(load=True)
+    assert [{**row, "status": "ok"} for row in read] == loaded
 
 
 def test_info_on_a_family_shows_paper_counts_fields_and_lora_targets(prints):
@@ -232,9 +290,22 @@ def test_info_on_a_family_shows_paper_counts_fields_and_lora_targets(prints):
     assert facts["fields"]["d_state"] == {"type": "int", "default": 16}
     assert facts["fields"]["hidden_size"] == {"type": "int", "default": 768}
     assert facts["lora_targets"] == ["in_proj", "x_proj", "dt_proj", "out_proj"]
+    assert facts["heads"][:2] == ["causal-lm", "sequence-classification"]
+    assert facts["converts"] == "LonghornForCausalLM"
     out = re.sub(" +", " ", prints("info", "longhorn"))
     assert "longhorn-1.3b 1,331,595,264" in out
     assert "transition 'diagonal' Literal['diagonal', 'exact']" in out
+
+
+def test_info_on_a_preset_shows_its_parameters_and_configuration(prints, fails):
+    facts = json.loads(prints("info", "rtf:rtf-lra-listops", "--json"))
+    assert facts["path"] == "rtf:rtf-lra-listops"
+    assert facts["config"]["trunc_len"] == 2048
+    listed = json.loads(prints("info", "rtf", "--json"))["presets"]["rtf-lra-listops"]
+    assert facts["parameters"] == listed["parameters"]
+    assert f"parameters:  {facts['parameters']:,}" in prints("info", "rtf:rtf-lra-listops")
+    assert "no preset 'rtf-lra-listop'; did you mean" in fails("info", "rtf:rtf-lra-listop")
+    assert "no family named 'rft'; did you mean 'rtf'?" in fails("info", "rft:rtf-delay")
 
 
 def test_info_on_a_checkpoint_shows_what_its_files_hold(prints, model):
@@ -465,7 +536,7 @@ def test_train_passes_its_arguments_on_and_prints_the_runs_folder(prints, monkey
         "overrides": ["train.lr=1", "train.steps=2"],
     }
     prints("train", "a/demo.yaml", "--output", "elsewhere", "--resume")
-    assert (seen["output_dir"], seen["resume"]) == ("elsewhere", True)
+    assert (seen["output_dir"], seen["resume"]) == (Path("elsewhere"), True)
 
 
 def test_eval_passes_its_arguments_on_and_prints_scores_and_the_files_place(
@@ -492,7 +563,7 @@ def test_eval_passes_its_arguments_on_and_prints_scores_and_the_files_place(
         "tasks": ("a", "b"),
         "suite": None,
         "text": "t.txt",
-        "output_dir": "eval/results",
+        "output_dir": Path("eval/results"),
         "name": None,
         "batch_size": 8,
         "limit": 5,
@@ -513,11 +584,11 @@ def test_card_passes_its_arguments_on_and_prints_the_cards_place(prints, monkeyp
         return Path("card.md")
 
     monkeypatch.setattr("ssmzoo.publishing.card.render_card", render_card)
-    assert prints("card", "m", "--results", "a.json", "--results", "b.json", "--run", "r") == (
+    assert prints("card", "m.json", "--results", "a.json", "--results", "b.json", "--run", "r") == (
         "card.md\n"
     )
     results = [Path("a.json"), Path("b.json")]
-    assert seen == {"model": "m", "results": results, "run_dir": Path("r"), "output": None}
+    assert seen == {"model": "m.json", "results": results, "run_dir": Path("r"), "output": None}
 
 
 def test_publish_dry_run_shows_files_and_sizes_and_writes_nothing(prints, model, tmp_path):
@@ -620,7 +691,8 @@ def test_distill_puts_small_filters_in_place_of_long_ones_and_prints_the_errors(
     family.causal_lm_class(family.config(**fields, vocab_size=31)).save_pretrained(
         tmp_path / "long"
     )
-    arguments = ("distill", tmp_path / "long", tmp_path / "short", "--order", 4, "--steps", 2)
+    arguments = ("distill", tmp_path / "long", "--output", tmp_path / "short")
+    arguments = (*arguments, "--order", 4, "--steps", 2)
     lines = prints(*arguments).splitlines()
     assert lines[0].split() == ["layer", "mean", "median", "largest", "channel"]
     assert len(lines) == 1 + 2 + 1
@@ -633,9 +705,12 @@ def test_distill_puts_small_filters_in_place_of_long_ones_and_prints_the_errors(
 def test_distill_says_what_is_wrong(fails, model, tmp_path):
     target = tmp_path / "short"
     for arguments, answer in (
-        ((model, target, "--order", 4), "needs a causal model with long filters"),
-        (("./nix", target, "--order", 4), "or a Hub id; no folder './nix'"),
-        ((model, target, "--order", 4, "--steps", -1), "steps must be at least 0, got -1"),
+        ((model, "--output", target, "--order", 4), "needs a causal model with long filters"),
+        (("./nix", "--output", target, "--order", 4), "or a Hub id; no folder './nix'"),
+        (
+            (model, "--output", target, "--order", 4, "--steps", -1),
+            "steps must be at least 0, got -1",
+        ),
     ):
         assert answer in fails("distill", *arguments)
     assert not target.exists()
@@ -679,9 +754,24 @@ def test_bench_measures_all_families_unless_some_are_named(capsys, monkeypatch):
             "; family 'longhorn' has no weights of its own, 'ssmzoo train'",
         ),
         ("doctor longhon", "a Hub id is owner/name; did you mean 'longhorn'?"),
-        ("inspect nowhere --out {tmp}/out", "no folder here, and a Hub id is owner/name"),
-        ("distill nowhere {tmp}/out --order 4", "no folder here, and a Hub id is owner/name"),
-        ("card nowhere", "nowhere"),
+        ("inspect nowhere --output {tmp}/out", "no folder here, and a Hub id is owner/name"),
+        (
+            "distill nowhere --output {tmp}/out --order 4",
+            "no folder here, and a Hub id is owner/name",
+        ),
+        ("card nowhere", "no folder here, and a Hub id is owner/name"),
+        ("card a/b", "model must be a folder on this machine, got the Hub id 'a/b'; fetch it"),
+        ("publish a/b ./x", "model must be a folder on this machine, got the Hub id 'a/b'"),
+        ("publish longhorn ./x", "model 'longhorn' must have weights, and a family has none"),
+        ("generate longhorn:longhorn-125m hi", "must have weights, and a family has none"),
+        ("eval rtf --tasks ssmzoo_mqar", "model 'rtf' must have weights, and a family has none"),
+        ("distill dss --output {tmp}/out --order 4", "model 'dss' must have weights"),
+        ("generate nix:preset hi", "no family named 'nix'"),
+        ("info {tmp}/nix", "{tmp}/nix"),
+        ("export-kernels --output {tmp}/o --kernel-version 0", "kernel_version must be at least 1"),
+        ("convert {tmp}/x.bin --to longhorn --output {tmp}/o", "{tmp}/x.bin"),
+        ("convert {model} --to coffee --output {tmp}/o", "family 'coffee' has no converter"),
+        ("convert {model} --to lonhgorn --output {tmp}/o", "did you mean 'longhorn'?"),
         ("eval {model} --tasks ssmzoo_mqra", "did you mean 'ssmzoo_mqar'?"),
         ("eval {model} --suite zoo-mqra", "did you mean 'zoo-mqar'?"),
         ("eval {model} --text {tmp}/nix.txt", "nix.txt"),
@@ -718,7 +808,7 @@ train: {{steps: 1, batch_size: 1, seq_len: 8, lr: 0.001}}
         ("generate a/b hi", ""),
         ("eval a/b --tasks ssmzoo_recall_text", ""),
         ("doctor a/b", ""),
-        ("inspect a/b --out x", ""),
+        ("inspect a/b --output x", ""),
         ("train {recipe} --output {tmp}/run --set model.init_from=a/b", "model.init_from: "),
         (
             "train {recipe} --output {tmp}/run --set model.init_from=a/b "

@@ -403,7 +403,7 @@ def test_the_results_file_says_what_was_measured_and_how(models, tmp_path):
     assert content["hardware"]
     assert content["command"] == (
         # folders by their last names: the file is committed
-        f"ssmzoo eval recall_symbols --tasks ssmzoo_induction --output-dir {tmp_path.name} "
+        f"ssmzoo eval recall_symbols --tasks ssmzoo_induction --output {tmp_path.name} "
         "--name mine --batch-size 3 --limit 10 --seed 1234 --dtype auto"
     )
     assert list(tmp_path.iterdir()) == [path]

@@ -75,21 +75,67 @@ except {kind} as error:
     return python(folder, code)
 
 
-def test_listing_shows_distribution_and_entry_point_and_imports_neither_plugin_nor_torch(tmp_path):
-    distribution(tmp_path, "toy-family", {"toy": "toy_family:FAMILY"}, "raise SystemExit('loaded')")
+SPELT_OUT = """
+raise SystemExit("loaded")
+SIZES = {"toy-small": {"hidden_size": 8}, "toy-large": dict(hidden_size=2**9)}
+FAMILY = Family(
+    name="toy",
+    config_class=ToyConfig,
+    causal_lm_class=ToyForCausalLM,
+    token_classification_class=ToyForTokenClassification,
+    paper=Paper(title="A toy, "
+        "twice", authors="You", arxiv="0000.00000", year=2026),
+    presets={**SIZES, "toy-odd": {}},
+)
+"""
+
+
+@pytest.mark.parametrize("value", ["toy_family:FAMILY", "toy_package.inside:FAMILY"])
+def test_listing_reads_what_a_plugin_spells_out_and_imports_neither_it_nor_torch(tmp_path, value):
+    distribution(tmp_path, "toy-family", {"toy": value}, SPELT_OUT)
+    (tmp_path / "toy_package").mkdir()
+    (tmp_path / "toy_package" / "__init__.py").write_text("raise SystemExit('loaded')")
+    (tmp_path / "toy_package" / "inside.py").write_text(SPELT_OUT)
     assert listing(tmp_path)["toy"] == [
         {
             "name": "toy",
             "status": "installed",
+            "title": "A toy, twice",
+            "arxiv": "0000.00000",
+            "heads": ["causal-lm", "token-classification"],
+            "presets": ["toy-small", "toy-large", "toy-odd"],
             "distribution": "toy-family",
             "version": "1.2",
-            "entry_point": "toy_family:FAMILY",
+            "entry_point": value,
         }
     ]
     code = "import sys, ssmzoo.cli.main as cli; cli.main(['list']); print(*sys.modules, sep='\\n')"
     modules = python(tmp_path, code).split()
     assert "ssmzoo.analysis.describe" in modules
     assert not {"torch", "transformers", "numpy", "toy_family", "ssmzoo_longhorn"} & set(modules)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "FAMILY = made()",
+        "from elsewhere import FAMILY",
+        "FAMILY = Family(paper=PAPER, presets=presets())",
+        "FAMILY = Family(paper=Paper(title=TITLE), presets={name: {} for name in 'ab'})",
+        "FAMILY = Family(",
+        None,
+    ],
+)
+def test_listing_leaves_out_what_a_plugin_computes(tmp_path, module):
+    distribution(tmp_path, "toy-family", {"toy": "toy_package.inside:FAMILY"})
+    (tmp_path / "toy_package").mkdir()
+    (tmp_path / "toy_package" / "__init__.py").write_text("")
+    if module is not None:
+        (tmp_path / "toy_package" / "inside.py").write_text(module)
+    [row] = listing(tmp_path)["toy"]
+    assert (row["status"], row["title"], row["presets"]) == ("installed", None, None)
+    done = run(tmp_path, "-m", "ssmzoo", "list")
+    assert "paper:    not spelt out, --load imports it" in done.stdout
 
 
 def test_a_plugin_that_raises_at_import_is_shown_as_broken_and_breaks_nothing_else(tmp_path):

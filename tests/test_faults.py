@@ -76,12 +76,12 @@ def commands(place, out):
     return {
         "train": ["train", place / "recipe.yaml", "--output", out],
         "generate": ["generate", model, "ant bee", "--max-new-tokens", 1, "--save-state", out],
-        "eval": ["eval", model, "--text", place / "text.txt", "--limit", 1, "--output-dir", out],
+        "eval": ["eval", model, "--text", place / "text.txt", "--limit", 1, "--output", out],
         "card": ["card", model, "--output", out / "card.md"],
-        "inspect": ["inspect", model, "--length", 16, "--out", out],
+        "inspect": ["inspect", model, "--length", 16, "--output", out],
         "publish": ["publish", model, f"folder:{out}"],
         "publish without code": ["publish", model, f"folder:{out}", "--no-code"],
-        "distill": ["distill", place / "long", out, "--order", 2, "--steps", 1],
+        "distill": ["distill", place / "long", "--output", out, "--order", 2, "--steps", 1],
     }
 
 
@@ -368,13 +368,13 @@ def test_a_model_cut_by_one_byte_is_one_line_wherever_it_is_read(place, model, t
     out = tmp_path / "out"
     for command in (
         ("generate", model, "ant"),
-        ("eval", model, "--text", place / "text.txt", "--output-dir", out),
+        ("eval", model, "--text", place / "text.txt", "--output", out),
         ("doctor", model),
-        ("inspect", model, "--out", out / "new"),
+        ("inspect", model, "--output", out / "new"),
         ("card", model, "--output", tmp_path / "card.md"),
         ("publish", model, f"folder:{out / 'new'}"),
         ("info", model),
-        ("distill", model, out / "new", "--order", 2),
+        ("distill", model, "--output", out / "new", "--order", 2),
         ("train", tuned(place, model, tmp_path), "--output", out / "new"),
     ):
         line = fails(*command)
@@ -529,10 +529,10 @@ def test_a_hostile_checkpoint_is_refused_by_every_command(case, place, model, tm
     before = tree(tmp_path)
     for command in (
         ("generate", model, "ant", "--max-new-tokens", 1),
-        ("eval", model, "--text", place / "text.txt", "--limit", 1, "--output-dir", tmp_path / "r"),
+        ("eval", model, "--text", place / "text.txt", "--limit", 1, "--output", tmp_path / "r"),
         ("doctor", model, "--length", 8),
-        ("inspect", model, "--length", 16, "--out", out),
-        ("distill", model, out, "--order", 2),
+        ("inspect", model, "--length", 16, "--output", out),
+        ("distill", model, "--output", out, "--order", 2),
         ("train", recipe, "--output", tmp_path / "r"),
     ):
         line = fails(*command)
@@ -567,7 +567,7 @@ def test_code_that_was_not_asked_for_is_refused(change, place, model, tmp_path, 
     out = tmp_path / "out"
     for command in (
         ("generate", model, "ant", "--max-new-tokens", 1),
-        ("eval", model, "--text", place / "text.txt", "--limit", 1, "--output-dir", out),
+        ("eval", model, "--text", place / "text.txt", "--limit", 1, "--output", out),
     ):
         assert message in fails(*command)
     assert not harm.exists()
@@ -592,7 +592,7 @@ def test_pickles_are_refused_of_models_that_are_not_of_the_zoo(place, tmp_path, 
     message = pickled(model, harm := tmp_path / "harm")
     for command in (
         ("generate", model, "ant"),
-        ("eval", model, "--text", place / "text.txt", "--output-dir", tmp_path / "out"),
+        ("eval", model, "--text", place / "text.txt", "--output", tmp_path / "out"),
         ("train", tuned(place, model, tmp_path), "--output", tmp_path / "run"),
     ):
         assert message in fails(*command)

@@ -219,13 +219,14 @@ def test_an_op_computes_or_refuses(name):
 WORDS = (
     "nosuch", "", "-", "--", "a/b/c", "../x", "/", ".", "~nobody", "--json", "--load", "--seed",
     "-1", "1e9", "--set", "a.b=c", "train.lr=x", "=", "--device", "cpu", "--dtype", "bfloat16",
-    "--out",
+    "--output", "--out",
     "--limit", "\N{PILE OF POO}", "x" * 300, "--help=3", "-h3", "--no-peers", "--beams", "0",
     "--tasks", "zoo_mqar", "--suite", "--order", "--kind", "--length", "--state", "--dry-run",
+    "--include-state",
 )  # fmt: skip
 COMMANDS = (
     "list", "info", "train", "generate", "eval", "card", "publish", "check", "inspect", "distill",
-    "recall", "doctor", "nosuch",
+    "recall", "doctor", "convert", "export-kernels", "nosuch",
 )  # fmt: skip
 
 

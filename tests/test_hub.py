@@ -233,9 +233,9 @@ def test_a_saved_prompt_stays_behind_unless_it_is_asked_for(model, tmp_path):
     quiet = publish(model, str(tmp_path / "out"))
     assert {file.path for file in quiet.files} == EXPECTED
     assert quiet.left_out == ("checkpoints/", "notes.txt", "state.safetensors")
-    asked = publish(model, str(tmp_path / "out"), state=True, dry_run=True)
+    asked = publish(model, str(tmp_path / "out"), include_state=True, dry_run=True)
     assert {file.path for file in asked.files} == EXPECTED | {"state.safetensors"}
-    publish(model, str(tmp_path / "out"), state=True)
+    publish(model, str(tmp_path / "out"), include_state=True)
     assert load_state(tmp_path / "out", network).num_tokens == 5
     publish(model, str(tmp_path / "out"))
     assert set(tree(tmp_path / "out")) == EXPECTED
@@ -243,18 +243,18 @@ def test_a_saved_prompt_stays_behind_unless_it_is_asked_for(model, tmp_path):
 
 def test_a_prompt_goes_only_with_the_model_that_read_it(model, tmp_path):
     with pytest.raises(ValueError, match=r"holds no state.safetensors; save a prompt with"):
-        publish(model, str(tmp_path / "out"), state=True)
+        publish(model, str(tmp_path / "out"), include_state=True)
     network = AutoModelForCausalLM.from_pretrained(model)
     with torch.no_grad():
         network.model.norm.weight.add_(1)
     network.prefill(torch.arange(5)[None]).save_pretrained(model)
     with pytest.raises(ValueError, match="was made by other weights"):
-        publish(model, str(tmp_path / "out"), state=True, dry_run=True)
+        publish(model, str(tmp_path / "out"), include_state=True, dry_run=True)
     sizes = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     foreign = LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes))
     foreign.save_pretrained(model)
     with pytest.raises(ValueError, match="a model of ssmzoo's families, got LlamaForCausalLM"):
-        publish(model, str(tmp_path / "out"), state=True)
+        publish(model, str(tmp_path / "out"), include_state=True)
     assert not (tmp_path / "out").exists()
 
 

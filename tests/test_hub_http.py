@@ -80,8 +80,8 @@ folder, wide = sys.argv[1:]
 for options in (
     ["tester/published", "--no-code", "--dry-run"],
     ["tester/published", "--no-code"],
-    ["tester/stateful", "--no-code", "--state", "--dry-run"],
-    ["tester/stateful", "--no-code", "--state"],
+    ["tester/stateful", "--no-code", "--include-state", "--dry-run"],
+    ["tester/stateful", "--no-code", "--include-state"],
     ["tester/published", "--no-code", "--revision", "second/try", "--private"],
     ["tester/private", "--private"],
 ):

@@ -453,7 +453,7 @@ def test_states_that_never_fade_are_drawn_at_the_end_of_the_axis(tmp_path):
 )
 def test_mistakes_are_one_line(arguments, answer, tmp_path, capsys):
     model, *rest = arguments.split()
-    assert main(["inspect", model, "--out", str(tmp_path / "o"), *rest]) == 2
+    assert main(["inspect", model, "--output", str(tmp_path / "o"), *rest]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
@@ -466,7 +466,7 @@ def test_out_must_be_ours_to_write(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("mine")
     for name, answer in (
-        ("file", "out must be a folder"),
+        ("file", "output_dir must be a folder"),
         ("full", "holds 'thesis.tex'; name a folder inside it"),
     ):
         with pytest.raises(ValueError, match=answer):
@@ -510,7 +510,7 @@ def test_models_of_others_and_damaged_ones_are_refused(saved, tmp_path):
 
 
 def test_the_command_prints_a_line_a_layer(tmp_path, capsys):
-    arguments = ["inspect", "rtf", "--out", str(tmp_path / "o"), "--length", "32"]
+    arguments = ["inspect", "rtf", "--output", str(tmp_path / "o"), "--length", "32"]
     assert main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     assert " ".join(lines[0].split()) == "layer kernel channels memory longest margin outside"

@@ -137,7 +137,7 @@ def test_the_installed_wheel_is_what_runs_and_it_lists_its_families(installed):
     )
     assert all(path.startswith(str(installed.folder)) for path in out.split())
     out = installed.run("ssmzoo", "list", "--load")
-    assert f"longhorn  ok      ssmzoo        {ssmzoo_version()}" in out
+    assert f"longhorn  ok  ssmzoo {ssmzoo_version()}\n" in out
 
 
 def ssmzoo_version():

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from ssmzoo import cli, load_family
+from ssmzoo import load_family
+from ssmzoo.cli.main import main, parsers
 from ssmzoo.data.tokenizer import byte_tokenizer
 
 # lm-eval and its many imports warn of their own affairs
@@ -53,6 +54,7 @@ LISTED = {
         "needs the reader's own package installed; tests/test_third_party.py does that"
     ),
     r"ssmzoo distill path/to/": "the reader's own model; tests/test_distill.py",
+    r"ssmzoo convert ": "the reader's own weights; tests/test_convert.py",
     r"ssmzoo train coffee-induction": "minutes of training",
 }
 # Python blocks, by a line in them
@@ -72,7 +74,7 @@ PROGRAM = (
     r"(?:\.venv/bin/)?"
     r"(?:ssmzoo|make|python|pip|pytest|git|lm_eval|torchrun|accelerate|trl|source)\s"
 )
-PLACEHOLDER = re.compile(r"<\w+>|(?<= )(MODEL|FAMILY|RECIPE|TARGET|TEXT|DIR|N)\b|\.\.\.")
+PLACEHOLDER = re.compile(r"<\w+>|(?<= )(COMMAND|MODEL|FAMILY|RECIPE|TARGET|TEXT|DIR|N)\b|\.\.\.")
 
 
 class Piece(NamedTuple):
@@ -147,22 +149,22 @@ def check_mentioned(command):
         assert set(named) <= set(targets), f"make has no target {named}"
     if words[0] == "python" and words[1].endswith(".py") and not PLACEHOLDER.search(words[1]):
         assert (ROOT / words[1]).is_file(), f"no file {words[1]}"
-    if words[0] == "ssmzoo":
-        _, parsers = cli._parsers()
-        assert words[1].rstrip(",") in parsers, f"no command ssmzoo {words[1]}"
-        known = parsers[words[1].rstrip(",")].format_usage()
+    if words[0] == "ssmzoo" and words[1] != "COMMAND":
+        _, verbs = parsers()
+        assert words[1].rstrip(",") in verbs, f"no command ssmzoo {words[1]}"
+        known = verbs[words[1].rstrip(",")].format_usage()
         if words[1] == "exec":  # what follows is the program's
             return
         for option in (word.split("=")[0] for word in words if word.startswith("--")):
             assert re.search(rf"{re.escape(option)}\b", known), f"{words[1]} has no {option}"
 
 
-def trained(family):
-    """Make the model that a page calls path/or/hub-id, as small as can be."""
+def trained(family, folder):
+    """Make the model that a page finds in a folder, as small as can be."""
     family = load_family(family)
     model = family.causal_lm_class(family.config(**{**family.tiny, "vocab_size": 259}))
-    model.save_pretrained("path/or/hub-id")
-    byte_tokenizer().save_pretrained("path/or/hub-id")
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
 
 
 @pytest.fixture
@@ -177,7 +179,9 @@ def reader(tmp_path, monkeypatch):
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         names = {"__name__": "__main__"}
         if page.startswith("plugins/ssmzoo_"):
-            trained(Path(page).parent.name.removeprefix("ssmzoo_"))
+            trained(Path(page).parent.name.removeprefix("ssmzoo_"), "path/or/hub-id")
+        if page == "USING.md":
+            trained("longhorn", "runs/longhorn-demo/model")
         if page.endswith("linear_scan/README.md"):
             names |= {"a": torch.rand(2, 5, 3), "b": torch.rand(2, 5, 3)}
         return names
@@ -201,7 +205,7 @@ def run(piece, page, names, capsys):
         assert done.returncode == 0, f"{place}: {piece.text}: {done.stderr}"
         return
     capsys.readouterr()
-    status = cli.main(words[1:])
+    status = main(words[1:])
     assert status == 0, f"{place}: {piece.text}: {capsys.readouterr().err}"
 
 
@@ -225,17 +229,26 @@ def test_what_takes_longer_works_as_typed_too(reader, capsys):
             run(piece, "README.md", names, capsys)
 
 
+@pytest.mark.parametrize(
+    ("page", "longest"), [("README.md", 200), ("USING.md", None), ("STYLE.md", 60)]
+)
+def test_a_page_stays_short_and_its_lines_too(page, longest):
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    assert longest is None or len(lines) <= longest
+    assert [line for line in lines if len(line) > 120] == []
+
+
 def test_commands_are_found_wherever_they_stand(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     (tmp_path / "page.md").write_text(
         "# A page\n\n    ssmzoo list  # all\n    ssmzoo info \\\n      rtf\n\nThen `ssmzoo\n"
-        "inspect dss --out x`, `ssmzoo train`.\n\n```sh\nmake test\n```\n\n- so:\n\n"
+        "inspect dss --output x`, `ssmzoo train`.\n\n```sh\nmake test\n```\n\n- so:\n\n"
         "  ```python\n  x = 1\n  ```\n\n    y = 2\n"
     )
     assert [(piece.text, piece.python) for piece in pieces("page.md")] == [
         ("ssmzoo list", False),
         ("ssmzoo info rtf", False),
-        ("ssmzoo inspect dss --out x", False),
+        ("ssmzoo inspect dss --output x", False),
         ("ssmzoo train", False),
         ("make test", False),
         ("x = 1\n", True),

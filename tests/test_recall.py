@@ -57,7 +57,7 @@ def test_a_ledger_has_a_line_a_run_and_a_killed_sweep_goes_on(sweep, tmp_path, m
         killed_before(patch, 3)
         with pytest.raises(KilledError):
             recall(sweep, tmp_path / "out")
-    assert main(["recall", str(sweep), str(tmp_path / "out")]) == 0
+    assert main(["recall", str(sweep), "--output", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
     written = json.loads((tmp_path / "out/ledger.json").read_text())
     ledger = written["ledger"]
@@ -263,9 +263,9 @@ def test_merged_mappings_are_read_and_what_stands_twice_is_refused(tmp_path):
 
 
 def test_a_missing_sweep_is_one_line(tmp_path, capsys):
-    assert main(["recall", str(tmp_path / "none.yaml"), str(tmp_path)]) == 2
+    assert main(["recall", str(tmp_path / "none.yaml"), "--output", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "no sweep" in line
-    assert main(["recall", "bmojo-mqar-toyy", str(tmp_path)]) == 2
+    assert main(["recall", "bmojo-mqar-toyy", "--output", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "no sweep 'bmojo-mqar-toyy'; did you mean 'bmojo-mqar-toy'?; shipped: " in line

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from ssmzoo import Family, Paper
+from ssmzoo import Converter, Family, Paper
 
 from .configuration_bmojo import BMojoConfig
+from .convert_bmojo import from_official
 from .modeling_bmojo import (
     BMojoForCausalLM,
     BMojoForPairClassification,
@@ -22,32 +23,28 @@ _SIZES = {
 }
 
 
-def _presets() -> dict[str, dict[str, Any]]:
-    """Return the paper's models and baselines at each of its sizes; counts are in the tests.
+def _preset(kind: str, size: str) -> dict[str, Any]:
+    """Return one of the paper's models or baselines at one of its sizes; counts are in the tests.
 
-    "parallel" has the wiring of the paper's Algorithm 1. B'MOJO's layers have a state-space model
-    as wide as the model, attention and a gated MLP; Mamba's and the hybrid's are twice as wide
-    inside and have no MLP.
+    "bmojo-parallel" has the wiring of the paper's Algorithm 1. B'MOJO's layers have a state-space
+    model as wide as the model, attention and a gated MLP; Mamba's and the hybrid's are twice as
+    wide inside and have no MLP.
     """
-    presets: dict[str, dict[str, Any]] = {}
-    for size, (width, heads, bmojo, mamba, hybrid, window) in _SIZES.items():
-        common = {"vocab_size": 32000, "hidden_size": width, "num_attention_heads": heads}
-        mlp = {"intermediate_size": round(width * 8 / 3 / 64) * 64}
-        full = {**common, **mlp, "num_hidden_layers": bmojo, "expand": 1}
-        presets[f"bmojo-{size}"] = full
-        presets[f"bmojo-f-{size}"] = {**full, "mixer_types": "bmojo_f"}
-        presets[f"bmojo-parallel-{size}"] = {**full, "wiring": "parallel", "use_rope": True}
-        presets[f"mamba-{size}"] = {**common, "num_hidden_layers": mamba, "mixer_types": "mamba"}
-        presets[f"hybrid-{size}"] = {
-            **common,
-            "num_hidden_layers": hybrid,
-            "mixer_types": ["mamba", "swa"],
-        }
-        presets[f"swa-{size}"] = {
+    width, heads, bmojo, mamba, hybrid, window = _SIZES[size]
+    common = {"vocab_size": 32000, "hidden_size": width, "num_attention_heads": heads}
+    mlp = {"intermediate_size": round(width * 8 / 3 / 64) * 64}
+    full = {**common, **mlp, "num_hidden_layers": bmojo, "expand": 1}
+    return {
+        "bmojo": full,
+        "bmojo-f": {**full, "mixer_types": "bmojo_f"},
+        "bmojo-parallel": {**full, "wiring": "parallel", "use_rope": True},
+        "mamba": {**common, "num_hidden_layers": mamba, "mixer_types": "mamba"},
+        "hybrid": {**common, "num_hidden_layers": hybrid, "mixer_types": ["mamba", "swa"]},
+        "swa": {
             **{**common, **mlp, "num_hidden_layers": window},
             **{"mixer_types": "swa", "sliding_window": 1024, "use_rope": True},
-        }
-    return presets
+        },
+    }[kind]
 
 
 FAMILY = Family(
@@ -66,7 +63,32 @@ FAMILY = Family(
         arxiv="2407.06324",
         year=2024,
     ),
-    presets=_presets(),
+    presets={
+        "bmojo-130m": _preset("bmojo", "130m"),
+        "bmojo-f-130m": _preset("bmojo-f", "130m"),
+        "bmojo-parallel-130m": _preset("bmojo-parallel", "130m"),
+        "mamba-130m": _preset("mamba", "130m"),
+        "hybrid-130m": _preset("hybrid", "130m"),
+        "swa-130m": _preset("swa", "130m"),
+        "bmojo-370m": _preset("bmojo", "370m"),
+        "bmojo-f-370m": _preset("bmojo-f", "370m"),
+        "bmojo-parallel-370m": _preset("bmojo-parallel", "370m"),
+        "mamba-370m": _preset("mamba", "370m"),
+        "hybrid-370m": _preset("hybrid", "370m"),
+        "swa-370m": _preset("swa", "370m"),
+        "bmojo-790m": _preset("bmojo", "790m"),
+        "bmojo-f-790m": _preset("bmojo-f", "790m"),
+        "bmojo-parallel-790m": _preset("bmojo-parallel", "790m"),
+        "mamba-790m": _preset("mamba", "790m"),
+        "hybrid-790m": _preset("hybrid", "790m"),
+        "swa-790m": _preset("swa", "790m"),
+        "bmojo-1.4b": _preset("bmojo", "1.4b"),
+        "bmojo-f-1.4b": _preset("bmojo-f", "1.4b"),
+        "bmojo-parallel-1.4b": _preset("bmojo-parallel", "1.4b"),
+        "mamba-1.4b": _preset("mamba", "1.4b"),
+        "hybrid-1.4b": _preset("hybrid", "1.4b"),
+        "swa-1.4b": _preset("swa", "1.4b"),
+    },
     tiny={
         "vocab_size": 96,
         "hidden_size": 32,
@@ -91,6 +113,7 @@ FAMILY = Family(
         "v_proj",
         "o_proj",
     ),
+    converter=Converter(BMojoForCausalLM, from_official),
 )
 
 __all__ = [

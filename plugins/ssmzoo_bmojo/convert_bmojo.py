@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from transformers import MambaConfig, MambaForCausalLM
 
-from ssmzoo_bmojo.configuration_bmojo import BMojoConfig
-from ssmzoo_bmojo.modeling_bmojo import BMojoForCausalLM
+from ssmzoo.modeling import check_weights
+
+from .configuration_bmojo import BMojoConfig
+from .modeling_bmojo import BMojoForCausalLM
 
 _RENAMED = (
     ("backbone.embeddings.", "model.embed_tokens."),
@@ -23,22 +25,52 @@ def from_mamba(model: MambaForCausalLM) -> BMojoForCausalLM:
     """Return the same language model as one of ours; its weights are copied.
 
     Raises:
-        ValueError: A Mamba with biases in its projections, without one in its convolution, or with
-            another activation.
+        ValueError: As :func:`from_official`.
         TypeError: Another model.
     """
     if not isinstance(model, MambaForCausalLM):
         raise TypeError(f"model must be a MambaForCausalLM, got {type(model).__name__}")
-    config: MambaConfig = model.config
-    for name, wanted in (("use_bias", False), ("use_conv_bias", True), ("hidden_act", "silu")):
-        if getattr(config, name) != wanted:
-            raise ValueError(
-                f"a Mamba to convert must have {name} = {wanted!r}, got {getattr(config, name)!r}"
-            )
-    ours = BMojoForCausalLM(_configuration(config))
+    weights, config = from_official(model.state_dict(), model.config.to_dict())
+    ours = BMojoForCausalLM(config)
     ours.to(model.dtype)  # pyright: ignore[reportArgumentType]
-    ours.load_state_dict(rename(model.state_dict()))
+    ours.load_state_dict(weights)
     return ours.train(model.training)
+
+
+def from_official(
+    state_dict: dict[str, Tensor], config: dict[str, Any]
+) -> tuple[dict[str, Tensor], BMojoConfig]:
+    """Translate weights and configuration of transformers' Mamba into ours.
+
+    Args:
+        state_dict: Weights of a ``MambaForCausalLM``; a tied head may be left out.
+        config: Its ``config.json``.
+
+    Returns:
+        Weights by our names, sharing memory with the given ones but for what stays float32, and
+        the configuration.
+
+    Raises:
+        LookupError: A weight of the model is missing, or one belongs to no Mamba.
+        ValueError: Another model's configuration; a Mamba with biases in its projections, without
+            one in its convolution, or with another activation; a shape that contradicts it.
+    """
+    if config.get("model_type") != MambaConfig.model_type:
+        raise ValueError(
+            f"config must be a config.json of transformers' Mamba, with model_type "
+            f"{MambaConfig.model_type!r}, got {config.get('model_type')!r}"
+        )
+    theirs = MambaConfig.from_dict(config)
+    for name, wanted in (("use_bias", False), ("use_conv_bias", True), ("hidden_act", "silu")):
+        if getattr(theirs, name) != wanted:
+            raise ValueError(
+                f"a Mamba to convert must have {name} = {wanted!r}, got {getattr(theirs, name)!r}"
+            )
+    ours, weights = _configuration(theirs), rename(state_dict)
+    if ours.tie_word_embeddings and "model.embed_tokens.weight" in weights:
+        weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+    check_weights("a Mamba of transformers", weights, BMojoForCausalLM, ours)
+    return weights, ours
 
 
 def _configuration(config: MambaConfig) -> BMojoConfig:

@@ -34,6 +34,7 @@ _INDUCTION = {
 }
 _FROZEN = {**_INDUCTION, "frozen_embedding_index": 8}
 _NORMAL = {"embedding_init": "normal", "initializer_range": 1.0}
+_SMALL = {**_INDUCTION, **_NORMAL, "d_state": 1}
 # Appendix I: 25 x 25 pixels, read from four sides
 _MNIST = {
     **_BARE,
@@ -66,15 +67,10 @@ FAMILY = Family(
         # Table 1 and, but for their tasks, 3 to 5
         "coffee-induction": _FROZEN,
         # Table 2
-        **{
-            f"coffee-induction-{width}": {
-                **_INDUCTION,
-                **_NORMAL,
-                "hidden_size": width,
-                "d_state": 1,
-            }
-            for width in (8, 4, 2, 1)
-        },
+        "coffee-induction-8": {**_SMALL, "hidden_size": 8},
+        "coffee-induction-4": {**_SMALL, "hidden_size": 4},
+        "coffee-induction-2": {**_SMALL, "hidden_size": 2},
+        "coffee-induction-1": {**_SMALL, "hidden_size": 1},
         # Section 6: ids 0 (the trigger), 1 and 2 are the paper's symbols 1, 2 and 3
         "coffee-ih0": {
             **_INDUCTION,

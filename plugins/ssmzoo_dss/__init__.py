@@ -1,8 +1,9 @@
 """DSS for Hugging Face: diagonal state spaces."""
 
-from ssmzoo import Family, Paper
+from ssmzoo import Converter, Family, Paper
 
 from .configuration_dss import DSSConfig
+from .convert_dss import from_official, to_official
 from .modeling_dss import (
     DSSForCausalLM,
     DSSForPairClassification,
@@ -123,6 +124,7 @@ FAMILY = Family(
         "channels": 2,
     },
     lora_targets=("out_proj",),
+    converter=Converter(DSSForSequenceClassification, from_official, to_official),
 )
 
 __all__ = [

@@ -29,14 +29,14 @@ _LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
 def from_official(
-    state_dict: dict[str, Tensor], **fields: Any
+    state_dict: dict[str, Tensor], config: dict[str, Any]
 ) -> tuple[dict[str, Tensor], DSSConfig]:
     """Translate official weights into ours, and read the configuration off their shapes.
 
     Args:
         state_dict: Weights by official name; prefixes that wrappers add are stripped.
-        **fields: What shapes do not say: ``kernel_variant`` (default "softmax", or "exp" where the
-            real parts are stored as logarithms), ``pooling``, ``bidirectional``,
+        config: What shapes do not say, under our names: ``kernel_variant`` (default "softmax", or
+            "exp" where the real parts are stored as logarithms), ``pooling``, ``bidirectional``,
             ``max_kernel_length``, ``dropout``. They win over what was read.
 
     Returns:
@@ -70,9 +70,9 @@ def from_official(
         if name.endswith("out_proj.bias"):
             tensor = tensor.flatten()  # [H, 1] there
         weights[name] = tensor
-    config = _configuration(weights, "Lambda_log_im" in " ".join(state_dict), fields)
-    check_weights("a DSS classifier", weights, DSSForSequenceClassification, config)
-    return weights, config
+    ours = _configuration(weights, "Lambda_log_im" in " ".join(state_dict), config)
+    check_weights("a DSS classifier", weights, DSSForSequenceClassification, ours)
+    return weights, ours
 
 
 def to_official(state_dict: dict[str, Tensor], config: DSSConfig) -> dict[str, Tensor]:

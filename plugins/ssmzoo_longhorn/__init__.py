@@ -1,8 +1,9 @@
 """Longhorn for Hugging Face: state-space models as amortized online learners."""
 
-from ssmzoo import Family, Paper
+from ssmzoo import Converter, Family, Paper
 
 from .configuration_longhorn import LonghornConfig
+from .convert_longhorn import from_official, to_official
 from .modeling_longhorn import (
     LonghornForCausalLM,
     LonghornForPairClassification,
@@ -36,7 +37,9 @@ FAMILY = Family(
     presets={
         # parameters: 128,563,968 - 369,968,128 - 1,331,595,264
         **_SIZES,
-        **{f"{name}-quiet": {**sizes, **_QUIET} for name, sizes in _SIZES.items()},
+        "longhorn-125m-quiet": {**_SIZES["longhorn-125m"], **_QUIET},
+        "longhorn-350m-quiet": {**_SIZES["longhorn-350m"], **_QUIET},
+        "longhorn-1.3b-quiet": {**_SIZES["longhorn-1.3b"], **_QUIET},
     },
     tiny={
         "vocab_size": 96,
@@ -48,6 +51,7 @@ FAMILY = Family(
         "out_norm": False,
     },
     lora_targets=("in_proj", "x_proj", "dt_proj", "out_proj"),
+    converter=Converter(LonghornForCausalLM, from_official, to_official),
 )
 
 __all__ = [

@@ -38,7 +38,8 @@ def from_official(
         Weights by our names, sharing memory with the given ones, and the configuration.
 
     Raises:
-        LookupError: A weight of the model is missing, or one belongs to no Longhorn.
+        LookupError: A weight of the model or a field of the configuration is missing, or a weight
+            belongs to no Longhorn.
         ValueError: A shape contradicts the configuration, or a head said to be tied is not.
     """
     weights: dict[str, Tensor] = {}
@@ -84,6 +85,9 @@ def to_official(state_dict: dict[str, Tensor], config: LonghornConfig) -> dict[s
 
 
 def _configuration(weights: dict[str, Tensor], config: dict[str, Any]) -> LonghornConfig:
+    needed = ("d_model", "n_layer", "vocab_size")
+    if missing := [name for name in needed if name not in config]:
+        raise LookupError(f"config must have {', '.join(needed)}; it lacks {', '.join(missing)}")
     ssm = {**config, **config.get("ssm_cfg", {})}
     fields = {name: ssm[name] for name in ("d_state", "d_conv", "expand", "dt_rank") if name in ssm}
     if "d_state" not in fields and "model.layers.0.mixer.x_proj.weight" in weights:

@@ -1,8 +1,9 @@
 """RTF for Hugging Face: rational transfer functions, and the Hyena operator."""
 
-from ssmzoo import Family, Paper
+from ssmzoo import Converter, Family, Paper
 
 from .configuration_rtf import RTFConfig
+from .convert_rtf import from_official, to_official
 from .modeling_rtf import (
     RTFForCausalLM,
     RTFForPairClassification,
@@ -165,6 +166,7 @@ FAMILY = Family(
         "mixer_rank": 5,
     },
     lora_targets=("in_proj", "down_proj", "out_proj"),
+    converter=Converter(RTFForCausalLM, from_official, to_official),
 )
 
 __all__ = [

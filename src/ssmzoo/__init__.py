@@ -4,8 +4,8 @@ Importing this module is silent and imports neither torch nor a plugin. ``import
 registers every installed family with transformers' Auto classes.
 """
 
-from ssmzoo.family import Family, Paper, families, load_family
+from ssmzoo.family import Converter, Family, Paper, families, load_family
 
 __version__ = "0.1.0"
 
-__all__ = ["Family", "Paper", "families", "load_family"]
+__all__ = ["Converter", "Family", "Paper", "families", "load_family"]

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
 
 GROUP = "ssmzoo.families"
@@ -27,6 +28,23 @@ class Paper:
     authors: str
     arxiv: str
     year: int
+
+
+@dataclass(frozen=True)
+class Converter:
+    """How weights of another code become a family's, and back: what ``ssmzoo convert`` calls.
+
+    Attributes:
+        model_class: The model that the weights are of.
+        from_official: Called with weights by the other code's names and its configuration as a
+            dictionary, empty where none was given; returns weights by ours, and ours.
+        to_official: Called with our weights and configuration; returns weights by the other
+            code's names. None where there is no way back.
+    """
+
+    model_class: type[PreTrainedModel]
+    from_official: Callable[[dict[str, Tensor], dict[str, Any]], tuple[dict[str, Tensor], Any]]
+    to_official: Callable[[dict[str, Tensor], Any], dict[str, Tensor]] | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +66,7 @@ class Family:
         pair_classification_class: The classifier of pairs of documents, if there is one; it has no
             Auto class.
         image_classification_class: The classifier of images, if there is one.
+        converter: Translates weights of the official code, if it can be done.
     """
 
     name: str
@@ -62,6 +81,7 @@ class Family:
     token_classification_class: type[PreTrainedModel] | None = None
     pair_classification_class: type[PreTrainedModel] | None = None
     image_classification_class: type[PreTrainedModel] | None = None
+    converter: Converter | None = None
 
     def __post_init__(self) -> None:
         """Take the place of its stand-in, where a plugin is imported by its own name."""

@@ -961,7 +961,7 @@ def test_a_classifier_goes_to_official_names_and_back(fields):
     )
     assert "model.layers.0.norm.norm.running_mean" in official
     told = {name: fields[name] for name in ("kernel_variant", "bidirectional") if name in fields}
-    weights, config = from_official({f"module.{n}": x for n, x in official.items()}, **told)
+    weights, config = from_official({f"module.{n}": x for n, x in official.items()}, told)
     loaded = kind(config).eval()
     loaded.load_state_dict(weights)
     inputs = tokens(2, 9)
@@ -974,12 +974,12 @@ def test_a_checkpoint_that_is_none_of_ours_is_refused():
     model = build(torch.float32, FAMILY.sequence_classification_class, norm_type="batch")
     official = to_official(model.state_dict(), model.config)
     with pytest.raises(LookupError, match=r"unknown \['gate'\]"):
-        from_official({**official, "gate": torch.zeros(1)})
+        from_official({**official, "gate": torch.zeros(1)}, {})
     with pytest.raises(LookupError, match="lacks what becomes"):
-        from_official({})
+        from_official({}, {})
     official["model.layers.1.layer.D"] = torch.zeros(1, 5)
     with pytest.raises(ValueError, match=r"mixer.D must have shape \[1, 12\], got \[1, 5\]"):
-        from_official(official)
+        from_official(official, {})
     with pytest.raises(ValueError, match="batch norms only"):
         to_official({}, FAMILY.config_class(**TINY))
 

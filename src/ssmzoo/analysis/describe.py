@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 from collections import Counter
@@ -10,8 +11,9 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
-from ssmzoo.checkpoints.load import model_folder
+from ssmzoo.checkpoints.load import model_source, on_hub
 from ssmzoo.checkpoints.weights import parameter_count, read_weights
+from ssmzoo.environment.messages import first_line
 from ssmzoo.family import (
     Family,
     claims,
@@ -19,55 +21,89 @@ from ssmzoo.family import (
     load_family,
     malformed,
     owner,
-    suggestion,
     unmet_need,
 )
 from ssmzoo.files import read_json
 
 
 def installed_families(*, load: bool = False) -> list[dict[str, Any]]:
-    """Return a row per installed family: name, status, distribution, version, entry_point.
+    """Return a row per installed family: what it is, whether it works, where it is from.
 
-    The status is ``"broken: <reason>"`` if the name is contested or its package cannot be found,
-    else ``"installed"``, and nothing is imported. With ``load`` each plugin is imported too, and
-    the status is ``"ok"`` or ``"broken: <reason>"``.
+    Args:
+        load: Import each plugin. Otherwise nothing is imported, and title, arxiv, heads and
+            presets are what the plugin's source spells out.
+
+    Returns:
+        ``name``; ``status``, ``"installed"`` (with ``load``, ``"ok"``) or ``"broken: <reason>"``;
+        ``title`` and ``arxiv`` of its paper, ``heads`` and ``presets``, each None where it cannot
+        be read; ``distribution``, ``version`` and ``entry_point``.
     """
     rows = []
     for name, points in claims().items():
-        point, *others = points
-        if others:
-            status = f"broken: {conflict(name, points)}"
-        elif load:
-            status = _load_status(name)
-        else:
-            status = _find_status(point)
-        rows.extend(
-            {
-                "name": name,
-                "status": status,
-                "distribution": owner(point),
-                "version": point.dist.version if point.dist is not None else None,
-                "entry_point": point.value,
-            }
-            for point in points
-        )
+        for point in points:
+            facts: dict[str, Any] = dict.fromkeys(("title", "arxiv", "heads", "presets"))
+            if len(points) > 1:
+                status = f"broken: {conflict(name, points)}"
+            elif load:
+                try:
+                    facts |= _facts(load_family(name))
+                    status = "ok"
+                except RuntimeError as error:
+                    status = f"broken: {error}"
+            else:
+                status = _find_status(point)
+                if status == "installed":
+                    facts |= _declared(point)
+            rows.append(
+                {
+                    "name": name,
+                    "status": status,
+                    **facts,
+                    "distribution": owner(point),
+                    "version": point.dist.version if point.dist is not None else None,
+                    "entry_point": point.value,
+                }
+            )
     return rows
 
 
+def describe(model: str) -> dict[str, Any]:
+    """Describe a family, a family's preset, a saved model in a folder or one on the Hub.
+
+    Raises:
+        LookupError: There is no such family, preset or model.
+        ValueError: The folder holds no readable model.
+        RuntimeError: The family's plugin cannot be loaded.
+    """
+    source = model_source(model)
+    if source.family is not None and source.preset is not None:
+        return describe_preset(source.family, source.preset)
+    if source.family is not None:
+        return describe_family(source.family)
+    return describe_on_hub(model) if source.folder is None else describe_checkpoint(source.folder)
+
+
 def describe_family(name: str) -> dict[str, Any]:
-    """Return a family's paper, presets with parameter counts, configuration fields, LoRA targets.
+    """Return what a family is, with the parameter counts of its presets.
 
     The counts come from building each preset on the meta device: no weights are allocated.
+
+    Returns:
+        name, model_type, paper, heads, presets (parameters and fields of each), fields (type and
+        default of each), lora_targets, converts (the class whose official weights it reads, or
+        None).
 
     Raises:
         LookupError: No family of that name is installed.
         RuntimeError: Its plugin cannot be loaded.
     """
     family = load_family(name)
+    converter = family.converter
     return {
         "name": family.name,
         "model_type": family.model_type,
         "paper": asdict(family.paper),
+        "heads": _heads(family),
         "presets": {
             preset: {
                 "parameters": _count(_model_class(family, preset), family.config(preset)),
@@ -77,6 +113,26 @@ def describe_family(name: str) -> dict[str, Any]:
         },
         "fields": _config_fields(family.config_class),
         "lora_targets": list(family.lora_targets),
+        "converts": None if converter is None else converter.model_class.__name__,
+    }
+
+
+def describe_preset(name: str, preset: str) -> dict[str, Any]:
+    """Return what an untrained preset would be, in the form of :func:`describe_checkpoint`.
+
+    Raises:
+        LookupError: No family or preset of that name is installed.
+        RuntimeError: The family's plugin cannot be loaded.
+    """
+    family = load_family(name)
+    config = family.config(preset)
+    return {
+        "path": f"{name}:{preset}",
+        "model_type": family.model_type,
+        "parameters": _count(_model_class(family, preset), config),
+        "dtypes": None,
+        "bytes": None,
+        "config": config.to_dict(),
     }
 
 
@@ -88,11 +144,9 @@ def describe_checkpoint(folder: str | Path) -> dict[str, Any]:
         by kind), bytes (all files), config.
 
     Raises:
-        ValueError: The folder, its configuration or its weights cannot be read.
+        ValueError: The configuration or the weights cannot be read.
     """
-    path = model_folder(str(folder))
-    if path is None:
-        raise ValueError(f"the model must be a folder with a config.json, got {str(folder)!r}")
+    path = Path(folder)
     config = read_json(path / "config.json")
     tensors = read_weights(path)
     return {
@@ -105,23 +159,38 @@ def describe_checkpoint(folder: str | Path) -> dict[str, Any]:
     }
 
 
-def describe(target: str) -> dict[str, Any]:
-    """Describe a family by name or a checkpoint by folder; an installed family's name wins.
+def describe_on_hub(model: str) -> dict[str, Any]:
+    """Return what a model on the Hub holds, without fetching its weights.
+
+    Returns:
+        As :func:`describe_checkpoint`; ``path`` is the id, ``bytes`` are those of the weights.
 
     Raises:
-        LookupError: The target is neither.
-        ValueError: The folder holds no readable model.
-        RuntimeError: The family's plugin cannot be loaded.
+        LookupError: The Hub has no such model, does not answer, or it has no safetensors.
     """
-    installed = claims()
-    if target in installed:
-        return describe_family(target)
-    if Path(target).expanduser().is_dir():
-        return describe_checkpoint(target)
-    raise LookupError(
-        f"{target!r} is neither an installed family nor a folder"
-        f"{suggestion(target, installed)}; families: {', '.join(installed) or 'none'}"
-    )
+    from huggingface_hub import get_safetensors_metadata, hf_hub_download, snapshot_download
+
+    asked = on_hub(model)
+    try:
+        if not asked:  # what was fetched before
+            folder = snapshot_download(model, local_files_only=True)
+            return {**describe_checkpoint(folder), "path": model}
+        config = read_json(Path(hf_hub_download(model, "config.json")))
+        files = get_safetensors_metadata(model).files_metadata.values()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise LookupError(f"cannot read {model!r} from the Hub: {reason}") from error
+    tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    return {
+        "path": model,
+        "model_type": config.get("model_type"),
+        "parameters": parameter_count(
+            {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        ),
+        "dtypes": dict(Counter(tensor.dtype for tensor in tensors.values())),
+        "bytes": sum(end - begin for begin, end in (t.data_offsets for t in tensors.values())),
+        "config": config,
+    }
 
 
 def _find_status(point: EntryPoint) -> str:
@@ -136,12 +205,86 @@ def _find_status(point: EntryPoint) -> str:
     return "installed" if unmet is None else f"broken: the plugin {unmet}"
 
 
-def _load_status(name: str) -> str:
+def _facts(family: Family) -> dict[str, Any]:
+    return {
+        "title": family.paper.title,
+        "arxiv": family.paper.arxiv,
+        "heads": _heads(family),
+        "presets": list(family.presets),
+    }
+
+
+def _heads(family: Family) -> list[str]:
+    heads = [name for name in vars(family) if _head_name(name) and getattr(family, name)]
+    return [_head_name(name) for name in heads]
+
+
+def _head_name(field: str) -> str:
+    """Return the head that a field of :class:`Family` is the class of; "" of all other fields."""
+    if not field.endswith("_class") or field in ("config_class", "model_class"):
+        return ""
+    return field.removesuffix("_class").replace("_", "-")
+
+
+def _declared(point: EntryPoint) -> dict[str, Any]:
+    """Return what ``FAMILY = Family(...)`` spells out in a plugin's source, which is not run.
+
+    What is computed there, instead of written as text or as the keys of a dictionary, is left out.
+    """
     try:
-        load_family(name)
-    except RuntimeError as error:
-        return f"broken: {error}"
-    return "ok"
+        module = ast.parse(_source(point.module).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return {}
+    values = {
+        target.id: node.value
+        for node in module.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    made = values.get(point.attr)
+    if not isinstance(made, ast.Call) or ast.unparse(made.func) != "Family":
+        return {}
+    given = {keyword.arg: keyword.value for keyword in made.keywords if keyword.arg}
+    paper = given.get("paper")
+    words = paper.keywords if isinstance(paper, ast.Call) else ()
+    told = {keyword.arg: keyword.value for keyword in words}
+    return {
+        "title": _text(told.get("title")),
+        "arxiv": _text(told.get("arxiv")),
+        "heads": [_head_name(name) for name in given if _head_name(name)],
+        "presets": _keys(given.get("presets"), values),
+    }
+
+
+def _source(module: str) -> Path:
+    """Return the file of a module, whose package is found along the path and not imported."""
+    package, *inside = module.split(".")
+    spec = importlib.util.find_spec(package)
+    assert spec is not None, "its status is installed"
+    if not inside:
+        return Path(spec.origin or "")
+    below = Path(next(iter(spec.submodule_search_locations or ())), *inside)
+    return below / "__init__.py" if below.is_dir() else below.with_suffix(".py")
+
+
+def _text(node: ast.expr | None) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def _keys(node: ast.expr | None, values: dict[str, ast.expr]) -> list[str] | None:
+    """Return the keys of a dictionary display, those of others spread into it included."""
+    if isinstance(node, ast.Name):
+        return _keys(values.get(node.id), values)
+    if not isinstance(node, ast.Dict):
+        return None
+    found: list[str] = []
+    for key, value in zip(node.keys, node.values, strict=True):
+        keys = _keys(value, values) if key is None else [_text(key)]
+        if keys is None or None in keys:
+            return None
+        found += [name for name in keys if name is not None]
+    return found
 
 
 def _model_class(family: Family, preset: str) -> type:

@@ -32,7 +32,7 @@ logger = logging.getLogger("ssmzoo")
 
 def inspect_model(
     model: str | Path,
-    out: str | Path,
+    output_dir: str | Path,
     *,
     text: str | Path | None = None,
     ids: Sequence[Sequence[int]] | None = None,
@@ -48,7 +48,7 @@ def inspect_model(
     Args:
         model: A folder with a saved model, a Hub id, or an untrained model: a family's name for its
             smallest configuration, or ``family:preset``.
-        out: A folder that is not there yet, or empty, or an earlier inspection to replace.
+        output_dir: A folder that is not there yet, or empty, or an earlier inspection to replace.
         text: A UTF-8 file to read as reference; random tokens, or values, without.
         ids: Token ids to read instead, in rows of one length; ``length`` and ``sequences`` are
             theirs.
@@ -72,7 +72,7 @@ def inspect_model(
         raise ValueError("ids must be given without text and length, got both")
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed must be from 0 to 2**63 - 1, got {seed}")
-    target = Path(out).expanduser().absolute()
+    target = Path(output_dir).expanduser().absolute()
     require_matplotlib()  # before minutes of measuring
     _check_target(target)
     subject = load_subject(str(model), seed=seed, device=device)
@@ -141,11 +141,11 @@ def _check_target(target: Path) -> None:
     """Fail early where a folder cannot appear, or would replace something that is not ours."""
     if target.exists():
         if not target.is_dir():
-            raise ValueError(f"out must be a folder, {str(target)!r} is a file")
+            raise ValueError(f"output_dir must be a folder, {str(target)!r} is a file")
         others = {path.name for path in target.iterdir()} - {REPORT, *PICTURES}
         if others:
             raise ValueError(
-                f"out must be new, empty or an earlier inspection: {str(target)!r} holds "
+                f"output_dir must be new, empty or an earlier inspection: {str(target)!r} holds "
                 f"{min(others)!r}; name a folder inside it"
             )
     parent = target.parent
@@ -153,7 +153,7 @@ def _check_target(target: Path) -> None:
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise RuntimeError(
-            f"out {str(target)!r} cannot be made: {str(parent)!r} is no folder to write into"
+            f"output_dir {str(target)!r} cannot be made: {str(parent)!r} is no folder to write into"
         )
 
 

@@ -10,10 +10,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from ssmzoo.checkpoints.load import load_model, load_tokenizer, model_folder, model_name
+from ssmzoo.checkpoints.load import (
+    load_model,
+    load_tokenizer,
+    model_folder,
+    model_name,
+    model_source,
+)
 from ssmzoo.data.documents import expand, read_files
 from ssmzoo.environment.hardware import usable_device
-from ssmzoo.family import claims, load_family
+from ssmzoo.family import load_family
 from ssmzoo.modeling import SSMModel
 from ssmzoo.modeling.packing import check_indices
 
@@ -39,15 +45,14 @@ def load_subject(name: str, *, seed: int, device: str | None) -> Subject:
         RuntimeError: The family's plugin cannot be loaded.
     """
     place = usable_device(device)
-    family, colon, preset = name.partition(":")
-    if not Path(name).expanduser().exists() and (colon or name in claims()):
-        model = _untrained(family, preset if colon else None, seed)
+    source = model_source(name)
+    if source.family is not None:
+        model = _untrained(source.family, source.preset, seed)
         return Subject(_placed(model, place), name, True)
     from transformers import AutoModel
 
-    folder = model_folder(name)
-    shown = name if folder is None else model_name(name) or name
-    model = load_model(name, folder, "float32", False, kind=AutoModel)
+    shown = name if source.folder is None else model_name(name) or name
+    model = load_model(name, source.folder, "float32", False, kind=AutoModel)
     return Subject(_placed(_checked(model, name), place), shown, False)
 
 

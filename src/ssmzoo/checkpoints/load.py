@@ -8,11 +8,11 @@ import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from ssmzoo.checkpoints.trust import refuse_paths, trusted
 from ssmzoo.environment.messages import first_line, without_bars, without_reports
-from ssmzoo.family import claims, suggestion
+from ssmzoo.family import claims, load_family, suggestion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -44,17 +44,63 @@ def model_name(model: str) -> str:
     return path.parent.name if path.name == "model" else path.name
 
 
-def model_folder(model: str) -> Path | None:
-    """Return the folder that ``model`` names, or None if it must be a Hub id.
+class ModelSource(NamedTuple):
+    """What a model's name means: a folder, a Hub id (no field is set), or an untrained family.
+
+    Attributes:
+        folder: Where it was saved.
+        family: The family's name.
+        preset: Its preset; None is the smallest configuration.
+    """
+
+    folder: Path | None = None
+    family: str | None = None
+    preset: str | None = None
+
+
+def model_source(model: str) -> ModelSource:
+    """Return what ``model`` names: a folder, a Hub id, ``family`` or ``family:preset``.
+
+    A folder that holds a model wins over a family of the same name. Whether the Hub has the model,
+    or the family the preset, is not looked up.
 
     Raises:
         ValueError: It is a file, a folder without a model, a path that does not exist, or
             nothing that could be a Hub id.
-        LookupError: It is a single name, and there is no such folder.
+        LookupError: It is a single name, and there is no such folder or family.
     """
+    if not _holds_model(Path(model).expanduser()):
+        family, colon, preset = model.partition(":")
+        if model in claims() or (colon and re.fullmatch(r"[\w.-]+", family)):
+            return ModelSource(family=family, preset=preset if colon else None)
+    return ModelSource(folder=_folder(model))
+
+
+def model_folder(model: str) -> Path | None:
+    """Return the folder that ``model`` names, or None if it is a Hub id.
+
+    Raises:
+        ValueError: As :func:`model_source`.
+        LookupError: As :func:`model_source`, or it names a family, which has no weights.
+    """
+    source = model_source(model)
+    if source.family is not None:
+        if source.family not in claims():
+            load_family(source.family)  # which says so
+        raise LookupError(
+            f"model {model!r} must have weights, and a family has none: 'ssmzoo train' makes some"
+        )
+    return source.folder
+
+
+def _holds_model(path: Path) -> bool:
+    return any((path / file).is_file() for file in ("config.json", "adapter_config.json"))
+
+
+def _folder(model: str) -> Path | None:
     path = Path(model).expanduser()
     if path.is_dir() and model:
-        if any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
+        if _holds_model(path):
             return path
         inside = path / "model"
         hint = f"; did you mean {str(inside)!r}?" if (inside / "config.json").is_file() else ""

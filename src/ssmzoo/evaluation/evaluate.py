@@ -220,7 +220,7 @@ def _command(
     for flag, value in (
         ("--suite", suite),
         ("--text", text),
-        ("--output-dir", output_dir),
+        ("--output", output_dir),
         ("--name", name),
         ("--batch-size", batch_size),
         ("--limit", limit),

@@ -121,7 +121,7 @@ def publish(
     target: str | Path,
     *,
     code: bool = True,
-    state: bool = False,
+    include_state: bool = False,
     dry_run: bool = False,
     private: bool = False,
     revision: str | None = None,
@@ -137,9 +137,10 @@ def publish(
         code: Send the model's code along, so that it loads with ``trust_remote_code=True`` where
             ssmzoo is not installed; see :func:`ssmzoo.publishing.export_code.export_code`.
             Models of transformers' own have none to send.
-        state: Send ``state.safetensors`` along, a prompt that ``PromptState.save_pretrained`` wrote
-            into the model folder, tokens included. The model is loaded to see that it goes on from
-            it. A reader downloads the repository and calls :func:`ssmzoo.modeling.load_state`.
+        include_state: Send ``state.safetensors`` along, a prompt that
+            ``PromptState.save_pretrained`` wrote into the model folder, tokens included. The model
+            is loaded to see that it goes on from it. A reader downloads the repository and calls
+            :func:`ssmzoo.modeling.load_state`.
         dry_run: Check everything that can be checked here and report; write and send nothing.
         private: Create the repository private. An existing one keeps its visibility.
         revision: The branch to commit to, created if absent; the main branch if None.
@@ -162,8 +163,8 @@ def publish(
     if commit_message and find_credential(commit_message):
         raise ValueError("commit_message must hold no credential, and holds one; write another")
     sends_code = code and _has_code(folder)
-    plan = _plan(folder, code=sends_code, state=state)
-    if state:
+    plan = _plan(folder, code=sends_code, state=include_state)
+    if include_state:
         _check_state(folder)
     with _with_code(folder, plan) if sends_code else nullcontext(plan) as plan:
         _refuse_credentials(folder, plan)
@@ -321,7 +322,7 @@ def _plan(folder: Path, code: bool, state: bool) -> _Plan:
     if state and STATE not in sources:
         raise ValueError(
             f"{folder} holds no {STATE}; save a prompt with "
-            "model.prefill(input_ids).save_pretrained(folder), or publish without --state"
+            "model.prefill(input_ids).save_pretrained(folder), or publish without --include-state"
         )
     for name in _pictures(folder):
         sources[name] = _inside(folder, folder / name)
@@ -357,7 +358,7 @@ def _check_state(folder: Path) -> None:
     if not isinstance(model, SSMForCausalLM):
         raise ValueError(
             f"{folder / STATE} goes with a model of ssmzoo's families, got "
-            f"{type(model).__name__}; publish without --state"
+            f"{type(model).__name__}; publish without --include-state"
         )
     load_state(folder, model)
 

@@ -1,0 +1,161 @@
+"""Weights of a family's official code as a saved model, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from ssmzoo.checkpoints.load import model_folder
+from ssmzoo.checkpoints.weights import WEIGHTS, WEIGHTS_INDEX, read_tensors, read_weights
+from ssmzoo.family import Converter, claims, family_of_type, load_family
+from ssmzoo.files import appears_whole, read_json, write_folder, writing
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+OFFICIAL = "official"  # where a family's name may stand: the way back
+
+
+def to_family(
+    source: str | Path,
+    family: str,
+    output_dir: str | Path,
+    *,
+    config: str | Path | None = None,
+    overrides: Sequence[str] = (),
+) -> Path:
+    """Save weights of a family's official code as a model of the family.
+
+    Args:
+        source: A ``.safetensors`` file, or a folder as ``save_pretrained`` writes it.
+        family: The family's name.
+        output_dir: The model's folder, new or empty. No tokenizer is put there.
+        config: The official configuration, a JSON file; ``config.json`` beside the weights, if it
+            is there, by default.
+        overrides: ``KEY=VALUE`` each, the value as YAML, over the file's fields.
+
+    Returns:
+        The model's folder.
+
+    Raises:
+        LookupError: No such family, or weights or fields that the model needs are missing.
+        ValueError: The family has no converter, a file cannot be read, weights and configuration
+            do not fit, or the output folder is not empty.
+    """
+    loaded = load_family(family)
+    converter = loaded.converter
+    if converter is None:
+        raise ValueError(_none(family))
+    target = Path(output_dir)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"output_dir must be a new or empty folder, got {str(target)!r}")
+    weights = _read(Path(source).expanduser())
+    beside = Path(source).expanduser()
+    beside = (beside if beside.is_dir() else beside.parent) / "config.json"
+    told: dict[str, Any] = {}
+    if config is not None or beside.is_file():
+        told = read_json(beside if config is None else Path(config))
+    ours, ours_config = converter.from_official(weights, {**told, **_fields(overrides)})
+    model = converter.model_class(ours_config)
+    cast("nn.Module", model).load_state_dict(ours, assign=True)
+    model.tie_weights()
+    write_folder(target, model.save_pretrained)
+    return target
+
+
+def to_official(model: str | Path, output: str | Path) -> Path:
+    """Write a saved model's weights under the names of its family's official code.
+
+    Args:
+        model: A folder with a saved model.
+        output: A ``.safetensors`` file.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: No such folder, the family has no way back, the model is not of the class that
+            the official code has, or it has what the official model has not.
+    """
+    from safetensors.torch import save_file
+
+    folder, target = model_folder(str(model)), Path(output)
+    if folder is None:
+        raise ValueError(f"source must be a folder with a saved model, got {str(model)!r}")
+    if target.suffix != ".safetensors":
+        raise ValueError(f"output must end in .safetensors, got {str(output)!r}")
+    config = read_json(folder / "config.json")
+    family = family_of_type(str(config.get("model_type")))
+    if family is None:
+        raise ValueError(f"{folder} must hold a model of an installed family, and holds another")
+    converter = family.converter
+    if converter is None or converter.to_official is None:
+        raise ValueError(_none(family.name, back=True))
+    kind = converter.model_class.__name__
+    if kind not in (config.get("architectures") or [kind]):
+        raise ValueError(
+            f"the official code has a {kind} only, {folder} holds {config['architectures'][0]}"
+        )
+    theirs = converter.to_official(_read(folder), family.config_class.from_pretrained(str(folder)))
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    with appears_whole(target) as unfinished:
+        # a tied head shares its memory, which safetensors refuses
+        save_file({name: tensor.clone() for name, tensor in theirs.items()}, str(unfinished))
+    return target
+
+
+def _read(source: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    if source.is_dir():
+        read_weights(source)  # refuses what is not whole
+        index = source / WEIGHTS_INDEX
+        names = set(read_json(index)["weight_map"].values()) if index.exists() else {WEIGHTS}
+        files = [source / name for name in sorted(names)]
+    elif source.suffix == ".safetensors" and source.is_file():
+        read_tensors(source)
+        files = [source]
+    elif source.is_file():
+        raise ValueError(
+            f"source must be a .safetensors file, got {str(source)!r}; where you trust it, write "
+            "one with torch.load(file, weights_only=True) and safetensors.torch.save_file"
+        )
+    else:
+        raise ValueError(f"source must be a .safetensors file or a folder, no {str(source)!r}")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def _fields(overrides: Sequence[str]) -> dict[str, Any]:
+    import yaml
+
+    fields: dict[str, Any] = {}
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not key.strip():
+            raise ValueError(f"an override must look like trunc_len=1024, got {override!r}")
+        try:
+            fields[key.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"the value of the override {override!r} must be YAML") from error
+    return fields
+
+
+def _none(family: str, *, back: bool = False) -> str:
+    """Return the error about a family that has no converter, or no way back."""
+
+    def can(converter: Converter | None) -> bool:
+        return converter is not None and not (back and converter.to_official is None)
+
+    able = []
+    for name in claims():
+        try:
+            if can(load_family(name).converter):
+                able.append(name)
+        except RuntimeError:  # a broken plugin breaks nothing else
+            continue
+    return (
+        f"family {family!r} has no converter{' back' if back else ''}; "
+        f"families that have one: {', '.join(able) or 'none'}"
+    )

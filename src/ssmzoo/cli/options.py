@@ -1,0 +1,202 @@
+"""The vocabulary of the command line: what a verb is, and every option that several verbs take.
+
+An option means the same wherever it stands. Those of one verb alone are declared beside that verb.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ssmzoo.family import suggestion
+
+
+class UsageError(ValueError):
+    """The command line itself is wrong."""
+
+
+class Option:
+    """One argument of ``argparse``: its flags, or its name, and its settings."""
+
+    def __init__(self, *flags: str, **settings: Any) -> None:
+        self.flags, self.settings = flags, settings
+
+    def but(self, **settings: Any) -> Option:
+        """Return the same option with other settings, such as a default or a help text."""
+        return Option(*self.flags, **{**self.settings, **settings})
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One command.
+
+    Attributes:
+        name: What users type.
+        about: One line of help.
+        example: Command lines that show a use of it.
+        options: Its arguments, in the order in which help lists them.
+        run: Does it, and returns the exit status.
+    """
+
+    name: str
+    about: str
+    example: str
+    options: Sequence[Option]
+    run: Callable[[argparse.Namespace], int]
+
+    def parser(self, verbs: Any) -> Parser:
+        """Add this command to argparse's subparsers."""
+        lines = "".join(f"\n  {line}" for line in self.example.splitlines())
+        parser = verbs.add_parser(
+            self.name,
+            description=f"{self.about[0].upper()}{self.about[1:]}.",
+            epilog=f"example:{lines}",
+        )
+        for option in self.options:
+            parser.add_argument(*option.flags, **option.settings)
+        parser.set_defaults(run=self.run)
+        return parser
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser that raises one-line errors, with a suggestion for what was mistyped."""
+
+    def __init__(self, **settings: Any) -> None:
+        settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **settings)
+        self.add_argument(
+            "--debug",
+            action="store_true",
+            default=argparse.SUPPRESS,
+            help="show the traceback of an error",
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage, which would be a second line."""
+        raise UsageError(f"{message} (see '{self.prog} --help')")
+
+    @property
+    def known_options(self) -> list[str]:
+        """Its options, the long ones."""
+        return sorted(set(re.findall(r"--[a-z][a-z-]+", self.format_usage())))
+
+    def refuse(self, argument: str) -> NoReturn:
+        """Raise what is to be said of an argument that this parser does not take."""
+        if not argument.startswith("-"):
+            output = "--output" in self.known_options
+            self.error(
+                f"unexpected argument {argument!r}"
+                + (f"; a place to write to is --output {argument}" if output else "")
+            )
+        option, verb = argument.partition("=")[0], self.prog.rpartition(" ")[2]
+        instead = _FORMER.get((verb, option), _FORMER.get(("", option)))
+        if instead is not None:
+            self.error(f"no option {option!r}: {instead}")
+        known = self.known_options
+        self.error(f"no option {option!r}{suggestion(option, known)}; options: {', '.join(known)}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(
+                action,
+                f"no such choice {value!r}{suggestion(str(value), action.choices)}; "
+                f"choose from {', '.join(map(str, action.choices))}",
+            )
+
+
+# what options of earlier versions, or of other tools, are called here; "" is any verb
+_FORMER = {
+    ("", "--out"): "it is --output now",
+    ("", "--output-dir"): "it is --output now",
+    ("publish", "--state"): "it is --include-state now",
+    ("publish", "--standalone"): "the code goes along unless --no-code leaves it out",
+}
+
+
+def listed(kind: Callable[[str], Any], what: str, least: int | None = None) -> Any:
+    """Return a parser of values with commas between, such as ``listed(int, "whole numbers")``."""
+
+    def parse(text: str) -> tuple[Any, ...]:
+        try:
+            values = tuple(kind(part) for part in text.split(","))
+        except ValueError:
+            values = ()
+        if not values or (least is not None and min(values) < least):
+            bound = "" if least is None else f" from {least} upwards"
+            raise argparse.ArgumentTypeError(
+                f"must be {what}{bound} with commas between, got {text!r}"
+            )
+        return values
+
+    return parse
+
+
+def _name(text: str) -> str:
+    if not text.strip():
+        raise ValueError("a name must not be empty")
+    return text.strip()
+
+
+names = listed(_name, "names")
+whole_numbers = listed(int, "whole numbers")
+lengths = listed(int, "whole numbers", least=1)
+
+
+def in_folder(model: str) -> str:
+    """Return the MODEL of a command that needs its files on this machine.
+
+    Raises:
+        ValueError: It is a Hub id, or as :func:`ssmzoo.checkpoints.load.model_folder`.
+        LookupError: As :func:`ssmzoo.checkpoints.load.model_folder`.
+    """
+    from ssmzoo.checkpoints.load import model_folder
+
+    folder = model_folder(model)
+    if folder is None:
+        raise ValueError(
+            f"model must be a folder on this machine, got the Hub id {model!r}; "
+            f"fetch it with: hf download {model} --local-dir DIR"
+        )
+    return str(folder)
+
+
+MODEL = Option(
+    "model",
+    metavar="MODEL",
+    help="a folder with a saved model, a Hub id, FAMILY or FAMILY:PRESET",
+)
+SAVED_MODEL = MODEL.but(help="a folder with a saved model, or a Hub id")
+LOCAL_MODEL = MODEL.but(help="a folder with a saved model")
+FAMILY = Option("family", metavar="FAMILY", help="the name of an installed family")
+OUTPUT = Option("--output", metavar="PATH", type=Path, help="where to write")
+SET = Option(
+    "--set",
+    metavar="KEY=VALUE",
+    action="append",
+    default=[],
+    help="change one field; may be repeated",
+)
+TEXT = Option("--text", metavar="PATH", help="a text to read: a file or a folder")
+LENGTH = Option("--length", metavar="N", type=int, help="tokens of a sequence")
+BATCH_SIZE = Option(
+    "--batch-size", metavar="N", type=int, default=1, help="sequences at a time (default: 1)"
+)
+SEED = Option("--seed", metavar="N", type=int, default=0, help="of all that is random (default: 0)")
+DEVICE = Option(
+    "--device", metavar="DEVICE", help="e.g. cpu or cuda:0 (default: the GPU if there is one)"
+)
+DTYPE = Option(
+    "--dtype",
+    metavar="DTYPE",
+    choices=("auto", "float32", "bfloat16", "float16"),
+    default="auto",
+    help="of the weights: auto (default), float32, bfloat16 or float16",
+)
+TRUST = Option(
+    "--trust-remote-code", action="store_true", help="let the model bring its own Python code"
+)
+JSON = Option("--json", action="store_true", help="print JSON instead of text")

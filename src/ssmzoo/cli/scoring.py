@@ -1,0 +1,116 @@
+"""Commands that score models and write down the scores: eval, card."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from ssmzoo.cli.options import (
+    BATCH_SIZE,
+    DEVICE,
+    DTYPE,
+    JSON,
+    LOCAL_MODEL,
+    OUTPUT,
+    SAVED_MODEL,
+    SEED,
+    TEXT,
+    TRUST,
+    Option,
+    Verb,
+    in_folder,
+    names,
+)
+from ssmzoo.cli.show import print_json, print_table, quieten_bars
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from ssmzoo.evaluation.evaluate import evaluate
+
+    quieten_bars()
+    path = evaluate(
+        options.model,
+        tasks=options.tasks,
+        suite=options.suite,
+        text=options.text,
+        output_dir=options.output,
+        name=options.name,
+        batch_size=options.batch_size,
+        limit=options.limit,
+        seed=options.seed,
+        device=options.device,
+        dtype=options.dtype,
+        trust_remote_code=options.trust_remote_code,
+    )
+    report = json.loads(Path(path).read_text(encoding="utf-8"))
+    if options.json:
+        print_json(report)
+    else:
+        shown = ("task", "metric", "value", "stderr", "n")
+        print_table({key: row[key] for key in shown} for row in report["results"])
+        print(path)
+    return 0
+
+
+EVAL = Verb(
+    "eval",
+    "score a model with lm-eval",
+    "ssmzoo eval runs/longhorn-demo/model --suite zoo-recall --limit 20",
+    (
+        SAVED_MODEL,
+        Option(
+            "--tasks", metavar="A,B", type=names, default=(), help="lm-eval tasks, ours included"
+        ),
+        Option("--suite", metavar="NAME", help="a named set of tasks"),
+        TEXT.but(help="a text whose bits per byte are measured: a file or a folder"),
+        OUTPUT.but(
+            default=Path("eval/results"), help="the folder of results files (default: eval/results)"
+        ),
+        Option("--name", metavar="NAME", help="the result file's name (default: the model's)"),
+        BATCH_SIZE.but(default=8, help="sequences at a time (default: 8)"),
+        Option("--limit", metavar="N", type=int, help="documents a task to score (default: all)"),
+        SEED.but(default=1234, help="of all that is random (default: 1234)"),
+        DEVICE,
+        DTYPE,
+        TRUST,
+        JSON,
+    ),
+    _eval,
+)
+
+
+def _card(options: argparse.Namespace) -> int:
+    from ssmzoo.publishing.card import render_card
+
+    beside = options.model.endswith(".json")
+    model = options.model if beside else in_folder(options.model)
+    print(
+        render_card(model, results=options.results, run_dir=options.run_dir, output=options.output)
+    )
+    return 0
+
+
+CARD = Verb(
+    "card",
+    "write a model card from measured results",
+    "ssmzoo card runs/longhorn-demo/model --results eval/results/longhorn-demo.json",
+    (
+        LOCAL_MODEL.but(
+            help="a folder with a saved model, or the .json beside a card written elsewhere"
+        ),
+        Option(
+            "--results",
+            metavar="FILE",
+            type=Path,
+            action="append",
+            default=[],
+            help="a results file of 'ssmzoo eval'; may be repeated",
+        ),
+        Option("--run", metavar="DIR", type=Path, dest="run_dir", help="the training run"),
+        OUTPUT.but(
+            help="the card's file (default: README.md in the model's folder, or beside the .json)",
+        ),
+    ),
+    _card,
+)

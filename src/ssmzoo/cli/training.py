@@ -1,0 +1,122 @@
+"""Commands that make models: train, distill, recall."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from pathlib import Path
+
+from ssmzoo.cli.options import JSON, LENGTH, OUTPUT, SAVED_MODEL, SET, Option, Verb
+from ssmzoo.cli.show import print_json, quieten_bars
+
+
+def _train(options: argparse.Namespace) -> int:
+    from ssmzoo.training.run import train
+
+    output = options.output or Path("runs", Path(options.recipe).stem)
+    run = train(options.recipe, output_dir=output, resume=options.resume, overrides=options.set)
+    if os.environ.get("RANK", "0") == "0":  # the first of the processes that a launcher started
+        print(run)
+    return 0
+
+
+TRAIN = Verb(
+    "train",
+    "train a model from a recipe",
+    "ssmzoo train longhorn-demo --set train.steps=20 --output runs/short",
+    (
+        Option("recipe", metavar="RECIPE", help="a YAML file, or the name of a shipped one"),
+        OUTPUT.but(help="the run's folder (default: runs/ and the recipe's name)"),
+        Option(
+            "--resume",
+            action="store_true",
+            help="resume the run in that folder, or start if the folder is empty",
+        ),
+        SET.but(help="change one field of the recipe, e.g. train.lr=1e-3; may be repeated"),
+    ),
+    _train,
+)
+
+
+def _distill(options: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from ssmzoo.distillation.distill import distill
+
+    quieten_bars()
+    bar = tqdm(desc="distill", unit="layer", disable=None)
+
+    def progress(done: int, layers: int) -> None:
+        bar.total = layers
+        bar.update(done - bar.n)
+
+    with bar:
+        _, report = distill(
+            options.model,
+            options.order,
+            options.kind,
+            options.output,
+            steps=options.steps,
+            length=options.length,
+            progress=progress,
+        )
+    if options.json:
+        print_json(dataclasses.asdict(report))
+    else:
+        print(report.table())
+        print(report.target)
+    return 0
+
+
+DISTILL = Verb(
+    "distill",
+    "replace a model's long filters by recurrences of small order",
+    "ssmzoo distill runs/hyena-demo/model --order 16 --output runs/distilled",
+    (
+        SAVED_MODEL,
+        Option(
+            "--order",
+            metavar="N",
+            type=int,
+            required=True,
+            help="numbers in the state of a channel",
+        ),
+        OUTPUT.but(required=True, help="the new model's folder"),
+        Option(
+            "--kind",
+            choices=("rational", "modal"),
+            default="rational",
+            metavar="KIND",
+            help="rational (default) or modal",
+        ),
+        Option("--steps", metavar="N", type=int, default=300, help="of descent (default: 300)"),
+        LENGTH.but(help="taps of each filter to fit (default: all)"),
+        JSON,
+    ),
+    _distill,
+)
+
+
+def _recall(options: argparse.Namespace) -> int:
+    from ssmzoo.analysis.recall import recall, table
+
+    ledger = recall(options.sweep, options.output)
+    if options.json:
+        print_json(ledger)
+    else:
+        print(table(ledger))
+    return 0
+
+
+RECALL = Verb(
+    "recall",
+    "train small models on a recall problem, write a ledger",
+    "ssmzoo recall bmojo-mqar-toy --output runs/mqar-toy",
+    (
+        Option("sweep", metavar="SWEEP", help="a YAML file, or the name of a shipped one"),
+        OUTPUT.but(required=True, help="a folder for the runs, the ledger and its picture"),
+        JSON,
+    ),
+    _recall,
+)
