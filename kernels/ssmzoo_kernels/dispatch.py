@@ -30,6 +30,7 @@ from torch.autograd import forward_ad
 Backend = Literal["auto", "reference", "eager", "flex", "cpu", "triton"]
 
 ALL = ("reference", "eager", "cpu", "triton")
+_NAMES = frozenset(get_args(Backend))
 
 _log = logging.getLogger("ssmzoo")
 _forced: contextvars.ContextVar[Backend | None] = contextvars.ContextVar("forced", default=None)
@@ -95,11 +96,6 @@ def use_backend(backend: Backend) -> Iterator[None]:
         _forced.reset(token)
 
 
-def forward_mode() -> bool:
-    """Tell whether somebody computes forward-mode derivatives, which only the reference has."""
-    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
-
-
 def choose(
     op: str,
     backend: Backend,
@@ -128,7 +124,9 @@ def choose(
     """
     kernel = (dtype or tensor.dtype, *(() if variant is None else (variant,)))
     chosen = _decide(op, backend, tensor.device.type, offers, kernel)
-    if chosen != "reference" and forward_mode():
+    if chosen == "reference" or torch.compiler.is_compiling():
+        return chosen
+    if forward_ad._current_level >= 0:
         raise NotImplementedError(
             f"{op}: backend {chosen!r} has no forward-mode derivative; inside a dual level, or "
             'torch.func.jvp, take backend="reference", or ssmzoo_kernels.use_backend("reference")'
@@ -142,7 +140,8 @@ def choose(
 def _decide(
     op: str, backend: Backend, device: str, offers: tuple[str, ...], kernel: tuple[object, ...]
 ) -> str:
-    _check_name(op, backend)
+    if backend not in _NAMES:
+        _check_name(op, backend)
     _offered[op] = offers
     if backend == "auto":
         forced = _forced.get()
@@ -191,6 +190,7 @@ def compiler_missing() -> str:
     return native.missing()
 
 
+@functools.cache
 def kernel_missing(op: str, *kernel: object) -> str:
     """Return why an op's C kernel cannot be built or loaded, or an empty string; warn of it once.
 
@@ -244,7 +244,7 @@ def _best(device: str) -> str:
 
 
 def _check_name(op: str, backend: str) -> None:
-    if backend not in get_args(Backend):
+    if backend not in _NAMES:
         raise ValueError(
             f"{op}: backend must be one of {', '.join(get_args(Backend))}, got {backend!r}"
         )

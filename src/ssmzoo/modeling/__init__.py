@@ -17,7 +17,7 @@ from ssmzoo.modeling.dynamics import Dynamics, Trajectories
 from ssmzoo.modeling.kept import Kept
 from ssmzoo.modeling.layers import MLP, CausalConv1d, Dropout, Linear
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, RMSNorm
-from ssmzoo.modeling.packing import AlignedRows
+from ssmzoo.modeling.packing import AlignedRows, PackedRow
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 from ssmzoo.modeling.prompt import PromptState, load_state
 
@@ -32,6 +32,7 @@ __all__ = [
     "LayerNorm",
     "LayerState",
     "Linear",
+    "PackedRow",
     "PromptState",
     "RMSNorm",
     "SSMBlock",
