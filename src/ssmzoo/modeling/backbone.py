@@ -341,9 +341,9 @@ class SSMModel(SSMPreTrainedModel):
             ValueError: Something does not fit the batch; the message names it.
             TypeError: A mask or boundaries of another kind.
         """
-        if attention_mask is None and position_ids is None:
-            if seq_idx is None and cu_seqlens is None:
-                return False
+        plain = attention_mask is None and position_ids is None
+        if plain and seq_idx is None and cu_seqlens is None:
+            return False
         check_kind(past_key_values)
         past_length = 0 if past_key_values is None else past_key_values.seen_tokens
         batch, length = given_inputs(*inputs).shape[:2]
