@@ -3,6 +3,7 @@
 A family writes a mixer and names it in its model class; everything else comes from here.
 """
 
+from ssmzoo.environment.messages import suggestion
 from ssmzoo.modeling.backbone import SSMBlock, SSMMixer, SSMModel
 from ssmzoo.modeling.cache import LayerState, StateCache
 from ssmzoo.modeling.causal_lm import SSMForCausalLM
@@ -11,7 +12,7 @@ from ssmzoo.modeling.classifiers import (
     SSMForSequenceClassification,
     SSMForTokenClassification,
 )
-from ssmzoo.modeling.configuration import SSMConfig, suggestion
+from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.converted import check_weights
 from ssmzoo.modeling.dynamics import Dynamics, Trajectories
 from ssmzoo.modeling.kept import Kept

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from ssmzoo.environment.messages import suggestion
 from ssmzoo.modeling.cache import LayerState, StateCache, check_kind
-from ssmzoo.modeling.configuration import SSMConfig, suggestion
+from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.dynamics import Dynamics, Trajectories
 from ssmzoo.modeling.inputs import check_indices, given_inputs
 from ssmzoo.modeling.layers import MLP, Dropout, Linear
@@ -354,7 +355,8 @@ class SSMModel(SSMPreTrainedModel):
         self, input_ids: Tensor | None, inputs_embeds: Tensor | None, input_values: Tensor | None
     ) -> Tensor:
         channels = self.config.input_channels
-        if sum(x is not None for x in (input_ids, inputs_embeds, input_values)) != 1:
+        given = (input_ids is not None) + (inputs_embeds is not None) + (input_values is not None)
+        if given != 1:
             wanted = "input_ids" if channels is None else "input_values"
             raise ValueError(f"give exactly one of {wanted} and inputs_embeds")
         if inputs_embeds is not None:
@@ -391,8 +393,11 @@ class SSMModel(SSMPreTrainedModel):
                 raise ValueError(f"input_ids must have shape [B, L], got {list(input_ids.shape)}")
             if input_ids.dtype not in (torch.int64, torch.int32):
                 raise TypeError(f"input_ids must be int64 or int32, got {input_ids.dtype}")
-            check_indices("input_ids", input_ids, self.config.vocab_size)
-            embeddings = self.embed_tokens(input_ids)
+            try:
+                embeddings = self.embed_tokens(input_ids)
+            except IndexError:  # of torch's, which names neither argument nor token
+                check_indices("input_ids", input_ids, self.config.vocab_size)
+                raise
         if embeddings.shape[1] == 0:
             raise ValueError(
                 "the input has no tokens (L = 0); to go on from a cache pass the new tokens, to "

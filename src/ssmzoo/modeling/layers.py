@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ssmzoo.modeling.configuration import SSMConfig
-from ssmzoo_kernels import causal_conv1d, few_rows_linear
+from ssmzoo_kernels import causal_conv1d
+from ssmzoo_kernels.few_rows_linear import MOST_ROWS, few_rows_linear
 from ssmzoo_kernels.validation import Packing
 
 
@@ -21,6 +22,8 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., out_features]``."""
+        if torch.is_grad_enabled() or input.numel() > MOST_ROWS * self.in_features:
+            return F.linear(input, self.weight, self.bias)
         return few_rows_linear(input, self.weight, self.bias)
 
 

@@ -387,7 +387,9 @@ def _travels(module: str, plugin: str) -> bool:
     parts = module.split(".")
     if parts[0] == "ssmzoo_kernels":
         return parts[-1] not in ("cpu", "triton", "native")
-    return parts[0] == plugin or parts[:2] in (["ssmzoo", "modeling"], ["ssmzoo", "trust"])
+    modules = (["ssmzoo", "modeling"], ["ssmzoo", "checkpoints", "trust"])
+    modules += (["ssmzoo", "environment", "messages"],)
+    return parts[0] == plugin or any(parts[: len(m)] == m for m in modules)
 
 
 def _place(source: Source, node: ast.AST) -> str:
