@@ -8,9 +8,9 @@ from torch import nn
 from transformers import AutoModelForTokenClassification
 
 from ssmzoo import load_family
-from ssmzoo.modeling import BatchNorm, Dropout, LayerState, SSMMixer
+from ssmzoo.modeling import BatchNorm, Dropout, LayerState, PackedRow, SSMMixer
 from ssmzoo.modeling.classifiers import pool
-from ssmzoo.modeling.packing import find_segments
+from ssmzoo.modeling.packing import find_packing
 from ssmzoo.training.compat import enable_gradient_checkpointing
 
 FAMILY = load_family("longhorn")
@@ -129,7 +129,7 @@ def test_batch_norm_refuses_a_single_token():
 def test_tied_dropout_drops_whole_features_of_each_sequence():
     torch.manual_seed(0)
     dropout = Dropout(0.5, tied=True)
-    out = dropout(torch.ones(1, 12, 64), torch.tensor([0, 5, 12]))[0]
+    out = dropout(torch.ones(1, 12, 64), PackedRow.of(torch.tensor([0, 5, 12]), 12))[0]
     first, second = out[:5], out[5:]
     assert (first == first[0]).all()
     assert (second == second[0]).all()
@@ -397,5 +397,5 @@ def test_the_mean_of_a_long_half_precision_row_does_not_overflow():
     hidden = torch.full((2, 16000, 3), 10.0, dtype=torch.float16)
     mask = torch.ones(2, 16000, dtype=torch.long)
     mask[0, 0] = 0
-    segments = find_segments(2, 16000, 0, mask, None, None, None)
-    assert torch.equal(pool(hidden, segments, "mean"), torch.full((2, 3), 10.0).half())
+    packing = find_packing(2, 16000, 0, mask, None, None, None)
+    assert torch.equal(pool(hidden, packing, "mean"), torch.full((2, 3), 10.0).half())

@@ -48,7 +48,7 @@ LAYER_FIELDS = {
 class Leaky(SSMMixer):
     """``y[t] = 0.9 y[t-1] + x[t]``, written without a word about its dynamics."""
 
-    def forward(self, hidden_states, state, cu_seqlens=None):
+    def forward(self, hidden_states, state, packing=None):
         steps = hidden_states.shape[1]
         lags = torch.arange(steps)[:, None] - torch.arange(steps)
         taps = torch.where(lags >= 0, 0.9 ** lags.clamp(min=0).double(), 0.0)

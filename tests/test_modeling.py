@@ -12,7 +12,7 @@ from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATION
 from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.family import families, load_family
 from ssmzoo.modeling import LayerState, StateCache
-from ssmzoo.modeling.packing import find_segments
+from ssmzoo.modeling.packing import PackedRow, find_packing
 from ssmzoo_kernels import use_backend
 from ssmzoo_longhorn import FAMILY
 
@@ -261,47 +261,47 @@ def test_a_gradient_can_be_retained_at_every_hidden_state(padding, ids):
         assert not hidden_states.grad[0].any()
 
 
-def test_whole_rows_need_no_segments():
+def test_whole_rows_need_no_packing():
     mask = torch.ones(2, 5)
     positions = torch.arange(5).expand(2, 5)
-    assert find_segments(2, 5, 0, None, None, None, None) is None
-    assert find_segments(2, 5, 0, mask, positions, torch.zeros(2, 5), None) is None
-    assert find_segments(2, 5, 3, torch.ones(2, 8), positions + 3, None, None) is None
+    assert find_packing(2, 5, 0, None, None, None, None) is None
+    assert find_packing(2, 5, 0, mask, positions, torch.zeros(2, 5), None) is None
+    assert find_packing(2, 5, 3, torch.ones(2, 8), positions + 3, None, None) is None
 
 
 def test_padding_becomes_sequences_of_its_own():
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0], [0, 0, 0, 0]])
-    segments = find_segments(3, 4, 0, mask, None, None, None)
-    assert segments.cu_seqlens.tolist() == [0, 2, 4, 4, 4, 7, 8, 8, 8, 12]
-    assert segments.rows.tolist() == [1, 4, 7]
-    assert segments.count == 9
+    packing = find_packing(3, 4, 0, mask, None, None, None)
+    assert packing.offsets.tolist() == [0, 2, 4, 4, 4, 7, 8, 8, 8, 12]
+    assert packing.rows.tolist() == [1, 4, 7]
+    assert packing.count == 9
 
 
-def test_the_mask_before_the_new_tokens_is_the_caches_business():
+def test_only_the_new_tokens_columns_of_a_mask_count():
     past = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
-    assert find_segments(2, 2, 2, past, None, None, None) is None
+    assert find_packing(2, 2, 2, past, None, None, None) is None
 
 
 def test_sequences_begin_where_positions_start_anew():
     positions = torch.tensor([[0, 1, 2, 0, 0, 1]])
     numbers = torch.tensor([[0, 0, 0, 1, 2, 2]])
     for given in ((positions, None), (None, numbers), (positions, numbers)):
-        segments = find_segments(1, 6, 0, None, *given, None)
-        assert segments.cu_seqlens.tolist() == [0, 3, 4, 6]
-        assert segments.rows is None
+        packing = find_packing(1, 6, 0, None, *given, None)
+        assert packing.offsets.tolist() == [0, 3, 4, 6]
+        assert packing.rows is None
 
 
 def test_rows_that_hold_several_sequences_are_cut_at_both():
     numbers = torch.tensor([[0, 0, 1], [0, 0, 0]])
-    segments = find_segments(2, 3, 0, None, None, numbers, None)
-    assert segments.cu_seqlens.tolist() == [0, 2, 3, 6]
-    assert segments.rows is None
+    packing = find_packing(2, 3, 0, None, None, numbers, None)
+    assert packing.offsets.tolist() == [0, 2, 3, 6]
+    assert packing.rows is None
 
 
 def test_positions_of_padding_mean_nothing():
     mask = torch.tensor([[0, 0, 1, 1]])
-    segments = find_segments(1, 4, 0, mask, torch.tensor([[1, 1, 0, 1]]), None, None)
-    assert segments.rows.tolist() == [1]
+    packing = find_packing(1, 4, 0, mask, torch.tensor([[1, 1, 0, 1]]), None, None)
+    assert packing.rows.tolist() == [1]
 
 
 # --- caches ------------------------------------------------------------------------------------
@@ -776,18 +776,20 @@ def test_logits_leave_python_by_torch_export(name, ids):
 
 
 @pytest.mark.parametrize(
-    ("state", "segments", "kind", "message"),
+    ("state", "sequences", "kind", "message"),
     [
         (3.0, None, TypeError, "state 'ssm' must be a tensor of real numbers .* got a float"),
         (torch.tensor(1.0), None, TypeError, "a row a sequence, got a torch.float32"),
         (torch.ones(2, dtype=torch.complex64), None, TypeError, "take torch.view_as_real"),
-        (torch.ones(2, 4), 3, ValueError, r"each of the 3 sequences .* got shape \[2, 4\]"),
+        (torch.ones(2, 4), 3, ValueError, r"state 'ssm' must have a row .* \[2, 4\]"),
     ],
     ids=["number", "rowless", "complex", "rows"],
 )
-def test_a_state_that_is_none_is_named(state, segments, kind, message):
+def test_a_state_without_a_row_a_sequence_is_refused(state, sequences, kind, message):
+    ends = None if sequences is None else torch.arange(sequences + 1)
+    packing = None if ends is None else PackedRow.of(ends, sequences)
     with pytest.raises(kind, match=message):
-        LayerState(keep=True, segments=segments).put("ssm", state)
+        LayerState(keep=True, packing=packing).put("ssm", state)
 
 
 @pytest.mark.parametrize(

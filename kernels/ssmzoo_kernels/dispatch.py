@@ -96,11 +96,6 @@ def use_backend(backend: Backend) -> Iterator[None]:
         _forced.reset(token)
 
 
-def forward_mode() -> bool:
-    """Tell whether somebody computes forward-mode derivatives, which only the reference has."""
-    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
-
-
 def choose(
     op: str,
     backend: Backend,
@@ -129,7 +124,7 @@ def choose(
     """
     kernel = (dtype or tensor.dtype,) if variant is None else (dtype or tensor.dtype, variant)
     chosen = _decide(op, backend, tensor.device.type, offers, kernel)
-    # forward_mode, without calls where no dual level is open
+    # whether somebody computes forward-mode derivatives
     dual = forward_ad._current_level >= 0 and not torch.compiler.is_compiling()
     if chosen != "reference" and dual:
         raise NotImplementedError(
@@ -195,6 +190,7 @@ def compiler_missing() -> str:
     return native.missing()
 
 
+@functools.cache
 def kernel_missing(op: str, *kernel: object) -> str:
     """Return why an op's C kernel cannot be built or loaded, or an empty string; warn of it once.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -84,7 +85,7 @@ class Packing:
     length: int
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor, length: int, op: str = "packing") -> Packing:
+    def of(cls, cu_seqlens: Tensor, length: int, op: str = "packing") -> Self:
         """Check boundaries, or raise.
 
         Args:

@@ -21,6 +21,7 @@ from ssmzoo.modeling import (
     CausalConv1d,
     LayerState,
     Linear,
+    PackedRow,
     RMSNorm,
     SSMForCausalLM,
     SSMForPairClassification,
@@ -72,11 +73,11 @@ class BMojoSSM(SSMMixer):
         self.splits = [config.step_rank, states, states]
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, cu_seqlens: Tensor | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``; the state is ``conv`` and ``ssm [B, E, N]``."""
         x, z = self.in_proj(hidden_states).chunk(2, dim=-1)  # [B, L, E] each
-        u, conv_state = self.conv1d(x, state.get("conv"), cu_seqlens)
+        u, conv_state = self.conv1d(x, state.get("conv"), packing)
         dt, B, C = self.x_proj(u).split(self.splits, dim=-1)
         y, ssm_state = selective_scan(
             u,
@@ -88,7 +89,7 @@ class BMojoSSM(SSMMixer):
             z,
             self.dt_bias,
             state.get("ssm"),
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=packing,
         )
         state.put("conv", conv_state)
         state.put("ssm", ssm_state)
@@ -148,7 +149,7 @@ class BMojoAttention(nn.Module):
         tokens: Tensor,  # [B, L, D]
         outputs: Tensor | None,  # [B, L, D]
         state: LayerState,
-        cu_seqlens: Tensor | None = None,
+        packing: PackedRow | None = None,
     ) -> Tensor:
         """Let every token read its memories; ``outputs`` are the state-space model's.
 
@@ -156,7 +157,7 @@ class BMojoAttention(nn.Module):
         ``outputs [B, max(k, m_f), D]``, ``fading_*``, ``eidetic_*``, ``scores`` of the open chunk.
         """
         shape = tokens.shape[:2]
-        call = self._call(tokens, state, cu_seqlens)
+        call = self._call(tokens, state, packing)
         turns = None if self.theta is None else call.turns(self.size, self.theta, tokens.dtype)
         q = self._rotated(self.q_proj(tokens).view(call.tokens, self.heads, self.size), turns)
         k, v = self._projected(tokens.flatten(0, 1), turns, self.k_proj, self.v_proj)
@@ -165,7 +166,7 @@ class BMojoAttention(nn.Module):
         if self.offset and outputs is not None:
             options |= self._late(call, outputs, turns, state)
         if (self.eidetic or self.fading) and outputs is not None:
-            options |= self._memories(call, outputs, cu_seqlens, k, v, state)
+            options |= self._memories(call, outputs, packing, k, v, state)
         if state.keep:
             state.put("seen", call.now.clone())
             count = self.window
@@ -179,28 +180,29 @@ class BMojoAttention(nn.Module):
             past_k=past[0],
             past_v=past[1],
             seen=call.seen,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=packing,
             **options,
         )
         return self.o_proj(out.flatten(2))
 
-    def _call(self, tokens: Tensor, state: LayerState, cu_seqlens: Tensor | None) -> Call:
+    def _call(self, tokens: Tensor, state: LayerState, packing: PackedRow | None) -> Call:
         """Return the call that all layers with this window share."""
         name = "call", self.window
         if name not in state.shared:
             batch, length, _ = tokens.shape
-            offsets = cu_seqlens
-            if offsets is None:
+            if packing is None:
                 offsets = torch.arange(batch + 1, device=tokens.device) * length
+            else:
+                offsets = packing.offsets
             seen = state.get("seen")
             if seen is None:
                 seen = torch.zeros(len(offsets) - 1, dtype=torch.int64, device=tokens.device)
             state.shared[name] = Call(
-                offsets.long(),
+                offsets,
                 seen,
                 1 if self.window is None else self.window,
                 batch * length,
-                equal=cu_seqlens is None,
+                equal=packing is None,
                 following=state.keep,
             )
         return state.shared[name]
@@ -209,7 +211,7 @@ class BMojoAttention(nn.Module):
         self,
         call: Call,
         y: Tensor,  # [B, L, D]
-        cu_seqlens: Tensor | None,
+        packing: PackedRow | None,
         k: Tensor,  # [T, G, d]
         v: Tensor,
         state: LayerState,
@@ -218,7 +220,7 @@ class BMojoAttention(nn.Module):
         eidetic, fading = self.eidetic, 0 if self.offset else self.fading
         before, options, pairs = state.get("outputs"), {}, []
         if eidetic:
-            chosen = self._choose(call, y, cu_seqlens, before, state)
+            chosen = self._choose(call, y, packing, before, state)
             pairs.append(self._remember(call, chosen, k, v, state))
             if self.masks:  # fading tokens are none that the window holds
                 at = chosen.positions[call.reads()]
@@ -242,14 +244,14 @@ class BMojoAttention(nn.Module):
         self,
         call: Call,
         y: Tensor,
-        cu_seqlens: Tensor | None,
+        packing: PackedRow | None,
         before: Tensor | None,
         state: LayerState,
     ) -> Eidetic:
         """Choose the raw tokens whose output was predicted worst, and leave the scores."""
         weights = self.innovation_weights
         recent = None if before is None else before[:, -len(weights) :]
-        scores, _ = innovation(y, weights, recent, cu_seqlens=cu_seqlens, relative=self.relative)
+        scores, _ = innovation(y, weights, recent, cu_seqlens=packing, relative=self.relative)
         scores = scores.flatten()
         if call.looks and call.tokens and not float(scores.max()) < math.inf:
             token = int((~scores.isfinite()).nonzero()[0])
@@ -374,17 +376,17 @@ class BMojoMixer(SSMMixer):
         self,
         hidden_states: Tensor,
         state: LayerState,
-        cu_seqlens: Tensor | None = None,
+        packing: PackedRow | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``; without ``residual`` the input stands in for it."""
-        y = None if self.ssm is None else self.ssm(hidden_states, state, cu_seqlens)
+        y = None if self.ssm is None else self.ssm(hidden_states, state, packing)
         if self.attention is None:
             return cast(Tensor, y)
         if y is None or self.attn_norm is None:
-            return self.attention(hidden_states, y, state, cu_seqlens)
+            return self.attention(hidden_states, y, state, packing)
         stream = hidden_states if residual is None else residual
-        return y + self.attention(self.attn_norm(stream + y), y, state, cu_seqlens)
+        return y + self.attention(self.attn_norm(stream + y), y, state, packing)
 
 
 class BMojoPreTrainedModel(SSMPreTrainedModel):

@@ -21,6 +21,7 @@ from ssmzoo.modeling import (
     Dynamics,
     LayerState,
     Linear,
+    PackedRow,
     SSMForCausalLM,
     SSMForPairClassification,
     SSMForSequenceClassification,
@@ -77,14 +78,14 @@ class CoffeeMixer(SSMMixer):
         self.D = nn.Parameter(torch.ones(inner)) if config.use_skip else None
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, cu_seqlens: Tensor | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``; the state is ``conv`` and ``ssm [B, E, N]``."""
-        u, z = self._branches(hidden_states, state, cu_seqlens)
-        y = self.scan(u, state, cu_seqlens)
+        u, z = self._branches(hidden_states, state, packing)
+        y = self.scan(u, state, packing)
         return y if z is None else self.out_proj(y * F.silu(z))
 
-    def scan(self, u: Tensor, state: LayerState, cu_seqlens: Tensor | None = None) -> Tensor:
+    def scan(self, u: Tensor, state: LayerState, packing: PackedRow | None = None) -> Tensor:
         """Run the recurrence over ``[B, L, E]``, going on from a state and leaving one."""
         initial = state.get("ssm")
         if self.config.variant == "s6":
@@ -97,7 +98,7 @@ class CoffeeMixer(SSMMixer):
                 C,
                 self.D,
                 initial_state=initial,
-                cu_seqlens=cu_seqlens,
+                cu_seqlens=packing,
                 discretization="zoh",
             )
         else:
@@ -112,7 +113,7 @@ class CoffeeMixer(SSMMixer):
                 self.D,
                 self._drive(u),
                 initial,
-                cu_seqlens=cu_seqlens,
+                cu_seqlens=packing,
                 gate="linear" if config.variant == "linear_feedback" else "sigmoid",
                 solver=config.solver,
                 tolerance=config.newton_tol,
@@ -203,13 +204,13 @@ class CoffeeMixer(SSMMixer):
         return Dynamics(decay=decay.view(u.shape[2], -1), depends_on_input=True)
 
     def _branches(
-        self, hidden_states: Tensor, state: LayerState, cu_seqlens: Tensor | None
+        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return what the recurrence reads, and what gates its output, ``[B, L, E]`` each."""
         if not self.gated:
             return hidden_states, None
         x, z = self.in_proj(hidden_states).chunk(2, dim=-1)
-        u, conv_state = self.conv1d(x, state.get("conv"), cu_seqlens)
+        u, conv_state = self.conv1d(x, state.get("conv"), packing)
         state.put("conv", conv_state)
         return u, z
 

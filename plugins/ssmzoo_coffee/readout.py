@@ -59,9 +59,9 @@ class FrozenRowEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map token ids ``[...]`` to ``[..., D]``."""
-        rows = (input - (input >= self.frozen).to(input.dtype)).clamp(min=0)
-        own = (input == self.frozen).unsqueeze(-1)
-        return super().forward(rows).masked_fill(own, 1.0)
+        own = input == self.frozen
+        rows = (input - (input > self.frozen).to(input.dtype)).masked_fill(own, 0)
+        return super().forward(rows).masked_fill(own.unsqueeze(-1), 1.0)
 
     def extra_repr(self) -> str:
         """Show the frozen token in ``print(model)``."""

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ssmzoo_kernels import vandermonde, vandermonde_state
+from ssmzoo_kernels.validation import Packing
 
 CLIP = 1e-4  # the largest real part of the variant "clip"
 EXP_FLOOR = 1e-7  # of |lambda|^2 in the reciprocal of the variants without a softmax
@@ -206,7 +207,7 @@ class Modes:
         z: Tensor | None,
         position: Tensor | None,
         lengths: Tensor | None,
-        cu_seqlens: Tensor | None,
+        packing: Packing | None,
     ) -> Tensor:
         """Return the state ``[B, H, N]`` after some inputs; ``[S, H, N]`` for packed sequences.
 
@@ -215,13 +216,13 @@ class Modes:
             z: The state before them, zeros if absent.
             position: Tokens each row had seen, ``[B]``; only growing modes ask.
             lengths: How many of a row's inputs count, ``[B]``, zeros behind them; None: all.
-            cu_seqlens: Boundaries of packed sequences instead; these start from zero.
+            packing: Boundaries of packed sequences instead; these start from zero.
         """
         c, shift = self.exponent, None
         if lengths is not None:
             shift = u.shape[1] - lengths
         if shift is None:
-            new = vandermonde_state(u, c, reversed=self.reversed, cu_seqlens=cu_seqlens)
+            new = vandermonde_state(u, c, reversed=self.reversed, cu_seqlens=packing)
         else:
             # aligned at their ends, sequences of all lengths have the same lags
             new = vandermonde_state(rolled(u, shift), c)

@@ -23,6 +23,7 @@ from ssmzoo.modeling import (
     Kept,
     LayerState,
     Linear,
+    PackedRow,
     SSMForCausalLM,
     SSMForPairClassification,
     SSMForSequenceClassification,
@@ -97,7 +98,7 @@ class DSSMixer(SSMMixer):
         self._tables: Kept[_Tables] = Kept()
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, cu_seqlens: Tensor | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
     ) -> Tensor:
         """Map ``[B, L, H]`` to ``[B, L, H]``.
 
@@ -114,17 +115,17 @@ class DSSMixer(SSMMixer):
             self._tables.forget()
         u = hidden_states.to(torch.promote_types(torch.float32, hidden_states.dtype))
         continues = bool(state.initial)
-        if continues and u.shape[1] == 1 and cu_seqlens is None and not torch.is_grad_enabled():
+        if continues and u.shape[1] == 1 and packing is None and not torch.is_grad_enabled():
             y = self._step(u[:, 0], state)
         elif state.keep and self.config.max_kernel_length is not None:
-            y = self._convolve_with_inputs(u, state, cu_seqlens)
-        elif cu_seqlens is None or (state.rows is None and not continues):
-            y = self._convolve(u, state, None, cu_seqlens)
+            y = self._convolve_with_inputs(u, state, packing)
+        elif packing is None or (packing.rows is None and not continues):
+            y = self._convolve(u, state, None, packing)
         else:
-            rows = state.aligned(cu_seqlens)
+            rows = packing.aligned()
             y = self._convolve(rows.gather(u), state, rows.lengths, None)
             y = rows.scatter(y, u.shape[1])
-        y = self.dropout(F.gelu(y).to(hidden_states.dtype), cu_seqlens)
+        y = self.dropout(F.gelu(y).to(hidden_states.dtype), packing)
         return self.out_proj(y)
 
     def eigenvalues(self) -> Tensor:
@@ -182,22 +183,22 @@ class DSSMixer(SSMMixer):
         )
 
     def _convolve(
-        self, u: Tensor, state: LayerState, lengths: Tensor | None, cu_seqlens: Tensor | None
+        self, u: Tensor, state: LayerState, lengths: Tensor | None, packing: PackedRow | None
     ) -> Tensor:
         """Filter whole sequences, or what follows a state; ``[B, L, C * H]``."""
         batch, length, _ = u.shape
         start = state.get_row("ssm")
         z = None if start is None else torch.view_as_complex(start)
         position = state.get_row("position")
-        longest = length if cu_seqlens is None else self._longest(cu_seqlens, length)
+        longest = length if packing is None else self._longest(packing)
         modes = self.modes(longest)
-        ends = lengths if cu_seqlens is None else cu_seqlens.diff()
+        ends = lengths if packing is None else packing.offsets.diff()
         taps = self._taps(modes, longest, ends, position)
-        y = self._filtered(u, modes.kernel(taps), cu_seqlens)
+        y = self._filtered(u, modes.kernel(taps), packing)
         if z is not None:
             y = y + modes.response(z, position, length, lengths)
         if state.keep:
-            z = modes.state(u, z, position, lengths, cu_seqlens)
+            z = modes.state(u, z, position, lengths, packing)
             state.put_row("ssm", torch.view_as_real(z))
             if modes.grows is not None:
                 seen = torch.full((batch,), length, device=u.device) if ends is None else ends
@@ -206,7 +207,7 @@ class DSSMixer(SSMMixer):
         return y
 
     def _convolve_with_inputs(
-        self, u: Tensor, state: LayerState, cu_seqlens: Tensor | None
+        self, u: Tensor, state: LayerState, packing: PackedRow | None
     ) -> Tensor:
         """Filter with a cut kernel, whose state is the last inputs; ``[B, L, C * H]``."""
         cap = cast(int, self.config.max_kernel_length)
@@ -219,31 +220,31 @@ class DSSMixer(SSMMixer):
             taps,
             self.D.flatten(),
             before,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=packing,
             output_final_state=True,
         )
         assert last is not None
         state.put("inputs", last[..., : u.shape[2]].contiguous())
         return y
 
-    def _filtered(self, u: Tensor, kernel: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    def _filtered(self, u: Tensor, kernel: Tensor, packing: PackedRow | None) -> Tensor:
         channels = self.config.channels
         past, future = kernel[:channels].flatten(0, 1), None
         if self.config.bidirectional:
             future = kernel[channels:].flatten(0, 1)
         repeated = u if channels == 1 else u.repeat(1, 1, channels)
-        return fft_conv(
-            repeated, past, self.D.flatten(), future_kernel=future, cu_seqlens=cu_seqlens
-        )[0]
+        return fft_conv(repeated, past, self.D.flatten(), future_kernel=future, cu_seqlens=packing)[
+            0
+        ]
 
-    def _longest(self, cu_seqlens: Tensor, length: int) -> int:
+    def _longest(self, packing: PackedRow) -> int:
         """Return what an input's length means for packed sequences: the longest, as if padded.
 
         Compiled, where none is known, the row's, unless the kernel depends on it.
         """
         if self.config.decodable and torch.compiler.is_compiling():
-            return length
-        return int(cu_seqlens.diff().max())
+            return packing.length
+        return packing.longest()
 
     def _taps(
         self, modes: Modes, length: int, lengths: Tensor | None, position: Tensor | None

@@ -18,6 +18,7 @@ from ssmzoo.modeling import (
     Dynamics,
     LayerState,
     Linear,
+    PackedRow,
     RMSNorm,
     SSMForCausalLM,
     SSMForPairClassification,
@@ -58,11 +59,11 @@ class LonghornMixer(SSMMixer):
         self.transition: Literal["diagonal", "exact"] = config.transition
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, cu_seqlens: Tensor | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``; the state is ``conv`` and ``ssm [B, E, N]``."""
         x, z = self.in_proj(hidden_states).chunk(2, dim=-1)  # [B, L, E] each
-        u, conv_state = self.conv1d(x, state.get("conv"), cu_seqlens)
+        u, conv_state = self.conv1d(x, state.get("conv"), packing)
         dt, k, q = self.x_proj(u).split(self.splits, dim=-1)  # [B, L, R], [B, L, N], [B, L, N]
         gate = z if self.out_norm is None else None
         o, ssm_state = longhorn_scan(
@@ -74,7 +75,7 @@ class LonghornMixer(SSMMixer):
             self.D,
             gate,
             state.get("ssm"),
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=packing,
             transition=self.transition,
         )
         state.put("conv", conv_state)

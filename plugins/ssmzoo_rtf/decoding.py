@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ssmzoo_kernels import inverse_series, rational_kernel, vandermonde, vandermonde_state
+from ssmzoo_kernels.validation import Packing
 
 # taps of kernels that are kept between calls; longer ones would outweigh the model
 KEPT_TAPS = 2048
@@ -90,7 +91,7 @@ class Oscillations:
         u: Tensor,
         modes: Tensor | None,
         lengths: Tensor | None,
-        cu_seqlens: Tensor | None,
+        packing: Packing | None,
     ) -> Tensor:
         """Return the state ``[B, D, N]`` after inputs ``[B, L, D]``.
 
@@ -98,14 +99,14 @@ class Oscillations:
             u: Inputs.
             modes: The state before them, zeros if absent.
             lengths: How many of a row's inputs count, ``[B]``, zeros behind them; None: all.
-            cu_seqlens: Boundaries of packed sequences instead; these start from zero.
+            packing: Boundaries of packed sequences instead; these start from zero.
         """
         steps = u.shape[1]
         if lengths is not None:
             # aligned at their ends, rows of all lengths have the same lags
             places = torch.arange(steps, device=u.device) - (steps - lengths)[:, None]  # [B, L]
             u = u.gather(1, (places % max(steps, 1)).unsqueeze(-1).expand(u.shape))
-        new = vandermonde_state(u, self.exponent, cu_seqlens=cu_seqlens)
+        new = vandermonde_state(u, self.exponent, cu_seqlens=packing)
         if modes is None:
             return new
         passed = steps if lengths is None else lengths[:, None, None]

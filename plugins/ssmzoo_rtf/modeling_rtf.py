@@ -24,6 +24,7 @@ from ssmzoo.modeling import (
     Kept,
     LayerState,
     Linear,
+    PackedRow,
     RMSNorm,
     SSMForCausalLM,
     SSMForPairClassification,
@@ -127,7 +128,7 @@ class RTFMixer(SSMMixer):
         self._kept: Kept[Deployment] = Kept()
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, cu_seqlens: Tensor | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``.
 
@@ -138,23 +139,23 @@ class RTFMixer(SSMMixer):
         dtype = hidden_states.dtype
         exact = torch.promote_types(torch.float32, dtype)
         if self.block == "hyena":
-            wide, conv = self.short_conv(self.in_proj(hidden_states), state.get("conv"), cu_seqlens)
+            wide, conv = self.short_conv(self.in_proj(hidden_states), state.get("conv"), packing)
             state.put("conv", conv)
             x0, x1, v = wide.to(exact).chunk(3, dim=-1)  # [B, L, D] each
             u = v * x1
             if self.training:
-                u = self.dropout(u, cu_seqlens)
-            y = self.filtered(u, state, cu_seqlens) * x0
+                u = self.dropout(u, packing)
+            y = self.filtered(u, state, packing) * x0
             if self.filter_norm is None:
                 return self.out_proj(y.to(dtype))
             return self.out_proj(F.gelu(self.down_proj(self.filter_norm(y))))
-        y = self.filtered(hidden_states.to(exact), state, cu_seqlens)
+        y = self.filtered(hidden_states.to(exact), state, packing)
         if self.block == "filter":
             return y.to(dtype)
-        y = self.dropout(F.gelu(y), cu_seqlens).to(dtype)
+        y = self.dropout(F.gelu(y), packing).to(dtype)
         return F.glu(self.out_proj(y), dim=-1)
 
-    def filtered(self, u: Tensor, state: LayerState, cu_seqlens: Tensor | None) -> Tensor:
+    def filtered(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
         """Filter ``[B, L, D]``, going on from and leaving behind the state of a cache."""
         if self.training and not torch.compiler.is_compiling():
             self._kept.forget()
@@ -162,23 +163,23 @@ class RTFMixer(SSMMixer):
         known = kind != "meta"  # which has no autocast
         if known and (torch.compiler.is_compiling() or torch.is_autocast_enabled(kind)):
             with torch.autocast(kind, enabled=False):
-                return self._filtered(u, state, cu_seqlens)
-        return self._filtered(u, state, cu_seqlens)
+                return self._filtered(u, state, packing)
+        return self._filtered(u, state, packing)
 
-    def _filtered(self, u: Tensor, state: LayerState, cu_seqlens: Tensor | None) -> Tensor:
+    def _filtered(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
         if not state.keep:
-            return self._whole(u, state, cu_seqlens)
+            return self._whole(u, state, packing)
         parts = self.deployment()
         if parts.oscillations is not None:
-            return _oscillating(u, parts.oscillations, state, cu_seqlens)
+            return _oscillating(u, parts.oscillations, state, packing)
         recurrence = parts.recurrence
         if recurrence is None:
-            return _windowed(u, parts, state, cu_seqlens)
+            return _windowed(u, parts, state, packing)
         if parts.taps is None:
-            return _recurrent(u, recurrence, state, cu_seqlens)
+            return _recurrent(u, recurrence, state, packing)
         return parts.merge(
-            _recurrent(u[..., parts.recurrent], recurrence, state, cu_seqlens),
-            _windowed(u[..., parts.windowed], parts, state, cu_seqlens),
+            _recurrent(u[..., parts.recurrent], recurrence, state, packing),
+            _windowed(u[..., parts.windowed], parts, state, packing),
         )
 
     def denominators(self) -> Tensor:
@@ -463,14 +464,14 @@ class RTFMixer(SSMMixer):
             f"filters must be finite, got layer {self.layer_idx}, channel {channel}: {reason}"
         )
 
-    def _whole(self, u: Tensor, state: LayerState, cu_seqlens: Tensor | None) -> Tensor:
+    def _whole(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
         """Filter whole sequences; a padded batch as one of rows that begin at column 0."""
         tokens = u.shape[1]
         rows = None
-        if cu_seqlens is not None and state.rows is not None:
-            rows = state.aligned(cu_seqlens)
-            u, cu_seqlens = rows.gather(u), None
-        kernel, gain = self.kernel(max(1, _longest(u, cu_seqlens))), self.gain()
+        if packing is not None and packing.rows is not None:
+            rows = packing.aligned()
+            u, packing = rows.gather(u), None
+        kernel, gain = self.kernel(max(1, _longest(u, packing))), self.gain()
         # on a GPU this look would stall the queue
         if u.device.type == "cpu" and not torch.compiler.is_compiling():
             self._check_finite(kernel, gain)
@@ -480,16 +481,16 @@ class RTFMixer(SSMMixer):
             gain, ahead = gain.chunk(2)
             # the future's direct gain meets the next token
             future = future + F.pad(ahead[:, None], (0, future.shape[1] - 1))
-        y, _ = fft_conv(u, kernel, gain, future_kernel=future, cu_seqlens=cu_seqlens)
+        y, _ = fft_conv(u, kernel, gain, future_kernel=future, cu_seqlens=packing)
         return y if rows is None else rows.scatter(y, tokens)
 
 
 def _recurrent(
-    u: Tensor, filters: Recurrence, state: LayerState, cu_seqlens: Tensor | None
+    u: Tensor, filters: Recurrence, state: LayerState, packing: PackedRow | None
 ) -> Tensor:
     """Go on with filters that have a state: a step for one token, else by convolution."""
     ring, position = state.get("ring"), state.get("position")
-    if u.shape[1] == 1 and cu_seqlens is None and ring is not None and position is not None:
+    if u.shape[1] == 1 and packing is None and ring is not None and position is not None:
         a, b = filters.step_coefficients()
         # the old state stays whole in the ring, so that a forward pass may fail or run again
         inplace = not (ring.requires_grad or torch.compiler.is_compiling())
@@ -499,13 +500,13 @@ def _recurrent(
         y = y.unsqueeze(1)
     else:
         a, b = filters.a, filters.b
-        inverse, kernel = filters.series(max(1, _longest(u, cu_seqlens)))
-        y, _ = fft_conv(u, kernel, filters.gain, cu_seqlens=cu_seqlens)
+        inverse, kernel = filters.series(max(1, _longest(u, packing)))
+        y, _ = fft_conv(u, kernel, filters.gain, cu_seqlens=packing)
         past = None
         if ring is not None and position is not None:
             past = _newest_first(ring, position)
-            y = y + companion_response(past, a, b, u.shape[1], kernel=kernel, cu_seqlens=cu_seqlens)
-        last = companion_state(u, a, past, inverse=inverse, cu_seqlens=cu_seqlens)
+            y = y + companion_response(past, a, b, u.shape[1], kernel=kernel, cu_seqlens=packing)
+        last = companion_state(u, a, past, inverse=inverse, cu_seqlens=packing)
         ring = F.pad(last, (0, 0, 0, 1))
         position = torch.zeros(ring.shape[0], dtype=torch.int64, device=u.device)
     state.put("ring", ring)
@@ -514,26 +515,26 @@ def _recurrent(
 
 
 def _oscillating(
-    u: Tensor, filters: Oscillations, state: LayerState, cu_seqlens: Tensor | None
+    u: Tensor, filters: Oscillations, state: LayerState, packing: PackedRow | None
 ) -> Tensor:
     """Go on with modal filters: a step for one token, else by convolution."""
     pairs, owed = state.get_row("modes"), state.get_row("owed")
     modes = None if pairs is None else torch.view_as_complex(pairs)
-    if u.shape[1] == 1 and cu_seqlens is None and modes is not None:
+    if u.shape[1] == 1 and packing is None and modes is not None:
         assert owed is not None
         y = (owed + filters.gain * u.squeeze(1)).unsqueeze(1)
         # what it reads of the new state is for the next token
         owed, modes = diagonal_step(u.squeeze(1), modes, filters.decay(), None, filters.residues)
     else:
         rows, lengths, tokens = None, None, u.shape[1]
-        if cu_seqlens is not None and (state.rows is not None or modes is not None):
-            rows = state.aligned(cu_seqlens)
-            u, lengths, cu_seqlens = rows.gather(u), rows.lengths, None
-        kernel = modal_kernel(filters.exponent, filters.residues, max(1, _longest(u, cu_seqlens)))
-        y, _ = fft_conv(u, kernel, filters.gain, cu_seqlens=cu_seqlens)
+        if packing is not None and (packing.rows is not None or modes is not None):
+            rows = packing.aligned()
+            u, lengths, packing = rows.gather(u), rows.lengths, None
+        kernel = modal_kernel(filters.exponent, filters.residues, max(1, _longest(u, packing)))
+        y, _ = fft_conv(u, kernel, filters.gain, cu_seqlens=packing)
         if modes is not None:
             y = y + filters.response(modes, u.shape[1])
-        modes = filters.after(u, modes, lengths, cu_seqlens)
+        modes = filters.after(u, modes, lengths, packing)
         owed = filters.read(modes)
         if rows is not None:
             y = rows.scatter(y, tokens)
@@ -543,28 +544,28 @@ def _oscillating(
 
 
 def _windowed(
-    u: Tensor, filters: Deployment, state: LayerState, cu_seqlens: Tensor | None
+    u: Tensor, filters: Deployment, state: LayerState, packing: PackedRow | None
 ) -> Tensor:
     """Go on with filters that have no state but their last M - 1 inputs."""
     taps, past = filters.taps, state.get("inputs")
     assert taps is not None
     assert filters.gain is not None
-    if u.shape[1] == 1 and cu_seqlens is None and past is not None:
+    if u.shape[1] == 1 and packing is None and past is not None:
         seen = torch.cat([past, u], dim=1)  # [B, M, D]
         state.put("inputs", seen[:, 1:])
         y = (seen * filters.last_tap_first()).sum(dim=1, keepdim=True)
         return y + filters.gain * u
-    y, final = fft_conv(u, taps, filters.gain, past, cu_seqlens=cu_seqlens, output_final_state=True)
+    y, final = fft_conv(u, taps, filters.gain, past, cu_seqlens=packing, output_final_state=True)
     assert final is not None
     state.put("inputs", final)
     return y
 
 
-def _longest(u: Tensor, cu_seqlens: Tensor | None) -> int:
+def _longest(u: Tensor, packing: PackedRow | None) -> int:
     """Return the length of the longest sequence; compiled, where none is known, the row's."""
-    if cu_seqlens is None or torch.compiler.is_compiling():
+    if packing is None or torch.compiler.is_compiling():
         return u.shape[1]
-    return int(cu_seqlens.diff().max())
+    return packing.longest()
 
 
 def _newest_first(ring: Tensor, position: Tensor) -> Tensor:

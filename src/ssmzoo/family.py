@@ -6,12 +6,13 @@ them imports nothing, loading one imports that one.
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
+
+from ssmzoo.environment.messages import suggestion
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -166,12 +167,6 @@ class Family:
             there = getattr(transformers, kind.__name__, kind)
             if there.__module__ == kind.__module__:
                 setattr(transformers, kind.__name__, kind)
-
-
-def suggestion(name: str, known: Any) -> str:
-    """Return ``"; did you mean 'x'?"`` for the nearest of the known names, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def claims() -> dict[str, tuple[EntryPoint, ...]]:

@@ -22,7 +22,8 @@ PACKAGE = Path(native.__file__).parent
 CACHED = (
     native.missing, native.library, native._flags, native._compiler, native._machine,
     native._private_folder, native._tell_of_the_private_folder, dispatch.compiler_missing,
-    dispatch._best, dispatch._why_no_kernel, dispatch._warn_of_slowness, cpu.load, predictor.load,
+    dispatch._best, dispatch._why_no_kernel, dispatch.kernel_missing, dispatch._warn_of_slowness,
+    cpu.load, predictor.load,
 )  # fmt: skip
 RUN = """
 import torch

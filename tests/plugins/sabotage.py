@@ -91,8 +91,8 @@ def broken(
 
 
 class IsSlightlyWrong(LonghornMixer):
-    def forward(self, hidden_states, state, cu_seqlens=None):
-        return super().forward(hidden_states, state, cu_seqlens) * (1 + 1e-7)
+    def forward(self, hidden_states, state, packing=None):
+        return super().forward(hidden_states, state, packing) * (1 + 1e-7)
 
 
 class RoundsFloat32Embeddings(LonghornModel):
@@ -104,42 +104,42 @@ class RoundsFloat32Embeddings(LonghornModel):
 
 
 class CutsTheGraphBeforeLongChunks(LonghornMixer):
-    def forward(self, hidden_states, state, cu_seqlens=None):
-        if cu_seqlens is None and hidden_states.shape[1] > 3:
+    def forward(self, hidden_states, state, packing=None):
+        if packing is None and hidden_states.shape[1] > 3:
             state.initial = {name: tensor.detach() for name, tensor in state.initial.items()}
-        return super().forward(hidden_states, state, cu_seqlens)
+        return super().forward(hidden_states, state, packing)
 
 
 class CutsTheGraphAfterAFirstSingleToken(LonghornMixer):
-    def forward(self, hidden_states, state, cu_seqlens=None):
-        out = super().forward(hidden_states, state, cu_seqlens)
+    def forward(self, hidden_states, state, packing=None):
+        out = super().forward(hidden_states, state, packing)
         if hidden_states.shape[1] == 1 and not state.initial:
             state.final = {name: tensor.detach() for name, tensor in state.final.items()}
         return out
 
 
 class ForgetsWhatHasPaddingBehindIt(LonghornMixer):
-    def forward(self, hidden_states, state, cu_seqlens=None):
-        out = super().forward(hidden_states, state, cu_seqlens)
-        if state.rows is not None:
-            lengths = cu_seqlens.diff()
-            forgotten = (lengths[state.rows] > 0) & (lengths[state.rows + 1] > 0)
+    def forward(self, hidden_states, state, packing=None):
+        out = super().forward(hidden_states, state, packing)
+        if packing is not None and packing.rows is not None:
+            lengths = packing.offsets.diff()
+            forgotten = (lengths[packing.rows] > 0) & (lengths[packing.rows + 1] > 0)
             for tensor in state.final.values():
                 tensor[forgotten] *= 0
         return out
 
 
 class MixesUpPackedStates(LonghornMixer):
-    def forward(self, hidden_states, state, cu_seqlens=None):
-        out = super().forward(hidden_states, state, cu_seqlens)
-        if cu_seqlens is not None and state.rows is None:
+    def forward(self, hidden_states, state, packing=None):
+        out = super().forward(hidden_states, state, packing)
+        if packing is not None and packing.rows is None:
             state.final = {name: tensor.flip(0) for name, tensor in state.final.items()}
         return out
 
 
 class IgnoresSeqIdx(LonghornModel):
-    def segments(self, inputs, past_key_values, mask, position_ids, seq_idx, cu_seqlens):
-        return super().segments(inputs, past_key_values, mask, position_ids, None, cu_seqlens)
+    def find_packing(self, inputs, past_key_values, mask, position_ids, seq_idx, cu_seqlens):
+        return super().find_packing(inputs, past_key_values, mask, position_ids, None, cu_seqlens)
 
 
 class LetsGradientsLeak(LonghornModel):
@@ -151,9 +151,9 @@ class LetsGradientsLeak(LonghornModel):
 
 
 class ForgetsAfter64Tokens(LonghornMixer):
-    def forward(self, hidden_states, state, cu_seqlens=None):
-        if hidden_states.shape[1] <= 64 or cu_seqlens is not None:
-            return super().forward(hidden_states, state, cu_seqlens)
+    def forward(self, hidden_states, state, packing=None):
+        if hidden_states.shape[1] <= 64 or packing is not None:
+            return super().forward(hidden_states, state, packing)
         first, rest = LayerState(state.initial), LayerState(keep=state.keep)
         parts = [
             super().forward(hidden_states[:, :64], first, None),
@@ -164,8 +164,8 @@ class ForgetsAfter64Tokens(LonghornMixer):
 
 
 class RoundsItsState(LonghornMixer):
-    def forward(self, hidden_states, state, cu_seqlens=None):
-        out = super().forward(hidden_states, state, cu_seqlens)
+    def forward(self, hidden_states, state, packing=None):
+        out = super().forward(hidden_states, state, packing)
         state.final = {n: x.bfloat16().to(x.dtype) for n, x in state.final.items()}
         return out
 
@@ -175,8 +175,8 @@ class HasABuffer(LonghornMixer):
         super().__init__(config, layer_idx)
         self.register_buffer("factor", torch.tensor(0.5))
 
-    def forward(self, hidden_states, state, cu_seqlens=None):
-        return super().forward(hidden_states, state, cu_seqlens) * 2 * self.factor
+    def forward(self, hidden_states, state, packing=None):
+        return super().forward(hidden_states, state, packing) * 2 * self.factor
 
 
 class DrawsAnewInPlainTorch(LonghornModel):
@@ -193,10 +193,10 @@ class KeepsItsStepsSmall(LonghornMixer):
 
 
 class LooksAcrossLanesOfEight(LonghornMixer):
-    def forward(self, hidden_states, state, cu_seqlens=None):
+    def forward(self, hidden_states, state, packing=None):
         if len(hidden_states) % 8 == 0 and not state.initial:
             hidden_states = hidden_states * (1 + 1e-3 * hidden_states[:1, :1].detach())
-        return super().forward(hidden_states, state, cu_seqlens)
+        return super().forward(hidden_states, state, packing)
 
 
 # --- generation --------------------------------------------------------------------------------
@@ -257,10 +257,10 @@ def with_the_state_itself(prompt, input_ids=None, inputs=PromptState.inputs):
 
 
 class KeepsALowState(LonghornMixer):
-    def forward(self, hidden_states, state, cu_seqlens=None):
+    def forward(self, hidden_states, state, packing=None):
         put = state.put
         state.put = lambda name, value: put(name, value.to(self.in_proj.weight.dtype))
-        return super().forward(hidden_states, state, cu_seqlens)
+        return super().forward(hidden_states, state, packing)
 
 
 class TakesAForeignCacheForNone(LonghornModel):
@@ -366,13 +366,13 @@ class ForgetsAParameter(LonghornMixer):
 
 
 class GoesPastAnAdapter(LonghornMixer):
-    def forward(self, hidden_states, state, cu_seqlens=None):
+    def forward(self, hidden_states, state, packing=None):
         adapted = self.out_proj
         if not hasattr(adapted, "base_layer"):
-            return super().forward(hidden_states, state, cu_seqlens)
+            return super().forward(hidden_states, state, packing)
         self.out_proj = adapted.base_layer
         try:
-            return super().forward(hidden_states, state, cu_seqlens)
+            return super().forward(hidden_states, state, packing)
         finally:
             self.out_proj = adapted
 
@@ -385,21 +385,21 @@ class IgnoresCheckpointing(LonghornForCausalLM):
 class CountsItsSteps(LonghornMixer):
     steps = 0  # in no checkpoint
 
-    def forward(self, hidden_states, state, cu_seqlens=None):
-        if self.training and cu_seqlens is not None:
+    def forward(self, hidden_states, state, packing=None):
+        if self.training and packing is not None:
             self.steps += 1
-        return super().forward(hidden_states, state, cu_seqlens) * (1 + 0.01 * self.steps)
+        return super().forward(hidden_states, state, packing) * (1 + 0.01 * self.steps)
 
 
 class BreaksTheGraph(LonghornMixer):
-    def forward(self, hidden_states, state, cu_seqlens=None):
+    def forward(self, hidden_states, state, packing=None):
         sign = 1.0 if hidden_states.detach().sum().item() < 1e9 else -1.0
-        return super().forward(hidden_states, state, cu_seqlens) * sign
+        return super().forward(hidden_states, state, packing) * sign
 
 
 class ComputesTooCoarsely(LonghornMixer):
-    def forward(self, hidden_states, state, cu_seqlens=None):
-        out = super().forward(hidden_states, state, cu_seqlens)
+    def forward(self, hidden_states, state, packing=None):
+        out = super().forward(hidden_states, state, packing)
         if out.dtype != torch.bfloat16:
             return out
         return out + (out.to(torch.float8_e4m3fn).to(out.dtype) - out).detach()
@@ -422,14 +422,14 @@ class Forgetful:
 
 
 class DropsConvState(LonghornMixer):
-    def forward(self, hidden_states, state, cu_seqlens=None):
-        return super().forward(hidden_states, Forgetful(state, "conv"), cu_seqlens)
+    def forward(self, hidden_states, state, packing=None):
+        return super().forward(hidden_states, Forgetful(state, "conv"), packing)
 
 
 class BoundlessConv(CausalConv1d):
-    def forward(self, x, initial_state, cu_seqlens):
-        y, final = super().forward(x, initial_state, cu_seqlens)
-        return (y if cu_seqlens is None else super().forward(x, None, None)[0]), final
+    def forward(self, x, initial_state, packing):
+        y, final = super().forward(x, initial_state, packing)
+        return (y if packing is None else super().forward(x, None, None)[0]), final
 
 
 class ConvolvesAcrossBoundaries(LonghornMixer):
@@ -439,21 +439,21 @@ class ConvolvesAcrossBoundaries(LonghornMixer):
 
 
 class LeaksTheFuture(LonghornMixer):
-    def forward(self, hidden_states, state, cu_seqlens=None):
+    def forward(self, hidden_states, state, packing=None):
         later = hidden_states.roll(-1, dims=1) * 1e-3
-        return super().forward(hidden_states + later, state, cu_seqlens)
+        return super().forward(hidden_states + later, state, packing)
 
 
 class LooksAtTheBatch(LonghornMixer):
-    def forward(self, hidden_states, state, cu_seqlens=None):
+    def forward(self, hidden_states, state, packing=None):
         scale = 1 + 1e-3 * hidden_states[:1, :1].detach()
-        return super().forward(hidden_states * scale, state, cu_seqlens)
+        return super().forward(hidden_states * scale, state, packing)
 
 
 class NeedsPlainWeights(LonghornMixer):
-    def forward(self, hidden_states, state, cu_seqlens=None):
+    def forward(self, hidden_states, state, packing=None):
         plain = type(self.out_proj.weight.data) is torch.Tensor
-        return super().forward(hidden_states, state, cu_seqlens) * (1 if plain else 0.9)
+        return super().forward(hidden_states, state, packing) * (1 if plain else 0.9)
 
 
 class SavesHalf(LonghornForCausalLM):
@@ -465,10 +465,10 @@ class SavesHalf(LonghornForCausalLM):
 class CountsItsCalls(LonghornMixer):
     calls = 0
 
-    def forward(self, hidden_states, state, cu_seqlens=None):
+    def forward(self, hidden_states, state, packing=None):
         self.calls += self.training
         scale = 1 + 0.01 * self.calls
-        return super().forward(hidden_states, state, cu_seqlens) * scale
+        return super().forward(hidden_states, state, packing) * scale
 
 
 class NamesTwoKindsOfLabels(LonghornForCausalLM):
@@ -491,14 +491,14 @@ class NamesTwoKindsOfLabels(LonghornForCausalLM):
 class StartsFrom(LonghornMixer):
     """Base of those that spoil the state they start from, under a condition."""
 
-    def forward(self, hidden_states, state, cu_seqlens=None):
-        if self.spoils(hidden_states.shape[1], state, cu_seqlens is not None):
+    def forward(self, hidden_states, state, packing=None):
+        if self.spoils(hidden_states.shape[1], state, packing is not None):
             state.initial = {name: self.spoilt(tensor) for name, tensor in state.initial.items()}
-        return super().forward(hidden_states, state, cu_seqlens)
+        return super().forward(hidden_states, state, packing)
 
     def spoils(self, length, state, packed):
         """Tell whether this call is one of those."""
-        return packed and state.rows is None
+        return packed and state.packing.rows is None
 
     def spoilt(self, tensor):
         """Return what the state becomes."""
@@ -511,7 +511,7 @@ class DetachesWhenPacked(StartsFrom):
 
 class DetachesWhenPadded(StartsFrom):
     def spoils(self, length, state, packed):
-        return state.rows is not None
+        return packed and state.packing.rows is not None
 
 
 class DetachesBeforeMoreThan16(StartsFrom):
@@ -543,10 +543,10 @@ class HalvesTheStatesGradientWhenPacked(StartsFrom):
 
 
 class LosesIdleRows(LonghornMixer):
-    def forward(self, hidden_states, state, cu_seqlens=None):
-        out = super().forward(hidden_states, state, cu_seqlens)
-        if state.rows is not None:
-            idle = cu_seqlens.diff()[state.rows] == 0
+    def forward(self, hidden_states, state, packing=None):
+        out = super().forward(hidden_states, state, packing)
+        if packing is not None and packing.rows is not None:
+            idle = packing.offsets.diff()[packing.rows] == 0
             for tensor in state.final.values():
                 tensor[idle] *= 0
         return out
@@ -555,13 +555,13 @@ class LosesIdleRows(LonghornMixer):
 class LeaksAt(LonghornMixer):
     """Base of those that see the last token before some boundaries."""
 
-    def forward(self, hidden_states, state, cu_seqlens=None):
-        if cu_seqlens is not None and state.rows is None:
-            ends = cu_seqlens[1:-1].long()
+    def forward(self, hidden_states, state, packing=None):
+        if packing is not None and packing.rows is None:
+            ends = packing.offsets[1:-1]
             ends = ends[self.leaks(ends)]
             before = hidden_states[:, ends - 1] * 1e-3
             hidden_states = hidden_states.index_add(1, ends, before)
-        return super().forward(hidden_states, state, cu_seqlens)
+        return super().forward(hidden_states, state, packing)
 
 
 class LeaksAt64(LeaksAt):
@@ -577,10 +577,10 @@ class LeaksPast128(LeaksAt):
 class MixesTheFirstRowIntoEight(LonghornMixer):
     single = False
 
-    def forward(self, hidden_states, state, cu_seqlens=None):
+    def forward(self, hidden_states, state, packing=None):
         if len(hidden_states) >= 8 and (hidden_states.shape[1] == 1) == self.single:
             hidden_states = hidden_states * (1 + 1e-3 * hidden_states[:1, :1].detach())
-        return super().forward(hidden_states, state, cu_seqlens)
+        return super().forward(hidden_states, state, packing)
 
 
 class MixesTheFirstRowIntoEightInSteps(MixesTheFirstRowIntoEight):
@@ -606,15 +606,15 @@ class HasScanInputsInBfloat16(LonghornMixer):
 
 
 class HasAnglesInFloat32(LonghornMixer):
-    def forward(self, hidden_states, state, cu_seqlens=None):
+    def forward(self, hidden_states, state, packing=None):
         angle = hidden_states.float().mean(dim=-1, keepdim=True).cos()
-        return super().forward(hidden_states, state, cu_seqlens) * angle.to(hidden_states.dtype)
+        return super().forward(hidden_states, state, packing) * angle.to(hidden_states.dtype)
 
 
 class HalvesAGradient(LonghornMixer):
-    def forward(self, hidden_states, state, cu_seqlens=None):
+    def forward(self, hidden_states, state, packing=None):
         half = (hidden_states + hidden_states.detach()) / 2
-        return super().forward(half, state, cu_seqlens)
+        return super().forward(half, state, packing)
 
 
 # --- the tables --------------------------------------------------------------------------------

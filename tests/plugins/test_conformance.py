@@ -39,10 +39,10 @@ def test_the_pytest_class_fails_with_the_promise_and_the_numbers():
 
 def test_an_error_between_the_two_roundings_tells_of_float32():
     class Rounds(LonghornMixer):
-        def forward(self, hidden_states, state, cu_seqlens=None):
+        def forward(self, hidden_states, state, packing=None):
             single = hidden_states.shape[1] == 1
             x = hidden_states.float().to(hidden_states.dtype) if single else hidden_states
-            return super().forward(x, state, cu_seqlens)
+            return super().forward(x, state, packing)
 
     (result,) = check(broken(mixer=Rounds), only=["tokens"]).results
     assert result.status == "failed"
@@ -60,7 +60,7 @@ def test_persistent_buffers_and_parameters_that_are_projected_are_no_fault():
 
 def test_an_error_names_the_familys_own_line():
     class Divides(LonghornMixer):
-        def forward(self, hidden_states, state, cu_seqlens=None):
+        def forward(self, hidden_states, state, packing=None):
             return hidden_states * (1 // (hidden_states.dim() - 3))
 
     (result,) = check(broken(mixer=Divides), only=["batch"]).results

@@ -8,10 +8,11 @@ the caller is the layer that owns it, so adapters around that layer keep working
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack  # pyright: ignore[reportMissingImports]
+from torch.autograd import forward_ad
 
 from ssmzoo_kernels import dispatch, native
 from ssmzoo_kernels.few_rows_linear import cpu
-from ssmzoo_kernels.validation import transformed
 
 OP = "few_rows_linear"
 MOST_ROWS = 8
@@ -32,7 +33,24 @@ def few_rows_linear(
     """
     inputs = weight.shape[1]
     count = x.numel() // inputs if inputs else 0
-    if not (0 < count <= MOST_ROWS and _fits(x, weight, bias)):
+    # one expression without calls of ours: a step of decoding asks for every linear map
+    if not (
+        0 < count <= MOST_ROWS
+        and not torch.is_grad_enabled()
+        and x.dtype in (torch.float32, torch.float64)
+        and x.dtype is weight.dtype
+        and x.device.type == weight.device.type == "cpu"
+        and x.shape[-1] == inputs
+        and type(x) is Tensor
+        and type(weight) in (Tensor, torch.nn.Parameter)
+        and weight.is_contiguous()
+        and (bias is None or (bias.dtype is x.dtype and bias.is_contiguous()))
+        and not torch.compiler.is_compiling()
+        and peek_interpreter_stack() is None  # no torch.func transforms
+        and forward_ad._current_level < 0
+        and not torch.is_autocast_enabled("cpu")
+        and not dispatch.kernel_missing(OP, x.dtype)
+    ):
         return F.linear(x, weight, bias)
     dispatch.record(OP, "cpu")
     x = x.contiguous()
@@ -48,25 +66,6 @@ def few_rows_linear(
         native.threads(weight.numel()),
     )
     return y
-
-
-def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    return (
-        x.dtype in (torch.float32, torch.float64)
-        and x.dtype is weight.dtype
-        and x.device.type == weight.device.type == "cpu"
-        and x.shape[-1] == weight.shape[1]
-        and type(x) is Tensor
-        and type(weight) in (Tensor, torch.nn.Parameter)
-        and weight.is_contiguous()
-        and (bias is None or (bias.dtype is x.dtype and bias.is_contiguous()))
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and not transformed()
-        and not dispatch.forward_mode()
-        and not torch.is_autocast_enabled("cpu")
-        and not dispatch.kernel_missing(OP, x.dtype)
-    )
 
 
 __all__ = ["MOST_ROWS", "few_rows_linear"]

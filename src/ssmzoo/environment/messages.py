@@ -1,14 +1,24 @@
-"""What people read while a library works: the first line of an error, and less of its log."""
+"""What people read while a library works: errors that suggest, and less of a library's log.
+
+It imports nothing of ssmzoo: it travels with a checkpoint's own code.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its kind if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the nearest of the known names, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 @contextlib.contextmanager

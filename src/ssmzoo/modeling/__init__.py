@@ -4,6 +4,7 @@ A family writes a mixer and names it in its model class; everything else comes f
 From outside: every name of this page; families import nothing else of ``ssmzoo``.
 """
 
+from ssmzoo.environment.messages import suggestion
 from ssmzoo.modeling.backbone import SSMBlock, SSMMixer, SSMModel
 from ssmzoo.modeling.cache import LayerState, StateCache
 from ssmzoo.modeling.causal_lm import SSMForCausalLM
@@ -12,13 +13,13 @@ from ssmzoo.modeling.classifiers import (
     SSMForSequenceClassification,
     SSMForTokenClassification,
 )
-from ssmzoo.modeling.configuration import SSMConfig, suggestion
+from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.converted import check_weights
 from ssmzoo.modeling.dynamics import Dynamics, Trajectories
 from ssmzoo.modeling.kept import Kept
 from ssmzoo.modeling.layers import MLP, CausalConv1d, Dropout, Linear
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, RMSNorm
-from ssmzoo.modeling.packing import AlignedRows
+from ssmzoo.modeling.packing import AlignedRows, PackedRow
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 from ssmzoo.modeling.prompt import PromptState, load_state
 
@@ -33,6 +34,7 @@ __all__ = [
     "LayerNorm",
     "LayerState",
     "Linear",
+    "PackedRow",
     "PromptState",
     "RMSNorm",
     "SSMBlock",

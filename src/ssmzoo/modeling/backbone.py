@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from ssmzoo.environment.messages import suggestion
 from ssmzoo.modeling.cache import LayerState, StateCache, check_kind
-from ssmzoo.modeling.configuration import SSMConfig, suggestion
+from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.dynamics import Dynamics, Trajectories
+from ssmzoo.modeling.inputs import check_indices, given_inputs
 from ssmzoo.modeling.layers import MLP, Dropout, Linear
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, NoNorm, RMSNorm, make_norm
-from ssmzoo.modeling.packing import Segments, check_indices, find_segments
+from ssmzoo.modeling.packing import PackedRow, find_packing
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 
 # what transformers' collators and trainer hand to every model, and a recurrent one has no use for
@@ -58,9 +60,19 @@ class SSMMixer(nn.Module):
         self.layer_idx = layer_idx
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, cu_seqlens: Tensor | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
     ) -> Tensor:
-        """Mix along the sequence; read ``state.get``, leave ``state.put``."""
+        """Mix along the sequence; read ``state.get``, leave ``state.put``.
+
+        Args:
+            hidden_states: ``[B, L, D]``.
+            state: This layer's.
+            packing: Where the sequences in the flat row ``[1, T, D]`` begin and end; None: every
+                row is one. Ops take it for ``cu_seqlens``.
+
+        Returns:
+            ``[B, L, D]``.
+        """
         raise NotImplementedError
 
     def dynamics(self, hidden_states: Tensor) -> Dynamics | None:
@@ -109,6 +121,7 @@ class SSMBlock(GradientCheckpointingLayer):
         self.residual_in_fp32 = config.residual_in_fp32
         self.prenorm = config.prenorm
         self.residual = config.residual
+        self.counts_tokens = config.norm_type == "batch"
         self.norm = make_norm(config)
         self.mixer = mixer
         self.dropout = Dropout(config.dropout, config.tie_dropout)
@@ -118,47 +131,43 @@ class SSMBlock(GradientCheckpointingLayer):
             self.mlp = MLP(config)
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, cu_seqlens: Tensor | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``."""
-        extra = {"residual": hidden_states} if self.mixer.reads_residual else {}
-
-        def mix(x: Tensor) -> Tensor:
-            out = self.mixer(x, state, cu_seqlens, **extra)
-            if not torch.compiler.is_compiling() and getattr(out, "shape", None) != x.shape:
-                got = list(out.shape) if isinstance(out, Tensor) else f"a {type(out).__name__}"
-                raise ValueError(
-                    f"{type(self.mixer).__name__} must return a tensor of the shape that it gets, "
-                    f"{list(x.shape)}, got {got}"
-                )
-            return out
-
-        hidden_states = self._branch(mix, self.norm, hidden_states, state, cu_seqlens)
+        x = hidden_states
+        # what the norms must leave out of their statistics
+        real = (packing.real(),) if self.counts_tokens and packing is not None else ()
+        y = self.norm(x, *real) if self.prenorm else x.to(self.norm.weight.dtype)
+        more = {"residual": x} if self.mixer.reads_residual else {}
+        mixed = self.mixer(y, state, packing, **more)
+        if not torch.compiler.is_compiling() and getattr(mixed, "shape", None) != x.shape:
+            got = list(mixed.shape) if isinstance(mixed, Tensor) else f"a {type(mixed).__name__}"
+            raise ValueError(
+                f"{type(self.mixer).__name__} must return a tensor of the shape that it gets, "
+                f"{list(x.shape)}, got {got}"
+            )
+        x = self._added(x, mixed, self.norm, real, packing)
         if self.mlp is None:
-            return hidden_states
-        return self._branch(self.mlp, self.mlp_norm, hidden_states, state, cu_seqlens)
+            return x
+        y = self.mlp_norm(x, *real) if self.prenorm else x.to(self.mlp_norm.weight.dtype)
+        return self._added(x, self.mlp(y), self.mlp_norm, real, packing)
 
-    def _branch(
+    def _added(
         self,
-        inner: Callable[[Tensor], Tensor],
-        norm: _Norm,
         x: Tensor,
-        state: LayerState,
-        cu_seqlens: Tensor | None,
+        y: Tensor,
+        norm: _Norm,
+        real: tuple[Tensor | None, ...],
+        packing: PackedRow | None,
     ) -> Tensor:
-        y = _normed(norm, x, state, cu_seqlens) if self.prenorm else x.to(norm.weight.dtype)
-        y = self.dropout(inner(y), cu_seqlens)
+        """Add what a branch made of ``x`` to it."""
+        if self.training:
+            y = self.dropout(y, packing)
         if self.residual:
             if self.residual_in_fp32:
                 x = x.to(torch.promote_types(torch.float32, x.dtype))
             y = x + y
-        return y if self.prenorm else _normed(norm, y, state, cu_seqlens)
-
-
-def _normed(norm: _Norm, x: Tensor, state: LayerState, cu_seqlens: Tensor | None) -> Tensor:
-    if not isinstance(norm, BatchNorm) or not norm.training or cu_seqlens is None:
-        return norm(x)
-    return norm(x, Segments(cu_seqlens, state.rows).real(x.shape[0] * x.shape[1]))
+        return y if self.prenorm else norm(y, *real)
 
 
 class SSMModel(SSMPreTrainedModel):
@@ -172,6 +181,7 @@ class SSMModel(SSMPreTrainedModel):
 
     def __init__(self, config: SSMConfig) -> None:
         super().__init__(config)
+        self.causal = config.causal
         if config.input_channels is None:
             self.embed_tokens = self.make_embedding(config)
         else:
@@ -203,7 +213,7 @@ class SSMModel(SSMPreTrainedModel):
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
         input_values: Tensor | None = None,
-        segments: Segments | None = None,
+        packing: PackedRow | Literal[False] | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """Run the backbone over tokens or values.
@@ -226,34 +236,39 @@ class SSMModel(SSMPreTrainedModel):
             seq_idx: ``[B, L]`` number of the sequence each token belongs to.
             input_values: Continuous inputs ``[B, L, C]``, or ``[B, L]`` for one channel, of a model
                 with ``input_channels``.
-            segments: What all these say, from :meth:`segments`; the heads pass it instead of them.
+            packing: What mask, positions and boundaries say, from :meth:`find_packing`; the heads
+                pass it instead of them.
             **kwargs: Only what transformers' own collators and trainer add.
 
         Raises:
             ValueError: Inputs that contradict each other or do not fit the cache.
             TypeError: An argument this model does not have.
         """
-        _refuse_unknown(kwargs)
+        if kwargs:
+            _refuse_unknown(kwargs)
+        config = self.config
         if output_hidden_states is None:
-            output_hidden_states = bool(self.config.output_hidden_states)
+            output_hidden_states = bool(config.output_hidden_states)
         if return_dict is None:
-            return_dict = self.config.return_dict
+            return_dict = config.return_dict
         hidden_states = self._embed(input_ids, inputs_embeds, input_values)
         batch, length, width = hidden_states.shape
-        if segments is None:
-            segments = self.segments(
-                hidden_states,
+        if packing is None:
+            packing = self.find_packing(
+                (None, hidden_states),
                 past_key_values,
                 attention_mask,
                 position_ids,
                 seq_idx,
                 cu_seq_lens_q if cu_seqlens is None else cu_seqlens,
             )
-        packed = segments if segments is not None and segments.packed else None
-        causal = self.config.causal
+        packing = packing or None
+        # rows of the cache are the sequences: of a padded batch its rows, as without padding
+        packed = None if packing is None or packing.padded else packing
+        causal = self.causal
         if use_cache is None:
             use_cache = past_key_values is not None or (
-                bool(self.config.use_cache) and not self.training and packed is None and causal
+                bool(config.use_cache) and not self.training and packed is None and causal
             )
         if use_cache and not causal:
             raise ValueError(
@@ -264,36 +279,36 @@ class SSMModel(SSMPreTrainedModel):
             self._refuse_reentrant_checkpointing()
         cache = self._cache(past_key_values, use_cache, packed.sequences if packed else batch)
         recorded = None
-        if cache is not None:
-            recorded = cache.before(hidden_states, segments)
+        if cache is not None and cache.recording:
+            recorded = cache.before(hidden_states, packing)
 
-        boundaries = None
-        if segments is not None:
-            boundaries = segments.cu_seqlens
+        if packing is not None:
             hidden_states = hidden_states.reshape(1, batch * length, width)
-        hidden_states = self.dropout(hidden_states, boundaries)
-        state = LayerState()
+        if self.training:
+            hidden_states = self.dropout(hidden_states, packing)
         all_hidden_states: list[Tensor] = []
         states: list[LayerState] = []
         shared: dict[Any, Any] = {}
         # generate lowers the number for a while to propose by the first layers alone
-        for index, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
+        for index, layer in zip(range(config.num_hidden_layers), self.layers, strict=False):
             if output_hidden_states:
                 # the layer goes on from what is returned, so that a gradient can be retained there
                 all_hidden_states.append(hidden_states.view(batch, length, width))
                 hidden_states = all_hidden_states[-1].view_as(hidden_states)
-            state = _layer_state(cache, index, segments, shared)
-            hidden_states = layer(hidden_states, state, boundaries)
+            initial = {} if cache is None else cache.layers[index].states
+            state = LayerState(initial, cache is not None, packing, shared=shared)
+            hidden_states = layer(hidden_states, state, packing)
             states.append(state)
         if self.norm is not None:
-            hidden_states = _normed(self.norm, hidden_states, state, boundaries)
+            counts = isinstance(self.norm, BatchNorm) and packing is not None
+            real = (packing.real(),) if counts else ()
+            hidden_states = self.norm(hidden_states, *real)
         hidden_states = hidden_states.view(batch, length, width)
         if output_hidden_states:
             all_hidden_states.append(hidden_states)
 
         if cache is not None:
-            tokens = int(packed.cu_seqlens.diff().max()) if packed else length
-            cache.advance(states, tokens, recorded)
+            cache.advance(states, length if packed is None else packed.longest(), recorded)
         output = BaseModelOutputWithPast(
             last_hidden_state=hidden_states,
             past_key_values=cache,
@@ -301,28 +316,47 @@ class SSMModel(SSMPreTrainedModel):
         )
         return output if return_dict else output.to_tuple()
 
-    def segments(
+    def find_packing(
         self,
-        inputs: Tensor,
+        inputs: tuple[Tensor | None, ...],
         past_key_values: StateCache | None,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         seq_idx: Tensor | None,
         cu_seqlens: Tensor | None,
-    ) -> Segments | None:
-        """Find the sequences in a batch ``[B, L, ...]``; None if its rows are whole sequences."""
+    ) -> PackedRow | Literal[False]:
+        """Find the sequences in a batch and check them, once for a call of the model.
+
+        Args:
+            inputs: ``input_ids``, ``inputs_embeds`` and ``input_values``, of which one is given.
+            past_key_values: As for :meth:`forward`, like the rest.
+            attention_mask: See there.
+            position_ids: See there.
+            seq_idx: See there.
+            cu_seqlens: See there.
+
+        Returns:
+            Where the sequences lie in the flat row; False: every row is one whole sequence.
+
+        Raises:
+            ValueError: Something does not fit the batch; the message names it.
+            TypeError: A mask or boundaries of another kind.
+        """
+        plain = attention_mask is None and position_ids is None
+        if plain and seq_idx is None and cu_seqlens is None:
+            return False
         check_kind(past_key_values)
-        past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
-        batch, length = inputs.shape[:2]
-        return find_segments(
-            batch, length, past_length, attention_mask, position_ids, seq_idx, cu_seqlens
-        )
+        past_length = 0 if past_key_values is None else past_key_values.seen_tokens
+        batch, length = given_inputs(*inputs).shape[:2]
+        told = (attention_mask, position_ids, seq_idx, cu_seqlens)
+        return find_packing(batch, length, past_length, *told) or False
 
     def _embed(
         self, input_ids: Tensor | None, inputs_embeds: Tensor | None, input_values: Tensor | None
     ) -> Tensor:
         channels = self.config.input_channels
-        if sum(x is not None for x in (input_ids, inputs_embeds, input_values)) != 1:
+        given = (input_ids is not None) + (inputs_embeds is not None) + (input_values is not None)
+        if given != 1:
             wanted = "input_ids" if channels is None else "input_values"
             raise ValueError(f"give exactly one of {wanted} and inputs_embeds")
         if inputs_embeds is not None:
@@ -359,8 +393,11 @@ class SSMModel(SSMPreTrainedModel):
                 raise ValueError(f"input_ids must have shape [B, L], got {list(input_ids.shape)}")
             if input_ids.dtype not in (torch.int64, torch.int32):
                 raise TypeError(f"input_ids must be int64 or int32, got {input_ids.dtype}")
-            check_indices("input_ids", input_ids, self.config.vocab_size)
-            embeddings = self.embed_tokens(input_ids)
+            try:
+                embeddings = self.embed_tokens(input_ids)
+            except IndexError:  # of torch's, which names neither argument nor token
+                check_indices("input_ids", input_ids, self.config.vocab_size)
+                raise
         if embeddings.shape[1] == 0:
             raise ValueError(
                 "the input has no tokens (L = 0); to go on from a cache pass the new tokens, to "
@@ -395,6 +432,7 @@ class SSMModel(SSMPreTrainedModel):
         self, given: StateCache | None, use_cache: bool, sequences: int
     ) -> StateCache | None:
         if given is not None:
+            check_kind(given)
             given.check(self.config, sequences)
             if given.pending is not None:
                 self._read_again(given)
@@ -413,16 +451,6 @@ class SSMModel(SSMPreTrainedModel):
         except BaseException:
             cache.pending, cache.seen_tokens = pending, seen
             raise
-
-
-def _layer_state(
-    cache: StateCache | None, index: int, segments: Segments | None, shared: dict[Any, Any]
-) -> LayerState:
-    initial, keep = ({}, False) if cache is None else (cache.layers[index].states, True)
-    if segments is None:
-        return LayerState(initial, keep, shared=shared)
-    rows = segments.rows
-    return LayerState(initial, keep, segments.count, rows, segments.row_length, shared=shared)
 
 
 def _refuse_unknown(kwargs: dict[str, Any]) -> None:

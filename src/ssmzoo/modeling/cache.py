@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 
-from ssmzoo.modeling.packing import AlignedRows, Segments
+from ssmzoo.modeling.packing import PackedRow
 
 if TYPE_CHECKING:
     from ssmzoo.modeling.configuration import SSMConfig
@@ -39,9 +39,7 @@ class Recorded:
     """A forward pass that may be taken back: the states before it, and what it read."""
 
     states: list[dict[str, Tensor]]
-    inputs: (
-        dict[str, Tensor] | None
-    )  # by argument, [B, L, ...]; None: packed, nothing to read again
+    inputs: dict[str, Tensor] | None  # by argument, [B, L, ...]; None: packed, none to read again
     length: int = 0  # by how many tokens it advanced the cache
 
 
@@ -56,29 +54,23 @@ class LayerState:
 
     initial: Mapping[str, Tensor] = field(default_factory=dict)
     keep: bool = False
-    segments: int | None = None  # how many, if rows of a padded batch are only some of them
-    rows: Tensor | None = None  # [B], which of the segments are the rows
-    row_length: int | None = None  # L of that padded batch
+    packing: PackedRow | None = None
     final: dict[str, Tensor] = field(default_factory=dict)
     shared: dict[Any, Any] = field(default_factory=dict)  # worked out once for all layers
 
     def get(self, name: str) -> Tensor | None:
         """Return the state to start from, one row per sequence, or None for a fresh start."""
-        state = self.initial.get(name)
-        if state is None or self.rows is None or self.segments is None:
+        state, packing = self.initial.get(name), self.packing
+        if state is None or packing is None or packing.rows is None:
             return state
-        return state.new_zeros(self.segments, *state.shape[1:]).index_copy(0, self.rows, state)
-
-    def aligned(self, cu_seqlens: Tensor) -> AlignedRows:
-        """Return the sequences of the flat row as rows of a batch: those whose states count."""
-        return AlignedRows.of(cu_seqlens, self.rows, self.row_length)
+        return state.new_zeros(packing.count, *state.shape[1:]).index_copy(0, packing.rows, state)
 
     def get_row(self, name: str) -> Tensor | None:
-        """Return the state to start from, one for every row of :meth:`aligned`."""
+        """Return the state to start from, one for every row of :meth:`PackedRow.aligned`."""
         return self.initial.get(name)
 
     def put_row(self, name: str, state: Tensor) -> None:
-        """Leave the states of the rows of :meth:`aligned`; without a cache they are dropped."""
+        """Leave the states of those rows; without a cache they are dropped."""
         if self.keep:
             self.final[name] = state
 
@@ -97,13 +89,17 @@ class LayerState:
                 f"state {name!r} must be a tensor of real numbers with a row a sequence, got "
                 f"{what}; of complex ones take torch.view_as_real"
             )
-        if self.segments is not None and state.shape[0] != self.segments:
-            raise ValueError(
-                f"state {name!r} must have a row for each of the {self.segments} sequences that "
-                f"cu_seqlens marks, got shape {list(state.shape)}"
-            )
+        packing = self.packing
+        if packing is not None:
+            if state.shape[0] != packing.count:
+                raise ValueError(
+                    f"state {name!r} must have a row for each of the {packing.count} packed "
+                    f"sequences, padding included, got shape {list(state.shape)}"
+                )
+            if packing.rows is not None and self.keep:
+                state = state.index_select(0, packing.rows)
         if self.keep:
-            self.final[name] = state if self.rows is None else state.index_select(0, self.rows)
+            self.final[name] = state
 
 
 class _Layer:
@@ -161,7 +157,7 @@ class StateCache(Cache):
         self.seen_tokens = 0
         self.pending: dict[str, Tensor] | None = None  # what the next call must read again first
         self.input_holds_seen = False  # in generate: whether its first input repeats what was seen
-        self._recording = False
+        self.recording = False
         self._recorded: list[Recorded] = []
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -224,24 +220,22 @@ class StateCache(Cache):
 
         transformers asks for it where tokens are only proposed, as in assisted decoding.
         """
-        self._recording = True
+        self.recording = True
 
-    def before(self, inputs_embeds: Tensor, segments: Segments | None) -> Recorded | None:
-        """Return what :meth:`advance` needs so that a call can be taken back, if that was asked.
+    def before(self, inputs_embeds: Tensor, packing: PackedRow | None) -> Recorded:
+        """Return what :meth:`advance` needs so that a call can be taken back.
 
         Args:
             inputs_embeds: What it is about to read ``[B, L, D]``.
-            segments: Where its sequences are, if its rows are not whole ones.
+            packing: Where its sequences are, if its rows are not whole ones.
         """
-        if not self._recording:
-            return None
         # some steps write into a state's own memory
         states = [{n: s.detach().clone() for n, s in la.states.items()} for la in self.layers]
-        batch, length, _ = inputs_embeds.shape
         inputs: dict[str, Tensor] | None = {"inputs_embeds": inputs_embeds.detach()}
-        if segments is not None:
-            mask = None if segments.packed else segments.real(batch * length)
-            inputs = None if mask is None else {**inputs, "attention_mask": mask.view(batch, -1)}
+        if packing is not None:
+            mask = packing.real() if packing.padded else None
+            shape = inputs_embeds.shape[:2]
+            inputs = None if mask is None else {**inputs, "attention_mask": mask.view(shape)}
         return Recorded(states, inputs)
 
     def advance(self, states: list[LayerState], tokens: int, recorded: Recorded | None) -> None:
@@ -256,11 +250,11 @@ class StateCache(Cache):
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
         """Let the calls inside the block not be recorded."""
-        recording, self._recording = self._recording, False
+        recording, self.recording = self.recording, False
         try:
             yield
         finally:
-            self._recording = recording
+            self.recording = recording
 
     def crop(self, max_length: int) -> None:
         """Take tokens back, as long as they were read while the past was recorded.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,9 @@ from transformers.utils import logging
 from ssmzoo.modeling.backbone import SSMModel
 from ssmzoo.modeling.cache import StateCache, check_kind
 from ssmzoo.modeling.configuration import SSMConfig
+from ssmzoo.modeling.inputs import named_indices
 from ssmzoo.modeling.layers import Linear
-from ssmzoo.modeling.packing import Segments, given_inputs, named_indices
+from ssmzoo.modeling.packing import PackedRow
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 from ssmzoo.modeling.prompt import PromptState
 
@@ -102,14 +103,15 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         Returns:
             ``loss`` (mean cross-entropy in nats), ``logits [B, L, V]``, ``past_key_values``.
         """
-        loss_kwargs = {k: kwargs[k] for k in ("num_items_in_batch",) if k in kwargs}
+        items = kwargs.get("num_items_in_batch")
+        loss_kwargs = {} if items is None else {"num_items_in_batch": items}
         # not in the signature: Trainer takes the loss of an evaluated batch only if it holds every
         # argument with "label" in its name
         shift_labels: Tensor | None = kwargs.pop("shift_labels", None)
         if return_dict is None:
             return_dict = self.config.return_dict
-        segments = self.model.segments(
-            given_inputs(input_ids, inputs_embeds),
+        packing = self.model.find_packing(
+            (input_ids, inputs_embeds),
             past_key_values,
             attention_mask,
             position_ids,
@@ -123,7 +125,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             return_dict=True,
-            segments=segments,
+            packing=packing,
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
@@ -143,9 +145,8 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         if shift_labels is not None:
             read = "shift_labels", shift_labels
         elif labels is not None:
-            given, labels = labels, _without_first_tokens(labels, segments)
+            given, labels = labels, _without_first_tokens(labels, packing)
             read = "labels", labels[:, 1:]
-            items = loss_kwargs.get("num_items_in_batch")
             if items is not None and labels is not given:  # Trainer counted first tokens, too
                 counted, left = ((x[:, 1:] != -100).sum().clamp(min=1) for x in (given, labels))
                 loss_kwargs["num_items_in_batch"] = items * left / counted
@@ -328,12 +329,12 @@ def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int 
     return getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
 
 
-def _without_first_tokens(labels: Tensor, segments: Segments | None) -> Tensor:
+def _without_first_tokens(labels: Tensor, packing: PackedRow | Literal[False]) -> Tensor:
     """Take the first token of every sequence out of the loss: nothing predicts it."""
-    if segments is None:
+    if not packing:
         return labels
-    chosen = slice(-1) if segments.rows is None else segments.rows
-    starts = segments.cu_seqlens[chosen].long()
+    chosen = slice(-1) if packing.rows is None else packing.rows
+    starts = packing.offsets[chosen]
     # one place more, because an empty last sequence starts behind the row's end
     longer = nn.functional.pad(labels.flatten(), (0, 1))
     return longer.index_fill(0, starts, -100)[:-1].view_as(labels)

@@ -6,7 +6,7 @@ classifies or, with ``config.problem_type = "regression"``, estimates numbers.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,9 @@ from transformers.modeling_outputs import (
 from ssmzoo.modeling.backbone import SSMModel
 from ssmzoo.modeling.cache import StateCache
 from ssmzoo.modeling.configuration import SSMConfig
+from ssmzoo.modeling.inputs import given_inputs, named_indices
 from ssmzoo.modeling.layers import Linear
-from ssmzoo.modeling.packing import Segments, given_inputs, named_indices
+from ssmzoo.modeling.packing import PackedRow
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 
 
@@ -99,13 +100,18 @@ class SSMForSequenceClassification(_LinearClassifier):
                 'pooling="mean" needs the whole sequence in one call, got past_key_values'
             )
         cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
-        inputs = given_inputs(input_ids, inputs_embeds, input_values)
-        packing = (position_ids, seq_idx, cu_seqlens)
         # positions say where sequences begin, not where they end
         open_ended = attention_mask is None and seq_idx is None and cu_seqlens is None
         if open_ended and input_ids is not None:
             attention_mask = _mask_of_padding(input_ids, self.config.pad_token_id)
-        segments = self.model.segments(inputs, past_key_values, attention_mask, *packing)
+        packing = self.model.find_packing(
+            (input_ids, inputs_embeds, input_values),
+            past_key_values,
+            attention_mask,
+            position_ids,
+            seq_idx,
+            cu_seqlens,
+        )
         outputs = self.model(
             input_ids,
             past_key_values=past_key_values,
@@ -114,10 +120,10 @@ class SSMForSequenceClassification(_LinearClassifier):
             output_hidden_states=output_hidden_states,
             return_dict=True,
             input_values=input_values,
-            segments=segments,
+            packing=packing,
             **kwargs,
         )
-        logits = self.score(pool(outputs.last_hidden_state, segments, self.config.pooling))
+        logits = self.score(pool(outputs.last_hidden_state, packing, self.config.pooling))
         loss = None
         if labels is not None:
             loss = _loss_of_classes(self, logits, labels)
@@ -171,8 +177,8 @@ class SSMForTokenClassification(_LinearClassifier):
         """
         if return_dict is None:
             return_dict = self.config.return_dict
-        segments = self.model.segments(
-            given_inputs(input_ids, inputs_embeds, input_values),
+        packing = self.model.find_packing(
+            (input_ids, inputs_embeds, input_values),
             None,
             attention_mask,
             position_ids,
@@ -186,18 +192,18 @@ class SSMForTokenClassification(_LinearClassifier):
             output_hidden_states=output_hidden_states,
             return_dict=True,
             input_values=input_values,
-            segments=segments,
+            packing=packing,
             **kwargs,
         )
         logits = self.score(outputs.last_hidden_state)
-        loss = None if labels is None else self._loss(logits, labels, segments)
+        loss = None if labels is None else self._loss(logits, labels, packing)
         output = TokenClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states
         )
         return output if return_dict else output.to_tuple()
 
-    def _loss(self, logits: Tensor, labels: Tensor, segments: Segments | None) -> Tensor:
-        real = None if segments is None else segments.real(logits.shape[0] * logits.shape[1])
+    def _loss(self, logits: Tensor, labels: Tensor, packing: PackedRow | Literal[False]) -> Tensor:
+        real = packing.real() if packing else None
         if self.config.problem_type != "regression":
             if labels.shape != logits.shape[:2]:
                 raise ValueError(
@@ -296,11 +302,11 @@ class SSMForPairClassification(SSMPreTrainedModel):
         # one batch of both, so that a batch norm sees what it would see of single documents
         both = torch.cat([_lengthened(x, length) for x in documents])
         mask = torch.cat([_lengthened(x, length) for x in masks])
-        segments = self.model.segments(both, None, mask, None, None, None)
+        packing = self.model.find_packing((both,), None, mask, None, None, None)
         outputs = self.model(
-            **{name: both}, use_cache=False, return_dict=True, segments=segments, **kwargs
+            **{name: both}, use_cache=False, return_dict=True, packing=packing, **kwargs
         )
-        a, b = pool(outputs.last_hidden_state, segments, self.config.pooling).chunk(2)
+        a, b = pool(outputs.last_hidden_state, packing, self.config.pooling).chunk(2)
         logits = self.score(F.gelu(self.compare(torch.cat([a, b, a - b, a * b], dim=1))))
         loss = None
         if labels is not None:
@@ -316,12 +322,12 @@ def _loss_of_classes(model: Any, logits: Tensor, labels: Tensor) -> Tensor:
         )
 
 
-def pool(hidden_states: Tensor, segments: Segments | None, pooling: str) -> Tensor:
+def pool(hidden_states: Tensor, packing: PackedRow | Literal[False], pooling: str) -> Tensor:
     """Return one vector a sequence: the output at its last token, or the mean over its tokens.
 
     Args:
         hidden_states: ``[B, L, D]``.
-        segments: Where the sequences lie; None: every row is one.
+        packing: Where the sequences lie; False: every row is one.
         pooling: ``"last"`` or ``"mean"``.
 
     Returns:
@@ -330,11 +336,11 @@ def pool(hidden_states: Tensor, segments: Segments | None, pooling: str) -> Tens
     Raises:
         ValueError: A sequence without tokens.
     """
-    if segments is None:
+    if not packing:
         return hidden_states[:, -1] if pooling == "last" else hidden_states.mean(dim=1)
-    lengths, ends = segments.cu_seqlens.diff(), segments.cu_seqlens[1:].long()
-    if segments.rows is not None:
-        lengths, ends = lengths[segments.rows], ends[segments.rows]
+    lengths, ends = packing.offsets.diff(), packing.offsets[1:]
+    if packing.rows is not None:
+        lengths, ends = lengths[packing.rows], ends[packing.rows]
     if not torch.compiler.is_compiling() and bool((lengths == 0).any()):
         raise ValueError(
             "every sequence must have a token to be classified by, got an empty one: "
@@ -344,11 +350,11 @@ def pool(hidden_states: Tensor, segments: Segments | None, pooling: str) -> Tens
         return hidden_states.flatten(0, 1)[(ends - 1).clamp(min=0)]
     # a sum of many half-precision numbers overflows
     exact = hidden_states.to(torch.promote_types(torch.float32, hidden_states.dtype))
-    if segments.rows is None:
-        offsets = segments.cu_seqlens.to(exact.device)
+    if packing.rows is None:
+        offsets = packing.offsets.to(exact.device)
         mean = torch.segment_reduce(exact[0], "mean", offsets=offsets, axis=0)
     else:
-        real = segments.real(exact.shape[0] * exact.shape[1])
+        real = packing.real()
         assert real is not None
         weight = real.view(*exact.shape[:2], 1).to(exact.dtype)
         mean = (exact * weight).sum(dim=1) / lengths.unsqueeze(1)

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import difflib
 import logging
 import math
 from collections.abc import Iterable
@@ -10,6 +9,8 @@ from typing import Any, ClassVar, Literal, get_args
 
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig, PreTrainedConfig
+
+from ssmzoo.environment.messages import suggestion
 
 _LOGGER = logging.getLogger("ssmzoo")
 
@@ -221,12 +222,3 @@ def _check_dtype(given: Any) -> None:
         raise ValueError(
             f"dtype must be a floating-point dtype of torch, e.g. 'float32', got {given!r}"
         )
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the nearest of the known names, or nothing.
-
-    ``ssmzoo.family`` has its own: what is in ``ssmzoo.modeling`` must run without the rest.
-    """
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ssmzoo.modeling.configuration import SSMConfig
-from ssmzoo_kernels import causal_conv1d, few_rows_linear
+from ssmzoo_kernels import causal_conv1d
+from ssmzoo_kernels.few_rows_linear import MOST_ROWS, few_rows_linear
+from ssmzoo_kernels.validation import Packing
 
 
 class Linear(nn.Linear):
@@ -20,6 +22,8 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., out_features]``."""
+        if torch.is_grad_enabled() or input.numel() > MOST_ROWS * self.in_features:
+            return F.linear(input, self.weight, self.bias)
         return few_rows_linear(input, self.weight, self.bias)
 
 
@@ -49,7 +53,7 @@ class CausalConv1d(nn.Module):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(
-        self, x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
+        self, x: Tensor, initial_state: Tensor | None, packing: Packing | None
     ) -> tuple[Tensor, Tensor]:
         """Map ``[B, L, E]`` to ``[B, L, E]`` and the last K - 1 inputs ``[B, K - 1, E]``."""
         return causal_conv1d(
@@ -58,7 +62,7 @@ class CausalConv1d(nn.Module):
             self.bias,
             initial_state,
             activation=self.activation,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=packing,
         )
 
 
@@ -70,17 +74,16 @@ class Dropout(nn.Module):
         self.p = p
         self.tied = tied
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Drop from ``[B, L, D]``; packed sequences ``[S + 1]`` are dropped from one by one."""
+    def forward(self, x: Tensor, packing: Packing | None = None) -> Tensor:
+        """Drop from ``[B, L, D]``; packed sequences are dropped from one by one."""
         if not self.training or self.p == 0:
             return x
         if not self.tied:
             return F.dropout(x, self.p)
-        sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        kept = F.dropout(x.new_ones(sequences, x.shape[2]), self.p)  # [S, D]
-        if cu_seqlens is None:
-            return x * kept.unsqueeze(1)
-        lengths = cu_seqlens.diff()
+        if packing is None:
+            return x * F.dropout(x.new_ones(x.shape[0], x.shape[2]), self.p).unsqueeze(1)
+        lengths = packing.offsets.diff()  # [S]
+        kept = F.dropout(x.new_ones(lengths.shape[0], x.shape[2]), self.p)
         return x * kept.repeat_interleave(lengths, dim=0, output_size=x.shape[1])
 
     def extra_repr(self) -> str:

@@ -7,46 +7,81 @@ family that packs exactly pads exactly.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ssmzoo_kernels.validation import check_boundaries
+from ssmzoo_kernels.validation import Packing
 
 
-@dataclass(frozen=True)
-class Segments:
-    """The sequences inside a flat row of ``B * L`` tokens."""
+@dataclass(frozen=True, eq=False)
+class PackedRow(Packing):
+    """A batch as one flat row of tokens ``[1, B * L]``: what was found and checked, once a call.
 
-    cu_seqlens: Tensor  # [S + 1]
-    rows: Tensor | None = None  # the segments that are no padding; None: all of them
-    row_length: int | None = None  # L of the batch
-    packed: bool = True  # False: one sequence for every row of the batch
+    Every op takes it for ``cu_seqlens``, and every mixer gets it.
+
+    Attributes:
+        offsets: Where sequences begin and end, ``[S + 1]`` int64; padding before or after a row's
+            tokens is a sequence of its own.
+        length: Tokens in the flat row, ``B * L``.
+        rows: The numbers of the sequences that are no padding; None: all of them.
+        row_length: L of the batch, which bounds the sequences' lengths; None: unknown.
+        padded: Whether the batch is padded only: every row is one sequence and its padding.
+    """
+
+    rows: Tensor | None = None
+    row_length: int | None = None
+    padded: bool = False
+    _known: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def count(self) -> int:
-        """Number of segments, padding included."""
-        return self.cu_seqlens.shape[0] - 1
+        """Number of sequences, padding included."""
+        return self.offsets.shape[0] - 1
 
     @property
     def sequences(self) -> int:
-        """Number of sequences: segments without padding."""
+        """Number of sequences that are no padding."""
         return self.count if self.rows is None else self.rows.shape[0]
 
-    def numbers(self, tokens: int) -> Tensor:
-        """Return which segment each of the row's tokens lies in, ``[tokens]``."""
-        places = torch.arange(tokens, device=self.cu_seqlens.device)
-        return torch.searchsorted(self.cu_seqlens[1:].contiguous(), places, right=True)
+    def numbers(self) -> Tensor:
+        """Return which sequence each of the row's tokens lies in, ``[length]``."""
+        places = torch.arange(self.length, device=self.offsets.device)
+        return torch.searchsorted(self.offsets[1:].contiguous(), places, right=True)
 
-    def real(self, tokens: int) -> Tensor | None:
-        """Return which of the row's tokens are not padding, ``[tokens]``; None: all of them."""
+    def real(self) -> Tensor | None:
+        """Return which of the row's tokens are not padding, ``[length]``; None: all of them."""
         if self.rows is None:
             return None
-        counts = torch.zeros(self.count, dtype=torch.bool, device=self.cu_seqlens.device)
-        return counts.index_fill(0, self.rows, True)[self.numbers(tokens)]
+        counts = torch.zeros(self.count, dtype=torch.bool, device=self.offsets.device)
+        return counts.index_fill(0, self.rows, True)[self.numbers()]
+
+    def longest(self) -> int:
+        """Return the length of the longest sequence, looked up once a call."""
+        if "longest" not in self._known:
+            self._known["longest"] = int(self.offsets.diff().max())
+        return self._known["longest"]
+
+    def aligned(self) -> AlignedRows:
+        """Return the sequences that are no padding as rows of a batch.
+
+        They are as long as the longest sequence or, where it would have to be looked up in a
+        graph, as the whole row.
+        """
+        found = self._known.get("aligned")
+        if found is None:
+            starts, lengths = self.offsets[:-1], self.offsets.diff()
+            if self.rows is not None:
+                starts, lengths = starts[self.rows], lengths[self.rows]
+            compiling, width = torch.compiler.is_compiling(), self.row_length
+            if width is None:
+                width = self.length if compiling else self.longest()
+            found = AlignedRows(starts, lengths, width)
+            if not compiling:  # a graph would have to carry it out of a checkpointed layer
+                self._known["aligned"] = found
+        return found
 
 
 @dataclass(frozen=True)
@@ -60,23 +95,6 @@ class AlignedRows:
     starts: Tensor  # [S]
     lengths: Tensor  # [S]
     width: int
-
-    @classmethod
-    def of(
-        cls, cu_seqlens: Tensor, rows: Tensor | None = None, row_length: int | None = None
-    ) -> AlignedRows:
-        """Find where the sequences lie.
-
-        Args:
-            cu_seqlens: Boundaries, ``[S + 1]``.
-            rows: Which of the segments count, all if None.
-            row_length: A bound on their lengths; without one the longest is looked up.
-        """
-        starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
-        if rows is not None:
-            starts, lengths = starts[rows], lengths[rows]
-        width = int(lengths.max()) if row_length is None else row_length
-        return cls(starts, lengths, width)
 
     def gather(self, x: Tensor) -> Tensor:
         """Map ``[1, T, D]`` to ``[S, width, D]``."""
@@ -97,7 +115,7 @@ class AlignedRows:
         return flat.index_copy(0, places.flatten(), x.flatten(0, 1))[None, :tokens]
 
 
-def find_segments(
+def find_packing(
     batch: int,
     length: int,
     past_length: int,
@@ -105,8 +123,8 @@ def find_segments(
     position_ids: Tensor | None,
     seq_idx: Tensor | None,
     cu_seqlens: Tensor | None,
-) -> Segments | None:
-    """Return the segments of a ``[B, L]`` batch, or None if every row is one whole sequence.
+) -> PackedRow | None:
+    """Find and check the sequences of a ``[B, L]`` batch; None if every row is one whole sequence.
 
     Args:
         batch: B.
@@ -118,7 +136,9 @@ def find_segments(
         cu_seqlens: Boundaries in a single packed row, ``[S + 1]``; goes before the other two.
 
     Raises:
-        ValueError: Shapes that do not fit, or padding in the midst of a row's tokens.
+        ValueError: Shapes that do not fit, boundaries that do not rise from 0 to L, or padding in
+            the midst of a row's tokens.
+        TypeError: A mask or boundaries of another kind.
     """
     mask = None
     if attention_mask is not None:
@@ -128,15 +148,7 @@ def find_segments(
             raise ValueError(f"cu_seqlens needs one packed row, got a batch of {batch}")
         if mask is not None and not torch.compiler.is_compiling() and not _all(mask):
             raise ValueError("attention_mask must be all ones where cu_seqlens is given")
-        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-            kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-            raise TypeError(f"cu_seqlens must be an int32 or int64 tensor [S + 1], got {kind}")
-        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
-            raise ValueError(f"cu_seqlens must have shape [S + 1], got {list(cu_seqlens.shape)}")
-        if not torch.compiler.is_compiling():
-            check_boundaries("model", cu_seqlens, length)
-        # a compiled graph cannot look up the longest: none is longer than the row
-        return Segments(cu_seqlens, row_length=length if torch.compiler.is_compiling() else None)
+        return PackedRow.of(cu_seqlens, length, "model")
     starts = _starts(batch, length, mask, position_ids, seq_idx)
     if starts is not None:
         rows = None
@@ -146,7 +158,7 @@ def find_segments(
             rows = mask.flatten()[starts.flatten()].nonzero().flatten()
         flat = starts.flatten().nonzero().flatten()
         ends = torch.cat([flat, flat.new_tensor([batch * length])])
-        return Segments(ends, rows, length)
+        return PackedRow(ends, batch * length, rows, length)
     if mask is None or (not torch.compiler.is_compiling() and _all(mask)):
         return None
     return _padded(mask)
@@ -198,7 +210,7 @@ def _starts(
     return torch.cat([first, breaks.expand(batch, -1)], dim=1)
 
 
-def _padded(mask: Tensor) -> Segments:
+def _padded(mask: Tensor) -> PackedRow:
     batch, length = mask.shape
     count = mask.sum(dim=1)
     first = mask.int().argmax(dim=1)  # 0 for an empty row
@@ -216,67 +228,5 @@ def _padded(mask: Tensor) -> Segments:
     ends = torch.stack([first, last, torch.full_like(first, length)], dim=1)  # [B, 3]
     ends = ends + torch.arange(batch, device=mask.device)[:, None] * length
     rows = torch.arange(batch, device=mask.device) * 3 + 1
-    return Segments(torch.cat([ends.new_zeros(1), ends.flatten()]), rows, length, packed=False)
-
-
-def check_indices(name: str, indices: Tensor, size: int, ignored: int | None = None) -> None:
-    """Refuse indices outside a table, on a CPU; on a GPU the look would stall the queue.
-
-    There torch itself aborts.
-
-    Args:
-        name: The argument's, for the message.
-        indices: Integers of any shape.
-        size: Of the table.
-        ignored: One that is allowed all the same.
-
-    Raises:
-        ValueError: One is negative, or not below ``size``.
-    """
-    if indices.device.type != "cpu" or torch.compiler.is_compiling() or not indices.numel():
-        return
-    low, high = (int(x) for x in indices.aminmax())
-    if low >= 0 and high < size:
-        return
-    wrong = (indices < 0) | (indices >= size)
-    if ignored is not None:
-        wrong &= indices != ignored
-    if wrong.any():
-        also = "" if ignored is None else f", or {ignored}"
-        raise ValueError(
-            f"{name} must be in [0, {size - 1}]{also}, got {int(indices[wrong].flatten()[0])}"
-        )
-
-
-@contextlib.contextmanager
-def named_indices(name: str, indices: Tensor, size: int, ignored: int) -> Iterator[None]:
-    """Let an ``IndexError`` of the block name these indices where they are why; torch's does not.
-
-    Args as of :func:`check_indices`.
-    """
-    try:
-        yield
-    except IndexError:
-        check_indices(name, indices, size, ignored)
-        raise
-
-
-def given_inputs(
-    input_ids: Tensor | None, inputs_embeds: Tensor | None, input_values: Tensor | None = None
-) -> Tensor:
-    """Return the one that was given, ``[B, L, ...]``.
-
-    Raises:
-        ValueError: None or several were given, or it has fewer than two dimensions.
-    """
-    names = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "input_values": input_values}
-    given = {name: tensor for name, tensor in names.items() if tensor is not None}
-    if len(given) != 1:
-        raise ValueError(
-            "give exactly one of input_ids and inputs_embeds, or input_values alone, "
-            f"got {', '.join(given) or 'none'}"
-        )
-    ((name, tensor),) = given.items()
-    if tensor.dim() < 2:
-        raise ValueError(f"{name} must have shape [B, L], got {list(tensor.shape)}")
-    return tensor
+    offsets = torch.cat([ends.new_zeros(1), ends.flatten()])
+    return PackedRow(offsets, batch * length, rows, length, padded=True)

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from ssmzoo.checkpoints.trust import trusted
-from ssmzoo.modeling.configuration import SSMConfig, suggestion
+from ssmzoo.environment.messages import suggestion
+from ssmzoo.modeling.configuration import SSMConfig
 
 
 class SSMPreTrainedModel(PreTrainedModel):

@@ -385,8 +385,8 @@ def _travels(module: str, plugin: str) -> bool:
     parts = module.split(".")
     if parts[0] == "ssmzoo_kernels":
         return parts[-1] not in ("cpu", "triton", "native")
-    modules = (["ssmzoo", "modeling"], ["ssmzoo", "checkpoints", "trust"])
-    return parts[0] == plugin or any(parts[: len(m)] == m for m in modules)
+    modules = ("modeling", "checkpoints.trust", "environment.messages")
+    return parts[0] == plugin or any(f"{module}.".startswith(f"ssmzoo.{m}.") for m in modules)
 
 
 def _place(source: Source, node: ast.AST) -> str:

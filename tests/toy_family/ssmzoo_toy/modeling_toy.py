@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from ssmzoo.modeling import (
     CausalConv1d,
     LayerState,
+    PackedRow,
     SSMConfig,
     SSMForCausalLM,
     SSMForSequenceClassification,
@@ -38,10 +39,10 @@ class ToyMixer(SSMMixer):
         self.out_proj = nn.Linear(width, width, bias=False)
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, cu_seqlens: Tensor | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
     ) -> Tensor:
         x, z = self.in_proj(hidden_states).chunk(2, dim=-1)  # [B, L, D] each
-        y, final = self.conv1d(x, state.get("conv"), cu_seqlens)
+        y, final = self.conv1d(x, state.get("conv"), packing)
         state.put("conv", final)
         return self.out_proj(y * z)
 

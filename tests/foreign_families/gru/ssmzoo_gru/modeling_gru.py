@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from ssmzoo.modeling import (
     LayerState,
+    PackedRow,
     SSMConfig,
     SSMForCausalLM,
     SSMForSequenceClassification,
@@ -33,11 +34,11 @@ class GRUMixer(SSMMixer):
         self.out_proj = nn.Linear(width, width, bias=False)
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, cu_seqlens: Tensor | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
     ) -> Tensor:
         x = self.in_proj(hidden_states)  # [B, L, 3 D]
         # packed sequences become rows of a batch; behind their ends stand zeros
-        rows = None if cu_seqlens is None else state.aligned(cu_seqlens)
+        rows = None if packing is None else packing.aligned()
         columns = (x if rows is None else rows.gather(x)).unbind(dim=1)
         exact = torch.promote_types(torch.float32, x.dtype)
         h = state.get_row("h")  # [B, D]

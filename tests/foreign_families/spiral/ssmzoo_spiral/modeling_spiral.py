@@ -7,6 +7,7 @@ from transformers import initialization as init
 
 from ssmzoo.modeling import (
     LayerState,
+    PackedRow,
     SSMConfig,
     SSMForCausalLM,
     SSMForSequenceClassification,
@@ -42,7 +43,7 @@ class SpiralMixer(SSMMixer):
         self.out_proj = nn.Linear(2 * config.d_state, config.hidden_size, bias=False)
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, cu_seqlens: Tensor | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
     ) -> Tensor:
         x = self.in_proj(hidden_states)  # [B, L, 2 N]
         exact = torch.promote_types(torch.float32, x.dtype)
@@ -54,7 +55,7 @@ class SpiralMixer(SSMMixer):
             pole.expand_as(u),
             u,
             None if start is None else torch.view_as_complex(start),
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=packing,
         )
         state.put("h", torch.view_as_real(final))
         return self.out_proj(torch.view_as_real(h).flatten(-2).to(x.dtype))

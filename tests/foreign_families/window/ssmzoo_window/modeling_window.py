@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from ssmzoo.modeling import (
     LayerState,
+    PackedRow,
     SSMConfig,
     SSMForCausalLM,
     SSMForSequenceClassification,
@@ -51,18 +52,18 @@ class WindowMixer(SSMMixer):
         self.out_proj = nn.Linear(width, width, bias=False)
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, cu_seqlens: Tensor | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
     ) -> Tensor:
         inputs = self.in_proj(hidden_states)
         mix = self.attend if self.attends else self.recur
-        return self.out_proj(mix(inputs, state, cu_seqlens))
+        return self.out_proj(mix(inputs, state, packing))
 
-    def attend(self, inputs: Tensor, state: LayerState, cu_seqlens: Tensor | None) -> Tensor:
+    def attend(self, inputs: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
         """Map queries, keys and values ``[B, L, 3 D]`` to ``[B, L, D]``."""
         tokens, past = inputs.shape[1], self.window - 1
         # the ones mark keys: a row's end and a fresh start leave zeros instead, which are none
         marked = torch.cat([inputs, torch.ones_like(inputs[..., :1])], dim=-1)
-        rows = None if cu_seqlens is None else state.aligned(cu_seqlens)
+        rows = None if packing is None else packing.aligned()
         if rows is not None:  # a batch of the sequences, [S, longest, 3 D + 1]
             marked = rows.gather(marked)
         batch, length, width = len(marked), marked.shape[1], inputs.shape[2] // 3
@@ -86,11 +87,11 @@ class WindowMixer(SSMMixer):
         y = y.transpose(1, 2).flatten(2)
         return y if rows is None else rows.scatter(y, tokens)
 
-    def recur(self, inputs: Tensor, state: LayerState, cu_seqlens: Tensor | None) -> Tensor:
+    def recur(self, inputs: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
         """Map keep gates, values and output gates ``[B, L, 3 D]`` to ``[B, L, D]``."""
         keep, value, gate = inputs.chunk(3, dim=-1)
         keep = keep.to(torch.promote_types(torch.float32, keep.dtype)).sigmoid()
-        h, final = linear_scan(keep, (1 - keep) * value, state.get("h"), cu_seqlens=cu_seqlens)
+        h, final = linear_scan(keep, (1 - keep) * value, state.get("h"), cu_seqlens=packing)
         state.put("h", final)
         return h.to(value.dtype) * nn.functional.silu(gate)
 
