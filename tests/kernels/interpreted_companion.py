@@ -7,9 +7,12 @@ where ``TRITON_INTERPRET=1`` holds before anything imports triton.
 import pytest
 import torch
 import triton
+from tests.kernels.interpreter import repair
 
 from ssmzoo_kernels import companion_step, last_backend
 from ssmzoo_kernels.companion_step import triton as companion_triton
+
+repair()
 
 
 def draw(order, batch, width, denominators, dtype):

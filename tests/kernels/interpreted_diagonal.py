@@ -6,9 +6,12 @@ of its own, where ``TRITON_INTERPRET=1`` holds before anything imports triton.
 
 import pytest
 import torch
+from tests.kernels.interpreter import repair
 
 from ssmzoo.testing.accuracy import outputs_and_grads
 from ssmzoo_kernels import diagonal_step, last_backend, vandermonde, vandermonde_state
+
+repair()
 
 
 def pairs(*shape):

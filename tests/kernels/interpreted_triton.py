@@ -21,6 +21,8 @@ from ssmzoo_kernels.selective_scan import triton as selective_triton
 # numpy warns where a GPU goes to infinity, as the formulas mean it to
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
+repair()
+
 
 @pytest.fixture(autouse=True)
 def unwritten_memory_is_nan():
@@ -368,7 +370,6 @@ def repairs_kernel(a, b, scanned, x, y, product, ROWS: tl.constexpr, COLUMNS: tl
 
 
 def test_repaired_interpreter_scans_and_multiplies_bfloat16():
-    repair()
     drawn = draw(3, torch.float32, a=(16, 4), b=(16, 4), x=(16, 16), y=(16, 16))
     a, b = drawn["a"], drawn["b"]
     x, y = drawn["x"].bfloat16(), drawn["y"].bfloat16()
