@@ -1,6 +1,9 @@
-"""Checks that every public op makes before it dispatches."""
+"""Checks that public ops make, and where the sequences of a batch or of a packed row lie."""
+
+from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -66,7 +69,53 @@ def check_count(op: str, name: str, value: int, least: int = 0) -> None:
         raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
 
 
-def segment_offsets(op: str, like: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+@dataclass(frozen=True)
+class Packing:
+    """Where the sequences packed into one row begin and end, checked once for all ops.
+
+    Every op takes it for ``cu_seqlens`` and does not look at the boundaries again.
+
+    Attributes:
+        offsets: The boundaries ``[S + 1]``, int64, in one piece of memory.
+        length: Tokens in the row.
+    """
+
+    offsets: Tensor
+    length: int
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, length: int, op: str = "packing") -> Packing:
+        """Check boundaries, or raise.
+
+        Args:
+            cu_seqlens: Boundaries ``[S + 1]``, int32 or int64. On a CPU they must rise from 0 to
+                the row's length; on a GPU a look at them would stall the queue.
+            length: Tokens in the row.
+            op: What opens the messages.
+
+        Raises:
+            TypeError: Not an int32 or int64 tensor.
+            ValueError: A wrong shape, or boundaries that do not rise from 0 to the length.
+        """
+        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+            kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+            raise TypeError(
+                f"{op}: cu_seqlens must be an int32 or int64 tensor [S + 1], got {kind}"
+            )
+        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
+            raise ValueError(
+                f"{op}: cu_seqlens must have shape [S + 1] with S >= 1, "
+                f"got {list(cu_seqlens.shape)}"
+            )
+        if cu_seqlens.device.type != "cpu":
+            return cls(cu_seqlens.to(torch.int64).contiguous(), length)
+        if torch.compiler.is_compiling():  # values are there when the graph runs
+            return cls(_checked_offsets(cu_seqlens, length, op), length)
+        check_boundaries(op, cu_seqlens, length)
+        return cls(cu_seqlens.to(torch.int64).contiguous(), length)
+
+
+def segment_offsets(op: str, like: Tensor, cu_seqlens: Tensor | Packing | None) -> Tensor:
     """Return where each sequence of a ``[B, L, ...]`` batch starts and ends once flattened.
 
     Rows of a batch and packed sequences are the same thing to a kernel: segments of one long row.
@@ -75,8 +124,7 @@ def segment_offsets(op: str, like: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         op: The op's name, which opens the message.
         like: The op's first argument, ``[B, L, ...]``.
         cu_seqlens: Boundaries of the sequences packed into one row, ``[S + 1]``, or None. On a CPU
-            their values are checked; on a GPU that would stall the queue, and the model layer
-            checks them once for all its layers.
+            their values are checked, unless they come as a ``Packing``.
 
     Returns:
         ``[S + 1]`` int64 on the device of ``like``; ``S = B`` without ``cu_seqlens``.
@@ -87,20 +135,20 @@ def segment_offsets(op: str, like: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         if plain and not torch.compiler.is_compiling() and not transformed():
             return _batch_offsets(batch, length)
         return torch.arange(batch + 1, device=like.device) * length
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise TypeError(f"{op}: cu_seqlens must be an int32 or int64 tensor [S + 1], got {kind}")
     if batch != 1:
         raise ValueError(f"{op}: cu_seqlens needs one packed row, B = 1, got B = {batch}")
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
+    checked = isinstance(cu_seqlens, Packing)
+    device = cu_seqlens.offsets.device if checked else getattr(cu_seqlens, "device", like.device)
+    if device != like.device:
+        raise ValueError(f"{op}: cu_seqlens must be on {like.device}, got {device}")
+    if not checked:
+        return Packing.of(cu_seqlens, length, op).offsets
+    if cu_seqlens.length != length:
         raise ValueError(
-            f"{op}: cu_seqlens must have shape [S + 1] with S >= 1, got {list(cu_seqlens.shape)}"
+            f"{op}: cu_seqlens must rise from 0 to L = {length}, got a packing of "
+            f"{cu_seqlens.length} tokens"
         )
-    if cu_seqlens.device != like.device:
-        raise ValueError(f"{op}: cu_seqlens must be on {like.device}, got {cu_seqlens.device}")
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        check_boundaries(op, cu_seqlens, length)
-    return cu_seqlens.to(torch.int64).contiguous()
+    return cu_seqlens.offsets
 
 
 def check_boundaries(op: str, cu_seqlens: Tensor, length: int) -> None:
@@ -109,6 +157,18 @@ def check_boundaries(op: str, cu_seqlens: Tensor, length: int) -> None:
     if values[0] != 0 or values[-1] != length or any(a > b for a, b in pairwise(values)):
         shown = values if len(values) <= 8 else [*values[:4], "...", *values[-3:]]
         raise ValueError(f"{op}: cu_seqlens must rise from 0 to L = {length}, got {shown}")
+
+
+@torch.library.custom_op("ssmzoo::checked_offsets", mutates_args=())
+def _checked_offsets(cu_seqlens: Tensor, length: int, op: str) -> Tensor:
+    """Check in a compiled graph what could not be checked when it was traced."""
+    check_boundaries(op, cu_seqlens, length)
+    return cu_seqlens.to(torch.int64, copy=True).contiguous()
+
+
+@_checked_offsets.register_fake
+def _(cu_seqlens, length, op):
+    return cu_seqlens.new_empty(cu_seqlens.shape, dtype=torch.int64)
 
 
 def check_offsets(op: str, offsets: Tensor, tokens: int) -> None:

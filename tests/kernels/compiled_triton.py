@@ -26,8 +26,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from ssmzoo_kernels.causal_conv1d import triton as conv_triton
-from ssmzoo_kernels.longhorn_scan import triton as longhorn_triton
-from ssmzoo_kernels.selective_scan import triton as selective_triton
+from ssmzoo_kernels.declaration import declared
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 POINTERS = {
@@ -109,16 +108,17 @@ def launches(case):
         else:
             rows, keys = empty(tokens, width), empty(tokens, size)
             vector, start = torch.empty(width), torch.empty(segments, width, size)
-            family, inputs, choice = longhorn_triton, (rows, keys, keys, rows, vector, vector), ()
+            family, inputs, choice = "longhorn_scan", (rows, keys, keys, rows, vector, vector), ()
             if op != "longhorn_scan":
-                family, choice = selective_triton, (op,)
+                family, choice = "selective_scan", (op,)
                 inputs = (rows, rows, torch.empty(width, size), keys, keys, vector, rows, vector)
             else:
                 inputs = (*inputs, rows)
+            kernels = declared()[family].kernels("triton")
             train = not case.endswith("decode")
-            out, final, saved = family.forward(*inputs, start, offsets, train, *choice)
+            out, final, saved = kernels.forward(*inputs, start, offsets, train, *choice)
             if train:
-                family.backward(out, final, *inputs, start, offsets, saved, *choice)
+                kernels.backward(out, final, *inputs, start, offsets, saved, *choice)
     return seen
 
 

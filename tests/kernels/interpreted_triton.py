@@ -33,8 +33,7 @@ def unwritten_memory_is_nan():
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(longhorn_triton, "CHUNK", 8)
-    monkeypatch.setattr(selective_triton, "CHUNK", 8)
+    monkeypatch.setattr(skeleton, "CHUNK", 8)
     monkeypatch.setattr(conv_triton, "CHUNK", 8)
 
 
@@ -105,7 +104,7 @@ def bounds(*lengths):
 def test_lengths_around_a_chunk_equal_the_reference_when_segments_are_cut(monkeypatch):
     monkeypatch.setattr(skeleton, "FILL", 10**6)
     cu_seqlens = bounds(1, 7, 63, 0, 64, 65)
-    assert skeleton.span_of(200, 6, 1, longhorn_triton.CHUNK) == longhorn_triton.CHUNK == 64
+    assert skeleton.span_of(200, 6, 1, skeleton.CHUNK) == skeleton.CHUNK == 64
     inputs = scan_inputs(1, 200, 5, 3, segments=6)
     assert_as_accurate(longhorn_scan, inputs, cu_seqlens=cu_seqlens)
 

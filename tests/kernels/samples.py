@@ -45,10 +45,16 @@ class Call(NamedTuple):
 def registered():
     """Return every op that the package registers with torch.library, and the folder it is in."""
     return {
-        name: definition._init_fn.__module__.split(".")[1]
+        name: folder_of(name.removeprefix("ssmzoo::").removesuffix("_backward"), definition)
         for name, definition in OPDEFS.items()
-        if name.startswith("ssmzoo::")
+        if name.startswith("ssmzoo::") and name != "ssmzoo::checked_offsets"
     }
+
+
+def folder_of(op, definition):
+    """Return the folder that an op lives in."""
+    module = definition._init_fn.__module__.split(".")[1]
+    return HOMES.get(op, op) if module == "declaration" else module
 
 
 def backends_of(folder):
@@ -262,8 +268,3 @@ def far_apart(x):
     inner = x[0, 0].contiguous().stride()
     far = flat.as_strided(x.shape, (span, apart, *inner))
     return far.copy_(x)
-
-
-def library_of(folder):
-    """Return an op's ``library`` module."""
-    return importlib.import_module(f"ssmzoo_kernels.{folder}.library")

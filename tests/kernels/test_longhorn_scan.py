@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from ssmzoo.testing.accuracy import assert_as_accurate, outputs_and_grads
-from ssmzoo_kernels import last_backend, longhorn_scan, use_backend
-from ssmzoo_kernels.longhorn_scan import library, reference
+from ssmzoo_kernels import last_backend, longhorn_scan, scan, use_backend
+from ssmzoo_kernels.longhorn_scan import reference
 from ssmzoo_kernels.scan import cpu as scan_cpu
 from ssmzoo_kernels.scan import eager as scan_eager
 from ssmzoo_kernels.scan import interval
@@ -65,7 +65,7 @@ def test_any_width_and_state_size_is_as_exact_as_the_loop(backend, width, states
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_intervals_of_several_chunks_are_as_exact_as_the_loop(backend, packed):
-    assert interval(40, library._backend(backend).CHUNK) == 48
+    assert interval(40, {"cpu": scan_cpu, "eager": scan_eager}[backend].CHUNK) == 48
     options = {"cu_seqlens": bounds(0, 48, 97, 0, 15, 40)} if packed else {}
     judge(draw(B=1, L=200, D=20, N=40, segments=6 if packed else None), backend, **options)
 
@@ -341,7 +341,7 @@ def test_peak_memory_has_no_term_in_tokens_times_channels_times_states(backend, 
 @pytest.mark.parametrize("scheme", ["a state per chunk", "a partial sum per block"])
 def test_the_memory_check_notices_such_a_term(monkeypatch, tmp_path, scheme):
     if scheme == "a state per chunk":
-        for module in (library, scan_cpu):
+        for module in (scan, scan_cpu):
             monkeypatch.setattr(module, "interval", lambda states, chunk: chunk)
     else:
         monkeypatch.setattr(scan_cpu, "parts_of", lambda blocks, width, states: blocks)

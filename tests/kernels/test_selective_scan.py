@@ -12,11 +12,11 @@ from transformers import MambaConfig
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
 from ssmzoo.testing.accuracy import assert_as_accurate, outputs_and_grads
-from ssmzoo_kernels import last_backend, selective_scan, use_backend
+from ssmzoo_kernels import last_backend, scan, selective_scan, use_backend
 from ssmzoo_kernels.scan import cpu as scan_cpu
 from ssmzoo_kernels.scan import eager as scan_eager
 from ssmzoo_kernels.scan import interval
-from ssmzoo_kernels.selective_scan import library, reference
+from ssmzoo_kernels.selective_scan import reference
 
 NAMES = ("u", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
 ROWS = ("u", "dt", "B", "C", "z")  # what has a row a token
@@ -89,7 +89,7 @@ def test_any_width_and_state_size_is_as_exact_as_the_loop(backend, discretizatio
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_intervals_of_several_chunks_are_as_exact_as_the_loop(backend, discretization, packed):
-    assert interval(40, library._backend(backend).CHUNK) == 48
+    assert interval(40, {"cpu": scan_cpu, "eager": scan_eager}[backend].CHUNK) == 48
     options = {"cu_seqlens": bounds(0, 48, 57, 0, 15, 40)} if packed else {}
     inputs = draw(B=1, L=160, D=20, N=40, segments=6 if packed else None)
     judge(inputs, backend, discretization=discretization, **options)
@@ -473,7 +473,7 @@ def test_peak_memory_has_no_term_in_tokens_times_channels_times_states(
 
 
 def test_the_memory_check_notices_such_a_term(monkeypatch, tmp_path):
-    for module in (library, scan_cpu):
+    for module in (scan, scan_cpu):
         monkeypatch.setattr(module, "interval", lambda states, chunk: chunk)
     assert growth("cpu", tmp_path / "trace.json") > 1.4 * ALLOWED
 

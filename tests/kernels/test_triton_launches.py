@@ -9,10 +9,10 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from triton.runtime.jit import JITFunction
 
+from ssmzoo_kernels.declaration import declared
 from ssmzoo_kernels.diagonal_step import triton as step_triton
 from ssmzoo_kernels.feedback_scan import triton as feedback_triton
 from ssmzoo_kernels.feedback_scan.newton import NotConverged
-from ssmzoo_kernels.longhorn_scan import triton as longhorn_triton
 from ssmzoo_kernels.vandermonde import triton as vandermonde_triton
 from ssmzoo_kernels.vandermonde.tables import Lags
 
@@ -68,7 +68,8 @@ def test_the_cap_on_registers_is_an_option_of_nvidia_alone(launches, monkeypatch
     feedback(4, 2)
     rows, keys, offsets = torch.zeros(4, 2), torch.zeros(4, 3), torch.tensor([0, 4])
     inputs = (rows, keys, keys, rows, None, None, None, None, offsets)
-    out, final, saved = longhorn_triton.forward(*inputs, True)
-    longhorn_triton.backward(out, final, *inputs, saved)
+    longhorn = declared()["longhorn_scan"].kernels("triton")
+    out, final, saved = longhorn.forward(*inputs, True)
+    longhorn.backward(out, final, *inputs, saved)
     capped = ["maxnreg" in named for _, named in launches]
     assert any(capped) == (hip is None)

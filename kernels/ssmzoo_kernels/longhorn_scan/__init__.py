@@ -1,13 +1,38 @@
 """Longhorn's scan: an online learner's closed-form step at every token."""
 
+import importlib
+
 from torch import Tensor
 
-from ssmzoo_kernels.dispatch import Backend, choose, record
-from ssmzoo_kernels.longhorn_scan import library, reference
+from ssmzoo_kernels.declaration import Choice, Op
+from ssmzoo_kernels.dispatch import Backend
+from ssmzoo_kernels.longhorn_scan import reference
 from ssmzoo_kernels.longhorn_scan.reference import Transition
-from ssmzoo_kernels.validation import check_leading, check_tensor, segment_offsets
+from ssmzoo_kernels.scan import Kernels, saved_states
 
-OP = "longhorn_scan"
+ROLES = ("u", "q", "k", "dt", "dt_bias", "skip", "z", "initial_state")  # to ``scan``
+SCAN = Op(
+    "longhorn_scan",
+    inputs={
+        "u": "B L D",
+        "q": "B L N",
+        "k": "B L N",
+        "dt": "B L D",
+        "dt_bias": "D?",
+        "D": "D?",
+        "z": "B L D?",
+        "initial_state": "S D N?",
+    },
+    outputs={"out": "B L D", "final_state": "S D N as exact"},
+    options={"transition": Choice("diagonal", reference=("exact",))},
+    packing="flat",
+    least={"k": "state column"},
+    saved=saved_states,
+    reference=reference.longhorn_scan,
+    kernels=lambda name: Kernels(
+        importlib.import_module(f"ssmzoo_kernels.longhorn_scan.{name}"), ROLES
+    ),
+)
 
 
 def longhorn_scan(
@@ -57,58 +82,8 @@ def longhorn_scan(
         TypeError: Not a tensor, or not floating point.
         RuntimeError: The machine lacks what the named backend needs.
     """
-    check_leading(OP, "u", u, "[B, L, D]")
-    check_leading(OP, "k", k, "[B, L, N]")
-    batch, length, width = u.shape
-    states = k.shape[2]
-    if states < 1:
-        raise ValueError(f"{OP}: k must have at least one state column, got {list(k.shape)}")
-    check_tensor(OP, "k", k, (batch, length, states), u, "[B, L, N]")
-    check_tensor(OP, "q", q, (batch, length, states), u, "[B, L, N]")
-    check_tensor(OP, "dt", dt, (batch, length, width), u, "[B, L, D]")
-    if dt_bias is not None:
-        check_tensor(OP, "dt_bias", dt_bias, (width,), u, "[D]")
-    if D is not None:
-        check_tensor(OP, "D", D, (width,), u, "[D]")
-    if z is not None:
-        check_tensor(OP, "z", z, (batch, length, width), u, "[B, L, D]")
-    offsets = segment_offsets(OP, u, cu_seqlens)
-    if initial_state is not None:
-        shape = (offsets.numel() - 1, width, states)
-        rule = "[B, D, N]" if cu_seqlens is None else "[S, D, N]"
-        check_tensor(OP, "initial_state", initial_state, shape, u, rule)
-    if transition not in ("diagonal", "exact"):
-        raise ValueError(f"{OP}: transition must be 'diagonal' or 'exact', got {transition!r}")
-
-    if transition == "exact":
-        if backend not in ("auto", "reference"):
-            raise ValueError(
-                f'{OP}: transition="exact" exists only as a reference, got backend={backend!r}; '
-                'use backend="auto"'
-            )
-        chosen = "reference"
-    else:
-        chosen = choose(OP, backend, u)
-    if chosen == "reference":
-        record(OP, "reference")
-        return reference.longhorn_scan(
-            u, q, k, dt, dt_bias, D, z, initial_state, cu_seqlens=cu_seqlens, transition=transition
-        )
-
-    tokens = batch * length
-    out, final_state = library.longhorn_scan(
-        u.reshape(tokens, width),
-        q.reshape(tokens, states),
-        k.reshape(tokens, states),
-        dt.reshape(tokens, width),
-        dt_bias,
-        D,
-        None if z is None else z.reshape(tokens, width),
-        initial_state,
-        offsets,
-        backend=chosen,
-    )
-    return out.view(batch, length, width), final_state
+    inputs = (u, q, k, dt, dt_bias, D, z, initial_state)
+    return SCAN(*inputs, cu_seqlens=cu_seqlens, backend=backend, transition=transition)
 
 
 __all__ = ["longhorn_scan"]

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from ssmzoo_kernels.scan import eager as scan
 
-CHUNK = scan.CHUNK
-
 
 def rates(keys: Tensor, dt: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``rate = 1 / (1 + exp(-dt) + |k|^2)`` and its logarithmic slope in dt, ``[T, D]``."""
@@ -62,39 +60,3 @@ def finish(grad_rate: Tensor, rate: Tensor, slope: Tensor, k: Tensor) -> tuple[T
 
 
 TRANSITION = scan.Transition(rates, factors, step, decay, adjoint, finish)
-
-
-def forward(
-    u: Tensor,  # [T, D]
-    q: Tensor,  # [T, N]
-    k: Tensor,  # [T, N]
-    dt: Tensor,  # [T, D]
-    dt_bias: Tensor | None,  # [D]
-    D: Tensor | None,  # [D]
-    z: Tensor | None,  # [T, D]
-    initial_state: Tensor | None,  # [S, D, N]
-    offsets: Tensor,  # [S + 1] int64
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return outputs, final states and, with ``save``, the state before every interval."""
-    return scan.forward(TRANSITION, u, q, k, dt, dt_bias, D, z, None, initial_state, offsets, save)
-
-
-def backward(
-    grad_out: Tensor | None,  # [T, D]
-    grad_final: Tensor | None,  # [S, D, N]
-    u: Tensor,
-    q: Tensor,
-    k: Tensor,
-    dt: Tensor,
-    dt_bias: Tensor | None,
-    D: Tensor | None,
-    z: Tensor | None,
-    initial_state: Tensor | None,
-    offsets: Tensor,
-    saved: Tensor,  # [slots, N, D]
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of ``forward``'s eight tensors, None where one was absent."""
-    inputs = (u, q, k, dt, dt_bias, D, z, None, initial_state)
-    grads = scan.backward(TRANSITION, grad_out, grad_final, *inputs, offsets, saved)
-    return (*grads[:7], grads.initial_state)

@@ -9,11 +9,8 @@ States move by the residual, ``S += eps k (u - k S)``, which keeps full precisio
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ssmzoo_kernels.scan import triton as scan
-
-CHUNK = 64
 
 
 @triton.jit
@@ -55,56 +52,3 @@ def adjoint(grad, state, u, k, dt, param, live):
 
 
 TRANSITION = scan.Transition(step, decay, adjoint)
-
-
-def forward(
-    u: Tensor,  # [T, D]
-    q: Tensor,  # [T, N]
-    k: Tensor,  # [T, N]
-    dt: Tensor,  # [T, D]
-    dt_bias: Tensor | None,  # [D]
-    D: Tensor | None,  # [D]
-    z: Tensor | None,  # [T, D]
-    initial_state: Tensor | None,  # [S, D, N]
-    offsets: Tensor,  # [S + 1] int64
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return outputs, final states and, with ``save``, the state before every interval."""
-    return scan.forward(
-        TRANSITION, u, q, k, dt, dt_bias, D, z, None, initial_state, offsets, save, CHUNK
-    )
-
-
-def backward(
-    grad_out: Tensor | None,  # [T, D]
-    grad_final: Tensor | None,  # [S, D, N]
-    u: Tensor,
-    q: Tensor,
-    k: Tensor,
-    dt: Tensor,
-    dt_bias: Tensor | None,
-    D: Tensor | None,
-    z: Tensor | None,
-    initial_state: Tensor | None,
-    offsets: Tensor,
-    saved: Tensor,  # [slots, N, D]
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of ``forward``'s eight tensors, None where one was absent."""
-    grads = scan.backward(
-        TRANSITION,
-        grad_out,
-        grad_final,
-        u,
-        q,
-        k,
-        dt,
-        dt_bias,
-        D,
-        z,
-        None,
-        initial_state,
-        offsets,
-        saved,
-        CHUNK,
-    )
-    return (*grads[:7], grads.initial_state)

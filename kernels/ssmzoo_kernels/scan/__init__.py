@@ -5,13 +5,72 @@ to family only in its transition, the map from a token's activations to ``A`` an
 skeletons, ``scan.h`` for CPUs and ``triton.py`` for GPUs, own everything else.
 """
 
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from types import ModuleType
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from ssmzoo_kernels.declaration import accumulator, needs_library  # noqa: F401
 
-def accumulator(x: Tensor) -> torch.dtype:
-    """Return the dtype of states and sums: float32, or float64 for float64 inputs."""
-    return torch.promote_types(torch.float32, x.dtype)
+# what a skeleton reads, in this order, and has gradients of: u, q, k, dt are there, others maybe
+ROLES = ("u", "q", "k", "dt", "dt_bias", "skip", "z", "param", "initial_state")
+Inputs = tuple[
+    Tensor,  # u [T, D]
+    Tensor,  # q [T, N]
+    Tensor,  # k [T, N]
+    Tensor,  # dt [T, D]
+    Tensor | None,  # dt_bias [D]
+    Tensor | None,  # skip [D]
+    Tensor | None,  # z [T, D]
+    Tensor | None,  # param [D, N], the family's own
+    Tensor | None,  # initial_state [S, D, N]
+]
+Gradients = tuple[Tensor | None, ...]  # of the inputs, None where one was absent
+
+
+class Kernels:
+    """A family's scan on one backend: its transition on the skeleton, for a declaration.
+
+    Args:
+        module: The family's, which imports its skeleton as ``scan`` and has a ``TRANSITION``, or
+            ``TRANSITIONS`` by the op's choice.
+        roles: What the op's inputs are to the skeleton, in their order.
+    """
+
+    def __init__(self, module: ModuleType, roles: Sequence[str]) -> None:
+        self.module = module
+        self.count = len(roles)
+        # the place behind the inputs holds None
+        self._given = itemgetter(*(roles.index(x) if x in roles else self.count for x in ROLES))
+        self._own = itemgetter(*map(ROLES.index, roles))
+
+    def forward(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return outputs, final states and, if they are to be saved, states between tokens."""
+        offsets, save, *choice = arguments[self.count :]
+        inputs = self._given((*arguments[: self.count], None))
+        return self.module.scan.forward(self._transition(choice), inputs, offsets, save)
+
+    def backward(
+        self, grad_out: Tensor | None, grad_final: Tensor | None, *arguments: Any
+    ) -> Gradients:
+        """Return the gradients of the op's inputs, from the states that the forward saved."""
+        offsets, saved, *choice = arguments[self.count :]
+        inputs = self._given((*arguments[: self.count], None))
+        grads = (grad_out, grad_final)
+        transition = self._transition(choice)
+        return self._own(self.module.scan.backward(transition, *grads, inputs, offsets, saved))
+
+    def _transition(self, choice: list[str]) -> Any:
+        return self.module.TRANSITIONS[choice[0]] if choice else self.module.TRANSITION
+
+
+def saved_states(kernels: Kernels, sizes: Mapping[str, int]) -> Sequence[int]:
+    """Return the shape of the states that a forward saves, for a declaration."""
+    between = interval(sizes["N"], kernels.module.scan.CHUNK)
+    return chunk_slots(sizes["T"], sizes["S"], between), sizes["N"], sizes["D"]
 
 
 def chunk_slots(tokens: int, segments: int, chunk: int) -> int:
@@ -49,11 +108,3 @@ def zeros_on_tape(like: Tensor, *others: Tensor | None) -> Tensor:
     """
     nothing = (x[:0].abs().sum() for x in (like, *others) if x is not None)
     return torch.zeros_like(like) + sum(nothing)
-
-
-def needs_library(x: Tensor) -> bool:
-    """Tell whether a call must go through ``torch.library`` even without gradients.
-
-    Tracers and tensor subclasses need it; a plain eager call saves its overhead.
-    """
-    return torch.compiler.is_compiling() or type(x) is not Tensor or x.device.type == "meta"

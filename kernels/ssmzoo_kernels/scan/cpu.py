@@ -6,17 +6,25 @@ A family's C file includes ``scan.h`` and is built for float32 or float64 when i
 import ctypes
 import functools
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ssmzoo_kernels import native
-from ssmzoo_kernels.scan import accumulator, chunk_slots, interval, parts_of
+from ssmzoo_kernels.scan import (
+    ROLES,
+    Gradients,
+    Inputs,
+    accumulator,
+    chunk_slots,
+    interval,
+    parts_of,
+)
 
 CHUNK = 16  # tokens whose states are recomputed at once
 
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
+_BY_ROWS = [role in ("u", "q", "k", "dt", "z") for role in ROLES]  # rows may lie apart
 
 
 class _Inputs(ctypes.Structure):
@@ -43,182 +51,117 @@ class _Gradients(ctypes.Structure):
     )
 
 
-class Gradients(NamedTuple):
-    """What ``backward`` returns: one gradient per input, None where an input was absent."""
+class Transition:
+    """What tells one family's recurrence from another's: a C file, built with some macros."""
 
-    u: Tensor
-    q: Tensor
-    k: Tensor
-    dt: Tensor
-    dt_bias: Tensor | None
-    skip: Tensor | None
-    z: Tensor | None
-    param: Tensor | None
-    initial_state: Tensor | None
+    def __init__(self, source: Path, **defines: int) -> None:
+        self.name = source.stem
+        self.load = functools.partial(load, source, tuple(defines.items()))
 
 
 def forward(
-    source: Path,
-    u: Tensor,  # [T, D]
-    q: Tensor,  # [T, N]
-    k: Tensor,  # [T, N]
-    dt: Tensor,  # [T, D]
-    dt_bias: Tensor | None,  # [D]
-    skip: Tensor | None,  # [D]
-    z: Tensor | None,  # [T, D]
-    param: Tensor | None,  # [D, N]
-    initial_state: Tensor | None,  # [S, D, N]
-    offsets: Tensor,  # [S + 1] int64
-    save: bool,
-    **defines: int,
+    transition: Transition, inputs: Inputs, offsets: Tensor, save: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the recurrence whose transition is in ``source``, built with these macros.
+    """Run a family's scan.
 
     Returns:
         Outputs ``[T, D]`` in u's dtype; in the accumulator's, final states ``[S, D, N]`` and, with
         ``save``, the state before every interval ``[slots, N, D]``.
     """
+    u, _, k, *_ = inputs
     exact = accumulator(u)
-    tensors = _prepare(exact, u, q, k, dt, dt_bias, skip, z, param, initial_state)
     (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1
+    kept, given = _prepare(inputs, offsets, exact)
     out = torch.empty((tokens, width), dtype=exact, device="cpu")
     final_state = torch.empty((segments, width, states), dtype=exact, device="cpu")
-    slots = chunk_slots(tokens, segments, interval(states, CHUNK)) if save else 0
+    slots = chunk_slots(tokens, segments, given.interval) if save else 0
     saved = torch.empty((slots, states, width), dtype=exact, device="cpu")
-    failed = load(source, exact, **defines).scan_forward(
-        _inputs(tensors, offsets),
+    failed = transition.load(exact).scan_forward(
+        given,
         out.data_ptr(),
         final_state.data_ptr(),
         saved.data_ptr() if save else None,
         native.threads(tokens * width * states),
     )
+    del kept  # until the kernel had read them
     if failed:
-        raise MemoryError(f"{source.stem}: no memory for a chunk of keys and states")
+        raise MemoryError(f"{transition.name}: no memory for a chunk of keys and states")
     return out.to(u.dtype), final_state, saved
 
 
 def backward(
-    source: Path,
+    transition: Transition,
     grad_out: Tensor | None,  # [T, D]
     grad_final: Tensor | None,  # [S, D, N]
-    u: Tensor,
-    q: Tensor,
-    k: Tensor,
-    dt: Tensor,
-    dt_bias: Tensor | None,
-    skip: Tensor | None,
-    z: Tensor | None,
-    param: Tensor | None,
-    initial_state: Tensor | None,
+    inputs: Inputs,
     offsets: Tensor,
     saved: Tensor,  # [slots, N, D]
-    **defines: int,
 ) -> Gradients:
-    """Carry gradients back through the recurrence of ``forward`` with the same macros."""
+    """Carry gradients back through the recurrence of ``forward``."""
+    u, _, k, *_ = inputs
     exact = accumulator(u)
-    tensors = _prepare(exact, u, q, k, dt, dt_bias, skip, z, param, initial_state)
     (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1
-    library = load(source, exact, **defines)
+    kept, given = _prepare(inputs, offsets, exact)
+    library = transition.load(exact)
     blocks = -(-width // ctypes.c_int.in_dll(library, "scan_block").value)
-    part_count = parts_of(blocks, width, states)
-
-    def room(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=exact, device="cpu")
-
+    parts = parts_of(blocks, width, states)
     if grad_out is not None:
         grad_out = native.rows(grad_out, exact)
     grad_final = native.whole(grad_final, exact)
-    grads = Gradients(
-        u=room(tokens, width),
-        q=room(tokens, states),
-        k=room(tokens, states),
-        dt=room(tokens, width),
-        dt_bias=None if dt_bias is None else room(width),
-        skip=None if skip is None else room(width),
-        z=None if z is None else room(tokens, width),
-        param=None if param is None else room(width, states),
-        initial_state=None if initial_state is None else room(segments, width, states),
-    )
     # sums over channels come in parts, sums over tokens in one a segment
-    parts = grads._replace(
-        q=room(part_count, tokens, states),
-        k=room(part_count, tokens, states),
-        dt_bias=None if dt_bias is None else room(segments, width),
-        skip=None if skip is None else room(segments, width),
-        param=None if param is None else room(segments, width, states),
-    )
+    count = {"q": parts, "k": parts, "dt_bias": segments, "skip": segments, "param": segments}
+    grads, sums = [], []
+    for role, x in zip(ROLES, inputs, strict=True):
+        found = None if x is None else torch.empty(x.shape, dtype=exact, device="cpu")
+        part = found
+        if x is not None and role in count:
+            part = torch.empty((count[role], *x.shape), dtype=exact, device="cpu")
+        grads.append(found)
+        sums.append(part)
     failed = library.scan_backward(
-        _inputs(tensors, offsets),
+        given,
         _Gradients(
             native.address(grad_out),
             native.address(grad_final),
             0 if grad_out is None else grad_out.stride(0),
-            part_count,
-            *map(native.address, parts),
+            parts,
+            *map(native.address, sums),
         ),
         saved.data_ptr(),
-        *map(native.address, (grads.q, grads.k, grads.dt_bias, grads.skip, grads.param)),
+        *(native.address(grads[i]) for i in (1, 2, 4, 5, 7)),
         native.threads(tokens * width * states),
     )
+    del kept
     if failed:
-        raise MemoryError(f"{source.stem}: no memory for a chunk of keys and states")
-    return grads
+        raise MemoryError(f"{transition.name}: no memory for a chunk of keys and states")
+    return (*grads,)
 
 
 @functools.cache
-def load(source: Path, dtype: torch.dtype, **defines: int) -> ctypes.CDLL:
+def load(source: Path, defines: tuple[tuple[str, int], ...], dtype: torch.dtype) -> ctypes.CDLL:
     """Build and load a family's kernels, or raise what native.library raises."""
-    library = native.library(source, dtype, CHUNK=CHUNK, **defines)
+    library = native.library(source, dtype, CHUNK=CHUNK, **dict(defines))
     inputs, gradients = ctypes.POINTER(_Inputs), ctypes.POINTER(_Gradients)
     library.scan_forward.argtypes = (inputs, *[_POINTER] * 3, ctypes.c_int)
     library.scan_backward.argtypes = (inputs, gradients, *[_POINTER] * 6, ctypes.c_int)
     return library
 
 
-_Optional = Tensor | None
-_Prepared = tuple[
-    Tensor, Tensor, Tensor, Tensor, _Optional, _Optional, _Optional, _Optional, _Optional
-]
-
-
 def _prepare(
-    exact: torch.dtype,
-    u: Tensor,
-    q: Tensor,
-    k: Tensor,
-    dt: Tensor,
-    dt_bias: Tensor | None,
-    skip: Tensor | None,
-    z: Tensor | None,
-    param: Tensor | None,
-    initial_state: Tensor | None,
-) -> _Prepared:
-    """Return the inputs as the kernel reads them, copying only what must be."""
-    return (
-        native.rows(u, exact),
-        native.rows(q, exact),
-        native.rows(k, exact),
-        native.rows(dt, exact),
-        native.whole(dt_bias, exact),
-        native.whole(skip, exact),
-        None if z is None else native.rows(z, exact),
-        native.whole(param, exact),
-        native.whole(initial_state, exact),
-    )
-
-
-def _inputs(tensors: _Prepared, offsets: Tensor) -> _Inputs:
-    u, q, k, dt, _, _, z, _, _ = tensors
-    return _Inputs(
-        *map(native.address, tensors),
-        offsets.data_ptr(),
-        offsets.shape[0] - 1,
-        u.shape[1],
-        k.shape[1],
-        interval(k.shape[1], CHUNK),
-        u.stride(0),
-        q.stride(0),
-        k.stride(0),
-        dt.stride(0),
-        0 if z is None else z.stride(0),
-    )
+    inputs: Inputs, offsets: Tensor, exact: torch.dtype
+) -> tuple[list[Tensor | None], _Inputs]:
+    """Return the inputs as the kernel reads them, copying only what must be, and their places."""
+    tensors, places, strides = [], [], []
+    for x, by_rows in zip(inputs, _BY_ROWS, strict=True):
+        if x is not None:
+            if x.dtype is not exact:
+                x = x.to(exact)
+            if x.stride(-1) != 1 if by_rows else not x.is_contiguous():
+                x = x.contiguous()
+        tensors.append(x)
+        places.append(None if x is None else x.data_ptr())
+        if by_rows:
+            strides.append(0 if x is None else x.stride(0))
+    width, states = inputs[0].shape[1], inputs[2].shape[1]
+    sizes = (offsets.shape[0] - 1, width, states, interval(states, CHUNK))
+    return tensors, _Inputs(*places, offsets.data_ptr(), *sizes, *strides)

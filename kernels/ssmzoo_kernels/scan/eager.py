@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ssmzoo_kernels.scan import accumulator, chunk_slots, interval
+from ssmzoo_kernels.scan import Gradients, Inputs, accumulator, chunk_slots, interval
 from ssmzoo_kernels.segments import by_length
 
 CHUNK = 16
@@ -45,38 +45,14 @@ class Transition(NamedTuple):
     finish: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
-class Gradients(NamedTuple):
-    """What ``backward`` returns: one gradient per input, None where an input was absent."""
-
-    u: Tensor
-    q: Tensor
-    k: Tensor
-    dt: Tensor
-    dt_bias: Tensor | None
-    skip: Tensor | None
-    z: Tensor | None
-    param: Tensor | None
-    initial_state: Tensor | None
-
-
 def forward(
-    transition: Transition,
-    u: Tensor,  # [T, D]
-    q: Tensor,  # [T, N]
-    k: Tensor,  # [T, N]
-    dt: Tensor,  # [T, D]
-    dt_bias: Tensor | None,  # [D]
-    skip: Tensor | None,  # [D]
-    z: Tensor | None,  # [T, D]
-    param: Tensor | None,  # [D, N]
-    initial_state: Tensor | None,  # [S, D, N]
-    offsets: Tensor,  # [S + 1] int64
-    save: bool,
+    transition: Transition, inputs: Inputs, offsets: Tensor, save: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run a family's scan; returns outputs, final states and the state before every interval.
 
     ``out[t] = (sum_n S[t, n] q[t, n] + skip * u[t]) * silu(z[t])``; ``S`` follows the transition.
     """
+    u, q, k, dt, dt_bias, skip, z, param, initial_state = inputs
     exact = accumulator(u)
     values, queries, keys = (x.to(exact) for x in (u, q, k))
     rate, _ = transition.rates(keys, _shifted(dt.to(exact), dt_bias))
@@ -109,19 +85,12 @@ def backward(
     transition: Transition,
     grad_out: Tensor | None,  # [T, D]
     grad_final: Tensor | None,  # [S, D, N]
-    u: Tensor,
-    q: Tensor,
-    k: Tensor,
-    dt: Tensor,
-    dt_bias: Tensor | None,
-    skip: Tensor | None,
-    z: Tensor | None,
-    param: Tensor | None,
-    initial_state: Tensor | None,
+    inputs: Inputs,
     offsets: Tensor,
     saved: Tensor,  # [slots, N, D]
 ) -> Gradients:
     """Run a family's scan backwards from the states that ``forward`` saved."""
+    u, q, k, dt, dt_bias, skip, z, param, initial_state = inputs
     exact = accumulator(u)
     values, queries, keys = (x.to(exact) for x in (u, q, k))
     rate, slope = transition.rates(keys, _shifted(dt.to(exact), dt_bias))
@@ -151,11 +120,11 @@ def backward(
                 first = j - j % (between // CHUNK)
                 starts = [saved[_slots(offsets, members, first, between)]]
                 for c in chunks[first:j]:
-                    inputs = (*_tokens(values, keys, rate, c), rule)
-                    starts.append(_march(transition, starts[-1], *inputs)[0][:, -1].clone())
-            inputs = (*_tokens(values, keys, rate, chunk), rule)
+                    read_by = (*_tokens(values, keys, rate, c), rule)
+                    starts.append(_march(transition, starts[-1], *read_by)[0][:, -1].clone())
+            read_by = (*_tokens(values, keys, rate, chunk), rule)
             outer = (queries[chunk].unsqueeze(-1), grad[chunk].unsqueeze(2))
-            carry, found = _march_back(transition, starts.pop(), carry, inputs, *outer)
+            carry, found = _march_back(transition, starts.pop(), carry, read_by, *outer)
             read[chunk], grad_q[chunk] = found.read, found.q
             grad_u[chunk], grad_k[chunk], grad_rate[chunk] = found.u, found.k, found.rate
             if grad_rule is not None and found.rule is not None:
@@ -173,16 +142,16 @@ def backward(
         read = read + weight * values
     if grad_gate is not None:
         grad_z = grad_gate * read
-    return Gradients(
-        u=grad_u,
-        q=grad_q,
-        k=grad_k,
-        dt=grad_dt,
-        dt_bias=None if dt_bias is None else grad_dt.sum(dim=0),
-        skip=grad_skip,
-        z=grad_z,
-        param=None if grad_rule is None else grad_rule.T,
-        initial_state=None if initial_state is None else grad_initial,
+    return (
+        grad_u,
+        grad_q,
+        grad_k,
+        grad_dt,
+        None if dt_bias is None else grad_dt.sum(dim=0),
+        grad_skip,
+        grad_z,
+        None if grad_rule is None else grad_rule.T,
+        None if initial_state is None else grad_initial,
     )
 
 

@@ -29,10 +29,11 @@ import triton.language as tl
 from torch import Tensor
 from triton import JITFunction
 
-from ssmzoo_kernels.scan import accumulator, chunk_slots, interval, parts_of
+from ssmzoo_kernels.scan import Gradients, Inputs, accumulator, chunk_slots, interval, parts_of
 
 # Warps that keep a large GPU busy; a constant, so that results do not depend on the device.
 FILL = 2048
+CHUNK = 64  # tokens whose states are recomputed at once
 # Lengths make no new variants; widths and strides, which a model fixes, are compiled in.
 LENGTHS = ("segments", "span", "T", "first_slot", "first_block")
 
@@ -581,29 +582,18 @@ class Plan(NamedTuple):
     arguments: dict[str, Any]
 
 
-def plan(
-    transition: Transition,
-    u: Tensor,
-    q: Tensor,
-    k: Tensor,
-    dt: Tensor,
-    dt_bias: Tensor | None,
-    skip: Tensor | None,
-    z: Tensor | None,
-    param: Tensor | None,
-    offsets: Tensor,
-    chunk: int,
-) -> Plan:
+def plan(transition: Transition, inputs: Inputs, offsets: Tensor) -> Plan:
     """Shape the programs of a call and gather what its kernels have in common."""
+    u, q, k, dt, dt_bias, skip, z, param, _ = inputs
     exact = accumulator(u)
     (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1
     shape = tile(states, exact, transition.entries, transition.unroll)
     blocks = triton.cdiv(width, shape.block_d)
-    between = interval(states, chunk)
+    between = interval(states, CHUNK)
     span = span_of(tokens, segments, blocks * shape.num_warps, between)
     matrices = {"u": rows(u), "q": rows(q), "k": rows(k), "dt": rows(dt)}
     matrices["z"] = None if z is None else rows(z)
-    vectors = {"dt_bias": _whole(dt_bias), "skip": _whole(skip), "param": _whole(param)}
+    vectors = {"dt_bias": _whole(dt_bias), "skip": _whole(skip), "param": _whole(_turned(param))}
     arguments = {
         **matrices,
         **vectors,
@@ -619,7 +609,7 @@ def plan(
         "ADJOINT": transition.adjoint,
         "ACC": _ACC[exact],
         "INTERVAL": between,
-        "CHUNK": chunk,
+        "CHUNK": CHUNK,
         "TOKENS": shape.tokens,
         "BLOCK_N": shape.block_n,
         "BLOCK_D": shape.block_d,
@@ -656,27 +646,16 @@ def launch(kernel: JITFunction, grid: tuple[int, int], made: Plan, **own: object
 
 
 def forward(
-    transition: Transition,
-    u: Tensor,  # [T, D]
-    q: Tensor,  # [T, N]
-    k: Tensor,  # [T, N]
-    dt: Tensor,  # [T, D]
-    dt_bias: Tensor | None,  # [D]
-    skip: Tensor | None,  # [D]
-    z: Tensor | None,  # [T, D]
-    param: Tensor | None,  # [N, D]
-    initial_state: Tensor | None,  # [S, D, N]
-    offsets: Tensor,  # [S + 1] int64
-    save: bool,
-    chunk: int,
+    transition: Transition, inputs: Inputs, offsets: Tensor, save: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run a family's scan; returns outputs, final states and the state before every interval.
 
     ``out[t] = (sum_n S[t, n] q[t, n] + skip * u[t]) * silu(z[t])``; ``S`` follows the transition.
     """
+    u, _, k, *_, initial_state = inputs
     exact = accumulator(u)
     (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1
-    made = plan(transition, u, q, k, dt, dt_bias, skip, z, param, offsets, chunk)
+    made = plan(transition, inputs, offsets)
     blocks, span = made.blocks, made.span
     out = u.new_empty(tokens, width)
     saved = u.new_empty(made.slots if save else 0, states, width, dtype=exact)
@@ -714,41 +693,19 @@ def forward(
     return out, final, saved
 
 
-class Gradients(NamedTuple):
-    """What the backward of a scan returns; None for inputs that were absent."""
-
-    u: Tensor
-    q: Tensor
-    k: Tensor
-    dt: Tensor
-    dt_bias: Tensor | None
-    skip: Tensor | None
-    z: Tensor | None
-    param: Tensor | None
-    initial_state: Tensor | None
-
-
 def backward(
     transition: Transition,
     grad_out: Tensor | None,  # [T, D]
     grad_final: Tensor | None,  # [S, D, N]
-    u: Tensor,  # [T, D]
-    q: Tensor,  # [T, N]
-    k: Tensor,  # [T, N]
-    dt: Tensor,  # [T, D]
-    dt_bias: Tensor | None,  # [D]
-    skip: Tensor | None,  # [D]
-    z: Tensor | None,  # [T, D]
-    param: Tensor | None,  # [N, D]
-    initial_state: Tensor | None,  # [S, D, N]
+    inputs: Inputs,
     offsets: Tensor,  # [S + 1] int64
     saved: Tensor,  # [slots, N, D]
-    chunk: int,
 ) -> Gradients:
     """Run a family's scan backwards from the states that ``forward`` saved."""
+    u, q, k, dt, dt_bias, skip, z, param, initial_state = inputs
     exact = accumulator(u)
     (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1
-    made = plan(transition, u, q, k, dt, dt_bias, skip, z, param, offsets, chunk)
+    made = plan(transition, inputs, offsets)
     shape, blocks, span = made.shape, made.blocks, made.span
     grad_out = rows(torch.zeros_like(u) if grad_out is None else grad_out)
     grad_final = _transposed(grad_final)
@@ -794,7 +751,7 @@ def backward(
             "grad_param": per_param,
             "grad_initial": grad_initial,
         }
-        scratch = u.new_empty(at_once * parts * (chunk // shape.tokens) * box, dtype=exact)
+        scratch = u.new_empty(at_once * parts * (CHUNK // shape.tokens) * box, dtype=exact)
         grad_q = part_q.new_zeros(tokens, states)
         grad_k = torch.zeros_like(grad_q)
         for first_block in range(0, blocks, parts):
@@ -820,16 +777,16 @@ def backward(
     grad_bias, grad_skip, grad_param = (
         None if x is None else x.sum(0) for x in (grads["grad_bias"], grads["grad_skip"], per_param)
     )
-    return Gradients(
-        u=grads["grad_u"],
-        q=grad_q,
-        k=grad_k,
-        dt=grads["grad_dt"],
-        dt_bias=grad_bias,
-        skip=grad_skip,
-        z=grads["grad_z"],
-        param=grad_param,
-        initial_state=_transposed(grad_initial),
+    return (
+        grads["grad_u"],
+        grad_q,
+        grad_k,
+        grads["grad_dt"],
+        grad_bias,
+        grad_skip,
+        grads["grad_z"],
+        _turned(grad_param),
+        _transposed(grad_initial),
     )
 
 
@@ -842,6 +799,10 @@ def _stride(x: Tensor | None) -> int:
 
 def _whole(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
+
+
+def _turned(param: Tensor | None) -> Tensor | None:
+    return None if param is None else param.T
 
 
 def _transposed(states: Tensor | None) -> Tensor | None:

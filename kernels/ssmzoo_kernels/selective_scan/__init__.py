@@ -1,15 +1,41 @@
 """Mamba's selective scan: a diagonal state space whose step size is a token's own."""
 
-from typing import get_args
+import importlib
 
 from torch import Tensor
 
-from ssmzoo_kernels.dispatch import Backend, choose, record
-from ssmzoo_kernels.selective_scan import library, reference
+from ssmzoo_kernels.declaration import Choice, Op
+from ssmzoo_kernels.dispatch import Backend
+from ssmzoo_kernels.scan import Kernels, saved_states
+from ssmzoo_kernels.selective_scan import reference
 from ssmzoo_kernels.selective_scan.reference import Discretization
-from ssmzoo_kernels.validation import check_leading, check_tensor, segment_offsets
 
-OP = "selective_scan"
+# to ``scan``
+ROLES = ("u", "dt", "param", "k", "q", "skip", "z", "dt_bias", "initial_state")
+SCAN = Op(
+    "selective_scan",
+    inputs={
+        "u": "B L D",
+        "dt": "B L D",
+        "A": "D N",
+        "B": "B L N",
+        "C": "B L N",
+        "D": "D?",
+        "z": "B L D?",
+        "dt_bias": "D?",
+        "initial_state": "S D N?",
+    },
+    outputs={"y": "B L D", "final_state": "S D N as exact"},
+    options={"discretization": Choice("euler", "zoh")},
+    variant="discretization",
+    packing="flat",
+    least={"A": "state column"},
+    saved=saved_states,
+    reference=reference.selective_scan,
+    kernels=lambda name: Kernels(
+        importlib.import_module(f"ssmzoo_kernels.selective_scan.{name}"), ROLES
+    ),
+)
 
 
 def selective_scan(
@@ -61,54 +87,8 @@ def selective_scan(
         TypeError: Not a tensor, or not floating point.
         RuntimeError: The machine lacks what the named backend needs.
     """
-    check_leading(OP, "u", u, "[B, L, D]")
-    check_leading(OP, "A", A, "[D, N]")
-    batch, length, width = u.shape
-    states = A.shape[1]
-    if states < 1:
-        raise ValueError(f"{OP}: A must have at least one state column, got {list(A.shape)}")
-    check_tensor(OP, "dt", dt, (batch, length, width), u, "[B, L, D]")
-    check_tensor(OP, "A", A, (width, states), u, "[D, N]")
-    check_tensor(OP, "B", B, (batch, length, states), u, "[B, L, N]")
-    check_tensor(OP, "C", C, (batch, length, states), u, "[B, L, N]")
-    if D is not None:
-        check_tensor(OP, "D", D, (width,), u, "[D]")
-    if z is not None:
-        check_tensor(OP, "z", z, (batch, length, width), u, "[B, L, D]")
-    if dt_bias is not None:
-        check_tensor(OP, "dt_bias", dt_bias, (width,), u, "[D]")
-    offsets = segment_offsets(OP, u, cu_seqlens)
-    if initial_state is not None:
-        shape = (offsets.numel() - 1, width, states)
-        rule = "[B, D, N]" if cu_seqlens is None else "[S, D, N]"
-        check_tensor(OP, "initial_state", initial_state, shape, u, rule)
-    if discretization not in get_args(Discretization):
-        raise ValueError(f"{OP}: discretization must be 'euler' or 'zoh', got {discretization!r}")
-
-    chosen = choose(OP, backend, u, variant=discretization)
-    if chosen == "reference":
-        record(OP, "reference")
-        inputs = (u, dt, A, B, C, D, z, dt_bias, initial_state)
-        return reference.selective_scan(
-            *inputs, cu_seqlens=cu_seqlens, discretization=discretization
-        )
-
-    tokens = batch * length
-    y, final_state = library.selective_scan(
-        u.reshape(tokens, width),
-        dt.reshape(tokens, width),
-        A,
-        B.reshape(tokens, states),
-        C.reshape(tokens, states),
-        D,
-        None if z is None else z.reshape(tokens, width),
-        dt_bias,
-        initial_state,
-        offsets,
-        discretization=discretization,
-        backend=chosen,
-    )
-    return y.view(batch, length, width), final_state
+    inputs = (u, dt, A, B, C, D, z, dt_bias, initial_state)
+    return SCAN(*inputs, cu_seqlens=cu_seqlens, backend=backend, discretization=discretization)
 
 
 __all__ = ["selective_scan"]

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ssmzoo_kernels.scan import eager as scan
 
-CHUNK = scan.CHUNK
 TERMS = 15  # of the series, below |delta A| = 1/2
 
 
@@ -96,45 +95,3 @@ TRANSITIONS = {
     "euler": scan.Transition(rates, euler_factors, step, decay, euler_adjoint, finish),
     "zoh": scan.Transition(rates, zoh_factors, step, decay, zoh_adjoint, finish),
 }
-
-
-def forward(
-    u: Tensor,  # [T, D]
-    dt: Tensor,  # [T, D]
-    A: Tensor,  # [D, N]
-    B: Tensor,  # [T, N]
-    C: Tensor,  # [T, N]
-    D: Tensor | None,  # [D]
-    z: Tensor | None,  # [T, D]
-    dt_bias: Tensor | None,  # [D]
-    initial_state: Tensor | None,  # [S, D, N]
-    offsets: Tensor,  # [S + 1] int64
-    save: bool,
-    discretization: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return outputs, final states and, with ``save``, the state before every interval."""
-    inputs = (u, C, B, dt, dt_bias, D, z, A, initial_state)
-    return scan.forward(TRANSITIONS[discretization], *inputs, offsets, save)
-
-
-def backward(
-    grad_y: Tensor | None,  # [T, D]
-    grad_final: Tensor | None,  # [S, D, N]
-    u: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    initial_state: Tensor | None,
-    offsets: Tensor,
-    saved: Tensor,  # [slots, N, D]
-    discretization: str,
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of ``forward``'s nine tensors, None where one was absent."""
-    inputs = (u, C, B, dt, dt_bias, D, z, A, initial_state)
-    rule = TRANSITIONS[discretization]
-    g = scan.backward(rule, grad_y, grad_final, *inputs, offsets, saved)
-    return g.u, g.dt, g.param, g.k, g.q, g.skip, g.z, g.dt_bias, g.initial_state

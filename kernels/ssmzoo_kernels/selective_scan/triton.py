@@ -9,11 +9,8 @@
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ssmzoo_kernels.scan import triton as scan
-
-CHUNK = 64
 
 
 @triton.jit
@@ -114,46 +111,3 @@ TRANSITIONS = {
     "euler": scan.Transition(euler_step, decay, euler_adjoint, entries=8),
     "zoh": scan.Transition(zoh_step, decay, zoh_adjoint, entries=8, unroll=2),
 }
-
-
-def forward(
-    u: Tensor,  # [T, D]
-    dt: Tensor,  # [T, D]
-    A: Tensor,  # [D, N]
-    B: Tensor,  # [T, N]
-    C: Tensor,  # [T, N]
-    D: Tensor | None,  # [D]
-    z: Tensor | None,  # [T, D]
-    dt_bias: Tensor | None,  # [D]
-    initial_state: Tensor | None,  # [S, D, N]
-    offsets: Tensor,  # [S + 1] int64
-    save: bool,
-    discretization: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return outputs, final states and, with ``save``, the state before every interval."""
-    inputs = (u, C, B, dt, dt_bias, D, z, A.T, initial_state)
-    return scan.forward(TRANSITIONS[discretization], *inputs, offsets, save, CHUNK)
-
-
-def backward(
-    grad_y: Tensor | None,  # [T, D]
-    grad_final: Tensor | None,  # [S, D, N]
-    u: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    initial_state: Tensor | None,
-    offsets: Tensor,
-    saved: Tensor,  # [slots, N, D]
-    discretization: str,
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of ``forward``'s nine tensors, None where one was absent."""
-    inputs = (u, C, B, dt, dt_bias, D, z, A.T, initial_state)
-    rule = TRANSITIONS[discretization]
-    g = scan.backward(rule, grad_y, grad_final, *inputs, offsets, saved, CHUNK)
-    assert g.param is not None
-    return g.u, g.dt, g.param.T, g.k, g.q, g.skip, g.z, g.dt_bias, g.initial_state

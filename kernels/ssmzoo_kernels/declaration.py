@@ -1,0 +1,532 @@
+"""An op by declaration: its tensors, shapes and choices, from which all of its plumbing follows.
+
+An op is declared once, beside its public function::
+
+    SCAN = Op(
+        "linear_scan",
+        inputs={"a": "B L D", "b": "B L D", "initial_state": "S D?"},
+        outputs={"h": "B L D", "final_state": "S D as exact"},
+        kernels=lambda name: importlib.import_module(f"ssmzoo_kernels.linear_scan.{name}"),
+        reference=reference.linear_scan,
+        packing="flat",
+    )
+
+and ``SCAN(a, b, state, cu_seqlens=..., backend=...)`` checks the arguments, chooses a backend and
+runs it: at once where nobody asks for gradients or traces, else as the op ``ssmzoo::linear_scan``
+of ``torch.library``, whose schema, fake and autograd are made here. The backward is an op of its
+own, ``ssmzoo::linear_scan_backward``.
+
+An input is its shape in letters, then what it holds if that is not floating point (``complex``,
+``number`` for either, ``int64``, ``bool``), then ``?`` if it may be absent: ``"B L D"``,
+``"H N complex?"``. ``K-1`` is a size less one. Equal letters are equal sizes; ``S`` counts the
+sequences, packed ones or rows of a batch. An output's dtype is the first input's, or comes after
+``as``: ``exact`` (float32, or float64 for float64), ``real`` or ``complex`` (the first input's
+counterpart), or an input's name.
+
+With ``packing="flat"`` kernels get ``B L`` as one dimension of ``T`` tokens, cut into sequences by
+``offsets`` [S + 1]; with ``"rows"`` they get the batch as it is, and ``offsets`` or None.
+
+The kernels of a backend are two functions whose arguments come by position, in the order declared::
+
+    forward(*inputs, [offsets], [save], *options)             -> (*outputs, [saved])
+    backward(*gradients of outputs, *what is kept, *options)  -> a gradient for each floating input
+
+``save`` and ``saved`` are there if the op declares what it saves. A gradient of an output is None
+if nobody asked for it; what is returned for an absent input does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from ssmzoo_kernels.dispatch import ALL, Backend, choose, record
+from ssmzoo_kernels.validation import Packing, segment_offsets, transformed
+
+_SLOPED = ("float", "complex", "number")  # kinds that have gradients
+_DTYPES = {
+    "complex": (torch.complex64, torch.complex128),
+    "int64": (torch.int64,),
+    "bool": (torch.bool,),
+}
+_declared: dict[str, Op] = {}
+
+
+class Argument(NamedTuple):
+    """A tensor of an op."""
+
+    name: str
+    dims: tuple[tuple[str, int], ...]  # ("K", -1) is K - 1
+    kind: str  # what it holds; of an output, its dtype
+    optional: bool = False
+
+    @property
+    def rule(self) -> str:
+        """Return the shape as messages name it: ``[B, K - 1, D]``."""
+        words = (x if not more else f"{x} {'+-'[more < 0]} {abs(more)}" for x, more in self.dims)
+        return f"[{', '.join(words)}]"
+
+    @property
+    def is_row(self) -> bool:
+        """Tell whether the tensor has a row of tokens for each sequence of a batch."""
+        return [x for x, _ in self.dims[:2]] == ["B", "L"]
+
+
+class Choice:
+    """An option of few values.
+
+    Args:
+        values: What kernels know.
+        reference: More values, which only the reference knows.
+    """
+
+    def __init__(self, *values: str | None, reference: tuple[str, ...] = ()) -> None:
+        self.values = values
+        self.reference = reference
+
+
+def declared() -> Mapping[str, Op]:
+    """Return all ops that were declared, by name."""
+    return _declared
+
+
+class Op:
+    """An op, declared (the grammar and the kernels' signatures: the module's docstring).
+
+    Args:
+        name: The op's name; it opens messages and names the registered op.
+        inputs: The tensors in the order of the public function, by name.
+        outputs: What kernels return, by name.
+        kernels: From a backend's name, its ``forward`` and ``backward``: a module or any object.
+        reference: The formula; it gets the public function's tensors, boundaries and options.
+        packing: How an op along sequences sees a batch and packed rows; None for other ops.
+        options: Other arguments that kernels get, in order: a ``Choice`` or a type of
+            ``torch.library``'s schemas (``"int"``, ``"float[]"``). A choice that leaves kernels one
+            value is not told to them. A size of outputs may be an ``"int"``, by its name.
+        least: By tensor, what its last size counts and must be one of at least. These tensors
+            are checked before the others.
+        saved: What the forward makes for the backward alone, in the exact dtype: a shape, or a
+            function from the backend's kernels and the sizes by letter to a shape.
+        keeps: What the backward reads of inputs, ``offsets``, outputs and ``saved``; None for all
+            inputs, ``offsets`` and ``saved``. The gradient of an input that is not kept is like the
+            first one that is.
+        offers: The backends there are, see ``dispatch.choose``.
+        variant: The option that says which C kernel is needed, where there are several.
+        has_backward: Whether gradients flow at all.
+        writes: The input that kernels write to.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inputs: Mapping[str, str],
+        outputs: Mapping[str, str],
+        *,
+        kernels: Callable[[str], Any],
+        reference: Callable[..., Any],
+        packing: Literal["flat", "rows"] | None = None,
+        options: Mapping[str, Choice | str] | None = None,
+        least: Mapping[str, str] | None = None,
+        saved: str | Callable[[Any, Mapping[str, int]], Sequence[int]] | None = None,
+        keeps: Sequence[str] | None = None,
+        offers: tuple[str, ...] = ALL,
+        variant: str | None = None,
+        has_backward: bool = True,
+        writes: str | None = None,
+    ) -> None:
+        self.name, self.packing, self.saved, self.offers = name, packing, saved, offers
+        self.inputs = {x: _argument(x, text) for x, text in inputs.items()}
+        self.outputs = {x: _argument(x, text) for x, text in outputs.items()}
+        self.options, self.least = dict(options or {}), dict(least or {})
+        self.reference, self.variant, self.writes = reference, variant, writes
+        arguments = [*self.inputs.values()]
+        self.gradients = [x.name for x in arguments if has_backward and x.kind in _SLOPED]
+        self._make_kernels, self._kernels = kernels, {}
+        self._choices = [(x, c) for x, c in self.options.items() if isinstance(c, Choice)]
+        self._told = [
+            x for x, c in self.options.items() if not isinstance(c, Choice) or len(c.values) > 1
+        ]
+        urgent = [(i > 0, x.name not in self.least, i) for i, x in enumerate(arguments)]
+        self._order = [(i, arguments[i]) for _, _, i in sorted(urgent)]
+        self._rows = [packing == "flat" and x.is_row for x in arguments]
+        self._output_rows = [packing == "flat" and x.is_row for x in self.outputs.values()]
+        self._maps = False
+        self._register(keeps)
+        _declared[name] = self
+
+    # --- a call ---------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        *tensors: Any,
+        cu_seqlens: Tensor | Packing | None = None,
+        backend: Backend = "auto",
+        **options: Any,
+    ) -> Any:
+        """Check the arguments, choose a backend and run it, on tensors as the public op has them.
+
+        Returns:
+            The outputs, a tuple if there are several.
+
+        Raises:
+            ValueError: Shapes, devices, boundaries or choices that do not fit.
+            TypeError: Not a tensor, or of the wrong kind.
+            RuntimeError: The machine lacks what the named backend needs.
+        """
+        offsets = self.check(tensors, cu_seqlens)
+        chosen = self.choose(backend, tensors[0], options)
+        given = None if cu_seqlens is None else offsets
+        if chosen == "reference":
+            return self.judge(tensors, options, given)
+        if self.packing != "flat":
+            return self.run(chosen, tensors, options, given)
+        batch, length = tensors[0].shape[:2]
+        flat = []
+        for x, is_row in zip(tensors, self._rows, strict=True):
+            flat.append(x.reshape(batch * length, *x.shape[2:]) if is_row and x is not None else x)
+        found = self.run(chosen, flat, options, offsets)
+        if isinstance(found, Tensor):
+            return found.view(batch, length, *found.shape[1:]) if self._output_rows[0] else found
+        rows = []
+        for x, is_row in zip(found, self._output_rows, strict=True):
+            rows.append(x.view(batch, length, *x.shape[1:]) if is_row else x)
+        return tuple(rows)
+
+    def check(self, tensors: Sequence[Any], cu_seqlens: Any = None, **sizes: int) -> Tensor | None:
+        """Fail unless the tensors fit together, and to the boundaries.
+
+        Args:
+            tensors: As the public op has them, None where absent.
+            cu_seqlens: Boundaries of packed sequences, or None.
+            sizes: Sizes that are known already, by letter.
+
+        Returns:
+            The offsets ``[S + 1]`` for an op along sequences, else None.
+        """
+        offsets = device = None
+        number = "float"
+        # one loop without calls: at one token, calls are what an op's time goes into
+        for place, argument in self._order:
+            x = tensors[place]
+            if x is None and argument.optional:
+                continue
+            fits = False
+            if isinstance(x, Tensor):
+                if place == 0:
+                    device = x.device
+                    number = "complex" if x.is_complex() else "float"
+                kind = number if argument.kind == "number" else argument.kind
+                fits = x.is_floating_point() if kind == "float" else x.dtype in _DTYPES[kind]
+                if x.device != device or x.dim() != len(argument.dims):
+                    fits = False
+                elif fits:
+                    for size, (letter, more) in zip(x.shape, argument.dims, strict=True):
+                        if sizes.setdefault(letter, size - more) + more != size:
+                            fits = False
+                    if argument.name in self.least and x.shape[-1] < 1:
+                        fits = False
+            if not fits:
+                kind = number if argument.kind == "number" else argument.kind
+                self._refuse(argument, kind, x, sizes, device, cu_seqlens is not None)
+            if place == 0 and self.packing is not None:
+                offsets = segment_offsets(self.name, x, cu_seqlens)
+                sizes["S"] = sizes["B"] if cu_seqlens is None else offsets.shape[0] - 1
+        return offsets
+
+    def _refuse(
+        self,
+        argument: Argument,
+        kind: str,
+        x: Any,
+        sizes: Mapping[str, int],
+        device: torch.device | None,
+        packed: bool,
+    ) -> NoReturn:
+        """Say why a tensor does not fit: not a tensor, its shape, what it holds, or its device."""
+        what, rule = f"{self.name}: {argument.name} must", argument.rule
+        if self.packing and not packed:
+            rule = rule.replace("[S,", "[B,")
+        if kind in ("int64", "bool") and (not isinstance(x, Tensor) or x.dtype != _DTYPES[kind][0]):
+            article = "an" if kind == "int64" else "a"
+            came = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"{what} be {article} {kind} tensor {rule}, got {came}")
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{what} be a tensor {rule}, got {type(x).__name__}")
+        shape = [*x.shape]
+        if len(shape) != len(argument.dims):
+            raise ValueError(f"{what} have shape {rule}, got {shape}")
+        if argument.name in self.least and shape[-1] < 1:
+            raise ValueError(f"{what} have at least one {self.least[argument.name]}, got {shape}")
+        pairs = zip(shape, argument.dims, strict=True)
+        wanted = [sizes.get(letter, size - more) + more for size, (letter, more) in pairs]
+        if shape != wanted:
+            raise ValueError(f"{what} have shape {rule} = {wanted}, got {shape}")
+        if kind == "float" and not x.is_floating_point():
+            raise TypeError(f"{what} be floating point, got {x.dtype}")
+        if kind == "complex" and x.dtype not in _DTYPES["complex"]:
+            raise TypeError(f"{what} be complex64 or complex128, got {x.dtype}")
+        raise ValueError(f"{what} be on {device}, got {x.device}")
+
+    def choose(
+        self,
+        backend: Backend,
+        tensor: Tensor,
+        options: Mapping[str, Any] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        offers: tuple[str, ...] | None = None,
+    ) -> str:
+        """Check the choices among the options and return the backend that a call shall take.
+
+        ``dtype`` and ``offers`` are those of ``dispatch.choose``.
+        """
+        options = options or {}
+        for name, choice in self._choices:
+            value = options[name]
+            if value in choice.values:
+                continue
+            if value not in choice.reference:
+                known = " or ".join(map(repr, (*choice.values, *choice.reference)))
+                raise ValueError(f"{self.name}: {name} must be {known}, got {value!r}")
+            if backend not in ("auto", "reference"):
+                raise ValueError(
+                    f'{self.name}: {name}="{value}" exists only as a reference, got '
+                    f'backend={backend!r}; use backend="auto"'
+                )
+            backend = "reference"
+        variant = None if self.variant is None else options[self.variant]
+        offers = self.offers if offers is None else offers
+        return choose(self.name, backend, tensor, offers, dtype=dtype, variant=variant)
+
+    def judge(
+        self, tensors: Sequence[Any], options: Mapping[str, Any], cu_seqlens: Tensor | None = None
+    ) -> Any:
+        """Run the reference, on tensors as the public op has them."""
+        record(self.name, "reference")
+        if self.packing is None:
+            return self.reference(*tensors, **options)
+        return self.reference(*tensors, cu_seqlens=cu_seqlens, **options)
+
+    def run(
+        self,
+        backend: str,
+        tensors: Sequence[Any],
+        options: Mapping[str, Any] | None = None,
+        offsets: Tensor | None = None,
+    ) -> Any:
+        """Run a backend on checked tensors as kernels have them, flat if the op is.
+
+        Returns:
+            The outputs, a tuple if there are several.
+        """
+        mapped = self._maps and transformed()
+        save = mapped and torch.is_grad_enabled()  # vmap's tensors do not tell who wants gradients
+        if self.gradients and not save and torch.is_grad_enabled():
+            for x in tensors:
+                if x is not None and x.requires_grad:
+                    save = True
+        arguments = [*tensors]
+        if self.packing is not None:
+            arguments.append(offsets)
+        if self.saved is not None:
+            arguments.append(save)
+        for name in self._told:
+            arguments.append(options[name])  # pyright: ignore[reportOptionalSubscript]
+        if save or mapped or needs_library(tensors[0]):
+            found = self._forward(*arguments, backend)
+        else:
+            record(self.name, backend)
+            found = self.kernels(backend).forward(*arguments)
+        if isinstance(found, Tensor) or len(found) == len(self.outputs):
+            return found
+        return found[0] if len(self.outputs) == 1 else found[: len(self.outputs)]
+
+    def kernels(self, backend: str) -> Any:
+        """Return the kernels of a backend."""
+        if backend not in self._kernels:
+            self._kernels[backend] = self._make_kernels(backend)
+        return self._kernels[backend]
+
+    # --- registration ---------------------------------------------------------------------------
+
+    def _register(self, keeps: Sequence[str] | None) -> None:
+        """Register forward and backward with torch.library."""
+        tensors = {x.name: "Tensor?" if x.optional else "Tensor" for x in self.inputs.values()}
+        if self.writes is not None:
+            tensors[self.writes] = "Tensor(a!)"
+        if self.packing is not None:
+            tensors["offsets"] = "Tensor" if self.packing == "flat" else "Tensor?"
+        options = {x: _schema_type(self.options[x]) for x in self._told} | {"backend": "str"}
+        save = {} if self.saved is None else {"save": "bool"}
+        results = [*self.outputs, *([] if self.saved is None else ["saved"])]
+        self._first_option = len(tensors) + len(save)
+        self.registered = torch.library.custom_op(
+            f"ssmzoo::{self.name}",
+            self._run_forward,
+            mutates_args=() if self.writes is None else (self.writes,),
+            schema=_schema({**tensors, **save, **options}, len(results)),
+        )
+        self.registered.register_fake(self._fake_forward)
+        self._forward = self.registered._opoverload
+        if not self.gradients:
+            return
+        everything = {**tensors, **dict.fromkeys(results, "Tensor")}
+        if keeps is None:
+            keeps = [x for x in everything if x not in self.outputs]
+        self._kept = [[*everything].index(x) for x in keeps]
+        likes = [keeps.index(x) if x in keeps else 0 for x in self.gradients]
+        self._likes = [len(self.outputs) + i for i in likes]
+        arguments = {f"grad_{x}": "Tensor?" for x in self.outputs}
+        arguments |= {x: everything[x] for x in keeps} | options
+        self.registered_backward = torch.library.custom_op(
+            f"ssmzoo::{self.name}_backward",
+            self._run_backward,
+            mutates_args=(),
+            schema=_schema(arguments, len(self.gradients)),
+        )
+        self.registered_backward.register_fake(self._fake_backward)
+        self._backward = self.registered_backward._opoverload
+        self.registered.register_autograd(self._autograd, setup_context=self._setup_context)
+
+    def register_vmap(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
+        """Let ``torch.vmap`` map over the op, by functions as ``torch.library`` describes them."""
+        self._maps = True
+        self.registered.register_vmap(forward)
+        self.registered_backward.register_vmap(backward)
+
+    def _run_forward(self, *arguments: Any) -> Any:
+        *given, backend = arguments
+        record(self.name, backend)
+        found = _several(self.kernels(backend).forward(*given))
+        if self.saved is not None and not given[self._first_option - 1]:
+            found = (*found[:-1], found[-1][:0])
+        return _alone([contiguous(x) for x in found])
+
+    def _fake_forward(self, *arguments: Any) -> Any:
+        first, sizes = arguments[0], {}
+        tensors = dict(zip(self.inputs, arguments, strict=False))
+        for x, argument in zip(tensors.values(), self.inputs.values(), strict=True):
+            if x is not None:
+                for size, (letter, more) in zip(x.shape, self._flat(argument), strict=True):
+                    sizes[letter] = size - more
+        if self.packing is not None:
+            offsets = arguments[len(tensors)]
+            sizes["S"] = sizes["B"] if offsets is None else offsets.shape[0] - 1
+        sizes |= zip(self._told, arguments[self._first_option :], strict=False)
+        dtypes = {"float": first.dtype, "exact": accumulator(first)}
+        dtypes |= {"real": first.dtype.to_real(), "complex": first.dtype.to_complex()}
+        dtypes |= {name: x.dtype for name, x in tensors.items() if x is not None}
+        made = []
+        for output in self.outputs.values():
+            shape = [sizes[letter] + more for letter, more in self._flat(output)]
+            made.append(first.new_empty(shape, dtype=dtypes[output.kind]))
+        if self.saved is not None:
+            if callable(self.saved):
+                shape = self.saved(self.kernels(arguments[-1]), sizes)
+            else:
+                shape = [sizes[letter] for letter in self.saved.split()]
+            rows = shape[0] if arguments[self._first_option - 1] else 0
+            made.append(first.new_empty(rows, *shape[1:], dtype=dtypes["exact"]))
+        return _alone(made)
+
+    def _flat(self, argument: Argument) -> tuple[tuple[str, int], ...]:
+        """Return a tensor's shape as kernels have it."""
+        if self.packing == "flat" and argument.is_row:
+            return (("T", 0), *argument.dims[2:])
+        return argument.dims
+
+    def _run_backward(self, *arguments: Any) -> Any:
+        *given, backend = arguments
+        grads = _several(self.kernels(backend).backward(*given))
+        found = []
+        for grad, place in zip(grads, self._likes, strict=True):
+            like = given[place]
+            fitting = grads[0].new_empty(0) if like is None else contiguous(grad.to(like.dtype))
+            found.append(fitting)
+        return _alone(found)
+
+    def _fake_backward(self, *arguments: Any) -> Any:
+        whole, found = torch.contiguous_format, []
+        for place in self._likes:
+            like = arguments[place]
+            some = arguments[self._likes[0]]
+            found.append(
+                some.new_empty(0) if like is None else torch.empty_like(like, memory_format=whole)
+            )
+        return _alone(found)
+
+    def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        results = _several(output)
+        tensors = len(self.inputs) + (self.packing is not None)
+        everything = (*inputs[:tensors], *results)
+        ctx.set_materialize_grads(False)
+        if self.saved is not None:
+            ctx.mark_non_differentiable(results[-1])
+        ctx.save_for_backward(*(everything[i] for i in self._kept))
+        ctx.options = inputs[self._first_option :]
+        ctx.given = [x is not None for x in inputs]
+
+    def _autograd(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        found = self._backward(*grads[: len(self.outputs)], *ctx.saved_tensors, *ctx.options)
+        by_name = dict(zip(self.gradients, _several(found), strict=True))
+        names = (*self.inputs, *[None] * (len(ctx.given) - len(self.inputs)))
+        pairs = zip(names, ctx.given, strict=True)
+        return tuple(by_name.get(name) if given else None for name, given in pairs)
+
+
+def accumulator(x: Tensor) -> torch.dtype:
+    """Return the dtype of states and sums: float32, or float64 for float64 inputs."""
+    return torch.promote_types(torch.float32, x.dtype)
+
+
+def needs_library(x: Tensor) -> bool:
+    """Tell whether a call must go through ``torch.library`` even without gradients.
+
+    Tracers and tensor subclasses need it; a plain eager call saves its overhead.
+    """
+    return torch.compiler.is_compiling() or type(x) is not Tensor or x.device.type == "meta"
+
+
+def contiguous(x: Tensor) -> Tensor:
+    """Return a tensor as plain numbers in rows: neither strided, conjugated nor negated lazily.
+
+    Compiled graphs read results by the strides that fakes promise, and do not look at what came.
+    """
+    return x.resolve_conj().resolve_neg().contiguous()
+
+
+def _argument(name: str, text: str) -> Argument:
+    """Parse ``"B K-1 D complex?"``, or an output's ``"B K-1 D as exact"``."""
+    shape, _, dtype = text.removesuffix("?").partition(" as ")
+    words = shape.split()
+    kind = dtype or "float"
+    if words and words[-1] in (*_SLOPED, *_DTYPES):
+        kind = words.pop()
+    dims = []
+    for word in words:
+        letter, sign, more = word.partition("+") if "+" in word else word.partition("-")
+        dims.append((letter, int(sign + more) if sign else 0))
+    return Argument(name, (*dims,), kind, text.endswith("?"))
+
+
+def _schema_type(option: Choice | str) -> str:
+    if isinstance(option, Choice):
+        return "str?" if None in option.values else "str"
+    return option
+
+
+def _schema(arguments: Mapping[str, str], results: int) -> str:
+    given = ", ".join(f"{kind} {name}" for name, kind in arguments.items())
+    found = ", ".join(["Tensor"] * results)
+    return f"({given}) -> {found if results == 1 else f'({found})'}"
+
+
+def _several(found: Any) -> Sequence[Any]:
+    return (found,) if isinstance(found, Tensor) else found
+
+
+def _alone(found: list[Any]) -> Any:
+    return found[0] if len(found) == 1 else tuple(found)
