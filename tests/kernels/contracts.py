@@ -5,10 +5,10 @@
 
 import itertools
 
-from ssmzoo_kernels.declaration import declared
-
 import ssmzoo_kernels
 from ssmzoo.testing import OpContract
+from ssmzoo.testing.ops import PACKED
+from ssmzoo_kernels.declaration import declared
 
 
 def lengths(*counts, **others):
@@ -34,6 +34,11 @@ class LonghornScan(OpContract):
         *grid(L=[33], D=[1, 16, 63, 130], N=[1, 3, 16, 17, 64]),
         {"B": 1, "L": 200, "D": 20, "N": 40},  # several chunks between saved states
     )
+    packings = (
+        (PACKED, {}),
+        ((0, 48, 97, 0, 15, 40), {"D": 20, "N": 40}),
+        ((17,) * 40, {"D": 6, "N": 5}),  # sequences that take turns
+    )
 
 
 class SelectiveScan(OpContract):
@@ -45,4 +50,9 @@ class SelectiveScan(OpContract):
         *lengths(0, 1, 2, 15, 16, 17, 63, 64, 65, D=20),
         *grid(L=[18], D=[1, 16, 130], N=[1, 3, 16, 17]),
         {"B": 1, "L": 160, "D": 20, "N": 40},
+    )
+    packings = (
+        (PACKED, {}),
+        ((0, 48, 57, 0, 15, 40), {"D": 20, "N": 40}),
+        ((5,) * 40, {"D": 6, "N": 5}),
     )

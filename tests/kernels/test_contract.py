@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from ssmzoo_kernels.declaration import Op
 
 from ssmzoo.testing import OpContract
 from ssmzoo_kernels import declaration
+from ssmzoo_kernels.declaration import Op
 
 
 def reference(x, decay, initial_state=None, *, cu_seqlens=None):

@@ -8,6 +8,8 @@ op's declaration; checks that do not apply to an op are not there. A check fails
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import mmap
 import warnings
@@ -16,7 +18,6 @@ from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
 import torch
-from ssmzoo_kernels.declaration import Argument, Op
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ssmzoo.testing.accuracy import assert_as_accurate
 from ssmzoo_kernels import declaration, last_backend, use_backend
+from ssmzoo_kernels.declaration import Argument, Choice, Op
 from ssmzoo_kernels.dispatch import ALL
 from ssmzoo_kernels.validation import Packing
 
@@ -39,9 +41,11 @@ class Case(NamedTuple):
     more: Any = None
 
     def __str__(self) -> str:
-        more = self.more
+        more, rows = self.more, ""
+        if isinstance(more, tuple) and isinstance(more[0], tuple):
+            rows, more = f"{len(more[0])}rows", more[1]
         if isinstance(more, dict):
-            more = ",".join(f"{k}{v}" for k, v in more.items())
+            more = ",".join(x for x in (rows, *(f"{k}{v}" for k, v in more.items())) if x)
         parts = (self.backend, self.form, None if more is None else str(more))
         return "-".join(x for x in parts if x)
 
@@ -88,7 +92,7 @@ class OpContract:
         forms: Options of the op by the name of the form that they choose; all checks run on each.
         sizes: A size for every letter of the declared shapes.
         shapes: Sizes that replace some of these, for the check of accuracy.
-        packed: Lengths of packed sequences.
+        packings: Lengths of packed sequences, and the sizes that they replace.
         cuts: Where a sequence of 40 tokens is cut to be continued.
         values: By tensor, what its random normal numbers become: ``{"A": lambda x: -x.exp()}``.
         complex: Tensors to draw complex where the declaration leaves that open.
@@ -106,7 +110,7 @@ class OpContract:
     forms: ClassVar[dict[str, dict[str, Any]]] = {"": {}}
     sizes: ClassVar[dict[str, int]] = {"B": 2, "L": 40, "D": 18, "N": 4}
     shapes: ClassVar[Sequence[dict[str, int]]] = tuple({"L": n} for n in LENGTHS)
-    packed: ClassVar[tuple[int, ...]] = PACKED
+    packings: ClassVar[Sequence[tuple[tuple[int, ...], dict[str, int]]]] = ((PACKED, {}),)
     cuts: ClassVar[Sequence[tuple[int, ...]]] = ((1,), (16,), (20,), (3, 19, 39))
     values: ClassVar[dict[str, Callable[[Tensor], Tensor]]] = {}
     complex: ClassVar[tuple[str, ...]] = ()
@@ -255,18 +259,20 @@ class OpContract:
         """Return the names of the tensors of a call that have gradients."""
         return [n for n in self.declaration.gradients if tensors.get(n) is not None]
 
-    def judge(self, tensors: Tensors, case: Case, dtype: torch.dtype | None, **options) -> None:
+    def judge(
+        self, tensors: Tensors, case: Case, dtype: torch.dtype | None, call: Any = None, **options
+    ) -> None:
         """Hold outputs and gradients to the error that the reference has in a dtype."""
         floating = [n for n, x in tensors.items() if x is not None and not _is_integer(x)]
         pairs = [n for n in floating if _present(tensors, n).is_complex()]
         graded = bool(self.declaration.gradients)
 
-        def on(backend: str) -> Callable[..., tuple[Tensor, ...]]:
+        def on(backend: str, run: Any) -> Callable[..., tuple[Tensor, ...]]:
             def called(*given: Tensor) -> tuple[Tensor, ...]:
                 own = dict(zip(floating, given, strict=True))
                 own |= {n: torch.view_as_complex(own[n]) for n in pairs}
                 with torch.set_grad_enabled(graded):
-                    found = self.run(tensors | own, case._replace(backend=backend), **options)
+                    found = run(tensors | own, case._replace(backend=backend), **options)
                 found = [torch.view_as_real(y) if y.is_complex() else y for y in found]
                 found = [y for y in found if y.is_floating_point()]
                 # an op without gradients passes for one whose gradients are zero
@@ -277,7 +283,8 @@ class OpContract:
         given = [_present(tensors, n) for n in floating]
         given = [torch.view_as_real(x) if x.is_complex() else x for x in given]
         try:
-            assert_as_accurate(on(case.backend), on("reference"), given, dtype, self.slack)
+            candidate, known = on(case.backend, call or self.run), on("reference", self.run)
+            assert_as_accurate(candidate, known, given, dtype, self.slack)
         except AssertionError as error:
             text = str(error)
             for i, name in reversed([*enumerate(floating)]):
@@ -320,6 +327,31 @@ class OpContract:
         """In float32, for sizes around chunks, blocks and vectors."""
         self.judge(self.draw(**case.more), case, torch.float32)
 
+    @check(once=("backends",))
+    def test_small_errors_are_noticed(self, case: Case) -> None:
+        """The check above sees an output off by 1e-5 of its size, a gradient by 1e-4, and NaN."""
+        case = case._replace(backend="reference")
+        tensors = self.draw(B=1, L=11, D=5)
+        names = {f"output {i}:": i for i in range(len(self.run(tensors, case)))}
+        names |= {f"gradient of {n}:": n for n in self.sloped(tensors)}
+
+        def wrong(leaves: Tensors, case: Case, place: Any = None) -> tuple[Tensor, ...]:
+            if place in leaves:
+                leaves = leaves | {place: _Steeper.apply(_present(leaves, place))}
+            found = [*self.run(leaves, case)]
+            if place not in leaves:
+                found[place] = found[place] * (1 + 1e-5)
+            return (*found,)
+
+        for name, place in names.items():
+            _fails(
+                AssertionError,
+                name,
+                lambda x=place: self.judge(
+                    tensors, case, torch.float32, functools.partial(wrong, place=x)
+                ),
+            )
+
     @check(over=DTYPES)
     def test_other_dtypes_are_as_exact_as_the_reference(self, case: Case) -> None:
         """In float64 and in half precision, with results and gradients in the dtype."""
@@ -349,7 +381,7 @@ class OpContract:
     @check(over="optional")
     def test_optional_tensors_may_be_absent(self, case: Case) -> None:
         """Each of them, and all at once."""
-        tensors = self.draw() | dict.fromkeys(case.more.split(","))
+        tensors = self.draw(L=20) | dict.fromkeys(case.more.split(","))
         self.judge(tensors, case, torch.float32)
 
     @check(needs=("gradients",))
@@ -438,17 +470,19 @@ class OpContract:
         expected = self.results(tensors, case._replace(backend="reference"))
         self.compare(found, {name: expected[name]}, 1e-12)
 
-    @check(needs=("packing",))
+    @check(needs=("packing",), over="packings")
     def test_packed_rows_are_as_exact_as_the_reference(self, case: Case) -> None:
         """With empty ones, and boundaries in, at and past a chunk."""
-        ends = _ends(self.packed)
-        self.judge(self.draw(packed=self.packed), case, torch.float32, cu_seqlens=ends)
+        lengths, sizes = case.more
+        tensors = self.draw(packed=lengths, **sizes)
+        self.judge(tensors, case, torch.float32, cu_seqlens=_ends(lengths))
 
     @check(needs=("packing",))
     def test_packed_rows_equal_single_rows(self, case: Case) -> None:
         """In float64, gradients included, with boundaries in int32."""
-        ends = _ends(self.packed).tolist()
-        tensors = self.draw(packed=self.packed)
+        lengths, sizes = self.packings[0]
+        ends = _ends(lengths).tolist()
+        tensors = self.draw(packed=lengths, **sizes)
 
         specs = self.declaration.outputs.values()
 
@@ -463,7 +497,7 @@ class OpContract:
             )
 
         expected = self.results(tensors, case, call=singly)
-        found = self.results(tensors, case, cu_seqlens=_ends(self.packed).int())
+        found = self.results(tensors, case, cu_seqlens=_ends(lengths).int())
         outputs = {n: x for n, x in expected.items() if n.startswith("output")}
         self.compare(found, outputs, 0 if case.backend in self.exact else 1e-12)
         self.compare(found, expected, 1e-12)  # sums over all tokens have another order
@@ -671,7 +705,7 @@ class OpContract:
             for other in results[1:]:
                 self.compare(other, results[0], 0)
 
-    @check()
+    @check(once=("forms",))
     def test_compiles_without_a_graph_break(self, case: Case) -> None:
         """Into one graph, with the same outputs and gradients; without gradients, too."""
         tensors = self.draw(L=20, D=6, N=3, dtype=torch.float32)
@@ -753,6 +787,8 @@ class OpContract:
             others = [n for n, other in self.declaration.inputs.items() if n != name]
             if others:
                 fails(ValueError, name, x.to("meta"), *others)
+            if name in self.declaration.least:
+                fails(ValueError, name, x.narrow(-1, 0, 0))
             for axis, letter in enumerate(_letters(spec)):
                 if letters.count(letter) > 1 and x.shape[axis] > 1:
                     fails(ValueError, name, x.narrow(axis, 1, x.shape[axis] - 1), *others)
@@ -793,6 +829,16 @@ class OpContract:
         expected = self.results(tensors, case, cu_seqlens=torch.tensor([0, 3, 7, 12]))
         for ends in (apart, Packing.of(apart, 12)):
             self.compare(self.results(tensors, case, cu_seqlens=ends), expected, 0)
+
+    @check(once=("backends", "forms"))
+    def test_bad_choices_are_one_clear_error(self, case: Case) -> None:
+        """Values of no meaning, and those that only the reference knows."""
+        tensors = self.draw(L=3, dtype=torch.float32)
+        known = inspect.signature(type(self).op).parameters
+        for name, choice in self.declaration.options.items():
+            if isinstance(choice, Choice) and name in known:
+                for wrong in ("nonsense", *choice.reference):
+                    _fails(ValueError, name, lambda x={name: wrong}: self.run(tensors, case, **x))
 
     @check(once=("backends", "forms"))
     def test_bad_backends_are_one_clear_error(self, case: Case) -> None:
@@ -883,6 +929,18 @@ def _far_apart(x: Tensor) -> Tensor:
     inner = x[0, 0].contiguous().stride()
     flat = torch.frombuffer(memory, dtype=x.dtype)
     return flat.as_strided(x.shape, (span, apart, *inner)).copy_(x)
+
+
+class _Steeper(torch.autograd.Function):
+    """The same numbers, a gradient that is too large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * (1 + 1e-4)
 
 
 class Watch(TorchDispatchMode):
