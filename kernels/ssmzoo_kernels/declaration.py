@@ -441,22 +441,19 @@ class Op:
     def _run_backward(self, *arguments: Any) -> Any:
         *given, backend = arguments
         grads = _several(self.kernels(backend).backward(*given))
-        found = []
-        for grad, place in zip(grads, self._likes, strict=True):
-            like = given[place]
-            fitting = grads[0].new_empty(0) if like is None else contiguous(grad.to(like.dtype))
-            found.append(fitting)
-        return _alone(found)
+        likes = [given[place] for place in self._likes]
+        pairs = zip(grads, likes, strict=True)
+        return _alone(
+            [
+                likes[0].new_empty(0) if x is None else contiguous(grad.to(x.dtype))
+                for grad, x in pairs
+            ]
+        )
 
     def _fake_backward(self, *arguments: Any) -> Any:
-        whole, found = torch.contiguous_format, []
-        for place in self._likes:
-            like = arguments[place]
-            some = arguments[self._likes[0]]
-            found.append(
-                some.new_empty(0) if like is None else torch.empty_like(like, memory_format=whole)
-            )
-        return _alone(found)
+        likes = [arguments[place] for place in self._likes]
+        nothing = likes[0].new_empty(0)
+        return _alone([nothing if x is None else x.new_empty(x.shape) for x in likes])
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         results = _several(output)

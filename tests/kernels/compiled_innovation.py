@@ -23,7 +23,7 @@ def launches(case):
     y, history = torch.empty(8, width, dtype=dtype), torch.empty(2, span, width, dtype=dtype)
     offsets = torch.zeros(3, dtype=torch.int64)
     with recording() as seen:
-        innovation_triton.scores(y, [1 / span] * span, history, offsets, relative)
+        innovation_triton.forward(y, history, offsets, [1 / span] * span, relative)
     return seen
 
 

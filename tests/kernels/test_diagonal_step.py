@@ -142,7 +142,7 @@ def test_the_op_compiles_without_a_break():
     [
         ("u", torch.randn(2, 1, 5), ValueError, r"u must have shape \[B, H\]"),
         ("state", torch.randn(2, 5, 3), TypeError, "state must be complex64 or complex128"),
-        ("state", torch.randn(2, 15), ValueError, r"state must be a tensor \[B, H, N\]"),
+        ("state", torch.randn(2, 15), ValueError, r"state must have shape \[B, H, N\]"),
         ("decay", torch.randn(5, 4).cfloat(), ValueError, r"decay must have .*= \[5, 3\]"),
         ("drive", torch.randn(5, 3), TypeError, "drive must be complex64"),
         ("readout", None, TypeError, "readout must be a tensor"),

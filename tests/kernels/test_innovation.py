@@ -11,7 +11,7 @@ from tests.kernels.triton_processes import assert_interpreted, assert_no_spills,
 
 from ssmzoo.testing.accuracy import assert_as_accurate, outputs_and_grads
 from ssmzoo_kernels import innovation, last_backend, select_memory, use_backend
-from ssmzoo_kernels.innovation import library
+from ssmzoo_kernels.declaration import declared
 
 HALVES = (0.4, 0.3, 0.2, 0.1)
 
@@ -82,13 +82,13 @@ def test_low_precision_is_as_exact_as_the_loop(backend, dtype):
 
 
 def test_a_wrong_predictor_fails_the_check(backend, monkeypatch):
-    module = library._backend(backend)
-    right = module.scores
+    module = declared()["innovation"].kernels(backend)
+    right = module.forward
 
-    def wrong(y, weights, *rest):
-        return right(y, [weights[0] * (1 + 1e-5), *weights[1:]], *rest)
+    def wrong(y, history, offsets, weights, relative):
+        return right(y, history, offsets, [weights[0] * (1 + 1e-5), *weights[1:]], relative)
 
-    monkeypatch.setattr(module, "scores", wrong)
+    monkeypatch.setattr(module, "forward", wrong)
     with pytest.raises(AssertionError, match="output 0"):
         judge(draw(L=20), HALVES, backend)
 

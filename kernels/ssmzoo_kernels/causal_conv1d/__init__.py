@@ -1,13 +1,24 @@
 """The short depthwise causal convolution that opens a Mamba-style mixer."""
 
+import importlib
+
 from torch import Tensor
 
-from ssmzoo_kernels.causal_conv1d import library, reference
+from ssmzoo_kernels.causal_conv1d import reference
 from ssmzoo_kernels.causal_conv1d.reference import Activation
-from ssmzoo_kernels.dispatch import Backend, choose, record
-from ssmzoo_kernels.validation import check_leading, check_tensor, segment_offsets
+from ssmzoo_kernels.declaration import Choice, Op
+from ssmzoo_kernels.dispatch import Backend
 
-OP = "causal_conv1d"
+CONV = Op(
+    "causal_conv1d",
+    inputs={"x": "B L D", "weight": "D K", "bias": "D?", "initial_state": "S K-1 D?"},
+    outputs={"y": "B L D", "final_state": "S K-1 D"},
+    options={"activation": Choice("silu", None)},
+    packing="flat",
+    least={"weight": "tap"},
+    reference=reference.causal_conv1d,
+    kernels=lambda name: importlib.import_module(f"ssmzoo_kernels.causal_conv1d.{name}"),
+)
 
 
 def causal_conv1d(
@@ -44,34 +55,8 @@ def causal_conv1d(
         TypeError: Not a tensor, or not floating point.
         RuntimeError: The machine lacks what the named backend needs.
     """
-    check_leading(OP, "x", x, "[B, L, D]")
-    check_leading(OP, "weight", weight, "[D, K]")
-    batch, length, width = x.shape
-    taps = weight.shape[1]
-    if taps < 1:
-        raise ValueError(f"{OP}: weight must have at least one tap, got {list(weight.shape)}")
-    check_tensor(OP, "weight", weight, (width, taps), x, "[D, K]")
-    if bias is not None:
-        check_tensor(OP, "bias", bias, (width,), x, "[D]")
-    offsets = segment_offsets(OP, x, cu_seqlens)
-    if initial_state is not None:
-        shape = (offsets.numel() - 1, taps - 1, width)
-        rule = "[B, K - 1, D]" if cu_seqlens is None else "[S, K - 1, D]"
-        check_tensor(OP, "initial_state", initial_state, shape, x, rule)
-    if activation not in (None, "silu"):
-        raise ValueError(f"{OP}: activation must be 'silu' or None, got {activation!r}")
-
-    chosen = choose(OP, backend, x)
-    if chosen == "reference":
-        record(OP, "reference")
-        return reference.causal_conv1d(
-            x, weight, bias, initial_state, activation=activation, cu_seqlens=cu_seqlens
-        )
-    flat = x.reshape(batch * length, width)
-    y, final_state = library.causal_conv1d(
-        flat, weight, bias, initial_state, offsets, activation=activation, backend=chosen
-    )
-    return y.view(batch, length, width), final_state
+    inputs = (x, weight, bias, initial_state)
+    return CONV(*inputs, cu_seqlens=cu_seqlens, backend=backend, activation=activation)
 
 
 __all__ = ["causal_conv1d"]

@@ -45,7 +45,7 @@ def forward(
     bias: Tensor | None,  # [D]
     initial_state: Tensor | None,  # [S, K - 1, D]
     offsets: Tensor,  # [S + 1] int64
-    silu: bool,
+    activation: str | None,
 ) -> tuple[Tensor, Tensor]:
     """Return outputs ``[T, D]`` and the last K - 1 inputs of every segment, in x's dtype."""
     tensors = _prepare(x, weight, bias, initial_state)
@@ -54,7 +54,7 @@ def forward(
     out = torch.empty((tokens, width), dtype=exact, device="cpu")
     final_state = torch.empty((offsets.shape[0] - 1, taps - 1, width), dtype=exact, device="cpu")
     failed = load(exact).conv_forward(
-        _inputs(tensors, offsets, silu),
+        _inputs(tensors, offsets, activation),
         out.data_ptr(),
         final_state.data_ptr(),
         native.threads(tokens * width),
@@ -72,7 +72,7 @@ def backward(
     bias: Tensor | None,
     initial_state: Tensor | None,
     offsets: Tensor,
-    silu: bool,
+    activation: str | None,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of x, weight, bias and initial state, None where one was absent."""
     tensors = _prepare(x, weight, bias, initial_state)
@@ -95,7 +95,7 @@ def backward(
         *map(native.address, (grad_x, grad_weight, grad_bias, grad_initial)),
     )
     failed = load(exact).conv_backward(
-        _inputs(tensors, offsets, silu), gradients, native.threads(tokens * width)
+        _inputs(tensors, offsets, activation), gradients, native.threads(tokens * width)
     )
     if failed:
         raise MemoryError("causal_conv1d: no memory for the spans' partial sums")
@@ -120,7 +120,7 @@ def _prepare(
     )
 
 
-def _inputs(tensors: _Prepared, offsets: Tensor, silu: bool) -> _Inputs:
+def _inputs(tensors: _Prepared, offsets: Tensor, activation: str | None) -> _Inputs:
     x, weight, _, _ = tensors
     return _Inputs(
         *map(native.address, tensors),
@@ -128,6 +128,6 @@ def _inputs(tensors: _Prepared, offsets: Tensor, silu: bool) -> _Inputs:
         offsets.shape[0] - 1,
         x.shape[1],
         weight.shape[1],
-        silu,
+        activation is not None,
         x.stride(0),
     )

@@ -13,7 +13,7 @@ def forward(
     bias: Tensor | None,  # [D]
     initial_state: Tensor | None,  # [S, K - 1, D]
     offsets: Tensor,  # [S + 1] int64
-    silu: bool,
+    activation: str | None,
 ) -> tuple[Tensor, Tensor]:
     """Return outputs ``[T, D]`` and the last K - 1 inputs of every segment, in x's dtype."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -21,7 +21,7 @@ def forward(
     for members, places in by_length(offsets):
         history = _history(x, weight, initial_state, members, places)
         y = _convolve(history, weight, bias, places.shape[1])
-        out[places] = (y * y.sigmoid() if silu else y).to(x.dtype)
+        out[places] = (y * y.sigmoid() if activation else y).to(x.dtype)
         final_state[members] = history[:, places.shape[1] :]
     return out, final_state
 
@@ -34,7 +34,7 @@ def backward(
     bias: Tensor | None,
     initial_state: Tensor | None,
     offsets: Tensor,
-    silu: bool,
+    activation: str | None,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of x, weight, bias and initial state, None where one was absent."""
     exact, taps = accumulator(x), weight.shape[1]
@@ -51,7 +51,7 @@ def backward(
             grad_history[:, length:] = grad_final[members].to(exact)
         if grad_out is not None:
             grad = grad_out[places].to(exact)
-            if silu:
+            if activation:
                 y = _convolve(history, weight, bias, length)
                 opened = y.sigmoid()
                 grad = grad * opened * (1 + y * (1 - opened))

@@ -189,7 +189,7 @@ def forward(
     bias: Tensor | None,  # [D]
     initial_state: Tensor | None,  # [S, K - 1, D]
     offsets: Tensor,  # [S + 1] int64
-    silu: bool,
+    activation: str | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs and every segment's last K - 1 inputs."""
     (tokens, width), taps, segments = x.shape, weight.shape[1], offsets.shape[0] - 1
@@ -212,7 +212,7 @@ def forward(
             D=width,
             K=taps,
             stride=x.stride(0),
-            SILU=silu,
+            SILU=activation is not None,
             ACC=_ACC[accumulator(x)],
             CHUNK=CHUNK,
             BLOCK_D=block,
@@ -229,7 +229,7 @@ def backward(
     bias: Tensor | None,
     initial_state: Tensor | None,
     offsets: Tensor,
-    silu: bool,
+    activation: str | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of ``forward``'s four tensors, None where one was absent."""
     (tokens, width), taps, segments = x.shape, weight.shape[1], offsets.shape[0] - 1
@@ -265,7 +265,7 @@ def backward(
             K=taps,
             stride_grad=grad_out.stride(0),
             stride=x.stride(0),
-            SILU=silu,
+            SILU=activation is not None,
             ACC=_ACC[exact],
             CHUNK=CHUNK,
             BLOCK_D=block,

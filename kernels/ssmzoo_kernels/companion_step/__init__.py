@@ -1,15 +1,34 @@
 """A rational filter as a recurrence: one token, many tokens, and what a state still has to say."""
 
+import importlib
+
 import torch
 from torch import Tensor
 
-from ssmzoo_kernels.companion_step import continuation, eager, library, reference
+from ssmzoo_kernels.companion_step import continuation, eager, reference
+from ssmzoo_kernels.declaration import Op
 from ssmzoo_kernels.dispatch import Backend, choose, record
 from ssmzoo_kernels.rational_kernel import check_polynomials, inverse_series, rational_kernel
 from ssmzoo_kernels.segments import by_length
 from ssmzoo_kernels.validation import check_count, check_leading, check_tensor, segment_offsets
 
 OP = "companion_step"
+STEP = Op(  # as kernels have it, each channel with its own coefficients
+    OP,
+    inputs={
+        "u": "B D",
+        "ring": "B n+1 D",
+        "position": "B int64",
+        "a": "n D",
+        "b": "n D",
+        "d": "D",
+    },
+    outputs={"y": "B D as ring"},
+    writes="ring",
+    has_backward=False,
+    reference=reference.companion_step,
+    kernels=lambda name: importlib.import_module(f"ssmzoo_kernels.companion_step.{name}"),
+)
 
 
 def companion_step(
@@ -62,10 +81,9 @@ def companion_step(
     if ring.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"{OP}: ring must be float32 or float64, got {ring.dtype}")
     _check_position(position, batch, ring)
-    chosen = choose(OP, backend, u, dtype=ring.dtype)
+    chosen = STEP.choose(backend, u, dtype=ring.dtype)
     if chosen == "reference":
-        record(OP, "reference")
-        return reference.companion_step(u, ring, position, a, b, d)
+        return STEP.judge((u, ring, position, a, b, d), {})
     exact = ring.dtype
     drive, d = _in(u, exact), _in(d, exact)
     a, b = _by_state(a, width, exact), _by_state(b, width, exact)
@@ -80,7 +98,7 @@ def companion_step(
         return y.to(u.dtype), ring, torch.zeros_like(position)
     if not (inplace and ring.is_contiguous() and _writable(ring)):
         ring = ring.clone(memory_format=torch.contiguous_format)
-    y = library.step_(drive, ring, position, a, b, d, chosen)
+    y = STEP.run(chosen, (drive, ring, position, a, b, d))
     return _in(y, u.dtype), ring, position - 1
 
 

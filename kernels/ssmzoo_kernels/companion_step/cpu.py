@@ -29,7 +29,7 @@ def load(dtype: torch.dtype) -> Callable[..., None]:
     return kernel
 
 
-def step_(
+def forward(
     u: Tensor,  # [B, D]
     ring: Tensor,  # [B, n + 1, D], written
     position: Tensor,  # [B]

@@ -18,7 +18,7 @@ def step(
     return y, torch.cat([w[:, None], state], dim=1)
 
 
-def step_(
+def forward(
     u: Tensor,
     ring: Tensor,  # written
     position: Tensor,

@@ -52,7 +52,7 @@ def companion_step_kernel(
     tl.store(state + free * D, drive - tl.sum(by_a, axis=0), mask=live)
 
 
-def step_(
+def forward(
     u: Tensor,  # [B, D]
     ring: Tensor,  # [B, n + 1, D], written
     position: Tensor,  # [B]

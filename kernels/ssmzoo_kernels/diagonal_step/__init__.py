@@ -1,13 +1,30 @@
 """One token of a diagonal state space with complex modes: how such models decode."""
 
+import importlib
+
 import torch
 from torch import Tensor
 
-from ssmzoo_kernels.diagonal_step import library, reference
-from ssmzoo_kernels.dispatch import ALL, Backend, choose, record
-from ssmzoo_kernels.validation import check_complex, check_leading, check_tensor
+from ssmzoo_kernels.declaration import Op
+from ssmzoo_kernels.diagonal_step import reference
+from ssmzoo_kernels.dispatch import ALL, Backend, record
 
 OP = "diagonal_step"
+STEP = Op(
+    OP,
+    inputs={
+        "u": "B H",
+        "state": "B H N complex",
+        "decay": "H N complex",
+        "drive": "H N complex?",
+        "readout": "H N complex",
+        "D": "H?",
+    },
+    outputs={"y": "B H", "new_state": "B H N as state"},
+    has_backward=False,
+    reference=reference.diagonal_step,
+    kernels=lambda name: importlib.import_module(f"ssmzoo_kernels.diagonal_step.{name}"),
+)
 
 
 def diagonal_step(
@@ -44,20 +61,8 @@ def diagonal_step(
         TypeError: Not a tensor, or of the wrong kind.
         RuntimeError: The machine lacks what the named backend needs.
     """
-    check_leading(OP, "u", u, "[B, H]")
-    if not isinstance(state, Tensor) or state.dim() != 3:
-        got = list(state.shape) if isinstance(state, Tensor) else type(state).__name__
-        raise ValueError(f"{OP}: state must be a tensor [B, H, N], got {got}")
-    batch, heads = u.shape
-    modes = state.shape[2]
-    check_complex(OP, "state", state, (batch, heads, modes), u, "[B, H, N]")
-    check_complex(OP, "decay", decay, (heads, modes), u, "[H, N]")
-    check_complex(OP, "readout", readout, (heads, modes), u, "[H, N]")
-    if drive is not None:
-        check_complex(OP, "drive", drive, (heads, modes), u, "[H, N]")
-    if D is not None:
-        check_tensor(OP, "D", D, (heads,), u, "[H]")
     inputs = (u, state, decay, drive, readout, D)
+    STEP.check(inputs)
     taped = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     offers = ("reference", "eager") if taped else ALL
     if taped and backend in ("cpu", "triton"):
@@ -65,11 +70,11 @@ def diagonal_step(
             f'{OP}(backend="{backend}") has no gradients, and an argument wants them; '
             'call it under torch.no_grad(), or use backend="auto" or "reference"'
         )
-    chosen = choose(OP, backend, u, offers, dtype=state.dtype)
-    if chosen in ("reference", "eager"):  # one line of torch is both
+    chosen = STEP.choose(backend, u, dtype=state.dtype, offers=offers)
+    if chosen == "eager":  # one line of torch is both
         record(OP, chosen)
         return reference.diagonal_step(*inputs)
-    return library.diagonal_step(*inputs, chosen)
+    return STEP.judge(inputs, {}) if chosen == "reference" else STEP.run(chosen, inputs)
 
 
 __all__ = ["diagonal_step"]

@@ -1,17 +1,29 @@
 """B'MOJO's innovation: how badly the last outputs predict the next one, and what is remembered."""
 
+import importlib
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ssmzoo_kernels.dispatch import Backend, choose, record
-from ssmzoo_kernels.innovation import library, reference
+from ssmzoo_kernels.declaration import Op
+from ssmzoo_kernels.dispatch import Backend
+from ssmzoo_kernels.innovation import reference
 from ssmzoo_kernels.innovation.selection import Selection, select_memory
-from ssmzoo_kernels.validation import check_leading, check_tensor, segment_offsets
 
 OP = "innovation"
+SCORES = Op(
+    OP,
+    inputs={"y": "B L D", "history": "S k D?"},
+    outputs={"scores": "B L as exact"},
+    options={"weights": "float[]", "relative": "bool"},
+    packing="flat",
+    least={"y": "channel"},
+    has_backward=False,
+    reference=reference.innovation,
+    kernels=lambda name: importlib.import_module(f"ssmzoo_kernels.innovation.{name}"),
+)
 
 
 @torch.no_grad()
@@ -49,25 +61,19 @@ def innovation(
             that is no bool.
         RuntimeError: The machine lacks what the named backend needs.
     """
-    check_leading(OP, "y", y, "[B, L, D]")
-    batch, length, width = y.shape
-    if width < 1:
-        raise ValueError(f"{OP}: y must have at least one channel, got {list(y.shape)}")
     taps = _taps(weights)
     if not isinstance(relative, bool):
         raise TypeError(f"{OP}: relative must be True or False, got {relative!r}")
-    offsets = segment_offsets(OP, y, cu_seqlens)
-    shape = (offsets.numel() - 1, len(taps), width)
-    if history is not None:
-        rule = "[B, k, D]" if cu_seqlens is None else "[S, k, D]"
-        check_tensor(OP, "history", history, shape, y, rule)
-    chosen = choose(OP, backend, y)
+    offsets = SCORES.check((y, history), cu_seqlens, k=len(taps))
+    chosen = SCORES.choose(backend, y)
+    options = {"weights": taps, "relative": relative}
     if chosen == "reference":
-        record(OP, "reference")
-        return reference.innovation(y, taps, history, cu_seqlens=cu_seqlens, relative=relative)
+        return SCORES.judge((y, history), options, None if cu_seqlens is None else offsets)
+    batch, length, width = y.shape
     flat = y.reshape(batch * length, width)
+    shape = (offsets.shape[0] - 1, len(taps), width)
     before = y.new_zeros(shape) if history is None else history.to(y.dtype)
-    scores = library.scores(flat, taps, before, offsets, relative, chosen)
+    scores = SCORES.run(chosen, (flat, before), options, offsets)
     after = _after(y, before) if cu_seqlens is None else _after_packed(flat, before, offsets)
     return scores.view(batch, length), after
 

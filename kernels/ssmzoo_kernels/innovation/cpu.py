@@ -31,11 +31,11 @@ def load(dtype: torch.dtype) -> Callable[..., int]:
     return kernel
 
 
-def scores(
+def forward(
     y: Tensor,  # [T, D]
-    weights: list[float],
     history: Tensor,  # [S, k, D]
     offsets: Tensor,  # [S + 1] int64
+    weights: list[float],
     relative: bool,
 ) -> Tensor:
     """Return the scores ``[T]``."""

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 
-def scores(
+def forward(
     y: Tensor,  # [T, D]
-    weights: list[float],
     history: Tensor,  # [S, k, D]
     offsets: Tensor,  # [S + 1] int64
+    weights: list[float],
     relative: bool,
 ) -> Tensor:
     """Return the scores ``[T]``."""

@@ -10,9 +10,9 @@ from torch import Tensor
 @torch.no_grad()
 def innovation(
     y: Tensor,  # [B, L, D]
-    weights: Sequence[float],
     history: Tensor | None = None,  # [B, k, D]
     *,
+    weights: Sequence[float],
     cu_seqlens: Tensor | None = None,
     relative: bool = False,
 ) -> tuple[Tensor, Tensor]:

@@ -62,11 +62,11 @@ def innovation_fwd_kernel(
         window = window[1:]
 
 
-def scores(
+def forward(
     y: Tensor,  # [T, D]
-    weights: list[float],
     history: Tensor,  # [S, k, D]
     offsets: Tensor,  # [S + 1] int64
+    weights: list[float],
     relative: bool,
 ) -> Tensor:
     """Return the scores ``[T]``."""

@@ -1,13 +1,23 @@
 """The linear first-order recurrence ``h[t] = a[t] h[t-1] + b[t]``, real or complex."""
 
+import importlib
+
 import torch
 from torch import Tensor
 
-from ssmzoo_kernels.dispatch import Backend, choose, record
-from ssmzoo_kernels.linear_scan import library, reference
-from ssmzoo_kernels.validation import check_complex, check_leading, check_tensor, segment_offsets
+from ssmzoo_kernels.declaration import Op
+from ssmzoo_kernels.dispatch import Backend
+from ssmzoo_kernels.linear_scan import reference
 
-OP = "linear_scan"
+SCAN = Op(
+    "linear_scan",
+    inputs={"a": "B L D number", "b": "B L D number", "initial_state": "S D number?"},
+    outputs={"h": "B L D as exact", "final_state": "S D as exact"},
+    packing="flat",
+    keeps=("a", "h", "initial_state", "offsets"),
+    reference=reference.linear_scan,
+    kernels=lambda name: importlib.import_module(f"ssmzoo_kernels.linear_scan.{name}"),
+)
 
 
 def linear_scan(
@@ -41,31 +51,13 @@ def linear_scan(
         TypeError: Not a tensor, neither real nor complex floating point, or a mixture.
         RuntimeError: The machine lacks what the named backend needs.
     """
-    paired = isinstance(a, Tensor) and a.is_complex()
-    check_leading(OP, "a", a.real if paired else a, "[B, L, D]")
-    check = check_complex if paired else check_tensor
-    batch, length, width = shape = a.shape
-    check(OP, "a", a, shape, a, "[B, L, D]")
-    check(OP, "b", b, shape, a, "[B, L, D]")
-    offsets = segment_offsets(OP, a, cu_seqlens)
-    if initial_state is not None:
-        rule = "[B, D]" if cu_seqlens is None else "[S, D]"
-        check(OP, "initial_state", initial_state, (offsets.numel() - 1, width), a, rule)
-
-    dtype = b.dtype
-    common = torch.promote_types(a.dtype, dtype)
-    chosen = choose(OP, backend, a, dtype=common)
-    if chosen == "reference":
-        record(OP, "reference")
-        return reference.linear_scan(a, b, initial_state, cu_seqlens=cu_seqlens)
-    h, final_state = library.linear_scan(
-        a.to(common).reshape(batch * length, width),
-        b.to(common).reshape(batch * length, width),
-        initial_state,
-        offsets,
-        backend=chosen,
-    )
-    return h.to(dtype).view(shape), final_state
+    dtype = getattr(b, "dtype", None)
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype != dtype:
+        common = torch.promote_types(a.dtype, b.dtype)
+        if a.is_complex() == b.is_complex() and a.is_floating_point() == b.is_floating_point():
+            a, b = a.to(common), b.to(common)
+    h, final_state = SCAN(a, b, initial_state, cu_seqlens=cu_seqlens, backend=backend)
+    return h.to(dtype), final_state
 
 
 __all__ = ["linear_scan"]
