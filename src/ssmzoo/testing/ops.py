@@ -98,6 +98,7 @@ class OpContract:
         complex: Tensors to draw complex where the declaration leaves that open.
         many: Sizes large enough for several threads.
         exact: Backends whose results do not depend on how memory is aligned, in no bit.
+        dtypes: What tensors may be beside float32.
         slack: Budgets that an error may take, as in :func:`assert_as_accurate`.
         nonfinite: Where NaN and infinity may spread beyond what they reach in the reference:
             "nowhere", over their "sequence", or over their "row" of a batch.
@@ -116,6 +117,7 @@ class OpContract:
     complex: ClassVar[tuple[str, ...]] = ()
     many: ClassVar[dict[str, int]] = {"L": 300, "D": 200, "N": 16}
     exact: ClassVar[tuple[str, ...]] = ("cpu",)
+    dtypes: ClassVar[Sequence[torch.dtype]] = DTYPES
     slack: ClassVar[float] = 2.0
     nonfinite: ClassVar[str] = "nowhere"
     exempt: ClassVar[dict[str, str]] = {}
@@ -352,7 +354,7 @@ class OpContract:
                 ),
             )
 
-    @check(over=DTYPES)
+    @check(over="dtypes")
     def test_other_dtypes_are_as_exact_as_the_reference(self, case: Case) -> None:
         """In float64 and in half precision, with results and gradients in the dtype."""
         self.judge(self.draw(), case, case.more)
@@ -361,11 +363,8 @@ class OpContract:
     def test_mixed_dtypes_are_as_exact_as_the_reference(self, case: Case) -> None:
         """As under autocast; each gradient has its tensor's dtype."""
         kinds = itertools.cycle((torch.bfloat16, torch.float32, torch.float16, torch.float64))
-        exact = itertools.cycle((torch.float32, torch.float64))
         tensors = {
-            n: x
-            if x is None or _is_integer(x)
-            else _cast(x, next(exact if x.is_complex() else kinds))
+            n: x if x is None else _cast(x, torch.float32 if x.is_complex() else next(kinds))
             for n, x in self.draw().items()
         }
         self.judge(tensors, case, None)
@@ -419,7 +418,7 @@ class OpContract:
     @check(needs=("state",))
     def test_state_is_float32(self, case: Case) -> None:
         """Of half-precision tensors too, and float64 of float64; the output keeps its dtype."""
-        for dtype in (torch.float32, *DTYPES):
+        for dtype in (torch.float32, *self.dtypes):
             exact = torch.promote_types(torch.float32, dtype)
             final = self.run(self.draw(dtype=dtype), case)[self.final()]
             if final.dtype != exact:
@@ -484,16 +483,16 @@ class OpContract:
         ends = _ends(lengths).tolist()
         tensors = self.draw(packed=lengths, **sizes)
 
-        specs = self.declaration.outputs.values()
-
         def singly(leaves: Tensors, case: Case) -> tuple[Tensor, ...]:
             rows = [
                 self.run(self.pieces(leaves, a, b, row), case)
                 for row, (a, b) in enumerate(itertools.pairwise(ends))
             ]
+            specs = [_letters(x) for x in self.declaration.outputs.values()]
+            places = [1 if "L" in letters else 0 for letters in specs] + [0]
             return tuple(
-                torch.cat(parts, dim=1 if "L" in _letters(spec) else 0)
-                for parts, spec in zip(zip(*rows, strict=True), specs, strict=False)
+                torch.cat(parts, dim=place)
+                for parts, place in zip(zip(*rows, strict=True), places, strict=False)
             )
 
         expected = self.results(tensors, case, call=singly)
