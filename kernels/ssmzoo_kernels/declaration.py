@@ -151,8 +151,10 @@ class Op:
         ]
         urgent = [(i > 0, x.name not in self.least, i) for i, x in enumerate(arguments)]
         self._order = [(i, arguments[i]) for _, _, i in sorted(urgent)]
-        self._rows = [packing == "flat" and x.is_row for x in arguments]
-        self._output_rows = [packing == "flat" and x.is_row for x in self.outputs.values()]
+        self._rows = self._output_rows = ()  # the places of what is made flat and unflattened
+        if packing == "flat":
+            self._rows = [i for i, x in enumerate(arguments) if x.is_row]
+            self._output_rows = [i for i, x in enumerate(self.outputs.values()) if x.is_row]
         self._maps = False
         self._register(keeps)
         _declared[name] = self
@@ -184,16 +186,15 @@ class Op:
         if self.packing != "flat":
             return self.run(chosen, tensors, options, given)
         batch, length = tensors[0].shape[:2]
-        flat = []
-        for x, is_row in zip(tensors, self._rows, strict=True):
-            flat.append(x.reshape(batch * length, *x.shape[2:]) if is_row and x is not None else x)
+        flat = [*tensors]
+        for i in self._rows:
+            if flat[i] is not None:
+                flat[i] = flat[i].reshape(batch * length, *flat[i].shape[2:])
         found = self.run(chosen, flat, options, offsets)
-        if isinstance(found, Tensor):
-            return found.view(batch, length, *found.shape[1:]) if self._output_rows[0] else found
-        rows = []
-        for x, is_row in zip(found, self._output_rows, strict=True):
-            rows.append(x.view(batch, length, *x.shape[1:]) if is_row else x)
-        return tuple(rows)
+        rows = [found] if isinstance(found, Tensor) else [*found]
+        for i in self._output_rows:
+            rows[i] = rows[i].view(batch, length, *rows[i].shape[1:])
+        return rows[0] if len(rows) == 1 else tuple(rows)
 
     def check(self, tensors: Sequence[Any], cu_seqlens: Any = None, **sizes: int) -> Tensor | None:
         """Fail unless the tensors fit together, and to the boundaries.
@@ -218,15 +219,19 @@ class Op:
                 if place == 0:
                     device = x.device
                     number = "complex" if x.is_complex() else "float"
-                kind = number if argument.kind == "number" else argument.kind
+                kind, shape = argument.kind, x.shape
+                if kind == "number":
+                    kind = number
                 fits = x.is_floating_point() if kind == "float" else x.dtype in _DTYPES[kind]
-                if x.device != device or x.dim() != len(argument.dims):
+                if x.device != device or len(shape) != len(argument.dims):
                     fits = False
                 elif fits:
-                    for size, (letter, more) in zip(x.shape, argument.dims, strict=True):
-                        if sizes.setdefault(letter, size - more) + more != size:
+                    for size, (letter, more) in zip(shape, argument.dims, strict=True):
+                        if letter not in sizes:
+                            sizes[letter] = size - more
+                        elif sizes[letter] + more != size:
                             fits = False
-                    if argument.name in self.least and x.shape[-1] < 1:
+                    if argument.name in self.least and shape[-1] < 1:
                         fits = False
             if not fits:
                 kind = number if argument.kind == "number" else argument.kind
@@ -328,18 +333,18 @@ class Op:
             for x in tensors:
                 if x is not None and x.requires_grad:
                     save = True
-        arguments = [*tensors]
-        if self.packing is not None:
-            arguments.append(offsets)
+        arguments = tensors if self.packing is None else (*tensors, offsets)
         if self.saved is not None:
-            arguments.append(save)
-        for name in self._told:
-            arguments.append(options[name])  # pyright: ignore[reportOptionalSubscript]
+            arguments = (*arguments, save)
+        if options is not None:
+            for name in self._told:
+                arguments = (*arguments, options[name])
         if save or mapped or needs_library(tensors[0]):
             found = self._forward(*arguments, backend)
         else:
             record(self.name, backend)
-            found = self.kernels(backend).forward(*arguments)
+            kernels = self._kernels.get(backend) or self.kernels(backend)
+            found = kernels.forward(*arguments)
         if isinstance(found, Tensor) or len(found) == len(self.outputs):
             return found
         return found[0] if len(self.outputs) == 1 else found[: len(self.outputs)]
@@ -417,7 +422,7 @@ class Op:
             sizes["S"] = sizes["B"] if offsets is None else offsets.shape[0] - 1
         sizes |= zip(self._told, arguments[self._first_option :], strict=False)
         dtypes = {"float": first.dtype, "exact": accumulator(first)}
-        dtypes |= {"real": first.dtype.to_real(), "complex": first.dtype.to_complex()}
+        dtypes |= {"real": first.dtype.to_real(), "complex": accumulator(first).to_complex()}
         dtypes |= {name: x.dtype for name, x in tensors.items() if x is not None}
         made = []
         for output in self.outputs.values():
@@ -452,8 +457,8 @@ class Op:
 
     def _fake_backward(self, *arguments: Any) -> Any:
         likes = [arguments[place] for place in self._likes]
-        nothing = likes[0].new_empty(0)
-        return _alone([nothing if x is None else x.new_empty(x.shape) for x in likes])
+        shaped = ((likes[0], 0) if x is None else (x, x.shape) for x in likes)
+        return _alone([x.new_empty(shape) for x, shape in shaped])
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         results = _several(output)
@@ -467,7 +472,10 @@ class Op:
         ctx.given = [x is not None for x in inputs]
 
     def _autograd(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        found = self._backward(*grads[: len(self.outputs)], *ctx.saved_tensors, *ctx.options)
+        grads = grads[: len(self.outputs)]
+        if all(grad is None for grad in grads):
+            return (None,) * len(ctx.given)
+        found = self._backward(*grads, *ctx.saved_tensors, *ctx.options)
         by_name = dict(zip(self.gradients, _several(found), strict=True))
         names = (*self.inputs, *[None] * (len(ctx.given) - len(self.inputs)))
         pairs = zip(names, ctx.given, strict=True)

@@ -29,6 +29,7 @@ from torch.autograd import forward_ad
 
 Backend = Literal["auto", "reference", "eager", "flex", "cpu", "triton"]
 
+_NAMES = get_args(Backend)
 ALL = ("reference", "eager", "cpu", "triton")
 
 _log = logging.getLogger("ssmzoo")
@@ -126,9 +127,11 @@ def choose(
         RuntimeError: The machine lacks what a backend needs that was asked for by name.
         NotImplementedError: A forward-mode derivative is asked of another than the reference.
     """
-    kernel = (dtype or tensor.dtype, *(() if variant is None else (variant,)))
+    kernel = (dtype or tensor.dtype,) if variant is None else (dtype or tensor.dtype, variant)
     chosen = _decide(op, backend, tensor.device.type, offers, kernel)
-    if chosen != "reference" and forward_mode():
+    # forward_mode, without calls where no dual level is open
+    dual = forward_ad._current_level >= 0 and not torch.compiler.is_compiling()
+    if chosen != "reference" and dual:
         raise NotImplementedError(
             f"{op}: backend {chosen!r} has no forward-mode derivative; inside a dual level, or "
             'torch.func.jvp, take backend="reference", or ssmzoo_kernels.use_backend("reference")'
@@ -142,7 +145,8 @@ def choose(
 def _decide(
     op: str, backend: Backend, device: str, offers: tuple[str, ...], kernel: tuple[object, ...]
 ) -> str:
-    _check_name(op, backend)
+    if backend not in _NAMES:
+        _check_name(op, backend)
     _offered[op] = offers
     if backend == "auto":
         forced = _forced.get()
@@ -244,10 +248,8 @@ def _best(device: str) -> str:
 
 
 def _check_name(op: str, backend: str) -> None:
-    if backend not in get_args(Backend):
-        raise ValueError(
-            f"{op}: backend must be one of {', '.join(get_args(Backend))}, got {backend!r}"
-        )
+    if backend not in _NAMES:
+        raise ValueError(f"{op}: backend must be one of {', '.join(_NAMES)}, got {backend!r}")
 
 
 def _wrong_device(op: str, backend: str, needed: str, device: str) -> str:

@@ -132,7 +132,7 @@ def segment_offsets(op: str, like: Tensor, cu_seqlens: Tensor | Packing | None) 
     batch, length = like.shape[:2]
     if cu_seqlens is None:
         plain = like.device.type == "cpu" and type(like) is Tensor
-        if plain and not torch.compiler.is_compiling() and not transformed():
+        if plain and not torch.compiler.is_compiling() and _transforms() is None:
             return _batch_offsets(batch, length)
         return torch.arange(batch + 1, device=like.device) * length
     if batch != 1:
@@ -171,15 +171,12 @@ def _(cu_seqlens, length, op):
     return cu_seqlens.new_empty(cu_seqlens.shape, dtype=torch.int64)
 
 
-def check_offsets(op: str, offsets: Tensor, tokens: int) -> None:
-    """Check, where values are there, what a compiled graph could not when it was traced."""
-    if offsets.device.type == "cpu":
-        check_boundaries(op, offsets, tokens)
-
-
 def transformed() -> bool:
     """Tell whether ``torch.func`` transforms: its tensors have no address and die with it."""
-    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
+    return _transforms() is not None
+
+
+_transforms = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @functools.lru_cache(maxsize=64)

@@ -3,15 +3,14 @@
 A call is an op's name, its tensors by name (None where absent) and its other arguments.
 """
 
-import importlib
 import importlib.util
 import mmap
 from typing import NamedTuple
 
 import torch
-from torch._library.custom_ops import OPDEFS
 
 import ssmzoo_kernels
+from ssmzoo_kernels.declaration import declared
 
 BACKENDS = ("eager", "cpu", "triton")  # those behind torch.library; the reference is torch alone
 
@@ -45,16 +44,10 @@ class Call(NamedTuple):
 def registered():
     """Return every op that the package registers with torch.library, and the folder it is in."""
     return {
-        name: folder_of(name.removeprefix("ssmzoo::").removesuffix("_backward"), definition)
-        for name, definition in OPDEFS.items()
-        if name.startswith("ssmzoo::") and name != "ssmzoo::checked_offsets"
+        f"ssmzoo::{name}{part}": HOMES.get(name, name)
+        for name, op in declared().items()
+        for part in ("", "_backward")[: 2 if op.gradients else 1]
     }
-
-
-def folder_of(op, definition):
-    """Return the folder that an op lives in."""
-    module = definition._init_fn.__module__.split(".")[1]
-    return HOMES.get(op, op) if module == "declaration" else module
 
 
 def backends_of(folder):

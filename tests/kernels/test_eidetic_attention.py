@@ -517,15 +517,16 @@ def test_registered_ops_in_bfloat16_pass_opcheck():
         tensors[name] = tensors[name].detach().flatten(0, 1).requires_grad_()
     batch, length = call["q"].shape[:2]
     offsets = call.get("cu_seqlens", torch.arange(batch + 1) * length).long()
-    rest = (call["mem_count"], call["mem_positions"], offsets, call["seen"], WINDOW, 3, 0.3)
+    indices = (call["mem_count"], call["mem_positions"], call["seen"], offsets)
+    rest = (WINDOW, 3, 0.3, "eager")
     forward, backward = (
         getattr(torch.ops.ssmzoo, f"eidetic_attention{x}").default for x in ("", "_backward")
     )
-    torch.library.opcheck(forward, (*tensors.values(), *rest, "eager"))
+    torch.library.opcheck(forward, (*tensors.values(), *indices, True, *rest))
     inputs = [x.detach() for x in tensors.values()]
-    out, lse = forward(*inputs, *rest, "eager")
+    out, lse = forward(*inputs, *indices, True, *rest)
     incoming = (torch.randn_like(out), out, lse)
-    torch.library.opcheck(backward, (*incoming, *inputs, *rest, "eager"))
+    torch.library.opcheck(backward, (*incoming, *inputs, *indices, *rest))
 
 
 def test_compiled_functions_have_no_graph_break_and_the_same_results():
@@ -581,7 +582,7 @@ def test_the_table_of_chunks_counts_from_each_sequences_first_token():
         ({"window": 4.0}, TypeError, "window must be an integer, got 4.0"),
         ({"window": True}, TypeError, "window must be an integer, got True"),
         ({"late_span": "2"}, TypeError, "late_span must be an integer, got '2'"),
-        ({"k": torch.zeros(2, 11, 3, 8)}, ValueError, "multiple of k's, got 4 and 3"),
+        ({"q": torch.zeros(2, 11, 3, 8)}, ValueError, "multiple of k's, got 3 and 2"),
         ({"v": torch.zeros(2, 11, 2, 7)}, ValueError, "v must have shape"),
         ({"past_v": None}, ValueError, "past_k and past_v must be given together"),
         ({"mem_count": None}, ValueError, "mem_k and mem_count must be given together"),

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from ssmzoo.testing.accuracy import assert_as_accurate, outputs_and_grads
-from ssmzoo_kernels import feedback_scan, last_backend, use_backend
-from ssmzoo_kernels.feedback_scan import cpu, library, newton, newton_solve, reference
+from ssmzoo_kernels import feedback_scan, last_backend, scan, use_backend
+from ssmzoo_kernels.declaration import declared
+from ssmzoo_kernels.feedback_scan import cpu, newton, newton_solve, reference
 from ssmzoo_kernels.scan import interval
 
 NAMES = ("u", "lam", "w", "C", "w_gamma", "D", "drive", "initial_state")
@@ -92,7 +93,7 @@ def test_sequences_side_by_side_are_as_exact_as_the_loop(batch, width):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_intervals_of_several_chunks_are_as_exact_as_the_loop(backend, packed):
-    chunk = library._backend(backend).CHUNK
+    chunk = declared()["feedback_scan"].kernels(backend).CHUNK
     assert interval(40, chunk) > chunk
     options = {"cu_seqlens": bounds(0, 64, 97, 0, 15, 24)} if packed else {}
     judge(draw(B=1, L=200, D=20, N=40, segments=6 if packed else None), backend, **options)
@@ -436,7 +437,7 @@ def test_peak_memory_has_no_term_in_tokens_times_channels_times_states(name, how
 
 
 def test_the_memory_check_notices_such_a_term(monkeypatch, tmp_path):
-    for module in (library, cpu):
+    for module in (scan, cpu):
         monkeypatch.setattr(module, "interval", lambda states, chunk: chunk)
     assert growth("cpu", "march", tmp_path / "trace.json") > 1.4 * ALLOWED
 
@@ -824,7 +825,7 @@ def test_converged_lanes_stay_while_others_work_on():
 def test_the_backward_differentiates_no_iteration(backend, monkeypatch):
     leaves = [x if x is None else x.requires_grad_() for x in draw(L=100, D=6)]
     present = [x for x in leaves if x is not None]
-    module, grads = library._backend(backend), []
+    module, grads = declared()["feedback_scan"].kernels(backend).module, []
     for how in SOLVERS:
         y, _ = feedback_scan(*leaves, backend=backend, solver=how, **TIGHT)
         with monkeypatch.context() as patch:
@@ -945,7 +946,7 @@ def test_boundaries_that_differ_are_refused_by_vmap():
     op = torch.ops.ssmzoo.feedback_scan.default
 
     def run(cu_seqlens):
-        options = (False, "cpu", "march", 1e-6, None, 0.0)
+        options = (False, "march", 1e-6, None, 0.0, "cpu")
         return op(u[0], lam, w, C, None, None, None, state, cu_seqlens, *options)
 
     with pytest.raises(ValueError, match="cu_seqlens must be the same for everything that vmap"):

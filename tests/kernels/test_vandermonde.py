@@ -251,18 +251,18 @@ def test_the_op_compiles_without_a_break(mixed):
 @pytest.mark.parametrize("batch", [1, 2])
 def test_compiled_graphs_keep_every_conjugate(compiler, batch):
     weight, exponent, back = draw(batch=(batch,))
-    u = torch.randn(batch, 3, 20, dtype=torch.float64)
+    u = torch.randn(batch, 20, 3, dtype=torch.float64)
     ops = torch.ops.ssmzoo
 
     # each a node of the graph: a lazy conjugate inside one of them would be forgotten
     def nodes(weight, exponent, u):
-        kernel = ops.vandermonde(weight.conj(), exponent * 2, 20, 1, 2, back, "eager")
-        state = ops.vandermonde_state(u, exponent.conj(), 1, back, "eager")
+        kernel = ops.vandermonde(weight.conj(), exponent * 2, back, 20, 1, 2, "eager")
+        state = ops.vandermonde_state(u, exponent.conj(), back, 1, "eager")
         return (
             kernel,
             state,
-            *ops.vandermonde_backward(kernel, weight, exponent, 1, 2, back, "eager"),
-            *ops.vandermonde_state_backward(state.conj(), u, exponent, 1, back, "eager"),
+            *ops.vandermonde_backward(kernel, weight, exponent, back, 20, 1, 2, "eager"),
+            *ops.vandermonde_state_backward(state.conj(), u, exponent, back, 1, "eager"),
         )
 
     compiled = torch.compile(nodes, fullgraph=True, backend=compiler)
@@ -274,7 +274,7 @@ def test_compiled_graphs_keep_every_conjugate(compiler, batch):
         state = vandermonde_state(torch.tanh(u), exponent, reversed=back).conj()
         return vandermonde(state * weight, exponent, 20, reversed=back)
 
-    leaves = (u.transpose(1, 2), weight, exponent)
+    leaves = (u, weight, exponent)
     compiled = torch.compile(layer, fullgraph=True, backend=compiler)
     pairs = zip(results(compiled, leaves), results(layer, leaves), strict=True)
     for got, wanted in pairs:

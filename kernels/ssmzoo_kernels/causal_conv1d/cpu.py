@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ssmzoo_kernels import native
-from ssmzoo_kernels.scan import accumulator
+from ssmzoo_kernels.declaration import accumulator
 
 _SOURCE = Path(__file__).with_name("causal_conv1d.c")
 

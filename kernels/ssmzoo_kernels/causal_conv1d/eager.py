@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ssmzoo_kernels.scan import accumulator
+from ssmzoo_kernels.declaration import accumulator
 from ssmzoo_kernels.segments import by_length
 
 

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssmzoo_kernels.scan import accumulator, chunk_slots
+from ssmzoo_kernels.declaration import accumulator
+from ssmzoo_kernels.scan import chunk_slots
 from ssmzoo_kernels.scan.triton import load_vector, locate, rows, sigmoid
 
 CHUNK = 64

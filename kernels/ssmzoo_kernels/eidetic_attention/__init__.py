@@ -1,18 +1,52 @@
 """B'MOJO's attention: one softmax over a sliding window and a memory gathered for each chunk."""
 
 import functools
+import importlib
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from ssmzoo_kernels.dispatch import Backend, choose, record
-from ssmzoo_kernels.eidetic_attention import library, reference
-from ssmzoo_kernels.eidetic_attention.arguments import Call, Tensors
+from ssmzoo_kernels.declaration import Op
+from ssmzoo_kernels.dispatch import Backend, record
+from ssmzoo_kernels.eidetic_attention import reference
+from ssmzoo_kernels.eidetic_attention.arguments import Call, Kernels, Tensors
 from ssmzoo_kernels.eidetic_attention.chunks import Chunks, chunk_table
-from ssmzoo_kernels.validation import check_leading, check_tensor, segment_offsets
 
 OP = "eidetic_attention"
-_OFFERS = ("reference", "eager", "flex", "triton")
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"ssmzoo_kernels.eidetic_attention.{name}")
+
+
+_INDICES = {"mem_count": "n int64?", "mem_positions": "n m int64?", "seen": "S int64?"}
+ATTENTION = Op(
+    OP,
+    inputs={
+        "q": "B L H d",
+        "k": "B L G d",
+        "v": "B L G d",
+        "mem_k": "n m G d?",
+        "mem_v": "n m G d?",
+        "past_k": "S P G d?",
+        "past_v": "S P G d?",
+        "late_k": "B L G d?",
+        "late_v": "B L G d?",
+        "late_past_k": "S Q G d?",
+        "late_past_v": "S Q G d?",
+        **_INDICES,
+    },
+    outputs={"out": "B L H d"},
+    options={"window": "int?", "late_span": "int", "scale": "float"},
+    packing="flat",
+    least={"q": "column"},
+    saved="T H",
+    keeps=("out", "saved", *Tensors._fields, *_INDICES, "offsets"),
+    offers=("reference", "eager", "flex", "triton"),
+    reference=reference.eidetic_attention,
+    kernels=lambda name: Kernels(_module(name)),
+)
 # columns of a head that a GPU kernel's registers hold
 _WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128, torch.float64: 128}
 
@@ -82,32 +116,23 @@ def eidetic_attention(
         TypeError: Not a tensor, or of the wrong dtype.
         RuntimeError: The machine lacks what the named backend needs.
     """
-    check_leading(OP, "q", q, "[B, L, H, d]")
-    check_leading(OP, "k", k, "[B, L, G, d]")
-    batch, length, heads, width = q.shape
-    groups = k.shape[2]
+    given = (q, k, v, mem_k, mem_v, past_k, past_v, late_k, late_v, late_past_k, late_past_v)
+    offsets = ATTENTION.check((*given, mem_count, mem_positions, seen), cu_seqlens)
+    heads, groups, width = q.shape[2], k.shape[2], q.shape[3]
     if groups < 1 or heads < 1 or heads % groups:
         raise ValueError(f"{OP}: q's heads must be a multiple of k's, got {heads} and {groups}")
-    if width < 1:
-        raise ValueError(f"{OP}: heads must have at least one column, got {list(q.shape)}")
-    shape = (batch, length, groups, width)
-    check_tensor(OP, "k", k, shape, q, "[B, L, G, d]")
-    check_tensor(OP, "v", v, shape, q, "[B, L, G, d]")
     for name, number in (("window", window), ("late_span", late_span)):
         if isinstance(number, bool | float | str):
             raise TypeError(f"{OP}: {name} must be an integer, got {number!r}")
     if window is not None and window < 1:
         raise ValueError(f"{OP}: window must be None or at least 1, got {window}")
-    offsets = segment_offsets(OP, q, cu_seqlens)
-    sequences = offsets.numel() - 1
     if seen is None:
-        seen = offsets.new_zeros(sequences)
-    _check_index("seen", seen, (sequences,), q, "[S]")
-    _check_pair("past", past_k, past_v, "[S, P, G, d]", (sequences, None, groups, width), q)
-    _check_pair("late", late_k, late_v, "[B, L, G, d]", shape, q)
-    _check_pair(
-        "late_past", late_past_k, late_past_v, "[S, Q, G, d]", (sequences, None, groups, width), q
-    )
+        seen = offsets.new_zeros(offsets.shape[0] - 1)
+    pairs = {"past": (past_k, past_v), "late": (late_k, late_v), "mem": (mem_k, mem_v)}
+    pairs["late_past"] = late_past_k, late_past_v
+    for name, (keys, values) in pairs.items():
+        if (keys is None) != (values is None):
+            raise ValueError(f"{OP}: {name}_k and {name}_v must be given together")
     if late_span < 0 or (late_span > 0) != (late_k is not None):
         raise ValueError(
             f"{OP}: late_span must be at least 1 with late_k and 0 without, got {late_span}"
@@ -116,28 +141,22 @@ def eidetic_attention(
         raise ValueError(f"{OP}: late_past_k needs late_k")
     if window is None and (mem_k is not None or late_k is not None):
         raise ValueError(f"{OP}: mem_k and late_k need a window")
-    _check_pair("mem", mem_k, mem_v, "[n, m, G, d]", (None, None, groups, width), q)
     if (mem_k is None) != (mem_count is None):
         raise ValueError(f"{OP}: mem_k and mem_count must be given together")
-    if mem_k is not None and mem_count is not None:
-        _check_index("mem_count", mem_count, (mem_k.shape[0],), q, "[n]")
-        if mem_positions is not None:
-            _check_index("mem_positions", mem_positions, tuple(mem_k.shape[:2]), q, "[n, m]")
-    elif mem_positions is not None:
+    if mem_positions is not None and mem_k is None:
         raise ValueError(f"{OP}: mem_positions needs mem_k")
 
     if q.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_values(offsets, seen, window, late_span, mem_k, mem_count, past_k, late_past_k)
 
     factor = float(width) ** -0.5 if scale is None else scale
-    given = (q, k, v, mem_k, mem_v, past_k, past_v, late_k, late_v, late_past_k, late_past_v)
     kinds = {x.dtype for x in given if x is not None}
     if kinds - {*_WIDEST}:
         raise TypeError(
             f"{OP}: tensors must be float16, bfloat16, float32 or float64, got "
             f"{', '.join(sorted(map(str, kinds)))}"
         )
-    dtype, offers = functools.reduce(torch.promote_types, kinds), _OFFERS
+    dtype, offers = functools.reduce(torch.promote_types, kinds), ATTENTION.offers
     if width > _WIDEST[dtype]:
         if backend == "triton":
             raise ValueError(
@@ -145,7 +164,7 @@ def eidetic_attention(
                 f'{dtype}, got {width}; use backend="auto" or "eager"'
             )
         offers = ("reference", "eager", "flex")
-    chosen = choose(OP, backend, q, offers)
+    chosen = ATTENTION.choose(backend, q, offers=offers)
     if chosen == "reference":
         record(OP, "reference")
         late = None
@@ -159,7 +178,13 @@ def eidetic_attention(
     rows = {name: getattr(tensors, name) for name in ("q", "k", "v", "late_k", "late_v")}
     flat = {name: x.flatten(0, 1) for name, x in rows.items() if x is not None}
     call = Call(mem_count, mem_positions, offsets, seen, window, late_span, factor)
-    out = library.eidetic_attention(tensors._replace(**flat), call, backend=chosen)
+    tensors = tensors._replace(**flat)
+    if chosen == "flex":  # torch's op, with gradients of its own
+        out = _module("flex").eidetic_attention(tensors, call)
+    else:
+        options = {"window": window, "late_span": late_span, "scale": factor}
+        indices = (mem_count, mem_positions, seen)
+        out = ATTENTION.run(chosen, (*tensors, *indices), options, offsets)
     return out.view(q.shape).to(q.dtype)
 
 
@@ -205,38 +230,6 @@ def _check_values(
         raise ValueError(
             f"{OP}: mem_count must be from 0 to m = {size}, got {min(held)} to {max(held)}"
         )
-
-
-def _check_pair(
-    name: str,
-    keys: Tensor | None,
-    values: Tensor | None,
-    rule: str,
-    shape: tuple[int | None, ...],
-    like: Tensor,
-) -> None:
-    if (keys is None) != (values is None):
-        raise ValueError(f"{OP}: {name}_k and {name}_v must be given together")
-    if keys is None or values is None:
-        return
-    check_leading(OP, f"{name}_k", keys, rule)
-    full = tuple(keys.shape[i] if size is None else size for i, size in enumerate(shape))
-    check_tensor(OP, f"{name}_k", keys, full, like, rule)
-    check_tensor(OP, f"{name}_v", values, full, like, rule)
-
-
-def _check_index(
-    name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor, rule: str
-) -> None:
-    if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64:
-        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"{OP}: {name} must be an int64 tensor {rule}, got {kind}")
-    if tensor.shape != shape:
-        raise ValueError(
-            f"{OP}: {name} must have shape {rule} = {list(shape)}, got {list(tensor.shape)}"
-        )
-    if tensor.device != like.device:
-        raise ValueError(f"{OP}: {name} must be on {like.device}, got {tensor.device}")
 
 
 __all__ = ["Chunks", "chunk_table", "eidetic_attention"]

@@ -1,6 +1,7 @@
 """What a backend gets: the tensors that gradients flow to, and how they hang together."""
 
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -31,3 +32,24 @@ class Call(NamedTuple):
     window: int | None
     late_span: int
     scale: float
+
+
+class Kernels:
+    """A backend's functions of ``Tensors`` and ``Call``, for the declaration."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.module = module
+
+    def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """Return outputs ``[T, H, d]`` and the logarithms of every query's sum ``[T, H]``."""
+        count = len(Tensors._fields)
+        mem_count, mem_positions, seen, offsets, _save, *how = arguments[count:]
+        call = Call(mem_count, mem_positions, offsets, seen, *how)
+        return self.module.forward(Tensors(*arguments[:count]), call)
+
+    def backward(self, grad_out: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> Tensors:
+        """Return the gradients of ``forward``'s tensors, None where one was absent."""
+        count = len(Tensors._fields)
+        mem_count, mem_positions, seen, offsets, *how = arguments[count:]
+        call = Call(mem_count, mem_positions, offsets, seen, *how)
+        return self.module.backward(grad_out, out, lse, Tensors(*arguments[:count]), call)

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ssmzoo_kernels.declaration import accumulator
 from ssmzoo_kernels.eidetic_attention.arguments import Call, Tensors
 from ssmzoo_kernels.eidetic_attention.plan import Plan, Stream
 from ssmzoo_kernels.eidetic_attention.rows import Gathered
-from ssmzoo_kernels.scan import accumulator
 
 Part = tuple[Tensor, Tensor]  # outputs [N, M, H, d] and log sums [N, M, H]
 

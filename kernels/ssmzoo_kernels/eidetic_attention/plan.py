@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ssmzoo_kernels.declaration import accumulator
 from ssmzoo_kernels.eidetic_attention.arguments import Call, Tensors
 from ssmzoo_kernels.eidetic_attention.chunks import Chunks, chunk_table
 from ssmzoo_kernels.eidetic_attention.rows import Gathered, Rows, Strided, runs
-from ssmzoo_kernels.scan import accumulator
 
 QUERIES = 4096  # at a time: what is gathered for them fits a cache
 JOINED = 512  # rows up to which copying them side by side costs less than merging results

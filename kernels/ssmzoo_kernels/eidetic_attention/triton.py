@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ssmzoo_kernels.declaration import accumulator
 from ssmzoo_kernels.eidetic_attention.arguments import Call, Tensors
-from ssmzoo_kernels.scan import accumulator
 
 UNBOUNDED = 1 << 30  # a window that no sequence fills
 LOG2_E = 1.4426950408889634

@@ -1,25 +1,102 @@
 """COFFEE's scan: every state component opens its own input gate."""
 
+import importlib
+import logging
 import math
-from typing import Literal, get_args
+from types import ModuleType
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from ssmzoo_kernels.dispatch import Backend, choose, record
-from ssmzoo_kernels.feedback_scan import library, reference
+from ssmzoo_kernels.declaration import Choice, Op, needs_library
+from ssmzoo_kernels.dispatch import Backend, record
+from ssmzoo_kernels.feedback_scan import reference, vmap
 from ssmzoo_kernels.feedback_scan.newton import (
     Newton,
+    NotConverged,
     check_options,
     default_tolerance,
     newton_solve,
 )
 from ssmzoo_kernels.feedback_scan.reference import Gate
-from ssmzoo_kernels.validation import check_leading, check_tensor, segment_offsets
+from ssmzoo_kernels.scan import saved_states
+from ssmzoo_kernels.validation import transformed
 
 OP = "feedback_scan"
-SOLVER = library.SOLVER
+SOLVER = "feedback_scan solver"  # what ``last_backend`` knows the solver by
 
 Solver = Literal["march", "newton", "auto"]
+
+_log = logging.getLogger("ssmzoo")
+
+
+class _Kernels:
+    """A backend's march and Newton's method, which may give up.
+
+    Both save the same states, so that one backward serves both and no iteration is ever
+    differentiated.
+    """
+
+    def __init__(self, module: ModuleType) -> None:
+        self.module = module
+        self.CHUNK = module.CHUNK
+
+    def forward(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *given, solver, tolerance, max_iterations, damping = arguments
+        if solver == "newton":
+            tolerance = default_tolerance(given[0]) if tolerance is None else tolerance
+            how = {"tolerance": tolerance, "max_iterations": max_iterations, "damping": damping}
+            try:
+                found = self.module.newton(*given, **how)
+            except NotConverged as reason:
+                _log.warning("%s: %s; this call marches instead", OP, reason)
+            else:
+                record(SOLVER, "newton")
+                return found
+        record(SOLVER, "march")
+        return self.module.forward(*given)
+
+    def backward(self, *arguments: Any) -> tuple[Tensor | None, ...]:
+        return self.module.backward(*arguments[:-4])
+
+
+def _reference(*tensors: Any, cu_seqlens: Tensor | None, gate: Gate, solver: str, **_: Any) -> Any:
+    if solver == "newton":
+        raise ValueError(
+            f'{OP}: the reference only marches, got solver="newton"; '
+            'use solver="auto", or gate="sigmoid" with another backend'
+        )
+    record(SOLVER, "march")
+    return reference.feedback_scan(*tensors, cu_seqlens=cu_seqlens, gate=gate)
+
+
+SCAN = Op(
+    OP,
+    inputs={
+        "u": "B L D",
+        "lam": "D N",
+        "w": "D N",
+        "C": "D N",
+        "w_gamma": "D N?",
+        "D": "D?",
+        "drive": "B L D?",
+        "initial_state": "S D N?",
+    },
+    outputs={"out": "B L D", "final_state": "S D N as exact"},
+    options={
+        "gate": Choice("sigmoid", reference=("linear",)),
+        "solver": "str",
+        "tolerance": "float?",
+        "max_iterations": "int?",
+        "damping": "float",
+    },
+    packing="flat",
+    least={"lam": "state column"},
+    saved=saved_states,
+    reference=_reference,
+    kernels=lambda name: _Kernels(importlib.import_module(f"ssmzoo_kernels.feedback_scan.{name}")),
+)
+vmap.register(SCAN)
 
 
 def feedback_scan(
@@ -86,73 +163,22 @@ def feedback_scan(
         TypeError: Not a tensor, or not floating point.
         RuntimeError: The machine lacks what the named backend needs.
     """
-    check_leading(OP, "u", u, "[B, L, D]")
-    check_leading(OP, "lam", lam, "[D, N]")
-    batch, length, width = u.shape
-    states = lam.shape[1]
-    if states < 1:
-        raise ValueError(f"{OP}: lam must have at least one state column, got {list(lam.shape)}")
-    for name, tensor in (("lam", lam), ("w", w), ("C", C)):
-        check_tensor(OP, name, tensor, (width, states), u, "[D, N]")
-    if w_gamma is not None:
-        check_tensor(OP, "w_gamma", w_gamma, (width, states), u, "[D, N]")
-    if D is not None:
-        check_tensor(OP, "D", D, (width,), u, "[D]")
-    if drive is not None:
-        check_tensor(OP, "drive", drive, (batch, length, width), u, "[B, L, D]")
-    offsets = segment_offsets(OP, u, cu_seqlens)
-    if initial_state is not None:
-        shape = (offsets.numel() - 1, width, states)
-        rule = "[B, D, N]" if cu_seqlens is None else "[S, D, N]"
-        check_tensor(OP, "initial_state", initial_state, shape, u, rule)
-    if gate not in get_args(Gate):
-        raise ValueError(f"{OP}: gate must be 'sigmoid' or 'linear', got {gate!r}")
     if solver not in get_args(Solver):
         raise ValueError(
             f"{OP}: solver must be one of {', '.join(get_args(Solver))}, got {solver!r}"
         )
-    tolerance = default_tolerance(u) if tolerance is None else tolerance
     check_options(OP, tolerance, max_iterations, damping)
-    if gate == "linear":
-        if backend not in ("auto", "reference"):
-            raise ValueError(
-                f'{OP}: gate="linear" exists only as a reference, got backend={backend!r}; '
-                'use backend="auto"'
-            )
-        chosen = "reference"
-    else:
-        chosen = choose(OP, backend, u)
-    if chosen == "reference":
-        if solver == "newton":
-            raise ValueError(
-                f'{OP}: the reference only marches, got solver="newton"; '
-                'use solver="auto", or gate="sigmoid" with another backend'
-            )
-        record(OP, "reference")
-        record(SOLVER, "march")
-        out, final_state = reference.feedback_scan(
-            u, lam, w, C, w_gamma, D, drive, initial_state, cu_seqlens=cu_seqlens, gate=gate
-        )
-    else:
-        tokens = batch * length
-        out, final_state = library.feedback_scan(
-            u.reshape(tokens, width),
-            lam,
-            w,
-            C,
-            w_gamma,
-            D,
-            None if drive is None else drive.reshape(tokens, width),
-            initial_state,
-            offsets,
-            backend=chosen,
-            solver="march" if solver == "auto" else solver,
-            tolerance=tolerance,
-            max_iterations=max_iterations,
-            damping=damping,
-        )
-        out = out.view(batch, length, width)
-    if u.device.type == "cpu" and library.is_plain(u):
+    out, final_state = SCAN(
+        *(u, lam, w, C, w_gamma, D, drive, initial_state),
+        cu_seqlens=cu_seqlens,
+        backend=backend,
+        gate=gate,
+        solver="march" if solver == "auto" else solver,
+        tolerance=tolerance,
+        max_iterations=max_iterations,
+        damping=damping,
+    )
+    if u.device.type == "cpu" and not (needs_library(u) or transformed()):
         inputs = {"lam": lam, "w": w, "C": C, "w_gamma": w_gamma, "D": D}
         inputs |= {"u": u, "drive": drive, "initial_state": initial_state}
         _check_values(inputs, final_state)

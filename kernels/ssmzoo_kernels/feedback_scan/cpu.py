@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ssmzoo_kernels import native
+from ssmzoo_kernels.declaration import accumulator
 from ssmzoo_kernels.feedback_scan.newton import not_converged
-from ssmzoo_kernels.scan import accumulator, chunk_slots, interval
+from ssmzoo_kernels.scan import chunk_slots, interval
 
 CHUNK = 32  # tokens whose states are recomputed at once
 

@@ -8,8 +8,9 @@ for the carry. Of many segments only so many run together that their states stay
 import torch
 from torch import Tensor
 
+from ssmzoo_kernels.declaration import accumulator
 from ssmzoo_kernels.feedback_scan import newton as solver
-from ssmzoo_kernels.scan import accumulator, chunk_slots, interval
+from ssmzoo_kernels.scan import chunk_slots, interval
 from ssmzoo_kernels.scan.eager import CHUNK, groups
 
 

@@ -13,8 +13,9 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from ssmzoo_kernels.declaration import accumulator
 from ssmzoo_kernels.linear_scan import linear_scan
-from ssmzoo_kernels.scan import accumulator, chunk_slots, interval
+from ssmzoo_kernels.scan import chunk_slots, interval
 from ssmzoo_kernels.segments import by_length
 from ssmzoo_kernels.validation import check_leading, check_tensor
 
@@ -124,12 +125,14 @@ def default_tolerance(u: Tensor) -> float:
     return {torch.float32: 1e-6, torch.float64: 1e-14}[accumulator(u)]
 
 
-def check_options(op: str, tolerance: float, max_iterations: int | None, damping: float) -> None:
+def check_options(
+    op: str, tolerance: float | None, max_iterations: int | None, damping: float
+) -> None:
     """Fail unless the solver can work with these."""
     for name, value in (("tolerance", tolerance), ("damping", damping)):
-        if not isinstance(value, int | float):
+        if not isinstance(value, int | float) and not (value is None and name == "tolerance"):
             raise TypeError(f"{op}: {name} must be a number, got {value!r}")
-    if not 0 < tolerance < math.inf:
+    if tolerance is not None and not 0 < tolerance < math.inf:
         raise ValueError(f"{op}: tolerance must be positive and finite, got {tolerance!r}")
     whole = isinstance(max_iterations, int) and not isinstance(max_iterations, bool)
     if max_iterations is not None and not (whole and max_iterations >= 1):

@@ -18,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 from triton import JITFunction
 
+from ssmzoo_kernels.declaration import accumulator
 from ssmzoo_kernels.feedback_scan.newton import LIMIT, NotConverged
-from ssmzoo_kernels.scan import accumulator, chunk_slots, interval
+from ssmzoo_kernels.scan import chunk_slots, interval
 from ssmzoo_kernels.scan.triton import (
     FILL,
     channels_and_states,

@@ -1,14 +1,34 @@
 """The long depthwise convolution of state-space models, by FFT."""
 
+import importlib
+
 import torch
 from torch import Tensor
 
-from ssmzoo_kernels.dispatch import Backend, choose, record
-from ssmzoo_kernels.fft_conv import library, reference
+from ssmzoo_kernels.declaration import Op
+from ssmzoo_kernels.dispatch import Backend
+from ssmzoo_kernels.fft_conv import reference
 from ssmzoo_kernels.fft_conv.pieces import default_workspace
-from ssmzoo_kernels.validation import check_count, check_leading, check_tensor, segment_offsets
+from ssmzoo_kernels.validation import check_count
 
 OP = "fft_conv"
+CONV = Op(
+    OP,
+    inputs={
+        "u": "B L D",
+        "kernel": "D K",
+        "D": "D?",
+        "initial_state": "S K-1 D?",
+        "future_kernel": "D F?",
+    },
+    outputs={"y": "B L D"},
+    options={"workspace": "int"},
+    packing="rows",
+    least={"kernel": "tap"},
+    offers=("reference", "eager", "cpu"),
+    reference=reference.fft_conv,
+    kernels=lambda name: importlib.import_module(f"ssmzoo_kernels.fft_conv.{name}"),
+)
 
 
 def fft_conv(
@@ -54,42 +74,21 @@ def fft_conv(
         TypeError: Not a tensor, or not floating point.
         RuntimeError: The machine lacks what the named backend needs.
     """
-    check_leading(OP, "u", u, "[B, L, D]")
-    check_leading(OP, "kernel", kernel, "[D, K]")
-    batch, _, width = u.shape
-    taps = kernel.shape[1]
-    if taps < 1:
-        raise ValueError(f"{OP}: kernel must have at least one tap, got {list(kernel.shape)}")
-    check_tensor(OP, "kernel", kernel, (width, taps), u, "[D, K]")
-    if D is not None:
-        check_tensor(OP, "D", D, (width,), u, "[D]")
-    if future_kernel is not None:
-        check_leading(OP, "future_kernel", future_kernel, "[D, F]")
-        shape = (width, future_kernel.shape[1])
-        check_tensor(OP, "future_kernel", future_kernel, shape, u, "[D, F]")
-    if cu_seqlens is not None:
-        cu_seqlens = segment_offsets(OP, u, cu_seqlens)
-        batch = cu_seqlens.shape[0] - 1
-    if initial_state is not None:
-        rule = "[B, K - 1, D]" if cu_seqlens is None else "[S, K - 1, D]"
-        check_tensor(OP, "initial_state", initial_state, (batch, taps - 1, width), u, rule)
+    inputs = (u, kernel, D, initial_state, future_kernel)
+    offsets = CONV.check(inputs, cu_seqlens)
+    offsets = None if cu_seqlens is None else offsets
     if workspace is None:
         workspace = default_workspace(u)
     else:
         check_count(OP, "workspace", workspace, 1)
-
-    chosen = choose(OP, backend, u, ("reference", "eager", "cpu"))
+    chosen = CONV.choose(backend, u)
     if chosen == "reference":
-        record(OP, "reference")
-        y = reference.fft_conv(
-            u, kernel, D, initial_state, future_kernel=future_kernel, cu_seqlens=cu_seqlens
-        )
+        y = CONV.judge(inputs, {}, offsets)
     else:
-        inputs = (u, kernel, D, initial_state, future_kernel)
-        y = library.fft_conv(*inputs, cu_seqlens, workspace, chosen)
+        y = CONV.run(chosen, inputs, {"workspace": workspace}, offsets)
     if not output_final_state:
         return y, None
-    return y, _last_inputs(u, taps - 1, initial_state, cu_seqlens)
+    return y, _last_inputs(u, kernel.shape[1] - 1, initial_state, offsets)
 
 
 def _last_inputs(

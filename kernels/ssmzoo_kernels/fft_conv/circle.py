@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ssmzoo_kernels.scan import accumulator
+from ssmzoo_kernels.declaration import accumulator
 
 LINE = 16
 BUFFERS = 12  # of the padded inputs' size that a backward has at once, at the most

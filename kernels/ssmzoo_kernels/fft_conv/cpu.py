@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ssmzoo_kernels import native
+from ssmzoo_kernels.declaration import accumulator
 from ssmzoo_kernels.fft_conv import pieces
 from ssmzoo_kernels.fft_conv.circle import BUFFERS, Circle, good_size, slices, zeros
-from ssmzoo_kernels.scan import accumulator
 
 _SOURCE = Path(__file__).with_name("fold.c")
 _FUNCTIONS = ("fold", "unfold", "fold_taps", "unfold_taps", "multiply", "correlate")

@@ -5,9 +5,9 @@ import functools
 import torch
 from torch import Tensor
 
+from ssmzoo_kernels.declaration import accumulator
 from ssmzoo_kernels.fft_conv import pieces
 from ssmzoo_kernels.fft_conv.circle import BUFFERS, Circle, good_size, slices, zeros
-from ssmzoo_kernels.scan import accumulator
 
 # bytes of padded inputs in flight: within a core's cache, or enough to fill a GPU
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 27}

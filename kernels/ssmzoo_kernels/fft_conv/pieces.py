@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ssmzoo_kernels.declaration import accumulator
 from ssmzoo_kernels.fft_conv.circle import BUFFERS, LINE, Circle, good_size, slices, zeros
-from ssmzoo_kernels.scan import accumulator
 from ssmzoo_kernels.segments import by_magnitude
 
 # bytes that the transforms may take if the caller does not say

@@ -13,8 +13,8 @@ def fft_conv(
     kernel: Tensor,  # [D, K]
     D: Tensor | None = None,  # [D]
     initial_state: Tensor | None = None,  # [B, K - 1, D]
-    *,
     future_kernel: Tensor | None = None,  # [D, F]
+    *,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """Convolve along the sequence (equations and shapes: the public op of the same name)."""
@@ -25,7 +25,7 @@ def fft_conv(
                 kernel,
                 D,
                 None if initial_state is None else initial_state[s : s + 1],
-                future_kernel=future_kernel,
+                future_kernel,
             )
             for s, (a, b) in enumerate(pairwise(cu_seqlens.tolist()))
         ]

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from ssmzoo_kernels.scan import accumulator
+from ssmzoo_kernels.declaration import accumulator
 from ssmzoo_kernels.segments import Group, by_magnitude
 
 LANES = 4096  # numbers a step that make a call worthwhile

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssmzoo_kernels.scan import accumulator
+from ssmzoo_kernels.declaration import accumulator
 from ssmzoo_kernels.scan.triton import near_rows
 
 

@@ -1,19 +1,58 @@
 """The convolution kernel of a filter given by the coefficients of its transfer function."""
 
 import warnings
-from typing import Literal, get_args
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from ssmzoo_kernels.dispatch import Backend, choose, record
-from ssmzoo_kernels.rational_kernel import eager, library, reference
+from ssmzoo_kernels.declaration import Op, accumulator
+from ssmzoo_kernels.dispatch import Backend
+from ssmzoo_kernels.rational_kernel import eager, reference
 from ssmzoo_kernels.validation import check_count, check_leading, check_tensor
 
 OP = "rational_kernel"
 Mode = Literal["exact", "truncated"]
 
 OFFERS = ("reference", "eager")
+
+
+def _saved(_: Any, sizes: Mapping[str, Any]) -> Sequence[int]:
+    """Return the shape of ``1 / a``: its spectrum's half as pairs, or its series."""
+    if sizes["grid"] is not None:
+        return sizes["D_a"], sizes["grid"] // 2 + 1, 2
+    return sizes["D_a"], sizes["length"]
+
+
+KERNEL = Op(
+    OP,
+    inputs={"a": "D_a n", "b": "D n"},
+    outputs={"kernel": "D length"},
+    options={"length": "int", "grid": "int?"},
+    offers=OFFERS,
+    saved=_saved,
+    keeps=("a", "b", "kernel", "saved"),
+    reference=reference.rational_kernel,
+    kernels=lambda _: eager,
+)
+SERIES = Op(
+    "inverse_series",
+    inputs={"a": "D_a n"},
+    outputs={"inverse": "D_a length"},
+    options={"length": "int"},
+    offers=OFFERS,
+    keeps=("a", "inverse"),
+    reference=reference.inverse_series,
+    kernels=lambda _: SimpleNamespace(
+        forward=eager.inverse_series,
+        backward=lambda grad, a, inverse, _: eager.inverse_series_backward(
+            grad, inverse, a.shape[1]
+        ),
+    ),
+)
 
 
 def rational_kernel(
@@ -63,15 +102,13 @@ def rational_kernel(
     if mode not in get_args(Mode):
         raise ValueError(f"{OP}: mode must be 'exact' or 'truncated', got {mode!r}")
     grid = _grid(a.shape[1], length, mode, trunc_len)
-    chosen = choose(OP, backend, a, OFFERS)
+    chosen = KERNEL.choose(backend, a)
     dtype = torch.promote_types(torch.float32, torch.promote_types(a.dtype, b.dtype))
     a, b = a.to(dtype), b.to(dtype)
     if grid is not None and a.device.type == "cpu" and not torch.compiler.is_compiling():
         _warn_of_poles_on_the_grid(a.detach(), grid)
-    if chosen == "reference":
-        record(OP, "reference")
-        return reference.rational_kernel(a, b, length, grid=grid)
-    return library.rational_kernel(a, b, length, grid)
+    run = KERNEL.judge if chosen == "reference" else partial(KERNEL.run, chosen)
+    return run((a, b), {"length": length, "grid": grid})
 
 
 def inverse_series(
@@ -91,7 +128,9 @@ def inverse_series(
     """
     check_leading("inverse_series", "a", a, "[D_a, n]")
     check_count("inverse_series", "length", length)
-    return library.inverse_series(a.to(torch.promote_types(torch.float32, a.dtype)), length)
+    chosen = SERIES.choose("auto", a)
+    run = SERIES.judge if chosen == "reference" else partial(SERIES.run, chosen)
+    return run((a.to(accumulator(a)),), {"length": length})
 
 
 def check_polynomials(op: str, a: Tensor, b: Tensor) -> None:

@@ -10,6 +10,37 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def forward(
+    a: Tensor,  # [D_a, n]
+    b: Tensor,  # [D, n]
+    save: bool,
+    length: int,
+    grid: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the kernel ``[D, L]``, of the truncated mode with a grid, and ``1 / a``."""
+    if grid is None:
+        inverse = inverse_series(a, length)
+        return exact(inverse, b, length), inverse
+    inverse = inverse_on_grid(a, grid)
+    return truncated(inverse, b, length, grid), torch.view_as_real(inverse)
+
+
+def backward(
+    grad: Tensor,  # [D, L]
+    a: Tensor,
+    b: Tensor,
+    kernel: Tensor,
+    inverse: Tensor,
+    length: int,
+    grid: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of both polynomials."""
+    grad = grad.contiguous()
+    if grid is None:
+        return exact_backward(grad, kernel, inverse, a.shape[1])
+    return truncated_backward(grad, torch.view_as_complex(inverse), b, grid)
+
+
 def inverse_on_grid(a: Tensor, grid: int) -> Tensor:
     """Return ``1 / a`` on ``grid`` roots of unity, half of them, ``[D_a, F]`` complex.
 

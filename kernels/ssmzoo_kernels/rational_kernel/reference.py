@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def rational_kernel(a: Tensor, b: Tensor, length: int, *, grid: int | None) -> Tensor:
+def rational_kernel(a: Tensor, b: Tensor, *, length: int, grid: int | None) -> Tensor:
     """Return ``[D, L]`` (equations and shapes: the public op; ``grid`` None is the exact mode)."""
     dtype = torch.promote_types(torch.float32, torch.promote_types(a.dtype, b.dtype))
     b = b.to(dtype)

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssmzoo_kernels.declaration import accumulator, needs_library  # noqa: F401
-
 # what a skeleton reads, in this order, and has gradients of: u, q, k, dt are there, others maybe
 ROLES = ("u", "q", "k", "dt", "dt_bias", "skip", "z", "param", "initial_state")
 Inputs = tuple[
@@ -47,11 +45,18 @@ class Kernels:
         self._given = itemgetter(*(roles.index(x) if x in roles else self.count for x in ROLES))
         self._own = itemgetter(*map(ROLES.index, roles))
 
+    @property
+    def CHUNK(self) -> int:
+        """Return how many tokens' states are recomputed at once."""
+        return self.module.scan.CHUNK
+
     def forward(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return outputs, final states and, if they are to be saved, states between tokens."""
         offsets, save, *choice = arguments[self.count :]
         inputs = self._given((*arguments[: self.count], None))
-        return self.module.scan.forward(self._transition(choice), inputs, offsets, save)
+        module = self.module
+        transition = module.TRANSITIONS[choice[0]] if choice else module.TRANSITION
+        return module.scan.forward(transition, inputs, offsets, save)
 
     def backward(
         self, grad_out: Tensor | None, grad_final: Tensor | None, *arguments: Any
@@ -59,17 +64,14 @@ class Kernels:
         """Return the gradients of the op's inputs, from the states that the forward saved."""
         offsets, saved, *choice = arguments[self.count :]
         inputs = self._given((*arguments[: self.count], None))
-        grads = (grad_out, grad_final)
-        transition = self._transition(choice)
-        return self._own(self.module.scan.backward(transition, *grads, inputs, offsets, saved))
-
-    def _transition(self, choice: list[str]) -> Any:
-        return self.module.TRANSITIONS[choice[0]] if choice else self.module.TRANSITION
+        module, grads = self.module, (grad_out, grad_final)
+        transition = module.TRANSITIONS[choice[0]] if choice else module.TRANSITION
+        return self._own(module.scan.backward(transition, *grads, inputs, offsets, saved))
 
 
-def saved_states(kernels: Kernels, sizes: Mapping[str, int]) -> Sequence[int]:
+def saved_states(kernels: Any, sizes: Mapping[str, int]) -> Sequence[int]:
     """Return the shape of the states that a forward saves, for a declaration."""
-    between = interval(sizes["N"], kernels.module.scan.CHUNK)
+    between = interval(sizes["N"], kernels.CHUNK)
     return chunk_slots(sizes["T"], sizes["S"], between), sizes["N"], sizes["D"]
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ssmzoo_kernels import native
+from ssmzoo_kernels.declaration import accumulator
 from ssmzoo_kernels.scan import (
     ROLES,
     Gradients,
     Inputs,
-    accumulator,
     chunk_slots,
     interval,
     parts_of,
@@ -24,7 +24,7 @@ from ssmzoo_kernels.scan import (
 CHUNK = 16  # tokens whose states are recomputed at once
 
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
-_BY_ROWS = [role in ("u", "q", "k", "dt", "z") for role in ROLES]  # rows may lie apart
+_BY_ROWS = (0, 1, 2, 3, 6)  # of the inputs u, q, k, dt, z rows may lie apart
 
 
 class _Inputs(ctypes.Structure):
@@ -151,17 +151,25 @@ def _prepare(
     inputs: Inputs, offsets: Tensor, exact: torch.dtype
 ) -> tuple[list[Tensor | None], _Inputs]:
     """Return the inputs as the kernel reads them, copying only what must be, and their places."""
-    tensors, places, strides = [], [], []
-    for x, by_rows in zip(inputs, _BY_ROWS, strict=True):
+    tensors, places = [*inputs], [None] * len(inputs)
+    for i, x in enumerate(inputs):
         if x is not None:
             if x.dtype is not exact:
                 x = x.to(exact)
-            if x.stride(-1) != 1 if by_rows else not x.is_contiguous():
+            if x.stride(-1) != 1 if i in _BY_ROWS else not x.is_contiguous():
                 x = x.contiguous()
-        tensors.append(x)
-        places.append(None if x is None else x.data_ptr())
-        if by_rows:
-            strides.append(0 if x is None else x.stride(0))
-    width, states = inputs[0].shape[1], inputs[2].shape[1]
-    sizes = (offsets.shape[0] - 1, width, states, interval(states, CHUNK))
-    return tensors, _Inputs(*places, offsets.data_ptr(), *sizes, *strides)
+            tensors[i], places[i] = x, x.data_ptr()
+    u, q, k, dt, _, _, z, _, _ = tensors
+    return tensors, _Inputs(
+        *places,
+        offsets.data_ptr(),
+        offsets.shape[0] - 1,
+        u.shape[1],
+        k.shape[1],
+        interval(k.shape[1], CHUNK),
+        u.stride(0),
+        q.stride(0),
+        k.stride(0),
+        dt.stride(0),
+        0 if z is None else z.stride(0),
+    )

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ssmzoo_kernels.scan import Gradients, Inputs, accumulator, chunk_slots, interval
+from ssmzoo_kernels.declaration import accumulator
+from ssmzoo_kernels.scan import Gradients, Inputs, chunk_slots, interval
 from ssmzoo_kernels.segments import by_length
 
 CHUNK = 16

@@ -29,7 +29,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import JITFunction
 
-from ssmzoo_kernels.scan import Gradients, Inputs, accumulator, chunk_slots, interval, parts_of
+from ssmzoo_kernels.declaration import accumulator
+from ssmzoo_kernels.scan import Gradients, Inputs, chunk_slots, interval, parts_of
 
 # Warps that keep a large GPU busy; a constant, so that results do not depend on the device.
 FILL = 2048

@@ -1,9 +1,13 @@
 """Sums of complex exponentials, the kernels of diagonal state spaces, and their transpose."""
 
+import importlib
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
-from ssmzoo_kernels.dispatch import Backend, choose, record
+from ssmzoo_kernels.declaration import Op, accumulator
+from ssmzoo_kernels.dispatch import Backend
 from ssmzoo_kernels.segments import by_length
 from ssmzoo_kernels.validation import (
     check_complex,
@@ -11,11 +15,85 @@ from ssmzoo_kernels.validation import (
     check_leading,
     segment_offsets,
 )
-from ssmzoo_kernels.vandermonde import library, reference
+from ssmzoo_kernels.vandermonde import reference
+from ssmzoo_kernels.vandermonde.tables import Lags
 
 OP = "vandermonde"
 STATE = "vandermonde_state"
 TORCH = ("reference", "eager")
+
+
+class _Sums:
+    """``vandermonde`` on one backend."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.module = module
+
+    def forward(
+        self, weight: Tensor, exponent: Tensor, reversed: Tensor | None, *where: int
+    ) -> Tensor:
+        lags = Lags(*where, False if reversed is None else reversed)
+        with torch.autocast(weight.device.type, enabled=False):
+            return self.module.synthesize(weight, exponent, lags)
+
+    def backward(
+        self, grad: Tensor, weight: Tensor, exponent: Tensor, reversed: Tensor | None, *where: int
+    ) -> tuple[Tensor, Tensor]:
+        lags = Lags(*where, False if reversed is None else reversed)
+        with torch.autocast(grad.device.type, enabled=False):
+            sums, moments = self.module.analyze(grad, exponent, lags, True)
+            return sums.conj_physical(), (weight * moments).conj_physical().sum(0)
+
+
+class _States:
+    """``vandermonde_state`` on one backend: the transpose."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.module = module
+
+    def forward(self, u: Tensor, exponent: Tensor, reversed: Tensor | None, offset: int) -> Tensor:
+        wide, lags = self._prepare(u, reversed, offset)
+        with torch.autocast(u.device.type, enabled=False):
+            return self.module.analyze(wide, exponent, lags, False)[0]
+
+    def backward(
+        self, grad: Tensor, u: Tensor, exponent: Tensor, reversed: Tensor | None, offset: int
+    ) -> tuple[Tensor, Tensor]:
+        wide, lags = self._prepare(u, reversed, offset)
+        with torch.autocast(grad.device.type, enabled=False):
+            moments = self.module.analyze(wide, exponent, lags, True)[1]
+            grad_u = self.module.synthesize(grad.conj_physical(), exponent, lags)
+            return grad_u.transpose(1, 2), (grad * moments.conj_physical()).sum(0)
+
+    @staticmethod
+    def _prepare(u: Tensor, reversed: Tensor | None, offset: int) -> tuple[Tensor, Lags]:
+        # what is read backwards was counted from the start, everything else from the end
+        lags = Lags(u.shape[1], offset, 0, True if reversed is None else ~reversed)
+        return u.to(accumulator(u)).transpose(1, 2), lags
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"ssmzoo_kernels.vandermonde.{name}")
+
+
+SUMS = Op(
+    OP,
+    inputs={"weight": "B H N complex", "exponent": "H N complex", "reversed": "H N bool?"},
+    outputs={"kernel": "B H length as real"},
+    options={"length": "int", "first": "int", "last": "int"},
+    offers=(*TORCH, "triton"),
+    reference=reference.vandermonde,
+    kernels=lambda name: _Sums(_module(name)),
+)
+STATES = Op(
+    STATE,
+    inputs={"u": "B L H", "exponent": "H N complex", "reversed": "H N bool?"},
+    outputs={"state": "B H N as complex"},
+    options={"offset": "int"},
+    offers=(*TORCH, "triton"),
+    reference=reference.vandermonde_state,
+    kernels=lambda name: _States(_module(name)),
+)
 
 
 def vandermonde(
@@ -70,15 +148,13 @@ def vandermonde(
         )
 
     exponent = exponent.to(torch.complex128)
-    chosen = _choose(OP, backend, weight)
+    chosen = _choose(SUMS, backend, weight)
     if chosen == "reference":
-        record(OP, "reference")
-        return reference.vandermonde(weight, exponent, length, offset, reversed, norm_length)
+        options = {"length": length, "offset": offset, "norm_length": norm_length}
+        return SUMS.judge((weight, exponent, reversed), options)
     flat = weight.reshape(weight.shape[:-2].numel(), *exponent.shape)
-    kernel = library.vandermonde(
-        flat, exponent, length, offset, norm_length - end, reversed, chosen
-    )
-    return kernel.view(*weight.shape[:-1], length)
+    options = {"length": length, "first": offset, "last": norm_length - end}
+    return SUMS.run(chosen, (flat, exponent, reversed), options).view(*weight.shape[:-1], length)
 
 
 def vandermonde_state(
@@ -122,29 +198,24 @@ def vandermonde_state(
         )
     check_count(STATE, "offset", offset)
     exponent = exponent.to(torch.complex128)
-    chosen = _choose(STATE, backend, u)
+    chosen = _choose(STATES, backend, u)
+
+    def state(tokens: Tensor) -> Tensor:
+        if chosen == "reference":
+            return STATES.judge((tokens, exponent, reversed), {"offset": offset})
+        return STATES.run(chosen, (tokens, exponent, reversed), {"offset": offset})
+
     if cu_seqlens is None:
-        return _state(u, exponent, offset, reversed, chosen)
+        return state(u)
     groups = by_length(segment_offsets(STATE, u, cu_seqlens))
     order = torch.cat([members for members, _ in groups])
-    states = [_state(u[0, places], exponent, offset, reversed, chosen) for _, places in groups]
-    return torch.cat(states)[order.argsort()]
+    return torch.cat([state(u[0, places]) for _, places in groups])[order.argsort()]
 
 
-def _state(
-    u: Tensor, exponent: Tensor, offset: int, reversed: Tensor | None, backend: str
-) -> Tensor:
-    if backend == "reference":
-        record(STATE, "reference")
-        return reference.vandermonde_state(u, exponent, offset, reversed)
-    wide = u.to(torch.promote_types(torch.float32, u.dtype)).transpose(1, 2)
-    return library.vandermonde_state(wide, exponent, offset, reversed, backend)
-
-
-def _choose(op: str, backend: Backend, x: Tensor) -> str:
+def _choose(op: Op, backend: Backend, x: Tensor) -> str:
     # Triton does not compile these products in float64 for every GPU; torch's are as good there
     wide = x.dtype in (torch.float64, torch.complex128)
-    return choose(op, backend, x, TORCH if wide else (*TORCH, "triton"))
+    return op.choose(backend, x, offers=TORCH if wide else None)
 
 
 def _check_exponent(op: str, exponent: Tensor, reversed: Tensor | None) -> None:

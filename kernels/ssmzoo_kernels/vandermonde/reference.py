@@ -9,9 +9,10 @@ from ssmzoo_kernels.scan import zeros_on_tape
 def vandermonde(
     weight: Tensor,  # [..., H, N] complex
     exponent: Tensor,  # [H, N] complex128
+    reversed: Tensor | None,  # [H, N] bool
+    *,
     length: int,
     offset: int,
-    reversed: Tensor | None,  # [H, N] bool
     norm_length: int,
 ) -> Tensor:
     """Return the sums ``[..., H, length]`` (equations: the public op of the same name)."""
@@ -26,8 +27,9 @@ def vandermonde(
 def vandermonde_state(
     u: Tensor,  # [B, L, H]
     exponent: Tensor,  # [H, N] complex128
-    offset: int,
     reversed: Tensor | None,  # [H, N] bool
+    *,
+    offset: int,
 ) -> Tensor:
     """Return the states ``[B, H, N]`` (equations: the public op of the same name)."""
     inputs = u.to(torch.promote_types(torch.float32, u.dtype))
