@@ -1,6 +1,6 @@
 """companion_step's Triton kernel against the reference in Triton's interpreter.
 
-Not collected by name: ``test_companion_step_triton.py`` runs this file in a process of its own,
+Not collected by name: ``test_triton_interpreted.py`` runs this file in a process of its own,
 where ``TRITON_INTERPRET=1`` holds before anything imports triton.
 """
 

@@ -1,6 +1,6 @@
 """The Triton kernels of vandermonde and diagonal_step in Triton's interpreter.
 
-Not collected by name: ``test_vandermonde.py`` runs this file in a process
+Not collected by name: ``test_triton_interpreted.py`` runs this file in a process
 of its own, where ``TRITON_INTERPRET=1`` holds before anything imports triton.
 """
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.kernels import contracts
-from tests.kernels.triton_processes import assert_interpreted, assert_no_spills, compiled
+from tests.kernels.triton_processes import assert_no_spills, compiled
 
 from ssmzoo.testing.accuracy import assert_as_accurate, outputs_and_grads
 from ssmzoo_kernels import innovation, last_backend, select_memory
@@ -314,11 +314,6 @@ def test_an_infinite_score_stays():
 
 
 # --- Triton -----------------------------------------------------------------------------------
-
-
-def test_the_interpreted_kernel_equals_the_reference():
-    pytest.importorskip("triton", reason="triton is not installed")
-    assert_interpreted("interpreted_innovation.py")
 
 
 def test_the_kernel_compiles_without_spills():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tests.kernels import contracts
-from tests.kernels.triton_processes import assert_interpreted, assert_no_spills, compiled
+from tests.kernels.triton_processes import assert_no_spills, compiled
 
 from ssmzoo_kernels import linear_scan
 
@@ -148,11 +148,6 @@ def test_real_and_complex_tensors_do_not_mix(name, other):
 
 
 # --- the Triton kernels -----------------------------------------------------------------------
-
-
-def test_the_interpreted_kernels_equal_the_reference():
-    pytest.importorskip("triton", reason="triton is not installed")
-    assert_interpreted("interpreted_linear.py")
 
 
 def test_the_kernels_compile_without_spills():
