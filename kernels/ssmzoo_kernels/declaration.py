@@ -38,6 +38,7 @@ if nobody asked for it; what is returned for an absent input does not matter.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -101,7 +102,8 @@ class Op:
         inputs: The tensors in the order of the public function, by name.
         outputs: What kernels return, by name.
         kernels: From a backend's name, its ``forward`` and ``backward``: a module or any object.
-        reference: The formula; it gets the public function's tensors, boundaries and options.
+        reference: The formula; it gets the public function's tensors and options, and never packed
+            rows: those come to it sequence by sequence.
         packing: How an op along sequences sees a batch and packed rows; None for other ops.
         options: Other arguments that kernels get, in order: a ``Choice`` or a type of
             ``torch.library``'s schemas (``"int"``, ``"float[]"``). A choice that leaves kernels one
@@ -309,11 +311,23 @@ class Op:
     def judge(
         self, tensors: Sequence[Any], options: Mapping[str, Any], cu_seqlens: Tensor | None = None
     ) -> Any:
-        """Run the reference, on tensors as the public op has them."""
+        """Run the reference, on tensors as the public op has them; packed sequences one by one."""
         record(self.name, "reference")
-        if self.packing is None:
+        if cu_seqlens is None:
             return self.reference(*tensors, **options)
-        return self.reference(*tensors, cu_seqlens=cu_seqlens, **options)
+        parts = []
+        for number, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
+            own = []
+            for x, argument in zip(tensors, self.inputs.values(), strict=True):
+                if x is not None and argument.is_row:
+                    x = x[:, begin:end]
+                elif x is not None and argument.dims[0][0] == "S":
+                    x = x[number : number + 1]
+                own.append(x)
+            parts.append(_several(self.reference(*own, **options)))
+        rows = [x.is_row for x in self.outputs.values()]
+        found = enumerate(zip(*parts, strict=True))
+        return _alone([torch.cat(x, dim=int(i < len(rows) and rows[i])) for i, x in found])
 
     def run(
         self,

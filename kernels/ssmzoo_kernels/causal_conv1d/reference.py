@@ -1,6 +1,5 @@
 """The short causal convolution as a sum over its taps; the judge of the other implementations."""
 
-from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -17,24 +16,8 @@ def causal_conv1d(
     initial_state: Tensor | None = None,  # [B, K - 1, D]
     *,
     activation: Activation | None = None,
-    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Convolve along the sequence (equations and shapes: the public op of the same name)."""
-    if cu_seqlens is not None:
-        bounds = cu_seqlens.tolist()
-        parts = [
-            causal_conv1d(
-                x[:, a:b],
-                weight,
-                bias,
-                None if initial_state is None else initial_state[s : s + 1],
-                activation=activation,
-            )
-            for s, (a, b) in enumerate(pairwise(bounds))
-        ]
-        outputs, states = zip(*parts, strict=True)
-        return torch.cat(outputs, dim=1), torch.cat(states, dim=0)
-
     length, taps = x.shape[1], weight.shape[1]
     if initial_state is None:
         initial_state = x.new_zeros(x.shape[0], taps - 1, x.shape[2])

@@ -60,14 +60,14 @@ class _Kernels:
         return self.module.backward(*arguments[:-4])
 
 
-def _reference(*tensors: Any, cu_seqlens: Tensor | None, gate: Gate, solver: str, **_: Any) -> Any:
+def _reference(*tensors: Any, gate: Gate, solver: str, **_: Any) -> Any:
     if solver == "newton":
         raise ValueError(
             f'{OP}: the reference only marches, got solver="newton"; '
             'use solver="auto", or gate="sigmoid" with another backend'
         )
     record(SOLVER, "march")
-    return reference.feedback_scan(*tensors, cu_seqlens=cu_seqlens, gate=gate)
+    return reference.feedback_scan(*tensors, gate=gate)
 
 
 SCAN = Op(

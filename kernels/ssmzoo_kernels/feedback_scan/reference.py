@@ -1,6 +1,5 @@
 """COFFEE's recurrence as a loop over time; the judge of the other implementations."""
 
-from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -21,27 +20,9 @@ def feedback_scan(
     drive: Tensor | None = None,  # [B, L, D]
     initial_state: Tensor | None = None,  # [B, D, N]
     *,
-    cu_seqlens: Tensor | None = None,
     gate: Gate = "sigmoid",
 ) -> tuple[Tensor, Tensor]:
     """Run COFFEE's recurrence (equations and shapes: the public op of the same name)."""
-    if cu_seqlens is not None:
-        parts = [
-            feedback_scan(
-                u[:, a:b],
-                lam,
-                w,
-                C,
-                w_gamma,
-                D,
-                None if drive is None else drive[:, a:b],
-                None if initial_state is None else initial_state[s : s + 1],
-                gate=gate,
-            )
-            for s, (a, b) in enumerate(pairwise(cu_seqlens.tolist()))
-        ]
-        outputs, states = zip(*parts, strict=True)
-        return torch.cat(outputs, dim=1), torch.cat(states, dim=0)
     dtype = u.dtype
     exact = torch.promote_types(torch.float32, dtype)
     u, lam, w, C = (x.to(exact) for x in (u, lam, w, C))

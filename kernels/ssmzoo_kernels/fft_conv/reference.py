@@ -1,7 +1,5 @@
 """The long convolution as a sum over its taps; the judge of the other implementations."""
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
@@ -14,23 +12,8 @@ def fft_conv(
     D: Tensor | None = None,  # [D]
     initial_state: Tensor | None = None,  # [B, K - 1, D]
     future_kernel: Tensor | None = None,  # [D, F]
-    *,
-    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """Convolve along the sequence (equations and shapes: the public op of the same name)."""
-    if cu_seqlens is not None:
-        parts = [
-            fft_conv(
-                u[:, a:b],
-                kernel,
-                D,
-                None if initial_state is None else initial_state[s : s + 1],
-                future_kernel,
-            )
-            for s, (a, b) in enumerate(pairwise(cu_seqlens.tolist()))
-        ]
-        return torch.cat(parts, dim=1)
-
     length, taps = u.shape[1], kernel.shape[1]
     exact = torch.promote_types(torch.float32, u.dtype)
     inputs = u.to(exact)

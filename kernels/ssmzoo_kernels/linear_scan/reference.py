@@ -1,7 +1,5 @@
 """The linear recurrence as a loop over time; the judge of the other implementations."""
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
@@ -12,22 +10,8 @@ def linear_scan(
     a: Tensor,  # [B, L, D]
     b: Tensor,  # [B, L, D]
     initial_state: Tensor | None = None,  # [B, D]
-    *,
-    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run ``h[t] = a[t] * h[t-1] + b[t]`` (shapes: the public op of the same name)."""
-    if cu_seqlens is not None:
-        parts = [
-            linear_scan(
-                a[:, start:end],
-                b[:, start:end],
-                None if initial_state is None else initial_state[s : s + 1],
-            )
-            for s, (start, end) in enumerate(pairwise(cu_seqlens.tolist()))
-        ]
-        states, last = zip(*parts, strict=True)
-        return torch.cat(states, dim=1), torch.cat(last, dim=0)
-
     dtype = b.dtype
     exact = torch.promote_types(torch.promote_types(torch.float32, a.dtype), dtype)
     a, b = a.to(exact), b.to(exact)

@@ -1,7 +1,6 @@
 """Longhorn's recurrence as a loop over time; the judge of the other implementations."""
 
 import math
-from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -23,29 +22,9 @@ def longhorn_scan(
     z: Tensor | None = None,  # [B, L, D]
     initial_state: Tensor | None = None,  # [B, D, N]
     *,
-    cu_seqlens: Tensor | None = None,
     transition: Transition = "diagonal",
 ) -> tuple[Tensor, Tensor]:
     """Run Longhorn's recurrence (equations and shapes: the public op of the same name)."""
-    if cu_seqlens is not None:
-        bounds = cu_seqlens.tolist()
-        parts = [
-            longhorn_scan(
-                u[:, a:b],
-                q[:, a:b],
-                k[:, a:b],
-                dt[:, a:b],
-                dt_bias,
-                D,
-                None if z is None else z[:, a:b],
-                None if initial_state is None else initial_state[s : s + 1],
-                transition=transition,
-            )
-            for s, (a, b) in enumerate(pairwise(bounds))
-        ]
-        outputs, states = zip(*parts, strict=True)
-        return torch.cat(outputs, dim=1), torch.cat(states, dim=0)
-
     dtype = u.dtype
     exact = torch.promote_types(torch.float32, dtype)
     u, q, k, logits = (x.to(exact) for x in (u, q, k, dt))

@@ -1,7 +1,6 @@
 """Mamba's recurrence as a loop over time; the judge of the other implementations."""
 
 import math
-from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -24,30 +23,9 @@ def selective_scan(
     dt_bias: Tensor | None = None,  # [D]
     initial_state: Tensor | None = None,  # [B, D, N]
     *,
-    cu_seqlens: Tensor | None = None,
     discretization: Discretization = "euler",
 ) -> tuple[Tensor, Tensor]:
     """Run Mamba's recurrence (equations and shapes: the public op of the same name)."""
-    if cu_seqlens is not None:
-        bounds = cu_seqlens.tolist()
-        parts = [
-            selective_scan(
-                u[:, a:b],
-                dt[:, a:b],
-                A,
-                B[:, a:b],
-                C[:, a:b],
-                D,
-                None if z is None else z[:, a:b],
-                dt_bias,
-                None if initial_state is None else initial_state[s : s + 1],
-                discretization=discretization,
-            )
-            for s, (a, b) in enumerate(pairwise(bounds))
-        ]
-        outputs, states = zip(*parts, strict=True)
-        return torch.cat(outputs, dim=1), torch.cat(states, dim=0)
-
     dtype = u.dtype
     exact = torch.promote_types(torch.float32, dtype)
     u, dt, A, B, C = (x.to(exact) for x in (u, dt, A, B, C))
