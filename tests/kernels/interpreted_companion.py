@@ -1,15 +1,18 @@
 """companion_step's Triton kernel against the reference in Triton's interpreter.
 
-Not collected by name: ``test_companion_step_triton.py`` runs this file in a process of its own,
+Not collected by name: ``test_triton_interpreted.py`` runs this file in a process of its own,
 where ``TRITON_INTERPRET=1`` holds before anything imports triton.
 """
 
 import pytest
 import torch
 import triton
+from tests.kernels.interpreter import repair
 
 from ssmzoo_kernels import companion_step, last_backend
 from ssmzoo_kernels.companion_step import triton as companion_triton
+
+repair()
 
 
 def draw(order, batch, width, denominators, dtype):

@@ -1,14 +1,17 @@
 """The Triton kernels of vandermonde and diagonal_step in Triton's interpreter.
 
-Not collected by name: ``test_vandermonde.py`` runs this file in a process
+Not collected by name: ``test_triton_interpreted.py`` runs this file in a process
 of its own, where ``TRITON_INTERPRET=1`` holds before anything imports triton.
 """
 
 import pytest
 import torch
+from tests.kernels.interpreter import repair
 
 from ssmzoo.testing.accuracy import outputs_and_grads
 from ssmzoo_kernels import diagonal_step, last_backend, vandermonde, vandermonde_state
+
+repair()
 
 
 def pairs(*shape):

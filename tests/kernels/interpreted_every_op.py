@@ -1,37 +1,57 @@
 """Every registered op's Triton kernels under torch's own checks and under inductor.
 
-Not collected by name: ``test_every_op.py`` runs this file in a process of its own, where
+Not collected by name: ``test_triton_interpreted.py`` runs this file in a process of its own, where
 ``TRITON_INTERPRET=1`` holds before anything imports triton.
 """
 
 import pytest
+from tests.kernels.every_op import DISTINCT, assert_compiled_gradients_are_the_references
 from tests.kernels.interpreter import repair
-from tests.kernels.registered import (
-    assert_compiled_gradients_are_the_references,
-    assert_far_rows_are_read_rightly,
-    assert_layouts_are_as_promised,
-    assert_opcheck_passes,
-)
 
 # numpy warns where a GPU goes to infinity, as the formulas mean it to
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     pytest.mark.timeout(1200),
 ]
-SMALL = {"L": 2, "D": 2, "N": 2}
+SMALL = {"L": 2, "D": 2, "N": 2, "n": 2, "H": 2}
 
 repair()
 
+CHECKS = (
+    "test_opcheck",
+    "test_results_and_gradients_have_the_promised_strides",
+    "test_rows_beyond_32_bits_are_read_rightly",
+)
+# Newton's method is an option of the registered op
+SAME = {("NewtonFeedbackScan", "test_opcheck")}
 
-def test_registered_ops_pass_opcheck_and_return_the_strides_that_their_fakes_promise():
-    assert_opcheck_passes(assert_layouts_are_as_promised(("triton",), **SMALL))
+
+def interpreted(contract):
+    """Return a contract of the Triton backend alone, small."""
+    drawn = contract.draw
+
+    def draw(self, **sizes):
+        sizes = {n: min(x, SMALL.get(n, x)) if isinstance(x, int) else x for n, x in sizes.items()}
+        return drawn(self, **{**SMALL, **sizes})
+
+    return type(contract.__name__, (contract,), {"backends": ("triton",), "draw": draw})
+
+
+CASES = [
+    pytest.param(small, check, case, id=f"{small.__name__}-{check}-{case}")
+    for small in map(interpreted, DISTINCT)
+    for check in CHECKS
+    if check in small.checks() and (small.__name__, check) not in SAME
+    for case in small.cases(check)
+]
+
+
+@pytest.mark.parametrize(("contract", "check", "case"), CASES)
+def test_the_contract(contract, check, case):
+    getattr(contract(), check)(case)
 
 
 @pytest.mark.filterwarnings("ignore:.*complex operators:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of torch's own
 def test_gradients_compiled_by_inductor_are_the_references():
-    assert_compiled_gradients_are_the_references("triton", **SMALL)
-
-
-def test_rows_beyond_32_bits_are_read_rightly():
-    assert_far_rows_are_read_rightly("triton")
+    assert_compiled_gradients_are_the_references("triton", L=2, D=2, N=2)

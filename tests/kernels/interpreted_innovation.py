@@ -1,17 +1,20 @@
 """innovation's Triton kernel against the reference in Triton's interpreter.
 
-Not collected by name: ``test_innovation.py`` runs this file in a process of its own, where
+Not collected by name: ``test_triton_interpreted.py`` runs this file in a process of its own, where
 ``TRITON_INTERPRET=1`` holds before anything imports triton.
 """
 
 import pytest
 import torch
 import triton
+from tests.kernels.interpreter import repair
 
 from ssmzoo_kernels import innovation, last_backend
 from ssmzoo_kernels.innovation import triton as innovation_triton
 
 WEIGHTS = (0.4, 0.3, 0.2, 0.1)
+
+repair()
 
 
 def draw(length, width, dtype, span=4, segments=6):

@@ -1,6 +1,6 @@
 """linear_scan's Triton kernels against the reference in Triton's interpreter.
 
-Not collected by name: ``test_linear_scan.py`` runs this file in a process of its own, where
+Not collected by name: ``test_triton_interpreted.py`` runs this file in a process of its own, where
 ``TRITON_INTERPRET=1`` holds before anything imports triton.
 """
 

@@ -21,6 +21,8 @@ from ssmzoo_kernels.selective_scan import triton as selective_triton
 # numpy warns where a GPU goes to infinity, as the formulas mean it to
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
+repair()
+
 
 @pytest.fixture(autouse=True)
 def unwritten_memory_is_nan():
@@ -101,10 +103,18 @@ def bounds(*lengths):
 
 def test_lengths_around_a_chunk_equal_the_reference_when_segments_are_cut(monkeypatch):
     monkeypatch.setattr(skeleton, "FILL", 10**6)
-    cu_seqlens = bounds(1, 7, 63, 0, 64, 65)
-    assert skeleton.span_of(200, 6, 1, skeleton.CHUNK) == skeleton.CHUNK == 64
-    inputs = scan_inputs(1, 200, 5, 3, segments=6)
+    cu_seqlens = bounds(1, 0, 65)
+    assert skeleton.span_of(66, 3, 1, skeleton.CHUNK) == skeleton.CHUNK == 64
+    inputs = scan_inputs(1, 66, 5, 3, segments=3)
     assert_as_accurate(longhorn_scan, inputs, cu_seqlens=cu_seqlens)
+
+
+def test_lengths_around_a_small_chunk_equal_the_reference_when_segments_are_cut(
+    monkeypatch, small_chunks
+):
+    monkeypatch.setattr(skeleton, "FILL", 10**6)
+    inputs = scan_inputs(1, 25, 5, 3, segments=5)
+    assert_as_accurate(longhorn_scan, inputs, cu_seqlens=bounds(1, 7, 0, 8, 9))
 
 
 @pytest.mark.parametrize("fill", [1, 10**6], ids=["whole_segments", "spans"])
@@ -367,7 +377,6 @@ def repairs_kernel(a, b, scanned, x, y, product, ROWS: tl.constexpr, COLUMNS: tl
 
 
 def test_repaired_interpreter_scans_and_multiplies_bfloat16():
-    repair()
     drawn = draw(3, torch.float32, a=(16, 4), b=(16, 4), x=(16, 16), y=(16, 16))
     a, b = drawn["a"], drawn["b"]
     x, y = drawn["x"].bfloat16(), drawn["y"].bfloat16()

@@ -1,8 +1,12 @@
-"""Two repairs of Triton's interpreter, for tests only (checked on triton 3.6 and 3.7).
+"""Repairs of Triton's interpreter, for tests only (checked on triton 3.6 and 3.7).
 
-``tl.associative_scan`` with a combine function of ours runs element by element in Python, and
-``tl.dot`` multiplies the bit patterns of bfloat16. Both repairs lean on private names.
+``tl.associative_scan`` with a combine function of ours runs element by element in Python;
+``tl.dot`` multiplies the bit patterns of bfloat16; and every call of a function inside a kernel
+replaces all of ``triton.language`` again, two fifths of the time. The repairs lean on
+private names.
 """
+
+import functools
 
 import numpy as np
 import triton.language as tl
@@ -10,10 +14,12 @@ from triton.runtime import interpreter
 
 
 def repair() -> None:
-    """Install both repairs in this process."""
+    """Install the repairs in this process, which interprets only from then on."""
     interpreter.ScanOps.generic_scan = _scan
     if interpreter.InterpreterBuilder.create_dot is not _dot:
         interpreter.InterpreterBuilder.create_dot = _dot
+        interpreter._patch_lang = _replace_once
+        interpreter._get_np_dtype = _numpy_dtype
 
 
 def _scan(self, operands):
@@ -37,6 +43,27 @@ def _scan(self, operands):
         ]
         reach *= 2
     return wrap(arrays)
+
+
+_original_patch = interpreter._patch_lang
+_replaced = set()
+
+
+def _replace_once(fn):
+    """Replace what a module sees of ``triton.language`` at its first call, and leave it so."""
+    if id(fn.__globals__) not in _replaced:
+        _replaced.add(id(fn.__globals__))
+        _original_patch(fn)
+    return interpreter._LangPatchScope()  # with nothing to restore
+
+
+_original_dtype = functools.cache(interpreter._get_np_dtype)
+
+
+def _numpy_dtype(kind):
+    if isinstance(kind, tl.block_type):
+        kind = kind.element_ty
+    return np.dtype(np.uint64) if isinstance(kind, tl.pointer_type) else _original_dtype(kind)
 
 
 _original_dot = interpreter.InterpreterBuilder.create_dot

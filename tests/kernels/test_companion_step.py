@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from tests.kernels import contracts
 
 from ssmzoo.testing.accuracy import outputs_and_grads
 from ssmzoo_kernels import (
@@ -16,6 +17,11 @@ from ssmzoo_kernels import (
     rational_kernel,
     use_backend,
 )
+
+
+class TestCompanionStep(contracts.CompanionStep):
+    """Every check of the contract."""
+
 
 ORDERS = [0, 1, 2, 3, 5, 16, 17, 33, 100]
 
@@ -193,30 +199,6 @@ def test_zero_coefficients_are_the_identity_exactly(backend):
         u, ring, position, torch.zeros(1, 8), torch.zeros(4, 8), torch.ones(4), backend=backend
     )
     assert torch.equal(y, u)
-
-
-def test_any_number_of_threads_gives_the_same_bits():
-    x = draw(200, batch=2, width=300, denominators=300, dtype=torch.float32)
-    before, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(
-                companion_step(
-                    x["u"][:, 0],
-                    x["ring"],
-                    torch.tensor([7, 0]),
-                    x["a"],
-                    x["b"],
-                    x["d"],
-                    backend="cpu",
-                )
-            )
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert torch.equal(other[0], results[0][0])
-        assert torch.equal(other[1], results[0][1])
 
 
 def test_steps_have_gradients_on_the_tape_and_refuse_kernels_without():

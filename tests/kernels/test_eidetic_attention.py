@@ -4,14 +4,20 @@ import itertools
 
 import pytest
 import torch
+from tests.kernels import contracts
+from tests.kernels.memory import peak_bytes
 from torch.nn.functional import scaled_dot_product_attention
-from torch.profiler import ProfilerActivity, profile
 
 from ssmzoo.testing.accuracy import assert_as_accurate
 from ssmzoo_kernels import eidetic_attention, last_backend, use_backend
 from ssmzoo_kernels.eidetic_attention import chunk_table, eager, plan
 from ssmzoo_kernels.eidetic_attention.arguments import Call, Tensors
 from ssmzoo_kernels.eidetic_attention.rows import Gathered, Strided
+
+
+class TestEideticAttention(contracts.EideticAttention):
+    """Every check of the contract."""
+
 
 WINDOW, MEMORY = 4, 3
 ZERO = torch.zeros(6, 3, dtype=torch.int64)
@@ -358,18 +364,6 @@ def test_a_wrong_op_fails_the_accuracy_check():
             assert_as_accurate(on(changes), on({}), list(tensors.values()), torch.float32)
 
 
-def test_mixed_dtypes_as_under_autocast():
-    tensors, rest = floating(draw("batch that goes on", late=True, dtype=torch.float32))
-    for name in ("k", "v", "late_k", "late_past_v"):
-        tensors[name] = tensors[name].detach().bfloat16().requires_grad_()
-    found = [run(tensors | rest, backend) for backend in ("eager", "reference")]
-    assert found[0]["out"].dtype == torch.float32
-    for name, value in found[1].items():
-        assert found[0][name].dtype == value.dtype
-        rounding = 4 * torch.finfo(value.dtype).eps
-        assert_same({name: found[0][name]}, {name: value}, max(rounding, 64 * 2**-24))
-
-
 def test_tensors_whose_rows_lie_apart_and_a_gradient_of_one_number():
     wide = torch.randn(2, 11, 3, 2, 8, dtype=torch.float64)
     results = []
@@ -456,19 +450,6 @@ def test_few_rows_are_read_side_by_side():
 # --- memory -----------------------------------------------------------------------------------
 
 
-def peak_bytes(call):
-    """The most memory that torch holds during a call, beyond what it held before."""
-    kinds = [ProfilerActivity.CPU]
-    with profile(activities=kinds, profile_memory=True, acc_events=True) as recorded:
-        call()
-    held = peak = 0
-    for event in recorded.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
-
-
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 def test_peak_memory_is_linear_in_the_tokens(packed, monkeypatch):
     monkeypatch.setattr(plan, "QUERIES", 128)
@@ -529,22 +510,6 @@ def test_registered_ops_in_bfloat16_pass_opcheck():
     torch.library.opcheck(backward, (*incoming, *inputs, *indices, *rest))
 
 
-def test_compiled_functions_have_no_graph_break_and_the_same_results():
-    call = draw("packed that goes on", late=True)
-    tensors, rest = floating(call)
-
-    def layer(*x):
-        return torch.sin(eidetic_attention(**dict(zip(tensors, x, strict=True)), **rest))
-
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    results = []
-    for function in (compiled, layer):
-        out = function(*tensors.values())
-        results.append((out, *torch.autograd.grad(out.sum(), list(tensors.values()))))
-    for got, expected in zip(*results, strict=True):
-        assert torch.allclose(got, expected, rtol=1e-12, atol=1e-12)
-
-
 def test_use_backend_redirects_auto():
     with use_backend("reference"):
         eidetic_attention(**draw("packed"))
@@ -554,12 +519,6 @@ def test_use_backend_redirects_auto():
 
 
 # --- the rest ---------------------------------------------------------------------------------
-
-
-def test_same_inputs_have_the_same_bits():
-    call = draw("packed that goes on", late=True, dtype=torch.float32)
-    one, two = run(call, "eager"), run(call, "eager")
-    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_the_table_of_chunks_counts_from_each_sequences_first_token():

@@ -1,16 +1,12 @@
 """feedback_scan's Triton kernels: interpreted, and compiled for absent GPUs."""
 
 import pytest
-from tests.kernels.triton_processes import SHARED, assert_interpreted, assert_no_spills, compiled
+from tests.kernels.triton_processes import SHARED, assert_no_spills, compiled
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 QUICK = ("model", "small")
 OTHERS = ("plain", "drive", "states1", "states100", "states256", "float64")
-
-
-def test_the_interpreted_kernels_equal_the_reference():
-    assert_interpreted("interpreted_feedback.py")
 
 
 def check(cases):

@@ -1,17 +1,20 @@
 """innovation and select_memory: every backend against the loop, and streaming against sorting."""
 
-import functools
-import itertools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.kernels.triton_processes import assert_interpreted, assert_no_spills, compiled
+from tests.kernels import contracts
+from tests.kernels.triton_processes import assert_no_spills, compiled
 
 from ssmzoo.testing.accuracy import assert_as_accurate, outputs_and_grads
-from ssmzoo_kernels import innovation, last_backend, select_memory, use_backend
-from ssmzoo_kernels.declaration import declared
+from ssmzoo_kernels import innovation, last_backend, select_memory
+
+
+class TestInnovation(contracts.Innovation):
+    """Every check of the contract."""
+
 
 HALVES = (0.4, 0.3, 0.2, 0.1)
 
@@ -57,40 +60,10 @@ def judge(inputs, weights, backend, dtype=torch.float32, **options):
 # --- the predictor's error --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [0, 1, 3, 4, 5, 63, 64, 65, 200])
-@pytest.mark.parametrize("relative", [False, True])
-def test_any_length_is_as_exact_as_the_loop(backend, length, relative):
-    judge(draw(L=length, D=20), HALVES, backend, relative=relative)
-
-
-def test_the_backend_asked_for_runs(backend):
-    innovation(draw()[0], HALVES, backend=backend)
-    assert last_backend("innovation") == backend
-
-
 @pytest.mark.parametrize("width", [1, 16, 63, 1030])
 @pytest.mark.parametrize("span", [1, 2, 9])
 def test_any_width_and_span_is_as_exact_as_the_loop(backend, width, span):
     judge(draw(L=12, D=width, k=span), [1 / span] * span, backend)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_is_as_exact_as_the_loop(backend, dtype):
-    judge(draw(L=40, D=33), HALVES, backend, dtype)
-    scores, _ = innovation(draw(dtype=dtype)[0], HALVES, backend=backend)
-    assert scores.dtype == torch.float32
-
-
-def test_a_wrong_predictor_fails_the_check(backend, monkeypatch):
-    module = declared()["innovation"].kernels(backend)
-    right = module.forward
-
-    def wrong(y, history, offsets, weights, relative):
-        return right(y, history, offsets, [weights[0] * (1 + 1e-5), *weights[1:]], relative)
-
-    monkeypatch.setattr(module, "forward", wrong)
-    with pytest.raises(AssertionError, match="output 0"):
-        judge(draw(L=20), HALVES, backend)
 
 
 def test_scores_are_those_of_a_causal_convolution(backend):
@@ -110,33 +83,6 @@ def test_what_repeats_is_no_news_and_a_spike_is(backend):
     assert (scores[0, 4:20] == 0).all()
     assert (scores[0, 25:] == 0).all()
     assert scores.argmax() == 20
-
-
-@pytest.mark.parametrize("cuts", [(1,), (3,), (4,), (2, 3, 20, 29)])
-def test_pieces_with_the_history_carried_equal_the_whole(backend, cuts):
-    y, history = draw(L=30, D=18)
-    op = functools.partial(innovation, weights=HALVES, backend=backend)
-    whole, end = op(y, history=history)
-    pieces = []
-    for a, b in zip((0, *cuts), (*cuts, 30), strict=True):
-        scores, history = op(y[:, a:b], history=history)
-        pieces.append(scores)
-    close(torch.cat(pieces, dim=1), whole, 1e-14)
-    assert torch.equal(history, end)
-    assert torch.equal(end, y[:, -4:])
-
-
-def test_packed_sequences_equal_single_ones(backend):
-    lengths = (5, 0, 3, 1, 70, 4)
-    y, history = draw(B=1, L=sum(lengths), D=18, segments=6)
-    cu = bounds(*lengths)
-    judge([y, history], HALVES, backend, cu_seqlens=cu)
-    scores, ends = innovation(y, HALVES, history, cu_seqlens=cu.int(), backend=backend)
-    for s, (a, b) in enumerate(itertools.pairwise(cu.tolist())):
-        one, end = innovation(y[:, a:b], HALVES, history[s : s + 1], backend=backend)
-        if a < b:
-            close(scores[:, a:b], one, 1e-14)
-        assert torch.equal(ends[s : s + 1], end)
 
 
 def test_no_gradient_flows(backend):
@@ -162,36 +108,6 @@ def test_nothing_looks_ahead_and_strides_do_not_matter(backend):
     spoiled, _ = innovation(disturbed, HALVES, history, backend=backend)
     assert spoiled[0, 30:35].isnan().all()
     assert spoiled.isnan().sum() == 5
-
-
-def test_any_number_of_threads_gives_the_same_bits():
-    y, history = draw(L=300, D=400, dtype=torch.float32)
-    before, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(innovation(y, HALVES, history, backend="cpu")[0])
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(x, results[0]) for x in results[1:])
-
-
-def test_the_op_compiles_without_a_break(backend):
-    y, history = draw(L=20, D=6, dtype=torch.float32)
-
-    def layer(y, history):
-        scores, end = innovation(torch.tanh(y), HALVES, history, backend=backend)
-        return scores + 1, end
-
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for got, expected in zip(compiled(y, history), layer(y, history), strict=True):
-        close(got, expected, 1e-6)
-
-
-def test_use_backend_redirects_auto(backend):
-    with use_backend(backend):
-        innovation(draw(dtype=torch.float32)[0], HALVES)
-    assert last_backend("innovation") == backend
 
 
 @pytest.mark.parametrize(
@@ -398,11 +314,6 @@ def test_an_infinite_score_stays():
 
 
 # --- Triton -----------------------------------------------------------------------------------
-
-
-def test_the_interpreted_kernel_equals_the_reference():
-    pytest.importorskip("triton", reason="triton is not installed")
-    assert_interpreted("interpreted_innovation.py")
 
 
 def test_the_kernel_compiles_without_spills():

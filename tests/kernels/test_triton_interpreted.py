@@ -1,10 +1,25 @@
-"""Runs ``interpreted_triton.py`` where it can run: in a process that interprets Triton kernels."""
+"""Runs ``interpreted_*.py`` where they can run: in processes that interpret Triton kernels."""
 
 import pytest
 from tests.kernels.triton_processes import assert_interpreted
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+# few processes, because each loads torch and triton; several, for workers to share
+PROCESSES = (
+    ("interpreted_triton.py",),
+    ("interpreted_eidetic.py", "interpreted_linear.py"),
+    (
+        "interpreted_feedback.py",
+        "interpreted_diagonal.py",
+        "interpreted_innovation.py",
+        "interpreted_companion.py",
+    ),
+    ("interpreted_every_op.py",),
+)
 
-def test_interpreted_kernels_equal_their_references():
-    assert_interpreted("interpreted_triton.py")
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("files", PROCESSES, ids=lambda files: files[0])
+def test_interpreted_kernels_equal_their_references(files):
+    assert_interpreted(*files)

@@ -5,10 +5,20 @@ from itertools import pairwise
 
 import pytest
 import torch
-from tests.kernels.triton_processes import assert_interpreted, assert_no_spills, compiled
+from tests.kernels import contracts
+from tests.kernels.triton_processes import assert_no_spills, compiled
 
 from ssmzoo_kernels import last_backend, vandermonde, vandermonde_state
 from ssmzoo_kernels.vandermonde.tables import Lags, blocks, width
+
+
+class TestVandermonde(contracts.Vandermonde):
+    """Every check of the contract."""
+
+
+class TestVandermondeState(contracts.VandermondeState):
+    """Every check of the contract."""
+
 
 LENGTHS = [1, 2, 127, 128, 129, 1000, 2048]
 
@@ -180,18 +190,6 @@ def test_chunks_carry_the_state_over_and_packed_sequences_have_their_own():
         close(packed[s : s + 1], vandermonde_state(u[:, a:b], exponent), 1e-13)
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-def test_gradients_pass_gradcheck(mixed):
-    weight, exponent, back = draw(H=2, N=2, batch=(2,), mixed=mixed)
-    leaves = [weight.requires_grad_(), exponent.requires_grad_()]
-    options = {"offset": 1, "reversed": back, "norm_length": 22}
-    assert torch.autograd.gradcheck(lambda w, c: vandermonde(w, c, 19, **options), leaves)
-    u = torch.randn(2, 19, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(
-        lambda u, c: vandermonde_state(u, c, offset=1, reversed=back), (u, leaves[1])
-    )
-
-
 def test_blocks_of_heads_change_nothing(monkeypatch):
     from ssmzoo_kernels.vandermonde import tables
 
@@ -231,20 +229,6 @@ def test_autocast_and_lower_precision_do_not_reach_inside():
         assert torch.equal(vandermonde(weight, exponent, 100), expected)
     u = torch.randn(2, 9, 3).bfloat16()
     assert torch.equal(vandermonde_state(u, exponent), vandermonde_state(u.float(), exponent))
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-def test_the_op_compiles_without_a_break(mixed):
-    weight, exponent, back = draw(batch=(2,), mixed=mixed)
-    leaves = (weight.requires_grad_(), exponent.requires_grad_())
-
-    def layer(weight, exponent):
-        return torch.sin(vandermonde(weight * 2, exponent, 20, reversed=back))
-
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    pairs = zip(results(compiled, leaves), results(layer, leaves), strict=True)
-    for got, expected in pairs:
-        close(got, expected, 1e-13)
 
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
@@ -313,11 +297,6 @@ def test_wrong_arguments_are_named(change, error, message):
     arguments = {"weight": weight, "exponent": exponent, "length": 10, "reversed": back} | change
     with pytest.raises(error, match=f"vandermonde.*{message}"):
         vandermonde(**arguments)
-
-
-def test_interpreted_kernels_equal_the_sums():
-    pytest.importorskip("triton", reason="triton is not installed")
-    assert_interpreted("interpreted_diagonal.py")
 
 
 def test_kernels_compile_for_absent_gpus_without_spills():

@@ -23,10 +23,11 @@ def run(command, **environment):
     return done.stdout
 
 
-def assert_interpreted(name):
-    """Run a file of tests that interpret kernels: all pass, none is skipped."""
+def assert_interpreted(*names):
+    """Run files of tests that interpret kernels: all pass, none is skipped."""
     options = ("-q", "-p", "no:cacheprovider", "--tb=short")
-    out = run(["-m", "pytest", str(HERE / name), *options], TRITON_INTERPRET="1")
+    files = [str(HERE / name) for name in names]
+    out = run(["-m", "pytest", *files, *options], TRITON_INTERPRET="1")
     assert " passed" in out
     assert "skipped" not in out, out
 

@@ -42,5 +42,6 @@ def _places(ring: Tensor, position: Tensor) -> Tensor:
 
 def _outputs(u: Tensor, state: Tensor, a: Tensor, b: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``y`` and ``w``, both ``[B, D]``."""
-    y = torch.einsum("bnd,nd->bd", state, b) + d * u
-    return y.contiguous(), u - torch.einsum("bnd,nd->bd", state, a)
+    with torch.autocast(u.device.type, enabled=False):
+        y = torch.einsum("bnd,nd->bd", state, b) + d * u
+        return y.contiguous(), u - torch.einsum("bnd,nd->bd", state, a)

@@ -12,7 +12,7 @@ def diagonal_step(
     D: Tensor | None,  # [H]
 ) -> tuple[Tensor, Tensor]:
     """Step (equations and shapes: the public op of the same name)."""
-    exact = state.dtype.to_real()
+    exact = state.real.dtype  # torch.compile does not know dtype.to_real
     inputs = u.to(exact)
     new = inputs.unsqueeze(-1) if drive is None else drive.to(state.dtype) * inputs.unsqueeze(-1)
     state = decay.to(state.dtype) * state + new

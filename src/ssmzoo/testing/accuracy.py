@@ -15,7 +15,7 @@ def assert_as_accurate(
     candidate: Op,
     reference: Op,
     inputs: Sequence[Tensor | None],
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     slack: float = 2.0,
 ) -> None:
     """Fail unless ``candidate`` is about as close to the truth as ``reference`` is in ``dtype``.
@@ -36,18 +36,18 @@ def assert_as_accurate(
         candidate: The op to judge; called with the inputs in order.
         reference: The formula it must compute.
         inputs: Floating-point tensors, rounded to ``dtype`` first, or None for absent ones.
-        dtype: The precision to judge in.
+        dtype: The precision to judge in; None leaves each tensor in its own.
         slack: How many budgets are allowed.
 
     Raises:
         AssertionError: A result is missing, has another shape or dtype, or is less exact; or there
             is no budget, because the reference is not finite.
     """
-    given = [None if x is None else x.detach().to(dtype) for x in inputs]
+    given = [None if x is None else x.detach().to(dtype or x.dtype) for x in inputs]
     exact = outputs_and_grads(reference, given, torch.float64)
     wide = dtype is torch.float64
     measured = torch.float32 if wide else dtype
-    rounded = [None if x is None else x.to(measured) for x in given]
+    rounded = [None if x is None else x.to(measured or x.dtype) for x in given]
     usual = outputs_and_grads(reference, rounded, measured)
     beside = outputs_and_grads(reference, _moved(rounded), measured)
     found = outputs_and_grads(candidate, given, dtype)  # last: what ran last is the candidate
@@ -64,7 +64,7 @@ def assert_as_accurate(
             continue
         budget = torch.maximum(_error(usual[name], truth), _error(beside[name], truth))
         if wide:
-            budget = budget * (torch.finfo(dtype).eps / torch.finfo(measured).eps)
+            budget = budget * (torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps)
         budget = budget + torch.finfo(got.dtype).eps * truth.abs().max()
         allowed = (slack + wide) * budget
         error = _error(got, truth)
@@ -84,10 +84,12 @@ def _moved(inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def outputs_and_grads(
-    op: Op, inputs: Sequence[Tensor | None], dtype: torch.dtype
+    op: Op, inputs: Sequence[Tensor | None], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
     """Return an op's outputs and its gradients under a fixed random loss on all outputs."""
-    leaves = [None if x is None else x.detach().to(dtype).requires_grad_() for x in inputs]
+    leaves = [
+        None if x is None else x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs
+    ]
     results = op(*leaves)
     outputs = results if isinstance(results, tuple) else (results,)
     generator = torch.Generator().manual_seed(0)
