@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import os
 import re
 import shlex
@@ -883,6 +884,20 @@ def test_a_model_of_the_hub_is_asked_for_once(
     assert asked == ["a/b"]
     assert len(alone) > 1
     assert set(alone) == {not answers}
+
+
+def test_warnings_of_torchao_at_import_do_not_stand_before_an_error(
+    model, fails, monkeypatch, caplog
+):
+    def load(*_, **__):
+        logging.getLogger("torchao").warning("which torch did not ask for")
+        raise OSError("no tokenizer")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", load)
+    assert "no tokenizer" in fails("generate", model, "hi")
+    assert caplog.messages == []
+    logging.getLogger("torchao").warning("after the command")
+    assert caplog.messages == ["after the command"]
 
 
 @pytest.mark.parametrize("rest", [("eval", "--tasks", "ssmzoo_mqar"), ("generate", "a prompt")])
