@@ -117,7 +117,7 @@ def eidetic_attention(
         RuntimeError: The machine lacks what the named backend needs.
     """
     given = (q, k, v, mem_k, mem_v, past_k, past_v, late_k, late_v, late_past_k, late_past_v)
-    offsets = ATTENTION.check((*given, mem_count, mem_positions, seen), cu_seqlens)
+    offsets: Tensor = ATTENTION.check((*given, mem_count, mem_positions, seen), cu_seqlens)
     heads, groups, width = q.shape[2], k.shape[2], q.shape[3]
     if groups < 1 or heads < 1 or heads % groups:
         raise ValueError(f"{OP}: q's heads must be a multiple of k's, got {heads} and {groups}")

@@ -64,7 +64,7 @@ def innovation(
     taps = _taps(weights)
     if not isinstance(relative, bool):
         raise TypeError(f"{OP}: relative must be True or False, got {relative!r}")
-    offsets = SCORES.check((y, history), cu_seqlens, k=len(taps))
+    offsets: Tensor = SCORES.check((y, history), cu_seqlens, k=len(taps))
     chosen = SCORES.choose(backend, y)
     options = {"weights": taps, "relative": relative}
     if chosen == "reference":

@@ -30,16 +30,29 @@ class _Sums:
         self.module = module
 
     def forward(
-        self, weight: Tensor, exponent: Tensor, reversed: Tensor | None, *where: int
+        self,
+        weight: Tensor,
+        exponent: Tensor,
+        reversed: Tensor | None,
+        length: int,
+        first: int,
+        last: int,
     ) -> Tensor:
-        lags = Lags(*where, False if reversed is None else reversed)
+        lags = Lags(length, first, last, False if reversed is None else reversed)
         with torch.autocast(weight.device.type, enabled=False):
             return self.module.synthesize(weight, exponent, lags)
 
     def backward(
-        self, grad: Tensor, weight: Tensor, exponent: Tensor, reversed: Tensor | None, *where: int
+        self,
+        grad: Tensor,
+        weight: Tensor,
+        exponent: Tensor,
+        reversed: Tensor | None,
+        length: int,
+        first: int,
+        last: int,
     ) -> tuple[Tensor, Tensor]:
-        lags = Lags(*where, False if reversed is None else reversed)
+        lags = Lags(length, first, last, False if reversed is None else reversed)
         with torch.autocast(grad.device.type, enabled=False):
             sums, moments = self.module.analyze(grad, exponent, lags, True)
             return sums.conj_physical(), (weight * moments).conj_physical().sum(0)
