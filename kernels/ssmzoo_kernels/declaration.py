@@ -216,7 +216,7 @@ class Op:
         key: Any = None
         if type(first) is Tensor and not sizes and not torch.compiler.is_compiling():
             # most calls are like one before: then this is all
-            ends = cu_seqlens.offsets if type(cu_seqlens) is Packing else cu_seqlens
+            ends = cu_seqlens.offsets if isinstance(cu_seqlens, Packing) else cu_seqlens
             try:
                 key = [None if ends is None else ends.shape]
                 for x in tensors:
