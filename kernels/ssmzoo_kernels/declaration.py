@@ -53,6 +53,7 @@ _DTYPES = {
     "int64": (torch.int64,),
     "bool": (torch.bool,),
 }
+_MOST_KNOWN = 1000  # batches that an op remembers to have checked
 _declared: dict[str, Op] = {}
 
 
@@ -158,6 +159,7 @@ class Op:
             self._rows = [i for i, x in enumerate(arguments) if x.is_row]
             self._output_rows = [i for i, x in enumerate(self.outputs.values()) if x.is_row]
         self._maps = False
+        self._checked: set[tuple[Any, ...]] = set()
         self._register(keeps)
         _declared[name] = self
 
@@ -180,7 +182,9 @@ class Op:
             TypeError: Not a tensor, or of the wrong kind.
             RuntimeError: The machine lacks what the named backend needs.
         """
-        offsets = self.check(tensors, cu_seqlens)
+        offsets = self._known_offsets(tensors) if cu_seqlens is None else None
+        if offsets is None:
+            offsets = self.check(tensors, cu_seqlens)
         chosen = self.choose(backend, tensors[0], options)
         given = None if cu_seqlens is None else offsets
         if chosen == "reference":
@@ -191,12 +195,34 @@ class Op:
         flat = [*tensors]
         for i in self._rows:
             if flat[i] is not None:
-                flat[i] = flat[i].reshape(batch * length, *flat[i].shape[2:])
+                flat[i] = flat[i].flatten(0, 1)
         found = self.run(chosen, flat, options, offsets)
         rows = [found] if isinstance(found, Tensor) else [*found]
         for i in self._output_rows:
             rows[i] = rows[i].view(batch, length, *rows[i].shape[1:])
         return rows[0] if len(rows) == 1 else tuple(rows)
+
+    def _known_offsets(self, tensors: Sequence[Any]) -> Tensor | None:
+        """Return the offsets of a batch like one that was checked before; None: check it.
+
+        At one token a check takes as long as the arithmetic, and every layer and step has the same
+        shapes.
+        """
+        if self.packing is None or torch.compiler.is_compiling():
+            return None
+        key: list[Any] = []
+        try:
+            for x in tensors:
+                key.append(None if x is None else (x.shape, x.dtype, x.device))
+            known = (*key,)
+            if known not in self._checked:
+                self.check(tensors)
+                if len(self._checked) > _MOST_KNOWN:
+                    self._checked.clear()
+                self._checked.add(known)
+        except (AttributeError, TypeError):  # no tensors, or sizes that are symbols
+            return None
+        return segment_offsets(self.name, tensors[0], None)
 
     def check(self, tensors: Sequence[Any], cu_seqlens: Any = None, **sizes: int) -> Tensor | None:
         """Fail unless the tensors fit together, and to the boundaries.
