@@ -30,6 +30,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -108,9 +109,12 @@ def library(source: Path, dtype: torch.dtype, **defines: int) -> ctypes.CDLL:
     return _build(source.stem, code, (*_flags(), f"-DREAL={_REALS[dtype]}", *macros))
 
 
+ONE_THREADS_WORK = 65536  # updates that one thread does as soon as many
+
+
 def threads(work: int) -> int:
     """Return how many threads to use for so many updates: torch's number, or 1 for few."""
-    return torch.get_num_threads() if work > 65536 else 1
+    return torch.get_num_threads() if work > ONE_THREADS_WORK else 1
 
 
 def rows(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -130,6 +134,14 @@ def whole(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def address(x: Tensor | None) -> int | None:
     """Return where a tensor's numbers lie, or None for None: a null pointer."""
     return None if x is None else x.data_ptr()
+
+
+def addresses(tensors: Iterable[Tensor | None]) -> list[int | None]:
+    """Return where the numbers of each tensor lie, as :func:`address` does."""
+    found: list[int | None] = []
+    for x in tensors:
+        found.append(None if x is None else x.data_ptr())
+    return found
 
 
 @functools.cache

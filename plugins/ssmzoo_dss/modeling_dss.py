@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ssmzoo.modeling import (
+    DerivedValue,
     Dropout,
     Dynamics,
-    Kept,
     LayerState,
     Linear,
     PackedRow,
@@ -95,7 +95,7 @@ class DSSMixer(SSMMixer):
         self.D = nn.Parameter(torch.empty(channels, width))
         self.dropout = Dropout(config.dropout, config.tie_dropout)
         self.out_proj = Linear(channels * width, width)
-        self._tables: Kept[_Tables] = Kept()
+        self._tables: DerivedValue[_Tables] = DerivedValue()
 
     def forward(
         self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
@@ -336,7 +336,7 @@ class DSSMixer(SSMMixer):
         """Return what a step reads, computed once for one state of the parameters."""
         config = self.config
         settings = (config.kernel_norm_length, config.max_kernel_length, config.softmax_eps)
-        return self._tables.get(self.parameters(recurse=False), settings, self._make_tables)
+        return self._tables.get(list(self.parameters(recurse=False)), settings, self._make_tables)
 
     @torch.no_grad()
     def _make_tables(self) -> _Tables:

@@ -10,6 +10,7 @@ Dimensions: B batch, L length, D hidden, n order, A denominators, M taps, S sequ
 import math
 import warnings
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import ClassVar
 
 import torch
@@ -19,9 +20,9 @@ from transformers import initialization as init
 
 from ssmzoo.modeling import (
     CausalConv1d,
+    DerivedValue,
     Dropout,
     Dynamics,
-    Kept,
     LayerState,
     Linear,
     PackedRow,
@@ -68,7 +69,9 @@ _SSM_PARAMETERS = ("D", *_RATIONAL, *_MODAL, *_IMPLICIT)
 # what messages call them
 _CALLED = {"a": "denominator", "b": "numerator", "D": "direct gain"}
 # settings that a model may be given after it was built
-_DEPLOYED_BY = ("decode_mode", "trunc_len", "kernel_mode", "constraint_margin", "legacy_double_h0")
+_DEPLOYED_BY = itemgetter(
+    "decode_mode", "trunc_len", "kernel_mode", "constraint_margin", "legacy_double_h0"
+)
 
 
 class RTFMixer(SSMMixer):
@@ -125,7 +128,7 @@ class RTFMixer(SSMMixer):
         elif config.block == "s4":
             self.out_proj = Linear(width, 2 * width)
         self.block = config.block
-        self._kept: Kept[Deployment] = Kept()
+        self._kept: DerivedValue[Deployment] = DerivedValue()
 
     def forward(
         self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
@@ -354,8 +357,7 @@ class RTFMixer(SSMMixer):
         """
         parameters = [p for p in self._parameters.values() if p is not None]
         # every step asks, and a configuration's own attribute access is slow
-        fields = vars(self.config)
-        settings = tuple(fields[name] for name in _DEPLOYED_BY)
+        settings = _DEPLOYED_BY(vars(self.config))
         kept = self._kept.get(parameters, settings, self._deploy)
         if torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
             return self._deployed(kept.recurrent, kept.windowed, kept.recurrence is None)

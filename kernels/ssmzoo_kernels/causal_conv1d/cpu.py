@@ -57,7 +57,7 @@ def forward(
         _inputs(tensors, offsets, activation),
         out.data_ptr(),
         final_state.data_ptr(),
-        native.threads(tokens * width),
+        torch.get_num_threads() if tokens * width > native.ONE_THREADS_WORK else 1,
     )
     if failed:
         raise MemoryError("causal_conv1d: no memory for a list of spans")
@@ -92,7 +92,7 @@ def backward(
         native.address(grad_out),
         native.address(grad_final),
         0 if grad_out is None else grad_out.stride(0),
-        *map(native.address, (grad_x, grad_weight, grad_bias, grad_initial)),
+        *native.addresses((grad_x, grad_weight, grad_bias, grad_initial)),
     )
     failed = load(exact).conv_backward(
         _inputs(tensors, offsets, activation), gradients, native.threads(tokens * width)
@@ -112,18 +112,26 @@ def _prepare(
     exact = accumulator(x)
     # a state in another dtype is history in x's dtype first, as the reference keeps it
     history = None if initial_state is None else initial_state.to(x.dtype)
+    # no calls of ours: at one token, calls are what its time goes into
+    if x.dtype is not exact:
+        x = x.to(exact)
+    if x.stride(1) != 1:
+        x = x.contiguous()
     return (
-        native.rows(x, exact),
+        x,
         weight.to(exact).contiguous(),
-        native.whole(bias, exact),
-        native.whole(history, exact),
+        None if bias is None else bias.to(exact).contiguous(),
+        None if history is None else history.to(exact).contiguous(),
     )
 
 
 def _inputs(tensors: _Prepared, offsets: Tensor, activation: str | None) -> _Inputs:
-    x, weight, _, _ = tensors
+    x, weight, bias, history = tensors
     return _Inputs(
-        *map(native.address, tensors),
+        x.data_ptr(),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        None if history is None else history.data_ptr(),
         offsets.data_ptr(),
         offsets.shape[0] - 1,
         x.shape[1],

@@ -39,9 +39,10 @@ def forward(
 ) -> Tensor:
     """Return the outputs ``[B, D]`` in the ring's dtype; put ``w`` in the free place."""
     (batch, width), order = u.shape, a.shape[0]
-    u, a, b, d, position = (x.contiguous() for x in (u, a, b, d, position))
+    u, a, b, d = u.contiguous(), a.contiguous(), b.contiguous(), d.contiguous()
+    position = position.contiguous()
     y = torch.empty((batch, width), dtype=ring.dtype, device="cpu")
     tensors = (u, a, b, d, position, ring, y)
-    step = _Step(*(x.data_ptr() for x in tensors), batch, width, order)
+    step = _Step(*native.addresses(tensors), batch, width, order)
     load(ring.dtype)(step, native.threads(ring.numel()))
     return y

@@ -44,7 +44,7 @@ def forward(
     inputs, direct = native.whole(u, exact), native.whole(D, exact)
     y = torch.empty(u.shape, dtype=exact, device="cpu")
     new_state = torch.empty(state.shape, dtype=state.dtype, device="cpu")
-    step = _Step(*map(native.address, (inputs, *whole, direct, y, new_state)), *state.shape)
+    step = _Step(*native.addresses((inputs, *whole, direct, y, new_state)), *state.shape)
     load(exact)(step, native.threads(state.numel()))
     return y.to(u.dtype), new_state
 

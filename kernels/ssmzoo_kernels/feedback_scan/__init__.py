@@ -194,8 +194,11 @@ def _check_values(inputs: dict[str, Tensor | None], final_state: Tensor) -> None
     state: its drive alone is long and looked at. A state that overflowed from finite inputs is no
     error.
     """
-    at_once = (final_state, *(inputs[name] for name in ("w", "C", "w_gamma", "D", "drive")))
-    if all(x is None or math.isfinite(x.detach().sum().item()) for x in at_once):
+    at_once = [final_state, *map(inputs.get, ("w", "C", "w_gamma", "D", "drive"))]
+    for x in at_once:
+        if x is not None and not math.isfinite(x.detach().sum().item()):
+            break
+    else:
         return
     axes = {3: ("batch row", "token", "feature"), 2: ("feature", "state"), 1: ("feature",)}
     for name, x in inputs.items():

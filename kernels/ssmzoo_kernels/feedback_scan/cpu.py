@@ -3,7 +3,7 @@
 import ctypes
 import functools
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -130,7 +130,7 @@ def backward(
             native.address(grad_out),
             native.address(grad_final),
             0 if grad_out is None else grad_out.stride(0),
-            *map(native.address, grads),
+            *native.addresses(grads),
         ),
         saved.data_ptr(),
         native.threads(u.numel() * lam.shape[1]),
@@ -199,35 +199,23 @@ class _Prepared(NamedTuple):
     initial_state: Tensor | None
 
 
-def _prepare(
-    exact: torch.dtype,
-    u: Tensor,
-    lam: Tensor,
-    w: Tensor,
-    C: Tensor,
-    w_gamma: Tensor | None,
-    D: Tensor | None,
-    drive: Tensor | None,
-    initial_state: Tensor | None,
-) -> _Prepared:
-    def whole(x: Tensor) -> Tensor:
-        return x if x.dtype is exact and x.is_contiguous() else x.to(exact).contiguous()
-
-    return _Prepared(
-        native.rows(u, exact),
-        whole(lam),
-        whole(w),
-        whole(C),
-        native.whole(w_gamma, exact),
-        native.whole(D, exact),
-        None if drive is None else native.rows(drive, exact),
-        native.whole(initial_state, exact),
-    )
+def _prepare(exact: torch.dtype, *inputs: Tensor | None) -> _Prepared:
+    """Return the inputs in a dtype; rows of u and drive may lie apart."""
+    tensors: list[Any] = []
+    for x, name in zip(inputs, _Prepared._fields, strict=True):
+        if x is not None:
+            if x.dtype is not exact:
+                x = x.to(exact)
+            by_rows = name in ("u", "drive")
+            if x.stride(1) != 1 if by_rows else not x.is_contiguous():
+                x = x.contiguous()
+        tensors.append(x)
+    return _Prepared(*tensors)
 
 
 def _inputs(x: _Prepared, offsets: Tensor) -> _Inputs:
     return _Inputs(
-        *map(native.address, x),
+        *native.addresses(x),
         offsets.data_ptr(),
         offsets.shape[0] - 1,
         *x.lam.shape,

@@ -63,7 +63,7 @@ def few_rows_linear(
         count,
         inputs,
         weight.shape[0],
-        native.threads(weight.numel()),
+        torch.get_num_threads() if weight.numel() > native.ONE_THREADS_WORK else 1,
     )
     return y
 

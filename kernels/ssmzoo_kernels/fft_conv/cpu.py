@@ -148,7 +148,7 @@ class _Room:
     ) -> None:
         """Multiply spectra in place; ``sums`` take what the gradient of the taps is of."""
         spectra = (inputs, taps, outputs, sums)
-        job = _Spectra(*map(native.address, spectra), len(outputs), taps.numel())
+        job = _Spectra(*native.addresses(spectra), len(outputs), taps.numel())
         _kernel(name, self.exact)(ctypes.byref(job), native.threads(outputs.numel()))
 
     def _move(
@@ -162,7 +162,7 @@ class _Room:
         scale: Tensor | None = None,
     ) -> None:
         job = _Sequences(
-            *map(native.address, (x, past, z, turn, scale, add)),
+            *native.addresses((x, past, z, turn, scale, add)),
             *(x.shape[0], x.shape[2], x.shape[1], self.shape.past if past is not None else 0),
             *(self.half, z.flatten(0, 1).stride(0)),
             *x.stride()[:2],
@@ -175,7 +175,7 @@ class _Room:
         self, name: str, kernel: Tensor, future: Tensor | None, z: Tensor, turn: Tensor
     ) -> None:
         job = _Taps(
-            *map(native.address, (kernel, future, z, turn)),
+            *native.addresses((kernel, future, z, turn)),
             *(len(kernel), self.shape.taps, self.shape.ahead, self.half, z.stride(0)),
             kernel.stride(0),
             0 if future is None else future.stride(0),

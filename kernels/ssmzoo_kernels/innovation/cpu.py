@@ -45,7 +45,7 @@ def forward(
     taps = torch.tensor(weights, dtype=exact, device="cpu")
     found = torch.empty(tokens, dtype=exact, device="cpu")
     sizes = (offsets.numel() - 1, width, span, rows.stride(0), relative)
-    inputs = _Inputs(*map(native.address, (rows, before, taps, offsets)), *sizes)
+    inputs = _Inputs(*native.addresses((rows, before, taps, offsets)), *sizes)
     if load(exact)(inputs, found.data_ptr(), native.threads(tokens * width * span)):
         raise MemoryError("innovation: no memory for the addresses of a history")
     return found

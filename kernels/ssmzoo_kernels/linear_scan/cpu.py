@@ -78,7 +78,7 @@ def backward(
     grad_initial = torch.empty((offsets.shape[0] - 1, a.shape[1]), dtype=exact, device="cpu")
     failed = load(exact).linear_scan_backward(
         _inputs(a, grad_h, grad_final, offsets),
-        _Backward(*map(native.address, (h, initial, grad_a, grad_b))),
+        _Backward(*native.addresses((h, initial, grad_a, grad_b))),
         grad_initial.data_ptr(),
         native.threads(a.numel()),
     )
@@ -99,7 +99,7 @@ def _whole(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def _inputs(a: Tensor, b: Tensor | None, start: Tensor | None, offsets: Tensor) -> _Inputs:
     numbers = 2 if a.is_complex() else 1
     return _Inputs(
-        *map(native.address, (a, b, start, offsets)),
+        *native.addresses((a, b, start, offsets)),
         offsets.shape[0] - 1,
         numbers * a.shape[1],
         numbers * a.stride(0),

@@ -82,7 +82,7 @@ def forward(
         out.data_ptr(),
         final_state.data_ptr(),
         saved.data_ptr() if save else None,
-        native.threads(tokens * width * states),
+        torch.get_num_threads() if tokens * width * states > native.ONE_THREADS_WORK else 1,
     )
     del kept  # until the kernel had read them
     if failed:

@@ -21,7 +21,7 @@ from ssmzoo.data.documents import expand, read_files
 from ssmzoo.environment.hardware import usable_device
 from ssmzoo.family import load_family
 from ssmzoo.modeling import SSMModel
-from ssmzoo.modeling.packing import check_indices
+from ssmzoo.modeling.inputs import check_indices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

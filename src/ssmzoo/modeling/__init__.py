@@ -14,13 +14,12 @@ from ssmzoo.modeling.classifiers import (
     SSMForTokenClassification,
 )
 from ssmzoo.modeling.configuration import SSMConfig
-from ssmzoo.modeling.converted import check_weights
+from ssmzoo.modeling.derived import DerivedValue
 from ssmzoo.modeling.dynamics import Dynamics, Trajectories
-from ssmzoo.modeling.kept import Kept
 from ssmzoo.modeling.layers import MLP, CausalConv1d, Dropout, Linear
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, RMSNorm
 from ssmzoo.modeling.packing import AlignedRows, PackedRow
-from ssmzoo.modeling.pretrained import SSMPreTrainedModel
+from ssmzoo.modeling.pretrained import SSMPreTrainedModel, check_weights
 from ssmzoo.modeling.prompt import PromptState, load_state
 
 __all__ = [
@@ -28,9 +27,9 @@ __all__ = [
     "AlignedRows",
     "BatchNorm",
     "CausalConv1d",
+    "DerivedValue",
     "Dropout",
     "Dynamics",
-    "Kept",
     "LayerNorm",
     "LayerState",
     "Linear",

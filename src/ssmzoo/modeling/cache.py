@@ -16,6 +16,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -471,9 +472,11 @@ _STATELESS = frozenset(
 def _signature(config: SSMConfig) -> dict[str, Any]:
     """Return what two models must share for a state of one to have the other's shape."""
     # every step asks, and a configuration's own attribute access is slow
-    fields = vars(config)
-    own = {name: fields[name] for name in _own_fields(type(config))}
-    return {"model_type": config.model_type, **own}
+    names = _own_fields(type(config))
+    return dict(
+        zip(names, itemgetter(*names)(vars(config)), strict=True),
+        model_type=type(config).model_type,
+    )
 
 
 def _difference(before: Any, now: dict[str, Any]) -> str:

@@ -21,10 +21,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``[..., size]``; the result has the weight's dtype."""
-        exact = torch.promote_types(torch.float32, x.dtype)
-        x, weight = x.to(exact), self.weight
-        scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps)
-        return (x * scale * weight).to(weight.dtype)
+        exact, weight = torch.promote_types(torch.float32, x.dtype), self.weight
+        return F.rms_norm(x.to(exact), weight.shape, weight.to(exact), self.eps).to(weight.dtype)
 
 
 class LayerNorm(nn.LayerNorm):

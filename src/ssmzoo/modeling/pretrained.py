@@ -177,6 +177,36 @@ class SSMPreTrainedModel(PreTrainedModel):
         return [g for (name, _), g in decaying.items() if g["params"] or not name]
 
 
+def check_weights(
+    what: str, weights: dict[str, Tensor], kind: type[PreTrainedModel], config: SSMConfig
+) -> None:
+    """Fail unless converted weights have the names and shapes of a model's.
+
+    Args:
+        what: What they were converted from, for the error: ``"a Longhorn checkpoint"``.
+        weights: The weights under our names.
+        kind: The model they are for.
+        config: Its configuration.
+
+    Raises:
+        LookupError: One is missing, or unknown.
+        ValueError: One has another shape.
+    """
+    with torch.device("meta"):
+        expected = kind(config).state_dict()
+    missing = sorted(expected.keys() - weights.keys())
+    unknown = sorted(weights.keys() - expected.keys())
+    if missing or unknown:
+        raise LookupError(
+            f"not {what} of this configuration: missing {missing[:3]}, unknown {unknown[:3]}"
+        )
+    for name, tensor in weights.items():
+        if tensor.shape != expected[name].shape:
+            raise ValueError(
+                f"{name} must have shape {list(expected[name].shape)}, got {list(tensor.shape)}"
+            )
+
+
 _SETTINGS = ("lr", "weight_decay")
 
 

@@ -1,0 +1,61 @@
+"""What decoding computes from a layer's parameters, kept until they change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+T = TypeVar("T")
+
+
+class DerivedValue(Generic[T]):
+    """A value computed from parameters, recomputed when one of them has changed.
+
+    A parameter has changed if another tensor is in its place or its version counter went up.
+    Sharding (FSDP) and writes through ``.data`` do not count versions, so a mixer calls
+    :meth:`forget` whenever it trains. The value has no graph and is left out of copies and files.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[Tensor, int]] = []
+        self._settings: object = None
+        self._value: T | None = None
+
+    def get(self, parameters: Sequence[nn.Parameter], settings: object, make: Callable[[], T]) -> T:
+        """Return the value.
+
+        Args:
+            parameters: What it is computed from.
+            settings: What else it depends on; compared by ``==``.
+            make: Computes it; called only if a parameter or the settings changed.
+        """
+        if torch.compiler.is_compiling():
+            return make()
+        fits = self._value is not None and self._settings == settings
+        fits = fits and len(parameters) == len(self._seen)
+        for place, p in enumerate(parameters):
+            if p.is_inference():  # it counts no versions
+                return make()
+            if fits:
+                seen, version = self._seen[place]
+                same = p._version == version and p.data_ptr() == seen.data_ptr()
+                fits = same and p.dtype == seen.dtype
+        if not fits or self._value is None:
+            self.forget()
+            # holds on to the parameters' memory, so that no other tensor gets the same address
+            seen = [(p.detach(), p._version) for p in parameters]
+            with torch.inference_mode(False), torch.no_grad():
+                self._value = make()
+            self._seen, self._settings = seen, settings
+        return self._value
+
+    def forget(self) -> None:
+        """Drop the value."""
+        self.__init__()
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave the value out of copies and files."""
+        return DerivedValue().__dict__
