@@ -53,6 +53,7 @@ _DTYPES = {
     "int64": (torch.int64,),
     "bool": (torch.bool,),
 }
+_MOST_SEEN = 1000
 _declared: dict[str, Op] = {}
 
 
@@ -156,8 +157,10 @@ class Op:
         self._rows = self._output_rows = ()  # the places of what is made flat and unflattened
         if packing == "flat":
             self._rows = [i for i, x in enumerate(arguments) if x.is_row]
-            self._output_rows = [i for i, x in enumerate(self.outputs.values()) if x.is_row]
+            results = enumerate(self.outputs.values())
+            self._output_rows = [(i, x.dims == arguments[0].dims) for i, x in results if x.is_row]
         self._maps = False
+        self._seen: set[Any] = set()  # shapes, dtypes and devices that fitted
         self._register(keeps)
         _declared[name] = self
 
@@ -187,18 +190,18 @@ class Op:
             return self.judge(tensors, options, given)
         if self.packing != "flat":
             return self.run(chosen, tensors, options, given)
-        batch, length = tensors[0].shape[:2]
-        flat = [*tensors]
+        first, flat = tensors[0], [*tensors]
         for i in self._rows:
             if flat[i] is not None:
-                flat[i] = flat[i].reshape(batch * length, *flat[i].shape[2:])
+                flat[i] = flat[i].flatten(0, 1)
         found = self.run(chosen, flat, options, offsets)
         rows = [found] if isinstance(found, Tensor) else [*found]
-        for i in self._output_rows:
-            rows[i] = rows[i].view(batch, length, *rows[i].shape[1:])
+        for i, like in self._output_rows:
+            x = rows[i]
+            rows[i] = x.view_as(first) if like else x.view(*first.shape[:2], *x.shape[1:])
         return rows[0] if len(rows) == 1 else tuple(rows)
 
-    def check(self, tensors: Sequence[Any], cu_seqlens: Any = None, **sizes: int) -> Tensor | None:
+    def check(self, tensors: Sequence[Any], cu_seqlens: Any = None, **sizes: int) -> Any:
         """Fail unless the tensors fit together, and to the boundaries.
 
         Args:
@@ -209,23 +212,38 @@ class Op:
         Returns:
             The offsets ``[S + 1]`` for an op along sequences, else None.
         """
+        first: Any = tensors[0]
+        key: Any = None
+        if type(first) is Tensor and not sizes and not torch.compiler.is_compiling():
+            # most calls are like one before: then this is all
+            ends = cu_seqlens.offsets if isinstance(cu_seqlens, Packing) else cu_seqlens
+            try:
+                key = [None if ends is None else ends.shape]
+                for x in tensors:
+                    key += (None,) if x is None else (x.shape, x.dtype, x.device)
+                key = tuple(key)
+            except AttributeError:
+                key = None
+            if key in self._seen:
+                if self.packing is None:
+                    return None
+                return segment_offsets(self.name, first, cu_seqlens)
         offsets = device = None
         number = "float"
-        # one loop without calls: at one token, calls are what an op's time goes into
+        if isinstance(first, Tensor):
+            device = first.device
+            number = "complex" if first.is_complex() else "float"
         for place, argument in self._order:
             x = tensors[place]
             if x is None and argument.optional:
                 continue
-            fits = False
-            if isinstance(x, Tensor):
-                if place == 0:
-                    device = x.device
-                    number = "complex" if x.is_complex() else "float"
-                kind, shape = argument.kind, x.shape
-                if kind == "number":
-                    kind = number
+            kind, fits = argument.kind, False
+            if kind == "number":
+                kind = number
+            if isinstance(x, Tensor) and x.device == device:
+                shape = x.shape
                 fits = x.is_floating_point() if kind == "float" else x.dtype in _DTYPES[kind]
-                if x.device != device or len(shape) != len(argument.dims):
+                if len(shape) != len(argument.dims):
                     fits = False
                 elif fits:
                     for size, (letter, more) in zip(shape, argument.dims, strict=True):
@@ -236,11 +254,14 @@ class Op:
                     if argument.name in self.least and shape[-1] < 1:
                         fits = False
             if not fits:
-                kind = number if argument.kind == "number" else argument.kind
                 self._refuse(argument, kind, x, sizes, device, cu_seqlens is not None)
             if place == 0 and self.packing is not None:
-                offsets = segment_offsets(self.name, x, cu_seqlens)
+                offsets = segment_offsets(self.name, first, cu_seqlens)
                 sizes["S"] = sizes["B"] if cu_seqlens is None else offsets.shape[0] - 1
+        if key is not None:
+            if len(self._seen) > _MOST_SEEN:
+                self._seen.clear()
+            self._seen.add(key)
         return offsets
 
     def _refuse(
@@ -491,7 +512,7 @@ class Op:
             return (None,) * len(ctx.given)
         found = self._backward(*grads, *ctx.saved_tensors, *ctx.options)
         by_name = dict(zip(self.gradients, _several(found), strict=True))
-        names = (*self.inputs, *[None] * (len(ctx.given) - len(self.inputs)))
+        names = (*self.inputs, *[""] * (len(ctx.given) - len(self.inputs)))
         pairs = zip(names, ctx.given, strict=True)
         return tuple(by_name.get(name) if given else None for name, given in pairs)
 

@@ -8,6 +8,7 @@ from ssmzoo_kernels.causal_conv1d import reference
 from ssmzoo_kernels.causal_conv1d.reference import Activation
 from ssmzoo_kernels.declaration import Choice, Op
 from ssmzoo_kernels.dispatch import Backend
+from ssmzoo_kernels.validation import Packing
 
 CONV = Op(
     "causal_conv1d",
@@ -28,7 +29,7 @@ def causal_conv1d(
     initial_state: Tensor | None = None,  # [B, K - 1, D], zeros if absent
     *,
     activation: Activation | None = None,
-    cu_seqlens: Tensor | None = None,  # [S + 1]
+    cu_seqlens: Tensor | Packing | None = None,  # [S + 1]
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Convolve each channel with its own K taps, looking back only.
@@ -43,7 +44,8 @@ def causal_conv1d(
         initial_state: The K - 1 inputs before the first one, oldest first; with ``cu_seqlens`` one
             row per packed sequence, ``[S, K - 1, D]``.
         activation: ``"silu"`` or none.
-        cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64.
+        cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64,
+            or a ``Packing`` of them, which was checked already.
         backend: "auto" goes by device. Naming a backend that cannot run is an error.
 
     Returns:

@@ -10,7 +10,13 @@ from ssmzoo_kernels.declaration import Op
 from ssmzoo_kernels.dispatch import Backend, choose, record
 from ssmzoo_kernels.rational_kernel import check_polynomials, inverse_series, rational_kernel
 from ssmzoo_kernels.segments import by_length
-from ssmzoo_kernels.validation import check_count, check_leading, check_tensor, segment_offsets
+from ssmzoo_kernels.validation import (
+    Packing,
+    check_count,
+    check_leading,
+    check_tensor,
+    segment_offsets,
+)
 
 OP = "companion_step"
 STEP = Op(  # as kernels have it, each channel with its own coefficients
@@ -108,7 +114,7 @@ def companion_state(
     initial_state: Tensor | None = None,  # [B, n, D], zeros if absent
     *,
     inverse: Tensor | None = None,  # [D_a, >= L]
-    cu_seqlens: Tensor | None = None,  # [S + 1]
+    cu_seqlens: Tensor | Packing | None = None,  # [S + 1]
     backend: Backend = "auto",
 ) -> Tensor:
     """Return the state after all tokens: the last n values of ``w[t] = u[t] - sum a_i w[t-i]``.
@@ -124,7 +130,8 @@ def companion_state(
             per packed sequence, ``[S, n, D]``.
         inverse: ``inverse_series(a, length)``, if the caller has it, as long as the longest
             sequence at least.
-        cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64.
+        cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64,
+            or a ``Packing`` of them, which was checked already.
         backend: "auto", "eager" or "reference": torch's FFTs serve every device.
 
     Returns:
@@ -184,7 +191,7 @@ def companion_response(
     length: int,
     *,
     kernel: Tensor | None = None,  # [D, >= length]
-    cu_seqlens: Tensor | None = None,  # [B + 1]
+    cu_seqlens: Tensor | Packing | None = None,  # [B + 1]
     backend: Backend = "auto",
 ) -> Tensor:
     """Return what a carried state adds to the next outputs: the filter's answer to no input.

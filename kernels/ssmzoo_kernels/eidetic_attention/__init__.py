@@ -12,6 +12,7 @@ from ssmzoo_kernels.dispatch import Backend, record
 from ssmzoo_kernels.eidetic_attention import reference
 from ssmzoo_kernels.eidetic_attention.arguments import Call, Kernels, Tensors
 from ssmzoo_kernels.eidetic_attention.chunks import Chunks, chunk_table
+from ssmzoo_kernels.validation import Packing
 
 OP = "eidetic_attention"
 
@@ -63,7 +64,7 @@ def eidetic_attention(
     past_k: Tensor | None = None,  # [S, P, G, d]
     past_v: Tensor | None = None,  # [S, P, G, d]
     seen: Tensor | None = None,  # [S], zeros if absent
-    cu_seqlens: Tensor | None = None,  # [S + 1]
+    cu_seqlens: Tensor | Packing | None = None,  # [S + 1]
     mem_positions: Tensor | None = None,  # [n, m]
     late_k: Tensor | None = None,  # [B, L, G, d]
     late_v: Tensor | None = None,  # [B, L, G, d]
@@ -93,7 +94,8 @@ def eidetic_attention(
             ``min(P, seen[s])`` count; there must be ``window - 1`` of them, or all.
         past_v: Their values.
         seen: Tokens of each sequence before this call, int64.
-        cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64.
+        cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64,
+            or a ``Packing`` of them, which was checked already.
         mem_positions: Positions of the memory's tokens, int64: a row is hidden from queries whose
             window still holds it. Absent: a token in both counts twice.
         late_k: Keys of a second stream of the same tokens, seen only behind the window.
@@ -117,7 +119,7 @@ def eidetic_attention(
         RuntimeError: The machine lacks what the named backend needs.
     """
     given = (q, k, v, mem_k, mem_v, past_k, past_v, late_k, late_v, late_past_k, late_past_v)
-    offsets = ATTENTION.check((*given, mem_count, mem_positions, seen), cu_seqlens)
+    offsets: Tensor = ATTENTION.check((*given, mem_count, mem_positions, seen), cu_seqlens)
     heads, groups, width = q.shape[2], k.shape[2], q.shape[3]
     if groups < 1 or heads < 1 or heads % groups:
         raise ValueError(f"{OP}: q's heads must be a multiple of k's, got {heads} and {groups}")

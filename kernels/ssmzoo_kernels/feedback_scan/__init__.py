@@ -20,7 +20,7 @@ from ssmzoo_kernels.feedback_scan.newton import (
 )
 from ssmzoo_kernels.feedback_scan.reference import Gate
 from ssmzoo_kernels.scan import saved_states
-from ssmzoo_kernels.validation import transformed
+from ssmzoo_kernels.validation import Packing, transformed
 
 OP = "feedback_scan"
 SOLVER = "feedback_scan solver"  # what ``last_backend`` knows the solver by
@@ -109,7 +109,7 @@ def feedback_scan(
     drive: Tensor | None = None,  # [B, L, D]
     initial_state: Tensor | None = None,  # [B, D, N], zeros if absent
     *,
-    cu_seqlens: Tensor | None = None,  # [S + 1]
+    cu_seqlens: Tensor | Packing | None = None,  # [S + 1]
     gate: Gate = "sigmoid",
     solver: Solver = "auto",
     tolerance: float | None = None,
@@ -141,7 +141,8 @@ def feedback_scan(
         drive: What opens the gates instead of the state.
         initial_state: State to continue from; with ``cu_seqlens`` one per packed sequence,
             ``[S, D, N]``.
-        cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64.
+        cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64,
+            or a ``Packing`` of them, which was checked already.
         gate: ``"linear"`` drops the sigmoid; only the reference knows it, and ``backend="auto"``
             goes there.
         solver: ``"march"`` goes token by token; ``"newton"`` solves for many tokens at once, and

@@ -9,7 +9,7 @@ from ssmzoo_kernels.declaration import Op
 from ssmzoo_kernels.dispatch import Backend
 from ssmzoo_kernels.fft_conv import reference
 from ssmzoo_kernels.fft_conv.pieces import default_workspace
-from ssmzoo_kernels.validation import check_count
+from ssmzoo_kernels.validation import Packing, check_count
 
 OP = "fft_conv"
 CONV = Op(
@@ -38,7 +38,7 @@ def fft_conv(
     initial_state: Tensor | None = None,  # [B, K - 1, D], zeros if absent
     *,
     future_kernel: Tensor | None = None,  # [D, F]
-    cu_seqlens: Tensor | None = None,  # [S + 1]
+    cu_seqlens: Tensor | Packing | None = None,  # [S + 1]
     output_final_state: bool = False,
     workspace: int | None = None,
     backend: Backend = "auto",
@@ -58,7 +58,8 @@ def fft_conv(
         initial_state: The K - 1 inputs before the first one, oldest first; with ``cu_seqlens`` one
             row per packed sequence, ``[S, K - 1, D]``.
         future_kernel: A second filter that sees only later tokens; its first tap meets the next.
-        cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64.
+        cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64,
+            or a ``Packing`` of them, which was checked already.
         output_final_state: Return the last K - 1 inputs, to continue from.
         workspace: Bytes that the transforms may take beside inputs and outputs; a sequence too long
             for it is convolved in pieces, which costs time. None: 256 MiB, on a GPU 2 GiB.

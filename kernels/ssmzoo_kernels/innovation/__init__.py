@@ -11,6 +11,7 @@ from ssmzoo_kernels.declaration import Op
 from ssmzoo_kernels.dispatch import Backend
 from ssmzoo_kernels.innovation import reference
 from ssmzoo_kernels.innovation.selection import Selection, select_memory
+from ssmzoo_kernels.validation import Packing
 
 OP = "innovation"
 SCORES = Op(
@@ -32,7 +33,7 @@ def innovation(
     weights: Sequence[float],
     history: Tensor | None = None,  # [B, k, D], zeros if absent
     *,
-    cu_seqlens: Tensor | None = None,  # [S + 1]
+    cu_seqlens: Tensor | Packing | None = None,  # [S + 1]
     relative: bool = False,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -47,7 +48,8 @@ def innovation(
         weights: k of them, that of the newest output first.
         history: The k outputs before this call, the newest last; with ``cu_seqlens`` one row per
             packed sequence, ``[S, k, D]``.
-        cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64.
+        cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64,
+            or a ``Packing`` of them, which was checked already.
         relative: Divide by the output's own size.
         backend: "auto" goes by device. Naming a backend that cannot run is an error.
 
@@ -64,7 +66,7 @@ def innovation(
     taps = _taps(weights)
     if not isinstance(relative, bool):
         raise TypeError(f"{OP}: relative must be True or False, got {relative!r}")
-    offsets = SCORES.check((y, history), cu_seqlens, k=len(taps))
+    offsets: Tensor = SCORES.check((y, history), cu_seqlens, k=len(taps))
     chosen = SCORES.choose(backend, y)
     options = {"weights": taps, "relative": relative}
     if chosen == "reference":

@@ -8,6 +8,7 @@ from torch import Tensor
 from ssmzoo_kernels.declaration import Op
 from ssmzoo_kernels.dispatch import Backend
 from ssmzoo_kernels.linear_scan import reference
+from ssmzoo_kernels.validation import Packing
 
 SCAN = Op(
     "linear_scan",
@@ -25,7 +26,7 @@ def linear_scan(
     b: Tensor,  # [B, L, D]
     initial_state: Tensor | None = None,  # [B, D], zeros if absent
     *,
-    cu_seqlens: Tensor | None = None,  # [S + 1]
+    cu_seqlens: Tensor | Packing | None = None,  # [S + 1]
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence ``h[t] = a[t] * h[t-1] + b[t]`` along the sequence.
@@ -39,7 +40,8 @@ def linear_scan(
         b: What is added to it; real like ``a`` or complex like ``a``.
         initial_state: State to continue from; with ``cu_seqlens`` one per packed sequence,
             ``[S, D]``.
-        cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64.
+        cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64,
+            or a ``Packing`` of them, which was checked already.
         backend: "auto" goes by device. Naming a backend that cannot run is an error.
 
     Returns:

@@ -9,6 +9,7 @@ from ssmzoo_kernels.dispatch import Backend
 from ssmzoo_kernels.longhorn_scan import reference
 from ssmzoo_kernels.longhorn_scan.reference import Transition
 from ssmzoo_kernels.scan import Kernels, saved_states
+from ssmzoo_kernels.validation import Packing
 
 ROLES = ("u", "q", "k", "dt", "dt_bias", "skip", "z", "initial_state")  # to ``scan``
 SCAN = Op(
@@ -45,7 +46,7 @@ def longhorn_scan(
     z: Tensor | None = None,  # [B, L, D]
     initial_state: Tensor | None = None,  # [B, D, N], zeros if absent
     *,
-    cu_seqlens: Tensor | None = None,  # [S + 1]
+    cu_seqlens: Tensor | Packing | None = None,  # [S + 1]
     transition: Transition = "diagonal",
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -68,7 +69,8 @@ def longhorn_scan(
         z: Output gate before its SiLU.
         initial_state: State to continue from; with ``cu_seqlens`` one per packed sequence,
             ``[S, D, N]``.
-        cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64.
+        cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64,
+            or a ``Packing`` of them, which was checked already.
         transition: ``"exact"`` uses ``I - eps k k^T`` instead of its diagonal; only the reference
             knows it, and ``backend="auto"`` goes there.
         backend: "auto" goes by device. Naming a backend that cannot run is an error.

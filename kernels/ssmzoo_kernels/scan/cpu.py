@@ -6,6 +6,7 @@ A family's C file includes ``scan.h`` and is built for float32 or float64 when i
 import ctypes
 import functools
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,16 +148,15 @@ def load(source: Path, defines: tuple[tuple[str, int], ...], dtype: torch.dtype)
     return library
 
 
-def _prepare(
-    inputs: Inputs, offsets: Tensor, exact: torch.dtype
-) -> tuple[list[Tensor | None], _Inputs]:
+def _prepare(inputs: Inputs, offsets: Tensor, exact: torch.dtype) -> tuple[list[Any], _Inputs]:
     """Return the inputs as the kernel reads them, copying only what must be, and their places."""
-    tensors, places = [*inputs], [None] * len(inputs)
+    tensors: list[Any] = [*inputs]
+    places: list[int | None] = [None] * len(inputs)
     for i, x in enumerate(inputs):
         if x is not None:
             if x.dtype is not exact:
                 x = x.to(exact)
-            if x.stride(-1) != 1 if i in _BY_ROWS else not x.is_contiguous():
+            if not x.is_contiguous() and not (i in _BY_ROWS and x.stride(1) == 1):
                 x = x.contiguous()
             tensors[i], places[i] = x, x.data_ptr()
     u, q, k, dt, _, _, z, _, _ = tensors

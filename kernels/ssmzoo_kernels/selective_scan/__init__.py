@@ -9,6 +9,7 @@ from ssmzoo_kernels.dispatch import Backend
 from ssmzoo_kernels.scan import Kernels, saved_states
 from ssmzoo_kernels.selective_scan import reference
 from ssmzoo_kernels.selective_scan.reference import Discretization
+from ssmzoo_kernels.validation import Packing
 
 # to ``scan``
 ROLES = ("u", "dt", "param", "k", "q", "skip", "z", "dt_bias", "initial_state")
@@ -49,7 +50,7 @@ def selective_scan(
     dt_bias: Tensor | None = None,  # [D]
     initial_state: Tensor | None = None,  # [B, D, N], zeros if absent
     *,
-    cu_seqlens: Tensor | None = None,  # [S + 1]
+    cu_seqlens: Tensor | Packing | None = None,  # [S + 1]
     discretization: Discretization = "euler",
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -74,7 +75,8 @@ def selective_scan(
         dt_bias: Added to ``dt`` in float32. The softplus is torch's: above 20, the number itself.
         initial_state: State to continue from; with ``cu_seqlens`` one per packed sequence,
             ``[S, D, N]``.
-        cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64.
+        cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64,
+            or a ``Packing`` of them, which was checked already.
         discretization: "euler" as in Mamba's code, "zoh" for the exact zero-order hold.
         backend: "auto" goes by device. Naming a backend that cannot run is an error.
 

@@ -10,6 +10,7 @@ from ssmzoo_kernels.declaration import Op, accumulator
 from ssmzoo_kernels.dispatch import Backend
 from ssmzoo_kernels.segments import by_length
 from ssmzoo_kernels.validation import (
+    Packing,
     check_complex,
     check_count,
     check_leading,
@@ -30,16 +31,29 @@ class _Sums:
         self.module = module
 
     def forward(
-        self, weight: Tensor, exponent: Tensor, reversed: Tensor | None, *where: int
+        self,
+        weight: Tensor,
+        exponent: Tensor,
+        reversed: Tensor | None,
+        length: int,
+        first: int,
+        last: int,
     ) -> Tensor:
-        lags = Lags(*where, False if reversed is None else reversed)
+        lags = Lags(length, first, last, False if reversed is None else reversed)
         with torch.autocast(weight.device.type, enabled=False):
             return self.module.synthesize(weight, exponent, lags)
 
     def backward(
-        self, grad: Tensor, weight: Tensor, exponent: Tensor, reversed: Tensor | None, *where: int
+        self,
+        grad: Tensor,
+        weight: Tensor,
+        exponent: Tensor,
+        reversed: Tensor | None,
+        length: int,
+        first: int,
+        last: int,
     ) -> tuple[Tensor, Tensor]:
-        lags = Lags(*where, False if reversed is None else reversed)
+        lags = Lags(length, first, last, False if reversed is None else reversed)
         with torch.autocast(grad.device.type, enabled=False):
             sums, moments = self.module.analyze(grad, exponent, lags, True)
             return sums.conj_physical(), (weight * moments).conj_physical().sum(0)
@@ -163,7 +177,7 @@ def vandermonde_state(
     *,
     offset: int = 0,
     reversed: Tensor | None = None,  # [H, N]
-    cu_seqlens: Tensor | None = None,  # [S + 1]
+    cu_seqlens: Tensor | Packing | None = None,  # [S + 1]
     backend: Backend = "auto",
 ) -> Tensor:
     """Return what L inputs leave in a diagonal state: ``vandermonde`` transposed.
@@ -177,8 +191,8 @@ def vandermonde_state(
         exponent: One exponent per head and mode, with ``Re <= 0``; complex64 is widened.
         offset: How many tokens came before these; only reversed modes ask.
         reversed: Which modes are reversed, or none.
-        cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64;
-            ``offset`` then holds for each.
+        cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64,
+            or a ``Packing`` of them; ``offset`` then holds for each.
         backend: "auto" goes by device. Naming a backend that cannot run is an error.
 
     Returns:

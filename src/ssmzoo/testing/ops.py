@@ -716,7 +716,7 @@ class OpContract:
             for other in results[1:]:
                 self.compare(other, results[0], 0)
 
-    @check(once=("forms",))
+    @check(once=("backends", "forms"))
     def test_compiles_without_a_graph_break(self, case: Case) -> None:
         """Into one graph, with the same outputs and gradients; without gradients, too."""
         tensors = self.draw(L=20, D=6, N=3, dtype=torch.float32)
