@@ -103,9 +103,9 @@ def bounds(*lengths):
 
 def test_lengths_around_a_chunk_equal_the_reference_when_segments_are_cut(monkeypatch):
     monkeypatch.setattr(skeleton, "FILL", 10**6)
-    cu_seqlens = bounds(1, 0, 65)
-    assert skeleton.span_of(66, 3, 1, skeleton.CHUNK) == skeleton.CHUNK == 64
-    inputs = scan_inputs(1, 66, 5, 3, segments=3)
+    cu_seqlens = bounds(64, 65)
+    assert skeleton.span_of(129, 2, 1, skeleton.CHUNK) == skeleton.CHUNK == 64
+    inputs = scan_inputs(1, 129, 5, 3, segments=2)
     assert_as_accurate(longhorn_scan, inputs, cu_seqlens=cu_seqlens)
 
 

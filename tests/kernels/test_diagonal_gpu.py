@@ -1,10 +1,9 @@
-"""The Triton kernels of vandermonde, diagonal_step and companion_step on a real GPU."""
+"""The Triton kernels of vandermonde and diagonal_step on a real GPU."""
 
 import pytest
 import torch
 
 from ssmzoo_kernels import (
-    companion_step,
     diagonal_step,
     last_backend,
     vandermonde,
@@ -90,22 +89,3 @@ def test_diagonal_steps_equal_torchs_in_float64(shape, driven):
         exact = diagonal_step(*wide, backend="eager")
     for got, expected in zip(found, exact, strict=True):
         close(got, expected, 4e-6)
-
-
-@pytest.mark.parametrize(
-    ("width", "order", "denominators"), [(1, 1, 1), (768, 64, 768), (6, 300, 2)]
-)
-def test_companion_steps_equal_torchs_in_float64(width, order, denominators):
-    torch.manual_seed(0)
-    draw = {"device": "cuda"}
-    u, ring = torch.randn(3, width, **draw), torch.randn(3, width, order, **draw)
-    a, b = torch.randn(denominators, order, **draw) / order, torch.randn(width, order, **draw)
-    d, position = torch.randn(width, **draw), torch.arange(3, **draw) % order
-    with torch.no_grad():
-        found = companion_step(u, ring, position, a, b, d)
-        assert last_backend("companion_step") == "triton"
-        wide = [x.double() for x in (u, ring)], [x.double() for x in (a, b, d)]
-        exact = companion_step(*wide[0], position, *wide[1], backend="eager")
-    assert torch.equal(found[2], exact[2])
-    for got, expected in zip(found[:2], exact[:2], strict=True):
-        close(got, expected, 1e-5)

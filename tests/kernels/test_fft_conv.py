@@ -307,6 +307,11 @@ def test_saved_for_the_backward_are_inputs_and_kernels_only(backend):
     assert sum(x.numel() for x in saved) == sum(x.numel() for x in inputs[:3])
 
 
+def test_no_rows_give_no_rows(backend):
+    u, kernel, D, state, future = draw()
+    assert run(u[:0], kernel, D, state[:0], future, backend=backend)[0].shape == (0, 9, 5)
+
+
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_compiled_functions_have_no_graph_break_and_the_same_results(backend, packed, compiler):

@@ -265,6 +265,26 @@ def test_compiled_graphs_keep_every_conjugate(compiler, batch):
         close(got, wanted, 1e-13)
 
 
+@pytest.mark.parametrize("length", [0, 1, 2])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_few_or_no_tokens_have_the_gradients_of_the_reference(length, mixed):
+    weight, exponent, back = draw(batch=(2,), mixed=mixed)
+    u = torch.randn(2, length, 3).double()
+
+    def sums(weight, exponent, backend):
+        return vandermonde(weight, exponent, length, offset=1, reversed=back, backend=backend)
+
+    def state(u, exponent, backend):
+        return vandermonde_state(u, exponent, reversed=back, backend=backend)
+
+    for op, leaves in ((sums, (weight, exponent)), (state, (u, exponent))):
+        got, expected = (
+            results(functools.partial(op, backend=x), leaves) for x in ("eager", "reference")
+        )
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
 def test_nothing_to_sum_gives_nothing_or_zeros():
     weight, exponent, _ = draw()
     assert vandermonde(weight, exponent, 0).shape == (3, 0)

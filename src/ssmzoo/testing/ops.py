@@ -14,7 +14,7 @@ import itertools
 import mmap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 from unittest import mock
 
 import torch
@@ -30,13 +30,13 @@ from ssmzoo_kernels.declaration import Argument, Choice, Op
 from ssmzoo_kernels.dispatch import ALL
 from ssmzoo_kernels.validation import Packing
 
-Tensors = dict[str, Tensor | None]
+Tensors: TypeAlias = dict[str, Any]  # a tensor or None, by name
 
 
 class Case(NamedTuple):
     """One call of a check: a backend, a form of the op, and what the check varies."""
 
-    backend: str
+    backend: Any  # a Backend
     form: str
     more: Any = None
 
@@ -112,14 +112,14 @@ class OpContract:
     declaration: ClassVar[Op]
     backends: ClassVar[tuple[str, ...]] = ("eager", "cpu")
     forms: ClassVar[dict[str, dict[str, Any]]] = {"": {}}
-    sizes: ClassVar[dict[str, int]] = {"B": 2, "L": 40, "D": 18, "N": 4}
-    shapes: ClassVar[Sequence[dict[str, int]]] = tuple({"L": n} for n in LENGTHS)
-    packings: ClassVar[Sequence[tuple[tuple[int, ...], dict[str, int]]]] = ((PACKED, {}),)
+    sizes: ClassVar[dict[str, Any]] = {"B": 2, "L": 40, "D": 18, "N": 4}
+    shapes: ClassVar[Sequence[dict[str, Any]]] = tuple({"L": n} for n in LENGTHS)
+    packings: ClassVar[Sequence[tuple[tuple[int, ...], dict[str, Any]]]] = ((PACKED, {}),)
     cuts: ClassVar[Sequence[tuple[int, ...]]] = ((1,), (16,), (20,), (3, 19, 39))
     values: ClassVar[dict[str, Callable[[Tensor], Tensor]]] = {}
     complex: ClassVar[tuple[str, ...]] = ()
-    many: ClassVar[dict[str, int]] = {"L": 300, "D": 200, "N": 16}
-    ragged: ClassVar[dict[str, int]] = {"B": 4, "L": 37, "D": 19, "N": 21}
+    many: ClassVar[dict[str, Any]] = {"L": 300, "D": 200, "N": 16}
+    ragged: ClassVar[dict[str, Any]] = {"B": 4, "L": 37, "D": 19, "N": 21}
     exact: ClassVar[tuple[str, ...]] = ("cpu",)
     dtypes: ClassVar[Sequence[torch.dtype]] = DTYPES
     slack: ClassVar[float] = 2.0
@@ -156,10 +156,10 @@ class OpContract:
     @classmethod
     def cases(cls, name: str) -> list[Case]:
         """Return the calls of a check, none if it does not apply."""
-        method = getattr(OpContract, name)
+        method: Any = getattr(OpContract, name)
         if not {*method.needs} <= cls.has():
             return []
-        over = getattr(cls, method.over) if isinstance(method.over, str) else method.over
+        over: Any = getattr(cls, method.over) if isinstance(method.over, str) else method.over
         over = over() if callable(over) else over
         backends = [x for x in cls.backends if x in cls.declaration.offers]
         return [
@@ -183,18 +183,18 @@ class OpContract:
         found = {
             "gradients": op.gradients,
             "packing": op.packing is not None,
-            "state": cls.state() is not None,
+            "state": cls.state(),
             "batch": "B" in letters,
             "length": "L" in _letters(next(iter(op.outputs.values()))),
         }
         return {name for name, there in found.items() if there}
 
     @classmethod
-    def state(cls) -> str | None:
-        """Return the name of the tensor that the final state continues, if there is one."""
+    def state(cls) -> str:
+        """Return the name of the tensor that the final state continues, "" if there is none."""
         ends = [x for x in cls.declaration.outputs.values() if _letters(x)[:1] == ("S",)]
         starts = [x for x in cls.declaration.inputs.values() if _letters(x)[:1] == ("S",)]
-        return starts[0].name if starts and ends and cls.declaration.packing else None
+        return starts[0].name if starts and ends and cls.declaration.packing else ""
 
     @classmethod
     def final(cls) -> int:
@@ -271,7 +271,7 @@ class OpContract:
     ) -> None:
         """Hold outputs and gradients to the error that the reference has in a dtype."""
         floating = [n for n, x in tensors.items() if x is not None and not _is_integer(x)]
-        pairs = [n for n in floating if _present(tensors, n).is_complex()]
+        pairs = [n for n in floating if tensors[n].is_complex()]
         graded = bool(self.declaration.gradients)
 
         def on(backend: str, run: Any) -> Callable[..., tuple[Tensor, ...]]:
@@ -287,7 +287,7 @@ class OpContract:
 
             return called
 
-        given = [_present(tensors, n) for n in floating]
+        given = [tensors[n] for n in floating]
         given = [torch.view_as_real(x) if x.is_complex() else x for x in given]
         try:
             candidate, known = on(case.backend, call or self.run), on("reference", self.run)
@@ -310,7 +310,7 @@ class OpContract:
     ) -> None:
         """Fail unless results are equal but for a share of their largest entry, or a number."""
         for name in expected:
-            _close(name, _present(got, name), _present(expected, name), tolerance, least)
+            _close(name, got[name], expected[name], tolerance, least)
 
     def roundings(self, case: Case) -> float:
         """Return by how much a backend may differ from itself: not at all, where it is exact."""
@@ -346,7 +346,7 @@ class OpContract:
 
         def wrong(leaves: Tensors, case: Case, place: Any = None) -> tuple[Tensor, ...]:
             if place in leaves:
-                leaves = leaves | {place: _Steeper.apply(_present(leaves, place))}
+                leaves = leaves | {place: _Steeper.apply(leaves[place])}
             found = [*self.run(leaves, case)]
             if place not in leaves:
                 found[place] = found[place] * (1 + 1e-5)
@@ -399,7 +399,7 @@ class OpContract:
         def called(*given: Tensor) -> tuple[Tensor, ...]:
             return self.run(tensors | dict(zip(names, given, strict=True)), case)
 
-        leaves = [_present(tensors, n).requires_grad_() for n in names]
+        leaves = [tensors[n].requires_grad_() for n in names]
         torch.autograd.gradcheck(called, leaves)
 
     @check(needs=("gradients",))
@@ -459,14 +459,14 @@ class OpContract:
             outputs.append(found[0])
             tensors[self.state()] = found[self.final()]
         _close("output 0", torch.cat(outputs, dim=1), whole[0], 1e-6)
-        _close("state", _present(tensors, self.state()), whole[self.final()], 1e-6)
+        _close("state", tensors[self.state()], whole[self.final()], 1e-6)
 
     @check(needs=("state",))
     def test_no_tokens_return_the_initial_state(self, case: Case) -> None:
         """Unchanged in any bit."""
         tensors = self.draw(L=0)
         final = self.run(tensors, case)[self.final()]
-        _close("state", final, _present(tensors, self.state()), 0)
+        _close("state", final, tensors[self.state()], 0)
 
     @check(needs=("state", "gradients"), over=(0, 1, 40))
     def test_initial_state_has_the_reference_gradient(self, case: Case) -> None:
@@ -512,6 +512,8 @@ class OpContract:
     @check(needs=("packing",))
     def test_packed_rows_do_not_leak(self, case: Case) -> None:
         """Neither outputs nor gradients, without a state; boundaries past 64 tokens."""
+        if case.backend == self.backends[0]:
+            OpContract.test_packed_rows_do_not_leak(self, case._replace(backend="reference"))
         ends = torch.tensor([0, 1, 1, 66, 130, 140])
         tensors = self.draw(packed=ends.diff().tolist(), D=3, N=2)
         tensors |= dict.fromkeys(n for n, x in self.declaration.inputs.items() if x.optional)
@@ -577,13 +579,13 @@ class OpContract:
         floating = [n for n, x in whole.items() if x is not None and not _is_integer(x)]
         reached = False
         for name in floating:
-            x = _present(whole, name).clone()
+            x = whole[name].clone()
             for i, value in enumerate(NONFINITE[: len(x)]):
                 x[(i, *(size // 2 for size in x.shape[1:]))] = value
             tensors = whole | {name: x}
             known = self.results(tensors, case._replace(backend="reference"))
             for key, got in self.results(tensors, case).items():
-                lost, expected = self.lost(key, got), self.lost(key, _present(known, key))
+                lost, expected = self.lost(key, got), self.lost(key, known[key])
                 reached |= bool(lost.any())
                 where = f"{key}, where {name} is not finite"
                 exact = key.startswith("output") and self.nonfinite not in ("row", "unseen")
@@ -681,7 +683,7 @@ class OpContract:
         with always, Watch(self.declaration) as watch:
             found = self.run(given, case, **options)
             if sloped:
-                loss = sum((y * change(torch.ones_like(y))).abs().sum() for y in found)
+                loss: Any = sum((y * change(torch.ones_like(y))).abs().sum() for y in found)
                 torch.autograd.grad(loss, [leaves[n] for n in sloped])
         return watch
 
@@ -714,14 +716,14 @@ class OpContract:
             for other in results[1:]:
                 self.compare(other, results[0], 0)
 
-    @check(once=("forms",))
+    @check(once=("backends", "forms"))
     def test_compiles_without_a_graph_break(self, case: Case) -> None:
         """Into one graph, with the same outputs and gradients; without gradients, too."""
         tensors = self.draw(L=20, D=6, N=3, dtype=torch.float32)
 
         def layer(leaves: Tensors, case: Case) -> tuple[Tensor, ...]:
             first = next(n for n, x in leaves.items() if x is not None and not _is_integer(x))
-            found = self.run(leaves | {first: torch.sin(_present(leaves, first))}, case)
+            found = self.run(leaves | {first: torch.sin(leaves[first])}, case)
             return (torch.sin(found[0]), *found[1:])
 
         torch.compiler.reset()  # or earlier calls count against the limit of recompilations
@@ -729,14 +731,14 @@ class OpContract:
         expected = self.results(tensors, case, call=layer)
         self.compare(self.results(tensors, case, call=compiled), expected, 1e-6)
         with torch.no_grad():
-            _close("output 0", compiled(tensors, case)[0], _present(expected, "output 0"), 1e-6)
+            _close("output 0", compiled(tensors, case)[0], expected["output 0"], 1e-6)
 
     @check(needs=("gradients",))
     def test_forward_mode_is_the_reference_alone(self, case: Case) -> None:
         """Other backends refuse it and name the reference, whose tangent is right."""
         tensors = self.draw(B=1, L=5)
         name = self.sloped(tensors)[0]
-        x = _present(tensors, name)
+        x = tensors[name]
         with forward_ad.dual_level(), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of torch.jit
             dual = tensors | {name: forward_ad.make_dual(x, torch.ones_like(x))}
@@ -748,6 +750,7 @@ class OpContract:
             self.run(tensors | {name: x + step}, case._replace(backend="reference"))[0]
             for step in (-1e-6, 1e-6)
         )
+        assert tangent is not None
         _close("tangent", tangent, (after - before) / 2e-6, 1e-6)
 
     @check(once=("forms",))
@@ -786,7 +789,7 @@ class OpContract:
             _fails(kind, (name, *names), lambda: self.run(tensors | {name: value}, case))
 
         for name, spec in self.declaration.inputs.items():
-            x = _present(tensors, name)
+            x = tensors[name]
             fails(TypeError, name, [1.0])
             if not spec.optional:
                 fails(TypeError, name, None)
@@ -862,12 +865,6 @@ class OpContract:
 
 def _letters(spec: Argument) -> tuple[str, ...]:
     return tuple(letter for letter, _ in spec.dims)
-
-
-def _present(tensors: Tensors, name: str) -> Tensor:
-    x = tensors[name]
-    assert x is not None
-    return x
 
 
 def _is_integer(x: Tensor) -> bool:
