@@ -102,7 +102,7 @@ def whole(place):
         parts = Interrupted(patch)
         printed = []
         patch.setattr(demo, "say", lambda line, end="\n": printed.append(line + end))
-        assert demo.main(COMMAND) == 0
+        assert demo.demo(COMMAND) == 0
         return parts.done, "".join(printed)
 
 
@@ -179,11 +179,11 @@ def test_interrupted_anywhere_the_same_command_goes_on_to_the_same_end(
     monkeypatch.setattr(demo, "split_text", stop_in_the_text)
     command = [*COMMAND, "--output", "again"]
     for _ in range(8):
-        assert demo.main(command) == 130
+        assert demo.demo(command) == 130
         err = capsys.readouterr().err
         assert err.endswith("\ndemo: interrupted; the same command goes on from here\n")
     assert parts.stops == []
-    assert demo.main(command) == 0
+    assert demo.demo(command) == 0
     assert scores(Path("again")) == scores(Path("demo"))
     # two steps were lost, those of a checkpoint every second one, and no score
     steps = [what for what in parts.done if " step " in what]
@@ -201,7 +201,7 @@ def test_a_finished_demo_is_shown_again_and_left_as_it_is(place, whole, capsys, 
     parts = Interrupted(monkeypatch)
     before = {path: path.stat().st_mtime_ns for path in Path("demo").rglob("*")}
     del before[Path("demo/.lock")]
-    assert demo.main(COMMAND) == 0
+    assert demo.demo(COMMAND) == 0
     out = capsys.readouterr().out
     assert parts.done == []
     assert re.search(r"^longhorn .*\d", out, re.MULTILINE)
@@ -220,7 +220,7 @@ def test_a_finished_demo_is_shown_again_and_left_as_it_is(place, whole, capsys, 
     ],
 )
 def test_another_task_than_the_folders_is_one_error(place, whole, command, message, capsys):
-    assert demo.main(command) == 2
+    assert demo.demo(command) == 2
     err = capsys.readouterr().err
     assert re.search(message, err), err
     assert err.count("\n") == 1
@@ -245,7 +245,7 @@ def test_the_demo_says_nothing_of_kernels_that_transformers_misses(place, whole,
     listener = Listener()
     theirs.add_handler(listener)
     try:
-        assert demo.main(["--text", "text.txt", "--output", "quiet"]) == 2
+        assert demo.demo(["--text", "text.txt", "--output", "quiet"]) == 2
     finally:
         theirs.remove_handler(listener)
     assert heard == []
@@ -254,10 +254,10 @@ def test_the_demo_says_nothing_of_kernels_that_transformers_misses(place, whole,
 def test_a_folder_that_is_no_demo_is_left_alone_and_a_text_too_short_is_named(tmp_path, capsys):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
-    assert demo.main(["--output", str(tmp_path / "mine")]) == 2
+    assert demo.demo(["--output", str(tmp_path / "mine")]) == 2
     assert "holds no earlier demo; choose another --output" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
     (tmp_path / "short.txt").write_text("too short")
     arguments = ["--text", str(tmp_path / "short.txt"), "--output", str(tmp_path / "demo")]
-    assert demo.main(arguments) == 2
+    assert demo.demo(arguments) == 2
     assert "TEXT must hold some thousand characters" in capsys.readouterr().err

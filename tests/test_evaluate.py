@@ -440,7 +440,8 @@ def test_the_recorded_command_line_is_one_the_program_takes(models, tmp_path, mo
     monkeypatch.setattr(evaluation, "evaluate", record)
     assert words[0] == "ssmzoo"
     assert cli.main(words[1:]) == 0
-    assert got == asked | {"model": Path(asked["model"]).name}  # no folder of this machine
+    asked |= {"model": Path(asked["model"]).name, "output_dir": Path("out put")}
+    assert got == asked  # no folder of this machine
 
 
 class Asked(NamedTuple):

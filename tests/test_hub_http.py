@@ -462,6 +462,38 @@ def test_a_private_repository_is_not_there_for_others(server, loaded):
         assert not any(token in error for token in (*server.accounts, "hf_wrong_secret"))
 
 
+INFO = (
+    START
+    + """
+from huggingface_hub import constants, snapshot_download
+from ssmzoo.cli.main import main
+
+print(main(["info", "tester/published", "--json"]))
+print(main(["info", "tester/absent"]))
+snapshot_download("tester/published")
+constants.HF_HUB_OFFLINE = True
+print(main(["info", "tester/published", "--json"]))
+"""
+)
+
+
+def test_info_tells_of_a_model_on_the_hub_without_fetching_it(server, narrow, pushed, run):
+    from ssmzoo.analysis.describe import describe_checkpoint
+
+    done = run(INFO)
+    decoder, text = json.JSONDecoder(), "\n".join(done.out)
+    starts = [match.start() for match in re.finditer(r"^\{", text, re.MULTILINE)]
+    asked, fetched = (decoder.raw_decode(text, start)[0] for start in starts)
+    there = describe_checkpoint(narrow)
+    for key in ("model_type", "parameters", "dtypes"):
+        assert asked[key] == fetched[key] == there[key]
+    assert asked["path"] == fetched["path"] == "tester/published"
+    assert asked["config"]["d_state"] == there["config"]["d_state"]
+    assert [line for line in done.out if line in "012"] == ["0", "2", "0"]
+    [line] = done.errors
+    assert line.startswith("no folder 'tester/absent' here, and no such model on the Hub")
+
+
 # a repository that means harm
 
 HOSTILE = (

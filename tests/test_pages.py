@@ -68,6 +68,7 @@ LISTED_BLOCKS = {
     "class ToyConfig(SSMConfig):": "tests/test_toy_family.py compares it with the files",
     '"you/longhorn-demo", trust_remote_code': "a repository; tests/test_export_code.py loads one",
     '"bmojo-130m"': "tests/plugins/test_bmojo.py runs it",
+    "Converter(ToyForCausalLM": "the reader's own code; tests/test_convert.py",
     'distill("runs/hyena"': "the reader's own model; tests/test_distill.py",
 }
 PROGRAM = (

@@ -40,7 +40,7 @@ sys.stdout.write(tokenizer.decode(out[0]))
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def demo(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m ssmzoo.cli.demo", description=__doc__)
     parser.add_argument("--text", help="file or folder to train on (default: Python's own library)")
@@ -272,4 +272,4 @@ def say(line: str, end: str = "\n") -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(demo())
