@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Subject:
+class InspectedModel:
     """A backbone in float32 and where it came from."""
 
     model: SSMModel
@@ -30,7 +30,7 @@ class Subject:
     untrained: bool
 
 
-def load_subject(name: str, *, seed: int, device: str | None) -> Subject:
+def load_subject(name: str, *, seed: int, device: str | None) -> InspectedModel:
     """Return the backbone of a folder, a Hub id, ``family`` (tiny) or ``family:preset``.
 
     Raises:
@@ -42,17 +42,17 @@ def load_subject(name: str, *, seed: int, device: str | None) -> Subject:
     family, colon, preset = name.partition(":")
     if not Path(name).expanduser().exists() and (colon or name in claims()):
         model = _untrained(family, preset if colon else None, seed)
-        return Subject(_placed(model, place), name, True)
+        return InspectedModel(_placed(model, place), name, True)
     from transformers import AutoModel
 
     folder = model_folder(name)
     shown = name if folder is None else model_name(name) or name
     model = load_model(name, folder, "float32", False, kind=AutoModel)
-    return Subject(_placed(_checked(model, name), place), shown, False)
+    return InspectedModel(_placed(_checked(model, name), place), shown, False)
 
 
 def reference_inputs(
-    subject: Subject,
+    subject: InspectedModel,
     length: int,
     sequences: int,
     *,
@@ -82,7 +82,7 @@ def reference_inputs(
     return torch.randint(config.vocab_size, (sequences, length), generator=draw).to(device)
 
 
-def given_ids(subject: Subject, rows: Sequence[Sequence[int]]) -> Tensor:
+def given_ids(subject: InspectedModel, rows: Sequence[Sequence[int]]) -> Tensor:
     """Return given token ids ``[B, L]``.
 
     Raises:
@@ -100,7 +100,7 @@ def given_ids(subject: Subject, rows: Sequence[Sequence[int]]) -> Tensor:
     return ids.to(subject.model.device)
 
 
-def text_tokens(subject: Subject, source: str, text: str | Path) -> Tensor:
+def text_tokens(subject: InspectedModel, source: str, text: str | Path) -> Tensor:
     """Return the token ids of a text file ``[T]``, by the model's own tokenizer.
 
     An untrained model has none and reads bytes.
@@ -123,7 +123,7 @@ def text_tokens(subject: Subject, source: str, text: str | Path) -> Tensor:
     return torch.tensor(ids, dtype=torch.int64)
 
 
-def _tokenizer(subject: Subject, source: str) -> PreTrainedTokenizerBase:
+def _tokenizer(subject: InspectedModel, source: str) -> PreTrainedTokenizerBase:
     if subject.untrained:
         from ssmzoo.data.tokenizer import byte_tokenizer
 

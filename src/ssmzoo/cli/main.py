@@ -404,7 +404,15 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
     sub.add_argument(
         "--runs", metavar="N", type=int, default=1, help="time everything N times (default: 1)"
     )
-    sub.add_argument("--output", metavar="FILE", type=Path, help="a CSV file for the rows")
+    sub.add_argument(
+        "--memory", action="store_true", help="measure the peak memory of training steps, too"
+    )
+    sub.add_argument(
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="a CSV file, or a folder for <device>.csv; its other rows stay",
+    )
     _json_option(sub)
 
     sub = command(
@@ -685,13 +693,13 @@ def _distill(options: argparse.Namespace) -> int:
 
 
 def _recall(options: argparse.Namespace) -> int:
-    from ssmzoo.analysis.recall import recall, table
+    from ssmzoo.analysis.recall import ledger_table, recall
 
     ledger = recall(options.sweep, options.output_dir)
     if options.json:
         _print_json(ledger)
     else:
-        print(table(ledger))
+        print(ledger_table(ledger))
     return OK
 
 
@@ -765,6 +773,7 @@ def _bench(options: argparse.Namespace) -> int:
         peers=not options.no_peers,
         slow=options.slow_peers,
         runs=options.runs,
+        memory=options.memory,
         output=options.output,
         report=_print_aside if options.json else print,
     )

@@ -23,7 +23,6 @@ import numpy as np
 
 from ssmzoo.data.labelled import Share, describe_splits, load_splits, open_splits, task_tokenizer
 from ssmzoo.data.tokens import Data, open_data, prepare_data, recipe_tokenizer
-from ssmzoo.environment.hardware import environment, hardware
 from ssmzoo.environment.messages import without_bars
 from ssmzoo.recipe import HIGHER_IS_BETTER, Recipe
 from ssmzoo.training.checkpoint import Metrics, checkpoint_of, checkpoints, save_checkpoint, step_of
@@ -202,6 +201,8 @@ class Run:
             )
 
     def _facts(self) -> dict[str, Any]:
+        from ssmzoo_kernels.machine import environment, hardware
+
         return {
             "model_type": self.config.model_type,
             "hardware": hardware(self.accelerator.device),
