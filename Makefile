@@ -30,6 +30,9 @@ PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
 	SSMZOO_TEST_TORCHAO=$(abspath $(TORCHAO_DIR)) \
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup
 
+# the C library keeps what is freed: no call pays for pages that another gave back
+STEADY = MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=2147483647
+
 .PHONY: help install demo test test-gpu test-transformers lint format types bench cards pages wheel clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -71,7 +74,9 @@ types: $(INSTALLED) ## Check types with pyright
 	$(VENV)/bin/pyright --pythonpath $(PY)
 
 bench: $(INSTALLED) ## Measure speed beside transformers' own models; write the committed CSV
-	$(PY) kernels/benchmarks/run.py --runs 3
+	$(PY) kernels/benchmarks/run.py
+	$(STEADY) $(PY) -m ssmzoo bench longhorn dss rtf coffee bmojo --runs 3 --memory \
+	  --output kernels/benchmarks/results
 
 cards: $(INSTALLED) ## Render the cards in model_cards/ again, and one for each trained model in RUNS
 	for model in $(MODELS); do \

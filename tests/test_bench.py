@@ -1,11 +1,16 @@
-"""The benchmarks of whole models: what is timed and what is written, not how fast it is."""
+"""Benchmarks of ops and of models: what is timed and what is written, not how fast it is."""
 
+import ast
 import csv
+import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
 
 from ssmzoo.analysis import bench
+
+KERNELS = Path(__file__).resolve().parents[1] / "kernels"
 
 
 def test_families_and_peers_are_timed_on_the_same_passes_and_compared(tmp_path, monkeypatch):
@@ -22,9 +27,20 @@ def test_families_and_peers_are_timed_on_the_same_passes_and_compared(tmp_path, 
     for name, value in {"HIDDEN": 16, "LAYERS": 1, "STATE": 2, "BATCH": 2, "DECODED": 8}.items():
         monkeypatch.setattr(bench, name, value)
     lines = []
-    rows = bench.bench(
-        ["longhorn"], lengths=(32,), output=tmp_path / "cpu.csv", report=lines.append
+    other = ["op", "cpu", "fwd", "1", "float32", "7"]
+    columns = ["what", "variant", "pass", "shape", "dtype", "gflops"]
+    (tmp_path / "cpu.csv").write_text(f"{','.join(columns)}\n{','.join(other)}\n")
+    measured = {}
+    monkeypatch.setattr(
+        "ssmzoo_kernels.machine.measured_apart", lambda program: measured.setdefault(program, 1.5)
     )
+    rows = bench.bench(
+        ["longhorn"], lengths=(32,), memory=True, output=tmp_path, report=lines.append
+    )
+    assert [program.partition("print_peak(")[2] for program in measured] == [
+        "'longhorn', 32)",
+        "'peer', 32)",
+    ]
     assert [(row["variant"], row["pass"]) for row in rows] == [
         ("longhorn", "decode after 100"),
         ("longhorn", "decode after 20000"),
@@ -35,14 +51,25 @@ def test_families_and_peers_are_timed_on_the_same_passes_and_compared(tmp_path, 
     for row in rows:
         tokens = 2 * 32 if row["pass"].startswith("train") else 2
         assert row["tokens_per_second"] == pytest.approx(
-            tokens / row["milliseconds"] * 1000, rel=0.01
+            tokens / row["milliseconds"] * 1000, rel=0.01, abs=0.51
         )
     ratio = rows[2]["tokens_per_second"] / rows[4]["tokens_per_second"]
     assert f"longhorn / peer, train L=32: {ratio:.2f} times" in lines
     assert any(line.startswith("longhorn, decoding after 20,000 tokens") for line in lines)
-    written = list(csv.DictReader((tmp_path / "cpu.csv").read_text().splitlines()))
+    kept, *written = csv.DictReader((tmp_path / "cpu.csv").read_text().splitlines())
+    assert [kept[name] for name in columns] == other
     assert [line["pass"] for line in written] == [row["pass"] for row in rows]
+    assert [line["peak_mib"] for line in written] == ["", "", "1.5", "", "1.5"]
     assert {line["torch"] for line in written} == {torch.__version__}
+
+
+def test_the_peak_memory_of_a_training_step_is_printed(capsys, monkeypatch):
+    for name, value in {"HIDDEN": 16, "LAYERS": 1, "STATE": 2, "BATCH": 2}.items():
+        monkeypatch.setattr(bench, name, value)
+    bench.print_peak("longhorn", 32)
+    assert float(capsys.readouterr().out) >= 0
+    with pytest.raises(LookupError, match="did you mean 'longhorn'"):
+        bench.print_peak("longhron", 32)
 
 
 def test_an_unknown_family_is_refused_before_anything_is_timed():
@@ -50,16 +77,48 @@ def test_an_unknown_family_is_refused_before_anything_is_timed():
         bench.bench(["longhron"], report=lambda _: pytest.fail("timed"))
 
 
-def test_the_peak_of_a_matrix_product_is_its_operations_over_its_time(monkeypatch):
-    calls = []
+@pytest.fixture
+def ops(monkeypatch):
+    """The benchmarks of ops, which are not installed; they find their neighbours."""
+    monkeypatch.syspath_prepend(KERNELS / "benchmarks")
+    spec = importlib.util.spec_from_file_location("run", KERNELS / "benchmarks" / "run.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
-    def time_call(call, device):
-        calls.append(call().shape)
-        return 0.5
 
-    monkeypatch.setattr(bench, "time_call", time_call)
-    assert bench.matmul_peak(torch.device("cpu"), size=100) == pytest.approx(2 * 100**3 / 0.5 / 1e9)
-    assert calls == [(100, 100)]
+def test_the_peak_of_a_matrix_product_is_its_operations_over_its_time(ops, monkeypatch):
+    def least_seconds(calls, device):
+        assert [call().shape for call in calls] == [(100, 100)]
+        return [0.5]
+
+    monkeypatch.setattr(ops, "least_seconds", least_seconds)
+    assert ops.matmul_peak(torch.device("cpu"), size=100) == pytest.approx(2 * 100**3 / 0.5 / 1e9)
+
+
+def test_a_row_of_ops_replaces_its_earlier_one_and_leaves_those_of_models(ops, tmp_path):
+    row = {"what": "fft_conv", "variant": "cpu", "pass": "fwd", "shape": "1", "dtype": "float32"}
+    for what, seconds in (("model", 1), ("fft_conv", 2), ("fft_conv", 3)):
+        ops.write(tmp_path / "cpu.csv", [{**row, "what": what, "milliseconds": seconds}])
+    written = list(csv.DictReader((tmp_path / "cpu.csv").read_text().splitlines()))
+    assert [(line["what"], line["milliseconds"]) for line in written] == [
+        ("model", "1"),
+        ("fft_conv", "3"),
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["cpu.csv"]
+
+
+def test_kernels_and_their_benchmarks_import_nothing_of_models():
+    files = sorted(KERNELS.rglob("*.py"))
+    assert len(files) > 50
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [str(node.module)]
+            assert not [name for name in names if name.split(".")[0] == "ssmzoo"], file
 
 
 def test_a_call_is_warmed_up_once_and_its_median_time_is_taken(monkeypatch):

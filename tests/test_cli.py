@@ -735,7 +735,8 @@ def test_bench_measures_all_families_unless_some_are_named(capsys, monkeypatch):
     assert "longhorn" in every
     assert named == ("longhorn",)
     assert first == {
-        "lengths": (64, 128), "peers": False, "slow": False, "runs": 1, "output": None,
+        "lengths": (64, 128), "peers": False, "slow": False, "runs": 1, "memory": False,
+        "output": None,
     }  # fmt: skip
     assert second["peers"]
     assert second["runs"] == 3

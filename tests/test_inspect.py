@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ssmzoo.analysis.inspect import REPORT, inspect_model
-from ssmzoo.analysis.measure import effective_memory, measure, measured_response
-from ssmzoo.analysis.pictures import draw
+from ssmzoo.analysis.measure import effective_memory, measure_layers, measured_response
+from ssmzoo.analysis.pictures import draw_pictures
 from ssmzoo.cli.main import main
 from ssmzoo.family import load_family
 from ssmzoo.modeling import Dynamics, SSMConfig, SSMMixer, SSMModel, Trajectories
@@ -111,7 +111,7 @@ def test_a_mixer_that_says_nothing_is_measured():
     config = SSMConfig(vocab_size=17, hidden_size=5, num_hidden_layers=2)
     model = LeakyModel(config).double()
     ids = torch.randint(17, (2, 64))
-    found = measure(model, ids)
+    found = measure_layers(model, ids)
     taps = 0.9 ** torch.arange(64, dtype=torch.float64)
     for layer in found.layers:
         assert layer.source == "measured"
@@ -125,7 +125,7 @@ def test_a_mixer_that_says_nothing_is_measured():
 def test_measured_and_known_kernels_of_a_bare_filter_agree(bidirectional):
     model = built("rtf", block="filter", mixer_rank=None, bidirectional=bidirectional, d_conv=1)
     ids = torch.randint(96, (2, 33))
-    known, measured = (measure(model, ids, measured=m).layers for m in (False, True))
+    known, measured = (measure_layers(model, ids, measured=m).layers for m in (False, True))
     for layer, want, got in zip(model.layers, known, measured, strict=True):
         assert (want.source, got.source) == ("exact", "measured")
         direct = layer.mixer.gain()[: model.config.hidden_size].detach()
@@ -158,7 +158,7 @@ def test_dss_kernels_and_poles_are_the_papers_formula():
         kernel_norm_length=None,
         separate_dt_re_im=False,
     )
-    found = measure(model, torch.randint(96, (1, 50)))
+    found = measure_layers(model, torch.randint(96, (1, 50)))
     for layer, block in zip(found.layers, model.layers, strict=True):
         weights = {name: p.detach().numpy() for name, p in block.mixer.named_parameters()}
         values = -np.exp(weights["Lambda_log_neg_re"]) + 1j * weights["Lambda_im"]
@@ -175,7 +175,7 @@ def test_dss_kernels_and_poles_are_the_papers_formula():
 
 def test_growing_modes_are_poles_outside():
     model = built("dss")  # softmax, random eigenvalues
-    found = measure(model, torch.randint(96, (1, 40)))
+    found = measure_layers(model, torch.randint(96, (1, 40)))
     growing = (model.layers[0].mixer.eigenvalues().real > 0).sum()
     assert growing > 0
     assert found.layers[0].outside.tolist() == [int(growing)] * 16
@@ -188,7 +188,7 @@ def test_an_rtf_filter_of_finite_response_remembers_to_its_last_tap():
     b[:8, 3] = 1  # lag 4 alone
     b[8:, 0] = 1  # lag 1 alone
     mixer.set_filters(torch.zeros(16, 4), b, torch.ones(16))
-    found = measure(model, torch.randint(96, (1, 32)))
+    found = measure_layers(model, torch.randint(96, (1, 32)))
     assert found.layers[0].memory == [4] * 8 + [1] * 8
     assert found.layers[0].radius.tolist() == [0.0] * 16
 
@@ -206,7 +206,7 @@ def test_rtf_margins_are_those_of_known_poles():
     mixer = model.layers[0].mixer
     mixer.set_filters(a, torch.randn(16, 3, dtype=torch.float64), torch.ones(16))
     with pytest.warns(RuntimeWarning, match="outside the unit disc"):
-        found = measure(model, torch.randint(96, (1, 20)))
+        found = measure_layers(model, torch.randint(96, (1, 20)))
     (layer,) = found.layers
     np.testing.assert_allclose(1 - layer.radius, [0.1, -0.25], atol=1e-12)
     assert layer.outside.tolist() == [0, 1]
@@ -214,7 +214,7 @@ def test_rtf_margins_are_those_of_known_poles():
 
 def test_rtf_of_high_order_has_margins_without_poles():
     model = built("rtf", num_denominators=2, d_state=200)
-    (layer,) = measure(model, torch.randint(96, (1, 16)), layers=[1]).layers
+    (layer,) = measure_layers(model, torch.randint(96, (1, 16)), layers=[1]).layers
     assert layer.poles is None
     assert layer.radius.shape == (2,)
     assert bool((layer.radius < 1).all())
@@ -223,7 +223,7 @@ def test_rtf_of_high_order_has_margins_without_poles():
 def test_longhorn_kernel_and_decay_are_products_of_what_its_tokens_forget():
     model = built("longhorn")
     ids = torch.randint(96, (2, 19))
-    found = measure(model, ids, layers=[0])
+    found = measure_layers(model, ids, layers=[0])
     mixer = model.layers[0].mixer
     with torch.no_grad():
         h = model.layers[0].norm(model.embed_tokens(ids))
@@ -253,7 +253,7 @@ def test_kernels_that_are_not_finite_are_refused():
     model = LeakyModel(SSMConfig(vocab_size=5, hidden_size=3, num_hidden_layers=1))
     model.layers[0].mixer = Broken(model.config, 0)
     with pytest.raises(ValueError, match="kernels of layer 0 must be finite, channel 1 is not"):
-        measure(model, torch.zeros(1, 8, dtype=torch.int64))
+        measure_layers(model, torch.zeros(1, 8, dtype=torch.int64))
 
 
 # what is written
@@ -371,7 +371,7 @@ def test_nothing_is_half_written(tmp_path, monkeypatch):
         (folder / "kernels.png").write_bytes(b"half")
         raise OSError("no space left")
 
-    monkeypatch.setattr(entry, "draw", fail)
+    monkeypatch.setattr(entry, "draw_pictures", fail)
     for target in (out, tmp_path / "new"):
         with pytest.raises(RuntimeError, match="cannot be written: no space left"):
             inspect_model("longhorn", target, length=16, seed=1)
@@ -391,7 +391,7 @@ def test_given_tokens_are_what_is_read(tmp_path):
     report = inspect_model("longhorn", tmp_path / "a", ids=rows)
     assert report["input"] == {"kind": "given tokens", "length": 4, "sequences": 2, "seed": 0}
     model = built("longhorn").float()
-    found = measure(model, torch.tensor(rows))
+    found = measure_layers(model, torch.tensor(rows))
     want = [layer.decay.amax(dim=1).tolist() for layer in found.layers]
     assert [layer["decay"]["slowest"] for layer in report["layers"]] == want
 
@@ -407,19 +407,19 @@ def test_a_models_trajectories_are_drawn_few_and_short(tmp_path):
     from matplotlib.image import imread
 
     model = Wanderer(SSMConfig(vocab_size=17, hidden_size=5, num_hidden_layers=1)).double()
-    found = measure(model, torch.randint(17, (11, 40)))
+    found = measure_layers(model, torch.randint(17, (11, 40)))
     assert found.trajectories.tokens.shape == (8, 32)
-    assert draw(found, tmp_path, title="x")[-1] == "trajectories.png"
+    assert draw_pictures(found, tmp_path, title="x")[-1] == "trajectories.png"
     inner = imread(tmp_path / "trajectories.png")[60:-60, 60:-60, :3].reshape(-1, 3)
     assert len(np.unique(inner, axis=0)) > 10
 
 
 def test_states_that_never_fade_are_drawn_at_the_end_of_the_axis(tmp_path):
     model = LeakyModel(SSMConfig(vocab_size=17, hidden_size=5, num_hidden_layers=1)).double()
-    found = measure(model, torch.randint(17, (1, 8)))
+    found = measure_layers(model, torch.randint(17, (1, 8)))
     decay = torch.tensor([[0.5, 1.0, 1.5]], dtype=torch.float64)
     layers = [replace(found.layers[0], decay=decay)]
-    assert "decay.png" in draw(replace(found, layers=layers), tmp_path, title="x")
+    assert "decay.png" in draw_pictures(replace(found, layers=layers), tmp_path, title="x")
 
 
 # what goes wrong

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssmzoo.environment import hardware as machine
-from ssmzoo_kernels import native
+from ssmzoo_kernels import machine, native
 
 ROOT = Path(__file__).resolve().parents[1]
 

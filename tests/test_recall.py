@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from ssmzoo.analysis.cost import flops_per_token, state_bytes
-from ssmzoo.analysis.recall import best_rates, load_sweep, recall, table
+from ssmzoo.analysis.recall import best_rates, ledger_table, load_sweep, recall
 from ssmzoo.checkpoints.load import load_model
 from ssmzoo.cli.main import main
 from ssmzoo.data.sources import data_source
@@ -77,7 +77,7 @@ def test_a_ledger_has_a_line_a_run_and_a_killed_sweep_goes_on(sweep, tmp_path, m
     assert ledger[0]["state_bytes"] == (32 * 4 + 3 * 32) * 4
     assert (tmp_path / "out/ledger.png").read_bytes().startswith(b"\x89PNG")
     assert shown.splitlines()[0].startswith("model")
-    assert table(ledger) in shown
+    assert ledger_table(ledger) in shown
     stamp = (tmp_path / "out/runs/Llama-16-0.01-0/model/model.safetensors").stat().st_mtime_ns
     described = tmp_path / "out/runs/Llama-16-0.03-0/run.json"
     facts = json.loads(described.read_text())
@@ -200,14 +200,14 @@ def test_a_model_that_keeps_nothing_has_no_size():
     )
     assert state_bytes(BertForMaskedLM(config).eval(), 5) is None
     line = {"model": "b", "width": 8, "lr": 0.1, "seed": 0, "accuracy": 0.5, "state_bytes": None}
-    assert "none" in table([{**line, "flops_per_token": 3}])
+    assert "none" in ledger_table([{**line, "flops_per_token": 3}])
 
 
 def test_of_several_seeds_the_table_shows_how_many_their_median_and_their_range():
     line = {"model": "b", "width": 8, "lr": 0.1, "state_bytes": 4, "flops_per_token": 3}
     ledger = [{**line, "seed": i, "accuracy": a} for i, a in enumerate((0.9, 0.1, 0.2))]
-    assert "median of 3 seeds 0.200, 0.100 to 0.900" in table(ledger)
-    assert "median" not in table(ledger[:1])
+    assert "median of 3 seeds 0.200, 0.100 to 0.900" in ledger_table(ledger)
+    assert "median" not in ledger_table(ledger[:1])
 
 
 @pytest.mark.parametrize(

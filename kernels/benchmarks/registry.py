@@ -12,7 +12,6 @@ from peers import (
     doubling_scan,
     gates_alone,
     indexing_loop,
-    layer,
     linear_loop,
     masked_window,
     materialised_scan,
@@ -65,7 +64,7 @@ class Entry:
     op: str
     shape: Shape
     make: Callable[..., list[Tensor]]
-    call: Callable[..., Tensor] | None = None
+    call: Callable[..., Tensor]
     flops: Callable[..., tuple[float, float]] | None = None
     peers: Mapping[str, Callable[..., Passes]] = field(default_factory=dict)
     cpu: tuple[str, ...] = ("cpu", "eager")
@@ -305,17 +304,5 @@ ENTRIES = [
             ("exact", {"mode": "exact"}),
         )
         for order in (64, 1024)
-    ),
-    *(
-        Entry(
-            "layer",
-            (4, 2048, 256, modes),
-            lambda B, L, D, N, **where: [torch.randn(B, L, D, **where)],
-            peers={name: layer(name) for name in ("rtf", "rtf, GLU", "rtf, exact", "dss")},
-            cpu=(),
-            gpu=(),
-            tests="tests/kernels/test_fft_conv.py",
-        )
-        for modes in (64, 512)
     ),
 ]

@@ -1,12 +1,10 @@
-"""Time the ops and the models, print ratios, and write one CSV a device.
+"""Time the ops, print ratios, and write one CSV a device.
 
-Usage: python kernels/benchmarks/run.py [--only NAME ...] [--runs N] [--output FILE]
+Usage: python kernels/benchmarks/run.py [--only NAME ...] [--output FILE]
 """
 
 import argparse
 import csv
-import os
-import resource
 import subprocess
 import sys
 import time
@@ -16,10 +14,8 @@ from pathlib import Path
 import torch
 from errors import ERRORS
 from registry import ENTRIES, Entry
-from report import write_table
-from steady import give_back_freed_memory, keep_freed_memory
 
-from ssmzoo.analysis.bench import bench, circumstances, matmul_peak, training_step
+from ssmzoo_kernels.machine import circumstances, keep_freed_memory, measured_apart, memory_growth
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = [
@@ -30,7 +26,6 @@ COLUMNS = [
 ]  # fmt: skip
 
 
-FAMILIES = ["longhorn", "dss", "rtf", "coffee", "bmojo"]
 ROUNDS = 9
 PATIENCE = 60  # seconds: what takes longer is not run again for its memory
 
@@ -38,21 +33,12 @@ PATIENCE = 60  # seconds: what takes longer is not run again for its memory
 def main() -> int:
     """Run what was asked for; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these ops, or 'models'")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048])
-    parser.add_argument("--runs", type=int, default=1, metavar="N", help="of the models")
-    parser.add_argument(
-        "--slow-peers", action="store_true", help="also the peers that take minutes"
-    )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these ops")
     parser.add_argument(
         "--output", type=Path, help="default: results/<device>.csv beside this file"
     )
-    parser.add_argument("--peak", nargs=4, help=argparse.SUPPRESS)  # op, shape, variant, pass
     options = parser.parse_args()
-    if options.peak:
-        measure_peak(*options.peak)
-        return 0
-    names = {entry.op for entry in ENTRIES} | {"models"}
+    names = {entry.op for entry in ENTRIES}
     wanted = set(options.only or names)
     if wanted - names:
         parser.error(f"nothing is called {sorted(wanted - names)}; there is {sorted(names)}")
@@ -72,16 +58,6 @@ def main() -> int:
                 return 1
             passed.add(tests)
             write(output, [{**row, **where} for row in time_entry(entry, device, peak)])
-    if "models" in wanted:
-        measured = bench(
-            FAMILIES, lengths=options.lengths, slow=options.slow_peers, runs=options.runs
-        )
-        write(output, [{**row, **where} for row in measured])
-        give_back_freed_memory()
-        for row in measured:
-            if row["pass"].startswith("train") and "default" not in row["variant"]:
-                row["peak_mib"] = peak_memory("model", "", row["variant"], row["pass"])
-        write(output, [{**row, **where} for row in measured])
     print(f"written: {output}")
     return 0
 
@@ -101,7 +77,6 @@ def passes(
     if variant in entry.peers:
         return entry.peers[variant](shape, *inputs)
     call = entry.call
-    assert call is not None
 
     def one() -> None:
         with torch.no_grad():
@@ -120,58 +95,29 @@ def passes(
     return {"fwd": one, "fwd+bwd": both}
 
 
-def measure_peak(op: str, shape: str, variant: str, label: str) -> None:
-    """Print the MiB by which one call raises this process's memory at its highest.
-
-    On a CPU that is all its memory, so call this once in a process that has done nothing else.
-    """
+def print_peak(op: str, shape: str, variant: str, label: str) -> None:
+    """Print the MiB by which one call raises the memory of a process that just began."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if op == "model":
-        training_step(variant, 64, device)()
-        call = training_step(variant, int(label.removeprefix("train L=")), device)
-    else:
-        entry = next(e for e in ENTRIES if (e.op, text(e.shape)) == (op, shape))
-        _, length, *widths = entry.shape
-        # builds and loads what it needs; a kernel must stay longer than its filter's order
-        passes(entry, (1, max(1, length // 2), *widths), device, variant)[label]()
-        call = passes(entry, entry.shape, device, variant)[label]
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        grown = torch.cuda.max_memory_allocated() - before
-    else:
-        # what was once taken and given back would hide growth: take it again
-        ballast = torch.empty(max(0, highest_memory() - present_memory()), dtype=torch.uint8)
-        ballast.fill_(1)
-        before = highest_memory()
-        call()
-        grown = highest_memory() - before
-    sys.stdout.write(f"{grown / 2**20:.1f}\n")
+    entry = next(e for e in ENTRIES if (e.op, text(e.shape)) == (op, shape))
+    _, length, *widths = entry.shape
+    # builds and loads what it needs; a kernel must stay longer than its filter's order
+    passes(entry, (1, max(1, length // 2), *widths), device, variant)[label]()
+    call = passes(entry, entry.shape, device, variant)[label]
+    sys.stdout.write(f"{memory_growth(call, device) / 2**20:.1f}\n")
 
 
-def highest_memory() -> int:
-    """Return the most bytes of memory that this process has had."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+def peak_memory(*call: str) -> float:
+    """Return the MiB that :func:`print_peak` prints in a process of its own."""
+    here = str(Path(__file__).parent)
+    program = f"import sys; sys.path.insert(0, {here!r}); import run; run.print_peak(*{call!r})"
+    return measured_apart(program)
 
 
-def present_memory() -> int:
-    """Return the bytes of memory that this process has now; more than any has, off Linux."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return 2**63
-    return pages * resource.getpagesize()
-
-
-def peak_memory(op: str, shape: str, variant: str, label: str) -> float:
-    """Return the peak of a call in MiB, from a process of its own."""
-    command = [sys.executable, __file__, "--peak", op, shape, variant, label]
-    # allocations of activations are mapped, and unmapped when they are freed
-    fresh = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    run = subprocess.run(command, env=fresh, capture_output=True, text=True, check=True)
-    return float(run.stdout)
+def matmul_peak(device: torch.device, size: int = 2048) -> float:
+    """Return the GFLOP/s of a large float32 matrix product."""
+    a, b = torch.randn(2, size, size, device=device)
+    (seconds,) = least_seconds([lambda: a @ b], device)
+    return 2 * size**3 / seconds / 1e9
 
 
 def text(shape: tuple[int, ...]) -> str:
@@ -274,7 +220,13 @@ def write(path: Path, rows: list[dict]) -> None:
                 r for r in csv.DictReader(file) if tuple(r.get(k, "") for k in key) not in fresh
             ]
         rows = kept + rows
-    write_table(rows, path, COLUMNS)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    with unfinished.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    unfinished.replace(path)
 
 
 if __name__ == "__main__":

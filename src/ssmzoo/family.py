@@ -249,8 +249,10 @@ def family_of(config: PreTrainedConfig | Mapping[str, Any]) -> Family | None:
         ValueError: It is of a family of ours by its name, and that is not installed.
         RuntimeError: The family that it names is broken.
     """
-    given = config if isinstance(config, Mapping) else None
-    model_type = str(config.model_type if given is None else given.get("model_type"))
+    if isinstance(config, Mapping):
+        model_type, kind = str(config.get("model_type")), None
+    else:
+        model_type, kind = config.model_type, type(config)
     likely = model_type.removeprefix("ssmzoo_")
     found = claims()
     for name in sorted(found, key=lambda name: (name != likely, name)):
@@ -263,8 +265,7 @@ def family_of(config: PreTrainedConfig | Mapping[str, Any]) -> Family | None:
                 raise
             continue
         if family.model_type == model_type:
-            same = given is not None or family.config_class is type(config)
-            return family if same else None
+            return family if kind in (None, family.config_class) else None
     if likely != model_type:
         raise ValueError(
             f"config.json has model_type {model_type!r}, a family that is not installed; "

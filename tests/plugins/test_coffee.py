@@ -32,7 +32,7 @@ from transformers import (
 
 from ssmzoo.analysis.describe import describe_family
 from ssmzoo.analysis.inspect import inspect_model
-from ssmzoo.analysis.measure import measure
+from ssmzoo.analysis.measure import measure_layers
 from ssmzoo.evaluation.evaluate import evaluate
 from ssmzoo.evaluation.results import read_results
 from ssmzoo.modeling import LayerState, SSMMixer
@@ -58,7 +58,7 @@ def loaded_from(path, monkeypatch):
     return module
 
 
-BENCHMARK = Path(__file__).parents[2] / "kernels" / "benchmarks" / "newton.py"
+BENCHMARK = Path(__file__).parents[2] / "eval" / "speed" / "newton.py"
 
 FAMILY.register()  # so that every test can run alone
 
@@ -1045,7 +1045,7 @@ def test_s6_has_no_gauges_and_decays_by_its_steps():
 @pytest.mark.parametrize("variant", ["coffee", "s6"])
 def test_inspect_measures_kernels_of_gates_that_look_at_the_state(variant):
     model = build(variant=variant).model
-    found = measure(model, tokens(2, 24))
+    found = measure_layers(model, tokens(2, 24))
     for layer in found.layers:
         assert layer.source == "measured"
         assert layer.decay.shape == (16, 4)

@@ -8,21 +8,21 @@ of the machine hits all of them alike; of these the median is shown, with the le
 from __future__ import annotations
 
 import csv
-import datetime
 import io
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ssmzoo.environment.hardware import environment, hardware, installed_versions
 from ssmzoo.files import write_text
 
 HIDDEN, LAYERS, STATE, BATCH, VOCABULARY = 256, 4, 16, 4, 1000
 DECODED = 400
+_NO_COLUMN = ("slug", "python")  # of the circumstances, in the table of speeds
 SHAPE = f"hidden {HIDDEN}, {LAYERS} layers, state {STATE}, batch {BATCH}"
 
 
@@ -43,6 +43,7 @@ def bench(
     peers: bool = True,
     slow: bool = False,
     runs: int = 1,
+    memory: bool = False,
     output: str | Path | None = None,
     report: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
@@ -54,7 +55,10 @@ def bench(
         peers: Also time transformers' Mamba and Mamba2.
         slow: Also time transformers' Mamba on its default CPU path, minutes a step at length 512.
         runs: How often everything is timed.
-        output: CSV file to write the rows to.
+        memory: Also measure ``peak_mib``, by how much a training step raises memory above its
+            inputs, each in a process of its own.
+        output: CSV file to write the rows to, or a folder for ``<device>.csv``. Of rows that are
+            there, those of the same things are replaced.
         report: Called with each line of the report.
 
     Returns:
@@ -67,6 +71,8 @@ def bench(
         ValueError: ``runs`` is below 1.
     """
     import torch
+
+    from ssmzoo_kernels.machine import circumstances, measured_apart
 
     if runs < 1:
         raise ValueError(f"runs must be at least 1, got {runs}")
@@ -100,9 +106,18 @@ def bench(
     for name in families:
         for line in _ratios(rows, name):
             report(line)
+    facts = circumstances(device)
     if output is not None:
-        facts = circumstances(device)
-        _write(Path(output), [{**row, **facts} for row in rows])
+        _write(Path(output), rows, facts)
+    for row in rows if memory else ():
+        kind, peer = row["pass"], models[row["variant"]]
+        if kind.startswith("train") and not peer.slow:
+            length = int(kind.removeprefix("train L="))
+            program = f"from {__name__} import print_peak; print_peak({row['variant']!r}, {length})"
+            row["peak_mib"] = measured_apart(program)
+            report(f"{row['variant']:30s} {kind:18s} {row['peak_mib']:10.1f} MiB")
+    if memory and output is not None:
+        _write(Path(output), rows, facts)
     return rows
 
 
@@ -139,27 +154,6 @@ def time_call(call: Callable[[], Any], device: Any, repeats: int = 7) -> float:
         wait()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
-
-
-def matmul_peak(device: Any, size: int = 2048) -> float:
-    """Return the GFLOP/s of a large float32 matrix product."""
-    import torch
-
-    a, b = torch.randn(2, size, size, device=device)
-    return 2 * size**3 / time_call(lambda: a @ b, device) / 1e9
-
-
-def circumstances(device: Any) -> dict[str, Any]:
-    """Return what a figure depends on: device, versions, code, vectors, threads, date."""
-    name = hardware(device)
-    slug = name.lower().replace("nvidia", "").strip().replace(" ", "-")
-    return {
-        "device": name,
-        "slug": "cpu" if device.type == "cpu" else slug,
-        **installed_versions("torch", "transformers", "triton"),
-        **environment(),
-        "date": datetime.date.today().isoformat(),
-    }
 
 
 def _family(name: str) -> Callable[[], Any]:
@@ -211,17 +205,33 @@ def _peers() -> dict[str, Peer]:
     }
 
 
-def training_step(name: str, length: int, device: Any) -> Callable[[], None]:
-    """Return a call that trains a family's or a peer's model by one step.
+def print_peak(name: str, length: int) -> None:
+    """Print the MiB by which a training step raises the memory of a process that just began.
+
+    Args:
+        name: Of a family, or of a peer.
+        length: Tokens of each sequence.
 
     Raises:
         LookupError: Neither a family nor a peer.
     """
     import torch
 
+    from ssmzoo_kernels.machine import memory_growth
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     peer = _peers().get(name)
+    build = _family(name) if peer is None else peer.build
+    _seeded(build, device, 64)()  # builds and loads what it needs
+    grown = memory_growth(_seeded(build, device, length), device)
+    sys.stdout.write(f"{grown / 2**20:.1f}\n")
+
+
+def _seeded(build: Callable[[], Any], device: Any, length: int) -> Callable[[], None]:
+    import torch
+
     torch.manual_seed(0)
-    return _training_step((_family(name) if peer is None else peer.build)().to(device), length)
+    return _training_step(build().to(device), length)
 
 
 def _training_step(model: Any, length: int) -> Callable[[], None]:
@@ -318,12 +328,23 @@ def _ratios(rows: Sequence[dict[str, Any]], name: str) -> list[str]:
     return lines
 
 
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+def _write(path: Path, rows: Sequence[dict[str, Any]], facts: dict[str, Any]) -> None:
+    """Write rows with the facts that all share; what a file there has of other things stays."""
+    if path.is_dir():
+        path = path / f"{facts['slug']}.csv"
+    rows = [{**row, **{k: v for k, v in facts.items() if k not in _NO_COLUMN}} for row in rows]
+    key = ("what", "variant", "pass", "shape", "dtype")
+    fresh = {tuple(row[name] for name in key) for row in rows}
+    columns: list[str] = []
+    kept: list[dict[str, Any]] = []
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            columns = list(reader.fieldnames or ())
+            kept = [row for row in reader if tuple(row.get(name) for name in key) not in fresh]
+    columns += [name for row in rows for name in row]
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]))
+    writer = csv.DictWriter(text, list(dict.fromkeys(columns)))
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows([*kept, *rows])
     write_text(path, text.getvalue())
-
-
-__all__ = ["bench", "environment", "matmul_peak", "time_call", "training_step"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssmzoo.analysis.describe import installed_families
-from ssmzoo.environment.hardware import hardware, installed_versions, usable_device
+from ssmzoo.environment.hardware import installed_versions, usable_device
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +40,7 @@ def examine_machine(device: str | None = None) -> dict[str, Any]:
     import torch
 
     from ssmzoo_kernels import dispatch, native
+    from ssmzoo_kernels.machine import hardware
 
     place = usable_device(device)
     missing = dispatch.compiler_missing()
@@ -95,6 +96,7 @@ def examine_model(
 
     from ssmzoo.analysis.measure import as_arguments, cache_after
     from ssmzoo.analysis.subject import load_subject, reference_inputs
+    from ssmzoo_kernels.machine import hardware
 
     subject = load_subject(str(model), seed=0, device=device)
     network = subject.model.eval()

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssmzoo.analysis.measure import ENERGY, LayerInspection, as_arguments, measure
-from ssmzoo.analysis.pictures import PICTURES, draw, require_matplotlib
+from ssmzoo.analysis.measure import ENERGY, LayerInspection, as_arguments, measure_layers
+from ssmzoo.analysis.pictures import PICTURES, draw_pictures, require_matplotlib
 from ssmzoo.analysis.subject import (
-    Subject,
+    InspectedModel,
     given_ids,
     load_subject,
     reference_inputs,
@@ -81,7 +81,7 @@ def inspect_model(
     else:
         tokens = None if text is None else text_tokens(subject, str(model), text)
         inputs = _references(subject, length, sequences, tokens, seed)
-    found = measure(subject.model, inputs, layers=layers, measured=measured)
+    found = measure_layers(subject.model, inputs, layers=layers, measured=measured)
     values = subject.model.config.input_channels is not None
     kind = "random values" if values else "random tokens"
     if text is not None or ids is not None:
@@ -109,7 +109,7 @@ def inspect_model(
         report["trajectories"] = {name: tensor.tolist() for name, tensor in parts.items()}
 
     def write(folder: Path) -> None:
-        report["pictures"] = draw(found, folder, title=subject.name)
+        report["pictures"] = draw_pictures(found, folder, title=subject.name)
         write_json(folder / REPORT, report)
 
     write_folder(target, write)
@@ -117,7 +117,7 @@ def inspect_model(
 
 
 def _references(
-    subject: Subject, length: int | None, sequences: int, tokens: Tensor | None, seed: int
+    subject: InspectedModel, length: int | None, sequences: int, tokens: Tensor | None, seed: int
 ) -> Tensor:
     """Return reference sequences as long as asked for, or as the default and the model allow."""
     if length is not None:

@@ -110,7 +110,7 @@ def effective_memory(
     ]
 
 
-def measure(
+def measure_layers(
     model: SSMModel,
     inputs: Tensor,
     *,

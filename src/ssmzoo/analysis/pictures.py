@@ -38,7 +38,7 @@ def require_matplotlib() -> None:
         raise RuntimeError("inspect needs matplotlib: pip install 'ssmzoo[inspect]'") from error
 
 
-def draw(found: Inspection, folder: Path, *, title: str) -> list[str]:
+def draw_pictures(found: Inspection, folder: Path, *, title: str) -> list[str]:
     """Draw what there is into a folder and return the names of the pictures.
 
     Models with many layers show twelve of them, evenly spread.

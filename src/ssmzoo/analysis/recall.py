@@ -223,7 +223,7 @@ def _write(
     }
     write_json(output / "ledger.json", described)
     seeds = "1 seed" if len(sweep.seeds) == 1 else f"median of {len(sweep.seeds)} seeds"
-    draw(ledger, output / "ledger.png", f"{sweep.data.task}, {seeds}")
+    draw_ledger(ledger, output / "ledger.png", f"{sweep.data.task}, {seeds}")
 
 
 def best_rates(ledger: list[dict[str, Any]]) -> dict[tuple[str, int], list[dict[str, Any]]]:
@@ -239,7 +239,7 @@ def best_rates(ledger: list[dict[str, Any]]) -> dict[tuple[str, int], list[dict[
     return {place: max(rates.values(), key=mean) for place, rates in groups.items()}
 
 
-def draw(ledger: list[dict[str, Any]], target: Path, title: str) -> None:
+def draw_ledger(ledger: list[dict[str, Any]], target: Path, title: str) -> None:
     """Draw accuracy against the state's bytes and operations: medians over seeds, and spread.
 
     Models whose state could not be counted are in the second panel only.
@@ -285,7 +285,7 @@ def draw(ledger: list[dict[str, Any]], target: Path, title: str) -> None:
         figure.savefig(unfinished, format="png")
 
 
-def table(ledger: list[dict[str, Any]]) -> str:
+def ledger_table(ledger: list[dict[str, Any]]) -> str:
     """Return the ledger's best learning rates as text; of several seeds median and spread."""
     best = best_rates(ledger)
     room = max(len(model) for model in ("model", *(model for model, _ in best)))

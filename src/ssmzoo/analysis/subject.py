@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Subject:
+class InspectedModel:
     """A backbone in float32 and where it came from."""
 
     model: SSMModel
@@ -36,7 +36,7 @@ class Subject:
     untrained: bool
 
 
-def load_subject(name: str, *, seed: int, device: str | None) -> Subject:
+def load_subject(name: str, *, seed: int, device: str | None) -> InspectedModel:
     """Return the backbone of a folder, a Hub id, ``family`` (tiny) or ``family:preset``.
 
     Raises:
@@ -48,16 +48,16 @@ def load_subject(name: str, *, seed: int, device: str | None) -> Subject:
     source = model_source(name)
     if source.family is not None:
         model = _untrained(source.family, source.preset, seed)
-        return Subject(_placed(model, place), name, True)
+        return InspectedModel(_placed(model, place), name, True)
     from transformers import AutoModel
 
     shown = name if source.folder is None else model_name(name) or name
     model = load_model(name, source.folder, "float32", False, kind=AutoModel)
-    return Subject(_placed(_checked(model, name), place), shown, False)
+    return InspectedModel(_placed(_checked(model, name), place), shown, False)
 
 
 def reference_inputs(
-    subject: Subject,
+    subject: InspectedModel,
     length: int,
     sequences: int,
     *,
@@ -87,7 +87,7 @@ def reference_inputs(
     return torch.randint(config.vocab_size, (sequences, length), generator=draw).to(device)
 
 
-def given_ids(subject: Subject, rows: Sequence[Sequence[int]]) -> Tensor:
+def given_ids(subject: InspectedModel, rows: Sequence[Sequence[int]]) -> Tensor:
     """Return given token ids ``[B, L]``.
 
     Raises:
@@ -105,7 +105,7 @@ def given_ids(subject: Subject, rows: Sequence[Sequence[int]]) -> Tensor:
     return ids.to(subject.model.device)
 
 
-def text_tokens(subject: Subject, source: str, text: str | Path) -> Tensor:
+def text_tokens(subject: InspectedModel, source: str, text: str | Path) -> Tensor:
     """Return the token ids of a text file ``[T]``, by the model's own tokenizer.
 
     An untrained model has none and reads bytes.
@@ -128,7 +128,7 @@ def text_tokens(subject: Subject, source: str, text: str | Path) -> Tensor:
     return torch.tensor(ids, dtype=torch.int64)
 
 
-def _tokenizer(subject: Subject, source: str) -> PreTrainedTokenizerBase:
+def _tokenizer(subject: InspectedModel, source: str) -> PreTrainedTokenizerBase:
     if subject.untrained:
         from ssmzoo.data.tokenizer import byte_tokenizer
 

@@ -144,6 +144,7 @@ def _bench(options: argparse.Namespace) -> int:
         peers=not options.no_peers,
         slow=options.slow_peers,
         runs=options.runs,
+        memory=options.memory,
         output=options.output,
         report=_print_aside if options.json else print,
     )
@@ -176,7 +177,10 @@ BENCH = Verb(
         Option(
             "--runs", metavar="N", type=int, default=1, help="time everything N times (default: 1)"
         ),
-        OUTPUT.but(help="a CSV file for the rows"),
+        Option(
+            "--memory", action="store_true", help="measure the peak memory of training steps, too"
+        ),
+        OUTPUT.but(help="a CSV file, or a folder for <device>.csv; its other rows stay"),
         JSON,
     ),
     _bench,

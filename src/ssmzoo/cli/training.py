@@ -99,13 +99,13 @@ DISTILL = Verb(
 
 
 def _recall(options: argparse.Namespace) -> int:
-    from ssmzoo.analysis.recall import recall, table
+    from ssmzoo.analysis.recall import ledger_table, recall
 
     ledger = recall(options.sweep, options.output)
     if options.json:
         print_json(ledger)
     else:
-        print(table(ledger))
+        print(ledger_table(ledger))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The machine that a figure depends on, what may leave it, and how much libraries say on it.
+"""The device and the versions, what may leave this machine, and how much libraries say on it.
 
-From outside: ``hardware.environment``, ``portable.portable``, ``messages.first_line``.
+From outside: ``hardware.usable_device``, ``portable.portable``, ``messages.first_line``.
 """

@@ -25,7 +25,7 @@ from ssmzoo.checkpoints.load import (
     model_name,
 )
 from ssmzoo.checkpoints.weights import weights_revision
-from ssmzoo.environment.hardware import environment, hardware, installed_versions, usable_device
+from ssmzoo.environment.hardware import installed_versions, usable_device
 from ssmzoo.environment.portable import portable_command
 from ssmzoo.evaluation.results import Results, Score, merge, read_results, recipe_of, write_results
 from ssmzoo.evaluation.scoring import TEXT_TASK, Library, score_task
@@ -97,6 +97,7 @@ def evaluate(
     _require_lm_eval()
 
     from ssmzoo.evaluation import scorer
+    from ssmzoo_kernels.machine import environment, hardware
 
     with scorer.tamed():
         place = usable_device(device)

@@ -9,13 +9,15 @@ import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeGuard, cast
 
 import yaml
 
-from ssmzoo.environment.hardware import Environment
 from ssmzoo.environment.portable import portable, without_credentials
 from ssmzoo.files import read_json, write_json
+
+if TYPE_CHECKING:
+    from ssmzoo_kernels.machine import Environment
 
 LOG = logging.getLogger("ssmzoo")
 

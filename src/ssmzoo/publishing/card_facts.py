@@ -384,7 +384,7 @@ def family_words(name: str) -> dict[str, Any] | None:
 
 
 def recorded(environment: object) -> str:
-    """Write what :func:`ssmzoo.environment.hardware.environment` recorded in one line."""
+    """Write what :func:`ssmzoo_kernels.machine.environment` recorded in one line."""
     if not isinstance(environment, Mapping):
         return NOT_RECORDED
     return flat({str(name).replace("_", " "): value for name, value in environment.items()})

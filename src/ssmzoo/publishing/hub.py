@@ -33,7 +33,7 @@ import yaml
 from ssmzoo.checkpoints.trust import refuse_paths
 from ssmzoo.checkpoints.weights import STATE, WEIGHTS_INDEX, listed, read_weights
 from ssmzoo.environment.portable import find_credential
-from ssmzoo.family import family_of, packages_of
+from ssmzoo.family import claims, family_of, packages_of
 from ssmzoo.files import read_json, write_folder, writing
 
 if TYPE_CHECKING:
@@ -223,12 +223,15 @@ def _how_to_load(folder: Path, place: str, code: bool) -> str:
     config = read_json(folder / "config.json")
     kind = str(config.get("model_type"))
     name = kind.removeprefix("ssmzoo_")
-    # a broken plugin, or one that is not installed: this command needs none
-    with suppress(RuntimeError, ValueError):
-        family = family_of(config)  # another package's may have any model_type
-        if family is None and name == kind:
-            return f"to load it: from_pretrained({place!r}), with the code that transformers has"
-        name = name if family is None else family.name
+    if name == kind or name not in claims():  # another package's family may have any model_type
+        # a broken plugin, or one that is not installed: this command needs none
+        with suppress(RuntimeError, ValueError):
+            family = family_of(config)
+            if family is None:
+                return (
+                    f"to load it: from_pretrained({place!r}), with the code that transformers has"
+                )
+            name = family.name
     others = packages_of(name)[1:]
     also = "".join(f" and {name}" for name in others)
     return (

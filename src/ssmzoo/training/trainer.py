@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ssmzoo.data.sources import data_source
-from ssmzoo.environment.hardware import environment, hardware
 from ssmzoo.recipe import Recipe
 from ssmzoo.training.checkpoint import (
     Progress,
@@ -89,6 +88,8 @@ class Run:
         processes.ready = True
 
     def _facts(self) -> dict[str, Any]:
+        from ssmzoo_kernels.machine import environment, hardware
+
         accelerator = self.processes.accelerator
         return {
             "model_type": self.config.model_type,

@@ -1,22 +1,24 @@
 """The tables and pictures that benchmarks leave."""
 
 import csv
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ssmzoo.files import appears_whole
+from ssmzoo.files import appears_whole, write_text
 
 Rows = Sequence[Mapping[str, object]]
 
 
-def write_table(rows: Rows, target: Path, columns: Sequence[str] = ()) -> None:
-    """Write rows as CSV: the columns given, or all; what a row lacks is empty."""
+def write_table(rows: Rows, target: Path) -> None:
+    """Write rows as CSV; what a row lacks is empty."""
+    text = io.StringIO()
+    names = dict.fromkeys(key for row in rows for key in row)
+    writer = csv.DictWriter(text, list(names), lineterminator="\r\n")
+    writer.writeheader()
+    writer.writerows(rows)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with appears_whole(target) as partial, partial.open("w", newline="") as file:
-        names = columns or list(dict.fromkeys(key for row in rows for key in row))
-        writer = csv.DictWriter(file, names, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_text(target, text.getvalue())
 
 
 def draw(

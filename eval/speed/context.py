@@ -1,11 +1,11 @@
 """Time and memory of a layer against its context: B'MOJO, Mamba, window and full attention.
 
-Usage: python kernels/benchmarks/context.py [--lengths 1024 ...] [--steps 2048 ...] [--output DIR]
+Usage: python eval/speed/context.py [--lengths 1024 ...] [--steps 2048 ...] [--output DIR]
 
 "layer": forward and backward of a model of one layer over one sequence, without a head, and the
 bytes of its cache after as many tokens. "130M": forward and backward of the presets of 130 million
 parameters on one sequence. Models take turns, and each one's least time counts. Writes
-results/context.csv and .png.
+kernels/benchmarks/results/context.csv and .png.
 """
 
 import argparse
@@ -15,12 +15,11 @@ from pathlib import Path
 
 import torch
 from report import draw, write_table
-from steady import keep_freed_memory
 
 from ssmzoo import load_family
-from ssmzoo.analysis.bench import circumstances
+from ssmzoo_kernels.machine import circumstances, keep_freed_memory
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "kernels" / "benchmarks" / "results"
 LENGTHS = [2**n for n in range(10, 17)]
 WIDTH, HEADS, WINDOW = 256, 4, 256
 LAYERS = {

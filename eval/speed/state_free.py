@@ -1,11 +1,12 @@
 """Time and memory of a layer against the size of its state: RTF, DSS and a scan.
 
-Usage: python kernels/benchmarks/state_free.py [--sizes 16 64 ...] [--length 8192]
+Usage: python eval/speed/state_free.py [--sizes 16 64 ...] [--length 8192]
 
 One training step of one layer's sequence map (RTF: kernel and convolution; DSS: the same; the scan:
 Longhorn's), forward and backward. Time is the process's CPU time with one thread, the least of many
 rounds in which all sizes take turns, so that what else the machine does hardly counts. Memory is
-what torch holds at the highest, by its profiler's count. Writes results/state_free.csv and .png.
+what torch holds at the highest, by its profiler's count. Writes
+kernels/benchmarks/results/state_free.csv and .png.
 """
 
 import argparse
@@ -15,13 +16,12 @@ from pathlib import Path
 
 import torch
 from report import draw, write_table
-from steady import keep_freed_memory
 from torch.profiler import ProfilerActivity, profile
 
-from ssmzoo.analysis.bench import circumstances
 from ssmzoo_kernels import fft_conv, longhorn_scan, rational_kernel, vandermonde
+from ssmzoo_kernels.machine import circumstances, keep_freed_memory
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "kernels" / "benchmarks" / "results"
 SIZES = [16, 32, 64, 128, 256, 512, 1024, 2048]
 NAMES = {"rtf": "RTF, truncated", "rtf exact": "RTF, exact", "dss": "DSS", "scan": "scan"}
 WIDTH = 64

@@ -1,13 +1,13 @@
 """Newton's method against marching: how many steps it takes, and which is faster.
 
-Usage: python kernels/benchmarks/newton.py [--lengths 16 64 ...] [--model FOLDER] [--long]
+Usage: python eval/speed/newton.py [--lengths 16 64 ...] [--model FOLDER] [--long]
 
 COFFEE's recurrence on white Gaussian inputs. Steps are counted from a trajectory of zeros, over
 whole sequences at once, until the relative residual is 1e-6, for parameters of six kinds and, with
 ``--model``, for the lanes of a trained model on random tokens. Times are forward passes of both
 solvers over a grid of lanes (B * D * N) and lengths, with parameters as a language model starts
-with them, and over the trained lanes, in turns; the least of some rounds. Writes results/newton.csv
-and .png, on a GPU with its name in theirs.
+with them, and over the trained lanes, in turns; the least of some rounds. Writes
+kernels/benchmarks/results/newton.csv and .png, on a GPU with its name in theirs.
 """
 
 import argparse
@@ -21,12 +21,13 @@ import torch
 from report import write_table
 from torch import Tensor
 
-from ssmzoo.analysis.bench import circumstances
+from ssmzoo.checkpoints.load import load_model, model_folder
 from ssmzoo.files import appears_whole
 from ssmzoo_kernels import feedback_scan, last_backend
 from ssmzoo_kernels.feedback_scan import SOLVER, Solver, newton_solve
+from ssmzoo_kernels.machine import circumstances
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "kernels" / "benchmarks" / "results"
 LENGTHS = [16, 64, 256, 1024, 4096]
 LANES = 64
 MOST_LANES = 512  # of a trained layer: whole channels, evenly apart
@@ -84,8 +85,6 @@ def trained(folder: Path, length: int) -> list[Problem]:
     Raises:
         ValueError: There is no such model, or it has no recurrence of COFFEE's.
     """
-    from ssmzoo.checkpoints.load import load_model, model_folder
-
     name = str(folder)
     model = load_model(name, model_folder(name), "float32", False)
     module = importlib.import_module(type(model).__module__)

@@ -1,0 +1,187 @@
+"""What a figure depends on: the device, the vectors, the threads, the commit; what a call takes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import functools
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+
+from ssmzoo_kernels import native
+
+# what runs write into a checkout and what nobody runs: neither changes a figure
+_NO_CODE = ("eval/results", "kernels/benchmarks/results", "model_cards", "*.md")
+# vector instructions, widest first: as /proc/cpuinfo lists them
+_VECTORS = ("avx512f", "avx2", "avx", "sse2", "sve", "asimd")
+
+
+def hardware(device: torch.device) -> str:
+    """Return what a device is, in words: the GPU's name, or the processor's and its threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next(line.split(":", 1)[1].strip() for line in lines if "model name" in line)
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+class Environment(TypedDict):
+    """What the last bits of a figure depend on, beside device and versions.
+
+    Attributes:
+        commit: Of the git checkout that the ops run from; None if it runs from none.
+        dirty: Whether the checkout's code differed from that commit; None as above.
+        cpu_vectors: The CPU's widest vector instructions, such as ``"avx512f"``; None if unknown.
+        torch_vectors: Those that torch uses, such as ``"AVX512"``.
+        kernel_vectors: Those that the C kernels are built for; None where none can be built.
+        threads: Torch's.
+        omp_num_threads: The variable ``OMP_NUM_THREADS``; None if it is not set.
+    """
+
+    commit: str | None
+    dirty: bool | None
+    cpu_vectors: str | None
+    torch_vectors: str
+    kernel_vectors: str | None
+    threads: int
+    omp_num_threads: str | None
+
+
+def environment() -> Environment:
+    """Return what the last bits of a figure that is measured now depend on."""
+    commit, dirty = checkout(Path(__file__))
+    return {
+        "commit": commit,
+        "dirty": dirty,
+        "cpu_vectors": _cpu_vectors(),
+        "torch_vectors": torch.backends.cpu.get_cpu_capability(),
+        "kernel_vectors": None if native.missing() else native.vectors(),
+        "threads": torch.get_num_threads(),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+    }
+
+
+@functools.cache
+def checkout(file: Path) -> tuple[str | None, bool | None]:
+    """Return the commit of the git checkout that tracks a file, and whether its code differs.
+
+    Both are None where no checkout tracks it, git is missing, or git does not trust the folder.
+    """
+
+    def git(*words: str) -> str:
+        # without a lock, which would disturb a commit that is made at the same time
+        command = ["git", "--no-optional-locks", "-C", str(file.parent), *words]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=60
+        ).stdout.strip()
+
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        git("ls-files", "--error-unmatch", file.name)
+        commit = git("rev-parse", "--short=12", "HEAD")
+        outside = [f":(top,exclude){pattern}" for pattern in _NO_CODE]
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":(top)", *outside)
+        return commit, bool(changed)
+    return None, None
+
+
+def _cpu_vectors() -> str | None:
+    with contextlib.suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        lines = (line.lower().split() for line in text.splitlines())
+        flags = next((line for line in lines if line[:1] in (["flags"], ["features"])), [])
+        return next((name for name in _VECTORS if name in flags), None)
+    return None
+
+
+def circumstances(device: torch.device) -> dict[str, Any]:
+    """Return what stands in each row of a benchmark's table, ``slug`` being the device's file."""
+    name = hardware(device)
+    slug = name.lower().replace("nvidia", "").strip().replace(" ", "-")
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "triton"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return {
+        "device": name,
+        "slug": "cpu" if device.type == "cpu" else slug,
+        **versions,
+        **environment(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep what it frees: no call then pays for pages that another gave back.
+
+    Without it the GNU C library returns large tensors to the kernel or not, depending on what else
+    lies above them, and a transform takes half as long or twice.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mmap_max, trim_threshold = -4, -1  # of malloc.h
+        mallopt(mmap_max, 0)
+        mallopt(trim_threshold, 2**31 - 1)
+
+
+def memory_growth(call: Callable[[], object], device: torch.device) -> int:
+    """Return the bytes by which a call raises this process's memory at its highest.
+
+    On a CPU that is all its memory, so call this once in a process that has done nothing else.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        return torch.cuda.max_memory_allocated() - before
+    # what was once taken and given back would hide growth: take it again
+    ballast = torch.empty(max(0, _highest_memory() - _present_memory()), dtype=torch.uint8)
+    ballast.fill_(1)
+    before = _highest_memory()
+    call()
+    return _highest_memory() - before
+
+
+def _highest_memory() -> int:
+    """Return the most bytes of memory that this process has had."""
+    import resource  # which Windows does not have
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _present_memory() -> int:
+    """Return the bytes of memory that this process has now; more than any has, off Linux."""
+    import resource
+
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 2**63
+    return pages * resource.getpagesize()
+
+
+def measured_apart(program: str) -> float:
+    """Return what a program for ``python -c`` prints, MiB say, from a process of its own.
+
+    There, memory of activations is mapped, and unmapped when it is freed.
+    """
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=kept | {"MALLOC_MMAP_THRESHOLD_": "65536"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return float(done.stdout)
