@@ -1,13 +1,15 @@
 """What two processes do together, for ``test_many_processes.py``, which judges what they leave.
 
-``python -m torch.distributed.run --standalone --nproc_per_node=2 -m tests.many_processes FOLDER``:
-all scenes in one launch, because two processes take longer to import torch than for all of them.
+``python -m tests.many_processes FOLDER``, with the variables that a launcher sets for both, splits
+into two processes when all is imported, which takes as long as half of the scenes.
 """
 
+import gc
 import json
 import os
 import signal
 import sys
+import traceback
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +20,7 @@ import torch.nn.functional as F
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import save_file
-from tests.stopping import KilledError, killed_before, signalled_at
+from tests.training import killed, signalled_at
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -38,13 +40,6 @@ from ssmzoo.training.run import train
 from ssmzoo.training.step import Learner
 from ssmzoo.training.stopping import Stopped
 from ssmzoo.training.trainer import Run
-
-
-def killed(recipe, folder, *, before, **options):
-    with pytest.MonkeyPatch.context() as patch:
-        killed_before(patch, before)
-        with pytest.raises(KilledError):
-            train(recipe, output_dir=folder, **options)
 
 
 def loss_in_its_own_dtype(logits, labels, vocab_size, **_):
@@ -107,9 +102,9 @@ def trained_alike(folder, rank):
     with in_float64():
         with recorded(folder / f"two-{rank}.json"):
             train(recipe, output_dir=folder / "two")
-        killed(recipe, folder / "two-then-two", before=7)
+        killed(recipe, folder / "two-then-two", step=7)
         train(recipe, output_dir=folder / "two-then-two", resume=True)
-        killed(recipe, folder / "two-then-one", before=7)
+        killed(recipe, folder / "two-then-one", step=7)
         train(recipe, output_dir=folder / "one-then-two", resume=True)
 
 
@@ -144,7 +139,7 @@ def told_to_stop(folder, rank):
 
 def read_from_a_stream(folder, rank):
     with recorded(folder / f"stream-begun-{rank}.json"):
-        killed(folder / "stream.yaml", folder / "stream", before=5)
+        killed(folder / "stream.yaml", folder / "stream", step=5)
     with recorded(folder / f"stream-resumed-{rank}.json"):
         train(folder / "stream.yaml", output_dir=folder / "stream", resume=True)
 
@@ -282,7 +277,7 @@ def sharded_by_accelerate(folder, rank):
         patch.setattr(ssmzoo.training.run, "make_accelerator", make_accelerator)
         patch.setattr(Learner, "__init__", check)
         with in_float64():
-            killed(folder / "recipe.yaml", folder / "sharded", before=7)
+            killed(folder / "recipe.yaml", folder / "sharded", step=7)
             train(folder / "recipe.yaml", output_dir=folder / "sharded", resume=True)
             train(folder / "projecting.yaml", output_dir=folder / "sharded-projecting")
         patch.setattr(Learner, "__init__", watch)
@@ -325,27 +320,49 @@ def patient(folder, rank):
     (folder / f"patience-{rank}.json").write_text(json.dumps(seconds))
 
 
-def main():
-    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+SCENES = (
+    trained_alike,
+    resumed_after_a_death,
+    told_to_stop,
+    read_from_a_stream,
+    other_ways_to_train,
+    sharded_by_torch,
+    optimizer_of_shards,
+    sharded_by_accelerate,
+    refused,
+    patient,
+)
+
+
+def play(rank):
+    """Be one of the two processes."""
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     patch = pytest.MonkeyPatch()
     # one group for all runs, and no pictures
     patch.setattr(PartialState, "destroy_process_group", lambda *_: None)
     patch.setattr(RunFolder, "draw", lambda *_, **__: None)
-    for scene in (
-        trained_alike,
-        resumed_after_a_death,
-        told_to_stop,
-        read_from_a_stream,
-        other_ways_to_train,
-        sharded_by_torch,
-        optimizer_of_shards,
-        sharded_by_accelerate,
-        refused,
-        patient,
-    ):
-        scene(folder, rank)
-    patch.undo()
+    for scene in SCENES:
+        scene(Path(sys.argv[1]), rank)
     dist.destroy_process_group()
+
+
+def main():
+    gc.freeze()  # what a run's end need not look through
+    if not (other := os.fork()):
+        status = 1
+        try:
+            play(1)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    try:
+        play(0)
+    except BaseException:
+        os.kill(other, signal.SIGKILL)  # which would wait for this one
+        raise
+    sys.exit(os.waitpid(other, 0)[1])
 
 
 if __name__ == "__main__":

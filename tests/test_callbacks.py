@@ -6,6 +6,7 @@ import yaml
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from tests.training import quick_runs  # noqa: F401
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
 

@@ -1,6 +1,6 @@
 """Several processes train as one does, go on from one another, share streams, and fail clearly.
 
-One launch of two processes, ``many_processes.py``, leaves what most of these tests judge.
+Two processes of ``many_processes.py`` leave what most of these tests judge.
 """
 
 import json
@@ -21,7 +21,8 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
-from tests.many_processes import in_float64, killed
+from tests.many_processes import in_float64
+from tests.training import killed, quick_runs  # noqa: F401
 
 from ssmzoo import families
 from ssmzoo.data.sources import data_source
@@ -33,18 +34,25 @@ from ssmzoo.training.run import train
 pytestmark = pytest.mark.xdist_group("many_processes")
 
 PAGE = Path(__file__).parents[1] / "eval/recipes/many-processes.md"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
-def launch(*command, seconds=600):
+def ran(*command, **environment):
     return subprocess.run(
-        [*LAUNCH, *map(str, command)],
+        [*map(str, command)],
         capture_output=True,
         text=True,
-        timeout=seconds,
+        timeout=600,
         cwd=PAGE.parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**ENVIRONMENT, **environment},
     )
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def page_configurations():
@@ -162,23 +170,44 @@ def folder(tmp_path_factory):
     train(recipe, output_dir=folder / "one-single")
     with in_float64():
         train(recipe, output_dir=folder / "one")
-        killed(recipe, folder / "one-then-two", before=7)
+        killed(recipe, folder / "one-then-two", step=7)
         train(folder / "projecting.yaml", output_dir=folder / "one-projecting")
         train(folder / "segments.yaml", output_dir=folder / "one-segments")
         train(folder / "labels.yaml", output_dir=folder / "one-labels")
     train(folder / "examples.yaml", output_dir=folder / "one-examples")
-    killed(folder / "stream.yaml", folder / "stream-of-one", before=5)
+    killed(folder / "stream.yaml", folder / "stream-of-one", step=5)
     return folder
 
 
 @pytest.fixture(scope="module")
 def death(folder):
-    """A run of which the second process is killed in the middle of a step, and what it leaves."""
+    """A run on two machines, of which the second one's process is killed in the middle of a step.
+
+    The page's configuration, with both machines here and a process on each.
+    """
     (folder / "die.py").write_text(DIE)
+    (folder / "ddp.yaml").write_text(page_configurations()["MULTI_GPU"], encoding="utf-8")
+    place = ["--main_process_ip", "127.0.0.1", "--main_process_port", free_port()]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    command += [folder / "ddp.yaml", "--num_processes", 2, *place]
+    run = [folder / "die.py", "train", folder / "dropout.yaml", "--output", folder / "died"]
     begin = time.monotonic()
-    done = launch(folder / "die.py", "train", folder / "dropout.yaml", "--output", folder / "died")
-    seconds = time.monotonic() - begin
-    return done, seconds, [path.name for path in (folder / "died" / "checkpoints").iterdir()]
+    machines = [
+        subprocess.Popen(
+            [*map(str, [*command, "--machine_rank", rank, *run])],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+        )
+        for rank in (0, 1)
+    ]
+    first, second = (
+        subprocess.CompletedProcess([], machine.wait(600), stderr=said)
+        for machine in machines
+        for _, said in [machine.communicate(timeout=600)]
+    )
+    assert time.monotonic() - begin < 600  # torch's own patience is 1,800
+    return first, second, [path.name for path in (folder / "died" / "checkpoints").iterdir()]
 
 
 @pytest.fixture(scope="module")
@@ -186,14 +215,15 @@ def told(folder):
     """A run whose launcher is told to stop, and what that leaves."""
     (folder / "tell.py").write_text(TELL)
     run = ["train", folder / "dropout.yaml", "--output", folder / "told-by-launcher"]
-    done = launch(folder / "tell.py", *run)
+    done = ran(*LAUNCH, folder / "tell.py", *run)
     return done, [path.name for path in (folder / "told-by-launcher" / "checkpoints").iterdir()]
 
 
 @pytest.fixture(scope="module")
 def together(folder, death, told):
     """The folder with all that two processes did in it, on from what one process left there."""
-    done = launch("-m", "tests.many_processes", folder)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    done = ran(sys.executable, "-m", "tests.many_processes", folder, **place)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -366,43 +396,15 @@ def assert_killed(done, rank):
     assert re.search(rf"rank +: {rank} .*\n +exitcode +: -9 .*SIGKILL", cause), done.stderr
 
 
-def test_a_killed_process_ends_the_run_and_the_launcher_names_it(death):
-    done, seconds, checkpoints = death
-    assert seconds < 600  # torch's own patience is 1,800
-    assert_killed(done, 1)
-    # the launcher ends the other process, mostly before that has noticed anything
-    assert len(said_by_us(done.stderr)) <= 1
-    assert "gloo" not in done.stderr
+def test_a_killed_process_ends_the_run_on_both_machines_and_its_launcher_names_it(death):
+    first, second, checkpoints = death
+    assert_killed(second, 1)
+    assert first.returncode != 0
     assert checkpoints == ["step-00000004"]
 
 
-def test_on_two_machines_the_other_one_says_what_happened(death, folder, tmp_path):
-    """The page's configuration, with both machines here and a process on each."""
-    (tmp_path / "ddp.yaml").write_text(page_configurations()["MULTI_GPU"], encoding="utf-8")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = ["--main_process_ip", "127.0.0.1", "--main_process_port", free.getsockname()[1]]
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    command += [tmp_path / "ddp.yaml", "--num_processes", 2, *place]
-    run = [folder / "die.py", "train", folder / "dropout.yaml", "--output", tmp_path / "run"]
-    begin = time.monotonic()
-    machines = [
-        subprocess.Popen(
-            [*map(str, [*command, "--machine_rank", rank, *run])],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in (0, 1)
-    ]
-    first, second = (
-        subprocess.CompletedProcess([], machine.wait(600), stderr=said)
-        for machine in machines
-        for _, said in [machine.communicate(timeout=600)]
-    )
-    assert time.monotonic() - begin < 600
-    assert_killed(second, 1)
-    assert first.returncode != 0
+def test_the_other_machine_says_what_happened_and_what_is_saved(death):
+    first, _, _ = death
     (said,) = said_by_us(first.stderr)
     assert "another process of this run has ended, or hangs: see the launcher's report" in said
     assert said.endswith("checkpoints/step-00000004")

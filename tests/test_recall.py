@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import yaml
-from tests.stopping import KilledError, killed_before
+from tests.training import KilledError, killed_before
 from transformers import (
     BertConfig,
     BertForMaskedLM,

@@ -6,9 +6,15 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
-from tests.stopping import KilledError, killed_before
-from tests.test_train import assert_same_weights, timeless, write_texts
+from tests.training import (
+    KilledError,
+    assert_same_run,
+    killed,
+    killed_before,
+    lines,
+    quick_runs,  # noqa: F401
+    write_texts,
+)
 
 from ssmzoo.data.rows import ConsecutiveRows, Rows
 from ssmzoo.family import families, load_family
@@ -156,18 +162,13 @@ def recipe(tmp_path):
     return path
 
 
-def test_a_killed_run_resumes_with_its_carried_states(recipe, tmp_path, monkeypatch):
+def test_a_killed_run_resumes_with_its_carried_states(recipe, tmp_path):
     overrides = ["train.segments.count=2", "train.segments.carry=true"]
     whole = train(recipe, output_dir=tmp_path / "whole", overrides=overrides)
-    with monkeypatch.context() as patch:
-        killed_before(patch, 8)
-        with pytest.raises(KilledError):
-            train(recipe, output_dir=tmp_path / "killed", overrides=overrides)
+    killed(recipe, tmp_path / "killed", 8, overrides=overrides)
     assert list((tmp_path / "killed/checkpoints/step-00000006").glob("carried-*.safetensors"))
     resumed = train(recipe, output_dir=tmp_path / "killed", overrides=overrides, resume=True)
-    one, two = (load_file(run / "model/model.safetensors") for run in (whole, resumed))
-    assert_same_weights(one, two)
-    assert timeless(whole / "metrics.jsonl") == timeless(resumed / "metrics.jsonl")
+    assert_same_run(whole, resumed)
 
 
 def test_carried_states_are_cut_anew_for_other_micro_batches(recipe, tmp_path, monkeypatch):
@@ -180,8 +181,7 @@ def test_carried_states_are_cut_anew_for_other_micro_batches(recipe, tmp_path, m
             if step:
                 killed_before(patch, step)
             train(recipe, output_dir=run, overrides=changed, resume=True)
-    lines = (timeless(folder / "metrics.jsonl") for folder in (whole, run))
-    for one, two in zip(*lines, strict=True):
+    for one, two in zip(lines(whole), lines(run), strict=True):
         # the same sums in another order, in float32; other states would change every digit
         assert two.get("loss") == pytest.approx(one.get("loss"), rel=1e-4)
     parts = {"0.0.state": torch.arange(2.0), "1.0.state": torch.arange(4.0, 6.0)}
@@ -199,10 +199,7 @@ def test_kept_segments_train_like_the_unsplit_rows(recipe, tmp_path):
     whole = train(recipe, output_dir=tmp_path / "whole")
     overrides = ["train.segments.count=4", "train.segments.gradients=keep"]
     split = train(recipe, output_dir=tmp_path / "split", overrides=overrides)
-    losses = [
-        [line["loss"] for line in timeless(run / "metrics.jsonl") if "loss" in line]
-        for run in (whole, split)
-    ]
+    losses = [[line["loss"] for line in lines(run) if "loss" in line] for run in (whole, split)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 

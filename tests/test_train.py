@@ -2,22 +2,24 @@ import itertools
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import yaml
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from tests.stopping import KilledError, killed_before
+from tests.training import (
+    assert_same_run,
+    assert_same_tensors,
+    killed,
+    lines,
+    quick_runs,  # noqa: F401
+    weights,
+    write_texts,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from ssmzoo.training.checkpoint import locked
+from ssmzoo.training.curves import draw_curves
 from ssmzoo.training.metrics import read_metrics
 from ssmzoo.training.objectives import CausalLM
 from ssmzoo.training.run import make_optimizer, param_groups, train
@@ -30,21 +32,6 @@ TINY = {
     "num_key_value_heads": 2,
     "attention_dropout": 0.1,  # so that a resume must restore the random state too
 }
-
-
-def write_texts(folder):
-    folder.mkdir()
-    rng = np.random.default_rng(0)
-    for i in range(30):
-        words = rng.choice(["ant", "bee", "cat", "dodo"], size=60)
-        (folder / f"{i}.txt").write_text(" ".join(words), encoding="utf-8")
-    return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fresh_accelerate():
-    """Forget the state that a Trainer of another file left in this process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")
@@ -78,29 +65,16 @@ def recipe(texts, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(recipe, tmp_path_factory):
-    """A run of twelve steps, not to be changed."""
-    return train(recipe(), output_dir=tmp_path_factory.mktemp("runs") / "finished")
+    """A run of twelve steps with its picture, not to be changed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ssmzoo.training.folder.draw_curves", draw_curves)
+        return train(recipe(), output_dir=tmp_path_factory.mktemp("runs") / "finished")
 
 
 @pytest.fixture
 def whole(finished, tmp_path):
     """A copy of that run."""
     return shutil.copytree(finished, tmp_path / "whole")
-
-
-def weights(folder):
-    return load_file(folder / "model.safetensors")
-
-
-def assert_same_weights(one, two):
-    assert one.keys() == two.keys()
-    for name in one:
-        assert torch.equal(one[name], two[name]), name
-
-
-def timeless(path):
-    drop = ("tokens_per_second", "seconds")
-    return [{k: v for k, v in line.items() if k not in drop} for line in read_metrics(path)]
 
 
 def test_a_run_leaves_what_it_promises(whole):
@@ -136,7 +110,8 @@ def test_a_run_leaves_what_it_promises(whole):
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 258
     ids = model.generate(**tokenizer("ant bee", return_tensors="pt"), max_new_tokens=3)
     assert ids.shape[1] >= 8
-    assert_same_weights(weights(whole / "model"), weights(whole / "checkpoints/step-00000012"))
+    saved = load_file(whole / "checkpoints/step-00000012/model.safetensors")
+    assert_same_tensors(weights(whole), saved)
 
 
 def test_metrics_hold_every_line_and_the_loss_falls(whole):
@@ -151,48 +126,15 @@ def test_metrics_hold_every_line_and_the_loss_falls(whole):
 
 
 @pytest.mark.parametrize("step", [5, 6, 7])
-def test_a_killed_run_resumes_to_the_same_weights_and_lines(
-    step, whole, recipe, tmp_path, monkeypatch
-):
-    with monkeypatch.context() as patch:
-        killed_before(patch, step)
-        with pytest.raises(KilledError):
-            train(recipe(), output_dir=tmp_path / "killed")
+def test_a_killed_run_resumes_to_the_same_weights_and_lines(step, whole, recipe, tmp_path):
+    killed(recipe(), tmp_path / "killed", step)
     assert not (tmp_path / "killed" / "model").exists()
-    resumed = train(recipe(), output_dir=tmp_path / "killed", resume=True)
-    assert_same_weights(weights(whole / "model"), weights(resumed / "model"))
-    assert timeless(whole / "metrics.jsonl") == timeless(resumed / "metrics.jsonl")
-    name = "checkpoints/step-00000012/optimizer.safetensors"
-    assert_same_weights(load_file(whole / name), load_file(resumed / name))
-
-
-def test_a_run_killed_outright_resumes_to_the_same_weights(whole, recipe, tmp_path):
-    script = """
-        import os, signal, sys, torch
-        from ssmzoo.training.trainer import Run
-        from ssmzoo.training.run import train
-        torch.set_num_threads(int(sys.argv[3]))
-        log = Run._log
-        def kill(run, read):
-            log(run, read)
-            if run.progress.step == 8:
-                os.kill(os.getpid(), signal.SIGKILL)
-        Run._log = kill
-        train(sys.argv[1], output_dir=sys.argv[2])
-    """
-    run, threads = tmp_path / "killed", str(torch.get_num_threads())
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(recipe()), str(run), threads],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    with (run / "metrics.jsonl").open("a") as file:
+    with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "lo')  # cut off in the middle of a line
-    resumed = train(recipe(), output_dir=run, resume=True)
-    assert_same_weights(weights(whole / "model"), weights(resumed / "model"))
-    assert timeless(whole / "metrics.jsonl") == timeless(resumed / "metrics.jsonl")
+    resumed = train(recipe(), output_dir=tmp_path / "killed", resume=True)
+    assert_same_run(whole, resumed)
+    name = "checkpoints/step-00000012/optimizer.safetensors"
+    assert_same_tensors(load_file(whole / name), load_file(resumed / name))
 
 
 def test_a_stream_resumes_to_the_same_weights(texts, recipe, tmp_path, monkeypatch):
@@ -206,25 +148,23 @@ def test_a_stream_resumes_to_the_same_weights(texts, recipe, tmp_path, monkeypat
         "validation": 3,
     }
     whole = train(recipe(data=data), output_dir=tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        killed_before(patch, 8)
-        with pytest.raises(KilledError):
-            train(recipe(data=data), output_dir=tmp_path / "killed")
+    killed(recipe(data=data), tmp_path / "killed", 8)
     resumed = train(recipe(data=data), output_dir=tmp_path / "killed", resume=True)
-    assert_same_weights(weights(whole / "model"), weights(resumed / "model"))
+    assert_same_tensors(weights(whole), weights(resumed))
 
 
 def test_resuming_a_finished_run_changes_nothing(whole, recipe):
-    before = weights(whole / "model"), timeless(whole / "metrics.jsonl")
+    before = weights(whole), lines(whole)
     train(recipe(), output_dir=whole, resume=True)
-    assert_same_weights(before[0], weights(whole / "model"))
-    assert before[1] == timeless(whole / "metrics.jsonl")
+    assert_same_tensors(before[0], weights(whole))
+    assert before[1] == lines(whole)
 
 
 def test_a_finished_run_can_be_made_longer(whole, recipe):
     train(recipe(), output_dir=whole, resume=True, overrides=["train.steps=14"])
     assert read_metrics(whole / "metrics.jsonl")[-1]["step"] == 14
-    assert_same_weights(weights(whole / "model"), weights(whole / "checkpoints/step-00000014"))
+    saved = load_file(whole / "checkpoints/step-00000014/model.safetensors")
+    assert_same_tensors(weights(whole), saved)
 
 
 def test_accumulated_micro_batches_are_one_batch(recipe, tmp_path):
@@ -316,7 +256,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(
     assert lines[-1]["step"] == 4
     monkeypatch.undo()
     resumed = train(recipe(), output_dir=tmp_path / "run", resume=True)
-    assert all(torch.isfinite(tensor).all() for tensor in weights(resumed / "model").values())
+    assert all(torch.isfinite(tensor).all() for tensor in weights(resumed).values())
 
 
 @pytest.mark.parametrize(
@@ -354,17 +294,13 @@ def test_a_damaged_checkpoint_is_named_with_the_last_whole_one(
 def test_a_clock_that_is_set_back_changes_no_weight_and_no_order(
     whole, recipe, tmp_path, monkeypatch
 ):
-    with monkeypatch.context() as patch:
-        killed_before(patch, 8)
-        with pytest.raises(KilledError):
-            train(recipe(), output_dir=tmp_path / "run")
+    killed(recipe(), tmp_path / "run", 8)
     for index, path in enumerate(sorted((tmp_path / "run").rglob("*"), reverse=True)):
         os.utime(path, (index, index))  # the newest looks the oldest
     instants = itertools.count(1_000_000, -3600)
     monkeypatch.setattr("time.time", lambda: next(instants))
     resumed = train(recipe(), output_dir=tmp_path / "run", resume=True)
-    assert_same_weights(weights(whole / "model"), weights(resumed / "model"))
-    assert timeless(whole / "metrics.jsonl") == timeless(resumed / "metrics.jsonl")
+    assert_same_run(whole, resumed)
     seconds = [
         line["seconds"] for line in read_metrics(resumed / "metrics.jsonl") if "seconds" in line
     ]
@@ -386,13 +322,10 @@ def test_an_end_behind_the_newest_checkpoint_is_refused_and_nothing_is_rewritten
     assert contents() == before
 
 
-def test_a_changed_text_does_not_resume(recipe, tmp_path, monkeypatch):
+def test_a_changed_text_does_not_resume(recipe, tmp_path):
     mine = write_texts(tmp_path / "mine")
     path = recipe(data__text=str(mine))
-    with monkeypatch.context() as patch:
-        killed_before(patch, 5)
-        with pytest.raises(KilledError):
-            train(path, output_dir=tmp_path / "run")
+    killed(path, tmp_path / "run", 5)
     (mine / "3.txt").write_text("something else", encoding="utf-8")
     with pytest.raises(ValueError, match=r"3\.txt was changed since the run began"):
         train(path, output_dir=tmp_path / "run", resume=True)
@@ -461,13 +394,13 @@ def test_bfloat16_computes_in_it_and_keeps_float32_weights(recipe, tmp_path, mon
     monkeypatch.setattr(torch.nn.Linear, "forward", watched)
     run = train(recipe(train__dtype="bfloat16", train__steps=3), output_dir=tmp_path / "run")
     assert set(seen) == {torch.bfloat16}
-    assert {t.dtype for t in weights(run / "model").values()} == {torch.float32}
+    assert {t.dtype for t in weights(run).values()} == {torch.float32}
     assert json.loads((run / "run.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_gradient_checkpointing_changes_no_weight(finished, recipe, tmp_path):
     run = train(recipe(train__gradient_checkpointing=True), output_dir=tmp_path / "run")
-    assert_close_weights(weights(finished / "model"), weights(run / "model"))
+    assert_close_weights(weights(finished), weights(run))
 
 
 def test_a_launcher_that_starts_one_process_of_several_is_reported(recipe, tmp_path, monkeypatch):
@@ -534,12 +467,8 @@ def test_longhorn_trains_packed_and_resumes_to_the_same_weights(recipe, tmp_path
     whole = train(recipe(model=model), output_dir=tmp_path / "whole")
     assert all(b["input_ids"].shape == (1, 4 * 32) for b in seen if b["labels"].shape[1] == 128)
     assert all(len(b["cu_seqlens"]) > 4 for b in seen[:12])
-    with monkeypatch.context() as patch:
-        killed_before(patch, 8)
-        with pytest.raises(KilledError):
-            train(recipe(model=model), output_dir=tmp_path / "killed")
+    killed(recipe(model=model), tmp_path / "killed", 8)
     resumed = train(recipe(model=model), output_dir=tmp_path / "killed", resume=True)
-    assert_same_weights(weights(whole / "model"), weights(resumed / "model"))
+    assert_same_tensors(weights(whole), weights(resumed))
     losses = [line["loss"] for line in read_metrics(whole / "metrics.jsonl") if "loss" in line]
     assert losses[-1] < losses[0]
-    assert Path(whole / "loss.png").stat().st_size > 0

@@ -13,9 +13,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
-from tests.stopping import KilledError, killed_before, signalled_at
 from tests.test_killed import RECIPE
+from tests.training import (
+    KilledError,
+    assert_same_run,
+    killed,
+    killed_before,
+    lines,
+    quick_runs,  # noqa: F401
+    signalled_at,
+)
 
 from ssmzoo.cli.main import main
 from ssmzoo.data.sources import LabelledExamples
@@ -58,28 +65,6 @@ def recipe(texts, tmp_path_factory):
 def finished(recipe, tmp_path_factory):
     """A run of twelve steps, not to be changed."""
     return train(recipe, output_dir=tmp_path_factory.mktemp("runs") / "finished")
-
-
-def killed(recipe, folder, monkeypatch, *overrides, step=8):
-    """Kill a run in a step; its newest checkpoint is that of the last multiple of three."""
-    with monkeypatch.context() as patch:
-        killed_before(patch, step)
-        with pytest.raises(KilledError):
-            train(recipe, output_dir=folder, overrides=overrides)
-    return folder
-
-
-def timeless(run):
-    drop = ("tokens_per_second", "seconds")
-    lines = read_metrics(run / "metrics.jsonl")
-    return [{key: value for key, value in line.items() if key not in drop} for line in lines]
-
-
-def assert_same_run(one, two):
-    assert timeless(one) == timeless(two)
-    tensors = [load_file(run / "model" / "model.safetensors") for run in (one, two)]
-    assert tensors[0].keys() == tensors[1].keys()
-    assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
 
 
 def changes_of(run):
@@ -194,13 +179,13 @@ def test_a_run_interrupted_from_python_raises_a_keyboard_interrupt_and_resumes(
         signalled_at(patch, CausalLM, "measure", 4, signal.SIGINT)
         with pytest.raises(KeyboardInterrupt, match="stopped by SIGINT after step 8, which is sav"):
             train(recipe, output_dir=run)
-    assert [line["step"] for line in timeless(run) if "validation_loss" in line] == [4]
+    assert [line["step"] for line in lines(run) if "validation_loss" in line] == [4]
     # killed after the validation's line is written, before anything is saved
     with monkeypatch.context() as patch:
         patch.setattr(Run, "save", lambda *_: fail(KilledError()))
         with pytest.raises(KilledError):
             train(recipe, output_dir=run, resume=True)
-    assert [line["step"] for line in timeless(run) if "validation_loss" in line] == [4, 8]
+    assert [line["step"] for line in lines(run) if "validation_loss" in line] == [4, 8]
     assert_same_run(finished, train(recipe, output_dir=run, resume=True))
 
 
@@ -262,14 +247,12 @@ def test_a_checkpoint_that_is_never_due_is_refused(override, message, recipe):
 EXACT = "model.config.dropout=0.0"  # each micro-batch draws its own
 
 
-def test_a_run_goes_on_with_other_micro_batches_and_recomputed_activations(
-    recipe, tmp_path, monkeypatch
-):
+def test_a_run_goes_on_with_other_micro_batches_and_recomputed_activations(recipe, tmp_path):
     whole = train(recipe, output_dir=tmp_path / "whole", overrides=[EXACT])
-    run = killed(recipe, tmp_path / "run", monkeypatch, EXACT)
+    run = killed(recipe, tmp_path / "run", 8, overrides=[EXACT])
     changes = ["train.accumulate=2", "train.gradient_checkpointing=true"]
     train(recipe, output_dir=run, resume=True, overrides=[EXACT, *changes])
-    one, two = timeless(whole), timeless(run)
+    one, two = lines(whole), lines(run)
     assert len(one) == len(two)
     for before, after in zip(one, two, strict=True):
         if after["step"] <= 6:
@@ -289,7 +272,7 @@ def test_a_run_goes_on_with_other_micro_batches_and_recomputed_activations(
 def test_changes_are_listed_once_in_order_also_if_the_run_is_killed_while_it_writes_them(
     recipe, tmp_path, monkeypatch
 ):
-    run = killed(recipe, tmp_path / "run", monkeypatch)
+    run = killed(recipe, tmp_path / "run", 8)
     with monkeypatch.context() as patch:
         # of the recipe
         patch.setattr("ssmzoo.training.folder.write_text", lambda *_: fail(KilledError()))
@@ -310,9 +293,9 @@ def test_changes_are_listed_once_in_order_also_if_the_run_is_killed_while_it_wri
     ]
 
 
-def test_a_run_goes_on_where_its_text_was_moved(finished, recipe, tmp_path, monkeypatch):
+def test_a_run_goes_on_where_its_text_was_moved(finished, recipe, tmp_path):
     old, new = write_texts(tmp_path / "old"), tmp_path / "new" / "deeper"
-    run = killed(recipe, tmp_path / "run", monkeypatch, f"data.text={old}")
+    run = killed(recipe, tmp_path / "run", 8, overrides=[f"data.text={old}"])
     shutil.copytree(old, new)
     shutil.rmtree(old)
     shutil.rmtree(run / "cache")
@@ -332,9 +315,9 @@ def test_a_run_goes_on_where_its_text_was_moved(finished, recipe, tmp_path, monk
         (lambda new: (new / "3.txt").unlink(), r"old/3\.txt was removed since the run"),
     ],
 )
-def test_moved_text_that_is_not_the_same_is_refused(change, message, recipe, tmp_path, monkeypatch):
+def test_moved_text_that_is_not_the_same_is_refused(change, message, recipe, tmp_path):
     old, new = write_texts(tmp_path / "old"), write_texts(tmp_path / "new")
-    run = killed(recipe, tmp_path / "run", monkeypatch, f"data.text={old}", step=1)
+    run = killed(recipe, tmp_path / "run", 1, overrides=[f"data.text={old}"])
     change(new)
     told = (run / "run.json").read_bytes()
     with pytest.raises(ValueError, match=message):
@@ -366,7 +349,7 @@ def test_a_run_goes_on_where_its_stream_and_its_tokenizer_were_moved(recipe, tmp
         ]
 
     whole = train(recipe, output_dir=tmp_path / "whole", overrides=place(old))
-    run = killed(recipe, tmp_path / "run", monkeypatch, *place(old))
+    run = killed(recipe, tmp_path / "run", 8, overrides=place(old))
     shutil.rmtree(old)
     with pytest.raises(ValueError, match=r"touched/a\.jsonl was changed since the run began"):
         train(recipe, output_dir=run, resume=True, overrides=place(touched))
@@ -463,13 +446,11 @@ def test_a_run_out_of_memory_names_what_needs_less_and_goes_on_with_it(
 ODD = os.fsdecode(b"caf\xe9")
 
 
-def test_text_whose_file_names_are_not_utf8_is_trained_on_and_resumed(
-    recipe, tmp_path, monkeypatch
-):
+def test_text_whose_file_names_are_not_utf8_is_trained_on_and_resumed(recipe, tmp_path):
     folder = write_texts(tmp_path / ODD)
     (folder / "0.txt").rename(folder / f"{ODD}.txt")
     overrides = [f"data.text={folder}", "data.validation=8"]
-    run = killed(recipe, tmp_path / "run", monkeypatch, *overrides)
+    run = killed(recipe, tmp_path / "run", 8, overrides=overrides)
     train(recipe, output_dir=run, resume=True, overrides=overrides)
     described = json.loads((run / "data.json").read_text(encoding="utf-8"))
     assert f"{folder}/{ODD}.txt" in [file["path"] for file in described["files"]]

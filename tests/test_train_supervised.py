@@ -6,9 +6,15 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from tests.stopping import KilledError, killed_before
+from tests.training import (
+    assert_same_run,
+    assert_same_tensors,
+    killed,
+    lines,
+    quick_runs,  # noqa: F401
+    weights,
+)
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -25,7 +31,6 @@ from ssmzoo.family import load_family
 from ssmzoo.files import share
 from ssmzoo.recipe import Recipe, load_recipe
 from ssmzoo.tasks import SUPERVISED_TASKS, Batch, Supervised, load_task
-from ssmzoo.training.metrics import read_metrics
 from ssmzoo.training.model import build_config, model_class
 from ssmzoo.training.objectives import Classification, labelled
 from ssmzoo.training.optimizer import Plan, Schedule, make_optimizer
@@ -115,7 +120,6 @@ def mean(split: str, seed: int) -> Supervised:
 
 @pytest.fixture(scope="module", autouse=True)
 def toys():
-    AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.MonkeyPatch.context() as patch:
         for task in (odd, same, mean):
             patch.setitem(SUPERVISED_TASKS, task.__name__, task)
@@ -143,21 +147,8 @@ def recipe(**changes):
     return Recipe.model_validate(fields(**changes))
 
 
-def lines(run):
-    drop = ("tokens_per_second", "seconds")
-    found = read_metrics(run / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if k not in drop} for line in found]
-
-
 def finished(run):
     return json.loads((run / "run.json").read_text())["finished"]
-
-
-def assert_same_weights(one, two):
-    one, two = (load_file(run / "model/model.safetensors") for run in (one, two))
-    assert one.keys() == two.keys()
-    for name in one:
-        assert torch.equal(one[name], two[name]), name
 
 
 def test_an_easy_task_is_learnt_and_the_model_loads_and_scores_alike(tmp_path):
@@ -204,16 +195,12 @@ DROP = {"train__schedule": "drop", "train__below": 0.69, "train__factor": 0.5}
         (23, {**DROP, "train__epochs": 5, "checkpoint__every": 4}),
     ],
 )
-def test_a_killed_run_resumes_to_the_same_weights_and_lines(step, changes, tmp_path, monkeypatch):
+def test_a_killed_run_resumes_to_the_same_weights_and_lines(step, changes, tmp_path):
     asked = recipe(model=BERT, **changes)
     whole = train(asked, output_dir=tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        killed_before(patch, step)
-        with pytest.raises(KilledError):
-            train(asked, output_dir=tmp_path / "killed")
+    killed(asked, tmp_path / "killed", step)
     resumed = train(asked, output_dir=tmp_path / "killed", resume=True)
-    assert_same_weights(whole, resumed)
-    assert lines(whole) == lines(resumed)
+    assert_same_run(whole, resumed)
     assert finished(whole)["test"] == finished(resumed)["test"]
     if "train__factor" in changes:
         rates = {line["lr"] for line in lines(whole) if "lr" in line}
@@ -234,7 +221,7 @@ def test_a_finished_run_can_go_on_for_more_epochs(tmp_path):
     whole = train(
         recipe(train__schedule="constant", train__epochs=4), output_dir=tmp_path / "whole"
     )
-    assert_same_weights(whole, run)
+    assert_same_tensors(weights(whole), weights(run))
 
 
 def test_accumulated_micro_batches_are_one_batch(tmp_path):
@@ -459,17 +446,13 @@ def test_a_run_ends_with_the_first_validation_that_is_good_enough(tmp_path):
     assert finished(whole)["step"] == facts["step"] + 6
 
 
-def test_a_killed_run_that_will_end_early_resumes_to_the_same_weights(tmp_path, monkeypatch):
+def test_a_killed_run_that_will_end_early_resumes_to_the_same_weights(tmp_path):
     asked = recipe(model=BERT, train__epochs=30, train__stop_at=STOP, checkpoint__every=4)
     whole = train(asked, output_dir=tmp_path / "whole")
     assert finished(whole)["step"] < 30 * 6
-    with monkeypatch.context() as patch:
-        killed_before(patch, finished(whole)["step"])
-        with pytest.raises(KilledError):
-            train(asked, output_dir=tmp_path / "killed")
+    killed(asked, tmp_path / "killed", finished(whole)["step"])
     resumed = train(asked, output_dir=tmp_path / "killed", resume=True)
-    assert_same_weights(whole, resumed)
-    assert lines(whole) == lines(resumed)
+    assert_same_run(whole, resumed)
 
 
 @pytest.mark.parametrize(
@@ -552,18 +535,12 @@ def test_only_what_is_asked_is_computed_and_the_loss_is_the_models_own(name):
             torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
 
 
-def test_a_problem_drawn_while_training_resumes_and_is_scored_on_whole_answers(
-    tmp_path, monkeypatch
-):
+def test_a_problem_drawn_while_training_resumes_and_is_scored_on_whole_answers(tmp_path):
     asked = recipe(data=INDUCTION, train__epochs=4, checkpoint__every=3)
     whole = train(asked, output_dir=tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        killed_before(patch, 14)
-        with pytest.raises(KilledError):
-            train(asked, output_dir=tmp_path / "killed")
+    killed(asked, tmp_path / "killed", 14)
     resumed = train(asked, output_dir=tmp_path / "killed", resume=True)
-    assert_same_weights(whole, resumed)
-    assert lines(whole) == lines(resumed)
+    assert_same_run(whole, resumed)
     found = json.loads((whole / "results.json").read_text())["results"]
     assert [(row["metric"], row["n"]) for row in found] == [
         ("exact_match", 25), ("accuracy", 50), ("loss", 50)
@@ -784,7 +761,7 @@ def test_given_weights_get_a_new_head(tmp_path):
         recipe(model={"init_from": str(begun / "model")}, train__epochs=1, train__lr=1e-9),
         output_dir=tmp_path / "tuned",
     )
-    before, after = (load_file(run / "model/model.safetensors") for run in (begun, tuned))
+    before, after = weights(begun), weights(tuned)
     name = "model.embed_tokens.weight"
     torch.testing.assert_close(before[name], after[name], rtol=0, atol=1e-6)
     assert "score.weight" in after
@@ -850,10 +827,7 @@ def test_an_example_longer_than_the_table_of_positions_is_named(tmp_path):
 
 
 def test_a_data_set_that_changed_does_not_resume(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        killed_before(patch, 8)
-        with pytest.raises(KilledError):
-            train(recipe(), output_dir=tmp_path / "run")
+    killed(recipe(), tmp_path / "run", 8)
     monkeypatch.setitem(SIZES, "validation", 14)
     with pytest.raises(ValueError, match="must give the examples that the run began with"):
         train(recipe(), output_dir=tmp_path / "run", resume=True)

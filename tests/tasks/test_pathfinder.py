@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from scipy.spatial import cKDTree
 
 from ssmzoo.tasks import load_task, pathfinder_images
 
@@ -83,8 +84,10 @@ def test_dashes_have_their_length_and_gap_and_keep_their_distance(drawn):
         places = points(dashes, 11)
         assert (places >= 1 - 1e-4).all()
         assert (places <= size - 1 + 1e-4).all()
-        between = places[:, None, :, None] - places[None, :, None]
-        nearest = np.sqrt((between**2).sum(axis=4).min(axis=(2, 3)))
+        flat, count = places.reshape(-1, 2), len(dashes)
+        squares = (flat**2).sum(axis=1)
+        between = squares[:, None] + squares - 2 * flat @ flat.T
+        nearest = between.reshape(count, 11, count, 11).min(axis=(1, 3)).clip(0) ** 0.5
         follows = (owner[:, None] == owner) & (np.abs(number[:, None] - number) <= 1)
         # the free places are looked up on a grid of half pixels
         assert nearest[~follows].min() > least - 0.75
@@ -106,7 +109,7 @@ def test_pixels_show_the_discs_the_dashes_and_nothing_else(drawn):
     for i in range(20 if size == 32 else 4):
         dashes = np.concatenate([made.curves[i].reshape(-1, 4), made.distractors[i].reshape(-1, 4)])
         places = points(dashes.astype(np.float64), 11).reshape(-1, 2)
-        away = np.sqrt(((centres[:, :, None] - places) ** 2).sum(axis=3).min(axis=2))
+        away, _ = cKDTree(places).query(centres)
         discs = made.discs[i].astype(np.float64)
         from_disc = np.sqrt(((centres[:, :, None] - discs) ** 2).sum(axis=3).min(axis=2))
         image = made.images[i].astype(int)

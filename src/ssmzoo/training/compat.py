@@ -1,6 +1,11 @@
 """The only file that knows versions of transformers: 5.17 to 5.23 are supported."""
 
-from transformers import PreTrainedModel
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
