@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ssmzoo.checkpoints.load import model_folder
 from ssmzoo.checkpoints.weights import WEIGHTS, WEIGHTS_INDEX, read_tensors, read_weights
-from ssmzoo.family import Converter, claims, family_of_type, load_family
+from ssmzoo.family import Converter, claims, family_of, load_family
 from ssmzoo.files import appears_whole, read_json, write_folder, writing
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def to_official(model: str | Path, output: str | Path) -> Path:
     if target.suffix != ".safetensors":
         raise ValueError(f"output must end in .safetensors, got {str(output)!r}")
     config = read_json(folder / "config.json")
-    family = family_of_type(str(config.get("model_type")))
+    family = family_of(config)
     if family is None:
         raise ValueError(f"{folder} must hold a model of an installed family, and holds another")
     converter = family.converter

@@ -48,7 +48,7 @@ def demo(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help="training steps (default: the recipes')")
     options = parser.parse_args(arguments)
     try:
-        run(options.text, options.output, options.steps)
+        run_demo(options.text, options.output, options.steps)
     except KeyboardInterrupt as error:
         sys.stderr.write("\ndemo: interrupted; the same command goes on from here\n")
         return getattr(error, "status", 130)  # a run that was told to stop knows by which signal
@@ -58,7 +58,7 @@ def demo(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(text: str | None, output: Path, steps: int | None) -> None:
+def run_demo(text: str | None, output: Path, steps: int | None) -> None:
     """Do the whole job, or what an earlier call left of it, and print what came of it."""
     from ssmzoo.training.checkpoint import locked
 

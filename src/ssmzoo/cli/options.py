@@ -117,8 +117,8 @@ _FORMER = {
 }
 
 
-def listed(kind: Callable[[str], Any], what: str, least: int | None = None) -> Any:
-    """Return a parser of values with commas between, such as ``listed(int, "whole numbers")``."""
+def comma_separated(kind: Callable[[str], Any], what: str, least: int | None = None) -> Any:
+    """Return a parser of values with commas between, of a kind that errors name by ``what``."""
 
     def parse(text: str) -> tuple[Any, ...]:
         try:
@@ -141,9 +141,9 @@ def _name(text: str) -> str:
     return text.strip()
 
 
-names = listed(_name, "names")
-whole_numbers = listed(int, "whole numbers")
-lengths = listed(int, "whole numbers", least=1)
+names = comma_separated(_name, "names")
+whole_numbers = comma_separated(int, "whole numbers")
+lengths = comma_separated(int, "whole numbers", least=1)
 
 
 def in_folder(model: str) -> str:

@@ -300,9 +300,10 @@ class SSMModel(SSMPreTrainedModel):
             hidden_states = layer(hidden_states, state, packing)
             states.append(state)
         if self.norm is not None:
-            counts = isinstance(self.norm, BatchNorm) and packing is not None
-            real = (packing.real(),) if counts else ()
-            hidden_states = self.norm(hidden_states, *real)
+            if isinstance(self.norm, BatchNorm) and packing is not None:
+                hidden_states = self.norm(hidden_states, packing.real())
+            else:
+                hidden_states = self.norm(hidden_states)
         hidden_states = hidden_states.view(batch, length, width)
         if output_hidden_states:
             all_hidden_states.append(hidden_states)

@@ -50,7 +50,7 @@ class Case(NamedTuple):
         return "-".join(x for x in parts if x)
 
 
-def check(
+def op_check(
     needs: Sequence[str] = (),
     over: str | Sequence[Any] | None = None,
     once: Sequence[str] = (),
@@ -330,12 +330,12 @@ class OpContract:
 
     # --- accuracy -------------------------------------------------------------------------------
 
-    @check(over="shapes")
+    @op_check(over="shapes")
     def test_outputs_and_gradients_are_as_exact_as_the_reference(self, case: Case) -> None:
         """In float32, for sizes around chunks, blocks and vectors."""
         self.judge(self.draw(**case.more), case, torch.float32)
 
-    @check(once=("backends",))
+    @op_check(once=("backends",))
     def test_small_errors_are_noticed(self, case: Case) -> None:
         """The check above sees an output off by 1e-5 of its size, a gradient by 1e-4, and NaN."""
         case = case._replace(backend="reference")
@@ -361,12 +361,12 @@ class OpContract:
                 ),
             )
 
-    @check(over="dtypes")
+    @op_check(over="dtypes")
     def test_other_dtypes_are_as_exact_as_the_reference(self, case: Case) -> None:
         """In float64 and in half precision, with results and gradients in the dtype."""
         self.judge(self.draw(), case, case.more)
 
-    @check()
+    @op_check()
     def test_mixed_dtypes_are_as_exact_as_the_reference(self, case: Case) -> None:
         """As under autocast; each gradient has its tensor's dtype."""
         kinds = itertools.cycle((torch.bfloat16, torch.float32, torch.float16, torch.float64))
@@ -376,7 +376,7 @@ class OpContract:
         }
         self.judge(tensors, case, None)
 
-    @check()
+    @op_check()
     def test_autocast_changes_nothing(self, case: Case) -> None:
         """Inside it, results and gradients have the same bits."""
         tensors = self.draw(dtype=torch.float32)
@@ -384,13 +384,13 @@ class OpContract:
         with torch.autocast("cpu", torch.bfloat16):
             self.compare(self.results(tensors, case), expected, 0)
 
-    @check(over="optional")
+    @op_check(over="optional")
     def test_optional_tensors_may_be_absent(self, case: Case) -> None:
         """Each of them, and all at once."""
         tensors = self.draw(L=20) | dict.fromkeys(case.more.split(","))
         self.judge(tensors, case, torch.float32)
 
-    @check(needs=("gradients",))
+    @op_check(needs=("gradients",))
     def test_gradients_match_finite_differences(self, case: Case) -> None:
         """Of all outputs to all tensors, in float64."""
         tensors = self.draw(B=1, L=11, D=2, N=3)
@@ -402,7 +402,7 @@ class OpContract:
         leaves = [tensors[n].requires_grad_() for n in names]
         torch.autograd.gradcheck(called, leaves)
 
-    @check(needs=("gradients",))
+    @op_check(needs=("gradients",))
     def test_each_output_alone_has_the_reference_gradients(self, case: Case) -> None:
         """A loss on one output, in float64."""
         tensors = self.draw(L=18)
@@ -410,7 +410,7 @@ class OpContract:
             expected = self.results(tensors, case._replace(backend="reference"), only=only)
             self.compare(self.results(tensors, case, only=only), expected, 1e-12)
 
-    @check(needs=("gradients",), over=[(n, *x) for n in (0, 1, 2) for x in ((2, 3), (1, 1))])
+    @op_check(needs=("gradients",), over=[(n, *x) for n in (0, 1, 2) for x in ((2, 3), (1, 1))])
     def test_few_or_no_tokens_have_gradients(self, case: Case) -> None:
         """To every tensor, with all that is optional and without."""
         length, width, states = case.more
@@ -422,7 +422,7 @@ class OpContract:
 
     # --- states and sequences ---------------------------------------------------------------------
 
-    @check(needs=("state",))
+    @op_check(needs=("state",))
     def test_state_is_float32(self, case: Case) -> None:
         """Of half-precision tensors too, and float64 of float64; the output keeps its dtype."""
         for dtype in (torch.float32, *self.dtypes):
@@ -432,7 +432,7 @@ class OpContract:
             if final.dtype != exact:
                 raise AssertionError(f"state: {final.dtype} for {dtype} tensors, not {exact}")
 
-    @check(needs=("state",), over="cuts")
+    @op_check(needs=("state",), over="cuts")
     def test_state_continues(self, case: Case) -> None:
         """Pieces with the state handed on equal the whole, gradients through the state included."""
         tensors = self.draw(L=40)
@@ -449,7 +449,7 @@ class OpContract:
         whole = self.results(tensors, case)
         self.compare(self.results(tensors, case, call=pieces), whole, 1e-12)
 
-    @check(needs=("state",))
+    @op_check(needs=("state",))
     def test_token_by_token_equals_one_pass(self, case: Case) -> None:
         """In float32, without gradients, as a model decodes."""
         tensors = self.draw(B=3, L=12, D=21, N=19, dtype=torch.float32)
@@ -461,14 +461,14 @@ class OpContract:
         _close("output 0", torch.cat(outputs, dim=1), whole[0], 1e-6)
         _close("state", tensors[self.state()], whole[self.final()], 1e-6)
 
-    @check(needs=("state",))
+    @op_check(needs=("state",))
     def test_no_tokens_return_the_initial_state(self, case: Case) -> None:
         """Unchanged in any bit."""
         tensors = self.draw(L=0)
         final = self.run(tensors, case)[self.final()]
         _close("state", final, tensors[self.state()], 0)
 
-    @check(needs=("state", "gradients"), over=(0, 1, 40))
+    @op_check(needs=("state", "gradients"), over=(0, 1, 40))
     def test_initial_state_has_the_reference_gradient(self, case: Case) -> None:
         """In float64; of no tokens, the gradient of the final state."""
         tensors = self.draw(L=case.more)
@@ -477,14 +477,14 @@ class OpContract:
         expected = self.results(tensors, case._replace(backend="reference"))
         self.compare(found, {name: expected[name]}, 1e-12)
 
-    @check(needs=("packing",), over="packings")
+    @op_check(needs=("packing",), over="packings")
     def test_packed_rows_are_as_exact_as_the_reference(self, case: Case) -> None:
         """With empty ones, and boundaries in, at and past a chunk."""
         lengths, sizes = case.more
         tensors = self.draw(packed=lengths, **sizes)
         self.judge(tensors, case, torch.float32, cu_seqlens=_ends(lengths))
 
-    @check(needs=("packing",))
+    @op_check(needs=("packing",))
     def test_packed_rows_equal_single_rows(self, case: Case) -> None:
         """In float64, gradients included, with boundaries in int32."""
         lengths, sizes = self.packings[0]
@@ -509,7 +509,7 @@ class OpContract:
         self.compare(found, outputs, 0 if case.backend in self.exact else 1e-12)
         self.compare(found, expected, 1e-12)  # sums over all tokens have another order
 
-    @check(needs=("packing",))
+    @op_check(needs=("packing",))
     def test_packed_rows_do_not_leak(self, case: Case) -> None:
         """Neither outputs nor gradients, without a state; boundaries past 64 tokens."""
         if case.backend == self.backends[0]:
@@ -543,7 +543,7 @@ class OpContract:
                         f"gradient of {name}: a loss on tokens {begin} to {end} reaches other rows"
                     )
 
-    @check(needs=("batch",))
+    @op_check(needs=("batch",))
     def test_order_of_a_batch_does_not_matter(self, case: Case) -> None:
         """Rows in another order give the same results in that order."""
         tensors = self.draw(B=3, L=21, dtype=torch.float32)
@@ -557,7 +557,7 @@ class OpContract:
         for i, (got, known) in enumerate(zip(self.run(turned, case), expected, strict=True)):
             _close(f"output {i}", got, known[order], self.roundings(case))
 
-    @check(needs=("length",))
+    @op_check(needs=("length",))
     def test_later_tokens_do_not_change_earlier_outputs(self, case: Case) -> None:
         """In no bit, and later ones are changed."""
         tensors = self.draw(L=40)
@@ -572,7 +572,7 @@ class OpContract:
 
     # --- NaN and infinity -------------------------------------------------------------------------
 
-    @check()
+    @op_check()
     def test_nonfinite_values_reach_what_they_reach_in_the_reference(self, case: Case) -> None:
         """Outputs exactly, gradients at least; with NaN, inf and -inf in a row each."""
         whole = self.draw(**self.ragged, dtype=torch.float32)
@@ -603,7 +603,7 @@ class OpContract:
         bad = ~x.isfinite()
         return bad.any(1) if self.nonfinite == "sequence" and x.dim() == 3 else bad
 
-    @check(needs=("packing",), over=NONFINITE)
+    @op_check(needs=("packing",), over=NONFINITE)
     def test_nonfinite_values_stay_in_their_packed_row(self, case: Case) -> None:
         """In the second of three rows; the others stay finite."""
         ends = torch.tensor([0, 3, 7, 12])
@@ -629,7 +629,7 @@ class OpContract:
 
     # --- memory -----------------------------------------------------------------------------------
 
-    @check()
+    @op_check()
     def test_noncontiguous_inputs_give_the_same_results(self, case: Case) -> None:
         """Rows apart with NaN between, columns apart, one row for all, conjugates not yet taken."""
         tensors = self.draw(L=20, dtype=torch.float32)
@@ -638,7 +638,7 @@ class OpContract:
             changed = {n: None if x is None else change(x) for n, x in tensors.items()}
             self.compare(self.results(changed, case), expected, tolerance)
 
-    @check()
+    @op_check()
     def test_results_and_gradients_have_the_promised_strides(self, case: Case) -> None:
         """As the fake functions promise, which compiled graphs rely on; whatever the inputs'."""
         for tensors, options, changes in self.kinds():
@@ -647,7 +647,7 @@ class OpContract:
                 if not watch.seen and case.backend not in self.unregistered:
                     raise AssertionError("no registered op ran")
 
-    @check(once=("forms",))
+    @op_check(once=("forms",))
     def test_opcheck(self, case: Case) -> None:
         """Torch's own checks of the registered ops: schema, autograd, fakes, tracing."""
         tensors, options, _ = next(self.kinds())
@@ -687,7 +687,7 @@ class OpContract:
                 torch.autograd.grad(loss, [leaves[n] for n in sloped])
         return watch
 
-    @check()
+    @op_check()
     def test_rows_beyond_32_bits_are_read_rightly(self, case: Case) -> None:
         """Rows that lie 2^30 numbers apart, in memory that only they take."""
         tensors = self.draw(B=1, L=4, D=2, N=2, dtype=torch.float32)
@@ -696,7 +696,7 @@ class OpContract:
 
     # --- the same numbers again -----------------------------------------------------------------
 
-    @check()
+    @op_check()
     def test_is_deterministic(self, case: Case) -> None:
         """The same call gives the same bits, on any number of threads; packed, too."""
         calls = [(self.draw(**self.many, dtype=torch.float32), {})]
@@ -716,7 +716,7 @@ class OpContract:
             for other in results[1:]:
                 self.compare(other, results[0], 0)
 
-    @check(once=("backends", "forms"))
+    @op_check(once=("backends", "forms"))
     def test_compiles_without_a_graph_break(self, case: Case) -> None:
         """Into one graph, with the same outputs and gradients; without gradients, too."""
         tensors = self.draw(L=20, D=6, N=3, dtype=torch.float32)
@@ -733,7 +733,7 @@ class OpContract:
         with torch.no_grad():
             _close("output 0", compiled(tensors, case)[0], expected["output 0"], 1e-6)
 
-    @check(needs=("gradients",))
+    @op_check(needs=("gradients",))
     def test_forward_mode_is_the_reference_alone(self, case: Case) -> None:
         """Other backends refuse it and name the reference, whose tangent is right."""
         tensors = self.draw(B=1, L=5)
@@ -753,7 +753,7 @@ class OpContract:
         assert tangent is not None
         _close("tangent", tangent, (after - before) / 2e-6, 1e-6)
 
-    @check(once=("forms",))
+    @op_check(once=("forms",))
     def test_a_default_device_is_not_where_results_lie(self, case: Case) -> None:
         """``torch.set_default_device`` changes nothing."""
         tensors = self.draw(dtype=torch.float32)
@@ -769,7 +769,7 @@ class OpContract:
 
     # --- choices and mistakes -------------------------------------------------------------------
 
-    @check(once=("forms",))
+    @op_check(once=("forms",))
     def test_use_backend_chooses(self, case: Case) -> None:
         """Where the caller leaves the choice open; and the reference runs when named."""
         tensors = self.draw(L=3, dtype=torch.float32)
@@ -779,7 +779,7 @@ class OpContract:
         self.run(tensors, case._replace(backend="reference"))
         self.ran("reference")
 
-    @check(once=("backends", "forms"))
+    @op_check(once=("backends", "forms"))
     def test_bad_tensors_are_one_clear_error(self, case: Case) -> None:
         """Of the right type, in one line, and it names the argument."""
         tensors = self.draw(L=9, dtype=torch.float32)
@@ -805,7 +805,7 @@ class OpContract:
                 if letters.count(letter) > 1 and x.shape[axis] > 1:
                     fails(ValueError, name, x.narrow(axis, 1, x.shape[axis] - 1), *others)
 
-    @check(needs=("packing",), once=("forms",))
+    @op_check(needs=("packing",), once=("forms",))
     def test_bad_boundaries_are_one_clear_error(self, case: Case) -> None:
         """Before anything runs, and inside a compiled graph, which was traced with right ones."""
         tensors = self.draw(packed=(5, 7))
@@ -833,7 +833,7 @@ class OpContract:
         for wrong in ([0, 7, 3, 12], [0, 3, 7, 10], [0, 3, 7, 300_000]):
             _fails(ValueError, ("cu_seqlens",), lambda x=wrong: compiled(torch.tensor(x)))
 
-    @check(needs=("packing",), over=(torch.int32, torch.int64), once=("forms",))
+    @op_check(needs=("packing",), over=(torch.int32, torch.int64), once=("forms",))
     def test_boundaries_may_lie_apart_in_memory(self, case: Case) -> None:
         """Of either dtype; and may have been checked before, for many calls."""
         tensors = self.draw(packed=(3, 4, 5))
@@ -842,7 +842,7 @@ class OpContract:
         for ends in (apart, Packing.of(apart, 12)):
             self.compare(self.results(tensors, case, cu_seqlens=ends), expected, 0)
 
-    @check(once=("backends", "forms"))
+    @op_check(once=("backends", "forms"))
     def test_bad_choices_are_one_clear_error(self, case: Case) -> None:
         """Values of no meaning, and those that only the reference knows."""
         tensors = self.draw(L=3, dtype=torch.float32)
@@ -852,7 +852,7 @@ class OpContract:
                 for wrong in ("nonsense", *choice.reference):
                     _fails(ValueError, name, lambda x={name: wrong}: self.run(tensors, case, **x))
 
-    @check(once=("backends", "forms"))
+    @op_check(once=("backends", "forms"))
     def test_bad_backends_are_one_clear_error(self, case: Case) -> None:
         """Those of no name, those that the op does not have, and those of another device."""
         tensors = self.draw(L=3, dtype=torch.float32)
