@@ -158,7 +158,7 @@ def test_a_copy_of_a_held_out_document_is_held_out_too(texts, tmp_path):
     assert set(contents.values()) == {2}
 
 
-def test_of_one_document_the_end_is_held_out(tmp_path):
+def test_the_end_of_a_single_document_is_held_out(tmp_path):
     (tmp_path / "book.txt").write_text("a" * 900 + "b" * 100, encoding="utf-8")
     recipe = make_recipe(text=[str(tmp_path / "book.txt")], validation=0.1)
     data = opened(recipe, tmp_path / "cache")

@@ -1,4 +1,4 @@
-"""What layers tell of themselves while they train: what is read, what it costs, where it goes."""
+"""Gauges, the numbers that layers report during training: what is read, its cost, its log."""
 
 import json
 
@@ -24,7 +24,7 @@ def ids(*shape):
     return torch.arange(int(torch.tensor(shape).prod())).view(shape) % 96
 
 
-def test_of_a_batch_the_beginning_of_its_longest_sequence_is_read():
+def test_gauges_read_the_first_tokens_of_a_batchs_longest_sequence():
     batch = ids(3, 2 * TOKENS)
     assert torch.equal(few_tokens({"input_ids": batch})["input_ids"], batch[:1, :TOKENS])
     mask = torch.zeros(3, 10, dtype=torch.int64)
@@ -66,7 +66,7 @@ def test_every_layer_that_has_gauges_is_read_and_nothing_is_changed():
 
 
 @pytest.mark.parametrize("head", ["causal_lm", "sequence", "token", "pair"])
-def test_under_every_head_a_layer_tells_the_same(head):
+def test_gauges_are_the_same_under_every_head(head):
     family = load_family("coffee")
     name = head if head == "causal_lm" else f"{head}_classification"
     config = family.config(**family.tiny, num_labels=3)
@@ -94,7 +94,7 @@ def test_modes_and_hooks_are_put_back_when_a_model_fails():
     assert not any(m._forward_pre_hooks for m in model.modules())
 
 
-def test_a_model_without_gauges_is_not_even_run(monkeypatch):
+def test_a_model_without_gauges_is_not_run_for_them(monkeypatch):
     model = build("longhorn")
     monkeypatch.setattr(type(model), "forward", None)
     assert read_gauges(model, {"input_ids": ids(1, 5)}) == {}
@@ -131,7 +131,7 @@ def lines_of(run):
     return [line for line in lines(run) if "loss" in line]
 
 
-def test_our_trainer_writes_them_with_the_losses(recipe, tmp_path):
+def test_gauges_are_logged_with_the_losses(recipe, tmp_path):
     found = lines_of(train(recipe, output_dir=tmp_path / "run"))
     assert [line["step"] for line in found] == [2, 4, 6]
     for line in found:
@@ -146,7 +146,7 @@ def numbers(run):
     return [(line["loss"], line["grad_norm"]) for line in lines_of(run)]
 
 
-def test_with_and_without_them_a_run_has_the_same_weights_and_losses(recipe, tmp_path, monkeypatch):
+def test_gauges_change_no_weight_and_no_loss(recipe, tmp_path, monkeypatch):
     read = train(recipe, output_dir=tmp_path / "read")
     looked = []
 

@@ -338,11 +338,11 @@ def test_labels_train_alike_and_every_example_is_tested_once(together):
 # -- resuming --------------------------------------------------------------------------------
 
 
-def test_as_many_processes_go_on_bit_by_bit(together):
+def test_as_many_processes_resume_bit_for_bit(together):
     assert_same(together / "two", together / "two-then-two")
 
 
-def test_one_process_goes_on_where_two_were_and_two_where_one_was(together):
+def test_a_run_resumes_on_another_number_of_processes(together):
     with in_float64():
         train(together / "recipe.yaml", output_dir=together / "two-then-one", resume=True)
     for run, processes in (("two-then-one", 1), ("one-then-two", 2)):
@@ -355,7 +355,7 @@ def random_states(run):
     return [process["random"]["torch"] for process in state["processes"]]
 
 
-def test_processes_drop_out_each_on_its_own_and_the_first_as_if_it_were_alone(together):
+def test_each_process_has_its_own_dropout_and_the_first_that_of_a_single_process(together):
     first, second = random_states(together / "two")
     assert first != second
     assert random_states(together / "one") == [first]
@@ -411,7 +411,7 @@ def test_the_other_machine_says_what_happened_and_what_is_saved(death):
     assert "gloo" not in first.stderr
 
 
-def test_a_run_whose_process_was_killed_resumes_bit_by_bit(together):
+def test_a_run_whose_process_was_killed_resumes_bit_for_bit(together):
     assert_same(together / "left-alone", together / "died")
 
 
@@ -616,7 +616,7 @@ def test_a_sharded_bfloat16_run_keeps_in_float32_what_a_copied_one_keeps(togethe
         ("no accelerator", "asks to shard the model, which Accelerate does on accelerators only"),
     ],
 )
-def test_what_cannot_be_is_said_by_every_process(name, message, together):
+def test_every_process_raises_the_same_error(name, message, together):
     for rank in (0, 1):
         assert message in json.loads((together / f"refused-{rank}.json").read_text())[name]
 

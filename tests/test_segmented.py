@@ -116,7 +116,7 @@ def test_a_carried_state_is_where_the_last_step_ended(name):
     assert carried == pytest.approx(loss.item(), rel=1e-5)
 
 
-def test_consecutive_rows_go_on_where_the_last_step_ended_and_lose_nothing():
+def test_consecutive_rows_continue_where_the_last_step_ended_and_lose_nothing():
     tokens = np.arange(1000)
     pieces = np.array([[0, 400], [400, 430], [430, 1000]])
     source = ConsecutiveRows(tokens, pieces, 10, 4, seed=3)
@@ -171,7 +171,7 @@ def test_a_killed_run_resumes_with_its_carried_states(recipe, tmp_path):
     assert_same_run(whole, resumed)
 
 
-def test_carried_states_are_cut_anew_for_other_micro_batches(recipe, tmp_path, monkeypatch):
+def test_carried_states_are_split_again_for_other_micro_batches(recipe, tmp_path, monkeypatch):
     overrides = ["train.segments.count=2", "train.segments.carry=true"]
     whole = train(recipe, output_dir=tmp_path / "whole", overrides=overrides)
     run = tmp_path / "run"

@@ -247,7 +247,7 @@ def test_a_checkpoint_that_is_never_due_is_refused(override, message, recipe):
 EXACT = "model.config.dropout=0.0"  # each micro-batch draws its own
 
 
-def test_a_run_goes_on_with_other_micro_batches_and_recomputed_activations(recipe, tmp_path):
+def test_a_run_resumes_with_other_micro_batches_and_gradient_checkpointing(recipe, tmp_path):
     whole = train(recipe, output_dir=tmp_path / "whole", overrides=[EXACT])
     run = killed(recipe, tmp_path / "run", 8, overrides=[EXACT])
     changes = ["train.accumulate=2", "train.gradient_checkpointing=true"]
@@ -293,7 +293,7 @@ def test_changes_are_listed_once_in_order_also_if_the_run_is_killed_while_it_wri
     ]
 
 
-def test_a_run_goes_on_where_its_text_was_moved(finished, recipe, tmp_path):
+def test_a_run_resumes_after_its_text_was_moved(finished, recipe, tmp_path):
     old, new = write_texts(tmp_path / "old"), tmp_path / "new" / "deeper"
     run = killed(recipe, tmp_path / "run", 8, overrides=[f"data.text={old}"])
     shutil.copytree(old, new)
@@ -325,7 +325,7 @@ def test_moved_text_that_is_not_the_same_is_refused(change, message, recipe, tmp
     assert (run / "run.json").read_bytes() == told
 
 
-def test_a_run_goes_on_where_its_stream_and_its_tokenizer_were_moved(recipe, tmp_path, monkeypatch):
+def test_a_run_resumes_after_its_stream_and_its_tokenizer_were_moved(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
     lines = "".join(json.dumps({"text": f"{i} {WORDS[i % 3] * 9}"}) + "\n" for i in range(40))
     old, new, touched = (tmp_path / name for name in ("old", "new", "touched"))
@@ -359,7 +359,7 @@ def test_a_run_goes_on_where_its_stream_and_its_tokenizer_were_moved(recipe, tmp
     assert_same_run(whole, run)
 
 
-def test_a_tasks_data_may_move_and_nothing_else_of_it_may_change():
+def test_a_tasks_data_may_move_but_its_other_arguments_may_not_change():
     def described(folder, num_pairs=2):
         task_args = {"data": folder, "num_pairs": num_pairs}
         data = {"task": "mqar", "task_args": task_args}
@@ -404,7 +404,7 @@ def fail(error):
         (lambda: fail(torch.OutOfMemoryError("CUDA out of memory. Tried")), "CUDA out of"),
     ],
 )
-def test_a_run_out_of_memory_names_what_needs_less_and_goes_on_with_it(
+def test_out_of_memory_names_a_smaller_setting_that_resumes_the_run(
     ask, first, recipe, tmp_path, capsys, monkeypatch
 ):
     loss_of, run = CausalLM.loss_of, tmp_path / "run"
@@ -516,7 +516,7 @@ def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
-def test_what_a_run_writes_may_be_read_by_all_whom_the_umask_lets(umask, recipe, tmp_path):
+def test_files_of_a_run_have_the_permissions_of_the_umask(umask, recipe, tmp_path):
     before = os.umask(umask)
     try:
         sets = ["--set", "train.steps=3", "--output", str(tmp_path / "run")]

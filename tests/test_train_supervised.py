@@ -356,7 +356,7 @@ def test_a_plateau_waits_for_the_warm_up():
     assert [rate for rate, _ in found] == [0.5, 0.75, 1.0, 1.0, 1.0, 0.5, 0.5]
 
 
-def test_a_drop_judges_by_no_loss_from_before_the_last_validation_of_the_warm_up():
+def test_a_drop_ignores_losses_of_the_warm_up():
     optimizer, schedule = scheduled(False, **{**DROP, "train__below": 1.0}, train__warmup=4)
     found = shown(optimizer, schedule, [(9.0, 9.0), (0.5, 0.5), (0.5, 0.5)])
     assert [rate for rate, _ in found] == [0.75, 0.5, 0.5]
@@ -459,7 +459,7 @@ def test_a_killed_run_that_will_end_early_resumes_to_the_same_weights(tmp_path):
     ("metric", "value", "ends"),
     [("loss", 0.5, [0.6, 0.5]), ("rmse", 0.5, [0.6, 0.4]), ("exact_match", 0.9, [0.8, 0.9])],
 )
-def test_less_loss_and_more_accuracy_are_good_enough(metric, value, ends):
+def test_stop_at_wants_less_loss_or_more_accuracy(metric, value, ends):
     stop = recipe(train__stop_at={"metric": metric, "value": value}).train.stop_at
     assert [stop.reached({metric: end, "other": value}) for end in ends] == [False, True]
 
@@ -504,7 +504,7 @@ def test_answers_of_several_symbols_are_judged_one_by_one_and_whole(chooses, mon
 
 
 @pytest.mark.parametrize("name", ["mqar", "induction_heads"])
-def test_only_what_is_asked_is_computed_and_the_loss_is_the_models_own(name):
+def test_logits_are_computed_only_where_asked_and_the_loss_is_the_models_own(name):
     torch.manual_seed(0)
     arguments = {"mqar": MQAR, "induction_heads": INDUCTION}[name]["task_args"]
     task = load_task(name, "train", 1, **arguments)
@@ -813,7 +813,7 @@ def test_a_presets_other_vocabulary_is_replaced_and_reported(caplog):
          "transformers has no model for classification of images of type 'bert'"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_before_any_work(changes, kind, message, tmp_path):
+def test_a_model_that_does_not_fit_is_refused_before_any_work(changes, kind, message, tmp_path):
     with pytest.raises(kind) as caught:
         train(recipe(**changes), output_dir=tmp_path / "run")
     assert message in str(caught.value)

@@ -10,7 +10,6 @@ import gzip
 import json
 import logging
 import sysconfig
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ssmzoo")
 
 
-class Documents(ABC):
-    """Where a recipe's documents come from.
+class _Documents:
+    """What all documents share.
 
     Attributes:
         field: The recipe's field that names them.
@@ -38,30 +37,6 @@ class Documents(ABC):
     def __init__(self, data: DataSection) -> None:
         self._data, self.field = data, f"data.{data.source}"
         self.reads_all_held_out = data.dataset is None and not data.streaming
-
-    @abstractmethod
-    def find(self, before: dict[str, Any] | None) -> dict[str, Any]:
-        """Return, as JSON, what there is: ``files``, or a data set and its ``revision``.
-
-        Args:
-            before: What this method returned when the run began.
-
-        Raises:
-            LookupError: No such data set.
-            ValueError: Files that are missing, or changed since the run began.
-        """
-
-    @abstractmethod
-    def training(self, found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-        """Yield name and text of each document to train on; only text files have names."""
-
-    @abstractmethod
-    def held_out(self, found: dict[str, Any]) -> Iterator[str]:
-        """Yield the documents of the paths or splits that the recipe holds out."""
-
-    @abstractmethod
-    def records(self, found: dict[str, Any]) -> Iterable[dict[str, Any]]:
-        """Open what is trained on as a stream of records."""
 
     def texts(self, records: Iterable[dict[str, Any]]) -> Iterator[str]:
         """Yield the text of every record that has some.
@@ -87,11 +62,18 @@ class Documents(ABC):
         return {key: file_manifest(files, content=not self._data.streaming)}
 
 
-class FileDocuments(Documents):
+class FileDocuments(_Documents):
     """Local files: text, jsonl or parquet."""
 
     def find(self, before: dict[str, Any] | None) -> dict[str, Any]:
-        """Return ``files`` and, if paths are held out, ``validation_files``."""
+        """Return, as JSON, ``files`` and, if paths are held out, ``validation_files``.
+
+        Args:
+            before: What this method returned when the run began.
+
+        Raises:
+            ValueError: Files that are missing, or changed since the run began.
+        """
         data = self._data
         found = self._find_files("files", self.field, getattr(data, data.source), before)
         if isinstance(data.validation, list):
@@ -123,11 +105,19 @@ class FileDocuments(Documents):
         return read_files(data.source, names, data.text_field, skip_binary=folders)
 
 
-class DatasetDocuments(Documents):
+class DatasetDocuments(_Documents):
     """A data set on the Hub, or a local folder that ``datasets`` can load."""
 
     def find(self, before: dict[str, Any] | None) -> dict[str, Any]:
-        """Return a folder's ``files``, or the Hub's data set and the commit found first."""
+        """Return, as JSON, a folder's ``files``, or the Hub's data set and the commit found first.
+
+        Args:
+            before: What this method returned when the run began.
+
+        Raises:
+            LookupError: No such data set.
+            ValueError: Files that were changed since the run began.
+        """
         data, name = self._data, str(self._data.dataset)
         if Path(name).is_dir():
             return self._find_files("files", self.field, [name], before, Path(name))
@@ -156,7 +146,7 @@ class DatasetDocuments(Documents):
         return _open(self.field, files, self._data.dataset, self._data.config, **given)
 
 
-def documents_of(data: DataSection) -> Documents:
+def documents_of(data: DataSection) -> FileDocuments | DatasetDocuments:
     """Return where a recipe's documents come from."""
     return FileDocuments(data) if data.dataset is None else DatasetDocuments(data)
 

@@ -161,30 +161,21 @@ class _Text(_OfRows):
             )
         return manifest
 
-    def _named_held_out(self, manifest: dict[str, Any]) -> PackedRows | None:
-        """Return the rows of the paths or splits to validate with, None if none are named."""
+    def _named_held_out(self, manifest: dict[str, Any]) -> TokenStore | None:
+        """Return what the named paths or splits hold, None if none are named."""
         if not isinstance(self.recipe.data.validation, list):
             return None
         need = None if self._documents.reads_all_held_out else self._wanted * self._seq_len
-        texts = self._documents.held_out(manifest)
-        return self._held_out_rows(tokens_of(texts, encoder(self.tokenizer), need))
+        return tokens_of(self._documents.held_out(manifest), encoder(self.tokenizer), need)
 
-    def _held_out_rows(self, store: TokenStore, pieces: np.ndarray | None = None) -> PackedRows:
+    def _packed_held_out(
+        self, store: TokenStore | None, pieces: np.ndarray | None, rank: int, world: int
+    ) -> HeldOutRows:
+        if store is None:
+            return HeldOutRows()
         pieces = store.pieces if pieces is None else pieces
-        return PackedRows(store.tokens, pieces, self._seq_len, 0, what="held-out")
-
-    def _data(
-        self,
-        train: RowSource[Rows],
-        held_out: PackedRows | None,
-        epoch_rows: int | None,
-        rank: int,
-        world: int,
-    ) -> Data:
-        if held_out is None:
-            return Data(train, HeldOutRows(), epoch_rows)
-        held = self._held_out(held_out.rows, len(held_out), rank, world)
-        return Data(train, held, epoch_rows)
+        rows = PackedRows(store.tokens, pieces, self._seq_len, 0, what="held-out")
+        return self._held_out(rows.rows, len(rows), rank, world)
 
 
 class StoredText(_Text):
@@ -209,16 +200,14 @@ class StoredText(_Text):
         """Open rows that are all at hand."""
         train, store = self.recipe.train, read_store(cache)
         pieces, _, rest = store.split(self.recipe.data.validation)
-        held_out = self._named_held_out(manifest)
-        if rest is not None:
-            held_out = self._held_out_rows(store, rest)
         given = store.tokens, pieces, self._seq_len
         if train.segments is not None and train.segments.carry:
             lanes = train.batch_size
             rows = ConsecutiveRows(*given, lanes, train.seed, rank=rank, world=world)
         else:
             rows = PackedRows(*given, train.seed, rank=rank, world=world)
-        return self._data(rows, held_out, len(rows), rank, world)
+        held_out = self._named_held_out(manifest) if rest is None else store
+        return Data(rows, self._packed_held_out(held_out, rest, rank, world), len(rows))
 
 
 class StreamedText(_Text):
@@ -231,8 +220,8 @@ class StreamedText(_Text):
         hashes: frozenset[int] = frozenset()
         if isinstance(data.validation, int):
             texts = documents.texts(documents.records(manifest))
-            store = tokens_of(islice(texts, data.validation), encode, None)
-            hashes, held_out = frozenset(store.hashes.tolist()), self._held_out_rows(store)
+            held_out = tokens_of(islice(texts, data.validation), encode, None)
+            hashes = frozenset(held_out.hashes.tolist())
 
         def open_records() -> Iterable[dict[str, Any]]:
             return split_over_ranks(documents.records(manifest), rank, world)
@@ -244,7 +233,7 @@ class StreamedText(_Text):
 
         seed, block = self.recipe.train.seed, data.shuffle_buffer
         rows = StreamedRows(open_records, trained, encode, self._seq_len, seed, block=block)
-        return self._data(rows, held_out, None, rank, world)
+        return Data(rows, self._packed_held_out(held_out, None, rank, world), None)
 
 
 class GeneratedRows(_OfRows):

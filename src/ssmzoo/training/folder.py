@@ -167,7 +167,7 @@ class RunFolder:
         return final if best is None else checkpoint_of(self.checkpoints, best)
 
     def finish(self, final: Path, **facts: Any) -> None:
-        """Write ``model/`` from a checkpoint, and what the run came to into ``run.json``."""
+        """Write ``model/`` from a checkpoint, and the run's results into ``run.json``."""
 
         def write(folder: Path) -> None:
             for path in final.iterdir():

@@ -1,4 +1,4 @@
-"""What a run measures while it trains: the lines of ``metrics.jsonl``, and what stands in them."""
+"""What a run measures while it trains: the file ``metrics.jsonl``, speeds, and layers' gauges."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _INPUTS = ("input_ids", "input_values", "pixel_values")
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one JSON object a line, each on the disk's way as soon as it is known."""
+    """``metrics.jsonl``: one JSON object a line, each written at once."""
 
     def __init__(self, path: Path, *, after_step: int, judged: bool = True) -> None:
-        """Open the file, first dropping what was measured after a step that is resumed from.
+        """Open the file, without the lines after the step that the run resumes from.
 
         Args:
             path: The file.
@@ -97,7 +97,7 @@ class Meter:
         self._window += pairs
 
     def line(self, tokens: int) -> dict[str, float]:
-        """Return the means since the last line, the speed, and the seconds; and begin anew."""
+        """Return the means since the last line, the speed, and the seconds; and start over."""
         now = time.perf_counter()
         spent = now - self._clock
         speed = (tokens - self._tokens) / spent

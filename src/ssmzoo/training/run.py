@@ -1,4 +1,4 @@
-"""Train a model as a recipe says: one loop for every model and machine, on Accelerate.
+"""Train the model of a recipe: one loop for every model and machine, on Accelerate.
 
 A killed run resumes from its newest checkpoint to the same weights, bit for bit on one machine.
 """
@@ -46,17 +46,17 @@ def train(
     score of the test split is in ``run.json`` and ``results.json``.
 
     SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) stop the run after the step, in all its processes: it is
-    saved, one line names the command that goes on, and
-    :class:`ssmzoo.training.stopping.Stopped` is raised, a KeyboardInterrupt. A second one, a second
-    later or more, stops at once; under a launcher that is the launcher's affair. Signals are heard
-    while this function runs in the main thread, and are handled as before afterwards.
+    saved, one line names the command that resumes it, and
+    :class:`ssmzoo.training.stopping.Stopped` is raised, a KeyboardInterrupt. A second signal, at
+    least a second later, stops at once, unless a launcher started the process. Signals are handled
+    only while this function runs in the main thread, and as before afterwards.
 
     Args:
         recipe: A YAML file, the name of a shipped recipe, or a recipe.
         output_dir: The run's folder.
-        resume: Continue the run that is there from its newest checkpoint; begin it where there is
-            none. Of ``model``, ``data`` and ``train`` only these may differ from the recipe that
-            it began with: ``train.steps``, ``train.tokens``, ``train.epochs``, ``train.stop_at``,
+        resume: Resume from the folder's newest checkpoint, or start if the folder is empty. Of
+            ``model``, ``data`` and ``train`` only these may differ from the recipe that the run
+            began with: ``train.steps``, ``train.tokens``, ``train.epochs``, ``train.stop_at``,
             ``train.accumulate``, ``train.gradient_checkpointing``, and where the data lies. What
             differs is listed in ``run.json`` under ``changes``.
         overrides: ``section.field=value``; they win over the recipe.

@@ -1,6 +1,6 @@
 """The loop of a training run: steps, log lines, validations, checkpoints, on any processes.
 
-- What is learnt is the objective's affair, what a step does the learner's; here is their order.
+- The objective says what is learned and measured, the learner takes a step; the loop calls them.
 - The loss of a step is the mean over all its targets, whatever their split into micro-batches and
   processes.
 - Losses stay on the device between log lines; a NaN is therefore noticed at the next line, always
@@ -160,22 +160,22 @@ class Run:
         """Take a step and count it.
 
         Returns:
-            What the processes wish for, summed. Those of several are asked when the step begins,
-            so that all obey after the same one.
+            What all processes request, summed. Several processes are asked before the step, so
+            that all act after the same one.
         """
         total: Any = sum(read.targets)
         sums: Sums | None = None
         if self.processes.count > 1:
-            sums = Sums(self.processes.accelerator, [total, *self._wishes()])
+            sums = Sums(self.processes.accelerator, [total, *self._requests()])
             total = sums.values[0]
         self.learner.take(read, total)
         self.progress.step += 1
         self._new_tokens += read.tokens
         self._bar.update()
-        return self._wishes() if sums is None else sums.read()[1:]
+        return self._requests() if sums is None else sums.read()[1:]
 
-    def _wishes(self) -> list[int]:
-        """Return 1 for what this process asks for: to stop, by signal, and a checkpoint."""
+    def _requests(self) -> list[int]:
+        """Return 1 for each request of this process: to stop, by signal, and to save."""
         minutes = self.recipe.checkpoint.minutes
         due = minutes is not None and time.monotonic() - self._saved >= 60 * minutes
         return [*self.processes.request.flags(), int(due and self.processes.main)]
@@ -183,7 +183,7 @@ class Run:
     def _validate_and_save(
         self, position: dict[str, Any], *, validates: bool, saves: bool, told: int | None
     ) -> None:
-        """Validate after a step and save it, as far as that is due, and stop if told to.
+        """Validate and save after a step, if that is due, and stop if told to.
 
         Raises:
             Stopped: A process was told to stop. The step is saved, and so is that a validation is
