@@ -555,7 +555,7 @@ def _argument(name: str, text: str) -> Argument:
 def _schema_type(option: Choice | str) -> str:
     if isinstance(option, Choice):
         return "str?" if None in option.values else "str"
-    return option
+    return option.replace("int", "SymInt")  # which stays a symbol in an exported graph
 
 
 def _schema(arguments: Mapping[str, str], results: int) -> str:
