@@ -65,6 +65,8 @@ LISTED_BLOCKS = {
     "def attend(self, inputs: Tensor": "tests/test_foreign_families.py has the files",
     'family = "toy"': "tests/test_toy_family.py has it",
     "FAMILY = Family(": "tests/test_toy_family.py compares it with the files",
+    "SCAN = Op(": "the reader's own op; tests/kernels/test_contract.py declares one",
+    "class TestLeakySum(OpContract):": "tests/kernels/test_contract.py has it",
     "class ToyConfig(SSMConfig):": "tests/test_toy_family.py compares it with the files",
     '"you/longhorn-demo", trust_remote_code': "a repository; tests/test_export_code.py loads one",
     '"bmojo-130m"': "tests/plugins/test_bmojo.py runs it",

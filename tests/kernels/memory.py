@@ -3,7 +3,7 @@
 from itertools import accumulate
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 
 def saved_numbers(call, inputs):
@@ -23,10 +23,10 @@ def saved_numbers(call, inputs):
 
 def peak_bytes(call):
     """Return the most memory that torch holds during a call, beyond what it held before."""
-    kinds = [ProfilerActivity.CPU]
-    with profile(activities=kinds, profile_memory=True, acc_events=True) as recorded:
+    # not torch.profiler, which sorts every event into a tree: quadratic in them
+    with profile(use_cpu=True, profile_memory=True) as recorded:
         call()
-    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
     assert events
     return max(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
 

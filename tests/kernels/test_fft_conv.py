@@ -188,7 +188,7 @@ def test_memory_falls_with_the_workspace_and_stays_within_it(backend, taps, cuts
     grad = torch.randn(1, length, width)
     results = u.numel() * u.element_size() + kernel.numel() * kernel.element_size()
     peaks = []
-    for workspace in (None, 1 << 19, 1 << 17):
+    for workspace in (None, 1 << 19, 1 << 18):
         cuts.clear()
         y = fft_conv(*leaves, backend=backend, workspace=workspace)[0]
         peaks.append(
