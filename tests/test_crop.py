@@ -41,7 +41,7 @@ def goes_on(model, cache, ids, kept):
 
 @pytest.mark.parametrize("kept", range(4, 15))
 @pytest.mark.parametrize("name", sorted(families()))
-def test_a_state_goes_on_from_wherever_it_was_cropped_to(name, ids, kept):
+def test_a_cropped_state_continues_as_if_the_rest_was_never_read(name, ids, kept):
     model = build(name)
     cache = read(model, None, ids[:, :4])
     cache.activate_past_recording()
@@ -55,7 +55,7 @@ def test_a_state_goes_on_from_wherever_it_was_cropped_to(name, ids, kept):
     goes_on(model, cache, ids, kept)
 
 
-def test_a_positive_length_is_what_stays(model, ids):
+def test_crop_with_a_positive_length_keeps_that_many_tokens(model, ids):
     cache = read(model, None, ids[:, :4])
     cache.activate_past_recording()
     read(model, cache, ids[:, 4:9])
@@ -65,7 +65,7 @@ def test_a_positive_length_is_what_stays(model, ids):
     goes_on(model, cache, ids, 6)
 
 
-def test_what_was_settled_cannot_be_taken_back(model, ids):
+def test_tokens_before_the_last_crop_cannot_be_rolled_back(model, ids):
     cache = read(model, None, ids[:, :4])
     with pytest.raises(RuntimeError, match="cannot be cropped: it holds no earlier states"):
         cache.crop(-1)
@@ -79,7 +79,7 @@ def test_what_was_settled_cannot_be_taken_back(model, ids):
     goes_on(model, cache, ids, 9)
 
 
-def test_crops_follow_one_another(model, ids):
+def test_several_crops_in_a_row_work(model, ids):
     cache = read(model, None, ids[:, :4])
     cache.activate_past_recording()
     for end in (9, 12, 16):
@@ -89,7 +89,7 @@ def test_crops_follow_one_another(model, ids):
     goes_on(model, cache, ids, 14)
 
 
-def test_while_tokens_wait_to_be_read_again_rows_and_files_are_refused(model, ids, tmp_path):
+def test_after_a_crop_inside_a_call_rows_and_files_are_refused(model, ids, tmp_path):
     cache = read(model, None, ids[:, :4])
     cache.activate_past_recording()
     read(model, cache, ids[:, 4:9])
@@ -110,7 +110,7 @@ def test_while_tokens_wait_to_be_read_again_rows_and_files_are_refused(model, id
 
 @pytest.mark.parametrize("kept", [5, 7, 8])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_padded_call_is_taken_back_in_part(model, ids, side, kept):
+def test_part_of_a_padded_call_can_be_rolled_back(model, ids, side, kept):
     mask = torch.ones(2, 20, dtype=torch.int64)
     mask[0, slice(4, 6) if side == "left" else slice(7, 9)] = 0
     cache = read(model, None, ids[:, :4])
@@ -125,7 +125,7 @@ def test_a_padded_call_is_taken_back_in_part(model, ids, side, kept):
             torch.testing.assert_close(got[row], expected, rtol=1e-10, atol=1e-10)
 
 
-def test_a_packed_call_goes_as_a_whole_or_not_at_all(model, ids):
+def test_a_packed_call_is_rolled_back_only_as_a_whole(model, ids):
     cache = read(model, None, ids[:, :4])
     cache.activate_past_recording()
     with torch.no_grad():
@@ -170,7 +170,7 @@ def fails_once(model, monkeypatch):
     monkeypatch.setattr(layer, "forward", raises)
 
 
-def test_a_call_that_failed_is_none_to_take_back(model, ids, monkeypatch):
+def test_a_failed_call_is_not_recorded(model, ids, monkeypatch):
     cache = read(model, None, ids[:, :4])
     cache.activate_past_recording()
     read(model, cache, ids[:, 4:7])
@@ -182,7 +182,7 @@ def test_a_call_that_failed_is_none_to_take_back(model, ids, monkeypatch):
     goes_on(model, cache, ids, 6)
 
 
-def test_what_must_be_read_again_still_must_after_that_failed(model, ids, monkeypatch):
+def test_a_pending_reread_survives_a_failed_call(model, ids, monkeypatch):
     cache = read(model, None, ids[:, :4])
     cache.activate_past_recording()
     read(model, cache, ids[:, 4:9])
@@ -193,7 +193,7 @@ def test_what_must_be_read_again_still_must_after_that_failed(model, ids, monkey
     goes_on(model, cache, ids, 7)
 
 
-def test_without_recording_nothing_is_kept(model, ids):
+def test_nothing_is_recorded_unless_asked(model, ids):
     cache = read(model, None, ids)
     read(model, cache, ids)
     assert cache._recorded == []
@@ -209,7 +209,7 @@ def test_without_recording_nothing_is_kept(model, ids):
     ],
     ids=["reordered", "selected", "repeated", "reset"],
 )
-def test_what_was_recorded_of_rows_as_they_were_is_forgotten_when_they_change(model, ids, change):
+def test_changing_rows_drops_the_recording(model, ids, change):
     cache = read(model, None, ids[:, :4])
     cache.activate_past_recording()
     read(model, cache, ids[:, 4:9])
@@ -223,7 +223,7 @@ def test_what_was_recorded_of_rows_as_they_were_is_forgotten_when_they_change(mo
 
 
 @pytest.mark.parametrize("name", sorted(families()))
-def test_proposals_of_the_first_layers_change_no_token(name, ids):
+def test_early_exit_proposals_do_not_change_tokens(name, ids):
     model, options = build(name), {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
     layers, expected = model.config.num_hidden_layers, model.generate(ids[:1], **options)
     read = []
@@ -241,7 +241,7 @@ def test_proposals_of_the_first_layers_change_no_token(name, ids):
     assert model.config.num_hidden_layers == layers
 
 
-def test_the_first_layers_alone_are_a_model_of_its_own(model, ids):
+def test_early_exit_equals_a_model_of_the_first_layers(model, ids):
     fields = {**load_family("longhorn").tiny, "num_hidden_layers": 1}
     shallow = type(model)(load_family("longhorn").config(**fields)).double().eval()
     shallow.load_state_dict(model.state_dict(), strict=False)
@@ -254,7 +254,7 @@ def test_the_first_layers_alone_are_a_model_of_its_own(model, ids):
 
 
 @pytest.mark.parametrize("early", [0, 3, True, "one"])
-def test_an_early_exit_where_there_is_no_layer_is_named(model, ids, early):
+def test_an_early_exit_beyond_the_layers_is_refused(model, ids, early):
     with pytest.raises(ValueError, match=rf"number of layers from 1 to 2, got {early!r}"):
         model.generate(ids[:1], max_new_tokens=2, pad_token_id=0, assistant_early_exit=early)
 

@@ -124,7 +124,7 @@ def test_a_label_outside_the_vocabulary_is_named_and_minus_100_is_none(model, id
         model(ids, **{name: targets})
 
 
-def test_labels_that_nobody_reads_may_be_anything(model, ids):
+def test_unused_labels_may_have_any_value(model, ids):
     first = ids.clone()
     first[:, 0] = -1
     assert torch.equal(model(ids, labels=first).loss, model(ids, labels=ids).loss)
@@ -507,7 +507,7 @@ def test_a_call_under_another_default_device_changes_nothing(model, ids):
     assert torch.equal(model(ids).logits, expected)
 
 
-def test_vmap_goes_around_the_kernel_of_few_rows(model):
+def test_vmap_does_not_use_the_few_rows_kernel(model):
     layer, x = model.lm_head, torch.randn(3, 2, model.config.hidden_size)
     with torch.no_grad():
         mapped = torch.vmap(layer)(x)

@@ -45,7 +45,7 @@ def logits(model, inputs):
         return model(inputs["input_ids"][:, past.seen_tokens :], past_key_values=past).logits[:, -1]
 
 
-def test_another_process_goes_on_to_the_same_bits(model, ids, folder, tmp_path):
+def test_a_saved_prompt_continues_bitwise_equal_in_another_process(model, ids, folder, tmp_path):
     model.save_pretrained(tmp_path / "model")
     code = f"""
 import ssmzoo.auto, torch
@@ -70,7 +70,7 @@ save_file({{"logits": out.logits[:, -1].contiguous()}}, {str(tmp_path / "logits.
     torch.testing.assert_close(got, whole)
 
 
-def test_the_file_tells_whose_it_is(model, folder):
+def test_the_file_names_its_model(model, folder):
     with safe_open(folder / "state.safetensors", framework="pt") as file:
         notes = file.metadata()
     assert (notes["tokens"], notes["seen_tokens"], notes["dtype"]) == ("7", "6", "float32")
@@ -78,7 +78,7 @@ def test_the_file_tells_whose_it_is(model, folder):
     assert json.loads(notes["owner"])["model_type"] == "ssmzoo_longhorn"
 
 
-def test_forks_do_not_see_each_other(model, ids):
+def test_continuations_of_one_prompt_are_independent(model, ids):
     state = model.prefill(ids)
     before = logits(model, state.inputs())
     forks = [state.inputs(torch.full((2, 3), token)) for token in (1, 2)]
@@ -89,7 +89,7 @@ def test_forks_do_not_see_each_other(model, ids):
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 100])
-def test_chunks_read_the_same(model, ids, chunk_size):
+def test_prefill_in_chunks_equals_prefill_at_once(model, ids, chunk_size):
     whole = logits(model, model.prefill(ids).inputs())
     torch.testing.assert_close(
         logits(model, model.prefill(ids, chunk_size=chunk_size).inputs()), whole
@@ -105,7 +105,7 @@ def test_a_prompt_of_one_token_is_kept_too(model, ids, tmp_path):
         assert torch.equal(logits(model, state.inputs()), model(one).logits[:, -1])
 
 
-def test_a_prompt_grows_and_what_it_grew_from_stays(model, ids):
+def test_extending_a_prompt_leaves_the_original_unchanged(model, ids):
     first = model.prefill(ids)
     longer = model.prefill(**first.inputs(ids))
     assert (first.cache.seen_tokens, longer.cache.seen_tokens) == (6, 13)
@@ -137,13 +137,13 @@ def test_other_weights_another_dtype_and_another_shape_are_refused(model, folder
         load_state(folder, DSS.causal_lm_class(DSS.config(**DSS.tiny)))
 
 
-def test_a_head_of_other_weights_may_go_on(folder):
+def test_another_head_may_continue_the_prompt(folder):
     other = build()
     other.lm_head = torch.nn.Linear(other.config.hidden_size, 3, bias=False)
     assert load_state(folder, other).num_tokens == 7
 
 
-def test_weights_that_changed_since_are_not_written_down_as_the_readers(ids, tmp_path):
+def test_a_prompt_is_not_saved_after_its_weights_changed(ids, tmp_path):
     model = build()
     state = model.prefill(ids)
     with torch.no_grad():
@@ -190,7 +190,7 @@ def test_a_state_of_a_layer_that_is_not_there_is_refused(model, folder, tmp_path
         ({"attention_mask": torch.ones(2, 6)}, r"shape of input_ids \[2, 7\], got \[2, 6\]"),
     ],
 )
-def test_what_cannot_be_read_is_refused(model, ids, arguments, message):
+def test_invalid_prompts_are_refused(model, ids, arguments, message):
     with pytest.raises(ValueError, match=message):
         model.prefill(**{"input_ids": ids, **arguments})
 

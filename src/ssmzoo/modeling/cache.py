@@ -1,9 +1,9 @@
 """The recurrent state of a model between two calls.
 
-What surprises: the state has a fixed size however many tokens were seen; it can be cropped only
-into calls that were recorded, by a snapshot from before them and reading again what stays; and a
-forward pass that fails leaves it as it was, because new states replace the old ones only at its
-end. (Single steps that write into a state's own memory, as RTF's, are the exception.)
+What surprises: the state has a fixed size however many tokens were seen. It can be cropped only
+inside calls that were recorded: the snapshot from before the call is restored, and the tokens that
+stay are read again. A forward pass that fails leaves the state unchanged, because new states
+replace the old ones only at its end (RTF's single steps, which write in place, are the exception).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OTHER = "other."  # before the names of tensors in the file that are no states
 
 @dataclass
 class Recorded:
-    """A forward pass that may be taken back: the states before it, and what it read."""
+    """A forward pass that may be rolled back: the states before it, and what it read."""
 
     states: list[dict[str, Tensor]]
     inputs: dict[str, Tensor] | None  # by argument, [B, L, ...]; None: packed, none to read again
@@ -217,14 +217,14 @@ class StateCache(Cache):
             }
 
     def activate_past_recording(self) -> None:
-        """Keep a snapshot before every call from now on, until :meth:`crop` needs them no more.
+        """Take a snapshot before every call from now on, so that :meth:`crop` can roll it back.
 
-        transformers asks for it where tokens are only proposed, as in assisted decoding.
+        transformers calls it where tokens are only proposed, as in assisted decoding.
         """
         self.recording = True
 
     def before(self, inputs_embeds: Tensor, packing: PackedRow | None) -> Recorded:
-        """Return what :meth:`advance` needs so that a call can be taken back.
+        """Return the snapshot that :meth:`advance` records, so that a call can be rolled back.
 
         Args:
             inputs_embeds: What it is about to read ``[B, L, D]``.
@@ -258,14 +258,14 @@ class StateCache(Cache):
             self.recording = recording
 
     def crop(self, max_length: int) -> None:
-        """Take tokens back, as long as they were read while the past was recorded.
+        """Roll tokens back that were read while calls were recorded.
 
-        Whole calls are taken back by their snapshots. Of a call that stays in part, that part is
-        read again at the start of the next call, which is all that a state without a past allows.
+        Whole calls are rolled back from their snapshots. Of a call that stays in part, the tokens
+        that stay are read again at the start of the next call.
 
         Args:
-            max_length: Keep so many tokens; or, from 0 downwards, take that many back. Either
-                way, what was recorded up to here is settled.
+            max_length: Keep so many tokens; or, if 0 or negative, roll that many back. Either way,
+                the recording up to here is dropped.
 
         Raises:
             RuntimeError: They were read before :meth:`activate_past_recording`, are part of a call
