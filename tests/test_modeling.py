@@ -756,6 +756,21 @@ def test_packed_batches_compile_to_one_graph_by_boundaries_even_with_a_mask(mode
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", sorted(families()))
+def test_compile_to_one_graph_under_a_default_device(name, ids):
+    """With one, dynamo reads the Python methods of Tensor, and stops at some of them."""
+    family = load_family(name)
+    model = family.causal_lm_class(family.config(**family.tiny)).eval()
+    compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=False)
+    try:
+        with torch.device("cpu"), torch.no_grad():
+            got = compiled(ids, use_cache=False).logits
+            torch.testing.assert_close(got, model(ids, use_cache=False).logits)
+    finally:
+        torch._dynamo.reset()
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", sorted(families()))

@@ -50,6 +50,7 @@ LISTED = {
     r"ssmzoo exec (transformers serve|trl|accelerate)": "tests/test_exec.py starts such programs",
     r"(\.venv/bin/)?pytest": "the tests themselves",
     r"python kernels/benchmarks|python tests/kernels": "minutes; measures, or compiles for GPUs",
+    r"ssmzoo bench --runs": "minutes; measures; tests/test_bench.py times smaller models",
     r"ssmzoo (list --load|(info|check|train) toy|generate run/model)": (
         "needs the reader's own package installed; tests/test_third_party.py does that"
     ),

@@ -280,7 +280,7 @@ def joined(old: Tensor | None, new: Tensor, first: Tensor | None = None) -> Tens
 def taken(table: Tensor, rows: Tensor) -> Tensor:
     """Return rows of a table, ``[*rows.shape, ...]``."""
     # some times as fast as indexing, and its backward is deterministic, too
-    return F.embedding(rows, table.flatten(1)).unflatten(-1, table.shape[1:])
+    return F.embedding(rows, table.flatten(1)).view(*rows.shape, *table.shape[1:])
 
 
 def blanked(x: Tensor, absent: Tensor) -> Tensor:
@@ -298,7 +298,8 @@ def newest(call: Call, old: Tensor | None, new: Tensor, count: int) -> Tensor:
         count: How many to keep.
     """
     if call.equal:  # slices, of which a step copies its window once
-        new = new.unflatten(0, (call.sequences, call.tokens // max(1, call.sequences)))
+        length = call.tokens // max(1, call.sequences)
+        new = new.view(call.sequences, length, *new.shape[1:])
         kept = max(0, count - new.shape[1])
         if old is None:
             old = new.new_zeros(call.sequences, kept, *new.shape[2:])

@@ -175,7 +175,7 @@ class BMojoAttention(nn.Module):
             state.put("keys", newest(call, past[0], k, count))
             state.put("values", newest(call, past[1], v, count))
         out = eidetic_attention(
-            *(x.unflatten(0, shape) for x in (q, k, v)),
+            *(x.view(*shape, *x.shape[1:]) for x in (q, k, v)),
             window=self.window,
             past_k=past[0],
             past_v=past[1],
@@ -321,7 +321,10 @@ class BMojoAttention(nn.Module):
             old = state.get(f"late_{name}")
             if state.keep:
                 state.put(f"late_{name}", newest(call, old, new, self.window + self.fading))
-            options |= {f"late_{name}": new.unflatten(0, y.shape[:2]), f"late_past_{name}": old}
+            options |= {
+                f"late_{name}": new.view(*y.shape[:2], *new.shape[1:]),
+                f"late_past_{name}": old,
+            }
         return options
 
     def _fading(self, y: Tensor, turns: Turns | None) -> tuple[Tensor, Tensor]:
