@@ -12,6 +12,7 @@ from ssmzoo_kernels.eidetic_attention import eidetic_attention
 from ssmzoo_kernels.feedback_scan import feedback_scan
 from ssmzoo_kernels.few_rows_linear import few_rows_linear
 from ssmzoo_kernels.fft_conv import fft_conv
+from ssmzoo_kernels.gated_linear_attention import gated_linear_attention
 from ssmzoo_kernels.innovation import innovation, select_memory
 from ssmzoo_kernels.linear_scan import linear_scan
 from ssmzoo_kernels.longhorn_scan import longhorn_scan
@@ -29,6 +30,7 @@ __all__ = [
     "feedback_scan",
     "few_rows_linear",
     "fft_conv",
+    "gated_linear_attention",
     "innovation",
     "inverse_series",
     "last_backend",

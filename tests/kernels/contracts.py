@@ -354,5 +354,42 @@ class EideticAttention(OpContract):
         return super().run(tensors, case, **options)
 
 
+class GatedLinearAttention(OpContract):
+    op, declaration = op("gated_linear_attention")
+    forms = {
+        "additive": {"rule": "additive", "chunk": 64},
+        "delta": {"rule": "delta", "scale": 0.7, "chunk": 16},
+    }
+    sizes = {"B": 2, "L": 40, "G": 2, "H": 4, "K": 5, "V": 6, "E": 1}
+    values = {
+        # a write of more than twice the error makes the delta rule's states grow
+        "k": lambda x: x / x.norm(dim=-1, keepdim=True),
+        "beta": lambda x: 2 * x.sigmoid(),
+        # some tokens forget nearly all, among others that forget little
+        "log_decay": lambda x: (-x.exp() / 8).where(x < 1.5, -50.0),
+    }
+    shapes = (
+        *lengths(0, 1, 15, 16, 17, 63, 64, 65, 130),
+        *grid(L=[33], G=[1, 3], H=[3], K=[1, 16, 37], V=[1, 16, 35]),
+    )
+    packings = ((PACKED, {}), ((0, 64, 33, 0, 15, 24), {"K": 40, "H": 2}))
+    cuts = ((16,), (3, 19, 39))
+    many = {"L": 300, "H": 6, "K": 16, "V": 16}
+    ragged = {"B": 4, "L": 37, "G": 2, "H": 6, "K": 5, "V": 7}
+    # where keys are parallel, what a chunk's tokens write cancels against the state; the loop
+    # multiplies by 1 - beta, which is small
+    slack = 4
+
+
+class RowwiseGatedLinearAttention(GatedLinearAttention):
+    sizes = {**GatedLinearAttention.sizes, "E": 5}
+    shapes = (
+        *lengths(0, 1, 15, 16, 17, 63, 64, 65, 130),
+        {"L": 33, "G": 1, "H": 3, "K": 37, "E": 37, "V": 35},
+    )
+    packings = ((PACKED, {}), ((0, 64, 33, 0, 15, 24), {"K": 40, "E": 40, "H": 2}))
+    many = {"L": 300, "H": 6, "K": 16, "E": 16, "V": 16}
+
+
 _NAMED = [x for x in [*vars().values()] if isinstance(x, type)]
 CONTRACTS = [x for x in _NAMED if issubclass(x, OpContract) and x is not OpContract]

@@ -1,0 +1,80 @@
+"""The linear recurrences' oracle, judged by parallel forms, closed forms and each other."""
+
+import numpy as np
+from tests.oracles import linear_attention
+from tests.oracles.judging import numbers, relative
+
+L, K, V = 9, 4, 3
+Q, KEYS, VALUES = numbers(L, K), numbers(L, K, seed=1), numbers(L, V, seed=2)
+BETA = 1 / (1 + np.exp(-numbers(L, seed=3)))
+ALPHA = 1 / (1 + np.exp(-numbers(L, K, seed=4)))
+STATE = numbers(K, V, seed=5)
+UNIT = KEYS / np.linalg.norm(KEYS, axis=1, keepdims=True)
+
+
+def quadratic(q, k, v, decay):
+    """All outputs at once: the masked matrix of scores times the values (attention's form)."""
+    mask = np.array(
+        [[np.prod(decay[j + 1 : i + 1]) * (j <= i) for j in range(L)] for i in range(L)]
+    )
+    return (q @ k.T * mask) @ v
+
+
+def test_ssd_is_its_quadratic_form():
+    dt = np.exp(numbers(L, seed=6))
+    y, _ = linear_attention.ssd(VALUES, dt, -0.3, KEYS, Q)
+    assert relative(y, quadratic(Q, KEYS, dt[:, None] * VALUES, np.exp(-0.3 * dt))) < 1e-13
+
+
+def test_retention_is_its_parallel_representation():
+    o, _ = linear_attention.retention(Q, KEYS, VALUES, 0.8)
+    assert relative(o, quadratic(Q, KEYS, VALUES, np.full(L, 0.8))) < 1e-13
+
+
+def test_gla_is_its_parallel_form():
+    """``((Q * b) (K / b)^T, masked) V`` with ``b`` the cumulated gates."""
+    b = np.cumprod(ALPHA, axis=0)
+    o, _ = linear_attention.gla(Q, KEYS, VALUES, ALPHA)
+    assert relative(o, np.tril((Q * b) @ (KEYS / b).T) @ VALUES) < 1e-12
+
+
+def test_equal_gates_make_gla_retention_and_kda_the_gated_delta_net():
+    found = linear_attention.gla(Q, KEYS, VALUES, np.full((L, K), 0.7), STATE)
+    expected = linear_attention.retention(Q, KEYS, VALUES, 0.7, STATE)
+    for a, b in zip(found, expected, strict=True):
+        assert relative(a, b) < 1e-13
+    alpha = ALPHA[:, 0]
+    o, S = linear_attention.kda(Q, UNIT, VALUES, np.repeat(alpha[:, None], K, axis=1), BETA, STATE)
+    expected = linear_attention.gated_delta_net(Q, UNIT, VALUES, alpha, BETA, STATE.T)
+    assert relative(o, expected[0]) < 1e-13
+    assert relative(S, expected[1].T) < 1e-13
+
+
+def test_gates_of_one_make_the_gated_delta_net_delta_net():
+    found = linear_attention.gated_delta_net(Q, UNIT, VALUES, np.ones(L), BETA, STATE.T)
+    expected = linear_attention.delta_net(Q, UNIT, VALUES, BETA, STATE.T)
+    for a, b in zip(found, expected, strict=True):
+        assert relative(a, b) < 1e-13
+
+
+def test_the_delta_rule_recalls_what_it_wrote_last_under_a_key():
+    """With beta = 1 and orthonormal keys, each written twice."""
+    keys = np.linalg.qr(KEYS[:K])[0]
+    keys = np.concatenate([keys, keys])
+    values = numbers(2 * K, V, seed=7)
+    _, S = linear_attention.delta_net(keys, keys, values, np.ones(2 * K))
+    assert relative(S @ keys[K:].T, values[K:].T) < 1e-13
+
+
+def test_the_delta_rule_is_a_step_down_the_error_of_its_key():
+    """Finite differences of ``|S k - v|^2 / 2`` in S."""
+    S, k, v = STATE.T, KEYS[0], VALUES[0]
+    slope, step = np.zeros_like(S), 1e-6
+    for i in np.ndindex(*S.shape):
+        moved = [S.copy(), S.copy()]
+        for x, sign in zip(moved, (1, -1), strict=True):
+            x[i] += sign * step
+        up, down = (((x @ k - v) ** 2).sum() / 2 for x in moved)
+        slope[i] = (up - down) / (2 * step)
+    _, after = linear_attention.delta_net(Q[:1], KEYS[:1], VALUES[:1], BETA[:1], S)
+    assert relative(after, S - BETA[0] * slope) < 1e-9
