@@ -167,6 +167,10 @@ OPS = {
     "causal_conv1d": {
         "x": (B, L, D), "weight": (D, N), "bias": (D,), "initial_state": (B, N - 1, D),
     },
+    "gated_linear_attention": {
+        "q": (B, L, 2, N), "k": (B, L, 2, N), "v": (B, L, D, N), "log_decay": (B, L, D),
+        "beta": (B, L, D), "initial_state": (B, D, N, N),
+    },
     "fft_conv": {"u": (B, L, D), "kernel": (D, L), "D": (D,)},
     "rational_kernel": {"a": (D, N), "b": (D, N)},
     "innovation": {"y": (B, L, D), "weights": (N,), "history": (B, N, D)},

@@ -14,11 +14,6 @@ from ssmzoo.testing.accuracy import assert_as_accurate
 from ssmzoo_kernels import gated_linear_attention
 
 
-@pytest.fixture
-def backend():
-    return "eager"
-
-
 class TestGatedLinearAttention(contracts.GatedLinearAttention):
     """Every check of the contract, a decay a head."""
 

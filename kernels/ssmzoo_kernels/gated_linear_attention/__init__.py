@@ -38,7 +38,7 @@ ATTENTION = Op(
     packing="flat",
     least={"q": "column"},
     saved=_saved_states,
-    offers=("reference", "eager"),
+    offers=("reference", "eager", "cpu"),
     reference=reference.gated_linear_attention,
     kernels=lambda name: importlib.import_module(f"ssmzoo_kernels.{OP}.{name}"),
 )
