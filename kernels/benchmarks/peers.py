@@ -310,3 +310,36 @@ def transformers_loop(shape: tuple[int, ...], *inputs: Tensor) -> Passes:
         torch.autograd.grad(y, inputs, grad)
 
     return {"fwd+bwd": both}
+
+
+def transformers_gated_delta(shape: tuple[int, ...], *inputs: Tensor) -> Passes:
+    """Run the gated delta rule as transformers' Qwen3-Next does without other packages."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    return _passes(lambda: torch_chunk_gated_delta_rule(*inputs)[0], inputs)
+
+
+def transformers_kda(shape: tuple[int, ...], *inputs: Tensor) -> Passes:
+    """Run KDA as transformers' Kimi Linear does without other packages."""
+    from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
+
+    return _passes(lambda: chunk_kimi_delta_attention(*inputs)[0], inputs)
+
+
+def transformers_ssd(shape: tuple[int, ...], *inputs: Tensor) -> Passes:
+    """Run SSD as transformers' Mamba2 does without other packages."""
+    from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
+
+    q, k, v, rates, dt = inputs
+    return _passes(lambda: mamba2_chunk_scan(v, dt, rates, k, q, 256), inputs)
+
+
+def _passes(call: Callable[[], Tensor], inputs: tuple[Tensor, ...]) -> Passes:
+    """Return a forward alone, and one with its backward by autograd."""
+    with torch.no_grad():
+        grad = torch.randn_like(call())
+
+    def both() -> None:
+        torch.autograd.grad(call(), inputs, grad)
+
+    return {"fwd": torch.no_grad()(call), "fwd+bwd": both}

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from peers import (
     bare_ratio_transforms,
     bare_transforms,
@@ -16,7 +18,10 @@ from peers import (
     masked_window,
     materialised_scan,
     torch_loop,
+    transformers_gated_delta,
+    transformers_kda,
     transformers_loop,
+    transformers_ssd,
 )
 from torch import Tensor
 
@@ -27,6 +32,7 @@ from ssmzoo_kernels import (
     eidetic_attention,
     feedback_scan,
     fft_conv,
+    gated_linear_attention,
     linear_scan,
     longhorn_scan,
     rational_kernel,
@@ -138,6 +144,37 @@ def _attention_flops(B: int, L: int, D: int, K: int) -> tuple[float, float]:
     early = window * (window - 1) // 2 + window * MEMORY  # keys that the first chunk lacks
     products = 2.0 * B * D * (L * K - early)
     return 2 * products, 5 * products
+
+
+def _ssd_inputs(B: int, L: int, D: int, N: int, **where) -> list[Tensor]:
+    """Return C, B, x, A and dt of heads of 64 values that share their keys."""
+    heads = D // 64
+    q, k = (torch.randn(B, L, 1, N, **where) / N**0.5 for _ in range(2))
+    steps = torch.exp(torch.empty(B, L, heads, **where).uniform_(-6.9, -2.3))
+    return [q, k, torch.randn(B, L, heads, 64, **where), -torch.rand(heads, **where) * 16, steps]
+
+
+def _ssd(q: Tensor, k: Tensor, v: Tensor, rates: Tensor, dt: Tensor, backend: str) -> Tensor:
+    return gated_linear_attention(q, k, v, rates * dt, dt, scale=1.0, backend=backend)[0]  # type: ignore[arg-type]
+
+
+def _delta_inputs(B: int, L: int, D: int, N: int, *, rowwise: bool = False, **where):
+    heads = D // N
+    q, k = (F.normalize(torch.randn(B, L, heads, N, **where), dim=-1) for _ in range(2))
+    shape = (B, L, heads, N) if rowwise else (B, L, heads)
+    decay = -torch.exp(torch.empty(shape, **where).uniform_(-6.9, 0))
+    values = torch.randn(B, L, heads, N, **where)
+    return [q, k, values, decay, torch.rand(B, L, heads, **where)]
+
+
+def _delta(*inputs: Tensor, backend: str) -> Tensor:
+    return gated_linear_attention(*inputs, rule="delta", backend=backend)[0]  # type: ignore[arg-type]
+
+
+def _attention_by_chunks_flops(B: int, L: int, D: int, N: int) -> tuple[float, float]:
+    """Count the products with the state: 2 forward, or 3 by the delta rule; 8 or so backward."""
+    product = 2.0 * B * L * D * N
+    return 2 * product, 6 * product
 
 
 def _modes(H: int, N: int, **where) -> Tensor:
@@ -260,6 +297,23 @@ ENTRIES = [
         peers={"SDPA, window in blocks": blocked_window, "SDPA, window as mask": masked_window},
         cpu=("eager",),
         gpu=("triton", "flex"),
+    ),
+    *(
+        Entry(
+            f"gated_linear_attention ({name})",
+            (4, 512, 512, keys),
+            make,
+            call,
+            _attention_by_chunks_flops,
+            peers={"transformers, by chunks": peer},
+            tests="tests/kernels/test_gated_linear_attention.py",
+        )
+        for name, keys, make, call, peer in (
+            ("SSD", 64, _ssd_inputs, _ssd, transformers_ssd),
+            ("SSD", 128, _ssd_inputs, _ssd, transformers_ssd),
+            ("gated delta", 64, _delta_inputs, _delta, transformers_gated_delta),
+            ("KDA", 64, partial(_delta_inputs, rowwise=True), _delta, transformers_kda),
+        )
     ),
     Entry(
         "vandermonde",
