@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 # few processes, because each loads torch and triton; several, for workers to share
 PROCESSES = (
     ("interpreted_triton.py",),
-    ("interpreted_eidetic.py", "interpreted_linear.py"),
+    ("interpreted_eidetic.py", "interpreted_linear.py", "interpreted_linear_attention.py"),
     (
         "interpreted_feedback.py",
         "interpreted_diagonal.py",

@@ -38,7 +38,6 @@ ATTENTION = Op(
     packing="flat",
     least={"q": "column"},
     saved=_saved_states,
-    offers=("reference", "eager", "cpu"),
     reference=reference.gated_linear_attention,
     kernels=lambda name: importlib.import_module(f"ssmzoo_kernels.{OP}.{name}"),
 )
@@ -98,8 +97,8 @@ def gated_linear_attention(
             or a ``Packing`` of them, which was checked already.
         rule: What is written: the value, or what it differs from the state's answer to the key.
         scale: Of the outputs; ``K ** -0.5`` if absent.
-        chunk: How many tokens are multiplied at once, 16, 32 or 64; it changes no more than
-            roundings. Training saves a state a chunk, or one every K tokens if that is more.
+        chunk: How many tokens are multiplied at once at most, 16, 32 or 64; it changes no more
+            than roundings. Training saves a state a chunk, or one every K tokens if that is more.
         backend: "auto" goes by device. Naming a backend that cannot run is an error.
 
     Returns:
