@@ -319,6 +319,16 @@ def transformers_gated_delta(shape: tuple[int, ...], *inputs: Tensor) -> Passes:
     return _passes(lambda: torch_chunk_gated_delta_rule(*inputs)[0], inputs)
 
 
+def transformers_step(shape: tuple[int, ...], *inputs: Tensor) -> Passes:
+    """Run one token of the gated delta rule as transformers' Qwen3-Next does, from a state."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import (
+        torch_recurrent_gated_delta_rule,
+    )
+
+    call = torch.no_grad()(torch_recurrent_gated_delta_rule)
+    return {"fwd": lambda: call(*inputs, output_final_state=True)}
+
+
 def transformers_kda(shape: tuple[int, ...], *inputs: Tensor) -> Passes:
     """Run KDA as transformers' Kimi Linear does without other packages."""
     from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention

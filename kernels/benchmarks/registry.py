@@ -22,6 +22,7 @@ from peers import (
     transformers_kda,
     transformers_loop,
     transformers_ssd,
+    transformers_step,
 )
 from torch import Tensor
 
@@ -171,6 +172,10 @@ def _delta(*inputs: Tensor, backend: str) -> Tensor:
     return gated_linear_attention(*inputs, rule="delta", backend=backend)[0]  # type: ignore[arg-type]
 
 
+def _delta_step_inputs(B: int, L: int, D: int, N: int, **where) -> list[Tensor]:
+    return [*_delta_inputs(B, L, D, N, **where), torch.randn(B, D // N, N, N, **where)]
+
+
 def _attention_by_chunks_flops(B: int, L: int, D: int, N: int) -> tuple[float, float]:
     """Count the products with the state: 2 forward, or 3 by the delta rule; 8 or so backward."""
     product = 2.0 * B * L * D * N
@@ -314,6 +319,16 @@ ENTRIES = [
             ("gated delta", 64, _delta_inputs, _delta, transformers_gated_delta),
             ("KDA", 64, partial(_delta_inputs, rowwise=True), _delta, transformers_kda),
         )
+    ),
+    Entry(
+        "gated_linear_attention (step)",
+        (1, 1, 4096, 128),
+        _delta_step_inputs,
+        _delta,
+        peers={"transformers, one step": transformers_step},
+        gpu=("triton", "eager"),
+        backward=False,
+        tests="tests/kernels/test_gated_linear_attention.py",
     ),
     Entry(
         "vandermonde",

@@ -159,6 +159,19 @@ def test_the_scale_is_that_of_attention_where_none_is_given(backend):
     close(found, gated_linear_attention(*inputs, scale=5**-0.5, backend=backend)[0], 1e-14)
 
 
+@pytest.mark.parametrize("rule", ["additive", "delta"])
+@pytest.mark.parametrize("width", [1, 85])
+def test_one_token_without_gradients_equals_the_loop(backend, rule, width):
+    """Of states wider than a few vectors, too; with all that is optional and without."""
+    inputs = draw(B=3, L=1, V=width)
+    for given in (inputs, [*inputs[:3], None, None, None]):
+        found, known = (
+            gated_linear_attention(*given, rule=rule, backend=x) for x in (backend, "reference")
+        )
+        for got, expected in zip(found, known, strict=True):
+            close(got, expected, 1e-14)
+
+
 # --- decays -----------------------------------------------------------------------------------
 
 

@@ -341,32 +341,44 @@ static void advance(const Tile *x, REAL *state, int64_t keys) {
 
 /* --- one token ------------------------------------------------------------------------------ */
 
-/* Decay, write and read in two passes over the state, without a tile. */
+/* A token for some columns of the state, in two passes over them; a null state is zero. */
+INLINE void step_columns(const Inputs *in, const Tile *x, REAL own, const REAL *state, int64_t n,
+                         const int vectors, REAL *out, REAL *final) {
+  int64_t keys = in->keys, width = in->width, rest = vectors > 1 ? LANES : width - n;
+  vec known[WIDE], read[WIDE], written[WIDE];
+  UNROLL for (int i = 0; i < vectors; i++) known[i] = read[i] = splat(0);
+  for (int64_t c = 0; c < keys; c++)
+    UNROLL for (int i = 0; i < vectors; i++) {
+      int64_t at = c * width + n + i * LANES;
+      vec left = splat(x->decay[c]) * (state ? load_some(state + at, rest) : splat(0));
+      known[i] += splat(x->k[c]) * left;
+      read[i] += splat(x->q[c]) * left;
+    }
+  UNROLL for (int i = 0; i < vectors; i++) {
+    vec error = load(x->v + n + i * LANES);
+    if (x->delta) error -= known[i];
+    written[i] = splat(x->beta[0]) * error;
+    read[i] = splat((REAL)in->scale) * (read[i] + splat(own) * written[i]);
+    store_some(out + n + i * LANES, read[i], rest);
+  }
+  for (int64_t c = 0; c < keys; c++)
+    UNROLL for (int i = 0; i < vectors; i++) {
+      int64_t at = c * width + n + i * LANES;
+      vec left = splat(x->decay[c]) * (state ? load_some(state + at, rest) : splat(0));
+      store_some(final + at, left + splat(x->k[c]) * written[i], rest);
+    }
+}
+
+/* Decay, write and read without a tile. */
 static void step(const Inputs *in, Tile *x, int64_t segment, int64_t head, REAL *out, REAL *final) {
-  int64_t keys = in->keys, width = in->width, at = (segment * in->heads + head) * keys * width;
+  int64_t width = in->width, n = 0, at = (segment * in->heads + head) * in->keys * width;
   const REAL *state = in->initial ? in->initial + at : 0;
   open_tile(in, x, in->offsets[segment], 1, head);
-  REAL own = dot(x->q, x->k, x->keys), beta = x->beta[0];
+  REAL own = dot(x->q, x->k, x->keys);
   out += (in->offsets[segment] * in->heads + head) * width;
-  final += at;
-  for (int64_t n = 0; n < width; n += LANES) {
-    vec known = splat(0), read = splat(0);
-    for (int64_t c = 0; c < keys; c++) {
-      vec s = splat(x->decay[c]);
-      s *= state ? load_some(state + c * width + n, width - n) : splat(0);
-      known += splat(x->k[c]) * s;
-      read += splat(x->q[c]) * s;
-    }
-    vec written = load(x->v + n);
-    if (x->delta) written -= known;
-    written *= splat(beta);
-    store_some(out + n, splat((REAL)in->scale) * (read + splat(own) * written), width - n);
-    for (int64_t c = 0; c < keys; c++) {
-      vec s = splat(x->decay[c]);
-      s *= state ? load_some(state + c * width + n, width - n) : splat(0);
-      store_some(final + c * width + n, s + splat(x->k[c]) * written, width - n);
-    }
-  }
+  for (; n + WIDE * LANES <= width; n += WIDE * LANES)
+    step_columns(in, x, own, state, n, WIDE, out, final + at);
+  for (; n < width; n += LANES) step_columns(in, x, own, state, n, 1, out, final + at);
 }
 
 /* --- sequences ------------------------------------------------------------------------------ */

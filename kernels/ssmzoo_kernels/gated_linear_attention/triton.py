@@ -769,7 +769,8 @@ class _Call:
         chunk: int,
     ) -> None:
         state = None if initial_state is None else initial_state.contiguous()
-        self.tensors = (*(_rows(x) for x in (q, k, v, log_decay, beta)), state)
+        rows = (_rows(x) for x in (q, k, v, log_decay, beta))
+        self.tensors: tuple[Any, ...] = (*rows, state)
         self.offsets, self.segments = offsets, offsets.shape[0] - 1
         self.exact, self.delta = accumulator(q), rule == "delta"
         self.between = interval(q.shape[2], chunk)
