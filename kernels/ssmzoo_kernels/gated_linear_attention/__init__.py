@@ -110,14 +110,15 @@ def gated_linear_attention(
         TypeError: Not a tensor, or not floating point; a scale that is no number.
         RuntimeError: The machine lacks what the named backend needs.
     """
+    if isinstance(scale, bool) or not isinstance(scale, int | float | None):
+        raise TypeError(f"{OP}: scale must be a number or None, got {type(scale).__name__}")
     if isinstance(log_decay, Tensor) and log_decay.dim() == 3:
         log_decay = log_decay.unsqueeze(-1)
     if all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, v)):
+        scale = max(1, q.shape[3]) ** -0.5 if scale is None else float(scale)
         groups, heads = q.shape[2], v.shape[2]
         if groups < 1 or heads % groups:
             raise ValueError(f"{OP}: v's heads must be a multiple of q's, got {heads} and {groups}")
-        if scale is None:
-            scale = max(1, q.shape[3]) ** -0.5
         if isinstance(log_decay, Tensor) and log_decay.dim() == 4:
             rows, keys = log_decay.shape[3], q.shape[3]
             if keys and rows not in (1, keys):
@@ -125,8 +126,6 @@ def gated_linear_attention(
                     f"{OP}: log_decay must have shape [B, L, H] or [B, L, H, K], "
                     f"got {list(log_decay.shape)} where K = {keys}"
                 )
-    if isinstance(scale, bool) or not isinstance(scale, int | float | None):
-        raise TypeError(f"{OP}: scale must be a number or None, got {type(scale).__name__}")
     if chunk not in CHUNKS:
         raise ValueError(f"{OP}: chunk must be 16, 32 or 64, got {chunk!r}")
     inputs = (q, k, v, log_decay, beta, initial_state)
