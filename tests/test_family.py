@@ -26,7 +26,7 @@ class OddConfig(PreTrainedConfig):
     model_type = "llama"
 
 paper = Paper("A title", "An author", "0000.00000", 2024)
-FAMILY = Family("odd", OddConfig, None, None, None, paper, presets={}, tiny={})
+FAMILY = Family("thieving", OddConfig, None, None, None, paper, presets={}, tiny={})
 """
 
 
@@ -138,45 +138,45 @@ def test_listing_leaves_out_what_a_plugin_computes(tmp_path, module):
     assert "paper:    not spelt out, --load imports it" in done.stdout
 
 
-def test_a_plugin_that_raises_at_import_is_shown_as_broken_and_breaks_nothing_else(tmp_path):
-    distribution(tmp_path, "bad-family", {"bad": "bad_family:FAMILY"}, "import no_such_thing")
-    rows = listing(tmp_path, "--load")
-    [bad] = rows["bad"]
-    assert bad["status"].startswith("broken: the plugin of family 'bad' (bad-family: bad_family:")
-    assert bad["status"].endswith("ModuleNotFoundError: No module named 'no_such_thing'")
-    assert rows["longhorn"][0]["status"] == "ok"
-    done = run(tmp_path, "-c", "import ssmzoo.auto, transformers\nprint(ssmzoo.auto.load_family)")
-    assert done.returncode == 0
-    assert "No module named 'no_such_thing'" in done.stderr
+BROKEN = {  # by distribution: the entry point, the module, the status
+    "raising-family": (
+        "raising_family:FAMILY",
+        "import no_such_thing",
+        "cannot be imported: ModuleNotFoundError: No module named 'no_such_thing'",
+    ),
+    "exiting-family": (
+        "exiting_family:FAMILY",
+        "import sys; sys.exit()",
+        "cannot be imported: SystemExit: ",
+    ),
+    "nameless-family": (
+        "nameless family FAMILY",
+        "1",
+        "the entry point of nameless-family must look like package.module:FAMILY, "
+        "got 'nameless family FAMILY'",
+    ),
+    "thieving-family": (
+        "thieving_family:FAMILY",
+        THIEF,
+        "OddConfig.model_type must be its own, got 'llama', which is that of "
+        "transformers.models.llama.configuration_llama.LlamaConfig",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("value", "module", "status"),
-    [
-        ("odd_family:FAMILY", "import sys; sys.exit()", "cannot be imported: SystemExit: "),
-        (
-            "odd family FAMILY",
-            "",
-            "the entry point of odd-family must look like package.module:FAMILY, got 'odd family",
-        ),
-        (
-            "odd_family:FAMILY",
-            "from ssmzoo_toy_like import FAMILY",
-            "OddConfig.model_type must be its own, got 'llama', which is that of "
-            "transformers.models.llama.configuration_llama.LlamaConfig",
-        ),
-    ],
-    ids=["exits", "no module", "another's model_type"],
-)
-def test_what_else_a_plugin_does_wrong_breaks_it_alone(tmp_path, value, module, status):
-    distribution(tmp_path, "odd-family", {"odd": value}, module or "1")
-    (tmp_path / "ssmzoo_toy_like.py").write_text(THIEF)
+def test_broken_plugins_are_shown_as_broken_and_break_nothing_else(tmp_path):
+    for name, (value, module, _) in BROKEN.items():
+        distribution(tmp_path, name, {name.removesuffix("-family"): value}, module)
     rows = listing(tmp_path, "--load")
-    assert rows["odd"][0]["status"].startswith("broken: ")
-    assert status in rows["odd"][0]["status"]
+    for name, (_, _, status) in BROKEN.items():
+        [row] = rows[name.removesuffix("-family")]
+        assert row["status"].startswith("broken: ")
+        assert status in row["status"]
     assert rows["longhorn"][0]["status"] == "ok"
     code = "import ssmzoo.auto, transformers; print(transformers.CONFIG_MAPPING['llama'].__name__)"
-    assert python(tmp_path, code) == "LlamaConfig\n"
+    done = run(tmp_path, "-c", code)
+    assert (done.returncode, done.stdout) == (0, "LlamaConfig\n")
+    assert "No module named 'no_such_thing'" in done.stderr
 
 
 def test_a_family_without_a_model_type_is_refused(tmp_path):
@@ -260,7 +260,7 @@ def test_a_plugin_that_holds_no_usable_family_says_what_is_wrong(tmp_path, modul
 
 def test_loading_one_model_imports_one_family(tmp_path):
     thief = THIEF.replace('"llama"', '"ssmzoo_dss"')  # another package's family is imported at once
-    distribution(tmp_path, "odd-family", {"odd": "odd_family:FAMILY"}, thief)
+    distribution(tmp_path, "thieving-family", {"thieving": "thieving_family:FAMILY"}, thief)
     code = f"""
 import sys
 
