@@ -67,7 +67,7 @@ def test_crop_with_a_positive_length_keeps_that_many_tokens(model, ids):
 
 def test_tokens_before_the_last_crop_cannot_be_rolled_back(model, ids):
     cache = read(model, None, ids[:, :4])
-    with pytest.raises(RuntimeError, match="cannot be cropped: it holds no earlier states"):
+    with pytest.raises(RuntimeError, match=r"crop needs recorded calls.* activate_past_recording"):
         cache.crop(-1)
     cache.activate_past_recording()
     read(model, cache, ids[:, 4:9])
@@ -130,7 +130,7 @@ def test_a_packed_call_is_rolled_back_only_as_a_whole(model, ids):
     cache.activate_past_recording()
     with torch.no_grad():
         model(ids[:1, :9], cu_seqlens=torch.tensor([0, 4, 9]), past_key_values=cache)
-    with pytest.raises(RuntimeError, match=r"as a whole only, got 2 of its 5 tokens"):
+    with pytest.raises(RuntimeError, match=r"as a whole, got 2 of its 5 tokens"):
         cache.crop(-2)
     assert cache.get_seq_length() == 9
     cache.crop(-5)
@@ -215,7 +215,7 @@ def test_changing_rows_drops_the_recording(model, ids, change):
     read(model, cache, ids[:, 4:9])
     before = copy.deepcopy(cache)
     change(cache)
-    with pytest.raises(RuntimeError, match="cannot be cropped"):
+    with pytest.raises(RuntimeError, match="crop needs recorded calls"):
         cache.crop(4)
     before.crop(6)  # into the middle of a call, whose tokens are read with the next
     with pytest.raises(RuntimeError, match="cropped into the middle of a call"):

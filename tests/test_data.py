@@ -357,9 +357,9 @@ def prepared(cache, before=None, **data):
 
 def test_missing_empty_and_unreadable_data_is_named(tmp_path):
     cache = tmp_path / "cache"
-    with pytest.raises(ValueError, match=r"data\.text: .*nothing.* does not exist and matches no"):
+    with pytest.raises(ValueError, match=r"data\.text: .*nothing.* does not exist"):
         prepared(cache, text=[str(tmp_path / "nothing")])
-    with pytest.raises(ValueError, match=r"data\.text: .*/\*\.md' does not exist and matches no"):
+    with pytest.raises(ValueError, match=r"data\.text: .*/\*\.md' does not exist"):
         prepared(cache, text=[str(tmp_path / "*.md")])
     (tmp_path / "folder").mkdir()
     with pytest.raises(ValueError, match="holds no file"):
@@ -368,14 +368,14 @@ def test_missing_empty_and_unreadable_data_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"data\.text must hold text, got none"):
         prepared(cache, text=[str(tmp_path / "empty.txt")])
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(ValueError, match=r"latin\.txt must be UTF-8 text, got byte 0xe9 at 3"):
+    with pytest.raises(ValueError, match=r"latin\.txt must be UTF-8.* 0xe9 at 3"):
         prepared(cache, text=[str(tmp_path / "latin.txt")])
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "a"}\n{"text": \n', encoding="utf-8")
     with pytest.raises(ValueError, match=r"bad\.jsonl:2 must be JSON"):
         prepared(cache, jsonl=[str(bad)])
     bad.write_text('{"txt": "a"}\n', encoding="utf-8")
-    with pytest.raises(LookupError, match=r"has no field 'text', it has txt; set data\.text_field"):
+    with pytest.raises(LookupError, match=r"no field 'text'.* txt; set data\.text_field"):
         prepared(cache, jsonl=[str(bad)])
     bad.write_text('{"text": 5}\n', encoding="utf-8")
     with pytest.raises(ValueError, match="'text' must be text, got int"):
@@ -399,7 +399,7 @@ def test_a_folders_binary_files_are_left_out_with_a_warning(texts, tmp_path, cap
 def test_text_shorter_than_a_row_is_refused(tmp_path):
     (tmp_path / "short.txt").write_text("short", encoding="utf-8")
     recipe = make_recipe(text=[str(tmp_path / "short.txt")])
-    with pytest.raises(ValueError, match=r"at least one row of train\.seq_len = 16 tokens, got 7"):
+    with pytest.raises(ValueError, match=r"train\.seq_len = 16 tokens, got 7"):
         opened(recipe, tmp_path / "cache")
 
 

@@ -98,7 +98,7 @@ def test_a_silent_filter_becomes_silence(fit):
 
 def test_bad_taps_and_orders_are_refused():
     taps = oscillations(taps=20)
-    with pytest.raises(ValueError, match="order must be between 1 and half of the 20 taps, got 11"):
+    with pytest.raises(ValueError, match=r"order must be between 1 and .* 20 taps, got 11"):
         fit_rational(taps, 11)
     with pytest.raises(ValueError, match="order must be even"):
         fit_modal(taps, 5)
@@ -259,7 +259,7 @@ def test_a_model_of_the_hub_without_a_tokenizer_is_distilled_with_a_warning(
 def test_what_cannot_be_distilled_is_refused(tmp_path):
     with pytest.raises(LookupError, match="no kind of filter named 'model'"):
         distill(hyena(), 4, "model")
-    with pytest.raises(ValueError, match="order must be between 1 and half of the 95 taps"):
+    with pytest.raises(ValueError, match=r"order must be between 1 and .* 95 taps"):
         distill(hyena(), 48)
     with pytest.raises(ValueError, match="length must be given"):
         distill(RTFForCausalLM(RTFConfig(**TINY)), 4)

@@ -505,14 +505,14 @@ def test_code_alone_goes_into_an_empty_folder_with_its_configuration(models, tmp
 def test_what_export_code_cannot_take_is_one_clear_error(models, tmp_path):
     with pytest.raises(ValueError, match=r"must be a folder with a config\.json"):
         export_code(tmp_path, tmp_path)
-    with pytest.raises(TypeError, match="must be a model or the folder of one, got int"):
+    with pytest.raises(TypeError, match=r"must be a model or .*, got int"):
         export_code(3, tmp_path)
     config = LlamaConfig(
         vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
     )
     with pytest.raises(ValueError, match=r"only models of the zoo's families .* got .*'llama'"):
         export_code(LlamaForCausalLM(config), tmp_path)
-    with pytest.raises(ValueError, match="holds a model of type 'ssmzoo_dss', the code is of"):
+    with pytest.raises(ValueError, match="model of type 'ssmzoo_dss', the code"):
         export_code(models / "rtf" / LM, models / "dss" / LM)
     (tmp_path / "modeling_rtf.py").write_text("mine")
     with pytest.raises(ValueError, match=r"modeling_rtf\.py is of no export; move it away"):
@@ -557,11 +557,11 @@ def test_a_publication_can_be_published_again_and_without_its_code_it_is_refused
     publish(saved, f"{tmp_path}/out")
     publish(tmp_path / "out", f"{tmp_path}/copy")
     assert {path.name: path.read_bytes() for path in (tmp_path / "copy").iterdir()} == first
-    with pytest.raises(ValueError, match="is the model's own code; publish without --no-code"):
+    with pytest.raises(ValueError, match="; publish without --no-code"):
         publish(tmp_path / "out", f"{tmp_path}/plain", code=False)
     for path in (tmp_path / "copy").glob("*.py"):
         path.unlink()
-    with pytest.raises(ValueError, match="has an auto_map to code, which would stay behind"):
+    with pytest.raises(ValueError, match="has an auto_map"):
         publish(tmp_path / "copy", f"{tmp_path}/plain", code=False)
     (tmp_path / "out" / "mine.py").write_text("x = 1\n")
     with pytest.raises(ValueError, match=r"mine\.py is code, which is not published"):

@@ -79,7 +79,7 @@ def test_embeddings_of_another_width_are_refused(model, shape):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
 def test_ids_that_are_not_integers_are_refused(model, ids, dtype):
-    with pytest.raises(TypeError, match="input_ids must be int64 or int32, got torch"):
+    with pytest.raises(TypeError, match=r"input_ids must be int64.*, got torch"):
         model(ids.to(dtype))
 
 
@@ -158,7 +158,7 @@ def test_labels_with_only_some_logits_are_refused(model, ids):
 def test_a_mask_with_holes_is_refused_and_the_row_named(model, ids):
     mask = torch.ones_like(ids)
     mask[1, 3] = 0
-    with pytest.raises(ValueError, match="row 1 has zeros between ones"):
+    with pytest.raises(ValueError, match=r"attention_mask must .* zeros between ones in row 1"):
         model(ids, attention_mask=mask)
 
 
@@ -174,7 +174,7 @@ def test_a_mask_of_another_batch_is_refused(model, ids):
 
 
 def test_cu_seqlens_need_one_row(model, ids):
-    with pytest.raises(ValueError, match="cu_seqlens needs one packed row, got a batch of 2"):
+    with pytest.raises(ValueError, match=r"cu_seqlens needs .*, got a batch of 2"):
         model(ids, cu_seqlens=torch.tensor([0, 3, 7]))
 
 
@@ -243,7 +243,7 @@ def test_shifted_labels_are_taken_as_they_are_in_place_of_labels(model, ids):
     assert not torch.equal(across, changed)
     with pytest.raises(ValueError, match=r"shift_labels must have shape \[B, L\], got \[7\]"):
         model(ids, shift_labels=ids[0])
-    with pytest.raises(ValueError, match="shift_labels need all logits; leave logits_to_keep"):
+    with pytest.raises(ValueError, match=r"shift_labels need.* logits_to_keep"):
         model(ids, shift_labels=ids, logits_to_keep=1)
 
 
@@ -346,7 +346,7 @@ def test_a_reset_cache_starts_a_new_sequence_of_any_batch_size(model, ids, cache
 
 
 def test_cropping_is_refused(cache):
-    with pytest.raises(RuntimeError, match="cannot be cropped"):
+    with pytest.raises(RuntimeError, match="crop needs recorded calls"):
         cache.crop(3)
 
 
@@ -373,7 +373,7 @@ def test_every_cache_implementation_of_one_size_gives_the_same_tokens_with_one_w
 
 
 def test_continuous_batching_is_refused_as_what_it_is(model, ids):
-    with pytest.raises(ValueError, match="must be left out, got 'paged', a way to keep the keys"):
+    with pytest.raises(ValueError, match="cache_implementation must be left out, got 'paged'"):
         model.generate(ids, max_new_tokens=2, pad_token_id=0, cache_implementation="paged")
 
 
@@ -492,9 +492,9 @@ def test_a_misspelt_field_in_a_checkpoint_is_refused(model, tmp_path):
 
 def test_an_empty_sequence_cannot_be_classified(ids):
     classifier = FAMILY.sequence_classification_class(FAMILY.config(**FAMILY.tiny)).eval()
-    with pytest.raises(ValueError, match=r"must have a token to be classified by.*number 1"):
+    with pytest.raises(ValueError, match=r"at least one token, got none in sequence 1"):
         classifier(ids[:1], cu_seqlens=torch.tensor([0, 3, 3, 7]))
-    with pytest.raises(ValueError, match=r"must have a token to be classified by.*number 0"):
+    with pytest.raises(ValueError, match=r"at least one token, got none in sequence 0"):
         classifier(ids, attention_mask=torch.tensor([[0] * 7, [1] * 7]))
 
 
@@ -736,7 +736,7 @@ def test_arguments_of_the_wrong_kind_are_named(model, ids, arguments, error, mes
 
 
 def test_boundaries_that_are_no_whole_numbers_are_named(model, ids):
-    with pytest.raises(TypeError, match=r"cu_seqlens must be an int32 or int64 tensor.*float32"):
+    with pytest.raises(TypeError, match=r"cu_seqlens must be .*int64 tensor.*float32"):
         model(ids[:1], cu_seqlens=torch.tensor([0.0, 7.0]))
 
 

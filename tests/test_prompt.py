@@ -129,7 +129,7 @@ def test_other_weights_another_dtype_and_another_shape_are_refused(model, folder
         other.model.layers[0].mixer.out_proj.weight[0, 0] += 1
     with pytest.raises(ValueError, match=r"by other weights: their digest must be [0-9a-f]{12}"):
         load_state(folder, other)
-    with pytest.raises(ValueError, match="a model in float32, got one in float64; load it with"):
+    with pytest.raises(ValueError, match=r"float32, got .*float64; load it with"):
         load_state(folder, build().double())
     with pytest.raises(ValueError, match="belongs to another model"):
         load_state(folder, build(d_state=3))
@@ -197,7 +197,7 @@ def test_invalid_prompts_are_refused(model, ids, arguments, message):
 
 def test_a_past_that_does_not_lead_to_the_prompt_is_refused(model, ids):
     state = model.prefill(ids)
-    with pytest.raises(ValueError, match="seen 6 tokens, so input_ids must be those and at least"):
+    with pytest.raises(ValueError, match=r"past_key_values has seen 6 tokens.* got"):
         model.prefill(ids[:, :6], past_key_values=state.cache)
     with pytest.raises(ValueError, match="holds 2 sequences, the input has 1"):
         model.prefill(ids[:1], past_key_values=state.cache)

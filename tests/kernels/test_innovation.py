@@ -293,7 +293,11 @@ def test_what_is_chosen_carries_no_gradient():
             ValueError,
             r"new_scores must have shape \[R, n\] = \[2, 4\], got \[1, 4\]",
         ),
-        ({"new_scores": torch.full((2, 4), math.nan)}, ValueError, "numbers to be .*got nan"),
+        (
+            {"new_scores": torch.full((2, 4), math.nan)},
+            ValueError,
+            "scores and new_scores must not be nan",
+        ),
         ({"count": -1}, ValueError, "count must be 0 or more, got -1"),
         ({"count": 2.5}, TypeError, "count must be an integer, got 2.5"),
     ],

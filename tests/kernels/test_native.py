@@ -439,7 +439,7 @@ def test_a_target_that_the_cpu_cannot_run_is_one_error(fresh, monkeypatch, tmp_p
     instead = 'echo "#define __AVX1024__ 1"; exit 0'
     cc_but(tmp_path, monkeypatch, "-march=future", instead)
     monkeypatch.setenv("SSMZOO_ARCH", "future")
-    with pytest.raises(ValueError, match="this CPU can run, got 'future', which needs AVX1024"):
+    with pytest.raises(ValueError, match=r"SSMZOO_ARCH must .*, got 'future', which needs AVX1024"):
         scan()
 
 

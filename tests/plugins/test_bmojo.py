@@ -720,7 +720,7 @@ def test_names_that_other_code_uses_are_taken():
         ({"num_key_value_heads": 0}, ValueError, "num_key_value_heads must be at least 1, got 0"),
         ({"head_dim": 0}, ValueError, "head_dim must be at least 1, got 0"),
         ({"num_fading_tokens": -1}, ValueError, "num_fading_tokens must be at least 0 .* got -1"),
-        ({"num_eidetic_tokens": 10**9}, ValueError, "at most 65,536, .* got 1,000,000,000"),
+        ({"num_eidetic_tokens": 10**9}, ValueError, "at most 65,536 .* got 1,000,000,000"),
         ({"innovation_span": 0}, ValueError, "innovation_span must be at least 1, got 0"),
         ({"rope_theta": 0.0}, ValueError, "rope_theta must be positive and finite, got 0.0"),
         ({"dt_max": math.inf}, ValueError, "dt_max must be positive and finite"),
@@ -761,7 +761,7 @@ def test_innovations_that_are_not_finite_are_named_by_token():
     again, expected = (model(ids[:, :1], past_key_values=x).logits for x in (cache, before))
     assert torch.equal(again, expected)  # what was refused has left nothing
     model.model.layers[0].mixer.ssm.out_proj.weight *= 1e25
-    with pytest.raises(ValueError, match=r"got inf at token 0 .* too large to be squared"):
+    with pytest.raises(ValueError, match=r"innovations must be finite.*, got inf at token 0"):
         model(ids)
 
 
@@ -831,9 +831,7 @@ def test_rows_of_nothing_but_padding_do_no_harm():
 def test_a_cache_of_another_layout_is_refused():
     model, other = tiny(), tiny(sliding_window=8)
     cache = other(tokens(1, 5), use_cache=True).past_key_values
-    with pytest.raises(
-        ValueError, match=r"another model: made for sliding_window = 8, got sliding_window = 4$"
-    ):
+    with pytest.raises(ValueError, match=r"sliding_window = 8, got sliding_window = 4$"):
         model(tokens(1, 1), past_key_values=cache)
 
 

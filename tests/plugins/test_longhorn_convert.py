@@ -124,7 +124,7 @@ def test_a_missing_head_is_the_embedding_and_an_untied_one_is_kept():
     weights, config = from_official(loose, {**CONFIG, "tie_embeddings": False})
     assert not config.tie_word_embeddings
     assert torch.equal(weights["lm_head.weight"], head + 1)
-    with pytest.raises(ValueError, match=r"tie_embeddings is true but lm_head\.weight differs"):
+    with pytest.raises(ValueError, match=r"tie_embeddings is true .*lm_head\.weight"):
         from_official(loose, CONFIG)
 
 

@@ -1110,7 +1110,7 @@ def test_wrong_modes_are_named():
     poles, residues = modes_of(0.05, 3, 6)
     with pytest.raises(ValueError, match=r"poles must have shape \[6, 3\], got \[6, 2\]"):
         mixer.set_modes(poles[:, 1:], residues, torch.ones(12))
-    with pytest.raises(ValueError, match=r"poles must lie inside the unit disc, got .* in row 0"):
+    with pytest.raises(ValueError, match=r"poles must .*unit disc, got .* in row 0"):
         mixer.set_modes(poles / 0.9, residues, torch.ones(12))
     with pytest.raises(ValueError, match="set_filters needs filter='rational', got 'modal'"):
         mixer.set_filters(torch.zeros(6, 6), torch.zeros(12, 6), torch.ones(12))

@@ -69,9 +69,9 @@ def test_indices_outside_of_the_split_are_an_error(indices):
 def test_an_unknown_task_split_or_argument_is_named_with_a_suggestion():
     with pytest.raises(LookupError, match="no task 'listop'; did you mean 'listops'"):
         load_task("listop", "train", 0)
-    with pytest.raises(LookupError, match="task listops has no argument 'max_len'; did you mean"):
+    with pytest.raises(LookupError, match="listops has no argument 'max_len'; did you mean"):
         load_task("listops", "train", 0, max_len=3)
-    with pytest.raises(LookupError, match="task aan has no argument 'zzz'; it has data, max_leng"):
+    with pytest.raises(LookupError, match=r"task aan has no argument 'zzz'.* max_leng"):
         load_task("aan", "train", 0, zzz=3)
 
 

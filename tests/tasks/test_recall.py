@@ -286,7 +286,7 @@ def test_unusable_text_is_one_clear_error(tmp_path):
         read_documents(tmp_path)
     binary = tmp_path / "b.bin"
     binary.write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"b\.bin must be UTF-8 text, got byte 0xff at 0"):
+    with pytest.raises(ValueError, match=r"b\.bin must be UTF-8.* 0xff at 0"):
         read_documents(binary)
     records = tmp_path / "r.jsonl"
     records.write_text('{"text": "x"}\n{"body": "y"}\n')
