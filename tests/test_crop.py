@@ -139,9 +139,7 @@ def test_a_packed_call_is_rolled_back_only_as_a_whole(model, ids):
 
 @pytest.mark.parametrize("ways", [{"assistant_model": 1}, {"prompt_lookup_num_tokens": 3}])
 @pytest.mark.parametrize("padding", [0, 4])
-def test_assisted_decoding_of_a_model_that_emits_its_pad_token_is_greedy_decoding(
-    model, ids, ways, padding
-):
+def test_assisted_decoding_is_greedy_even_when_pad_tokens_are_generated(model, ids, ways, padding):
     if "assistant_model" in ways:
         helper = copy.deepcopy(model)
         with torch.no_grad():

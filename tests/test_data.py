@@ -86,7 +86,7 @@ def test_no_row_joins_two_documents_without_a_seam(texts, tmp_path):
     assert (rows.input_ids[:, 1:] == BOS).sum() == rows.starts[:, 1:].sum() > 10
 
 
-def test_nothing_is_predicted_across_a_seam(texts, tmp_path):
+def test_no_loss_crosses_a_packing_boundary(texts, tmp_path):
     rows = opened(make_recipe(text=[str(texts)]), tmp_path / "cache").train.take(8)
     assert (rows.labels[rows.starts] == IGNORED).all()
     assert (rows.labels[~rows.starts] == rows.input_ids[~rows.starts]).all()
@@ -445,7 +445,7 @@ def test_the_digest_is_of_the_content_not_of_the_place(texts, tmp_path):
     assert prepared(tmp_path / "three", text=[str(moved)])["digest"] != one["digest"]
 
 
-def test_tokens_are_made_once(texts, tmp_path, monkeypatch):
+def test_text_is_tokenised_once(texts, tmp_path, monkeypatch):
     prepared(tmp_path / "cache", text=[str(texts)])
     monkeypatch.setattr(
         "ssmzoo.data.sources.write_store", lambda *_: pytest.fail("tokenised again")

@@ -351,9 +351,7 @@ def test_cropping_is_refused(cache):
 
 
 @pytest.mark.parametrize("kind", ALL_CACHE_IMPLEMENTATIONS)
-def test_every_cache_implementation_of_one_size_gives_the_same_tokens_with_one_warning(
-    model, ids, kind, caplog
-):
+def test_cache_implementations_do_not_change_tokens(model, ids, kind, caplog):
     ids = ids.clamp(min=1)  # 0 is the pad token
     options = {"max_new_tokens": 2, "pad_token_id": 0, "do_sample": False}
     expected = model.generate(ids, **options)
@@ -372,7 +370,7 @@ def test_every_cache_implementation_of_one_size_gives_the_same_tokens_with_one_w
     assert torch.equal(once, model.generate(ids[:1], **options))
 
 
-def test_continuous_batching_is_refused_as_what_it_is(model, ids):
+def test_continuous_batching_is_refused(model, ids):
     with pytest.raises(ValueError, match="cache_implementation must be left out, got 'paged'"):
         model.generate(ids, max_new_tokens=2, pad_token_id=0, cache_implementation="paged")
 
@@ -451,7 +449,7 @@ def test_a_failed_save_keeps_the_state_file_there_was(model, cache, tmp_path, mo
     assert [p.name for p in tmp_path.iterdir()] == ["state.safetensors"]
 
 
-def test_a_saved_state_is_on_the_disk_before_it_has_its_name(cache, tmp_path, monkeypatch):
+def test_a_saved_state_is_synced_before_it_is_renamed(cache, tmp_path, monkeypatch):
     done = []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda file: done.append("fsync") or fsync(file))
@@ -671,7 +669,7 @@ def test_reentrant_checkpointing_with_a_given_state_is_refused(ids):
     model.eval()(ids[:, 3:], past_key_values=state)
 
 
-def test_what_is_no_field_of_a_configuration_is_not_written(tmp_path, caplog):
+def test_attributes_that_are_not_fields_are_not_saved(tmp_path, caplog):
     model = build()
     model.config.max_position_embeddings = 2048
     with caplog.at_level("WARNING", logger="ssmzoo"):
@@ -714,7 +712,7 @@ def test_a_damaged_state_file_is_refused(model, ids, tmp_path):
 
 
 @torch.no_grad()
-def test_a_cache_of_another_width_is_refused_as_such(model, ids):
+def test_a_cache_of_another_width_is_refused(model, ids):
     cache = model(ids, use_cache=True).past_key_values
     other = build(expand=3)
     with pytest.raises(ValueError, match="past_key_values belongs to another model"):
@@ -735,7 +733,7 @@ def test_arguments_of_the_wrong_kind_are_named(model, ids, arguments, error, mes
         model(ids, **arguments)
 
 
-def test_boundaries_that_are_no_whole_numbers_are_named(model, ids):
+def test_non_integer_boundaries_are_named(model, ids):
     with pytest.raises(TypeError, match=r"cu_seqlens must be .*int64 tensor.*float32"):
         model(ids[:1], cu_seqlens=torch.tensor([0.0, 7.0]))
 

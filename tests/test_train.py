@@ -312,7 +312,7 @@ def test_a_changed_recipe_does_not_resume(whole, recipe):
         train(recipe(), output_dir=whole, resume=True, overrides=["train.lr=0.5"])
 
 
-def test_an_end_behind_the_newest_checkpoint_is_refused_and_nothing_is_rewritten(whole, recipe):
+def test_resuming_with_fewer_steps_than_done_is_refused(whole, recipe):
     def contents():
         return {p: p.read_bytes() for p in whole.rglob("*") if p.is_file() and p.name != ".lock"}
 
@@ -363,7 +363,7 @@ def test_a_wrong_model_is_refused_before_any_work(changes, kind, message, recipe
     assert [p.name for p in (tmp_path / "run").iterdir()] == [".lock"]
 
 
-def test_given_weights_are_trained_on(whole, recipe, tmp_path):
+def test_training_starts_from_given_weights(whole, recipe, tmp_path):
     tuned = train(
         recipe(model={"init_from": str(whole / "model")}, train__lr=1e-6),
         output_dir=tmp_path / "tuned",

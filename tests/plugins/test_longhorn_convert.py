@@ -134,7 +134,7 @@ def test_half_precision_weights_keep_their_dtype():
     assert_same(to_official(weights, config), source)
 
 
-def test_what_is_no_longhorn_checkpoint_is_refused_by_name():
+def test_a_checkpoint_of_another_model_is_refused():
     lacking = official()
     del lacking["backbone.layers.1.mixer.D"]
     with pytest.raises(LookupError, match=r"model\.layers\.1\.mixer\.D"):

@@ -16,7 +16,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_batch_is_the_examples_at_its_indices_and_nothing_else(name):
+def test_a_batch_holds_exactly_the_examples_at_its_indices(name):
     task = load_task(name, "train", 2, **SMALL[name])
     batch = task.batch([5, 0, 5])
     assert (batch.inputs[0] == batch.inputs[2]).all()
@@ -97,7 +97,7 @@ def test_every_task_refuses_another_split(name):
         ),
     ],
 )
-def test_an_argument_of_another_kind_is_a_type_error(name, arguments, message):
+def test_an_argument_of_the_wrong_type_is_a_type_error(name, arguments, message):
     with pytest.raises(TypeError, match=message):
         load_task(name, "train", 0, **arguments)
 

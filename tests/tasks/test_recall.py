@@ -62,7 +62,7 @@ def test_mqar_rows_are_pairs_then_every_key_once_at_an_even_place(seq_len, num_p
     [mqar(40, seed=3), induction_heads(40, seq_len=32, vocab_size=60, seed=3)],
     ids=["mqar", "induction_heads"],
 )
-def test_looking_back_solves_a_problem_and_labels_one_early_do_not(input_ids, labels):
+def test_a_lookup_model_solves_the_task_only_with_the_right_labels(input_ids, labels):
     assert solved(input_ids, labels) == 1.0
     early = np.full_like(labels, IGNORED)
     early[:, :-1] = labels[:, 1:]
