@@ -266,7 +266,7 @@ def test_a_pair_is_judged_by_both_documents_difference_and_product():
     assert near(output.loss, nn.functional.cross_entropy(expected, torch.tensor([1])))
     padded = nn.functional.pad(second, (3, 2))[None]
     assert near(model(first[None], pair_input_ids=padded).logits, expected)
-    with pytest.raises(ValueError, match="one batch size"):
+    with pytest.raises(ValueError, match="must have the dtype and batch size of"):
         model(first[None], pair_input_ids=padded.repeat(2, 1))
     with pytest.raises(ValueError, match="got none"):
         model(first[None])
@@ -356,7 +356,11 @@ def test_a_bidirectional_model_has_no_cache_and_generates_nothing():
         ({}, {"input_values": torch.zeros(1, 4)}, "takes input_ids, got input_values"),
         ({"input_channels": 2}, {"input_ids": torch.ones(1, 4).long()}, "takes input_values"),
         ({"input_channels": 2}, {"input_values": torch.zeros(1, 4)}, r"\[B, L, 2\], got \[1, 4\]"),
-        ({"input_channels": 1}, {"input_values": torch.zeros(1, 0)}, "no tokens"),
+        (
+            {"input_channels": 1},
+            {"input_values": torch.zeros(1, 0)},
+            "at least one token, got L = 0",
+        ),
         ({}, {}, "exactly one of"),
     ],
 )

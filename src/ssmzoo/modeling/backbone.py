@@ -402,7 +402,7 @@ class SSMModel(SSMPreTrainedModel):
                 raise
         if embeddings.shape[1] == 0:
             raise ValueError(
-                "input_ids must have at least one token, got L = 0; with a cache, pass the new "
+                "the input must have at least one token, got L = 0; with a cache, pass the new "
                 "tokens to forward and the whole sequence (old and new) to generate"
             )
         return embeddings

@@ -198,8 +198,8 @@ def check_weights(
     unknown = sorted(weights.keys() - expected.keys())
     if missing or unknown:
         raise LookupError(
-            f"state_dict must be {what} of this configuration, got one that lacks {missing[:3]} "
-            f"and has unknown {unknown[:3]}"
+            f"state_dict must be {what} of this configuration, got missing {missing[:3]}, "
+            f"unknown {unknown[:3]}"
         )
     for name, tensor in weights.items():
         if tensor.shape != expected[name].shape:
