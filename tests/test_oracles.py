@@ -106,7 +106,7 @@ def test_every_parameter_of_the_dss_oracle_moves_its_logits():
             assert relative(moved, whole) > 1e-6, name
 
 
-def test_the_softmax_oracle_is_the_papers_softmax_for_either_sign_of_the_real_part():
+def test_the_softmax_oracle_is_the_papers_softmax_for_both_signs():
     lam, w = complexes(5) * [0.3, -1, 2, 0.1, -0.5], complexes(2, 3, 5, seed=1)
     assert (lam.real > 0).any()
     assert (lam.real < 0).any()
@@ -210,7 +210,7 @@ def test_the_listops_judge_evaluates(text, value):
     assert dss.listops_value(text.split()) == value
 
 
-def test_the_listops_judge_counts_nesting_and_arity_and_refuses_what_is_no_expression():
+def test_the_listops_judge_counts_nesting_and_refuses_invalid_expressions():
     nested = "[MAX 2 [MIN 4 7 [SM 1 2 X X 0 X"
     assert dss.listops_tree(nested.split()) == (3, 3, [2, 3, 3])
     for text in ("", "[MAX 1", "1 2", "X", "[MAX X", "[FIRST 1 2 X", "10", "( 1 )"):

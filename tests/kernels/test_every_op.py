@@ -16,7 +16,7 @@ def test_every_declared_op_has_a_contract():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of torch's own
-def test_what_a_transform_of_torch_made_is_not_kept_for_later_calls():
+def test_tensors_of_torch_func_transforms_are_not_cached():
     y = torch.randn(2, 23, 5)  # a batch and length of no other test
     with pytest.raises(NotImplementedError, match="innovation"):
         torch.func.jvp(lambda y: innovation(y, [0.5])[0], (y,), (y,))
