@@ -220,7 +220,7 @@ def _why_no_kernel(op: str, dtype: torch.dtype, *variant: str) -> str:
 
 @functools.cache
 def _warn_of_slowness(missing: str) -> None:
-    _log.warning("CPU scans take the slow eager path: %s", missing)
+    _log.warning("CPU ops take the slow eager path: %s", missing)
 
 
 def interpreting() -> bool:

@@ -243,7 +243,7 @@ def slow_in_eager(caplog, *words):
             got, known = (torch.autograd.grad(z.sum(), x)[0] for z in (y, expected))
             torch.testing.assert_close(got, known)
     [record] = caplog.records
-    for word in ("CPU scans take the slow eager path", *words):
+    for word in ("CPU ops take the slow eager path", *words):
         assert word in record.getMessage()
     cause = re.escape(words[0])
     with pytest.raises(RuntimeError, match=rf'longhorn_scan\(backend="cpu"\) has .*{cause}'):
@@ -398,7 +398,7 @@ def test_a_limit_on_the_size_of_files_does_not_end_a_model(fresh):
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("eager ")
-    assert run.stderr.count("CPU scans take the slow eager path: ") == 1
+    assert run.stderr.count("CPU ops take the slow eager path: ") == 1
     assert run.stderr.count("\n") == 1
 
 
