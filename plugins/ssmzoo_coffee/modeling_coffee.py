@@ -1,5 +1,7 @@
 """COFFEE: context-selective state-space models with feedback gates (arXiv 2510.14027).
 
+The recurrence is the op `feedback_scan`.
+
 What surprises: nothing mixes features inside the recurrence, and a gate does not see the current
 token; lambda, gates, state and skip are always float32. A model with ``lambda_param="clamp"`` must
 be projected after every optimizer step: our trainer does, transformers' with
