@@ -1,6 +1,7 @@
 # Every target stands alone: it makes .venv and installs what it needs, once.
 # Settings: PYTHON=python3.12 (to make .venv with), PIP_ARGS='...' (for pip install),
-#           TEXT=path, STEPS=20 (for demo: your text, fewer training steps), WORKERS=2 (for test), TESTS='tests/x.py -k name' (for test),
+#           TEXT=path, STEPS=20 (for demo: your text, fewer training steps), WORKERS=2 (for test), TESTS='tests/x.py -k name' (for test: these
+#           alone, on the versions of constraints.txt alone),
 #           RUNS=folder (for cards)
 
 PYTHON ?= python3
@@ -47,10 +48,12 @@ demo: $(INSTALLED) ## Train, score, publish, reload a small Longhorn, or go on (
 	$(PY) -m ssmzoo.cli.demo $(if $(TEXT),--text "$(TEXT)") $(if $(STEPS),--steps $(STEPS))
 
 test: $(INSTALLED) $(OLDEST_DIR)/.installed $(TORCHAO_DIR)/.installed ## Run all tests, the model tests also on the oldest transformers
+ifeq ($(TESTS),tests)
 	@echo "== model tests on the oldest supported transformers =="
 	$(if $(OLDEST_TESTS),,$(error no model tests found under tests/))
 	PYTHONPATH=$(OLDEST_DIR) $(PYTEST) -p tests.versions -m "not slow and not gpu and not variant" \
 	  -k "(promise or convert or modeling or compat) and not compile" $(OLDEST_TESTS)
+endif
 	@echo "== all tests on the versions of constraints.txt =="
 	$(PYTEST) -p tests.versions -p tests.skip_guard -m "not slow" $(TESTS)
 

@@ -2,11 +2,16 @@
 
 import gc
 import os
+import signal
 import sys
 
 import pytest
 import torch
 from tests.environments import installed, wheel  # noqa: F401
+
+# a shell lets what it starts in the background ignore Ctrl-C, which runs then do, too
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):

@@ -129,9 +129,7 @@ def test_a_call_is_warmed_up_once_and_its_median_time_is_taken(monkeypatch):
     assert len(calls) == 4
 
 
-def test_several_runs_take_turns_over_the_models_and_give_median_least_and_most(
-    tmp_path, monkeypatch
-):
+def test_repeated_runs_alternate_models_and_report_median_and_range(tmp_path, monkeypatch):
     calls = []
 
     def seconds(model, size, device, **options):

@@ -174,7 +174,7 @@ def test_every_number_in_a_card_is_in_its_sources(run, scored, sources):
         assert shown in text
 
 
-def test_a_number_that_somebody_typed_would_be_found(run, scored, sources, monkeypatch, tmp_path):
+def test_a_number_typed_by_hand_is_found(run, scored, sources, monkeypatch, tmp_path):
     (tmp_path / "template.md").write_text(TEMPLATE + "\nIts accuracy is 0.9137, of 77 runs.\n")
     real = card.share
     monkeypatch.setattr(
@@ -184,14 +184,14 @@ def test_a_number_that_somebody_typed_would_be_found(run, scored, sources, monke
     assert unsourced(text, sources) == {"0.9137", "77"}
 
 
-def test_the_words_hold_no_number():
+def test_the_texts_of_a_card_contain_no_numbers():
     words = yaml.safe_load(share("model_cards/families/longhorn.yaml").read_text())
     said = {key: value for key, value in words.items() if key not in ("paper", "bibtex")}
     assert unsourced(json.dumps(said), []) == set()
     assert unsourced(TEMPLATE, []) == set()
 
 
-def test_a_score_that_is_taken_away_reads_not_measured(run):
+def test_a_removed_score_reads_not_measured(run):
     rival = write_results(run, "rival", BPB, RECALL, revision="abc", source="user/rival")
     own = write_results(run, "first-try", BPB)
     text = render_card(run / "model", results=[own, rival]).read_text()
@@ -203,7 +203,7 @@ def test_a_score_that_is_taken_away_reads_not_measured(run):
     assert [r.dataset_type for r in ModelCard(text).data.eval_results] == ["ssmzoo_bits_per_byte"]
 
 
-def test_a_model_that_nobody_measured_gets_a_card_that_says_so(run, tmp_path):
+def test_the_card_of_an_unmeasured_model_says_not_measured(run, tmp_path):
     folder = Path(shutil.copytree(run / "model", tmp_path / "bare"))
     text = render_card(folder).read_text()
     assert "## Results\n\nNot measured." in text
@@ -258,9 +258,7 @@ def test_a_classifier_of_images_is_called_one_and_what_has_no_words_is_refused(r
         render_card(run / "model")
 
 
-def test_the_card_of_another_packages_family_names_the_package_whatever_its_model_type(
-    run, monkeypatch
-):
+def test_the_card_of_a_foreign_family_names_its_package(run, monkeypatch):
     own = load_family("longhorn")
     foreign = replace(own, name="lru", paper=replace(own.paper, arxiv="1111.22222"))
     point = EntryPoint("lru", "x:FAMILY", "ssmzoo.families")
@@ -305,7 +303,7 @@ def test_scores_of_other_examples_stand_in_another_row(run, scored):
         assert "| not measured | 3.1416 ± 0.0046 |" in rows[1]
 
 
-def test_of_many_other_models_those_with_the_same_examples_stand_beside(run, scored):
+def test_only_scores_on_the_same_examples_are_compared(run, scored):
     rivals = [
         write_results(
             run,
@@ -470,7 +468,7 @@ def test_scores_of_other_models_stay_out_of_the_metadata(run, scored):
     assert {r.metric_value for r in ModelCard(text).data.eval_results} == {3.14159265, 0.61803}
 
 
-def test_a_second_rendering_keeps_what_a_person_decided(run, scored):
+def test_rendering_a_card_again_keeps_manual_edits(run, scored):
     path = render_card(run / "model", results=[scored])
     first = path.read_text()
     path.write_text(first.replace("---\nlibrary_name", "---\nlicense: mit\nlibrary_name", 1))
@@ -578,7 +576,7 @@ def test_the_card_of_a_model_of_symbols_without_projections_runs_too(tmp_path, m
 # bad input
 
 
-def test_a_prompts_state_beside_the_weights_makes_no_other_model_of_them(run, scored):
+def test_a_prompt_state_does_not_change_the_digest_of_the_model(run, scored):
     before = weights_revision(run / "model")
     model = AutoModelForCausalLM.from_pretrained(run / "model")
     model.prefill(torch.arange(5)[None]).save_pretrained(run / "model")
@@ -754,7 +752,7 @@ def test_a_committed_card_is_what_its_sources_give(path, tmp_path):
     assert again == committed, "the card is not what its sources give; run: make cards"
 
 
-def test_of_several_seeds_the_committed_card_is_the_medians():
+def test_the_committed_card_is_of_the_median_seed():
     results = [card_facts.scored_model(path) for path in (ROOT / "eval" / "results").glob("*.json")]
     revisions = {
         json.loads(path.read_text())["revision"] for path in (ROOT / "model_cards").glob("*.json")

@@ -94,7 +94,7 @@ def test_a_mamba_of_transformers_becomes_a_bmojo_with_the_same_logits(tied, tmp_
     assert gap <= 1e-5 * mamba(ids).logits.abs().max()
 
 
-def test_half_precision_stays_what_it_was(tmp_path, capsys):
+def test_half_precision_weights_keep_their_dtype_between_codes(tmp_path, capsys):
     saved("longhorn", tmp_path / "model")
     theirs = tmp_path / "theirs.safetensors"
     assert (
@@ -136,7 +136,7 @@ def test_half_precision_stays_what_it_was(tmp_path, capsys):
         ("labels --to official --output o.safetensors", "has a RTFForCausalLM only"),
     ],
 )
-def test_what_cannot_be_converted_is_one_line_and_leaves_nothing(
+def test_a_model_that_cannot_be_converted_prints_one_line_and_writes_nothing(
     arguments, answer, examples, capsys
 ):
     before = sorted(examples.rglob("*"))

@@ -160,7 +160,7 @@ def test_a_commit_message_and_an_error_show_no_credential(tmp_path, capsys):
     assert "no recipe 'https://***@host.yaml'" in err
 
 
-def test_what_a_card_shows_is_text_and_neither_html_nor_markdown(model, tmp_path):
+def test_a_card_escapes_html_and_markdown(model, tmp_path):
     bad = "<script>alert(1)</script> `x` | [a](b)\nc"
     run = model.parent
     results = json.loads((run / "written.json").read_text())

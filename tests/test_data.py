@@ -86,7 +86,7 @@ def test_no_row_joins_two_documents_without_a_seam(texts, tmp_path):
     assert (rows.input_ids[:, 1:] == BOS).sum() == rows.starts[:, 1:].sum() > 10
 
 
-def test_nothing_is_predicted_across_a_seam(texts, tmp_path):
+def test_no_loss_crosses_a_packing_boundary(texts, tmp_path):
     rows = opened(make_recipe(text=[str(texts)]), tmp_path / "cache").train.take(8)
     assert (rows.labels[rows.starts] == IGNORED).all()
     assert (rows.labels[~rows.starts] == rows.input_ids[~rows.starts]).all()
@@ -357,9 +357,9 @@ def prepared(cache, before=None, **data):
 
 def test_missing_empty_and_unreadable_data_is_named(tmp_path):
     cache = tmp_path / "cache"
-    with pytest.raises(ValueError, match=r"data\.text: .*nothing.* does not exist and matches no"):
+    with pytest.raises(ValueError, match=r"data\.text: .*nothing.* does not exist"):
         prepared(cache, text=[str(tmp_path / "nothing")])
-    with pytest.raises(ValueError, match=r"data\.text: .*/\*\.md' does not exist and matches no"):
+    with pytest.raises(ValueError, match=r"data\.text: .*/\*\.md' does not exist"):
         prepared(cache, text=[str(tmp_path / "*.md")])
     (tmp_path / "folder").mkdir()
     with pytest.raises(ValueError, match="holds no file"):
@@ -368,14 +368,14 @@ def test_missing_empty_and_unreadable_data_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"data\.text must hold text, got none"):
         prepared(cache, text=[str(tmp_path / "empty.txt")])
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(ValueError, match=r"latin\.txt must be UTF-8 text, got byte 0xe9 at 3"):
+    with pytest.raises(ValueError, match=r"latin\.txt must be UTF-8.* 0xe9 at 3"):
         prepared(cache, text=[str(tmp_path / "latin.txt")])
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "a"}\n{"text": \n', encoding="utf-8")
     with pytest.raises(ValueError, match=r"bad\.jsonl:2 must be JSON"):
         prepared(cache, jsonl=[str(bad)])
     bad.write_text('{"txt": "a"}\n', encoding="utf-8")
-    with pytest.raises(LookupError, match=r"has no field 'text', it has txt; set data\.text_field"):
+    with pytest.raises(LookupError, match=r"no field 'text'.* txt; set data\.text_field"):
         prepared(cache, jsonl=[str(bad)])
     bad.write_text('{"text": 5}\n', encoding="utf-8")
     with pytest.raises(ValueError, match="'text' must be text, got int"):
@@ -399,7 +399,7 @@ def test_a_folders_binary_files_are_left_out_with_a_warning(texts, tmp_path, cap
 def test_text_shorter_than_a_row_is_refused(tmp_path):
     (tmp_path / "short.txt").write_text("short", encoding="utf-8")
     recipe = make_recipe(text=[str(tmp_path / "short.txt")])
-    with pytest.raises(ValueError, match=r"at least one row of train\.seq_len = 16 tokens, got 7"):
+    with pytest.raises(ValueError, match=r"train\.seq_len = 16 tokens, got 7"):
         opened(recipe, tmp_path / "cache")
 
 
@@ -445,7 +445,7 @@ def test_the_digest_is_of_the_content_not_of_the_place(texts, tmp_path):
     assert prepared(tmp_path / "three", text=[str(moved)])["digest"] != one["digest"]
 
 
-def test_tokens_are_made_once(texts, tmp_path, monkeypatch):
+def test_text_is_tokenised_once(texts, tmp_path, monkeypatch):
     prepared(tmp_path / "cache", text=[str(texts)])
     monkeypatch.setattr(
         "ssmzoo.data.sources.write_store", lambda *_: pytest.fail("tokenised again")

@@ -144,7 +144,7 @@ def test_the_commands_that_it_suggests_run(place, whole, capsys):
         assert cli.main(words[1:]) == 0, capsys.readouterr().err
 
 
-def test_what_it_publishes_loads_where_ssmzoo_cannot_be_imported(place, whole):
+def test_its_publication_loads_without_ssmzoo(place, whole):
     done = subprocess.run(
         [sys.executable, "-c", STRANGER + demo.LOAD, "demo/published", demo.PROMPT],
         stdin=subprocess.DEVNULL,
@@ -156,9 +156,7 @@ def test_what_it_publishes_loads_where_ssmzoo_cannot_be_imported(place, whole):
     assert done.stdout.startswith(demo.PROMPT)
 
 
-def test_interrupted_anywhere_the_same_command_goes_on_to_the_same_end(
-    place, whole, monkeypatch, capsys
-):
+def test_an_interrupted_demo_resumes_to_the_same_result(place, whole, monkeypatch, capsys):
     parts = Interrupted(monkeypatch)
     parts.stops = [
         "ssmzoo_longhorn step 2",

@@ -57,7 +57,7 @@ def test_an_order_that_is_enough_gives_the_filters_back(fit, order):
 
 
 @pytest.mark.parametrize("fit", [fit_rational, fit_modal])
-def test_the_error_said_is_the_error_there_is(fit):
+def test_the_reported_error_is_the_error_of_the_response(fit):
     taps = oscillations(pairs=6)
     found = fit(taps, 4, steps=20)
     got = response(found, 200)
@@ -88,7 +88,7 @@ def test_fitted_filters_are_stable_even_where_the_given_ones_grow(fit):
 
 
 @pytest.mark.parametrize("fit", [fit_rational, fit_modal])
-def test_a_silent_filter_becomes_silence(fit):
+def test_a_zero_filter_is_distilled_to_zero(fit):
     taps = oscillations()
     taps[2] = 0
     found = fit(taps, 6, steps=5)
@@ -98,7 +98,7 @@ def test_a_silent_filter_becomes_silence(fit):
 
 def test_bad_taps_and_orders_are_refused():
     taps = oscillations(taps=20)
-    with pytest.raises(ValueError, match="order must be between 1 and half of the 20 taps, got 11"):
+    with pytest.raises(ValueError, match=r"order must be between 1 and .* 20 taps, got 11"):
         fit_rational(taps, 11)
     with pytest.raises(ValueError, match="order must be even"):
         fit_modal(taps, 5)
@@ -256,10 +256,10 @@ def test_a_model_of_the_hub_without_a_tokenizer_is_distilled_with_a_warning(
     assert not holds_tokenizer(tmp_path / "rtf")
 
 
-def test_what_cannot_be_distilled_is_refused(tmp_path):
+def test_impossible_distillations_are_refused(tmp_path):
     with pytest.raises(LookupError, match="no kind of filter named 'model'"):
         distill(hyena(), 4, "model")
-    with pytest.raises(ValueError, match="order must be between 1 and half of the 95 taps"):
+    with pytest.raises(ValueError, match=r"order must be between 1 and .* 95 taps"):
         distill(hyena(), 48)
     with pytest.raises(ValueError, match="length must be given"):
         distill(RTFForCausalLM(RTFConfig(**TINY)), 4)

@@ -62,7 +62,7 @@ def test_layers_of_several_kinds_are_told_apart():
     assert "innovation" not in kinds[1]
 
 
-def test_a_model_without_a_state_says_why_and_a_continuous_one_is_read_too(tmp_path):
+def test_inspect_says_why_a_model_has_no_state(tmp_path):
     family = load_family("dss")
     fields = {"input_channels": 1, "bidirectional": True, "num_labels": 2}
     config = family.config(**{**family.tiny, **fields})

@@ -166,7 +166,7 @@ def test_a_model_that_recalls_scores_one_on_every_symbol_task(models, tmp_path):
     assert scores(path)["ssmzoo_induction_trigger2", "acc"]["settings"]["trigger"] == [6, 7]
 
 
-def test_of_a_target_of_two_symbols_each_is_asked_behind_filler(models, tmp_path):
+def test_each_symbol_of_a_target_is_asked_after_filler(models, tmp_path):
     # the rule answers the first symbol, and has never seen what follows filler
     tasks = ["ssmzoo_induction_target2", "ssmzoo_induction_noise1"]
     path = evaluate(models("recall_symbols"), tasks=tasks, output_dir=tmp_path, limit=40)
@@ -205,7 +205,7 @@ def test_the_suite_of_induction_heads_asks_every_variant_of_the_papers(models, t
     assert right == {*lengths, "ssmzoo_induction_trigger2"}
 
 
-def test_looking_back_solves_of_mads_problems_what_asks_for_no_more(models, tmp_path):
+def test_a_lookup_model_solves_only_the_recall_problems_of_mad(models, tmp_path):
     path = evaluate(models("recall_many"), suite="zoo-mad", output_dir=tmp_path, limit=20)
     found = {task: value(path, task) for task in load_suite("zoo-mad").metrics}
     assert found.pop("ssmzoo_noisy_recall") == 1.0
@@ -229,7 +229,7 @@ def test_a_model_that_answers_one_byte_late_fails_every_text_task(models, tmp_pa
     assert max(value(path, task) for task in TEXT_TASKS) < 0.5
 
 
-def test_answers_that_are_wrong_make_the_model_that_recalls_wrong(models, tmp_path, monkeypatch):
+def test_wrong_labels_lower_the_score_of_a_model_that_recalls(models, tmp_path, monkeypatch):
     from ssmzoo import tasks
 
     def shifted(*args, **kwargs):
@@ -277,7 +277,7 @@ def test_bits_per_byte_is_the_models_own_loss_over_the_windows(models, tmp_path)
     assert row["stderr"] == pytest.approx(math.sqrt(spread * 3 / 2) / sum(lengths), rel=1e-3)
 
 
-def test_a_tokenizer_that_opens_with_bos_is_not_charged_for_it(models, tmp_path):
+def test_the_bos_token_is_not_counted_in_bits_per_byte(models, tmp_path):
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = byte_tokenizer()
@@ -325,20 +325,20 @@ def loglikelihoods(config, batch_size):
 
 
 @pytest.mark.parametrize("config", [MAMBA2, LLAMA], ids=["mamba2", "llama"])
-def test_loglikelihoods_of_ragged_prompts_do_not_move_with_the_batch_size(config):
+def test_loglikelihoods_do_not_depend_on_the_batch_size(config):
     alone, by_three, by_eight = (loglikelihoods(config, size) for size in (1, 3, 8))
     assert len(alone) == 22
     assert np.abs(by_three - alone).max() < 1e-4
     assert np.abs(by_eight - alone).max() < 1e-4
 
 
-def test_a_model_that_sees_padding_does_move_with_the_batch_size():
+def test_a_model_that_sees_padding_depends_on_the_batch_size():
     config = RuleConfig(rule="padding")
     assert np.abs(loglikelihoods(config, 8) - loglikelihoods(config, 1)).max() > 1e-2
 
 
 @pytest.mark.parametrize("model", ["mamba2", "llama"])
-def test_scores_do_not_move_with_the_batch_size_nor_the_company(models, tmp_path, model):
+def test_scores_do_not_depend_on_the_batch(models, tmp_path, model):
     text = tmp_path / "text.txt"
     text.write_text("words of several lengths; " * 300)
     found = []
@@ -466,7 +466,7 @@ class Asked(NamedTuple):
         (Asked(None, custom_dataset=print), None),
     ],
 )
-def test_a_score_is_of_a_benchmark_if_the_data_set_says_so(asked, expected, tmp_path, monkeypatch):
+def test_only_declared_data_sets_are_benchmarks(asked, expected, tmp_path, monkeypatch):
     from ssmzoo.evaluation.scoring import _benchmark
 
     (tmp_path / "eval.yaml").write_text(

@@ -39,7 +39,7 @@ def run(folder, *arguments, expect=0, **variables):
     return done.stdout
 
 
-def test_a_script_gets_its_arguments_as_they_are_and_so_do_the_processes_it_starts(tmp_path):
+def test_a_script_and_its_child_processes_get_the_arguments_unchanged(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('mine')")
     (tmp_path / "child.py").write_text(
         "import sys, transformers\n"
@@ -56,7 +56,7 @@ def test_a_script_gets_its_arguments_as_they_are_and_so_do_the_processes_it_star
     assert out.splitlines() == [*["mine"] * 3, f"__main__ True {['child.py', *arguments]}"]
 
 
-def test_the_families_are_registered_when_transformers_is_imported_and_not_sooner(tmp_path):
+def test_families_are_registered_when_transformers_is_imported(tmp_path):
     (tmp_path / "late.py").write_text(
         "import importlib.util, os, sys\n"
         "assert importlib.util.find_spec('transformers') is not None\n"
@@ -81,7 +81,7 @@ def test_the_families_are_registered_when_transformers_is_imported_and_not_soone
         (["--tell", "lm_eval"], "no option '--tell'"),
     ],
 )
-def test_a_program_that_is_not_there_is_one_line(arguments, answer, capsys):
+def test_a_missing_program_prints_one_line(arguments, answer, capsys):
     assert main(["exec", *arguments]) == USAGE != FAILED
     out, err = capsys.readouterr()
     assert answer in err

@@ -192,14 +192,14 @@ def test_every_auto_class_finds_the_familys_class(name, isolated):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_model_that_learnt_and_is_saved_takes_its_code_along(name, isolated, models):
+def test_a_trained_model_is_saved_with_its_code(name, isolated, models):
     facts = isolated[1][name]
     assert facts["again"]
     files = {path.name for path in (models / name / LM).iterdir()}
     assert set(facts["copied"]) == files
 
 
-def test_the_process_imported_nothing_of_ours_and_said_what_is_slow(isolated):
+def test_exported_code_runs_without_ssmzoo_and_says_that_it_is_slow(isolated):
     _, facts, told = isolated
     assert facts["forbidden"] == []
     assert "this checkpoint runs on the code that came with it, in torch" in told
@@ -287,7 +287,7 @@ def beside_ssmzoo(models, foreign, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_where_ssmzoo_is_installed_its_classes_take_over(name, beside_ssmzoo, installed):
+def test_an_installed_ssmzoo_provides_the_classes(name, beside_ssmzoo, installed):
     out, facts, told = beside_ssmzoo
     ours = installed(name, LM)
     assert f"{type(ours).__module__}.{type(ours).__name__}" in facts[name]
@@ -299,11 +299,11 @@ def test_where_ssmzoo_is_installed_its_classes_take_over(name, beside_ssmzoo, in
     assert "this checkpoint" not in told
 
 
-def test_where_ssmzoo_is_installed_its_kernels_run(beside_ssmzoo):
+def test_an_installed_ssmzoo_provides_the_kernels(beside_ssmzoo):
     assert beside_ssmzoo[1]["backends"] == ["cpu", "cpu", "cpu"]
 
 
-def test_what_the_registered_class_saves_names_no_code_that_is_not_there(beside_ssmzoo):
+def test_a_saved_configuration_names_no_missing_code(beside_ssmzoo):
     assert beside_ssmzoo[1]["registered"] == "ssmzoo_toy.modeling_toy"
     assert beside_ssmzoo[1]["again"] == [False, []]
 
@@ -402,7 +402,7 @@ def test_the_code_hides_nothing_and_says_where_it_is_from(name, models):
         ("numpy.load('x', allow_pickle=True)", "allow_pickle"),
     ],
 )
-def test_code_that_hides_what_runs_does_not_travel(line, named):
+def test_obfuscated_code_is_not_exported(line, named):
     with pytest.raises(ValueError, match=rf"m\.py, line \d: {named} may not travel"):
         check_harmless("m.py", line)
     check_harmless("m.py", "model.eval()\nimport importlib.metadata\nre.compile('x')")
@@ -431,7 +431,7 @@ def test_a_name_is_followed_to_where_it_is_defined(module, name, origin):
     assert resolver.origin(module, name, "here") == origin
 
 
-def test_a_name_that_is_nowhere_is_an_error():
+def test_an_undefined_name_is_an_error():
     resolver = Resolver(SOURCES.get, lambda module: module.split(".")[0] == "p")
     with pytest.raises(ValueError, match="here imports 'z' from p, which does not define it"):
         resolver.origin("p", "z", "here")
@@ -451,7 +451,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_what_cannot_travel_is_named_with_its_place(line, foreign, monkeypatch):
+def test_code_that_cannot_be_exported_is_named_with_its_line(line, foreign, monkeypatch):
     family = load_family("toy")
     file = Path(sys.modules[family.config_class.__module__].__file__)
     text = file.read_text(encoding="utf-8")
@@ -464,7 +464,7 @@ def test_what_cannot_travel_is_named_with_its_place(line, foreign, monkeypatch):
         file.write_text(text, encoding="utf-8")
 
 
-def test_the_kits_check_fails_where_the_code_that_travels_differs(monkeypatch):
+def test_the_kits_check_fails_where_the_exported_code_differs(monkeypatch):
     def altered(family):
         texts = code_of(family)
         name = "ssmzoo_modeling_norms.py"
@@ -505,14 +505,14 @@ def test_code_alone_goes_into_an_empty_folder_with_its_configuration(models, tmp
 def test_what_export_code_cannot_take_is_one_clear_error(models, tmp_path):
     with pytest.raises(ValueError, match=r"must be a folder with a config\.json"):
         export_code(tmp_path, tmp_path)
-    with pytest.raises(TypeError, match="must be a model or the folder of one, got int"):
+    with pytest.raises(TypeError, match=r"must be a model or .*, got int"):
         export_code(3, tmp_path)
     config = LlamaConfig(
         vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
     )
     with pytest.raises(ValueError, match=r"only models of the zoo's families .* got .*'llama'"):
         export_code(LlamaForCausalLM(config), tmp_path)
-    with pytest.raises(ValueError, match="holds a model of type 'ssmzoo_dss', the code is of"):
+    with pytest.raises(ValueError, match="model of type 'ssmzoo_dss', the code"):
         export_code(models / "rtf" / LM, models / "dss" / LM)
     (tmp_path / "modeling_rtf.py").write_text("mine")
     with pytest.raises(ValueError, match=r"modeling_rtf\.py is of no export; move it away"):
@@ -551,17 +551,17 @@ def test_a_publication_holds_the_code_and_a_dry_run_shows_it(saved, models, tmp_
     assert "AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)" in card
 
 
-def test_a_publication_can_be_published_again_and_without_its_code_it_is_refused(saved, tmp_path):
+def test_republishing_works_and_publishing_without_code_is_refused(saved, tmp_path):
     publish(saved, f"{tmp_path}/out")
     first = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     publish(saved, f"{tmp_path}/out")
     publish(tmp_path / "out", f"{tmp_path}/copy")
     assert {path.name: path.read_bytes() for path in (tmp_path / "copy").iterdir()} == first
-    with pytest.raises(ValueError, match="is the model's own code; publish without --no-code"):
+    with pytest.raises(ValueError, match="; publish without --no-code"):
         publish(tmp_path / "out", f"{tmp_path}/plain", code=False)
     for path in (tmp_path / "copy").glob("*.py"):
         path.unlink()
-    with pytest.raises(ValueError, match="has an auto_map to code, which would stay behind"):
+    with pytest.raises(ValueError, match="has an auto_map"):
         publish(tmp_path / "copy", f"{tmp_path}/plain", code=False)
     (tmp_path / "out" / "mine.py").write_text("x = 1\n")
     with pytest.raises(ValueError, match=r"mine\.py is code, which is not published"):
@@ -584,7 +584,7 @@ def test_a_model_of_no_family_has_no_code_to_publish(tmp_path):
     assert report.load.endswith("with the code that transformers has")
 
 
-def test_code_that_cannot_go_along_is_an_error_that_names_the_way_out(saved, tmp_path, monkeypatch):
+def test_code_that_cannot_be_exported_is_an_error_with_a_way_out(saved, tmp_path, monkeypatch):
     def refuse(family):
         raise ValueError("ssmzoo_longhorn.modeling_longhorn, line 3, imports x")
 

@@ -78,7 +78,7 @@ def test_a_variant_names_its_backend_and_its_versions_have_ids_of_their_own(repo
     assert all(name.isidentifier() for name in ids)
 
 
-def test_copies_and_the_installed_package_live_beside_one_another(repository, tmp_path):
+def test_exported_code_and_the_installed_package_coexist(repository, tmp_path):
     expected = results(ssmzoo_kernels, backend="eager")
     export_kernels(tmp_path, kernel_version=3)
     first = load(repository / "build" / "torch-cpu")

@@ -26,7 +26,7 @@ class OddConfig(PreTrainedConfig):
     model_type = "llama"
 
 paper = Paper("A title", "An author", "0000.00000", 2024)
-FAMILY = Family("odd", OddConfig, None, None, None, paper, presets={}, tiny={})
+FAMILY = Family("thieving", OddConfig, None, None, None, paper, presets={}, tiny={})
 """
 
 
@@ -91,7 +91,7 @@ FAMILY = Family(
 
 
 @pytest.mark.parametrize("value", ["toy_family:FAMILY", "toy_package.inside:FAMILY"])
-def test_listing_reads_what_a_plugin_spells_out_and_imports_neither_it_nor_torch(tmp_path, value):
+def test_listing_imports_neither_plugins_nor_torch(tmp_path, value):
     distribution(tmp_path, "toy-family", {"toy": value}, SPELT_OUT)
     (tmp_path / "toy_package").mkdir()
     (tmp_path / "toy_package" / "__init__.py").write_text("raise SystemExit('loaded')")
@@ -138,45 +138,45 @@ def test_listing_leaves_out_what_a_plugin_computes(tmp_path, module):
     assert "paper:    not spelt out, --load imports it" in done.stdout
 
 
-def test_a_plugin_that_raises_at_import_is_shown_as_broken_and_breaks_nothing_else(tmp_path):
-    distribution(tmp_path, "bad-family", {"bad": "bad_family:FAMILY"}, "import no_such_thing")
-    rows = listing(tmp_path, "--load")
-    [bad] = rows["bad"]
-    assert bad["status"].startswith("broken: the plugin of family 'bad' (bad-family: bad_family:")
-    assert bad["status"].endswith("ModuleNotFoundError: No module named 'no_such_thing'")
-    assert rows["longhorn"][0]["status"] == "ok"
-    done = run(tmp_path, "-c", "import ssmzoo.auto, transformers\nprint(ssmzoo.auto.load_family)")
-    assert done.returncode == 0
-    assert "No module named 'no_such_thing'" in done.stderr
+BROKEN = {  # by distribution: the entry point, the module, the status
+    "raising-family": (
+        "raising_family:FAMILY",
+        "import no_such_thing",
+        "cannot be imported: ModuleNotFoundError: No module named 'no_such_thing'",
+    ),
+    "exiting-family": (
+        "exiting_family:FAMILY",
+        "import sys; sys.exit()",
+        "cannot be imported: SystemExit: ",
+    ),
+    "nameless-family": (
+        "nameless family FAMILY",
+        "1",
+        "the entry point of nameless-family must look like package.module:FAMILY, "
+        "got 'nameless family FAMILY'",
+    ),
+    "thieving-family": (
+        "thieving_family:FAMILY",
+        THIEF,
+        "OddConfig.model_type must be its own, got 'llama', which is that of "
+        "transformers.models.llama.configuration_llama.LlamaConfig",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("value", "module", "status"),
-    [
-        ("odd_family:FAMILY", "import sys; sys.exit()", "cannot be imported: SystemExit: "),
-        (
-            "odd family FAMILY",
-            "",
-            "the entry point of odd-family must look like package.module:FAMILY, got 'odd family",
-        ),
-        (
-            "odd_family:FAMILY",
-            "from ssmzoo_toy_like import FAMILY",
-            "OddConfig.model_type must be its own, got 'llama', which is that of "
-            "transformers.models.llama.configuration_llama.LlamaConfig",
-        ),
-    ],
-    ids=["exits", "no module", "another's model_type"],
-)
-def test_what_else_a_plugin_does_wrong_breaks_it_alone(tmp_path, value, module, status):
-    distribution(tmp_path, "odd-family", {"odd": value}, module or "1")
-    (tmp_path / "ssmzoo_toy_like.py").write_text(THIEF)
+def test_broken_plugins_break_no_other_plugin(tmp_path):
+    for name, (value, module, _) in BROKEN.items():
+        distribution(tmp_path, name, {name.removesuffix("-family"): value}, module)
     rows = listing(tmp_path, "--load")
-    assert rows["odd"][0]["status"].startswith("broken: ")
-    assert status in rows["odd"][0]["status"]
+    for name, (_, _, status) in BROKEN.items():
+        [row] = rows[name.removesuffix("-family")]
+        assert row["status"].startswith("broken: ")
+        assert status in row["status"]
     assert rows["longhorn"][0]["status"] == "ok"
     code = "import ssmzoo.auto, transformers; print(transformers.CONFIG_MAPPING['llama'].__name__)"
-    assert python(tmp_path, code) == "LlamaConfig\n"
+    done = run(tmp_path, "-c", code)
+    assert (done.returncode, done.stdout) == (0, "LlamaConfig\n")
+    assert "No module named 'no_such_thing'" in done.stderr
 
 
 def test_a_family_without_a_model_type_is_refused(tmp_path):
@@ -212,7 +212,7 @@ def test_a_plugin_made_for_another_version_is_shown_as_broken_and_not_imported(t
     )
 
 
-def test_two_owners_of_a_name_are_both_named_and_only_that_name_is_refused(tmp_path):
+def test_a_name_claimed_by_two_plugins_is_refused_and_both_are_named(tmp_path):
     toy = PLUGIN + "FAMILY = family('toy')"
     distribution(tmp_path, "toy-one", {"toy": "toy_one:FAMILY"}, toy)
     distribution(tmp_path, "toy-two", {"toy": "toy_two:FAMILY"}, toy)
@@ -226,7 +226,7 @@ def test_two_owners_of_a_name_are_both_named_and_only_that_name_is_refused(tmp_p
     assert python(tmp_path, code).strip() == expected
 
 
-def test_an_unknown_family_is_answered_with_a_neighbour_and_the_list(tmp_path):
+def test_an_unknown_family_gets_a_suggestion_and_the_list(tmp_path):
     distribution(tmp_path, "toy-family", {"toy": "toy_family:FAMILY"})
     message = failure(tmp_path, "longhon", "LookupError")
     assert message.startswith("no family named 'longhon'; did you mean 'longhorn'?; installed: ")
@@ -260,7 +260,7 @@ def test_a_plugin_that_holds_no_usable_family_says_what_is_wrong(tmp_path, modul
 
 def test_loading_one_model_imports_one_family(tmp_path):
     thief = THIEF.replace('"llama"', '"ssmzoo_dss"')  # another package's family is imported at once
-    distribution(tmp_path, "odd-family", {"odd": "odd_family:FAMILY"}, thief)
+    distribution(tmp_path, "thieving-family", {"thieving": "thieving_family:FAMILY"}, thief)
     code = f"""
 import sys
 
@@ -303,7 +303,7 @@ def test_every_family_of_ours_has_the_model_type_of_its_stand_in():
         assert load_family(name).model_type == f"ssmzoo_{name}"
 
 
-def test_a_preset_that_does_not_exist_is_answered_with_a_neighbour_and_the_list():
+def test_an_unknown_preset_gets_a_suggestion_and_the_list():
     from ssmzoo import load_family
 
     with pytest.raises(
@@ -319,7 +319,7 @@ def test_fields_given_beside_a_preset_win_over_it():
     assert (config.num_hidden_layers, config.hidden_size) == (3, 768)
 
 
-def test_a_whole_number_will_do_for_a_float_in_every_family():
+def test_every_family_accepts_integers_for_float_fields():
     from dataclasses import fields
 
     from transformers import PreTrainedConfig
@@ -339,7 +339,7 @@ def test_a_whole_number_will_do_for_a_float_in_every_family():
 
 
 @pytest.mark.parametrize("value", [True, "0", None])
-def test_what_is_no_number_is_none_for_a_float(value):
+def test_non_numbers_are_refused_for_float_fields(value):
     from ssmzoo import load_family
 
     with pytest.raises(Exception, match="dropout"):
@@ -348,7 +348,7 @@ def test_what_is_no_number_is_none_for_a_float(value):
 
 @pytest.mark.parametrize("field", ["rms_norm_eps", "initializer_range"])
 @pytest.mark.parametrize("value", [-1e-5, float("nan"), float("inf")])
-def test_sizes_of_noise_and_norms_are_none_below_zero(field, value):
+def test_init_ranges_and_eps_must_be_finite_and_at_least_0(field, value):
     from ssmzoo import load_family
 
     with pytest.raises(ValueError, match=f"{field} must be at least 0 and finite, got"):

@@ -181,7 +181,7 @@ def test_a_run_names_the_file_that_cannot_be_finished_and_resumes(place, begun, 
 @pytest.mark.parametrize(
     ("method", "name"), [("describe", "recipe.yaml"), ("draw", "loss.png"), ("finish", "model")]
 )
-def test_what_is_written_when_the_disk_fills_up_is_named(
+def test_the_file_written_when_the_disk_is_full_is_named(
     method, name, place, begun, tmp_path, fails, monkeypatch
 ):
     target = shutil.copytree(begun, tmp_path / "run")
@@ -208,7 +208,7 @@ def test_a_new_run_names_the_tokens_that_cannot_be_finished(place, tmp_path, fai
 
 
 @pytest.mark.parametrize("name", [name for name in WRITING if name != "train"])
-def test_where_a_file_cannot_be_finished_nothing_is_left_and_what_was_there_stays(
+def test_a_failed_write_keeps_the_old_file_and_leaves_no_partial_file(
     name, place, tmp_path, fails, capsys
 ):
     out = tmp_path / "out"
@@ -228,7 +228,7 @@ def test_where_a_file_cannot_be_finished_nothing_is_left_and_what_was_there_stay
     assert tree(tmp_path) == before
 
 
-def test_exports_leave_what_was_there(place, model, tmp_path):
+def test_a_failed_export_keeps_existing_files(place, model, tmp_path):
     export_code(model, model)
     export_kernels(tmp_path / "kernels")
     before = tree(tmp_path)
@@ -241,7 +241,7 @@ def test_exports_leave_what_was_there(place, model, tmp_path):
         assert tree(tmp_path) == before, target
 
 
-def test_an_output_that_takes_no_more_is_one_line():
+def test_a_full_output_device_prints_one_line():
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "ssmzoo", "list"]
         buffered = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
@@ -325,7 +325,7 @@ def files_of(folder):
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def test_a_run_with_any_file_cut_by_one_byte_names_it_or_ends_as_it_would(place, tmp_path, fails):
+def test_a_run_with_a_truncated_file_names_it_or_resumes_exactly(place, tmp_path, fails):
     shutil.rmtree((run := shutil.copytree(place / "run", tmp_path / "run")) / "model")
     named = set()
     older = "step-00000010"
@@ -363,7 +363,7 @@ def tuned(place, model, tmp_path):
     return path
 
 
-def test_a_model_cut_by_one_byte_is_one_line_wherever_it_is_read(place, model, tmp_path, fails):
+def test_a_truncated_model_prints_one_line_in_every_command(place, model, tmp_path, fails):
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     out = tmp_path / "out"
@@ -383,7 +383,7 @@ def test_a_model_cut_by_one_byte_is_one_line_wherever_it_is_read(place, model, t
         assert not (out / "new" / "model").exists()
 
 
-def test_a_prompt_cut_by_one_byte_is_one_line(place, tmp_path, fails):
+def test_a_truncated_prompt_prints_one_line(place, tmp_path, fails):
     kept = shutil.copytree(place / "prompt", tmp_path / "kept") / "state.safetensors"
     kept.write_bytes(kept.read_bytes()[:-1])
     line = fails("generate", place / "run" / "model", "", "--state", kept.parent)

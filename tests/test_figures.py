@@ -37,7 +37,7 @@ def test_the_tables_of_the_pages_are_what_was_measured(pages):
     assert sorted(name for names in marked for name in names) == [*FAMILIES, "speed"]
 
 
-def test_a_number_that_somebody_typed_into_a_table_is_replaced(pages, tmp_path):
+def test_a_number_typed_by_hand_into_a_table_is_replaced(pages, tmp_path):
     page = tmp_path / "README.md"
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     page.write_text(re.sub(r"\| Longhorn \| [\d,]+", "| Longhorn | 99,999", text))
@@ -52,7 +52,7 @@ def speed_row(variant, kind, *, runs="1", memory="", **more):
     }  # fmt: skip
 
 
-def test_of_several_runs_the_speed_table_shows_median_and_range_and_names_mambas_two_paths(pages):
+def test_the_speed_table_shows_median_and_range_and_both_mamba_paths(pages):
     table = pages.speed(
         [
             speed_row("dss", "train L=2048", runs="3", memory="12.3"),
@@ -132,7 +132,7 @@ ROW = PaperRow("x", ("a",), {"accuracy": "0.80"}, "3")
         ),
     ],
 )
-def test_the_word_follows_from_the_setting_the_noise_and_the_order(row, value, expected):
+def test_the_verdict_depends_on_setting_noise_and_direction(row, value, expected):
     named = {"a": results(value, loss=0.0024), "b": results(0.5, name="b")}
     assert word(row, named) == expected
 

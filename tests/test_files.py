@@ -44,7 +44,7 @@ def test_a_file_gets_the_permissions_of_any_other(tmp_path):
     assert (tmp_path / "ours").stat().st_mode == (tmp_path / "any").stat().st_mode
 
 
-def test_nothing_of_a_new_file_is_seen_before_it_is_whole(tmp_path, monkeypatch):
+def test_a_file_appears_only_when_complete(tmp_path, monkeypatch):
     seen = []
     replace = os.replace
 
@@ -159,7 +159,7 @@ def test_a_killed_writer_loses_nothing_and_the_next_one_removes_its_remains(tmp_
         (errno.EIO, "Input/output error; what was there is unchanged; choose another place"),
     ],
 )
-def test_what_the_machine_refuses_is_named_with_the_way_out(number, way_out, tmp_path, monkeypatch):
+def test_errors_of_the_machine_name_the_way_out(number, way_out, tmp_path, monkeypatch):
     def refuse(_):
         raise OSError(number, os.strerror(number))
 
@@ -175,7 +175,7 @@ def test_what_the_machine_refuses_is_named_with_the_way_out(number, way_out, tmp
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_library_in_rust_is_understood_and_an_error_of_another_kind_left_alone(tmp_path):
+def test_a_full_disk_is_recognised_in_errors_of_rust_libraries(tmp_path):
     with pytest.raises(CannotWriteError, match=r"File too large; .*ulimit -f"):
         fail_within(tmp_path / "a", Exception("I/O error: File too large (os error 27)"))
     with pytest.raises(ValueError, match=r"^27$"):
@@ -187,7 +187,7 @@ def fail_within(target, error):
         raise error
 
 
-def test_of_several_files_the_one_that_failed_is_named(tmp_path):
+def test_the_file_that_failed_is_named(tmp_path):
     with pytest.raises(CannotWriteError, match="/b/c cannot be written"):
         write_texts(tmp_path, {"a": "x", "b/c": "x", "d": "x"})
     assert list(tmp_path.iterdir()) == []

@@ -266,7 +266,7 @@ def test_a_pair_is_judged_by_both_documents_difference_and_product():
     assert near(output.loss, nn.functional.cross_entropy(expected, torch.tensor([1])))
     padded = nn.functional.pad(second, (3, 2))[None]
     assert near(model(first[None], pair_input_ids=padded).logits, expected)
-    with pytest.raises(ValueError, match="one batch size"):
+    with pytest.raises(ValueError, match="must have the dtype and batch size of"):
         model(first[None], pair_input_ids=padded.repeat(2, 1))
     with pytest.raises(ValueError, match="got none"):
         model(first[None])
@@ -280,7 +280,7 @@ def test_a_pair_is_judged_by_both_documents_difference_and_product():
         ("pair_classification", ["input_ids", "pair_input_ids"], (2,)),
     ],
 )
-def test_a_class_that_there_is_not_is_named(kind, inputs, shape):
+def test_a_label_outside_the_classes_is_named(kind, inputs, shape):
     model = build(kind, num_labels=3)
     ids = dict.fromkeys(inputs, torch.stack(documents(5, 5)))
     labels = torch.full(shape, 2)
@@ -318,7 +318,7 @@ def test_named_groups_do_not_decay_and_take_their_own_rate(monkeypatch):
 
 
 @torch.no_grad()
-def test_some_rows_of_a_cache_start_anew_and_the_others_go_on():
+def test_reset_rows_start_anew_and_the_others_continue():
     model = build("causal_lm")
     rows = torch.stack(documents(6, 6, 6))
     cache = model(rows[:, :3], use_cache=True).past_key_values
@@ -356,7 +356,11 @@ def test_a_bidirectional_model_has_no_cache_and_generates_nothing():
         ({}, {"input_values": torch.zeros(1, 4)}, "takes input_ids, got input_values"),
         ({"input_channels": 2}, {"input_ids": torch.ones(1, 4).long()}, "takes input_values"),
         ({"input_channels": 2}, {"input_values": torch.zeros(1, 4)}, r"\[B, L, 2\], got \[1, 4\]"),
-        ({"input_channels": 1}, {"input_values": torch.zeros(1, 0)}, "no tokens"),
+        (
+            {"input_channels": 1},
+            {"input_values": torch.zeros(1, 0)},
+            "at least one token, got L = 0",
+        ),
         ({}, {}, "exactly one of"),
     ],
 )
@@ -365,7 +369,7 @@ def test_inputs_of_the_wrong_kind_are_refused(fields, inputs, message):
         build("model", **fields)(**inputs)
 
 
-def test_whole_numbers_are_no_values():
+def test_integer_input_values_are_refused():
     with pytest.raises(TypeError, match=r"floating point, got torch\.int64"):
         build("model", input_channels=1)(input_values=torch.ones(1, 4).long())
 

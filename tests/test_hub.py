@@ -67,7 +67,7 @@ EXPECTED = {
 ENTRY = "- dataset: {id: openai/gsm8k, task_id: gsm8k}\n  value: 0.5\n"
 
 
-def test_scores_for_the_hubs_leaderboards_go_along_and_the_publication_stays_ours(model, tmp_path):
+def test_leaderboard_scores_are_published_and_recognised_as_ours(model, tmp_path):
     (model / ".eval_results").mkdir()
     (model / ".eval_results" / "ssmzoo.yaml").write_text(ENTRY)
     (model / ".eval_results" / "notes.txt").write_text("mine")
@@ -82,7 +82,7 @@ def test_scores_for_the_hubs_leaderboards_go_along_and_the_publication_stays_our
 def test_scores_that_the_hub_could_not_read_are_refused(content, model, tmp_path):
     (model / ".eval_results").mkdir()
     (model / ".eval_results" / "x.yaml").write_text(content)
-    with pytest.raises(ValueError, match=r"x\.yaml must be a list of entries as the Hub reads"):
+    with pytest.raises(ValueError, match=r"x\.yaml must be a list"):
         publish(model, str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
@@ -227,7 +227,7 @@ def test_an_unwritable_target_is_one_clear_error(model, tmp_path, monkeypatch):
 # prompts
 
 
-def test_a_saved_prompt_stays_behind_unless_it_is_asked_for(model, tmp_path):
+def test_a_saved_prompt_is_published_only_on_request(model, tmp_path):
     network = AutoModelForCausalLM.from_pretrained(model)
     network.prefill(torch.arange(5)[None]).save_pretrained(model)
     quiet = publish(model, str(tmp_path / "out"))
@@ -380,7 +380,7 @@ def test_a_run_directory_is_told_from_its_model(model, tmp_path):
         publish(tmp_path / "run", str(tmp_path / "out"))
 
 
-def test_pictures_on_the_web_are_left_there(model, tmp_path):
+def test_pictures_on_the_web_are_not_copied(model, tmp_path):
     (model / "README.md").write_text("![x](https://example.org/x.png) <img src='data:,x'>")
     report = publish(model, str(tmp_path / "out"))
     assert {file.path for file in report.files} == EXPECTED - {"loss.png"}

@@ -121,7 +121,7 @@ def test_a_hub_data_set_is_trained_and_validated_on(outcome):
         assert f"GET /datasets/user/{outcome['way']}/resolve/{first}/{file}" in fetched
 
 
-def test_a_run_keeps_to_the_commit_it_began_with_and_a_new_run_takes_the_newest(outcome):
+def test_a_resumed_run_keeps_its_commit_of_the_data_set(outcome):
     first, second = outcome["commits"]
     assert outcome["revisions"] == {
         "whole": first,
@@ -133,7 +133,7 @@ def test_a_run_keeps_to_the_commit_it_began_with_and_a_new_run_takes_the_newest(
     assert not any(second in request for request in outcome["while_resuming"])
 
 
-def test_what_the_hub_does_not_hold_is_named(outcome):
+def test_a_missing_data_set_revision_or_split_is_named(outcome):
     errors = outcome["errors"]
     assert errors["dataset"].startswith("LookupError: data.dataset: no data set 'user/wrods'")
     assert errors["revision"] == (

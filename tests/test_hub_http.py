@@ -336,7 +336,7 @@ def test_a_publication_is_one_commit_of_what_changed(server, pushed):
     assert "POST /api/validate-yaml" in server.requests  # the Hub's own check of the card
 
 
-def test_the_code_goes_along_unless_told_not_to(server, pushed):
+def test_publishing_includes_the_code_by_default(server, pushed):
     sent, plain = held(server, "tester/private"), held(server, "tester/published")
     code = {name for name in sent if name.endswith(".py")}
     assert "modeling_longhorn.py" in code
@@ -393,14 +393,14 @@ def expected(folder: Path, input_ids: torch.Tensor) -> np.ndarray:
         torch.set_num_threads(threads)
 
 
-def test_what_was_published_and_pushed_loads_by_its_name_bit_for_bit(loaded, narrow, wide):
+def test_a_pushed_model_loads_by_its_name_bit_for_bit(loaded, narrow, wide):
     input_ids = torch.arange(24).reshape(2, 12)
     for name in ("v1", "main", "private"):
         assert np.array_equal(loaded["logits"][name], expected(narrow, input_ids)), name
     assert np.array_equal(loaded["logits"]["pushed"], expected(wide, input_ids))
 
 
-def test_a_prompt_travels_with_its_model_and_is_gone_on_from(loaded, narrow):
+def test_a_saved_prompt_continues_after_loading(loaded, narrow):
     model = AutoModelForCausalLM.from_pretrained(narrow).eval()
     state = load_state(narrow, model)
     inputs = state.inputs(torch.arange(12)[None])
@@ -602,7 +602,7 @@ def test_the_way_out_of_each_refusal_of_the_hub_is_named(server, small, run, tmp
     assert json.loads(done.out[-1]) == [1, 2, 4, 8]
 
 
-def test_a_push_comes_through_whatever_passes(server, small, run):
+def test_a_push_succeeds_despite_temporary_failures(server, small, run):
     weights = oid(small / "model.safetensors")
     server.lfs.pop(weights, None)  # of other tests
     api = "POST /api/models/tester/stormy"

@@ -102,12 +102,12 @@ def test_memory_of_two_sides_counts_the_distance():
 
 
 @pytest.mark.parametrize("energy", [0.0, 1.1, math.nan])
-def test_memory_refuses_no_share(energy):
+def test_effective_memory_refuses_energy_outside_0_and_1(energy):
     with pytest.raises(ValueError, match="energy must be above 0 and at most 1"):
         effective_memory(torch.ones(1, 3), energy=energy)
 
 
-def test_a_mixer_that_says_nothing_is_measured():
+def test_a_mixer_without_dynamics_is_measured():
     config = SSMConfig(vocab_size=17, hidden_size=5, num_hidden_layers=2)
     model = LeakyModel(config).double()
     ids = torch.randint(17, (2, 64))
@@ -386,7 +386,7 @@ def test_matplotlib_missing_names_the_extra(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_given_tokens_are_what_is_read(tmp_path):
+def test_inspect_reads_the_given_tokens(tmp_path):
     rows = [[5, 6, 7, 8], [8, 7, 6, 5]]
     report = inspect_model("longhorn", tmp_path / "a", ids=rows)
     assert report["input"] == {"kind": "given tokens", "length": 4, "sequences": 2, "seed": 0}
@@ -451,7 +451,7 @@ def test_states_that_never_fade_are_drawn_at_the_end_of_the_axis(tmp_path):
         ("rtf:rtf-delay --ids 1,2", "ids must be left out: this model takes values"),
     ],
 )
-def test_mistakes_are_one_line(arguments, answer, tmp_path, capsys):
+def test_mistakes_print_one_line(arguments, answer, tmp_path, capsys):
     model, *rest = arguments.split()
     assert main(["inspect", model, "--output", str(tmp_path / "o"), *rest]) == 2
     out, err = capsys.readouterr()
@@ -461,7 +461,7 @@ def test_mistakes_are_one_line(arguments, answer, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_out_must_be_ours_to_write(tmp_path):
+def test_inspect_does_not_overwrite_foreign_folders(tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("mine")

@@ -63,7 +63,7 @@ def test_runs_told_to_stop_anywhere_are_saved_and_end_as_one_left_alone(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_hundred_runs_told_to_stop_anywhere_are_saved_and_end_as_one_left_alone(tmp_path):
+def test_a_hundred_stopped_runs_resume_to_the_same_weights(tmp_path):
     counts = killed(tmp_path, 110, 1, "SIGTERM", "SIGUSR1", "SIGINT")
     sys.stdout.write(f"{counts}\n")
     assert counts["kills"] >= 110
@@ -72,7 +72,7 @@ def test_a_hundred_runs_told_to_stop_anywhere_are_saved_and_end_as_one_left_alon
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_hundred_runs_killed_anywhere_end_with_the_weights_and_lines_of_one_left_alone(tmp_path):
+def test_a_hundred_killed_runs_resume_to_the_same_weights_and_lines(tmp_path):
     counts = killed(tmp_path, kills=110, seed=1)
     sys.stdout.write(f"{counts}\n")
     assert counts["kills"] >= 110

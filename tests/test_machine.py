@@ -52,9 +52,7 @@ def test_the_commit_is_that_of_the_checkout_and_changed_code_makes_it_dirty(trac
     assert checkout_of(tracked) == (commit[:12], True)
 
 
-def test_there_is_no_commit_where_git_is_missing_or_tracks_the_file_not(
-    tracked, tmp_path, monkeypatch
-):
+def test_the_commit_is_none_without_git_or_for_an_untracked_file(tracked, tmp_path, monkeypatch):
     beside = tracked.with_name("other.py")
     beside.write_text("")
     assert checkout_of(beside) == (None, None)
@@ -64,7 +62,7 @@ def test_there_is_no_commit_where_git_is_missing_or_tracks_the_file_not(
     assert checkout_of(tracked) == (None, None)
 
 
-def test_there_is_no_commit_in_a_folder_that_git_does_not_trust(tracked, monkeypatch):
+def test_the_commit_is_none_in_a_folder_that_git_does_not_trust(tracked, monkeypatch):
     # what git does where the folder is another user's
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
     assert checkout_of(tracked) == (None, None)

@@ -62,7 +62,7 @@ def test_a_first_call_makes_the_environment_once_and_then_does_its_work(target, 
 
 
 @pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt"])
-def test_a_changed_requirement_is_installed_into_the_environment_there_is(changed, checkout):
+def test_a_changed_requirement_updates_the_environment(changed, checkout):
     os.utime(checkout / changed)
     commands = would_run(checkout, "install")
     assert commands.count("pip install") == 1
@@ -78,7 +78,7 @@ def test_the_demo_takes_a_text_and_fewer_steps(checkout, monkeypatch):
     )
 
 
-def test_ci_types_the_two_commands_of_the_readme():
+def test_ci_runs_the_two_commands_of_the_readme():
     commands = [line.strip() for line in (ROOT / ".ci" / "run").read_text().splitlines()]
     page = (ROOT / "README.md").read_text()
     section = page.split("## Two commands", 1)[1].split("##", 1)[0]

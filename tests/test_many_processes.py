@@ -355,7 +355,7 @@ def random_states(run):
     return [process["random"]["torch"] for process in state["processes"]]
 
 
-def test_each_process_has_its_own_dropout_and_the_first_that_of_a_single_process(together):
+def test_each_process_has_its_own_dropout(together):
     first, second = random_states(together / "two")
     assert first != second
     assert random_states(together / "one") == [first]
@@ -396,14 +396,14 @@ def assert_killed(done, rank):
     assert re.search(rf"rank +: {rank} .*\n +exitcode +: -9 .*SIGKILL", cause), done.stderr
 
 
-def test_a_killed_process_ends_the_run_on_both_machines_and_its_launcher_names_it(death):
+def test_a_killed_process_ends_the_run_on_both_machines(death):
     first, second, checkpoints = death
     assert_killed(second, 1)
     assert first.returncode != 0
     assert checkpoints == ["step-00000004"]
 
 
-def test_the_other_machine_says_what_happened_and_what_is_saved(death):
+def test_the_other_machine_reports_the_failure_and_the_checkpoint(death):
     first, _, _ = death
     (said,) = said_by_us(first.stderr)
     assert "another process of this run has ended, or hangs: see the launcher's report" in said
@@ -447,7 +447,7 @@ def test_a_launcher_that_is_told_to_stop_leaves_its_run_saved(told, together):
     assert_same(together / "left-alone", together / "told-by-launcher")
 
 
-def test_a_signal_to_one_process_or_to_both_stops_both_and_loses_nothing(together):
+def test_a_signal_to_one_or_both_processes_stops_and_saves_the_run(together):
     first, second = (json.loads((together / f"told-{rank}.json").read_text()) for rank in (0, 1))
     assert first == second
     assert [status for status, _ in first] == [130, 143, 138, 143]
@@ -462,7 +462,7 @@ def test_a_signal_to_one_process_or_to_both_stops_both_and_loses_nothing(togethe
     assert_same(together / "left-alone", together / "told")
 
 
-def test_a_step_waits_for_half_an_hour_and_what_one_process_does_alone_for_longer(together):
+def test_distributed_timeouts_are_half_an_hour_and_six_hours(together):
     for rank in (0, 1):
         waits = json.loads((together / f"patience-{rank}.json").read_text())
         assert waits == {"step": 30 * 60, "alone": 6 * 60 * 60}
@@ -562,7 +562,7 @@ def test_every_family_sharded_by_torch_has_the_gradients_of_one_process(together
             assert facts["share"] < 0.6, name
 
 
-def test_an_optimizer_sharded_by_torch_is_saved_whole_and_restored_to_the_same_steps(together):
+def test_a_sharded_optimizer_is_saved_whole_and_restored_exactly(together):
     alone, sharded, other, restored, went_on, resumed = (
         load_file(together / f"optimizer-{name}.safetensors")
         for name in ("alone", "sharded", "other", "restored", "went-on", "resumed")
@@ -576,7 +576,7 @@ def test_an_optimizer_sharded_by_torch_is_saved_whole_and_restored_to_the_same_s
         assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-def test_a_run_sharded_as_the_page_says_trains_saves_and_resumes_as_one_process_does(together):
+def test_a_run_sharded_by_fsdp2_equals_a_run_of_one_process(together):
     assert_alike(together / "one", together / "sharded")
     files = {
         run: load_file(together / run / "checkpoints/step-00000008/optimizer.safetensors")
@@ -596,7 +596,7 @@ def test_runs_project_parameters_as_one_process_does(together, run):
         assert 0 < (tensor == 0).sum() < tensor.numel()
 
 
-def test_a_sharded_bfloat16_run_keeps_in_float32_what_a_copied_one_keeps(together):
+def test_a_sharded_bfloat16_run_keeps_the_same_parameters_in_float32(together):
     for rank in (0, 1):
         seen = json.loads((together / f"dtypes-{rank}.json").read_text())
         assert seen == ["dt_bias torch.float32", "output torch.bfloat16"]

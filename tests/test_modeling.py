@@ -79,16 +79,16 @@ def test_embeddings_of_another_width_are_refused(model, shape):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
 def test_ids_that_are_not_integers_are_refused(model, ids, dtype):
-    with pytest.raises(TypeError, match="input_ids must be int64 or int32, got torch"):
+    with pytest.raises(TypeError, match=r"input_ids must be int64.*, got torch"):
         model(ids.to(dtype))
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_no_tokens_are_refused_and_the_cache_survives(model, cache, packed):
     empty = torch.zeros(2, 0, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"no tokens \(L = 0\)"):
+    with pytest.raises(ValueError, match="at least one token, got L = 0"):
         model(empty, past_key_values=cache)
-    with pytest.raises(ValueError, match=r"no tokens \(L = 0\)"):
+    with pytest.raises(ValueError, match="at least one token, got L = 0"):
         model(inputs_embeds=torch.zeros(1 if packed else 2, 0, 32))
     assert cache.get_seq_length() == 7
 
@@ -158,7 +158,7 @@ def test_labels_with_only_some_logits_are_refused(model, ids):
 def test_a_mask_with_holes_is_refused_and_the_row_named(model, ids):
     mask = torch.ones_like(ids)
     mask[1, 3] = 0
-    with pytest.raises(ValueError, match="row 1 has zeros between ones"):
+    with pytest.raises(ValueError, match=r"attention_mask must .* zeros between ones in row 1"):
         model(ids, attention_mask=mask)
 
 
@@ -174,7 +174,7 @@ def test_a_mask_of_another_batch_is_refused(model, ids):
 
 
 def test_cu_seqlens_need_one_row(model, ids):
-    with pytest.raises(ValueError, match="cu_seqlens needs one packed row, got a batch of 2"):
+    with pytest.raises(ValueError, match=r"cu_seqlens needs .*, got a batch of 2"):
         model(ids, cu_seqlens=torch.tensor([0, 3, 7]))
 
 
@@ -243,7 +243,7 @@ def test_shifted_labels_are_taken_as_they_are_in_place_of_labels(model, ids):
     assert not torch.equal(across, changed)
     with pytest.raises(ValueError, match=r"shift_labels must have shape \[B, L\], got \[7\]"):
         model(ids, shift_labels=ids[0])
-    with pytest.raises(ValueError, match="shift_labels need all logits; leave logits_to_keep"):
+    with pytest.raises(ValueError, match=r"shift_labels need.* logits_to_keep"):
         model(ids, shift_labels=ids, logits_to_keep=1)
 
 
@@ -346,14 +346,12 @@ def test_a_reset_cache_starts_a_new_sequence_of_any_batch_size(model, ids, cache
 
 
 def test_cropping_is_refused(cache):
-    with pytest.raises(RuntimeError, match="cannot be cropped"):
+    with pytest.raises(RuntimeError, match="crop needs recorded calls"):
         cache.crop(3)
 
 
 @pytest.mark.parametrize("kind", ALL_CACHE_IMPLEMENTATIONS)
-def test_every_cache_implementation_of_one_size_gives_the_same_tokens_with_one_warning(
-    model, ids, kind, caplog
-):
+def test_cache_implementations_do_not_change_tokens(model, ids, kind, caplog):
     ids = ids.clamp(min=1)  # 0 is the pad token
     options = {"max_new_tokens": 2, "pad_token_id": 0, "do_sample": False}
     expected = model.generate(ids, **options)
@@ -372,8 +370,8 @@ def test_every_cache_implementation_of_one_size_gives_the_same_tokens_with_one_w
     assert torch.equal(once, model.generate(ids[:1], **options))
 
 
-def test_continuous_batching_is_refused_as_what_it_is(model, ids):
-    with pytest.raises(ValueError, match="must be left out, got 'paged', a way to keep the keys"):
+def test_continuous_batching_is_refused(model, ids):
+    with pytest.raises(ValueError, match="cache_implementation must be left out, got 'paged'"):
         model.generate(ids, max_new_tokens=2, pad_token_id=0, cache_implementation="paged")
 
 
@@ -451,7 +449,7 @@ def test_a_failed_save_keeps_the_state_file_there_was(model, cache, tmp_path, mo
     assert [p.name for p in tmp_path.iterdir()] == ["state.safetensors"]
 
 
-def test_a_saved_state_is_on_the_disk_before_it_has_its_name(cache, tmp_path, monkeypatch):
+def test_a_saved_state_is_synced_before_it_is_renamed(cache, tmp_path, monkeypatch):
     done = []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda file: done.append("fsync") or fsync(file))
@@ -492,9 +490,9 @@ def test_a_misspelt_field_in_a_checkpoint_is_refused(model, tmp_path):
 
 def test_an_empty_sequence_cannot_be_classified(ids):
     classifier = FAMILY.sequence_classification_class(FAMILY.config(**FAMILY.tiny)).eval()
-    with pytest.raises(ValueError, match=r"must have a token to be classified by.*number 1"):
+    with pytest.raises(ValueError, match=r"at least one token, got none in sequence 1"):
         classifier(ids[:1], cu_seqlens=torch.tensor([0, 3, 3, 7]))
-    with pytest.raises(ValueError, match=r"must have a token to be classified by.*number 0"):
+    with pytest.raises(ValueError, match=r"at least one token, got none in sequence 0"):
         classifier(ids, attention_mask=torch.tensor([[0] * 7, [1] * 7]))
 
 
@@ -671,7 +669,7 @@ def test_reentrant_checkpointing_with_a_given_state_is_refused(ids):
     model.eval()(ids[:, 3:], past_key_values=state)
 
 
-def test_what_is_no_field_of_a_configuration_is_not_written(tmp_path, caplog):
+def test_attributes_that_are_not_fields_are_not_saved(tmp_path, caplog):
     model = build()
     model.config.max_position_embeddings = 2048
     with caplog.at_level("WARNING", logger="ssmzoo"):
@@ -714,7 +712,7 @@ def test_a_damaged_state_file_is_refused(model, ids, tmp_path):
 
 
 @torch.no_grad()
-def test_a_cache_of_another_width_is_refused_as_such(model, ids):
+def test_a_cache_of_another_width_is_refused(model, ids):
     cache = model(ids, use_cache=True).past_key_values
     other = build(expand=3)
     with pytest.raises(ValueError, match="past_key_values belongs to another model"):
@@ -735,8 +733,8 @@ def test_arguments_of_the_wrong_kind_are_named(model, ids, arguments, error, mes
         model(ids, **arguments)
 
 
-def test_boundaries_that_are_no_whole_numbers_are_named(model, ids):
-    with pytest.raises(TypeError, match=r"cu_seqlens must be an int32 or int64 tensor.*float32"):
+def test_non_integer_boundaries_are_named(model, ids):
+    with pytest.raises(TypeError, match=r"cu_seqlens must be .*int64 tensor.*float32"):
         model(ids[:1], cu_seqlens=torch.tensor([0.0, 7.0]))
 
 

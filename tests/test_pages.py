@@ -78,7 +78,9 @@ PROGRAM = (
     r"(?:\.venv/bin/)?"
     r"(?:ssmzoo|make|python|pip|pytest|git|lm_eval|torchrun|accelerate|trl|source)\s"
 )
-PLACEHOLDER = re.compile(r"<\w+>|(?<= )(COMMAND|MODEL|FAMILY|RECIPE|TARGET|TEXT|DIR|N)\b|\.\.\.")
+PLACEHOLDER = re.compile(
+    r"<\w+>|(?<= )(COMMAND|MODEL|FAMILY|PROGRAM|RECIPE|TARGET|TEXT|DIR|N)\b|\.\.\."
+)
 
 
 class Piece(NamedTuple):
@@ -215,7 +217,7 @@ def run(piece, page, names, capsys):
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", [page for page in PAGES if pieces(page)])
-def test_what_a_page_says_to_type_works_as_typed(page, reader, capsys):
+def test_commands_of_a_page_run_as_written(page, reader, capsys):
     names = reader(page)
     for piece in pieces(page):
         if reason_to_leave(piece) is None:
@@ -226,7 +228,7 @@ def test_what_a_page_says_to_type_works_as_typed(page, reader, capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_what_takes_longer_works_as_typed_too(reader, capsys):
+def test_slow_commands_of_a_page_run_as_written(reader, capsys):
     names = reader("README.md")
     for piece in pieces("README.md"):
         if any(re.match(start, piece.text) for start in SLOW) and "FAMILY" not in piece.text:
@@ -242,7 +244,7 @@ def test_a_page_stays_short_and_its_lines_too(page, longest):
     assert [line for line in lines if len(line) > 120] == []
 
 
-def test_commands_are_found_wherever_they_stand(tmp_path, monkeypatch):
+def test_commands_are_found_anywhere_in_a_page(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     (tmp_path / "page.md").write_text(
         "# A page\n\n    ssmzoo list  # all\n    ssmzoo info \\\n      rtf\n\nThen `ssmzoo\n"

@@ -96,7 +96,7 @@ def test_prefill_in_chunks_equals_prefill_at_once(model, ids, chunk_size):
     )
 
 
-def test_a_prompt_of_one_token_is_kept_too(model, ids, tmp_path):
+def test_a_prompt_of_one_token_can_be_saved(model, ids, tmp_path):
     one = ids[:, :1]
     model.prefill(one).save_pretrained(tmp_path)
     state = load_state(tmp_path, model)
@@ -129,7 +129,7 @@ def test_other_weights_another_dtype_and_another_shape_are_refused(model, folder
         other.model.layers[0].mixer.out_proj.weight[0, 0] += 1
     with pytest.raises(ValueError, match=r"by other weights: their digest must be [0-9a-f]{12}"):
         load_state(folder, other)
-    with pytest.raises(ValueError, match="a model in float32, got one in float64; load it with"):
+    with pytest.raises(ValueError, match=r"float32, got .*float64; load it with"):
         load_state(folder, build().double())
     with pytest.raises(ValueError, match="belongs to another model"):
         load_state(folder, build(d_state=3))
@@ -153,9 +153,7 @@ def test_a_prompt_is_not_saved_after_its_weights_changed(ids, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_without_a_state_a_bare_cache_and_a_damaged_file_are_told_apart(
-    model, ids, folder, tmp_path
-):
+def test_loading_a_prompt_tells_missing_bare_and_damaged_files_apart(model, ids, folder, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"holds no state.safetensors; save one with"):
         load_state(tmp_path, model)
     path = tmp_path / "state.safetensors"
@@ -170,7 +168,7 @@ def test_a_folder_without_a_state_a_bare_cache_and_a_damaged_file_are_told_apart
 
 
 @pytest.mark.parametrize("name", ["9.ssm", "-1.ssm", "0", "x.ssm"])
-def test_a_state_of_a_layer_that_is_not_there_is_refused(model, folder, tmp_path, name):
+def test_a_state_of_a_missing_layer_is_refused(model, folder, tmp_path, name):
     path = folder / "state.safetensors"
     with safe_open(path, framework="pt") as file:
         notes = file.metadata()
@@ -195,9 +193,9 @@ def test_invalid_prompts_are_refused(model, ids, arguments, message):
         model.prefill(**{"input_ids": ids, **arguments})
 
 
-def test_a_past_that_does_not_lead_to_the_prompt_is_refused(model, ids):
+def test_past_key_values_that_are_no_prefix_of_the_prompt_are_refused(model, ids):
     state = model.prefill(ids)
-    with pytest.raises(ValueError, match="seen 6 tokens, so input_ids must be those and at least"):
+    with pytest.raises(ValueError, match=r"past_key_values has seen 6 tokens.* got"):
         model.prefill(ids[:, :6], past_key_values=state.cache)
     with pytest.raises(ValueError, match="holds 2 sequences, the input has 1"):
         model.prefill(ids[:1], past_key_values=state.cache)

@@ -118,7 +118,7 @@ def test_the_best_rate_is_best_on_average_over_the_seeds():
     assert {line["lr"] for line in best_rates(lines)["a", 8]} == {0.2}
 
 
-def test_what_is_kept_of_a_sequence_is_counted_for_any_model():
+def test_the_cache_size_is_counted_for_any_model():
     theirs = MambaForCausalLM(
         MambaConfig(vocab_size=16, hidden_size=8, num_hidden_layers=2, state_size=4)
     ).eval()
@@ -203,7 +203,7 @@ def test_a_model_that_keeps_nothing_has_no_size():
     assert "none" in ledger_table([{**line, "flops_per_token": 3}])
 
 
-def test_of_several_seeds_the_table_shows_how_many_their_median_and_their_range():
+def test_the_table_shows_number_median_and_range_of_seeds():
     line = {"model": "b", "width": 8, "lr": 0.1, "state_bytes": 4, "flops_per_token": 3}
     ledger = [{**line, "seed": i, "accuracy": a} for i, a in enumerate((0.9, 0.1, 0.2))]
     assert "median of 3 seeds 0.200, 0.100 to 0.900" in ledger_table(ledger)

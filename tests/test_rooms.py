@@ -63,18 +63,18 @@ def graph():
     return arrows(modules(SRC, "ssmzoo"))
 
 
-def test_every_entry_is_a_room_of_the_plan():
+def test_every_package_is_in_the_plan():
     entries = {p.stem for p in SRC.iterdir() if not p.name.startswith(("_", "."))} - {"py"}
     assert entries == set(ROOMS)
     assert len(ROOMS) <= 16
 
 
-def test_no_module_imports_itself_by_a_detour(graph):
+def test_no_module_is_in_an_import_circle(graph):
     assert len(graph) > 90
     assert circle(graph) is None
 
 
-def test_no_room_imports_a_room_above_it(graph):
+def test_no_package_imports_a_package_above_it(graph):
     upward = [
         (name, target)
         for name, targets in graph.items()
@@ -95,7 +95,7 @@ def test_a_circle_and_an_upward_arrow_would_be_seen(tmp_path):
 
 
 @pytest.mark.parametrize("name", sorted(n for n in ROOMS if (SRC / n).is_dir()))
-def test_a_room_says_in_three_lines_what_lives_there(name):
+def test_every_package_has_a_docstring_of_three_lines(name):
     text = ast.get_docstring(ast.parse((SRC / name / "__init__.py").read_text(encoding="utf-8")))
     first = (text or "").split("\n\n")[0]
     assert 1 <= len(first.splitlines()) <= 3

@@ -52,7 +52,7 @@ def test_it_passes_the_conformance_suite_from_the_command_line(environment):
     assert set(outcomes.values()) <= {"passed", "skipped"}
 
 
-def test_it_is_trained_continued_looked_at_and_loaded_by_the_auto_classes(environment, model):
+def test_it_trains_generates_inspects_and_loads_by_auto_classes(environment, model):
     losses = [
         row["loss"]
         for row in map(json.loads, (model.parent / "metrics.jsonl").read_text().splitlines())

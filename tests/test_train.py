@@ -206,7 +206,7 @@ def test_a_folder_with_anything_in_it_is_refused(whole, recipe, tmp_path):
     assert before == {p: p.stat().st_mtime_ns for p in whole.rglob("*") if p.name != ".lock"}
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").touch()
-    with pytest.raises(ValueError, match=r"must hold a run to resume, got .* without recipe\.yaml"):
+    with pytest.raises(ValueError, match=r"must hold a run.*, got .* without recipe\.yaml"):
         train(recipe(), output_dir=tmp_path / "other", resume=True)
 
 
@@ -312,7 +312,7 @@ def test_a_changed_recipe_does_not_resume(whole, recipe):
         train(recipe(), output_dir=whole, resume=True, overrides=["train.lr=0.5"])
 
 
-def test_an_end_behind_the_newest_checkpoint_is_refused_and_nothing_is_rewritten(whole, recipe):
+def test_resuming_with_fewer_steps_than_done_is_refused(whole, recipe):
     def contents():
         return {p: p.read_bytes() for p in whole.rglob("*") if p.is_file() and p.name != ".lock"}
 
@@ -335,7 +335,7 @@ def test_text_that_is_missing_or_too_short_leaves_the_folder_free(recipe, tmp_pa
     with pytest.raises(ValueError, match="does not exist and matches no file"):
         train(recipe(), output_dir=tmp_path / "run", overrides=["data.text=nowhere"])
     assert [p.name for p in (tmp_path / "run").iterdir()] == [".lock"]
-    with pytest.raises(ValueError, match=r"at least one row of train\.seq_len = 99999 tokens"):
+    with pytest.raises(ValueError, match=r"train\.seq_len = 99999 tokens"):
         train(recipe(train__seq_len=99999), output_dir=tmp_path / "run")
     train(recipe(), output_dir=tmp_path / "run", overrides=["train.steps=3"])
 
@@ -363,7 +363,7 @@ def test_a_wrong_model_is_refused_before_any_work(changes, kind, message, recipe
     assert [p.name for p in (tmp_path / "run").iterdir()] == [".lock"]
 
 
-def test_given_weights_are_trained_on(whole, recipe, tmp_path):
+def test_training_starts_from_given_weights(whole, recipe, tmp_path):
     tuned = train(
         recipe(model={"init_from": str(whole / "model")}, train__lr=1e-6),
         output_dir=tmp_path / "tuned",
@@ -406,9 +406,7 @@ def test_gradient_checkpointing_changes_no_weight(finished, recipe, tmp_path):
 def test_a_launcher_that_starts_one_process_of_several_is_reported(recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with pytest.raises(
-        RuntimeError, match="asked for several processes and started one; use `torch"
-    ):
+    with pytest.raises(RuntimeError, match=r"several processes.*; use `torch"):
         train(recipe(), output_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

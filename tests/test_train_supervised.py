@@ -210,7 +210,7 @@ def test_a_killed_run_resumes_to_the_same_weights_and_lines(step, changes, tmp_p
 def test_a_finished_run_can_go_on_for_more_epochs(tmp_path):
     run = train(recipe(train__schedule="constant"), output_dir=tmp_path / "run")
     longer = ["train.epochs=4"]
-    with pytest.raises(ValueError, match=r"train\.epochs must give at least the .* steps that the"):
+    with pytest.raises(ValueError, match=r"train\.epochs must give at least"):
         train(
             recipe(train__schedule="constant"),
             output_dir=run,
@@ -829,7 +829,7 @@ def test_an_example_longer_than_the_table_of_positions_is_named(tmp_path):
 def test_a_data_set_that_changed_does_not_resume(tmp_path, monkeypatch):
     killed(recipe(), tmp_path / "run", 8)
     monkeypatch.setitem(SIZES, "validation", 14)
-    with pytest.raises(ValueError, match="must give the examples that the run began with"):
+    with pytest.raises(ValueError, match="must give the examples"):
         train(recipe(), output_dir=tmp_path / "run", resume=True)
 
 

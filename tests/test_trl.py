@@ -162,7 +162,7 @@ def test_every_family_trains_under_trl(family, folder, make, tmp_path):
     assert any(not torch.equal(after[name].detach(), before[name]) for name in before)
 
 
-def test_what_trl_packs_is_read_as_sequences_of_their_own(family, folder, tmp_path):
+def test_rows_packed_by_trl_are_separate_sequences(family, folder, tmp_path):
     trainer = packed(family, folder, tmp_path)
     inputs = next(iter(trainer.get_train_dataloader()))
     ids, positions = inputs["input_ids"], inputs["position_ids"]

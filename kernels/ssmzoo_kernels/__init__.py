@@ -1,7 +1,7 @@
 """Recurrences and convolutions of state-space models, on CPUs and GPUs.
 
-Every op takes activations in the layout ``[B, L, ...]``, keeps its state in float32 (float64 for
-float64 inputs), takes ``initial_state`` and ``cu_seqlens``, and returns the final state.
+Ops along a sequence take activations ``[B, L, ...]``, ``initial_state`` and ``cu_seqlens``, keep
+their state in float32 (float64 for float64 inputs) and return the final state.
 """
 
 from ssmzoo_kernels.causal_conv1d import causal_conv1d

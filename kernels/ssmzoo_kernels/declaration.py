@@ -31,8 +31,18 @@ The kernels of a backend are two functions whose arguments come by position, in 
     forward(*inputs, [offsets], [save], *options)             -> (*outputs, [saved])
     backward(*gradients of outputs, *what is kept, *options)  -> a gradient for each floating input
 
-``save`` and ``saved`` are there if the op declares what it saves. A gradient of an output is None
-if nobody asked for it; what is returned for an absent input does not matter.
+- Tensors come with the strides that the caller's had. Results may have any strides: the op makes
+  them contiguous. An absent input is None.
+- ``offsets`` is there for an op with ``packing``.
+- ``save`` (whether a backward will follow) and ``saved`` are there if the op declares ``saved``.
+- What is kept: the inputs, ``offsets`` and ``saved``, unless the op declares ``keeps``.
+- The gradient of an output is None if nobody asked for it; what is returned for an absent input
+  does not matter.
+- Options come as declared; a ``Choice`` that leaves the kernels one value is not passed.
+
+A backend ``cpu`` also has ``load(dtype)``, or ``load(dtype, variant)`` for an op that declares a
+``variant``. It builds and loads the C file and raises ``OSError`` or ``RuntimeError`` where that
+fails; then ``eager`` stands in. ``offers`` names the backends that an op has, if it lacks some.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def last_backend(op: str) -> str | None:
 
 
 def record(op: str, backend: str) -> None:
-    """Note that a backend ran; every implementation calls it as it starts."""
+    """Record that a backend ran; every implementation calls it when it starts."""
     _ran[op] = backend
     if _watched is not None:
         _watched.append((op, backend))
@@ -55,7 +55,7 @@ def record(op: str, backend: str) -> None:
 
 @contextlib.contextmanager
 def watch() -> Iterator[list[tuple[str, str]]]:
-    """Give a list that collects the op and backend of every run inside the block, in order."""
+    """Yield a list that collects the op and backend of every run inside the block, in order."""
     global _watched
     before, _watched = _watched, []
     try:
@@ -65,7 +65,7 @@ def watch() -> Iterator[list[tuple[str, str]]]:
 
 
 def why_not_faster(op: str, backend: str, device: str) -> str | None:
-    """Return why a backend that ran is not the device's fastest, and the way out; None: it is."""
+    """Return why a backend is not the device's fastest and what to do, or None if it is."""
     if backend == _OWN.get(device) or backend not in ALL:
         return None
     if backend == "reference":
@@ -105,7 +105,7 @@ def choose(
     dtype: torch.dtype | None = None,
     variant: str | None = None,
 ) -> str:
-    """Return the backend that a call shall take, forward and backward.
+    """Choose the backend of a call, forward and backward.
 
     Args:
         op: The op's name, which opens the messages.
@@ -220,7 +220,7 @@ def _why_no_kernel(op: str, dtype: torch.dtype, *variant: str) -> str:
 
 @functools.cache
 def _warn_of_slowness(missing: str) -> None:
-    _log.warning("CPU scans take the slow eager path: %s", missing)
+    _log.warning("CPU ops take the slow eager path: %s", missing)
 
 
 def interpreting() -> bool:

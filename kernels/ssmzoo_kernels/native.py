@@ -299,7 +299,7 @@ def _opened(path: Path) -> ctypes.CDLL:
         reason = str(error).removeprefix(f"{path}: ")
         name = path.name.partition("-")[0].removesuffix(".so")
         raise RuntimeError(
-            f"what the compiler made of {name}.c cannot be loaded: {reason}"
+            f"the compiled library of {name}.c cannot be loaded: {reason}"
         ) from error
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 def check_tensor(
     op: str, name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor, rule: str
 ) -> None:
-    """Fail unless a tensor has a shape, a floating dtype and another tensor's device.
+    """Check that a tensor has a shape, a floating dtype and another tensor's device.
 
     Args:
         op: The op's name, which opens the message.
@@ -39,7 +39,7 @@ def check_tensor(
 def check_complex(
     op: str, name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor, rule: str
 ) -> None:
-    """Fail unless a tensor has a shape, a complex dtype and another tensor's device."""
+    """Check that a tensor has a shape, a complex dtype and another tensor's device."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor {rule}, got {type(tensor).__name__}")
     if tensor.shape != shape:
@@ -53,7 +53,7 @@ def check_complex(
 
 
 def check_leading(op: str, name: str, tensor: Tensor, rule: str) -> None:
-    """Fail unless the op's first argument is a floating tensor with the rule's dimensions."""
+    """Check that the op's first argument is a floating tensor with the rule's dimensions."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor {rule}, got {type(tensor).__name__}")
     if tensor.dim() != rule.count(",") + 1:
@@ -63,7 +63,7 @@ def check_leading(op: str, name: str, tensor: Tensor, rule: str) -> None:
 
 
 def check_count(op: str, name: str, value: int, least: int = 0) -> None:
-    """Fail unless an argument is a whole number, not a bool, and at least so large."""
+    """Check that an argument is an int, not a bool, and at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
     if value < least:
@@ -153,7 +153,7 @@ def segment_offsets(op: str, like: Tensor, cu_seqlens: Tensor | Packing | None) 
 
 
 def check_boundaries(op: str, cu_seqlens: Tensor, length: int) -> None:
-    """Fail unless boundaries rise from 0 to the row's length."""
+    """Check that boundaries rise from 0 to the row's length."""
     values = cu_seqlens.tolist()
     if values[0] != 0 or values[-1] != length or any(a > b for a, b in pairwise(values)):
         shown = values if len(values) <= 8 else [*values[:4], "...", *values[-3:]]

@@ -13,23 +13,23 @@ MOST_REMEMBERED = 65_536
 
 @strict
 class BMojoConfig(SSMConfig):
-    """B'MOJO: attention over a window, over what a state-space model says, and over what surprised.
+    """B'MOJO: attention over a window, a state-space model's outputs, and surprising tokens.
 
     Attributes:
-        mixer_types: A mixer for each layer: "bmojo" has all three memories, "bmojo_f" no eidetic
-            one, "mamba" is the state-space model alone, "swa" attention in the window, "attention"
-            over everything (its cache grows). Fewer names than layers are repeated, one word
-            stands for all. May be given as ``layer_types``, but transformers renames what it finds
-            in a field of that name.
+        mixer_types: The mixer of each layer: "bmojo" has all three memories, "bmojo_f" lacks the
+            eidetic one, "mamba" is the state-space model alone, "swa" is attention in the window,
+            "attention" attends to all tokens (its cache grows). A shorter list is repeated; one
+            name stands for all layers. ``layer_types`` is accepted as another name, but
+            transformers renames values in a field of that name.
         sliding_window: w, tokens a query sees directly, and tokens a chunk.
         num_fading_tokens: m_f, outputs of the state-space model that a query reads.
-        num_eidetic_tokens: m_e, surprising tokens that are kept as they were.
+        num_eidetic_tokens: m_e, surprising tokens whose keys and values are kept exactly.
         fading_mode: "chunk" reads the last outputs before the query's chunk; "offset" those just
             behind its window.
         eidetic_overlap: "allow" counts a token in window and memory twice; "mask" once.
-        wiring: "serial" adds the state-space model to the residual stream before attention reads
-            it; "parallel" feeds attention alone, as the paper's algorithm says, and wants
-            positions.
+        wiring: "serial" adds the state-space model's output to the residual stream before
+            attention reads it; "parallel" gives it to attention alone, as in the paper's Algorithm
+            1, and needs positions (``use_rope``).
         use_rope: Rotary positions of queries and keys.
         rope_theta: Their base.
         tie_memory_proj: Project fading tokens by the same matrices as raw ones.
@@ -144,8 +144,8 @@ class BMojoConfig(SSMConfig):
         for name in ("num_fading_tokens", "num_eidetic_tokens"):
             if not 0 <= getattr(self, name) <= MOST_REMEMBERED:
                 raise ValueError(
-                    f"{name} must be at least 0 and at most {MOST_REMEMBERED:,}, for so many rows "
-                    f"every sequence keeps in every layer, got {getattr(self, name):,}"
+                    f"{name} must be at least 0 and at most {MOST_REMEMBERED:,} (rows kept per "
+                    f"sequence and layer), got {getattr(self, name):,}"
                 )
         if self.heads % self.groups:
             raise ValueError(

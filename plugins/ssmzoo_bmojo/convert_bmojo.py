@@ -51,7 +51,7 @@ def from_official(
         the configuration.
 
     Raises:
-        LookupError: A weight of the model is missing, or one belongs to no Mamba.
+        LookupError: A weight of the model is missing, or one is unknown to Mamba.
         ValueError: Another model's configuration; a Mamba with biases in its projections, without
             one in its convolution, or with another activation; a shape that contradicts it.
     """

@@ -1,12 +1,12 @@
-"""Which tokens each chunk remembers, as places in tables of rows; no hidden state is touched here.
+"""Compute which tokens each chunk remembers, as row indices into tables of keys and values.
 
 A sequence is cut into chunks of ``window`` tokens, counted from its very first token. Chunk c reads
 the ``min(m_e, c * window)`` most surprising positions before it and the ``min(m_f, c * window)``
-outputs just before it. All is worked out in numbers of positions, so that one gather fetches keys
-and values from where they lie: the window before this call, this call, or a memory carried on.
+outputs just before it. Only indices are computed here; one gather then fetches keys and values from
+the window before this call, from this call, or from the cached memory.
 
-What surprises: only scores differ between layers. Everything else is worked out for the first layer
-that asks and shared by the others.
+What surprises: only scores differ between layers. Everything else is computed by the first layer
+and shared with the others.
 
 Dimensions: S sequences, T tokens of this call end to end, n chunks with tokens in this call, F
 chunks that get a memory in this call, C most chunks of a sequence, w window, m_f fading and m_e

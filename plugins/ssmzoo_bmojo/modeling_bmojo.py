@@ -1,9 +1,9 @@
 """B'MOJO: hybrid state-space realizations with eidetic and fading memory (arXiv 2407.06324).
 
-What surprises: attention has one softmax over three memories, the window, outputs of a state-space
-model, and tokens that it predicted badly; memories are frozen for a chunk of ``window`` tokens,
-counted from a sequence's first token; which tokens are kept is not differentiated; without
-positions the state-space model must stand in the residual stream, else a layer sees a set.
+What surprises: one softmax covers three memories: the window, outputs of a state-space model
+(fading), and tokens that it predicted badly (eidetic). Memories are fixed for a chunk of ``window``
+tokens, counted from a sequence's first token. The choice of tokens has no gradient. Without rotary
+positions the state-space model must be in the residual stream; else a layer does not see order.
 
 Dimensions: B batch, L length, D hidden, E inner, N state, S sequences, T tokens of a call,
 w window, m_f fading and m_e eidetic tokens, n chunks, H heads, G key heads, d of a head.
@@ -49,7 +49,7 @@ from .memory import (
 
 
 class BMojoSSM(SSMMixer):
-    """The fading branch, a Mamba mixer.
+    """Mix tokens by Mamba's selective scan: the fading branch.
 
     ``[x | z] = in_proj(u)``, ``x = SiLU(conv1d(x))``, ``[dt | B | C] = x_proj(x)``,
     ``out_proj(selective_scan(x, dt_proj(dt), -exp(A_log), B, C) * SiLU(z))``.
@@ -97,7 +97,7 @@ class BMojoSSM(SSMMixer):
 
 
 class BMojoAttention(nn.Module):
-    """One softmax over the window, the fading and the eidetic memory, as far as there are such.
+    """Attend to window, fading and eidetic memory with one softmax; a layer may lack memories.
 
     ``out = o_proj(sum softmax(q [k_window | k_fading | k_eidetic] / sqrt(d)) [v ...])``.
     """
@@ -151,7 +151,7 @@ class BMojoAttention(nn.Module):
         state: LayerState,
         packing: PackedRow | None = None,
     ) -> Tensor:
-        """Let every token read its memories; ``outputs`` are the state-space model's.
+        """Attend from ``[B, L, D]`` to the memories; ``outputs`` are the state-space model's.
 
         The state is ``seen [B]``, ``keys`` and ``values [B, w, G, d]`` and, with memories,
         ``outputs [B, max(k, m_f), D]``, ``fading_*``, ``eidetic_*``, ``scores`` of the open chunk.
@@ -248,7 +248,7 @@ class BMojoAttention(nn.Module):
         before: Tensor | None,
         state: LayerState,
     ) -> Eidetic:
-        """Choose the raw tokens whose output was predicted worst, and leave the scores."""
+        """Choose the tokens whose outputs were predicted worst, and cache the scores."""
         weights = self.innovation_weights
         recent = None if before is None else before[:, -len(weights) :]
         scores, _ = innovation(y, weights, recent, cu_seqlens=packing, relative=self.relative)
@@ -256,9 +256,9 @@ class BMojoAttention(nn.Module):
         if call.looks and call.tokens and not float(scores.max()) < math.inf:
             token = int((~scores.isfinite()).nonzero()[0])
             raise ValueError(
-                "innovations must be finite to choose what to remember, got "
+                "innovations must be finite to choose eidetic tokens, got "
                 f"{scores[token]} at token {token} of the call: the state-space model's outputs "
-                "there are not finite, or too large to be squared"
+                "there are not finite, or their squares overflow"
             )
         grid = score_table(state.get("scores"), scores, call)[call.score_places()]
         held, past = None, 0
@@ -358,7 +358,7 @@ def _projection(inputs: int, outputs: int) -> Linear:
 
 
 class BMojoMixer(SSMMixer):
-    """State-space model and attention in one layer, or one of the two.
+    """Mix tokens by a state-space model, by attention, or by both.
 
     ``"serial"``: ``y + attention(norm(x + y), y)`` with ``y = ssm(u)``, x the residual stream and
     ``u = norm(x)`` what comes in; ``"parallel"``: ``attention(u, y)``.

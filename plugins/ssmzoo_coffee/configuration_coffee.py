@@ -1,4 +1,4 @@
-"""Configuration of COFFEE (arXiv 2510.14027), of the S6 it is measured against, and between them.
+"""Configuration of COFFEE (arXiv 2510.14027), of its S6 baseline, and of the ablations.
 
 What surprises: the defaults are a language model's, which the paper leaves open; the paper's own
 module is a preset.
@@ -76,7 +76,7 @@ class CoffeeConfig(SSMConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Leave a ``variant`` that names files of weights to the loading of weights."""
+        """Build from a dictionary; a ``variant`` that names weight files is not the field."""
         files = kwargs.get("variant")
         if not kwargs.get("return_unused_kwargs") or files is None or files in get_args(_Variant):
             return super().from_dict(config_dict, **kwargs)
@@ -132,13 +132,13 @@ class CoffeeConfig(SSMConfig):
         nearest = self.head == "nearest_embedding"
         if nearest and not self.tie_word_embeddings:
             raise ValueError(
-                "head='nearest_embedding' reads by the embedding itself and needs "
-                "tie_word_embeddings=True, got False; take head='linear'"
+                "tie_word_embeddings must be True with head='nearest_embedding', got False; take "
+                "head='linear'"
             )
         if nearest and self.vocab_size < 2:
             raise ValueError(
-                "head='nearest_embedding' needs a vocab_size of at least 2, to be nearer to one "
-                f"than to others, got {self.vocab_size}"
+                "vocab_size must be at least 2 with head='nearest_embedding', got "
+                f"{self.vocab_size}"
             )
         frozen = self.frozen_embedding_index
         if frozen is None:

@@ -1,4 +1,4 @@
-"""COFFEE's classifier of small images: four recurrences that read it from its four sides.
+"""COFFEE's classifier of small images: four recurrences, each reading from another side.
 
 What surprises: there is no embedding and no other layer; a row of pixels is a token.
 
@@ -23,8 +23,8 @@ _SIDES = 4
 class CoffeeForImageClassification(CoffeePreTrainedModel):
     """COFFEE over rows, columns, reversed rows and reversed columns of a square of pixels.
 
-    The four have parameters of their own. What each says last, ``[4 P]`` together, goes through
-    Linear, GELU, Linear. P is ``hidden_size``; of a larger image the middle is read.
+    Each of the four has its own parameters. Their last outputs, concatenated to ``[4 P]``, go
+    through Linear, GELU, Linear. P is ``hidden_size``; larger images are cropped to their center.
     """
 
     main_input_name = "pixel_values"
@@ -73,7 +73,7 @@ class CoffeeForImageClassification(CoffeePreTrainedModel):
 
         Raises:
             ValueError: Images of another shape, or too small.
-            TypeError: Pixels that are no tensor, or whole numbers.
+            TypeError: ``pixel_values`` is not a floating-point tensor.
         """
         rows = self._cropped(pixel_values).to(self.hidden.weight.dtype)
         columns = rows.transpose(1, 2)
@@ -90,7 +90,7 @@ class CoffeeForImageClassification(CoffeePreTrainedModel):
         """Return None: pixels are read as they are."""
 
     def _cropped(self, pixels: Tensor) -> Tensor:
-        """Return the middle ``[B, P, P]`` of images; where none is, the one torchvision takes."""
+        """Return the center ``[B, P, P]`` of images, rounded as torchvision's ``center_crop``."""
         side = self.config.hidden_size
         if not isinstance(pixels, Tensor):
             raise TypeError(
@@ -106,8 +106,8 @@ class CoffeeForImageClassification(CoffeePreTrainedModel):
             )
         if not pixels.is_floating_point():
             raise TypeError(
-                f"pixel_values must be floating point, got {pixels.dtype}; divide by the largest "
-                "value there can be"
+                f"pixel_values must be floating point, got {pixels.dtype}; scale them to [0, 1], "
+                "for uint8 by / 255"
             )
         top, left = (round((size - side) / 2) for size in pixels.shape[1:])
         return pixels[:, top : top + side, left : left + side]

@@ -1,8 +1,11 @@
-"""COFFEE: context-selective state-space models, whose gates look at the state (arXiv 2510.14027).
+"""COFFEE: context-selective state-space models with feedback gates (arXiv 2510.14027).
 
-What surprises: nothing mixes features inside the recurrence, and no gate sees the token it lets in;
-lambda, gates, state and skip are float32 always. A model with ``lambda_param="clamp"`` must be
-projected after every optimizer step: our trainer does, Trainer with ``ssmzoo.training.callbacks``.
+The recurrence is the op `feedback_scan`.
+
+What surprises: nothing mixes features inside the recurrence, and a gate does not see the current
+token; lambda, gates, state and skip are always float32. A model with ``lambda_param="clamp"`` must
+be projected after every optimizer step: our trainer does, transformers' with
+``ssmzoo.training.callbacks``.
 
 Dimensions: B batch, L length, D hidden, E inner, N state, K conv width, S sequences, T tokens.
 """
@@ -43,7 +46,7 @@ SSM_PARAMETERS = ("lam", "lam_raw", "w", "B", "C", "w_gamma", "A_log", "D")
 
 
 class CoffeeMixer(SSMMixer):
-    """The recurrence, alone or between projections.
+    """Mix tokens by COFFEE's recurrence (the paper's Eq. 7), alone or between projections.
 
     ``s = sigmoid(w x[t-1])``, ``x[t] = x[t-1] + s (lam x[t-1] + u[t])``, ``y[t] = sum_n C x[t]``;
     the block "gated" takes ``[u | z] = in_proj(h)``, ``u = SiLU(conv1d(u))`` and returns
@@ -86,7 +89,7 @@ class CoffeeMixer(SSMMixer):
         return y if z is None else self.out_proj(y * F.silu(z))
 
     def scan(self, u: Tensor, state: LayerState, packing: PackedRow | None = None) -> Tensor:
-        """Run the recurrence over ``[B, L, E]``, going on from a state and leaving one."""
+        """Run the recurrence over ``[B, L, E]`` from the cached state; cache the final state."""
         initial = state.get("ssm")
         if self.config.variant == "s6":
             B, C = self.x_proj(u).chunk(2, dim=-1)  # [B, L, N] each
@@ -147,15 +150,15 @@ class CoffeeMixer(SSMMixer):
 
     @torch.no_grad()
     def project_parameters(self) -> None:
-        """Bring lambda back into ``[-lambda_max, 0]``."""
+        """Clamp lambda to ``[-lambda_max, 0]``."""
         if "lam" in self._parameters:
             self._own("lam").clamp_(-self.config.lambda_max, 0)
 
     def check_parameters(self) -> None:
-        """Fail unless lambda is in ``[-lambda_max, 0]``, where it was left by the last projection.
+        """Check that lambda is in ``[-lambda_max, 0]``, as after a projection.
 
         Raises:
-            ValueError: It is not; the message has the layer and the value.
+            ValueError: An entry is outside; the message names the layer and the value.
         """
         if "lam" not in self._parameters or self._own("lam").is_meta:
             return
@@ -166,13 +169,13 @@ class CoffeeMixer(SSMMixer):
         if bool(wrong.any()):
             raise ValueError(
                 f"lam of layer {self.layer_idx} must be in [{-most}, 0], got "
-                f"{float(lam[wrong][0]):.4g}: a checkpoint of another lambda_max, or trained "
-                "without ssmzoo.training.callbacks.ProjectParameters; to take it projected, load "
-                "its weights by load_state_dict and call project_parameters()"
+                f"{float(lam[wrong][0]):.4g}: the checkpoint has another lambda_max, or was "
+                "trained without ssmzoo.training.callbacks.ProjectParameters; to project it, load "
+                "its weights with load_state_dict and call project_parameters()"
             )
 
     def gauges(self, hidden_states: Tensor) -> dict[str, Tensor]:
-        """Tell how stiff the recurrence is and how much of it is shut, at some input.
+        """Measure the recurrence's Jacobian and its closed gates at an input ``[B, L, D]``.
 
         ``largest_jacobian`` is the largest ``|d x[t] / d x[t-1]|``, ``shut_gates`` the share of
         gates below 1e-3, ``growing_lanes`` the share of the state's entries whose mean
@@ -194,7 +197,7 @@ class CoffeeMixer(SSMMixer):
         }
 
     def dynamics(self, hidden_states: Tensor) -> Dynamics:
-        """Return what tokens leave of the state: the geometric mean of ``|d x[t] / d x[t-1]|``."""
+        """Return the mean decay: the geometric mean of ``|d x[t] / d x[t-1]|`` over tokens."""
         u, _ = self._branches(hidden_states, LayerState(), None)
         if self.config.variant == "s6":
             dt = F.softplus(self.dt_proj(u)).mean(dim=(0, 1))  # [E]
@@ -279,10 +282,10 @@ class CoffeePreTrainedModel(SSMPreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load a checkpoint as every transformers model does; refuse one that is not stable.
+        """Load a checkpoint as every transformers model does, and check lambda's range.
 
         Raises:
-            ValueError: A file is damaged, or lambda outside of its range.
+            ValueError: A file is damaged, or lambda is outside its range.
             OSError: A file is missing.
         """
         loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
@@ -304,10 +307,10 @@ class CoffeePreTrainedModel(SSMPreTrainedModel):
             held = self._modules.get(name)
             if held is not None and value is not held:
                 raise ValueError(
-                    f"{name} must stay the module it is with head='nearest_embedding', which reads "
-                    f"by the embedding itself, got {type(value).__name__}; for other numbers copy "
-                    "them into embed_tokens.weight, for another vocabulary call "
-                    "resize_token_embeddings, and keep adapters and modules_to_save off both"
+                    f"{name} must not be replaced with head='nearest_embedding', which computes "
+                    f"distances to the embedding, got {type(value).__name__}; to change its values "
+                    "copy them into embed_tokens.weight, to change the vocabulary call "
+                    "resize_token_embeddings, and put no adapter or modules_to_save on either"
                 )
         super().__setattr__(name, value)
 
@@ -317,9 +320,9 @@ class CoffeePreTrainedModel(SSMPreTrainedModel):
         pad_to_multiple_of: int | None = None,
         mean_resizing: bool = True,
     ) -> nn.Embedding:
-        """Change the vocabulary as in every transformers model; a frozen row stays what it is.
+        """Resize the vocabulary as in every transformers model; a frozen row is kept.
 
-        New tokens start at N(0, initializer_range^2) where the configuration gives the rows.
+        New tokens start from N(0, initializer_range^2) if the configuration lists initial rows.
 
         Raises:
             ValueError: The frozen token would be cut off.
@@ -334,7 +337,7 @@ class CoffeePreTrainedModel(SSMPreTrainedModel):
             size = -(-size // pad_to_multiple_of) * pad_to_multiple_of
         if frozen is not None and size <= frozen:
             raise ValueError(
-                f"new_num_tokens must leave the frozen token {frozen} in the vocabulary, got {size}"
+                f"new_num_tokens must be above the frozen token's index {frozen}, got {size}"
             )
         if not isinstance(self.config.embedding_init, str):
             self.config.embedding_init = "normal"
@@ -451,9 +454,9 @@ class CoffeeModel(CoffeePreTrainedModel, SSMModel):
         )
 
     def trajectories(self, input_ids: Tensor) -> Trajectories | None:
-        """Tell how the output wanders among the embeddings, where these are what it is read by.
+        """Return the output's path among the embeddings, or None without ``"nearest_embedding"``.
 
-        In two dimensions as they are, else in the plane in which the embeddings are largest.
+        Coordinates are the two dimensions or, of more, the embeddings' first two singular vectors.
         """
         if self.config.head != "nearest_embedding" or self.config.hidden_size < 2:
             return None

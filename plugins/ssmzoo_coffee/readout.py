@@ -1,7 +1,7 @@
-"""The paper's read-out: the next token is the one whose embedding lies nearest to the output.
+"""The paper's read-out: the next token is the one whose embedding is nearest to the output.
 
-What surprises: a frozen row is no parameter at all, so no optimizer, decay or count can see it; a
-weight then has one row fewer than there are tokens.
+What surprises: a frozen row is not a parameter, so optimizer, weight decay and parameter count
+leave it out; the weight then has one row fewer than there are tokens.
 
 Dimensions: B batch, L length, D hidden, V vocabulary.
 """
@@ -18,7 +18,7 @@ def with_frozen_row(
     weight: Tensor,  # [V, D], or [V - 1, D] with a frozen row
     frozen: int | None,
 ) -> Tensor:
-    """Return the whole table ``[V, D]``: ones in the frozen row, the weight in the others."""
+    """Return the whole table ``[V, D]``: ones in the frozen row, the weight's rows elsewhere."""
     if frozen is None:
         return weight
     return torch.cat([weight[:frozen], weight.new_ones(1, weight.shape[1]), weight[frozen:]])
@@ -29,9 +29,9 @@ def softmin_logits(
 ) -> Tensor:
     """Return ``logit(softmin(d))``: ``-d_m - log sum_{m' != m} exp(-d_m')``, ``[..., V]``.
 
-    Finite where the softmin rounds to 0 or 1, and in time and memory of the distances. Only the
-    nearest token can have more than half of the probability; the sum over its others is taken
-    without it, that over the others of any other loses no digits in ``1 - p``.
+    Finite where the softmin rounds to 0 or 1; takes as much time and memory as the distances. Only
+    the nearest token can have a probability p above one half: its sum over the other tokens is
+    computed separately. For every other token ``1 - p`` loses no digits.
     """
     scores = -distances
     place = scores.argmax(dim=-1, keepdim=True)
@@ -95,7 +95,7 @@ def euclidean(
 ) -> Tensor:
     """Return ``sqrt(|x - table_m|^2 + 1e-12)``, ``[..., V]``.
 
-    From the differences: of squares and a product those that lie near would keep no digits.
+    Computed from the differences, because ``|x|^2 - 2 x y + |y|^2`` cancels for near vectors.
     """
     flat = x.reshape(-1, x.shape[-1])
     distances = torch.cdist(flat, table, compute_mode="donot_use_mm_for_euclid_dist")

@@ -92,9 +92,8 @@ class DSSConfig(SSMConfig):
             )
         if self.kernel_variant == "exp_re_im" and self.lambda_init != "skew_hippo":
             raise ValueError(
-                "kernel_variant='exp_re_im' has the logarithms of its frequencies as parameters "
-                "and needs positive ones: lambda_init must be 'skew_hippo', "
-                f"got {self.lambda_init!r}"
+                "lambda_init must be 'skew_hippo' with kernel_variant='exp_re_im', whose "
+                f"parameters are logarithms of frequencies, got {self.lambda_init!r}"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""Classifiers under the official code's names, in and out.
+"""Convert classifiers to and from the official code's names.
 
 The paper's checkpoints are Lightning files; their ``state_dict`` goes in here. What shapes do not
 say, such as the variant or the pooling, the caller names.
@@ -79,7 +79,7 @@ def to_official(state_dict: dict[str, Tensor], config: DSSConfig) -> dict[str, T
     """Translate our classifier's weights into official names.
 
     Raises:
-        ValueError: The configuration has what the official model has not.
+        ValueError: The configuration uses a feature that the official model lacks.
     """
     if config.intermediate_size is not None or config.norm_type != "batch":
         raise ValueError(

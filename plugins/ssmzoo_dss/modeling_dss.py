@@ -2,7 +2,7 @@
 
 What surprises: in training a layer is one long convolution per feature, whose kernel is computed
 anew in every forward pass; only decoding has a state. SSM parameters, their gradients, the
-convolution and the state are float32 always. The mathematics is in ``kernel.py``.
+convolution and the state are always float32. The mathematics is in ``kernel.py``.
 
 Dimensions: B batch, L length, H hidden, N modes, C channels, K taps, S sequences, G growing modes.
 """
@@ -42,7 +42,7 @@ _SSM_PARAMETERS = ("log_dt", "Lambda", "Lambda_log_neg_re", "Lambda_im", "W")
 
 @dataclass(frozen=True)
 class _Tables:
-    """What decoding a token reads of a layer's parameters.
+    """Values that decoding a token needs, computed from a layer's parameters.
 
     Attributes:
         modes: What they were made of.
@@ -69,7 +69,7 @@ class _Tables:
 
 
 class DSSMixer(SSMMixer):
-    """A mixture of exponentials filters each feature; GELU; a linear map mixes features.
+    """Filter each feature by a sum of exponentials (the paper's Proposition 1), then mix features.
 
     ``y[t] = sum_j K[j] u[t-j] + D u[t]`` with ``K[l] = Re sum_n rho_n e^{c_n l}``, then
     ``out_proj(dropout(GELU(y)))``.

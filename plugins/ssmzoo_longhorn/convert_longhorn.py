@@ -1,7 +1,6 @@
-"""Checkpoints under the official code's names, in and out.
+"""Convert checkpoints to and from the official code's names.
 
-No pretrained weights of the paper are public; whoever trained with the official code can bring
-their own.
+The paper's pretrained weights are not public; this is for weights trained with the official code.
 """
 
 from typing import Any
@@ -38,9 +37,9 @@ def from_official(
         Weights by our names, sharing memory with the given ones, and the configuration.
 
     Raises:
-        LookupError: A weight of the model or a field of the configuration is missing, or a weight
-            belongs to no Longhorn.
-        ValueError: A shape contradicts the configuration, or a head said to be tied is not.
+        LookupError: A weight or a field of the configuration is missing, or a weight is unknown.
+        ValueError: A shape contradicts the configuration, or ``tie_embeddings`` is true and the
+            head differs from the embedding.
     """
     weights: dict[str, Tensor] = {}
     for official, tensor in state_dict.items():
@@ -67,7 +66,7 @@ def to_official(state_dict: dict[str, Tensor], config: LonghornConfig) -> dict[s
     """Translate our weights into official names, the head included.
 
     Raises:
-        ValueError: The configuration has what the official model has not.
+        ValueError: The configuration uses a feature that the official model lacks.
     """
     if config.out_norm or config.transition != "diagonal" or config.use_bias:
         raise ValueError(

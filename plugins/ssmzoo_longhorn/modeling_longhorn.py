@@ -1,8 +1,8 @@
 """Longhorn: state-space models as amortized online learners (arXiv 2407.14207).
 
-What surprises: the key stands where Mamba has ``B`` and before the query; there is no ``A``,
-because what a token forgets follows from what it writes; write strength, state and skip are float32
-always.
+What surprises: ``x_proj`` returns the key (Mamba's ``B``) before the query; there is no ``A``,
+because a token's decay follows from what it writes; write strength, state and skip are always
+float32.
 
 Dimensions: B batch, L length, D hidden, E inner, N state, K conv width, R write rank, S sequences.
 """
@@ -34,7 +34,7 @@ from .configuration_longhorn import LonghornConfig
 
 
 class LonghornMixer(SSMMixer):
-    """Gate, short convolution, and the scan that writes by solving a regression.
+    """Mix tokens by Longhorn's scan (the paper's Eq. 7, Algorithm 1) in Mamba's block.
 
     ``[x | z] = in_proj(h)``, ``u = SiLU(conv1d(x))``, ``[dt | k | q] = x_proj(u)``,
     ``out_proj(longhorn_scan(u, q, k, dt_proj(dt)) * SiLU(z))``.
@@ -85,10 +85,10 @@ class LonghornMixer(SSMMixer):
         return self.out_proj(o)
 
     def dynamics(self, hidden_states: Tensor) -> Dynamics:
-        """Return how the scan looks back from the last token, and what tokens leave of its state.
+        """Return the scan's kernel as seen from the last token, and its mean decay.
 
-        Its kernel at lag l is ``d o[L-1] / d u[L-1-l]`` with keys, queries and write strengths held
-        as they are, without skip and gate; the root mean square over the batch.
+        The kernel at lag l is ``d o[L-1] / d u[L-1-l]`` with keys, queries and write strengths
+        fixed, without skip and gate; the root mean square over the batch.
         """
         x, _ = self.in_proj(hidden_states).chunk(2, dim=-1)
         u, _ = self.conv1d(x, None, None)

@@ -1,4 +1,4 @@
-"""Configuration of RTF (arXiv 2405.06147) and of the Hyena operator it is measured against."""
+"""Configuration of RTF (arXiv 2405.06147) and of the Hyena operator, its baseline."""
 
 from typing import ClassVar, Literal
 
@@ -33,10 +33,11 @@ class RTFConfig(SSMConfig):
             or "copying".
         h0_init: Direct gains of 1, as the paper says, or N(0, 1) as its code has it.
         legacy_double_h0: "hyena" only: count the direct gain twice, as the paper's code does.
-        decode_mode: What "truncated" filters are behind their M taps, and how they decode. "fir":
-            nothing; from their last M - 1 inputs. "auto": nothing; by recurrence where the infinite
-            response has died away by then, to rounding, else from their last inputs. "recurrent":
-            the infinite response with these taps, for whole inputs too; by recurrence.
+        decode_mode: How "truncated" filters continue after M taps, and how they decode. "fir": zero
+            after M taps; decodes from the last M - 1 inputs. "auto": zero after M taps; decodes by
+            recurrence if the infinite response has decayed to rounding by then, else from the last
+            inputs. "recurrent": the infinite response that begins with these taps, for whole
+            inputs too; decodes by recurrence.
         mixer_dropout: Probability to drop what enters the filter ("hyena") or the gated map ("s4").
         bidirectional: A second set of filters looks at what comes later. No cache, no generation.
         implicit_features: Inputs of the network of implicit filters: time, sines and cosines; odd.

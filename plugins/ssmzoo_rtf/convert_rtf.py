@@ -1,4 +1,4 @@
-"""Checkpoints under the official code's names, in and out.
+"""Convert checkpoints to and from the official code's names.
 
 The official filter keeps its denominators in the first rows of ``ab`` and its numerators in the
 others, the direct gain in ``h_0`` and the slack of the Montel constraint in ``scalar``. It is the
@@ -64,8 +64,8 @@ def from_official(
 
     Args:
         state_dict: Weights by official name; prefixes that wrappers add are stripped.
-        config: ``trunc_len``, and ``layer_norm_epsilon`` if it is not 1e-5. Everything else the
-            weights tell.
+        config: ``trunc_len``, and ``layer_norm_epsilon`` if it is not 1e-5. Everything else follows
+            from the weights' shapes.
 
     Returns:
         Weights by our names, sharing memory with the given ones, and the configuration: truncated
@@ -76,7 +76,7 @@ def from_official(
         ValueError: A shape contradicts the others.
     """
     if "trunc_len" not in config:
-        raise LookupError("config must have 'trunc_len': the weights do not tell it")
+        raise LookupError("config must have 'trunc_len', which the weights' shapes do not give")
     weights: dict[str, Tensor] = {}
     for official, tensor in state_dict.items():
         name = official
@@ -106,7 +106,7 @@ def to_official(state_dict: dict[str, Tensor], config: RTFConfig) -> dict[str, T
     """Translate our weights into official names, the head included.
 
     Raises:
-        ValueError: The configuration has what the official model has not.
+        ValueError: The configuration uses a feature that the official model lacks.
     """
     wanted = {
         "block": "hyena",

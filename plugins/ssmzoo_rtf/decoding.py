@@ -1,4 +1,4 @@
-"""What decoding reads of a layer's filters, made once for one state of the parameters."""
+"""A layer's filters in the forms that decoding uses, computed once until a parameter changes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Oscillations:
         return self.multipliers
 
     def read(self, modes: Tensor) -> Tensor:
-        """Return ``Re sum_i r_i z_i`` of a state ``[B, D, N]``: what it owes to the next token."""
+        """Return ``Re sum_i r_i z_i`` of a state ``[B, D, N]``: its part of the next output."""
         return (self.residues * modes).real.sum(-1)
 
     def response(self, modes: Tensor, length: int) -> Tensor:

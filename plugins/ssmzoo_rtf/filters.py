@@ -1,4 +1,4 @@
-"""Coefficients of rational filters: how they start, stay stable and come to be decoded.
+"""Coefficients of rational filters: initialisation, stability, and conversion for decoding.
 
 A filter is ``H(z) = h0 + b(z) / a(z)`` of order n: ``a(z) = 1 + sum a_i z^-i`` and
 ``b(z) = sum b_i z^-i``. ``D_a`` denominators serve D channels, channel c having denominator
@@ -50,7 +50,7 @@ def initial_coefficients(
 
 
 def from_taps(taps: Tensor, num_denominators: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``(a, b, h0)`` of the filters whose impulse responses are given and then end.
+    """Return ``(a, b, h0)`` of the filters with given finite impulse responses.
 
     Args:
         taps: The responses ``[D, n + 1]``, tap 0 first.
@@ -77,7 +77,7 @@ def montel(
     Args:
         a: Unconstrained coefficients.
         slack: Learned distance from the boundary.
-        margin: What is left of it when the slack is gone; 0 is the paper.
+        margin: Distance from the boundary that remains at zero slack; 0 is the paper's.
     """
     if margin < 0:
         raise ValueError(f"margin must be at least 0, got {margin}")
@@ -122,7 +122,7 @@ def ends_within(
     b: Tensor,  # [D, n]
     length: int,
 ) -> Tensor:
-    """Tell whose infinite response has nothing left behind ``length`` taps but rounding.
+    """Return which infinite responses are zero up to rounding after ``length`` taps, ``[D_a]``.
 
     That is as much as a transform of the kernel rounds in b's dtype, in the 2-norm. All channels of
     a denominator must agree, ``[D_a]``. Looked at are as many taps again: more than the order, so

@@ -75,7 +75,7 @@ _DEPLOYED_BY = itemgetter(
 
 
 class RTFMixer(SSMMixer):
-    """A filter per feature, and what mixes features around it.
+    """Filter each feature by a rational transfer function (the paper's Eq. 4), mix around it.
 
     ``y[t] = sum_j k[j] u[t-j] + D u[t]`` with k the impulse response of ``b(z) / a(z)``, or another
     filter (``config.filter``), and
@@ -159,7 +159,7 @@ class RTFMixer(SSMMixer):
         return F.glu(self.out_proj(y), dim=-1)
 
     def filtered(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
-        """Filter ``[B, L, D]``, going on from and leaving behind the state of a cache."""
+        """Filter ``[B, L, D]`` from the cached state; cache the final state."""
         if self.training and not torch.compiler.is_compiling():
             self._kept.forget()
         kind = u.device.type
@@ -233,9 +233,9 @@ class RTFMixer(SSMMixer):
         return rational_kernel(a, b, taps) + F.pad(wrapped[:, None], (0, taps - 1))
 
     def dynamics(self, hidden_states: Tensor) -> Dynamics:
-        """Return kernels, and of every denominator its poles, their radius and how many are out.
+        """Return kernels and, of every denominator, poles, radius and number of unstable poles.
 
-        Poles themselves only up to order 128; the count is that of the winding test.
+        Poles are computed up to order 128 only; the count comes from the winding number.
         """
         kernel, future = self.kernel(hidden_states.shape[1]), None
         if self.config.bidirectional:
@@ -258,16 +258,16 @@ class RTFMixer(SSMMixer):
         )
 
     def set_filters(self, a: Tensor, b: Tensor, h0: Tensor) -> None:
-        """Take over filters given by their coefficients, the constraint undone.
+        """Set the filters to given coefficients, by inverting the constraint.
 
         Args:
-            a: Denominators ``[A, n]`` as they shall be used.
-            b: Numerators ``[D, n]``, in the meaning of the kernel's mode.
+            a: Denominators ``[A, n]`` as used, after the constraint.
+            b: Numerators ``[D, n]`` as ``kernel_mode`` defines them.
             h0: Direct gains ``[D]``.
 
         Raises:
-            ValueError: Filters or shapes of another model, or a denominator that the constraint
-                cannot have.
+            ValueError: The model has another kind of filter or other shapes, or a denominator
+                violates the constraint.
         """
         self._check_given("rational", a=a, b=b, h0=h0)
         with torch.no_grad():
@@ -287,7 +287,7 @@ class RTFMixer(SSMMixer):
             self.D.copy_(h0 / 2 if self.config.legacy_double_h0 else h0)
 
     def set_modes(self, poles: Tensor, residues: Tensor, h0: Tensor) -> None:
-        """Take over filters given by their modes, ``h[t] = Re sum_i r_i lambda_i^(t-1)``.
+        """Set the filters to given modes, ``h[t] = Re sum_i r_i lambda_i^(t-1)``.
 
         Args:
             poles: ``[A, N]`` complex, all inside the unit disc.
@@ -295,7 +295,8 @@ class RTFMixer(SSMMixer):
             h0: Direct gains ``[D]``.
 
         Raises:
-            ValueError: Filters or shapes of another model, or a pole that is not inside the disc.
+            ValueError: The model has another kind of filter or other shapes, or a pole is not
+                inside the unit disc.
         """
         self._check_given("modal", poles=poles, residues=residues, h0=h0)
         outside = ~(poles.abs() < 1)
@@ -346,7 +347,7 @@ class RTFMixer(SSMMixer):
                 )
 
     def deployment(self) -> Deployment:
-        """Return the filters as they decode; made anew only where a parameter has changed.
+        """Return the filters in decoding form, recomputed only when a parameter has changed.
 
         Raises:
             ValueError: A parameter is not finite; the message names layer and row.

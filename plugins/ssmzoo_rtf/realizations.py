@@ -1,9 +1,8 @@
-"""Rational filters from other realizations of the same transfer function, and back.
+"""Convert rational filters from and to other realizations of the same transfer function.
 
-Coefficients are a fragile way to write down poles that cluster: rounding them moves such poles far
-(S4's low-frequency poles leave the unit disc). Every conversion is therefore checked, after
-rounding to the dtype that will hold it, against the impulse response it came from, and refused
-with the reason where they differ.
+Coefficients represent clustered poles badly: rounding them moves such poles far (S4's low-frequency
+poles leave the unit disc). Every conversion is therefore checked, after rounding to the target
+dtype, against the original impulse response, and raises an error where they differ.
 """
 
 import torch
@@ -164,7 +163,7 @@ def from_rtf2(
     c: Tensor,  # [D, n]
     h0: Tensor,  # [D]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``(a, b, h0)`` of a filter that is read out after its state's update.
+    """Return ``(a, b, h0)`` of an ``RTF2`` filter, which reads its state after the update.
 
     The authors' ``RTF2`` has the numerator ``sum c_i z^(1-i)``; dividing its direct term out leaves
     ``b_m = c_(m+1) - c_1 a_m`` and ``h0 + c_1``.
@@ -218,8 +217,8 @@ def _coefficients(
         row = int(endless.nonzero()[0])
         radius = float(found[row // (len(taps) // len(found))].abs().max())
         raise ValueError(
-            f"channel {row} grows beyond all numbers within {taps.shape[1]} taps: it has poles out "
-            f"to radius {radius:.4g}"
+            f"channel {row} must have a finite impulse response, got an overflow within "
+            f"{taps.shape[1]} taps: its largest pole has radius {radius:.4g}"
         )
     a = _polynomial(found)
     b = numerator_of_response(a, taps[:, :order])

@@ -1,7 +1,7 @@
-"""Where the poles of a denominator lie, without computing them.
+"""Locate the poles of a denominator without computing them.
 
-``a(z) = prod (1 - pole / z)`` turns once backward around zero, as z runs around a circle, for every
-pole outside that circle and not at all for one inside. Counting turns costs an FFT.
+As z runs around a circle, ``a(z) = prod (1 - pole / z)`` winds around zero once backward for every
+pole outside the circle and not at all for a pole inside. The winding number costs an FFT.
 """
 
 import math
@@ -18,8 +18,8 @@ SMALL_ORDER = 128
 def poles_outside(a: Tensor, radius: float | Tensor = 1.0) -> Tensor:
     """Count the poles that are not inside a circle, ``[D_a]`` int64; zeros mean stable.
 
-    The winding number of ``a`` on a grid that is refined, row by row, until no step turns by more
-    than a right angle; poles that stay too near the circle for that are computed.
+    Uses the winding number of ``a`` on a grid that is refined, row by row, until no step turns by
+    more than a right angle; poles too near the circle for that are computed.
 
     Args:
         a: Denominators without their leading 1, ``[D_a, n]``.
@@ -84,15 +84,15 @@ def poles(a: Tensor) -> Tensor:
 
 
 def check_filters(a: Tensor, b: Tensor, *, stable: bool = False) -> None:
-    """Fail, naming the channel, if a coefficient is not finite or a pole not inside the disc.
+    """Check that coefficients are finite and, if ``stable``, all poles inside the unit disc.
 
     Args:
         a: Denominators, ``[D_a, n]``.
         b: Numerators, ``[D, n]``.
-        stable: Look for poles too.
+        stable: Also check the poles.
 
     Raises:
-        ValueError: With the row, and the radius of the farthest pole.
+        ValueError: A check fails; the message names the row and the largest pole's radius.
     """
     _check_finite("denominator", a)
     _check_finite("numerator", b)

@@ -252,7 +252,7 @@ def test_nan_stays_in_its_sequence(small_tiles):
 
 
 @torch.no_grad()
-def test_what_comes_later_changes_no_bit(small_tiles):
+def test_later_tokens_do_not_change_earlier_outputs(small_tiles):
     call = draw([11], [0], packed=False, late=2, dtype=torch.float32)
     before = eidetic_attention(**call, backend="triton")
     for name in ("q", "k", "v", "late_k", "late_v"):

@@ -27,7 +27,7 @@ def close(got, expected, tolerance):
     assert error <= tolerance * expected.double().abs().max(), f"error {error:.2e}"
 
 
-def test_it_is_the_convolution_that_torch_computes(backend):
+def test_causal_conv1d_equals_torchs_convolution(backend):
     x, weight, bias, _ = draw(L=30, D=18)
     padded = F.pad(x.transpose(1, 2), (3, 0))
     expected = F.silu(F.conv1d(padded, weight[:, None], bias, groups=18)).transpose(1, 2)

@@ -43,7 +43,7 @@ def backend(request):
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 7), (3, 2, 8), (1, 5, 33), (2, 2, 64)])
 @pytest.mark.parametrize("absent", [(), ("drive",), ("D",), ("drive", "D")])
-def test_it_is_the_formula(backend, shape, absent, dtype):
+def test_the_step_equals_the_formula(backend, shape, absent, dtype):
     inputs = [None if n in absent else x for n, x in zip(NAMES, draw(*shape, dtype), strict=True)]
     with torch.no_grad():
         got = diagonal_step(*inputs, backend=backend)
@@ -68,14 +68,14 @@ def test_steps_in_a_row_are_the_recurrence_of_vandermonde(backend):
         torch.testing.assert_close(y, expected[:, t], rtol=0, atol=1e-12 * expected.abs().max())
 
 
-def test_the_given_state_is_not_written(backend):
+def test_the_initial_state_is_not_modified(backend):
     u, state, *rest = draw()
     before = state.clone()
     diagonal_step(u, state, *rest, backend=backend)
     assert torch.equal(state, before)
 
 
-def test_gradients_go_to_torch_and_a_kernel_asked_for_by_name_refuses_them():
+def test_gradients_run_in_torch_and_named_kernels_refuse_them():
     inputs = draw(dtype=torch.complex128)
     leaves = [x.requires_grad_() for x in inputs]
     assert torch.autograd.gradcheck(lambda *x: diagonal_step(*x), leaves)

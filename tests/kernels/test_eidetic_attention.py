@@ -240,7 +240,7 @@ def test_pieces_with_their_past_equal_the_whole(form, cuts):
 
 
 @torch.no_grad()
-def test_what_comes_later_changes_no_bit(form):
+def test_later_tokens_do_not_change_earlier_outputs(form):
     call = draw("batch", late=True, dtype=torch.float32)
     before = eidetic_attention(**call)
     for name in ("q", "k", "v", "late_k", "late_v"):
@@ -341,7 +341,7 @@ def test_half_precision_is_as_exact_as_the_loop_in_every_layout(form, layout, dt
     assert_as_accurate(on("eager"), on("reference"), list(tensors.values()), dtype)
 
 
-def test_scores_beyond_the_range_of_float16_are_no_harm(form):
+def test_scores_beyond_the_range_of_float16_stay_finite(form):
     """The loop's scores are float32; 64 products of 200 and 200 are no float16 number."""
     call = draw("batch", dtype=torch.float16)
     wide = {n: x.detach().repeat(1, 1, 1, 8) for n, x in call.items() if n[-1] in "qkv"}
@@ -521,7 +521,7 @@ def test_use_backend_redirects_auto():
 # --- the rest ---------------------------------------------------------------------------------
 
 
-def test_the_table_of_chunks_counts_from_each_sequences_first_token():
+def test_chunks_are_counted_from_each_sequences_first_token():
     chunks = chunk_table(torch.tensor([5, 0, 9]), torch.tensor([3, 2, 0]), 4)
     assert chunks.sequence.tolist() == [0, 0, 2, 2, 2]
     assert chunks.number.tolist() == [0, 1, 0, 1, 2]

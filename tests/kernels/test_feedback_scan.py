@@ -597,7 +597,7 @@ def test_boundaries_that_differ_are_refused_by_vmap():
         options = (False, "march", 1e-6, None, 0.0, "cpu")
         return op(u[0], lam, w, C, None, None, None, state, cu_seqlens, *options)
 
-    with pytest.raises(ValueError, match="cu_seqlens must be the same for everything that vmap"):
+    with pytest.raises(ValueError, match=r"cu_seqlens must be the same .*vmap"):
         torch.vmap(run)(offsets)
 
 

@@ -17,7 +17,7 @@ def nothing_ran():
 @pytest.mark.parametrize("rows", range(1, 9))
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 5), (16, 3), (65, 130), (256, 48)])
 @pytest.mark.parametrize("biased", [False, True])
-def test_it_is_as_exact_as_a_sum_in_the_same_precision(dtype, rows, inputs, outputs, biased):
+def test_fft_conv_is_as_exact_as_a_sum_in_the_same_precision(dtype, rows, inputs, outputs, biased):
     x, weight = torch.randn(rows, 1, inputs, dtype=dtype), torch.randn(outputs, inputs, dtype=dtype)
     bias = torch.randn(outputs, dtype=dtype) if biased else None
     with torch.no_grad():
@@ -41,7 +41,7 @@ def test_strided_rows_give_what_contiguous_rows_give():
 @pytest.mark.parametrize(
     "case", ["gradients", "many rows", "no rows", "bfloat16", "mixed", "strided weight", "autocast"]
 )
-def test_where_it_does_not_fit_torch_runs(case):
+def test_torch_runs_where_the_kernel_does_not_apply(case):
     x, weight = torch.randn(4, 1, 32), torch.randn(9, 32)
     if case == "many rows":
         x = torch.randn(9, 1, 32)

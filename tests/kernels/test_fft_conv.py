@@ -172,7 +172,7 @@ def test_pieces_round_no_worse_than_whole_sequences(backend, dtype):
     judge(inputs, backend, dtype, tolerance, workspace=TIGHT)
 
 
-def test_pieces_without_what_came_before_them_are_found_out(backend, monkeypatch):
+def test_pieces_without_their_past_are_noticed(backend, monkeypatch):
     seen = pieces._Inputs.seen
     forget = lambda *x: None if seen(*x) is None else (seen(*x)[0], None)  # noqa: E731
     monkeypatch.setattr(pieces._Inputs, "seen", forget)
@@ -222,7 +222,7 @@ def test_a_ragged_batch_runs_in_few_groups_with_less_filling_than_tokens(backend
     judge(draw(B=1, L=sum(lengths), D=2, segments=50), backend, cu_seqlens=bounds(*lengths))
 
 
-def test_what_fills_a_group_up_is_nobodys_token(backend):
+def test_filler_of_a_group_does_not_leak_into_results(backend):
     u, kernel, D, _, future = draw(B=1, L=15, segments=3)
     wild = torch.full_like(u[:, :1], float("inf"))
     # places past a segment's end are read from the row's first token
@@ -341,7 +341,7 @@ def test_compiled_functions_have_no_graph_break_and_the_same_results(backend, pa
         close(got, wanted, 1e-6)
 
 
-def test_backends_it_does_not_have_are_refused_by_name_and_passed_over_in_a_block():
+def test_a_missing_backend_is_refused_by_name_and_ignored_in_use_backend():
     u, kernel, *_ = draw()
     with pytest.raises(ValueError, match=r"fft_conv: backend must be .*got 'triton'"):
         fft_conv(u, kernel, backend="triton")

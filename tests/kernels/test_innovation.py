@@ -75,7 +75,7 @@ def test_scores_are_those_of_a_causal_convolution(backend):
     close(innovation(y, HALVES, relative=True, backend=backend)[0], relative, 1e-13)
 
 
-def test_what_repeats_is_no_news_and_a_spike_is(backend):
+def test_innovation_is_zero_for_constants_and_largest_at_a_spike(backend):
     y = torch.ones(1, 40, 6, dtype=torch.float64)
     y[0, 20] = 5
     scores, _ = innovation(y, [0.25] * 4, backend=backend)
@@ -92,7 +92,7 @@ def test_no_gradient_flows(backend):
     assert not end.requires_grad
 
 
-def test_nothing_looks_ahead_and_strides_do_not_matter(backend):
+def test_scores_are_causal_and_independent_of_strides(backend):
     y, history = draw(L=40, D=18, dtype=torch.float32)
     scores, _ = innovation(y, HALVES, history, backend=backend)
     roomy = torch.full((2, 40, 40), float("nan"))
@@ -207,7 +207,7 @@ def test_streaming_merging_and_sorting_keep_the_same_tokens(count, chunk):
     assert found.count.tolist() == [count] * 5
 
 
-def test_driving_out_the_oldest_of_tied_scores_would_keep_others():
+def test_evicting_the_oldest_of_tied_scores_would_be_wrong():
     """The trap that the test above would fall into with a wrong rule."""
     scores = tied_scores()
 
@@ -248,7 +248,7 @@ def test_places_that_hold_nothing_come_last_and_do_not_count():
     assert found.scores[1].isneginf().all()
 
 
-def test_a_memory_larger_than_what_there_is_holds_it_all():
+def test_a_memory_larger_than_the_sequence_holds_all_tokens():
     scores, position = tied_scores(length=6), torch.arange(6).expand(5, -1)
     found = select_memory(scores[:, :2], position[:, :2], scores[:, 2:], position[:, 2:], 20)
     assert torch.equal(found.positions, position)
@@ -259,7 +259,7 @@ def test_a_memory_larger_than_what_there_is_holds_it_all():
     assert nothing.positions.shape == (5, 0)
 
 
-def test_what_is_chosen_carries_no_gradient():
+def test_the_selection_has_no_gradient():
     scores, position = tied_scores().requires_grad_(), torch.arange(37).expand(5, -1)
     found = select_memory(scores[:, :9], position[:, :9], scores[:, 9:], position[:, 9:], 8)
     assert not found.scores.requires_grad
@@ -293,7 +293,11 @@ def test_what_is_chosen_carries_no_gradient():
             ValueError,
             r"new_scores must have shape \[R, n\] = \[2, 4\], got \[1, 4\]",
         ),
-        ({"new_scores": torch.full((2, 4), math.nan)}, ValueError, "numbers to be .*got nan"),
+        (
+            {"new_scores": torch.full((2, 4), math.nan)},
+            ValueError,
+            "scores and new_scores must not be nan",
+        ),
         ({"count": -1}, ValueError, "count must be 0 or more, got -1"),
         ({"count": 2.5}, TypeError, "count must be an integer, got 2.5"),
     ],
@@ -307,7 +311,7 @@ def test_wrong_memories_are_named(change, kind, message):
         select_memory(**(arguments | change))
 
 
-def test_an_infinite_score_stays():
+def test_an_infinite_score_is_kept():
     scores, position = torch.tensor([[1.0, torch.inf, 3.0, 2.0]]), torch.arange(4)[None]
     found = select_memory(scores[:, :2], position[:, :2], scores[:, 2:], position[:, 2:], 2)
     assert found.positions.tolist() == [[1, 2]]

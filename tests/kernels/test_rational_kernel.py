@@ -76,7 +76,7 @@ def test_truncated_kernels_and_gradients_are_those_of_the_sampled_ratio(order, l
 
 
 @pytest.mark.parametrize(("order", "length"), [(0, 9), (3, 0), (3, 1), (0, 0)])
-def test_nothing_to_expand_gives_zeros_and_zero_gradients(order, length):
+def test_order_or_length_0_gives_zero_kernels_and_gradients(order, length):
     a, b = (x.requires_grad_() for x in draw(order))
     kernel = rational_kernel(a, b, length)
     assert torch.equal(kernel, torch.zeros(4, length, dtype=torch.float64))

@@ -105,7 +105,7 @@ def test_the_memory_check_notices_a_partial_sum_for_each_block(monkeypatch):
 
 
 @pytest.mark.parametrize("contract", [LonghornScan, SelectiveScan, FeedbackScan])
-def test_what_many_states_save_lies_as_the_fakes_promise(backend, contract):
+def test_saved_states_have_the_strides_that_fakes_promise(backend, contract):
     """Between saved states lie as many tokens as there are states, or a little more."""
     op = contract()
     tensors = op.draw(L=40, D=2, N=70, dtype=torch.float32)

@@ -15,11 +15,17 @@ PROCESSES = (
         "interpreted_innovation.py",
         "interpreted_companion.py",
     ),
-    ("interpreted_every_op.py",),
 )
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("files", PROCESSES, ids=lambda files: files[0])
+@pytest.mark.parametrize(
+    "files",
+    [
+        *PROCESSES,
+        pytest.param(("interpreted_every_op.py",), marks=pytest.mark.xdist_group("inductor")),
+    ],
+    ids=lambda files: files[0],
+)
 def test_interpreted_kernels_equal_their_references(files):
     assert_interpreted(*files)

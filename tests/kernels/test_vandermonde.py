@@ -85,7 +85,7 @@ def test_long_kernels_and_their_gradients_are_as_exact(length, modes):
             close(got, expected, budget)
 
 
-def test_what_a_long_sequence_leaves_and_its_gradients_are_as_exact():
+def test_states_of_long_sequences_and_their_gradients_are_as_exact():
     length = 16384
     _, exponent, back = draw(H=2, N=64, decay=1e-3)
     u = torch.randn(1, length, 2)
@@ -285,7 +285,7 @@ def test_few_or_no_tokens_have_the_gradients_of_the_reference(length, mixed):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
-def test_nothing_to_sum_gives_nothing_or_zeros():
+def test_empty_sums_are_empty_or_zero():
     weight, exponent, _ = draw()
     assert vandermonde(weight, exponent, 0).shape == (3, 0)
     assert torch.equal(vandermonde(weight[:, :0], exponent[:, :0], 4), torch.zeros(3, 4).double())

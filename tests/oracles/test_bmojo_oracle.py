@@ -274,7 +274,7 @@ def test_a_sequence_no_longer_than_the_window_never_reads_its_memories():
         )  # there the SSM reaches the output through memory only
 
 
-def test_serial_without_an_output_projection_is_mamba_and_zero_memories_are_no_window():
+def test_serial_wiring_without_an_output_projection_is_mamba():
     weights, config = model(mixer_types=["bmojo", "bmojo_f"])
     for name in weights:
         if "o_proj" in name:
@@ -379,7 +379,7 @@ def test_chunk_and_offset_agree_on_a_chunks_last_token(w, m_f):
             assert offset == list(range(max(0, t - 2 * w + 1), t - w + 1))
 
 
-def test_the_last_w_outputs_behind_the_window_are_a_second_window_in_the_same_softmax():
+def test_offset_fading_memory_is_a_second_window_in_the_same_softmax():
     q, k, v, fading_k, fading_v = activations(17)
     got = dense(q, k, v, fading_k, fading_v, scores_of(17), 4, 4, 0, mode="offset")
     behind = np.arange(17)[:, None] - np.arange(17)
@@ -415,7 +415,7 @@ def test_the_predictor_is_a_short_causal_convolution_with_fixed_weights(kind, sp
     assert relative(bmojo.innovation(y, alpha, "relative"), ratio) <= 1e-14
 
 
-def test_a_constant_is_no_news_once_its_past_is_full():
+def test_innovation_of_a_constant_is_zero_after_k_tokens():
     scores = bmojo.innovation(np.full((12, 5), 3.0), np.full(4, 0.25))
     assert scores[0] == 9
     assert (np.diff(scores[:5]) < 0).all()
@@ -458,7 +458,7 @@ def test_prefix_top_merge_recursion_and_streaming_insertion_choose_the_same(ties
             assert all((scores[inside], -inside) > (scores[s], -s) for s in outside)
 
 
-def test_evicting_the_oldest_of_tied_minima_would_not_keep_the_older():
+def test_evicting_the_oldest_of_tied_minima_would_be_wrong():
     wrong = 0
     for seed in range(5):
         scores, kept = scores_of(23, seed, ties=True), []
@@ -474,7 +474,7 @@ def test_evicting_the_oldest_of_tied_minima_would_not_keep_the_older():
 # --- 10, 12: causality and visibility ------------------------------------------------------------
 
 
-def test_what_a_chunk_reads_was_settled_before_it_began():
+def test_the_oracle_memory_depends_on_earlier_chunks_only():
     w, m_f, m_e = 4, 3, 3
     scores = scores_of(24)
     before = bmojo.visibility(scores, w, m_f, m_e)
@@ -492,7 +492,7 @@ def test_what_a_chunk_reads_was_settled_before_it_began():
 
 
 @pytest.mark.parametrize("m_e", [1, 3, 6])
-def test_a_selected_token_is_never_out_of_sight_and_others_never_come_back(m_e):
+def test_evicted_tokens_never_return_to_memory(m_e):
     w, length = 4, 48
     for seed in range(10):
         scores = scores_of(length, seed, ties=True)
@@ -576,7 +576,7 @@ def test_grouped_heads_are_heads_with_repeated_keys():
     assert relative(got, expected) <= 1e-12
 
 
-def test_untied_projections_that_are_copies_change_nothing_and_belong_to_fading_tokens_only():
+def test_untied_projections_act_on_fading_tokens_only():
     weights, config = model()
     copies = dict(weights)
     for i in range(2):
@@ -761,7 +761,7 @@ def test_the_zoos_task_is_multi_query_recall_with_labels_one_place_later():
         ([2, 8, 1, 9, 1, 0, 1, 2], {4: 9, 6: 9}, "asked once"),
     ],
 )
-def test_what_is_no_sequence_of_the_task_is_refused(sequence, labels, rule):
+def test_invalid_sequences_of_the_task_are_refused(sequence, labels, rule):
     marked = [labels.get(at, -100) for at in range(8)]
     with pytest.raises(ValueError, match=rule):
         bmojo.mqar_queries(sequence, marked, 2, 16)

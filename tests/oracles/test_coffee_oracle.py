@@ -175,7 +175,7 @@ def test_the_jacobian_is_diagonal_and_is_the_derivative():
     assert (full[~np.eye(many, dtype=bool)] == 0).all()
 
 
-def test_a_split_sequence_hands_over_its_state_and_its_gradient():
+def test_a_split_sequence_passes_on_state_and_gradient():
     inputs = draw()
     y_bar = numbers(2, 9, 3, seed=8)
     whole, last = coffee.scan(**inputs)
@@ -271,7 +271,7 @@ def test_the_jacobian_printed_for_the_scan_is_off_by_one():
 # --- G9: limits -------------------------------------------------------------------------------
 
 
-def test_without_gate_weights_it_is_a_linear_filter_and_newton_needs_one_iteration():
+def test_without_gate_weights_the_scan_is_linear_and_newton_needs_one_step():
     x = draw()
     u, lam, state = x["u"], x["lam"], x["state"]
     got = coffee.states(u, lam, 0 * lam, state=state)
@@ -285,7 +285,7 @@ def test_without_gate_weights_it_is_a_linear_filter_and_newton_needs_one_iterati
     assert relative(sums, np.cumsum(u, axis=1)[..., None] / 2 + 0 * sums) <= 1e-14
 
 
-def test_nothing_in_gives_nothing_and_a_constant_goes_to_its_fixed_point():
+def test_zero_input_keeps_zero_states_and_a_constant_reaches_its_fixed_point():
     x = draw(L=400)
     assert (coffee.states(0 * x["u"], x["lam"], x["w"]) == 0).all()
     constant = np.ones((1, 400, 3)) * [0.3, -0.2, 0.5]
@@ -689,6 +689,6 @@ def test_the_papers_example_of_long_triggers_and_targets():
         ((1, 1, 1, 2, 1, 1), (1, 1), {}, "exactly twice, it does 3"),
     ],
 )
-def test_what_is_no_sequence_of_the_task_is_refused(sequence, trigger, options, rule):
+def test_invalid_sequences_of_the_task_are_refused(sequence, trigger, options, rule):
     with pytest.raises(ValueError, match=rule):
         coffee.induction_target(sequence, trigger, **options)

@@ -318,7 +318,7 @@ def test_inspect_draws_the_paths_of_the_papers_example(tmp_path):
     assert (counts > 0.1 * len(inner)).sum() >= 3
 
 
-def test_wider_models_wander_in_the_plane_of_their_embeddings_and_others_nowhere():
+def test_trajectories_of_wider_models_are_projected_to_a_plane():
     model = core(torch.float64)
     found = model.model.trajectories(tokens(2, 5, vocab_size=9))
     assert found.paths.shape == (2, 6, 2)
@@ -355,7 +355,7 @@ def test_the_logits_and_their_slopes_stay_finite_where_the_softmin_does_not(d):
 
 
 @pytest.mark.parametrize("d", [(1, 2, 4), (1, 1, 4), (4, 1, 1), (3, 3, 3)])
-def test_the_slopes_of_the_logits_are_those_of_their_formula_among_equal_distances_too(d):
+def test_logit_gradients_match_the_formula_even_at_equal_distances(d):
     got = torch.tensor(d, dtype=torch.float64, requires_grad=True)
     known, weights = got.detach().clone().requires_grad_(), numbers(3)
     others = torch.stack([known[[n for n in range(3) if n != m]] for m in range(3)])
@@ -431,7 +431,7 @@ def test_negating_permuting_and_separating_channels():
 # --- G12: the ablations say what they are -----------------------------------------------------
 
 
-def test_linear_feedback_says_nothing_and_learns_nothing_but_embeddings():
+def test_linear_feedback_outputs_zero_and_trains_embeddings_only():
     model = core(variant="linear_feedback")
     input_ids = tokens(4, 16, vocab_size=8)
     assert not model.model(input_ids).last_hidden_state.any()
@@ -512,7 +512,7 @@ def test_a_language_model_has_the_block_of_its_formula(preset, layers, width, co
     ],
     ids=str,
 )
-def test_nothing_of_the_recurrence_decays_and_all_of_it_is_one_group(fields, count):
+def test_recurrence_parameters_form_one_group_without_weight_decay(fields, count):
     model = build(intermediate_size=8, **fields)
     groups = model.param_groups(lr=1e-3, weight_decay=0.1, groups={"ssm": {"lr": 1e-4}})
     (ssm,) = (group for group in groups if group.get("name") == "ssm")
@@ -576,7 +576,7 @@ def test_a_frozen_row_survives_its_file_and_a_change_of_the_vocabulary(tmp_path)
         assert torch.equal(loaded.model(input_ids).last_hidden_state, y)
     loaded.resize_token_embeddings(pad_to_multiple_of=8, mean_resizing=False)
     assert loaded.config.vocab_size == loaded(input_ids).logits.shape[-1] == 16
-    with pytest.raises(ValueError, match="must leave the frozen token 8 in the vocabulary, got 8"):
+    with pytest.raises(ValueError, match=r"new_num_tokens must be above .* 8, got 8"):
         loaded.resize_token_embeddings(8)
     with pytest.raises(ValueError, match=r"1\.3"):
         loaded.resize_token_embeddings(9, pad_to_multiple_of=1.3)
@@ -606,7 +606,7 @@ def test_adapters_of_the_papers_embedding_are_refused(adapter, frozen):
     embedding, head = model.model.embed_tokens, model.lm_head
     config = LoraConfig(r=2, **ADAPTERS[adapter])
     name = "lm_head" if adapter == "retrained_read_out" else "embed_tokens"
-    answer = f"^{name} must stay the module it is with head='nearest_embedding'.* got [A-Z]"
+    answer = f"^{name} must not be replaced with head='nearest_embedding'.* got [A-Z]"
     with pytest.raises(ValueError, match=answer):
         get_peft_model(model, config)
     assert (model.model.embed_tokens, model.lm_head) == (embedding, head)
@@ -631,16 +631,16 @@ def test_adapters_of_the_papers_other_layers_merge_to_equal_logits(frozen):
 
 
 @pytest.mark.parametrize("frozen", [None, 8])
-def test_the_papers_embedding_is_exchanged_by_nobody_and_stays_tied(frozen, tmp_path):
+def test_the_papers_embedding_cannot_be_replaced_and_stays_tied(frozen, tmp_path):
     model, input_ids = core(frozen_embedding_index=frozen), tokens(2, 9, vocab_size=9)
     another = copy.deepcopy(model.get_input_embeddings())
     logits = model(input_ids).logits
     for holder in (model, model.model):
         with pytest.raises(
-            ValueError, match=r"embed_tokens must stay .* into embed_tokens\.weight"
+            ValueError, match=r"embed_tokens must not be replaced .* into embed_tokens\.weight"
         ):
             holder.set_input_embeddings(another)
-    with pytest.raises(ValueError, match=r"lm_head must stay .* got Linear; for other numbers"):
+    with pytest.raises(ValueError, match=r"lm_head must not be replaced .* got Linear"):
         model.set_output_embeddings(torch.nn.Linear(16, 9))
     assert torch.equal(model(input_ids).logits, logits)
     # the ways out
@@ -707,7 +707,7 @@ def test_the_papers_module_starts_as_the_paper_says():
     assert 0.9 * bound < parameters(variant="s6")["dt_proj.weight"].abs().max() <= bound
 
 
-def test_an_integrator_starts_with_ones_and_an_embedding_with_the_rows_that_it_is_given(tmp_path):
+def test_integrator_init_is_ones_and_embedding_init_is_the_given_rows(tmp_path):
     fields = {"lambda_param": "clamp", "ssm_init": "integrator", "variant": "input_matrix"}
     found = parameters(**fields, output_filter=True)
     assert not found["lam"].any()
@@ -748,7 +748,7 @@ def test_embeddings_start_orthonormal_as_far_as_they_can():
     assert_normal(parameters(initializer_range=1.0)["model.embed_tokens.weight"], 1.0)
 
 
-def test_loading_a_checkpoint_that_lacks_one_tensor_initialises_exactly_that_one(tmp_path):
+def test_a_missing_tensor_alone_is_initialised_on_loading(tmp_path):
     model = build(torch.float32, variant="input_matrix", output_filter=True)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -835,7 +835,7 @@ def test_the_papers_first_table_is_reached_within_its_one_epoch(tmp_path):
 # --- G15, G16, G19 ----------------------------------------------------------------------------
 
 
-def test_padding_and_packing_change_no_state_and_no_gradient_of_the_papers_module():
+def test_padding_and_packing_do_not_change_the_papers_module():
     lengths = (12, 5, 1)
     rows = [tokens(1, n, seed=n, vocab_size=9) for n in lengths]
     model = core(output_filter=True)
@@ -1091,7 +1091,7 @@ def test_the_classifier_of_images_matches_the_oracle(fields, side):
         assert torch.equal(model(images[:, None]).logits, model(images).logits)
 
 
-def test_of_a_larger_image_the_middle_is_read_and_the_loss_is_the_cross_entropy():
+def test_larger_images_are_cropped_and_the_loss_is_cross_entropy():
     model, images = classifier(), numbers(3, 28, 28)
     labels = torch.tensor([1, 0, 9])
     output = model(images, labels=labels)
@@ -1207,15 +1207,15 @@ def test_a_classifier_of_images_has_nothing_but_recurrences(fields):
         ),
         ({"embedding_init": "orthogonal"}, "embedding_init"),
         ({"embedding_init": [1.0, 2.0]}, "embedding_init"),
-        ({**CORE, "tie_word_embeddings": False}, "needs tie_word_embeddings=True, got False"),
-        ({**CORE, "vocab_size": 1}, "needs a vocab_size of at least 2"),
+        ({**CORE, "tie_word_embeddings": False}, "tie_word_embeddings must be True.*got False"),
+        ({**CORE, "vocab_size": 1}, "vocab_size must be at least 2"),
         ({**CORE, "frozen_embedding_index": 9}, r"must be None or in \[0, 8\], got 9"),
         ({**CORE, "frozen_embedding_index": -1}, r"must be None or in \[0, 8\], got -1"),
         ({"frozen_embedding_index": 3}, "needs head='nearest_embedding', got head='linear'"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_fields_that_make_no_model_are_refused_by_name(fields, answer):
+def test_invalid_fields_are_named(fields, answer):
     with pytest.raises((ValueError, StrictDataclassError), match=answer):
         CoffeeConfig(**fields)
 

@@ -49,7 +49,7 @@ def test_an_error_between_the_two_roundings_tells_of_float32():
     assert result.detail.endswith("(as if something computed in float32)")
 
 
-def test_persistent_buffers_and_parameters_that_are_projected_are_no_fault():
+def test_buffers_and_projected_parameters_pass_the_checks():
     only = ["save_and_load", "gradients", "chunks"]
     assert check(broken(mixer=HasABuffer), only=only).ok
     family = broken(mixer=KeepsItsStepsSmall)

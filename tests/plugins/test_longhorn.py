@@ -89,7 +89,7 @@ def test_the_write_strength_is_beta_over_one_plus_beta_times_the_key_energy():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_an_extreme_write_logit_writes_nothing_or_all_and_its_gradients_are_finite(dtype):
+def test_extreme_write_logits_have_finite_gradients(dtype):
     x = draw(L=1)
     x = {name: np.float32(value) for name, value in x.items()}
     never = scan(**{**x, "a": np.full_like(x["a"], -800)}, dtype=dtype)[1]
@@ -149,7 +149,7 @@ def test_both_rules_agree_exactly_where_the_paper_says_so():
     assert relative(learn(old, u, k, a), learn(old, u, k, a, "exact")) > 1e-2
 
 
-def test_one_pair_written_for_ever_is_recalled_once_by_the_exact_rule_and_n_times_by_the_diagonal():
+def test_repeating_one_pair_converges_to_each_rules_limit():
     old, u, k, a = one_write()
     k = np.array([1.0, -0.5, 2.0, 0.7])
     again = [np.broadcast_to(x, (1, 2000, len(x))) for x in (u, k, k, a)]
@@ -256,7 +256,7 @@ def test_the_scan_is_linear_in_its_values():
     assert relative(scan(**{**x, "u": 2 * x["u"] - other})[0], 2 * first - second) <= 1e-13
 
 
-def test_gauges_of_key_and_query_change_nothing_and_a_rotation_only_the_diagonal_rule():
+def test_rescaling_keys_and_queries_changes_nothing_and_rotation_does():
     x = draw()
     x["state"] = None
     out = scan(**x)[0]
@@ -279,7 +279,7 @@ def test_gauges_of_key_and_query_change_nothing_and_a_rotation_only_the_diagonal
     assert relative(scan(**turned, transition="exact")[0], exact) <= 1e-12
 
 
-def test_a_write_strength_shared_by_all_channels_gives_gated_linear_attention_and_the_delta_rule():
+def test_a_shared_write_strength_gives_linear_attention_and_delta_rule():
     x = draw()
     shared = np.repeat(x["a"][..., :1], 5, axis=-1)
     eps = oracle.write_strength(shared, x["k"])[..., :1]  # [B, L, 1]
@@ -296,7 +296,7 @@ def test_a_write_strength_shared_by_all_channels_gives_gated_linear_attention_an
     assert relative(scan(*arguments, transition="exact")[0], np.stack(ruled, axis=1)) <= 1e-12
 
 
-def test_a_zero_key_leaves_the_state_untouched_and_a_zero_query_reads_only_the_skip():
+def test_a_zero_key_writes_nothing_and_a_zero_query_reads_only_the_skip():
     x = draw()
     D = np.arange(1.0, 6.0)
     silent = {**x, "k": 0 * x["k"]}
@@ -489,9 +489,7 @@ def count(model):
         ("longhorn-1.3b-quiet", 1_331_595_264),
     ],
 )
-def test_a_preset_has_its_exact_parameter_count_and_its_mamba_twin_one_a_matrix_a_layer_more(
-    preset, parameters
-):
+def test_a_preset_has_its_parameter_count_and_mamba_one_matrix_per_layer_more(preset, parameters):
     config = FAMILY.config(preset)
     twin = MambaConfig(
         vocab_size=config.vocab_size,
@@ -600,7 +598,7 @@ def quiet():
     return FAMILY.causal_lm_class(config)
 
 
-def test_the_quiet_start_is_the_authors_with_keys_times_eight_and_queries_over_ten(fresh, quiet):
+def test_the_quiet_start_scales_keys_by_8_and_queries_by_a_tenth(fresh, quiet):
     authors = dict(fresh.named_parameters())
     for name, value in quiet.named_parameters():
         expected = authors[name]
@@ -637,7 +635,7 @@ def test_the_configuration_steers_the_initial_values():
     assert (parameters[mixer + "out_proj.bias"] == 0).all()
 
 
-def test_loading_a_checkpoint_that_lacks_one_tensor_initialises_exactly_that_one(tmp_path):
+def test_a_missing_tensor_alone_is_initialised_on_loading(tmp_path):
     sizes = {**TINY, "hidden_size": 64, "vocab_size": 256}
     branches = {"use_bias": True, "out_norm": True, "tie_word_embeddings": False}
     config = FAMILY.config_class(**sizes, **branches)
@@ -811,7 +809,7 @@ def test_the_names_other_code_uses_reach_the_same_fields():
         ("query_init_scale", math.nan),
     ],
 )
-def test_a_value_that_makes_no_model_is_refused_by_the_name_of_its_field(field, value):
+def test_an_invalid_value_names_its_field(field, value):
     with pytest.raises((ValueError, StrictDataclassError), match=field):
         FAMILY.config_class(**{field: value})
 

@@ -124,7 +124,7 @@ def test_a_missing_head_is_the_embedding_and_an_untied_one_is_kept():
     weights, config = from_official(loose, {**CONFIG, "tie_embeddings": False})
     assert not config.tie_word_embeddings
     assert torch.equal(weights["lm_head.weight"], head + 1)
-    with pytest.raises(ValueError, match=r"tie_embeddings is true but lm_head\.weight differs"):
+    with pytest.raises(ValueError, match=r"tie_embeddings is true .*lm_head\.weight"):
         from_official(loose, CONFIG)
 
 
@@ -134,7 +134,7 @@ def test_half_precision_weights_keep_their_dtype():
     assert_same(to_official(weights, config), source)
 
 
-def test_what_is_no_longhorn_checkpoint_is_refused_by_name():
+def test_a_checkpoint_of_another_model_is_refused():
     lacking = official()
     del lacking["backbone.layers.1.mixer.D"]
     with pytest.raises(LookupError, match=r"model\.layers\.1\.mixer\.D"):

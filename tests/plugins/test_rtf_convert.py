@@ -118,7 +118,7 @@ def test_a_converted_model_computes_what_the_official_formulas_say(montel):
 
 
 @pytest.mark.parametrize("montel", [True, False])
-def test_there_and_back_is_bit_for_bit(montel):
+def test_official_weights_round_trip_bit_for_bit(montel):
     given = official(montel)
     weights, config = from_official(given, {"trunc_len": M})
     back = to_official(weights, config)
@@ -142,7 +142,7 @@ def test_a_loose_head_is_kept():
     assert torch.equal(weights["lm_head.weight"], given["lm_head.weight"])
 
 
-def test_what_is_no_such_checkpoint_is_refused():
+def test_an_incomplete_checkpoint_is_refused():
     with pytest.raises(LookupError, match="config must have 'trunc_len'"):
         from_official(official(), {})
     given = official()
@@ -168,7 +168,7 @@ def test_what_is_no_such_checkpoint_is_refused():
         ({"kernel_mode": "truncated", "trunc_len": M}, "legacy_double_h0=True, got False"),
     ],
 )
-def test_a_model_that_the_official_code_cannot_be_is_refused(fields, message):
+def test_a_model_unknown_to_the_official_code_is_refused(fields, message):
     config = FAMILY.config_class(**{**FAMILY.tiny, **fields})
     with pytest.raises(ValueError, match=message):
         to_official({}, config)

@@ -133,7 +133,7 @@ def test_the_eight_sequences_of_length_four_are_all_there_are():
         ({"vocab_size": 2}, "vocab_size must be at least 3, got 2"),
     ],
 )
-def test_what_does_not_fit_is_one_clear_error(arguments, message):
+def test_arguments_that_do_not_fit_raise_one_clear_error(arguments, message):
     with pytest.raises(ValueError, match=message):
         induction_heads(2, **{"seq_len": 16, **PAPER, "seed": 0, **arguments})
 
@@ -150,7 +150,7 @@ def test_what_does_not_fit_is_one_clear_error(arguments, message):
         (np.array(3), r"trigger must be a list of symbols, got array\(3\)"),
     ],
 )
-def test_a_trigger_that_is_no_list_of_symbols_is_a_type_error(trigger, message):
+def test_an_invalid_trigger_is_a_type_error(trigger, message):
     with pytest.raises(TypeError, match=message):
         induction_heads(2, seq_len=16, **PAPER, seed=0, trigger=trigger)
 
@@ -173,7 +173,7 @@ def test_a_trigger_may_be_any_sequence(trigger):
     assert (got == expected).all()
 
 
-def test_a_trigger_that_noise_cannot_avoid_is_an_error_and_no_endless_search():
+def test_a_trigger_that_noise_cannot_avoid_is_an_error():
     with pytest.raises(ValueError, match=r"trigger must be easy to avoid in 80 symbols.*\[1, 1\]"):
         induction_heads(400, seq_len=80, vocab_size=3, trigger=[1, 1], seed=0)
 

@@ -133,7 +133,7 @@ def test_a_reduced_data_set_is_the_beginning_of_a_larger_one():
     assert len(other.values) != len(few.values) or (other.values != few.values).any()
 
 
-def test_no_tree_is_in_two_splits_and_together_they_are_one_draw():
+def test_splits_of_trees_are_disjoint_and_together_one_draw():
     sizes = {"num_train": 300, "num_validation": 100, "num_test": 50}
     arguments = {"min_length": 4, "max_length": 9, "max_args": 3, **sizes}
     rows = {}
@@ -155,7 +155,7 @@ def test_no_tree_is_in_two_splits_and_together_they_are_one_draw():
 
 
 def test_more_trees_than_there_are_is_an_error_that_says_how_many():
-    with pytest.raises(ValueError, match="num_examples must be at most about 10 for trees of 1"):
+    with pytest.raises(ValueError, match=r"num_examples must be at most .* 10 "):
         listops_trees(11, min_length=1, max_length=3, seed=0)
 
 

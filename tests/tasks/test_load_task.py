@@ -16,7 +16,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_batch_is_the_examples_at_its_indices_and_nothing_else(name):
+def test_a_batch_holds_exactly_the_examples_at_its_indices(name):
     task = load_task(name, "train", 2, **SMALL[name])
     batch = task.batch([5, 0, 5])
     assert (batch.inputs[0] == batch.inputs[2]).all()
@@ -69,9 +69,9 @@ def test_indices_outside_of_the_split_are_an_error(indices):
 def test_an_unknown_task_split_or_argument_is_named_with_a_suggestion():
     with pytest.raises(LookupError, match="no task 'listop'; did you mean 'listops'"):
         load_task("listop", "train", 0)
-    with pytest.raises(LookupError, match="task listops has no argument 'max_len'; did you mean"):
+    with pytest.raises(LookupError, match="listops has no argument 'max_len'; did you mean"):
         load_task("listops", "train", 0, max_len=3)
-    with pytest.raises(LookupError, match="task aan has no argument 'zzz'; it has data, max_leng"):
+    with pytest.raises(LookupError, match=r"task aan has no argument 'zzz'.* max_leng"):
         load_task("aan", "train", 0, zzz=3)
 
 
@@ -97,7 +97,7 @@ def test_every_task_refuses_another_split(name):
         ),
     ],
 )
-def test_an_argument_of_another_kind_is_a_type_error(name, arguments, message):
+def test_an_argument_of_the_wrong_type_is_a_type_error(name, arguments, message):
     with pytest.raises(TypeError, match=message):
         load_task(name, "train", 0, **arguments)
 

@@ -54,7 +54,7 @@ def test_noisy_recall_asks_for_the_value_that_the_key_had_before():
             t += 2
 
 
-def test_without_noise_there_is_none():
+def test_noisy_recall_without_noise_has_no_noise_tokens():
     input_ids, _ = noisy_recall(20, seq_len=32, vocab_size=17, num_noise=0, noise=0.0, seed=0)
     assert (input_ids[:, ::2] <= 8).all()
     assert (input_ids[:, 1::2] > 8).all()
@@ -128,7 +128,7 @@ def test_memorization_has_one_dictionary_for_all_rows_and_seeds():
         (memorization, {"num_examples": 0}, "num_examples must be at least 1, got 0"),
     ],
 )
-def test_what_cannot_be_is_refused(make, arguments, message):
+def test_impossible_problem_settings_are_refused(make, arguments, message):
     with pytest.raises(ValueError, match=message):
         make(**{"num_examples": 2, "seed": 0, **arguments})
 

@@ -1,4 +1,4 @@
-"""A rational filter as a recurrence: one token, many tokens, and what a state still has to say."""
+"""A rational filter as a recurrence: one token, many tokens, and a state's response."""
 
 import importlib
 
@@ -194,7 +194,7 @@ def companion_response(
     cu_seqlens: Tensor | Packing | None = None,  # [B + 1]
     backend: Backend = "auto",
 ) -> Tensor:
-    """Return what a carried state adds to the next outputs: the filter's answer to no input.
+    """Return a state's contribution to the next outputs: the filter's response to zero input.
 
     The outputs of a chunk are the convolution of its inputs plus this. The past owes token j
     ``p_j = -sum_{i>j} a_i x_{i-j}`` as an input and ``q_j = sum_{i>j} b_i x_{i-j}`` as an output,

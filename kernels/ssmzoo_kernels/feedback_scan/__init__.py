@@ -117,7 +117,7 @@ def feedback_scan(
     damping: float = 0.0,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Let every state relax towards its input at a rate that the state itself sets.
+    """Run COFFEE's recurrence, in which every state gates its own update by a sigmoid of itself.
 
     Per channel ``i`` and state ``j``, from the state before the token::
 
@@ -125,8 +125,8 @@ def feedback_scan(
         x[t,i,j] = x[t-1,i,j] + s[t,i,j] (lam[i,j] x[t-1,i,j] + u[t,i])
         y[t,i]   = sum_j C[i,j] x[t,i,j] + D[i] u[t,i]
 
-    With ``drive`` the gate looks there, ``s = sigmoid(w[i,j] drive[t,i])``, and there is no
-    feedback. With ``w_gamma`` the sum over j is multiplied by ``sigmoid(sum_j w_gamma[i,j]
+    With ``drive`` the gate is ``s = sigmoid(w[i,j] drive[t,i])``, without feedback. With
+    ``w_gamma`` the sum over j is multiplied by ``sigmoid(sum_j w_gamma[i,j]
     x[t,i,j])``. Everything inside is float32 (float64 for float64 inputs); only the output takes
     u's dtype. Any finite ``lam`` is allowed; in [-2, 0] the states stay bounded. ``torch.vmap``
     maps over all but ``cu_seqlens``.

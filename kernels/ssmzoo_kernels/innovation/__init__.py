@@ -1,4 +1,4 @@
-"""B'MOJO's innovation: how badly the last outputs predict the next one, and what is remembered."""
+"""B'MOJO's innovation: how badly the last outputs predict the next, and which tokens are kept."""
 
 import importlib
 import math
@@ -45,7 +45,7 @@ def innovation(
 
     Args:
         y: Outputs of a state-space model.
-        weights: k of them, that of the newest output first.
+        weights: k weights, the newest output's first.
         history: The k outputs before this call, the newest last; with ``cu_seqlens`` one row per
             packed sequence, ``[S, k, D]``.
         cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64,

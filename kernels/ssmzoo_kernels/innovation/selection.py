@@ -1,4 +1,4 @@
-"""Which tokens a bounded memory keeps: those with the largest scores, of equal ones the oldest."""
+"""Choose the tokens that a bounded memory keeps: the largest scores; of equal ones the oldest."""
 
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ def select_memory(
     new_positions: Tensor,  # [R, n] int64
     count: int,
 ) -> Selection:
-    """Merge new tokens into memories: the ``count`` largest scores stay, and come by position.
+    """Merge new tokens into memories: keep the ``count`` largest scores, sorted by position.
 
     Of equal scores the older position stays, whatever the order of the arguments, so that merging
     chunk after chunk, token after token (a new one enters on ``>`` and drives out the youngest of
@@ -63,7 +63,7 @@ def select_memory(
         raise ValueError(f"{OP}: count must be 0 or more, got {count}")
     scores, positions = torch.cat([scores, new_scores], 1), torch.cat([positions, new_positions], 1)
     if scores.device.type == "cpu" and not torch.compiler.is_compiling() and scores.isnan().any():
-        raise ValueError(f"{OP}: scores and new_scores must be numbers to be compared, got nan")
+        raise ValueError(f"{OP}: scores and new_scores must not be nan, got nan")
     # stable, since topk leaves the order of ties open: by position, then by score
     oldest = positions.argsort(dim=1, stable=True)
     best = scores.gather(1, oldest).argsort(dim=1, descending=True, stable=True)[:, :count]

@@ -70,7 +70,7 @@ def rational_kernel(
       one. Poles outside the unit disc make it grow.
     - ``"truncated"``: the ratio on a grid of ``trunc_len`` roots of unity (RTF, Algorithm 1), of
       which ``length`` taps are returned: the series wrapped around the grid, so that tap 0 is the
-      series' tap ``trunc_len`` and those that follow it by whole turns. Finite for poles anywhere
+      series' tap ``trunc_len`` plus those at its multiples. Finite for poles anywhere
       but on the grid.
 
     The direct gain ``h0`` is no part of it: that is the convolution's ``D``. Time and memory do not

@@ -30,11 +30,13 @@ Gradients = tuple[Tensor | None, ...]  # of the inputs, None where one was absen
 
 
 class Kernels:
-    """A family's scan on one backend: its transition on the skeleton, for a declaration.
+    """An op's scan on one backend: its transition on the skeleton, for a declaration.
+
+    Such an op passes its kernels at most one option: the ``Choice`` that names the transition.
 
     Args:
-        module: The family's, which imports its skeleton as ``scan`` and has a ``TRANSITION``, or
-            ``TRANSITIONS`` by the op's choice.
+        module: The op's, which imports its skeleton as ``scan`` and has a ``TRANSITION``, or
+            ``TRANSITIONS`` by the values of that choice.
         roles: What the op's inputs are to the skeleton, in their order.
     """
 

@@ -180,7 +180,7 @@ def vandermonde_state(
     cu_seqlens: Tensor | Packing | None = None,  # [S + 1]
     backend: Backend = "auto",
 ) -> Tensor:
-    """Return what L inputs leave in a diagonal state: ``vandermonde`` transposed.
+    """Return a diagonal state after L inputs: the transpose of ``vandermonde``.
 
     ``s[h,n] = sum_j u[j,h] e^{exponent[h,n] (L-1-j)}``, the state of ``s = e^{exponent} s + u``
     from zero. Where ``reversed``, ``s[h,n] = sum_j u[j,h] e^{exponent[h,n] (offset+j)}``: such a

@@ -1,4 +1,5 @@
-"""The command line: a module for each group of verbs; options are declared once.
+"""The command line: ``main.main`` is the program ``ssmzoo``, and nothing else is used from outside.
 
-From outside: nothing; ``main.main`` is the program ``ssmzoo``.
+The docstrings of ``models``, ``training``, ``scoring``, ``publishing`` and ``machine`` name the
+commands that they hold; ``options`` declares all options, ``demo`` is ``make demo``.
 """

@@ -1,4 +1,4 @@
-"""What a run reads: documents, tokens, rows of tokens, labelled examples, tokenizers.
+"""Read what a run trains on: documents, tokens, rows of tokens, labelled examples, tokenizers.
 
 From outside: ``documents`` to read files, ``tokenizer.byte_tokenizer``.
 """

@@ -1,4 +1,4 @@
-"""Long filters replaced by filters of small order with a state.
+"""Replace long filters by recurrences of small order.
 
 From outside: ``distill.distill``, ``fit.fit_modal``, ``fit.fit_rational``.
 """

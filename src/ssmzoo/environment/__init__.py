@@ -1,4 +1,4 @@
-"""The device and the versions, what may leave this machine, and how much libraries say on it.
+"""The device, package versions, removal of paths and credentials, quieter libraries.
 
 From outside: ``hardware.usable_device``, ``portable.portable``, ``messages.first_line``.
 """

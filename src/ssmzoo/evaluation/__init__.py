@@ -1,4 +1,4 @@
-"""Score models with lm-eval, keep the scores in results files, and continue prompts.
+"""Score models with lm-eval, write the scores to results files, and generate text.
 
 From outside: ``evaluate.evaluate``, ``generate.generate``, ``results.read_results``.
 """

@@ -1,7 +1,7 @@
-"""What all families share: configuration, backbone, heads, cache.
+"""What all families share: configuration, backbone, heads, cache, padding and packing, prompts.
 
 A family writes a mixer and names it in its model class; everything else comes from here.
-From outside: every name of this page; families import nothing else of ``ssmzoo``.
+From outside: every name in ``__all__``; families import nothing else of ``ssmzoo``.
 """
 
 from ssmzoo.environment.messages import suggestion

@@ -37,17 +37,18 @@ _Norm: TypeAlias = RMSNorm | LayerNorm | BatchNorm | NoNorm
 
 
 class SSMMixer(nn.Module):
-    """Base of a family's mixer: ``[B, L, D] -> [B, L, D]`` with a state.
+    """Base class of a family's mixer: ``[B, L, D] -> [B, L, D]`` with a state.
 
     Parameters that belong to the mixer itself, not to a submodule of it, are SSM parameters: no
     cast to a lower precision (``.to(bfloat16)``, ``.half()``) touches them.
 
     Attributes:
-        param_group_names: By parameter name the optimizer group it belongs to, for parameters that
-            do not decay and may have a learning rate of their own.
+        param_group_names: Maps a parameter's name to its optimizer group. Parameters in these
+            groups have no weight decay and may have a learning rate of their own.
         param_branch: The group that all other parameters of it and its submodules belong to; their
             matrices decay as usual.
-        reads_residual: Whether it takes the block's input before the norm, too, as ``residual``.
+        reads_residual: Whether :meth:`forward` also gets the block's input before the norm, as
+            ``residual``.
     """
 
     param_group_names: ClassVar[Mapping[str, str]] = {}
@@ -66,7 +67,7 @@ class SSMMixer(nn.Module):
 
         Args:
             hidden_states: ``[B, L, D]``.
-            state: This layer's.
+            state: The state of this layer.
             packing: Where the sequences in the flat row ``[1, T, D]`` begin and end; None: every
                 row is one. Ops take it for ``cu_seqlens``.
 
@@ -76,23 +77,23 @@ class SSMMixer(nn.Module):
         raise NotImplementedError
 
     def dynamics(self, hidden_states: Tensor) -> Dynamics | None:
-        """Tell what is known of the filters at some input ``[B, L, D]``; None: measure them.
+        """Return what is known of the filters at an input ``[B, L, D]``, or None to measure them.
 
-        ``ssmzoo inspect`` asks without gradients, in evaluation mode.
+        ``ssmzoo inspect`` calls this without gradients, in evaluation mode.
         """
         return None
 
     def project_parameters(self) -> None:
-        """Bring parameters back to where they are allowed, after an optimizer step; most may roam.
+        """Project parameters into their allowed range after an optimizer step, if they have one.
 
-        In place and without gradients, so that the optimizer goes on with the same tensors.
+        Runs in place and without gradients, so that the optimizer keeps the same tensors.
         """
 
     def gauges(self, hidden_states: Tensor) -> dict[str, Tensor]:
-        """Return by name what to watch of this layer while it trains, each a single number.
+        """Return numbers to log while this layer trains, one tensor of one element per name.
 
-        Our trainer asks at its log lines, without gradients, in evaluation mode, at what the mixer
-        gets ``[B, L, D]`` of a few tokens of the batch.
+        Our trainer calls this when it logs, without gradients, in evaluation mode, at what the
+        mixer gets ``[B, L, D]`` of a few tokens of the batch.
         """
         return {}
 
@@ -401,15 +402,15 @@ class SSMModel(SSMPreTrainedModel):
                 raise
         if embeddings.shape[1] == 0:
             raise ValueError(
-                "the input has no tokens (L = 0); to go on from a cache pass the new tokens, to "
-                "generate from one pass the whole sequence, old and new"
+                "the input must have at least one token, got L = 0; with a cache, pass the new "
+                "tokens to forward and the whole sequence (old and new) to generate"
             )
         return embeddings
 
     def trajectories(self, input_ids: Tensor) -> Trajectories | None:
-        """Tell how the model wanders through a plane as it reads ``[B, L]``; None: no such plane.
+        """Return the model's path through a plane as it reads ``[B, L]``, or None without a plane.
 
-        ``ssmzoo inspect`` asks without gradients, in evaluation mode, and draws it.
+        ``ssmzoo inspect`` calls this without gradients, in evaluation mode, and draws the path.
         """
         return None
 

@@ -48,9 +48,9 @@ class Recorded:
 class LayerState:
     """One layer's view of the cache during one forward pass.
 
-    A mixer reads what it carries on from with :meth:`get` and leaves its new state with
-    :meth:`put`. Reading is repeatable: what is put never shows in what is got, so a layer may run
-    again (gradient checkpointing).
+    A mixer reads its initial state with :meth:`get` and stores its final state with :meth:`put`.
+    :meth:`get` never returns what :meth:`put` stored in the same pass, so a layer may run twice
+    (gradient checkpointing).
     """
 
     initial: Mapping[str, Tensor] = field(default_factory=dict)
@@ -76,9 +76,9 @@ class LayerState:
             self.final[name] = state
 
     def put(self, name: str, state: Tensor) -> None:
-        """Leave the state after the last token, a row a sequence; without a cache it is dropped.
+        """Store the state after the last token, one row per sequence; dropped without a cache.
 
-        All zeros must mean what None does in :meth:`get`: a fresh start.
+        A state of zeros must mean the same as None in :meth:`get`: a new sequence.
 
         Raises:
             TypeError: It is no tensor of real numbers.
@@ -167,7 +167,7 @@ class StateCache(Cache):
 
     @property
     def batch_size(self) -> int:
-        """Return how many sequences it holds, or -1 before the first token."""
+        """Return the number of sequences, or -1 before the first token."""
         for layer in self.layers:
             for state in layer.states.values():
                 return state.shape[0]
@@ -202,10 +202,10 @@ class StateCache(Cache):
         self.pending, self._recorded = None, []
 
     def reset_rows(self, rows: Tensor) -> None:
-        """Let some rows start new sequences with their next token; the others go on.
+        """Reset some rows, which start new sequences with their next token; keep the others.
 
         Args:
-            rows: Their numbers ``[R]``, or a mask ``[B]`` of booleans.
+            rows: Row indices ``[R]``, or a boolean mask ``[B]``.
         """
         self._rows_change()
         if rows.dtype is torch.bool:
@@ -219,7 +219,7 @@ class StateCache(Cache):
     def activate_past_recording(self) -> None:
         """Take a snapshot before every call from now on, so that :meth:`crop` can roll it back.
 
-        transformers calls it where tokens are only proposed, as in assisted decoding.
+        transformers calls it for assisted decoding, which rolls back rejected tokens.
         """
         self.recording = True
 
@@ -258,14 +258,14 @@ class StateCache(Cache):
             self.recording = recording
 
     def crop(self, max_length: int) -> None:
-        """Roll tokens back that were read while calls were recorded.
+        """Roll back tokens that were read while calls were recorded.
 
         Whole calls are rolled back from their snapshots. Of a call that stays in part, the tokens
         that stay are read again at the start of the next call.
 
         Args:
-            max_length: Keep so many tokens; or, if 0 or negative, roll that many back. Either way,
-                the recording up to here is dropped.
+            max_length: Number of tokens to keep; if 0 or negative, minus the number to roll back.
+                Either way the snapshots taken so far are dropped.
 
         Raises:
             RuntimeError: They were read before :meth:`activate_past_recording`, are part of a call
@@ -276,9 +276,9 @@ class StateCache(Cache):
         recorded = list(self._recorded)
         if remove > sum(call.length for call in recorded):
             raise RuntimeError(
-                "a recurrent state cannot be cropped: it holds no earlier states; call "
-                "activate_past_recording before the tokens that may be taken back, or keep a "
-                "copy.deepcopy of the cache from before them"
+                "crop needs recorded calls: a recurrent state holds no earlier states; call "
+                "activate_past_recording before the tokens to roll back, or keep a copy.deepcopy "
+                "of the cache"
             )
         pending, back, left = self.pending, None, remove
         while left > 0:
@@ -287,8 +287,8 @@ class StateCache(Cache):
         if left and back is not None:
             if back.inputs is None:
                 raise RuntimeError(
-                    "a call with packed sequences can be taken back as a whole only, "
-                    f"got {back.length + left} of its {back.length} tokens to take back"
+                    "crop must roll back a call with packed sequences as a whole, "
+                    f"got {back.length + left} of its {back.length} tokens to roll back"
                 )
             pending = {name: given[:, :-left] for name, given in back.inputs.items()}
         if back is not None:
@@ -301,17 +301,17 @@ class StateCache(Cache):
     def _settled(self) -> None:
         if self.pending is not None:
             raise RuntimeError(
-                "the cache was cropped into the middle of a call, so its states follow with the "
-                "next one; run the model on the next tokens first"
+                "the cache was cropped into the middle of a call, so its states are recomputed in "
+                "the next call; run the model on the next tokens first"
             )
 
     def _rows_change(self) -> None:
-        """Forget the past that was recorded of the rows as they were."""
+        """Drop the snapshots, which are of the rows before they changed."""
         self._settled()
         self._recorded = []
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take the rows ``beam_idx [B]``."""
+        """Reorder the rows: row b becomes the former row ``beam_idx[b]``, ``beam_idx [B]``."""
         self._rows_change()
         for layer in self.layers:
             layer.reorder_cache(beam_idx)
@@ -327,7 +327,7 @@ class StateCache(Cache):
         super().batch_repeat_interleave(repeats)
 
     def check(self, config: SSMConfig, batch_size: int) -> None:
-        """Fail unless the cache is of this model and of this batch.
+        """Check that the cache belongs to this model and has the batch's number of sequences.
 
         Raises:
             ValueError: It belongs to another model or holds another number of sequences.
@@ -344,7 +344,7 @@ class StateCache(Cache):
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the state to a safetensors file, complete or not at all.
+        """Write the state to a safetensors file, atomically.
 
         Raises:
             ValueError: The cache is still empty.
@@ -396,15 +396,15 @@ class StateCache(Cache):
         config: SSMConfig,
         device: str | torch.device = "cpu",
     ) -> StateCache:
-        """Read a state that :meth:`save` wrote.
+        """Load a state that :meth:`save` wrote.
 
         Args:
             path: The safetensors file.
-            config: The configuration of the model that will go on with it.
+            config: The configuration of the model that will continue from it.
             device: Where to put the tensors.
 
         Raises:
-            ValueError: Not such a file, damaged, or of another model.
+            ValueError: The file is not a saved state, is damaged, or belongs to another model.
             OSError: The file cannot be read.
         """
         return cls.read(path, config, device)[0]

@@ -47,7 +47,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         if config.input_channels is not None or not config.causal:
             why = "is bidirectional" if not config.causal else "takes continuous values"
             raise ValueError(
-                f"{type(self).__name__} predicts the next of some tokens, but its configuration "
+                f"{type(self).__name__} predicts the next token, but its configuration "
                 f"{why}; use a classification head, or change the configuration"
             )
         self.model = self.model_class(config)
@@ -175,7 +175,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         *,
         chunk_size: int | None = None,
     ) -> PromptState:
-        """Read a prompt once, to go on from it as often as wanted.
+        """Read a prompt once and return its state, from which any number of calls can continue.
 
         ``model.generate(**state.inputs())`` continues it; ``state.save_pretrained(folder)`` keeps
         it and :func:`~ssmzoo.modeling.load_state` brings it back, in another process too.
@@ -183,12 +183,12 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         Args:
             input_ids: ``[B, L]``.
             attention_mask: ``[B, L]``, 0 where a row is padded on the left.
-            past_key_values: The state after the first of these tokens, which are not read again;
-                it stays as it is.
+            past_key_values: The state after a prefix of ``input_ids``; only the tokens after the
+                prefix are read, and the given state is not changed.
             chunk_size: Read this many tokens at a time, to bound memory; None: all at once.
 
         Raises:
-            ValueError: There is no token, or an argument does not fit it.
+            ValueError: ``input_ids`` has no token, or another argument does not fit its shape.
         """
         return PromptState.read(self, input_ids, attention_mask, past_key_values, chunk_size)
 
@@ -199,7 +199,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         is_first_iteration: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Drop what a recurrent model needs no more once the prompt is in its state."""
+        """Drop the inputs that are already in the state."""
         kwargs.pop("tokenizer", None)  # of stop strings, which generate hands on
         one = kwargs.get("next_sequence_length") == 1 and kwargs.get("past_key_values") is not None
         if one and not is_first_iteration and kwargs.keys() <= _STEP_ARGUMENTS:
@@ -227,7 +227,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, **kwargs: Any
     ) -> tuple[GenerationConfig, dict[str, Any]]:
-        """Check what is asked of ``generate``, before it begins, and give it the only cache."""
+        """Check the arguments of ``generate`` before it begins, and set the cache it must use."""
         check_kind(kwargs.get("past_key_values"))
         # as transformers does: an argument first, then the given configuration, then the model's
         places = kwargs, vars(generation_config or self.generation_config)
@@ -238,8 +238,8 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         )
         if kind in ("quantized", "paged"):
             raise ValueError(
-                f"cache_implementation must be left out, got {kind!r}, a way to keep the keys and "
-                f"values of attention; the state of {type(self).__name__} has a fixed size"
+                f"cache_implementation must be left out, got {kind!r}, which is for attention's "
+                f"keys and values; the state of {type(self).__name__} has a fixed size"
             )
         layers = self.config.num_hidden_layers
         if early is not None and not (type(early) is int and 1 <= early <= layers):

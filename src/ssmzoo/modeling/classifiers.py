@@ -1,4 +1,4 @@
-"""Heads that judge instead of generate: whole sequences, single tokens, pairs of documents.
+"""Heads that classify sequences, tokens, and pairs of documents.
 
 Every head takes token ids, embeddings or, with ``config.input_channels``, continuous values, and
 classifies or, with ``config.problem_type = "regression"``, estimates numbers.
@@ -295,8 +295,8 @@ class SSMForPairClassification(SSMPreTrainedModel):
         first, second = documents
         if first.shape[0] != second.shape[0] or first.dtype != second.dtype:
             raise ValueError(
-                f"a pair is two {name} of one kind and one batch size, got {list(first.shape)} "
-                f"{first.dtype} and {list(second.shape)} {second.dtype}"
+                f"pair_{name} must have the dtype and batch size of {name}, {first.dtype} and "
+                f"{len(first)}, got {second.dtype} and {len(second)}"
             )
         length = max(first.shape[1], second.shape[1])
         # one batch of both, so that a batch norm sees what it would see of single documents
@@ -343,8 +343,8 @@ def pool(hidden_states: Tensor, packing: PackedRow | Literal[False], pooling: st
         lengths, ends = lengths[packing.rows], ends[packing.rows]
     if not torch.compiler.is_compiling() and bool((lengths == 0).any()):
         raise ValueError(
-            "every sequence must have a token to be classified by, got an empty one: "
-            f"number {int((lengths == 0).int().argmax())}"
+            "every sequence must have at least one token, got none in sequence "
+            f"{int((lengths == 0).int().argmax())}"
         )
     if pooling == "last":
         return hidden_states.flatten(0, 1)[(ends - 1).clamp(min=0)]

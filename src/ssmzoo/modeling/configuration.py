@@ -105,8 +105,8 @@ class SSMConfig(PreTrainedConfig):
         for name in ("attn_implementation", "_attn_implementation"):
             if "/" in str(kwargs.get(name)):  # transformers would fetch and run it
                 raise ValueError(
-                    f"{name} must name no kernels on the Hub, got {kwargs[name]!r}; take it out, "
-                    "the model's own run"
+                    f"{name} must not be set, got {kwargs[name]!r}; remove it: these models run "
+                    "their own kernels, none from the Hub"
                 )
         for field in dataclasses.fields(self):
             value = getattr(self, field.name, None)
@@ -125,7 +125,7 @@ class SSMConfig(PreTrainedConfig):
         self.check()
 
     def check_sizes(self) -> None:
-        """Fail if a whole number is so large that nothing can be made of it.
+        """Check that no integer field is too large for a tensor's size.
 
         Raises:
             ValueError: Names the field and the largest number.
@@ -139,10 +139,10 @@ class SSMConfig(PreTrainedConfig):
     def save_pretrained(
         self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
-        """Write ``config.json``; it names a checkpoint's own code only where that goes along.
+        """Write ``config.json``, with ``auto_map`` only where the checkpoint's code is saved too.
 
-        What was hung on to the configuration and is no field of it stays out, with a warning: a
-        file that has it could not be loaded.
+        Attributes that are not fields are left out with a warning, because a file that has them
+        could not be loaded.
         """
         if self._auto_class is None:
             self.auto_map = {}
@@ -177,7 +177,7 @@ class SSMConfig(PreTrainedConfig):
         return [name for name in names if name not in known and not name.startswith("_")]
 
     def check(self) -> None:
-        """Fail unless the fields fit each other; a family adds its own rules.
+        """Check the fields; a family adds its own rules.
 
         Raises:
             ValueError: A field out of its range.

@@ -1,4 +1,4 @@
-"""What decoding computes from a layer's parameters, kept until they change."""
+"""Values that decoding computes from a layer's parameters, cached until a parameter changes."""
 
 from __future__ import annotations
 

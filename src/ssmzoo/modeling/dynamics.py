@@ -38,7 +38,7 @@ class Dynamics:
 
 @dataclass(frozen=True)
 class Trajectories:
-    """How a model wanders through a plane while it reads.
+    """The path of a model's output through a plane while it reads.
 
     Attributes:
         tokens: What it reads, ``[B, L]``.

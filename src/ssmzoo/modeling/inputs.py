@@ -10,15 +10,15 @@ from torch import Tensor
 
 
 def check_indices(name: str, indices: Tensor, size: int, ignored: int | None = None) -> None:
-    """Refuse indices outside a table, on a CPU; on a GPU the look would stall the queue.
+    """Check on a CPU that indices lie inside a table.
 
-    There torch itself aborts.
+    On a GPU the check would synchronize, so it is left out; torch itself then aborts.
 
     Args:
-        name: The argument's, for the message.
+        name: The argument's name, for the message.
         indices: Integers of any shape.
-        size: Of the table.
-        ignored: One that is allowed all the same.
+        size: Rows of the table.
+        ignored: An index that is allowed though it is outside the table.
 
     Raises:
         ValueError: One is negative, or not below ``size``.
@@ -40,7 +40,7 @@ def check_indices(name: str, indices: Tensor, size: int, ignored: int | None = N
 
 @contextlib.contextmanager
 def named_indices(name: str, indices: Tensor, size: int, ignored: int) -> Iterator[None]:
-    """Let an ``IndexError`` of the block name these indices where they are why; torch's does not.
+    """Replace an ``IndexError`` inside the block by an error that names the wrong index.
 
     Args as of :func:`check_indices`.
     """

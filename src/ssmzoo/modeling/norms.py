@@ -87,7 +87,7 @@ class BatchNorm(nn.BatchNorm1d):
 
 
 class NoNorm(nn.Module):
-    """Change nothing but the dtype, to that of the weights around it."""
+    """Identity that casts to the dtype of the weights around it."""
 
     weight: Tensor
 

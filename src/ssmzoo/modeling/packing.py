@@ -136,8 +136,8 @@ def find_packing(
         cu_seqlens: Boundaries in a single packed row, ``[S + 1]``; goes before the other two.
 
     Raises:
-        ValueError: Shapes that do not fit, boundaries that do not rise from 0 to L, or padding in
-            the midst of a row's tokens.
+        ValueError: Shapes that do not fit, boundaries that do not rise from 0 to L, or padding
+            between a row's tokens.
         TypeError: A mask or boundaries of another kind.
     """
     mask = None
@@ -221,9 +221,9 @@ def _padded(mask: Tensor) -> PackedRow:
         if bool((whole != mask).any()):
             row = int((whole != mask).any(dim=1).int().argmax())
             raise ValueError(
-                "attention_mask must have its ones in one piece (padding before or after them), "
-                f"row {row} has zeros between ones; with tokens of PEFT's prompt tuning in front, "
-                "pad on the right"
+                "attention_mask must have contiguous ones in every row (padding before or after "
+                f"them), got zeros between ones in row {row}; pad on the right with PEFT's prompt "
+                "tuning"
             )
     ends = torch.stack([first, last, torch.full_like(first, length)], dim=1)  # [B, 3]
     ends = ends + torch.arange(batch, device=mask.device)[:, None] * length

@@ -54,9 +54,9 @@ class SSMPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _from_config(cls, config: Any, **kwargs: Any) -> Any:
-        """Build what ``AutoModel.from_config`` asks for in float32 and cast it then.
+        """Build the model of ``AutoModel.from_config`` in float32, then cast it.
 
-        A lower precision from the start would be that of parameters which stay float32, too.
+        Built in a lower precision, the parameters that stay float32 would lose digits.
         """
         dtype = kwargs.get("dtype") or kwargs.get("torch_dtype") or config.dtype
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -101,7 +101,7 @@ class SSMPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def project_parameters(self) -> None:
-        """Bring parameters back to where they are allowed; call it after every optimizer step.
+        """Project parameters into their allowed range; call it after every optimizer step.
 
         ``ssmzoo train`` does; for ``Trainer`` there is
         ``ssmzoo.training.callbacks.ProjectParameters``. Most families have nothing to project.
@@ -180,7 +180,7 @@ class SSMPreTrainedModel(PreTrainedModel):
 def check_weights(
     what: str, weights: dict[str, Tensor], kind: type[PreTrainedModel], config: SSMConfig
 ) -> None:
-    """Fail unless converted weights have the names and shapes of a model's.
+    """Check that converted weights have the names and shapes of a model's weights.
 
     Args:
         what: What they were converted from, for the error: ``"a Longhorn checkpoint"``.
@@ -198,7 +198,8 @@ def check_weights(
     unknown = sorted(weights.keys() - expected.keys())
     if missing or unknown:
         raise LookupError(
-            f"not {what} of this configuration: missing {missing[:3]}, unknown {unknown[:3]}"
+            f"state_dict must be {what} of this configuration, got missing {missing[:3]}, "
+            f"unknown {unknown[:3]}"
         )
     for name, tensor in weights.items():
         if tensor.shape != expected[name].shape:

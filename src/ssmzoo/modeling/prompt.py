@@ -1,4 +1,4 @@
-"""A prompt that was read once: to go on from it often, later, and in other processes.
+"""The state of a prompt that was read once, to continue from often, later, or in another process.
 
 What surprises: the last token is not read yet. Asking for what follows is reading that token, so
 ``generate`` goes on from a saved prompt as it does from a prompt of its own.
@@ -26,7 +26,7 @@ FILE_NAME = "state.safetensors"
 
 @dataclass(frozen=True)
 class PromptState:
-    """What :meth:`SSMForCausalLM.prefill` returns: a prompt, read, and by which weights.
+    """A prompt and the state after it, as :meth:`SSMForCausalLM.prefill` returns them.
 
     It never changes: :meth:`inputs` hands out copies, so one prompt can be continued many times.
 
@@ -94,10 +94,10 @@ class PromptState:
         return self.input_ids.shape[1]
 
     def inputs(self, input_ids: Tensor | None = None) -> dict[str, Any]:
-        """Return what ``model.generate(**...)`` takes to go on, with more tokens or at once.
+        """Return the arguments with which ``model.generate(**...)`` continues the prompt.
 
         Args:
-            input_ids: ``[B, M]``, what is to be read after the prompt.
+            input_ids: ``[B, M]``, tokens to append to the prompt; None: none.
 
         Returns:
             ``input_ids`` and ``attention_mask`` of all tokens, and a copy of the state.
@@ -131,8 +131,8 @@ class PromptState:
         """
         if _versions(self.model) != self.versions:
             raise RuntimeError(
-                "the model's weights changed since it read this prompt, so nothing could go on "
-                "from it; call prefill again"
+                "the model's weights changed since it read this prompt, so its state is out of "
+                "date; call prefill again"
             )
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)

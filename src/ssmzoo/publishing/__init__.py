@@ -1,4 +1,4 @@
-"""Model cards, folders and repositories on the Hub, standalone code, kernel repositories.
+"""Write model cards, publish to folders and the Hub, export standalone code and kernels.
 
 From outside: ``card.render_card``, ``hub.publish``, ``export_code.export_code``.
 """

@@ -1,6 +1,6 @@
 """Tasks, generated or loaded: for training, and for scoring with lm-eval.
 
-From outside: every name of this page.
+From outside: every name in ``__all__``.
 
 - ``load_task`` gives any task to a trainer, in one form (:class:`Supervised`): the tasks of the
   Long Range Arena, Speech Commands, MNIST, digits, copying, delay, and the recall problems.

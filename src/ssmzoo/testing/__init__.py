@@ -1,6 +1,6 @@
-"""What a third party needs to hold its own family or kernel to the zoo's standards.
+"""Check a family or an op, ours or a third party's, against the zoo's promises.
 
-From outside: every name of this page.
+From outside: every name in ``__all__``.
 """
 
 from ssmzoo.testing.accuracy import assert_as_accurate
