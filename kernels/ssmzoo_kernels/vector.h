@@ -61,6 +61,33 @@ INLINE vec pick(mask where, vec yes, vec no) {
   return (vec)((where & (mask)yes) | (~where & (mask)no));
 }
 
+/* Lanes of two vectors: those of the second count on from LANES. */
+INLINE vec shuffle(vec a, vec b, mask from) {
+#ifdef __clang__
+  vec out;
+  UNROLL for (int i = 0; i < LANES; i++) out[i] = from[i] < LANES ? a[from[i]] : b[from[i] - LANES];
+  return out;
+#else
+  return __builtin_shuffle(a, b, from);
+#endif
+}
+
+/* Turn a square, a vector a row. */
+INLINE void transpose(vec *rows) {
+  UNROLL for (int half = LANES / 2; half; half /= 2) {
+    mask low, high;
+    UNROLL for (int i = 0; i < LANES; i++) {
+      low[i] = i & half ? LANES + (i ^ half) : i;
+      high[i] = i & half ? LANES + i : i ^ half;
+    }
+    UNROLL for (int i = 0; i < LANES; i++) if (!(i & half)) {
+      vec a = rows[i], b = rows[i + half];
+      rows[i] = shuffle(a, b, low);
+      rows[i + half] = shuffle(a, b, high);
+    }
+  }
+}
+
 INLINE vec at_most(vec x, REAL bound) { return pick(x > splat(bound), splat(bound), x); }
 
 INLINE REAL total(vec x) {

@@ -55,31 +55,6 @@ INLINE Tile tile_at(const Sequences *s, int64_t b, int64_t m, int upper) {
   return t;
 }
 
-INLINE vec shuffle(vec a, vec b, mask from) {
-#ifdef __clang__
-  vec out;
-  UNROLL for (int i = 0; i < LANES; i++) out[i] = from[i] < LANES ? a[from[i]] : b[from[i] - LANES];
-  return out;
-#else
-  return __builtin_shuffle(a, b, from);
-#endif
-}
-
-INLINE void transpose(vec *rows) {
-  UNROLL for (int half = LANES / 2; half; half /= 2) {
-    mask low, high;
-    UNROLL for (int i = 0; i < LANES; i++) {
-      low[i] = i & half ? LANES + (i ^ half) : i;
-      high[i] = i & half ? LANES + i : i ^ half;
-    }
-    UNROLL for (int i = 0; i < LANES; i++) if (!(i & half)) {
-      vec a = rows[i], b = rows[i + half];
-      rows[i] = shuffle(a, b, low);
-      rows[i + half] = shuffle(a, b, high);
-    }
-  }
-}
-
 INLINE void store_pairs(REAL *to, vec re, vec im, int64_t count) {
   mask low, high;
   UNROLL for (int i = 0; i < LANES; i++) {

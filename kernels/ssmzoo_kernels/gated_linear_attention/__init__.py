@@ -126,7 +126,7 @@ def gated_linear_attention(
                     f"{OP}: log_decay must have shape [B, L, H] or [B, L, H, K], "
                     f"got {list(log_decay.shape)} where K = {keys}"
                 )
-    if chunk not in CHUNKS:
+    if not isinstance(chunk, int) or chunk not in CHUNKS:
         raise ValueError(f"{OP}: chunk must be 16, 32 or 64, got {chunk!r}")
     inputs = (q, k, v, log_decay, beta, initial_state)
     options = {"rule": rule, "scale": scale, "chunk": chunk}

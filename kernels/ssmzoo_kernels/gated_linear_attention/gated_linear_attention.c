@@ -6,7 +6,8 @@
  * of logarithms. What lies above a diagonal is not read, so NaN and infinity never reach an earlier
  * token. Sums have one order whatever the number of threads.
  *
- * Matrices of a tile have rows padded with zeros to whole vectors. Absent tensors are null.
+ * Matrices of a tile have rows padded with zeros to whole vectors. Absent tensors are null. The
+ * backward keeps the tiles between two saved states, and goes through them from the last one.
  */
 #include "vector.h"
 
@@ -36,21 +37,32 @@ typedef struct {
   REAL *q, *k, *v, *decay, *beta, *initial; /* of q and k a row for every head */
 } Gradients;
 
-/* What a thread works on: matrices [TILE][keys] or [TILE][width], padded, and [TILE][TILE]. */
+/* What tokens and the state before them make: [TILE][keys] or [TILE][width], padded; [TILE][TILE].
+ * Of two in a row the second begins where the first ends, so that one product takes both. */
 typedef struct {
   int64_t keys, width, count, rows, delta;
-  REAL *q, *k, *decay, *kept, *left; /* left behind the tile, and kept of the state before it */
-  REAL *kept_q, *kept_k, *left_k;
-  REAL *v, *errors, *written, *read;
+  REAL *q, *k;
+  REAL *decay, *kept, *left; /* left behind the tile, and kept of the state before it */
+  REAL *kept_q, *kept_k;
+  REAL *left_k;
+  REAL *errors, *written;
   REAL *beta;
-  REAL *transposed;                /* [keys or width][TILE] */
-  REAL *pairs, *weights, *known;   /* decays from pair to pair; queries and keys by keys */
-  /* backward */
-  REAL *grad, *grad_errors, *grad_v;
-  REAL *grad_q, *grad_k, *grad_left, *grad_decay;
-  REAL *grad_weights, *grad_known;
-  REAL *state_t, *carry_t;         /* [width][keys] */
+  REAL *pairs;           /* decays from pair to pair */
+  REAL *weights, *known; /* queries and keys by keys */
 } Tile;
+
+/* What a thread works with. */
+typedef struct {
+  REAL *turned; /* [keys or width][3 TILE] */
+  REAL *read;   /* [TILE][width] */
+  /* backward */
+  REAL *across; /* [keys][3 TILE] */
+  REAL *grad, *asks; /* of outputs, and of what keys ask the state */
+  REAL *grad_errors;
+  REAL *grad_q, *grad_k, *grad_left;
+  REAL *grad_decay;
+  REAL *grad_weights, *grad_known;
+} Work;
 
 static const REAL one = 1;
 
@@ -85,20 +97,20 @@ INLINE void block(REAL *to, int64_t to_row, const REAL *factor, int64_t factor_s
   block(to + m * to_row + n, to_row, factor ? factor + m * factor_step : 0, factor_step,         \
         a + m * a_row, a_row, a_column, b + n, b_row, terms, ROWS, VECTORS, minus)
 
+#define STRIPS(ROWS, VECTORS)                                                                    \
+  for (; n + (VECTORS) * LANES <= columns; n += (VECTORS) * LANES) {                             \
+    int64_t m = 0;                                                                               \
+    for (; m + (ROWS) <= rows; m += (ROWS)) BLOCK(ROWS, VECTORS);                                \
+    for (; m < rows; m++) BLOCK(1, VECTORS);                                                     \
+  }
+
 INLINE void product(REAL *to, int64_t to_row, const REAL *factor, int64_t factor_step,
                     const REAL *a, int64_t a_row, int64_t a_column, const REAL *b, int64_t b_row,
                     int64_t rows, int64_t terms, int64_t columns, const int minus) {
   int64_t n = 0;
-  for (; n + WIDE * LANES <= columns; n += WIDE * LANES) {
-    int64_t m = 0;
-    for (; m + 4 <= rows; m += 4) BLOCK(4, WIDE);
-    for (; m < rows; m++) BLOCK(1, WIDE);
-  }
-  for (; n < columns; n += LANES) {
-    int64_t m = 0;
-    for (; m + 8 <= rows; m += 8) BLOCK(8, 1);
-    for (; m < rows; m++) BLOCK(1, 1);
-  }
+  STRIPS(4, WIDE)
+  if (WIDE > 2) STRIPS(8, 2)
+  STRIPS(8, 1)
 }
 
 /* to = a b */
@@ -132,68 +144,19 @@ INLINE REAL dot(const REAL *a, const REAL *b, int64_t columns) {
   return total(sum);
 }
 
-#if defined(__clang__) || __GNUC__ >= 12
-/* Transpose a square by shuffling its rows like cards, the upper half into the lower, time and again. */
-INLINE void turn(const REAL *from, int64_t from_row, REAL *to, int64_t to_row) {
-  vec x[LANES], y[LANES];
-  UNROLL for (int i = 0; i < LANES; i++) x[i] = load(from + i * from_row);
-  UNROLL for (int round = 1; round < LANES; round *= 2) {
-    UNROLL for (int i = 0; i < LANES / 2; i++) {
-      vec a = x[i], b = x[i + LANES / 2];
-#if VEC_BYTES == 64
-      if (sizeof(REAL) == 4) {
-        typedef float wide __attribute__((vector_size(64)));
-        y[2 * i] = (vec)__builtin_shufflevector((wide)a, (wide)b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20,
-                                                5, 21, 6, 22, 7, 23);
-        y[2 * i + 1] = (vec)__builtin_shufflevector((wide)a, (wide)b, 8, 24, 9, 25, 10, 26, 11, 27,
-                                                    12, 28, 13, 29, 14, 30, 15, 31);
-      } else {
-        typedef double wide __attribute__((vector_size(64)));
-        y[2 * i] = (vec)__builtin_shufflevector((wide)a, (wide)b, 0, 8, 1, 9, 2, 10, 3, 11);
-        y[2 * i + 1] = (vec)__builtin_shufflevector((wide)a, (wide)b, 4, 12, 5, 13, 6, 14, 7, 15);
-      }
-#elif VEC_BYTES == 32
-      if (sizeof(REAL) == 4) {
-        typedef float wide __attribute__((vector_size(32)));
-        y[2 * i] = (vec)__builtin_shufflevector((wide)a, (wide)b, 0, 8, 1, 9, 2, 10, 3, 11);
-        y[2 * i + 1] = (vec)__builtin_shufflevector((wide)a, (wide)b, 4, 12, 5, 13, 6, 14, 7, 15);
-      } else {
-        typedef double wide __attribute__((vector_size(32)));
-        y[2 * i] = (vec)__builtin_shufflevector((wide)a, (wide)b, 0, 4, 1, 5);
-        y[2 * i + 1] = (vec)__builtin_shufflevector((wide)a, (wide)b, 2, 6, 3, 7);
-      }
-#else
-      if (sizeof(REAL) == 4) {
-        typedef float wide __attribute__((vector_size(16)));
-        y[2 * i] = (vec)__builtin_shufflevector((wide)a, (wide)b, 0, 4, 1, 5);
-        y[2 * i + 1] = (vec)__builtin_shufflevector((wide)a, (wide)b, 2, 6, 3, 7);
-      } else {
-        typedef double wide __attribute__((vector_size(16)));
-        y[2 * i] = (vec)__builtin_shufflevector((wide)a, (wide)b, 0, 2);
-        y[2 * i + 1] = (vec)__builtin_shufflevector((wide)a, (wide)b, 1, 3);
-      }
-#endif
-    }
-    UNROLL for (int i = 0; i < LANES; i++) x[i] = y[i];
-  }
-  UNROLL for (int i = 0; i < LANES; i++) store(to + i * to_row, x[i]);
-}
-#else
-INLINE void turn(const REAL *from, int64_t from_row, REAL *to, int64_t to_row) {
-  for (int i = 0; i < LANES; i++)
-    for (int j = 0; j < LANES; j++) to[j * to_row + i] = from[i * from_row + j];
-}
-#endif
-
 /* to [columns][rows] = from [rows][columns], both whole vectors */
-static void transpose(const REAL *from, int64_t from_row, REAL *to, int64_t to_row, int64_t rows,
-                      int64_t columns) {
+static void turn(const REAL *from, int64_t from_row, REAL *to, int64_t to_row, int64_t rows,
+                 int64_t columns) {
   for (int64_t i = 0; i < rows; i += LANES)
-    for (int64_t j = 0; j < columns; j += LANES)
-      turn(from + i * from_row + j, from_row, to + j * to_row + i, to_row);
+    for (int64_t j = 0; j < columns; j += LANES) {
+      vec x[LANES];
+      UNROLL for (int r = 0; r < LANES; r++) x[r] = load(from + (i + r) * from_row + j);
+      transpose(x);
+      UNROLL for (int r = 0; r < LANES; r++) store(to + (j + r) * to_row + i, x[r]);
+    }
 }
 
-/* to += or -= a b with a lower triangle a [count][TILE]; nothing else of it is read */
+/* to += a b with a lower triangle a [count][TILE]; nothing else of it is read */
 INLINE void add_lower(REAL *to, const REAL *a, const REAL *b, int64_t row, int64_t count) {
   for (int64_t i = 0; i < count; i += 4) {
     int64_t rows = smaller(4, count - i);
@@ -201,13 +164,6 @@ INLINE void add_lower(REAL *to, const REAL *a, const REAL *b, int64_t row, int64
     for (int64_t r = i; r < i + rows; r++)
       for (int64_t j = i; j <= r; j++) add_row(to + r * row, a[r * TILE + j], b + j * row, row);
   }
-}
-
-/* to += a^T b with a lower triangle a, zeros above it */
-INLINE void add_upper(REAL *to, const REAL *a, const REAL *b, int64_t row, int64_t count) {
-  for (int64_t j = 0; j < count; j += 4)
-    add(to + j * row, row, &one, 0, a + j * TILE + j, 1, TILE, b + j * row, row,
-        smaller(4, count - j), count - j, row);
 }
 
 /* Set the entries above the diagonal, or on it too, to zero. */
@@ -234,7 +190,7 @@ INLINE void times(REAL *to, const REAL *a, const REAL *b, int64_t size) {
   for (int64_t n = 0; n < size; n += LANES) store(to + n, load(a + n) * load(b + n));
 }
 
-/* Read a tile and find its decays. */
+/* Read a tile, values where errors will be, and find its decays. */
 static void open_tile(const Inputs *in, Tile *x, int64_t token, int64_t count, int64_t head) {
   int64_t keys = in->keys, row = x->keys, group = head / (in->heads / in->groups);
   REAL logs[TILE] = {0}, decays[TILE];
@@ -243,7 +199,8 @@ static void open_tile(const Inputs *in, Tile *x, int64_t token, int64_t count, i
     int64_t t = token + i;
     load_row(x->q + i * row, in->q + t * in->stride_q + group * keys, keys, row);
     load_row(x->k + i * row, in->k + t * in->stride_k + group * keys, keys, row);
-    load_row(x->v + i * x->width, in->v + t * in->stride_v + head * in->width, in->width, x->width);
+    load_row(x->errors + i * x->width, in->v + t * in->stride_v + head * in->width, in->width,
+             x->width);
     x->beta[i] = in->beta ? in->beta[t * in->stride_beta + head] : 1;
     if (in->rows == 1) logs[i] = in->log_decay[t * in->stride_decay + head];
   }
@@ -268,8 +225,8 @@ static void open_tile(const Inputs *in, Tile *x, int64_t token, int64_t count, i
   if (x->delta) times(x->kept_k, x->kept, x->k, count * row);
 }
 
-/* Weights of queries (where they are wanted) and keys on what each token wrote. */
-static void weigh(Tile *x, int reads) {
+/* Weights of queries and keys on what each token wrote. */
+static void weigh(Tile *x, Work *w) {
   int64_t count = x->count, row = x->keys;
   if (x->rows < 2) {
     REAL pair[TILE] = {0};
@@ -278,22 +235,21 @@ static void weigh(Tile *x, int reads) {
       pair[i] = 1;
       memcpy(x->pairs + i * TILE, pair, sizeof pair);
     }
-    for (int64_t i = count; i < TILE; i++) memset(x->k + i * row, 0, (size_t)row * sizeof(REAL));
-    transpose(x->k, row, x->transposed, TILE, TILE, row);
-    if (reads)
-      multiply(x->weights, TILE, x->q, row, 1, x->transposed, TILE, count, row, TILE);
-    if (x->delta)
-      multiply(x->known, TILE, x->k, row, 1, x->transposed, TILE, count, row, TILE);
-    if (reads) times(x->weights, x->weights, x->pairs, count * TILE);
-    if (x->delta) times(x->known, x->known, x->pairs, count * TILE);
+    turn(x->k, row, w->turned, TILE, TILE, row);
+    multiply(x->weights, TILE, x->q, row, 1, w->turned, TILE, count, row, TILE);
+    times(x->weights, x->weights, x->pairs, count * TILE);
+    if (x->delta) {
+      multiply(x->known, TILE, x->k, row, 1, w->turned, TILE, count, row, TILE);
+      times(x->known, x->known, x->pairs, count * TILE);
+    }
   } else { /* for every row of the state, what is left of each token's key, moved on by a token */
-    memset(x->transposed, 0, (size_t)(row * TILE) * sizeof(REAL));
+    memset(w->turned, 0, (size_t)(row * TILE) * sizeof(REAL));
     for (int64_t i = 0; i < count; i++) {
       vec asked[TILE / LANES], met[TILE / LANES];
       UNROLL for (int n = 0; n < TILE / LANES; n++) asked[n] = met[n] = splat(0);
       const REAL *q = x->q + i * row, *k = x->k + i * row, *decay = x->decay + i * row;
       for (int64_t c = 0; c < row; c++) {
-        REAL *reached = x->transposed + c * TILE;
+        REAL *reached = w->turned + c * TILE;
         UNROLL for (int n = 0; n < TILE / LANES; n++) {
           vec on = load(reached + n * LANES) * splat(decay[c]);
           met[n] += splat(k[c]) * on;
@@ -309,14 +265,13 @@ static void weigh(Tile *x, int reads) {
       x->weights[i * TILE + i] = dot(q, k, row);
     }
   }
-  if (reads) clear_upper(x->weights, count, 0);
+  clear_upper(x->weights, count, 0);
   if (x->delta) clear_upper(x->known, count, 1);
 }
 
 /* What the tokens write: the values, or what they differ from the state's answers to the keys. */
 static void find_errors(Tile *x, const REAL *state, int64_t keys) {
   int64_t count = x->count, row = x->width;
-  memcpy(x->errors, x->v, (size_t)(count * row) * sizeof(REAL));
   if (x->delta)
     subtract(x->errors, row, x->kept_k, x->keys, 1, state, row, count, keys, row);
   for (int64_t i = 0; i < count; i += 4) {
@@ -331,6 +286,15 @@ static void find_errors(Tile *x, const REAL *state, int64_t keys) {
         store(x->written + r * row + n, splat(x->beta[r]) * load(x->errors + r * row + n));
     }
   }
+}
+
+/* Read a tile and find what its tokens write to the state before it. */
+static void take_tile(const Inputs *in, Tile *x, Work *w, const REAL *state, int64_t token,
+                      int64_t count, int64_t head) {
+  if (count < TILE) memset(x->q, 0, (size_t)(x->beta - x->q) * sizeof(REAL)); /* rows behind it */
+  open_tile(in, x, token, count, head);
+  weigh(x, w);
+  find_errors(x, state, in->keys);
 }
 
 /* The state behind the tile. */
@@ -355,7 +319,7 @@ INLINE void step_columns(const Inputs *in, const Tile *x, REAL own, const REAL *
       read[i] += splat(x->q[c]) * left;
     }
   UNROLL for (int i = 0; i < vectors; i++) {
-    vec error = load(x->v + n + i * LANES);
+    vec error = load(x->errors + n + i * LANES);
     if (x->delta) error -= known[i];
     written[i] = splat(x->beta[0]) * error;
     read[i] = splat((REAL)in->scale) * (read[i] + splat(own) * written[i]);
@@ -383,34 +347,48 @@ static void step(const Inputs *in, Tile *x, int64_t segment, int64_t head, REAL 
 
 /* --- sequences ------------------------------------------------------------------------------ */
 
-/* Lay the matrices of a tile out in one piece of memory; `from` null counts only. */
-static int64_t lay_out(Tile *x, const Inputs *in, REAL *from, int back) {
-  int64_t keys = padded(in->keys), width = padded(in->width), used = 0;
-  int64_t longer = keys > width ? keys : width;
-  x->keys = keys, x->width = width, x->rows = in->rows, x->delta = in->delta;
-  struct {
-    REAL **at;
-    int64_t size;
-  } parts[] = {{&x->q, TILE * keys},           {&x->k, TILE * keys},
-               {&x->decay, TILE * keys},       {&x->kept, TILE * keys},
-               {&x->left, TILE * keys},        {&x->kept_q, TILE * keys},
-               {&x->kept_k, TILE * keys},      {&x->left_k, TILE * keys},
-               {&x->v, TILE * width},          {&x->errors, TILE * width},
-               {&x->written, TILE * width},    {&x->read, TILE * width},
-               {&x->beta, TILE},               {&x->transposed, TILE * longer},
-               {&x->pairs, TILE * TILE},       {&x->weights, TILE * TILE},
-               {&x->known, TILE * TILE},       {&x->grad, TILE * width},
-               {&x->grad_errors, TILE * width}, {&x->grad_v, TILE * width},
-               {&x->grad_q, TILE * keys},      {&x->grad_k, TILE * keys},
-               {&x->grad_left, TILE * keys},   {&x->grad_decay, TILE * keys},
-               {&x->grad_weights, TILE * TILE}, {&x->grad_known, TILE * TILE},
-               {&x->state_t, width * keys},    {&x->carry_t, width * keys}};
-  int forward = 17, count = back ? (int)(sizeof parts / sizeof *parts) : forward;
+typedef struct {
+  REAL **at;
+  int64_t size;
+} Part;
+
+/* Lay matrices out in one piece of memory, and return how much they take; `from` null counts only. */
+static int64_t lay_out(const Part *parts, int count, REAL *from) {
+  int64_t used = 0;
   for (int i = 0; i < count; i++) {
     if (from) *parts[i].at = from + used;
     used += padded(parts[i].size);
   }
   return used;
+}
+
+static int64_t lay_out_tile(Tile *x, const Inputs *in, REAL *from) {
+  int64_t keys = TILE * padded(in->keys), width = TILE * padded(in->width), pairs = TILE * TILE;
+  const Part parts[] = {{&x->q, keys},      {&x->k, keys},        {&x->decay, keys},
+                        {&x->kept, keys},   {&x->left, keys},     {&x->kept_q, keys},
+                        {&x->kept_k, keys}, {&x->left_k, keys},   {&x->errors, width},
+                        {&x->written, width}, {&x->beta, TILE},   {&x->pairs, pairs},
+                        {&x->weights, pairs}, {&x->known, pairs}};
+  x->keys = padded(in->keys), x->width = padded(in->width), x->rows = in->rows;
+  x->delta = in->delta;
+  return lay_out(parts, sizeof parts / sizeof *parts, from);
+}
+
+static int64_t lay_out_work(Work *w, const Inputs *in, REAL *from, int back) {
+  int64_t keys = TILE * padded(in->keys), width = TILE * padded(in->width), pairs = TILE * TILE;
+  const Part parts[] = {{&w->turned, 3 * (keys > width ? keys : width)},
+                        {&w->read, width},
+                        {&w->across, 3 * keys},
+                        {&w->grad, width},
+                        {&w->asks, width},
+                        {&w->grad_errors, width},
+                        {&w->grad_q, keys},
+                        {&w->grad_k, keys},
+                        {&w->grad_left, keys},
+                        {&w->grad_decay, keys},
+                        {&w->grad_weights, pairs},
+                        {&w->grad_known, pairs}};
+  return lay_out(parts, back ? sizeof parts / sizeof *parts : 2, from);
 }
 
 /* Copy a state [keys][width] to or from one whose rows are padded. */
@@ -426,7 +404,7 @@ INLINE int64_t slot(const Inputs *in, int64_t segment, int64_t head, int64_t fir
   return (at * in->heads + head) * in->keys * in->width;
 }
 
-static void march(const Inputs *in, Tile *x, REAL *state, int64_t segment, int64_t head, REAL *out,
+static void march(const Inputs *in, Tile *x, Work *w, REAL *state, int64_t segment, int64_t head, REAL *out,
                   REAL *final, REAL *saved) {
   int64_t begin = in->offsets[segment], length = in->offsets[segment + 1] - begin;
   int64_t keys = in->keys, width = in->width, size = keys * width;
@@ -438,15 +416,13 @@ static void march(const Inputs *in, Tile *x, REAL *state, int64_t segment, int64
   for (int64_t first = 0; first < length; first += TILE) {
     if (saved && first % in->between == 0)
       copy_state(saved + slot(in, segment, head, first), width, state, x->width, keys, width);
-    open_tile(in, x, begin + first, smaller(TILE, length - first), head);
-    weigh(x, 1);
-    find_errors(x, state, keys);
-    multiply(x->read, x->width, x->kept_q, x->keys, 1, state, x->width, x->count, keys, x->width);
-    add_lower(x->read, x->weights, x->written, x->width, x->count);
+    take_tile(in, x, w, state, begin + first, smaller(TILE, length - first), head);
+    multiply(w->read, x->width, x->kept_q, x->keys, 1, state, x->width, x->count, keys, x->width);
+    add_lower(w->read, x->weights, x->written, x->width, x->count);
     for (int64_t n = 0; n < x->count * x->width; n += LANES)
-      store(x->read + n, splat((REAL)in->scale) * load(x->read + n));
+      store(w->read + n, splat((REAL)in->scale) * load(w->read + n));
     for (int64_t i = 0; i < x->count; i++)
-      store_row(out + ((begin + first + i) * in->heads + head) * width, x->read + i * x->width,
+      store_row(out + ((begin + first + i) * in->heads + head) * width, w->read + i * x->width,
                 width);
     advance(x, state, keys);
   }
@@ -455,29 +431,30 @@ static void march(const Inputs *in, Tile *x, REAL *state, int64_t segment, int64
 
 /* --- backward ------------------------------------------------------------------------------- */
 
-/* Gradients of errors and values, from the last token to the first where each sees the next. */
-static void solve_back(Tile *x) {
+/* Gradients of errors, from the last token to the first where each sees the next, and what they are
+ * times -beta: the gradients of the state's answers to keys. */
+static void solve_back(const Tile *x, Work *w) {
   int64_t count = x->count, row = x->width;
   for (int64_t j = (count - 1) / 4 * 4; j >= 0; j -= 4) {
     int64_t rows = smaller(4, count - j), next = j + rows;
     if (x->delta && next < count)
-      subtract(x->grad_errors + j * row, row, x->known + next * TILE + j, 1, TILE,
-               x->grad_v + next * row, row, rows, count - next, row);
+      add(w->grad_errors + j * row, row, &one, 0, x->known + next * TILE + j, 1, TILE,
+          w->asks + next * row, row, rows, count - next, row);
     for (int64_t r = next - 1; r >= j; r--) {
       for (int64_t i = r + 1; x->delta && i < next; i++)
-        add_row(x->grad_errors + r * row, -x->known[i * TILE + r], x->grad_v + i * row, row);
+        add_row(w->grad_errors + r * row, x->known[i * TILE + r], w->asks + i * row, row);
       for (int64_t n = 0; n < row; n += LANES)
-        store(x->grad_v + r * row + n, splat(x->beta[r]) * load(x->grad_errors + r * row + n));
+        store(w->asks + r * row + n, splat(-x->beta[r]) * load(w->grad_errors + r * row + n));
     }
   }
 }
 
 /* What pairs of a tile's tokens give to gradients, where a decay is a number a head. */
-static void pairs_of_heads(Tile *x, REAL *decay) {
-  int64_t count = x->count, row = x->keys;
+static void pairs_of_heads(const Tile *x, Work *w, REAL *decay) {
+  int64_t count = x->count, row = x->keys, both = x->delta ? 2 * TILE : TILE;
   REAL below[TILE] = {0};
   for (int64_t t = count - 1; t > 0; t--) { /* all that is read at t or later, by who wrote it */
-    REAL *own = x->grad_weights + t * TILE, *other = x->grad_known + t * TILE, sum = 0;
+    REAL *own = w->grad_weights + t * TILE, *other = w->grad_known + t * TILE, sum = 0;
     for (int64_t j = 0; j < t; j++) {
       below[j] += own[j] * x->weights[t * TILE + j];
       if (x->delta) below[j] += other[j] * x->known[t * TILE + j];
@@ -486,163 +463,160 @@ static void pairs_of_heads(Tile *x, REAL *decay) {
     decay[t] = sum;
   }
   decay[0] = 0;
-  times(x->grad_weights, x->grad_weights, x->pairs, count * TILE);
-  add(x->grad_q, row, &one, 0, x->grad_weights, TILE, 1, x->k, row, count, count, row);
-  add_upper(x->grad_k, x->grad_weights, x->q, row, count);
-  if (!x->delta) return;
-  times(x->grad_known, x->grad_known, x->pairs, count * TILE);
-  add(x->grad_k, row, &one, 0, x->grad_known, TILE, 1, x->k, row, count, count, row);
-  add_upper(x->grad_k, x->grad_known, x->k, row, count);
+  times(w->grad_weights, w->grad_weights, x->pairs, count * TILE);
+  if (x->delta) times(w->grad_known, w->grad_known, x->pairs, count * TILE);
+  add(w->grad_q, row, &one, 0, w->grad_weights, TILE, 1, x->k, row, both, count, row);
+  add(w->grad_k, row, &one, 0, w->grad_weights, 1, TILE, x->q, row, count, both, row);
 }
 
 /* The same where each row of the state decays by a number of its own. */
-static void pairs_of_rows(Tile *x) {
+static void pairs_of_rows(const Tile *x, Work *w) {
   int64_t count = x->count, row = x->keys;
   for (int64_t c = 0; c < row; c += LANES) {
     const REAL *q = x->q + c, *k = x->k + c, *decay = x->decay + c;
-    REAL *grad_q = x->grad_q + c, *grad_k = x->grad_k + c, *grad_decay = x->grad_decay + c;
+    REAL *grad_q = w->grad_q + c, *grad_k = w->grad_k + c, *grad_decay = w->grad_decay + c;
     for (int64_t j = 0; j < count; j++) {
       vec reached[TILE], back = splat(0);
       reached[j] = load(k + j * row);
       store(grad_q + j * row,
-            load(grad_q + j * row) + splat(x->grad_weights[j * TILE + j]) * reached[j]);
+            load(grad_q + j * row) + splat(w->grad_weights[j * TILE + j]) * reached[j]);
       for (int64_t t = j + 1; t < count; t++) { /* what is left of key j at token t */
         vec on = reached[t] = reached[t - 1] * load(decay + t * row);
         store(grad_q + t * row,
-              load(grad_q + t * row) + splat(x->grad_weights[t * TILE + j]) * on);
+              load(grad_q + t * row) + splat(w->grad_weights[t * TILE + j]) * on);
         if (x->delta)
-          store(grad_k + t * row, load(grad_k + t * row) + splat(x->grad_known[t * TILE + j]) * on);
+          store(grad_k + t * row, load(grad_k + t * row) + splat(w->grad_known[t * TILE + j]) * on);
       }
       for (int64_t t = count - 1; t > j; t--) { /* what tokens from t on read of it */
-        back += splat(x->grad_weights[t * TILE + j]) * load(q + t * row);
-        if (x->delta) back += splat(x->grad_known[t * TILE + j]) * load(k + t * row);
+        back += splat(w->grad_weights[t * TILE + j]) * load(q + t * row);
+        if (x->delta) back += splat(w->grad_known[t * TILE + j]) * load(k + t * row);
         store(grad_decay + t * row, load(grad_decay + t * row) + reached[t] * back);
         back *= load(decay + t * row);
       }
-      back += splat(x->grad_weights[j * TILE + j]) * load(q + j * row);
+      back += splat(w->grad_weights[j * TILE + j]) * load(q + j * row);
       store(grad_k + j * row, load(grad_k + j * row) + back);
     }
   }
 }
 
-/* A tile back: from the state before it and the gradient of the one behind it, which moves on. */
-static void tile_back(const Inputs *in, const Gradients *to, Tile *x, const REAL *state,
-                      REAL *carry, int64_t token, int64_t head) {
-  int64_t count = x->count, keys = x->keys, width = x->width, heads = in->heads;
-  REAL through[keys], *last = x->kept + (count - 1) * keys, sums[TILE];
-  for (int64_t i = 0; i < count; i++) {
-    REAL *row = x->grad + i * width;
-    if (to->out) {
-      load_row(row, to->out + (token + i) * to->stride_out + head * in->width, in->width, width);
+/* to [keys] = factor * the rows of two states, multiplied and summed */
+static void sum_rows(REAL *to, const REAL *factor, const REAL *a, const REAL *b, int64_t keys,
+                     int64_t width) {
+  for (int64_t c = 0; c < keys; c += LANES) {
+    vec rows[LANES], sum = splat(0);
+    for (int r = 0; r < LANES; r++) {
+      rows[r] = splat(0);
       for (int64_t n = 0; n < width; n += LANES)
-        store(row + n, splat((REAL)in->scale) * load(row + n));
-    } else {
-      memset(row, 0, (size_t)width * sizeof(REAL));
+        rows[r] += load(a + (c + r) * width + n) * load(b + (c + r) * width + n);
     }
+    transpose(rows);
+    UNROLL for (int r = 0; r < LANES; r++) sum += rows[r];
+    store(to + c, load(factor + c) * sum);
   }
-  multiply(x->grad_errors, width, x->left_k, keys, 1, carry, width, count, in->keys, width);
-  add_upper(x->grad_errors, x->weights, x->grad, width, count);
-  solve_back(x);
+}
+
+/* A tile back: from the state before it and the gradient of the one behind it, which moves on. */
+static void tile_back(const Inputs *in, const Gradients *to, const Tile *x, Work *w,
+                      const REAL *state, REAL *carry, int64_t token, int64_t head) {
+  int64_t count = x->count, keys = x->keys, width = x->width, heads = in->heads;
+  int64_t both = x->delta ? 2 * TILE : TILE, three = 3 * TILE;
+  REAL through[keys], *last = x->kept + (count - 1) * keys, sums[TILE], values[width];
+  memset(w->grad, 0, (size_t)(2 * TILE * width) * sizeof(REAL));
+  for (int64_t i = 0; to->out && i < count; i++) {
+    REAL *row = w->grad + i * width;
+    load_row(row, to->out + (token + i) * to->stride_out + head * in->width, in->width, width);
+    for (int64_t n = 0; n < width; n += LANES)
+      store(row + n, splat((REAL)in->scale) * load(row + n));
+  }
+  multiply(w->grad_errors, width, x->left_k, keys, 1, carry, width, count, in->keys, width);
+  add(w->grad_errors, width, &one, 0, x->weights, 1, TILE, w->grad, width, count, count, width);
+  solve_back(x, w);
   for (int64_t i = 0; i < count; i++) {
     int64_t at = (token + i) * heads + head;
-    store_row(to->v + at * in->width, x->grad_v + i * width, in->width);
-    if (to->beta) to->beta[at] = dot(x->errors + i * width, x->grad_errors + i * width, width);
+    for (int64_t n = 0; n < width; n += LANES) store(values + n, -load(w->asks + i * width + n));
+    store_row(to->v + at * in->width, values, in->width);
+    if (to->beta) to->beta[at] = dot(x->errors + i * width, w->grad_errors + i * width, width);
   }
   /* what queries and keys read of the state before, and what is left of keys behind */
-  transpose(state, width, x->state_t, keys, keys, width);
-  transpose(carry, width, x->carry_t, keys, keys, width);
-  multiply(x->grad_q, keys, x->grad, width, 1, x->state_t, keys, count, in->width, keys);
-  multiply(x->grad_left, keys, x->written, width, 1, x->carry_t, keys, count, in->width, keys);
-  memset(x->grad_k, 0, (size_t)(count * keys) * sizeof(REAL));
-  if (x->delta)
-    subtract(x->grad_k, keys, x->grad_v, width, 1, x->state_t, keys, count, in->width, keys);
-  for (int64_t c = 0; c < keys; c += LANES) {
-    vec sum = splat(0);
-    for (int64_t i = 0; i < in->width; i++)
-      sum += load(x->state_t + i * keys + c) * load(x->carry_t + i * keys + c);
-    store(through + c, sum * load(last + c));
-  }
+  turn(w->grad, width, w->turned, three, both, width);
+  turn(x->written, width, w->turned + 2 * TILE, three, TILE, width);
+  multiply(w->across, three, state, width, 1, w->turned, three, keys, in->width, both);
+  multiply(w->across + 2 * TILE, three, carry, width, 1, w->turned + 2 * TILE, three, keys,
+           in->width, TILE);
+  if (!x->delta)
+    for (int64_t c = 0; c < keys; c++)
+      memset(w->across + c * three + TILE, 0, TILE * sizeof(REAL));
+  turn(w->across, three, w->grad_q, keys, keys, three);
+  sum_rows(through, last, state, carry, keys, width);
   /* pairs of tokens */
-  for (int64_t i = count; i < TILE; i++)
-    memset(x->written + i * width, 0, (size_t)width * sizeof(REAL));
-  transpose(x->written, width, x->transposed, TILE, TILE, width);
-  multiply(x->grad_weights, TILE, x->grad, width, 1, x->transposed, TILE, count, in->width, TILE);
-  clear_upper(x->grad_weights, count, 0);
-  if (x->delta) {
-    memset(x->grad_known, 0, TILE * TILE * sizeof(REAL));
-    subtract(x->grad_known, TILE, x->grad_v, width, 1, x->transposed, TILE, count, in->width, TILE);
-    clear_upper(x->grad_known, count, 1);
-  }
-  add(carry, width, last, 1, x->kept_q, 1, keys, x->grad, width, in->keys, count, width);
-  if (x->delta)
-    subtract(carry, width, x->kept_k, 1, keys, x->grad_v, width, in->keys, count, width);
+  multiply(w->grad_weights, TILE, w->grad, width, 1, w->turned + 2 * TILE, three, both, in->width,
+           TILE);
+  clear_upper(w->grad_weights, count, 0);
+  if (x->delta) clear_upper(w->grad_known, count, 1);
+  add(carry, width, last, 1, x->kept_q, 1, keys, w->grad, width, in->keys, both, width);
 
   /* a decay counts for all that is written before its token and read at it or later */
   for (int64_t n = 0; n < keys; n += LANES) {
     vec handed = load(through + n), read = splat(0);
     for (int64_t i = 0; i < count; i++) {
       int64_t at = i * keys + n;
-      store(x->grad_decay + at, handed);
-      handed += load(x->left_k + at) * load(x->grad_left + at);
+      store(w->grad_decay + at, handed);
+      handed += load(x->left_k + at) * load(w->grad_left + at);
     }
     for (int64_t i = count - 1; i >= 0; i--) {
       int64_t at = i * keys + n;
-      read += load(x->kept_q + at) * load(x->grad_q + at);
-      if (x->delta) read += load(x->kept_k + at) * load(x->grad_k + at);
-      store(x->grad_decay + at, load(x->grad_decay + at) + read);
+      read += load(x->kept_q + at) * load(w->grad_q + at);
+      if (x->delta) read += load(x->kept_k + at) * load(w->grad_k + at);
+      store(w->grad_decay + at, load(w->grad_decay + at) + read);
     }
   }
   for (int64_t n = 0; n < count * keys; n += LANES) {
-    store(x->grad_q + n, load(x->kept + n) * load(x->grad_q + n));
-    store(x->grad_k + n, load(x->kept + n) * load(x->grad_k + n) +
-                             load(x->left + n) * load(x->grad_left + n));
+    store(w->grad_q + n, load(x->kept + n) * load(w->grad_q + n));
+    store(w->grad_k + n, load(x->kept + n) * load(w->grad_k + n) +
+                             load(x->left + n) * load(w->grad_left + n));
   }
   if (x->rows < 2)
-    pairs_of_heads(x, sums);
+    pairs_of_heads(x, w, sums);
   else
-    pairs_of_rows(x);
+    pairs_of_rows(x, w);
   for (int64_t i = 0; i < count; i++) {
     int64_t at = (token + i) * heads + head;
-    store_row(to->q + at * in->keys, x->grad_q + i * keys, in->keys);
-    store_row(to->k + at * in->keys, x->grad_k + i * keys, in->keys);
+    store_row(to->q + at * in->keys, w->grad_q + i * keys, in->keys);
+    store_row(to->k + at * in->keys, w->grad_k + i * keys, in->keys);
     if (in->rows == 1) {
       vec sum = splat(0);
-      for (int64_t n = 0; n < keys; n += LANES) sum += load(x->grad_decay + i * keys + n);
+      for (int64_t n = 0; n < keys; n += LANES) sum += load(w->grad_decay + i * keys + n);
       to->decay[at] = total(sum) + sums[i];
     } else if (in->rows) {
-      store_row(to->decay + at * in->keys, x->grad_decay + i * keys, in->keys);
+      store_row(to->decay + at * in->keys, w->grad_decay + i * keys, in->keys);
     }
   }
 }
 
-static void march_back(const Inputs *in, const Gradients *to, Tile *x, REAL *states, REAL *carry,
-                       int64_t segment, int64_t head, const REAL *saved) {
+static void march_back(const Inputs *in, const Gradients *to, Tile *tiles, Work *w, REAL *states,
+                       REAL *carry, int64_t segment, int64_t head, const REAL *saved) {
   int64_t begin = in->offsets[segment], length = in->offsets[segment + 1] - begin;
-  int64_t keys = in->keys, width = in->width, size = keys * width, room = x->keys * x->width;
-  int64_t place = (segment * in->heads + head) * size;
+  int64_t keys = in->keys, width = in->width, row = tiles->width;
+  int64_t place = (segment * in->heads + head) * keys * width, room = tiles->keys * row;
   memset(carry, 0, (size_t)room * sizeof(REAL));
-  if (to->final) copy_state(carry, x->width, to->final + place, width, keys, width);
+  if (to->final) copy_state(carry, row, to->final + place, width, keys, width);
   for (int64_t first = (length - 1) / in->between * in->between; length && first >= 0;
        first -= in->between) {
-    int64_t last = smaller(length, first + in->between), tiles = (last - first + TILE - 1) / TILE;
+    int64_t last = smaller(length, first + in->between), count = (last - first + TILE - 1) / TILE;
     memset(states, 0, (size_t)room * sizeof(REAL));
-    copy_state(states, x->width, saved + slot(in, segment, head, first), width, keys, width);
-    for (int64_t i = 0; i + 1 < tiles; i++) {
-      open_tile(in, x, begin + first + i * TILE, TILE, head);
-      if (x->delta) weigh(x, 0);
-      find_errors(x, states + i * room, keys);
-      memcpy(states + (i + 1) * room, states + i * room, (size_t)room * sizeof(REAL));
-      advance(x, states + (i + 1) * room, keys);
+    copy_state(states, row, saved + slot(in, segment, head, first), width, keys, width);
+    for (int64_t i = 0; i < count; i++) {
+      int64_t done = first + i * TILE;
+      REAL *state = states + i * room;
+      take_tile(in, tiles + i, w, state, begin + done, smaller(TILE, last - done), head);
+      if (i + 1 == count) break;
+      memcpy(state + room, state, (size_t)room * sizeof(REAL));
+      advance(tiles + i, state + room, keys);
     }
-    for (int64_t i = tiles - 1; i >= 0; i--) {
-      int64_t token = begin + first + i * TILE;
-      open_tile(in, x, token, smaller(TILE, begin + last - token), head);
-      weigh(x, 1);
-      find_errors(x, states + i * room, keys);
-      tile_back(in, to, x, states + i * room, carry, token, head);
-    }
+    for (int64_t i = count - 1; i >= 0; i--)
+      tile_back(in, to, tiles + i, w, states + i * room, carry, begin + first + i * TILE, head);
   }
-  if (to->initial) copy_state(to->initial + place, width, carry, x->width, keys, width);
+  if (to->initial) copy_state(to->initial + place, width, carry, row, keys, width);
 }
 
 /* --- all heads of all sequences -------------------------------------------------------------- */
@@ -654,14 +628,15 @@ int gated_linear_attention_forward(const Inputs *in, REAL *out, REAL *final, REA
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     Tile x;
-    int64_t state = padded(in->keys) * padded(in->width);
-    int64_t need = lay_out(&x, in, 0, 0) + state;
-    REAL *room = scratch(need * (int64_t)sizeof(REAL));
+    Work w;
+    int64_t state = padded(in->keys) * padded(in->width), tile = lay_out_tile(&x, in, 0);
+    REAL *room = scratch((state + tile + lay_out_work(&w, in, 0, 0)) * (int64_t)sizeof(REAL));
     if (!room) {
 #pragma omp atomic write
       failed = 1;
     } else {
-      lay_out(&x, in, room + state, 0);
+      lay_out_tile(&x, in, room + state);
+      lay_out_work(&w, in, room + state + tile, 0);
     }
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = 0; task < in->segments * in->heads; task++) {
@@ -670,7 +645,7 @@ int gated_linear_attention_forward(const Inputs *in, REAL *out, REAL *final, REA
       if (in->offsets[segment + 1] - in->offsets[segment] == 1 && !saved)
         step(in, &x, segment, head, out, final);
       else
-        march(in, &x, room, segment, head, out, final, saved);
+        march(in, &x, &w, room, segment, head, out, final, saved);
     }
     free(room);
   }
@@ -682,22 +657,26 @@ int gated_linear_attention_backward(const Inputs *in, const Gradients *to, const
   int failed = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    Tile x;
-    int64_t state = padded(in->keys) * padded(in->width), count = in->between / TILE + 1;
-    int64_t need = lay_out(&x, in, 0, 1) + count * state;
-    REAL *room = scratch(need * (int64_t)sizeof(REAL));
-    if (!room) {
+    Work w;
+    int64_t state = padded(in->keys) * padded(in->width), count = in->between / TILE;
+    Tile *tiles = malloc((size_t)count * sizeof(Tile));
+    int64_t tile = lay_out_tile(&(Tile){0}, in, 0), need = count * (state + tile) + state;
+    REAL *room = scratch((need + lay_out_work(&w, in, 0, 1)) * (int64_t)sizeof(REAL));
+    if (!room || !tiles) {
 #pragma omp atomic write
       failed = 1;
     } else {
-      lay_out(&x, in, room + count * state, 1);
+      for (int64_t i = 0; i < count; i++)
+        lay_out_tile(tiles + i, in, room + (count + 1) * state + i * tile);
+      lay_out_work(&w, in, room + need, 1);
     }
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = 0; task < in->segments * in->heads; task++)
-      if (room)
-        march_back(in, to, &x, room, room + (count - 1) * state, task / in->heads,
+      if (room && tiles)
+        march_back(in, to, tiles, &w, room, room + count * state, task / in->heads,
                    task % in->heads, saved);
     free(room);
+    free(tiles);
   }
   return failed;
 }
