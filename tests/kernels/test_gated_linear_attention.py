@@ -160,6 +160,16 @@ def test_the_scale_is_that_of_attention_where_none_is_given(backend):
 
 
 @pytest.mark.parametrize("rule", ["additive", "delta"])
+@pytest.mark.parametrize("width", [1, 35])
+def test_states_of_one_row_equal_the_loop(backend, rule, width):
+    """In float64: keys of one number are parallel, where chunks are less exact than the loop."""
+    inputs = draw(L=33, G=1, H=3, K=1, V=width)
+    found, expected = (results(inputs, rule=rule, backend=x) for x in (backend, "reference"))
+    for got, known in zip(found, expected, strict=True):
+        close(got, known, 1e-12)
+
+
+@pytest.mark.parametrize("rule", ["additive", "delta"])
 @pytest.mark.parametrize("width", [1, 85])
 def test_one_token_without_gradients_equals_the_loop(backend, rule, width):
     """Of states wider than a few vectors, too; with all that is optional and without."""
@@ -222,7 +232,7 @@ def test_a_decay_of_minus_infinity_begins_anew(backend, rows):
 
 
 def test_long_sequences_stay_as_exact_as_the_loop(backend):
-    inputs = draw(B=1, L=1500, G=1, H=1, K=16, V=8)
+    inputs = draw(B=1, L=700, G=1, H=1, K=16, V=8)
     inputs[3] /= 20
     run = functools.partial(gated_linear_attention, rule="delta")
     candidate = functools.partial(run, backend=backend)
@@ -255,8 +265,8 @@ def test_memory_grows_with_activations_not_with_states(backend, rows):
 
         return run
 
-    short, long = (peak_bytes(step(length)) for length in (1024, 2048))
-    assert (long - short) / (4 * 1024) <= 12 * 32
+    short, long = (peak_bytes(step(length)) for length in (512, 1024))
+    assert (long - short) / (4 * 512) <= 12 * 32
 
 
 # --- mistakes ---------------------------------------------------------------------------------
