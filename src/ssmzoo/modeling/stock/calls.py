@@ -16,12 +16,12 @@ class Call(threading.local):
 
     Attributes:
         packing: Where packed sequences lie; None: every row is one sequence.
-        state: The selective scan's state to start from, ``[B, D, N]``; None: zeros.
+        states: What the next selective scans start from, ``[B, D, N]`` each; none: zeros.
         dt_limit: The least and greatest step size of a Mamba2 mixer.
     """
 
     packing: PackedRow | None = None
-    state: Tensor | None = None
+    states: tuple[Tensor, ...] = ()
     dt_limit: tuple[float, float] | None = None
 
 

@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ssmzoo.modeling.layers import Linear
 from ssmzoo.modeling.stock import linear_attention, selective_scan
 from ssmzoo.modeling.stock.calls import call, packed
-from ssmzoo.modeling.stock.packed_calls import enter
+from ssmzoo.modeling.stock.packed_calls import enter, positions
 
 # by the name that transformers' mixers call a function by: ours, and the op that it runs
 FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {
@@ -147,11 +147,13 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
         call.dt_limit = getattr(self, "time_step_limit", None)
         if not continues or cache_params is None or length == 1:
             return run(self, hidden_states, cache_params, attention_mask, **kwargs)
-        call.state = cache_params.get_recurrent_state(self.layer_idx, state_idx=0)
+        state = cache_params.get_recurrent_state(self.layer_idx, state_idx=0)
+        if state is not None:  # Zamba scans head by head
+            call.states = state.unbind(1) if state.dim() == 4 else (state,)
         try:
             return run(self, hidden_states, cache_params, attention_mask, **kwargs)
         finally:
-            call.state = None
+            call.states = ()
 
     return {"forward": forward}
 
@@ -199,10 +201,16 @@ def _block(stock: type[nn.Module]) -> dict[str, Any]:
 def _model(stock: type[nn.Module]) -> dict[str, Any]:
     stock_forward: Any = stock.forward
     names = tuple(inspect.signature(stock_forward).parameters)[1:]
+    # some count positions from 0 in every call, whatever their cache has seen
+    used = inspect.unwrap(stock_forward).__code__.co_names
+    forgets = "position_ids" in names and "arange" in used and "get_seq_length" not in used
 
     @functools.wraps(stock_forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        packing, kwargs = enter(self, dict(zip(names, args, strict=False)), kwargs)
+        given = dict(zip(names, args, strict=False))
+        if forgets and kwargs.get("past_key_values") is not None:
+            kwargs = {**kwargs, "position_ids": positions(given, kwargs)}
+        packing, kwargs = enter(self, given, kwargs)
         if packing is None:
             return stock_forward(self, *args, **kwargs)
         with packed(packing):

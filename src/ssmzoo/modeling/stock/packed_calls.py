@@ -72,6 +72,17 @@ def enter(
     return found, given | {"use_cache": False}
 
 
+def positions(positional: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return a call's ``position_ids``; if it gives none, they go on from what its cache has seen."""
+    given = {**positional, **kwargs}
+    if given.get("position_ids") is not None:
+        return given["position_ids"]
+    inputs = given.get("input_ids")
+    inputs = given["inputs_embeds"] if inputs is None else inputs
+    seen = given["past_key_values"].get_seq_length()
+    return torch.arange(seen, seen + inputs.shape[1], device=inputs.device)[None]
+
+
 def _attends(model: Any) -> bool:
     return any("Attention" in type(module).__name__ for module in model.modules())
 

@@ -99,11 +99,11 @@ def mamba_selective_scan(
     """
     if not delta_softplus:
         raise NotImplementedError("mamba_selective_scan: delta_softplus must be True, got False")
-    inputs = (flat(x.transpose(1, 2)) for x in (hidden_states, dt, B, C))
-    u, step, write, read = inputs
+    u, step, write, read = (flat(x.transpose(1, 2)) for x in (hidden_states, dt, B, C))
     gate = None if z is None else flat(z.transpose(1, 2))
+    start, call.states = (call.states[0], call.states[1:]) if call.states else (None, ())
     y, state = selective_scan(
-        u, step, A, write, read, D, gate, delta_bias, call.state, cu_seqlens=call.packing
+        u, step, A, write, read, D, gate, delta_bias, start, cu_seqlens=call.packing
     )
     y = y.view(hidden_states.transpose(1, 2).shape).transpose(1, 2)
     return (y, state) if return_last_state else y
