@@ -73,7 +73,9 @@ def subclass(stock: type[nn.Module]) -> type[nn.Module]:
         else:
             body = _mixer(stock)
     body |= {"stock_class": stock, "__module__": stock.__module__, "__doc__": stock.__doc__}
-    made = type(stock)(stock.__name__, (Accelerated, base), body)
+    made: Any = types.new_class(
+        stock.__name__, (Accelerated, base), exec_body=lambda ns: ns.update(body)
+    )
     made.__qualname__ = stock.__qualname__
     return made
 
@@ -89,11 +91,12 @@ def functions_of(stock: type) -> tuple[str, ...]:
     return names if any(FUNCTIONS[name][1] in _SCANS for name in names) else ()
 
 
-@functools.cache
 def unknown(stock: type) -> str:
     """Return why a mixer must stay stock, or an empty string."""
     forward = inspect.unwrap(stock.__dict__["forward"])
-    taken = [p.name for p in inspect.signature(forward).parameters.values() if p.kind != p.VAR_KEYWORD]
+    taken = [
+        p.name for p in inspect.signature(forward).parameters.values() if p.kind != p.VAR_KEYWORD
+    ]
     if tuple(taken) != _MIXER:
         return _unlike(f"{stock.__name__}.forward", taken, _MIXER)
     for name in functions_of(stock):
@@ -147,8 +150,9 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
         call.dt_limit = getattr(self, "time_step_limit", None)
         if not continues or cache_params is None or length == 1:
             return run(self, hidden_states, cache_params, attention_mask, **kwargs)
-        state = cache_params.get_recurrent_state(self.layer_idx, state_idx=0)
-        if state is not None:  # Zamba scans head by head
+        layer = cache_params.layers[self.layer_idx]
+        if layer.has_previous_state[0]:
+            state = layer.recurrent_states[0]  # Zamba scans head by head
             call.states = state.unbind(1) if state.dim() == 4 else (state,)
         try:
             return run(self, hidden_states, cache_params, attention_mask, **kwargs)

@@ -38,7 +38,9 @@ class Acceleration:
     def __repr__(self) -> str:
         mixers = accelerated(self.model)
         served = sum(not ops.startswith("stock") for ops in mixers.values())
-        return f"<{type(self.model).__name__}: {served} of {len(mixers)} mixers on ssmzoo's kernels>"
+        return (
+            f"<{type(self.model).__name__}: {served} of {len(mixers)} mixers on ssmzoo's kernels>"
+        )
 
 
 def accelerate(model: nn.Module) -> Acceleration:
@@ -70,7 +72,7 @@ def accelerate(model: nn.Module) -> Acceleration:
             "take a version of transformers that ssmzoo was tested with"
         )
     for module in _to_change(model, served):
-        module.__class__ = subclass(type(module))
+        _become(module, subclass(type(module)))
     return Acceleration(model)
 
 
@@ -86,7 +88,7 @@ def restore(model: nn.Module) -> None:
         raise ValueError(f"restore: {_name(model)} is not accelerated")
     for module in model.modules():
         if isinstance(module, Accelerated):
-            module.__class__ = module.stock_class
+            _become(module, module.stock_class)
 
 
 def accelerated(model: nn.Module) -> dict[str, str]:
@@ -140,14 +142,19 @@ def choose_kernels(model: nn.Module, stock: bool) -> None:
         _log.warning("%s: recurrent layers stay %s", _name(model), reason)
 
 
+def _become(module: Any, kind: type[nn.Module]) -> None:
+    module.__class__ = kind
+
+
 def _to_change(model: nn.Module, served: list[nn.Module]) -> list[nn.Module]:
     """Return the modules whose class changes: mixers, what they lie in, and linear layers."""
     mixers = set(served)
-    around = []
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel | GradientCheckpointingLayer):
-            if any(inner in mixers for inner in module.modules()):
-                around.append(module)
+    around = [
+        module
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel | GradientCheckpointingLayer)
+        and not mixers.isdisjoint(module.modules())
+    ]
     linear = [module for module in model.modules() if type(module) is nn.Linear]
     return [*served, *around, *linear]
 
@@ -157,7 +164,9 @@ def _check(model: nn.Module) -> dict[str, nn.Module]:
     _check_kind(model, "accelerate")
     name = _name(model)
     if isinstance(model, SSMPreTrainedModel):
-        raise ValueError(f"accelerate: {name} is a model of the zoo; it runs on the kernels already")
+        raise ValueError(
+            f"accelerate: {name} is a model of the zoo; it runs on the kernels already"
+        )
     if not isinstance(model, PreTrainedModel) and not hasattr(model, "get_base_model"):
         inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
         what = "is wrapped or compiled" if isinstance(inner, nn.Module) else "is no PreTrainedModel"
@@ -200,7 +209,10 @@ def _device(model: nn.Module) -> str:
 
 
 def _is_accelerated(model: nn.Module) -> bool:
-    return any(isinstance(module, Accelerated) for module in model.modules())
+    return any(
+        isinstance(module, Accelerated) and functions_of(module.stock_class)
+        for module in model.modules()
+    )
 
 
 def _stock_class(module: nn.Module) -> type[nn.Module]:

@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.masking_utils import create_causal_mask
 
 from ssmzoo.modeling.packing import PackedRow, find_packing
 from ssmzoo.modeling.stock.calls import call
 
 _BOUNDARIES = ("cu_seqlens", "cu_seq_lens_q")
+# kinds of layers whose masks we know
+_MASKED = {"full_attention", "linear_attention", "hybrid", "mlp", "moe"}
 _CACHES = ("past_key_values", "cache_params")
 
 
@@ -67,13 +70,28 @@ def enter(
                 f"{type(model).__name__} has attention, which takes packed sequences without "
                 "padding, got an attention_mask with zeros; pack without padding"
             )
-        # its masks keep apart what position ids keep apart, if there is no other mask
-        given |= {"attention_mask": None, "position_ids": _positions(found, batch, length)}
+        config = model.config.get_text_config()
+        if strange := sorted(set(config.layer_types) - _MASKED):
+            raise ValueError(
+                f"{type(model).__name__} takes no packed sequences: ssmzoo cannot keep them apart "
+                f"in layers of {', '.join(strange)}; pass one sequence a row"
+            )
+        places = _positions(found, batch, length)
+        # what transformers makes of positions that begin anew; some models do not pass them on
+        apart = create_causal_mask(
+            config,
+            inputs_embeds=torch.empty(batch, length, 1, dtype=model.dtype, device=inputs.device),
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=places,
+        )
+        masks = {"full_attention": apart, "linear_attention": None}
+        given |= {"attention_mask": masks, "position_ids": places}
     return found, given | {"use_cache": False}
 
 
 def positions(positional: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return a call's ``position_ids``; if it gives none, they go on from what its cache has seen."""
+    """Return a call's ``position_ids``; without them, they go on from what its cache has seen."""
     given = {**positional, **kwargs}
     if given.get("position_ids") is not None:
         return given["position_ids"]
