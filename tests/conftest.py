@@ -35,16 +35,6 @@ def threads():
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", min(2, os.cpu_count() or 1))))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def no_seeds_for_absent_devices():
-    """Spare every seed the stack trace that torch keeps of it for each device that may yet come."""
-    with pytest.MonkeyPatch.context() as patch:
-        for device in (torch.cuda, torch.xpu, torch.mtia):
-            if not device.is_available():
-                patch.setattr(device, "_lazy_call", lambda *_, **__: None)
-        yield
-
-
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
