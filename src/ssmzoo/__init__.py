@@ -1,11 +1,34 @@
 """A zoo of state-space language models for the Hugging Face ecosystem.
 
 Importing this module is silent and imports neither torch nor a plugin. ``import ssmzoo.auto``
-registers every installed family with transformers' Auto classes.
+registers every installed family with transformers' Auto classes. ``accelerate`` puts transformers'
+own recurrent models on the zoo's kernels, ``restore`` undoes it, ``accelerated`` tells.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from ssmzoo.family import Converter, Family, Paper, families, load_family
 
+if TYPE_CHECKING:
+    from ssmzoo.modeling.stock import accelerate, accelerated, restore
+
 __version__ = "0.1.0"
 
-__all__ = ["Converter", "Family", "Paper", "families", "load_family"]
+__all__ = [
+    "Converter",
+    "Family",
+    "Paper",
+    "accelerate",
+    "accelerated",
+    "families",
+    "load_family",
+    "restore",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("accelerate", "accelerated", "restore"):
+        from ssmzoo.modeling import stock
+
+        return getattr(stock, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

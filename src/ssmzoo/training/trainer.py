@@ -21,7 +21,7 @@ from ssmzoo.training.checkpoint import (
     Progress,
     checkpoints,
     gather,
-    restore,
+    restore_run,
     save_checkpoint,
     step_of,
 )
@@ -79,7 +79,7 @@ class Run:
         self.progress = Progress()
         self.learner = Learner(processes, recipe, self.config, self.plan, source.task, checkpoint)
         if checkpoint is not None:
-            restore(checkpoint, self.learner, self.progress, recipe, self.data.train)
+            restore_run(checkpoint, self.learner, self.progress, recipe, self.data.train)
         self._new_tokens = 0  # of this process, since the last line
         # not before all is checked
         processes.on_main(

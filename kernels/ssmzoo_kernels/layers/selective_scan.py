@@ -1,0 +1,154 @@
+"""Mamba's functions with the arguments that transformers' mixers pass.
+
+Dimensions: B batch, L length, D channels, K taps, N states a channel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ssmzoo_kernels.causal_conv1d import causal_conv1d
+from ssmzoo_kernels.layers.packing import boundaries, flat
+from ssmzoo_kernels.selective_scan import selective_scan
+
+
+def causal_conv1d_fn(
+    hidden_states: Tensor,  # [B, D, L]
+    weight: Tensor,  # [D, K]
+    bias: Tensor | None = None,  # [D]
+    activation: str | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Convolve each channel of ``[B, D, L]``; packed sequences do not see each other.
+
+    Raises:
+        ValueError: Another activation than silu.
+    """
+    x = hidden_states.transpose(1, 2)
+    packing = boundaries(x, kwargs)
+    chosen = "silu" if _is_silu("causal_conv1d_fn", activation) else None
+    y, _ = causal_conv1d(flat(x, packing), weight, bias, activation=chosen, cu_seqlens=packing)
+    return y.view(x.shape).transpose(1, 2)
+
+
+def causal_conv1d_update(
+    hidden_states: Tensor,  # [B, D, 1]
+    conv_state: Tensor,  # [B, D, K]
+    weight: Tensor,  # [D, K]
+    bias: Tensor | None = None,  # [D]
+    activation: str | None = None,
+) -> Tensor:
+    """Convolve one token ``[B, D, 1]`` and move the state, the last K inputs, in place.
+
+    Raises:
+        ValueError: Another activation than silu.
+    """
+    silu = _is_silu("causal_conv1d_update", activation)
+    inputs = torch.cat([conv_state[..., 1:], hidden_states.to(conv_state.dtype)], dim=-1)
+    conv_state.copy_(inputs)
+    y = (inputs.to(weight.dtype) * weight).sum(dim=-1, keepdim=True)
+    if bias is not None:
+        y = y + bias[:, None]
+    return (F.silu(y) if silu else y).to(hidden_states.dtype)
+
+
+def mamba_inner_fn(
+    xz: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    x_proj_weight: Tensor,
+    delta_proj_weight: Tensor,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    A: Tensor,
+    B: Tensor | None = None,
+    C: Tensor | None = None,
+    D: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = True,
+    b_rms_weight: Tensor | None = None,
+    c_rms_weight: Tensor | None = None,
+    dt_rms_weight: Tensor | None = None,
+    b_c_dt_rms_eps: float = 1e-6,
+    **kwargs: Any,
+) -> None:
+    """Decline: the mixer then calls its projections as layers, so that adapters take effect."""
+
+
+def mamba_selective_scan(
+    hidden_states: Tensor,  # [B, D, L]
+    dt: Tensor,  # [B, D, L]
+    A: Tensor,  # [D, N]
+    B: Tensor,  # [B, N, L]
+    C: Tensor,  # [B, N, L]
+    D: Tensor | None = None,  # [D]
+    z: Tensor | None = None,  # [B, D, L]
+    delta_bias: Tensor | None = None,  # [D]
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    use_mambapy: bool = False,
+    use_associative_scan: bool = False,
+    **kwargs: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Run the selective scan along ``[B, D, L]``.
+
+    Besides transformers' arguments, ``initial_state [B, D, N]`` is where it starts from.
+
+    Returns:
+        The outputs ``[B, D, L]``, and with ``return_last_state`` the final state ``[B, D, N]``,
+        float32 whatever the inputs are.
+
+    Raises:
+        NotImplementedError: Step sizes without softplus, which no mixer has.
+    """
+    if not delta_softplus:
+        raise NotImplementedError("mamba_selective_scan: delta_softplus must be True, got False")
+    rows = hidden_states.transpose(1, 2)
+    packing = boundaries(rows, kwargs)
+    u, step, write, read = (flat(x.transpose(1, 2), packing) for x in (hidden_states, dt, B, C))
+    gate = None if z is None else flat(z.transpose(1, 2), packing)
+    start = kwargs.get("initial_state")
+    y, state = selective_scan(
+        u, step, A, write, read, D, gate, delta_bias, start, cu_seqlens=packing
+    )
+    y = y.view(rows.shape).transpose(1, 2)
+    return (y, state) if return_last_state else y
+
+
+def mamba_selective_state_update(
+    state: Tensor,  # [B, D, N]
+    hidden_states: Tensor,  # [B, D]
+    dt: Tensor,  # [B, D]
+    A: Tensor,  # [D, N]
+    B: Tensor,  # [B, N]
+    C: Tensor,  # [B, N]
+    D: Tensor | None = None,  # [D]
+    dt_bias: Tensor | None = None,  # [D]
+    dt_softplus: bool = False,
+    z: Tensor | None = None,  # [B, D]
+    **kwargs: Any,
+) -> Tensor:
+    """Run one token ``[B, D]`` of the selective scan and move the state in place.
+
+    Raises:
+        NotImplementedError: Step sizes without softplus, which no mixer has.
+    """
+    if not dt_softplus:
+        raise NotImplementedError(
+            "mamba_selective_state_update: dt_softplus must be True, got False"
+        )
+    u, step, write, read = (x.unsqueeze(1) for x in (hidden_states, dt, B, C))
+    gate = None if z is None else z.unsqueeze(1)
+    y, final = selective_scan(u, step, A, write, read, D, gate, dt_bias, state)
+    state.copy_(final)
+    return y.squeeze(1)
+
+
+def _is_silu(name: str, activation: str | None) -> bool:
+    if activation not in ("silu", "swish", None):
+        raise ValueError(f"{name}: activation must be silu, swish or None, got {activation!r}")
+    return activation is not None

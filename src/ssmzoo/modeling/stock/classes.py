@@ -1,0 +1,205 @@
+"""Subclasses of transformers' classes, one each, that an accelerated model's modules take on.
+
+A mixer's subclass runs the stock ``forward`` with our functions among its globals. A block's hands
+what the call knows to its mixer also when gradient checkpointing runs it again. A model's finds
+packed sequences. Weights, names and hooks of a module stay as they are: only its class changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ssmzoo.modeling.layers import Linear
+from ssmzoo.modeling.stock.calls import call, packed
+from ssmzoo.modeling.stock.functions import FUNCTIONS
+from ssmzoo.modeling.stock.packed_calls import enter, positions
+from ssmzoo_kernels.layers import OPS
+
+_SCANS = ("selective_scan", "gated_linear_attention")
+_MIXER = ("self", "hidden_states", "cache_params", "attention_mask")
+
+
+class Accelerated:
+    """What every subclass is besides; pickles and copies name the stock class."""
+
+    stock_class: type[nn.Module]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return how to make the module again: pickle cannot find a class made at run time."""
+        return _remake, (self.stock_class,), self.__dict__
+
+
+def _remake(stock: type[nn.Module]) -> nn.Module:
+    return object.__new__(subclass(stock))
+
+
+@functools.cache
+def subclass(stock: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass that a module of a stock class takes on."""
+    if stock is nn.Linear:
+        base, body = Linear, {}
+    else:
+        base = stock
+        if issubclass(stock, PreTrainedModel):
+            body = _model(stock)
+        elif issubclass(stock, GradientCheckpointingLayer):
+            body = _block(stock)
+        else:
+            body = _mixer(stock)
+    body |= {"stock_class": stock, "__module__": stock.__module__, "__doc__": stock.__doc__}
+    made: Any = types.new_class(
+        stock.__name__, (Accelerated, base), exec_body=lambda ns: ns.update(body)
+    )
+    made.__qualname__ = stock.__qualname__
+    return made
+
+
+def functions_of(stock: type) -> tuple[str, ...]:
+    """Return which of our functions a mixer's ``forward`` calls; none for other modules."""
+    if not stock.__module__.startswith("transformers.models."):
+        return ()
+    body = inspect.unwrap(stock.__dict__.get("forward", stock))
+    if not isinstance(body, types.FunctionType):
+        return ()
+    names = tuple(name for name in FUNCTIONS if name in body.__code__.co_names)
+    return names if any(OPS.get(name) in _SCANS for name in names) else ()
+
+
+def unknown(stock: type) -> str:
+    """Return why a mixer must stay stock, or an empty string."""
+    forward = inspect.unwrap(stock.__dict__["forward"])
+    taken = [
+        p.name for p in inspect.signature(forward).parameters.values() if p.kind != p.VAR_KEYWORD
+    ]
+    if tuple(taken) != _MIXER:
+        return _unlike(f"{stock.__name__}.forward", taken, _MIXER)
+    for name in functions_of(stock):
+        theirs = forward.__globals__.get(name)
+        if not callable(theirs):
+            return f"{name} is no function of {stock.__module__}"
+        taken, known = _parameters(theirs), _parameters(FUNCTIONS[name])
+        if taken != known:
+            return _unlike(name, taken, known)
+    return ""
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    signature = inspect.signature(inspect.unwrap(function))
+    return [p.name for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
+
+
+def _unlike(name: str, taken: Any, known: Any) -> str:
+    import transformers
+
+    from ssmzoo import __version__
+
+    return (
+        f"transformers {transformers.__version__} has a {name} of ({', '.join(taken)}), "
+        f"ssmzoo {__version__} knows the one of ({', '.join(known)})"
+    )
+
+
+def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
+    names = functions_of(stock)
+    stock_forward = stock.__dict__["forward"]
+    # without its __name__, which would lead torch.compile to the module's own globals
+    theirs = inspect.unwrap(stock_forward).__globals__
+    ours = {name: value for name, value in theirs.items() if name != "__name__"}
+    ours |= {name: FUNCTIONS[name] for name in names}
+    run = _with_globals(stock_forward, inspect.unwrap(stock_forward), ours)
+    # the one function that stock code gives no state to start from
+    continues = "mamba_selective_scan" in names
+
+    @functools.wraps(stock_forward)
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        cache_params: Any = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        length = hidden_states.shape[1]
+        if attention_mask is not None and attention_mask.shape[-1] > length:
+            attention_mask = attention_mask[:, -length:]  # the mask of what the cache has seen too
+        call.dt_limit = getattr(self, "time_step_limit", None)
+        if not continues or cache_params is None or length == 1:
+            return run(self, hidden_states, cache_params, attention_mask, **kwargs)
+        layer = cache_params.layers[self.layer_idx]
+        if layer.has_previous_state[0]:
+            state = layer.recurrent_states[0]  # Zamba scans head by head
+            call.states = state.unbind(1) if state.dim() == 4 else (state,)
+        try:
+            return run(self, hidden_states, cache_params, attention_mask, **kwargs)
+        finally:
+            call.states = ()
+
+    return {"forward": forward}
+
+
+def _with_globals(
+    function: types.FunctionType, body: types.FunctionType, names: dict[str, Any]
+) -> types.FunctionType:
+    """Return a decorated function whose innermost body looks names up elsewhere."""
+    if function is body:
+        copied = types.FunctionType(
+            body.__code__, names, body.__name__, body.__defaults__, body.__closure__
+        )
+    else:
+        inner = function.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
+        ours = _with_globals(inner, body, names)
+        cells = tuple(
+            types.CellType(ours) if cell.cell_contents is inner else cell
+            for cell in function.__closure__ or ()
+        )
+        copied = types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
+        )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+def _block(stock: type[nn.Module]) -> dict[str, Any]:
+    stock_forward: Any = stock.forward
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if call.packing is not None:  # for when checkpointing calls the forward again, alone
+            kwargs["packing_of_call"] = call.packing
+        return nn.Module.__call__(self, *args, **kwargs)
+
+    @functools.wraps(stock_forward)
+    def forward(self: Any, *args: Any, packing_of_call: Any = None, **kwargs: Any) -> Any:
+        if packing_of_call is None:
+            return stock_forward(self, *args, **kwargs)
+        with packed(packing_of_call):
+            return stock_forward(self, *args, **kwargs)
+
+    return {"__call__": __call__, "forward": forward}
+
+
+def _model(stock: type[nn.Module]) -> dict[str, Any]:
+    stock_forward: Any = stock.forward
+    names = tuple(inspect.signature(stock_forward).parameters)[1:]
+    # some count positions from 0 in every call, whatever their cache has seen
+    used = inspect.unwrap(stock_forward).__code__.co_names
+    forgets = "position_ids" in names and "arange" in used and "get_seq_length" not in used
+
+    @functools.wraps(stock_forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False))
+        if forgets and kwargs.get("past_key_values") is not None:
+            kwargs = {**kwargs, "position_ids": positions(given, kwargs)}
+        packing, kwargs = enter(self, given, kwargs)
+        if packing is None:
+            return stock_forward(self, *args, **kwargs)
+        with packed(packing):
+            return stock_forward(self, **kwargs)
+
+    return {"forward": forward}

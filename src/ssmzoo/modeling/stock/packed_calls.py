@@ -1,0 +1,111 @@
+"""Packed sequences in a call of a stock model: found, and told to its attention too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import create_causal_mask
+
+from ssmzoo.modeling.packing import PackedRow, find_packing
+from ssmzoo.modeling.stock.calls import call
+
+_BOUNDARIES = ("cu_seqlens", "cu_seq_lens_q")
+# kinds of layers whose masks we know
+_MASKED = {"full_attention", "linear_attention", "hybrid", "mlp", "moe"}
+_CACHES = ("past_key_values", "cache_params")
+
+
+def enter(
+    model: Any, positional: Mapping[str, Any], kwargs: dict[str, Any]
+) -> tuple[PackedRow | None, dict[str, Any]]:
+    """Find the packed sequences of a call.
+
+    Args:
+        model: The model that is called.
+        positional: Its positional arguments by name.
+        kwargs: The others.
+
+    Returns:
+        The packing, None if every row is one sequence or an outer model found it; and the arguments
+        to call with: all of them by name if there is a packing, else the others as they are.
+
+    Raises:
+        ValueError: Boundaries that do not fit, or packed sequences together with a cache or, in a
+            model with attention, with padding.
+    """
+    if call.packing is not None:
+        return None, kwargs
+    given = {**positional, **kwargs}
+    cu_seqlens = next((given[n] for n in _BOUNDARIES if given.get(n) is not None), None)
+    seq_idx, positions = given.get("seq_idx"), given.get("position_ids")
+    cache = next((given[n] for n in _CACHES if given.get(n) is not None), None)
+    explicit = cu_seqlens is not None or seq_idx is not None
+    if not explicit and (not isinstance(positions, Tensor) or cache is not None):
+        return None, kwargs
+    inputs = given.get("input_ids")
+    inputs = given.get("inputs_embeds") if inputs is None else inputs
+    if not isinstance(inputs, Tensor) or inputs.shape[1] == 1:
+        return None, kwargs
+    batch, length = inputs.shape[:2]
+    if positions is not None and positions.dim() != 2:  # of pictures, in several dimensions
+        positions = None
+    mask = given.get("attention_mask")
+    mask = mask[:, -length:] if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    found = find_packing(batch, length, 0, mask, positions, seq_idx, cu_seqlens)
+    # one sequence a row, or padding alone, which the stock code masks
+    if found is None or found.padded or found.sequences <= batch:
+        return None, kwargs
+    if cache is not None or given.get("use_cache"):
+        raise ValueError(
+            f"{type(model).__name__} takes packed sequences without a cache, got "
+            f"{found.sequences} sequences in {batch} rows and a cache; pass use_cache=False"
+        )
+    given = {name: value for name, value in given.items() if name != "cu_seqlens"}
+    if _attends(model):
+        if mask is not None and not bool(mask.all()):
+            raise ValueError(
+                f"{type(model).__name__} has attention, which takes packed sequences without "
+                "padding, got an attention_mask with zeros; pack without padding"
+            )
+        config = model.config.get_text_config()
+        if strange := sorted(set(config.layer_types) - _MASKED):
+            raise ValueError(
+                f"{type(model).__name__} takes no packed sequences: ssmzoo cannot keep them apart "
+                f"in layers of {', '.join(strange)}; pass one sequence a row"
+            )
+        places = _positions(found, batch, length)
+        # what transformers makes of positions that begin anew; some models do not pass them on
+        apart = create_causal_mask(
+            config,
+            inputs_embeds=torch.empty(batch, length, 1, dtype=model.dtype, device=inputs.device),
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=places,
+        )
+        masks = {"full_attention": apart, "linear_attention": None}
+        given |= {"attention_mask": masks, "position_ids": places}
+    return found, given | {"use_cache": False}
+
+
+def positions(positional: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return a call's ``position_ids``; without them, they go on from what its cache has seen."""
+    given = {**positional, **kwargs}
+    if given.get("position_ids") is not None:
+        return given["position_ids"]
+    inputs = given.get("input_ids")
+    inputs = given["inputs_embeds"] if inputs is None else inputs
+    seen = given["past_key_values"].get_seq_length()
+    return torch.arange(seen, seen + inputs.shape[1], device=inputs.device)[None]
+
+
+def _attends(model: Any) -> bool:
+    return any("Attention" in type(module).__name__ for module in model.modules())
+
+
+def _positions(packing: PackedRow, batch: int, length: int) -> Tensor:
+    """Return each token's place in its sequence, ``[B, L]``."""
+    places = torch.arange(packing.length, device=packing.offsets.device)
+    return (places - packing.offsets[packing.numbers()]).view(batch, length)
