@@ -25,6 +25,34 @@ for name, row in {**NARROW, **MISTAKES}.items():
     report = row.report(["quantized"])
     expected = "failed" if "quantized" in (row.fails or {name}) else "passed"
     assert report.results[0].status == expected, f"{name}: {report.table()}"
+
+import torch
+from tests.stock_models import tiny
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+from ssmzoo import accelerate
+
+# transformers' own keep the bits of their quantised layers, whenever they are accelerated; stock
+# Mamba itself cannot run so
+for name in ("mamba", "mamba2", "kimi_linear"):
+    ids, found = torch.arange(3, 12)[None], []
+    for when in ("never", "before", "after"):
+        model = tiny(name)
+        if when == "before":
+            accelerate(model)
+        exact = model(ids, use_cache=False).logits
+        quantize_(model, Int8WeightOnlyConfig())
+        if when == "never":  # the judge: plain layers of the same weights
+            for layer in model.modules():
+                if isinstance(layer, torch.nn.Linear):
+                    layer.weight = torch.nn.Parameter(layer.weight.dequantize())
+        if when == "after":
+            accelerate(model)
+        found.append(model(ids, use_cache=False).logits)
+    judge, *ours = found
+    lost = (judge - exact).abs().max()
+    assert lost > 1e-3, name
+    assert all((logits - judge).abs().max() < 1e-2 * lost for logits in ours), name
 """
 
 

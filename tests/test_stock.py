@@ -196,7 +196,7 @@ def test_checkpointing_keeps_packed_sequences_apart(model_type: str) -> None:
 @every_kind
 def test_adapters_stay_effective(model_type: str) -> None:
     peft = pytest.importorskip("peft")
-    # PEFT refuses what mamba_ssm's fused function would go round; stock code goes round dt_proj
+    # PEFT refuses what mamba_ssm's fused function would go round; stock code does of dt_proj
     refused = ("out_proj", "conv1d", "dt_proj")
     linear = [name for name, m in tiny(model_type).named_modules() if type(m) is nn.Linear]
     targets = [name for name in linear if ".layers." in name and not name.endswith(refused)]
@@ -218,6 +218,33 @@ def test_adapters_stay_effective(model_type: str) -> None:
         assert any("lora_A" in name for name in ours)
         for name in stock:
             assert distance(ours[name], stock[name]) <= 1e-4, name
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "jamba"])
+def test_an_adapter_of_step_sizes_is_effective_which_stock_code_reads_past(
+    model_type: str,
+) -> None:
+    peft = pytest.importorskip("peft")
+    model, x = tiny(model_type).train(), ids()
+    exact = model(x, use_cache=False).logits.detach()
+    config = peft.LoraConfig(r=2, target_modules=["dt_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    assert torch.equal(adapted(x, use_cache=False).logits, exact)  # stock
+    ssmzoo.accelerate(adapted)
+    _, ours = gradients(adapted, x)
+    assert all(g.abs().max() > 0 for n, g in ours.items() if "lora" in n)
+    assert any("lora_A" in name for name in ours)
+    adapted.eval()
+    with torch.no_grad():
+        first, cache = cached(adapted, x[:, :30], {})
+        steps = [first]
+        for i in range(30, LENGTH):
+            logits, cache = cached(adapted, x[:, i : i + 1], cache)
+            steps.append(logits)
+        merged = adapted.merge_and_unload()
+        judge = merged(x, use_cache=False).logits
+    assert distance(torch.cat(steps, 1), judge) <= 1e-5
+    assert distance(judge, exact) > 1e-3
 
 
 @every_kind

@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -117,6 +118,7 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
     run = _with_globals(stock_forward, inspect.unwrap(stock_forward), ours)
     # the one function that stock code gives no state to start from
     continues = "mamba_selective_scan" in names
+    linear = (nn.Linear, subclass(nn.Linear))
 
     @functools.wraps(stock_forward)
     def forward(
@@ -130,6 +132,8 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
         if attention_mask is not None and attention_mask.shape[-1] > length:
             attention_mask = attention_mask[:, -length:]  # the mask of what the cache has seen too
         call.dt_limit = getattr(self, "time_step_limit", None)
+        if continues and not _is_plain(getattr(self, "dt_proj", None), linear):
+            self = _WithProjection(self)
         if not continues or cache_params is None or length == 1:
             return run(self, hidden_states, cache_params, attention_mask, **kwargs)
         layer = cache_params.layers[self.layer_idx]
@@ -142,6 +146,38 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
             call.states = ()
 
     return {"forward": forward}
+
+
+def _is_plain(layer: Any, linear: tuple[type, ...]) -> bool:
+    """Return whether a layer's weight is all that it multiplies with; True of no layer."""
+    return layer is None or (type(layer) in linear and type(layer.weight) is nn.Parameter)
+
+
+class _Projection:
+    """A linear layer under an adapter, or quantised, as code sees it that reads its weight."""
+
+    def __init__(self, layer: Any, width: int) -> None:
+        self.layer, self.bias = layer, layer.bias
+        like = next(p for p in layer.parameters() if p.is_floating_point())
+        rows = layer(torch.eye(width, dtype=like.dtype, device=like.device))
+        self.weight = (rows if self.bias is None else rows - self.bias).T
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class _WithProjection:
+    """A mixer for one call of its forward, which reads a weight and so would miss what wraps it.
+
+    Here ``dt_proj.weight`` is what the layer does to unit vectors.
+    """
+
+    def __init__(self, mixer: Any) -> None:
+        self._mixer = mixer
+        self.dt_proj = _Projection(mixer.dt_proj, mixer.time_step_rank)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mixer, name)
 
 
 def _with_globals(
