@@ -139,7 +139,7 @@ def gather(
     return write
 
 
-def restore(
+def resume_from(
     checkpoint: Path,
     learner: Learner,
     progress: Progress,

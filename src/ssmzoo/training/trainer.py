@@ -21,7 +21,7 @@ from ssmzoo.training.checkpoint import (
     Progress,
     checkpoints,
     gather,
-    restore,
+    resume_from,
     save_checkpoint,
     step_of,
 )
@@ -62,6 +62,7 @@ class Run:
         request: StopRequest,
         *,
         resume: bool,
+        stock: bool = False,
     ) -> None:
         self.recipe, self.folder, self.finished = recipe, folder, False
         processes = self.processes = Processes(accelerator, request)
@@ -77,9 +78,11 @@ class Run:
         self.plan = Plan.of(recipe, self.data.epoch_rows)
         require_ahead(recipe, self.plan.total, done)
         self.progress = Progress()
-        self.learner = Learner(processes, recipe, self.config, self.plan, source.task, checkpoint)
+        self.learner = Learner(
+            processes, recipe, self.config, self.plan, source.task, checkpoint, stock=stock
+        )
         if checkpoint is not None:
-            restore(checkpoint, self.learner, self.progress, recipe, self.data.train)
+            resume_from(checkpoint, self.learner, self.progress, recipe, self.data.train)
         self._new_tokens = 0  # of this process, since the last line
         # not before all is checked
         processes.on_main(
@@ -91,8 +94,10 @@ class Run:
         from ssmzoo_kernels.machine import environment, hardware
 
         accelerator = self.processes.accelerator
+        recurrent = sorted(set(self.learner.recurrent.values()))
         return {
             "model_type": self.config.model_type,
+            **({"recurrent_layers": recurrent} if recurrent else {}),
             "hardware": hardware(accelerator.device),
             "environment": environment(),
             "processes": self.processes.count,
