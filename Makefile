@@ -24,7 +24,7 @@ TORCHAO_DIR := $(VENV)/torchao
 SUITE := $(VENV)/transformers-tests
 MODELS = $(wildcard $(RUNS)/*/model)
 RESULTS = $(sort $(wildcard eval/results/*.json))
-OLDEST_TESTS := $(wildcard tests/plugins tests/test_compat.py tests/test_modeling*.py)
+OLDEST_TESTS := $(wildcard tests/plugins tests/test_compat.py tests/test_modeling*.py tests/test_stock.py)
 
 # one thread per worker: workers that share cores with each other's threads wait for them
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
@@ -52,7 +52,7 @@ ifeq ($(TESTS),tests)
 	@echo "== model tests on the oldest supported transformers =="
 	$(if $(OLDEST_TESTS),,$(error no model tests found under tests/))
 	PYTHONPATH=$(OLDEST_DIR) $(PYTEST) -p tests.versions -m "not slow and not gpu and not variant" \
-	  -k "(promise or convert or modeling or compat) and not compile" $(OLDEST_TESTS)
+	  -k "(promise or convert or modeling or compat or stock) and not compile" $(OLDEST_TESTS)
 endif
 	@echo "== all tests on the versions of constraints.txt =="
 	$(PYTEST) -p tests.versions -p tests.skip_guard -m "not slow" $(TESTS)

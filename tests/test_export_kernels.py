@@ -66,6 +66,16 @@ def test_every_op_is_there_and_gives_the_same_bits(variant, repository):
         assert copy.last_backend("longhorn_scan") == backend
 
 
+def test_the_layers_of_transformers_slots_go_along(repository):
+    copy = load(repository / "build" / "torch-cuda")
+    inputs = tensors()
+    conv = {"hidden_states": inputs[0].transpose(1, 2), "weight": torch.ones(8, 4)}
+    for slot in ssmzoo_kernels.layers.SLOTS:
+        assert issubclass(getattr(copy.layers, slot), torch.nn.Module)
+    ours, theirs = (package.layers.causal_conv1d_fn() for package in (ssmzoo_kernels, copy))
+    assert torch.equal(theirs(**conv), ours(**conv))
+
+
 def test_a_variant_names_its_backend_and_its_versions_have_ids_of_their_own(repository, tmp_path):
     told = [facts(repository / "build" / f"torch-{backend}") for backend in ("cpu", "cuda")]
     assert [fact["backend"] for fact in told] == [{"type": "cpu"}, {"type": "cuda"}]

@@ -4,6 +4,7 @@ Ops along a sequence take activations ``[B, L, ...]``, ``initial_state`` and ``c
 their state in float32 (float64 for float64 inputs) and return the final state.
 """
 
+from ssmzoo_kernels import layers as layers
 from ssmzoo_kernels.causal_conv1d import causal_conv1d
 from ssmzoo_kernels.companion_step import companion_response, companion_state, companion_step
 from ssmzoo_kernels.diagonal_step import diagonal_step

@@ -33,8 +33,8 @@ from ssmzoo.publishing.card_facts import (
     ShownScore,
     facts_of,
     family_words,
+    flat,
     merged,
-    on_one_line,
     part_results,
     read_facts,
     recorded,
@@ -429,7 +429,7 @@ def _training(facts: CardFacts, head: _Head) -> str:
     """Tabulate what the run recorded."""
 
     def fact(name: str) -> str:
-        return on_one_line((facts.run or {}).get(name))
+        return flat((facts.run or {}).get(name))
 
     def metric(name: str, unit: str = "", places: int = 4) -> str:
         value = facts.measured.get(name)

@@ -169,14 +169,14 @@ def scored_model(path: Path) -> ScoredModel:
         row = Row(
             entry["task"],
             entry["metric"],
-            on_one_line(entry["settings"]) if entry.get("settings") else "",
+            flat(entry["settings"]) if entry.get("settings") else "",
             entry.get("n"),
             entry.get("num_fewshot"),
             entry.get("seed"),
         )
         # a score of an earlier call carries what differs from the file's own
         call = {key: entry.get(key, whole.get(key)) for key in Origin.__annotations__}
-        origin = {key: on_one_line(value) for key, value in call.items()}
+        origin = {key: flat(value) for key, value in call.items()}
         origin["environment"] = recorded(call["environment"])
         benchmark = entry.get("benchmark")
         scores[row] = ShownScore(
@@ -387,17 +387,15 @@ def recorded(environment: object) -> str:
     """Write what :func:`ssmzoo_kernels.machine.environment` recorded in one line."""
     if not isinstance(environment, Mapping):
         return NOT_RECORDED
-    return on_one_line({str(name).replace("_", " "): value for name, value in environment.items()})
+    return flat({str(name).replace("_", " "): value for name, value in environment.items()})
 
 
-def on_one_line(value: object) -> str:
+def flat(value: object) -> str:
     """Write a fact of any shape in one line; long lists are counted."""
     if value is None or value in ("", {}, []):
         return NOT_MEASURED
     if isinstance(value, Mapping):
-        return ", ".join(
-            f"{key} {on_one_line(part)}" for key, part in value.items() if part is not None
-        )
+        return ", ".join(f"{key} {flat(part)}" for key, part in value.items() if part is not None)
     if isinstance(value, list | tuple):
-        return f"({len(value)})" if len(value) > _LONG else ", ".join(map(on_one_line, value))
+        return f"({len(value)})" if len(value) > _LONG else ", ".join(map(flat, value))
     return str(value)

@@ -139,7 +139,7 @@ def gather(
     return write
 
 
-def resume_from(
+def restore_run(
     checkpoint: Path,
     learner: Learner,
     progress: Progress,

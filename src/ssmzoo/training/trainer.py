@@ -21,7 +21,7 @@ from ssmzoo.training.checkpoint import (
     Progress,
     checkpoints,
     gather,
-    resume_from,
+    restore_run,
     save_checkpoint,
     step_of,
 )
@@ -82,7 +82,7 @@ class Run:
             processes, recipe, self.config, self.plan, source.task, checkpoint, stock=stock
         )
         if checkpoint is not None:
-            resume_from(checkpoint, self.learner, self.progress, recipe, self.data.train)
+            restore_run(checkpoint, self.learner, self.progress, recipe, self.data.train)
         self._new_tokens = 0  # of this process, since the last line
         # not before all is checked
         processes.on_main(

@@ -1,8 +1,8 @@
 """transformers' own recurrent models on our kernels.
 
-``models`` has what users call; ``classes`` the subclasses that modules take on; ``selective_scan``
-and ``linear_attention`` the functions that their mixers then call; ``packed_calls`` finds packed
-sequences; ``calls`` carries them to those functions.
+``models`` has what users call; ``classes`` the subclasses that modules take on; ``functions`` what
+their mixers then call, from ``ssmzoo_kernels.layers``; ``packed_calls`` finds packed sequences;
+``calls`` carries them to those functions.
 """
 
 from ssmzoo.modeling.stock.models import accelerate, accelerated, choose_kernels, restore

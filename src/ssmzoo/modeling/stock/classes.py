@@ -18,29 +18,11 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ssmzoo.modeling.layers import Linear
-from ssmzoo.modeling.stock import linear_attention, selective_scan
 from ssmzoo.modeling.stock.calls import call, packed
+from ssmzoo.modeling.stock.functions import FUNCTIONS
 from ssmzoo.modeling.stock.packed_calls import enter, positions
+from ssmzoo_kernels.layers import OPS
 
-# by the name that transformers' mixers call a function by: ours, and the op that it runs
-FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {
-    "causal_conv1d_fn": (selective_scan.causal_conv1d_fn, "causal_conv1d"),
-    "causal_conv1d_update": (selective_scan.causal_conv1d_update, ""),
-    "mamba_inner_fn": (selective_scan.mamba_inner_fn, ""),
-    "mamba_selective_scan": (selective_scan.mamba_selective_scan, "selective_scan"),
-    "mamba_selective_state_update": (selective_scan.mamba_selective_state_update, "selective_scan"),
-} | {
-    name: (getattr(linear_attention, name), op)
-    for name, op in (
-        ("mamba2_split_conv1d_scan_combined", ""),
-        ("mamba2_chunk_scan", "gated_linear_attention"),
-        ("mamba2_selective_state_update", ""),
-        ("torch_chunk_gated_delta_rule", "gated_linear_attention"),
-        ("torch_recurrent_gated_delta_rule", "gated_linear_attention"),
-        ("chunk_kimi_delta_attention", "gated_linear_attention"),
-        ("recurrent_kimi_delta_attention", "gated_linear_attention"),
-    )
-}
 _SCANS = ("selective_scan", "gated_linear_attention")
 _MIXER = ("self", "hidden_states", "cache_params", "attention_mask")
 
@@ -88,7 +70,7 @@ def functions_of(stock: type) -> tuple[str, ...]:
     if not isinstance(body, types.FunctionType):
         return ()
     names = tuple(name for name in FUNCTIONS if name in body.__code__.co_names)
-    return names if any(FUNCTIONS[name][1] in _SCANS for name in names) else ()
+    return names if any(OPS.get(name) in _SCANS for name in names) else ()
 
 
 def unknown(stock: type) -> str:
@@ -103,7 +85,7 @@ def unknown(stock: type) -> str:
         theirs = forward.__globals__.get(name)
         if not callable(theirs):
             return f"{name} is no function of {stock.__module__}"
-        taken, known = _parameters(theirs), _parameters(FUNCTIONS[name][0])
+        taken, known = _parameters(theirs), _parameters(FUNCTIONS[name])
         if taken != known:
             return _unlike(name, taken, known)
     return ""
@@ -131,7 +113,7 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
     # without its __name__, which would lead torch.compile to the module's own globals
     theirs = inspect.unwrap(stock_forward).__globals__
     ours = {name: value for name, value in theirs.items() if name != "__name__"}
-    ours |= {name: FUNCTIONS[name][0] for name in names}
+    ours |= {name: FUNCTIONS[name] for name in names}
     run = _with_globals(stock_forward, inspect.unwrap(stock_forward), ours)
     # the one function that stock code gives no state to start from
     continues = "mamba_selective_scan" in names

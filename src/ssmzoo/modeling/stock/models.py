@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
-from ssmzoo.modeling.stock.classes import FUNCTIONS, Accelerated, functions_of, subclass, unknown
+from ssmzoo.modeling.stock.classes import Accelerated, functions_of, subclass, unknown
+from ssmzoo_kernels.layers import OPS
 
 _DEVICES = ("cpu", "cuda", "meta")
 _log = logging.getLogger("ssmzoo")
@@ -109,7 +110,7 @@ def accelerated(model: nn.Module) -> dict[str, str]:
         if not names:
             continue
         if isinstance(module, Accelerated):
-            found[name] = ", ".join(sorted({FUNCTIONS[n][1] for n in names} - {""}))
+            found[name] = ", ".join(sorted({OPS[n] for n in names if n in OPS}))
         else:
             found[name] = f"stock: {unknown(stock) or 'not accelerated'}"
     return found

@@ -1,4 +1,4 @@
-"""Mamba's functions as transformers' mixers call them, on our ops.
+"""Mamba's functions with the arguments that transformers' mixers pass.
 
 Dimensions: B batch, L length, D channels, K taps, N states a channel.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from transformers.activations import ACT2FN
 
-from ssmzoo.modeling.stock.calls import call
-from ssmzoo_kernels import causal_conv1d, selective_scan
+from ssmzoo_kernels.causal_conv1d import causal_conv1d
+from ssmzoo_kernels.layers.packing import boundaries, flat
+from ssmzoo_kernels.selective_scan import selective_scan
 
 
 def causal_conv1d_fn(
@@ -22,14 +23,16 @@ def causal_conv1d_fn(
     activation: str | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Convolve each channel of ``[B, D, L]``; packed sequences do not see each other."""
+    """Convolve each channel of ``[B, D, L]``; packed sequences do not see each other.
+
+    Raises:
+        ValueError: Another activation than silu.
+    """
     x = hidden_states.transpose(1, 2)
-    ours = activation in ("silu", "swish")
-    y, _ = causal_conv1d(
-        flat(x), weight, bias, activation="silu" if ours else None, cu_seqlens=call.packing
-    )
-    y = y.view(x.shape).transpose(1, 2)
-    return y if ours or activation is None else ACT2FN[activation](y)
+    packing = boundaries(x, kwargs)
+    chosen = "silu" if _is_silu("causal_conv1d_fn", activation) else None
+    y, _ = causal_conv1d(flat(x, packing), weight, bias, activation=chosen, cu_seqlens=packing)
+    return y.view(x.shape).transpose(1, 2)
 
 
 def causal_conv1d_update(
@@ -39,15 +42,18 @@ def causal_conv1d_update(
     bias: Tensor | None = None,  # [D]
     activation: str | None = None,
 ) -> Tensor:
-    """Convolve one token ``[B, D, 1]`` and move the state, the last K inputs, in place."""
+    """Convolve one token ``[B, D, 1]`` and move the state, the last K inputs, in place.
+
+    Raises:
+        ValueError: Another activation than silu.
+    """
+    silu = _is_silu("causal_conv1d_update", activation)
     inputs = torch.cat([conv_state[..., 1:], hidden_states.to(conv_state.dtype)], dim=-1)
     conv_state.copy_(inputs)
     y = (inputs.to(weight.dtype) * weight).sum(dim=-1, keepdim=True)
     if bias is not None:
         y = y + bias[:, None]
-    if activation is not None:
-        y = ACT2FN[activation](y)
-    return y.to(hidden_states.dtype)
+    return (F.silu(y) if silu else y).to(hidden_states.dtype)
 
 
 def mamba_inner_fn(
@@ -88,7 +94,9 @@ def mamba_selective_scan(
     use_associative_scan: bool = False,
     **kwargs: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run the selective scan along ``[B, D, L]`` from the call's state.
+    """Run the selective scan along ``[B, D, L]``.
+
+    Besides transformers' arguments, ``initial_state [B, D, N]`` is where it starts from.
 
     Returns:
         The outputs ``[B, D, L]``, and with ``return_last_state`` the final state ``[B, D, N]``,
@@ -99,13 +107,15 @@ def mamba_selective_scan(
     """
     if not delta_softplus:
         raise NotImplementedError("mamba_selective_scan: delta_softplus must be True, got False")
-    u, step, write, read = (flat(x.transpose(1, 2)) for x in (hidden_states, dt, B, C))
-    gate = None if z is None else flat(z.transpose(1, 2))
-    start, call.states = (call.states[0], call.states[1:]) if call.states else (None, ())
+    rows = hidden_states.transpose(1, 2)
+    packing = boundaries(rows, kwargs)
+    u, step, write, read = (flat(x.transpose(1, 2), packing) for x in (hidden_states, dt, B, C))
+    gate = None if z is None else flat(z.transpose(1, 2), packing)
+    start = kwargs.get("initial_state")
     y, state = selective_scan(
-        u, step, A, write, read, D, gate, delta_bias, start, cu_seqlens=call.packing
+        u, step, A, write, read, D, gate, delta_bias, start, cu_seqlens=packing
     )
-    y = y.view(hidden_states.transpose(1, 2).shape).transpose(1, 2)
+    y = y.view(rows.shape).transpose(1, 2)
     return (y, state) if return_last_state else y
 
 
@@ -138,6 +148,7 @@ def mamba_selective_state_update(
     return y.squeeze(1)
 
 
-def flat(x: Tensor) -> Tensor:
-    """Return ``[B, L, ...]`` as the flat row ``[1, B * L, ...]`` if sequences are packed in it."""
-    return x if call.packing is None else x.reshape(1, -1, *x.shape[2:])
+def _is_silu(name: str, activation: str | None) -> bool:
+    if activation not in ("silu", "swish", None):
+        raise ValueError(f"{name}: activation must be silu, swish or None, got {activation!r}")
+    return activation is not None

@@ -1,4 +1,4 @@
-"""The functions of Mamba2, gated DeltaNet and KDA as transformers' mixers call them, on our ops.
+"""The functions of Mamba2, gated DeltaNet and KDA with the arguments of transformers' mixers.
 
 Dimensions: B batch, L length, H heads, G groups or heads of keys, K key size (N of Mamba2), V value
 size (P of Mamba2).
@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ssmzoo.modeling.stock.calls import call
-from ssmzoo.modeling.stock.selective_scan import flat
-from ssmzoo_kernels import gated_linear_attention
+from ssmzoo_kernels.gated_linear_attention import gated_linear_attention
+from ssmzoo_kernels.layers.packing import boundaries, flat
 
 _EPS = 1e-6  # of the keys' and queries' length
 
@@ -65,16 +64,17 @@ def mamba2_chunk_scan(
         The outputs ``[B, L, H, V]``, and with ``return_final_states`` the state ``[B, H, V, K]``,
         float32 whatever the inputs are.
     """
+    packing = boundaries(hidden_states, kwargs)
     step = _step_size(dt, dt_bias, dt_softplus, dt_limit)
     y, state = gated_linear_attention(
-        flat(C),
-        flat(B),
-        flat(hidden_states),
-        flat(step * wide(A)),
-        flat(step),
+        flat(C, packing),
+        flat(B, packing),
+        flat(hidden_states, packing),
+        flat(step * _wide(A), packing),
+        flat(step, packing),
         None if initial_states is None else initial_states.transpose(2, 3),
         scale=1.0,
-        cu_seqlens=call.packing,
+        cu_seqlens=packing,
     )
     y = y.view(hidden_states.shape)
     if D is not None:
@@ -95,15 +95,17 @@ def mamba2_selective_state_update(
     z: Tensor | None = None,  # [B, H, V]
     **kwargs: Any,
 ) -> Tensor:
-    """Run one token ``[B, H, V]`` of Mamba2's scan and move the state in place."""
-    step = _step_size(
-        dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus, call.dt_limit
-    )
+    """Run one token ``[B, H, V]`` of Mamba2's scan and move the state in place.
+
+    Besides transformers' arguments, ``dt_limit`` bounds the step sizes, as in whole sequences.
+    """
+    bias = None if dt_bias is None else dt_bias[:, 0]
+    step = _step_size(dt[..., 0], bias, dt_softplus, kwargs.get("dt_limit"))
     heads, (batch, groups, keys) = hidden_states.shape[1], B.shape
     by_group = (batch, groups, heads // groups, state.shape[2], keys)
     x = hidden_states.to(step.dtype)
     written = (step[..., None] * x).view(*by_group[:-1], 1) * B.view(batch, groups, 1, 1, keys)
-    decay = torch.exp(step * wide(A[:, 0, 0]))
+    decay = torch.exp(step * _wide(A[:, 0, 0]))
     new = torch.addcmul(written.view(state.shape), state, decay[..., None, None].to(state.dtype))
     state.copy_(new)
     y = new.view(batch, groups, -1, keys) @ C.to(new.dtype).unsqueeze(-1)
@@ -133,20 +135,20 @@ def torch_chunk_gated_delta_rule(
         The outputs ``[B, L, H, V]`` in the query's dtype; the final state ``[B, H, K, V]`` in
         float32, or None.
     """
-    query_in, key_in = (flat(x) for x in (query, key))
+    packing, kind = boundaries(value, kwargs), query.dtype
     if use_qk_l2norm_in_kernel:
-        query_in, key_in = _unit(query_in), _unit(key_in)
+        query, key = _unit(query), _unit(key)
     out, state = gated_linear_attention(
-        query_in,
-        key_in,
-        flat(value),
-        flat(g),
-        flat(beta),
+        flat(query, packing),
+        flat(key, packing),
+        flat(value, packing),
+        flat(g, packing),
+        flat(beta, packing),
         initial_state,
         rule="delta",
-        cu_seqlens=call.packing,
+        cu_seqlens=packing,
     )
-    out = out.view(value.shape).to(query.dtype)
+    out = out.view(value.shape).to(kind)
     return out, state if output_final_state else None
 
 
@@ -171,6 +173,7 @@ def torch_recurrent_gated_delta_rule(
         initial_state=initial_state,
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        **kwargs,
     )
 
 
@@ -188,7 +191,15 @@ def chunk_kimi_delta_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Run KDA: the delta rule with a decay a row, as :func:`torch_chunk_gated_delta_rule`."""
     return torch_recurrent_gated_delta_rule(
-        query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel
+        query,
+        key,
+        value,
+        g,
+        beta,
+        initial_state,
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        **kwargs,
     )
 
 
@@ -205,7 +216,15 @@ def recurrent_kimi_delta_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Run KDA, as :func:`torch_chunk_gated_delta_rule`."""
     return torch_recurrent_gated_delta_rule(
-        query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel
+        query,
+        key,
+        value,
+        g,
+        beta,
+        initial_state,
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        **kwargs,
     )
 
 
@@ -213,7 +232,7 @@ def _step_size(
     dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float] | None
 ) -> Tensor:
     """Return step sizes in at least float32."""
-    step = wide(dt) if bias is None else wide(dt) + wide(bias)
+    step = _wide(dt) if bias is None else _wide(dt) + _wide(bias)
     if softplus:
         step = F.softplus(step)
     if limit is not None and tuple(limit) != (0.0, math.inf):
@@ -223,10 +242,10 @@ def _step_size(
 
 def _unit(x: Tensor) -> Tensor:
     """Return vectors of length 1, in at least float32."""
-    x = wide(x)
+    x = _wide(x)
     return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + _EPS)
 
 
-def wide(x: Tensor) -> Tensor:
+def _wide(x: Tensor) -> Tensor:
     """Return a tensor in at least float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
