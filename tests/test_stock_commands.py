@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -263,11 +264,31 @@ def test_the_test_split_is_judged_on_our_kernels_without_another_line(recipe, sa
 def test_the_command_that_goes_on_with_a_stock_run_asks_for_stock():
     from ssmzoo.training.run import _resuming
 
-    assert _resuming(bench.Path("run"), stock=True).endswith(" --resume --stock")
-    assert _resuming(bench.Path("run"), stock=False).endswith(" --resume")
+    assert _resuming(Path("run"), stock=True).endswith(" --resume --stock")
+    assert _resuming(Path("run"), stock=False).endswith(" --resume")
 
 
-def test_models_of_the_zoo_and_others_are_left_as_they_are(recipe, said, tmp_path):
+def test_recall_trains_stock(recipe, said, tmp_path):
+    from ssmzoo.analysis.recall import recall
+
+    fields = {name: value for name, value in MAMBA2.items() if name != "hidden_size"}
+    task = {"num_pairs": 2, "vocab_size": 16}
+    sweep = {
+        "models": {"Mamba2": {"config_of": "mamba2", "config": fields}},
+        "widths": [16],
+        "learning_rates": [0.01],
+        "seeds": [0],
+        "data": {"task": "mqar", "task_args": task, "validation": 8},
+        "train": {"steps": 1, "batch_size": 2, "seq_len": 12},
+    }
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep), encoding="utf-8")
+    with watch() as ran:
+        recall(tmp_path / "sweep.yaml", tmp_path / "out")
+    assert ran == []
+    assert said() == []
+
+
+def test_models_of_the_zoo_are_left_as_they_are(recipe, said, tmp_path):
     fields = {"hidden_size": 16, "num_hidden_layers": 1, "d_state": 4, "dt_rank": 2}
     path = recipe({"family": "longhorn", "config": fields}, {"steps": 2})
     one, two = (train(path, output_dir=tmp_path / str(s), stock=s) for s in (False, True))
