@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -347,6 +348,9 @@ def play(rank):
 
 
 def main():
+    import_module("ssmzoo.auto")  # which runs import when they begin
+    for name in families():
+        load_family(name)
     gc.freeze()  # what a run's end need not look through
     if not (other := os.fork()):
         status = 1

@@ -77,9 +77,9 @@ TYPES = {**SCAN, **ADDITIVE, **DELTA}
 HYBRID = [name for name in TYPES if name not in ("mamba", "falcon_mamba", "mamba2")]
 
 
-def tiny(model_type: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Return a tiny model of a type with random weights, in evaluation mode."""
-    settings: dict[str, Any] = {
+def settings(model_type: str) -> dict[str, Any]:
+    """Return the fields of a tiny configuration."""
+    return {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
         "num_hidden_layers": 2,
@@ -87,9 +87,12 @@ def tiny(model_type: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
         "bos_token_id": 1,
         "eos_token_id": 2,
         **TYPES[model_type],
-        **changes,
     }
-    config = AutoConfig.for_model(model_type, **settings)
+
+
+def tiny(model_type: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Return a tiny model of a type with random weights, in evaluation mode."""
+    config = AutoConfig.for_model(model_type, **settings(model_type) | changes)
     torch.manual_seed(seed)
     # float64 has no grouped product of experts
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")

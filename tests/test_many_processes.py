@@ -127,6 +127,7 @@ CHANGES = {
         *TASK,
         "data.task=mqar",
         "data.task_args={seq_len: 16, num_pairs: 2, vocab_size: 16, num_train: 5}",
+        *("data.task_args.num_validation=5", "data.task_args.num_test=3"),
         "train.epochs=1",
         "train.accumulate=1",
     ],
@@ -368,6 +369,7 @@ def test_each_process_has_its_own_dropout(together):
 DIE = """
 import os, signal, sys
 from ssmzoo.cli.main import main
+from ssmzoo.training.folder import RunFolder
 from ssmzoo.training.objectives import CausalLM
 
 loss_of, calls = CausalLM.loss_of, []
@@ -381,6 +383,7 @@ def die(goal, *given):
     return loss
 
 CausalLM.loss_of = die
+RunFolder.draw = lambda *_, **__: None
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -420,6 +423,7 @@ def test_a_run_whose_process_was_killed_resumes_bit_for_bit(together):
 TELL = """
 import os, signal, sys, time
 from ssmzoo.cli.main import main
+from ssmzoo.training.folder import RunFolder
 from ssmzoo.training.trainer import Run
 
 take_step = Run.take_step
@@ -433,6 +437,7 @@ def tell(run, read):
     return take_step(run, read)
 
 Run.take_step = tell
+RunFolder.draw = lambda *_, **__: None
 sys.exit(main(sys.argv[1:]))
 """
 

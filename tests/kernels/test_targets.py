@@ -1,32 +1,101 @@
-"""The C kernels compiled for narrower vectors than this CPU has, and by another compiler."""
+"""The C kernels compiled for narrower vectors than this CPU has, and by another compiler.
 
+Every op with a C kernel, briefly: as exact as the reference, and what NaN and infinity reach. For
+this CPU each op's own tests say more.
+"""
+
+import os
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
-from tests.kernels.triton_processes import run
+import torch
+from tests.kernels.contracts import CONTRACTS
+from tests.kernels.test_few_rows_linear import *  # noqa: F403
 
+import ssmzoo_kernels
 from ssmzoo_kernels import native
 
-FILES = ("tests/kernels/c_kernels.py", "tests/kernels/test_few_rows_linear.py")
-COMMAND = ("-m", "pytest", *FILES, "-q", "-p", "no:cacheprovider")
+KERNELS = Path(ssmzoo_kernels.__file__).parent
+TARGETS = {
+    "x86-64": {"SSMZOO_ARCH": "x86-64"},
+    "x86-64-v3": {"SSMZOO_ARCH": "x86-64-v3"},
+    "clang": {"CC": "clang"},
+}
+CHECKS = (
+    "test_other_dtypes_are_as_exact_as_the_reference",
+    "test_outputs_and_gradients_are_as_exact_as_the_reference",
+    "test_nonfinite_values_reach_what_they_reach_in_the_reference",
+)
 
 
-def passes(**environment):
-    out = run([*COMMAND, "--tb=short"], **environment)
-    assert " passed" in out
-    assert "skipped" not in out, out
+def forget():
+    """Let this process know neither the compiler nor a library that it has loaded."""
+    for name, module in [*sys.modules.items()]:
+        package, _, rest = name.partition(".")
+        if package == "ssmzoo_kernels" and rest.split(".")[-1] in ("native", "dispatch", "cpu"):
+            for function in vars(module).values():
+                if hasattr(function, "cache_clear"):
+                    function.cache_clear()
 
 
-@pytest.mark.parametrize("target", ["x86-64", "x86-64-v3"])
-def test_kernels_for_other_vectors_are_as_exact(target):
-    try:
-        native._check_target(target)
-    except ValueError:
-        pytest.skip("the CPU has no such vectors")
-    passes(SSMZOO_ARCH=target)
-
-
-def test_kernels_by_clang_are_as_exact():
-    if shutil.which("clang") is None:
+@pytest.fixture(
+    scope="module",
+    autouse=True,
+    # one worker builds all of a target's libraries
+    params=[pytest.param(x, marks=pytest.mark.xdist_group(f"target {x}")) for x in TARGETS],
+)
+def built(request):
+    """The names of the C files that were built for a target so far."""
+    if request.param == "clang" and shutil.which("clang") is None:
         pytest.skip("clang is not installed")
-    passes(CC="clang")
+    names, build = set(), native._build
+
+    def watched(name, code, flags):
+        library = build(name, code, flags)
+        names.add(name)
+        return library
+
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in TARGETS[request.param].items():
+            patch.setenv(variable, value)
+        forget()
+        try:
+            if wanted := os.environ.get("SSMZOO_ARCH"):
+                native._check_target(wanted)
+        except ValueError:
+            pytest.skip("the CPU has no such vectors")
+        patch.setattr(native, "_build", watched)
+        yield names
+    forget()
+
+
+def cases():
+    for contract in CONTRACTS:
+        # widths and state sizes that fill no vector and no tile
+        briefly = type(
+            contract.__name__,
+            (contract,),
+            {
+                "backends": ("cpu",),
+                "shapes": (contract.ragged,),
+                "sizes": contract.sizes | contract.ragged,
+                "dtypes": (torch.float64,),
+            },
+        )
+        for check in sorted({*CHECKS} & {*briefly.checks()}):
+            for case in briefly.cases(check):
+                yield pytest.param(briefly, check, case, id=f"{contract.__name__}-{check}-{case}")
+
+
+def test_the_kernels_are_compiled_for_the_target_that_was_asked_for():
+    assert f"-march={os.environ.get('SSMZOO_ARCH') or 'native'}" in native._flags()
+    assert native._compiler()[0] == os.environ.get("CC", native._compiler()[0])
+
+
+@pytest.mark.parametrize(("contract", "check", "case"), [*cases()])
+def test_the_contract(built, contract, check, case):
+    getattr(contract(), check)(case)
+    own = {path.stem for path in (KERNELS / contract.declaration.name).glob("*.c")}
+    assert built >= own

@@ -418,7 +418,8 @@ class StateCache(Cache):
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
                 metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                # where a file's tensors begin, matrix libraries round otherwise: a copy is aligned
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         except OSError:
             raise
         except Exception as error:

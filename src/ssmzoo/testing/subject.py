@@ -6,6 +6,7 @@ scales of one would hide mistakes; nothing a check does to a :meth:`Subject.fres
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
@@ -166,7 +167,11 @@ class Subject:
     def ids(self, batch: int, length: int, seed: int = 0) -> Tensor:
         """Return random tokens ``[batch, length]``, the same for the same arguments."""
         generator = torch.Generator().manual_seed(SEED + seed)
-        return torch.randint(self.config().vocab_size, (batch, length), generator=generator)
+        return torch.randint(self._vocab_size, (batch, length), generator=generator)
+
+    @functools.cached_property
+    def _vocab_size(self) -> int:
+        return self.config().vocab_size
 
 
 def probe(logits: Tensor) -> Tensor:
