@@ -23,8 +23,10 @@ ROOT = Path(__file__).resolve().parents[1]
 _TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 _TITLES = {
     "transformers Mamba2": "transformers' Mamba2",
+    "transformers Mamba2 (ssmzoo's kernels)": "transformers' Mamba2, our kernels",
     "transformers Mamba (mamba.py)": "transformers' Mamba, mamba.py",
     "transformers Mamba": "transformers' Mamba, plain",
+    "transformers Mamba (ssmzoo's kernels)": "transformers' Mamba, our kernels",
 }
 _TABLES = (
     ("training", ("train L=512", "train L=2048"), ("length 512", "length 2048")),

@@ -259,14 +259,14 @@ def sharded_by_accelerate(folder, rank):
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         return prepare(recipe)
 
-    def check(learner, *given):
-        build(learner, *given)
+    def check(learner, *given, **named):
+        build(learner, *given, **named)
         assert all(isinstance(p, DTensor) for p in learner.parameters)
         mine = sum(p.to_local().numel() for p in learner.parameters)
         assert mine < 0.6 * sum(p.numel() for p in learner.parameters)
 
-    def watch(learner, *given):
-        check(learner, *given)
+    def watch(learner, *given, **named):
+        check(learner, *given, **named)
         mixer = learner.bare.model.layers[0].mixer
         mixer.register_forward_pre_hook(lambda *_: seen.add(f"dt_bias {mixer.dt_bias.dtype}"))
         mixer.out_proj.register_forward_hook(lambda *given: seen.add(f"output {given[2].dtype}"))

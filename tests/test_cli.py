@@ -533,9 +533,11 @@ def test_train_passes_its_arguments_on_and_prints_the_runs_folder(prints, monkey
         "output_dir": Path("runs/demo"),
         "resume": False,
         "overrides": ["train.lr=1", "train.steps=2"],
+        "stock": False,
     }
-    prints("train", "a/demo.yaml", "--output", "elsewhere", "--resume")
+    prints("train", "a/demo.yaml", "--output", "elsewhere", "--resume", "--stock")
     assert (seen["output_dir"], seen["resume"]) == (Path("elsewhere"), True)
+    assert seen["stock"]
 
 
 def test_eval_passes_its_arguments_on_and_prints_scores_and_the_files_place(
@@ -570,9 +572,11 @@ def test_eval_passes_its_arguments_on_and_prints_scores_and_the_files_place(
         "device": None,
         "dtype": "auto",
         "trust_remote_code": False,
+        "stock": False,
     }
-    assert json.loads(prints("eval", "m", "--suite", "s", "--json")) == {"results": [row]}
-    assert (seen["tasks"], seen["suite"]) == ((), "s")
+    command = ("eval", "m", "--suite", "s", "--json", "--stock")
+    assert json.loads(prints(*command)) == {"results": [row]}
+    assert (seen["tasks"], seen["suite"], seen["stock"]) == ((), "s", True)
 
 
 def test_card_passes_its_arguments_on_and_prints_the_cards_place(prints, monkeypatch):
@@ -726,7 +730,8 @@ def test_bench_measures_all_families_unless_some_are_named(capsys, monkeypatch):
     monkeypatch.setattr("ssmzoo.analysis.bench.bench", bench)
     assert main(["bench", "--lengths", "64,128", "--no-peers"]) == 0
     assert capsys.readouterr() == ("a line\n", "")
-    assert main(["bench", "longhorn", "--json", "--output", "x.csv", "--runs", "3"]) == 0
+    named = ["bench", "longhorn", "--json", "--output", "x.csv", "--runs", "3", "--stock"]
+    assert main(named) == 0
     out, err = capsys.readouterr()
     assert (json.loads(out), err) == ([{"what": "longhorn"}], "a line\n")
     (every, first), (named, second) = seen
@@ -734,8 +739,9 @@ def test_bench_measures_all_families_unless_some_are_named(capsys, monkeypatch):
     assert named == ("longhorn",)
     assert first == {
         "lengths": (64, 128), "peers": False, "slow": False, "runs": 1, "memory": False,
-        "output": None,
+        "stock": False, "output": None,
     }  # fmt: skip
+    assert second["stock"]
     assert second["peers"]
     assert second["runs"] == 3
     assert second["output"] == Path("x.csv")

@@ -12,6 +12,7 @@ import pytest
 
 from ssmzoo.cli import demo
 from ssmzoo.cli import main as cli
+from ssmzoo_kernels.dispatch import watch
 
 # one worker runs the whole demo once
 pytestmark = [pytest.mark.xdist_group("demo"), pytest.mark.timeout(1200)]
@@ -118,8 +119,12 @@ def scores(output):
 def test_the_demo_ends_in_the_table_and_says_where_everything_lies(place, whole):
     _, out = whole
     output = Path("demo")
-    header, longhorn, mamba2 = (
-        line.split() for line in out[: out.index("\ndone in")].strip().splitlines()[-3:]
+    *rows, both_ways = out[: out.index("\ndone in")].strip().splitlines()[-4:]
+    header, longhorn, mamba2 = (line.split() for line in rows)
+    speeds = json.loads((output / demo.SPEEDS).read_text())
+    assert both_ways == (
+        f"mamba2 trains at {speeds['stock']:,.0f} tokens/s on transformers' own code and at "
+        f"{speeds['kernels']:,.0f} on ssmzoo's kernels, in turns"
     )
     assert header == ["parameters", "tokens/s", "bits/byte", "recall"]
     for name, row in (("longhorn", longhorn), ("mamba2", mamba2)):
@@ -134,6 +139,18 @@ def test_the_demo_ends_in_the_table_and_says_where_everything_lies(place, whole)
     assert (output / "published" / "README.md").is_file()
     assert (output / "published" / "modeling_longhorn.py").is_file()
     assert (output / "longhorn" / "loss.png").is_file()
+
+
+def test_mamba2_is_timed_stock_and_on_our_kernels_and_trained_stock(place, whole):
+    run = Path("demo/mamba2")
+    assert json.loads((run / "run.json").read_text())["recurrent_layers"] == [
+        "stock: not accelerated"
+    ]
+    with watch() as ran:
+        speeds = demo.speeds_of(run)
+    assert {op for op, _ in ran} >= {"causal_conv1d", "gated_linear_attention"}
+    assert speeds.keys() == {"stock", "kernels"}
+    assert min(speeds.values()) > 0
 
 
 def test_the_commands_that_it_suggests_run(place, whole, capsys):

@@ -427,6 +427,7 @@ def test_the_recorded_command_line_is_one_the_program_takes(models, tmp_path, mo
         "device": "cpu",
         "dtype": "float32",
         "trust_remote_code": True,
+        "stock": True,
     }
     words = shlex.split(evaluation._command(*asked.values()))
     got = {}

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from tests.stock_models import tiny
 
 from ssmzoo import load_family
 from ssmzoo.cli.main import main, parsers
@@ -188,6 +189,8 @@ def reader(tmp_path, monkeypatch):
             trained(Path(page).parent.name.removeprefix("ssmzoo_"), "path/or/hub-id")
         if page == "USING.md":
             trained("longhorn", "runs/longhorn-demo/model")
+            tiny("mamba2", vocab_size=259).save_pretrained("runs/mamba2-demo/model")
+            byte_tokenizer().save_pretrained("runs/mamba2-demo/model")
         if page.endswith("linear_scan/README.md"):
             names |= {"a": torch.rand(2, 5, 3), "b": torch.rand(2, 5, 3)}
         return names

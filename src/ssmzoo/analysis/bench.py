@@ -34,6 +34,7 @@ class Peer:
     train_lengths: tuple[int, ...] | None = None  # None: all
     slow: bool = False
     decode: bool = True
+    ours: bool = False  # on our kernels
 
 
 def bench(
@@ -44,6 +45,7 @@ def bench(
     slow: bool = False,
     runs: int = 1,
     memory: bool = False,
+    stock: bool = False,
     output: str | Path | None = None,
     report: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
@@ -52,11 +54,12 @@ def bench(
     Args:
         families: Family names.
         lengths: Sequence lengths of the training step.
-        peers: Also time transformers' Mamba and Mamba2.
+        peers: Also time transformers' Mamba and Mamba2, as they are and on our kernels.
         slow: Also time transformers' Mamba on its default CPU path, minutes a step at length 512.
         runs: How often everything is timed.
         memory: Also measure ``peak_mib``, by how much a training step raises memory above its
             inputs, each in a process of its own.
+        stock: Leave out those on our kernels.
         output: CSV file to write the rows to, or a folder for ``<device>.csv``. Of rows that are
             there, those of the same things are replaced.
         report: Called with each line of the report.
@@ -79,7 +82,11 @@ def bench(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     models = {name: Peer(_family(name)) for name in families}
     if peers:
-        models |= {name: peer for name, peer in _peers().items() if slow or not peer.slow}
+        models |= {
+            name: peer
+            for name, peer in _peers().items()
+            if (slow or not peer.slow) and not (stock and peer.ours)
+        }
     timed: dict[tuple[str, str], list[float]] = {}
     tokens: dict[tuple[str, str], int] = {}
     # decoding first: what training leaves in the allocator slows it down
@@ -115,7 +122,7 @@ def bench(
             length = int(kind.removeprefix("train L="))
             program = f"from {__name__} import print_peak; print_peak({row['variant']!r}, {length})"
             row["peak_mib"] = measured_apart(program)
-            report(f"{row['variant']:30s} {kind:18s} {row['peak_mib']:10.1f} MiB")
+            report(f"{row['variant']:40s} {kind:18s} {row['peak_mib']:10.1f} MiB")
     if memory and output is not None:
         _write(Path(output), rows, facts)
     return rows
@@ -173,6 +180,8 @@ def _family(name: str) -> Callable[[], Any]:
 def _peers() -> dict[str, Peer]:
     import transformers
 
+    from ssmzoo.modeling.stock import accelerate
+
     def mamba(**fields: Any) -> Any:
         config = transformers.MambaConfig(
             hidden_size=HIDDEN,
@@ -197,10 +206,15 @@ def _peers() -> dict[str, Peer]:
         )
         return transformers.Mamba2ForCausalLM(config)
 
+    def on_our_kernels(build: Callable[[], Any]) -> Peer:
+        return Peer(lambda: accelerate(build()).model, ours=True)
+
     return {
         "transformers Mamba2": Peer(mamba2),
+        "transformers Mamba2 (ssmzoo's kernels)": on_our_kernels(mamba2),
         "transformers Mamba (mamba.py)": Peer(lambda: mamba(use_mambapy=True), decode=False),
         "transformers Mamba": Peer(mamba, train_lengths=()),
+        "transformers Mamba (ssmzoo's kernels)": on_our_kernels(mamba),
         "transformers Mamba (default)": Peer(mamba, train_lengths=(512,), slow=True, decode=False),
     }
 
@@ -308,7 +322,7 @@ def _row(name: str, kind: str, tokens: int, seconds: Sequence[float]) -> dict[st
 
 def _line(row: dict[str, Any]) -> str:
     return (
-        f"{row['variant']:30s} {row['pass']:18s} {row['milliseconds']:10.1f} ms "
+        f"{row['variant']:40s} {row['pass']:18s} {row['milliseconds']:10.1f} ms "
         f"{row['tokens_per_second']:9,d} tokens/s"
     )
 

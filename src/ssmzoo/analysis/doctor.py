@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,8 @@ from ssmzoo.environment.hardware import installed_versions, usable_device
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
+    from transformers import PreTrainedModel
 
 # by distribution, the extra of ours that installs it
 _EXTRAS = {
@@ -24,6 +28,7 @@ _EXTRAS = {
     "jinja2": "publish",
     "scikit-learn": "digits",
 }
+_STATES = ("conv_states", "recurrent_states")  # of a layer of transformers' cache
 
 
 def examine_machine(device: str | None = None) -> dict[str, Any]:
@@ -65,8 +70,25 @@ def examine_machine(device: str | None = None) -> dict[str, Any]:
     }
 
 
+@dataclass
+class _Layer:
+    """A layer to watch: its place, the mixer that is shown, the module whose calls are watched."""
+
+    index: int
+    mixer: str
+    module: nn.Module
+    stock: str | None = None  # why it does not run on our kernels
+    reading: list[tuple[str, str]] = field(default_factory=list)
+    stepping: list[tuple[str, str]] = field(default_factory=list)
+
+
 def examine_model(
-    model: str | Path, *, batch_size: int = 1, length: int = 512, device: str | None = None
+    model: str | Path,
+    *,
+    batch_size: int = 1,
+    length: int = 512,
+    device: str | None = None,
+    stock: bool = False,
 ) -> dict[str, Any]:
     """Run a backbone once over a text and once over one more token; return what ran.
 
@@ -76,17 +98,20 @@ def examine_model(
         batch_size: Sequences at a time.
         length: Tokens of each that are read before the step.
         device: Where to run; the GPU if there is one.
+        stock: Leave transformers' recurrent models as they are, without our kernels.
 
     Returns:
         ``parameters``, ``parameter_bytes``, ``state_bytes`` (None: it has none, and
         ``state_reason`` says why), ``seconds`` and ``tokens_per_second`` for reading and for a
         step, of the backbone without its head, and ``layers``: index, mixer, the ops of reading and
-        of a step with their backends (none where all is plain torch), and ``hints``, why an op does
-        not run on a faster one.
+        of a step with their backends (none where all is plain torch), ``hints``, why an op does
+        not run on a faster one, and ``stock``, why a layer stays as transformers made it. Of a
+        model of transformers these are the recurrent layers, others run none of our ops.
 
     Raises:
         LookupError: No such model, family or preset.
-        ValueError: An argument is out of range, or the folder holds no model of the zoo.
+        ValueError: An argument is out of range, or the folder holds neither a model of the zoo nor
+            one of transformers with recurrent layers.
     """
     for name, value in (("batch_size", batch_size), ("length", length)):
         if value < 1:
@@ -94,28 +119,32 @@ def examine_model(
 
     import torch
 
-    from ssmzoo.analysis.measure import as_arguments, cache_after
-    from ssmzoo.analysis.subject import load_subject, reference_inputs
+    from ssmzoo.analysis.measure import as_arguments
+    from ssmzoo.analysis.subject import load_backbone, reference_inputs
+    from ssmzoo.modeling import SSMModel
     from ssmzoo_kernels.machine import hardware
 
-    subject = load_subject(str(model), seed=0, device=device)
+    subject = load_backbone(str(model), seed=0, device=device)
     network = subject.model.eval()
+    own = isinstance(network, SSMModel)
+    layers = _layers(network) if own else _recurrent_layers(network, subject.name, stock)
     place = network.device
     inputs = reference_inputs(subject, length, batch_size, tokens=None, seed=0)
     with torch.inference_mode():
-        cache, reason = cache_after(network, inputs)
+        name, cache, state, reason = _own_cache(network, inputs) if own else _cache(network, inputs)
 
         def read() -> Any:
             return network(**as_arguments(network, inputs), use_cache=cache is not None)
 
         def step() -> Any:
-            return network(**as_arguments(network, inputs[:, :1]), past_key_values=cache)
+            return network(**as_arguments(network, inputs[:, :1]), **{name: cache})
 
-        reading, read_seconds = _observe(network, read), _least_seconds(read, place)
-        stepping: list[list[tuple[str, str]]] = [[] for _ in reading]
+        _observe(layers, read, "reading")
+        read_seconds = _least_seconds(read, place)
         step_seconds = None
         if cache is not None:
-            stepping, step_seconds = _observe(network, step), _least_seconds(step, place)
+            _observe(layers, step, "stepping")
+            step_seconds = _least_seconds(step, place)
     tokens = {"read": (batch_size * length, read_seconds), "step": (batch_size, step_seconds)}
     return {
         "model": subject.name,
@@ -125,7 +154,7 @@ def examine_model(
         "length": length,
         "parameters": sum(p.numel() for p in network.parameters()),
         "parameter_bytes": sum(p.numel() * p.element_size() for p in network.parameters()),
-        "state_bytes": None if cache is None else cache.nbytes,
+        "state_bytes": state,
         "state_reason": reason,
         "seconds": {"read": read_seconds, "step": step_seconds},
         "tokens_per_second": {
@@ -134,22 +163,78 @@ def examine_model(
         },
         "layers": [
             {
-                "layer": index,
-                "mixer": type(layer.mixer).__name__,
-                "read": _backends(reading[index]),
-                "step": _backends(stepping[index]),
-                "hints": _hints({*reading[index], *stepping[index]}, place.type),
+                "layer": layer.index,
+                "mixer": layer.mixer,
+                "read": _backends(layer.reading),
+                "step": _backends(layer.stepping),
+                "hints": _hints({*layer.reading, *layer.stepping}, place.type),
+                "stock": layer.stock,
             }
-            for index, layer in enumerate(network.layers)
+            for layer in layers
         ],
     }
 
 
-def _observe(network: Any, call: Callable[[], object]) -> list[list[tuple[str, str]]]:
-    """Return the ops and backends that each layer ran during a call."""
+def _layers(network: Any) -> list[_Layer]:
+    """Return the layers of a model of the zoo."""
+    return [
+        _Layer(index, type(layer.mixer).__name__, layer)
+        for index, layer in enumerate(network.layers)
+    ]
+
+
+def _recurrent_layers(network: PreTrainedModel, name: str, stock: bool) -> list[_Layer]:
+    """Return those of a model of transformers, on our kernels unless it is to stay as it is.
+
+    Raises:
+        ValueError: It has none.
+    """
+    from ssmzoo.modeling.stock import accelerated, choose_kernels
+
+    choose_kernels(network, stock)
+    mixers = accelerated(network)
+    if not mixers:
+        raise ValueError(
+            f"{name!r} must be a model of the zoo, or one of transformers with recurrent layers, "
+            f"got {type(network).__name__}"
+        )
+    layers = []
+    for number, (path, kernels) in enumerate(mixers.items()):
+        module, place = network.get_submodule(path), re.search(r"\.(\d+)\.", f".{path}.")
+        index = number if place is None else int(place[1])
+        why = kernels.removeprefix("stock: ") if kernels.startswith("stock") else None
+        layers.append(_Layer(index, type(module).__name__, module, why))
+    return layers
+
+
+def _own_cache(network: Any, inputs: Any) -> tuple[str, Any, int | None, str | None]:
+    """Return a cache's keyword, the cache after some inputs, its bytes, or None and why."""
+    from ssmzoo.analysis.measure import cache_after
+
+    cache, reason = cache_after(network, inputs)
+    return "past_key_values", cache, None if cache is None else cache.nbytes, reason
+
+
+def _cache(network: Any, inputs: Any) -> tuple[str, Any, int | None, str | None]:
+    """Return the same of a model of transformers."""
+    from transformers import cache_utils
+
+    output = network(input_ids=inputs, use_cache=True)
+    name = "cache_params" if "cache_params" in output else "past_key_values"
+    cache = output[name]
+    attention = sum(isinstance(layer, cache_utils.CacheLayerMixin) for layer in cache.layers)
+    if attention:
+        reason = f"grows by every token in {attention} of {len(cache.layers)} layers"
+        return name, cache, None, reason
+    kept = [getattr(layer, kind, {}) for layer in cache.layers for kind in _STATES]
+    states = [state for by_number in kept for state in by_number.values() if state is not None]
+    return name, cache, sum(state.numel() * state.element_size() for state in states), None
+
+
+def _observe(layers: Sequence[_Layer], call: Callable[[], object], kind: str) -> None:
+    """Note for each layer the ops and backends that it ran during a call."""
     from ssmzoo_kernels.dispatch import watch
 
-    ran: list[list[tuple[str, str]]] = [[] for _ in network.layers]
     begin = 0
     with watch() as events:
 
@@ -157,19 +242,16 @@ def _observe(network: Any, call: Callable[[], object]) -> list[list[tuple[str, s
             nonlocal begin
             begin = len(events)
 
-        def leave(index: int) -> Callable[..., None]:
-            return lambda *_: ran[index].extend(events[begin:])
+        def leave(layer: _Layer) -> Callable[..., None]:
+            return lambda *_: getattr(layer, kind).extend(events[begin:])
 
-        hooks = [layer.register_forward_pre_hook(enter) for layer in network.layers]
-        hooks += [
-            layer.register_forward_hook(leave(index)) for index, layer in enumerate(network.layers)
-        ]
+        hooks = [layer.module.register_forward_pre_hook(enter) for layer in layers]
+        hooks += [layer.module.register_forward_hook(leave(layer)) for layer in layers]
         try:
             call()
         finally:
             for hook in hooks:
                 hook.remove()
-    return ran
 
 
 def _least_seconds(call: Callable[[], object], device: torch.device) -> float:

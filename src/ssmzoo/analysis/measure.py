@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ssmzoo.modeling import Dynamics, LayerState, SSMMixer, SSMModel, StateCache, Trajectories
 
@@ -200,9 +201,10 @@ def _mixer_inputs(model: SSMModel, inputs: Tensor, layers: Sequence[int]) -> dic
     return seen
 
 
-def as_arguments(model: SSMModel, inputs: Tensor) -> dict[str, Any]:
+def as_arguments(model: PreTrainedModel, inputs: Tensor) -> dict[str, Any]:
     """Return reference inputs as the keyword a backbone takes them by."""
-    return {"input_ids" if model.config.input_channels is None else "input_values": inputs}
+    channels = getattr(model.config, "input_channels", None)
+    return {"input_ids" if channels is None else "input_values": inputs}
 
 
 def cache_after(model: SSMModel, inputs: Tensor) -> tuple[StateCache | None, str | None]:

@@ -162,7 +162,7 @@ def recall(sweep: str | Path | Sweep, output_dir: str | Path) -> list[dict[str, 
     for name, columns, recipe in runs:
         folder = output / "runs" / name
         if not (folder / "model").exists():
-            train(recipe, output_dir=folder, resume=folder.exists())
+            train(recipe, output_dir=folder, resume=folder.exists(), stock=True)
         described = read_json(folder / "run.json")
         ledger.append({**columns, **_measured(folder, described["finished"])})
         _write(output, chosen, ledger, described)

@@ -1,4 +1,4 @@
-"""The model to inspect, loaded or untrained, and the reference sequences that it reads."""
+"""The model to look at, loaded or untrained, and the reference sequences that it reads."""
 
 from __future__ import annotations
 
@@ -24,16 +24,23 @@ from ssmzoo.modeling import SSMModel
 from ssmzoo.modeling.inputs import check_indices
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
-class InspectedModel:
+class LoadedBackbone:
     """A backbone in float32 and where it came from."""
 
-    model: SSMModel
+    model: PreTrainedModel
     name: str
     untrained: bool
+
+
+@dataclass(frozen=True)
+class InspectedModel(LoadedBackbone):
+    """A backbone of the zoo."""
+
+    model: SSMModel
 
 
 def load_subject(name: str, *, seed: int, device: str | None) -> InspectedModel:
@@ -44,20 +51,37 @@ def load_subject(name: str, *, seed: int, device: str | None) -> InspectedModel:
         ValueError: The folder holds no complete model of the zoo, or the device is not there.
         RuntimeError: The family's plugin cannot be loaded.
     """
+    subject = load_backbone(name, seed=seed, device=device)
+    if not isinstance(subject.model, SSMModel):
+        raise ValueError(
+            f"inspect needs a model of the zoo: {name!r} must be a subclass of "
+            f"ssmzoo.modeling.SSMModel, got {type(subject.model).__name__}"
+        )
+    return InspectedModel(subject.model, subject.name, subject.untrained)
+
+
+def load_backbone(name: str, *, seed: int, device: str | None) -> LoadedBackbone:
+    """Return the same of any model that transformers loads.
+
+    Raises:
+        LookupError: There is no such model, family or preset.
+        ValueError: The folder holds no complete model, or the device is not there.
+        RuntimeError: The family's plugin cannot be loaded.
+    """
     place = usable_device(device)
     source = model_source(name)
     if source.family is not None:
         model = _untrained(source.family, source.preset, seed)
-        return InspectedModel(_placed(model, place), name, True)
+        return LoadedBackbone(_placed(model, place), name, True)
     from transformers import AutoModel
 
     shown = name if source.folder is None else model_name(name) or name
     model = load_model(name, source.folder, "float32", False, kind=AutoModel)
-    return InspectedModel(_placed(_checked(model, name), place), shown, False)
+    return LoadedBackbone(_placed(model, place), shown, False)
 
 
 def reference_inputs(
-    subject: InspectedModel,
+    subject: LoadedBackbone,
     length: int,
     sequences: int,
     *,
@@ -82,9 +106,12 @@ def reference_inputs(
             )
         return tokens[: count * length].view(count, length).to(device)
     draw = torch.Generator().manual_seed(seed)
-    if config.input_channels is not None:
-        return torch.randn(sequences, length, config.input_channels, generator=draw).to(device)
-    return torch.randint(config.vocab_size, (sequences, length), generator=draw).to(device)
+    channels = getattr(config, "input_channels", None)
+    if channels is not None:
+        return torch.randn(sequences, length, channels, generator=draw).to(device)
+    return torch.randint(
+        config.get_text_config().vocab_size, (sequences, length), generator=draw
+    ).to(device)
 
 
 def given_ids(subject: InspectedModel, rows: Sequence[Sequence[int]]) -> Tensor:
@@ -139,24 +166,14 @@ def _tokenizer(subject: InspectedModel, source: str) -> PreTrainedTokenizerBase:
         raise ValueError(f"{error}; leave text out for random tokens") from error
 
 
-def _untrained(name: str, preset: str | None, seed: int) -> SSMModel:
+def _untrained(name: str, preset: str | None, seed: int) -> PreTrainedModel:
     family = load_family(name)
     config = family.config(**family.tiny) if preset is None else family.config(preset)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = family.model_class(cast(Any, config))
-    return _checked(model, name)
+        return family.model_class(cast(Any, config))
 
 
-def _checked(model: object, name: str) -> SSMModel:
-    if not isinstance(model, SSMModel):
-        raise ValueError(
-            f"{name!r} must be a model of the zoo, a subclass of ssmzoo.modeling.SSMModel, "
-            f"got {type(model).__name__}"
-        )
-    return model
-
-
-def _placed(model: SSMModel, place: torch.device) -> SSMModel:
+def _placed(model: PreTrainedModel, place: torch.device) -> PreTrainedModel:
     nn.Module.to(model, place)
     return model.eval()

@@ -14,6 +14,7 @@ from ssmzoo.cli.options import (
     LENGTH,
     MODEL,
     OUTPUT,
+    STOCK,
     Option,
     Verb,
     lengths,
@@ -33,6 +34,7 @@ def _doctor(options: argparse.Namespace) -> int:
             batch_size=options.batch_size,
             length=options.length,
             device=options.device,
+            stock=options.stock,
         )
     if options.json:
         print_json(found)
@@ -67,7 +69,8 @@ def _print_examined(facts: dict[str, Any]) -> None:
             layers.append([index, index, shared])
     rows = []
     for first, last, shared in layers:
-        plain = {} if shared["read"] or shared["step"] else {"none of ours": "plain torch"}
+        theirs = "transformers' own" if shared["stock"] else "plain torch"
+        plain = {} if shared["read"] or shared["step"] else {"none of ours": theirs}
         for op in {**shared["read"], **shared["step"], **plain}:
             rows.append(
                 {
@@ -76,7 +79,7 @@ def _print_examined(facts: dict[str, Any]) -> None:
                     "op": op,
                     "reading": shared["read"].get(op, plain.get(op, "")),
                     "step": shared["step"].get(op, plain.get(op, "")),
-                    "why not faster": shared["hints"].get(op, ""),
+                    "why not faster": shared["hints"].get(op, shared["stock"] or ""),
                 }
             )
     print_table(rows)
@@ -95,6 +98,7 @@ DOCTOR = Verb(
         BATCH_SIZE,
         LENGTH.but(default=512, help="tokens to read (default: 512)"),
         DEVICE,
+        STOCK,
         JSON,
     ),
     _doctor,
@@ -143,6 +147,7 @@ def _bench(options: argparse.Namespace) -> int:
         lengths=options.lengths,
         peers=not options.no_peers,
         slow=options.slow_peers,
+        stock=options.stock,
         runs=options.runs,
         memory=options.memory,
         output=options.output,
@@ -171,6 +176,7 @@ BENCH = Verb(
             help="tokens of a sequence (default: 512,2048)",
         ),
         Option("--no-peers", action="store_true", help="leave out transformers' own models"),
+        STOCK.but(help="leave out transformers' own models on ssmzoo's kernels"),
         Option(
             "--slow-peers", action="store_true", help="time also those that take minutes a step"
         ),

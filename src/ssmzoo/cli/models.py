@@ -17,6 +17,7 @@ from ssmzoo.cli.options import (
     OUTPUT,
     SAVED_MODEL,
     SEED,
+    STOCK,
     TEXT,
     TRUST,
     Option,
@@ -149,6 +150,7 @@ def _generate(options: argparse.Namespace) -> int:
         trust_remote_code=options.trust_remote_code,
         state=options.state,
         save_state=options.save_state,
+        stock=options.stock,
         write=_write if streams else None,
     )
     print("" if streams else text)
@@ -196,6 +198,7 @@ GENERATE = Verb(
         DEVICE,
         DTYPE,
         TRUST,
+        STOCK,
     ),
     _generate,
 )

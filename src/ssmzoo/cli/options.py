@@ -199,4 +199,9 @@ DTYPE = Option(
 TRUST = Option(
     "--trust-remote-code", action="store_true", help="let the model bring its own Python code"
 )
+STOCK = Option(
+    "--stock",
+    action="store_true",
+    help="leave transformers' recurrent models as they are, without ssmzoo's kernels",
+)
 JSON = Option("--json", action="store_true", help="print JSON instead of text")

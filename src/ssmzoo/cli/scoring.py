@@ -15,6 +15,7 @@ from ssmzoo.cli.options import (
     OUTPUT,
     SAVED_MODEL,
     SEED,
+    STOCK,
     TEXT,
     TRUST,
     Option,
@@ -42,6 +43,7 @@ def _eval(options: argparse.Namespace) -> int:
         device=options.device,
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
+        stock=options.stock,
     )
     report = json.loads(Path(path).read_text(encoding="utf-8"))
     if options.json:
@@ -74,6 +76,7 @@ EVAL = Verb(
         DEVICE,
         DTYPE,
         TRUST,
+        STOCK,
         JSON,
     ),
     _eval,

@@ -7,7 +7,7 @@ import dataclasses
 import os
 from pathlib import Path
 
-from ssmzoo.cli.options import JSON, LENGTH, OUTPUT, SAVED_MODEL, SET, Option, Verb
+from ssmzoo.cli.options import JSON, LENGTH, OUTPUT, SAVED_MODEL, SET, STOCK, Option, Verb
 from ssmzoo.cli.show import print_json, quieten_bars
 
 
@@ -15,7 +15,13 @@ def _train(options: argparse.Namespace) -> int:
     from ssmzoo.training.run import train
 
     output = options.output or Path("runs", Path(options.recipe).stem)
-    run = train(options.recipe, output_dir=output, resume=options.resume, overrides=options.set)
+    run = train(
+        options.recipe,
+        output_dir=output,
+        resume=options.resume,
+        overrides=options.set,
+        stock=options.stock,
+    )
     if os.environ.get("RANK", "0") == "0":  # the first of the processes that a launcher started
         print(run)
     return 0
@@ -34,6 +40,7 @@ TRAIN = Verb(
             help="resume the run in that folder, or start if the folder is empty",
         ),
         SET.but(help="change one field of the recipe, e.g. train.lr=1e-3; may be repeated"),
+        STOCK,
     ),
     _train,
 )

@@ -55,6 +55,7 @@ def evaluate(
     device: str | None = None,
     dtype: Dtype = "auto",
     trust_remote_code: bool = False,
+    stock: bool = False,
 ) -> Path:
     """Score a model and return its results file, ``<output_dir>/<name>.json``.
 
@@ -74,6 +75,7 @@ def evaluate(
         device: A torch device; by default a GPU where there is one.
         dtype: Type of the weights; "auto" is the checkpoint's own.
         trust_remote_code: Let a checkpoint run code of its own.
+        stock: Leave transformers' recurrent models as they are, without our kernels.
 
     Raises:
         ValueError: An argument, the checkpoint, or an existing results file is unusable.
@@ -97,6 +99,7 @@ def evaluate(
     _require_lm_eval()
 
     from ssmzoo.evaluation import scorer
+    from ssmzoo.modeling.stock import choose_kernels
     from ssmzoo_kernels.machine import environment, hardware
 
     with scorer.tamed():
@@ -115,6 +118,7 @@ def evaluate(
         network = load_model(model, folder, dtype, trust_remote_code)
         cast("torch.nn.Module", network).to(place)
         check_vocabulary(network, tokenizer)
+        choose_kernels(network, stock)
         lm = scorer.Scorer(network, tokenizer, batch_size=batch_size)
         results: Results = {
             "model": {
@@ -133,7 +137,7 @@ def evaluate(
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": _command(
                 model, tasks, suite, text, output_dir, name, batch_size, limit, seed, device, dtype,
-                trust_remote_code,
+                trust_remote_code, stock,
             ),
         }  # fmt: skip
         if folder is not None and folder.resolve().name == "model":
@@ -214,6 +218,7 @@ def _command(
     device: str | None,
     dtype: str,
     trust_remote_code: bool,
+    stock: bool,
 ) -> str:
     """Write down the command line that does the same again; defaults that decide are spelt out."""
     words = ["ssmzoo", "eval", model]
@@ -230,7 +235,8 @@ def _command(
         ("--dtype", dtype),
     ):
         words += [flag, str(value)] if value is not None else []
-    return portable_command([*words, "--trust-remote-code"] if trust_remote_code else words)
+    words += ["--trust-remote-code"] if trust_remote_code else []
+    return portable_command([*words, "--stock"] if stock else words)
 
 
 def _digest_of(parts: Iterable[bytes]) -> str:

@@ -31,6 +31,7 @@ def generate(
     trust_remote_code: bool = False,
     state: str | Path | None = None,
     save_state: str | Path | None = None,
+    stock: bool = False,
     write: Callable[[str], None] | None = None,
 ) -> str:
     """Return the model's continuation of a prompt, without the prompt.
@@ -49,6 +50,7 @@ def generate(
         trust_remote_code: Let the checkpoint bring its own Python code.
         state: A folder that ``save_state`` wrote: go on from there; the prompt follows.
         save_state: Keep what was read, ``state`` and prompt, in this folder.
+        stock: Leave transformers' recurrent models as they are, without our kernels.
         write: Called with each finished piece of text as it appears; not with beams.
 
     Raises:
@@ -70,9 +72,12 @@ def generate(
     import torch
     from transformers import GenerationConfig
 
+    from ssmzoo.modeling.stock import choose_kernels
+
     cast(torch.nn.Module, network).to(place)
 
     inputs = _inputs(network, tokenizer, prompt, state, save_state)
+    choose_kernels(network, stock)
     own = network.generation_config
     ends = own.eos_token_id if own is not None else None
     if ends is None:

@@ -128,10 +128,10 @@ class RunFolder:
         except ValueError:  # not there yet, or damaged and about to be replaced
             before = {}
         new = [{"step": step, **change} for change in self._changes]
-        processes = before.get("processes", facts["processes"])
-        if processes != facts["processes"]:
-            change = {"field": "processes", "from": processes, "to": facts["processes"]}
-            new.append({"step": step, **change})
+        for name in ("processes", "recurrent_layers"):
+            now = facts.get(name)
+            if (was := before.get(name, now)) != now:
+                new.append({"step": step, "field": name, "from": was, "to": now})
         changes = before.get("changes", [])
         if not new or changes[-len(new) :] == new:  # written, and killed before the recipe was
             return changes

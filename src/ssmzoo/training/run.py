@@ -37,6 +37,7 @@ def train(
     output_dir: str | Path,
     resume: bool = False,
     overrides: Sequence[str] = (),
+    stock: bool = False,
 ) -> Path:
     """Train the model of a recipe and return the run's folder.
 
@@ -60,6 +61,8 @@ def train(
             ``train.accumulate``, ``train.gradient_checkpointing``, and where the data lies. What
             differs is listed in ``run.json`` under ``changes``.
         overrides: ``section.field=value``; they win over the recipe.
+        stock: Leave transformers' recurrent models as they are, without our kernels. What is saved
+            is the same either way, and a resume may choose anew.
 
     Raises:
         LookupError: A recipe, field, family, data set or tokenizer that does not exist.
@@ -73,10 +76,10 @@ def train(
     require_launched()
     request = StopRequest()
     with request.heard():
-        return _train(chosen, Path(output_dir).absolute(), resume, request)
+        return _train(chosen, Path(output_dir).absolute(), resume, request, stock)
 
 
-def _train(recipe: Recipe, folder: Path, resume: bool, request: StopRequest) -> Path:
+def _train(recipe: Recipe, folder: Path, resume: bool, request: StopRequest, stock: bool) -> Path:
     try:
         from accelerate.state import AcceleratorState
     except ImportError as error:
@@ -92,18 +95,20 @@ def _train(recipe: Recipe, folder: Path, resume: bool, request: StopRequest) -> 
     try:
         with locked(folder) if accelerator.is_main_process else nullcontext():
             with request.obeyed_at_once() if alone else nullcontext():
-                run = Run(accelerator, recipe, RunFolder(folder), request, resume=resume)
+                run = Run(
+                    accelerator, recipe, RunFolder(folder), request, resume=resume, stock=stock
+                )
             run.go()
         leave = True
     except Stopped as stopped:
         leave = True
-        told = Stopped(stopped.signal, f"{stopped} {_what_is_kept(folder, run, alone=alone)}")
+        told = Stopped(stopped.signal, f"{stopped} {_what_is_kept(folder, run, alone, stock)}")
         if accelerator.is_main_process:
             logger.warning("%s", told)
         raise told from None
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
-            raise RuntimeError(_memory_message(error, recipe, folder, run)) from error
+            raise RuntimeError(_memory_message(error, recipe, folder, run, stock)) from error
         if not (isinstance(error, RuntimeError) and is_of_another_process(error)):
             raise
         saved = checkpoints(folder / "checkpoints")
@@ -120,7 +125,7 @@ def _train(recipe: Recipe, folder: Path, resume: bool, request: StopRequest) -> 
     return folder
 
 
-def _what_is_kept(folder: Path, run: Run | None, *, alone: bool) -> str:
+def _what_is_kept(folder: Path, run: Run | None, alone: bool, stock: bool) -> str:
     """Return where a run stopped and how it goes on."""
     if not (folder / "recipe.yaml").exists():
         return "before anything was trained; give the same command again, with or without --resume"
@@ -129,17 +134,18 @@ def _what_is_kept(folder: Path, run: Run | None, *, alone: bool) -> str:
     saved = checkpoints(folder / "checkpoints")
     where = f"after step {step_of(saved[-1])}, which is saved" if saved else "before its first step"
     launcher = "" if alone else "under the same launcher, "
-    return f"{where}; to go on: {launcher}{_resuming(folder)}"
+    return f"{where}; to go on: {launcher}{_resuming(folder, stock)}"
 
 
-def _resuming(folder: Path) -> str:
+def _resuming(folder: Path, stock: bool) -> str:
     """Return the command that goes on with a run."""
-    return shlex.join(
-        ["ssmzoo", "train", str(folder / "recipe.yaml"), "--output", str(folder), "--resume"]
-    )
+    words = ["ssmzoo", "train", str(folder / "recipe.yaml"), "--output", str(folder), "--resume"]
+    return shlex.join([*words, "--stock"] if stock else words)
 
 
-def _memory_message(error: BaseException, recipe: Recipe, folder: Path, run: Run | None) -> str:
+def _memory_message(
+    error: BaseException, recipe: Recipe, folder: Path, run: Run | None, stock: bool
+) -> str:
     """Return what ran out of memory, what needs less of it, and how the run goes on."""
     options, steps = recipe.train, 0 if run is None else run.progress.step
     seq_len = "" if options.seq_len is None else f" (train.seq_len = {options.seq_len})"
@@ -163,4 +169,4 @@ def _memory_message(error: BaseException, recipe: Recipe, folder: Path, run: Run
         change = f" --set train.accumulate={accumulate}"
     elif not options.gradient_checkpointing:
         change = " --set train.gradient_checkpointing=true"
-    return f"{text}; {kept}to go on: {_resuming(folder)}{change}"
+    return f"{text}; {kept}to go on: {_resuming(folder, stock)}{change}"

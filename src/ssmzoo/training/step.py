@@ -47,10 +47,12 @@ class Learner:
         plan: The run in steps.
         task: The supervised task; None for rows of tokens.
         checkpoint: Whose weights it begins with; None for the recipe's.
+        stock: Leave transformers' recurrent models without our kernels.
 
     Attributes:
         model: The model as Accelerate prepared it.
         bare: The model itself.
+        recurrent: By name, what each recurrent layer of a transformers model runs on.
         rate: The learning rate of the last step, of the first group.
 
     Raises:
@@ -66,7 +68,11 @@ class Learner:
         plan: Plan,
         task: Supervised | None,
         checkpoint: Path | None,
+        *,
+        stock: bool = False,
     ) -> None:
+        from ssmzoo.modeling.stock import accelerated, choose_kernels
+
         self.processes, self.task, options = processes, task, recipe.train
         self.micro_batch, self.accumulate = options.micro_batch(processes.count), options.accumulate
         seed_all(options.seed)
@@ -91,6 +97,10 @@ class Learner:
             },
         )
         accelerator = self._accelerator = processes.accelerator
+        if not accelerator.is_fsdp2:  # a model may be too large for a device until it is sharded
+            cast("torch.nn.Module", model).to(accelerator.device)
+        choose_kernels(model, stock)
+        self.recurrent = accelerated(model)
         self.model, prepared = accelerator.prepare(model, optimizer)
         # not through the wrapper, which looks for a package at every step
         self.optimizer: torch.optim.Optimizer = prepared.optimizer

@@ -62,6 +62,7 @@ class Run:
         request: StopRequest,
         *,
         resume: bool,
+        stock: bool = False,
     ) -> None:
         self.recipe, self.folder, self.finished = recipe, folder, False
         processes = self.processes = Processes(accelerator, request)
@@ -77,7 +78,9 @@ class Run:
         self.plan = Plan.of(recipe, self.data.epoch_rows)
         require_ahead(recipe, self.plan.total, done)
         self.progress = Progress()
-        self.learner = Learner(processes, recipe, self.config, self.plan, source.task, checkpoint)
+        self.learner = Learner(
+            processes, recipe, self.config, self.plan, source.task, checkpoint, stock=stock
+        )
         if checkpoint is not None:
             restore_run(checkpoint, self.learner, self.progress, recipe, self.data.train)
         self._new_tokens = 0  # of this process, since the last line
@@ -91,8 +94,10 @@ class Run:
         from ssmzoo_kernels.machine import environment, hardware
 
         accelerator = self.processes.accelerator
+        recurrent = sorted(set(self.learner.recurrent.values()))
         return {
             "model_type": self.config.model_type,
+            **({"recurrent_layers": recurrent} if recurrent else {}),
             "hardware": hardware(accelerator.device),
             "environment": environment(),
             "processes": self.processes.count,

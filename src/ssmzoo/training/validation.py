@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ssmzoo.recipe import HIGHER_IS_BETTER, Recipe
 from ssmzoo.training.model import load_for_task
@@ -13,13 +13,13 @@ from ssmzoo.training.objectives import Objective
 from ssmzoo.training.step import Learner
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from torch import nn
 
     from ssmzoo.evaluation.results import Score
 
 
 def measure_held_out(
-    learner: Learner, parts: Iterable[Any], model: PreTrainedModel | None = None
+    learner: Learner, parts: Iterable[Any], model: nn.Module | None = None
 ) -> dict[str, float | int]:
     """Return the objective's metrics of held-out parts, over all processes.
 
@@ -50,8 +50,13 @@ def measure_checkpoint(
     learner: Learner, parts: Iterable[Any], checkpoint: Path
 ) -> dict[str, float | int]:
     """Return the metrics of a checkpoint's model; see :func:`measure_held_out`."""
+    from ssmzoo.modeling.stock import accelerate
+
     model = load_for_task(str(checkpoint), task=learner.task)
-    return measure_held_out(learner, parts, model.to(learner.processes.accelerator.device))
+    model = cast("nn.Module", model).to(learner.processes.accelerator.device)
+    if any(not kernels.startswith("stock") for kernels in learner.recurrent.values()):
+        accelerate(model)
+    return measure_held_out(learner, parts, model)
 
 
 def is_best(
