@@ -8,7 +8,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCABULARY = 61
-_ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+_ATTENTION = {
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48},
+    **{"max_position_embeddings": 64},
+}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _MAMBA2 = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_chunk_size": 16}
 _DELTA = {

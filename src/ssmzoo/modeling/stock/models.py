@@ -134,9 +134,10 @@ def choose_kernels(model: nn.Module, stock: bool) -> None:
         mixers = accelerated(model)
         served = [ops for ops in mixers.values() if not ops.startswith("stock")]
         _log.info(
-            "%s: %d recurrent layers run on ssmzoo's kernels (%s); --stock leaves them alone",
+            "%s: %d recurrent layer%s on ssmzoo's kernels (%s); --stock leaves them alone",
             _name(model),
             len(served),
+            " runs" if len(served) == 1 else "s run",
             "; ".join(sorted(set(served))),
         )
     for reason in sorted(reasons):
