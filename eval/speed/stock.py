@@ -6,7 +6,8 @@ A training step (B4 L512 and B1 L2048) and a decoded token (B1) of models of hid
 layers. Stock and ours take turns; the least time of each counts. "default" is what transformers
 runs on a CPU as it comes, "mamba.py" its use_mambapy, timed once where a step takes longer than 20
 seconds. A step's memory is by how much it raises a process of its own; of the default loop, which
-takes more than a minute and the most memory, it is not measured. Floors: the products of the linear
+takes the longest and the most memory, it is not measured. Memory is given back as Python does
+unless it is told otherwise: the loop waits for pages most of its time. Floors: the products of the linear
 layers at the speed of a large one here, or a decoded token's weights and states at the speed of a
 copy. Writes kernels/benchmarks/results/stock.csv.
 """
@@ -26,7 +27,6 @@ from transformers.utils import logging
 import ssmzoo
 from ssmzoo_kernels.machine import (
     circumstances,
-    keep_freed_memory,
     measured_apart,
     memory_growth,
 )
@@ -176,7 +176,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     logging.set_verbosity_error()
-    keep_freed_memory()
     flops, bandwidth = machine_speeds()
     where = circumstances(torch.device("cpu"))
     print(f"{where['device']}: {flops / 1e9:.0f} Gflop/s, {bandwidth / 1e9:.1f} GB/s", flush=True)
