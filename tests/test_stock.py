@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import ssmzoo
+from ssmzoo.modeling.stock import functions
 from ssmzoo.modeling.stock.classes import Accelerated
+from ssmzoo.modeling.stock.functions import _told
+from ssmzoo_kernels import layers
 from ssmzoo_kernels.dispatch import watch
 
 LENGTH = 37  # more than two chunks of 16, and no whole number of them
@@ -245,6 +248,35 @@ def test_an_adapter_of_step_sizes_is_effective_which_stock_code_reads_past(
         judge = merged(x, use_cache=False).logits
     assert distance(torch.cat(steps, 1), judge) <= 1e-5
     assert distance(judge, exact) > 1e-3
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "falcon_mamba"])
+def test_training_reads_weights_only_where_nothing_wraps_or_watches_a_layer(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = tiny(model_type).train(), ids()
+    mask = torch.ones_like(x)
+    mask[0, :9] = 0
+    masked = gradients(model, x, attention_mask=mask)
+    ssmzoo.accelerate(model)
+    fused, calls = layers.FUNCTIONS["mamba_inner_fn"], []
+    monkeypatch.setattr(
+        functions, "_told", lambda f: lambda *a, **k: (calls.append(f), _told(f)(*a, **k))[1]
+    )
+    gradients(model, x)
+    assert calls.count(fused) == 2  # of two layers
+    mixer = next(m for m in model.modules() if hasattr(m, "x_proj"))
+    seen: list[Any] = []
+    hook = mixer.x_proj.register_forward_hook(lambda *_: seen.append(1))
+    gradients(model, x)
+    hook.remove()
+    assert seen == [1]
+    assert calls.count(fused) == 3  # of the other layer
+    for theirs, ours in zip(
+        masked[1].values(), gradients(model, x, attention_mask=mask)[1].values(), strict=True
+    ):
+        assert distance(ours, theirs) <= 1e-4
+    assert calls.count(fused) == 3
 
 
 @every_kind

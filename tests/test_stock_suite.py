@@ -16,7 +16,14 @@ DIFFERENCES: dict[str, str] = {}
 def outcomes(kernels: str, report: Path, root: Path) -> dict[str, str]:
     """Run the tests and return what each did, by ``class::name``."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", f"--junitxml={report}"]
-    command += ["--timeout", "300", "-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider"]
+    command += [
+        "--timeout",
+        "300",
+        "-o",
+        "addopts=--import-mode=importlib",
+        "-p",
+        "no:cacheprovider",
+    ]
     command += ["-W", "ignore::pytest.PytestUnknownMarkWarning"]
     command += ["tests/transformers_common/every_stock_type.py"]
     places = {"PYTHONPATH": str(SUITE), "SSMZOO_KERNELS": kernels, "CUDA_VISIBLE_DEVICES": ""}

@@ -6,10 +6,10 @@ A training step (B4 L512 and B1 L2048) and a decoded token (B1) of models of hid
 layers. Stock and ours take turns; the least time of each counts. "default" is what transformers
 runs on a CPU as it comes, "mamba.py" its use_mambapy, timed once where a step takes longer than 20
 seconds. A step's memory is by how much it raises a process of its own; of the default loop, which
-takes the longest and the most memory, it is not measured. Memory is given back as Python does
-unless it is told otherwise: the loop waits for pages most of its time. Floors: the products of the linear
-layers at the speed of a large one here, or a decoded token's weights and states at the speed of a
-copy. Writes kernels/benchmarks/results/stock.csv.
+takes the longest and the most memory, it is not measured. The allocator is as Python has it: the
+loop waits for fresh pages most of its time. Floors: the products of the linear layers at the speed
+of a large one here, or a decoded token's weights at the speed of a copy. Writes
+kernels/benchmarks/results/stock.csv.
 """
 
 import argparse

@@ -57,26 +57,50 @@ def causal_conv1d_update(
 
 
 def mamba_inner_fn(
-    xz: Tensor,
-    conv1d_weight: Tensor,
-    conv1d_bias: Tensor | None,
-    x_proj_weight: Tensor,
-    delta_proj_weight: Tensor,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    A: Tensor,
+    xz: Tensor,  # [B, 2 D, L]
+    conv1d_weight: Tensor,  # [D, 1, K]
+    conv1d_bias: Tensor | None,  # [D]
+    x_proj_weight: Tensor,  # [R + 2 N, D]
+    delta_proj_weight: Tensor,  # [D, R]
+    out_proj_weight: Tensor,  # [hidden, D]
+    out_proj_bias: Tensor | None,  # [hidden]
+    A: Tensor,  # [D, N]
     B: Tensor | None = None,
     C: Tensor | None = None,
-    D: Tensor | None = None,
-    delta_bias: Tensor | None = None,
+    D: Tensor | None = None,  # [D]
+    delta_bias: Tensor | None = None,  # [D]
     delta_softplus: bool = True,
     b_rms_weight: Tensor | None = None,
     c_rms_weight: Tensor | None = None,
     dt_rms_weight: Tensor | None = None,
     b_c_dt_rms_eps: float = 1e-6,
     **kwargs: Any,
-) -> None:
-    """Decline: the mixer then calls its projections as layers, so that adapters take effect."""
+) -> Tensor:
+    """Run a whole mixer behind its first projection, ``[B, L, hidden]``, without a cache or a mask.
+
+    It reads the weights of projections: for layers that nothing wraps. With ``dt_rms_weight`` it
+    normalises dt, B and C before ``dt``'s projection and without weights, as Falcon-Mamba's layers.
+    """
+    rows, gate = xz.transpose(1, 2).chunk(2, dim=-1)
+    packing = boundaries(rows, kwargs)
+    x, _ = causal_conv1d(
+        flat(rows, packing),
+        conv1d_weight.squeeze(1),
+        conv1d_bias,
+        activation="silu",
+        cu_seqlens=packing,
+    )
+    parts = [delta_proj_weight.shape[1], A.shape[1], A.shape[1]]
+    split = F.linear(x, x_proj_weight).split(parts, dim=-1)
+    if dt_rms_weight is not None:
+        split = [_normed(part, b_c_dt_rms_eps) for part in split]
+    dt, write, read = split
+    step = F.linear(dt, delta_proj_weight)
+    y, _ = selective_scan(
+        x, step, A, write, read, D, flat(gate, packing), delta_bias, cu_seqlens=packing
+    )
+    bias = None if out_proj_bias is None else out_proj_bias.to(out_proj_weight.dtype)
+    return F.linear(y.view(rows.shape), out_proj_weight, bias)
 
 
 def mamba_selective_scan(
@@ -146,6 +170,12 @@ def mamba_selective_state_update(
     y, final = selective_scan(u, step, A, write, read, D, gate, dt_bias, state)
     state.copy_(final)
     return y.squeeze(1)
+
+
+def _normed(x: Tensor, eps: float) -> Tensor:
+    """Return vectors whose root mean square is 1."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def _is_silu(name: str, activation: str | None) -> bool:

@@ -17,11 +17,13 @@ class Call(threading.local):
     Attributes:
         packing: Where packed sequences lie; None: every row is one sequence.
         states: What the next selective scans start from, ``[B, D, N]`` each; none: zeros.
+        fused: Whether a function may read the weights of the mixer's projections.
         dt_limit: The least and greatest step size of a Mamba2 mixer.
     """
 
     packing: PackedRow | None = None
     states: tuple[Tensor, ...] = ()
+    fused: bool = False
     dt_limit: tuple[float, float] | None = None
 
 

@@ -118,6 +118,7 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
     run = _with_globals(stock_forward, inspect.unwrap(stock_forward), ours)
     # the one function that stock code gives no state to start from
     continues = "mamba_selective_scan" in names
+    fuses = "mamba_inner_fn" in names
     linear = (nn.Linear, subclass(nn.Linear))
 
     @functools.wraps(stock_forward)
@@ -134,6 +135,18 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
         call.dt_limit = getattr(self, "time_step_limit", None)
         if continues and not _is_plain(getattr(self, "dt_proj", None), linear):
             self = _WithProjection(self)
+        elif fuses:
+            call.fused = (
+                cache_params is None
+                and attention_mask is None  # which the fused function does not take
+                and self.activation in ("silu", "swish")
+                and type(self.conv1d) is nn.Conv1d
+                and not _is_watched(self.conv1d)
+                and all(
+                    _is_plain(layer, linear) and not _is_watched(layer)
+                    for layer in (self.x_proj, self.dt_proj, self.out_proj)
+                )
+            )
         if not continues or cache_params is None or length == 1:
             return run(self, hidden_states, cache_params, attention_mask, **kwargs)
         layer = cache_params.layers[self.layer_idx]
@@ -151,6 +164,11 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
 def _is_plain(layer: Any, linear: tuple[type, ...]) -> bool:
     """Return whether a layer's weight is all that it multiplies with; True of no layer."""
     return layer is None or (type(layer) in linear and type(layer.weight) is nn.Parameter)
+
+
+def _is_watched(layer: nn.Module) -> bool:
+    """Return whether calling a layer does more than its forward: hooks, or weights to fetch."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or hasattr(layer, "_hf_hook"))
 
 
 class _Projection:

@@ -55,6 +55,12 @@ def _causal_conv1d_update(
     return y if ours else ACT2FN[activation](y)
 
 
+@functools.wraps(layers.FUNCTIONS["mamba_inner_fn"])
+def _mamba_inner_fn(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Decline where something wraps a projection: the mixer then calls its layers."""
+    return _told(layers.FUNCTIONS["mamba_inner_fn"])(*args, **kwargs) if call.fused else None
+
+
 @functools.wraps(layers.FUNCTIONS["mamba_selective_scan"])
 def _mamba_selective_scan(*args: Any, **kwargs: Any) -> Any:
     start, call.states = (call.states[0], call.states[1:]) if call.states else (None, ())
@@ -73,6 +79,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: _told(function) for name, function in layers.FUNCTIONS.items()},
     "causal_conv1d_fn": _causal_conv1d_fn,
     "causal_conv1d_update": _causal_conv1d_update,
+    "mamba_inner_fn": _mamba_inner_fn,
     "mamba_selective_scan": _mamba_selective_scan,
     "mamba2_selective_state_update": _mamba2_selective_state_update,
 }
