@@ -9,10 +9,11 @@ seconds. A step's memory is by how much it raises a process of its own; of the d
 takes the longest and the most memory, it is not measured. The allocator is as Python has it: the
 loop waits for fresh pages most of its time. Floors: the products of the linear layers at the speed
 of a large one here, or a decoded token's weights at the speed of a copy. Writes
-kernels/benchmarks/results/stock.csv.
+kernels/benchmarks/results/stock.csv; rows there of other models stay.
 """
 
 import argparse
+import csv
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -77,7 +78,7 @@ def build(model_type: str, variant: str) -> Any:
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     given = {**settings, **tokens, **MODELS[model_type]}
     if variant == "mamba.py":
-        given["use_mambapy"] = True
+        given["use_mambapy"] = given["use_falcon_mambapy"] = True
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **given))
     if variant == "ours":
@@ -214,7 +215,9 @@ def main() -> None:
                     )
                 rows.append({**row, **where})
                 print(*(f"{value}" for value in row.values()), sep="  ", flush=True)
-    write_table(rows, options.output / "stock.csv")
+    table, timed = options.output / "stock.csv", options.models.split(",")
+    before = list(csv.DictReader(table.open(newline=""))) if table.exists() else []
+    write_table([*(row for row in before if row["model"] not in timed), *rows], table)
 
 
 if __name__ == "__main__":
