@@ -279,6 +279,21 @@ def test_training_reads_weights_only_where_nothing_wraps_or_watches_a_layer(
     assert calls.count(fused) == 3
 
 
+def test_an_adapter_of_one_layer_alone_is_effective_in_training() -> None:
+    peft = pytest.importorskip("peft")
+    model, x = tiny("mamba").train(), ids()
+    # the layer before it trains in one function
+    config = peft.LoraConfig(
+        r=2, target_modules=r".*layers\.1\..*(x|dt)_proj", init_lora_weights=False
+    )
+    adapted = peft.get_peft_model(model, config)
+    ssmzoo.accelerate(adapted)
+    logits, ours = gradients(adapted, x)
+    assert all(gradient.abs().max() > 0 for gradient in ours.values())
+    merged = adapted.merge_and_unload()
+    assert distance(logits, merged(x, use_cache=False).logits) <= 1e-5
+
+
 @every_kind
 def test_offloaded_weights_are_fetched(model_type: str) -> None:
     from accelerate import cpu_offload

@@ -134,7 +134,7 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
             attention_mask = attention_mask[:, -length:]  # the mask of what the cache has seen too
         call.dt_limit = getattr(self, "time_step_limit", None)
         if continues and not _is_plain(getattr(self, "dt_proj", None), linear):
-            self = _WithProjection(self)
+            self, call.fused = _WithProjection(self), False
         elif fuses:
             call.fused = (
                 cache_params is None
