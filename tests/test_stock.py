@@ -492,3 +492,14 @@ def test_unknown_code_of_transformers_stays_stock(monkeypatch: pytest.MonkeyPatc
 
 def _reasons(model: nn.Module) -> list[str]:
     return list(ssmzoo.accelerated(model).values())
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "qwen3_5_text"])
+def test_other_activations_are_the_stock_ones(model_type: str) -> None:
+    model, x = tiny(model_type, hidden_act="gelu"), ids()
+    with torch.no_grad():
+        stock = model(x, use_cache=False).logits
+        ssmzoo.accelerate(model)
+        first, cache = cached(model, x[:, :-1], {})
+        last, _ = cached(model, x[:, -1:], cache)
+        assert distance(torch.cat([first, last], 1), stock) <= 1e-5

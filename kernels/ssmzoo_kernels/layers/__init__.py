@@ -15,14 +15,7 @@ from torch import Tensor, nn
 from ssmzoo_kernels.layers import linear_attention as _linear_attention
 from ssmzoo_kernels.layers import selective_scan as _selective_scan
 
-_LINEAR_ATTENTION = (
-    "mamba2_chunk_scan",
-    "torch_chunk_gated_delta_rule",
-    "torch_recurrent_gated_delta_rule",
-    "chunk_kimi_delta_attention",
-    "recurrent_kimi_delta_attention",
-)
-# by the name that mixers call
+# by the name that mixers call; KDA's have the arguments of the delta rule's
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _selective_scan.causal_conv1d_fn,
     "causal_conv1d_update": _selective_scan.causal_conv1d_update,
@@ -31,14 +24,22 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mamba_selective_state_update": _selective_scan.mamba_selective_state_update,
     "mamba2_split_conv1d_scan_combined": _linear_attention.mamba2_split_conv1d_scan_combined,
     "mamba2_selective_state_update": _linear_attention.mamba2_selective_state_update,
-    **{name: getattr(_linear_attention, name) for name in _LINEAR_ATTENTION},
+    "mamba2_chunk_scan": _linear_attention.mamba2_chunk_scan,
+    "torch_chunk_gated_delta_rule": _linear_attention.torch_chunk_gated_delta_rule,
+    "torch_recurrent_gated_delta_rule": _linear_attention.torch_recurrent_gated_delta_rule,
+    "chunk_kimi_delta_attention": _linear_attention.torch_chunk_gated_delta_rule,
+    "recurrent_kimi_delta_attention": _linear_attention.torch_recurrent_gated_delta_rule,
 }
 # by function, the op that it runs; the others are plain torch
 OPS = {
     "causal_conv1d_fn": "causal_conv1d",
     "mamba_selective_scan": "selective_scan",
     "mamba_selective_state_update": "selective_scan",
-    **dict.fromkeys(_LINEAR_ATTENTION, "gated_linear_attention"),
+    "mamba2_chunk_scan": "gated_linear_attention",
+    "torch_chunk_gated_delta_rule": "gated_linear_attention",
+    "torch_recurrent_gated_delta_rule": "gated_linear_attention",
+    "chunk_kimi_delta_attention": "gated_linear_attention",
+    "recurrent_kimi_delta_attention": "gated_linear_attention",
 }
 
 

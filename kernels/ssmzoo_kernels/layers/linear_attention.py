@@ -129,7 +129,7 @@ def torch_chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run the delta rule with decays ``exp(g)``.
+    """Run the delta rule with decays ``exp(g)``: a number a head, or one a row of the state (KDA).
 
     Returns:
         The outputs ``[B, L, H, V]`` in the query's dtype; the final state ``[B, H, K, V]`` in
@@ -173,57 +173,6 @@ def torch_recurrent_gated_delta_rule(
         initial_state=initial_state,
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        **kwargs,
-    )
-
-
-def chunk_kimi_delta_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    chunk_size: int = 64,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Run KDA: the delta rule with a decay a row, as :func:`torch_chunk_gated_delta_rule`."""
-    return torch_recurrent_gated_delta_rule(
-        query,
-        key,
-        value,
-        g,
-        beta,
-        initial_state,
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        **kwargs,
-    )
-
-
-def recurrent_kimi_delta_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    use_qk_l2norm_in_kernel: bool = False,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Run KDA, as :func:`torch_chunk_gated_delta_rule`."""
-    return torch_recurrent_gated_delta_rule(
-        query,
-        key,
-        value,
-        g,
-        beta,
-        initial_state,
-        output_final_state,
-        use_qk_l2norm_in_kernel,
         **kwargs,
     )
 

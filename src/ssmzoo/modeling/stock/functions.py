@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -25,34 +26,19 @@ def _told(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@functools.wraps(layers.FUNCTIONS["causal_conv1d_fn"])
-def _causal_conv1d_fn(
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    **kwargs: Any,
-) -> Tensor:
-    ours = activation in ("silu", "swish", None)
-    y = _told(layers.FUNCTIONS["causal_conv1d_fn"])(
-        hidden_states, weight, bias, activation if ours else None
-    )
-    return y if ours else ACT2FN[activation](y)
+def _activated(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a convolution that takes every activation of transformers, not silu alone."""
+    place = [*inspect.signature(function).parameters].index("activation")
 
+    @functools.wraps(function)
+    def run(*args: Any, activation: str | None = None, **kwargs: Any) -> Tensor:
+        if len(args) > place:
+            args, activation = args[:place], args[place]
+        ours = activation in ("silu", "swish", None)
+        y = function(*args, activation=activation if ours else None, **kwargs)
+        return y if ours else ACT2FN[activation](y)
 
-@functools.wraps(layers.FUNCTIONS["causal_conv1d_update"])
-def _causal_conv1d_update(
-    hidden_states: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-) -> Tensor:
-    ours = activation in ("silu", "swish", None)
-    y = layers.FUNCTIONS["causal_conv1d_update"](
-        hidden_states, conv_state, weight, bias, activation if ours else None
-    )
-    return y if ours else ACT2FN[activation](y)
+    return run
 
 
 @functools.wraps(layers.FUNCTIONS["mamba_inner_fn"])
@@ -77,8 +63,8 @@ def _mamba2_selective_state_update(*args: Any, **kwargs: Any) -> Tensor:
 # by the name that mixers call
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: _told(function) for name, function in layers.FUNCTIONS.items()},
-    "causal_conv1d_fn": _causal_conv1d_fn,
-    "causal_conv1d_update": _causal_conv1d_update,
+    "causal_conv1d_fn": _activated(_told(layers.FUNCTIONS["causal_conv1d_fn"])),
+    "causal_conv1d_update": _activated(layers.FUNCTIONS["causal_conv1d_update"]),
     "mamba_inner_fn": _mamba_inner_fn,
     "mamba_selective_scan": _mamba_selective_scan,
     "mamba2_selective_state_update": _mamba2_selective_state_update,

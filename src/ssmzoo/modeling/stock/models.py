@@ -126,19 +126,19 @@ def choose_kernels(model: nn.Module, stock: bool) -> None:
     if stock or not mixers:
         return
     device = _device(model)
-    reasons = {reason for reason in mixers.values() if reason != "stock: not accelerated"}
+    served = "stock: not accelerated" in mixers.values()
+    reasons = {*mixers.values()} - {"stock: not accelerated"}
     if device not in _DEVICES:
         reasons.add(f"stock: no kernels for {device}")
-    elif len(reasons) == 0 or any(reason == "stock: not accelerated" for reason in mixers.values()):
+    elif served:
         accelerate(model)
-        mixers = accelerated(model)
-        served = [ops for ops in mixers.values() if not ops.startswith("stock")]
+        ran = [ops for ops in accelerated(model).values() if not ops.startswith("stock")]
         _log.info(
             "%s: %d recurrent layer%s on ssmzoo's kernels (%s); --stock leaves them alone",
             _name(model),
-            len(served),
-            " runs" if len(served) == 1 else "s run",
-            "; ".join(sorted(set(served))),
+            len(ran),
+            " runs" if len(ran) == 1 else "s run",
+            "; ".join(sorted(set(ran))),
         )
     for reason in sorted(reasons):
         _log.warning("%s: recurrent layers stay %s", _name(model), reason)

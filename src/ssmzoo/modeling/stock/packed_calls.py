@@ -45,8 +45,7 @@ def enter(
     explicit = cu_seqlens is not None or seq_idx is not None
     if not explicit and (not isinstance(positions, Tensor) or cache is not None):
         return None, kwargs
-    inputs = given.get("input_ids")
-    inputs = given.get("inputs_embeds") if inputs is None else inputs
+    inputs = _inputs(given)
     if not isinstance(inputs, Tensor) or inputs.shape[1] == 1:
         return None, kwargs
     batch, length = inputs.shape[:2]
@@ -95,10 +94,14 @@ def positions(positional: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Any:
     given = {**positional, **kwargs}
     if given.get("position_ids") is not None:
         return given["position_ids"]
-    inputs = given.get("input_ids")
-    inputs = given["inputs_embeds"] if inputs is None else inputs
-    seen = given["past_key_values"].get_seq_length()
+    inputs, seen = _inputs(given), given["past_key_values"].get_seq_length()
     return torch.arange(seen, seen + inputs.shape[1], device=inputs.device)[None]
+
+
+def _inputs(given: Mapping[str, Any]) -> Any:
+    """Return what a call reads, ids or embeddings."""
+    ids = given.get("input_ids")
+    return given.get("inputs_embeds") if ids is None else ids
 
 
 def _attends(model: Any) -> bool:
