@@ -356,6 +356,7 @@ def test_models_without_recurrent_layers_are_one_error(models, tmp_path, capsys)
         num_attention_heads=1,
     )
     LlamaModel(config).save_pretrained(tmp_path / "llama")
+    capsys.readouterr()  # a bar of transformers'
     assert main(["doctor", str(tmp_path / "llama"), "--device", "cpu"]) == 2
     err = capsys.readouterr().err
     assert "must be a model of the zoo, or one of transformers with recurrent layers" in err

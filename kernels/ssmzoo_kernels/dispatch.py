@@ -96,6 +96,11 @@ def use_backend(backend: Backend) -> Iterator[None]:
         _forced.reset(token)
 
 
+def takes_kernels() -> bool:
+    """Tell whether :func:`use_backend` leaves room for C kernels here."""
+    return _forced.get() in (None, "auto", "cpu")
+
+
 def choose(
     op: str,
     backend: Backend,

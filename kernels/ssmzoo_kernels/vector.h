@@ -176,6 +176,23 @@ INLINE vec scaled(vec x, vec n) {
 
 INLINE vec sigmoid(vec x) { return splat(1) / (splat(1) + exponential(-x)); }
 
+/* log(1 + y) = 2 artanh(y / (2 + y)) on 0 <= y <= 1, by its series */
+INLINE vec log_one_plus(vec y) {
+  const int last = sizeof(REAL) == 8 ? 16 : 7;
+  vec s = y / (splat(2) + y), square = s * s, sum = splat((REAL)(1.0 / (2 * last + 1)));
+  UNROLL for (int i = last - 1; i >= 0; i--)
+    sum = sum * square + splat((REAL)(1.0 / (2 * i + 1)));
+  return splat(2) * s * sum;
+}
+
+/* log(1 + exp(x)), and above 20 x itself, as in torch */
+INLINE vec softplus(vec x) {
+  vec zero = {0}, size = pick(x < zero, -x, x), shut = exponential(-size);
+  shut = pick(size > splat(sizeof(REAL) == 8 ? 708 : 87), zero, shut);
+  vec y = pick(x < zero, zero, x) + log_one_plus(shut);
+  return pick(x > splat(20), x, y);
+}
+
 /* Scratch of a thread, aligned for vectors. */
 INLINE void *scratch(int64_t bytes) {
   return aligned_alloc(64, (size_t)((bytes + 63) / 64 * 64));

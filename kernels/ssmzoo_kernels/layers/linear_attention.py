@@ -79,7 +79,7 @@ def mamba2_chunk_scan(
     y = y.view(hidden_states.shape)
     if D is not None:
         y = y + D.to(y.dtype)[:, None] * hidden_states
-    return (y, state.transpose(2, 3)) if return_final_states else y
+    return (y, state.transpose(2, 3).contiguous()) if return_final_states else y
 
 
 def mamba2_selective_state_update(

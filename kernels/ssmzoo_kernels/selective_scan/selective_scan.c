@@ -16,15 +16,6 @@ typedef struct {
   vec u, delta, slope; /* slope = d delta / d dt */
 } Token;
 
-/* log(1 + y) = 2 artanh(y / (2 + y)) on 0 <= y <= 1, by its series */
-INLINE vec log_one_plus(vec y) {
-  const int last = sizeof(REAL) == 8 ? 16 : 7;
-  vec s = y / (splat(2) + y), square = s * s, sum = splat((REAL)(1.0 / (2 * last + 1)));
-  UNROLL for (int i = last - 1; i >= 0; i--)
-    sum = sum * square + splat((REAL)(1.0 / (2 * i + 1)));
-  return splat(2) * s * sum;
-}
-
 /* softplus, and above 20 dt itself, as in torch */
 INLINE Token token(vec u, vec dt, vec energy) {
   (void)energy;

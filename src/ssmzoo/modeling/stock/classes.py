@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ssmzoo.modeling.layers import Linear
+from ssmzoo.modeling.stock import steps
 from ssmzoo.modeling.stock.calls import call, packed
 from ssmzoo.modeling.stock.functions import FUNCTIONS
 from ssmzoo.modeling.stock.packed_calls import enter, positions
@@ -35,7 +36,8 @@ class Accelerated:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return how to make the module again: pickle cannot find a class made at run time."""
-        return _remake, (self.stock_class,), self.__dict__
+        kept = {name: held for name, held in self.__dict__.items() if name != steps.KEPT_AS}
+        return _remake, (self.stock_class,), kept
 
 
 def _remake(stock: type[nn.Module]) -> nn.Module:
@@ -53,6 +55,8 @@ def subclass(stock: type[nn.Module]) -> type[nn.Module]:
             body = _model(stock)
         elif issubclass(stock, GradientCheckpointingLayer):
             body = _block(stock)
+        elif writers := writers_of(stock):
+            body = _part(stock, writers)
         else:
             body = _mixer(stock)
     body |= {"stock_class": stock, "__module__": stock.__module__, "__doc__": stock.__doc__}
@@ -61,6 +65,16 @@ def subclass(stock: type[nn.Module]) -> type[nn.Module]:
     )
     made.__qualname__ = stock.__qualname__
     return made
+
+
+def writers_of(stock: type) -> tuple[steps.Writer, ...]:
+    """Return what writes one token of a norm or an MLP as a program; none for other modules."""
+    name = stock.__name__
+    if not stock.__module__.startswith("transformers.models."):
+        return ()
+    if name.endswith("RMSNorm") and "Weightless" not in name:
+        return (steps.rms_norm(0.0), steps.rms_norm(1.0))
+    return (steps.gated_mlp,) if name.endswith("MLP") else ()
 
 
 def functions_of(stock: type) -> tuple[str, ...]:
@@ -120,6 +134,7 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
     continues = "mamba_selective_scan" in names
     fuses = "mamba_inner_fn" in names
     linear = (nn.Linear, subclass(nn.Linear))
+    writers = next((steps.MIXERS[name] for name in names if name in steps.MIXERS), ())
 
     @functools.wraps(stock_forward)
     def forward(
@@ -127,6 +142,26 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
         hidden_states: Tensor,
         cache_params: Any = None,
         attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        length = hidden_states.shape[1]
+        if length == 1 and writers and not torch.compiler.is_compiling():
+            states = _states_of_one_token(self, hidden_states, cache_params, attention_mask)
+            if states:
+                return steps.token(
+                    self,
+                    writers,
+                    hidden_states,
+                    states,
+                    lambda: layered(self, hidden_states, cache_params, attention_mask, **kwargs),
+                )
+        return layered(self, hidden_states, cache_params, attention_mask, **kwargs)
+
+    def layered(
+        self: Any,
+        hidden_states: Tensor,
+        cache_params: Any,
+        attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> Any:
         length = hidden_states.shape[1]
@@ -157,6 +192,36 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
             return run(self, hidden_states, cache_params, attention_mask, **kwargs)
         finally:
             call.states = ()
+
+    return {"forward": forward}
+
+
+def _states_of_one_token(
+    mixer: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Return the states that a token moves, of the convolution and the scan; none: as it comes."""
+    if cache is None or call.packing is not None or torch.is_grad_enabled():
+        return ()
+    if attention_mask is not None and not bool(attention_mask[:, -1].all()):
+        return ()
+    layer = cache.layers[mixer.layer_idx]
+    if len(layer.conv_states) != 1 or getattr(layer, "record_past", False):
+        return ()
+    conv, scan = layer.conv_states[0], layer.recurrent_states[0]
+    if not isinstance(conv, Tensor) or not isinstance(scan, Tensor):
+        return ()
+    rows = len(hidden_states)
+    return (conv, scan) if len(conv) == len(scan) == rows and layer.has_previous_state[0] else ()
+
+
+def _part(stock: type[nn.Module], writers: tuple[steps.Writer, ...]) -> dict[str, Any]:
+    stock_forward: Any = stock.forward
+
+    @functools.wraps(stock_forward)
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs:  # Zamba2's MLP has adapters of its own
+            return stock_forward(self, x, *args, **kwargs)
+        return steps.token(self, writers, x, (), lambda: stock_forward(self, x))
 
     return {"forward": forward}
 

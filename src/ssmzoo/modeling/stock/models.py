@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
-from ssmzoo.modeling.stock.classes import Accelerated, functions_of, subclass, unknown
+from ssmzoo.modeling.stock.classes import Accelerated, functions_of, subclass, unknown, writers_of
+from ssmzoo.modeling.stock.steps import KEPT_AS
 from ssmzoo_kernels.layers import OPS
 
 _DEVICES = ("cpu", "cuda", "meta")
@@ -90,6 +91,7 @@ def restore(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Accelerated):
             _become(module, module.stock_class)
+            module.__dict__.pop(KEPT_AS, None)
 
 
 def accelerated(model: nn.Module) -> dict[str, str]:
@@ -149,7 +151,7 @@ def _become(module: Any, kind: type[nn.Module]) -> None:
 
 
 def _to_change(model: nn.Module, served: list[nn.Module]) -> list[nn.Module]:
-    """Return the modules whose class changes: mixers, what they lie in, and linear layers."""
+    """Return the modules whose class changes: mixers, what they lie in, and parts that decode."""
     mixers = set(served)
     around = [
         module
@@ -157,8 +159,8 @@ def _to_change(model: nn.Module, served: list[nn.Module]) -> list[nn.Module]:
         if isinstance(module, PreTrainedModel | GradientCheckpointingLayer)
         and not mixers.isdisjoint(module.modules())
     ]
-    linear = [module for module in model.modules() if type(module) is nn.Linear]
-    return [*served, *around, *linear]
+    parts = [m for m in model.modules() if type(m) is nn.Linear or writers_of(type(m))]
+    return [*served, *around, *parts]
 
 
 def _check(model: nn.Module) -> dict[str, nn.Module]:

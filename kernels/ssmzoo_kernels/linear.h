@@ -1,0 +1,166 @@
+/* Products of a few rows with a matrix, and numbers of fewer bits than REAL.
+ *
+ * Sums run in REAL, in one order whatever the number of rows and threads.
+ */
+#ifndef SSMZOO_LINEAR_H
+#define SSMZOO_LINEAR_H
+
+#include "vector.h"
+
+enum { AS_REAL, BFLOAT16, FLOAT16, INT8 };
+
+/* Numbers of one of the types above. */
+typedef struct {
+  const void *at;
+  int64_t type;
+} Numbers;
+
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef int8_t bytes __attribute__((vector_size(LANES)));
+
+INLINE vec from_bfloat16(halves x) {
+  return __builtin_convertvector((floats)(__builtin_convertvector(x, words) << 16), vec);
+}
+
+INLINE vec from_float16(halves x) {
+  words bits = __builtin_convertvector(x, words);
+  words sign = (bits & 0x8000u) << 16, magnitude = (bits & 0x7fffu) << 13;
+  floats small = (floats)magnitude * 0x1p112f; /* the exponent's other bias, and subnormals */
+  words endless = (words)((bits & 0x7c00u) == 0x7c00u) & (magnitude | 0x7f800000u);
+  return __builtin_convertvector((floats)((words)small | endless | sign), vec);
+}
+
+/* LANES numbers from the i-th on, or `count` of them and zeros. */
+INLINE vec read(int type, const void *from, int64_t i, int64_t count) {
+  if (type == AS_REAL) return load_some((const REAL *)from + i, count);
+  size_t some = (size_t)(count < LANES ? count : LANES);
+  if (type == INT8) {
+    bytes x = {0};
+    if (count >= LANES)
+      memcpy(&x, (const int8_t *)from + i, sizeof x);
+    else
+      memcpy(&x, (const int8_t *)from + i, some);
+    return __builtin_convertvector(x, vec);
+  }
+  halves x = {0};
+  if (count >= LANES)
+    memcpy(&x, (const uint16_t *)from + i, sizeof x);
+  else
+    memcpy(&x, (const uint16_t *)from + i, 2 * some);
+  return type == BFLOAT16 ? from_bfloat16(x) : from_float16(x);
+}
+
+INLINE vec read_numbers(Numbers x, int64_t i, int64_t count) {
+  if (x.type == AS_REAL) return read(AS_REAL, x.at, i, count);
+  if (x.type == BFLOAT16) return read(BFLOAT16, x.at, i, count);
+  return x.type == FLOAT16 ? read(FLOAT16, x.at, i, count) : read(INT8, x.at, i, count);
+}
+
+INLINE REAL number(Numbers x, int64_t i) {
+  if (x.type == AS_REAL) return ((const REAL *)x.at)[i];
+  return read_numbers(x, i, 1)[0];
+}
+
+/* Round to the nearest, ties to even. */
+INLINE uint16_t to_bfloat16(REAL x) {
+  float narrow = (float)x;
+  uint32_t bits;
+  memcpy(&bits, &narrow, sizeof bits);
+  if (x != x) return (uint16_t)(bits >> 16 | 0x40);
+  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+INLINE uint16_t to_float16(REAL x) {
+  float narrow = (float)x;
+  uint32_t bits;
+  memcpy(&bits, &narrow, sizeof bits);
+  uint32_t sign = bits >> 16 & 0x8000;
+  bits &= 0x7fffffff;
+  if (bits > 0x7f800000) return (uint16_t)(sign | 0x7e00);
+  if (bits >= 0x477ff000) return (uint16_t)(sign | 0x7c00); /* 65520 and more: infinite */
+  if (bits < 0x38800000) { /* below 2^-14: a sum whose last bit weighs 2^-24 rounds it */
+    float magnitude, sum;
+    memcpy(&magnitude, &bits, sizeof bits);
+    sum = magnitude + 0.5f;
+    memcpy(&bits, &sum, sizeof bits);
+    return (uint16_t)(sign | (bits - 0x3f000000));
+  }
+  return (uint16_t)(sign | ((bits + 0xc8000fff + (bits >> 13 & 1)) >> 13));
+}
+
+INLINE void write_number(void *to, int64_t type, int64_t i, REAL x) {
+  if (type == AS_REAL)
+    ((REAL *)to)[i] = x;
+  else
+    ((uint16_t *)to)[i] = type == BFLOAT16 ? to_bfloat16(x) : to_float16(x);
+}
+
+/* y[m, o] = scale[o] (sum_i x[m, i] w[o, i]) + bias[o] for o from `first` to `last`.
+ *
+ * Several outputs at a time: their sums do not wait for one another. */
+INLINE void product_block(int type, int count, int together, const REAL *x, int64_t x_row,
+                          const void *w, const REAL *scale, Numbers bias, REAL *y, int64_t y_row,
+                          int64_t inputs, int64_t first, int64_t last) {
+  int64_t size = type == AS_REAL ? (int64_t)sizeof(REAL) : type == INT8 ? 1 : 2;
+  int64_t whole = inputs / LANES * LANES;
+  for (int64_t o = first; o < last; o += together) {
+    const char *row[4];
+    vec sums[4][4] = {{{0}}};
+    UNROLL for (int r = 0; r < together; r++) /* past the end, the last one again */
+      row[r] = (const char *)w + (o + r < last ? o + r : last - 1) * inputs * size;
+    for (int64_t i = 0; i < whole; i += LANES) {
+      vec values[4];
+      UNROLL for (int m = 0; m < count; m++) values[m] = load(x + m * x_row + i);
+      UNROLL for (int r = 0; r < together; r++) {
+        vec weight = read(type, row[r], i, LANES);
+        UNROLL for (int m = 0; m < count; m++) sums[r][m] += weight * values[m];
+      }
+    }
+    if (whole < inputs) UNROLL for (int r = 0; r < together; r++) {
+      vec weight = read(type, row[r], whole, inputs - whole);
+      UNROLL for (int m = 0; m < count; m++)
+        sums[r][m] += weight * load_some(x + m * x_row + whole, inputs - whole);
+    }
+    UNROLL for (int r = 0; r < together; r++) if (o + r < last) {
+      UNROLL for (int m = 0; m < count; m++) {
+        REAL sum = total(sums[r][m]);
+        if (scale) sum *= scale[o + r];
+        y[m * y_row + o + r] = bias.at ? sum + number(bias, o + r) : sum;
+      }
+    }
+  }
+}
+
+/* The same for any number of rows: four at a time, while the weights are in the cache. */
+INLINE void product(Numbers w, const REAL *scale, Numbers bias, int64_t rows, const REAL *x,
+                    int64_t x_row, REAL *y, int64_t y_row, int64_t inputs, int64_t first,
+                    int64_t last) {
+  const int64_t most = rows > 4 ? 16 : last - first;
+#define BLOCK(type, count, together)                                                            \
+  product_block(type, count, together, x + m * x_row, x_row, w.at, scale, bias, y + m * y_row, \
+                y_row, inputs, o, o + most < last ? o + most : last)
+#define CASES(type)                                       \
+  switch (rows - m < 4 ? rows - m : 4) {                  \
+    case 1: BLOCK(type, 1, 4); break;                     \
+    case 2: BLOCK(type, 2, 4); break;                     \
+    case 3: BLOCK(type, 3, 2); break;                     \
+    default: BLOCK(type, 4, 2);                           \
+  }
+  for (int64_t o = first; o < last; o += most)
+    for (int64_t m = 0; m < rows; m += 4) {
+      if (w.type == AS_REAL || sizeof(REAL) == 8) /* weights of fewer bits go with float32 */
+        CASES(AS_REAL)
+      else if (w.type == BFLOAT16)
+        CASES(BFLOAT16)
+      else if (w.type == FLOAT16)
+        CASES(FLOAT16)
+      else
+        CASES(INT8)
+    }
+#undef CASES
+#undef BLOCK
+}
+
+#endif

@@ -1,0 +1,283 @@
+"""One token of a layer in a single call, for decoding on a CPU.
+
+A step of decoding does little arithmetic: its time goes into reading the weights once, and into the
+calls around that. Here a layer's token is a list of instructions, which a program holds and C runs.
+A program reads weights, so it belongs inside the layer that owns them, and only where nothing wraps
+that layer.
+
+Dimensions: B rows (sequences), D, I, O widths, K taps, N states a channel, H heads, G groups.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack  # pyright: ignore[reportMissingImports]
+from torch.autograd import forward_ad
+
+from ssmzoo_kernels import dispatch, native
+from ssmzoo_kernels.token_step import cpu
+
+OP = "token_step"
+MOST_ROWS = 8
+_INPUT, _OUTPUT, _LINEAR, _NORM, _CONV, _GATE, _SELECTIVE, _SSD, _DELTA = range(9)
+_GATES = {None: 0, "silu before": 1, "silu after": 2, "sigmoid after": 3}
+_TYPES = {torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A row's numbers while a program runs, or some of their columns."""
+
+    offset: int
+    start: int
+    width: int
+    stride: int
+
+    def split(self, *widths: int) -> list[Value]:
+        """Return the value cut into columns of these widths."""
+        parts, start = [], self.start
+        for width in widths:
+            parts.append(dataclasses.replace(self, start=start, width=width))
+            start += width
+        return parts
+
+
+class Program:
+    """A layer's token as a list of instructions, written by calling the methods below in order.
+
+    ``tensor`` numbers are places in the list that :meth:`run` is given. Weights may be of the
+    program's dtype, bfloat16 or float16; they must be contiguous.
+
+    Args:
+        dtype: What values and recurrent states are: float32 or float64.
+
+    Raises:
+        ValueError: A weight that the kernel cannot read.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"Program: dtype must be float32 or float64, got {dtype}")
+        self.dtype = dtype
+        self.weights: list[Tensor] = []
+        self._width = self._work = 0
+        self._list: list[cpu.Instruction] = []
+        self._code: ctypes.Array[cpu.Instruction] | None = None
+
+    def input(self, tensor: int, dtype: torch.dtype, width: int) -> Value:
+        """Read a given tensor, ``[B, width]``."""
+        return self._add(_INPUT, width, size=(width, tensor, self._type(dtype)))
+
+    def output(self, x: Value, tensor: int, dtype: torch.dtype) -> None:
+        """Write a value to a given tensor, ``[B, width]``."""
+        self._add(_OUTPUT, 0, (x,), size=(x.width, tensor, self._type(dtype)))
+
+    def value(self, width: int) -> Value:
+        """Return a value that instructions can write parts of."""
+        made = Value(self._width, 0, width, width)
+        self._width += width
+        return made
+
+    def linear(
+        self, x: Value, weight: Tensor, bias: Tensor | None = None, into: Value | None = None
+    ) -> Value:
+        """``y = W x + b`` with a weight ``[O, I]``; ``into`` is where y goes, or a new value."""
+        outputs, inputs = weight.shape
+        return self._add(_LINEAR, outputs, (x,), (weight, bias), (inputs, outputs), out=into)
+
+    def rms_norm(
+        self,
+        x: Value,
+        weight: Tensor | None,
+        eps: float,
+        *,
+        group: int | None = None,
+        added: float = 0.0,
+        gate: Value | None = None,
+        gating: str | None = None,
+    ) -> Value:
+        """``y = (w + added) x / sqrt(mean(x^2) + eps)`` over groups of columns.
+
+        Args:
+            x: What to normalise.
+            weight: ``[width]``, or ``[group]`` for every group alike.
+            eps: Added to the mean of squares.
+            group: Columns that are normalised together; all of them.
+            added: Added to the weight.
+            gate: z, as wide as x.
+            gating: ``"silu before"``: x is ``x silu(z)``; ``"silu after"``, ``"sigmoid after"``: y
+                is multiplied with it.
+        """
+        own = x.width if weight is None else weight.numel()
+        size = (x.width, group or x.width, own, _GATES[gating])
+        return self._add(_NORM, x.width, (x, gate or x), (weight,), size, (eps, added))
+
+    def causal_conv1d(
+        self,
+        x: Value,
+        weight: Tensor,  # [D, K]
+        bias: Tensor | None,  # [D]
+        state: int,
+        kept: int,
+        state_dtype: torch.dtype,
+        *,
+        silu: bool,
+    ) -> Value:
+        """Convolve, and move the state ``[B, D, kept]`` of the last inputs on by one."""
+        taps = weight.numel() // x.width
+        size = (x.width, taps, kept, state, self._type(state_dtype), int(silu))
+        return self._add(_CONV, x.width, (x,), (weight, bias), size)
+
+    def gated(self, gate: Value, x: Value) -> Value:
+        """``y = silu(gate) x``."""
+        return self._add(_GATE, x.width, (gate, x), size=(x.width,))
+
+    def selective(
+        self,
+        u: Value,
+        dt: Value,
+        B: Value,
+        C: Value,
+        z: Value,
+        A_log: Tensor,  # [D, N]
+        D: Tensor | None,  # [D]
+        dt_bias: Tensor | None,  # [D]
+        state: int,
+    ) -> Value:
+        """Mamba's update: ``S <- exp(-dt exp(A_log)) S + dt u B``, ``y = (S C + D u) silu(z)``.
+
+        ``dt`` is before its bias and softplus; the state is ``[B, D, N]``.
+        """
+        size = (u.width, B.width, state)
+        return self._add(_SELECTIVE, u.width, (u, dt, B, C, z), (A_log, D, dt_bias), size)
+
+    def ssd(
+        self,
+        x: Value,
+        dt: Value,
+        B: Value,
+        C: Value,
+        A_log: Tensor,  # [H]
+        D: Tensor | None,  # [H]
+        dt_bias: Tensor | None,  # [H]
+        groups: int,
+        state: int,
+        limit: tuple[float, float] = (0.0, math.inf),
+    ) -> Value:
+        """Mamba2's update: Mamba's with one decay a head, without the gate.
+
+        ``limit`` bounds the steps; the state is ``[B, H, D / H, N]``.
+        """
+        heads = A_log.numel()
+        size = (heads, groups, x.width // heads, B.width // groups, state)
+        return self._add(_SSD, x.width, (x, dt, B, C), (A_log, D, dt_bias), size, limit)
+
+    def delta_rule(
+        self,
+        q: Value,
+        k: Value,
+        v: Value,
+        dt: Value,
+        beta: Value,
+        A_log: Tensor,  # [H]
+        dt_bias: Tensor | None,  # [H] or [H key size]
+        groups: int,
+        state: int,
+        *,
+        beta_factor: float = 1.0,
+        eps: float = 1e-6,
+    ) -> Value:
+        """The gated delta rule with q and k of length 1: ``gated_linear_attention`` of one token.
+
+        Decays are ``exp(-exp(A_log) softplus(dt + bias))``, a number a head or (KDA) one a row of
+        the state; ``beta`` is before its sigmoid and factor; ``eps`` is added to squared lengths;
+        the state is ``[B, H, key size, value size]``.
+        """
+        heads = A_log.numel()
+        keys = q.width // groups
+        own = dt.width != heads
+        size = (heads, groups, keys, v.width // heads, state, int(own))
+        values = (q, k, v, dt, beta)
+        return self._add(_DELTA, v.width, values, (A_log, dt_bias), size, (eps, beta_factor))
+
+    def applies(self, x: Tensor) -> bool:
+        """Return whether the program may run on an input ``[B, ..., width]``, as things are now.
+
+        It must lie on the CPU, be a plain tensor of few rows, and nobody may need gradients, trace
+        or cast on the fly.
+        """
+        return (
+            type(x) is Tensor
+            and x.device.type == "cpu"
+            and not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and peek_interpreter_stack() is None  # no torch.func transforms
+            and forward_ad._current_level < 0
+            and not torch.is_autocast_enabled("cpu")
+            and dispatch.takes_kernels()
+            and not dispatch.kernel_missing(OP, self.dtype)
+        )
+
+    def run(self, rows: int, tensors: Sequence[Tensor]) -> None:
+        """Run the instructions on at most ``MOST_ROWS`` rows.
+
+        Args:
+            rows: B.
+            tensors: What inputs, outputs and states are; contiguous. Outputs and states change.
+
+        Raises:
+            MemoryError: There is none for the values; nothing has changed.
+        """
+        code = self._code
+        if code is None:
+            code = self._code = (cpu.Instruction * len(self._list))(*self._list)
+        dispatch.record(OP, "cpu")
+        given = (ctypes.c_void_p * len(tensors))(*[x.data_ptr() for x in tensors])
+        threads = torch.get_num_threads() if self._work > native.ONE_THREADS_WORK else 1
+        failed = cpu.load(self.dtype)(code, len(code), rows, self._width, given, threads)
+        if failed:
+            raise MemoryError("token_step: no memory for a token's values")
+
+    def _type(self, dtype: torch.dtype) -> int:
+        return 0 if dtype is self.dtype else _TYPES[dtype]
+
+    def _add(
+        self,
+        kind: int,
+        width: int,
+        values: Sequence[Value] = (),
+        weights: Sequence[Tensor | None] = (),
+        size: Sequence[int] = (),
+        numbers: Sequence[float] = (),
+        out: Value | None = None,
+    ) -> Value:
+        made = cpu.Instruction(kind=kind)
+        out = out or self.value(width)
+        for i, x in enumerate((*values, out)):
+            place = made.out if x is out else made.inputs[i]
+            place.offset, place.start, place.stride = x.offset, x.start, x.stride
+        for i, weight in enumerate(weights):
+            if weight is None:
+                continue
+            if weight.dtype is not self.dtype and weight.dtype not in _TYPES:
+                raise ValueError(
+                    f"Program: weights must be {self.dtype} or of 16 bits, got {weight.dtype}"
+                )
+            if not weight.is_contiguous():
+                raise ValueError("Program: weights must be contiguous")
+            self.weights.append(weight)
+            self._work += weight.numel()
+            made.data[i].at, made.data[i].type = weight.data_ptr(), self._type(weight.dtype)
+        made.size[: len(size)] = list(size)
+        made.number[: len(numbers)] = list(numbers)
+        self._list.append(made)
+        return out
+
+
+__all__ = ["MOST_ROWS", "Program", "Value"]

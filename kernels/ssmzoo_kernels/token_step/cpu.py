@@ -1,0 +1,46 @@
+"""One token of a layer in C: token_step.c."""
+
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ssmzoo_kernels import native
+
+_SOURCE = Path(__file__).with_name("token_step.c")
+
+
+class Value(ctypes.Structure):
+    """``Value`` of token_step.c."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("offset", "start", "stride")]
+
+
+class Numbers(ctypes.Structure):
+    """``Numbers`` of linear.h."""
+
+    _fields_ = [("at", ctypes.c_void_p), ("type", ctypes.c_int64)]
+
+
+class Instruction(ctypes.Structure):
+    """``Instruction`` of token_step.c."""
+
+    _fields_ = [
+        ("kind", ctypes.c_int64),
+        ("size", ctypes.c_int64 * 6),
+        ("inputs", Value * 6),
+        ("out", Value),
+        ("data", Numbers * 4),
+        ("number", ctypes.c_double * 2),
+    ]
+
+
+@functools.cache
+def load(dtype: torch.dtype) -> Callable[..., int]:
+    """Build and load what calls in a dtype need, or raise what native.library raises."""
+    kernel = native.library(_SOURCE, dtype).token_step
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    kernel.argtypes = (pointer, number, number, number, pointer, ctypes.c_int)
+    return kernel

@@ -1,0 +1,351 @@
+/* One token of a layer: a list of instructions, each shared among the threads.
+ *
+ * Values are [rows, width] of REAL in one scratch memory; states, and what goes in and out, lie
+ * where the caller says. README.md has the equation of each instruction.
+ */
+#include "linear.h"
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+enum { INPUT, OUTPUT, LINEAR, NORM, CONV, GATE, SELECTIVE, SSD, DELTA };
+enum { NO_GATE, SILU_BEFORE, SILU_AFTER, SIGMOID_AFTER };
+
+/* A value, or some columns of it: `offset` numbers a row before it, `stride` in its rows. */
+typedef struct {
+  int64_t offset, start, stride;
+} Value;
+
+typedef struct {
+  int64_t kind, size[6];
+  Value in[6], out;
+  Numbers data[4];
+  double number[2];
+} Instruction;
+
+typedef struct {
+  int64_t rows;
+  REAL *scratch;
+  void *const *given; /* tensors of this call */
+  int thread, threads;
+} Call;
+
+typedef struct {
+  int64_t first, last;
+} Span;
+
+INLINE REAL *at(const Call *call, Value value) {
+  return call->scratch + value.offset * call->rows + value.start;
+}
+
+/* This thread's part of `count` things, cut at multiples of `grain`. */
+INLINE Span share(const Call *call, int64_t count, int64_t grain) {
+  int64_t grains = (count + grain - 1) / grain;
+  int64_t first = grains * call->thread / call->threads * grain;
+  int64_t last = grains * (call->thread + 1) / call->threads * grain;
+  return (Span){first, last < count ? last : count};
+}
+
+INLINE REAL sum_of_products(const REAL *a, const REAL *b, int64_t count) {
+  vec sum = {0};
+  for (int64_t i = 0; i < count; i += LANES)
+    sum += load_some(a + i, count - i) * load_some(b + i, count - i);
+  return total(sum);
+}
+
+/* size: width, the tensor's number, its type */
+static void input(const Call *call, const Instruction *x) {
+  Span span = share(call, x->size[0], LANES);
+  Numbers from = {call->given[x->size[1]], x->size[2]};
+  for (int64_t m = 0; m < call->rows; m++)
+    for (int64_t i = span.first; i < span.last; i += LANES)
+      store_some(at(call, x->out) + m * x->out.stride + i,
+                 read_numbers(from, m * x->size[0] + i, x->size[0] - i), span.last - i);
+}
+
+static void output(const Call *call, const Instruction *x) {
+  Span span = share(call, x->size[0], LANES);
+  for (int64_t m = 0; m < call->rows; m++)
+    for (int64_t i = span.first; i < span.last; i++)
+      write_number(call->given[x->size[1]], x->size[2], m * x->size[0] + i,
+                   at(call, x->in[0])[m * x->in[0].stride + i]);
+}
+
+/* size: inputs, outputs; data: weight, bias, the scales of 8-bit rows */
+static void linear(const Call *call, const Instruction *x) {
+  Span span = share(call, x->size[1], 4);
+  if (span.first >= span.last) return;
+  product(x->data[0], x->data[2].at, x->data[1], call->rows, at(call, x->in[0]), x->in[0].stride,
+          at(call, x->out), x->out.stride, x->size[0], span.first, span.last);
+}
+
+/* size: width, group, width of the weight, kind of gate; in: x, gate; number: eps, added to w */
+static void norm(const Call *call, const Instruction *x) {
+  int64_t width = x->size[0], group = x->size[1], gating = x->size[3];
+  int64_t groups = width / group;
+  Span span = share(call, call->rows * groups, 1);
+  for (int64_t k = span.first; k < span.last; k++) {
+    int64_t m = k / groups, begin = k % groups * group;
+    const REAL *from = at(call, x->in[0]) + m * x->in[0].stride + begin;
+    const REAL *gate = at(call, x->in[1]) + m * x->in[1].stride + begin;
+    REAL *to = at(call, x->out) + m * x->out.stride + begin;
+    vec squares = {0};
+    for (int64_t i = 0; i < group; i += LANES) {
+      vec value = load_some(from + i, group - i);
+      if (gating == SILU_BEFORE) {
+        vec z = load_some(gate + i, group - i);
+        value *= z * sigmoid(z);
+      }
+      store_some(to + i, value, group - i);
+      squares += value * value;
+    }
+    REAL size = total(squares) / (REAL)group + (REAL)x->number[0];
+    vec factor = splat((REAL)(1 / __builtin_sqrt((double)size)));
+    for (int64_t i = 0; i < group; i += LANES) {
+      vec value = load_some(to + i, group - i) * factor;
+      if (x->data[0].at) {
+        int64_t column = (begin + i) % x->size[2];
+        value *= read_numbers(x->data[0], column, x->size[2] - column) + splat((REAL)x->number[1]);
+      }
+      if (gating > SILU_BEFORE) {
+        vec z = load_some(gate + i, group - i);
+        value *= gating == SILU_AFTER ? z * sigmoid(z) : sigmoid(z);
+      }
+      store_some(to + i, value, group - i);
+    }
+  }
+}
+
+/* One row's channels; `plain`: weight and state are REAL. */
+INLINE void conv_row(const Instruction *x, int plain, Numbers history, const REAL *from, REAL *to,
+                     int64_t row, Span span) {
+  int64_t taps = x->size[1], kept = x->size[2];
+  Numbers weight = {x->data[0].at, plain ? AS_REAL : x->data[0].type};
+  Numbers bias = {x->data[1].at, plain ? AS_REAL : x->data[1].type};
+  int64_t type = history.type = plain ? AS_REAL : history.type;
+  for (int64_t c = span.first; c < span.last; c++) {
+    int64_t place = row + c * kept;
+    REAL sum = from[c] * number(weight, c * taps + taps - 1);
+    for (int64_t k = 0; k + 1 < taps; k++)
+      sum += number(weight, c * taps + k) * number(history, place + kept - taps + 1 + k);
+    to[c] = bias.at ? sum + number(bias, c) : sum;
+    for (int64_t k = 0; k + 1 < kept; k++)
+      write_number((void *)history.at, type, place + k, number(history, place + k + 1));
+    write_number((void *)history.at, type, place + kept - 1, from[c]);
+  }
+}
+
+/* size: width, taps, inputs kept, the state's number and type, silu; data: weight, bias.
+ * The state [rows, width, kept] holds the last inputs, oldest first. */
+static void conv(const Call *call, const Instruction *x) {
+  Span span = share(call, x->size[0], LANES);
+  Numbers history = {call->given[x->size[3]], x->size[4]};
+  int plain = x->data[0].type == AS_REAL && x->data[1].type == AS_REAL && x->size[4] == AS_REAL;
+  for (int64_t m = 0; m < call->rows; m++) {
+    const REAL *from = at(call, x->in[0]) + m * x->in[0].stride;
+    REAL *to = at(call, x->out) + m * x->out.stride;
+    int64_t row = m * x->size[0] * x->size[2];
+    if (plain)
+      conv_row(x, 1, history, from, to, row, span);
+    else
+      conv_row(x, 0, history, from, to, row, span);
+    if (x->size[5]) for (int64_t c = span.first; c < span.last; c += LANES) {
+      vec y = load_some(to + c, span.last - c);
+      store_some(to + c, y * sigmoid(y), span.last - c);
+    }
+  }
+}
+
+/* y = silu(a) b; size: width */
+static void gate(const Call *call, const Instruction *x) {
+  Span span = share(call, x->size[0], LANES);
+  for (int64_t m = 0; m < call->rows; m++)
+    for (int64_t i = span.first; i < span.last; i += LANES) {
+      vec a = load_some(at(call, x->in[0]) + m * x->in[0].stride + i, span.last - i);
+      vec b = load_some(at(call, x->in[1]) + m * x->in[1].stride + i, span.last - i);
+      store_some(at(call, x->out) + m * x->out.stride + i, a * sigmoid(a) * b, span.last - i);
+    }
+}
+
+/* Mamba: size: channels, states a channel, the state's number; in: u, dt, B, C, z;
+ * data: A_log, D, the bias of dt. The state is [rows, channels, states]. */
+static void selective(const Call *call, const Instruction *x) {
+  int64_t channels = x->size[0], states = x->size[1];
+  REAL *S = call->given[x->size[2]];
+  Span span = share(call, channels, LANES);
+  for (int64_t m = 0; m < call->rows; m++)
+    for (int64_t first = span.first; first < span.last; first += LANES) {
+      int64_t some = span.last - first < LANES ? span.last - first : LANES;
+      vec u = load_some(at(call, x->in[0]) + m * x->in[0].stride + first, some);
+      vec dt = load_some(at(call, x->in[1]) + m * x->in[1].stride + first, some);
+      if (x->data[2].at) dt += read_numbers(x->data[2], first, some);
+      dt = softplus(dt);
+      const REAL *B = at(call, x->in[2]) + m * x->in[2].stride;
+      const REAL *C = at(call, x->in[3]) + m * x->in[3].stride;
+      vec y = {0};
+      for (int64_t c = 0; c < some; c++) {
+        REAL *state = S + (m * channels + first + c) * states;
+        vec sum = {0}, step = splat(-dt[c]), written = splat(dt[c] * u[c]);
+        for (int64_t n = 0; n < states; n += LANES) {
+          vec rate = exponential(read_numbers(x->data[0], (first + c) * states + n, states - n));
+          vec new = exponential(step * rate) * load_some(state + n, states - n) +
+                    written * load_some(B + n, states - n);
+          store_some(state + n, new, states - n);
+          sum += new * load_some(C + n, states - n);
+        }
+        y[c] = total(sum);
+      }
+      if (x->data[1].at) y += read_numbers(x->data[1], first, some) * u;
+      vec z = load_some(at(call, x->in[4]) + m * x->in[4].stride + first, some);
+      store_some(at(call, x->out) + m * x->out.stride + first, y * z * sigmoid(z), some);
+    }
+}
+
+INLINE REAL soft(REAL x) { return softplus(splat(x))[0]; }
+
+/* Mamba2: size: heads, groups, channels a head, states, the state's number; in: x, dt, B, C;
+ * data: A_log, D, the bias of dt; number: least and greatest step.
+ * The state is [rows, heads, channels, states]. */
+static void ssd(const Call *call, const Instruction *x) {
+  int64_t heads = x->size[0], groups = x->size[1], width = x->size[2], states = x->size[3];
+  REAL *S = call->given[x->size[4]];
+  Span span = share(call, heads * width, 1);
+  for (int64_t m = 0; m < call->rows; m++) {
+    const REAL *u = at(call, x->in[0]) + m * x->in[0].stride;
+    REAL decay = 0, step = 0, skip = 0;
+    for (int64_t c = span.first; c < span.last; c++) {
+      int64_t head = c / width, group = head / (heads / groups);
+      if (c == span.first || c % width == 0) {
+        step = at(call, x->in[1])[m * x->in[1].stride + head];
+        step = soft(step + (x->data[2].at ? number(x->data[2], head) : 0));
+        step = step < (REAL)x->number[0] ? (REAL)x->number[0] : step;
+        step = step > (REAL)x->number[1] ? (REAL)x->number[1] : step;
+        decay = exponential(-splat(step) * exponential(splat(number(x->data[0], head))))[0];
+        skip = x->data[1].at ? number(x->data[1], head) : 0;
+      }
+      const REAL *B = at(call, x->in[2]) + m * x->in[2].stride + group * states;
+      const REAL *C = at(call, x->in[3]) + m * x->in[3].stride + group * states;
+      REAL *state = S + (m * heads * width + c) * states;
+      vec sum = {0}, kept = splat(decay), written = splat(step * u[c]);
+      for (int64_t n = 0; n < states; n += LANES) {
+        vec new = kept * load_some(state + n, states - n) + written * load_some(B + n, states - n);
+        store_some(state + n, new, states - n);
+        sum += new * load_some(C + n, states - n);
+      }
+      at(call, x->out)[m * x->out.stride + c] = total(sum) + skip * u[c];
+    }
+  }
+}
+
+enum { PIECE = 4 }; /* vectors of a head's value */
+
+/* The columns of one head's state from `column` on; `full`: all the piece's vectors are whole. */
+INLINE void delta_piece(const Call *call, const Instruction *x, int full, int64_t m, int64_t head,
+                        int64_t column) {
+  int64_t heads = x->size[0], keys = x->size[2], width = x->size[3], own = x->size[5];
+  int64_t shared = head / (heads / x->size[1]) * keys; /* its group's query and key */
+  const REAL *q = at(call, x->in[0]) + m * x->in[0].stride + shared;
+  const REAL *k = at(call, x->in[1]) + m * x->in[1].stride + shared;
+  const REAL *v = at(call, x->in[2]) + m * x->in[2].stride + head * width + column;
+  const REAL *step = at(call, x->in[3]) + m * x->in[3].stride + (own ? head * keys : head);
+  REAL *y = at(call, x->out) + m * x->out.stride + head * width + column;
+  REAL *state = (REAL *)call->given[x->size[4]] + (m * heads + head) * keys * width + column;
+  REAL beta = at(call, x->in[4])[m * x->in[4].stride + head], eps = (REAL)x->number[0];
+  beta = sigmoid(splat(beta))[0] * (REAL)x->number[1];
+  double k_size = sum_of_products(k, k, keys) + eps, q_size = sum_of_products(q, q, keys) + eps;
+  REAL k_unit = (REAL)(1 / __builtin_sqrt(k_size));
+  REAL q_unit = (REAL)(1 / __builtin_sqrt(q_size * (double)keys));
+  vec rate = -exponential(splat(number(x->data[0], head))), decays = {0};
+  vec recalled[PIECE] = {{0}}, read[PIECE] = {{0}}, written[PIECE];
+  int64_t some[PIECE];
+  UNROLL for (int p = 0; p < PIECE; p++) {
+    int64_t left = width - column - p * LANES;
+    some[p] = full || left >= LANES ? LANES : left < 0 ? 0 : left;
+  }
+  if (!own) {
+    REAL bias = x->data[1].at ? number(x->data[1], head) : 0;
+    decays = exponential(rate * softplus(splat(step[0] + bias)));
+  }
+  for (int64_t i = 0; i < keys; i++) {
+    if (own && i % LANES == 0) {
+      vec raw = load_some(step + i, keys - i);
+      if (x->data[1].at) raw += read_numbers(x->data[1], head * keys + i, keys - i);
+      decays = exponential(rate * softplus(raw));
+    }
+    vec decay = splat(decays[own ? i % LANES : 0]), key = splat(k[i]);
+    UNROLL for (int p = 0; p < PIECE; p++) {
+      REAL *place = state + i * width + p * LANES;
+      vec row = load_some(place, some[p]) * decay;
+      store_some(place, row, some[p]);
+      recalled[p] += key * row;
+    }
+  }
+  UNROLL for (int p = 0; p < PIECE; p++) {
+    vec value = load_some(v + p * LANES, some[p]);
+    written[p] = (value - recalled[p] * splat(k_unit)) * splat(beta * k_unit);
+  }
+  for (int64_t i = 0; i < keys; i++) {
+    vec key = splat(k[i]), query = splat(q[i]);
+    UNROLL for (int p = 0; p < PIECE; p++) {
+      REAL *place = state + i * width + p * LANES;
+      vec row = load_some(place, some[p]) + key * written[p];
+      store_some(place, row, some[p]);
+      read[p] += query * row;
+    }
+  }
+  UNROLL for (int p = 0; p < PIECE; p++)
+    store_some(y + p * LANES, read[p] * splat(q_unit), some[p]);
+}
+
+/* The delta rule: size: heads, heads of keys, key size, value size, the state's number, whether
+ * each row of the state has its own decay; in: q, k, v, the decay's step, beta before its sigmoid;
+ * data: A_log, the step's bias; number: what is added to the squared lengths of q and k, beta's
+ * factor. The state is [rows, heads, key, value]. */
+static void delta(const Call *call, const Instruction *x) {
+  int64_t heads = x->size[0], width = x->size[3];
+  int64_t pieces = (width + PIECE * LANES - 1) / (PIECE * LANES);
+  Span span = share(call, heads * pieces, 1);
+  for (int64_t m = 0; m < call->rows; m++)
+    for (int64_t i = span.first; i < span.last; i++) {
+      int64_t column = i % pieces * PIECE * LANES;
+      if (column + PIECE * LANES <= width)
+        delta_piece(call, x, 1, m, i / pieces, column);
+      else
+        delta_piece(call, x, 0, m, i / pieces, column);
+    }
+}
+
+static void run(const Call *call, const Instruction *list, int64_t count) {
+  static void (*const kinds[])(const Call *, const Instruction *) = {
+      input, output, linear, norm, conv, gate, selective, ssd, delta};
+  for (int64_t i = 0; i < count; i++) {
+    kinds[list[i].kind](call, list + i);
+    if (call->threads > 1) {
+#pragma omp barrier
+    }
+  }
+}
+
+/* Run a list on some rows. `width` is how many numbers a row takes in the scratch memory.
+ * Returns 1 if there is no memory for that, before anything has changed. */
+int token_step(const Instruction *list, int64_t count, int64_t rows, int64_t width,
+               void *const *given, int threads) {
+  REAL *memory = scratch(rows * width * (int64_t)sizeof(REAL) + 64);
+  if (!memory) return 1;
+#ifdef _OPENMP
+  if (threads > 1) {
+#pragma omp parallel num_threads(threads)
+    {
+      Call call = {rows, memory, given, omp_get_thread_num(), omp_get_num_threads()};
+      run(&call, list, count);
+    }
+    free(memory);
+    return 0;
+  }
+#endif
+  (void)threads;
+  Call call = {rows, memory, given, 0, 1};
+  run(&call, list, count);
+  free(memory);
+  return 0;
+}
