@@ -6,8 +6,11 @@
 #define SSMZOO_LINEAR_H
 
 #include "vector.h"
+#if defined(__AVX2__) || defined(__F16C__)
+#include <immintrin.h>
+#endif
 
-enum { AS_REAL, BFLOAT16, FLOAT16, INT8 };
+enum { AS_REAL, BFLOAT16, FLOAT16 };
 
 /* Numbers of one of the types above. */
 typedef struct {
@@ -18,14 +21,47 @@ typedef struct {
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef float floats __attribute__((vector_size(4 * LANES)));
-typedef int8_t bytes __attribute__((vector_size(LANES)));
+
+/* GCC 12 takes four instructions for the conversion that CPUs have. */
+INLINE words widen(halves x) {
+#ifdef __AVX512F__
+  if (LANES == 16) {
+    __m256i narrow;
+    memcpy(&narrow, &x, sizeof x);
+    __m512i wide = _mm512_cvtepu16_epi32(narrow);
+    words out;
+    memcpy(&out, &wide, sizeof out);
+    return out;
+  }
+#elif defined(__AVX2__)
+  if (LANES == 8) {
+    __m128i narrow;
+    memcpy(&narrow, &x, sizeof x);
+    __m256i wide = _mm256_cvtepu16_epi32(narrow);
+    words out;
+    memcpy(&out, &wide, sizeof out);
+    return out;
+  }
+#endif
+  return __builtin_convertvector(x, words);
+}
 
 INLINE vec from_bfloat16(halves x) {
-  return __builtin_convertvector((floats)(__builtin_convertvector(x, words) << 16), vec);
+  return __builtin_convertvector((floats)(widen(x) << 16), vec);
 }
 
 INLINE vec from_float16(halves x) {
-  words bits = __builtin_convertvector(x, words);
+#if defined(__F16C__) && !defined(__AVX512F__)
+  if (LANES == 8) {
+    __m128i narrow;
+    memcpy(&narrow, &x, sizeof x);
+    __m256 wide = _mm256_cvtph_ps(narrow);
+    vec out;
+    memcpy(&out, &wide, sizeof out);
+    return out;
+  }
+#endif
+  words bits = widen(x);
   words sign = (bits & 0x8000u) << 16, magnitude = (bits & 0x7fffu) << 13;
   floats small = (floats)magnitude * 0x1p112f; /* the exponent's other bias, and subnormals */
   words endless = (words)((bits & 0x7c00u) == 0x7c00u) & (magnitude | 0x7f800000u);
@@ -36,14 +72,6 @@ INLINE vec from_float16(halves x) {
 INLINE vec read(int type, const void *from, int64_t i, int64_t count) {
   if (type == AS_REAL) return load_some((const REAL *)from + i, count);
   size_t some = (size_t)(count < LANES ? count : LANES);
-  if (type == INT8) {
-    bytes x = {0};
-    if (count >= LANES)
-      memcpy(&x, (const int8_t *)from + i, sizeof x);
-    else
-      memcpy(&x, (const int8_t *)from + i, some);
-    return __builtin_convertvector(x, vec);
-  }
   halves x = {0};
   if (count >= LANES)
     memcpy(&x, (const uint16_t *)from + i, sizeof x);
@@ -54,8 +82,7 @@ INLINE vec read(int type, const void *from, int64_t i, int64_t count) {
 
 INLINE vec read_numbers(Numbers x, int64_t i, int64_t count) {
   if (x.type == AS_REAL) return read(AS_REAL, x.at, i, count);
-  if (x.type == BFLOAT16) return read(BFLOAT16, x.at, i, count);
-  return x.type == FLOAT16 ? read(FLOAT16, x.at, i, count) : read(INT8, x.at, i, count);
+  return x.type == BFLOAT16 ? read(BFLOAT16, x.at, i, count) : read(FLOAT16, x.at, i, count);
 }
 
 INLINE REAL number(Numbers x, int64_t i) {
@@ -97,13 +124,13 @@ INLINE void write_number(void *to, int64_t type, int64_t i, REAL x) {
     ((uint16_t *)to)[i] = type == BFLOAT16 ? to_bfloat16(x) : to_float16(x);
 }
 
-/* y[m, o] = scale[o] (sum_i x[m, i] w[o, i]) + bias[o] for o from `first` to `last`.
+/* y[m, o] = sum_i x[m, i] w[o, i] + bias[o] for o from `first` to `last`.
  *
  * Several outputs at a time: their sums do not wait for one another. */
 INLINE void product_block(int type, int count, int together, const REAL *x, int64_t x_row,
-                          const void *w, const REAL *scale, Numbers bias, REAL *y, int64_t y_row,
-                          int64_t inputs, int64_t first, int64_t last) {
-  int64_t size = type == AS_REAL ? (int64_t)sizeof(REAL) : type == INT8 ? 1 : 2;
+                          const void *w, Numbers bias, REAL *y, int64_t y_row, int64_t inputs,
+                          int64_t first, int64_t last) {
+  int64_t size = type == AS_REAL ? (int64_t)sizeof(REAL) : 2;
   int64_t whole = inputs / LANES * LANES;
   for (int64_t o = first; o < last; o += together) {
     const char *row[4];
@@ -126,7 +153,6 @@ INLINE void product_block(int type, int count, int together, const REAL *x, int6
     UNROLL for (int r = 0; r < together; r++) if (o + r < last) {
       UNROLL for (int m = 0; m < count; m++) {
         REAL sum = total(sums[r][m]);
-        if (scale) sum *= scale[o + r];
         y[m * y_row + o + r] = bias.at ? sum + number(bias, o + r) : sum;
       }
     }
@@ -134,12 +160,12 @@ INLINE void product_block(int type, int count, int together, const REAL *x, int6
 }
 
 /* The same for any number of rows: four at a time, while the weights are in the cache. */
-INLINE void product(Numbers w, const REAL *scale, Numbers bias, int64_t rows, const REAL *x,
+INLINE void product(Numbers w, Numbers bias, int64_t rows, const REAL *x,
                     int64_t x_row, REAL *y, int64_t y_row, int64_t inputs, int64_t first,
                     int64_t last) {
   const int64_t most = rows > 4 ? 16 : last - first;
 #define BLOCK(type, count, together)                                                            \
-  product_block(type, count, together, x + m * x_row, x_row, w.at, scale, bias, y + m * y_row, \
+  product_block(type, count, together, x + m * x_row, x_row, w.at, bias, y + m * y_row, \
                 y_row, inputs, o, o + most < last ? o + most : last)
 #define CASES(type)                                       \
   switch (rows - m < 4 ? rows - m : 4) {                  \
@@ -150,14 +176,12 @@ INLINE void product(Numbers w, const REAL *scale, Numbers bias, int64_t rows, co
   }
   for (int64_t o = first; o < last; o += most)
     for (int64_t m = 0; m < rows; m += 4) {
-      if (w.type == AS_REAL || sizeof(REAL) == 8) /* weights of fewer bits go with float32 */
+      if (w.type == AS_REAL || sizeof(REAL) == 8) /* 16 bits go with float */
         CASES(AS_REAL)
       else if (w.type == BFLOAT16)
         CASES(BFLOAT16)
-      else if (w.type == FLOAT16)
-        CASES(FLOAT16)
       else
-        CASES(INT8)
+        CASES(FLOAT16)
     }
 #undef CASES
 #undef BLOCK

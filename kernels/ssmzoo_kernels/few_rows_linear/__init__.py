@@ -16,6 +16,12 @@ from ssmzoo_kernels.few_rows_linear import cpu
 
 OP = "few_rows_linear"
 MOST_ROWS = 8
+_WIDE = {  # by dtype, what sums are in
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+}
 
 
 def few_rows_linear(
@@ -25,8 +31,9 @@ def few_rows_linear(
 ) -> Tensor:
     """Compute ``x @ weight.T + bias`` without gradients; the same as ``F.linear`` otherwise.
 
-    Takes the C kernel where it is the faster one: float32 or float64 on a CPU, at most
-    ``MOST_ROWS`` rows, a kernel that can be built, neither tracing nor autocast; else ``F.linear``.
+    Takes the C kernel where it is the faster one: on a CPU, at most ``MOST_ROWS`` rows, a kernel
+    that can be built, neither tracing nor autocast; else ``F.linear``. With bfloat16 and float16,
+    sums are float32.
 
     Returns:
         ``[..., O]`` in x's dtype.
@@ -37,7 +44,7 @@ def few_rows_linear(
     if not (
         0 < count <= MOST_ROWS
         and not torch.is_grad_enabled()
-        and x.dtype in (torch.float32, torch.float64)
+        and x.dtype in _WIDE
         and x.dtype is weight.dtype
         and x.device.type == weight.device.type == "cpu"
         and x.shape[-1] == inputs
@@ -49,15 +56,19 @@ def few_rows_linear(
         and peek_interpreter_stack() is None  # no torch.func transforms
         and forward_ad._current_level < 0
         and not torch.is_autocast_enabled("cpu")
-        and not dispatch.kernel_missing(OP, x.dtype)
+        and not dispatch.kernel_missing(OP, _WIDE[x.dtype])
     ):
         return F.linear(x, weight, bias)
     dispatch.record(OP, "cpu")
+    kind = x.dtype
+    if kind in cpu.HALVES:
+        x, bias = x.float(), None if bias is None else bias.float()
     x = x.contiguous()
     y = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device="cpu")
     cpu.load(x.dtype)(
         x.data_ptr(),
         weight.data_ptr(),
+        cpu.HALVES.get(kind, 0),
         None if bias is None else bias.data_ptr(),
         y.data_ptr(),
         count,
@@ -65,7 +76,7 @@ def few_rows_linear(
         weight.shape[0],
         torch.get_num_threads() if weight.numel() > native.ONE_THREADS_WORK else 1,
     )
-    return y
+    return y if y.dtype is kind else y.to(kind)
 
 
 __all__ = ["MOST_ROWS", "few_rows_linear"]

@@ -9,6 +9,7 @@ import torch
 
 from ssmzoo_kernels import native
 
+HALVES = {torch.bfloat16: 1, torch.float16: 2}  # as linear.h numbers them
 _SOURCE = Path(__file__).with_name("few_rows_linear.c")
 
 
@@ -16,6 +17,7 @@ _SOURCE = Path(__file__).with_name("few_rows_linear.c")
 def load(dtype: torch.dtype) -> Callable[..., None]:
     """Build and load what calls in a dtype need, or raise what native.library raises."""
     kernel = native.library(_SOURCE, dtype).few_rows_linear
-    kernel.argtypes = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int)
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    kernel.argtypes = (pointer, pointer, number, pointer, pointer, *[number] * 3, ctypes.c_int)
     kernel.restype = None
     return kernel

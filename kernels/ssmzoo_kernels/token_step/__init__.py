@@ -21,13 +21,13 @@ from torch._C._functorch import peek_interpreter_stack  # pyright: ignore[report
 from torch.autograd import forward_ad
 
 from ssmzoo_kernels import dispatch, native
+from ssmzoo_kernels.few_rows_linear.cpu import HALVES
 from ssmzoo_kernels.token_step import cpu
 
 OP = "token_step"
 MOST_ROWS = 8
 _INPUT, _OUTPUT, _LINEAR, _NORM, _CONV, _GATE, _SELECTIVE, _SSD, _DELTA = range(9)
 _GATES = {None: 0, "silu before": 1, "silu after": 2, "sigmoid after": 3}
-_TYPES = {torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +245,7 @@ class Program:
             raise MemoryError("token_step: no memory for a token's values")
 
     def _type(self, dtype: torch.dtype) -> int:
-        return 0 if dtype is self.dtype else _TYPES[dtype]
+        return 0 if dtype is self.dtype else HALVES[dtype]
 
     def _add(
         self,
@@ -265,7 +265,7 @@ class Program:
         for i, weight in enumerate(weights):
             if weight is None:
                 continue
-            if weight.dtype is not self.dtype and weight.dtype not in _TYPES:
+            if weight.dtype is not self.dtype and weight.dtype not in HALVES:
                 raise ValueError(
                     f"Program: weights must be {self.dtype} or of 16 bits, got {weight.dtype}"
                 )

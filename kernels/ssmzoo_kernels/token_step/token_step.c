@@ -71,11 +71,11 @@ static void output(const Call *call, const Instruction *x) {
                    at(call, x->in[0])[m * x->in[0].stride + i]);
 }
 
-/* size: inputs, outputs; data: weight, bias, the scales of 8-bit rows */
+/* size: inputs, outputs; data: weight, bias */
 static void linear(const Call *call, const Instruction *x) {
   Span span = share(call, x->size[1], 4);
   if (span.first >= span.last) return;
-  product(x->data[0], x->data[2].at, x->data[1], call->rows, at(call, x->in[0]), x->in[0].stride,
+  product(x->data[0], x->data[1], call->rows, at(call, x->in[0]), x->in[0].stride,
           at(call, x->out), x->out.stride, x->size[0], span.first, span.last);
 }
 
@@ -315,12 +315,13 @@ static void delta(const Call *call, const Instruction *x) {
     }
 }
 
+static void (*const kinds[])(const Call *, const Instruction *) = {
+    input, output, linear, norm, conv, gate, selective, ssd, delta};
+
 static void run(const Call *call, const Instruction *list, int64_t count) {
-  static void (*const kinds[])(const Call *, const Instruction *) = {
-      input, output, linear, norm, conv, gate, selective, ssd, delta};
   for (int64_t i = 0; i < count; i++) {
     kinds[list[i].kind](call, list + i);
-    if (call->threads > 1) {
+    if (call->threads > 1 && i + 1 < count) {
 #pragma omp barrier
     }
   }
@@ -332,20 +333,23 @@ int token_step(const Instruction *list, int64_t count, int64_t rows, int64_t wid
                void *const *given, int threads) {
   REAL *memory = scratch(rows * width * (int64_t)sizeof(REAL) + 64);
   if (!memory) return 1;
+  Call alone = {rows, memory, given, 0, 1};
+  /* what comes first and last is too little to share */
+  int64_t first = 0, last = count;
+  for (; first < count && list[first].kind == INPUT; first++) input(&alone, list + first);
+  while (last > first && list[last - 1].kind == OUTPUT) last--;
 #ifdef _OPENMP
   if (threads > 1) {
 #pragma omp parallel num_threads(threads)
     {
       Call call = {rows, memory, given, omp_get_thread_num(), omp_get_num_threads()};
-      run(&call, list, count);
+      run(&call, list + first, last - first);
     }
-    free(memory);
-    return 0;
-  }
+  } else
 #endif
+    run(&alone, list + first, last - first);
   (void)threads;
-  Call call = {rows, memory, given, 0, 1};
-  run(&call, list, count);
+  for (; last < count; last++) output(&alone, list + last);
   free(memory);
   return 0;
 }
