@@ -159,29 +159,27 @@ INLINE void product_block(int type, int count, int together, const REAL *x, int6
   }
 }
 
-/* The same for any number of rows: four at a time, while the weights are in the cache. */
-INLINE void product(Numbers w, Numbers bias, int64_t rows, const REAL *x,
-                    int64_t x_row, REAL *y, int64_t y_row, int64_t inputs, int64_t first,
-                    int64_t last) {
-  const int64_t most = rows > 4 ? 16 : last - first;
-#define BLOCK(type, count, together)                                                            \
-  product_block(type, count, together, x + m * x_row, x_row, w.at, bias, y + m * y_row, \
+/* The same for any number of rows: a few at a time, while the weights are in the cache. */
+INLINE void product(Numbers w, Numbers bias, int64_t rows, const REAL *x, int64_t x_row, REAL *y,
+                    int64_t y_row, int64_t inputs, int64_t first, int64_t last) {
+  const int64_t most = rows > 1 ? 16 : last - first;
+#define BLOCK(type, count, together)                                                        \
+  product_block(type, count, together, x + m * x_row, x_row, w.at, bias, y + m * y_row,    \
                 y_row, inputs, o, o + most < last ? o + most : last)
-#define CASES(type)                                       \
-  switch (rows - m < 4 ? rows - m : 4) {                  \
-    case 1: BLOCK(type, 1, 4); break;                     \
-    case 2: BLOCK(type, 2, 4); break;                     \
-    case 3: BLOCK(type, 3, 2); break;                     \
-    default: BLOCK(type, 4, 2);                           \
-  }
+#define CASES(type)                    \
+  if (count == 4) BLOCK(type, 4, 2);   \
+  else if (count == 2) BLOCK(type, 2, 4); \
+  else BLOCK(type, 1, 4);
   for (int64_t o = first; o < last; o += most)
-    for (int64_t m = 0; m < rows; m += 4) {
-      if (w.type == AS_REAL || sizeof(REAL) == 8) /* 16 bits go with float */
+    for (int64_t m = 0, count; m < rows; m += count) {
+      count = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
+      if (w.type == AS_REAL || sizeof(REAL) == 8) { /* 16 bits go with float */
         CASES(AS_REAL)
-      else if (w.type == BFLOAT16)
+      } else if (w.type == BFLOAT16) {
         CASES(BFLOAT16)
-      else
+      } else {
         CASES(FLOAT16)
+      }
     }
 #undef CASES
 #undef BLOCK

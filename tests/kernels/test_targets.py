@@ -13,6 +13,12 @@ import pytest
 import torch
 from tests.kernels.contracts import CONTRACTS
 from tests.kernels.test_few_rows_linear import *  # noqa: F403
+from tests.kernels.test_token_step import (  # noqa: F401
+    test_delta_rule,
+    test_every_number_of_16_bits_is_read_as_it_is,
+    test_rms_norm_without_a_weight,
+    test_selective,
+)
 
 import ssmzoo_kernels
 from ssmzoo_kernels import native

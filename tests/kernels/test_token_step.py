@@ -1,0 +1,353 @@
+"""token_step: each instruction against its equation in float64, and what a program promises."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ssmzoo_kernels import native, use_backend
+from ssmzoo_kernels.dispatch import last_backend
+from ssmzoo_kernels.token_step import MOST_ROWS, Program, Value
+
+Write = Callable[[Program, Value], Value]
+both = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+some_rows = pytest.mark.parametrize("rows", [1, 3, 8])
+of_16_bits = pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.float64, torch.float64),
+    ],
+    ids=str,
+)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return what float32 holds exactly, so that an oracle in float64 reads the same numbers."""
+    return torch.randn(*shape).to(dtype)
+
+
+def run(write: Write, x: Tensor, states: Sequence[Tensor] = (), width: int = 0) -> Tensor:
+    """Run a program of one input and one output; states have the numbers 2 and up."""
+    program = Program(torch.promote_types(x.dtype, torch.float32))
+    y = write(program, program.input(0, x.dtype, x.shape[-1]))
+    program.output(y, 1, x.dtype)
+    out = x.new_empty(len(x), width or y.width)
+    program.run(len(x), (x, out, *states))
+    return out
+
+
+def close(y: Tensor, exact: Tensor, terms: int = 1) -> None:
+    """Compare with float64: so many roundings of the greatest number, and 16 of functions."""
+    allowed = (terms + 16) * torch.finfo(y.dtype).eps * exact.abs().max()
+    assert (y.double() - exact).abs().max() <= allowed
+
+
+def soft(x: Tensor) -> Tensor:
+    return torch.where(x > 20, x, torch.log1p(torch.exp(x)))
+
+
+@of_16_bits
+@pytest.mark.parametrize("rows", range(1, MOST_ROWS + 1))
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 5), (65, 130)])
+def test_linear(
+    dtype: torch.dtype, kind: torch.dtype, rows: int, inputs: int, outputs: int
+) -> None:
+    x = random(rows, inputs, dtype=dtype)
+    weight, bias = random(outputs, inputs).to(kind), random(outputs).to(kind)
+    y = run(lambda p, v: p.linear(v, weight, bias), x)
+    close(y, F.linear(x.double(), weight.double(), bias.double()), inputs)
+    y = run(lambda p, v: p.linear(v, weight), x)
+    close(y, x.double() @ weight.double().T, inputs)
+
+
+def test_linear_writes_parts_of_a_value() -> None:
+    x, first, second = random(3, 9), random(4, 9), random(7, 9)
+
+    def write(program: Program, value: Value) -> Value:
+        joined = program.value(11)
+        low, high = joined.split(4, 7)
+        program.linear(value, second, into=high)
+        program.linear(value, first, into=low)
+        return joined
+
+    close(run(write, x), x.double() @ torch.cat([first, second]).double().T, 9)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
+def test_every_number_of_16_bits_is_read_as_it_is(kind: torch.dtype) -> None:
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(kind)
+    for size in (1, 1000):  # of single numbers, and of whole vectors
+        weight = patterns[:, None] if size == 1 else patterns[: 65 * size].view(-1, size)
+        pick = torch.eye(size)[:MOST_ROWS] if size > 1 else torch.ones(1, 1)
+        if size > 1:
+            weight = torch.where(weight.isfinite(), weight, torch.zeros_like(weight))
+        y = run(lambda p, v, w=weight: p.linear(v, w.contiguous()), pick)
+        expected = weight.float()[:, : len(pick)].T
+        assert y.view(torch.int32)[~expected.isnan()].equal(
+            (expected + 0.0).view(torch.int32)[~expected.isnan()]
+        )
+        assert y.isnan().equal(expected.isnan())
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
+def test_outputs_round_as_torch_rounds(kind: torch.dtype) -> None:
+    exact = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(kind).float()
+    exact = exact[exact.isfinite()]
+    up = torch.nextafter(exact, torch.full_like(exact, math.inf)).to(kind).float()
+    higher = exact.to(kind).view(torch.int16)
+    higher = torch.where(exact < 0, higher - 1, higher + 1).view(kind).float()
+    middle = exact / 2 + higher / 2  # ties
+    huge = torch.tensor([65519.0, 65520.0, 1e5, 3.39e38, math.inf, -math.inf, math.nan])
+    tiny = torch.tensor([2.0**-25, 2.0**-24, 1e-30, 1e-44, -0.0])
+    near = torch.nextafter(middle, torch.zeros_like(middle))
+    far = torch.nextafter(middle, torch.full_like(middle, math.inf))
+    x = torch.cat([exact, up, middle[middle.isfinite()], near, far, huge, tiny])[None]
+    program = Program(torch.float32)
+    program.output(program.input(0, torch.float32, x.shape[1]), 1, kind)
+    y = torch.empty_like(x, dtype=kind)
+    program.run(1, (x, y))
+    numbers = ~x.isnan()
+    assert y[numbers].view(torch.int16).equal(x.to(kind)[numbers].view(torch.int16))
+    assert y.isnan().equal(x.isnan())
+
+
+@both
+@some_rows
+@pytest.mark.parametrize(("width", "group"), [(7, 7), (24, 8), (65, 65), (96, 32)])
+@pytest.mark.parametrize("gating", [None, "silu before", "silu after", "sigmoid after"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_rms_norm(
+    dtype: torch.dtype, rows: int, width: int, group: int, gating: str | None, shared: bool
+) -> None:
+    x = random(rows, 2 * width, dtype=dtype)
+    weight = random(group if shared else width, dtype=dtype)
+
+    def write(program: Program, value: Value) -> Value:
+        inner, gate = value.split(width, width)
+        more = {"group": group, "added": 0.5, "gating": gating}
+        return program.rms_norm(inner, weight, 1e-5, gate=gate if gating else None, **more)
+
+    inner, gate = x.double().chunk(2, dim=1)
+    silu, shut = gate * torch.sigmoid(gate), torch.sigmoid(gate)
+    if gating == "silu before":
+        inner = inner * silu
+    grouped = inner.view(rows, -1, group)
+    exact = grouped / (grouped.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    scale = weight.double().repeat(width // weight.numel()) + 0.5
+    exact = exact.reshape(rows, width) * scale
+    exact = exact * {"silu after": silu, "sigmoid after": shut}.get(gating or "", 1.0)
+    close(run(write, x), exact, group)
+
+
+def test_rms_norm_without_a_weight() -> None:
+    x = random(2, 40)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    close(run(lambda p, v: p.rms_norm(v, None, 1e-6), x), exact, 40)
+
+
+@of_16_bits
+@some_rows
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize(("taps", "kept"), [(4, 4), (3, 5), (1, 1), (4, 3)])
+def test_causal_conv1d(
+    dtype: torch.dtype, kind: torch.dtype, rows: int, silu: bool, taps: int, kept: int
+) -> None:
+    width = 37
+    x = random(rows, width).to(kind).to(dtype)
+    weight, bias = random(width, 1, taps).to(kind), random(width).to(kind)
+    state = random(rows, width, kept).to(kind)
+    seen = torch.cat([state.double(), x.double()[..., None]], dim=-1)
+    exact = (seen[..., -taps:] * weight.double()[:, 0]).sum(-1) + bias.double()
+    exact = exact * torch.sigmoid(exact) if silu else exact
+    y = run(lambda p, v: p.causal_conv1d(v, weight, bias, 2, kept, kind, silu=silu), x, [state])
+    close(y, exact, taps)
+    assert state.double().equal(seen[..., 1:])
+
+
+@both
+@some_rows
+def test_gated(dtype: torch.dtype, rows: int) -> None:
+    x = random(rows, 2 * 37, dtype=dtype)
+    gate, value = x.double().chunk(2, dim=1)
+    y = run(lambda p, v: p.gated(*v.split(37, 37)), x)
+    close(y, gate * torch.sigmoid(gate) * value)
+
+
+@both
+@some_rows
+@pytest.mark.parametrize(("width", "states"), [(5, 3), (33, 16), (16, 24)])
+@pytest.mark.parametrize("bare", [False, True])
+def test_selective(dtype: torch.dtype, rows: int, width: int, states: int, bare: bool) -> None:
+    x = random(rows, 3 * width + 2 * states, dtype=dtype)
+    A_log, D, bias = random(width, states, dtype=dtype), None, None
+    if not bare:
+        D, bias = random(width, dtype=dtype), random(width, dtype=dtype)
+    state = random(rows, width, states, dtype=dtype)
+    u, dt, B, C, z = x.double().split([width, width, states, states, width], dim=1)
+    step = soft(dt if bias is None else dt + bias.double())[..., None]
+    S = torch.exp(-step * A_log.double().exp()) * state.double()
+    S = S + step * u[..., None] * B[:, None]
+    exact = (S * C[:, None]).sum(-1)
+    exact = exact if D is None else exact + D.double() * u
+    exact = exact * z * torch.sigmoid(z)
+
+    def write(program: Program, value: Value) -> Value:
+        u, dt, B, C, z = value.split(width, width, states, states, width)
+        return program.selective(u, dt, B, C, z, A_log, D, bias, 2)
+
+    close(run(write, x, [state]), exact, states)
+    close(state, S, 4)
+
+
+@both
+@some_rows
+@pytest.mark.parametrize(("heads", "groups", "width", "states"), [(4, 2, 5, 3), (2, 1, 16, 33)])
+@pytest.mark.parametrize("limit", [(0.0, math.inf), (0.4, 0.6)])
+def test_ssd(
+    dtype: torch.dtype,
+    rows: int,
+    heads: int,
+    groups: int,
+    width: int,
+    states: int,
+    limit: tuple[float, float],
+) -> None:
+    sizes = [heads * width, heads, groups * states, groups * states]
+    x = random(rows, sum(sizes), dtype=dtype)
+    A_log, D, bias = (random(heads, dtype=dtype) for _ in range(3))
+    state = random(rows, heads, width, states, dtype=dtype)
+    u, dt, B, C = x.double().split(sizes, dim=1)
+    u = u.view(rows, heads, width)
+    B, C = (y.view(rows, groups, states).repeat_interleave(heads // groups, 1) for y in (B, C))
+    step = soft(dt + bias.double()).clamp(*limit)
+    S = torch.exp(-step * A_log.double().exp())[..., None, None] * state.double()
+    S = S + (step[..., None] * u)[..., None] * B[:, :, None]
+    exact = (S * C[:, :, None]).sum(-1) + D.double()[:, None] * u
+
+    def write(program: Program, value: Value) -> Value:
+        u, dt, B, C = value.split(*sizes)
+        return program.ssd(u, dt, B, C, A_log, D, bias, groups, 2, limit)
+
+    close(run(write, x, [state]), exact.flatten(1), states)
+    close(state, S, 4)
+
+
+@both
+@some_rows
+@pytest.mark.parametrize(
+    ("heads", "groups", "keys", "values"), [(4, 2, 5, 3), (2, 2, 16, 70), (1, 1, 33, 64)]
+)
+@pytest.mark.parametrize("by_row", [False, True])
+def test_delta_rule(
+    dtype: torch.dtype, rows: int, heads: int, groups: int, keys: int, values: int, by_row: bool
+) -> None:
+    decays = heads * keys if by_row else heads
+    sizes = [groups * keys, groups * keys, heads * values, decays, heads]
+    x = random(rows, sum(sizes), dtype=dtype)
+    A_log, bias = random(heads, dtype=dtype), random(decays, dtype=dtype)
+    state = random(rows, heads, keys, values, dtype=dtype)
+    q, k, v, dt, beta = x.double().split(sizes, dim=1)
+    q, k = (y.view(rows, groups, keys).repeat_interleave(heads // groups, 1) for y in (q, k))
+    q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
+    v, beta = v.view(rows, heads, values), 2 * torch.sigmoid(beta)
+    g = -A_log.double().exp()[:, None] * soft(dt + bias.double()).view(rows, heads, -1)
+    S = g.exp()[..., None] * state.double()
+    memory = (S * k[..., None]).sum(2)
+    S = S + k[..., None] * (beta[..., None] * (v - memory))[:, :, None]
+    exact = (S * q[..., None]).sum(2) / math.sqrt(keys)
+
+    def write(program: Program, value: Value) -> Value:
+        q, k, v, dt, beta = value.split(*sizes)
+        return program.delta_rule(q, k, v, dt, beta, A_log, bias, groups, 2, beta_factor=2.0)
+
+    close(run(write, x, [state]), exact.flatten(1), 4 * keys)
+    close(state, S, 4 * keys)
+
+
+def mixer(program: Program, value: Value) -> Value:
+    """A mixer of every kind of instruction, large enough for two threads."""
+    torch.manual_seed(0)
+    inner = program.linear(value, random(512, 130), random(512))
+    inner = program.rms_norm(inner, random(512), 1e-5, group=128)
+    inner = program.causal_conv1d(inner, random(512, 1, 4), None, 2, 4, torch.float32, silu=True)
+    B, C = program.linear(inner, random(48, 512)).split(24, 24)
+    y = program.selective(inner, inner, B, C, inner, random(512, 24), None, None, 3)
+    return program.linear(program.gated(y, inner), random(130, 512))
+
+
+def states_of(rows: int) -> list[Tensor]:
+    torch.manual_seed(1)
+    return [random(rows, 512, 4), random(rows, 512, 24)]
+
+
+def test_a_batch_gives_the_bits_of_its_rows() -> None:
+    x, states = random(8, 130), states_of(8)
+    alone = [[state[i : i + 1].clone() for state in states] for i in range(8)]
+    y = run(mixer, x, states)
+    for i in range(8):
+        assert run(mixer, x[i : i + 1].contiguous(), alone[i]).equal(y[i : i + 1])
+        assert all(a.equal(b[i : i + 1]) for a, b in zip(alone[i], states, strict=True))
+
+
+def test_two_threads_give_the_bits_of_one() -> None:
+    assert native.ONE_THREADS_WORK < 512 * 130
+    x, before = random(3, 130), torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            states = states_of(3)
+            found.append((run(mixer, x, states), *states))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(a.equal(b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_nan_and_infinity_keep_their_meaning() -> None:
+    x = random(2, 130)
+    x[0, 0] = math.nan
+    y = run(mixer, x, states_of(2))
+    assert y[0].isnan().all()
+    assert y[1].isfinite().all()
+    x = torch.tensor([[math.inf, 1.0]])
+    assert run(lambda p, v: p.gated(*v.split(1, 1)), x).isinf().all()
+
+
+def test_a_program_runs_where_nobody_needs_more_than_numbers() -> None:
+    program, x = Program(torch.float32), torch.ones(1, 1, 4)
+    assert not program.applies(x)
+    with torch.no_grad():
+        assert program.applies(x)
+        assert not program.applies(x.to("meta"))
+        assert not program.applies(torch.nn.Parameter(x, requires_grad=False))
+        with use_backend("reference"):
+            assert not program.applies(x)
+        with use_backend("cpu"):
+            assert program.applies(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not program.applies(x)
+        asked = []
+        torch.func.vmap(lambda row: asked.append(program.applies(x)) or row)(torch.ones(2, 4))
+        assert asked == [False]
+    run(lambda p, v: p.gated(*v.split(2, 2)), x[0])
+    assert last_backend("token_step") == "cpu"
+
+
+def test_weights_that_cannot_be_read_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"dtype must be float32 or float64, got torch\.bfloat16"):
+        Program(torch.bfloat16)
+    program = Program(torch.float32)
+    x = program.input(0, torch.float32, 4)
+    with pytest.raises(ValueError, match=r"must be torch\.float32 or of 16 bits, got torch\.int8"):
+        program.linear(x, torch.ones(2, 4, dtype=torch.int8))
+    with pytest.raises(ValueError, match="must be contiguous"):
+        program.linear(x, torch.ones(4, 2).T)
