@@ -1,7 +1,8 @@
 """Kill training runs at random instants, resume each, and compare with one that was left alone.
 
-``python -m tests.killing RECIPE FOLDER KILLS SEED [SIGNAL ...]`` prints one JSON object. The runs
-to be killed are forked from this process, which did the one that is left alone: no instant goes to
+``python -m tests.killing RECIPE FOLDER KILLS SEED [SIGNAL ...]`` prints a JSON list of one object;
+after ``--`` follow KILLS, SEED and signals of another series, which has an object too. The runs to
+be killed are forked from this process, which did the one that is left alone: no instant goes to
 importing. Of every two, one is killed at a random time and one at a random operation on a
 checkpoint's files, however these are written. Half of them are killed once more, while they resume.
 
@@ -34,7 +35,6 @@ from ssmzoo.training.run import train
 from ssmzoo.training.stopping import Stopped
 
 torch.set_num_threads(1)
-SIGNALS = [getattr(signal, name) for name in sys.argv[5:]]
 # what sends a signal to its own process, at which call, and the newest checkpoint afterwards
 POINTS = {
     "tokenising": (ssmzoo.data.tokens, "text_hash", 1, None),
@@ -106,10 +106,10 @@ def finish(recipe, folder, *, resume):
         raise SystemExit(f"{folder.name}: {log_of(folder).read_text()}")
 
 
-def stop_at_points(recipe, root, alone):
+def stop_at_points(recipe, root, alone, signals):
     """Stop a run at each of the points, and resume it."""
     for turn, (point, (*_, newest)) in enumerate(POINTS.items()):
-        folder, number = root / point.replace(" ", "-"), SIGNALS[turn % len(SIGNALS)]
+        folder, number = root / point.replace(" ", "-"), signals[turn % len(signals)]
         child = start(recipe, folder, resume=False, number=number, point=point)
         _, status = os.waitpid(child, 0)
         told = log_of(folder).read_text()
@@ -128,17 +128,11 @@ def stop_at_points(recipe, root, alone):
         assert_same_run(alone, folder)
 
 
-def main():
-    recipe, root = Path(sys.argv[1]), Path(sys.argv[2])
-    kills, rng = int(sys.argv[3]), random.Random(int(sys.argv[4]))
-    alone = root / "alone"
-    ssmzoo.training.folder.draw_curves = draw
-    train(recipe, output_dir=root / "first")  # it imports
-    gc.freeze()  # what a run's end need not look through
-    begin = time.perf_counter()
-    finish(recipe, alone, resume=False)
-    seconds = time.perf_counter() - begin
+def series(recipe, root, alone, seconds, kills, seed, *names):
+    """Kill runs until so many were killed; return what was counted."""
+    signals, rng = [getattr(signal, name) for name in names], random.Random(int(seed))
     operations = int(log_of(alone).with_suffix(".operations").read_text())
+    root.mkdir()
     counts = {
         "kills": 0,
         "before_the_first_checkpoint": 0,
@@ -148,12 +142,12 @@ def main():
         "too_late": 0,
         "too_early": 0,
     }
-    if SIGNALS:
-        stop_at_points(recipe, root, alone)
-    while counts["kills"] < kills:
+    if signals:
+        stop_at_points(recipe, root, alone, signals)
+    while counts["kills"] < int(kills):
         number = counts["runs"]
         folder, writes = root / f"{number}", number % 2 == 1
-        sent = SIGNALS[number % len(SIGNALS)] if SIGNALS else signal.SIGKILL
+        sent = signals[number % len(signals)] if signals else signal.SIGKILL
         for again in range(1 + number // 2 % 2):
             earlier = set(folder.glob("checkpoints/.*.unfinished"))
             resumes, part = folder.exists(), rng.random() / (1 + again)
@@ -163,7 +157,7 @@ def main():
                 time.sleep(part * seconds)
                 os.kill(child, sent)
             _, status = os.waitpid(child, 0)
-            early = bool(SIGNALS) and (os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 1)
+            early = bool(signals) and (os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 1)
             killed = not early and os.waitstatus_to_exitcode(status) in (-sent, 128 + sent)
             outcome = "kills" if killed else "too_early" if early else "too_late"
             counts[outcome] += 1  # early: before the run listens
@@ -178,7 +172,23 @@ def main():
         assert_same_run(alone, folder)
         shutil.rmtree(folder)
         counts["runs"] += 1
-    sys.stdout.write(json.dumps(counts))
+    return counts
+
+
+def main():
+    recipe, root = Path(sys.argv[1]), Path(sys.argv[2])
+    alone = root / "alone"
+    ssmzoo.training.folder.draw_curves = draw
+    train(recipe, output_dir=root / "first")  # it imports
+    gc.freeze()  # what a run's end need not look through
+    begin = time.perf_counter()
+    finish(recipe, alone, resume=False)
+    seconds = time.perf_counter() - begin
+    found = [
+        series(recipe, root / f"series-{i}", alone, seconds, *words.split())
+        for i, words in enumerate(" ".join(sys.argv[3:]).split(" -- "))
+    ]
+    sys.stdout.write(json.dumps(found))
 
 
 main()

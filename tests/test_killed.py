@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+# one worker runs the process that two tests judge
+pytestmark = pytest.mark.xdist_group("killed")
+
 RECIPE = {
     "model": {
         "family": "longhorn",
@@ -25,21 +28,14 @@ RECIPE = {
 }
 
 
-def killed(tmp_path, kills, seed, *signals):
+def killed(tmp_path, *series):
+    """Return what each series of killed runs counted; ``tests/killing.py`` has their words."""
     (tmp_path / "text.txt").write_text("ant bee cat dodo " * 500, encoding="utf-8")
     data = {"text": str(tmp_path / "text.txt"), "validation": 0.2}
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({**RECIPE, "data": data}), encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "tests.killing",
-        recipe,
-        tmp_path / "runs",
-        str(kills),
-        str(seed),
-    ]
-    command += signals
+    command = [sys.executable, "-m", "tests.killing", recipe, tmp_path / "runs"]
+    command += " -- ".join(series).split()
     (tmp_path / "runs").mkdir()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     root = Path(__file__).parents[1]
@@ -48,23 +44,27 @@ def killed(tmp_path, kills, seed, *signals):
     return json.loads(done.stdout)
 
 
-def test_runs_killed_anywhere_end_with_the_weights_and_lines_of_one_left_alone(tmp_path):
-    counts = killed(tmp_path, kills=8, seed=0)
-    assert counts["kills"] >= 8
-    assert counts["while_resuming"] >= 1
-    assert counts["inside_a_checkpoint"] >= 1
+@pytest.fixture(scope="module")
+def counts(tmp_path_factory):
+    """What few runs counted that were killed, and what few that were told to stop."""
+    return killed(tmp_path_factory.mktemp("killed"), "8 0", "4 0 SIGTERM SIGUSR1 SIGINT")
 
 
-def test_runs_told_to_stop_anywhere_are_saved_and_end_as_one_left_alone(tmp_path):
-    counts = killed(tmp_path, 4, 0, "SIGTERM", "SIGUSR1", "SIGINT")
-    assert counts["kills"] >= 4
-    assert counts["while_resuming"] >= 1
+def test_runs_killed_anywhere_end_with_the_weights_and_lines_of_one_left_alone(counts):
+    assert counts[0]["kills"] >= 8
+    assert counts[0]["while_resuming"] >= 1
+    assert counts[0]["inside_a_checkpoint"] >= 1
+
+
+def test_runs_told_to_stop_anywhere_are_saved_and_end_as_one_left_alone(counts):
+    assert counts[1]["kills"] >= 4
+    assert counts[1]["while_resuming"] >= 1
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_hundred_stopped_runs_resume_to_the_same_weights(tmp_path):
-    counts = killed(tmp_path, 110, 1, "SIGTERM", "SIGUSR1", "SIGINT")
+    [counts] = killed(tmp_path, "110 1 SIGTERM SIGUSR1 SIGINT")
     sys.stdout.write(f"{counts}\n")
     assert counts["kills"] >= 110
     assert counts["while_resuming"] >= 20
@@ -73,7 +73,7 @@ def test_a_hundred_stopped_runs_resume_to_the_same_weights(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_hundred_killed_runs_resume_to_the_same_weights_and_lines(tmp_path):
-    counts = killed(tmp_path, kills=110, seed=1)
+    [counts] = killed(tmp_path, "110 1")
     sys.stdout.write(f"{counts}\n")
     assert counts["kills"] >= 110
     assert counts["inside_a_checkpoint"] >= 10

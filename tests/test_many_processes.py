@@ -17,7 +17,11 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.commands.launch import (
+    _validate_launch_command,
+    launch_command,
+    launch_command_parser,
+)
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
@@ -651,12 +655,12 @@ def test_another_way_to_share_a_model_is_refused(folder, tmp_path, monkeypatch):
         train(folder / "recipe.yaml", output_dir=tmp_path / "run")
 
 
-def test_accelerate_launch_on_cpus_starts_one_process_and_ssmzoo_says_so(folder, tmp_path):
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    command += ["-m", "ssmzoo", "train", str(folder / "recipe.yaml"), "--output"]
-    done = subprocess.run([*command, str(tmp_path / "run")], capture_output=True, text=True)
-    assert done.returncode != 0
-    (said,) = [line for line in done.stderr.splitlines() if line.startswith("ssmzoo")]
+def test_accelerate_launch_on_cpus_starts_one_process_and_ssmzoo_says_so(folder, tmp_path, capfd):
+    words = ["--cpu", "--num_processes", "2", "-m", "ssmzoo", "train", str(folder / "recipe.yaml")]
+    arguments = launch_command_parser().parse_args([*words, "--output", str(tmp_path / "run")])
+    with pytest.raises(subprocess.CalledProcessError):
+        launch_command(arguments)
+    (said,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("ssmzoo")]
     assert "was asked for several processes and started one; use `torchrun" in said
     assert not (tmp_path / "run").exists()
 

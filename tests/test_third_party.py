@@ -23,6 +23,31 @@ checkpoint: {every: 4, keep: 1}
 log: {every: 1}
 """
 
+# the Auto classes before any command, in a process that knows no more than `import ssmzoo.auto`
+USE = """
+import contextlib, io, json, sys
+import ssmzoo.auto
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+model = sys.argv[1]
+autos = (AutoModelForCausalLM, AutoModelForSequenceClassification)
+found = {"classes": [type(auto.from_pretrained(model)).__name__ for auto in autos]}
+found["model_type"] = AutoConfig.from_pretrained(model).model_type
+
+from ssmzoo.cli.main import main
+
+def told(*command):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main([*command]) == 0
+    return out.getvalue()
+
+found["generated"] = told("generate", model, "line", "--max-new-tokens", "4")
+found["doctor"] = json.loads(told("doctor", model, "--length", "8", "--json"))
+import ssmzoo_toy
+
+print(json.dumps(found | {"file": ssmzoo_toy.__file__}))
+"""
+
 
 def test_the_page_on_adding_a_family_shows_this_recipe():
     page = TOY.parents[1].joinpath("plugins", "README.md").read_text(encoding="utf-8")
@@ -59,17 +84,9 @@ def test_it_trains_generates_inspects_and_loads_by_auto_classes(environment, mod
         if "loss" in row
     ]
     assert losses[-1] < losses[0]
-    assert environment.run("ssmzoo", "generate", model, "line", "--max-new-tokens", "4")
-    facts = json.loads(environment.run("ssmzoo", "doctor", model, "--length", "8", "--json"))
-    assert facts["model"]["layers"][0]["read"] == {"causal_conv1d": "cpu"}
-    code = f"""
-import ssmzoo.auto, torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-for auto in (AutoModelForCausalLM, AutoModelForSequenceClassification):
-    print(type(auto.from_pretrained({str(model)!r})).__name__)
-print(AutoConfig.from_pretrained({str(model)!r}).model_type)
-"""
-    code += "import ssmzoo_toy; print(ssmzoo_toy.__file__)"
-    *out, where = environment.run("python", "-c", code).split()
-    assert where.startswith(str(environment.folder))
-    assert out == ["ToyForCausalLM", "ToyForSequenceClassification", "ssmzoo_toy"]
+    found = json.loads(environment.run("python", "-c", USE, model))
+    assert found["file"].startswith(str(environment.folder))
+    assert found["classes"] == ["ToyForCausalLM", "ToyForSequenceClassification"]
+    assert found["model_type"] == "ssmzoo_toy"
+    assert found["generated"]
+    assert found["doctor"]["model"]["layers"][0]["read"] == {"causal_conv1d": "cpu"}

@@ -3,8 +3,9 @@
 ``tl.associative_scan`` with a combine function of ours runs element by element in Python;
 ``tl.dot`` multiplies the bit patterns of bfloat16. And most of the time goes into what changes
 nothing: every call of a function inside a kernel replaces all of ``triton.language`` again, the
-types of blocks are made anew for every tensor, and the bounds of every sum and product of integers
-are computed, which nobody looks at without ``debug``. The repairs lean on private names.
+types of blocks are made anew for every tensor, as are numbers that meet them, operands of one type
+go through all rules of conversion, and the bounds of every sum and product of integers are
+computed, which nobody looks at without ``debug``. The repairs lean on private names.
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ def repair() -> None:
     if interpreter.InterpreterBuilder.create_dot is not _dot:
         interpreter.InterpreterBuilder.create_dot = _dot
         interpreter._patch_lang = _replace_once
+        interpreter._patch_attr = _replace_builtin
         interpreter._get_np_dtype = _numpy_dtype
         builder = interpreter.interpreter_builder
         builder.options = dataclasses.replace(
@@ -30,6 +32,7 @@ def repair() -> None:
         tl.block_type.__init__ = _make_type
         tl.tensor.__init__ = _make_tensor
         TritonSemantic.broadcast_impl_value = _broadcast
+        TritonSemantic.binary_op_type_checking_impl = _together
 
 
 def _scan(self, operands):
@@ -67,6 +70,17 @@ def _replace_once(fn):
     return interpreter._LangPatchScope()  # with nothing to restore
 
 
+def _replace_builtin(obj, name, member, builder, scope):
+    """Let a builtin find its semantic, without a look at whether it has got one."""
+    inner = getattr(member, "__wrapped__", member)
+
+    def call(*args, **named):
+        named["_semantic"] = interpreter.interpreter_semantic
+        return inner(*args, **named)
+
+    scope.set_attr(obj, name, call)
+
+
 _original_dtype = functools.cache(interpreter._get_np_dtype)
 
 
@@ -94,6 +108,7 @@ _original_type = tl.block_type.__init__
 _original_tensor = tl.tensor.__init__
 _original_broadcast = TritonSemantic.broadcast_impl_value
 _types = {}  # what the type of a block holds, by the name of its elements' type and its shape
+_joined = {}  # two shapes and what they broadcast to, by their identities
 _shapes = {}  # by shape: that of a type, and the number of elements and the shape of a tensor
 
 
@@ -122,7 +137,75 @@ def _make_tensor(self, handle, type):
 
 def _broadcast(self, lhs, rhs):
     """Broadcast two tensors; those of one shape stay as they are."""
-    shape = getattr(lhs.type, "shape", None)
-    if shape is not None and shape is getattr(rhs.type, "shape", None):
+    left, right = getattr(lhs.type, "shape", None), getattr(rhs.type, "shape", None)
+    if left is right:
         return lhs, rhs
-    return _original_broadcast(self, lhs, rhs)
+    if right is None:
+        return lhs, _splat(rhs, lhs.type)
+    if left is None:
+        return _splat(lhs, rhs.type), rhs
+    if (shape := _joint(left, right)) is None:
+        return _original_broadcast(self, lhs, rhs)
+    return _widened(lhs, shape), _widened(rhs, shape)
+
+
+def _joint(left, right):
+    """Return the shape that two blocks' shapes broadcast to, None for Triton to decide."""
+    key = (id(left), id(right))
+    if key not in _joined:
+        fits = len(left) == len(right) and all(
+            a == b or 1 in (a, b) for a, b in zip(left, right, strict=True)
+        )
+        shape = [max(pair) for pair in zip(left, right, strict=True)] if fits else None
+        _joined[key] = left, right, shape
+    return _joined[key][-1]
+
+
+def _widened(block, shape):
+    if [*block.type.shape] == shape:
+        return block
+    data = np.broadcast_to(block.handle.data, shape)
+    return tl.tensor(interpreter.TensorHandle(data, block.dtype), tl.block_type(block.dtype, shape))
+
+
+def _splat(scalar, type):
+    """Return a block of a type's shape whose elements are a scalar's."""
+    dtype = scalar.dtype
+    data = np.full(type.shape, scalar.handle.data, dtype=_numpy_dtype(dtype))
+    return tl.tensor(interpreter.TensorHandle(data, dtype), type.with_element_ty(dtype))
+
+
+_original_together = TritonSemantic.binary_op_type_checking_impl
+_FLOATS = {"fp32", "fp64"}
+_INTEGERS = {"int32", "int64"}
+_constants = {}  # blocks and scalars whose elements are a number, by the name of their type
+
+
+def _together(self, lhs, rhs, *rules, **named_rules):
+    """Bring two operands to one type; two of one type, or one and a number, go no long way."""
+    if isinstance(lhs, tl.tensor):
+        name = lhs.dtype.name
+        if isinstance(rhs, tl.tensor):
+            if name == rhs.dtype.name and (name in _FLOATS or name in _INTEGERS):
+                return self.broadcast_impl_value(lhs, rhs)
+        elif _fits(rhs, name):
+            return lhs, _constant(self, rhs, lhs.type)
+    elif isinstance(rhs, tl.tensor) and _fits(lhs, rhs.dtype.name):
+        return _constant(self, lhs, rhs.type), rhs
+    return _original_together(self, lhs, rhs, *rules, **named_rules)
+
+
+def _fits(number, name):
+    """Tell whether a number takes the type of the tensor that it meets, and is in its range."""
+    if type(number) is int:
+        return -(2**31) <= number < 2**31 and (name in _INTEGERS or name in _FLOATS)
+    return type(number) is float and name in _FLOATS
+
+
+def _constant(self, number, type):
+    key = (number, type.name)
+    if key not in _constants:
+        scalar = self.scalar_constant(number, type.scalar)
+        _constants[key] = _splat(scalar, type) if type.is_block() else scalar
+        _constants[key].handle.data.flags.writeable = False
+    return _constants[key]

@@ -7,9 +7,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 # few processes, because each loads torch and triton; several, for workers to share
 PROCESSES = (
-    ("interpreted_triton.py",),
     ("interpreted_eidetic.py", "interpreted_linear.py", "interpreted_linear_attention.py"),
     (
+        "interpreted_triton.py",
         "interpreted_feedback.py",
         "interpreted_diagonal.py",
         "interpreted_innovation.py",

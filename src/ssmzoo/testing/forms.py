@@ -108,7 +108,7 @@ def check_padding(subject: Subject) -> Measured:
     rows = _rows(subject, PADDED)
     for dtype in BUDGETS:
         model = subject.model(dtype)
-        expected = alone(model, rows)
+        expected, true = alone(model, rows), None
         for side in ("left", "right"):
             cache, turns, masks = None, [], []
             for lengths, pieces in zip(PADDED, _turns(rows, PADDED), strict=True):
@@ -120,7 +120,7 @@ def check_padding(subject: Subject) -> Measured:
                 cache = output.past_key_values
                 turns.append(output.logits[mask.bool()].split(lengths))
             got = [torch.cat(parts) for parts in zip(*turns, strict=True)]
-            _compare(measured, model, f"{dtype} {side} padding:", got, expected)
+            true = _compare(measured, model, f"{dtype} {side} padding:", got, expected, true)
     return measured
 
 
@@ -141,7 +141,7 @@ def check_flattening_collator(subject: Subject) -> Measured:
         for logits, row in zip(expected, rows, strict=True)
         if len(row) > 1
     ]
-    loss = torch.stack(losses).sum() / sum(length - 1 for length in LENGTHS)
+    loss, true = torch.stack(losses).sum() / sum(length - 1 for length in LENGTHS), None
     for name, options in kinds.items():
         batch = DataCollatorWithFlattening(**options)([{"input_ids": row} for row in rows])
         for plain in (False, True):
@@ -150,7 +150,8 @@ def check_flattening_collator(subject: Subject) -> Measured:
             output = model(**batch)
             # transformers takes the loss of float32 logits, whatever the model's dtype
             measured.compare(f"{name}: loss", output.loss, loss, FLOAT32_LOSS)
-        _compare(measured, model, f"{name}:", output.logits[0].split(LENGTHS), expected)
+        got = output.logits[0].split(LENGTHS)
+        true = _compare(measured, model, f"{name}:", got, expected, true)
     return measured
 
 
@@ -298,11 +299,17 @@ def _compare(
     what: str,
     got: Tensor | Sequence[Tensor],
     expected: Tensor | Sequence[Tensor],
-) -> None:
-    """Compare logits and the gradient that a loss of all of them gives every parameter."""
+    true: dict[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Compare logits and the gradient that a loss of all of them gives every parameter.
+
+    Return the expected gradients, which are given as ``true`` where they are known.
+    """
     got, expected = (x if isinstance(x, Tensor) else torch.cat(list(x)) for x in (got, expected))
     budget = BUDGETS[expected.dtype]
     measured.compare(f"{what} logits", got, expected, budget)
     weights = probe(expected)
-    slopes, true = (gradients(model, (logits * weights).sum()) for logits in (got, expected))
+    slopes = gradients(model, (got * weights).sum())
+    true = true or gradients(model, (expected * weights).sum())
     measured.compare_all(f"{what} gradient of", slopes, true, budget)
+    return true
