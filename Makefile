@@ -110,19 +110,19 @@ $(PY):
 
 $(INSTALLED): pyproject.toml constraints.txt | $(PY)
 	@echo "== installing ssmzoo and all it needs into $(VENV): about 2 GB, a few minutes, once =="
-	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[dev]' -c constraints.txt
+	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_ARGS) -e '.[dev]' -c constraints.txt
 	@touch $@
 
 $(TORCHAO_DIR)/.installed: constraints.txt $(INSTALLED)
 	rm -rf $(TORCHAO_DIR)
-	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps \
+	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_ARGS) --no-deps \
 	  --target $(TORCHAO_DIR) torchao -c constraints.txt
 	@touch $@
 
 $(OLDEST_DIR)/.installed: Makefile $(INSTALLED)
 	@echo "== installing transformers 5.17.0 beside the newest, for the tests =="
 	rm -rf $(OLDEST_DIR)
-	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps \
+	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_ARGS) --no-deps \
 	  --target $(OLDEST_DIR) $(OLDEST)
 	@touch $@
 

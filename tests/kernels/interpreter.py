@@ -203,7 +203,7 @@ def _fits(number, name):
 
 
 def _constant(self, number, type):
-    key = (number, type.name)
+    key = (repr(number), type.name)  # -0.0 is not 0.0
     if key not in _constants:
         scalar = self.scalar_constant(number, type.scalar)
         _constants[key] = _splat(scalar, type) if type.is_block() else scalar
