@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import ssmzoo
-from ssmzoo.modeling.stock import functions
-from ssmzoo.modeling.stock.classes import Accelerated
+from ssmzoo.modeling.stock import functions, norms
+from ssmzoo.modeling.stock.classes import Accelerated, writers_of
 from ssmzoo.modeling.stock.functions import _told
+from ssmzoo.modeling.stock.steps import kept
 from ssmzoo_kernels import layers
 from ssmzoo_kernels.dispatch import watch
 
@@ -57,6 +58,12 @@ def cached(model: PreTrainedModel, x: Tensor, cache: Any, **inputs: Any) -> Any:
     return output.logits, {name: output[name]}
 
 
+@pytest.fixture(autouse=True)
+def norms_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models' norms are on our op, too."""
+    monkeypatch.setattr(norms, "MANY", 0)
+
+
 @every_type
 def test_logits_and_gradients_are_the_stock_ones(model_type: str) -> None:
     model, x = tiny(model_type).train(), ids()
@@ -66,7 +73,10 @@ def test_logits_and_gradients_are_the_stock_ones(model_type: str) -> None:
     with watch() as ran:
         logits, ours = gradients(model, x)
     kernel = "selective_scan" if model_type in SCAN else "gated_linear_attention"
-    assert {(kernel, "cpu"), ("causal_conv1d", "cpu")} <= set(ran)
+    assert {(kernel, "cpu"), ("causal_conv1d", "cpu"), ("rms_norm", "cpu")} <= set(ran)
+    for name, module in model.named_modules():
+        if writers_of(type(module)) and name.endswith("norm"):
+            assert kept(module).offset in (0.0, 1.0), name
     assert distance(logits, stock_logits) <= 1e-5
     assert ours.keys() == stock.keys()
     for name, exact in judge.items():

@@ -15,6 +15,7 @@ from tests.stock_models import TYPES, VOCABULARY, tiny
 from torch import Tensor, nn
 
 import ssmzoo
+from ssmzoo.modeling.stock import classes, norms
 from ssmzoo.modeling.stock.steps import KEPT_AS
 from ssmzoo_kernels import use_backend
 from ssmzoo_kernels.dispatch import watch
@@ -238,8 +239,6 @@ def test_code_that_is_not_known_stays_stock(
     monkeypatch.setattr(kinds["JambaMLP"], "forward", lambda self, x: 0.98 * mlp(self, x))
     stock = decode(model, x, prompt(model, x))
     # classes that an earlier model made have the forward of before
-    from ssmzoo.modeling.stock import classes
-
     classes.subclass.cache_clear()
     try:
         ssmzoo.accelerate(model)
@@ -253,6 +252,34 @@ def test_code_that_is_not_known_stays_stock(
     assert not programs(model)  # the mixer has such norms inside
     assert told == len(caplog.records) > 0
     assert "JambaMLP decodes by its own code: programs gave other numbers" in caplog.messages
+
+
+def test_other_norms_stay_stock_and_checkpointing_finds_what_ran(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(norms, "MANY", 0)
+    kind = next(type(m) for m in tiny("jamba").modules() if type(m).__name__ == "JambaRMSNorm")
+    known = kind.forward
+    for added, logged in ((0.0, 0), (0.01, 1)):
+        monkeypatch.setattr(kind, "forward", lambda self, x, more=added: known(self, x) + more)
+        model, x, found = tiny("jamba").train(), ids(seed=3), []
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        classes.subclass.cache_clear()
+        try:
+            for accelerated in (False, True):
+                if accelerated:
+                    ssmzoo.accelerate(model)
+                model.zero_grad()
+                caplog.clear()
+                with caplog.at_level(logging.INFO, "ssmzoo"), watch() as ran:
+                    model(x, labels=x, use_cache=False).loss.backward()
+                found.append([p.grad for p in model.parameters()])
+        finally:
+            classes.subclass.cache_clear()
+        assert all(distance(b, a) <= 1e-4 for a, b in zip(*found, strict=True) if a is not None)
+        told = "JambaRMSNorm stays stock: its numbers are others"
+        assert (told in caplog.messages) == bool(logged)
+        assert ("rms_norm", "cpu") in ran  # at least to find that out
 
 
 def test_copies_prove_anew_and_nothing_stays_behind(mamba: Any) -> None:

@@ -26,7 +26,8 @@ def outcomes(kernels: str, report: Path, root: Path) -> dict[str, str]:
     ]
     command += ["-W", "ignore::pytest.PytestUnknownMarkWarning"]
     command += ["tests/transformers_common/every_stock_type.py"]
-    places = {"PYTHONPATH": str(SUITE), "SSMZOO_KERNELS": kernels, "CUDA_VISIBLE_DEVICES": ""}
+    threads = {"OMP_NUM_THREADS": "1"}  # each of two workers'
+    places = threads | {"PYTHONPATH": str(SUITE), "SSMZOO_KERNELS": kernels, "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run(command, env=os.environ | places, cwd=root, check=False, capture_output=True)
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):
@@ -37,6 +38,7 @@ def outcomes(kernels: str, report: Path, root: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_the_suite_does_the_same(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if not SUITE.is_dir():
         pytest.fail("the tests of transformers are not there: make test-transformers brings them")

@@ -132,6 +132,21 @@ def torch_loop(shape: tuple[int, ...], *inputs: Tensor) -> Passes:
     return {"fwd+bwd": both}
 
 
+def torch_norm(shape: tuple[int, ...], x: Tensor, weight: Tensor) -> Passes:
+    """Normalise by torch's own function."""
+    grad = torch.randn_like(x)
+
+    def forward() -> None:
+        with torch.no_grad():
+            F.rms_norm(x, weight.shape, weight, 1e-5)
+
+    def both() -> None:
+        y = F.rms_norm(x, weight.shape, weight, 1e-5)
+        torch.autograd.grad(y, (x, weight), grad)
+
+    return {"fwd": forward, "fwd+bwd": both}
+
+
 def indexing_loop(
     shape: tuple[int, ...], u: Tensor, lam: Tensor, w: Tensor, readout: Tensor
 ) -> Passes:

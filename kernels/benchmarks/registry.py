@@ -18,6 +18,7 @@ from peers import (
     masked_window,
     materialised_scan,
     torch_loop,
+    torch_norm,
     transformers_gated_delta,
     transformers_kda,
     transformers_loop,
@@ -37,6 +38,7 @@ from ssmzoo_kernels import (
     linear_scan,
     longhorn_scan,
     rational_kernel,
+    rms_norm,
     selective_scan,
     vandermonde,
 )
@@ -338,6 +340,13 @@ ENTRIES = [
         peers={"direct exp, 32 heads at a time": direct_exponentials},
         cpu=("eager",),
         once=frozenset({"direct exp, 32 heads at a time"}),
+    ),
+    Entry(
+        "rms_norm",
+        (1, 4096, 768, 1),
+        lambda B, L, D, N, **where: [torch.randn(B, L, D, **where), torch.ones(D, **where)],
+        lambda x, weight, backend: rms_norm(x, weight, eps=1e-5, backend=backend),
+        peers={"torch": torch_norm},
     ),
     Entry(
         "diagonal_step",

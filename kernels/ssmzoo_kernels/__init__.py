@@ -18,6 +18,7 @@ from ssmzoo_kernels.innovation import innovation, select_memory
 from ssmzoo_kernels.linear_scan import linear_scan
 from ssmzoo_kernels.longhorn_scan import longhorn_scan
 from ssmzoo_kernels.rational_kernel import inverse_series, rational_kernel
+from ssmzoo_kernels.rms_norm import rms_norm
 from ssmzoo_kernels.selective_scan import selective_scan
 from ssmzoo_kernels.vandermonde import vandermonde, vandermonde_state
 
@@ -38,6 +39,7 @@ __all__ = [
     "linear_scan",
     "longhorn_scan",
     "rational_kernel",
+    "rms_norm",
     "select_memory",
     "selective_scan",
     "use_backend",

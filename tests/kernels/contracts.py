@@ -116,6 +116,16 @@ class Innovation(OpContract):
         return 1
 
 
+class RMSNorm(OpContract):
+    op, declaration = op("rms_norm")
+    forms = {"": {"eps": 1e-5}, "offset": {"eps": 0.25, "offset": 1.0}}
+    sizes = {"B": 5, "D": 33}
+    # of a single number the reference's own error is a matter of luck, and so is the budget
+    shapes = (*grid(B=[15, 17], D=[1, 16, 63, 300]), {"B": 0}, {"B": 1}, {"B": 1030, "D": 5})
+    many = {"B": 400, "D": 300}
+    ragged = {"B": 4, "D": 19}
+
+
 class DiagonalStep(OpContract):
     op, declaration = op("diagonal_step")
     sizes = {"B": 2, "H": 5, "N": 3}

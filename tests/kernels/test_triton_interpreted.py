@@ -14,6 +14,7 @@ PROCESSES = (
         "interpreted_diagonal.py",
         "interpreted_innovation.py",
         "interpreted_companion.py",
+        "interpreted_rms_norm.py",
     ),
 )
 

@@ -22,9 +22,11 @@ from ssmzoo.modeling.layers import Linear
 from ssmzoo.modeling.stock import steps
 from ssmzoo.modeling.stock.calls import call, packed
 from ssmzoo.modeling.stock.functions import FUNCTIONS
+from ssmzoo.modeling.stock.norms import normalised
 from ssmzoo.modeling.stock.packed_calls import enter, positions
 from ssmzoo_kernels.layers import OPS
 
+_NORMS = (steps.rms_norm(0.0), steps.rms_norm(1.0))
 _SCANS = ("selective_scan", "gated_linear_attention")
 _MIXER = ("self", "hidden_states", "cache_params", "attention_mask")
 
@@ -73,7 +75,7 @@ def writers_of(stock: type) -> tuple[steps.Writer, ...]:
     if not stock.__module__.startswith("transformers.models."):
         return ()
     if name.endswith("RMSNorm") and "Weightless" not in name:
-        return (steps.rms_norm(0.0), steps.rms_norm(1.0))
+        return _NORMS
     return (steps.gated_mlp,) if name.endswith("MLP") else ()
 
 
@@ -216,12 +218,14 @@ def _states_of_one_token(
 
 def _part(stock: type[nn.Module], writers: tuple[steps.Writer, ...]) -> dict[str, Any]:
     stock_forward: Any = stock.forward
+    whole = normalised if writers is _NORMS else lambda _, __, forward: forward()
 
     @functools.wraps(stock_forward)
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs:  # Zamba2's MLP has adapters of its own
             return stock_forward(self, x, *args, **kwargs)
-        return steps.token(self, writers, x, (), lambda: stock_forward(self, x))
+        layered = functools.partial(whole, self, x, lambda: stock_forward(self, x))
+        return steps.token(self, writers, x, (), layered)
 
     return {"forward": forward}
 

@@ -19,7 +19,7 @@ from ssmzoo.modeling.layers import Linear
 from ssmzoo_kernels.token_step import MOST_ROWS, Program, Value
 
 _log = logging.getLogger("ssmzoo")
-_FORMATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+FORMATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # how far the program's output may be from the stock code's, by its greatest number
 _ROUNDING = {
     torch.float64: 1e-5,  # stock code is float32 in places
@@ -29,7 +29,7 @@ _ROUNDING = {
 }
 
 
-class _UnservedError(Exception):
+class UnservedError(Exception):
     """The module has something that no program is written for; ``lasts``: whether still so."""
 
     def __init__(self, lasts: Callable[[], bool] = lambda: True) -> None:
@@ -54,15 +54,15 @@ class _Parts:
             owner = self._take(owner, part)
         layer = self._take(owner, last)
         if kinds and type(layer) not in kinds and not isinstance(layer, Linear):
-            raise _UnservedError(lambda: owner._modules.get(last) is layer)
+            raise UnservedError(lambda: owner._modules.get(last) is layer)
         return layer
 
     def _take(self, owner: nn.Module, name: str) -> nn.Module:
         layer = owner._modules.get(name)
         if layer is None:
-            raise _UnservedError
+            raise UnservedError
         if _is_watched(layer):
-            raise _UnservedError(lambda: owner._modules.get(name) is layer and _is_watched(layer))
+            raise UnservedError(lambda: owner._modules.get(name) is layer and _is_watched(layer))
         self._held.append((owner._modules, name, layer))
         self._layers.append(layer)
         return layer
@@ -74,11 +74,11 @@ class _Parts:
             return None
         if (
             type(kept) is not nn.Parameter  # quantised, perhaps
-            or kept.dtype not in _FORMATS
+            or kept.dtype not in FORMATS
             or kept.device.type != "cpu"
             or not kept.is_contiguous()
         ):
-            raise _UnservedError
+            raise UnservedError
         self._held.append((owner._parameters, name, kept))
         self._weights.append((kept, kept.data_ptr()))
         return kept.detach()
@@ -88,7 +88,7 @@ class _Parts:
         layer = self.layer(name, nn.Linear)
         weight, bias = self.weight(layer), self.weight(layer, "bias", optional=True)
         if weight.shape[1] != x.width:
-            raise _UnservedError
+            raise UnservedError
         return program.linear(x, weight, bias, into)
 
     def convolution(self, program: Program, x: Value, state: int, like: Tensor) -> Value:
@@ -98,7 +98,7 @@ class _Parts:
         silu = getattr(self.root, "activation", None) in ("silu", "swish")
         kept, taps = like.shape[-1], weight.shape[-1]
         if not silu or like.shape[1] != x.width or weight.shape[:2] != (x.width, 1) or kept < taps:
-            raise _UnservedError
+            raise UnservedError
         return program.causal_conv1d(x, weight, bias, state, kept, like.dtype, silu=True)
 
     def norm(self, program: Program, x: Value, name: str, **gating: Any) -> Value:
@@ -107,7 +107,7 @@ class _Parts:
         weight = None
         if "Weightless" not in type(layer).__name__:
             weight = self.weight(layer)
-        return program.rms_norm(x, weight, _eps(layer), **gating)
+        return program.rms_norm(x, weight, eps_of(layer), **gating)
 
     def unchanged(self) -> bool:
         """Return whether nothing was replaced, moved, or hooked since."""
@@ -126,11 +126,12 @@ def _is_watched(layer: nn.Module) -> bool:
     return bool(held["_forward_hooks"] or held["_forward_pre_hooks"] or "forward" in held)
 
 
-def _eps(layer: nn.Module) -> float:
+def eps_of(layer: nn.Module) -> float:
+    """Return what a norm adds to the mean square."""
     for name in ("variance_epsilon", "eps"):
         if isinstance(eps := getattr(layer, name, None), float):
             return eps
-    raise _UnservedError
+    raise UnservedError
 
 
 class _Step:
@@ -147,7 +148,7 @@ class _Step:
         self.width, self.shapes = x.shape[-1], [s.shape[1:] for s in states]
         wide = torch.float64 if x.dtype is torch.float64 else torch.float32
         if states and states[-1].dtype is not wide:
-            raise _UnservedError  # a recurrent state of fewer bits
+            raise UnservedError  # a recurrent state of fewer bits
         self.program = Program(wide)
         y = write(self.program, self.parts, self.program.input(0, x.dtype, self.width), states)
         self.program.output(y, 1, x.dtype)
@@ -173,12 +174,21 @@ Writer = Callable[[Program, _Parts, Value, Sequence[Tensor]], Value]
 KEPT_AS = "_ssmzoo_decoding"  # the attribute of a module
 
 
-class _Decoding:
+class Decoding:
     """How a module decodes: by a program, one still to be written, or by the stock code."""
 
     step: _Step | None = None
     proved: Writer | None = None
     refused: Callable[[], bool] | None = None  # whether it still must be by the stock code
+    offset: float | None = None  # of a norm's weight, NaN if it is another norm: see ``norms``
+
+
+def kept(module: nn.Module) -> Decoding:
+    """Return what is known of a module."""
+    known = module.__dict__.get(KEPT_AS)
+    if known is None:
+        known = module.__dict__[KEPT_AS] = Decoding()
+    return known
 
 
 def token(
@@ -201,12 +211,10 @@ def token(
         torch.compiler.is_compiling()
         or torch.is_grad_enabled()
         or not 0 < x.numel() <= MOST_ROWS * x.shape[-1]
-        or x.dtype not in _ROUNDING
+        or x.dtype not in FORMATS
     ):
         return stock()
-    known = module.__dict__.get(KEPT_AS)
-    if known is None:
-        known = module.__dict__[KEPT_AS] = _Decoding()
+    known = kept(module)
     if known.refused is not None and known.refused():
         return stock()
     if not all(state.is_contiguous() and state.device.type == "cpu" for state in states):
@@ -216,7 +224,7 @@ def token(
             return _prove(module, known, writers, x, states, stock)
         try:
             known.step = _Step(module, known.proved, x, states)
-        except _UnservedError as error:
+        except UnservedError as error:
             known.refused = error.lasts
             return stock()
     return known.step(x, states) if known.step.program.applies(x) else stock()
@@ -224,7 +232,7 @@ def token(
 
 def _prove(
     module: nn.Module,
-    known: _Decoding,
+    known: Decoding,
     writers: Sequence[Writer],
     x: Tensor,
     states: Sequence[Tensor],
@@ -239,7 +247,7 @@ def _prove(
     for writer in writers:
         try:
             step = _Step(module, writer, x, states)
-        except _UnservedError as error:
+        except UnservedError as error:
             lasting.append(error.lasts)
             continue
         if not step.program.applies(x):
@@ -247,7 +255,7 @@ def _prove(
         changed = [state.clone() for state in before]
         ours = step(x, changed)
         pairs = zip((ours, *changed), (y, *states), strict=True)
-        if all(_agree(a, b, _ROUNDING[x.dtype]) for a, b in pairs):
+        if all(agree(a, b, x.dtype) for a, b in pairs):
             known.step, known.proved = step, writer
             return y
     if len(lasting) < len(writers):
@@ -257,7 +265,9 @@ def _prove(
     return y
 
 
-def _agree(a: Tensor, b: Tensor, rounding: float) -> bool:
+def agree(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether two results of a module are one but for the roundings of a dtype."""
+    rounding = _ROUNDING[dtype]
     return a.shape == b.shape and bool(((a - b).abs() <= rounding * b.abs().max()).all())
 
 
@@ -266,7 +276,7 @@ def rms_norm(added: float) -> Writer:
 
     def write(program: Program, parts: _Parts, x: Value, states: Sequence[Tensor]) -> Value:
         root = parts.root
-        return program.rms_norm(x, parts.weight(root), _eps(root), added=added)
+        return program.rms_norm(x, parts.weight(root), eps_of(root), added=added)
 
     return write
 
@@ -284,7 +294,7 @@ def mamba(program: Program, parts: _Parts, x: Value, states: Sequence[Tensor]) -
     mixer = parts.root
     conv, state = states
     if state.dim() != 3:
-        raise _UnservedError  # Zamba's heads
+        raise UnservedError  # Zamba's heads
     inner, size = state.shape[1:]
     projected = parts.linear(program, x, "in_proj")
     u, gate = projected.split(inner, inner)
@@ -320,7 +330,7 @@ def mamba2(program: Program, parts: _Parts, x: Value, states: Sequence[Tensor]) 
     inner, mixed = heads * width, conv.shape[1]
     projected = parts.linear(program, x, "in_proj")
     if projected.width != inner + mixed + heads:
-        raise _UnservedError
+        raise UnservedError
     gate, u, dt = projected.split(inner, mixed, heads)
     groups = (mixed - inner) // (2 * size)
     u = parts.convolution(program, u, 2, conv)
@@ -367,7 +377,7 @@ def grouped_delta(program: Program, parts: _Parts, x: Value, states: Sequence[Te
         pieces = [value.split(*[value.width // groups] * groups) for value in values]
         widths = [piece[0].width for piece in pieces] * groups
         if sum(widths) != len(weight):
-            raise _UnservedError
+            raise UnservedError
         wanted = [piece[group] for group in range(groups) for piece in pieces]
         for rows, piece in zip(weight.split(widths), wanted, strict=True):
             program.linear(x, rows, into=piece)

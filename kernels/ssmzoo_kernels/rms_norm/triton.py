@@ -1,0 +1,197 @@
+"""The norm on GPUs: a program has some rows, and reads them block of channels by block.
+
+A row is summed first and scaled then; what the second pass reads is still in a cache. The weight's
+gradient is summed by programs that each have a block of channels and a share of the rows.
+"""
+
+# a kernel launch is no ordinary call: Triton's types do not describe it
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ssmzoo_kernels.declaration import accumulator
+from ssmzoo_kernels.scan.triton import rows
+
+WIDEST = 1024  # channels of a block
+TILE = 4096  # numbers that a program has at once
+MOST_SHARES, LEAST_ROWS = 256, 16  # sums of the weight's gradient, and rows of each
+
+
+@triton.jit
+def first_of(number, stride):
+    """Return where a row begins, by an offset of 64 bits."""
+    return number.to(tl.int64)[:, None] * stride
+
+
+@triton.jit(do_not_specialize=("count",))
+def rms_norm_fwd_kernel(
+    x,
+    weight,
+    y,
+    inverses,
+    count,
+    stride: tl.constexpr,
+    D: tl.constexpr,
+    eps: tl.constexpr,
+    offset: tl.constexpr,
+    ACC: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Normalise ``ROWS`` rows."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, BLOCK_D)
+    here = (row < count)[:, None]
+    squares = tl.zeros((ROWS, BLOCK_D), dtype=ACC)
+    for start in range(0, D, BLOCK_D):
+        d = (start + lane)[None, :]
+        part = tl.load(x + first_of(row, stride) + d, mask=here & (d < D), other=0.0).to(ACC)
+        squares += part * part
+    inverse = 1.0 / tl.sqrt(tl.sum(squares, axis=1) / D + eps)
+    tl.store(inverses + row, inverse, mask=row < count)
+    for start in range(0, D, BLOCK_D):
+        d = (start + lane)[None, :]
+        part = tl.load(x + first_of(row, stride) + d, mask=here & (d < D), other=0.0).to(ACC)
+        factor = tl.load(weight + d, mask=d < D, other=0.0).to(ACC) + offset
+        out = (part * inverse[:, None] * factor).to(y.dtype.element_ty)
+        tl.store(y + first_of(row, D) + d, out, mask=here & (d < D))
+
+
+@triton.jit(do_not_specialize=("count",))
+def rms_norm_bwd_kernel(
+    grad_y,
+    x,
+    weight,
+    inverses,
+    grad_x,
+    count,
+    stride_g: tl.constexpr,
+    stride: tl.constexpr,
+    D: tl.constexpr,
+    offset: tl.constexpr,
+    ACC: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write the gradients of ``ROWS`` rows."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, BLOCK_D)
+    here = (row < count)[:, None]
+    inverse = tl.load(inverses + row, mask=row < count, other=0.0)[:, None]
+    products = tl.zeros((ROWS, BLOCK_D), dtype=ACC)
+    for start in range(0, D, BLOCK_D):
+        d = (start + lane)[None, :]
+        unit = tl.load(x + first_of(row, stride) + d, mask=here & (d < D), other=0.0).to(ACC)
+        grad = tl.load(grad_y + first_of(row, stride_g) + d, mask=here & (d < D), other=0.0)
+        factor = tl.load(weight + d, mask=d < D, other=0.0).to(ACC) + offset
+        products += grad.to(ACC) * factor * unit * inverse
+    along = (tl.sum(products, axis=1) / D)[:, None]
+    for start in range(0, D, BLOCK_D):
+        d = (start + lane)[None, :]
+        unit = tl.load(x + first_of(row, stride) + d, mask=here & (d < D), other=0.0).to(ACC)
+        grad = tl.load(grad_y + first_of(row, stride_g) + d, mask=here & (d < D), other=0.0)
+        factor = tl.load(weight + d, mask=d < D, other=0.0).to(ACC) + offset
+        out = (grad.to(ACC) * factor - unit * inverse * along) * inverse
+        tl.store(
+            grad_x + first_of(row, D) + d, out.to(grad_x.dtype.element_ty), mask=here & (d < D)
+        )
+
+
+@triton.jit(do_not_specialize=("count", "share"))
+def rms_norm_weight_kernel(
+    grad_y,
+    x,
+    inverses,
+    sums,
+    count,
+    share,
+    stride_g: tl.constexpr,
+    stride: tl.constexpr,
+    D: tl.constexpr,
+    ACC: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Sum the weight's gradient over one share of the rows, for a block of channels."""
+    number = tl.program_id(0)
+    d = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
+    end = tl.minimum((number + 1) * share, count)
+    sum_of = tl.zeros((ROWS, BLOCK_D), dtype=ACC)
+    for start in range(number * share, end, ROWS):
+        row = start + tl.arange(0, ROWS)
+        here = (row < end)[:, None] & (d < D)
+        inverse = tl.load(inverses + row, mask=row < end, other=0.0)[:, None]
+        unit = tl.load(x + first_of(row, stride) + d, mask=here, other=0.0).to(ACC) * inverse
+        sum_of += tl.load(grad_y + first_of(row, stride_g) + d, mask=here, other=0.0).to(ACC) * unit
+    at = number.to(tl.int64) * D + d
+    tl.store(sums + at, tl.sum(sum_of, axis=0)[None, :], mask=d < D)
+
+
+def forward(
+    x: Tensor,  # [B, D]
+    weight: Tensor,  # [D]
+    save: bool,
+    eps: float,
+    offset: float,
+) -> tuple[Tensor, Tensor]:
+    """Return y ``[B, D]`` in the weight's dtype, and the inverse roots ``[B]``."""
+    (count, width), exact = x.shape, accumulator(x)
+    x = rows(x)
+    y = x.new_empty(count, width, dtype=weight.dtype)
+    inverses = x.new_empty(count, dtype=exact)
+    if count:
+        block, tall = _tile(width)
+        with torch.cuda.device_of(x):
+            rms_norm_fwd_kernel[(triton.cdiv(count, tall),)](
+                *(x, weight.contiguous(), y, inverses, count),
+                stride=x.stride(0),
+                D=width,
+                eps=eps,
+                offset=offset,
+                ACC=_of(exact),
+                ROWS=tall,
+                BLOCK_D=block,
+                num_warps=4,
+            )
+    return y, inverses
+
+
+def backward(
+    grad_y: Tensor,  # [B, D]
+    x: Tensor,  # [B, D]
+    weight: Tensor,  # [D]
+    inverse: Tensor,  # [B]
+    eps: float,
+    offset: float,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x ``[B, D]`` and of the weight ``[D]``."""
+    (count, width), exact = x.shape, inverse.dtype
+    x, grad_y, weight = rows(x), rows(grad_y), weight.contiguous()
+    grad_x = x.new_empty(count, width)
+    share = max(LEAST_ROWS, triton.cdiv(count, MOST_SHARES))
+    sums = x.new_empty(triton.cdiv(count, share), width, dtype=exact)
+    if count:
+        block, tall = _tile(width)
+        sizes = {"stride_g": grad_y.stride(0), "stride": x.stride(0), "D": width}
+        sizes |= {"ACC": _of(exact), "ROWS": tall, "BLOCK_D": block, "num_warps": 4}
+        with torch.cuda.device_of(x):
+            rms_norm_bwd_kernel[(triton.cdiv(count, tall),)](
+                *(grad_y, x, weight, inverse, grad_x, count), offset=offset, **sizes
+            )
+            rms_norm_weight_kernel[(len(sums), triton.cdiv(width, block))](
+                *(grad_y, x, inverse, sums, count, share), **sizes
+            )
+    return grad_x, sums.sum(0)
+
+
+def _tile(width: int) -> tuple[int, int]:
+    """Return the channels of a block, and the rows of a program."""
+    block = min(WIDEST, triton.next_power_of_2(width))
+    return block, max(1, min(16, TILE // block))
+
+
+def _of(dtype: torch.dtype) -> tl.dtype:
+    return tl.float64 if dtype == torch.float64 else tl.float32
