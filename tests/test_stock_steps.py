@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import sys
 import threading
 from typing import Any
 
@@ -13,16 +14,21 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tests.stock_models import TYPES, VOCABULARY, tiny
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
+from torch.utils.flop_counter import FlopCounterMode
 
 import ssmzoo
-from ssmzoo.modeling.stock import classes, norms
+from ssmzoo.modeling.stock import norms
 from ssmzoo.modeling.stock.steps import KEPT_AS
 from ssmzoo_kernels import use_backend
 from ssmzoo_kernels.dispatch import watch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*_pattern keys did not match:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
 ]
 # mixers with heads or multipliers that no program has
 BY_LAYERS = {"ZambaMambaMixer", "FalconH1Mixer"}
@@ -66,6 +72,10 @@ def programs(model: nn.Module) -> list[nn.Module]:
 
 def mixer_of(model: nn.Module) -> Any:
     return next(m for m in programs(model) if type(m).__name__.endswith("Mixer"))
+
+
+def mixer_of_all(model: nn.Module) -> Any:
+    return next(m for m in model.modules() if type(m).__name__.endswith("Mixer"))
 
 
 @pytest.fixture
@@ -112,6 +122,14 @@ def test_bfloat16_loses_no_more_than_the_stock_code(model_type: str) -> None:
     assert (ours - judge).square().mean() <= 1.5 * (stock - judge).square().mean()
 
 
+class Shifted(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Shift."""
+        return weight + 3
+
+
 def changed_in_place(mixer: Any) -> None:
     with torch.no_grad():
         mixer.A_log.add_(0.5)
@@ -134,6 +152,19 @@ def given_a_new_layer(mixer: Any) -> None:
     mixer.x_proj = nn.Linear(mixer.x_proj.in_features, mixer.x_proj.out_features, bias=False)
 
 
+def given_other_settings(mixer: Any) -> None:
+    mixer.activation, mixer.act = "relu", nn.ReLU()
+
+
+def given_a_parametrized_bias(mixer: Any) -> None:
+    register_parametrization(mixer.dt_proj, "bias", Shifted())
+
+
+def given_another_forward(mixer: Any) -> None:
+    stock = mixer.out_proj.forward
+    mixer.out_proj.forward = lambda x: 2 * stock(x)
+
+
 def loaded(mixer: Any) -> None:
     mixer.load_state_dict({n: w + 0.125 for n, w in mixer.state_dict().items()})
 
@@ -146,6 +177,9 @@ def loaded(mixer: Any) -> None:
         given_other_data,
         given_a_new_parameter,
         given_a_new_layer,
+        given_other_settings,
+        given_a_parametrized_bias,
+        given_another_forward,
         loaded,
     ],
 )
@@ -155,7 +189,14 @@ def test_new_weights_count_from_the_next_token_on(mamba: Any, change: Any) -> No
     torch.manual_seed(0)
     change(mixer_of(mamba))
     after = decode(mamba, x, prompt(mamba, x))
-    assert len(programs(mamba)) == 5
+    plain = change not in (given_other_settings, given_a_parametrized_bias, given_another_forward)
+    assert len(programs(mamba)) == (5 if plain else 4)
+    if change is given_a_parametrized_bias:
+        with pytest.raises(
+            ValueError, match="dt_proj became a ParametrizedLinear after accelerate"
+        ):
+            ssmzoo.restore(mamba)
+        remove_parametrizations(mixer_of_all(mamba).dt_proj, "bias")
     ssmzoo.restore(mamba)
     stock = decode(mamba, x, prompt(mamba, x))
     assert distance(after, stock) <= 1e-5
@@ -238,16 +279,11 @@ def test_code_that_is_not_known_stays_stock(
     monkeypatch.setattr(kinds["JambaRMSNorm"], "forward", lambda self, x: norm(self, x) + 0.01)
     monkeypatch.setattr(kinds["JambaMLP"], "forward", lambda self, x: 0.98 * mlp(self, x))
     stock = decode(model, x, prompt(model, x))
-    # classes that an earlier model made have the forward of before
-    classes.subclass.cache_clear()
-    try:
-        ssmzoo.accelerate(model)
-        with caplog.at_level(logging.INFO, "ssmzoo"):
-            ours = decode(model, x, prompt(model, x))
-            told = len(caplog.records)
-            decode(model, x, prompt(model, x))
-    finally:
-        classes.subclass.cache_clear()
+    ssmzoo.accelerate(model)
+    with caplog.at_level(logging.INFO, "ssmzoo"):
+        ours = decode(model, x, prompt(model, x))
+        told = len(caplog.records)
+        decode(model, x, prompt(model, x))
     assert distance(ours, stock) <= 1e-5
     assert not programs(model)  # the mixer has such norms inside
     assert told == len(caplog.records) > 0
@@ -264,18 +300,14 @@ def test_other_norms_stay_stock_and_checkpointing_finds_what_ran(
         monkeypatch.setattr(kind, "forward", lambda self, x, more=added: known(self, x) + more)
         model, x, found = tiny("jamba").train(), ids(seed=3), []
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        classes.subclass.cache_clear()
-        try:
-            for accelerated in (False, True):
-                if accelerated:
-                    ssmzoo.accelerate(model)
-                model.zero_grad()
-                caplog.clear()
-                with caplog.at_level(logging.INFO, "ssmzoo"), watch() as ran:
-                    model(x, labels=x, use_cache=False).loss.backward()
-                found.append([p.grad for p in model.parameters()])
-        finally:
-            classes.subclass.cache_clear()
+        for accelerated in (False, True):
+            if accelerated:
+                ssmzoo.accelerate(model)
+            model.zero_grad()
+            caplog.clear()
+            with caplog.at_level(logging.INFO, "ssmzoo"), watch() as ran:
+                model(x, labels=x, use_cache=False).loss.backward()
+            found.append([p.grad for p in model.parameters()])
         assert all(distance(b, a) <= 1e-4 for a, b in zip(*found, strict=True) if a is not None)
         told = "JambaRMSNorm stays stock: its numbers are others"
         assert (told in caplog.messages) == bool(logged)
@@ -314,3 +346,158 @@ def test_two_caches_at_once_give_what_each_gives_alone(mamba: Any) -> None:
     for worker in workers:
         worker.join()
     assert all(found[number].equal(alone[number]) for number in (0, 1))
+
+
+def test_threads_of_other_dtypes_do_not_take_each_others_program() -> None:
+    model = tiny("jamba")
+    ssmzoo.accelerate(model)
+    norm = next(m for m in model.modules() if type(m).__name__ == "JambaRMSNorm")
+    norm.weight.requires_grad_(False)
+    xs = [torch.randn(1, 1, norm.weight.shape[0]).to(t) for t in (torch.float32, torch.bfloat16)]
+    expected = [norm(x) for x in xs]
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        with torch.no_grad():
+            for _ in range(400):
+                y = norm(xs[number])
+                if y.dtype is not expected[number].dtype or distance(y, expected[number]) > 2**-6:
+                    wrong.append(number)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        workers = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong
+
+
+def test_what_watches_sees_the_layers(mamba: Any) -> None:
+    x = ids(1, 1, seed=3)
+    norm = mamba.backbone.norm_f.requires_grad_(False)
+    hidden = torch.randn(1, 1, norm.weight.shape[0])
+    with torch.no_grad():
+        traced = torch.jit.trace(lambda h: norm(h) + norm(2 * h), hidden)
+        graph = make_fx(lambda h: norm(h) + 1)(hidden)
+        other = 3 * torch.randn_like(hidden)
+        assert distance(traced(other), 2 * norm(other)) <= 1e-5
+        assert distance(graph(other), norm(other) + 1) <= 1e-5
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            assert norm(fake.from_tensor(hidden)).shape == hidden.shape
+        rows = torch.vmap(norm)(hidden.expand(4, 1, -1))
+        assert distance(rows, norm(hidden).expand(4, 1, -1)) <= 1e-5
+    counts = []
+    for accelerated in (True, False):
+        if not accelerated:
+            ssmzoo.restore(mamba)
+        cache = prompt(mamba, x)
+        with FlopCounterMode(display=False) as counter:
+            decode(mamba, x, cache)
+        counts.append(counter.get_total_flops())
+    assert 0.8 * counts[1] < counts[0] <= counts[1]  # torch does not count what our scan does
+
+
+def test_hooks_of_all_modules_and_of_gradients_are_called(mamba: Any) -> None:
+    x, seen = ids(1, 3, seed=3), []
+    hook = register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+    counts = []
+    try:
+        for accelerated in (True, False):
+            if not accelerated:
+                ssmzoo.restore(mamba)
+            cache = prompt(mamba, x)
+            seen.clear()
+            decode(mamba, x, cache)
+            # our convolution has its activation inside
+            counts.append(sorted(name for name in seen if name != "SiLUActivation"))
+    finally:
+        hook.remove()
+    assert counts[0] == counts[1]
+    ssmzoo.accelerate(mamba.train())
+    mixer, called = mixer_of_all(mamba), []
+    for layer in (mixer.x_proj, mixer.out_proj):
+        layer.register_full_backward_hook(lambda *_: called.append(1))
+    mamba(x, labels=x, use_cache=False).loss.backward()
+    assert len(called) == 2
+
+
+def test_other_dtypes_and_devices_are_the_stock_code_s(mamba: Any) -> None:
+    x = ids(seed=3)
+    mixer = mixer_of(mamba)
+    mixer.A_log.data = mixer.A_log.data.double()
+    ours = decode(mamba, x, prompt(mamba, x))
+    mixer.A_log.data = mixer.A_log.data.float()
+    assert distance(decode(mamba, x, prompt(mamba, x)), ours) <= 1e-5
+    assert len(programs(mamba)) == 5
+    jamba = tiny("jamba").bfloat16()
+    ssmzoo.accelerate(jamba)
+    decode(jamba, x, prompt(jamba, x))
+    mlp = next(m for m in programs(jamba) if type(m).__name__ == "JambaMLP")
+    with torch.no_grad(), pytest.raises(RuntimeError, match="dtype"):
+        mlp(torch.randn(1, 1, mlp.gate_proj.in_features))
+    mamba, x = mamba.to("meta"), x.to("meta")
+    assert decode(mamba, x, prompt(mamba, x)).shape == (*x.shape, VOCABULARY)
+    assert not programs(mamba)  # which would keep the weights in memory
+
+
+def test_a_call_with_other_weights_leaves_the_programs(mamba: Any) -> None:
+    x = ids(seed=3)
+    before = decode(mamba, x, prompt(mamba, x))
+    doubled = {n: 2 * p.detach() for n, p in mamba.named_parameters()}
+    with torch.no_grad():
+        ours = torch.func.functional_call(mamba, doubled, (x[:, :1],)).logits
+    decode(mamba, x, prompt(mamba, x))
+    assert distance(decode(mamba, x, prompt(mamba, x)), before) <= 1e-6
+    assert len(programs(mamba)) == 5
+    ssmzoo.restore(mamba)
+    with torch.no_grad():
+        stock = torch.func.functional_call(mamba, doubled, (x[:, :1],)).logits
+    assert distance(ours, stock) <= 1e-5
+
+
+def test_arguments_come_by_place_or_by_name() -> None:
+    model = tiny("bamba")
+    inner, x = model.model, ids(1, 4)
+    places = torch.arange(4)[None]
+    found = []
+    for accelerated in (False, True):
+        if accelerated:
+            ssmzoo.accelerate(model)
+        with torch.no_grad():
+            norm = inner.final_layernorm(hidden_states=torch.ones(1, 1, 32))
+            cache = inner(x[:, :3], use_cache=True).past_key_values
+            mask = torch.ones(1, 4, dtype=torch.long)
+            last = inner(x[:, 3:], mask, places[:, 3:], past_key_values=cache)
+        found.append((norm, last.last_hidden_state))
+    for ours, stock in zip(found[1], found[0], strict=True):
+        assert distance(ours, stock) <= 1e-5
+
+
+def test_parts_and_the_whole_are_restored_in_any_order(mamba: Any) -> None:
+    ssmzoo.restore(mamba.backbone)
+    with pytest.raises(ValueError, match="is accelerated already"):
+        ssmzoo.accelerate(mamba)
+    ssmzoo.restore(mamba)
+    ssmzoo.accelerate(mamba)
+    ssmzoo.restore(mamba)
+    register_parametrization(mixer_of_all(mamba), "A_log", Shifted())
+    told = ssmzoo.accelerated(mamba)
+    assert list(told.values()) == [
+        "stock: ParametrizedMambaMixer is another class, made from MambaMixer",
+        "stock: not accelerated",
+    ]
+
+
+def test_a_projection_without_parameters_is_effective(mamba: Any) -> None:
+    x, layer = ids(seed=3), mixer_of(mamba).dt_proj
+    expected = decode(mamba, x, prompt(mamba, x))
+    for name in ("weight", "bias"):
+        kept = getattr(layer, name).detach()
+        delattr(layer, name)
+        setattr(layer, name, kept)  # as sharded weights are
+    assert distance(decode(mamba, x, prompt(mamba, x)), expected) <= 1e-5

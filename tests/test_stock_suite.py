@@ -27,7 +27,11 @@ def outcomes(kernels: str, report: Path, root: Path) -> dict[str, str]:
     command += ["-W", "ignore::pytest.PytestUnknownMarkWarning"]
     command += ["tests/transformers_common/every_stock_type.py"]
     threads = {"OMP_NUM_THREADS": "1"}  # each of two workers'
-    places = threads | {"PYTHONPATH": str(SUITE), "SSMZOO_KERNELS": kernels, "CUDA_VISIBLE_DEVICES": ""}
+    places = threads | {
+        "PYTHONPATH": str(SUITE),
+        "SSMZOO_KERNELS": kernels,
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     subprocess.run(command, env=os.environ | places, cwd=root, check=False, capture_output=True)
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):

@@ -535,9 +535,15 @@ def accumulator(x: Tensor) -> torch.dtype:
 def needs_library(x: Tensor) -> bool:
     """Tell whether a call must go through ``torch.library`` even without gradients.
 
-    Tracers and tensor subclasses need it; a plain eager call saves its overhead.
+    Tracers, modes and tensor subclasses need it; a plain eager call saves its overhead.
     """
-    return torch.compiler.is_compiling() or type(x) is not Tensor or x.device.type == "meta"
+    return (
+        torch.compiler.is_compiling()
+        or type(x) is not Tensor
+        or x.device.type == "meta"
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_tracing()
+    )
 
 
 def contiguous(x: Tensor) -> Tensor:

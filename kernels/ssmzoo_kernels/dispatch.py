@@ -27,6 +27,8 @@ from typing import Literal, get_args
 import torch
 from torch.autograd import forward_ad
 
+from ssmzoo_kernels.validation import transformed
+
 Backend = Literal["auto", "reference", "eager", "flex", "cpu", "triton"]
 
 _NAMES = get_args(Backend)
@@ -94,6 +96,28 @@ def use_backend(backend: Backend) -> Iterator[None]:
         yield
     finally:
         _forced.reset(token)
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Tell whether a tensor is just numbers: no tracer, transform or mode watches what is done."""
+    return (
+        type(x) is torch.Tensor
+        and not torch.compiler.is_compiling()
+        and not torch._C._is_tracing()
+        and not torch._C._len_torch_dispatch_stack()
+        and not transformed()
+        and forward_ad._current_level < 0
+    )
+
+
+def decodes_on_cpu(x: torch.Tensor) -> bool:
+    """Tell whether a kernel without gradients, for CPUs, may take a tensor as things are now."""
+    return (
+        x.device.type == "cpu"
+        and not torch.is_grad_enabled()
+        and is_plain(x)
+        and not torch.is_autocast_enabled("cpu")
+    )
 
 
 def takes_kernels() -> bool:

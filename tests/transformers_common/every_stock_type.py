@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.stock_models import TYPES, VOCABULARY, settings
 from tests.transformers_common import absent
-from torch.nn.modules import module as every_module
+from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
@@ -26,17 +26,20 @@ HEADS = (modeling_auto.MODEL_MAPPING, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING)
 
 @pytest.fixture(scope="session", autouse=True)
 def kernels():
-    """Accelerate every recurrent model that is called."""
+    """Accelerate every recurrent model that is called, and count them."""
+    seen = []
 
-    def before(module, inputs):
-        found = accelerated(module).values() if isinstance(module, PreTrainedModel) else ()
-        if "stock: not accelerated" in found:
-            accelerate(module)
+    def call(self, *args, **kwargs):
+        if "stock: not accelerated" in accelerated(self).values():
+            accelerate(self)
+            seen.append(type(self))
+        return nn.Module.__call__(self, *args, **kwargs)
 
-    handle = every_module.register_module_forward_pre_hook(before) if KERNELS else None
-    yield
-    if handle is not None:
-        handle.remove()
+    with pytest.MonkeyPatch.context() as patch:
+        if KERNELS:
+            patch.setattr(PreTrainedModel, "__call__", call, raising=False)
+        yield
+    assert bool(seen) == KERNELS
 
 
 class Tiny:

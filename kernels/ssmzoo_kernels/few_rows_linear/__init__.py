@@ -8,8 +8,6 @@ the caller is the layer that owns it, so adapters around that layer keep working
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack  # pyright: ignore[reportMissingImports]
-from torch.autograd import forward_ad
 
 from ssmzoo_kernels import dispatch, native
 from ssmzoo_kernels.few_rows_linear import cpu
@@ -40,22 +38,16 @@ def few_rows_linear(
     """
     inputs = weight.shape[1]
     count = x.numel() // inputs if inputs else 0
-    # one expression without calls of ours: a step of decoding asks for every linear map
     if not (
-        0 < count <= MOST_ROWS
-        and not torch.is_grad_enabled()
+        dispatch.decodes_on_cpu(x)
+        and 0 < count <= MOST_ROWS
         and x.dtype in _WIDE
         and x.dtype is weight.dtype
-        and x.device.type == weight.device.type == "cpu"
+        and weight.device.type == "cpu"
         and x.shape[-1] == inputs
-        and type(x) is Tensor
         and type(weight) in (Tensor, torch.nn.Parameter)
         and weight.is_contiguous()
         and (bias is None or (bias.dtype is x.dtype and bias.is_contiguous()))
-        and not torch.compiler.is_compiling()
-        and peek_interpreter_stack() is None  # no torch.func transforms
-        and forward_ad._current_level < 0
-        and not torch.is_autocast_enabled("cpu")
         and not dispatch.kernel_missing(OP, _WIDE[x.dtype])
     ):
         return F.linear(x, weight, bias)

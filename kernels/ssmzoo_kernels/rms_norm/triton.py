@@ -189,7 +189,7 @@ def backward(
 
 def _tile(width: int) -> tuple[int, int]:
     """Return the channels of a block, and the rows of a program."""
-    block = min(WIDEST, triton.next_power_of_2(width))
+    block = min(WIDEST, int(triton.next_power_of_2(width)))
     return block, max(1, min(16, TILE // block))
 
 

@@ -17,8 +17,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack  # pyright: ignore[reportMissingImports]
-from torch.autograd import forward_ad
 
 from ssmzoo_kernels import dispatch, native
 from ssmzoo_kernels.few_rows_linear.cpu import HALVES
@@ -51,8 +49,8 @@ class Value:
 class Program:
     """A layer's token as a list of instructions, written by calling the methods below in order.
 
-    ``tensor`` numbers are places in the list that :meth:`run` is given. Weights may be of the
-    program's dtype, bfloat16 or float16; they must be contiguous.
+    ``tensor`` numbers are places in the list that :meth:`run` is given. Weights must be contiguous
+    and of the program's dtype, or beside float32 of bfloat16 or float16.
 
     Args:
         dtype: What values and recurrent states are: float32 or float64.
@@ -209,17 +207,11 @@ class Program:
     def applies(self, x: Tensor) -> bool:
         """Return whether the program may run on an input ``[B, ..., width]``, as things are now.
 
-        It must lie on the CPU, be a plain tensor of few rows, and nobody may need gradients, trace
-        or cast on the fly.
+        It must lie on the CPU, be a plain tensor, and nobody may need gradients, trace, watch or
+        cast on the fly.
         """
         return (
-            type(x) is Tensor
-            and x.device.type == "cpu"
-            and not torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
-            and peek_interpreter_stack() is None  # no torch.func transforms
-            and forward_ad._current_level < 0
-            and not torch.is_autocast_enabled("cpu")
+            dispatch.decodes_on_cpu(x)
             and dispatch.takes_kernels()
             and not dispatch.kernel_missing(OP, self.dtype)
         )
@@ -244,7 +236,13 @@ class Program:
         if failed:
             raise MemoryError("token_step: no memory for a token's values")
 
+    def reads(self, dtype: torch.dtype) -> bool:
+        """Tell whether weights may be of a dtype."""
+        return dtype is self.dtype or (self.dtype is torch.float32 and dtype in HALVES)
+
     def _type(self, dtype: torch.dtype) -> int:
+        if dtype is not self.dtype and dtype not in HALVES:
+            raise ValueError(f"Program: tensors must be {self.dtype} or of 16 bits, got {dtype}")
         return 0 if dtype is self.dtype else HALVES[dtype]
 
     def _add(
@@ -265,10 +263,9 @@ class Program:
         for i, weight in enumerate(weights):
             if weight is None:
                 continue
-            if weight.dtype is not self.dtype and weight.dtype not in HALVES:
-                raise ValueError(
-                    f"Program: weights must be {self.dtype} or of 16 bits, got {weight.dtype}"
-                )
+            if not self.reads(weight.dtype):
+                more = " or of 16 bits" if self.dtype is torch.float32 else ""
+                raise ValueError(f"Program: weights must be {self.dtype}{more}, got {weight.dtype}")
             if not weight.is_contiguous():
                 raise ValueError("Program: weights must be contiguous")
             self.weights.append(weight)

@@ -46,9 +46,13 @@ def _remake(stock: type[nn.Module]) -> nn.Module:
     return object.__new__(subclass(stock))
 
 
-@functools.cache
 def subclass(stock: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass that a module of a stock class takes on."""
+    return _subclass(stock, stock.forward)  # which somebody may replace in a stock class
+
+
+@functools.cache
+def _subclass(stock: type[nn.Module], forward: Any) -> type[nn.Module]:
     if stock is nn.Linear:
         base, body = Linear, {}
     else:
@@ -81,9 +85,10 @@ def writers_of(stock: type) -> tuple[steps.Writer, ...]:
 
 def functions_of(stock: type) -> tuple[str, ...]:
     """Return which of our functions a mixer's ``forward`` calls; none for other modules."""
-    if not stock.__module__.startswith("transformers.models."):
+    owner = next((kind for kind in stock.__mro__ if "forward" in kind.__dict__), stock)
+    if not owner.__module__.startswith("transformers.models."):
         return ()
-    body = inspect.unwrap(stock.__dict__.get("forward", stock))
+    body = inspect.unwrap(stock.forward)
     if not isinstance(body, types.FunctionType):
         return ()
     names = tuple(name for name in FUNCTIONS if name in body.__code__.co_names)
@@ -92,6 +97,9 @@ def functions_of(stock: type) -> tuple[str, ...]:
 
 def unknown(stock: type) -> str:
     """Return why a mixer must stay stock, or an empty string."""
+    if "forward" not in stock.__dict__:
+        bases = [kind.__name__ for kind in stock.__mro__ if "forward" in kind.__dict__]
+        return f"{stock.__name__} is another class, made from {bases[0]}"
     forward = inspect.unwrap(stock.__dict__["forward"])
     taken = [
         p.name for p in inspect.signature(forward).parameters.values() if p.kind != p.VAR_KEYWORD
@@ -171,16 +179,16 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
             attention_mask = attention_mask[:, -length:]  # the mask of what the cache has seen too
         call.dt_limit = getattr(self, "time_step_limit", None)
         if continues and not _is_plain(getattr(self, "dt_proj", None), linear):
-            self, call.fused = _WithProjection(self), False
+            self, call.fused = _WithProjection(self, hidden_states), False
         elif fuses:
             call.fused = (
                 cache_params is None
                 and attention_mask is None  # which the fused function does not take
                 and self.activation in ("silu", "swish")
                 and type(self.conv1d) is nn.Conv1d
-                and not _is_watched(self.conv1d)
+                and not steps.is_watched(self.conv1d)
                 and all(
-                    _is_plain(layer, linear) and not _is_watched(layer)
+                    _is_plain(layer, linear) and not steps.is_watched(layer)
                     for layer in (self.x_proj, self.dt_proj, self.out_proj)
                 )
             )
@@ -221,9 +229,10 @@ def _part(stock: type[nn.Module], writers: tuple[steps.Writer, ...]) -> dict[str
     whole = normalised if writers is _NORMS else lambda _, __, forward: forward()
 
     @functools.wraps(stock_forward)
-    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs:  # Zamba2's MLP has adapters of its own
-            return stock_forward(self, x, *args, **kwargs)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if kwargs or len(args) != 1:  # Zamba2's MLP has adapters of its own
+            return stock_forward(self, *args, **kwargs)
+        (x,) = args
         layered = functools.partial(whole, self, x, lambda: stock_forward(self, x))
         return steps.token(self, writers, x, (), layered)
 
@@ -235,17 +244,11 @@ def _is_plain(layer: Any, linear: tuple[type, ...]) -> bool:
     return layer is None or (type(layer) in linear and type(layer.weight) is nn.Parameter)
 
 
-def _is_watched(layer: nn.Module) -> bool:
-    """Return whether calling a layer does more than its forward: hooks, or weights to fetch."""
-    return bool(layer._forward_hooks or layer._forward_pre_hooks or hasattr(layer, "_hf_hook"))
-
-
 class _Projection:
     """A linear layer under an adapter, or quantised, as code sees it that reads its weight."""
 
-    def __init__(self, layer: Any, width: int) -> None:
+    def __init__(self, layer: Any, width: int, like: Tensor) -> None:
         self.layer, self.bias = layer, layer.bias
-        like = next(p for p in layer.parameters() if p.is_floating_point())
         rows = layer(torch.eye(width, dtype=like.dtype, device=like.device))
         self.weight = (rows if self.bias is None else rows - self.bias).T
 
@@ -259,9 +262,9 @@ class _WithProjection:
     Here ``dt_proj.weight`` is what the layer does to unit vectors.
     """
 
-    def __init__(self, mixer: Any) -> None:
+    def __init__(self, mixer: Any, like: Tensor) -> None:
         self._mixer = mixer
-        self.dt_proj = _Projection(mixer.dt_proj, mixer.time_step_rank)
+        self.dt_proj = _Projection(mixer.dt_proj, mixer.time_step_rank, like)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._mixer, name)
@@ -317,7 +320,8 @@ def _model(stock: type[nn.Module]) -> dict[str, Any]:
     @functools.wraps(stock_forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False))
-        if forgets and kwargs.get("past_key_values") is not None:
+        told = kwargs.get("position_ids", given.get("position_ids")) is not None
+        if forgets and not told and kwargs.get("past_key_values") is not None:
             kwargs = {**kwargs, "position_ids": positions(given, kwargs)}
         packing, kwargs = enter(self, given, kwargs)
         if packing is None:

@@ -88,10 +88,16 @@ def restore(model: nn.Module) -> None:
     _check_kind(model, "restore")
     if not _is_accelerated(model):
         raise ValueError(f"restore: {_name(model)} is not accelerated")
-    for module in model.modules():
-        if isinstance(module, Accelerated):
-            _become(module, module.stock_class)
-            module.__dict__.pop(KEPT_AS, None)
+    changed = [(n, m) for n, m in model.named_modules() if isinstance(m, Accelerated)]
+    for name, module in changed:
+        if not _is_ours(module):
+            raise ValueError(
+                f"restore: {name or 'the model'} became a {_name(module)} after accelerate(); "
+                "undo that first (parametrizations, sharding)"
+            )
+    for _, module in changed:
+        _become(module, module.stock_class)
+        module.__dict__.pop(KEPT_AS, None)
 
 
 def accelerated(model: nn.Module) -> dict[str, str]:
@@ -173,9 +179,10 @@ def _check(model: nn.Module) -> dict[str, nn.Module]:
         )
     if not isinstance(model, PreTrainedModel) and not hasattr(model, "get_base_model"):
         inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
-        what = "is wrapped or compiled" if isinstance(inner, nn.Module) else "is no PreTrainedModel"
+        if not isinstance(inner, nn.Module):
+            raise ValueError(f"accelerate: the model must be one of transformers, got {name}")
         raise ValueError(
-            f"accelerate: the model must be one of transformers, {name} {what}; "
+            f"accelerate: the model must be one of transformers, {name} is wrapped or compiled; "
             "accelerate the model first and wrap or compile it then"
         )
     if getattr(model, "_compiled_call_impl", None) is not None:
@@ -213,10 +220,12 @@ def _device(model: nn.Module) -> str:
 
 
 def _is_accelerated(model: nn.Module) -> bool:
-    return any(
-        isinstance(module, Accelerated) and functions_of(module.stock_class)
-        for module in model.modules()
-    )
+    return any(isinstance(module, Accelerated) for module in model.modules())
+
+
+def _is_ours(module: Any) -> bool:
+    """Tell whether a module has a class that we made, not one made from it since."""
+    return "stock_class" in type(module).__dict__
 
 
 def _stock_class(module: nn.Module) -> type[nn.Module]:

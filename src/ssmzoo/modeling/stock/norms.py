@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ssmzoo.modeling.norms import MANY
 from ssmzoo.modeling.stock import steps
 from ssmzoo_kernels import rms_norm
-from ssmzoo_kernels.validation import transformed
+from ssmzoo_kernels.dispatch import is_plain
 
 _log = logging.getLogger("ssmzoo")
 _OFFSETS = (0.0, 1.0)  # what models add to a norm's weight
@@ -30,43 +30,30 @@ def normalised(module: Any, x: Tensor, stock: Callable[[], Tensor]) -> Tensor:
         x: ``[..., width]``.
         stock: The module's own forward.
     """
-    weight = module._parameters.get("weight")
+    weight, eps = module._parameters.get("weight"), steps.name_of_eps(module)
     if (
-        type(weight) is not nn.Parameter
+        not eps
+        or type(weight) is not nn.Parameter
+        or not is_plain(x)
         or x.numel() < MANY
         or x.dtype is not weight.dtype
         or x.dtype not in steps.FORMATS
-        or torch.compiler.is_compiling()
-        or transformed()
+        or x.device.type not in ("cpu", "cuda")
     ):
         return stock()
+
+    def ours(offset: float) -> Tensor:
+        return rms_norm(x, weight, eps=getattr(module, eps), offset=offset)
+
     known = steps.kept(module)
     if known.offset is None:
-        return _prove(module, known, x, weight, stock)
-    if math.isnan(known.offset):
-        return stock()
-    return rms_norm(x, weight, eps=steps.eps_of(module), offset=known.offset)
-
-
-def _prove(
-    module: nn.Module,
-    known: steps.Decoding,
-    x: Tensor,
-    weight: Tensor,
-    stock: Callable[[], Tensor],
-) -> Tensor:
-    """Find what is added to the weight, if the module is such a norm at all."""
-    with torch.no_grad():
-        y = stock()
-        if not y.any():
-            return stock()  # from which nothing can be told
-        known.offset = math.nan
-        for offset in _OFFSETS:
-            ours = rms_norm(x, weight, eps=steps.eps_of(module), offset=offset)
-            if steps.agree(ours, y, x.dtype):
-                known.offset = offset
-                break
-        else:
+        with torch.no_grad():
+            y = stock()
+            if not y.any() or not y.isfinite().all():
+                return stock()  # from which nothing can be told
+            fits = (o for o in _OFFSETS if steps.agree(ours(o), y, x.dtype))
+            known.offset = next(fits, math.nan)
+        if math.isnan(known.offset):
             _log.info("%s stays stock: its numbers are others", type(module).__name__)
-    # what checkpointing runs again must be what ran before
-    return normalised(module, x, stock)
+    # also the first time: what checkpointing runs again must be what ran before
+    return stock() if math.isnan(known.offset) else ours(known.offset)

@@ -90,10 +90,8 @@ def enter(
 
 
 def positions(positional: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return a call's ``position_ids``; without them, they go on from what its cache has seen."""
+    """Return ``position_ids`` that go on from what a call's cache has seen."""
     given = {**positional, **kwargs}
-    if given.get("position_ids") is not None:
-        return given["position_ids"]
     inputs, seen = _inputs(given), given["past_key_values"].get_seq_length()
     return torch.arange(seen, seen + inputs.shape[1], device=inputs.device)[None]
 

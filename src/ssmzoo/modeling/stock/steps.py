@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
 from transformers.activations import ACT2FN
 
 from ssmzoo.modeling.layers import Linear
+from ssmzoo_kernels.dispatch import decodes_on_cpu, takes_kernels
 from ssmzoo_kernels.token_step import MOST_ROWS, Program, Value
 
 _log = logging.getLogger("ssmzoo")
@@ -40,11 +42,12 @@ class UnservedError(Exception):
 class _Parts:
     """The layers and weights that a program is made of, and whether they are still the same."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.root = module
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self.root, self.dtype = module, dtype
         self._held: list[tuple[dict[str, Any], str, Any]] = []
         self._layers: list[nn.Module] = []
-        self._weights: list[tuple[Tensor, int]] = []
+        self._weights: list[tuple[Tensor, int, torch.Size]] = []
+        self._settings: list[tuple[nn.Module, str, Any]] = []
 
     def layer(self, name: str, *kinds: type[nn.Module]) -> Any:
         """Return a submodule that nothing watches, of one of some classes or of any."""
@@ -53,7 +56,7 @@ class _Parts:
         for part in path:
             owner = self._take(owner, part)
         layer = self._take(owner, last)
-        if kinds and type(layer) not in kinds and not isinstance(layer, Linear):
+        if kinds and type(layer) is not Linear and stock_class(layer) not in kinds:
             raise UnservedError(lambda: owner._modules.get(last) is layer)
         return layer
 
@@ -61,8 +64,8 @@ class _Parts:
         layer = owner._modules.get(name)
         if layer is None:
             raise UnservedError
-        if _is_watched(layer):
-            raise UnservedError(lambda: owner._modules.get(name) is layer and _is_watched(layer))
+        if is_watched(layer):
+            raise UnservedError(lambda: owner._modules.get(name) is layer and is_watched(layer))
         self._held.append((owner._modules, name, layer))
         self._layers.append(layer)
         return layer
@@ -70,35 +73,48 @@ class _Parts:
     def weight(self, owner: nn.Module, name: str = "weight", optional: bool = False) -> Any:
         """Return a parameter."""
         kept = owner._parameters.get(name)
-        if kept is None and optional:
+        if kept is None and optional and getattr(owner, name, None) is None:
+            self._held.append((owner._parameters, name, None))
             return None
         if (
-            type(kept) is not nn.Parameter  # quantised, perhaps
+            type(kept) is not nn.Parameter  # quantised or made anew for each call, perhaps
             or kept.dtype not in FORMATS
             or kept.device.type != "cpu"
             or not kept.is_contiguous()
         ):
-            raise UnservedError
+            raise UnservedError(lambda: owner._parameters.get(name) is kept)
         self._held.append((owner._parameters, name, kept))
-        self._weights.append((kept, kept.data_ptr()))
+        self._weights.append((kept, kept.data_ptr(), kept.shape))
         return kept.detach()
+
+    def setting(self, owner: nn.Module, name: str, otherwise: Any = None) -> Any:
+        """Return a plain attribute."""
+        value = getattr(owner, name, otherwise)
+        self._settings.append((owner, name, value))
+        return value
+
+    def eps(self, layer: nn.Module) -> float:
+        """Return what a norm adds to the mean square."""
+        if not (name := name_of_eps(layer)):
+            raise UnservedError
+        return self.setting(layer, name)
 
     def linear(self, program: Program, x: Value, name: str, into: Value | None = None) -> Value:
         """Write a linear layer's instruction."""
         layer = self.layer(name, nn.Linear)
         weight, bias = self.weight(layer), self.weight(layer, "bias", optional=True)
-        if weight.shape[1] != x.width:
-            raise UnservedError
+        if weight.shape[1] != x.width or weight.dtype is not self.dtype:
+            raise UnservedError(self.unchanged)
         return program.linear(x, weight, bias, into)
 
     def convolution(self, program: Program, x: Value, state: int, like: Tensor) -> Value:
         """Write the instruction of ``conv1d`` with a silu; its state is like a tensor."""
         layer = self.layer("conv1d", nn.Conv1d)
         weight, bias = self.weight(layer), self.weight(layer, "bias", optional=True)
-        silu = getattr(self.root, "activation", None) in ("silu", "swish")
+        silu = self.setting(self.root, "activation") in ("silu", "swish")
         kept, taps = like.shape[-1], weight.shape[-1]
         if not silu or like.shape[1] != x.width or weight.shape[:2] != (x.width, 1) or kept < taps:
-            raise UnservedError
+            raise UnservedError(self.unchanged)
         return program.causal_conv1d(x, weight, bias, state, kept, like.dtype, silu=True)
 
     def norm(self, program: Program, x: Value, name: str, **gating: Any) -> Value:
@@ -107,7 +123,7 @@ class _Parts:
         weight = None
         if "Weightless" not in type(layer).__name__:
             weight = self.weight(layer)
-        return program.rms_norm(x, weight, eps_of(layer), **gating)
+        return program.rms_norm(x, weight, self.eps(layer), **gating)
 
     def unchanged(self) -> bool:
         """Return whether nothing was replaced, moved, or hooked since."""
@@ -115,23 +131,39 @@ class _Parts:
             if holder.get(name) is not kept:
                 return False
         for layer in self._layers:
-            if _is_watched(layer):
+            if is_watched(layer):
                 return False
-        return all(weight.data_ptr() == address for weight, address in self._weights)
+        for owner, name, value in self._settings:
+            if getattr(owner, name, value) != value:
+                return False
+        for weight, address, shape in self._weights:
+            if weight.data_ptr() != address or weight.shape != shape or not weight.is_contiguous():
+                return False
+        return True
 
 
-def _is_watched(layer: nn.Module) -> bool:
+def is_watched(layer: nn.Module) -> bool:
     """Return whether calling a layer does more than its class's forward."""
     held = layer.__dict__
-    return bool(held["_forward_hooks"] or held["_forward_pre_hooks"] or "forward" in held)
+    return bool(
+        held["_forward_hooks"]
+        or held["_forward_pre_hooks"]
+        or held["_backward_hooks"]
+        or held["_backward_pre_hooks"]
+        or "forward" in held  # hooks of Accelerate
+    )
 
 
-def eps_of(layer: nn.Module) -> float:
-    """Return what a norm adds to the mean square."""
-    for name in ("variance_epsilon", "eps"):
-        if isinstance(eps := getattr(layer, name, None), float):
-            return eps
-    raise UnservedError
+def stock_class(module: nn.Module) -> type[nn.Module]:
+    """Return a module's class, or the one that ours stands for."""
+    kind = type(module)
+    return kind.__dict__.get("stock_class", kind)
+
+
+def name_of_eps(layer: nn.Module) -> str:
+    """Return the attribute that has what a norm adds to the mean square, or an empty string."""
+    names = ("variance_epsilon", "eps")
+    return next((name for name in names if isinstance(getattr(layer, name, None), float)), "")
 
 
 class _Step:
@@ -144,13 +176,19 @@ class _Step:
         x: Tensor,
         states: Sequence[Tensor],
     ) -> None:
-        self.parts, self.formats = _Parts(module), (x.dtype, *(s.dtype for s in states))
+        self.parts = _Parts(module, x.dtype)
+        self.formats = (x.dtype, *(s.dtype for s in states))
         self.width, self.shapes = x.shape[-1], [s.shape[1:] for s in states]
         wide = torch.float64 if x.dtype is torch.float64 else torch.float32
         if states and states[-1].dtype is not wide:
             raise UnservedError  # a recurrent state of fewer bits
         self.program = Program(wide)
-        y = write(self.program, self.parts, self.program.input(0, x.dtype, self.width), states)
+        if not self.program.applies(x):
+            raise UnservedError  # the kernel cannot be built
+        try:
+            y = write(self.program, self.parts, self.program.input(0, x.dtype, self.width), states)
+        except ValueError as error:  # a dtype that the kernel does not read
+            raise UnservedError(self.parts.unchanged) from error
         self.program.output(y, 1, x.dtype)
         self.outputs = y.width
 
@@ -167,6 +205,9 @@ class _Step:
         y = x.new_empty((*x.shape[:-1], self.outputs))
         rows = x.numel() // self.width
         self.program.run(rows, (x if x.is_contiguous() else x.contiguous(), y, *states))
+        for state in states:
+            if not state.is_inference():
+                torch.autograd.graph.increment_version(state)  # as writing by torch does
         return y
 
 
@@ -178,7 +219,6 @@ class Decoding:
     """How a module decodes: by a program, one still to be written, or by the stock code."""
 
     step: _Step | None = None
-    proved: Writer | None = None
     refused: Callable[[], bool] | None = None  # whether it still must be by the stock code
     offset: float | None = None  # of a norm's weight, NaN if it is another norm: see ``norms``
 
@@ -208,26 +248,25 @@ def token(
         stock: Its forward.
     """
     if (
-        torch.compiler.is_compiling()
-        or torch.is_grad_enabled()
+        not decodes_on_cpu(x)
         or not 0 < x.numel() <= MOST_ROWS * x.shape[-1]
         or x.dtype not in FORMATS
+        or not takes_kernels()
+        or module_hooks._global_forward_hooks
+        or module_hooks._global_forward_pre_hooks
     ):
+        if x.device.type != "cpu" and KEPT_AS in module.__dict__:
+            module.__dict__[KEPT_AS].step = None  # which would keep what was moved in memory
         return stock()
     known = kept(module)
     if known.refused is not None and known.refused():
         return stock()
     if not all(state.is_contiguous() and state.device.type == "cpu" for state in states):
         return stock()
-    if known.step is None or not known.step.fits(x, states):
-        if known.proved is None:
-            return _prove(module, known, writers, x, states, stock)
-        try:
-            known.step = _Step(module, known.proved, x, states)
-        except UnservedError as error:
-            known.refused = error.lasts
-            return stock()
-    return known.step(x, states) if known.step.program.applies(x) else stock()
+    step = known.step  # which another thread may replace meanwhile
+    if step is None or not step.fits(x, states):
+        return _prove(module, known, writers, x, states, stock)
+    return step(x, states)
 
 
 def _prove(
@@ -239,34 +278,36 @@ def _prove(
     stock: Callable[[], Tensor],
 ) -> Tensor:
     """Run the stock code, and find a program that gives the same."""
+    known.step = None
     before = [state.clone() for state in states]
     y = stock()
-    if not y.any():
+    if not y.any() or not y.isfinite().all():
         return y  # from which nothing can be told
-    lasting = []
+    lasting, differs = [], False
     for writer in writers:
         try:
             step = _Step(module, writer, x, states)
         except UnservedError as error:
             lasting.append(error.lasts)
             continue
-        if not step.program.applies(x):
-            return y
         changed = [state.clone() for state in before]
         ours = step(x, changed)
         pairs = zip((ours, *changed), (y, *states), strict=True)
         if all(agree(a, b, x.dtype) for a, b in pairs):
-            known.step, known.proved = step, writer
+            known.step, known.refused = step, None
             return y
-    if len(lasting) < len(writers):
+        differs = True
+        lasting.append(step.parts.unchanged)
+    if differs:
         _log.info("%s decodes by its own code: programs gave other numbers", type(module).__name__)
-        lasting = []
     known.refused = lambda: all(lasts() for lasts in lasting)
     return y
 
 
 def agree(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
     """Tell whether two results of a module are one but for the roundings of a dtype."""
+    if a.dtype is not b.dtype:
+        return False
     rounding = _ROUNDING[dtype]
     return a.shape == b.shape and bool(((a - b).abs() <= rounding * b.abs().max()).all())
 
@@ -276,7 +317,7 @@ def rms_norm(added: float) -> Writer:
 
     def write(program: Program, parts: _Parts, x: Value, states: Sequence[Tensor]) -> Value:
         root = parts.root
-        return program.rms_norm(x, parts.weight(root), eps_of(root), added=added)
+        return program.rms_norm(x, parts.weight(root), parts.eps(root), added=added)
 
     return write
 
@@ -307,7 +348,10 @@ def mamba(program: Program, parts: _Parts, x: Value, states: Sequence[Tensor]) -
             for name, value in (("dt", dt), ("b", write), ("c", read))
         )
     layer = parts.layer("dt_proj", nn.Linear)
-    step = program.linear(dt, parts.weight(layer))
+    weight = parts.weight(layer)
+    if weight.dtype is not parts.dtype:
+        raise UnservedError(parts.unchanged)
+    step = program.linear(dt, weight)
     y = program.selective(
         u,
         step,
@@ -335,7 +379,7 @@ def mamba2(program: Program, parts: _Parts, x: Value, states: Sequence[Tensor]) 
     groups = (mixed - inner) // (2 * size)
     u = parts.convolution(program, u, 2, conv)
     u, write, read = u.split(inner, groups * size, groups * size)
-    least, most = mixer.time_step_limit
+    least, most = parts.setting(mixer, "time_step_limit")
     y = program.ssd(
         u,
         dt,
@@ -348,7 +392,7 @@ def mamba2(program: Program, parts: _Parts, x: Value, states: Sequence[Tensor]) 
         3,
         (float(least), float(most)),
     )
-    group = getattr(parts.layer("norm"), "group_size", None)
+    group = parts.setting(parts.layer("norm"), "group_size")
     y = parts.norm(program, y, "norm", group=group, gate=gate, gating="silu before")
     return parts.linear(program, y, "out_proj")
 
@@ -450,7 +494,7 @@ def _delta_rule(
         parts.weight(owner, "dt_bias"),
         both // states[1].shape[2],
         3,
-        beta_factor=2.0 if getattr(parts.root, "allow_neg_eigval", False) else 1.0,
+        beta_factor=2.0 if parts.setting(parts.root, "allow_neg_eigval") else 1.0,
     )
 
 
