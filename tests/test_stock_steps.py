@@ -65,7 +65,7 @@ def programs(model: nn.Module) -> list[nn.Module]:
     found = []
     for module in model.modules():
         known = module.__dict__.get(KEPT_AS)
-        if known and known.step and not (known.refused and known.refused()):
+        if known and known.step:
             found.append(module)
     return found
 
@@ -440,6 +440,11 @@ def test_other_dtypes_and_devices_are_the_stock_code_s(mamba: Any) -> None:
     mlp = next(m for m in programs(jamba) if type(m).__name__ == "JambaMLP")
     with torch.no_grad(), pytest.raises(RuntimeError, match="dtype"):
         mlp(torch.randn(1, 1, mlp.gate_proj.in_features))
+    before = len(programs(jamba))
+    with torch.no_grad():
+        assert jamba.model.final_layernorm(torch.ones(1, 1, 32)).dtype is torch.float32
+    decode(jamba, x, prompt(jamba, x))
+    assert len(programs(jamba)) == before + 1  # the MLP's call had failed
     mamba, x = mamba.to("meta"), x.to("meta")
     assert decode(mamba, x, prompt(mamba, x)).shape == (*x.shape, VOCABULARY)
     assert not programs(mamba)  # which would keep the weights in memory

@@ -219,7 +219,7 @@ class Decoding:
     """How a module decodes: by a program, one still to be written, or by the stock code."""
 
     step: _Step | None = None
-    refused: Callable[[], bool] | None = None  # whether it still must be by the stock code
+    refused: Callable[[Tensor], bool] | None = None  # whether an input is still the stock code's
     offset: float | None = None  # of a norm's weight, NaN if it is another norm: see ``norms``
 
 
@@ -259,7 +259,7 @@ def token(
             module.__dict__[KEPT_AS].step = None  # which would keep what was moved in memory
         return stock()
     known = kept(module)
-    if known.refused is not None and known.refused():
+    if known.refused is not None and known.refused(x):
         return stock()
     if not all(state.is_contiguous() and state.device.type == "cpu" for state in states):
         return stock()
@@ -300,7 +300,8 @@ def _prove(
         lasting.append(step.parts.unchanged)
     if differs:
         _log.info("%s decodes by its own code: programs gave other numbers", type(module).__name__)
-    known.refused = lambda: all(lasts() for lasts in lasting)
+    kind = x.dtype
+    known.refused = lambda x: x.dtype is kind and all(lasts() for lasts in lasting)
     return y
 
 
