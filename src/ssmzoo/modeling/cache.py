@@ -154,7 +154,7 @@ class StateCache(Cache):
     def __init__(self, config: SSMConfig) -> None:
         layers: Any = [_Layer() for _ in range(config.num_hidden_layers)]
         super().__init__(layers=layers)
-        self.owner = _signature(config)
+        self.config = config  # of the model that it serves; never written
         self.seen_tokens = 0
         self.pending: dict[str, Tensor] | None = None  # what the next call must read again first
         self.input_holds_seen = False  # in generate: whether its first input repeats what was seen
@@ -164,6 +164,11 @@ class StateCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return how many tokens each row has seen, padding included."""
         return self.seen_tokens
+
+    @property
+    def owner(self) -> dict[str, Any]:
+        """What a model must share with the one that it serves."""
+        return _signature(self.config)
 
     @property
     def batch_size(self) -> int:
@@ -182,6 +187,7 @@ class StateCache(Cache):
         """Copy the states, without the graph that may have made them."""
         copied = object.__new__(type(self))
         memo[id(self)] = copied
+        memo[id(self.config)] = self.config
         for name, value in self.__dict__.items():
             if name != "layers":
                 setattr(copied, name, copy.deepcopy(value, memo))
@@ -332,10 +338,10 @@ class StateCache(Cache):
         Raises:
             ValueError: It belongs to another model or holds another number of sequences.
         """
-        if self.owner != _signature(config):
+        # most steps are of the model that made the cache
+        if self.config is not config and self.owner != (wanted := _signature(config)):
             raise ValueError(
-                "past_key_values belongs to another model: "
-                f"{_difference(self.owner, _signature(config))}"
+                f"past_key_values belongs to another model: {_difference(self.owner, wanted)}"
             )
         if self.batch_size not in (-1, batch_size):
             raise ValueError(
@@ -472,7 +478,6 @@ _STATELESS = frozenset(
 
 def _signature(config: SSMConfig) -> dict[str, Any]:
     """Return what two models must share for a state of one to have the other's shape."""
-    # every step asks, and a configuration's own attribute access is slow
     names = _own_fields(type(config))
     return dict(
         zip(names, itemgetter(*names)(vars(config)), strict=True),
