@@ -64,6 +64,7 @@ _DTYPES = {
     "bool": (torch.bool,),
 }
 _MOST_SEEN = 1000
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
 _declared: dict[str, Op] = {}
 
 
@@ -535,14 +536,14 @@ def accumulator(x: Tensor) -> torch.dtype:
 def needs_library(x: Tensor) -> bool:
     """Tell whether a call must go through ``torch.library`` even without gradients.
 
-    Tracers, modes and tensor subclasses need it; a plain eager call saves its overhead.
+    Tracers and tensor subclasses need it; a plain eager call saves its overhead.
     """
     return (
         torch.compiler.is_compiling()
         or type(x) is not Tensor
         or x.device.type == "meta"
-        or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_tracing()
+        or torch._C._get_dispatch_mode(_PROXY) is not None  # make_fx
     )
 
 

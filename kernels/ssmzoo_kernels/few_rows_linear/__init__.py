@@ -8,6 +8,8 @@ the caller is the layer that owns it, so adapters around that layer keep working
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack  # pyright: ignore[reportMissingImports]
+from torch.autograd import forward_ad
 
 from ssmzoo_kernels import dispatch, native
 from ssmzoo_kernels.few_rows_linear import cpu
@@ -38,12 +40,20 @@ def few_rows_linear(
     """
     inputs = weight.shape[1]
     count = x.numel() // inputs if inputs else 0
+    # one expression without calls of ours: a step of decoding asks for every linear map
     if not (
-        dispatch.decodes_on_cpu(x)
+        not torch.is_grad_enabled()
+        and type(x) is Tensor
+        and not torch.compiler.is_compiling()
+        and not torch._C._is_tracing()
+        and not torch._C._len_torch_dispatch_stack()
+        and peek_interpreter_stack() is None  # no torch.func transforms
+        and forward_ad._current_level < 0
+        and not torch.is_autocast_enabled("cpu")
         and 0 < count <= MOST_ROWS
         and x.dtype in _WIDE
         and x.dtype is weight.dtype
-        and weight.device.type == "cpu"
+        and x.device.type == weight.device.type == "cpu"
         and x.shape[-1] == inputs
         and type(weight) in (Tensor, torch.nn.Parameter)
         and weight.is_contiguous()
