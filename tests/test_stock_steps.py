@@ -314,6 +314,18 @@ def test_other_norms_stay_stock_and_checkpointing_finds_what_ran(
         assert ("rms_norm", "cpu") in ran  # at least to find that out
 
 
+def test_a_norm_of_zeros_keeps_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "MANY", 0)
+    model = tiny("jamba")
+    ssmzoo.accelerate(model)
+    norm: Any = model.model.final_layernorm
+    x = torch.zeros(2, 3, 32, requires_grad=True)  # from which no offset can be told
+    norm(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.any()
+    assert norm.weight.grad is not None
+
+
 def test_copies_prove_anew_and_nothing_stays_behind(mamba: Any) -> None:
     x = ids(seed=3)
     expected = decode(mamba, x, prompt(mamba, x))

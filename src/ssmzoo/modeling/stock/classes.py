@@ -26,7 +26,7 @@ from ssmzoo.modeling.stock.norms import normalised
 from ssmzoo.modeling.stock.packed_calls import enter, positions
 from ssmzoo_kernels.layers import OPS
 
-_NORMS = (steps.rms_norm(0.0), steps.rms_norm(1.0))
+_NORMS = tuple(steps.rms_norm(offset) for offset in steps.OFFSETS)
 _SCANS = ("selective_scan", "gated_linear_attention")
 _MIXER = ("self", "hidden_states", "cache_params", "attention_mask")
 

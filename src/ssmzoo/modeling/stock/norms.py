@@ -19,7 +19,6 @@ from ssmzoo_kernels import rms_norm
 from ssmzoo_kernels.dispatch import is_plain
 
 _log = logging.getLogger("ssmzoo")
-_OFFSETS = (0.0, 1.0)  # what models add to a norm's weight
 
 
 def normalised(module: Any, x: Tensor, stock: Callable[[], Tensor]) -> Tensor:
@@ -30,15 +29,15 @@ def normalised(module: Any, x: Tensor, stock: Callable[[], Tensor]) -> Tensor:
         x: ``[..., width]``.
         stock: The module's own forward.
     """
-    weight, eps = module._parameters.get("weight"), steps.name_of_eps(module)
+    weight = module._parameters.get("weight")
     if (
-        not eps
-        or type(weight) is not nn.Parameter
-        or not is_plain(x)
+        not is_plain(x)
         or x.numel() < MANY
+        or type(weight) is not nn.Parameter
         or x.dtype is not weight.dtype
         or x.dtype not in steps.FORMATS
         or x.device.type not in ("cpu", "cuda")
+        or not (eps := steps.name_of_eps(module))
     ):
         return stock()
 
@@ -49,11 +48,10 @@ def normalised(module: Any, x: Tensor, stock: Callable[[], Tensor]) -> Tensor:
     if known.offset is None:
         with torch.no_grad():
             y = stock()
-            if not y.any() or not y.isfinite().all():
-                return stock()  # from which nothing can be told
-            fits = (o for o in _OFFSETS if steps.agree(ours(o), y, x.dtype))
-            known.offset = next(fits, math.nan)
-        if math.isnan(known.offset):
-            _log.info("%s stays stock: its numbers are others", type(module).__name__)
+            if y.any() and y.isfinite().all():  # else nothing can be told from it
+                fits = (o for o in steps.OFFSETS if steps.agree(ours(o), y, x.dtype))
+                known.offset = next(fits, math.nan)
+                if math.isnan(known.offset):
+                    _log.info("%s stays stock: its numbers are others", type(module).__name__)
     # also the first time: what checkpointing runs again must be what ran before
-    return stock() if math.isnan(known.offset) else ours(known.offset)
+    return stock() if known.offset is None or math.isnan(known.offset) else ours(known.offset)

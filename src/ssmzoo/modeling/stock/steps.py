@@ -21,6 +21,7 @@ from ssmzoo_kernels.dispatch import decodes_on_cpu, takes_kernels
 from ssmzoo_kernels.token_step import MOST_ROWS, Program, Value
 
 _log = logging.getLogger("ssmzoo")
+OFFSETS = (0.0, 1.0)  # what models add to a norm's weight
 FORMATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # how far the program's output may be from the stock code's, by its greatest number
 _ROUNDING = {
