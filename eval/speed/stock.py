@@ -122,24 +122,22 @@ def print_growth(model_type: str, variant: str, batch: int, length: int) -> None
     print(memory_growth(step, torch.device("cpu")) / 2**20)
 
 
-def least_seconds(calls: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Return the least time of each of some calls that take turns, the first to warm up."""
-    least = dict.fromkeys(calls, float("inf"))
-    for number in range(rounds + 1):
-        for name, call in calls.items():
-            for _ in range(2):
-                start = time.perf_counter()
-                call()
-                if number:
-                    least[name] = min(least[name], time.perf_counter() - start)
-    return least
-
-
 def seconds_of(call: Callable[[], None]) -> float:
     """Return the time of one call."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
+
+
+def least_seconds(calls: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """Return the least time of each of some calls that take turns, the first to warm up."""
+    least = dict.fromkeys(calls, float("inf"))
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            seconds = min(seconds_of(call), seconds_of(call))
+            if number:
+                least[name] = min(least[name], seconds)
+    return least
 
 
 def machine_speeds() -> tuple[float, float]:

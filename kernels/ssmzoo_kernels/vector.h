@@ -98,6 +98,9 @@ INLINE REAL total(vec x) {
   return sums[0];
 }
 
+/* The sum of four vectors, as loops keep that add to each in turn. */
+INLINE REAL joined(const vec *sums) { return total((sums[0] + sums[1]) + (sums[2] + sums[3])); }
+
 /* exp(x) = 2^n exp(r), |r| <= ln(2)/2, exp(r) by its series. Beyond the range the result is the
  * smallest normal number or infinity; NaN stays NaN. */
 INLINE vec exponential(vec x) {

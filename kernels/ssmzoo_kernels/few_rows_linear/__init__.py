@@ -40,7 +40,7 @@ def few_rows_linear(
     """
     inputs = weight.shape[1]
     count = x.numel() // inputs if inputs else 0
-    # one expression without calls of ours: a step of decoding asks for every linear map
+    # dispatch.decodes_on_cpu, written out: a step of decoding asks for every linear map
     if not (
         not torch.is_grad_enabled()
         and type(x) is Tensor

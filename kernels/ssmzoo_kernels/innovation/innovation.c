@@ -14,8 +14,6 @@ typedef struct {
   int relative;
 } Inputs;
 
-INLINE REAL joined(const vec *sums) { return total((sums[0] + sums[1]) + (sums[2] + sums[3])); }
-
 static REAL score(const Inputs *in, const REAL *now, const REAL *const *before) {
   vec errors[SUMS] = {{0}}, sizes[SUMS] = {{0}};
   for (int64_t c = 0, j = 0; c < in->width; c += LANES, j = (j + 1) % SUMS) {

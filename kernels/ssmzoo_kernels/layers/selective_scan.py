@@ -134,9 +134,8 @@ def mamba_selective_scan(
     rows = hidden_states.transpose(1, 2)
     packing = boundaries(rows, kwargs)
     u, step, write, read = (flat(x.transpose(1, 2), packing) for x in (hidden_states, dt, B, C))
-    step = (
-        step.contiguous()
-    )  # by channels, as the product that makes it leaves it, else copied twice
+    # mixers make it channel by channel: kernels would copy it forward and backward
+    step = step.contiguous()
     gate = None if z is None else flat(z.transpose(1, 2), packing)
     start = kwargs.get("initial_state")
     y, state = selective_scan(

@@ -18,8 +18,6 @@ typedef struct {
   double eps, offset;
 } Rows;
 
-INLINE REAL joined(const vec *sums) { return total((sums[0] + sums[1]) + (sums[2] + sums[3])); }
-
 static REAL inverse_root(const Rows *in, const REAL *x) {
   vec sums[SUMS] = {{0}};
   int64_t c = 0;

@@ -236,10 +236,6 @@ class Program:
         if failed:
             raise MemoryError("token_step: no memory for a token's values")
 
-    def reads(self, dtype: torch.dtype) -> bool:
-        """Tell whether weights may be of a dtype."""
-        return dtype is self.dtype or (self.dtype is torch.float32 and dtype in HALVES)
-
     def _type(self, dtype: torch.dtype) -> int:
         if dtype is not self.dtype and dtype not in HALVES:
             raise ValueError(f"Program: tensors must be {self.dtype} or of 16 bits, got {dtype}")
@@ -263,8 +259,9 @@ class Program:
         for i, weight in enumerate(weights):
             if weight is None:
                 continue
-            if not self.reads(weight.dtype):
-                more = " or of 16 bits" if self.dtype is torch.float32 else ""
+            halves = HALVES if self.dtype is torch.float32 else ()
+            if weight.dtype is not self.dtype and weight.dtype not in halves:
+                more = " or of 16 bits" if halves else ""
                 raise ValueError(f"Program: weights must be {self.dtype}{more}, got {weight.dtype}")
             if not weight.is_contiguous():
                 raise ValueError("Program: weights must be contiguous")

@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 from ssmzoo.modeling.stock.classes import Accelerated, functions_of, subclass, unknown, writers_of
-from ssmzoo.modeling.stock.steps import KEPT_AS
+from ssmzoo.modeling.stock.steps import KEPT_AS, stock_class
 from ssmzoo_kernels.layers import OPS
 
 _DEVICES = ("cpu", "cuda", "meta")
@@ -88,9 +88,11 @@ def restore(model: nn.Module) -> None:
     _check_kind(model, "restore")
     if not _is_accelerated(model):
         raise ValueError(f"restore: {_name(model)} is not accelerated")
-    changed = [(n, m) for n, m in model.named_modules() if isinstance(m, Accelerated)]
+    changed: list[tuple[str, Any]] = [
+        (n, m) for n, m in model.named_modules() if isinstance(m, Accelerated)
+    ]
     for name, module in changed:
-        if not _is_ours(module):
+        if stock_class(module) is type(module):  # a class made from ours
             raise ValueError(
                 f"restore: {name or 'the model'} became a {_name(module)} after accelerate(); "
                 "undo that first (parametrizations, sharding)"
@@ -221,11 +223,6 @@ def _device(model: nn.Module) -> str:
 
 def _is_accelerated(model: nn.Module) -> bool:
     return any(isinstance(module, Accelerated) for module in model.modules())
-
-
-def _is_ours(module: Any) -> bool:
-    """Tell whether a module has a class that we made, not one made from it since."""
-    return "stock_class" in type(module).__dict__
 
 
 def _stock_class(module: nn.Module) -> type[nn.Module]:

@@ -88,9 +88,9 @@ class _Parts:
         self._weights.append((kept, kept.data_ptr(), kept.shape))
         return kept.detach()
 
-    def setting(self, owner: nn.Module, name: str, otherwise: Any = None) -> Any:
-        """Return a plain attribute."""
-        value = getattr(owner, name, otherwise)
+    def setting(self, owner: nn.Module, name: str) -> Any:
+        """Return a plain attribute, None if there is none."""
+        value = getattr(owner, name, None)
         self._settings.append((owner, name, value))
         return value
 
@@ -100,11 +100,18 @@ class _Parts:
             raise UnservedError
         return self.setting(layer, name)
 
+    def matrix(self, layer: nn.Module) -> Any:
+        """Return a linear layer's weight, of the dtype of what stock code multiplies it with."""
+        weight = self.weight(layer)
+        if weight.dtype is not self.dtype:
+            raise UnservedError(self.unchanged)
+        return weight
+
     def linear(self, program: Program, x: Value, name: str, into: Value | None = None) -> Value:
         """Write a linear layer's instruction."""
         layer = self.layer(name, nn.Linear)
-        weight, bias = self.weight(layer), self.weight(layer, "bias", optional=True)
-        if weight.shape[1] != x.width or weight.dtype is not self.dtype:
+        weight, bias = self.matrix(layer), self.weight(layer, "bias", optional=True)
+        if weight.shape[1] != x.width:
             raise UnservedError(self.unchanged)
         return program.linear(x, weight, bias, into)
 
@@ -135,7 +142,7 @@ class _Parts:
             if is_watched(layer):
                 return False
         for owner, name, value in self._settings:
-            if getattr(owner, name, value) != value:
+            if getattr(owner, name, None) != value:
                 return False
         for weight, address, shape in self._weights:
             if weight.data_ptr() != address or weight.shape != shape or not weight.is_contiguous():
@@ -350,10 +357,7 @@ def mamba(program: Program, parts: _Parts, x: Value, states: Sequence[Tensor]) -
             for name, value in (("dt", dt), ("b", write), ("c", read))
         )
     layer = parts.layer("dt_proj", nn.Linear)
-    weight = parts.weight(layer)
-    if weight.dtype is not parts.dtype:
-        raise UnservedError(parts.unchanged)
-    step = program.linear(dt, weight)
+    step = program.linear(dt, parts.matrix(layer))
     y = program.selective(
         u,
         step,
@@ -419,7 +423,7 @@ def grouped_delta(program: Program, parts: _Parts, x: Value, states: Sequence[Te
     beta, dt = program.value(heads), program.value(heads)
     q, k, v = mixed.split(both, both, inner)
     for name, values in (("in_proj_qkvz", (q, k, v, gate)), ("in_proj_ba", (beta, dt))):
-        weight = parts.weight(parts.layer(name, nn.Linear))
+        weight = parts.matrix(parts.layer(name, nn.Linear))
         pieces = [value.split(*[value.width // groups] * groups) for value in values]
         widths = [piece[0].width for piece in pieces] * groups
         if sum(widths) != len(weight):
