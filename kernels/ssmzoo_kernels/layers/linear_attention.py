@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ssmzoo_kernels.gated_linear_attention import gated_linear_attention
 from ssmzoo_kernels.layers.packing import boundaries, flat
+from ssmzoo_kernels.rms_norm import rms_norm
 
 _EPS = 1e-6  # of the keys' and queries' length
 
@@ -191,8 +192,9 @@ def _step_size(
 
 def _unit(x: Tensor) -> Tensor:
     """Return vectors of length 1, in at least float32."""
-    x = _wide(x)
-    return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + _EPS)
+    keys, wide = x.shape[-1], torch.promote_types(x.dtype, torch.float32)
+    scale = torch.full((keys,), keys**-0.5, dtype=wide, device=x.device)
+    return rms_norm(x, scale, eps=_EPS / keys)
 
 
 def _wide(x: Tensor) -> Tensor:
