@@ -18,10 +18,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import ssmzoo
+from ssmzoo.modeling.decoding import kept
 from ssmzoo.modeling.stock import functions, norms
 from ssmzoo.modeling.stock.classes import Accelerated, writers_of
 from ssmzoo.modeling.stock.functions import _told
-from ssmzoo.modeling.stock.steps import kept
 from ssmzoo_kernels import layers
 from ssmzoo_kernels.dispatch import watch
 

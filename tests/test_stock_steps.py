@@ -20,8 +20,8 @@ from torch.nn.utils.parametrize import register_parametrization, remove_parametr
 from torch.utils.flop_counter import FlopCounterMode
 
 import ssmzoo
+from ssmzoo.modeling.decoding import KEPT_AS
 from ssmzoo.modeling.stock import norms
-from ssmzoo.modeling.stock.steps import KEPT_AS
 from ssmzoo_kernels import use_backend
 from ssmzoo_kernels.dispatch import watch
 

@@ -39,7 +39,10 @@ from torch import Tensor
 _log = logging.getLogger("ssmzoo")
 
 _ROOT = Path(__file__).parent
-_HEADERS = (_ROOT / "vector.h", _ROOT / "linear.h", _ROOT / "scan" / "scan.h")
+_HEADERS = (
+    *(_ROOT / f"{name}.h" for name in ("vector", "linear", "diagonal", "companion")),
+    _ROOT / "scan" / "scan.h",
+)
 _REALS = {torch.float32: "float", torch.float64: "double"}
 # none of these lets the compiler assume finite numbers or reorder sums
 _BASE = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")

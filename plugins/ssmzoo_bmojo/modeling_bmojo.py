@@ -10,6 +10,7 @@ w window, m_f fading and m_e eidetic tokens, n chunks, H heads, G key heads, d o
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
 import torch
@@ -21,6 +22,7 @@ from ssmzoo.modeling import (
     CausalConv1d,
     LayerState,
     Linear,
+    ModuleParts,
     PackedRow,
     RMSNorm,
     SSMForCausalLM,
@@ -30,8 +32,14 @@ from ssmzoo.modeling import (
     SSMMixer,
     SSMModel,
     SSMPreTrainedModel,
+    State,
+    UnservedError,
+    is_token,
+    recurrent,
+    token_of_layer,
 )
 from ssmzoo_kernels import eidetic_attention, innovation, selective_scan
+from ssmzoo_kernels.token_step import Program, Value
 
 from .configuration_bmojo import BMojoConfig
 from .memory import (
@@ -76,6 +84,42 @@ class BMojoSSM(SSMMixer):
         self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``; the state is ``conv`` and ``ssm [B, E, N]``."""
+        if self.writes_tokens and state.initial and is_token(self, hidden_states, packing):
+            return token_of_layer(
+                self,
+                self.write_token,
+                hidden_states,
+                state,
+                lambda: self._scanned(hidden_states, state, None),
+                self.in_proj.weight.dtype,
+                names=("conv", "ssm"),
+            )
+        return self._scanned(hidden_states, state, packing)
+
+    def write_token(
+        self, program: Program, parts: ModuleParts, x: Value, states: Mapping[str, State]
+    ) -> Value:
+        """Write one token of :meth:`forward`."""
+        projected = parts.linear(program, x, "in_proj")
+        x, z = projected.split(projected.width // 2, projected.width // 2)
+        u = self.conv1d.write_token(program, parts.within("conv1d"), x, states["conv"])
+        dt, B, C = parts.linear(program, u, "x_proj").split(*self.splits)
+        y = program.selective(
+            u,
+            parts.linear(program, dt, "dt_proj"),
+            B,
+            C,
+            z,
+            parts.weight(self, "A_log"),
+            parts.weight(self, "D"),
+            parts.weight(self, "dt_bias"),
+            recurrent(program, states["ssm"]),
+        )
+        return parts.linear(program, y, "out_proj")
+
+    def _scanned(
+        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None
+    ) -> Tensor:
         x, z = self.in_proj(hidden_states).chunk(2, dim=-1)  # [B, L, E] each
         u, conv_state = self.conv1d(x, state.get("conv"), packing)
         dt, B, C = self.x_proj(u).split(self.splits, dim=-1)
@@ -390,6 +434,14 @@ class BMojoMixer(SSMMixer):
             return self.attention(hidden_states, y, state, packing)
         stream = hidden_states if residual is None else residual
         return y + self.attention(self.attn_norm(stream + y), y, state, packing)
+
+    def write_token(
+        self, program: Program, parts: ModuleParts, x: Value, states: Mapping[str, State]
+    ) -> Value:
+        """Write one token of :meth:`forward`, of layers without attention."""
+        if self.ssm is None or self.attention is not None or not self.ssm.writes_tokens:
+            raise UnservedError
+        return self.ssm.write_token(program, parts.within("ssm"), x, states)
 
 
 class BMojoPreTrainedModel(SSMPreTrainedModel):

@@ -24,6 +24,7 @@ from ssmzoo.modeling import (
     Dynamics,
     LayerState,
     Linear,
+    ModuleParts,
     PackedRow,
     SSMForCausalLM,
     SSMForPairClassification,
@@ -32,9 +33,13 @@ from ssmzoo.modeling import (
     SSMMixer,
     SSMModel,
     SSMPreTrainedModel,
+    State,
     Trajectories,
+    UnservedError,
+    recurrent,
 )
 from ssmzoo_kernels import feedback_scan, selective_scan
+from ssmzoo_kernels.token_step import Program, Value
 
 from .configuration_coffee import CoffeeConfig
 from .readout import FrozenRowEmbedding, NearestEmbedding, with_frozen_row
@@ -124,6 +129,40 @@ class CoffeeMixer(SSMMixer):
             )
         state.put("ssm", final)
         return y
+
+    def write_token(
+        self, program: Program, parts: ModuleParts, x: Value, states: Mapping[str, State]
+    ) -> Value:
+        """Write one token of :meth:`forward`, of every variant but S6."""
+        z = drive = None
+        variant = parts.setting(self.config, "variant")
+        if variant == "s6":
+            raise UnservedError
+        if self.gated:
+            projected = parts.linear(program, x, "in_proj")
+            u, z = projected.split(projected.width // 2, projected.width // 2)
+            x = self.conv1d.write_token(program, parts.within("conv1d"), u, states["conv"])
+        if variant == "token_gate":
+            drive = parts.linear(program, x, "dt_proj")
+        elif variant == "no_feedback":
+            drive = x
+        clamped = parts.setting(self.config, "lambda_param") == "clamp"
+        most = parts.setting(self.config, "lambda_max")
+        found = {name: parts.weight(self, name) for name in SSM_PARAMETERS if self._has(name)}
+        y = program.feedback(
+            x,
+            drive,
+            found["lam" if clamped else "lam_raw"],
+            found.get("w"),
+            found.get("B"),
+            found["C"],
+            found.get("w_gamma"),
+            found.get("D"),
+            recurrent(program, states["ssm"]),
+            sigmoid_to=0.0 if clamped else most,
+            linear=variant == "linear_feedback",
+        )
+        return y if z is None else parts.linear(program, program.gated(z, y), "out_proj")
 
     def lambdas(self) -> Tensor:
         """Return lambda, ``[E, N]``, in ``[-lambda_max, 0]``; S6's is ``-exp(A_log)``."""
@@ -259,6 +298,9 @@ class CoffeeMixer(SSMMixer):
                 slope = slope + rise * (lam * before + inputs)
             yield gate, slope
             state = after
+
+    def _has(self, name: str) -> bool:
+        return self._parameters.get(name) is not None
 
     def _own(self, name: str) -> Tensor:
         return cast(Tensor, getattr(self, name))

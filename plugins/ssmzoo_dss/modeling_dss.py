@@ -23,6 +23,7 @@ from ssmzoo.modeling import (
     Dynamics,
     LayerState,
     Linear,
+    ModuleParts,
     PackedRow,
     SSMForCausalLM,
     SSMForPairClassification,
@@ -31,8 +32,12 @@ from ssmzoo.modeling import (
     SSMMixer,
     SSMModel,
     SSMPreTrainedModel,
+    State,
+    UnservedError,
+    recurrent,
 )
 from ssmzoo_kernels import diagonal_step, fft_conv
+from ssmzoo_kernels.token_step import Program, Value
 
 from .configuration_dss import DSSConfig
 from .kernel import CLIP, Modes, exponents, initial_eigenvalues, modes_of
@@ -127,6 +132,25 @@ class DSSMixer(SSMMixer):
             y = rows.scatter(y, u.shape[1])
         y = self.dropout(F.gelu(y).to(hidden_states.dtype), packing)
         return self.out_proj(y)
+
+    def write_token(
+        self, program: Program, parts: ModuleParts, x: Value, states: Mapping[str, State]
+    ) -> Value:
+        """Write one token of :meth:`forward`, of layers without cut kernels and growing modes."""
+        tables = parts.derived(self._decode_tables)
+        if tables.decay is None or tables.growing is not None or "ssm" not in states:
+            raise UnservedError  # for good: to ask again before each token would cost more
+        if parts.setting(parts.layer("dropout"), "training"):
+            raise UnservedError(parts.unchanged)
+        decay, readout = (
+            torch.view_as_real(table.resolve_conj()).contiguous()
+            for table in (tables.decay, tables.modes.readout)
+        )
+        state = recurrent(program, states["ssm"])
+        y = program.diagonal(x, decay, readout, parts.weight(self, "D"), state)
+        if "position" in states:
+            program.count(states["position"].number, 1)
+        return parts.linear(program, program.gelu(y), "out_proj")
 
     def eigenvalues(self) -> Tensor:
         """Return lambda, the diagonal state matrix, ``[N]`` complex128."""

@@ -7,6 +7,7 @@ float32.
 Dimensions: B batch, L length, D hidden, E inner, N state, K conv width, R write rank, S sequences.
 """
 
+from collections.abc import Mapping
 from typing import Literal, cast
 
 import torch
@@ -18,6 +19,7 @@ from ssmzoo.modeling import (
     Dynamics,
     LayerState,
     Linear,
+    ModuleParts,
     PackedRow,
     RMSNorm,
     SSMForCausalLM,
@@ -27,8 +29,11 @@ from ssmzoo.modeling import (
     SSMMixer,
     SSMModel,
     SSMPreTrainedModel,
+    State,
+    recurrent,
 )
 from ssmzoo_kernels import longhorn_scan
+from ssmzoo_kernels.token_step import Program, Value
 
 from .configuration_longhorn import LonghornConfig
 
@@ -83,6 +88,29 @@ class LonghornMixer(SSMMixer):
         if self.out_norm is not None:
             o = self.out_norm(o) * nn.functional.silu(z)
         return self.out_proj(o)
+
+    def write_token(
+        self, program: Program, parts: ModuleParts, x: Value, states: Mapping[str, State]
+    ) -> Value:
+        """Write one token of :meth:`forward`."""
+        projected = parts.linear(program, x, "in_proj")
+        x, z = projected.split(projected.width // 2, projected.width // 2)
+        u = self.conv1d.write_token(program, parts.within("conv1d"), x, states["conv"])
+        dt, k, q = parts.linear(program, u, "x_proj").split(*self.splits)
+        o = program.longhorn(
+            u,
+            parts.linear(program, dt, "dt_proj"),
+            k,
+            q,
+            z if self.out_norm is None else None,
+            parts.weight(self, "dt_bias"),
+            parts.weight(self, "D"),
+            recurrent(program, states["ssm"]),
+            exact=parts.setting(self, "transition") == "exact",
+        )
+        if self.out_norm is not None:
+            o = parts.norm(program, o, "out_norm", gate=z, gating="silu after")
+        return parts.linear(program, o, "out_proj")
 
     def dynamics(self, hidden_states: Tensor) -> Dynamics:
         """Return the scan's kernel as seen from the last token, and its mean decay.

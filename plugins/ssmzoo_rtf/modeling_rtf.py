@@ -25,6 +25,7 @@ from ssmzoo.modeling import (
     Dynamics,
     LayerState,
     Linear,
+    ModuleParts,
     PackedRow,
     RMSNorm,
     SSMForCausalLM,
@@ -34,6 +35,9 @@ from ssmzoo.modeling import (
     SSMMixer,
     SSMModel,
     SSMPreTrainedModel,
+    State,
+    UnservedError,
+    recurrent,
 )
 from ssmzoo_kernels import (
     companion_response,
@@ -43,6 +47,7 @@ from ssmzoo_kernels import (
     fft_conv,
     rational_kernel,
 )
+from ssmzoo_kernels.token_step import Program, Value
 
 from .configuration_rtf import RTFConfig
 from .decoding import Deployment, Oscillations, Recurrence
@@ -87,6 +92,7 @@ class RTFMixer(SSMMixer):
     """
 
     param_group_names: ClassVar[Mapping[str, str]] = dict.fromkeys(_SSM_PARAMETERS, "ssm")
+    written_in_place = frozenset({"ring"})  # a step fills its free place
     config: RTFConfig
 
     def __init__(self, config: RTFConfig, layer_idx: int) -> None:
@@ -157,6 +163,39 @@ class RTFMixer(SSMMixer):
             return y.to(dtype)
         y = self.dropout(F.gelu(y), packing).to(dtype)
         return F.glu(self.out_proj(y), dim=-1)
+
+    def write_token(
+        self, program: Program, parts: ModuleParts, x: Value, states: Mapping[str, State]
+    ) -> Value:
+        """Write one token of :meth:`forward`, of layers whose filters are all recurrences."""
+        filters = parts.derived(self.deployment)
+        recurrence = filters.recurrence
+        if recurrence is None or filters.taps is not None:
+            raise UnservedError(parts.unchanged)
+        if parts.setting(parts.layer("dropout"), "training"):
+            raise UnservedError(parts.unchanged)
+        a, b = (table.T.contiguous() for table in recurrence.step_coefficients())
+        ring, position = recurrent(program, states["ring"]), states["position"].number
+        x0 = None
+        if self.block == "hyena":
+            wide = parts.linear(program, x, "in_proj")
+            own = parts.within("short_conv")
+            wide = self.short_conv.write_token(program, own, wide, states["conv"])
+            x0, x1, v = wide.split(*[wide.width // 3] * 3)
+            x = program.gated(x1, v, by="itself")
+        y = program.companion(x, a, b, recurrence.gain.detach(), ring, position)
+        program.count(position, -1)
+        if x0 is not None:
+            y = program.gated(x0, y, by="itself")
+            if self.filter_norm is not None:
+                y = parts.norm(program, y, "filter_norm")
+                y = program.gelu(parts.linear(program, y, "down_proj"))
+            return parts.linear(program, y, "out_proj")
+        if self.block == "filter":
+            return y
+        y = parts.linear(program, program.gelu(y), "out_proj")
+        value, gate = y.split(y.width // 2, y.width // 2)
+        return program.gated(gate, value, by="sigmoid")
 
     def filtered(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
         """Filter ``[B, L, D]`` from the cached state; cache the final state."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ssmzoo_kernels import native, use_backend
+from ssmzoo_kernels import feedback_scan, longhorn_scan, native, use_backend
 from ssmzoo_kernels.dispatch import last_backend
 from ssmzoo_kernels.token_step import MOST_ROWS, Program, Value
 
@@ -172,6 +172,37 @@ def test_causal_conv1d(
     assert state.double().equal(seen[..., 1:])
 
 
+@of_16_bits
+@some_rows
+@pytest.mark.parametrize(("taps", "kept"), [(4, 3), (3, 5), (1, 0)])
+def test_causal_conv1d_with_channels_last(
+    dtype: torch.dtype, kind: torch.dtype, rows: int, taps: int, kept: int
+) -> None:
+    width = 37
+    x = random(rows, width).to(kind).to(dtype)
+    weight, state = random(width, 1, taps).to(kind), random(rows, kept, width).to(kind)
+    seen = torch.cat([state.double(), x.double()[:, None]], dim=1)
+    exact = torch.einsum("mkd,dk->md", seen[:, -taps:], weight.double()[:, 0])
+
+    def write(program: Program, value: Value) -> Value:
+        layout = {"silu": False, "channels_last": True}
+        return program.causal_conv1d(value, weight, None, 2, kept, kind, **layout)
+
+    close(run(write, x, [state]), exact, taps)
+    assert state.double().equal(seen[:, 1:])
+
+
+@both
+@some_rows
+def test_add_and_gelu(dtype: torch.dtype, rows: int) -> None:
+    x = random(rows, 2 * 37, dtype=dtype)
+    first, second = x.double().chunk(2, dim=1)
+    close(run(lambda p, v: p.add(*v.split(37, 37)), x), first + second)
+    x = x * 4
+    close(run(lambda p, v: p.gelu(v, by_tanh=True), x), F.gelu(x.double(), approximate="tanh"))
+    close(run(lambda p, v: p.gelu(v), x), F.gelu(x.double()))
+
+
 @both
 @some_rows
 def test_gated(dtype: torch.dtype, rows: int) -> None:
@@ -205,6 +236,84 @@ def test_selective(dtype: torch.dtype, rows: int, width: int, states: int, bare:
 
     close(run(write, x, [state]), exact, states)
     close(state, S, 4)
+
+
+@both
+@some_rows
+@pytest.mark.parametrize(("width", "states"), [(5, 3), (33, 16), (16, 24)])
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("exact", [False, True])
+def test_longhorn(
+    dtype: torch.dtype, rows: int, width: int, states: int, bare: bool, exact: bool
+) -> None:
+    sizes = [width, width, states, states, width]
+    x = random(rows, sum(sizes), dtype=dtype)
+    bias, D = (None, None) if bare else (random(width, dtype=dtype), random(width, dtype=dtype))
+    state = random(rows, width, states, dtype=dtype)
+    u, dt, k, q, z = x.double().split(sizes, dim=1)
+    one_by_one = {"dt_bias": bias, "D": D, "initial_state": state}
+    one_by_one = {n: None if t is None else t.double() for n, t in one_by_one.items()}
+    y, S = longhorn_scan(
+        *(t[:, None] for t in (u, q, k, dt)),
+        z=None if bare else z[:, None],
+        transition="exact" if exact else "diagonal",
+        backend="reference",
+        **one_by_one,
+    )
+
+    def write(program: Program, value: Value) -> Value:
+        u, dt, k, q, z = value.split(*sizes)
+        return program.longhorn(u, dt, k, q, None if bare else z, bias, D, 2, exact=exact)
+
+    close(run(write, x, [state]), y[:, 0], 2 * states)
+    close(state, S, 2 * states)
+
+
+@both
+@some_rows
+@pytest.mark.parametrize(("width", "states"), [(5, 3), (33, 16), (16, 24)])
+@pytest.mark.parametrize("kind", ["bare", "scaled", "driven", "linear"])
+def test_feedback(dtype: torch.dtype, rows: int, width: int, states: int, kind: str) -> None:
+    u = random(rows, 2 * width, dtype=dtype)
+    lam, w, B, C, w_gamma = (random(width, states, dtype=dtype) for _ in range(5))
+    D, state = random(width, dtype=dtype), random(rows, width, states, dtype=dtype)
+    bare, driven, most = kind == "bare", kind == "driven", 0.0
+    wide = [t.double() for t in (lam, w, B, C, w_gamma, D)]
+    if bare:
+        wide[4] = wide[5] = None
+    else:
+        most = 1.25
+        wide[0] = -most * wide[0].sigmoid()
+        wide[1] = torch.ones_like(wide[1]) if driven else wide[1] * wide[2]
+        wide[3], wide[4] = wide[3] * wide[2], wide[4] * wide[2]
+    x, drive = (t[:, None] for t in u.double().chunk(2, dim=1))
+    y, S = feedback_scan(
+        x,
+        *(wide[i] for i in (0, 1, 3, 4, 5)),
+        drive=drive if driven else None,
+        initial_state=state.double(),
+        gate="linear" if kind == "linear" else "sigmoid",
+        backend="reference",
+    )
+
+    def write(program: Program, value: Value) -> Value:
+        x, drive = value.split(width, width)
+        return program.feedback(
+            x,
+            drive if driven else None,
+            lam,
+            None if driven else w,
+            None if bare else B,
+            C,
+            None if bare else w_gamma,
+            None if bare else D,
+            2,
+            sigmoid_to=most,
+            linear=kind == "linear",
+        )
+
+    close(run(write, u, [state]), y[:, 0], 4 * states)
+    close(state, S, 4 * states)
 
 
 @both
@@ -280,12 +389,15 @@ def mixer(program: Program, value: Value) -> Value:
     inner = program.causal_conv1d(inner, random(512, 1, 4), None, 2, 4, torch.float32, silu=True)
     B, C = program.linear(inner, random(48, 512)).split(24, 24)
     y = program.selective(inner, inner, B, C, inner, random(512, 24), None, None, 3)
+    y = program.longhorn(program.gelu(y, by_tanh=True), y, B, C, None, None, None, 4)
+    weights = [random(512, 24) for _ in range(3)]
+    y = program.add(inner, program.feedback(y, None, *weights[:2], None, weights[2], None, None, 5))
     return program.linear(program.gated(y, inner), random(130, 512))
 
 
 def states_of(rows: int) -> list[Tensor]:
     torch.manual_seed(1)
-    return [random(rows, 512, 4), random(rows, 512, 24)]
+    return [random(rows, 512, 4), *(random(rows, 512, 24) for _ in range(3))]
 
 
 def test_a_batch_gives_the_bits_of_its_rows() -> None:

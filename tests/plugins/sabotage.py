@@ -192,6 +192,15 @@ class KeepsItsStepsSmall(LonghornMixer):
         self.dt_bias.clamp_(max=-3.0)
 
 
+class WritesAnotherToken(LonghornMixer):
+    def forward(self, hidden_states, state, packing=None):
+        return super().forward(hidden_states, state, packing)
+
+    def write_token(self, program, parts, x, states):
+        y = super().write_token(program, parts, x, states)
+        return program.linear(y, torch.eye(y.width, dtype=program.dtype) * (1 + 1e-7))
+
+
 class LooksAcrossLanesOfEight(LonghornMixer):
     def forward(self, hidden_states, state, packing=None):
         if len(hidden_states) % 8 == 0 and not state.initial:
@@ -644,6 +653,9 @@ NARROW = {
     "padding": narrow("right padding", mixer=ForgetsWhatHasPaddingBehindIt),
     "flattening_collator": narrow("seq_idx", model=IgnoresSeqIdx),
     "causality": narrow("gradient from later tokens", model=LetsGradientsLeak),
+    "fused_steps": Sabotage(
+        "rows", {"mixer": WritesAnotherToken}, fails=frozenset({"fused_steps", "batch"})
+    ),
     "batch": narrow("rows", mixer=LooksAcrossLanesOfEight),
     "greedy": narrow("not the likeliest", causal_lm=ForbidsEveryOtherToken),
     "sampling": narrow("another seed", causal_lm=DrawsByItsOwnSeed),

@@ -262,8 +262,10 @@ def test_decoding_token_by_token_equals_one_pass(fields, length):
         assert relative(whole(model, input_ids), expected) <= tolerance
         assert relative(cut(model, input_ids, *range(1, length)), expected) <= tolerance
     model = build(torch.bfloat16, loud=False, **fields)
-    got = cut(model, input_ids, *range(1, length))
-    assert relative(got, whole(model, input_ids)) <= 2e-2
+    got, exact = cut(model, input_ids, *range(1, length)), judged(model.double(), input_ids)
+    model = model.to(torch.bfloat16)
+    # a whole sequence is rounded between layers, a token in one call is not
+    assert relative(got, exact) <= max(1e-2, relative(whole(model, input_ids), exact))
 
 
 @pytest.mark.parametrize("fields", [S4, HYENA], ids=NAMES[:2])

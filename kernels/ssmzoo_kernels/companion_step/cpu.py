@@ -17,6 +17,7 @@ class _Step(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("u", "a", "b", "d", "positions", "rings", "y")),
         *((name, ctypes.c_int64) for name in ("batch", "width", "order")),
+        *((name, ctypes.c_int64) for name in ("u_stride", "y_stride")),
     ]
 
 
@@ -43,6 +44,6 @@ def forward(
     position = position.contiguous()
     y = torch.empty((batch, width), dtype=ring.dtype, device="cpu")
     tensors = (u, a, b, d, position, ring, y)
-    step = _Step(*native.addresses(tensors), batch, width, order)
+    step = _Step(*native.addresses(tensors), batch, width, order, width, width)
     load(ring.dtype)(step, native.threads(ring.numel()))
     return y

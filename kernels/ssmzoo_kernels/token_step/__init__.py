@@ -24,8 +24,26 @@ from ssmzoo_kernels.token_step import cpu
 
 OP = "token_step"
 MOST_ROWS = 8
-_INPUT, _OUTPUT, _LINEAR, _NORM, _CONV, _GATE, _SELECTIVE, _SSD, _DELTA = range(9)
+(
+    _INPUT,
+    _OUTPUT,
+    _LINEAR,
+    _NORM,
+    _CONV,
+    _GATE,
+    _ADD,
+    _GELU,
+    _COUNT,
+    _SELECTIVE,
+    _SSD,
+    _DELTA,
+    _LONGHORN,
+    _FEEDBACK,
+    _DIAGONAL,
+    _COMPANION,
+) = range(16)
 _GATES = {None: 0, "silu before": 1, "silu after": 2, "sigmoid after": 3}
+_GATED_BY = {"silu": 0, "sigmoid": 1, "itself": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,15 +144,32 @@ class Program:
         state_dtype: torch.dtype,
         *,
         silu: bool,
+        channels_last: bool = False,
     ) -> Value:
-        """Convolve, and move the state ``[B, D, kept]`` of the last inputs on by one."""
+        """Convolve, and move the state of the last inputs on by one.
+
+        The state is ``[B, D, kept]``, or with ``channels_last`` ``[B, kept, D]``.
+        """
         taps = weight.numel() // x.width
-        size = (x.width, taps, kept, state, self._type(state_dtype), int(silu))
+        layout = (self._type(state_dtype), int(silu), int(channels_last))
+        size = (x.width, taps, kept, state, *layout)
         return self._add(_CONV, x.width, (x,), (weight, bias), size)
 
-    def gated(self, gate: Value, x: Value) -> Value:
-        """``y = silu(gate) x``."""
-        return self._add(_GATE, x.width, (gate, x), size=(x.width,))
+    def gated(self, gate: Value, x: Value, by: str = "silu") -> Value:
+        """``y = silu(gate) x``; by "sigmoid" ``sigmoid(gate) x``, by "itself" ``gate x``."""
+        return self._add(_GATE, x.width, (gate, x), size=(x.width, _GATED_BY[by]))
+
+    def add(self, x: Value, y: Value) -> Value:
+        """``x + y``."""
+        return self._add(_ADD, x.width, (x, y), size=(x.width,))
+
+    def gelu(self, x: Value, *, by_tanh: bool = False) -> Value:
+        """``x / 2 (1 + erf(x / sqrt(2)))``, or with tanh as torch's ``approximate="tanh"``."""
+        return self._add(_GELU, x.width, (x,), size=(x.width, int(by_tanh)))
+
+    def count(self, state: int, step: int) -> None:
+        """Add a number to whole numbers, int64 ``[B]``."""
+        self._add(_COUNT, 0, size=(state, step))
 
     def selective(
         self,
@@ -203,6 +238,92 @@ class Program:
         size = (heads, groups, keys, v.width // heads, state, int(own))
         values = (q, k, v, dt, beta)
         return self._add(_DELTA, v.width, values, (A_log, dt_bias), size, (eps, beta_factor))
+
+    def longhorn(
+        self,
+        u: Value,
+        dt: Value,
+        k: Value,
+        q: Value,
+        z: Value | None,
+        dt_bias: Tensor | None,  # [D]
+        D: Tensor | None,  # [D]
+        state: int,
+        *,
+        exact: bool = False,
+    ) -> Value:
+        """One token of ``longhorn_scan``: ``S <- S + e k (u - k S)``, ``y = S q + D u``.
+
+        ``e = 1 / (1 / sigmoid(dt + bias) + |k|^2)``; z gates y by ``silu(z)``; the ``exact``
+        transition has ``k^T S`` for ``k S``; the state is ``[B, D, N]``.
+        """
+        size = (u.width, k.width, state, int(exact), int(z is not None))
+        return self._add(_LONGHORN, u.width, (u, dt, k, q, z or u), (dt_bias, D), size)
+
+    def feedback(
+        self,
+        u: Value,
+        drive: Value | None,
+        lam: Tensor,  # [D, N]
+        w: Tensor | None,  # [D, N]
+        B: Tensor | None,  # [D, N]
+        C: Tensor,  # [D, N]
+        w_gamma: Tensor | None,  # [D, N]
+        D: Tensor | None,  # [D]
+        state: int,
+        *,
+        sigmoid_to: float = 0.0,
+        linear: bool = False,
+    ) -> Value:
+        """One token of ``feedback_scan`` with coefficients of COFFEE's layer.
+
+        ``S <- S + s (lam S + u)`` with ``s = sigmoid(w S)``, or ``w S`` if ``linear``, or of the
+        drive instead of S; ``y = C S + D u``, times ``sigmoid(w_gamma S)``. B multiplies w, C and
+        w_gamma. With ``sigmoid_to`` lambda is ``-sigmoid_to sigmoid(lam)``. The state is
+        ``[B, D, N]``.
+        """
+        size = (u.width, lam.shape[1], state, int(linear), int(drive is not None))
+        weights = (lam, w, B, C, w_gamma, D)
+        return self._add(_FEEDBACK, u.width, (u, drive or u), weights, size, (sigmoid_to,))
+
+    def diagonal(
+        self,
+        u: Value,
+        decay: Tensor,  # [D, N, 2]
+        readout: Tensor,  # [C, D, N, 2]
+        D: Tensor,  # [C, D]
+        state: int,
+    ) -> Value:
+        """One token of ``diagonal_step``: ``z <- decay z + u``, ``y = Re sum_n readout z + D u``.
+
+        Complex numbers are pairs; the state is ``[B, D, N, 2]``, y ``[B, C D]``. Decay and read-out
+        must be of the program's dtype.
+        """
+        readouts, width, modes, _ = readout.shape
+        size = (width, modes, readouts, state)
+        weights = (*self._exact(decay, readout), D)
+        return self._add(_DIAGONAL, readouts * width, (u,), weights, size)
+
+    def companion(
+        self,
+        u: Value,
+        a: Tensor,  # [n, D]
+        b: Tensor,  # [n, D]
+        d: Tensor,  # [D]
+        ring: int,
+        position: int,
+    ) -> Value:
+        """One token of ``companion_step``, whose states are ``[B, n + 1, D]`` and int64 ``[B]``.
+
+        Coefficients must be of the program's dtype. The position still has to be counted down.
+        """
+        size = (u.width, len(a), ring, position)
+        return self._add(_COMPANION, u.width, (u,), self._exact(a, b, d), size)
+
+    def _exact(self, *weights: Tensor) -> tuple[Tensor, ...]:
+        if any(weight.dtype is not self.dtype for weight in weights):
+            raise ValueError(f"Program: these weights must be {self.dtype}")
+        return weights
 
     def applies(self, x: Tensor) -> bool:
         """Return whether the program may run on an input ``[B, ..., width]``, as things are now.

@@ -29,10 +29,10 @@ class Instruction(ctypes.Structure):
 
     _fields_ = [
         ("kind", ctypes.c_int64),
-        ("size", ctypes.c_int64 * 6),
+        ("size", ctypes.c_int64 * 8),
         ("inputs", Value * 6),
         ("out", Value),
-        ("data", Numbers * 4),
+        ("data", Numbers * 6),
         ("number", ctypes.c_double * 2),
     ]
 

@@ -3,12 +3,20 @@
  * Values are [rows, width] of REAL in one scratch memory; states, and what goes in and out, lie
  * where the caller says. README.md has the equation of each instruction.
  */
+#include <math.h>
+
+#include "companion.h"
+#include "diagonal.h"
 #include "linear.h"
 #ifdef _OPENMP
 #include <omp.h>
 #endif
 
-enum { INPUT, OUTPUT, LINEAR, NORM, CONV, GATE, SELECTIVE, SSD, DELTA };
+enum {
+  INPUT, OUTPUT, LINEAR, NORM, CONV, GATE, ADD, GELU, COUNT,
+  SELECTIVE, SSD, DELTA, LONGHORN, FEEDBACK, DIAGONAL, COMPANION
+};
+enum { BY_SILU, BY_SIGMOID, BY_ITSELF };
 enum { NO_GATE, SILU_BEFORE, SILU_AFTER, SIGMOID_AFTER };
 
 /* A value, or some columns of it: `offset` numbers a row before it, `stride` in its rows. */
@@ -17,9 +25,9 @@ typedef struct {
 } Value;
 
 typedef struct {
-  int64_t kind, size[6];
+  int64_t kind, size[8];
   Value in[6], out;
-  Numbers data[4];
+  Numbers data[6];
   double number[2];
 } Instruction;
 
@@ -116,27 +124,30 @@ static void norm(const Call *call, const Instruction *x) {
   }
 }
 
-/* One row's channels; `plain`: weight and state are REAL. */
+/* One row's channels; `plain`: weight and state are REAL. A channel's last inputs are `step` apart
+ * in the state, channels `next`. */
 INLINE void conv_row(const Instruction *x, int plain, Numbers history, const REAL *from, REAL *to,
                      int64_t row, Span span) {
   int64_t taps = x->size[1], kept = x->size[2];
+  int64_t step = x->size[6] ? x->size[0] : 1, next = x->size[6] ? 1 : kept;
   Numbers weight = {x->data[0].at, plain ? AS_REAL : x->data[0].type};
   Numbers bias = {x->data[1].at, plain ? AS_REAL : x->data[1].type};
   int64_t type = history.type = plain ? AS_REAL : history.type;
   for (int64_t c = span.first; c < span.last; c++) {
-    int64_t place = row + c * kept;
+    int64_t place = row + c * next;
     REAL sum = from[c] * number(weight, c * taps + taps - 1);
     for (int64_t k = 0; k + 1 < taps; k++)
-      sum += number(weight, c * taps + k) * number(history, place + kept - taps + 1 + k);
+      sum += number(weight, c * taps + k) * number(history, place + (kept - taps + 1 + k) * step);
     to[c] = bias.at ? sum + number(bias, c) : sum;
     for (int64_t k = 0; k + 1 < kept; k++)
-      write_number((void *)history.at, type, place + k, number(history, place + k + 1));
-    write_number((void *)history.at, type, place + kept - 1, from[c]);
+      write_number((void *)history.at, type, place + k * step,
+                   number(history, place + (k + 1) * step));
+    if (kept) write_number((void *)history.at, type, place + (kept - 1) * step, from[c]);
   }
 }
 
-/* size: width, taps, inputs kept, the state's number and type, silu; data: weight, bias.
- * The state [rows, width, kept] holds the last inputs, oldest first. */
+/* size: width, taps, inputs kept, the state's number and type, silu, its layout; data: weight, bias.
+ * The state holds the last inputs, oldest first: [rows, width, kept], or [rows, kept, width]. */
 static void conv(const Call *call, const Instruction *x) {
   Span span = share(call, x->size[0], LANES);
   Numbers history = {call->given[x->size[3]], x->size[4]};
@@ -156,15 +167,54 @@ static void conv(const Call *call, const Instruction *x) {
   }
 }
 
-/* y = silu(a) b; size: width */
+/* y = g(a) b; size: width, which g */
 static void gate(const Call *call, const Instruction *x) {
   Span span = share(call, x->size[0], LANES);
   for (int64_t m = 0; m < call->rows; m++)
     for (int64_t i = span.first; i < span.last; i += LANES) {
       vec a = load_some(at(call, x->in[0]) + m * x->in[0].stride + i, span.last - i);
       vec b = load_some(at(call, x->in[1]) + m * x->in[1].stride + i, span.last - i);
-      store_some(at(call, x->out) + m * x->out.stride + i, a * sigmoid(a) * b, span.last - i);
+      if (x->size[1] != BY_ITSELF) b *= sigmoid(a);
+      if (x->size[1] != BY_SIGMOID) b *= a;
+      store_some(at(call, x->out) + m * x->out.stride + i, b, span.last - i);
     }
+}
+
+/* y = a + b; size: width */
+static void add(const Call *call, const Instruction *x) {
+  Span span = share(call, x->size[0], LANES);
+  for (int64_t m = 0; m < call->rows; m++)
+    for (int64_t i = span.first; i < span.last; i += LANES) {
+      vec a = load_some(at(call, x->in[0]) + m * x->in[0].stride + i, span.last - i);
+      vec b = load_some(at(call, x->in[1]) + m * x->in[1].stride + i, span.last - i);
+      store_some(at(call, x->out) + m * x->out.stride + i, a + b, span.last - i);
+    }
+}
+
+/* GELU, x/2 (1 + erf(x / sqrt(2))), or by tanh, 1 + tanh(x) = 2 sigmoid(2 x); size: width, by tanh */
+static void gelu(const Call *call, const Instruction *x) {
+  Span span = share(call, x->size[0], LANES);
+  const vec slope = splat((REAL)1.5957691216057308), cubic = splat((REAL)0.044715);
+  for (int64_t m = 0; m < call->rows; m++) {
+    const REAL *from = at(call, x->in[0]) + m * x->in[0].stride;
+    REAL *to = at(call, x->out) + m * x->out.stride;
+    if (x->size[1]) {
+      for (int64_t i = span.first; i < span.last; i += LANES) {
+        vec a = load_some(from + i, span.last - i);
+        store_some(to + i, a * sigmoid(slope * (a + cubic * a * a * a)), span.last - i);
+      }
+    } else {
+      for (int64_t i = span.first; i < span.last; i++)
+        to[i] = (REAL)(0.5 * from[i] * (1 + erf(0.70710678118654752 * from[i])));
+    }
+  }
+}
+
+/* Add to whole numbers, one a row; size: the state's number, what is added. */
+static void count(const Call *call, const Instruction *x) {
+  int64_t *seen = call->given[x->size[0]];
+  if (call->thread == 0)
+    for (int64_t m = 0; m < call->rows; m++) seen[m] += x->size[1];
 }
 
 /* Mamba: size: channels, states a channel, the state's number; in: u, dt, B, C, z;
@@ -315,8 +365,128 @@ static void delta(const Call *call, const Instruction *x) {
     }
 }
 
+/* Longhorn: size: channels, states a channel, the state's number, whether the transition is exact,
+ * whether there is a gate; in: u, dt, k, q, z; data: the bias of dt, D.
+ * The state is [rows, channels, states]. */
+static void longhorn(const Call *call, const Instruction *x) {
+  int64_t channels = x->size[0], states = x->size[1];
+  REAL *S = call->given[x->size[2]];
+  Span span = share(call, channels, LANES);
+  for (int64_t m = 0; m < call->rows; m++) {
+    const REAL *k = at(call, x->in[2]) + m * x->in[2].stride;
+    const REAL *q = at(call, x->in[3]) + m * x->in[3].stride;
+    vec energy = splat(sum_of_products(k, k, states));
+    for (int64_t first = span.first; first < span.last; first += LANES) {
+      int64_t some = span.last - first < LANES ? span.last - first : LANES;
+      vec u = load_some(at(call, x->in[0]) + m * x->in[0].stride + first, some);
+      vec dt = load_some(at(call, x->in[1]) + m * x->in[1].stride + first, some);
+      if (x->data[0].at) dt += read_numbers(x->data[0], first, some);
+      vec eps = splat(1) / (splat(1) + exponential(-dt) + energy), y = {0};
+      for (int64_t c = 0; c < some; c++) {
+        REAL *state = S + (m * channels + first + c) * states;
+        vec sum = {0}, strength = splat(eps[c]), wanted = splat(u[c]);
+        if (x->size[3]) wanted -= splat(sum_of_products(k, state, states));
+        for (int64_t n = 0; n < states; n += LANES) {
+          vec key = load_some(k + n, states - n), old = load_some(state + n, states - n);
+          vec error = x->size[3] ? wanted : wanted - key * old;
+          vec new = old + strength * key * error;
+          store_some(state + n, new, states - n);
+          if (states - n < LANES) new = load_some(state + n, states - n); /* 0 beyond the end */
+          sum += new * load_some(q + n, states - n);
+        }
+        y[c] = total(sum);
+      }
+      if (x->data[1].at) y += read_numbers(x->data[1], first, some) * u;
+      if (x->size[4]) {
+        vec z = load_some(at(call, x->in[4]) + m * x->in[4].stride + first, some);
+        y *= z * sigmoid(z);
+      }
+      store_some(at(call, x->out) + m * x->out.stride + first, y, some);
+    }
+  }
+}
+
+/* COFFEE: size: channels, states a channel, the state's number, whether the gates are linear,
+ * whether something else than the state drives them; in: u, the drive; data: lambda, w, B, C,
+ * w_gamma, D; number: 0, or what sigmoid(lambda) is multiplied with to be -lambda.
+ * The state is [rows, channels, states]. */
+static void feedback(const Call *call, const Instruction *x) {
+  int64_t channels = x->size[0], states = x->size[1];
+  REAL *S = call->given[x->size[2]];
+  Numbers D = x->data[5];
+  Span span = share(call, channels, 1);
+  for (int64_t c = span.first; c < span.last; c++)
+    for (int64_t m = 0; m < call->rows; m++) {
+      vec u = splat(at(call, x->in[0])[m * x->in[0].stride + c]);
+      vec drive = splat(at(call, x->in[1])[m * x->in[1].stride + c]);
+      vec sum = {0}, shut = {0};
+      REAL *state = S + (m * channels + c) * states;
+      for (int64_t n = 0; n < states; n += LANES) {
+        int64_t place = c * states + n, some = states - n;
+        vec rate = read_numbers(x->data[0], place, some), old = load_some(state + n, some);
+        if (x->number[0] != 0) rate = splat((REAL)-x->number[0]) * sigmoid(rate);
+        vec w = x->data[1].at ? read_numbers(x->data[1], place, some) : splat(1);
+        vec factor = x->data[2].at ? read_numbers(x->data[2], place, some) : splat(1);
+        if (x->data[1].at) w *= factor;
+        vec open = w * (x->size[4] ? drive : old);
+        if (!x->size[3]) open = sigmoid(open);
+        vec new = old + open * (rate * old + u);
+        store_some(state + n, new, some);
+        if (some < LANES) new = load_some(state + n, some); /* 0 beyond the end */
+        sum += factor * read_numbers(x->data[3], place, some) * new;
+        if (x->data[4].at) shut += factor * read_numbers(x->data[4], place, some) * new;
+      }
+      REAL y = total(sum);
+      if (x->data[4].at) y *= sigmoid(splat(total(shut)))[0];
+      if (D.at) y += number(D, c) * u[0];
+      at(call, x->out)[m * x->out.stride + c] = y;
+    }
+}
+
+/* Complex modes: size: channels, modes, read-outs, the state's number; in: u; data: decay, read-out,
+ * D. The state is [rows, channels, modes, 2]; outputs are [read-outs, channels]. */
+static void diagonal(const Call *call, const Instruction *x) {
+  int64_t channels = x->size[0], width = 2 * x->size[1];
+  REAL *S = call->given[x->size[3]];
+  const REAL *decay = x->data[0].at, *readout = x->data[1].at;
+  Span span = share(call, channels, 1);
+  for (int64_t c = span.first; c < span.last; c++)
+    for (int64_t m = 0; m < call->rows; m++) {
+      REAL u = at(call, x->in[0])[m * x->in[0].stride + c];
+      REAL *state = S + (m * channels + c) * width;
+      advance(state, decay + c * width, 0, u, state, x->size[1]);
+      for (int64_t k = 0; k < x->size[2]; k++) {
+        int64_t place = k * channels + c;
+        REAL y = read_out(readout + place * width, state, x->size[1]);
+        at(call, x->out)[m * x->out.stride + place] = y + number(x->data[2], place) * u;
+      }
+    }
+}
+
+/* A rational filter: size: width, order, the numbers of the ring and of the positions; in: u;
+ * data: a, b [order, width], d. */
+static void companion(const Call *call, const Instruction *x) {
+  int64_t width = x->size[0];
+  Span span = share(call, width, BLOCK);
+  const CompanionStep step = {at(call, x->in[0]),
+                              x->data[0].at,
+                              x->data[1].at,
+                              x->data[2].at,
+                              call->given[x->size[3]],
+                              call->given[x->size[2]],
+                              at(call, x->out),
+                              call->rows,
+                              width,
+                              x->size[1],
+                              x->in[0].stride,
+                              x->out.stride};
+  for (int64_t channel = span.first; channel < span.last; channel += BLOCK)
+    for (int64_t m = 0; m < call->rows; m++) step_some(&step, m, channel, span.last - channel);
+}
+
 static void (*const kinds[])(const Call *, const Instruction *) = {
-    input, output, linear, norm, conv, gate, selective, ssd, delta};
+    input, output, linear, norm,  conv,     gate,     add,      gelu,
+    count, selective, ssd, delta, longhorn, feedback, diagonal, companion};
 
 static void run(const Call *call, const Instruction *list, int64_t count) {
   for (int64_t i = 0; i < count; i++) {

@@ -14,6 +14,14 @@ from ssmzoo.modeling.classifiers import (
     SSMForTokenClassification,
 )
 from ssmzoo.modeling.configuration import SSMConfig
+from ssmzoo.modeling.decoding import (
+    ModuleParts,
+    State,
+    UnservedError,
+    is_token,
+    recurrent,
+    token_of_layer,
+)
 from ssmzoo.modeling.derived import DerivedValue
 from ssmzoo.modeling.dynamics import Dynamics, Trajectories
 from ssmzoo.modeling.layers import MLP, CausalConv1d, Dropout, Linear
@@ -33,6 +41,7 @@ __all__ = [
     "LayerNorm",
     "LayerState",
     "Linear",
+    "ModuleParts",
     "PackedRow",
     "PromptState",
     "RMSNorm",
@@ -45,9 +54,14 @@ __all__ = [
     "SSMMixer",
     "SSMModel",
     "SSMPreTrainedModel",
+    "State",
     "StateCache",
     "Trajectories",
+    "UnservedError",
     "check_weights",
+    "is_token",
     "load_state",
+    "recurrent",
     "suggestion",
+    "token_of_layer",
 ]

@@ -20,12 +20,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from ssmzoo.environment.messages import suggestion
 from ssmzoo.modeling.cache import LayerState, StateCache, check_kind
 from ssmzoo.modeling.configuration import SSMConfig
+from ssmzoo.modeling.decoding import ModuleParts, State, UnservedError, is_token, token_of_layer
 from ssmzoo.modeling.dynamics import Dynamics, Trajectories
 from ssmzoo.modeling.inputs import check_indices, given_inputs
 from ssmzoo.modeling.layers import MLP, Dropout, Linear
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, NoNorm, RMSNorm, make_norm
 from ssmzoo.modeling.packing import PackedRow, find_packing
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
+from ssmzoo_kernels.token_step import Program, Value
 
 # what transformers' collators and trainer hand to every model, and a recurrent one has no use for
 _IGNORED = frozenset(
@@ -49,11 +51,23 @@ class SSMMixer(nn.Module):
             matrices decay as usual.
         reads_residual: Whether :meth:`forward` also gets the block's input before the norm, as
             ``residual``.
+        written_in_place: The states that a step may write over.
+        writes_tokens: Whether :meth:`write_token` is of the class that :meth:`forward` is of.
     """
 
     param_group_names: ClassVar[Mapping[str, str]] = {}
     param_branch: ClassVar[str | None] = None
     reads_residual: ClassVar[bool] = False
+    written_in_place: ClassVar[frozenset[str]] = frozenset()
+    writes_tokens: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        forward, written = (
+            next(kind for kind in cls.__mro__ if name in kind.__dict__)
+            for name in ("forward", "write_token")
+        )
+        cls.writes_tokens = forward is written
 
     def __init__(self, config: SSMConfig, layer_idx: int) -> None:
         super().__init__()
@@ -75,6 +89,26 @@ class SSMMixer(nn.Module):
             ``[B, L, D]``.
         """
         raise NotImplementedError
+
+    def write_token(
+        self, program: Program, parts: ModuleParts, x: Value, states: Mapping[str, State]
+    ) -> Value:
+        """Write :meth:`forward` of one token as instructions, which C runs where it decodes.
+
+        A mixer without this decodes by its forward. So does one whose class has another forward
+        than the class that wrote this.
+
+        Args:
+            program: What the instructions are written to.
+            parts: Finds this mixer's layers and weights, and refuses those that something wraps.
+            x: The token, ``[B, D]``.
+            states: The states that :meth:`forward` would read, by name; instructions write the
+                next ones over them.
+
+        Returns:
+            What :meth:`forward` returns, ``[B, D]``.
+        """
+        raise UnservedError
 
     def dynamics(self, hidden_states: Tensor) -> Dynamics | None:
         """Return what is known of the filters at an input ``[B, L, D]``, or None to measure them.
@@ -130,12 +164,25 @@ class SSMBlock(GradientCheckpointingLayer):
         if config.intermediate_size is not None:
             self.mlp_norm = make_norm(config)
             self.mlp = MLP(config)
+        self.writes_tokens = mixer.writes_tokens
 
     def forward(
         self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``."""
-        x = hidden_states
+        if self.writes_tokens and state.initial and is_token(self, hidden_states, packing):
+            return token_of_layer(
+                self,
+                _write_block,
+                hidden_states,
+                state,
+                lambda: self._layered(hidden_states, state, None),
+                self.norm.weight.dtype,
+                in_place=self.mixer.written_in_place,
+            )
+        return self._layered(hidden_states, state, packing)
+
+    def _layered(self, x: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
         # what the norms must leave out of their statistics
         real = (packing.real(),) if self.counts_tokens and packing is not None else ()
         y = self.norm(x, *real) if self.prenorm else x.to(self.norm.weight.dtype)
@@ -169,6 +216,38 @@ class SSMBlock(GradientCheckpointingLayer):
                 x = x.to(torch.promote_types(torch.float32, x.dtype))
             y = x + y
         return y if self.prenorm else norm(y, *real)
+
+
+def _write_block(
+    program: Program, parts: ModuleParts, x: Value, states: Mapping[str, State]
+) -> Value:
+    """Write a block's token."""
+    block: Any = parts.root
+    prenorm, adds = parts.setting(block, "prenorm"), parts.setting(block, "residual")
+    for norm, name in (("norm", "mixer"), ("mlp_norm", "mlp")):
+        if getattr(block, name) is None:
+            continue
+        y = _write_norm(program, parts, x, norm) if prenorm else x
+        branch = parts.within(name)
+        if isinstance(branch.root, SSMMixer):
+            y = branch.root.write_token(program, branch, y, states)
+        elif type(branch.root) is MLP:
+            y = branch.root.write_token(program, branch, y)
+        else:
+            raise UnservedError
+        if adds:
+            y = program.add(x, y)
+        x = y if prenorm else _write_norm(program, parts, y, norm)
+    return x
+
+
+def _write_norm(program: Program, parts: ModuleParts, x: Value, name: str) -> Value:
+    layer = parts.layer(name)
+    if type(layer) is NoNorm:
+        return x
+    if type(layer) is not RMSNorm:
+        raise UnservedError
+    return parts.norm(program, x, name)
 
 
 class SSMModel(SSMPreTrainedModel):

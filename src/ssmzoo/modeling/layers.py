@@ -5,7 +5,7 @@ Dimensions: B batch, L length, D hidden, E inner, K conv width, S sequences, T t
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,15 @@ from ssmzoo_kernels import causal_conv1d
 from ssmzoo_kernels.few_rows_linear import MOST_ROWS, few_rows_linear
 from ssmzoo_kernels.validation import Packing
 
+if TYPE_CHECKING:
+    from ssmzoo.modeling.decoding import ModuleParts, State
+    from ssmzoo_kernels.token_step import Program, Value
+
 
 class Linear(nn.Linear):
     """``nn.Linear``, at the memory's speed when it decodes a few rows on a CPU."""
+
+    stock_class = nn.Linear  # what it stands for
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., out_features]``."""
@@ -63,6 +69,14 @@ class CausalConv1d(nn.Module):
             initial_state,
             activation=self.activation,
             cu_seqlens=packing,
+        )
+
+    def write_token(self, program: Program, parts: ModuleParts, x: Value, state: State) -> Value:
+        """Write one token; the parts are this layer's."""
+        weight, bias = parts.weight(self), parts.weight(self, "bias", optional=True)
+        silu, kept = parts.setting(self, "activation") == "silu", state.like.shape[1]
+        return program.causal_conv1d(
+            x, weight, bias, state.number, kept, state.like.dtype, silu=silu, channels_last=True
         )
 
 
@@ -114,3 +128,12 @@ class MLP(nn.Module):
         if self.gate_proj is not None:
             return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
+
+    def write_token(self, program: Program, parts: ModuleParts, x: Value) -> Value:
+        """Write one token; the parts are this layer's."""
+        up = parts.linear(program, x, "up_proj")
+        if self.gate_proj is None:
+            inner = program.gelu(up, by_tanh=True)
+        else:
+            inner = program.gated(parts.linear(program, x, "gate_proj"), up)
+        return parts.linear(program, inner, "down_proj")

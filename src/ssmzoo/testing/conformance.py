@@ -40,6 +40,7 @@ CHECKS: tuple[Check, ...] = (
     forms.check_padding,
     forms.check_flattening_collator,
     forms.check_causality,
+    forms.check_fused_steps,
     forms.check_batch,
     generation.check_greedy,
     generation.check_sampling,

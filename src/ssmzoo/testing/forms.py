@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DataCollatorWithFlattening
 
 from ssmzoo.modeling import SSMForCausalLM
@@ -23,6 +23,8 @@ from ssmzoo.testing.subject import (
     probe,
     require,
 )
+from ssmzoo_kernels import use_backend
+from ssmzoo_kernels.dispatch import watch
 
 LENGTHS = (13, 8, 1, 5)  # of documents
 # a row each of three turns; packed, the first turn's boundaries lie at 63, 64, 128 and 133
@@ -176,6 +178,31 @@ def check_causality(subject: Subject) -> Measured:
     return measured
 
 
+def check_fused_steps(subject: Subject) -> Measured:
+    """A token in one call of C equals its layers one by one, and sees what is put on them later."""
+    measured, model, ids = Measured(), subject.fresh(), subject.ids(3, 12)
+    for dtype, budget in BUDGETS.items():
+        model = subject.fresh(dtype)
+        for rows in (1, 3):
+            ids = subject.ids(rows, 12)
+            with watch() as ran:
+                fused = _in_tokens(model, ids)
+            if ("token_step", "cpu") not in ran:
+                raise NotApplicable("its tokens go layer by layer, or no C compiler is here")
+            with use_backend("eager"):
+                layered = _in_tokens(model, ids)
+            measured.compare(f"{dtype} logits of {rows} rows", fused, layered, budget)
+    calls: list[nn.Module] = []
+    for module in model.modules():
+        module.register_forward_hook(lambda module, *_: calls.append(module))
+    _in_tokens(model, ids)
+    seen = len(calls)
+    with use_backend("eager"):
+        _in_tokens(model, ids)
+    require(len(calls) == 2 * seen, "a hook that was put on later is not called at every token")
+    return measured
+
+
 def check_batch(subject: Subject) -> Measured:
     """A row's logits depend neither on the other rows, however many, nor on its place."""
     measured = Measured()
@@ -191,6 +218,14 @@ def check_batch(subject: Subject) -> Measured:
                 measured.compare(f"{dtype} {count} rows", whole, single[chosen], budget)
                 measured.compare(f"{dtype} {count} rows in steps", steps, single[chosen], budget)
     return measured
+
+
+@torch.no_grad()
+def _in_tokens(model: SSMForCausalLM, ids: Tensor) -> Tensor:
+    """Return the logits of a prompt's continuation, token by token."""
+    cache = model(ids[:, :4], use_cache=True).past_key_values
+    steps = [model(token, past_key_values=cache).logits for token in ids[:, 4:].split(1, dim=1)]
+    return torch.cat(steps, dim=1)
 
 
 def differences(subject: Subject) -> tuple[Tensor, Tensor]:

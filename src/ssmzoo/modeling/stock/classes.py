@@ -18,15 +18,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ssmzoo.modeling import decoding
 from ssmzoo.modeling.layers import Linear
 from ssmzoo.modeling.stock import steps
 from ssmzoo.modeling.stock.calls import call, packed
 from ssmzoo.modeling.stock.functions import FUNCTIONS
-from ssmzoo.modeling.stock.norms import normalised
+from ssmzoo.modeling.stock.norms import OFFSETS, normalised
 from ssmzoo.modeling.stock.packed_calls import enter, positions
 from ssmzoo_kernels.layers import OPS
 
-_NORMS = tuple(steps.rms_norm(offset) for offset in steps.OFFSETS)
+_NORMS = tuple(steps.rms_norm(offset) for offset in OFFSETS)
 _SCANS = ("selective_scan", "gated_linear_attention")
 _MIXER = ("self", "hidden_states", "cache_params", "attention_mask")
 
@@ -38,7 +39,7 @@ class Accelerated:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return how to make the module again: pickle cannot find a class made at run time."""
-        kept = {name: held for name, held in self.__dict__.items() if name != steps.KEPT_AS}
+        kept = {name: held for name, held in self.__dict__.items() if name != decoding.KEPT_AS}
         return _remake, (self.stock_class,), kept
 
 
@@ -73,7 +74,7 @@ def _subclass(stock: type[nn.Module], forward: Any) -> type[nn.Module]:
     return made
 
 
-def writers_of(stock: type) -> tuple[steps.Writer, ...]:
+def writers_of(stock: type) -> tuple[decoding.Writer, ...]:
     """Return what writes one token of a norm or an MLP as a program; none for other modules."""
     name = stock.__name__
     if not stock.__module__.startswith("transformers.models."):
@@ -158,7 +159,7 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
         if length == 1 and writers and not torch.compiler.is_compiling():
             states = _states_of_one_token(self, hidden_states, cache_params, attention_mask)
             if states:
-                return steps.token(
+                return decoding.token(
                     self,
                     writers,
                     hidden_states,
@@ -186,9 +187,9 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
                 and attention_mask is None  # which the fused function does not take
                 and self.activation in ("silu", "swish")
                 and type(self.conv1d) is nn.Conv1d
-                and not steps.is_watched(self.conv1d)
+                and not decoding.is_watched(self.conv1d)
                 and all(
-                    _is_plain(layer, linear) and not steps.is_watched(layer)
+                    _is_plain(layer, linear) and not decoding.is_watched(layer)
                     for layer in (self.x_proj, self.dt_proj, self.out_proj)
                 )
             )
@@ -224,7 +225,7 @@ def _states_of_one_token(
     return (conv, scan) if len(conv) == len(scan) == rows and layer.has_previous_state[0] else ()
 
 
-def _part(stock: type[nn.Module], writers: tuple[steps.Writer, ...]) -> dict[str, Any]:
+def _part(stock: type[nn.Module], writers: tuple[decoding.Writer, ...]) -> dict[str, Any]:
     stock_forward: Any = stock.forward
     whole = normalised if writers is _NORMS else lambda _, __, forward: forward()
 
@@ -234,7 +235,7 @@ def _part(stock: type[nn.Module], writers: tuple[steps.Writer, ...]) -> dict[str
             return stock_forward(self, *args, **kwargs)
         (x,) = args
         layered = functools.partial(whole, self, x, lambda: stock_forward(self, x))
-        return steps.token(self, writers, x, (), layered)
+        return decoding.token(self, writers, x, (), layered)
 
     return {"forward": forward}
 

@@ -10,9 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ssmzoo.modeling.decoding import KEPT_AS, stock_class
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 from ssmzoo.modeling.stock.classes import Accelerated, functions_of, subclass, unknown, writers_of
-from ssmzoo.modeling.stock.steps import KEPT_AS, stock_class
 from ssmzoo_kernels.layers import OPS
 
 _DEVICES = ("cpu", "cuda", "meta")

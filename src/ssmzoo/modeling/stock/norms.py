@@ -1,6 +1,6 @@
 """Norms of stock modules on our op, where it gives what the stock code gives.
 
-This is for whole sequences, with gradients or without; a decoded token goes by ``steps``.
+This is for whole sequences, with gradients or without; a decoded token goes by ``decoding``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ssmzoo.modeling import decoding
 from ssmzoo.modeling.norms import MANY
-from ssmzoo.modeling.stock import steps
 from ssmzoo_kernels import rms_norm
 from ssmzoo_kernels.dispatch import is_plain
 
 _log = logging.getLogger("ssmzoo")
+OFFSETS = (0.0, 1.0)  # what models add to a norm's weight
 
 
 def normalised(module: Any, x: Tensor, stock: Callable[[], Tensor]) -> Tensor:
@@ -35,21 +36,21 @@ def normalised(module: Any, x: Tensor, stock: Callable[[], Tensor]) -> Tensor:
         or x.numel() < MANY
         or type(weight) is not nn.Parameter
         or x.dtype is not weight.dtype
-        or x.dtype not in steps.FORMATS
+        or x.dtype not in decoding.FORMATS
         or x.device.type not in ("cpu", "cuda")
-        or not (eps := steps.name_of_eps(module))
+        or not (eps := decoding.name_of_eps(module))
     ):
         return stock()
 
     def ours(offset: float) -> Tensor:
         return rms_norm(x, weight, eps=getattr(module, eps), offset=offset)
 
-    known = steps.kept(module)
+    known = decoding.kept(module)
     if known.offset is None:
         with torch.no_grad():
             y = stock()
             if y.any() and y.isfinite().all():  # else nothing can be told from it
-                fits = (o for o in steps.OFFSETS if steps.agree(ours(o), y, x.dtype))
+                fits = (o for o in OFFSETS if decoding.agree(ours(o), y, x.dtype))
                 known.offset = next(fits, math.nan)
                 if math.isnan(known.offset):
                     _log.info("%s stays stock: its numbers are others", type(module).__name__)

@@ -1,0 +1,295 @@
+"""Blocks of the zoo's models decode a token in one call, where and as long as that is what they do.
+
+The conformance kit's check ``fused_steps`` compares the numbers of every family's tiny model.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
+
+from ssmzoo import load_family
+from ssmzoo.modeling import UnservedError
+from ssmzoo.modeling.decoding import KEPT_AS
+from ssmzoo_kernels import use_backend
+from ssmzoo_kernels.dispatch import watch
+
+# what PEFT calls of transformers that it will drop
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+
+# settings of every path that programs are written for
+SERVED: list[tuple[str, dict[str, Any]]] = [
+    ("longhorn", {}),
+    ("longhorn", {"transition": "exact", "out_norm": True, "use_bias": True}),
+    ("longhorn", {"intermediate_size": 48, "residual_in_fp32": False}),
+    ("longhorn", {"intermediate_size": 48, "mlp_type": "swiglu", "prenorm": False}),
+    ("longhorn", {"norm_type": "none", "residual": False}),
+    ("coffee", {}),
+    ("coffee", {"variant": "token_gate", "lambda_param": "clamp"}),
+    ("coffee", {"variant": "input_matrix", "output_filter": True}),
+    ("coffee", {"variant": "no_feedback"}),
+    ("coffee", {"variant": "linear_feedback", "use_skip": False}),
+    ("coffee", {"block": "bare"}),
+    ("dss", {"kernel_variant": "exp"}),
+    ("dss", {"kernel_variant": "exp", "channels": 2}),
+    ("rtf", {}),
+    ("rtf", {"mixer_rank": None}),
+    ("rtf", {"block": "s4", "mixer_rank": None, "num_denominators": 2}),
+    ("rtf", {"block": "filter", "mixer_rank": None}),
+    ("bmojo", {"mixer_types": ["mamba"]}),
+]
+LAYER_BY_LAYER: list[tuple[str, dict[str, Any]]] = [
+    ("longhorn", {"norm_type": "layer"}),
+    ("coffee", {"variant": "s6", "output_filter": False}),
+    ("dss", {"kernel_variant": "exp", "max_kernel_length": 8}),
+    ("rtf", {"filter": "modal"}),
+    ("rtf", {"decode_mode": "fir", "kernel_mode": "truncated", "trunc_len": 16}),
+]
+
+
+def model_of(name: str, dtype: torch.dtype = torch.float32, **fields: Any) -> Any:
+    family = load_family(name)
+    torch.manual_seed(0)
+    config = family.config(**{**family.tiny, "eos_token_id": None, **fields})
+    return family.causal_lm_class(config).to(dtype).eval()
+
+
+def ids(rows: int = 2, length: int = 12) -> Tensor:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randint(3, 20, (rows, length), generator=draw)
+
+
+@torch.no_grad()
+def decode(model: Any, x: Tensor, cache: Any = None, prompt: int = 4) -> Tensor:
+    """Return the logits of tokens, one at a time, behind a prompt or a cache."""
+    if cache is None:
+        cache = model(x[:, :prompt], use_cache=True).past_key_values
+        x = x[:, prompt:]
+    steps = [model(token, past_key_values=cache).logits for token in x.split(1, dim=1)]
+    return torch.cat(steps, dim=1)
+
+
+def layered(model: Any, x: Tensor) -> Tensor:
+    with use_backend("eager"):
+        return decode(model, x)
+
+
+def distance(x: Tensor, judge: Tensor) -> float:
+    return float((x - judge).abs().max() / judge.abs().max())
+
+
+def steps(model: nn.Module) -> list[bool]:
+    """Return of every block whether it decodes by a program now."""
+    found = [m.__dict__.get(KEPT_AS) for n, m in model.named_modules() if n[-1:].isdigit()]
+    return [known is not None and known.step is not None for known in found]
+
+
+@pytest.mark.parametrize(("name", "fields"), SERVED, ids=str)
+@pytest.mark.parametrize(("dtype", "budget"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+def test_programs_give_what_layers_give(
+    name: str, fields: dict[str, Any], dtype: torch.dtype, budget: float
+) -> None:
+    model, x = model_of(name, dtype, **fields), ids(3)
+    fused = decode(model, x)
+    assert steps(model)
+    assert all(steps(model))
+    assert distance(fused, layered(model, x)) <= budget
+
+
+@pytest.mark.parametrize(("name", "fields"), LAYER_BY_LAYER, ids=str)
+def test_what_has_no_program_goes_layer_by_layer(name: str, fields: dict[str, Any]) -> None:
+    model, x = model_of(name, **fields), ids()
+    with watch() as ran:
+        y = decode(model, x)
+    assert "token_step" not in dict(ran)
+    assert distance(y, layered(model, x)) <= 1e-5
+
+
+def test_growing_modes_go_layer_by_layer() -> None:
+    model, x = model_of("dss", kernel_variant="softmax", kernel_norm_length=64), ids()
+    with torch.no_grad():
+        model.model.layers[0].mixer.Lambda[0, 0] = 0.01
+    y = decode(model, x)
+    assert not steps(model)[0]
+    assert distance(y, layered(model, x)) <= 1e-5
+
+
+def test_the_state_space_model_of_an_attending_layer_has_a_program() -> None:
+    model, x = model_of("bmojo"), ids()
+    with watch() as ran:
+        y = decode(model, x)
+    assert ("token_step", "cpu") in ran
+    assert not any(steps(model))
+    assert distance(y, layered(model, x)) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["longhorn", "coffee", "dss", "rtf"])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_weights_of_16_bits_lose_no_more_than_layer_by_layer(name: str, kind: torch.dtype) -> None:
+    fields = {"kernel_variant": "exp"} if name == "dss" else {}
+    model, x = model_of(name, **fields), ids(3)
+    model = model.to(kind)
+    exact = layered(copy.deepcopy(model).double(), x)
+    fused, single = decode(model, x), layered(model, x)
+    assert all(steps(model))
+    assert fused.dtype == single.dtype
+    lost = distance(single.double(), exact)
+    assert distance(fused.double(), exact) <= max(lost, 4 * torch.finfo(kind).eps)
+
+
+def _hooked(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mixer.in_proj.register_forward_hook(lambda _, __, y: 2 * y)
+
+
+def _parametrized(model: Any) -> None:
+    class Twice(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    for layer in model.model.layers:
+        register_parametrization(layer.mixer.in_proj, "weight", Twice())
+
+
+def _replaced(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mixer.in_proj.weight = nn.Parameter(2 * layer.mixer.in_proj.weight.detach())
+
+
+def _written_over(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mixer.in_proj.weight.data.mul_(2)
+
+
+def _norms_of_another_kind(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.norm = nn.Identity()
+        layer.norm.weight = nn.Parameter(torch.ones(1))
+
+
+def _set_otherwise(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.norm.eps = 0.5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_hooked, _parametrized, _replaced, _written_over, _norms_of_another_kind, _set_otherwise],
+)
+def test_what_changes_later_takes_effect(change: Any) -> None:
+    model, x = model_of("longhorn"), ids()
+    before = decode(model, x)
+    assert all(steps(model))
+    change(model)
+    after = decode(model, x)
+    assert distance(after, layered(model, x)) <= 1e-5
+    assert distance(after, before) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["dss", "rtf"])
+def test_derived_tables_follow_their_parameters(name: str) -> None:
+    fields = {"kernel_variant": "exp"} if name == "dss" else {}
+    model, x = model_of(name, **fields), ids()
+    before = decode(model, x)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            mixer = layer.mixer
+            (mixer.log_dt if name == "dss" else mixer.b).add_(0.5)
+    after = decode(model, x)
+    assert all(steps(model))
+    assert distance(after, layered(model, x)) <= 1e-5
+    assert distance(after, before) > 1e-4
+
+
+@pytest.mark.parametrize("name", ["longhorn", "coffee", "rtf"])
+def test_adapters_put_on_later_take_effect(name: str) -> None:
+    model, x = model_of(name), ids()
+    before = decode(model, x)
+    config = LoraConfig(r=2, target_modules=["in_proj", "out_proj"], init_lora_weights=False)
+    adapted = get_peft_model(model, config)
+    after = decode(adapted, x)
+    assert not any(steps(model))
+    assert distance(after, layered(adapted, x)) <= 1e-5
+    assert distance(after, before) > 1e-2
+    merged = adapted.merge_and_unload()
+    again = decode(merged, x)
+    assert all(steps(merged))
+    assert distance(again, after) <= 1e-5
+
+
+def test_copies_and_pickles_write_programs_of_their_own() -> None:
+    model, x = model_of("longhorn"), ids()
+    y = decode(model, x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not any(steps(other))
+        with torch.no_grad():
+            model.model.layers[0].mixer.D.zero_()  # the other has its own
+        assert distance(decode(other, x), y) <= 1e-6
+        assert all(steps(other))
+
+
+def test_a_call_that_fails_leaves_the_states() -> None:
+    model, x = model_of("longhorn"), ids()
+    decode(model, x)
+    with torch.no_grad():
+        cache = model(x[:, :4], use_cache=True).past_key_values
+    before = copy.deepcopy(cache)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("stop here")
+
+    hook = model.model.norm.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="stop here"):
+        decode(model, x[:, 4:5], cache)
+    hook.remove()
+    for ours, theirs in zip(cache.layers, before.layers, strict=True):
+        assert ours.states.keys() == theirs.states.keys()
+        assert all(ours.states[name].equal(theirs.states[name]) for name in ours.states)
+    assert decode(model, x[:, 4:], cache).equal(decode(model, x[:, 4:], before))
+
+
+def test_a_learned_state_gets_no_other_numbers() -> None:
+    """A ring that somebody trains is not written over."""
+    model, x = model_of("rtf"), ids()
+    decode(model, x)
+    with torch.no_grad():
+        cache = model(x[:, :4], use_cache=True).past_key_values
+    ring = cache.layers[0].states["ring"].requires_grad_()
+    before = ring.detach().clone()
+    decode(model, x[:, 4:5], cache)
+    assert ring.equal(before)
+
+
+def test_training_and_gradients_go_layer_by_layer() -> None:
+    model, x = model_of("longhorn"), ids()
+    cache = model(x[:, :4], use_cache=True).past_key_values
+    with watch() as ran:
+        model(x[:, 4:5], past_key_values=cache).logits.sum().backward()
+    assert "token_step" not in dict(ran)
+    model.train()
+    with watch() as ran:
+        decode(model, x)
+    assert "token_step" not in dict(ran)
+
+
+def test_a_mixer_with_another_forward_goes_by_that() -> None:
+    from ssmzoo_longhorn.modeling_longhorn import LonghornMixer
+
+    class Halved(LonghornMixer):
+        def forward(self, hidden_states: Tensor, state: Any, packing: Any = None) -> Tensor:
+            return super().forward(hidden_states, state, packing) / 2
+
+    class Written(Halved):
+        def write_token(self, program: Any, parts: Any, x: Any, states: Any) -> Any:
+            raise UnservedError
+
+    assert LonghornMixer.writes_tokens
+    assert not Halved.writes_tokens
+    assert not Written.writes_tokens
