@@ -138,6 +138,9 @@ INLINE void product_block(int type, int count, int together, const REAL *x, int6
     UNROLL for (int r = 0; r < together; r++) /* past the end, the last one again */
       row[r] = (const char *)w + (o + r < last ? o + r : last - 1) * inputs * size;
     for (int64_t i = 0; i < whole; i += LANES) {
+      /* rows are short: the CPU's own prefetching would begin anew with each few of them */
+      UNROLL for (int r = 0; r < together; r++)
+        __builtin_prefetch(row[r] + (together * inputs + i) * size);
       vec values[4];
       UNROLL for (int m = 0; m < count; m++) values[m] = load(x + m * x_row + i);
       UNROLL for (int r = 0; r < together; r++) {
