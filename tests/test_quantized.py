@@ -26,6 +26,8 @@ for name, row in {**NARROW, **MISTAKES}.items():
     expected = "failed" if "quantized" in (row.fails or {name}) else "passed"
     assert report.results[0].status == expected, f"{name}: {report.table()}"
 
+import copy
+
 import torch
 from tests.stock_models import tiny
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -53,6 +55,40 @@ for name in ("mamba", "mamba2", "kimi_linear"):
     lost = (judge - exact).abs().max()
     assert lost > 1e-3, name
     assert all((logits - judge).abs().max() < 1e-2 * lost for logits in ours), name
+
+# tokens decode by programs that read the few bits, and by plain layers once something wraps these
+from ssmzoo import load_family
+from ssmzoo_kernels.dispatch import watch
+
+
+def decoded(model, ids):
+    with torch.no_grad():
+        cache = model(ids[:, :4], use_cache=True).past_key_values
+        tokens = ids[:, 4:].split(1, dim=1)
+        return torch.cat([model(t, past_key_values=cache).logits for t in tokens], dim=1)
+
+
+for name in ("longhorn", "coffee", "rtf"):
+    family = load_family(name)
+    model = family.causal_lm_class(family.config(**family.tiny)).eval()
+    ids = torch.arange(3, 15)[None]
+    quantize_(model, Int8WeightOnlyConfig())
+    judge = copy.deepcopy(model)
+    for layer in judge.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight = torch.nn.Parameter(layer.weight.dequantize())
+    with watch() as ran:
+        ours = decoded(model, ids)
+    assert {("token_step", "cpu"), ("few_rows_linear", "cpu")} <= set(ran), name
+    exact = decoded(judge, ids)
+    assert (ours - exact).abs().max() <= 1e-5 * exact.abs().max(), name
+    linear = next(m for n, m in model.named_modules() if n.endswith("out_proj"))
+    linear.weight.scale.mul_(2)
+    assert (decoded(model, ids) - exact).abs().max() > 1e-3 * exact.abs().max(), name
+    seen = []
+    linear.register_forward_hook(lambda *_: seen.append(1))
+    decoded(model, ids)
+    assert len(seen) == 1 + 8, name
 """
 
 

@@ -10,7 +10,7 @@
 #include <immintrin.h>
 #endif
 
-enum { AS_REAL, BFLOAT16, FLOAT16 };
+enum { AS_REAL, BFLOAT16, FLOAT16, INT8 };
 
 /* Numbers of one of the types above. */
 typedef struct {
@@ -18,6 +18,7 @@ typedef struct {
   int64_t type;
 } Numbers;
 
+typedef int8_t bytes __attribute__((vector_size(LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef float floats __attribute__((vector_size(4 * LANES)));
@@ -68,10 +69,41 @@ INLINE vec from_float16(halves x) {
   return __builtin_convertvector((floats)((words)small | endless | sign), vec);
 }
 
+INLINE vec from_int8(bytes x) {
+#ifdef __AVX512F__
+  if (LANES == 16) {
+    __m128i narrow;
+    memcpy(&narrow, &x, sizeof x);
+    __m512 wide = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(narrow));
+    vec out;
+    memcpy(&out, &wide, sizeof out);
+    return out;
+  }
+#elif defined(__AVX2__)
+  if (LANES == 8) {
+    __m128i narrow = {0};
+    memcpy(&narrow, &x, sizeof x);
+    __m256 wide = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(narrow));
+    vec out;
+    memcpy(&out, &wide, sizeof out);
+    return out;
+  }
+#endif
+  return __builtin_convertvector(x, vec);
+}
+
 /* LANES numbers from the i-th on, or `count` of them and zeros. */
 INLINE vec read(int type, const void *from, int64_t i, int64_t count) {
   if (type == AS_REAL) return load_some((const REAL *)from + i, count);
   size_t some = (size_t)(count < LANES ? count : LANES);
+  if (type == INT8) {
+    bytes narrow = {0};
+    if (count >= LANES)
+      memcpy(&narrow, (const int8_t *)from + i, sizeof narrow);
+    else
+      memcpy(&narrow, (const int8_t *)from + i, some);
+    return from_int8(narrow);
+  }
   halves x = {0};
   if (count >= LANES)
     memcpy(&x, (const uint16_t *)from + i, sizeof x);
@@ -124,13 +156,13 @@ INLINE void write_number(void *to, int64_t type, int64_t i, REAL x) {
     ((uint16_t *)to)[i] = type == BFLOAT16 ? to_bfloat16(x) : to_float16(x);
 }
 
-/* y[m, o] = sum_i x[m, i] w[o, i] + bias[o] for o from `first` to `last`.
+/* y[m, o] = scale[o] sum_i x[m, i] w[o, i] + bias[o] for o from `first` to `last`.
  *
  * Several outputs at a time: their sums do not wait for one another. */
 INLINE void product_block(int type, int count, int together, const REAL *x, int64_t x_row,
-                          const void *w, Numbers bias, REAL *y, int64_t y_row, int64_t inputs,
+                          const void *w, Numbers scale, Numbers bias, REAL *y, int64_t y_row, int64_t inputs,
                           int64_t first, int64_t last) {
-  int64_t size = type == AS_REAL ? (int64_t)sizeof(REAL) : 2;
+  int64_t size = type == AS_REAL ? (int64_t)sizeof(REAL) : type == INT8 ? 1 : 2;
   int64_t whole = inputs / LANES * LANES;
   for (int64_t o = first; o < last; o += together) {
     const char *row[4];
@@ -156,6 +188,7 @@ INLINE void product_block(int type, int count, int together, const REAL *x, int6
     UNROLL for (int r = 0; r < together; r++) if (o + r < last) {
       UNROLL for (int m = 0; m < count; m++) {
         REAL sum = total(sums[r][m]);
+        if (scale.at) sum *= number(scale, o + r);
         y[m * y_row + o + r] = bias.at ? sum + number(bias, o + r) : sum;
       }
     }
@@ -163,11 +196,11 @@ INLINE void product_block(int type, int count, int together, const REAL *x, int6
 }
 
 /* The same for any number of rows: a few at a time, while the weights are in the cache. */
-INLINE void product(Numbers w, Numbers bias, int64_t rows, const REAL *x, int64_t x_row, REAL *y,
+INLINE void product(Numbers w, Numbers scale, Numbers bias, int64_t rows, const REAL *x, int64_t x_row, REAL *y,
                     int64_t y_row, int64_t inputs, int64_t first, int64_t last) {
   const int64_t most = rows > 1 ? 16 : last - first;
 #define BLOCK(type, count, together)                                                        \
-  product_block(type, count, together, x + m * x_row, x_row, w.at, bias, y + m * y_row,    \
+  product_block(type, count, together, x + m * x_row, x_row, w.at, scale, bias, y + m * y_row,    \
                 y_row, inputs, o, o + most < last ? o + most : last)
 #define CASES(type)                    \
   if (count == 4) BLOCK(type, 4, 2);   \
@@ -176,7 +209,9 @@ INLINE void product(Numbers w, Numbers bias, int64_t rows, const REAL *x, int64_
   for (int64_t o = first; o < last; o += most)
     for (int64_t m = 0, count; m < rows; m += count) {
       count = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
-      if (w.type == AS_REAL || sizeof(REAL) == 8) { /* 16 bits go with float */
+      if (w.type == INT8) {
+        CASES(INT8)
+      } else if (w.type == AS_REAL || sizeof(REAL) == 8) { /* 16 bits go with float */
         CASES(AS_REAL)
       } else if (w.type == BFLOAT16) {
         CASES(BFLOAT16)

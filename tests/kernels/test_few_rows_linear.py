@@ -39,6 +39,57 @@ def test_it_is_as_exact_as_a_sum_in_the_same_precision(dtype, rows, inputs, outp
     assert ((y - exact).abs() <= allowed).all()
 
 
+class Int8Tensor(torch.Tensor):
+    """What torchao's is to us: int8 and a scale a row. Only our kernel can multiply with it."""
+
+    @staticmethod
+    def __new__(cls, q, scale, dtype, zero_point=None, act_quant_kwargs=None):
+        return torch.Tensor._make_wrapper_subclass(cls, q.shape, dtype=dtype)
+
+    def __init__(self, q, scale, dtype, zero_point=None, act_quant_kwargs=None):
+        self.qdata, self.scale = q, scale
+        self.zero_point, self.act_quant_kwargs = zero_point, act_quant_kwargs
+
+    @classmethod
+    def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
+        raise AssertionError(f"{operation} was called")
+
+
+def int8(outputs, inputs, dtype, **more):
+    q = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
+    scale = torch.rand(outputs, 1).add(0.1).to(dtype)
+    return q.double() * scale.double(), Int8Tensor(q, scale, dtype, **more)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 5), (65, 130), (256, 48)])
+def test_int8_with_a_scale_a_row(dtype, rows, inputs, outputs):
+    x, bias = torch.randn(rows, inputs).to(dtype), torch.randn(outputs).to(dtype)
+    zero = torch.zeros(outputs, 1, dtype=torch.int8)
+    exact, weight = int8(outputs, inputs, dtype, zero_point=zero)
+    with torch.no_grad():
+        y = few_rows_linear(x, weight, bias)
+    assert last_backend("few_rows_linear") == "cpu"
+    size = F.linear(x.double().abs(), exact.abs()) + bias.double().abs()
+    exact = F.linear(x.double(), exact, bias.double())
+    allowed = (inputs + 3) * torch.finfo(torch.promote_types(dtype, torch.float32)).eps * size
+    if dtype is torch.bfloat16:
+        allowed += torch.finfo(dtype).eps / 2 * (exact.abs() + allowed)
+    assert y.dtype == dtype
+    assert ((y - exact).abs() <= allowed).all()
+
+
+def test_other_weights_of_few_bits_are_left_to_their_own_code():
+    x = torch.randn(2, 32)
+    ones = torch.ones(9, 1, dtype=torch.int8)
+    for more in ({"zero_point": ones}, {"act_quant_kwargs": object()}):
+        _, weight = int8(9, 32, torch.float32, **more)
+        with torch.no_grad(), pytest.raises(AssertionError, match="was called"):
+            few_rows_linear(x, weight)
+    assert last_backend("few_rows_linear") is None
+
+
 def test_a_row_gives_the_bits_that_it_gives_among_others():
     for dtype in (torch.float32, torch.bfloat16):
         x, weight = torch.randn(8, 1, 65).to(dtype), torch.randn(130, 65).to(dtype)

@@ -68,6 +68,17 @@ def test_linear(
     close(y, x.double() @ weight.double().T, inputs)
 
 
+@both
+@some_rows
+@pytest.mark.parametrize(("inputs", "outputs"), [(7, 5), (65, 130)])
+def test_linear_of_int8(dtype: torch.dtype, rows: int, inputs: int, outputs: int) -> None:
+    x, bias = random(rows, inputs, dtype=dtype), random(outputs, dtype=dtype)
+    weight = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
+    scale = random(outputs, 1, dtype=dtype)
+    y = run(lambda p, v: p.linear(v, weight, bias, scale=scale), x)
+    close(y, F.linear(x.double(), weight.double() * scale.double(), bias.double()), inputs)
+
+
 def test_linear_writes_parts_of_a_value() -> None:
     x, first, second = random(3, 9), random(4, 9), random(7, 9)
 
@@ -459,7 +470,11 @@ def test_weights_that_cannot_be_read_are_refused() -> None:
         Program(torch.bfloat16)
     program = Program(torch.float32)
     x = program.input(0, torch.float32, 4)
-    with pytest.raises(ValueError, match=r"must be torch\.float32 or of 16 bits, got torch\.int8"):
+    with pytest.raises(ValueError, match=r"int8 and a scale go together, got torch\.int8"):
         program.linear(x, torch.ones(2, 4, dtype=torch.int8))
+    with pytest.raises(ValueError, match=r"int8 and a scale go together, got torch\.float32"):
+        program.linear(x, torch.ones(2, 4), scale=torch.ones(2))
+    with pytest.raises(ValueError, match=r"must be torch\.float32 or of 16 bits, got torch\.int8"):
+        program.rms_norm(x, torch.ones(4, dtype=torch.int8), 1e-5)
     with pytest.raises(ValueError, match="must be contiguous"):
         program.linear(x, torch.ones(4, 2).T)

@@ -5,6 +5,8 @@ bandwidth. This is for inference on a CPU: no gradient. The one weight that a ke
 the caller is the layer that owns it, so adapters around that layer keep working.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,11 +35,12 @@ def few_rows_linear(
 
     Takes the C kernel where it is the faster one: on a CPU, at most ``MOST_ROWS`` rows, a kernel
     that can be built, neither tracing nor autocast; else ``F.linear``. With bfloat16 and float16,
-    sums are float32.
+    sums are float32. A weight may be torchao's int8 with a scale a row: see :func:`rows_of_int8`.
 
     Returns:
         ``[..., O]`` in x's dtype.
     """
+    rows = None
     inputs = weight.shape[1]
     count = x.numel() // inputs if inputs else 0
     # dispatch.decodes_on_cpu, written out: a step of decoding asks for every linear map
@@ -55,14 +58,20 @@ def few_rows_linear(
         and x.dtype is weight.dtype
         and x.device.type == weight.device.type == "cpu"
         and x.shape[-1] == inputs
-        and type(weight) in (Tensor, torch.nn.Parameter)
-        and weight.is_contiguous()
+        and (
+            (type(weight) in (Tensor, torch.nn.Parameter) and weight.is_contiguous())
+            or (rows := rows_of_int8(weight)) is not None
+        )
         and (bias is None or (bias.dtype is x.dtype and bias.is_contiguous()))
         and not dispatch.kernel_missing(OP, _WIDE[x.dtype])
     ):
         return F.linear(x, weight, bias)
     dispatch.record(OP, "cpu")
-    kind = x.dtype
+    kind, scale = x.dtype, None
+    number = cpu.HALVES.get(kind, 0)
+    if rows is not None:
+        weight, scale = rows
+        number = cpu.INT8
     if kind in cpu.HALVES:
         x, bias = x.float(), None if bias is None else bias.float()
     x = x.contiguous()
@@ -70,7 +79,9 @@ def few_rows_linear(
     cpu.load(x.dtype)(
         x.data_ptr(),
         weight.data_ptr(),
-        cpu.HALVES.get(kind, 0),
+        number,
+        None if scale is None else scale.data_ptr(),
+        0 if scale is None else cpu.HALVES.get(scale.dtype, 0),
         None if bias is None else bias.data_ptr(),
         y.data_ptr(),
         count,
@@ -81,4 +92,33 @@ def few_rows_linear(
     return y if y.dtype is kind else y.to(kind)
 
 
-__all__ = ["MOST_ROWS", "few_rows_linear"]
+def rows_of_int8(weight: Any) -> tuple[Tensor, Tensor] | None:
+    """Return what torchao's weight ``[O, I]`` is made of, None if it is of another kind.
+
+    ``weight ~ scale q`` with q int8 and a scale a row, symmetric: of every row the greatest number
+    becomes 127, so an entry is off by at most a 254th of that.
+
+    Returns:
+        q ``[O, I]`` and the scales, O of them; both contiguous.
+    """
+    if type(weight).__name__ != "Int8Tensor":
+        return None
+    q, scale = getattr(weight, "qdata", None), getattr(weight, "scale", None)
+    zero = getattr(weight, "zero_point", None)
+    others = ("act_quant_kwargs", "act_quant_scale", "act_pre_scale")
+    if (
+        type(q) is not Tensor
+        or type(scale) is not Tensor
+        or q.dtype is not torch.int8
+        or q.dim() != 2
+        or scale.numel() != q.shape[0]
+        or scale.dtype not in (_WIDE[weight.dtype], *cpu.HALVES)
+        or not (q.is_contiguous() and scale.is_contiguous())
+        or any(getattr(weight, name, None) is not None for name in others)
+        or (zero is not None and bool(zero.any()))
+    ):
+        return None
+    return q, scale
+
+
+__all__ = ["MOST_ROWS", "few_rows_linear", "rows_of_int8"]

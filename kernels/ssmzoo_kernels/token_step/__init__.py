@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ssmzoo_kernels import dispatch, native
-from ssmzoo_kernels.few_rows_linear.cpu import HALVES
+from ssmzoo_kernels.few_rows_linear.cpu import HALVES, INT8
 from ssmzoo_kernels.token_step import cpu
 
 OP = "token_step"
@@ -101,11 +101,22 @@ class Program:
         return made
 
     def linear(
-        self, x: Value, weight: Tensor, bias: Tensor | None = None, into: Value | None = None
+        self,
+        x: Value,
+        weight: Tensor,  # [O, I]
+        bias: Tensor | None = None,  # [O]
+        into: Value | None = None,
+        scale: Tensor | None = None,  # O numbers
     ) -> Value:
-        """``y = W x + b`` with a weight ``[O, I]``; ``into`` is where y goes, or a new value."""
+        """``y = W x + b``, with a scale ``scale (W x) + b``, where W may be int8.
+
+        ``into`` is where y goes, or a new value.
+        """
         outputs, inputs = weight.shape
-        return self._add(_LINEAR, outputs, (x,), (weight, bias), (inputs, outputs), out=into)
+        if (weight.dtype is torch.int8) != (scale is not None):
+            raise ValueError(f"Program: int8 and a scale go together, got {weight.dtype}")
+        weights = (weight, bias, scale)
+        return self._add(_LINEAR, outputs, (x,), weights, (inputs, outputs), out=into)
 
     def rms_norm(
         self,
@@ -362,6 +373,9 @@ class Program:
             raise ValueError(f"Program: tensors must be {self.dtype} or of 16 bits, got {dtype}")
         return 0 if dtype is self.dtype else HALVES[dtype]
 
+    def _number(self, weight: Tensor) -> int:
+        return INT8 if weight.dtype is torch.int8 else self._type(weight.dtype)
+
     def _add(
         self,
         kind: int,
@@ -381,14 +395,16 @@ class Program:
             if weight is None:
                 continue
             halves = HALVES if self.dtype is torch.float32 else ()
-            if weight.dtype is not self.dtype and weight.dtype not in halves:
+            if weight.dtype is torch.int8 and kind == _LINEAR:
+                pass
+            elif weight.dtype is not self.dtype and weight.dtype not in halves:
                 more = " or of 16 bits" if halves else ""
                 raise ValueError(f"Program: weights must be {self.dtype}{more}, got {weight.dtype}")
             if not weight.is_contiguous():
                 raise ValueError("Program: weights must be contiguous")
             self.weights.append(weight)
             self._work += weight.numel()
-            made.data[i].at, made.data[i].type = weight.data_ptr(), self._type(weight.dtype)
+            made.data[i].at, made.data[i].type = weight.data_ptr(), self._number(weight)
         made.size[: len(size)] = list(size)
         made.number[: len(numbers)] = list(numbers)
         self._list.append(made)

@@ -8,6 +8,7 @@ the module's own code gave for a first token, so code that we do not know stays 
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -19,6 +20,7 @@ from torch.nn.modules import module as module_hooks
 from ssmzoo.modeling.cache import LayerState
 from ssmzoo.modeling.packing import PackedRow
 from ssmzoo_kernels.dispatch import decodes_on_cpu, takes_kernels
+from ssmzoo_kernels.few_rows_linear import rows_of_int8
 from ssmzoo_kernels.token_step import MOST_ROWS, Program, Value
 
 _log = logging.getLogger("ssmzoo")
@@ -128,20 +130,29 @@ class ModuleParts:
             raise UnservedError
         return self.setting(layer, name)
 
-    def matrix(self, layer: nn.Module) -> Any:
-        """Return a linear layer's weight, of the dtype of what its own code multiplies it with."""
-        weight = self.weight(layer)
-        if weight.dtype is not self.dtype:
+    def matrix(self, layer: nn.Module) -> tuple[Any, Any]:
+        """Return a linear layer's weight, and its scales if it is int8 with one a row."""
+        kept: Any = layer._parameters.get("weight")
+        scale = None
+        if (rows := rows_of_int8(kept)) is None:
+            weight = self.weight(layer)
+        else:
+            weight, scale = rows
+            self._held.append((layer._parameters, "weight", kept))
+            self._weights += [(part, part.data_ptr(), part.shape) for part in rows]
+            for name, part in zip(("qdata", "scale"), rows, strict=True):
+                self._derived.append((functools.partial(getattr, kept, name), part))
+        if kept.dtype is not self.dtype:  # what its own code multiplies it with
             raise UnservedError(self.unchanged)
-        return weight
+        return weight, scale
 
     def linear(self, program: Program, x: Value, name: str, into: Value | None = None) -> Value:
         """Write a linear layer's instruction."""
         layer = self.layer(name, nn.Linear)
-        weight, bias = self.matrix(layer), self.weight(layer, "bias", optional=True)
+        weight, scale = self.matrix(layer)
         if weight.shape[1] != x.width:
             raise UnservedError(self.unchanged)
-        return program.linear(x, weight, bias, into)
+        return program.linear(x, weight, self.weight(layer, "bias", optional=True), into, scale)
 
     def norm(self, program: Program, x: Value, name: str, **gating: Any) -> Value:
         """Write the instruction of a normalisation by the root mean square."""

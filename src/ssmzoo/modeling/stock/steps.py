@@ -48,7 +48,8 @@ def mamba(program: Program, parts: ModuleParts, x: Value, states: Sequence[State
             for name, value in (("dt", dt), ("b", write), ("c", read))
         )
     layer = parts.layer("dt_proj", nn.Linear)
-    step = program.linear(dt, parts.matrix(layer))
+    weight, scale = parts.matrix(layer)
+    step = program.linear(dt, weight, scale=scale)
     y = program.selective(
         u,
         step,
@@ -116,14 +117,15 @@ def grouped_delta(program: Program, parts: ModuleParts, x: Value, states: Sequen
     beta, dt = program.value(heads), program.value(heads)
     q, k, v = mixed.split(both, both, inner)
     for name, values in (("in_proj_qkvz", (q, k, v, gate)), ("in_proj_ba", (beta, dt))):
-        weight = parts.matrix(parts.layer(name, nn.Linear))
+        weight, scale = parts.matrix(parts.layer(name, nn.Linear))
         pieces = [value.split(*[value.width // groups] * groups) for value in values]
         widths = [piece[0].width for piece in pieces] * groups
         if sum(widths) != len(weight):
             raise UnservedError
         wanted = [piece[group] for group in range(groups) for piece in pieces]
-        for rows, piece in zip(weight.split(widths), wanted, strict=True):
-            program.linear(x, rows, into=piece)
+        scales = [None] * len(widths) if scale is None else scale.flatten().split(widths)
+        for rows, own, piece in zip(weight.split(widths), scales, wanted, strict=True):
+            program.linear(x, rows, into=piece, scale=own)
     y = _delta_rule(program, parts, states, mixed, dt, beta)
     y = parts.norm(
         program, y, "norm", group=states[1].like.shape[3], gate=gate, gating="silu after"
