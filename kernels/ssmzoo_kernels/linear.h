@@ -52,7 +52,16 @@ INLINE vec from_bfloat16(halves x) {
 }
 
 INLINE vec from_float16(halves x) {
-#if defined(__F16C__) && !defined(__AVX512F__)
+#ifdef __AVX512F__
+  if (LANES == 16) {
+    __m256i narrow;
+    memcpy(&narrow, &x, sizeof x);
+    __m512 wide = _mm512_cvtph_ps(narrow);
+    vec out;
+    memcpy(&out, &wide, sizeof out);
+    return out;
+  }
+#elif defined(__F16C__)
   if (LANES == 8) {
     __m128i narrow;
     memcpy(&narrow, &x, sizeof x);
