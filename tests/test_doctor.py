@@ -39,7 +39,7 @@ def test_a_layer_is_shown_with_the_backends_that_ran():
     layer = facts["layers"][1]
     assert layer["mixer"] == "LonghornMixer"
     assert layer["read"] == {"causal_conv1d": "cpu", "longhorn_scan": "cpu"}
-    assert layer["step"]["longhorn_scan"] == "cpu"
+    assert layer["step"] == {"token_step": "cpu"}
     assert layer["hints"] == {}
     with use_backend("eager"):
         facts = examine_model("longhorn", length=16, device="cpu")
@@ -54,6 +54,20 @@ def test_bytes_and_speed_are_those_of_the_batch():
     for facts, tokens in ((one, 1), (two, 2)):
         assert facts["tokens_per_second"]["step"] == round(tokens / facts["seconds"]["step"])
         assert facts["tokens_per_second"]["read"] == round(16 * tokens / facts["seconds"]["read"])
+
+
+def test_what_the_memory_allows_is_by_the_bytes_of_each_precision():
+    facts = examine_model("longhorn", length=16, device="cpu")
+    rates = facts["memory"]["tokens_per_second"]
+    assert list(rates) == ["float32", "bfloat16", "int8"]
+    assert rates["float32"] < rates["bfloat16"] < rates["int8"]
+    # all but the embedding's table, of which a token reads a row
+    family = load_family("longhorn")
+    network = family.model_class(family.config(**family.tiny))
+    table = network.embed_tokens.weight
+    read = sum(p.numel() * p.element_size() for p in network.parameters() if p is not table)
+    bandwidth = 1e9 * facts["memory"]["read_gb_s"]
+    assert rates["float32"] == pytest.approx(bandwidth / read, rel=0.01)
 
 
 def test_layers_of_several_kinds_are_told_apart():

@@ -33,7 +33,7 @@ from transformers.utils import logging
 
 import ssmzoo
 from ssmzoo import load_family
-from ssmzoo_kernels.machine import circumstances
+from ssmzoo_kernels.machine import circumstances, read_bandwidth
 
 RESULTS = Path(__file__).resolve().parents[2] / "kernels" / "benchmarks" / "results"
 PROMPT, TOKENS, VOCABULARY = 512, 32, 50280
@@ -202,16 +202,6 @@ def runners(python: str, layers: int, folder: Path) -> dict[tuple[str, str], Cal
             found[name, kind] = lambda _, make=make, kind=kind: Torch(in_precision(make(), kind))
     found["transformers", "float32"] = lambda _: Torch(mamba(layers))
     return found
-
-
-def read_bandwidth() -> float:
-    """Return how many bytes a second torch reads."""
-    x, best = torch.ones(2**27), 0.0
-    for _ in range(4):
-        start = time.perf_counter()
-        x.sum()
-        best = max(best, x.nbytes / (time.perf_counter() - start))
-    return best
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -96,12 +97,16 @@ def checkout(file: Path) -> tuple[str | None, bool | None]:
 
 
 def _cpu_vectors() -> str | None:
+    flags = _cpu_flags()
+    return next((name for name in _VECTORS if name in flags), None)
+
+
+def _cpu_flags() -> list[str]:
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
         lines = (line.lower().split() for line in text.splitlines())
-        flags = next((line for line in lines if line[:1] in (["flags"], ["features"])), [])
-        return next((name for name in _VECTORS if name in flags), None)
-    return None
+        return next((line for line in lines if line[:1] in (["flags"], ["features"])), [])
+    return []
 
 
 def circumstances(device: torch.device) -> dict[str, Any]:
@@ -132,6 +137,21 @@ def keep_freed_memory() -> None:
         mmap_max, trim_threshold = -4, -1  # of malloc.h
         mallopt(mmap_max, 0)
         mallopt(trim_threshold, 2**31 - 1)
+
+
+def read_bandwidth() -> float:
+    """Return how many bytes a second torch's threads read from memory, the best of four times."""
+    x, best = torch.ones(2**26), 0.0
+    for _ in range(4):
+        start = time.perf_counter()
+        x.sum()
+        best = max(best, x.nbytes / (time.perf_counter() - start))
+    return best
+
+
+def multiplies_bfloat16() -> bool:
+    """Tell whether the CPU has instructions that multiply bfloat16; where unknown, it has not."""
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(_cpu_flags())
 
 
 def memory_growth(call: Callable[[], object], device: torch.device) -> int:

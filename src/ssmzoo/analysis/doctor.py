@@ -102,7 +102,9 @@ def examine_model(
 
     Returns:
         ``parameters``, ``parameter_bytes``, ``state_bytes`` (None: it has none, and
-        ``state_reason`` says why), ``seconds`` and ``tokens_per_second`` for reading and for a
+        ``state_reason`` says why), on a CPU ``memory``: its bandwidth for reading in GB/s, and how
+        many tokens a second that allows one by one, with linear layers in each precision,
+        ``seconds`` and ``tokens_per_second`` for reading and for a
         step, of the backbone without its head, and ``layers``: index, mixer, the ops of reading and
         of a step with their backends (none where all is plain torch), ``hints``, why an op does
         not run on a faster one, and ``stock``, why a layer stays as transformers made it. Of a
@@ -143,6 +145,7 @@ def examine_model(
         read_seconds = _least_seconds(read, place)
         step_seconds = None
         if cache is not None:
+            step()  # the first token shows whether programs may stand for layers
             _observe(layers, step, "stepping")
             step_seconds = _least_seconds(step, place)
     tokens = {"read": (batch_size * length, read_seconds), "step": (batch_size, step_seconds)}
@@ -156,6 +159,7 @@ def examine_model(
         "parameter_bytes": sum(p.numel() * p.element_size() for p in network.parameters()),
         "state_bytes": state,
         "state_reason": reason,
+        "memory": _memory(network) if place.type == "cpu" and cache is not None else None,
         "seconds": {"read": read_seconds, "step": step_seconds},
         "tokens_per_second": {
             name: None if seconds is None else round(count / seconds)
@@ -172,6 +176,31 @@ def examine_model(
             }
             for layer in layers
         ],
+    }
+
+
+def _memory(network: Any) -> dict[str, Any]:
+    """Return what the memory allows one by one: every weight is read once a token."""
+    from torch import nn
+
+    from ssmzoo_kernels.machine import multiplies_bfloat16, read_bandwidth
+
+    linear = {m.weight: m.weight.shape for m in network.modules() if isinstance(m, nn.Linear)}
+    tables = {m.weight for m in network.modules() if isinstance(m, nn.Embedding)}
+    entries = sum(shape.numel() for shape in linear.values())
+    rest = sum(
+        p.numel() * p.element_size()
+        for p in network.parameters()
+        if p not in linear and p not in tables
+    )
+    scales = 4 * sum(shape[0] for shape in linear.values())
+    sizes = {"float32": 4 * entries, "bfloat16": 2 * entries, "int8": entries + scales}
+    bandwidth = read_bandwidth()
+    return {
+        "read_gb_s": round(bandwidth / 1e9, 1),
+        "tokens_per_second": {name: round(bandwidth / (n + rest)) for name, n in sizes.items()},
+        "for_reading": "bfloat16" if multiplies_bfloat16() else "float32",
+        "for_decoding": "int8",
     }
 
 

@@ -59,6 +59,13 @@ def _print_examined(facts: dict[str, Any]) -> None:
     speed = facts["tokens_per_second"]
     step = "" if speed["step"] is None else f", one by one {speed['step']:,}"
     print(f"tokens per second, without the head: reading {speed['read']:,}{step}")
+    if memory := facts["memory"]:
+        rates = ", ".join(f"{n} {rate:,}" for n, rate in memory["tokens_per_second"].items())
+        print(f"what the memory ({memory['read_gb_s']} GB/s) allows one by one: {rates}")
+        print(
+            f"fastest here: weights of {memory['for_reading']} for reading, "
+            f"of {memory['for_decoding']} (torchao) one by one"
+        )
     print()
     layers: list[list[Any]] = []  # [first, last, what they share]
     for layer in facts["layers"]:
