@@ -130,7 +130,10 @@ def test_the_command_prints_machine_and_layers(prints):
     assert "compiler:     ok" in prints()
     out = prints("longhorn", "--length", 8, "--batch-size", 3)
     assert "state after 8 tokens, batch 3: " in out
-    assert "0-1     LonghornMixer  longhorn_scan    cpu" in out
+    assert "0-1     LonghornMixer  longhorn_scan  cpu" in out
+    assert "0-1     LonghornMixer  token_step              cpu" in out
+    assert "GB/s) allows one by one: float32 " in out
+    assert " (torchao) one by one" in out
 
 
 @pytest.mark.parametrize(
