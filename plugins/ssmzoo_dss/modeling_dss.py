@@ -333,7 +333,7 @@ class DSSMixer(SSMMixer):
         decay, drive, readout = tables.decay, None, tables.modes.readout
         if position is not None:
             state.put("position", position + 1)
-            if tables.growing is not None:
+            if tables.growing is not None or torch.compiler.is_compiling():
                 drive, readout = self._growing_step(tables, position)
         y, z = _diagonal_step(u, z, decay, drive, readout, self.D)
         state.put("ssm", torch.view_as_real(z))
@@ -343,6 +343,11 @@ class DSSMixer(SSMMixer):
         """Return drive ``[R, H, N]`` and read-out ``[C, R, H, N]``; R is B, or 1 if rows agree."""
         modes = tables.modes
         assert modes.norm_length is not None
+        if torch.compiler.is_compiling():  # a graph has no values to look at
+            exponent = torch.where(cast(Tensor, modes.grows), modes.exponent, 0)  # [H, N]
+            k = position[:, None, None]
+            left = torch.exp(exponent * (modes.norm_length - 1 - k)).to(modes.readout.dtype)
+            return torch.exp(exponent * k).to(modes.readout.dtype), modes.readout[:, None] * left
         assert tables.decay is not None
         assert tables.growing is not None
         positions = cast(list[int], position.tolist())
@@ -367,13 +372,15 @@ class DSSMixer(SSMMixer):
         cap = self.config.max_kernel_length
         modes = self.modes(0)
         meta = modes.readout.is_meta  # values that nobody can look at
-        if not meta:
+        if not meta and not torch.compiler.is_compiling():
             self._check_finite(modes)
         if cap is not None:
             taps = modes.kernel(cap).flip(-1).transpose(1, 2).contiguous()  # [C, K, H]
             return _Tables(modes, taps=taps)
         dtype = modes.readout.dtype
         decay = torch.exp(modes.exponent)
+        if torch.compiler.is_compiling() and modes.grows is not None:
+            return _Tables(modes, torch.where(modes.grows, 1.0, decay).to(dtype))
         if modes.grows is None or meta or not bool(modes.grows.any()):
             return _Tables(modes, decay.to(dtype))
         assert modes.norm_length is not None
@@ -397,7 +404,7 @@ def _diagonal_step(
     D: Tensor,  # [C, H]
 ) -> tuple[Tensor, Tensor]:
     """Step and read every channel: ``[B, C, H]`` and the new state."""
-    if drive is None or drive.shape[0] == 1:
+    if drive is None or (not torch.compiler.is_compiling() and drive.shape[0] == 1):
         own = None if drive is None else drive[0]
         readout = readout if drive is None else readout[:, 0]
         y, z = diagonal_step(u, z, decay, own, readout[0], D[0])

@@ -28,7 +28,11 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., out_features]``."""
-        if torch.is_grad_enabled() or input.numel() > MOST_ROWS * self.in_features:
+        if (
+            torch.is_grad_enabled()
+            or torch.compiler.is_compiling()  # which would take the number of rows for a constant
+            or input.numel() > MOST_ROWS * self.in_features
+        ):
             return F.linear(input, self.weight, self.bias)
         return few_rows_linear(input, self.weight, self.bias)
 
