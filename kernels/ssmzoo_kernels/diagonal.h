@@ -7,7 +7,7 @@
 /* z' = a z + b u, or a z + u without b; z' may lie where z does. */
 INLINE void advance(const REAL *z, const REAL *a, const REAL *b, REAL u, REAL *next,
                     int64_t modes) {
-  mask other = {0}, real = {0}, imaginary = {0}, is_real = {0};
+  mask other, real, imaginary, is_real;
   vec sign = {0};
   UNROLL for (int i = 0; i < LANES; i++) {
     other[i] = i ^ 1;
