@@ -36,7 +36,8 @@ INLINE void add_run(CompanionSums *sums, const REAL *x, const REAL *a, const REA
     }
 }
 
-INLINE void step_block(const CompanionStep *s, int64_t row, int64_t channel, int vectors, int64_t last) {
+INLINE void step_block(const CompanionStep *s, int64_t row, int64_t channel, int vectors,
+                       int64_t last) {
   int64_t width = s->width, places = s->order + 1, first = s->positions[row] % places;
   if (first < 0) first += places;
   REAL *ring = s->rings + row * places * width + channel;

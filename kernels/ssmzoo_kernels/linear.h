@@ -23,26 +23,22 @@ typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef float floats __attribute__((vector_size(4 * LANES)));
 
-/* GCC 12 takes four instructions for the conversion that CPUs have. */
+/* Return what a CPU's own conversion makes of x: GCC 12 takes four instructions for it. */
+#define CONVERTED(NARROW, WIDE, RESULT, INSTRUCTION) \
+  do {                                               \
+    NARROW narrow = {0};                             \
+    memcpy(&narrow, &x, sizeof x);                   \
+    WIDE wide = INSTRUCTION(narrow);                 \
+    RESULT out;                                      \
+    memcpy(&out, &wide, sizeof out);                 \
+    return out;                                      \
+  } while (0)
+
 INLINE words widen(halves x) {
 #ifdef __AVX512F__
-  if (LANES == 16) {
-    __m256i narrow;
-    memcpy(&narrow, &x, sizeof x);
-    __m512i wide = _mm512_cvtepu16_epi32(narrow);
-    words out;
-    memcpy(&out, &wide, sizeof out);
-    return out;
-  }
+  if (LANES == 16) CONVERTED(__m256i, __m512i, words, _mm512_cvtepu16_epi32);
 #elif defined(__AVX2__)
-  if (LANES == 8) {
-    __m128i narrow;
-    memcpy(&narrow, &x, sizeof x);
-    __m256i wide = _mm256_cvtepu16_epi32(narrow);
-    words out;
-    memcpy(&out, &wide, sizeof out);
-    return out;
-  }
+  if (LANES == 8) CONVERTED(__m128i, __m256i, words, _mm256_cvtepu16_epi32);
 #endif
   return __builtin_convertvector(x, words);
 }
@@ -53,23 +49,9 @@ INLINE vec from_bfloat16(halves x) {
 
 INLINE vec from_float16(halves x) {
 #ifdef __AVX512F__
-  if (LANES == 16) {
-    __m256i narrow;
-    memcpy(&narrow, &x, sizeof x);
-    __m512 wide = _mm512_cvtph_ps(narrow);
-    vec out;
-    memcpy(&out, &wide, sizeof out);
-    return out;
-  }
+  if (LANES == 16) CONVERTED(__m256i, __m512, vec, _mm512_cvtph_ps);
 #elif defined(__F16C__)
-  if (LANES == 8) {
-    __m128i narrow;
-    memcpy(&narrow, &x, sizeof x);
-    __m256 wide = _mm256_cvtph_ps(narrow);
-    vec out;
-    memcpy(&out, &wide, sizeof out);
-    return out;
-  }
+  if (LANES == 8) CONVERTED(__m128i, __m256, vec, _mm256_cvtph_ps);
 #endif
   words bits = widen(x);
   words sign = (bits & 0x8000u) << 16, magnitude = (bits & 0x7fffu) << 13;
@@ -80,26 +62,16 @@ INLINE vec from_float16(halves x) {
 
 INLINE vec from_int8(bytes x) {
 #ifdef __AVX512F__
-  if (LANES == 16) {
-    __m128i narrow;
-    memcpy(&narrow, &x, sizeof x);
-    __m512 wide = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(narrow));
-    vec out;
-    memcpy(&out, &wide, sizeof out);
-    return out;
-  }
+#define FLOATS(narrow) _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(narrow))
+  if (LANES == 16) CONVERTED(__m128i, __m512, vec, FLOATS);
 #elif defined(__AVX2__)
-  if (LANES == 8) {
-    __m128i narrow = {0};
-    memcpy(&narrow, &x, sizeof x);
-    __m256 wide = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(narrow));
-    vec out;
-    memcpy(&out, &wide, sizeof out);
-    return out;
-  }
+#define FLOATS(narrow) _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(narrow))
+  if (LANES == 8) CONVERTED(__m128i, __m256, vec, FLOATS);
 #endif
   return __builtin_convertvector(x, vec);
 }
+#undef FLOATS
+#undef CONVERTED
 
 /* LANES numbers from the i-th on, or `count` of them and zeros. */
 INLINE vec read(int type, const void *from, int64_t i, int64_t count) {

@@ -100,8 +100,7 @@ class BMojoSSM(SSMMixer):
         self, program: Program, parts: ModuleParts, x: Value, states: Mapping[str, State]
     ) -> Value:
         """Write one token of :meth:`forward`."""
-        projected = parts.linear(program, x, "in_proj")
-        x, z = projected.split(projected.width // 2, projected.width // 2)
+        x, z = parts.linear(program, x, "in_proj").chunk(2)
         u = self.conv1d.write_token(program, parts.within("conv1d"), x, states["conv"])
         dt, B, C = parts.linear(program, u, "x_proj").split(*self.splits)
         y = program.selective(

@@ -139,8 +139,7 @@ class CoffeeMixer(SSMMixer):
         if variant == "s6":
             raise UnservedError
         if self.gated:
-            projected = parts.linear(program, x, "in_proj")
-            u, z = projected.split(projected.width // 2, projected.width // 2)
+            u, z = parts.linear(program, x, "in_proj").chunk(2)
             x = self.conv1d.write_token(program, parts.within("conv1d"), u, states["conv"])
         if variant == "token_gate":
             drive = parts.linear(program, x, "dt_proj")
@@ -148,7 +147,8 @@ class CoffeeMixer(SSMMixer):
             drive = x
         clamped = parts.setting(self.config, "lambda_param") == "clamp"
         most = parts.setting(self.config, "lambda_max")
-        found = {name: parts.weight(self, name) for name in SSM_PARAMETERS if self._has(name)}
+        own = [name for name in SSM_PARAMETERS if self._parameters.get(name) is not None]
+        found = {name: parts.weight(self, name) for name in own}
         y = program.feedback(
             x,
             drive,
@@ -298,9 +298,6 @@ class CoffeeMixer(SSMMixer):
                 slope = slope + rise * (lam * before + inputs)
             yield gate, slope
             state = after
-
-    def _has(self, name: str) -> bool:
-        return self._parameters.get(name) is not None
 
     def _own(self, name: str) -> Tensor:
         return cast(Tensor, getattr(self, name))

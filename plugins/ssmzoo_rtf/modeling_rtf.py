@@ -181,7 +181,7 @@ class RTFMixer(SSMMixer):
             wide = parts.linear(program, x, "in_proj")
             own = parts.within("short_conv")
             wide = self.short_conv.write_token(program, own, wide, states["conv"])
-            x0, x1, v = wide.split(*[wide.width // 3] * 3)
+            x0, x1, v = wide.chunk(3)
             x = program.gated(x1, v, by="itself")
         y = program.companion(x, a, b, recurrence.gain.detach(), ring, position)
         program.count(position, -1)
@@ -193,8 +193,7 @@ class RTFMixer(SSMMixer):
             return parts.linear(program, y, "out_proj")
         if self.block == "filter":
             return y
-        y = parts.linear(program, program.gelu(y), "out_proj")
-        value, gate = y.split(y.width // 2, y.width // 2)
+        value, gate = parts.linear(program, program.gelu(y), "out_proj").chunk(2)
         return program.gated(gate, value, by="sigmoid")
 
     def filtered(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:

@@ -2,7 +2,8 @@
 #include "linear.h"
 
 void few_rows_linear(const REAL *x, const void *w, int64_t type, const void *scale,
-                     int64_t scale_type, const REAL *bias, REAL *y, int64_t rows, int64_t inputs, int64_t outputs, int threads) {
+                     int64_t scale_type, const REAL *bias, REAL *y, int64_t rows, int64_t inputs,
+                     int64_t outputs, int threads) {
   const int64_t block = 64;
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
   for (int64_t first = 0; first < outputs; first += block) {

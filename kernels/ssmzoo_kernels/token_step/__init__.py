@@ -63,6 +63,10 @@ class Value:
             start += width
         return parts
 
+    def chunk(self, count: int) -> list[Value]:
+        """Return the value cut into so many equal parts."""
+        return self.split(*[self.width // count] * count)
+
 
 class Program:
     """A layer's token as a list of instructions, written by calling the methods below in order.
@@ -373,9 +377,6 @@ class Program:
             raise ValueError(f"Program: tensors must be {self.dtype} or of 16 bits, got {dtype}")
         return 0 if dtype is self.dtype else HALVES[dtype]
 
-    def _number(self, weight: Tensor) -> int:
-        return INT8 if weight.dtype is torch.int8 else self._type(weight.dtype)
-
     def _add(
         self,
         kind: int,
@@ -391,20 +392,22 @@ class Program:
         for i, x in enumerate((*values, out)):
             place = made.out if x is out else made.inputs[i]
             place.offset, place.start, place.stride = x.offset, x.start, x.stride
+        halves = HALVES if self.dtype is torch.float32 else ()
         for i, weight in enumerate(weights):
             if weight is None:
                 continue
-            halves = HALVES if self.dtype is torch.float32 else ()
-            if weight.dtype is torch.int8 and kind == _LINEAR:
-                pass
-            elif weight.dtype is not self.dtype and weight.dtype not in halves:
+            matrix_of_int8 = kind == _LINEAR and i == 0 and weight.dtype is torch.int8
+            if weight.dtype not in (self.dtype, *halves) and not matrix_of_int8:
                 more = " or of 16 bits" if halves else ""
                 raise ValueError(f"Program: weights must be {self.dtype}{more}, got {weight.dtype}")
             if not weight.is_contiguous():
                 raise ValueError("Program: weights must be contiguous")
             self.weights.append(weight)
             self._work += weight.numel()
-            made.data[i].at, made.data[i].type = weight.data_ptr(), self._number(weight)
+            made.data[i].at, made.data[i].type = (
+                weight.data_ptr(),
+                INT8 if matrix_of_int8 else self._type(weight.dtype),
+            )
         made.size[: len(size)] = list(size)
         made.number[: len(numbers)] = list(numbers)
         self._list.append(made)

@@ -164,13 +164,12 @@ class SSMBlock(GradientCheckpointingLayer):
         if config.intermediate_size is not None:
             self.mlp_norm = make_norm(config)
             self.mlp = MLP(config)
-        self.writes_tokens = mixer.writes_tokens
 
     def forward(
         self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``."""
-        if self.writes_tokens and state.initial and is_token(self, hidden_states, packing):
+        if self.mixer.writes_tokens and state.initial and is_token(self, hidden_states, packing):
             return token_of_layer(
                 self,
                 _write_block,

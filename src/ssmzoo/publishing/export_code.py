@@ -39,13 +39,8 @@ MARK = "# Exported by ssmzoo "  # the beginning of every file that an export wro
 ITSELF = "this_module"  # what a flat file calls itself, for those who want the whole module
 
 _STAND_INS = {
-    module: Path(__file__).with_name("standalone") / f"{module.rpartition('.')[2]}.py"
-    for module in (
-        "ssmzoo.modeling.decoding",
-        "ssmzoo_kernels.dispatch",
-        "ssmzoo_kernels.few_rows_linear",
-        "ssmzoo_kernels.token_step",
-    )
+    f"ssmzoo_kernels.{name}": Path(__file__).with_name("standalone") / f"{name}.py"
+    for name in ("dispatch", "few_rows_linear", "token_step")
 }
 _SECTION = "## Without ssmzoo"
 _NEEDED = ("torch", "transformers")

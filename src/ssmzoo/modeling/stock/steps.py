@@ -118,7 +118,7 @@ def grouped_delta(program: Program, parts: ModuleParts, x: Value, states: Sequen
     q, k, v = mixed.split(both, both, inner)
     for name, values in (("in_proj_qkvz", (q, k, v, gate)), ("in_proj_ba", (beta, dt))):
         weight, scale = parts.matrix(parts.layer(name, nn.Linear))
-        pieces = [value.split(*[value.width // groups] * groups) for value in values]
+        pieces = [value.chunk(groups) for value in values]
         widths = [piece[0].width for piece in pieces] * groups
         if sum(widths) != len(weight):
             raise UnservedError

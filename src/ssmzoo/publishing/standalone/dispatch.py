@@ -28,6 +28,16 @@ def record(op: str, backend: str) -> None:
     _ran[op] = backend
 
 
+def decodes_on_cpu(x: torch.Tensor) -> bool:
+    """Tell whether a kernel for CPUs may take a tensor: none is here."""
+    return False
+
+
+def takes_kernels() -> bool:
+    """Tell whether there is room for C kernels."""
+    return False
+
+
 def choose(
     op: str,
     backend: Backend,
