@@ -1,11 +1,16 @@
-"""few_rows_linear: the same as F.linear, only where nobody needs gradients."""
+"""few_rows_linear, many_rows_linear: the same as F.linear, only where nobody needs gradients."""
+
+import importlib
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.testing import assert_close
 
 from ssmzoo_kernels import few_rows_linear
 from ssmzoo_kernels.dispatch import _ran, last_backend
+
+linear_maps = importlib.import_module("ssmzoo_kernels.few_rows_linear")
 
 
 @pytest.fixture(autouse=True)
@@ -147,3 +152,57 @@ def test_a_model_decodes_with_it_and_trains_without():
     with torch.no_grad():
         model(ids)
     assert last_backend("few_rows_linear") == "cpu"
+
+
+@pytest.fixture
+def no_units(monkeypatch):
+    """Make the CPU one that has no units for 16 bits."""
+    monkeypatch.setattr(linear_maps, "_multiplies", lambda kind: False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("outputs", [3, linear_maps.TILE, 2 * linear_maps.TILE + 1])
+@pytest.mark.parametrize("biased", [False, True])
+@torch.no_grad()
+def test_many_rows_of_16_bits_are_rounded_once(no_units, dtype, outputs, biased):
+    x, weight = torch.randn(2, 9, 65).to(dtype), torch.randn(outputs, 65).to(dtype)
+    bias = torch.randn(outputs).to(dtype) if biased else None
+    y = linear_maps.many_rows_linear(x, weight, bias)
+    expected = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    assert y.dtype is dtype
+    # sums of 65 numbers in another order, and one rounding
+    assert_close(y, expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["units", "gradients", "float32", "autocast", "quantised"])
+def test_many_rows_go_to_torch_where_it_is_as_fast_or_must(monkeypatch, case):
+    monkeypatch.setattr(linear_maps, "_multiplies", lambda kind: case == "units")
+    dtype = torch.float32 if case == "float32" else torch.bfloat16
+    x, weight = torch.randn(9, 32).to(dtype), torch.randn(9, 32).to(dtype)
+    if case == "quantised":
+        weight = int8(9, 32, dtype)[1]
+    called = []
+    monkeypatch.setattr(F, "linear", lambda *given: called.append(given))
+    with (
+        torch.set_grad_enabled(case == "gradients"),
+        torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"),
+    ):
+        linear_maps.many_rows_linear(x, weight)
+    assert called == [(x, weight, None)]
+    assert called[0][0] is x
+
+
+def test_a_prompt_in_bfloat16_is_read_with_sums_in_float32(no_units, monkeypatch):
+    from ssmzoo_longhorn import FAMILY
+
+    model = FAMILY.causal_lm_class(FAMILY.config(**FAMILY.tiny)).bfloat16().eval()
+    ids, kinds, linear = torch.zeros(2, 12, dtype=torch.long), set(), F.linear
+
+    def note(x, *rest):
+        kinds.add(x.dtype)
+        return linear(x, *rest)
+
+    monkeypatch.setattr(F, "linear", note)
+    with torch.no_grad():
+        model(ids)
+    assert kinds == {torch.float32}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo_kernels import causal_conv1d
-from ssmzoo_kernels.few_rows_linear import MOST_ROWS, few_rows_linear
+from ssmzoo_kernels.few_rows_linear import MOST_ROWS, few_rows_linear, many_rows_linear
 from ssmzoo_kernels.validation import Packing
 
 if TYPE_CHECKING:
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 
 class Linear(nn.Linear):
-    """``nn.Linear``, at the memory's speed when it decodes a few rows on a CPU."""
+    """``nn.Linear``; without gradients on a CPU, for few rows, at the memory's speed."""
 
     stock_class = nn.Linear  # what it stands for
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., out_features]``."""
-        if (
-            torch.is_grad_enabled()
-            or torch.compiler.is_compiling()  # which would take the number of rows for a constant
-            or input.numel() > MOST_ROWS * self.in_features
-        ):
-            return F.linear(input, self.weight, self.bias)
-        return few_rows_linear(input, self.weight, self.bias)
+        # a compiler would take the number of rows for a constant
+        if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if input.numel() <= MOST_ROWS * self.in_features:
+                return few_rows_linear(input, self.weight, self.bias)
+            if input.dtype.itemsize == 2:
+                return many_rows_linear(input, self.weight, self.bias)
+        return F.linear(input, self.weight, self.bias)
 
 
 class CausalConv1d(nn.Module):

@@ -1,4 +1,4 @@
-"""A linear map; it stands in for ``ssmzoo_kernels.few_rows_linear``, whose kernel is C."""
+"""Linear maps; they stand in for ``ssmzoo_kernels.few_rows_linear``, whose kernel is C."""
 
 from typing import Any
 
@@ -9,6 +9,15 @@ MOST_ROWS = 0  # for which there is a kernel
 
 
 def few_rows_linear(
+    x: Tensor,  # [..., I]
+    weight: Tensor,  # [O, I]
+    bias: Tensor | None = None,  # [O]
+) -> Tensor:
+    """Compute ``x @ weight.T + bias``, ``[..., O]``."""
+    return F.linear(x, weight, bias)
+
+
+def many_rows_linear(
     x: Tensor,  # [..., I]
     weight: Tensor,  # [O, I]
     bias: Tensor | None = None,  # [O]
