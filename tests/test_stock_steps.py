@@ -30,8 +30,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
 ]
-# mixers with heads or multipliers that no program has
-BY_LAYERS = {"ZambaMambaMixer", "FalconH1Mixer"}
 # MLPs with other activations or other parts
 OTHER_MLPS = {"ZambaMLP", "Zamba2MLP", "GraniteMoeHybridMLP", "NemotronHMLP"}
 
@@ -103,10 +101,26 @@ def test_every_type_decodes_the_stock_logits(model_type: str) -> None:
     names = {type(m).__name__ for m in model.modules()}
     own = {type(model.get_submodule(name)).__name__ for name in ssmzoo.accelerated(model)}
     assert own
-    assert own - by_program == own & BY_LAYERS
+    assert own <= by_program
     assert {n for n in names if n.endswith("RMSNorm") and "Weightless" not in n} <= by_program
     mlps = {n for n in names if n.endswith("MLP")}
     assert mlps - by_program == mlps & OTHER_MLPS
+
+
+@pytest.mark.parametrize("after", [None, False, True])
+def test_falcon_h1_with_its_multipliers_and_norms(after: bool | None) -> None:
+    fields: dict[str, Any] = {"ssm_in_multiplier": 1.25, "ssm_multipliers": [0.5, 2.0, 0.75, 1.5, 3.0]}
+    fields |= {"mlp_multipliers": [0.8, 1.5], "mamba_rms_norm": after is not None}
+    model, x = tiny("falcon_h1", **fields, mamba_norm_before_gate=bool(after)), ids(3, 8)
+    for name, weight in model.named_parameters():
+        if name.endswith("mamba.norm.weight"):
+            nn.init.normal_(weight)
+    stock = decode(model, x[:, 3:], prompt(model, x[:, :3]))
+    ssmzoo.accelerate(model)
+    ours = decode(model, x[:, 3:], prompt(model, x[:, :3]))
+    assert distance(ours, stock) <= 1e-5
+    by_program = {type(module).__name__ for module in programs(model)}
+    assert {"FalconH1Mixer", "FalconH1MLP"} <= by_program
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "mamba2", "qwen3_5_text"])

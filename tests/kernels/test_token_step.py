@@ -68,6 +68,18 @@ def test_linear(
     close(y, x.double() @ weight.double().T, inputs)
 
 
+@of_16_bits
+@some_rows
+@pytest.mark.parametrize(("width", "step"), [(1, 1), (37, 1), (37, 2), (38, 3)])
+def test_scaled(dtype: torch.dtype, kind: torch.dtype, rows: int, width: int, step: int) -> None:
+    x = random(rows, width, dtype=dtype)
+    exact = 0.75 * x.double()[:, ::step]
+    weight = random(exact.shape[1]).to(kind)
+    close(run(lambda p, v: p.scaled(v, 0.75, step=step), x), exact)
+    y = run(lambda p, v: p.scaled(v, 0.75, weight, step=step), x)
+    close(y, exact * weight.double())
+
+
 @both
 @some_rows
 @pytest.mark.parametrize(("inputs", "outputs"), [(7, 5), (65, 130)])
@@ -245,8 +257,23 @@ def test_selective(dtype: torch.dtype, rows: int, width: int, states: int, bare:
         u, dt, B, C, z = value.split(width, width, states, states, width)
         return program.selective(u, dt, B, C, z, A_log, D, bias, 2)
 
+    before = state.clone()
     close(run(write, x, [state]), exact, states)
     close(state, S, 4)
+
+    def write_by_heads(program: Program, value: Value) -> Value:
+        u, dt, B, C, z = value.split(width, width, states, states, width)
+        y, cut = program.value(width), (width // 3, width - width // 3)
+        parts = zip(u.split(*cut), dt.split(*cut), z.split(*cut), y.split(*cut), strict=True)
+        for (u, dt, z, into), first in zip(parts, (0, cut[0]), strict=True):
+            rows = slice(first, first + u.width)
+            weights = (None if w is None else w[rows] for w in (A_log, D, bias))
+            places = {"channels": width, "first": first, "into": into}
+            program.selective(u, dt, B, C, z, *weights, 2, **places)
+        return y
+
+    close(run(write_by_heads, x, [before]), exact, states)
+    close(before, S, 4)
 
 
 @both

@@ -32,6 +32,7 @@ MOST_ROWS = 8
     _CONV,
     _GATE,
     _ADD,
+    _SCALE,
     _GELU,
     _COUNT,
     _SELECTIVE,
@@ -41,7 +42,7 @@ MOST_ROWS = 8
     _FEEDBACK,
     _DIAGONAL,
     _COMPANION,
-) = range(16)
+) = range(17)
 _GATES = {None: 0, "silu before": 1, "silu after": 2, "sigmoid after": 3}
 _GATED_BY = {"silu": 0, "sigmoid": 1, "itself": 2}
 
@@ -178,6 +179,13 @@ class Program:
         """``x + y``."""
         return self._add(_ADD, x.width, (x, y), size=(x.width,))
 
+    def scaled(
+        self, x: Value, factor: float, weight: Tensor | None = None, *, step: int = 1
+    ) -> Value:
+        """``y = factor w x``, of every ``step``-th column of x; w ``[width of y]``."""
+        width = -(-x.width // step)
+        return self._add(_SCALE, width, (x,), (weight,), (width, step), (factor,))
+
     def gelu(self, x: Value, *, by_tanh: bool = False) -> Value:
         """``x / 2 (1 + erf(x / sqrt(2)))``, or with tanh as torch's ``approximate="tanh"``."""
         return self._add(_GELU, x.width, (x,), size=(x.width, int(by_tanh)))
@@ -197,13 +205,18 @@ class Program:
         D: Tensor | None,  # [D]
         dt_bias: Tensor | None,  # [D]
         state: int,
+        *,
+        channels: int | None = None,
+        first: int = 0,
+        into: Value | None = None,
     ) -> Value:
         """Mamba's update: ``S <- exp(-dt exp(A_log)) S + dt u B``, ``y = (S C + D u) silu(z)``.
 
-        ``dt`` is before its bias and softplus; the state is ``[B, D, N]``.
+        ``dt`` is before its bias and softplus; the state is ``[B, D, N]``, or ``[B, channels, N]``,
+        of which this updates D from ``first`` on.
         """
-        size = (u.width, B.width, state)
-        return self._add(_SELECTIVE, u.width, (u, dt, B, C, z), (A_log, D, dt_bias), size)
+        size = (u.width, B.width, state, channels or u.width, first)
+        return self._add(_SELECTIVE, u.width, (u, dt, B, C, z), (A_log, D, dt_bias), size, out=into)
 
     def ssd(
         self,

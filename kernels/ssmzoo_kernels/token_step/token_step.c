@@ -13,7 +13,7 @@
 #endif
 
 enum {
-  INPUT, OUTPUT, LINEAR, NORM, CONV, GATE, ADD, GELU, COUNT,
+  INPUT, OUTPUT, LINEAR, NORM, CONV, GATE, ADD, SCALE, GELU, COUNT,
   SELECTIVE, SSD, DELTA, LONGHORN, FEEDBACK, DIAGONAL, COMPANION
 };
 enum { BY_SILU, BY_SIGMOID, BY_ITSELF };
@@ -191,6 +191,17 @@ static void add(const Call *call, const Instruction *x) {
     }
 }
 
+/* y_i = number w_i x_(i step); size: width, step; data: w */
+static void scale(const Call *call, const Instruction *x) {
+  Span span = share(call, x->size[0], LANES);
+  for (int64_t m = 0; m < call->rows; m++)
+    for (int64_t i = span.first; i < span.last; i++) {
+      REAL y = (REAL)x->number[0] * at(call, x->in[0])[m * x->in[0].stride + i * x->size[1]];
+      if (x->data[0].at) y *= number(x->data[0], i);
+      at(call, x->out)[m * x->out.stride + i] = y;
+    }
+}
+
 /* GELU, x/2 (1 + erf(x / sqrt(2))), or by tanh, 1 + tanh(x) = 2 sigmoid(2 x); size: width, by tanh */
 static void gelu(const Call *call, const Instruction *x) {
   Span span = share(call, x->size[0], LANES);
@@ -217,8 +228,8 @@ static void count(const Call *call, const Instruction *x) {
     for (int64_t m = 0; m < call->rows; m++) seen[m] += x->size[1];
 }
 
-/* Mamba: size: channels, states a channel, the state's number; in: u, dt, B, C, z;
- * data: A_log, D, the bias of dt. The state is [rows, channels, states]. */
+/* Mamba: size: channels, states a channel, the state's number, its channels and the first of these;
+ * in: u, dt, B, C, z; data: A_log, D, the bias of dt. The state is [rows, its channels, states]. */
 static void selective(const Call *call, const Instruction *x) {
   int64_t channels = x->size[0], states = x->size[1];
   REAL *S = call->given[x->size[2]];
@@ -234,7 +245,7 @@ static void selective(const Call *call, const Instruction *x) {
       const REAL *C = at(call, x->in[3]) + m * x->in[3].stride;
       vec y = {0};
       for (int64_t c = 0; c < some; c++) {
-        REAL *state = S + (m * channels + first + c) * states;
+        REAL *state = S + (m * x->size[3] + x->size[4] + first + c) * states;
         vec sum = {0}, step = splat(-dt[c]), written = splat(dt[c] * u[c]);
         for (int64_t n = 0; n < states; n += LANES) {
           vec rate = exponential(read_numbers(x->data[0], (first + c) * states + n, states - n));
@@ -485,8 +496,8 @@ static void companion(const Call *call, const Instruction *x) {
 }
 
 static void (*const kinds[])(const Call *, const Instruction *) = {
-    input, output, linear, norm,  conv,     gate,     add,      gelu,
-    count, selective, ssd, delta, longhorn, feedback, diagonal, companion};
+    input, output,    linear, norm,  conv,     gate,     add,      scale,    gelu,
+    count, selective, ssd,    delta, longhorn, feedback, diagonal, companion};
 
 static void run(const Call *call, const Instruction *list, int64_t count) {
   for (int64_t i = 0; i < count; i++) {

@@ -112,6 +112,16 @@ class ModuleParts:
         self._weights.append((kept, kept.data_ptr(), kept.shape))
         return kept.detach()
 
+    def buffer(self, owner: nn.Module, name: str) -> Tensor | None:
+        """Return a buffer of numbers that no gradient changes, None if there is none."""
+        held = owner._buffers.get(name)
+        self._held.append((owner._buffers, name, held))
+        if held is not None:
+            if held.dtype not in FORMATS or held.device.type != "cpu" or not held.is_contiguous():
+                raise UnservedError(lambda: owner._buffers.get(name) is held)
+            self._weights.append((held, held.data_ptr(), held.shape))
+        return held
+
     def derived(self, make: Callable[[], T]) -> T:
         """Return a value that a function keeps for as long as it is right."""
         value = make()

@@ -23,11 +23,13 @@ def rms_norm(added: float) -> Writer:
 
 
 def gated_mlp(program: Program, parts: ModuleParts, x: Value, states: Sequence[State]) -> Value:
-    """``down(silu(gate x) * up x)``."""
+    """``down(silu(gate x) * up x)``, in Falcon-H1 with two multipliers."""
     parts.layer("act_fn", nn.SiLU, type(ACT2FN["silu"]))
     gate = parts.linear(program, x, "gate_proj")
+    gate = _multiplied(program, parts, gate, "gate_multiplier")
     inner = program.gated(gate, parts.linear(program, x, "up_proj"))
-    return parts.linear(program, inner, "down_proj")
+    y = parts.linear(program, inner, "down_proj")
+    return _multiplied(program, parts, y, "down_multiplier")
 
 
 def mamba(program: Program, parts: ModuleParts, x: Value, states: Sequence[State]) -> Value:
@@ -35,7 +37,7 @@ def mamba(program: Program, parts: ModuleParts, x: Value, states: Sequence[State
     mixer = parts.root
     conv, state = states
     if state.like.dim() != 3:
-        raise UnservedError  # Zamba's heads
+        raise UnservedError  # Zamba has heads
     inner, size = state.like.shape[1:]
     projected = parts.linear(program, x, "in_proj")
     u, gate = projected.split(inner, inner)
@@ -64,15 +66,49 @@ def mamba(program: Program, parts: ModuleParts, x: Value, states: Sequence[State
     return parts.linear(program, y, "out_proj")
 
 
+def mamba_of_heads(
+    program: Program, parts: ModuleParts, x: Value, states: Sequence[State]
+) -> Value:
+    """A mixer of Zamba: Mamba's scan a head, whose parameters lie head by head."""
+    mixer: Any = parts.root
+    conv, state = states
+    if state.like.dim() != 4:
+        raise UnservedError
+    heads, width, size = state.like.shape[1:]
+    inner = heads * width
+    projected = parts.linear(program, x, "in_proj")  # u and gate take turns
+    u, gate = (
+        program.scaled(part, 1.0, step=2) for part in (projected, projected.split(1, 2 * inner)[1])
+    )
+    u = _convolution(program, parts, u, conv)
+    names = ("x_proj_weight", "dt_proj_weight", "A_log", "D", "dt_proj_bias")
+    weights = zip(*(parts.weight(mixer, name) for name in names), strict=True)
+    y, number = program.value(inner), recurrent(program, state)
+    pieces = zip(weights, u.chunk(heads), gate.chunk(heads), y.chunk(heads), strict=True)
+    for head, (own, u_head, gate_head, y_head) in enumerate(pieces):
+        x_proj, dt_proj, A_log, D, bias = own
+        read = program.linear(u_head, x_proj)
+        dt, B, C = read.split(dt_proj.shape[1], size, size)
+        dt, rest = program.linear(dt, dt_proj), (A_log, D, bias, number)
+        first = head * width
+        program.selective(
+            u_head, dt, B, C, gate_head, *rest, channels=inner, first=first, into=y_head
+        )
+    return parts.linear(program, y, "out_proj")
+
+
 def mamba2(program: Program, parts: ModuleParts, x: Value, states: Sequence[State]) -> Value:
     """A mixer of Mamba2, or of a hybrid that has it."""
     mixer: Any = parts.root
     conv, state = states
     heads, width, size = state.like.shape[1:]
     inner, mixed = heads * width, conv.like.shape[1]
+    x = _multiplied(program, parts, x, "ssm_in_multiplier")
     projected = parts.linear(program, x, "in_proj")
     if projected.width != inner + mixed + heads:
         raise UnservedError
+    if (factors := parts.buffer(mixer, "mup_vector")) is not None:
+        projected = program.scaled(projected, 1.0, factors)
     gate, u, dt = projected.split(inner, mixed, heads)
     groups = (mixed - inner) // (2 * size)
     u = _convolution(program, parts, u, conv)
@@ -90,8 +126,13 @@ def mamba2(program: Program, parts: ModuleParts, x: Value, states: Sequence[Stat
         recurrent(program, state),
         (float(least), float(most)),
     )
-    group = parts.setting(parts.layer("norm"), "group_size")
-    y = parts.norm(program, y, "norm", group=group, gate=gate, gating="silu before")
+    norm = parts.layer("norm")
+    if type(norm) is nn.Identity:  # Falcon-H1 may have none
+        return parts.linear(program, program.gated(gate, y), "out_proj")
+    group, groups = parts.setting(norm, "group_size"), parts.setting(norm, "n_groups")
+    gating = "silu after" if parts.setting(norm, "norm_before_gate") else "silu before"
+    group = group if groups is None else inner // groups
+    y = parts.norm(program, y, "norm", group=group, gate=gate, gating=gating)
     return parts.linear(program, y, "out_proj")
 
 
@@ -160,6 +201,12 @@ def kimi_delta(program: Program, parts: ModuleParts, x: Value, states: Sequence[
     return parts.linear(program, y, "o_proj")
 
 
+def _multiplied(program: Program, parts: ModuleParts, x: Value, name: str) -> Value:
+    """Write the multiplication by a number that a module has under a name, if it has it."""
+    factor = parts.setting(parts.root, name)
+    return x if factor in (None, 1) else program.scaled(x, float(factor))
+
+
 def _convolution(program: Program, parts: ModuleParts, x: Value, state: State) -> Value:
     """Write the instruction of ``conv1d`` with a silu."""
     layer = parts.layer("conv1d", nn.Conv1d)
@@ -217,7 +264,7 @@ def _delta_rule(
 
 # by the function that a mixer calls for one token
 MIXERS: dict[str, tuple[Writer, ...]] = {
-    "mamba_selective_state_update": (mamba,),
+    "mamba_selective_state_update": (mamba, mamba_of_heads),
     "mamba2_selective_state_update": (mamba2,),
     "torch_recurrent_gated_delta_rule": (gated_delta, grouped_delta, olmo_delta),
     "recurrent_kimi_delta_attention": (kimi_delta,),
