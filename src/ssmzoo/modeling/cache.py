@@ -275,7 +275,8 @@ class RecurrentCache(Cache):
             if back.inputs is None:
                 raise RuntimeError(
                     "crop must roll back a call with packed sequences, or with a mask or positions "
-                    f"that are not [B, L], as a whole, got {gone} of its {back.length} tokens to roll back"
+                    "that are not [B, L], as a whole, got "
+                    f"{gone} of its {back.length} tokens to roll back"
                 )
             # a mask may be longer, of all that the cache has seen
             pending = {n: given[:, : given.shape[1] - gone] for n, given in back.inputs.items()}

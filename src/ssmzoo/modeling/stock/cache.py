@@ -57,7 +57,7 @@ class StockCache(RecurrentCache):
 
     def get_states(self) -> list[dict[str, Tensor]]:
         """Return what each layer holds, by name; not copies."""
-        return [held(layer) for layer in self.layers]
+        return [states_of(layer) for layer in self.layers]
 
     def set_states(self, states: list[dict[str, Tensor]]) -> None:
         """Let each layer hold these.
@@ -97,7 +97,7 @@ class StockCache(RecurrentCache):
         return output
 
 
-def held(layer: Any) -> dict[str, Tensor]:
+def states_of(layer: Any) -> dict[str, Tensor]:
     """Return the tensors of a layer that has seen tokens."""
     found = {
         f"{kind}.{number}": state

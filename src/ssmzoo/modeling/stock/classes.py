@@ -24,6 +24,7 @@ from ssmzoo.modeling.layers import Linear
 from ssmzoo.modeling.stock import steps
 from ssmzoo.modeling.stock.cache import StockCache
 from ssmzoo.modeling.stock.calls import call, packed
+from ssmzoo.modeling.stock.dynamics import dynamics
 from ssmzoo.modeling.stock.functions import FUNCTIONS
 from ssmzoo.modeling.stock.generation import overrides
 from ssmzoo.modeling.stock.norms import OFFSETS, normalised
@@ -215,7 +216,7 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
         finally:
             call.states = ()
 
-    return {"forward": forward}
+    return {"forward": forward, "dynamics": dynamics}
 
 
 def _states_of_one_token(

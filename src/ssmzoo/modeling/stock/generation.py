@@ -1,4 +1,4 @@
-"""What ``generate`` asks of an accelerated model: to go on from a saved prompt, to take tokens back.
+"""What ``generate`` asks of an accelerated model: to go on from a state, to take tokens back.
 
 transformers refuses assisted decoding for recurrent models, since its caches of their states cannot
 be cropped; :class:`StockCache` can. It is called ``past_key_values`` here, also where the model
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from ssmzoo.modeling.causal_lm import given_state, prompt_length
-from ssmzoo.modeling.stock.cache import StockCache, held
+from ssmzoo.modeling.stock.cache import StockCache, states_of
 
 _CACHE = "past_key_values"
 _NAMES = (_CACHE, "cache_params")
@@ -111,7 +111,7 @@ def _record(model: Any, model_kwargs: dict[str, Any]) -> StockCache | None:
     cache = model_kwargs.pop(name)
     if not isinstance(cache, StockCache):
         fresh = StockCache(model.prompt_reader.config)
-        if type(cache) is not DynamicCache or cache.offloading or any(map(held, cache.layers)):
+        if type(cache) is not DynamicCache or cache.offloading or any(map(states_of, cache.layers)):
             raise ValueError(
                 f"assisted decoding with {type(model).__name__} needs {name} of a prompt that "
                 f"ssmzoo.modeling.prefill read, or none, got a {type(cache).__name__}; leave "
