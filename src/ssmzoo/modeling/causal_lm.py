@@ -330,7 +330,7 @@ def given_state(
     if expanded > 1 and given.batch_size == batch_size:  # as the prompt's rows were
         given = copy.deepcopy(given)
         given.batch_repeat_interleave(expanded)
-    given._is_user_defined = True
+    given._is_user_defined = True  # pyright: ignore[reportAttributeAccessIssue]
     return given
 
 

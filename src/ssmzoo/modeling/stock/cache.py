@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin
 
 from ssmzoo.modeling.cache import RecurrentCache, own_fields
 
@@ -66,16 +67,17 @@ class StockCache(RecurrentCache):
             ValueError: A layer has no state of such a name.
         """
         fresh = DynamicCache(config=self.config.get_text_config(decoder=True))
-        for index, tensors in enumerate(states):
+        for index, (layer, tensors) in enumerate(zip(fresh.layers, states, strict=True)):
+            attends = isinstance(layer, CacheLayerMixin) and set(_ATTENTION) <= tensors.keys()
             for name, state in tensors.items():
                 kind, _, place = name.partition(".")
                 number = int(place) if place.isdecimal() else -1
-                if kind in _RECURRENT and number in getattr(fresh.layers[index], kind, ()):
+                if kind in _RECURRENT and number in getattr(layer, kind, ()):
                     update = (fresh.update_conv_state, fresh.update_recurrent_state)
                     update[_RECURRENT.index(kind)](state, index, state_idx=number)
-                elif not (name in _ATTENTION and set(_ATTENTION) <= tensors.keys()):
+                elif not (attends and name in _ATTENTION):
                     raise ValueError(f"layer {index} has no state {name!r}")
-            if "keys" in tensors:
+            if attends:
                 fresh.update(tensors["keys"], tensors["values"], index)
         self.layers = fresh.layers
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from ssmzoo.modeling import decoding
 from ssmzoo.modeling.layers import Linear
