@@ -140,9 +140,9 @@ def measure_layers(
     for layer in chosen:
         if layer in mixers:
             continue
-        depth = max([*mixers, *others])
-        what = f"{layer}, which is {others[layer]}" if layer in others else str(layer)
-        raise ValueError(f"layers must be recurrent ones in [0, {depth}], got {what}")
+        if layer in others:
+            raise ValueError(f"layers must be recurrent ones, got {layer}: {others[layer]}")
+        raise ValueError(f"layers must be in [0, {max([*mixers, *others])}], got {layer}")
     model.eval()
     with torch.no_grad():
         seen = _mixer_inputs(model, inputs, {layer: mixers[layer] for layer in chosen})
@@ -173,7 +173,10 @@ def _others(model: PreTrainedModel) -> dict[int, str]:
 
 
 def measured_response(
-    mixer: nn.Module, hidden_states: Tensor, features: Sequence[int], position: int
+    mixer: Callable[[Tensor, LayerState], Tensor],
+    hidden_states: Tensor,
+    features: Sequence[int],
+    position: int,
 ) -> Tensor:
     """Return the size of the derivative of some outputs at one position, ``[F, L]``.
 
@@ -181,12 +184,11 @@ def measured_response(
     differentiation: exact, and for a linear filter the size of its taps, whatever the input.
 
     Args:
-        mixer: Maps ``[B, L, D]`` to ``[B, L, D]``; one of ours also takes a state.
+        mixer: Maps ``[B, L, D]`` and a state to ``[B, L, D]``.
         hidden_states: x, ``[B, L, D]``.
         features: The outputs i.
         position: Where these outputs are.
     """
-    own = isinstance(mixer, SSMMixer)
     sequences, length, width = hidden_states.shape
     count = max(1, _CHUNK // (length * width))
     sizes = []
@@ -196,7 +198,7 @@ def measured_response(
             # one copy of the sequence per output, so that one backward pass serves all
             copies = x.expand(len(some), -1, -1).detach().clone().requires_grad_()
             with torch.enable_grad():
-                y = mixer(copies, LayerState()) if own else mixer(copies)
+                y = mixer(copies, LayerState())
                 picked = y[torch.arange(len(some), device=some.device), position, some]
                 (slope,) = torch.autograd.grad(picked.sum(), copies)
             energy = energy + slope.double().square().sum(dim=2)
@@ -291,9 +293,11 @@ def _inspect_layer(
 def _measured_kernel(mixer: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
     length, width = hidden_states.shape[1:]
     features = torch.linspace(0, width - 1, min(width, MOST_FEATURES)).round().long().tolist()
-    causal = not isinstance(mixer, SSMMixer) or mixer.config.causal
+    own = isinstance(mixer, SSMMixer)
+    causal = not own or mixer.config.causal
     position = length - 1 if causal else length // 2
-    response = measured_response(mixer, hidden_states, features, position)
+    run = mixer if own else lambda x, _: mixer(x)  # transformers' take no state of ours
+    response = measured_response(run, hidden_states, features, position)
     past = response[:, : position + 1].flip(1)
     return past, None if causal else response[:, position + 1 :]
 

@@ -65,8 +65,8 @@ def load_subject(
     if not isinstance(subject.model, SSMModel):
         if not mixers_of(subject.model):
             raise ValueError(
-                f"{name!r} must be a model of the zoo, or one of transformers with recurrent "
-                f"layers, got {type(subject.model).__name__}"
+                "inspect needs a model of the zoo, or one of transformers with recurrent layers: "
+                f"{name!r} must have such layers, got {type(subject.model).__name__}"
             )
         choose_kernels(subject.model, stock)
     return subject
