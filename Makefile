@@ -24,7 +24,7 @@ TORCHAO_DIR := $(VENV)/torchao
 SUITE := $(VENV)/transformers-tests
 MODELS = $(wildcard $(RUNS)/*/model)
 RESULTS = $(sort $(wildcard eval/results/*.json))
-OLDEST_TESTS := $(wildcard tests/plugins tests/test_compat.py tests/test_modeling*.py tests/test_stock.py)
+OLDEST_TESTS := $(wildcard tests/plugins tests/test_compat.py tests/test_modeling*.py tests/test_stock.py tests/test_stock_states.py)
 
 # one thread per worker: workers that share cores with each other's threads wait for them
 # bytecode is kept, whatever the shell says: each process that a test starts would compile our code

@@ -28,7 +28,9 @@ FIELDS = {
     "state_note",
     "layers",
     "trajectories",
+    "other_layers",
     "pictures",
+    "not_drawn",
 }
 LAYER_FIELDS = {
     "layer",

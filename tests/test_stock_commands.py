@@ -110,10 +110,21 @@ def test_the_command_says_what_runs_in_one_line_and_nothing_with_stock(models, c
         kernels = [line for line in err.splitlines() if "ssmzoo's kernels" in line]
         assert len(kernels) == (not options)
     assert outputs[0] == outputs[1]
-    assert main(["generate", str(models["mamba2"]), "a", "--save-state", "kept"]) == 2
+    command = ["generate", str(models["mamba2"]), "a", "--save-state", "kept", "--stock"]
+    assert main(command) == 2
     err = capsys.readouterr().err
-    assert "save_state needs a model of this zoo, got Mamba2ForCausalLM" in err
+    assert "ssmzoo.accelerate put on our kernels, got Mamba2ForCausalLM" in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_5_text"])
+def test_generate_goes_on_from_a_saved_state(models, name, tmp_path):
+    options = {"max_new_tokens": 6, "temperature": 0, "device": "cpu"}
+    whole = generation.generate(models[name], "a b c d", **options)
+    kept = tmp_path / "kept"
+    generation.generate(models[name], "a b ", save_state=kept, **options)
+    assert generation.generate(models[name], "c d", state=kept, **options) == whole
+    assert generation.generate(models[name], "c d", state=kept, beams=2, **options)
 
 
 def test_eval_scores_both_ways_alike_and_writes_down_which(models, said, tmp_path):
@@ -362,11 +373,28 @@ def test_models_without_recurrent_layers_are_one_error(models, tmp_path, capsys)
     assert "must be a model of the zoo, or one of transformers with recurrent layers" in err
     assert "got LlamaModel" in err
     assert err.count("\n") == 1
-    assert main(["inspect", str(models["mamba"]), "--output", str(tmp_path / "o")]) == 2
+    assert main(["inspect", str(tmp_path / "llama"), "--output", str(tmp_path / "o")]) == 2
     err = capsys.readouterr().err
-    assert "inspect needs a model of the zoo: " in err
-    assert err.rstrip().endswith("got MambaModel")
+    assert "a model of the zoo, or one of transformers with recurrent layers" in err
     assert err.count("\n") == 1
+
+
+def test_inspect_draws_what_the_layers_tell_and_names_the_rest(models, tmp_path, capsys):
+    options = ["--length", "24", "--sequences", "2", "--device", "cpu"]
+    for stock in ([], ["--stock"]):
+        folder = tmp_path / f"pictures{len(stock)}"
+        command = ["inspect", str(models["qwen3_5_text"]), "--output", str(folder)]
+        assert main([*command, *options, *stock]) == 0
+        out, err = capsys.readouterr()
+        assert ("ssmzoo's kernels" in err) is not bool(stock)
+        drawn = ["kernels.png", "memory.png", *([] if stock else ["decay.png"])]
+        report = json.loads((folder / "inspection.json").read_text())
+        assert report["pictures"] == drawn
+        assert {path.name for path in folder.iterdir()} == {"inspection.json", *drawn}
+        assert report["other_layers"] == {"full_attention": [1]}
+        assert "state of a sequence: grows by every token in 1 of 2 layers" in out
+        assert f"not drawn, since no layer tells it: {', '.join(report['not_drawn'])}\n" in out
+        assert "not drawn: full_attention layers 1\n" in out
 
 
 # --- bench ----------------------------------------------------------------------------------------

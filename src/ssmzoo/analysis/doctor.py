@@ -28,7 +28,6 @@ _EXTRAS = {
     "jinja2": "publish",
     "scikit-learn": "digits",
 }
-_STATES = ("conv_states", "recurrent_states")  # of a layer of transformers' cache
 
 
 def examine_machine(device: str | None = None) -> dict[str, Any]:
@@ -121,7 +120,7 @@ def examine_model(
 
     import torch
 
-    from ssmzoo.analysis.measure import as_arguments
+    from ssmzoo.analysis.measure import as_arguments, cache_after
     from ssmzoo.analysis.subject import load_backbone, reference_inputs
     from ssmzoo.modeling import SSMModel
     from ssmzoo_kernels.machine import hardware
@@ -133,7 +132,7 @@ def examine_model(
     place = network.device
     inputs = reference_inputs(subject, length, batch_size, tokens=None, seed=0)
     with torch.inference_mode():
-        name, cache, state, reason = _own_cache(network, inputs) if own else _cache(network, inputs)
+        name, cache, state, reason = cache_after(network, inputs)
 
         def read() -> Any:
             return network(**as_arguments(network, inputs), use_cache=cache is not None)
@@ -234,30 +233,6 @@ def _recurrent_layers(network: PreTrainedModel, name: str, stock: bool) -> list[
         why = kernels.removeprefix("stock: ") if kernels.startswith("stock") else None
         layers.append(_Layer(index, type(module).__name__, module, why))
     return layers
-
-
-def _own_cache(network: Any, inputs: Any) -> tuple[str, Any, int | None, str | None]:
-    """Return a cache's keyword, the cache after some inputs, its bytes, or None and why."""
-    from ssmzoo.analysis.measure import cache_after
-
-    cache, reason = cache_after(network, inputs)
-    return "past_key_values", cache, None if cache is None else cache.nbytes, reason
-
-
-def _cache(network: Any, inputs: Any) -> tuple[str, Any, int | None, str | None]:
-    """Return the same of a model of transformers."""
-    from transformers import cache_utils
-
-    output = network(input_ids=inputs, use_cache=True)
-    name = "cache_params" if "cache_params" in output else "past_key_values"
-    cache = output[name]
-    attention = sum(isinstance(layer, cache_utils.CacheLayerMixin) for layer in cache.layers)
-    if attention:
-        reason = f"grows by every token in {attention} of {len(cache.layers)} layers"
-        return name, cache, None, reason
-    kept = [getattr(layer, kind, {}) for layer in cache.layers for kind in _STATES]
-    states = [state for by_number in kept for state in by_number.values() if state is not None]
-    return name, cache, sum(state.numel() * state.element_size() for state in states), None
 
 
 def _observe(layers: Sequence[_Layer], call: Callable[[], object], kind: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ssmzoo.analysis.measure import ENERGY, LayerInspection, as_arguments, measure_layers
 from ssmzoo.analysis.pictures import PICTURES, draw_pictures, require_matplotlib
 from ssmzoo.analysis.subject import (
-    InspectedModel,
+    LoadedBackbone,
     given_ids,
     load_subject,
     reference_inputs,
@@ -42,12 +42,14 @@ def inspect_model(
     measured: bool = False,
     seed: int = 0,
     device: str | None = None,
+    stock: bool = False,
 ) -> dict[str, Any]:
     """Write a model's pictures and ``inspection.json`` into a folder, and return the latter.
 
     Args:
         model: A folder with a saved model, a Hub id, or an untrained model: a family's name for its
-            smallest configuration, or ``family:preset``.
+            smallest configuration, or ``family:preset``. Of transformers' models those with layers
+            that :func:`ssmzoo.accelerate` serves.
         output_dir: A folder that is not there yet, or empty, or an earlier inspection to replace.
         text: A UTF-8 file to read as reference; random tokens, or values, without.
         ids: Token ids to read instead, in rows of one length; ``length`` and ``sequences`` are
@@ -59,6 +61,7 @@ def inspect_model(
         measured: Measure the kernels even where the family knows them.
         seed: Of untrained weights and random references.
         device: Where to run; the GPU if there is one.
+        stock: Leave transformers' recurrent models as they are; then nothing tells their decay.
 
     Raises:
         LookupError: No such model, family or preset.
@@ -75,15 +78,14 @@ def inspect_model(
     target = Path(output_dir).expanduser().absolute()
     require_matplotlib()  # before minutes of measuring
     _check_target(target)
-    subject = load_subject(str(model), seed=seed, device=device)
+    subject = load_subject(str(model), seed=seed, device=device, stock=stock)
     if ids is not None:
         inputs = given_ids(subject, ids)
     else:
         tokens = None if text is None else text_tokens(subject, str(model), text)
         inputs = _references(subject, length, sequences, tokens, seed)
     found = measure_layers(subject.model, inputs, layers=layers, measured=measured)
-    values = subject.model.config.input_channels is not None
-    kind = "random values" if values else "random tokens"
+    kind = "random tokens" if subject.channels is None else "random values"
     if text is not None or ids is not None:
         kind = "text" if text is not None else "given tokens"
     report: dict[str, Any] = {
@@ -102,6 +104,10 @@ def inspect_model(
         "state_bytes": found.state_bytes,
         "state_note": found.state_note,
         "layers": [_layer_report(layer) for layer in found.layers],
+        "other_layers": {
+            kind: [n for n, other in found.others.items() if other == kind]
+            for kind in sorted(set(found.others.values()))
+        },
         "trajectories": None,
     }
     if found.trajectories is not None:
@@ -110,6 +116,7 @@ def inspect_model(
 
     def write(folder: Path) -> None:
         report["pictures"] = draw_pictures(found, folder, title=subject.name)
+        report["not_drawn"] = [name for name in PICTURES if name not in report["pictures"]]
         write_json(folder / REPORT, report)
 
     write_folder(target, write)
@@ -117,7 +124,7 @@ def inspect_model(
 
 
 def _references(
-    subject: InspectedModel, length: int | None, sequences: int, tokens: Tensor | None, seed: int
+    subject: LoadedBackbone, length: int | None, sequences: int, tokens: Tensor | None, seed: int
 ) -> Tensor:
     """Return reference sequences as long as asked for, or as the default and the model allow."""
     if length is not None:

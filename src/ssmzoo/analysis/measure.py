@@ -10,14 +10,15 @@ Dimensions: B sequences, L length, D hidden, C channels, K lags, P rows of poles
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
-from ssmzoo.modeling import Dynamics, LayerState, SSMMixer, SSMModel, StateCache, Trajectories
+from ssmzoo.modeling import Dynamics, LayerState, SSMMixer, SSMModel, Trajectories
+from ssmzoo.modeling.stock import mixers_of, states_of
 
 ENERGY = 0.95
 MOST_FEATURES = 64  # rows of a measured response: each costs a backward pass of the mixer
@@ -69,6 +70,7 @@ class Inspection:
         state_bytes: Size of the state of one sequence, all layers together; None if there is none.
         state_note: Why there is none.
         layers: The inspected layers.
+        others: By number, the kind of layers without a recurrent mixer, or with one and attention.
         trajectories: Of the first sequences' first tokens; None if the model has none to show.
     """
 
@@ -77,6 +79,7 @@ class Inspection:
     state_bytes: int | None
     state_note: str | None
     layers: list[LayerInspection]
+    others: dict[int, str] = field(default_factory=dict)
     trajectories: Trajectories | None = None
 
 
@@ -112,7 +115,7 @@ def effective_memory(
 
 
 def measure_layers(
-    model: SSMModel,
+    model: PreTrainedModel,
     inputs: Tensor,
     *,
     layers: Sequence[int] | None = None,
@@ -121,37 +124,59 @@ def measure_layers(
     """Inspect a backbone at some reference sequences.
 
     Args:
-        model: A backbone; it is put into evaluation mode.
+        model: A backbone of the zoo, or an accelerated one of transformers; it is put into
+            evaluation mode.
         inputs: Token ids ``[B, L]``, or values ``[B, L, C]`` for a model that takes these.
-        layers: Which layers; None is all.
+        layers: Which layers; None is all that have a recurrent mixer.
         measured: Measure the kernels even where a mixer knows them.
 
     Raises:
-        ValueError: A layer that is not there, inputs that the model refuses, or a layer whose
-            kernels are not finite.
+        ValueError: A layer that is not there or has no recurrent mixer, inputs that the model
+            refuses, or a layer whose kernels are not finite.
     """
-    depth = len(model.layers)
-    chosen = list(range(depth)) if layers is None else sorted(set(layers))
+    mixers = _mixers(model)
+    others = _others(model)
+    chosen = list(mixers) if layers is None else sorted(set(layers))
     for layer in chosen:
-        if not 0 <= layer < depth:
-            raise ValueError(f"layers must be in [0, {depth - 1}], got {layer}")
+        if layer in mixers:
+            continue
+        if layer in others:
+            raise ValueError(f"layers must be recurrent ones, got {layer}: {others[layer]}")
+        raise ValueError(f"layers must be in [0, {max([*mixers, *others])}], got {layer}")
     model.eval()
     with torch.no_grad():
-        seen = _mixer_inputs(model, inputs, chosen)
-        cache, note = cache_after(model, inputs[:1, :_PROMPT])
+        seen = _mixer_inputs(model, inputs, {layer: mixers[layer] for layer in chosen})
+        _, _, state_bytes, note = cache_after(model, inputs[:1, :_PROMPT])
         found = []
         for layer in chosen:
-            mixer = cast(SSMMixer, model.layers[layer].mixer)
-            found.append(_inspect_layer(mixer, layer, seen.pop(layer), measured))
+            found.append(_inspect_layer(mixers[layer], layer, seen.pop(layer), measured))
         trajectories = None
-        if model.config.input_channels is None:
+        if isinstance(model, SSMModel) and model.config.input_channels is None:
             trajectories = model.trajectories(inputs[:MOST_PATHS, :MOST_STEPS])
-    state_bytes = None if cache is None else cache.nbytes
-    return Inspection(inputs.shape[1], inputs.shape[0], state_bytes, note, found, trajectories)
+    sequences, length = inputs.shape[:2]
+    return Inspection(length, sequences, state_bytes, note, found, others, trajectories)
+
+
+def _mixers(model: PreTrainedModel) -> dict[int, Any]:
+    """Return the recurrent mixers by layer."""
+    if isinstance(model, SSMModel):
+        return {index: layer.mixer for index, layer in enumerate(model.layers)}
+    return mixers_of(model)
+
+
+def _others(model: PreTrainedModel) -> dict[int, str]:
+    """Return the layers of transformers' models that are more, or other, than recurrent."""
+    if isinstance(model, SSMModel):
+        return {}
+    kinds = model.config.get_text_config(decoder=True).layer_types
+    return {index: kind for index, kind in enumerate(kinds) if kind != "linear_attention"}
 
 
 def measured_response(
-    mixer: nn.Module, hidden_states: Tensor, features: Sequence[int], position: int
+    mixer: Callable[[Tensor, LayerState], Tensor],
+    hidden_states: Tensor,
+    features: Sequence[int],
+    position: int,
 ) -> Tensor:
     """Return the size of the derivative of some outputs at one position, ``[F, L]``.
 
@@ -181,18 +206,22 @@ def measured_response(
     return torch.cat(sizes)
 
 
-def _mixer_inputs(model: SSMModel, inputs: Tensor, layers: Sequence[int]) -> dict[int, Tensor]:
+def _mixer_inputs(
+    model: PreTrainedModel, inputs: Tensor, mixers: dict[int, nn.Module]
+) -> dict[int, Tensor]:
     """Return what the mixers of some layers get when the model reads, ``[B, L, D]`` each."""
     seen: dict[int, Tensor] = {}
 
-    def keep(layer: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def hook(_: nn.Module, arguments: tuple[Any, ...]) -> None:
-            seen[layer] = arguments[0].detach()
+    def keep(layer: int) -> Callable[..., None]:
+        def hook(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            given = arguments[0] if arguments else named["hidden_states"]
+            seen[layer] = given.detach()
 
         return hook
 
-    mixers = {i: cast(SSMMixer, model.layers[i].mixer) for i in layers}
-    hooks = [mixer.register_forward_pre_hook(keep(i)) for i, mixer in mixers.items()]
+    hooks = [
+        mixer.register_forward_pre_hook(keep(i), with_kwargs=True) for i, mixer in mixers.items()
+    ]
     try:
         model(**as_arguments(model, inputs), use_cache=False)
     finally:
@@ -207,18 +236,33 @@ def as_arguments(model: PreTrainedModel, inputs: Tensor) -> dict[str, Any]:
     return {"input_ids" if channels is None else "input_values": inputs}
 
 
-def cache_after(model: SSMModel, inputs: Tensor) -> tuple[StateCache | None, str | None]:
-    """Return the cache after some inputs; of a model that has no state None, and why."""
+def cache_after(
+    model: PreTrainedModel, inputs: Tensor
+) -> tuple[str, Cache | None, int | None, str | None]:
+    """Return a cache's keyword, the cache after some inputs, its bytes, or None and why."""
+    own = isinstance(model, SSMModel)
     try:
-        return model(**as_arguments(model, inputs), use_cache=True).past_key_values, None
+        output = model(**as_arguments(model, inputs), use_cache=True)
     except ValueError as error:
-        return None, str(error)
+        if not own:
+            raise
+        return "past_key_values", None, None, str(error)
+    name = "cache_params" if "cache_params" in output else "past_key_values"
+    cache = output[name]
+    if own:
+        return name, cache, cache.nbytes, None
+    held = [states_of(layer) for layer in cache.layers]
+    growing = sum("keys" in tensors for tensors in held)
+    if growing:
+        return name, cache, None, f"grows by every token in {growing} of {len(held)} layers"
+    return name, cache, sum(s.nbytes for tensors in held for s in tensors.values()), None
 
 
 def _inspect_layer(
-    mixer: SSMMixer, layer: int, hidden_states: Tensor, measured: bool
+    mixer: Any, layer: int, hidden_states: Tensor, measured: bool
 ) -> LayerInspection:
-    known = mixer.dynamics(hidden_states) or Dynamics()
+    tell = getattr(mixer, "dynamics", lambda _: None)  # a stock mixer that stayed so has none
+    known = tell(hidden_states) or Dynamics()
     source: Source = "input" if known.depends_on_input else "exact"
     kernel, future = known.kernel, known.future_kernel
     if measured or kernel is None:
@@ -246,12 +290,14 @@ def _inspect_layer(
     )
 
 
-def _measured_kernel(mixer: SSMMixer, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+def _measured_kernel(mixer: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
     length, width = hidden_states.shape[1:]
     features = torch.linspace(0, width - 1, min(width, MOST_FEATURES)).round().long().tolist()
-    causal = mixer.config.causal
+    own = isinstance(mixer, SSMMixer)
+    causal = not own or mixer.config.causal
     position = length - 1 if causal else length // 2
-    response = measured_response(mixer, hidden_states, features, position)
+    run = mixer if own else lambda x, _: mixer(x)  # transformers' take no state of ours
+    response = measured_response(run, hidden_states, features, position)
     past = response[:, : position + 1].flip(1)
     return past, None if causal else response[:, position + 1 :]
 

@@ -35,29 +35,41 @@ class LoadedBackbone:
     name: str
     untrained: bool
 
+    @property
+    def channels(self) -> int | None:
+        """How many values an input has; None for a model of tokens."""
+        return getattr(self.model.config, "input_channels", None)
 
-@dataclass(frozen=True)
-class InspectedModel(LoadedBackbone):
-    """A backbone of the zoo."""
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens the model knows."""
+        return self.model.config.get_text_config().vocab_size
 
-    model: SSMModel
 
-
-def load_subject(name: str, *, seed: int, device: str | None) -> InspectedModel:
+def load_subject(
+    name: str, *, seed: int, device: str | None, stock: bool = False
+) -> LoadedBackbone:
     """Return the backbone of a folder, a Hub id, ``family`` (tiny) or ``family:preset``.
+
+    transformers' recurrent models run on our kernels, unless they are to stay ``stock``.
 
     Raises:
         LookupError: There is no such model, family or preset.
-        ValueError: The folder holds no complete model of the zoo, or the device is not there.
+        ValueError: The folder holds no complete model with recurrent layers, or the device is not
+            there.
         RuntimeError: The family's plugin cannot be loaded.
     """
+    from ssmzoo.modeling.stock import choose_kernels, mixers_of
+
     subject = load_backbone(name, seed=seed, device=device)
     if not isinstance(subject.model, SSMModel):
-        raise ValueError(
-            f"inspect needs a model of the zoo: {name!r} must be a subclass of "
-            f"ssmzoo.modeling.SSMModel, got {type(subject.model).__name__}"
-        )
-    return InspectedModel(subject.model, subject.name, subject.untrained)
+        if not mixers_of(subject.model):
+            raise ValueError(
+                "inspect needs a model of the zoo, or one of transformers with recurrent layers: "
+                f"{name!r} must have such layers, got {type(subject.model).__name__}"
+            )
+        choose_kernels(subject.model, stock)
+    return subject
 
 
 def load_backbone(name: str, *, seed: int, device: str | None) -> LoadedBackbone:
@@ -96,7 +108,7 @@ def reference_inputs(
     Raises:
         ValueError: Fewer tokens than one sequence needs.
     """
-    config, device = subject.model.config, subject.model.device
+    device = subject.model.device
     if tokens is not None:
         count = min(sequences, len(tokens) // length)
         if count == 0:
@@ -106,33 +118,30 @@ def reference_inputs(
             )
         return tokens[: count * length].view(count, length).to(device)
     draw = torch.Generator().manual_seed(seed)
-    channels = getattr(config, "input_channels", None)
+    channels = subject.channels
     if channels is not None:
         return torch.randn(sequences, length, channels, generator=draw).to(device)
-    return torch.randint(
-        config.get_text_config().vocab_size, (sequences, length), generator=draw
-    ).to(device)
+    return torch.randint(subject.vocab_size, (sequences, length), generator=draw).to(device)
 
 
-def given_ids(subject: InspectedModel, rows: Sequence[Sequence[int]]) -> Tensor:
+def given_ids(subject: LoadedBackbone, rows: Sequence[Sequence[int]]) -> Tensor:
     """Return given token ids ``[B, L]``.
 
     Raises:
         ValueError: No ids, rows of different lengths, an id the model does not know, or a model of
             values.
     """
-    config = subject.model.config
-    if config.input_channels is not None:
+    if subject.channels is not None:
         raise ValueError("ids must be left out: this model takes values, not tokens")
     lengths = sorted({len(row) for row in rows})
     if len(lengths) != 1 or not lengths[0]:
         raise ValueError(f"ids must be rows of one length of at least 1, got lengths {lengths}")
     ids = torch.tensor(rows, dtype=torch.int64)
-    check_indices("ids", ids, config.vocab_size)
+    check_indices("ids", ids, subject.vocab_size)
     return ids.to(subject.model.device)
 
 
-def text_tokens(subject: InspectedModel, source: str, text: str | Path) -> Tensor:
+def text_tokens(subject: LoadedBackbone, source: str, text: str | Path) -> Tensor:
     """Return the token ids of a text file ``[T]``, by the model's own tokenizer.
 
     An untrained model has none and reads bytes.
@@ -140,22 +149,21 @@ def text_tokens(subject: InspectedModel, source: str, text: str | Path) -> Tenso
     Raises:
         ValueError: No such text, a model of values, or a tokenizer that does not fit the model.
     """
-    config = subject.model.config
-    if config.input_channels is not None:
+    if subject.channels is not None:
         raise ValueError("text must be left out: this model takes values, not tokens")
     files = expand([str(text)], "text")
     words = "".join(content for _, content in read_files("text", files, "text", skip_binary=False))
     tokenizer = _tokenizer(subject, source)
     ids = cast("list[int]", tokenizer.encode(words, add_special_tokens=False, verbose=False))
-    if ids and max(ids) >= config.vocab_size:
+    if ids and max(ids) >= subject.vocab_size:
         raise ValueError(
             f"the tokenizer gives token id {max(ids)}, the model knows ids below "
-            f"{config.vocab_size}: they do not belong together; leave text out for random tokens"
+            f"{subject.vocab_size}: they do not belong together; leave text out for random tokens"
         )
     return torch.tensor(ids, dtype=torch.int64)
 
 
-def _tokenizer(subject: InspectedModel, source: str) -> PreTrainedTokenizerBase:
+def _tokenizer(subject: LoadedBackbone, source: str) -> PreTrainedTokenizerBase:
     if subject.untrained:
         from ssmzoo.data.tokenizer import byte_tokenizer
 

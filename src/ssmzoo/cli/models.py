@@ -219,6 +219,7 @@ def _inspect(options: argparse.Namespace) -> int:
         measured=options.measured,
         seed=options.seed,
         device=options.device,
+        stock=options.stock,
     )
     if options.json:
         print_json(report)
@@ -227,6 +228,11 @@ def _inspect(options: argparse.Namespace) -> int:
     size = report["state_bytes"]
     print(f"state of a sequence: {report['state_note'] if size is None else in_bytes(size)}")
     print(f"{', '.join(report['pictures'])} and inspection.json in {options.output}")
+    if report["not_drawn"]:
+        print(f"not drawn, since no layer tells it: {', '.join(report['not_drawn'])}")
+    for kind, numbers in report["other_layers"].items():
+        what = "the attention of hybrid layers" if kind == "hybrid" else f"{kind} layers"
+        print(f"not drawn: {what} {', '.join(map(str, numbers))}")
     return 0
 
 
@@ -272,6 +278,7 @@ INSPECT = Verb(
         ),
         SEED,
         DEVICE,
+        STOCK,
         JSON,
     ),
     _inspect,

@@ -76,8 +76,8 @@ def generate(
 
     cast(torch.nn.Module, network).to(place)
 
-    inputs = _inputs(network, tokenizer, prompt, state, save_state)
     choose_kernels(network, stock)
+    inputs = _inputs(network, tokenizer, prompt, state, save_state)
     own = network.generation_config
     ends = own.eos_token_id if own is not None else None
     if ends is None:
@@ -133,14 +133,8 @@ def _inputs(
     if state is None and save_state is None:
         return _encode(tokenizer, prompt, network)
 
-    from ssmzoo.modeling import SSMForCausalLM, load_state
+    from ssmzoo.modeling import load_state, prefill
 
-    if not isinstance(network, SSMForCausalLM):
-        option = "state" if state is not None else "save_state"
-        raise ValueError(
-            f"{option} needs a model of this zoo, got {type(network).__name__}: others have no "
-            "state of fixed size to keep"
-        )
     if state is None:
         inputs = _encode(tokenizer, prompt, network)
     else:
@@ -150,7 +144,7 @@ def _inputs(
         more = _encode(tokenizer, prompt, network, special=False)["input_ids"] if prompt else None
         inputs = kept.inputs(more)
     if save_state is not None:
-        read = network.prefill(**inputs)
+        read = prefill(network, **inputs)
         with writing(Path(save_state)):
             read.save_pretrained(save_state)
         inputs = read.inputs()

@@ -28,7 +28,7 @@ from ssmzoo.modeling.layers import MLP, CausalConv1d, Dropout, Linear
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, RMSNorm
 from ssmzoo.modeling.packing import AlignedRows, PackedRow
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel, check_weights
-from ssmzoo.modeling.prompt import PromptState, load_state
+from ssmzoo.modeling.prompt import PromptState, load_state, prefill
 
 __all__ = [
     "MLP",
@@ -61,6 +61,7 @@ __all__ = [
     "check_weights",
     "is_token",
     "load_state",
+    "prefill",
     "recurrent",
     "suggestion",
     "token_of_layer",

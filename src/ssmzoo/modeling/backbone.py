@@ -257,6 +257,9 @@ class SSMModel(SSMPreTrainedModel):
     """
 
     mixer_class: type[SSMMixer]
+    # for ``prefill``: what its states are kept in, and whether a token's position is an input
+    cache_class = StateCache
+    counts_positions = False
 
     def __init__(self, config: SSMConfig) -> None:
         super().__init__(config)
@@ -388,7 +391,8 @@ class SSMModel(SSMPreTrainedModel):
             all_hidden_states.append(hidden_states)
 
         if cache is not None:
-            cache.advance(states, length if packed is None else packed.longest(), recorded)
+            cache.set_states([state.final for state in states])
+            cache.advance(length if packed is None else packed.longest(), recorded)
         output = BaseModelOutputWithPast(
             last_hidden_state=hidden_states,
             past_key_values=cache,
@@ -514,23 +518,9 @@ class SSMModel(SSMPreTrainedModel):
         if given is not None:
             check_kind(given)
             given.check(self.config, sequences)
-            if given.pending is not None:
-                self._read_again(given)
+            given.read_again(self)
             return given
         return StateCache(self.config) if use_cache else None
-
-    @torch.no_grad()
-    def _read_again(self, cache: StateCache) -> None:
-        """Bring the states to where a crop put the number of tokens."""
-        pending, seen = cache.pending, cache.seen_tokens
-        assert pending is not None
-        cache.pending, cache.seen_tokens = None, seen - pending["inputs_embeds"].shape[1]
-        try:
-            with cache.unrecorded():
-                self(**pending, past_key_values=cache)
-        except BaseException:
-            cache.pending, cache.seen_tokens = pending, seen
-            raise
 
 
 def _refuse_unknown(kwargs: dict[str, Any]) -> None:

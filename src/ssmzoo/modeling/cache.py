@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig
 
 from ssmzoo.modeling.packing import PackedRow
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from ssmzoo.modeling.configuration import SSMConfig
 
 _FORMAT = "ssmzoo-state-1"
@@ -40,7 +42,7 @@ class Recorded:
     """A forward pass that may be rolled back: the states before it, and what it read."""
 
     states: list[dict[str, Tensor]]
-    inputs: dict[str, Tensor] | None  # by argument, [B, L, ...]; None: packed, none to read again
+    inputs: dict[str, Tensor] | None  # by argument, [B, L, ...]; None: none to read again
     length: int = 0  # by how many tokens it advanced the cache
 
 
@@ -118,48 +120,39 @@ class _Layer:
     def is_initialized(self) -> bool:
         return bool(self.states)
 
-    def reset(self) -> None:
-        self.states = {}
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.states = {
-            name: state.index_select(0, indices.to(state.device))
-            for name, state in self.states.items()
-        }
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.states = {
-            name: state.repeat_interleave(repeats, dim=0) for name, state in self.states.items()
-        }
-
     def get_max_length(self) -> int:
         return -1
 
 
-class StateCache(Cache):
-    """The states of all layers, one row per sequence, and the number of tokens seen.
+class RecurrentCache(Cache):
+    """What every cache of states has, whoever writes into it: rollback, rows, copies, files.
 
-    Recurrent states are float32 whatever the weights are. Pass it as ``past_key_values``; a forward
-    pass that uses it updates it in place and returns it.
+    A subclass tells what its layers hold, tensors with a row a sequence by name, and takes it back.
 
     Args:
         config: The configuration of the model it will serve.
     """
 
-    layers: list[_Layer]
-
-    def __init__(self, config: SSMConfig) -> None:
-        layers: Any = [_Layer() for _ in range(config.num_hidden_layers)]
-        super().__init__(layers=layers)
+    def __init__(self, config: PreTrainedConfig, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.config = config  # of the model that it serves; never written
         self.seen_tokens = 0
         self.pending: dict[str, Tensor] | None = None  # what the next call must read again first
         self.input_holds_seen = False  # in generate: whether its first input repeats what was seen
         self.recording = False
         self._recorded: list[Recorded] = []
+
+    def get_states(self) -> list[dict[str, Tensor]]:
+        """Return what each layer holds, by name; not copies."""
+        raise NotImplementedError
+
+    def set_states(self, states: list[dict[str, Tensor]]) -> None:
+        """Let each layer hold these.
+
+        Raises:
+            ValueError: A layer has no state of such a name.
+        """
+        raise NotImplementedError
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return how many tokens each row has seen, padding included."""
@@ -173,17 +166,15 @@ class StateCache(Cache):
     @property
     def batch_size(self) -> int:
         """Return the number of sequences, or -1 before the first token."""
-        for layer in self.layers:
-            for state in layer.states.values():
-                return state.shape[0]
-        return -1
+        return next((s.shape[0] for states in self.get_states() for s in states.values()), -1)
 
     @property
     def nbytes(self) -> int:
         """Return the size of all states in bytes; only attention's grows with the tokens seen."""
-        return sum(s.numel() * s.element_size() for lay in self.layers for s in lay.states.values())
+        held = self.get_states()
+        return sum(s.numel() * s.element_size() for states in held for s in states.values())
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StateCache:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the states, without the graph that may have made them."""
         copied = object.__new__(type(self))
         memo[id(self)] = copied
@@ -191,36 +182,19 @@ class StateCache(Cache):
         for name, value in self.__dict__.items():
             if name != "layers":
                 setattr(copied, name, copy.deepcopy(value, memo))
-        copied.layers = [_Layer() for _ in self.layers]
-        for mine, theirs in zip(copied.layers, self.layers, strict=True):
-            mine.states = {name: state.detach().clone() for name, state in theirs.states.items()}
+        copied.layers = [copy.copy(layer) for layer in self.layers]
+        copied.set_states(self._snapshot())
         return copied
 
-    def detach(self) -> None:
-        """Cut the graph that made the states: no gradient goes back through them."""
-        for layer in self.layers:
-            layer.states = {name: state.detach() for name, state in layer.states.items()}
+    def _snapshot(self) -> list[dict[str, Tensor]]:
+        # some steps write into a state's own memory
+        return [{n: s.detach().clone() for n, s in held.items()} for held in self.get_states()]
 
     def reset(self) -> None:
         """Forget everything; the next token starts a new sequence."""
-        super().reset()
+        self.set_states([{} for _ in self.layers])
         self.seen_tokens = 0
         self.pending, self._recorded = None, []
-
-    def reset_rows(self, rows: Tensor) -> None:
-        """Reset some rows, which start new sequences with their next token; keep the others.
-
-        Args:
-            rows: Row indices ``[R]``, or a boolean mask ``[B]``.
-        """
-        self._rows_change()
-        if rows.dtype is torch.bool:
-            rows = rows.nonzero().flatten()
-        for layer in self.layers:
-            layer.states = {  # all zeros is where every family starts
-                name: state.index_fill(0, rows.to(state.device), 0)
-                for name, state in layer.states.items()
-            }
 
     def activate_past_recording(self) -> None:
         """Take a snapshot before every call from now on, so that :meth:`crop` can roll it back.
@@ -229,26 +203,16 @@ class StateCache(Cache):
         """
         self.recording = True
 
-    def before(self, inputs_embeds: Tensor, packing: PackedRow | None) -> Recorded:
-        """Return the snapshot that :meth:`advance` records, so that a call can be rolled back.
+    def record(self, inputs: dict[str, Tensor] | None) -> Recorded | None:
+        """Return the snapshot that :meth:`advance` takes, so that a call can be rolled back.
 
         Args:
-            inputs_embeds: What it is about to read ``[B, L, D]``.
-            packing: Where its sequences are, if its rows are not whole ones.
+            inputs: What the call is about to read, as :class:`Recorded` keeps it.
         """
-        # some steps write into a state's own memory
-        states = [{n: s.detach().clone() for n, s in la.states.items()} for la in self.layers]
-        inputs: dict[str, Tensor] | None = {"inputs_embeds": inputs_embeds.detach()}
-        if packing is not None:
-            mask = packing.real() if packing.padded else None
-            shape = inputs_embeds.shape[:2]
-            inputs = None if mask is None else {**inputs, "attention_mask": mask.view(shape)}
-        return Recorded(states, inputs)
+        return Recorded(self._snapshot(), inputs) if self.recording else None
 
-    def advance(self, states: list[LayerState], tokens: int, recorded: Recorded | None) -> None:
-        """Take the states that a call left, after so many tokens, and what :meth:`before` said."""
-        for layer, state in zip(self.layers, states, strict=True):
-            layer.states = state.final
+    def advance(self, tokens: int, recorded: Recorded | None) -> None:
+        """Count the tokens of a call, and keep what :meth:`record` returned before it."""
         self.seen_tokens += tokens
         if recorded is not None:
             recorded.length = tokens
@@ -262,6 +226,22 @@ class StateCache(Cache):
             yield
         finally:
             self.recording = recording
+
+    @torch.no_grad()
+    def read_again(self, model: nn.Module) -> None:
+        """Bring the states to where a crop put the number of tokens; ``model`` reads what stays."""
+        pending, seen = self.pending, self.seen_tokens
+        if pending is None:
+            return
+        ids = pending.get("input_ids", pending.get("inputs_embeds"))
+        assert ids is not None
+        self.pending, self.seen_tokens = None, seen - ids.shape[1]
+        try:
+            with self.unrecorded():
+                model(**pending, past_key_values=self)
+        except BaseException:
+            self.pending, self.seen_tokens = pending, seen
+            raise
 
     def crop(self, max_length: int) -> None:
         """Roll back tokens that were read while calls were recorded.
@@ -291,15 +271,17 @@ class StateCache(Cache):
             back = recorded.pop()
             left -= back.length
         if left and back is not None:
+            gone = back.length + left
             if back.inputs is None:
                 raise RuntimeError(
-                    "crop must roll back a call with packed sequences as a whole, "
-                    f"got {back.length + left} of its {back.length} tokens to roll back"
+                    "crop must roll back a call with packed sequences, or with a mask or positions "
+                    "that are not [B, L], as a whole, got "
+                    f"{gone} of its {back.length} tokens to roll back"
                 )
-            pending = {name: given[:, :-left] for name, given in back.inputs.items()}
+            # a mask may be longer, of all that the cache has seen
+            pending = {n: given[:, : given.shape[1] - gone] for n, given in back.inputs.items()}
         if back is not None:
-            for layer, states in zip(self.layers, back.states, strict=True):
-                layer.states = states
+            self.set_states(back.states)
             self.pending = pending if left else None
             self.seen_tokens -= remove
         self._recorded = []
@@ -311,35 +293,32 @@ class StateCache(Cache):
                 "the next call; run the model on the next tokens first"
             )
 
-    def _rows_change(self) -> None:
-        """Drop the snapshots, which are of the rows before they changed."""
+    def _rows_change(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Change the rows of every state; drop the snapshots, which are of the rows before."""
         self._settled()
         self._recorded = []
+        self.set_states([{n: change(s) for n, s in held.items()} for held in self.get_states()])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows: row b becomes the former row ``beam_idx[b]``, ``beam_idx [B]``."""
-        self._rows_change()
-        for layer in self.layers:
-            layer.reorder_cache(beam_idx)
+        self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices [R]``."""
-        self._rows_change()
-        super().batch_select_indices(indices)
+        self._rows_change(lambda state: state.index_select(0, indices.to(state.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
-        self._rows_change()
-        super().batch_repeat_interleave(repeats)
+        self._rows_change(lambda state: state.repeat_interleave(repeats, dim=0))
 
-    def check(self, config: SSMConfig, batch_size: int) -> None:
+    def check(self, config: PreTrainedConfig, batch_size: int) -> None:
         """Check that the cache belongs to this model and has the batch's number of sequences.
 
         Raises:
             ValueError: It belongs to another model or holds another number of sequences.
         """
         # most steps are of the model that made the cache
-        if self.config is not config and self.owner != (wanted := _signature(config)):
+        if self.config is not config and self.owner != (wanted := type(self)(config).owner):
             raise ValueError(
                 f"past_key_values belongs to another model: {_difference(self.owner, wanted)}"
             )
@@ -348,17 +327,6 @@ class StateCache(Cache):
                 f"past_key_values holds {self.batch_size} sequences, the input has {batch_size}; "
                 "use its batch_repeat_interleave or batch_select_indices"
             )
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the state to a safetensors file, atomically.
-
-        Raises:
-            ValueError: The cache is still empty.
-            OSError: The file cannot be written.
-        """
-        if self.batch_size == -1:
-            raise ValueError("an empty StateCache cannot be saved; run the model on a prompt first")
-        self.write(path, {}, {})
 
     def write(
         self,
@@ -370,8 +338,8 @@ class StateCache(Cache):
         self._settled()
         tensors = {
             f"{index}.{name}": state.detach().contiguous()
-            for index, layer in enumerate(self.layers)
-            for name, state in layer.states.items()
+            for index, states in enumerate(self.get_states())
+            for name, state in states.items()
         }
         metadata = {
             "format": _FORMAT,
@@ -396,30 +364,15 @@ class StateCache(Cache):
             partial.unlink(missing_ok=True)
 
     @classmethod
-    def load(
-        cls,
-        path: str | os.PathLike[str],
-        config: SSMConfig,
-        device: str | torch.device = "cpu",
-    ) -> StateCache:
-        """Load a state that :meth:`save` wrote.
-
-        Args:
-            path: The safetensors file.
-            config: The configuration of the model that will continue from it.
-            device: Where to put the tensors.
+    def read(
+        cls, path: str | os.PathLike[str], config: PreTrainedConfig, device: str | torch.device
+    ) -> tuple[Self, dict[str, Tensor], dict[str, str]]:
+        """Return state, other tensors and notes that :meth:`write` wrote.
 
         Raises:
             ValueError: The file is not a saved state, is damaged, or belongs to another model.
             OSError: The file cannot be read.
         """
-        return cls.read(path, config, device)[0]
-
-    @classmethod
-    def read(
-        cls, path: str | os.PathLike[str], config: SSMConfig, device: str | torch.device = "cpu"
-    ) -> tuple[StateCache, dict[str, Tensor], dict[str, str]]:
-        """Return state, other tensors and notes that :meth:`write` wrote; fails as load does."""
         cache = cls(config)
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
@@ -448,23 +401,115 @@ class StateCache(Cache):
             raise ValueError(
                 f"{path} is a damaged StateCache: it holds {sorted(states)} of {names}"
             )
+        held: list[dict[str, Tensor]] = [{} for _ in cache.layers]
         for name, state in states.items():
             index, _, state_name = name.partition(".")
-            if not (index.isdecimal() and int(index) < len(cache.layers) and state_name):
+            if not (index.isdecimal() and int(index) < len(held) and state_name):
                 raise ValueError(f"{path} is a damaged StateCache: it holds a state {name!r}")
-            cache.layers[int(index)].states[state_name] = state
+            held[int(index)][state_name] = state
+        try:
+            cache.set_states(held)
+        except ValueError as error:
+            raise ValueError(f"{path} is a damaged StateCache: {error}") from error
         return cache, others, metadata
 
 
-def check_kind(past_key_values: object) -> None:
-    """Fail unless this is None or a :class:`StateCache`.
+class StateCache(RecurrentCache):
+    """The states of all layers, one row per sequence, and the number of tokens seen.
+
+    Recurrent states are float32 whatever the weights are. Pass it as ``past_key_values``; a forward
+    pass that uses it updates it in place and returns it.
+
+    Args:
+        config: The configuration of the model it will serve.
+    """
+
+    layers: list[_Layer]
+
+    def __init__(self, config: SSMConfig) -> None:
+        layers: Any = [_Layer() for _ in range(config.num_hidden_layers)]
+        super().__init__(config, layers=layers)
+
+    def get_states(self) -> list[dict[str, Tensor]]:
+        """Return what each layer holds, by name; not copies."""
+        return [layer.states for layer in self.layers]
+
+    def set_states(self, states: list[dict[str, Tensor]]) -> None:
+        """Let each layer hold these."""
+        for layer, held in zip(self.layers, states, strict=True):
+            layer.states = held
+
+    def detach(self) -> None:
+        """Cut the graph that made the states: no gradient goes back through them."""
+        for layer in self.layers:
+            layer.states = {name: state.detach() for name, state in layer.states.items()}
+
+    def reset_rows(self, rows: Tensor) -> None:
+        """Reset some rows, which start new sequences with their next token; keep the others.
+
+        Args:
+            rows: Row indices ``[R]``, or a boolean mask ``[B]``.
+        """
+        if rows.dtype is torch.bool:
+            rows = rows.nonzero().flatten()
+        # all zeros is where every family starts
+        self._rows_change(lambda state: state.index_fill(0, rows.to(state.device), 0))
+
+    def before(self, inputs_embeds: Tensor, packing: PackedRow | None) -> Recorded | None:
+        """Return what :meth:`record` returns for a call.
+
+        Args:
+            inputs_embeds: What it is about to read ``[B, L, D]``.
+            packing: Where its sequences are, if its rows are not whole ones.
+        """
+        inputs: dict[str, Tensor] | None = {"inputs_embeds": inputs_embeds.detach()}
+        if packing is not None:
+            mask = packing.real() if packing.padded else None
+            shape = inputs_embeds.shape[:2]
+            inputs = None if mask is None else {**inputs, "attention_mask": mask.view(shape)}
+        return self.record(inputs)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state to a safetensors file, atomically.
+
+        Raises:
+            ValueError: The cache is still empty.
+            OSError: The file cannot be written.
+        """
+        if self.batch_size == -1:
+            raise ValueError("an empty StateCache cannot be saved; run the model on a prompt first")
+        self.write(path, {}, {})
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        config: SSMConfig,
+        device: str | torch.device = "cpu",
+    ) -> StateCache:
+        """Load a state that :meth:`save` wrote.
+
+        Args:
+            path: The safetensors file.
+            config: The configuration of the model that will continue from it.
+            device: Where to put the tensors.
+
+        Raises:
+            ValueError: The file is not a saved state, is damaged, or belongs to another model.
+            OSError: The file cannot be read.
+        """
+        return cls.read(path, config, device)[0]
+
+
+def check_kind(past_key_values: object, kind: type[RecurrentCache] = StateCache) -> None:
+    """Fail unless this is None or a cache of a kind.
 
     Raises:
         TypeError: It is another cache, as transformers makes them for attention.
     """
-    if past_key_values is not None and not isinstance(past_key_values, StateCache):
+    if past_key_values is not None and not isinstance(past_key_values, kind):
         raise TypeError(
-            f"past_key_values must be a StateCache, got {type(past_key_values).__name__}; "
+            f"past_key_values must be a {kind.__name__}, got {type(past_key_values).__name__}; "
             "leave it out and take the one a forward pass returns"
         )
 
@@ -476,9 +521,9 @@ _STATELESS = frozenset(
 )
 
 
-def _signature(config: SSMConfig) -> dict[str, Any]:
+def _signature(config: PreTrainedConfig) -> dict[str, Any]:
     """Return what two models must share for a state of one to have the other's shape."""
-    names = _own_fields(type(config))
+    names = own_fields(type(config))
     return dict(
         zip(names, itemgetter(*names)(vars(config)), strict=True),
         model_type=type(config).model_type,
@@ -500,6 +545,7 @@ def _difference(before: Any, now: dict[str, Any]) -> str:
 
 
 @functools.cache
-def _own_fields(kind: type[SSMConfig]) -> tuple[str, ...]:
+def own_fields(kind: type[PreTrainedConfig]) -> tuple[str, ...]:
+    """Return the fields of a configuration that a state's meaning or shape may depend on."""
     general = {field.name for field in dataclasses.fields(PreTrainedConfig)} | _STATELESS
     return tuple(field.name for field in dataclasses.fields(kind) if field.name not in general)

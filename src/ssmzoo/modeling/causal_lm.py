@@ -13,13 +13,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from ssmzoo.modeling.backbone import SSMModel
-from ssmzoo.modeling.cache import StateCache, check_kind
+from ssmzoo.modeling.cache import RecurrentCache, StateCache, check_kind
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.inputs import named_indices
 from ssmzoo.modeling.layers import Linear
 from ssmzoo.modeling.packing import PackedRow
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
-from ssmzoo.modeling.prompt import PromptState
+from ssmzoo.modeling.prompt import PromptState, prefill
 
 _LOGGER = logging.get_logger("ssmzoo")
 
@@ -54,6 +54,11 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = self.make_head(config)
         self.post_init()
+
+    @property
+    def prompt_reader(self) -> SSMModel:
+        """What reads a prompt: the backbone."""
+        return self.model
 
     def make_head(self, config: Any) -> nn.Module:
         """Return what maps ``[B, L, D]`` to logits ``[B, L, V]``; a family may have another one.
@@ -175,22 +180,8 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         *,
         chunk_size: int | None = None,
     ) -> PromptState:
-        """Read a prompt once and return its state, from which any number of calls can continue.
-
-        ``model.generate(**state.inputs())`` continues it; ``state.save_pretrained(folder)`` keeps
-        it and :func:`~ssmzoo.modeling.load_state` brings it back, in another process too.
-
-        Args:
-            input_ids: ``[B, L]``.
-            attention_mask: ``[B, L]``, 0 where a row is padded on the left.
-            past_key_values: The state after a prefix of ``input_ids``; only the tokens after the
-                prefix are read, and the given state is not changed.
-            chunk_size: Read this many tokens at a time, to bound memory; None: all at once.
-
-        Raises:
-            ValueError: ``input_ids`` has no token, or another argument does not fit its shape.
-        """
-        return PromptState.read(self, input_ids, attention_mask, past_key_values, chunk_size)
+        """See :func:`ssmzoo.modeling.prefill`."""
+        return prefill(self, input_ids, attention_mask, past_key_values, chunk_size=chunk_size)
 
     def prepare_inputs_for_generation(
         self,
@@ -279,7 +270,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         An error in between leaves the configuration and the given state's flag as they were.
         """
         given = kwargs.get("past_key_values")
-        length = _prompt_length(generation_config, kwargs)
+        length = prompt_length(generation_config, kwargs)
         if given is not None and given.seen_tokens and length == input_ids.shape[1]:
             given.input_holds_seen = True  # candidates are added before its next input is prepared
         layers = self.config.num_hidden_layers
@@ -302,31 +293,45 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         """Give ``generate`` our cache; transformers' own would not count the tokens."""
         given = model_kwargs.get("past_key_values")
         if given is not None:
-            length = _prompt_length(generation_config, model_kwargs)
-            if length is not None and length <= given.get_seq_length():
-                raise ValueError(
-                    f"past_key_values has seen {given.get_seq_length()} tokens, and input_ids (or "
-                    "attention_mask, where they are the new ones alone) must have more, got "
-                    f"{length}; model.prefill keeps a prompt that generate can go on from"
-                )
-            expanded = max(generation_config.num_beams, generation_config.num_return_sequences)
-            if expanded > 1 and given.batch_size == batch_size:  # as the prompt's rows were
-                given = model_kwargs["past_key_values"] = copy.deepcopy(given)
-                given.batch_repeat_interleave(expanded)
-            given._is_user_defined = True
+            model_kwargs["past_key_values"] = given_state(
+                given, generation_config, model_kwargs, batch_size
+            )
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = StateCache(self.config)
             if generation_config.is_assistant:  # its proposals may be taken back
                 model_kwargs["past_key_values"].activate_past_recording()
 
 
-def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:
+def prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:
     """Return how many tokens a prompt has, also where only those behind a given state came.
 
     ``generate`` drops a mask that is all ones and keeps its length.
     """
     mask = model_kwargs.get("attention_mask")
     return getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
+
+
+def given_state(
+    given: RecurrentCache, generation_config: Any, model_kwargs: dict[str, Any], batch_size: int
+) -> RecurrentCache:
+    """Return the state that ``generate`` goes on from: the given one, or a copy with a row a beam.
+
+    Raises:
+        ValueError: It has seen all tokens of the prompt already.
+    """
+    length = prompt_length(generation_config, model_kwargs)
+    if length is not None and length <= given.get_seq_length():
+        raise ValueError(
+            f"past_key_values has seen {given.get_seq_length()} tokens, and input_ids (or "
+            "attention_mask, where they are the new ones alone) must have more, got "
+            f"{length}; ssmzoo.modeling.prefill keeps a prompt that generate can go on from"
+        )
+    expanded = max(generation_config.num_beams, generation_config.num_return_sequences)
+    if expanded > 1 and given.batch_size == batch_size:  # as the prompt's rows were
+        given = copy.deepcopy(given)
+        given.batch_repeat_interleave(expanded)
+    given._is_user_defined = True  # pyright: ignore[reportAttributeAccessIssue]
+    return given
 
 
 def _without_first_tokens(labels: Tensor, packing: PackedRow | Literal[False]) -> Tensor:

@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ssmzoo.modeling.cache import StateCache, check_kind
+from ssmzoo.modeling.cache import RecurrentCache, check_kind
 
 if TYPE_CHECKING:
-    from ssmzoo.modeling.pretrained import SSMPreTrainedModel
+    from transformers import PreTrainedModel
 
 FILE_NAME = "state.safetensors"
 
 
 @dataclass(frozen=True)
 class PromptState:
-    """A prompt and the state after it, as :meth:`SSMForCausalLM.prefill` returns them.
+    """A prompt and the state after it, as :func:`prefill` returns them.
 
     It never changes: :meth:`inputs` hands out copies, so one prompt can be continued many times.
 
@@ -37,56 +37,11 @@ class PromptState:
         model: The model that read it.
     """
 
-    cache: StateCache
+    cache: RecurrentCache
     input_ids: Tensor
     attention_mask: Tensor
-    model: SSMPreTrainedModel
+    model: PreTrainedModel
     versions: tuple[int, ...]  # of the model's tensors, to see whether it was trained since
-
-    @classmethod
-    def read(
-        cls,
-        model: SSMPreTrainedModel,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        past_key_values: StateCache | None,
-        chunk_size: int | None,
-    ) -> PromptState:
-        """See :meth:`SSMForCausalLM.prefill`."""
-        if input_ids.dim() != 2 or 0 in input_ids.shape:
-            raise ValueError(
-                f"input_ids must have shape [B, L] and hold a token, got {list(input_ids.shape)}"
-            )
-        if chunk_size is not None and chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
-        if attention_mask is None:
-            attention_mask = torch.ones_like(input_ids)
-        if attention_mask.shape != input_ids.shape:
-            raise ValueError(
-                f"attention_mask must have the shape of input_ids {list(input_ids.shape)}, "
-                f"got {list(attention_mask.shape)}"
-            )
-        cache = StateCache(model.config)
-        check_kind(past_key_values)
-        if past_key_values is not None:
-            past_key_values.check(model.config, len(input_ids))
-            cache = copy.deepcopy(past_key_values)
-        start, end = cache.seen_tokens, input_ids.shape[1] - 1
-        if start > end:
-            raise ValueError(
-                f"past_key_values has seen {start} tokens, so input_ids must be those and at least "
-                f"one more, got {end + 1}"
-            )
-        step = chunk_size or max(end, 1)
-        with torch.no_grad():
-            for begin in range(start, end, step):
-                stop = min(begin + step, end)
-                model.model(
-                    input_ids[:, begin:stop],
-                    attention_mask=attention_mask[:, :stop],
-                    past_key_values=cache,
-                )
-        return cls(cache, input_ids, attention_mask, model, _versions(model))
 
     @property
     def num_tokens(self) -> int:
@@ -140,14 +95,93 @@ class PromptState:
             folder / FILE_NAME,
             {"input_ids": self.input_ids, "attention_mask": self.attention_mask},
             {
-                "weights": weights_digest(self.model.model),
+                "weights": weights_digest(_reader(self.model)),
                 "dtype": str(self.model.dtype).removeprefix("torch."),
                 "tokens": str(self.num_tokens),
             },
         )
 
 
-def load_state(directory: str | os.PathLike[str], model: SSMPreTrainedModel) -> PromptState:
+def prefill(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    past_key_values: RecurrentCache | None = None,
+    *,
+    chunk_size: int | None = None,
+) -> PromptState:
+    """Read a prompt once and return its state, from which any number of calls can continue.
+
+    ``model.generate(**state.inputs())`` continues it; ``state.save_pretrained(folder)`` keeps it
+    and :func:`load_state` brings it back, in another process too.
+
+    Args:
+        model: A language model of the zoo, or one of transformers that :func:`ssmzoo.accelerate`
+            put on our kernels.
+        input_ids: ``[B, L]``.
+        attention_mask: ``[B, L]``, 0 where a row is padded on the left.
+        past_key_values: The state after a prefix of ``input_ids``; only the tokens after the prefix
+            are read, and the given state is not changed.
+        chunk_size: Read this many tokens at a time, to bound memory; None: all at once.
+
+    Raises:
+        ValueError: ``input_ids`` has no token, another argument does not fit its shape, or the
+            model keeps no state that we can save.
+        TypeError: ``past_key_values`` is another kind of cache.
+    """
+    reader = _reader(model)
+    if input_ids.dim() != 2 or 0 in input_ids.shape:
+        raise ValueError(
+            f"input_ids must have shape [B, L] and hold a token, got {list(input_ids.shape)}"
+        )
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask must have the shape of input_ids {list(input_ids.shape)}, "
+            f"got {list(attention_mask.shape)}"
+        )
+    cache = reader.cache_class(reader.config)
+    check_kind(past_key_values, reader.cache_class)
+    if past_key_values is not None:
+        past_key_values.check(reader.config, len(input_ids))
+        cache = copy.deepcopy(past_key_values)
+    start, end = cache.seen_tokens, input_ids.shape[1] - 1
+    if start > end:
+        raise ValueError(
+            f"past_key_values has seen {start} tokens, so input_ids must be those and at least "
+            f"one more, got {end + 1}"
+        )
+    step = chunk_size or max(end, 1)
+    places = (attention_mask.long().cumsum(1) - 1).clamp_min(0)
+    with torch.no_grad():
+        for begin in range(start, end, step):
+            stop = min(begin + step, end)
+            named = {"position_ids": places[:, begin:stop]} if reader.counts_positions else {}
+            reader(
+                input_ids[:, begin:stop],
+                attention_mask=attention_mask[:, :stop],
+                past_key_values=cache,
+                **named,
+            )
+    return PromptState(cache, input_ids, attention_mask, model, _versions(model))
+
+
+def _reader(model: Any) -> Any:
+    """Return what reads a model's prompts: its backbone, which has a ``cache_class``."""
+    reader = getattr(model, "prompt_reader", None)
+    if reader is None:
+        raise ValueError(
+            "model must be a language model of the zoo, or one of transformers that "
+            f"ssmzoo.accelerate put on our kernels, got {type(model).__name__}; others keep no "
+            "state that can be saved"
+        )
+    return reader
+
+
+def load_state(directory: str | os.PathLike[str], model: PreTrainedModel) -> PromptState:
     """Return the prompt that :meth:`PromptState.save_pretrained` wrote.
 
     Args:
@@ -157,20 +191,22 @@ def load_state(directory: str | os.PathLike[str], model: SSMPreTrainedModel) -> 
 
     Raises:
         FileNotFoundError: The folder holds no saved prompt.
-        ValueError: The file is damaged, or another model read the prompt.
+        ValueError: The file is damaged, another model read the prompt, or the model keeps no state
+            that can be saved.
     """
+    reader = _reader(model)
     path = Path(directory) / FILE_NAME
     if not path.is_file():
         raise FileNotFoundError(
             f"{directory} holds no {FILE_NAME}; save one with "
-            "model.prefill(input_ids).save_pretrained(directory)"
+            "prefill(model, input_ids).save_pretrained(directory)"
         )
-    cache, others, notes = StateCache.read(path, model.config, model.device)
+    cache, others, notes = reader.cache_class.read(path, reader.config, model.device)
     ids, mask = others.get("input_ids"), others.get("attention_mask")
     if ids is None or mask is None or ids.shape != mask.shape or "weights" not in notes:
         raise ValueError(
             f"{path} holds a cache without its prompt; read it with StateCache.load, or save one "
-            "with model.prefill(input_ids).save_pretrained(directory)"
+            "with prefill(model, input_ids).save_pretrained(directory)"
         )
     dtype = str(model.dtype).removeprefix("torch.")
     if notes.get("dtype") != dtype:
@@ -178,7 +214,7 @@ def load_state(directory: str | os.PathLike[str], model: SSMPreTrainedModel) -> 
             f"{path} was made by a model in {notes.get('dtype')}, got one in {dtype}; load it with "
             f"dtype={notes.get('dtype')!r}"
         )
-    digest = weights_digest(model.model)
+    digest = weights_digest(reader)
     if notes["weights"] != digest:
         raise ValueError(
             f"{path} was made by other weights: their digest must be {notes['weights'][:12]}, got "

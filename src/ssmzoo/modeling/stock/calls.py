@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -19,12 +20,14 @@ class Call(threading.local):
         states: What the next selective scans start from, ``[B, D, N]`` each; none: zeros.
         fused: Whether a function may read the weights of the mixer's projections.
         dt_limit: The least and greatest step size of a Mamba2 mixer.
+        seen: The scans that run, with their arguments, while somebody asks; else None.
     """
 
     packing: PackedRow | None = None
     states: tuple[Tensor, ...] = ()
     fused: bool = False
     dt_limit: tuple[float, float] | None = None
+    seen: list[tuple[Callable[..., Any], dict[str, Any]]] | None = None
 
 
 call = Call()

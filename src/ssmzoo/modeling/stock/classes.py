@@ -15,14 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.generic import ModelOutput
 
 from ssmzoo.modeling import decoding
 from ssmzoo.modeling.layers import Linear
 from ssmzoo.modeling.stock import steps
+from ssmzoo.modeling.stock.cache import StockCache
 from ssmzoo.modeling.stock.calls import call, packed
+from ssmzoo.modeling.stock.dynamics import dynamics
 from ssmzoo.modeling.stock.functions import FUNCTIONS
+from ssmzoo.modeling.stock.generation import overrides
 from ssmzoo.modeling.stock.norms import OFFSETS, normalised
 from ssmzoo.modeling.stock.packed_calls import enter, positions
 from ssmzoo_kernels.layers import OPS
@@ -72,6 +76,14 @@ def _subclass(stock: type[nn.Module], forward: Any) -> type[nn.Module]:
     )
     made.__qualname__ = stock.__qualname__
     return made
+
+
+def reader(model: nn.Module) -> nn.Module:
+    """Return the model around the layers, without head, that an accelerated model is or holds."""
+    for module in model.children():
+        if isinstance(module, Accelerated) and isinstance(module, PreTrainedModel):
+            return reader(module)
+    return model
 
 
 def writers_of(stock: type) -> tuple[decoding.Writer, ...]:
@@ -204,7 +216,7 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
         finally:
             call.states = ()
 
-    return {"forward": forward}
+    return {"forward": forward, "dynamics": dynamics}
 
 
 def _states_of_one_token(
@@ -317,6 +329,7 @@ def _model(stock: type[nn.Module]) -> dict[str, Any]:
     # some count positions from 0 in every call, whatever their cache has seen
     used = inspect.unwrap(stock_forward).__code__.co_names
     forgets = "position_ids" in names and "arange" in used and "get_seq_length" not in used
+    name_of_cache = "past_key_values" if "past_key_values" in names else "cache_params"
 
     @functools.wraps(stock_forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -324,10 +337,25 @@ def _model(stock: type[nn.Module]) -> dict[str, Any]:
         told = kwargs.get("position_ids", given.get("position_ids")) is not None
         if forgets and not told and kwargs.get("past_key_values") is not None:
             kwargs = {**kwargs, "position_ids": positions(given, kwargs)}
+        # as generate and our own code call it, whatever the model does
+        renamed = name_of_cache != "past_key_values" and kwargs.get("past_key_values") is not None
+        if renamed:
+            kwargs = {**kwargs, name_of_cache: kwargs["past_key_values"]}
+            del kwargs["past_key_values"]
         packing, kwargs = enter(self, given, kwargs)
-        if packing is None:
-            return stock_forward(self, *args, **kwargs)
-        with packed(packing):
-            return stock_forward(self, **kwargs)
+        if packing is not None:
+            with packed(packing):
+                return stock_forward(self, **kwargs)
+        cache = kwargs.get(name_of_cache, given.get(name_of_cache))
+        if isinstance(cache, StockCache) and reader(self) is self:
+            passed = functools.partial(stock_forward, self, *args, **kwargs)
+            output = cache.run(self, passed, {**given, **kwargs})
+        else:
+            output = stock_forward(self, *args, **kwargs)
+        if renamed and isinstance(output, ModelOutput):
+            output["past_key_values"] = output[name_of_cache]
+        return output
 
-    return {"forward": forward}
+    body = {"forward": forward, "cache_class": StockCache, "prompt_reader": property(reader)}
+    body["counts_positions"] = "position_ids" in names
+    return body | (overrides(stock) if issubclass(stock, GenerationMixin) else {})

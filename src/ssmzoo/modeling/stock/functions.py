@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from ssmzoo.modeling.stock.calls import call
+from ssmzoo.modeling.stock.dynamics import noted
 from ssmzoo_kernels import layers
 
 
@@ -21,6 +22,8 @@ def _told(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         kwargs["cu_seqlens"], kwargs["seq_idx"] = call.packing, None
         kwargs["cu_seq_lens_q"] = None
+        if call.seen is not None:
+            noted(function, args, kwargs)
         return function(*args, **kwargs)
 
     return run

@@ -126,6 +126,12 @@ def accelerated(model: nn.Module) -> dict[str, str]:
     return found
 
 
+def mixers_of(model: nn.Module) -> dict[int, nn.Module]:
+    """Return the recurrent layers of a transformers model by their number, accelerated or not."""
+    found: list[Any] = [model.get_submodule(path) for path in accelerated(model)]
+    return {mixer.layer_idx: mixer for mixer in found}
+
+
 def choose_kernels(model: nn.Module, stock: bool) -> None:
     """Accelerate what a command loaded, unless stock is asked for, and say so in a line.
 

@@ -1,0 +1,112 @@
+"""The cache of an accelerated model that can be saved, cropped and copied."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin
+
+from ssmzoo.modeling.cache import RecurrentCache, own_fields
+
+_ATTENTION = ("keys", "values")
+# of a linear-attention layer, where it may have several: "conv_states.0", "conv_states.1"
+_RECURRENT = ("conv_states", "recurrent_states")
+_PLACES = ("attention_mask", "position_ids")
+_KNOWN = {"DynamicLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer"}
+_EMPTY = "DummyLayer"  # of layers without a cache; older transformers gives them another kind's
+
+
+class StockCache(RecurrentCache):
+    """The layers of transformers' own cache, which stock mixers and attention write into.
+
+    It counts tokens where they hold recurrent states alone, and rolls back by snapshot and replay,
+    attention's keys and values too.
+
+    Args:
+        config: The configuration of the model it will serve.
+
+    Raises:
+        ValueError: A layer's cache is of a kind that we do not know, a window's for example.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+        super().__init__(config, layers=layers)
+        if strange := {type(layer).__name__ for layer in layers} - _KNOWN - {_EMPTY}:
+            raise ValueError(
+                f"{type(config).__name__}: a layer's cache must be one of "
+                f"{', '.join(sorted(_KNOWN))} to be saved or rolled back, got "
+                f"{', '.join(sorted(strange))}"
+            )
+
+    @property
+    def is_compileable(self) -> bool:
+        """Return False: ``generate`` compiles only what was compiled without this cache too."""
+        return False
+
+    @property
+    def owner(self) -> dict[str, Any]:
+        """What a model must share with the one that it serves."""
+        config = self.config
+        fields = {name: getattr(config, name, None) for name in own_fields(type(config))}
+        fields["model_type"] = config.model_type
+        return json.loads(json.dumps(fields, default=str))  # as it reads in a file
+
+    def get_states(self) -> list[dict[str, Tensor]]:
+        """Return what each layer holds, by name; not copies."""
+        return [states_of(layer) for layer in self.layers]
+
+    def set_states(self, states: list[dict[str, Tensor]]) -> None:
+        """Let each layer hold these.
+
+        Raises:
+            ValueError: A layer has no state of such a name.
+        """
+        fresh = DynamicCache(config=self.config.get_text_config(decoder=True))
+        for index, (layer, tensors) in enumerate(zip(fresh.layers, states, strict=True)):
+            attends = isinstance(layer, CacheLayerMixin) and set(_ATTENTION) <= tensors.keys()
+            for name, state in tensors.items():
+                kind, _, place = name.partition(".")
+                number = int(place) if place.isdecimal() else -1
+                if kind in _RECURRENT and number in getattr(layer, kind, ()):
+                    update = (fresh.update_conv_state, fresh.update_recurrent_state)
+                    update[_RECURRENT.index(kind)](state, index, state_idx=number)
+                elif not (attends and name in _ATTENTION):
+                    raise ValueError(f"layer {index} has no state {name!r}")
+            if attends:
+                fresh.update(tensors["keys"], tensors["values"], index)
+        self.layers = fresh.layers
+
+    def run(self, model: nn.Module, forward: Callable[[], Any], given: Mapping[str, Any]) -> Any:
+        """Run a forward pass that writes into this cache.
+
+        Args:
+            model: The module that it is one of; it reads again what a crop left to be read.
+            forward: The pass.
+            given: Its arguments by name.
+        """
+        self.read_again(model)
+        name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
+        places = {n: given[n] for n in _PLACES if given.get(n) is not None}
+        whole = all(isinstance(place, Tensor) and place.dim() == 2 for place in places.values())
+        recorded = self.record({name: given[name].detach(), **places} if whole else None)
+        output = forward()
+        self.advance(given[name].shape[1], recorded)
+        return output
+
+
+def states_of(layer: Any) -> dict[str, Tensor]:
+    """Return the tensors of a layer that has seen tokens."""
+    found = {
+        f"{kind}.{number}": state
+        for kind in _RECURRENT
+        for number, state in getattr(layer, kind, {}).items()
+        if state is not None and layer.has_previous_state[number]
+    }
+    if getattr(layer, "keys", None) is not None and layer.keys.numel():
+        found |= {name: getattr(layer, name) for name in _ATTENTION}
+    return found

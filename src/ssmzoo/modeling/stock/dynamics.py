@@ -1,0 +1,68 @@
+"""What the state of an accelerated mixer keeps, read off what its scan is called with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ssmzoo.modeling.dynamics import Dynamics
+from ssmzoo.modeling.stock.calls import call
+from ssmzoo_kernels.layers import FUNCTIONS
+
+
+def dynamics(mixer: Any, hidden_states: Tensor) -> Dynamics:
+    """Return the mean decay at an input ``[B, L, D]``; kernels are left to be measured.
+
+    ``decay`` is ``exp(mean_t log a_t)``: of Mamba ``a = exp(dt A)``, a number for each entry of the
+    state; of Mamba2 and gated DeltaNet one a head, of KDA one a head and key channel. What the
+    delta rule erases of a key when it writes the key anew is not in it.
+    """
+    call.seen = []
+    try:
+        mixer(hidden_states)
+        seen = call.seen
+    finally:
+        call.seen = None
+    # Zamba scans head by head
+    decays = [_DECAYS[function](arguments) for function, arguments in seen]
+    return Dynamics(decay=torch.cat(decays) if decays else None, depends_on_input=True)
+
+
+def noted(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Keep what a mixer calls a function with, while :func:`dynamics` asks."""
+    if call.seen is not None and function in _DECAYS:
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        call.seen.append((function, bound.arguments))
+
+
+def _of_mamba(given: dict[str, Any]) -> Tensor:
+    bias = given["delta_bias"]
+    dt = given["dt"].double() if bias is None else given["dt"].double() + bias[:, None]
+    step = F.softplus(dt).mean(dim=(0, 2))  # [D]
+    return (step[:, None] * given["A"]).exp()
+
+
+def _of_mamba2(given: dict[str, Any]) -> Tensor:
+    dt, bias = given["dt"].double(), given["dt_bias"]
+    step = dt if bias is None else dt + bias
+    step = (F.softplus(step) if given["dt_softplus"] else step).clamp(*given["dt_limit"])
+    return (step.mean(dim=(0, 1)) * given["A"]).exp()[:, None]  # [H, 1]
+
+
+def _of_delta_rule(given: dict[str, Any]) -> Tensor:
+    decay = given["g"].double().mean(dim=(0, 1)).exp()
+    return decay if decay.dim() == 2 else decay[:, None]  # [H, K] or [H, 1]
+
+
+# by the function that runs a whole sequence; KDA's is the delta rule's
+_DECAYS: dict[Callable[..., Any], Callable[[dict[str, Any]], Tensor]] = {
+    FUNCTIONS["mamba_selective_scan"]: _of_mamba,
+    FUNCTIONS["mamba2_chunk_scan"]: _of_mamba2,
+    FUNCTIONS["torch_chunk_gated_delta_rule"]: _of_delta_rule,
+}

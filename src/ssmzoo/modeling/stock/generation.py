@@ -1,0 +1,123 @@
+"""What ``generate`` asks of an accelerated model: to go on from a state, to take tokens back.
+
+transformers refuses assisted decoding for recurrent models, since its caches of their states cannot
+be cropped; :class:`StockCache` can. It is called ``past_key_values`` here, also where the model
+calls its cache ``cache_params``: transformers looks for lengths and crops under that name alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from ssmzoo.modeling.causal_lm import given_state, prompt_length
+from ssmzoo.modeling.stock.cache import StockCache, states_of
+
+_CACHE = "past_key_values"
+_NAMES = (_CACHE, "cache_params")
+
+
+def overrides(stock: type[nn.Module]) -> dict[str, Any]:
+    """Return the methods of ``GenerationMixin`` that an accelerated model's class replaces."""
+    theirs: Any = stock
+    stock_inputs = theirs.prepare_inputs_for_generation
+
+    def prepare_inputs_for_generation(self: Any, input_ids: Tensor, **kwargs: Any) -> Any:
+        cache = kwargs.get(_CACHE)
+        if isinstance(cache, StockCache) and cache.input_holds_seen:
+            cache.input_holds_seen = False
+            kwargs["next_sequence_length"] = input_ids.shape[1] - cache.seen_tokens
+        return stock_inputs(self, input_ids, **kwargs)
+
+    functools.update_wrapper(prepare_inputs_for_generation, stock_inputs)
+    # generate accepts the arguments that it finds named here
+    signature = inspect.signature(stock_inputs)
+    *named, last = signature.parameters.values()
+    if _CACHE not in signature.parameters:
+        named.append(inspect.Parameter(_CACHE, inspect.Parameter.KEYWORD_ONLY, default=None))
+    prepare_inputs_for_generation.__signature__ = signature.replace(parameters=[*named, last])
+
+    @functools.wraps(theirs._prepare_cache_for_generation)
+    def _prepare_cache_for_generation(
+        self: Any,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        given = model_kwargs.get(_CACHE)
+        if isinstance(given, StockCache):
+            model_kwargs[_CACHE] = given_state(given, generation_config, model_kwargs, batch_size)
+            return
+        arguments = generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        if given is not None and _CACHE not in inspect.signature(self.forward).parameters:
+            raise TypeError(
+                f"past_key_values of {type(self).__name__} must be the cache of a prompt that "
+                f"ssmzoo.modeling.prefill read, got {type(given).__name__}; call it cache_params"
+            )
+        theirs._prepare_cache_for_generation(self, *arguments)
+        if generation_config.is_assistant:  # its proposals may be taken back
+            _record(self, model_kwargs)
+
+    @functools.wraps(theirs._assisted_decoding)
+    def _assisted_decoding(
+        self: Any, input_ids: Tensor, *args: Any, generation_config: Any, **kwargs: Any
+    ) -> Any:
+        if getattr(generation_config, "assistant_early_exit", None) is not None:
+            raise ValueError(
+                f"assistant_early_exit must be left out for {type(self).__name__}: transformers' "
+                "recurrent models do not all run on fewer layers; use prompt_lookup_num_tokens"
+            )
+        cache = _record(self, kwargs)
+        if cache is None:  # which transformers refuses
+            return theirs._assisted_decoding(
+                self, input_ids, *args, generation_config=generation_config, **kwargs
+            )
+        length = prompt_length(generation_config, kwargs)
+        # transformers forgets what a given state has seen when it adds candidates to the first call
+        cache.input_holds_seen = bool(cache.seen_tokens) and length == input_ids.shape[1]
+        try:
+            output = theirs._assisted_decoding(
+                self, input_ids, *args, generation_config=generation_config, **kwargs
+            )
+        finally:
+            cache.input_holds_seen, cache.recording = False, False
+        if generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False):
+            cache.read_again(self.prompt_reader)  # it outlives the call, and may meet stock code
+        return output
+
+    return {
+        "_is_stateful": False,  # to transformers: what cannot take tokens back
+        "prepare_inputs_for_generation": prepare_inputs_for_generation,
+        "_prepare_cache_for_generation": _prepare_cache_for_generation,
+        "_assisted_decoding": _assisted_decoding,
+    }
+
+
+def _record(model: Any, model_kwargs: dict[str, Any]) -> StockCache | None:
+    """Let the cache be one that can be cropped; None: there shall be none.
+
+    Raises:
+        ValueError: It holds tokens, or is of a kind whose tensors we do not know.
+    """
+    name = next((name for name in _NAMES if model_kwargs.get(name) is not None), None)
+    if name is None:
+        return None
+    cache = model_kwargs.pop(name)
+    if not isinstance(cache, StockCache):
+        fresh = StockCache(model.prompt_reader.config)
+        if type(cache) is not DynamicCache or cache.offloading or any(map(states_of, cache.layers)):
+            raise ValueError(
+                f"assisted decoding with {type(model).__name__} needs {name} of a prompt that "
+                f"ssmzoo.modeling.prefill read, or none, got a {type(cache).__name__}; leave "
+                f"{name} and cache_implementation out"
+            )
+        cache = fresh
+    cache.activate_past_recording()
+    model_kwargs[_CACHE] = cache
+    return cache
