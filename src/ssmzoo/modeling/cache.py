@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -56,6 +56,7 @@ class LayerState:
     initial: Mapping[str, Tensor] = field(default_factory=dict)
     keep: bool = False
     packing: PackedRow | None = None
+    room: int | None = None  # for how many tokens the cache is; None: no bound
     final: dict[str, Tensor] = field(default_factory=dict)
     shared: dict[Any, Any] = field(default_factory=dict)  # worked out once for all layers
 
@@ -103,7 +104,7 @@ class LayerState:
             self.final[name] = state
 
 
-class _Layer:
+class CacheLayer:
     """One layer's tensors, in the shape that transformers' Cache expects of a layer."""
 
     is_compileable = False
@@ -114,28 +115,45 @@ class _Layer:
     def __init__(self) -> None:
         self.states: dict[str, Tensor] = {}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> CacheLayer:
+        """Copy the states, without the graph that may have made them."""
+        copied = copy.copy(self)
+        copied.states = {name: state.detach().clone() for name, state in self.states.items()}
+        return copied
+
+    @property
+    def held(self) -> Mapping[str, Tensor]:
+        """Return what takes memory."""
+        return self.states
+
     @property
     def is_initialized(self) -> bool:
+        """Return whether there are states."""
         return bool(self.states)
 
     def reset(self) -> None:
+        """Forget the states."""
         self.states = {}
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take the rows in another order, ``[B]``."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some rows, ``[R]``."""
         self.states = {
             name: state.index_select(0, indices.to(state.device))
             for name, state in self.states.items()
         }
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
         self.states = {
             name: state.repeat_interleave(repeats, dim=0) for name, state in self.states.items()
         }
 
     def get_max_length(self) -> int:
+        """Return that there is no greatest length."""
         return -1
 
 
@@ -149,10 +167,12 @@ class StateCache(Cache):
         config: The configuration of the model it will serve.
     """
 
-    layers: list[_Layer]
+    layers: list[CacheLayer]
+    layer_class: ClassVar[type[CacheLayer]] = CacheLayer
+    max_cache_len: int | None = None  # None: it has room for any number of tokens
 
     def __init__(self, config: SSMConfig) -> None:
-        layers: Any = [_Layer() for _ in range(config.num_hidden_layers)]
+        layers: Any = [self.layer_class() for _ in range(config.num_hidden_layers)]
         super().__init__(layers=layers)
         self.config = config  # of the model that it serves; never written
         self.seen_tokens = 0
@@ -174,14 +194,14 @@ class StateCache(Cache):
     def batch_size(self) -> int:
         """Return the number of sequences, or -1 before the first token."""
         for layer in self.layers:
-            for state in layer.states.values():
+            for state in layer.held.values():
                 return state.shape[0]
         return -1
 
     @property
     def nbytes(self) -> int:
         """Return the size of all states in bytes; only attention's grows with the tokens seen."""
-        return sum(s.numel() * s.element_size() for lay in self.layers for s in lay.states.values())
+        return sum(s.numel() * s.element_size() for lay in self.layers for s in lay.held.values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateCache:
         """Copy the states, without the graph that may have made them."""
@@ -189,11 +209,7 @@ class StateCache(Cache):
         memo[id(self)] = copied
         memo[id(self.config)] = self.config
         for name, value in self.__dict__.items():
-            if name != "layers":
-                setattr(copied, name, copy.deepcopy(value, memo))
-        copied.layers = [_Layer() for _ in self.layers]
-        for mine, theirs in zip(copied.layers, self.layers, strict=True):
-            mine.states = {name: state.detach().clone() for name, state in theirs.states.items()}
+            copied.__dict__[name] = copy.deepcopy(value, memo)
         return copied
 
     def detach(self) -> None:
@@ -249,10 +265,13 @@ class StateCache(Cache):
         """Take the states that a call left, after so many tokens, and what :meth:`before` said."""
         for layer, state in zip(self.layers, states, strict=True):
             layer.states = state.final
-        self.seen_tokens += tokens
+        self._count(tokens)
         if recorded is not None:
             recorded.length = tokens
             self._recorded.append(recorded)
+
+    def _count(self, tokens: int) -> None:
+        self.seen_tokens += tokens
 
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -332,11 +351,12 @@ class StateCache(Cache):
         self._rows_change()
         super().batch_repeat_interleave(repeats)
 
-    def check(self, config: SSMConfig, batch_size: int) -> None:
-        """Check that the cache belongs to this model and has the batch's number of sequences.
+    def check(self, config: SSMConfig, batch_size: int, tokens: int) -> None:
+        """Check that the cache fits a model, and a call of so many sequences and tokens a row.
 
         Raises:
-            ValueError: It belongs to another model or holds another number of sequences.
+            ValueError: It belongs to another model, holds another number of sequences, or has too
+                little room.
         """
         # most steps are of the model that made the cache
         if self.config is not config and self.owner != (wanted := _signature(config)):
@@ -356,7 +376,7 @@ class StateCache(Cache):
             ValueError: The cache is still empty.
             OSError: The file cannot be written.
         """
-        if self.batch_size == -1:
+        if not any(layer.states for layer in self.layers):
             raise ValueError("an empty StateCache cannot be saved; run the model on a prompt first")
         self.write(path, {}, {})
 
@@ -401,26 +421,32 @@ class StateCache(Cache):
         path: str | os.PathLike[str],
         config: SSMConfig,
         device: str | torch.device = "cpu",
-    ) -> StateCache:
+        **options: Any,
+    ) -> Self:
         """Load a state that :meth:`save` wrote.
 
         Args:
             path: The safetensors file.
             config: The configuration of the model that will continue from it.
             device: Where to put the tensors.
+            **options: What else this class of cache is made with.
 
         Raises:
             ValueError: The file is not a saved state, is damaged, or belongs to another model.
             OSError: The file cannot be read.
         """
-        return cls.read(path, config, device)[0]
+        return cls.read(path, config, device, **options)[0]
 
     @classmethod
     def read(
-        cls, path: str | os.PathLike[str], config: SSMConfig, device: str | torch.device = "cpu"
-    ) -> tuple[StateCache, dict[str, Tensor], dict[str, str]]:
+        cls,
+        path: str | os.PathLike[str],
+        config: SSMConfig,
+        device: str | torch.device = "cpu",
+        **options: Any,
+    ) -> tuple[Self, dict[str, Tensor], dict[str, str]]:
         """Return state, other tensors and notes that :meth:`write` wrote; fails as load does."""
-        cache = cls(config)
+        cache = cls(config, **options)
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
                 metadata = file.metadata() or {}
@@ -437,7 +463,7 @@ class StateCache(Cache):
             )
         try:
             owner, names = json.loads(metadata["owner"]), json.loads(metadata["states"])
-            cache.seen_tokens = int(metadata["seen_tokens"])
+            seen = int(metadata["seen_tokens"])
         except (KeyError, ValueError) as error:
             raise ValueError(f"{path} is a damaged StateCache: bad metadata {error}") from error
         if owner != cache.owner:
@@ -448,11 +474,15 @@ class StateCache(Cache):
             raise ValueError(
                 f"{path} is a damaged StateCache: it holds {sorted(states)} of {names}"
             )
+        by_layer: list[dict[str, Tensor]] = [{} for _ in cache.layers]
         for name, state in states.items():
             index, _, state_name = name.partition(".")
             if not (index.isdecimal() and int(index) < len(cache.layers) and state_name):
                 raise ValueError(f"{path} is a damaged StateCache: it holds a state {name!r}")
-            cache.layers[int(index)].states[state_name] = state
+            by_layer[int(index)][state_name] = state
+        for layer, found in zip(cache.layers, by_layer, strict=True):
+            layer.states = found
+        cache.seen_tokens = seen
         return cache, others, metadata
 
 
