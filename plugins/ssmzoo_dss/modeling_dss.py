@@ -316,8 +316,8 @@ class DSSMixer(SSMMixer):
         assert modes.norm_length is not None
         torch._assert_async(
             (reached <= modes.norm_length).all() | ~modes.grows.any(),
-            f"kernel_norm_length must cover all tokens where a mode grows: layer {self.layer_idx} "
-            f"has some and read more than {modes.norm_length}; set a longer kernel_norm_length",
+            "kernel_norm_length must cover all tokens where a mode grows, and a layer read more; "
+            "set a longer kernel_norm_length and train on, or use the variant 'exp'",
         )
 
     def _check_finite(self, modes: Modes) -> None:

@@ -138,7 +138,7 @@ class StaticStateCache(StateCache):
         else:
             torch._assert_async(
                 self._seen + tokens <= room,
-                f"past_key_values has room for max_cache_len = {room} tokens, and got more",
+                "past_key_values got more tokens than its max_cache_len; make it with a longer one",
             )
 
     def advance(self, states: list[LayerState], tokens: int, recorded: Recorded | None) -> None:
