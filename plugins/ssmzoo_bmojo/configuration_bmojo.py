@@ -167,6 +167,11 @@ class BMojoConfig(SSMConfig):
             raise ValueError(f"dt_rank must be 'auto' or at least 1, got {rank!r}")
 
     @property
+    def state_grows(self) -> bool:
+        """Whether some layer attends to all tokens."""
+        return "attention" in self.mixer_types
+
+    @property
     def heads(self) -> int:
         """H."""
         return cast(int, self.num_attention_heads)

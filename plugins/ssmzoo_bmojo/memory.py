@@ -82,6 +82,13 @@ class Call:
         last = (self.now + (following - 1)).div(window, rounding_mode="floor")
         self.made = (last - self.opened).clamp(min=0)  # [S] chunks after it that get a memory
 
+    def longest(self, old: Tensor | None) -> int:
+        """Return a bound on the tokens that a sequence has seen, of which a table ``old`` is."""
+        if self.looks:
+            return int(self.now.max()) if self.sequences else 0
+        before = 0 if old is None else old.shape[1]
+        return before + (self.tokens // self.sequences if self.equal else self.tokens)
+
     # --- tokens ---
 
     @_once
@@ -303,6 +310,9 @@ def newest(call: Call, old: Tensor | None, new: Tensor, count: int) -> Tensor:
         kept = max(0, count - new.shape[1])
         if old is None:
             old = new.new_zeros(call.sequences, kept, *new.shape[2:])
+        elif old.shape[1] < kept:
+            absent = old.new_zeros(call.sequences, kept - old.shape[1], *old.shape[2:])
+            old = torch.cat([absent, old], dim=1)
         return torch.cat([old[:, old.shape[1] - kept :], new[:, -count:]], dim=1)
     rows, absent = call.newest(count, 0 if old is None else old.shape[1])
     return blanked(taken(joined(old, new), rows), absent)

@@ -214,7 +214,7 @@ class BMojoAttention(nn.Module):
             state.put("seen", call.now.clone())
             count = self.window
             if count is None:
-                count = int(call.now.max()) if call.sequences else 0
+                count = call.longest(past[0]) if state.room is None else state.room
             state.put("keys", newest(call, past[0], k, count))
             state.put("values", newest(call, past[1], v, count))
         out = eidetic_attention(

@@ -282,10 +282,16 @@ class DSSMixer(SSMMixer):
         assert modes.grows is not None
         if modes.grows.is_meta:  # whatever grows, these taps suffice
             return min(length, modes.norm_length)
-        if not bool(modes.grows.any()):
+        compiling = torch.compiler.is_compiling()
+        if not compiling and not bool(modes.grows.any()):
             return length
-        reached = torch.tensor(length) if lengths is None else lengths
+        reached = (
+            torch.full((1,), length, device=modes.grows.device) if lengths is None else lengths
+        )
         reached = reached if position is None else position + reached
+        if compiling:
+            self._check_reach_in_graph(reached, modes)
+            return length
         end = int(reached.max()) if reached.numel() else 0  # a batch may have no rows
         self._check_reach(end, modes)
         return min(length, modes.norm_length)
@@ -301,6 +307,18 @@ class DSSMixer(SSMMixer):
                 f"{self.layer_idx} grow, mode {worst} fastest; set a longer kernel_norm_length "
                 "and train on, or use the variant 'exp'"
             )
+
+    def _check_reach_in_graph(self, reached: Tensor, modes: Modes) -> None:
+        """Fail like :meth:`_check_reach` as a graph runs, on a GPU after it; not if exported."""
+        if torch.compiler.is_exporting():
+            return
+        assert modes.grows is not None
+        assert modes.norm_length is not None
+        torch._assert_async(
+            (reached <= modes.norm_length).all() | ~modes.grows.any(),
+            "kernel_norm_length must cover all tokens where a mode grows, and a layer read more; "
+            "set a longer kernel_norm_length and train on, or use the variant 'exp'",
+        )
 
     def _check_finite(self, modes: Modes) -> None:
         for name, tensor in (("log_dt * Lambda", modes.exponent), ("W", modes.readout)):
@@ -344,6 +362,7 @@ class DSSMixer(SSMMixer):
         modes = tables.modes
         assert modes.norm_length is not None
         if torch.compiler.is_compiling():  # a graph has no values to look at
+            self._check_reach_in_graph(position + 1, modes)
             exponent = torch.where(cast(Tensor, modes.grows), modes.exponent, 0)  # [H, N]
             k = position[:, None, None]
             left = torch.exp(exponent * (modes.norm_length - 1 - k)).to(modes.readout.dtype)

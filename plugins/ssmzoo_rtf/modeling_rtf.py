@@ -373,8 +373,6 @@ class RTFMixer(SSMMixer):
 
     def _check_parameters(self) -> None:
         """Fail with layer, row and what came unless all parameters of the filters are finite."""
-        if torch.compiler.is_compiling():
-            return
         for name in _SSM_PARAMETERS:
             parameter = self._parameters.get(name)
             wrong = None if parameter is None else first_not_finite(parameter)
@@ -387,6 +385,10 @@ class RTFMixer(SSMMixer):
     def deployment(self) -> Deployment:
         """Return the filters in decoding form, recomputed only when a parameter has changed.
 
+        A graph of ``torch.compile`` recomputes them in every call. It looks at the parameters'
+        values once, when it is traced, for errors, warnings and ``decode_mode="auto"``; an exported
+        program never does.
+
         Raises:
             ValueError: A parameter is not finite; the message names layer and row.
 
@@ -394,6 +396,8 @@ class RTFMixer(SSMMixer):
             RuntimeWarning: A filter of the exact mode, or one that ``decode_mode="recurrent"``
                 makes a recurrence, has poles outside the unit disc.
         """
+        if torch.compiler.is_compiling():
+            return self._deploy()
         parameters = [p for p in self._parameters.values() if p is not None]
         # every step asks, and a configuration's own attribute access is slow
         settings = _DEPLOYED_BY(vars(self.config))
@@ -403,13 +407,20 @@ class RTFMixer(SSMMixer):
         return kept
 
     def _deploy(self) -> Deployment:
-        self._check_parameters()
+        return self._deployed(*self._layout())
+
+    @torch.compiler.assume_constant_result  # a graph has no values to look at
+    @torch.no_grad()
+    def _layout(self) -> tuple[Tensor | None, Tensor | None, bool]:
+        """Check the parameters; return the channels of :meth:`_split`, and whether all window."""
+        if not torch.compiler.is_exporting():
+            self._check_parameters()
         if self.config.filter == "implicit":
-            return self._deployed(None, None, True)
+            return None, None, True
         if self.config.filter == "modal":
-            return self._deployed(None, None, False)
+            return None, None, False
         recurrent, windowed = self._split()
-        return self._deployed(recurrent, windowed, recurrent is None and windowed is not None)
+        return recurrent, windowed, recurrent is None and windowed is not None
 
     def _split(self) -> tuple[Tensor | None, Tensor | None]:
         """Return which channels decode by recurrence and which not; (None, all) if none does."""
@@ -418,7 +429,8 @@ class RTFMixer(SSMMixer):
         channels = torch.arange(width, device=a.device)
         if config.decode_mode == "fir":
             return None, channels
-        if a.is_meta:  # where the poles are, nobody knows
+        # where the poles are, nobody knows
+        if a.is_meta or (config.taps is None and torch.compiler.is_exporting()):
             return None, None
         outside = a.new_zeros(len(a), dtype=torch.int64)
         if config.denominator_constraint == "none":
@@ -437,8 +449,6 @@ class RTFMixer(SSMMixer):
         return channels[of_channel], channels[~of_channel]
 
     def _warn_of_growth(self, a: Tensor, outside: Tensor) -> None:
-        if torch.compiler.is_compiling():  # a graph has no values to look at
-            return
         unstable = int((outside > 0).sum())
         if not unstable:
             return

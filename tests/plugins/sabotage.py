@@ -276,8 +276,8 @@ class TakesAForeignCacheForNone(LonghornModel):
     def segments(self, inputs, past_key_values, *others):
         return super().segments(inputs, ours(past_key_values), *others)
 
-    def _cache(self, given, use_cache, sequences):
-        return super()._cache(ours(given), use_cache, sequences)
+    def _cache(self, given, *others):
+        return super()._cache(ours(given), *others)
 
 
 def ours(cache):
@@ -402,8 +402,15 @@ class CountsItsSteps(LonghornMixer):
 
 class BreaksTheGraph(LonghornMixer):
     def forward(self, hidden_states, state, packing=None):
-        sign = 1.0 if hidden_states.detach().sum().item() < 1e9 else -1.0
-        return super().forward(hidden_states, state, packing) * sign
+        looks = not state.keep and hidden_states.detach().sum().item() > 1e9
+        return super().forward(hidden_states, state, packing) * (-1.0 if looks else 1.0)
+
+
+class LooksAtItsState(LonghornMixer):
+    def forward(self, hidden_states, state, packing=None):
+        if any(not bool(tensor.isfinite().all()) for tensor in state.initial.values()):
+            raise ValueError("a state is not finite")
+        return super().forward(hidden_states, state, packing)
 
 
 class ComputesTooCoarsely(LonghornMixer):
@@ -691,6 +698,7 @@ NARROW = {
     "gradient_checkpointing": narrow("2 blocks ran 2 times", causal_lm=IgnoresCheckpointing),
     "trainer": narrow("after resuming", mixer=CountsItsSteps),
     "compile": narrow("data-dependent", mixer=BreaksTheGraph),
+    "fullgraph": narrow("data-dependent", mixer=LooksAtItsState),
     "bfloat16": narrow("bfloat16", mixer=ComputesTooCoarsely),
 }
 

@@ -286,6 +286,30 @@ def test_decoding_past_the_norm_length_is_refused_for_growing_modes_only():
     assert relative(cut(model, longer, 20, 24, 25, 31), expected) <= 1e-10
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own
+def test_a_graph_refuses_what_growing_modes_do_not_reach():
+    model, input_ids = build(**FIXED), tokens(2, 24)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch._dynamo.reset()
+    try:
+        expected, _ = run(model, input_ids)
+        got, cache = run(compiled, input_ids[:, :20])
+        more = [run(compiled, piece, cache)[0] for piece in input_ids[:, 20:].split([2, 1, 1], 1)]
+        assert relative(torch.cat([got, *more], dim=1), expected) <= 1e-10
+        for length in (1, 2):
+            with pytest.raises(RuntimeError, match="kernel_norm_length must cover all tokens"):
+                run(compiled, input_ids[:, :length], cache)
+        with torch.no_grad():
+            for block in model.model.layers:
+                block.mixer.Lambda[:, 0] = -0.3
+        longer = tokens(2, 40)
+        got, cache = run(compiled, longer[:, :20])
+        more = [run(compiled, piece, cache)[0] for piece in longer[:, 20:].split([5, 14, 1], 1)]
+        assert relative(torch.cat([got, *more], dim=1), judged(model, longer)) <= 1e-10
+    finally:
+        torch._dynamo.reset()
+
+
 # --- golden check 6: prefixes -----------------------------------------------------------------
 
 

@@ -852,6 +852,33 @@ def test_a_growing_recurrence_is_said_with_layer_row_and_radius(mode):
     assert len(caught) == 2  # a layer
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own
+def test_a_graph_looks_at_the_filters_once_as_it_is_traced():
+    """What is unstable decodes from its last inputs, the rest by recurrence; others are said."""
+    model, input_ids = unstable(torch.float64, S4_TRUNCATED), tokens(1, 60)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch._dynamo.reset()
+    try:
+        got, cache = run(compiled, input_ids[:, :40])
+        for token in input_ids[:, 40:].split(1, dim=1):
+            got = torch.cat([got, run(compiled, token, cache)[0]], dim=1)
+        assert {"ring", "inputs"} < cache.layers[0].states.keys()
+        assert relative(got, judged(model, input_ids)) <= 1e-10
+        torch._dynamo.reset()
+        model.config.decode_mode = "recurrent"
+        with pytest.warns(RuntimeWarning, match="denominator 0: 2, the farthest at radius"):
+            run(compiled, input_ids[:, :5])
+        torch._dynamo.reset()
+        model.config.decode_mode = "auto"
+        with torch.no_grad():
+            model.model.layers[1].mixer.b[2] = torch.nan
+        # which dynamo raises as an error of its own
+        with pytest.raises(RuntimeError, match="numerator 2 of layer 1 must be finite, got nan"):
+            run(compiled, input_ids[:, :5])
+    finally:
+        torch._dynamo.reset()
+
+
 @pytest.mark.parametrize(
     ("fields", "name", "what"),
     [

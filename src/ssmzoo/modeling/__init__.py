@@ -29,6 +29,7 @@ from ssmzoo.modeling.norms import BatchNorm, LayerNorm, RMSNorm
 from ssmzoo.modeling.packing import AlignedRows, PackedRow
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel, check_weights
 from ssmzoo.modeling.prompt import PromptState, load_state, prefill
+from ssmzoo.modeling.static_cache import StaticStateCache
 
 __all__ = [
     "MLP",
@@ -56,6 +57,7 @@ __all__ = [
     "SSMPreTrainedModel",
     "State",
     "StateCache",
+    "StaticStateCache",
     "Trajectories",
     "UnservedError",
     "check_weights",

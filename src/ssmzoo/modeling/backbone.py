@@ -359,7 +359,8 @@ class SSMModel(SSMPreTrainedModel):
             )
         if past_key_values is not None and self.training and torch.is_grad_enabled():
             self._refuse_reentrant_checkpointing()
-        cache = self._cache(past_key_values, use_cache, packed.sequences if packed else batch)
+        sequences = packed.sequences if packed else batch
+        cache = self._cache(past_key_values, use_cache, sequences, length)
         recorded = None
         if cache is not None and cache.recording:
             recorded = cache.before(hidden_states, packing)
@@ -371,6 +372,7 @@ class SSMModel(SSMPreTrainedModel):
         all_hidden_states: list[Tensor] = []
         states: list[LayerState] = []
         shared: dict[Any, Any] = {}
+        room = None if cache is None else cache.max_cache_len
         # generate lowers the number for a while to propose by the first layers alone
         for index, layer in zip(range(config.num_hidden_layers), self.layers, strict=False):
             if output_hidden_states:
@@ -378,7 +380,7 @@ class SSMModel(SSMPreTrainedModel):
                 all_hidden_states.append(hidden_states.view(batch, length, width))
                 hidden_states = all_hidden_states[-1].view_as(hidden_states)
             initial = {} if cache is None else cache.layers[index].states
-            state = LayerState(initial, cache is not None, packing, shared=shared)
+            state = LayerState(initial, cache is not None, packing, room, shared=shared)
             hidden_states = layer(hidden_states, state, packing)
             states.append(state)
         if self.norm is not None:
@@ -391,7 +393,7 @@ class SSMModel(SSMPreTrainedModel):
             all_hidden_states.append(hidden_states)
 
         if cache is not None:
-            cache.set_states([state.final for state in states])
+            cache.take(states)
             cache.advance(length if packed is None else packed.longest(), recorded)
         output = BaseModelOutputWithPast(
             last_hidden_state=hidden_states,
@@ -513,11 +515,11 @@ class SSMModel(SSMPreTrainedModel):
                 )
 
     def _cache(
-        self, given: StateCache | None, use_cache: bool, sequences: int
+        self, given: StateCache | None, use_cache: bool, sequences: int, tokens: int
     ) -> StateCache | None:
         if given is not None:
             check_kind(given)
-            given.check(self.config, sequences)
+            given.check(self.config, sequences, tokens)
             given.read_again(self)
             return given
         return StateCache(self.config) if use_cache else None

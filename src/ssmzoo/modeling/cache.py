@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -58,6 +58,7 @@ class LayerState:
     initial: Mapping[str, Tensor] = field(default_factory=dict)
     keep: bool = False
     packing: PackedRow | None = None
+    room: int | None = None  # for how many tokens the cache is; None: no bound
     final: dict[str, Tensor] = field(default_factory=dict)
     shared: dict[Any, Any] = field(default_factory=dict)  # worked out once for all layers
 
@@ -105,7 +106,7 @@ class LayerState:
             self.final[name] = state
 
 
-class _Layer:
+class CacheLayer:
     """One layer's tensors, in the shape that transformers' Cache expects of a layer."""
 
     is_compileable = False
@@ -118,9 +119,11 @@ class _Layer:
 
     @property
     def is_initialized(self) -> bool:
+        """Return whether there are states."""
         return bool(self.states)
 
     def get_max_length(self) -> int:
+        """Return that there is no greatest length."""
         return -1
 
 
@@ -132,6 +135,8 @@ class RecurrentCache(Cache):
     Args:
         config: The configuration of the model it will serve.
     """
+
+    max_cache_len: int | None = None  # None: it has room for any number of tokens
 
     def __init__(self, config: PreTrainedConfig, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -154,6 +159,10 @@ class RecurrentCache(Cache):
         """
         raise NotImplementedError
 
+    def get_memory(self) -> list[dict[str, Tensor]]:
+        """Return what each layer keeps, states or not."""
+        return self.get_states()
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return how many tokens each row has seen, padding included."""
         return self.seen_tokens
@@ -161,18 +170,27 @@ class RecurrentCache(Cache):
     @property
     def owner(self) -> dict[str, Any]:
         """What a model must share with the one that it serves."""
-        return _signature(self.config)
+        return self.signature(self.config)
+
+    @staticmethod
+    def signature(config: Any) -> dict[str, Any]:
+        """Return what two models must share for a state of one to be the other's, too."""
+        names = own_fields(type(config))
+        return dict(
+            zip(names, itemgetter(*names)(vars(config)), strict=True),
+            model_type=type(config).model_type,
+        )
 
     @property
     def batch_size(self) -> int:
         """Return the number of sequences, or -1 before the first token."""
-        return next((s.shape[0] for states in self.get_states() for s in states.values()), -1)
+        return next((s.shape[0] for states in self.get_memory() for s in states.values()), -1)
 
     @property
     def nbytes(self) -> int:
         """Return the size of all states in bytes; only attention's grows with the tokens seen."""
-        held = self.get_states()
-        return sum(s.numel() * s.element_size() for states in held for s in states.values())
+        kept = self.get_memory()
+        return sum(s.numel() * s.element_size() for states in kept for s in states.values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the states, without the graph that may have made them."""
@@ -181,7 +199,7 @@ class RecurrentCache(Cache):
         memo[id(self.config)] = self.config
         for name, value in self.__dict__.items():
             if name != "layers":
-                setattr(copied, name, copy.deepcopy(value, memo))
+                copied.__dict__[name] = copy.deepcopy(value, memo)
         copied.layers = [copy.copy(layer) for layer in self.layers]
         copied.set_states(self._snapshot())
         return copied
@@ -213,10 +231,13 @@ class RecurrentCache(Cache):
 
     def advance(self, tokens: int, recorded: Recorded | None) -> None:
         """Count the tokens of a call, and keep what :meth:`record` returned before it."""
-        self.seen_tokens += tokens
+        self._count(tokens)
         if recorded is not None:
             recorded.length = tokens
             self._recorded.append(recorded)
+
+    def _count(self, tokens: int) -> None:
+        self.seen_tokens += tokens
 
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -311,14 +332,15 @@ class RecurrentCache(Cache):
         """Repeat every row."""
         self._rows_change(lambda state: state.repeat_interleave(repeats, dim=0))
 
-    def check(self, config: PreTrainedConfig, batch_size: int) -> None:
-        """Check that the cache belongs to this model and has the batch's number of sequences.
+    def check(self, config: PreTrainedConfig, batch_size: int, tokens: int) -> None:
+        """Check that the cache fits a model, and a call of so many sequences and tokens a row.
 
         Raises:
-            ValueError: It belongs to another model or holds another number of sequences.
+            ValueError: It belongs to another model, holds another number of sequences, or has too
+                little room.
         """
         # most steps are of the model that made the cache
-        if self.config is not config and self.owner != (wanted := type(self)(config).owner):
+        if self.config is not config and self.owner != (wanted := self.signature(config)):
             raise ValueError(
                 f"past_key_values belongs to another model: {_difference(self.owner, wanted)}"
             )
@@ -365,7 +387,11 @@ class RecurrentCache(Cache):
 
     @classmethod
     def read(
-        cls, path: str | os.PathLike[str], config: PreTrainedConfig, device: str | torch.device
+        cls,
+        path: str | os.PathLike[str],
+        config: PreTrainedConfig,
+        device: str | torch.device,
+        **options: Any,
     ) -> tuple[Self, dict[str, Tensor], dict[str, str]]:
         """Return state, other tensors and notes that :meth:`write` wrote.
 
@@ -373,7 +399,7 @@ class RecurrentCache(Cache):
             ValueError: The file is not a saved state, is damaged, or belongs to another model.
             OSError: The file cannot be read.
         """
-        cache = cls(config)
+        cache = cls(config, **options)
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
                 metadata = file.metadata() or {}
@@ -390,7 +416,7 @@ class RecurrentCache(Cache):
             )
         try:
             owner, names = json.loads(metadata["owner"]), json.loads(metadata["states"])
-            cache.seen_tokens = int(metadata["seen_tokens"])
+            seen = int(metadata["seen_tokens"])
         except (KeyError, ValueError) as error:
             raise ValueError(f"{path} is a damaged StateCache: bad metadata {error}") from error
         if owner != cache.owner:
@@ -411,6 +437,7 @@ class RecurrentCache(Cache):
             cache.set_states(held)
         except ValueError as error:
             raise ValueError(f"{path} is a damaged StateCache: {error}") from error
+        cache.seen_tokens = seen
         return cache, others, metadata
 
 
@@ -424,10 +451,11 @@ class StateCache(RecurrentCache):
         config: The configuration of the model it will serve.
     """
 
-    layers: list[_Layer]
+    layers: list[CacheLayer]
+    layer_class: ClassVar[type[CacheLayer]] = CacheLayer
 
     def __init__(self, config: SSMConfig) -> None:
-        layers: Any = [_Layer() for _ in range(config.num_hidden_layers)]
+        layers: Any = [self.layer_class() for _ in range(config.num_hidden_layers)]
         super().__init__(config, layers=layers)
 
     def get_states(self) -> list[dict[str, Tensor]]:
@@ -438,6 +466,10 @@ class StateCache(RecurrentCache):
         """Let each layer hold these."""
         for layer, held in zip(self.layers, states, strict=True):
             layer.states = held
+
+    def take(self, states: list[LayerState]) -> None:
+        """Take the states that a call left in its layers."""
+        self.set_states([state.final for state in states])
 
     def detach(self) -> None:
         """Cut the graph that made the states: no gradient goes back through them."""
@@ -476,7 +508,7 @@ class StateCache(RecurrentCache):
             ValueError: The cache is still empty.
             OSError: The file cannot be written.
         """
-        if self.batch_size == -1:
+        if not any(self.get_states()):
             raise ValueError("an empty StateCache cannot be saved; run the model on a prompt first")
         self.write(path, {}, {})
 
@@ -486,19 +518,21 @@ class StateCache(RecurrentCache):
         path: str | os.PathLike[str],
         config: SSMConfig,
         device: str | torch.device = "cpu",
-    ) -> StateCache:
+        **options: Any,
+    ) -> Self:
         """Load a state that :meth:`save` wrote.
 
         Args:
             path: The safetensors file.
             config: The configuration of the model that will continue from it.
             device: Where to put the tensors.
+            **options: What else this class of cache is made with.
 
         Raises:
             ValueError: The file is not a saved state, is damaged, or belongs to another model.
             OSError: The file cannot be read.
         """
-        return cls.read(path, config, device)[0]
+        return cls.read(path, config, device, **options)[0]
 
 
 def check_kind(past_key_values: object, kind: type[RecurrentCache] = StateCache) -> None:
@@ -519,15 +553,6 @@ _STATELESS = frozenset(
     {"vocab_size", "initializer_range", "tie_word_embeddings", "use_cache", "pooling", "dropout"}
     | {"embedding_dropout", "tie_dropout", "classifier_bias", "residual_in_fp32"}
 )
-
-
-def _signature(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return what two models must share for a state of one to have the other's shape."""
-    names = own_fields(type(config))
-    return dict(
-        zip(names, itemgetter(*names)(vars(config)), strict=True),
-        model_type=type(config).model_type,
-    )
 
 
 def _difference(before: Any, now: dict[str, Any]) -> str:

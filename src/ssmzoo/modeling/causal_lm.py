@@ -20,6 +20,7 @@ from ssmzoo.modeling.layers import Linear
 from ssmzoo.modeling.packing import PackedRow
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 from ssmzoo.modeling.prompt import PromptState, prefill
+from ssmzoo.modeling.static_cache import StaticStateCache
 
 _LOGGER = logging.get_logger("ssmzoo")
 
@@ -195,9 +196,12 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         one = kwargs.get("next_sequence_length") == 1 and kwargs.get("past_key_values") is not None
         if one and not is_first_iteration and kwargs.keys() <= _STEP_ARGUMENTS:
             # a plain decoding step, by far the most frequent call
+            token, past = input_ids[:, -1:], kwargs["past_key_values"]
+            if isinstance(past, StaticStateCache):  # a graph is for strides that do not change
+                token = token.clone(memory_format=torch.contiguous_format)
             return {
-                "input_ids": input_ids[:, -1:],
-                "past_key_values": kwargs["past_key_values"],
+                "input_ids": token,
+                "past_key_values": past,
                 "use_cache": kwargs.get("use_cache"),
                 "logits_to_keep": kwargs.get("logits_to_keep") or 0,
             }
@@ -214,6 +218,10 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         if tokens is not None and tokens.shape[1] == 1 and not is_first_iteration:
             inputs.pop("attention_mask", None)
         return inputs
+
+    def create_masks_for_generate(self, attention_mask: Tensor | None, **_: Any) -> Tensor | None:
+        """Return the mask as it is, where transformers would make one for attention."""
+        return attention_mask
 
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, **kwargs: Any
@@ -239,10 +247,10 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
             )
         prepare = super()._prepare_generation_config  # pyright: ignore[reportAttributeAccessIssue]
         prepared, model_kwargs = prepare(generation_config, **kwargs)
-        if kind is not None:
+        if kind not in (None, "static"):
             _LOGGER.warning_once(
                 f"cache_implementation={kind!r} changes nothing: the state of "
-                f"{type(self).__name__} has a fixed size and one kind"
+                f"{type(self).__name__} is small and on one device; 'static' keeps it in place"
             )
             prepared.cache_implementation = None
         if prepared.is_assistant:  # or a model whose own configuration asks for it asks for ever
@@ -271,6 +279,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         """
         given = kwargs.get("past_key_values")
         length = prompt_length(generation_config, kwargs)
+        generation_config.cache_implementation = None  # transformers refuses its own static caches
         if given is not None and given.seen_tokens and length == input_ids.shape[1]:
             given.input_holds_seen = True  # candidates are added before its next input is prepared
         layers = self.config.num_hidden_layers
@@ -292,14 +301,41 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
     ) -> None:
         """Give ``generate`` our cache; transformers' own would not count the tokens."""
         given = model_kwargs.get("past_key_values")
+        static = generation_config.cache_implementation == "static"
         if given is not None:
+            if static and not isinstance(given, StaticStateCache):
+                raise ValueError(
+                    "cache_implementation='static' needs a StaticStateCache as past_key_values, "
+                    f"or none, got a {type(given).__name__}; leave one of the two out"
+                )
+            room = given.max_cache_len
+            if room is not None and room < max_cache_length:
+                raise ValueError(
+                    f"past_key_values has room for max_cache_len = {room} tokens, and generate may "
+                    f"read {max_cache_length}; make it with a longer max_cache_len"
+                )
             model_kwargs["past_key_values"] = given_state(
                 given, generation_config, model_kwargs, batch_size
             )
         elif generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = StateCache(self.config)
+            model_kwargs["past_key_values"] = (
+                self._static_cache(generation_config, max_cache_length)
+                if static
+                else StateCache(self.config)
+            )
             if generation_config.is_assistant:  # its proposals may be taken back
                 model_kwargs["past_key_values"].activate_past_recording()
+
+    def _static_cache(self, generation_config: Any, most: int) -> StaticStateCache:
+        asked = getattr(generation_config, "max_cache_len", None)
+        if self.config.state_grows:
+            return StaticStateCache(self.config, max(most, asked or 0))
+        if asked is not None:
+            _LOGGER.warning_once(
+                f"max_cache_len={asked} changes nothing: the state of {type(self).__name__} has "
+                "one size after any number of tokens"
+            )
+        return StaticStateCache(self.config)
 
 
 def prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:

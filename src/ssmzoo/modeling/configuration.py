@@ -204,6 +204,11 @@ class SSMConfig(PreTrainedConfig):
         return True
 
     @property
+    def state_grows(self) -> bool:
+        """Whether the state of some layer grows with the tokens seen, as full attention's does."""
+        return False
+
+    @property
     def layer_types(self) -> list[str]:
         """Tell transformers that the layers are recurrent."""
         return ["linear_attention"] * self.num_hidden_layers

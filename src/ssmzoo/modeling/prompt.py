@@ -145,10 +145,11 @@ def prefill(
         )
     cache = reader.cache_class(reader.config)
     check_kind(past_key_values, reader.cache_class)
+    start, end = 0, input_ids.shape[1] - 1
     if past_key_values is not None:
-        past_key_values.check(reader.config, len(input_ids))
+        start = past_key_values.seen_tokens
+        past_key_values.check(reader.config, len(input_ids), end - start)
         cache = copy.deepcopy(past_key_values)
-    start, end = cache.seen_tokens, input_ids.shape[1] - 1
     if start > end:
         raise ValueError(
             f"past_key_values has seen {start} tokens, so input_ids must be those and at least "

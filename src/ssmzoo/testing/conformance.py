@@ -69,6 +69,7 @@ CHECKS: tuple[Check, ...] = (
     training.check_gradient_checkpointing,
     training.check_trainer,
     training.check_compile,
+    generation.check_fullgraph,
     training.check_bfloat16,
 )
 

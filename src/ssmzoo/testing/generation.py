@@ -6,6 +6,7 @@ What surprises: logits are compared, never only tokens (a toy's tokens survive a
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
-from ssmzoo.modeling import SSMForCausalLM, StateCache, load_state
+from ssmzoo.modeling import SSMForCausalLM, StateCache, StaticStateCache, load_state
 from ssmzoo.testing.subject import BUDGETS, Measured, Subject, require
+from ssmzoo_kernels import use_backend
 
 EXACT = BUDGETS[torch.float64]
 ROUNDED = torch.finfo(torch.float32).eps
 NEW = 5
+STEPS = 100
 PADDING = (0, 4, 2)
 
 
@@ -267,6 +270,36 @@ def check_wrong_cache(subject: Subject) -> Measured:
         whole = model(torch.cat([ids, ids[:, :2]], dim=1)).logits[:, -2:]
     measured = Measured()
     measured.compare("logits after all refusals", kept, whole, EXACT)
+    return measured
+
+
+def check_fullgraph(subject: Subject) -> Measured:
+    """torch.compile takes a prompt and 100 steps in two graphs, whose state stays where it is."""
+    measured = Measured()
+    model, ids = copy.deepcopy(subject.model()), subject.ids(2, 8 + STEPS)
+    room = ids.shape[1] if model.config.state_grows else None
+    static, plain = StaticStateCache(model.config, room), StateCache(model.config)
+    graphs, got, expected, places = [], [], [], set()
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    try:
+        compiled = torch.compile(model, backend=count, fullgraph=True)
+        with torch.no_grad():
+            for tokens in ids.split([8, *[1] * STEPS], dim=1):
+                got.append(compiled(tokens, past_key_values=static).logits)
+                with use_backend("eager"):  # layer by layer, as the graph
+                    expected.append(model(tokens, past_key_values=plain).logits)
+                held = [state for layer in static.layers for state in layer.states.values()]
+                places.add(tuple(state.data_ptr() for state in held))
+    finally:
+        torch._dynamo.reset()
+    require(len(graphs) == 2, f"a prompt and {STEPS} steps took {len(graphs)} graphs")
+    require(len(places) == 1, f"the state had {len(places)} places in memory")
+    measured.compare("logits", torch.cat(got, dim=1), torch.cat(expected, dim=1), EXACT)
     return measured
 
 

@@ -48,10 +48,9 @@ class StockCache(RecurrentCache):
         """Return False: ``generate`` compiles only what was compiled without this cache too."""
         return False
 
-    @property
-    def owner(self) -> dict[str, Any]:
-        """What a model must share with the one that it serves."""
-        config = self.config
+    @staticmethod
+    def signature(config: Any) -> dict[str, Any]:
+        """Return what two models must share for a state of one to be the other's, too."""
         fields = {name: getattr(config, name, None) for name in own_fields(type(config))}
         fields["model_type"] = config.model_type
         return json.loads(json.dumps(fields, default=str))  # as it reads in a file

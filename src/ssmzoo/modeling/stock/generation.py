@@ -17,13 +17,22 @@ from transformers import DynamicCache
 from ssmzoo.modeling.causal_lm import given_state, prompt_length
 from ssmzoo.modeling.stock.cache import StockCache, states_of
 
+_REPLACED = (
+    *("prepare_inputs_for_generation", "_prepare_cache_for_generation"),
+    *("_assisted_decoding", "_is_stateful"),
+)
 _CACHE = "past_key_values"
 _NAMES = (_CACHE, "cache_params")
 
 
 def overrides(stock: type[nn.Module]) -> dict[str, Any]:
-    """Return the methods of ``GenerationMixin`` that an accelerated model's class replaces."""
+    """Return the methods of ``GenerationMixin`` that an accelerated model's class replaces.
+
+    None where one is missing: their names are transformers' own affair.
+    """
     theirs: Any = stock
+    if not all(hasattr(theirs, name) for name in _REPLACED):
+        return {}  # another transformers: it refuses assisted decoding as before
     stock_inputs = theirs.prepare_inputs_for_generation
 
     def prepare_inputs_for_generation(self: Any, input_ids: Tensor, **kwargs: Any) -> Any:
