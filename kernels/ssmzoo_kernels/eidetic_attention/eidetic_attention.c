@@ -74,12 +74,6 @@ typedef struct {
   REAL *grad_rows;           /* [KEYS][width] */
 } Work;
 
-/* 2^x */
-INLINE vec raised(vec x) {
-  Power found = power(x);
-  return scaled(splat(1) + found.rest, found.n);
-}
-
 static const REAL log2_e = (REAL)1.4426950408889634, one = 1;
 
 /* --- which keys ------------------------------------------------------------------------------ */
