@@ -44,6 +44,11 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     ("rtf", {"block": "s4", "mixer_rank": None, "num_denominators": 2}),
     ("rtf", {"block": "filter", "mixer_rank": None}),
     ("bmojo", {"mixer_types": ["mamba"]}),
+    ("bmojo", {"mixer_types": ["swa"], "use_rope": True}),
+    ("bmojo", {"mixer_types": ["bmojo_f"], "num_key_value_heads": 1}),
+    ("bmojo", {"mixer_types": ["bmojo"], "eidetic_overlap": "mask"}),
+    ("bmojo", {"mixer_types": ["bmojo"], "wiring": "parallel", "use_rope": True}),
+    ("bmojo", {"mixer_types": ["bmojo"], "innovation_error": "relative", "sliding_window": 3}),
 ]
 LAYER_BY_LAYER: list[tuple[str, dict[str, Any]]] = [
     ("longhorn", {"norm_type": "layer"}),
