@@ -37,6 +37,8 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     ("coffee", {"variant": "no_feedback"}),
     ("coffee", {"variant": "linear_feedback", "use_skip": False}),
     ("coffee", {"block": "bare"}),
+    ("coffee", {"variant": "s6", "output_filter": False}),
+    ("coffee", {"variant": "s6", "output_filter": False, "block": "bare", "use_skip": False}),
     ("dss", {"kernel_variant": "exp"}),
     ("dss", {"kernel_variant": "exp", "channels": 2}),
     ("rtf", {}),
@@ -52,7 +54,6 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
 ]
 LAYER_BY_LAYER: list[tuple[str, dict[str, Any]]] = [
     ("longhorn", {"norm_type": "layer"}),
-    ("coffee", {"variant": "s6", "output_filter": False}),
     ("dss", {"kernel_variant": "exp", "max_kernel_length": 8}),
     ("rtf", {"filter": "modal"}),
     ("rtf", {"decode_mode": "fir", "kernel_mode": "truncated", "trunc_len": 16}),

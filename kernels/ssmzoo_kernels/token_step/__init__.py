@@ -196,18 +196,21 @@ class Program:
         dt: Value,
         B: Value,
         C: Value,
-        z: Value,
+        z: Value | None,
         A_log: Tensor,  # [D, N]
         D: Tensor | None,  # [D]
         dt_bias: Tensor | None,  # [D]
         state: int,
+        *,
+        zoh: bool = False,
     ) -> Value:
         """Mamba's update: ``S <- exp(-dt exp(A_log)) S + dt u B``, ``y = (S C + D u) silu(z)``.
 
-        ``dt`` is before its bias and softplus; the state is ``[B, D, N]``.
+        ``dt`` is before its bias and softplus; with ``zoh`` ``(1 - exp(-dt exp(A_log))) /
+        exp(A_log)`` stands for it before ``u B``; the state is ``[B, D, N]``.
         """
-        size = (u.width, B.width, state)
-        return self._add(_SELECTIVE, u.width, (u, dt, B, C, z), (A_log, D, dt_bias), size)
+        size = (u.width, B.width, state, int(zoh), int(z is not None))
+        return self._add(_SELECTIVE, u.width, (u, dt, B, C, z or u), (A_log, D, dt_bias), size)
 
     def ssd(
         self,

@@ -218,8 +218,16 @@ static void count(const Call *call, const Instruction *x) {
     for (int64_t m = 0; m < call->rows; m++) seen[m] += x->size[1];
 }
 
-/* Mamba: size: channels, states a channel, the state's number; in: u, dt, B, C, z;
- * data: A_log, D, the bias of dt. The state is [rows, channels, states]. */
+/* (1 - e^-x) / rate with x = step rate; and e^-x */
+INLINE vec held(vec step, vec rate, vec *decay) {
+  Power found = power(step * rate * splat((REAL)-1.4426950408889634));
+  *decay = scaled(splat(1) + found.rest, found.n);
+  return -pick(found.n == splat(0), found.rest, *decay - splat(1)) / rate;
+}
+
+/* Mamba: size: channels, states a channel, the state's number, whether steps are held exactly,
+ * whether y is gated; in: u, dt, B, C, z; data: A_log, D, the bias of dt.
+ * The state is [rows, channels, states]. */
 static void selective(const Call *call, const Instruction *x) {
   int64_t channels = x->size[0], states = x->size[1];
   REAL *S = call->given[x->size[2]];
@@ -237,18 +245,26 @@ static void selective(const Call *call, const Instruction *x) {
       for (int64_t c = 0; c < some; c++) {
         REAL *state = S + (m * channels + first + c) * states;
         vec sum = {0}, step = splat(-dt[c]), written = splat(dt[c] * u[c]);
+        const int exact = (int)x->size[3];
         for (int64_t n = 0; n < states; n += LANES) {
           vec rate = exponential(read_numbers(x->data[0], (first + c) * states + n, states - n));
-          vec new = exponential(step * rate) * load_some(state + n, states - n) +
-                    written * load_some(B + n, states - n);
+          vec decay, drive = load_some(B + n, states - n);
+          if (exact)
+            drive *= held(-step, rate, &decay) * splat(u[c]);
+          else
+            decay = exponential(step * rate), drive *= written;
+          vec new = decay * load_some(state + n, states - n) + drive;
           store_some(state + n, new, states - n);
           sum += new * load_some(C + n, states - n);
         }
         y[c] = total(sum);
       }
       if (x->data[1].at) y += read_numbers(x->data[1], first, some) * u;
-      vec z = load_some(at(call, x->in[4]) + m * x->in[4].stride + first, some);
-      store_some(at(call, x->out) + m * x->out.stride + first, y * z * sigmoid(z), some);
+      if (x->size[4]) {
+        vec z = load_some(at(call, x->in[4]) + m * x->in[4].stride + first, some);
+        y *= z * sigmoid(z);
+      }
+      store_some(at(call, x->out) + m * x->out.stride + first, y, some);
     }
 }
 
