@@ -109,7 +109,10 @@ def test_every_type_decodes_the_stock_logits(model_type: str) -> None:
 
 @pytest.mark.parametrize("after", [None, False, True])
 def test_falcon_h1_with_its_multipliers_and_norms(after: bool | None) -> None:
-    fields: dict[str, Any] = {"ssm_in_multiplier": 1.25, "ssm_multipliers": [0.5, 2.0, 0.75, 1.5, 3.0]}
+    fields: dict[str, Any] = {
+        "ssm_in_multiplier": 1.25,
+        "ssm_multipliers": [0.5, 2.0, 0.75, 1.5, 3.0],
+    }
     fields |= {"mlp_multipliers": [0.8, 1.5], "mamba_rms_norm": after is not None}
     model, x = tiny("falcon_h1", **fields, mamba_norm_before_gate=bool(after)), ids(3, 8)
     for name, weight in model.named_parameters():

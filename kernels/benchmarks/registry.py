@@ -302,7 +302,6 @@ ENTRIES = [
         _attend,
         _attention_flops,
         peers={"SDPA, window in blocks": blocked_window, "SDPA, window as mask": masked_window},
-        cpu=("eager",),
         gpu=("triton", "flex"),
     ),
     *(

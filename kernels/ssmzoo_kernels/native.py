@@ -40,7 +40,7 @@ _log = logging.getLogger("ssmzoo")
 
 _ROOT = Path(__file__).parent
 _HEADERS = (
-    *(_ROOT / f"{name}.h" for name in ("vector", "linear", "diagonal", "companion")),
+    *(_ROOT / f"{name}.h" for name in ("vector", "linear", "matrices", "diagonal", "companion")),
     _ROOT / "scan" / "scan.h",
 )
 _REALS = {torch.float32: "float", torch.float64: "double"}

@@ -177,6 +177,12 @@ INLINE vec scaled(vec x, vec n) {
 #endif
 }
 
+/* 2^x; 0 of what is too small, minus infinity too */
+INLINE vec raised(vec x) {
+  Power found = power(x);
+  return scaled(splat(1) + found.rest, found.n);
+}
+
 INLINE vec sigmoid(vec x) { return splat(1) / (splat(1) + exponential(-x)); }
 
 /* log(1 + y) = 2 artanh(y / (2 + y)) on 0 <= y <= 1, by its series */

@@ -83,8 +83,12 @@ class Call:
         self.made = (last - self.opened).clamp(min=0)  # [S] chunks after it that get a memory
 
     def longest(self, old: Tensor | None) -> int:
-        """Return a bound on the tokens that a sequence has seen, of which a table ``old`` is."""
-        if self.looks:
+        """Return the most tokens that a sequence has seen, in a graph a bound on it.
+
+        Args:
+            old: A table of those before the call, ``[S, past, ...]``.
+        """
+        if not torch.compiler.is_compiling():
             return int(self.now.max()) if self.sequences else 0
         before = 0 if old is None else old.shape[1]
         return before + (self.tokens // self.sequences if self.equal else self.tokens)
@@ -127,6 +131,18 @@ class Call:
         sequence = torch.arange(self.sequences, device=self.seen.device)[:, None]
         position = self.now[:, None] + torch.arange(-count, 0, device=self.seen.device)
         return self.rows(sequence, position, past)
+
+    @_once
+    def slots(self, *, after: bool) -> Tensor:
+        """Return the rows of rings in the order of positions, the newest last, ``[S, w]``.
+
+        Or, ``after`` the call, the rows in that order of each ring's slots.
+        """
+        place = torch.arange(self.window, device=self.seen.device)
+        begin = -self.now if after else self.seen
+        return (place + begin[:, None]) % self.window + self.window * torch.arange(
+            self.sequences, device=self.seen.device
+        ).unsqueeze(1)
 
     # --- chunks ---
 
@@ -316,6 +332,32 @@ def newest(call: Call, old: Tensor | None, new: Tensor, count: int) -> Tensor:
         return torch.cat([old[:, old.shape[1] - kept :], new[:, -count:]], dim=1)
     rows, absent = call.newest(count, 0 if old is None else old.shape[1])
     return blanked(taken(joined(old, new), rows), absent)
+
+
+def unrolled(call: Call, ring: Tensor) -> Tensor:
+    """Return the rows of rings ``[S, w, ...]``, the newest last."""
+    return taken(ring.flatten(0, 1), call.slots(after=False))
+
+
+def rolled_on(call: Call, ring: Tensor | None, past: Tensor | None, new: Tensor) -> Tensor:
+    """Return rings ``[S, w, ...]`` with this call's rows: position p lies in slot ``p % w``.
+
+    Args:
+        call: The sequences.
+        ring: The rings before; None if they are not known as such.
+        past: Their rows, the newest last; None where there is no past.
+        new: The rows of this call's tokens, ``[T, ...]``.
+    """
+    if (
+        ring is not None
+        and call.equal
+        and call.tokens == call.sequences
+        and ring.dtype == new.dtype
+    ):
+        slot = (call.seen % call.window).view(-1, *(1,) * new.dim()).expand(-1, 1, *new.shape[1:])
+        return ring.scatter(1, slot, new.unsqueeze(1))
+    rows = newest(call, past, new, call.window)
+    return taken(rows.flatten(0, 1), call.slots(after=True))
 
 
 def score_table(pending: Tensor | None, scores: Tensor, call: Call) -> Tensor:

@@ -51,8 +51,10 @@ from .memory import (
     joined,
     newest,
     open_scores,
+    rolled_on,
     score_table,
     taken,
+    unrolled,
 )
 
 
@@ -196,27 +198,33 @@ class BMojoAttention(nn.Module):
     ) -> Tensor:
         """Attend from ``[B, L, D]`` to the memories; ``outputs`` are the state-space model's.
 
-        The state is ``seen [B]``, ``keys`` and ``values [B, w, G, d]`` and, with memories,
-        ``outputs [B, max(k, m_f), D]``, ``fading_*``, ``eidetic_*``, ``scores`` of the open chunk.
+        The state is ``seen [B]``, ``keys_ring`` and ``values_ring [B, w, G, d]``, with position p
+        in slot ``p % w``, and, with memories, ``outputs [B, max(k, m_f), D]``, ``fading_*``,
+        ``eidetic_*``, ``scores`` of the open chunk. Without a window ``keys`` and ``values`` of all
+        tokens, the newest last; so are those of files before the rings.
         """
         shape = tokens.shape[:2]
         call = self._call(tokens, state, packing)
         turns = None if self.theta is None else call.turns(self.size, self.theta, tokens.dtype)
         q = self._rotated(self.q_proj(tokens).view(call.tokens, self.heads, self.size), turns)
         k, v = self._projected(tokens.flatten(0, 1), turns, self.k_proj, self.v_proj)
+        rings = state.get("keys_ring"), state.get("values_ring")
         past = state.get("keys"), state.get("values")
+        if rings[0] is not None and rings[1] is not None:
+            past = unrolled(call, rings[0]), unrolled(call, rings[1])
         options: dict[str, Any] = {}
         if self.offset and outputs is not None:
             options |= self._late(call, outputs, turns, state)
         if (self.eidetic or self.fading) and outputs is not None:
-            options |= self._memories(call, outputs, packing, k, v, state)
+            options |= self._memories(call, outputs, packing, k, v, past, state)
         if state.keep:
             state.put("seen", call.now.clone())
-            count = self.window
-            if count is None:
-                count = call.longest(past[0]) if state.room is None else state.room
-            state.put("keys", newest(call, past[0], k, count))
-            state.put("values", newest(call, past[1], v, count))
+            for name, ring, old, new in zip(("keys", "values"), rings, past, (k, v), strict=True):
+                if self.window is None:
+                    count = call.longest(old) if state.room is None else state.room
+                    state.put(name, newest(call, old, new, count))
+                else:
+                    state.put(f"{name}_ring", rolled_on(call, ring, old, new))
         out = eidetic_attention(
             *(x.view(*shape, *x.shape[1:]) for x in (q, k, v)),
             window=self.window,
@@ -227,6 +235,62 @@ class BMojoAttention(nn.Module):
             **options,
         )
         return self.o_proj(out.flatten(2))
+
+    def write_token(
+        self,
+        program: Program,
+        parts: ModuleParts,
+        x: Value,
+        y: Value | None,
+        states: Mapping[str, State],
+    ) -> Value:
+        """Write one token of :meth:`forward` that ends no chunk.
+
+        ``x`` and ``y`` are its tokens and outputs; layers without a window or with the "offset"
+        mode have no such program.
+        """
+        if self.window is None or self.offset:
+            raise UnservedError
+        numbers = {
+            name: state.number
+            if name in ("seen", "eidetic_positions")
+            else recurrent(program, state)
+            for name, state in states.items()
+            if name.startswith(("seen", "keys", "values", "outputs", "scores", "fading", "eidetic"))
+        }
+        seen, window = numbers["seen"], self.window
+        q, k, v = (parts.linear(program, x, f"{name}_proj") for name in "qkv")
+        theta = parts.setting(self, "theta")
+        if theta is not None:
+            q, k = (program.rotate(z, self.size, theta, seen) for z in (q, k))
+        program.keep(k, numbers["keys_ring"], window, seen)
+        program.keep(v, numbers["values_ring"], window, seen)
+        memories, hidden = [], None
+        for name, count in (("eidetic", self.eidetic), ("fading", self.fading)):
+            if count and y is not None:
+                memories.append((count, numbers[f"{name}_keys"], numbers[f"{name}_values"]))
+        if self.eidetic and y is not None and parts.setting(self, "masks"):
+            hidden = numbers["eidetic_positions"]
+        out = program.attend(
+            q,
+            (self.heads, self.groups),
+            (window, numbers["keys_ring"], numbers["values_ring"]),
+            memories,
+            seen,
+            self.size**-0.5,
+            hidden,
+        )
+        if self.history and y is not None:
+            outputs, weights, scores = (self.history, numbers["outputs"]), None, (1, 0)
+            if self.eidetic:
+                kept = parts.setting(self, "innovation_weights")
+                weights = torch.tensor(kept, dtype=program.dtype)
+                scores = window, numbers["scores"]
+            relative = parts.setting(self, "relative")
+            program.innovate(y, outputs, seen, weights, scores, relative=relative)
+        out = parts.linear(program, out, "o_proj")
+        program.count(seen, 1)
+        return out
 
     def _call(self, tokens: Tensor, state: LayerState, packing: PackedRow | None) -> Call:
         """Return the call that all layers with this window share."""
@@ -257,6 +321,7 @@ class BMojoAttention(nn.Module):
         packing: PackedRow | None,
         k: Tensor,  # [T, G, d]
         v: Tensor,
+        past: tuple[Tensor | None, Tensor | None],
         state: LayerState,
     ) -> dict[str, Any]:
         """Return what attention reads of its chunks' memories, and leave what is carried on."""
@@ -264,7 +329,7 @@ class BMojoAttention(nn.Module):
         before, options, pairs = state.get("outputs"), {}, []
         if eidetic:
             chosen = self._choose(call, y, packing, before, state)
-            pairs.append(self._remember(call, chosen, k, v, state))
+            pairs.append(self._remember(call, chosen, k, v, past, state))
             if self.masks:  # fading tokens are none that the window holds
                 at = chosen.positions[call.reads()]
                 options["mem_positions"] = F.pad(at, (0, fading), value=-1)
@@ -317,16 +382,22 @@ class BMojoAttention(nn.Module):
         return chosen
 
     def _remember(
-        self, call: Call, chosen: Eidetic, k: Tensor, v: Tensor, state: LayerState
+        self,
+        call: Call,
+        chosen: Eidetic,
+        k: Tensor,
+        v: Tensor,
+        past: tuple[Tensor | None, Tensor | None],
+        state: LayerState,
     ) -> list[Tensor]:
         """Return keys and values of each chunk's eidetic memory: raw tokens as they were."""
         read = []
-        for name, new in (("keys", k), ("values", v)):
+        for name, old, new in zip(("keys", "values"), past, (k, v), strict=True):
             held = state.get(f"eidetic_{name}")
             if held is not None and call.depth() == 1:  # no chunk ends, no other row is wanted
                 table = held.flatten(0, 1)
             else:
-                table = joined(state.get(name), new, held)
+                table = joined(old, new, held)
             read.append(taken(table, chosen.rows[call.reads()]))  # [n, m_e, G, d]
             if state.keep:
                 kept = taken(table, chosen.rows[call.leaves()])
@@ -408,6 +479,11 @@ class BMojoMixer(SSMMixer):
     """
 
     reads_residual = True
+    # of the open chunk's memories a step writes nothing, of the others a row that nobody reads
+    written_in_place = frozenset(
+        {"keys_ring", "values_ring", "scores", "fading_keys", "fading_values"}
+        | {f"eidetic_{name}" for name in ("keys", "values", "positions", "scores")}
+    )
 
     def __init__(self, config: BMojoConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -435,12 +511,37 @@ class BMojoMixer(SSMMixer):
         return y + self.attention(self.attn_norm(stream + y), y, state, packing)
 
     def write_token(
-        self, program: Program, parts: ModuleParts, x: Value, states: Mapping[str, State]
+        self,
+        program: Program,
+        parts: ModuleParts,
+        x: Value,
+        states: Mapping[str, State],
+        residual: Value | None = None,
     ) -> Value:
-        """Write one token of :meth:`forward`, of layers without attention."""
-        if self.ssm is None or self.attention is not None or not self.ssm.writes_tokens:
-            raise UnservedError
-        return self.ssm.write_token(program, parts.within("ssm"), x, states)
+        """Write one token of :meth:`forward`."""
+        y = None
+        if self.ssm is not None:
+            if not self.ssm.writes_tokens:
+                raise UnservedError
+            y = self.ssm.write_token(program, parts.within("ssm"), x, states)
+        if self.attention is None:
+            return cast(Value, y)
+        attention = parts.within("attention")
+        if y is None or self.attn_norm is None:
+            return self.attention.write_token(program, attention, x, y, states)
+        tokens = parts.norm(program, program.add(residual or x, y), "attn_norm")
+        return program.add(y, self.attention.write_token(program, attention, tokens, y, states))
+
+    def next_is_written(self, state: LayerState) -> bool:
+        """Tell whether the next token ends no chunk, after which memories are others."""
+        attention = self.attention
+        if attention is None or attention.window is None:
+            return True
+        if "keys_ring" not in state.initial:
+            return False
+        if not (attention.fading or attention.eidetic):
+            return True
+        return all((seen + 1) % attention.window for seen in state.initial["seen"].tolist())
 
 
 class BMojoPreTrainedModel(SSMPreTrainedModel):

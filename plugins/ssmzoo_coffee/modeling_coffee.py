@@ -35,7 +35,6 @@ from ssmzoo.modeling import (
     SSMPreTrainedModel,
     State,
     Trajectories,
-    UnservedError,
     recurrent,
 )
 from ssmzoo_kernels import feedback_scan, selective_scan
@@ -133,14 +132,27 @@ class CoffeeMixer(SSMMixer):
     def write_token(
         self, program: Program, parts: ModuleParts, x: Value, states: Mapping[str, State]
     ) -> Value:
-        """Write one token of :meth:`forward`, of every variant but S6."""
+        """Write one token of :meth:`forward`."""
         z = drive = None
         variant = parts.setting(self.config, "variant")
-        if variant == "s6":
-            raise UnservedError
         if self.gated:
             u, z = parts.linear(program, x, "in_proj").chunk(2)
             x = self.conv1d.write_token(program, parts.within("conv1d"), u, states["conv"])
+        if variant == "s6":
+            B, C = parts.linear(program, x, "x_proj").chunk(2)
+            y = program.selective(
+                x,
+                parts.linear(program, x, "dt_proj"),
+                B,
+                C,
+                z,
+                parts.weight(self, "A_log"),
+                parts.weight(self, "D", optional=True),
+                None,
+                recurrent(program, states["ssm"]),
+                zoh=True,
+            )
+            return y if z is None else parts.linear(program, y, "out_proj")
         if variant == "token_gate":
             drive = parts.linear(program, x, "dt_proj")
         elif variant == "no_feedback":

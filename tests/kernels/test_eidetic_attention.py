@@ -1,4 +1,4 @@
-"""eidetic_attention: the torch backend against the loop, special cases against plain attention."""
+"""eidetic_attention: C and torch against the loop, special cases against plain attention."""
 
 import itertools
 
@@ -37,10 +37,10 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(params=["as it is", "small blocks", "products written out"])
+@pytest.fixture(params=["in C", "as it is", "small blocks", "products written out"])
 def form(request, monkeypatch):
-    """The plan of large calls, and of calls so large that not all fits at once, on small ones."""
-    if request.param != "as it is":
+    """C, or torch with the plan of large calls, and of still larger ones, on small ones."""
+    if request.param in ("small blocks", "products written out"):
         monkeypatch.setattr(plan, "block_size", lambda window: 2)
         monkeypatch.setattr(plan, "QUERIES", 3)
         monkeypatch.setattr(plan, "JOINED", 0)
@@ -48,6 +48,9 @@ def form(request, monkeypatch):
     if request.param == "products written out":
         monkeypatch.setattr(eager, "_has_fused", lambda x: False)
         monkeypatch.setattr(eager, "SCORES", 9)
+    backend = "cpu" if request.param == "in C" else "eager"
+    with use_backend(backend):
+        yield backend
 
 
 def draw(layout, *, late=False, mask=False, window=WINDOW, memory=MEMORY, dtype=torch.float64):
@@ -120,8 +123,8 @@ def assert_equals_the_loop(call, backend):
 @pytest.mark.parametrize("late", [False, True], ids=["", "late"])
 @pytest.mark.parametrize("mask", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_torch_equals_the_loop_with_all_gradients(form, layout, mask, late):
-    assert_equals_the_loop(draw(layout, mask=mask, late=late), "eager")
+def test_every_backend_equals_the_loop_with_all_gradients(form, layout, mask, late):
+    assert_equals_the_loop(draw(layout, mask=mask, late=late), form)
 
 
 @pytest.mark.parametrize("layout", ["batch that goes on", "packed that goes on"])
@@ -131,7 +134,7 @@ def test_torch_equals_the_loop_with_all_gradients(form, layout, mask, late):
 def test_windows_and_memories_of_any_size(form, layout, window, memory):
     call = draw(layout, memory=memory, window=window or 12)
     call["window"] = window
-    assert_equals_the_loop(call, "eager")
+    assert_equals_the_loop(call, form)
 
 
 @pytest.mark.parametrize("span", [1, 4, 9])
@@ -142,17 +145,17 @@ def test_late_keys_reach_any_number_of_chunks_back(form, layout, span):
         old = torch.randn(len(call["seen"]), WINDOW + span, 2, 8, dtype=torch.float64)
         call[name] = old.requires_grad_()
     call["late_span"] = span
-    assert_equals_the_loop(call, "eager")
+    assert_equals_the_loop(call, form)
 
 
-def test_float32_errs_as_its_rounding_does():
+def test_float32_errs_as_its_rounding_does(form):
     call = draw("packed", late=True, dtype=torch.float32)
     exact = draw("packed", late=True)
     # scores of 8 products and sums over at most a dozen keys, forward and back
-    assert_same(run(call, "eager"), run(exact, "reference"), 64 * 2**-24)
+    assert_same(run(call, form), run(exact, "reference"), 64 * 2**-24)
 
 
-@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize("backend", ["cpu", "eager", "reference"])
 @pytest.mark.parametrize("window", [None, 32])
 def test_a_wide_window_without_a_memory_is_causal_attention(backend, window):
     call = draw("batch", memory=0)
@@ -164,7 +167,7 @@ def test_a_wide_window_without_a_memory_is_causal_attention(backend, window):
     assert torch.allclose(got, expected.transpose(1, 2), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize("backend", ["cpu", "eager", "reference"])
 def test_a_window_is_the_number_of_tokens_that_a_query_sees(backend):
     call = draw("batch", memory=0)
     q, k, v = (call[name] for name in "qkv")
@@ -309,10 +312,11 @@ def torch_alone(q, k, v, mem_k, mem_v, *, mem_count, window):
     return scaled_dot_product_attention(*turned, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
 @pytest.mark.parametrize("width", [5, 64, 96, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_heads_of_any_width_are_as_exact_as_torch(width, dtype):
-    assert_as_exact_as_torch("eager", width, dtype)
+def test_heads_of_any_width_are_as_exact_as_torch(width, dtype, backend):
+    assert_as_exact_as_torch(backend, width, dtype)
 
 
 def assert_as_exact_as_torch(backend, width, dtype):
@@ -338,7 +342,7 @@ def test_half_precision_is_as_exact_as_the_loop_in_every_layout(form, layout, dt
             **dict(zip(tensors, x, strict=True)), **rest, backend=backend
         )
 
-    assert_as_accurate(on("eager"), on("reference"), list(tensors.values()), dtype)
+    assert_as_accurate(on(form), on("reference"), list(tensors.values()), dtype)
 
 
 def test_scores_beyond_the_range_of_float16_stay_finite(form):
@@ -347,7 +351,7 @@ def test_scores_beyond_the_range_of_float16_stay_finite(form):
     wide = {n: x.detach().repeat(1, 1, 1, 8) for n, x in call.items() if n[-1] in "qkv"}
     wide |= {n: (200 * wide[n]).requires_grad_() for n in ("q", "k", "mem_k")}
     wide |= {n: wide[n].requires_grad_() for n in ("v", "mem_v")}
-    found = run({"window": WINDOW, "mem_count": call["mem_count"]} | wide, "eager")
+    found = run({"window": WINDOW, "mem_count": call["mem_count"]} | wide, form)
     assert all(x.isfinite().all() for x in found.values())
 
 
@@ -450,8 +454,9 @@ def test_few_rows_are_read_side_by_side():
 # --- memory -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
-def test_peak_memory_is_linear_in_the_tokens(packed, monkeypatch):
+def test_peak_memory_is_linear_in_the_tokens(packed, backend, monkeypatch):
     monkeypatch.setattr(plan, "QUERIES", 128)
     peaks = []
     for tokens in (512, 1024, 2048):
@@ -462,7 +467,7 @@ def test_peak_memory_is_linear_in_the_tokens(packed, monkeypatch):
         tensors, _ = floating(call)
 
         def step(call=call, tensors=tensors):
-            out = eidetic_attention(**call)
+            out = eidetic_attention(**call, backend=backend)
             torch.autograd.grad(out, list(tensors.values()), torch.ones_like(out))
 
         peaks.append(peak_bytes(step))
@@ -491,7 +496,8 @@ def test_training_keeps_outputs_and_sums_beside_the_inputs():
 # --- torch.library and torch.compile ----------------------------------------------------------
 
 
-def test_registered_ops_in_bfloat16_pass_opcheck():
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+def test_registered_ops_in_bfloat16_pass_opcheck(backend):
     call = draw("packed that goes on", late=True, mask=True, dtype=torch.bfloat16)
     tensors = {n: call[n].detach().requires_grad_() for n in Tensors._fields}
     for name in ("q", "k", "v", "late_k", "late_v"):
@@ -499,7 +505,7 @@ def test_registered_ops_in_bfloat16_pass_opcheck():
     batch, length = call["q"].shape[:2]
     offsets = call.get("cu_seqlens", torch.arange(batch + 1) * length).long()
     indices = (call["mem_count"], call["mem_positions"], call["seen"], offsets)
-    rest = (WINDOW, 3, 0.3, "eager")
+    rest = (WINDOW, 3, 0.3, backend)
     forward, backward = (
         getattr(torch.ops.ssmzoo, f"eidetic_attention{x}").default for x in ("", "_backward")
     )
@@ -515,7 +521,7 @@ def test_use_backend_redirects_auto():
         eidetic_attention(**draw("packed"))
     assert last_backend("eidetic_attention") == "reference"
     eidetic_attention(**draw("packed"))
-    assert last_backend("eidetic_attention") == "eager"
+    assert last_backend("eidetic_attention") == "cpu"
 
 
 # --- the rest ---------------------------------------------------------------------------------
@@ -548,7 +554,6 @@ def test_chunks_are_counted_from_each_sequences_first_token():
         ({"mem_count": torch.zeros(6)}, TypeError, "mem_count must be an int64 tensor"),
         ({"seen": torch.zeros(3, dtype=torch.int64)}, ValueError, "seen must have shape"),
         ({"late_span": 2}, ValueError, "late_span must be at least 1 with late_k"),
-        ({"backend": "cpu"}, ValueError, "this op has no such implementation"),
         ({"backend": "triton"}, ValueError, "needs CUDA tensors, got cpu"),
         ({"backend": "flex"}, RuntimeError, "no backward on a CPU, and these tensors need grad"),
         ({"q": [1.0]}, TypeError, r"q must be a tensor \[B, L, H, d\], got list"),

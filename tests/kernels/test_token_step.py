@@ -239,7 +239,10 @@ def test_gated(dtype: torch.dtype, rows: int) -> None:
 @some_rows
 @pytest.mark.parametrize(("width", "states"), [(5, 3), (33, 16), (16, 24)])
 @pytest.mark.parametrize("bare", [False, True])
-def test_selective(dtype: torch.dtype, rows: int, width: int, states: int, bare: bool) -> None:
+@pytest.mark.parametrize("zoh", [False, True])
+def test_selective(
+    dtype: torch.dtype, rows: int, width: int, states: int, bare: bool, zoh: bool
+) -> None:
     x = random(rows, 3 * width + 2 * states, dtype=dtype)
     A_log, D, bias = random(width, states, dtype=dtype), None, None
     if not bare:
@@ -247,15 +250,18 @@ def test_selective(dtype: torch.dtype, rows: int, width: int, states: int, bare:
     state = random(rows, width, states, dtype=dtype)
     u, dt, B, C, z = x.double().split([width, width, states, states, width], dim=1)
     step = soft(dt if bias is None else dt + bias.double())[..., None]
-    S = torch.exp(-step * A_log.double().exp()) * state.double()
-    S = S + step * u[..., None] * B[:, None]
+    rate = A_log.double().exp()
+    S = torch.exp(-step * rate) * state.double()
+    drive = -torch.expm1(-step * rate) / rate if zoh else step
+    S = S + drive * u[..., None] * B[:, None]
     exact = (S * C[:, None]).sum(-1)
     exact = exact if D is None else exact + D.double() * u
-    exact = exact * z * torch.sigmoid(z)
+    exact = exact if bare else exact * z * torch.sigmoid(z)
 
     def write(program: Program, value: Value) -> Value:
         u, dt, B, C, z = value.split(width, width, states, states, width)
-        return program.selective(u, dt, B, C, z, A_log, D, bias, 2)
+        gate = None if bare else z
+        return program.selective(u, dt, B, C, gate, A_log, D, bias, 2, zoh=zoh)
 
     before = state.clone()
     close(run(write, x, [state]), exact, states)
@@ -269,7 +275,8 @@ def test_selective(dtype: torch.dtype, rows: int, width: int, states: int, bare:
             rows = slice(first, first + u.width)
             weights = (None if w is None else w[rows] for w in (A_log, D, bias))
             places = {"channels": width, "first": first, "into": into}
-            program.selective(u, dt, B, C, z, *weights, 2, **places)
+            gate = None if bare else z
+            program.selective(u, dt, B, C, gate, *weights, 2, zoh=zoh, **places)
         return y
 
     close(run(write_by_heads, x, [before]), exact, states)
@@ -417,6 +424,93 @@ def test_delta_rule(
 
     close(run(write, x, [state]), exact.flatten(1), 4 * keys)
     close(state, S, 4 * keys)
+
+
+@both
+@some_rows
+@pytest.mark.parametrize(("heads", "size"), [(1, 2), (3, 10), (2, 64)])
+def test_rotate(dtype: torch.dtype, rows: int, heads: int, size: int) -> None:
+    x, seen = random(rows, heads * size, dtype=dtype), torch.randint(0, 10_000, (rows,))
+    rates = 500.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    turn = torch.exp(1j * seen[:, None, None] * rates)
+    exact = torch.complex(*x.double().view(rows, heads, 2, -1).unbind(2)) * turn
+    exact = torch.cat([exact.real, exact.imag], dim=-1).flatten(1)
+    close(run(lambda p, v: p.rotate(v, size, 500.0, 2), x, [seen]), exact, 2)
+
+
+@both
+@pytest.mark.parametrize(("heads", "groups", "size"), [(4, 2, 5), (1, 1, 16), (2, 1, 70)])
+@pytest.mark.parametrize("hides", [False, True])
+@pytest.mark.parametrize("memories", [(), (3,), (3, 9)], ids=str)
+def test_attend(
+    dtype: torch.dtype, heads: int, groups: int, size: int, hides: bool, memories: tuple[int, ...]
+) -> None:
+    window, rows = 6, 5
+    seen = torch.tensor([0, 4, 5, 6, 25])  # before, in and behind the first chunk
+    x = random(rows, (heads + 2 * groups) * size, dtype=dtype)
+    counts = (window, *memories)
+    tables = [random(rows, n, groups, size, dtype=dtype) for n in counts for _ in "kv"]
+    places = torch.randint(0, 24, (rows, counts[1] if memories else 0))
+    before = [table.clone() for table in tables]
+    q, k, v = x.double().split([heads * size, groups * size, groups * size], dim=1)
+
+    def write(program: Program, value: Value) -> Value:
+        q, k, v = value.split(heads * size, groups * size, groups * size)
+        program.keep(k, 4, window, 2)
+        program.keep(v, 5, window, 2)
+        numbers = [(n, 4 + 2 * i, 5 + 2 * i) for i, n in enumerate(counts)]
+        hidden = 3 if hides and memories else None
+        return program.attend(q, (heads, groups), numbers[0], numbers[1:], 2, 0.3, hidden)
+
+    y = run(write, x, [seen, places, *tables])
+    for row, position in enumerate(seen.tolist()):
+        keys, values, visible = [], [], []
+        for i, (n, key, value) in enumerate(zip(counts, before[::2], before[1::2], strict=True)):
+            key, value = key[row].double(), value[row].double()
+            if i == 0:
+                key[position % n], value[position % n] = (t[row].view(groups, size) for t in (k, v))
+                assert tables[0][row].double().equal(key)
+                assert tables[1][row].double().equal(value)
+            known = min(n, position // window * window if i else position + 1)
+            sees = torch.arange(n) < known
+            if i == 1 and hides:
+                sees = sees & (places[row] <= position - window)
+            keys.append(key), values.append(value), visible.append(sees)
+        key, value = (torch.cat(t).repeat_interleave(heads // groups, 1) for t in (keys, values))
+        scores = 0.3 * torch.einsum("hd,shd->hs", q[row].view(heads, size), key)
+        weights = scores.masked_fill(~torch.cat(visible), -math.inf).softmax(-1)
+        close(y[row], torch.einsum("hs,shd->hd", weights, value).flatten(), size + sum(counts))
+
+
+@both
+@some_rows
+@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize(("width", "kept", "span"), [(5, 3, 3), (33, 4, 2), (16, 2, 0)])
+def test_innovate(
+    dtype: torch.dtype, rows: int, width: int, kept: int, span: int, relative: bool
+) -> None:
+    y, outputs = random(rows, width, dtype=dtype), random(rows, kept, width, dtype=dtype)
+    scores, seen = torch.full((rows, 4), 7.0, dtype=dtype), torch.arange(rows) + 2
+    weights = random(span, dtype=dtype) if span else None
+    exact = scores.double()
+    if weights is not None:
+        guess = outputs.double().flip(1)[:, :span] * weights.double()[:, None]
+        error = (y.double() - guess.sum(1)).square().sum(1)
+        over = y.double().square().sum(1) + 1e-6 if relative else width
+        exact[torch.arange(rows), seen % 4] = error / over
+    expected = torch.cat([outputs[:, 1:], y[:, None]], dim=1)
+
+    def write(program: Program, value: Value) -> Value:
+        program.innovate(value, (kept, 2), 4, weights, (4, 3), relative=relative)
+        return value
+
+    run(write, y, [outputs, scores, seen])
+    assert outputs.equal(expected)
+    close(scores, exact, width + 2 * span)
+    if span:
+        y[-1, 0] = math.inf
+        with pytest.raises(FloatingPointError, match="innovations must be finite"):
+            run(write, y, [outputs, scores, seen])
 
 
 def mixer(program: Program, value: Value) -> Value:

@@ -133,6 +133,35 @@ def test_any_split_into_calls_gives_the_same_logits_and_the_same_cache(name, tot
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("cut", [2, 4, 7])
+def test_a_window_in_the_order_of_positions_is_read_too(cut):
+    """As files have it that were written before windows were rings."""
+    model, ids = tiny(), tokens(2, 12)
+    cache = model(ids[:, :cut], use_cache=True).past_key_values
+    for layer in cache.layers:
+        for name in ("keys", "values"):
+            layer.states[name] = layer.states.pop(f"{name}_ring").roll(-cut, dims=1)
+    steps = [model(x, past_key_values=cache).logits for x in ids[:, cut:].split(1, dim=1)]
+    assert relative(torch.cat(steps, dim=1), model(ids).logits[:, cut:]) < 1e-10
+
+
+@torch.no_grad()
+def test_a_step_whose_score_is_not_finite_names_the_innovations_and_changes_nothing():
+    model, ids = tiny().float(), tokens(2, 9)
+    cache = model(ids[:, :5], use_cache=True).past_key_values
+    model(ids[:, 5:6], past_key_values=cache)  # from here on in one call
+    before = copy.deepcopy(cache)
+    embedding = model.get_input_embeddings().weight
+    kept = embedding.clone()
+    embedding.fill_(math.inf)
+    with pytest.raises(ValueError, match="innovations must be finite"):
+        model(ids[:, 6:7], past_key_values=cache)
+    embedding.copy_(kept)
+    found = [model(ids[:, 6:9], past_key_values=x).logits for x in (cache, before)]
+    assert torch.equal(*found)
+
+
+@torch.no_grad()
 def test_rows_of_mixed_lengths_cross_their_chunks_at_different_steps():
     model = tiny()
     ids, lengths = tokens(3, 11), (11, 6, 9)

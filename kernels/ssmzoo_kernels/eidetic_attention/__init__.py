@@ -44,7 +44,7 @@ ATTENTION = Op(
     least={"q": "column"},
     saved="T H",
     keeps=("out", "saved", *Tensors._fields, *_INDICES, "offsets"),
-    offers=("reference", "eager", "flex", "triton"),
+    offers=("reference", "eager", "flex", "cpu", "triton"),
     reference=reference.eidetic_attention,
     kernels=lambda name: Kernels(_module(name)),
 )
@@ -165,8 +165,8 @@ def eidetic_attention(
                 f'{OP}(backend="triton") takes heads of at most {_WIDEST[dtype]} columns in '
                 f'{dtype}, got {width}; use backend="auto" or "eager"'
             )
-        offers = ("reference", "eager", "flex")
-    chosen = ATTENTION.choose(backend, q, offers=offers)
+        offers = ("reference", "eager", "flex", "cpu")
+    chosen = ATTENTION.choose(backend, q, dtype=dtype, offers=offers)
     if chosen == "reference":
         record(OP, "reference")
         late = None

@@ -42,7 +42,11 @@ MOST_ROWS = 8
     _FEEDBACK,
     _DIAGONAL,
     _COMPANION,
-) = range(17)
+    _ROTATE,
+    _KEEP,
+    _ATTEND,
+    _INNOVATE,
+) = range(21)
 _GATES = {None: 0, "silu before": 1, "silu after": 2, "sigmoid after": 3}
 _GATED_BY = {"silu": 0, "sigmoid": 1, "itself": 2}
 
@@ -200,23 +204,27 @@ class Program:
         dt: Value,
         B: Value,
         C: Value,
-        z: Value,
+        z: Value | None,
         A_log: Tensor,  # [D, N]
         D: Tensor | None,  # [D]
         dt_bias: Tensor | None,  # [D]
         state: int,
         *,
+        zoh: bool = False,
         channels: int | None = None,
         first: int = 0,
         into: Value | None = None,
     ) -> Value:
         """Mamba's update: ``S <- exp(-dt exp(A_log)) S + dt u B``, ``y = (S C + D u) silu(z)``.
 
-        ``dt`` is before its bias and softplus; the state is ``[B, D, N]``, or ``[B, channels, N]``,
-        of which this updates D from ``first`` on.
+        ``dt`` is before its bias and softplus; with ``zoh`` ``(1 - exp(-dt exp(A_log))) /
+        exp(A_log)`` stands for it before ``u B``. The state is ``[B, D, N]``, or ``[B, channels,
+        N]``, of which this updates D from ``first`` on.
         """
-        size = (u.width, B.width, state, channels or u.width, first)
-        return self._add(_SELECTIVE, u.width, (u, dt, B, C, z), (A_log, D, dt_bias), size, out=into)
+        whole = channels or u.width
+        size = (u.width, B.width, state, whole, first, int(zoh), int(z is not None))
+        values = (u, dt, B, C, z or u)
+        return self._add(_SELECTIVE, u.width, values, (A_log, D, dt_bias), size, out=into)
 
     def ssd(
         self,
@@ -348,6 +356,68 @@ class Program:
         size = (u.width, len(a), ring, position)
         return self._add(_COMPANION, u.width, (u,), self._exact(a, b, d), size)
 
+    def rotate(self, x: Value, head: int, theta: float, seen: int) -> Value:
+        """Turn the halves of heads by rotary positions, which are the numbers in ``seen``."""
+        return self._add(_ROTATE, x.width, (x,), size=(x.width, head, seen), numbers=(theta,))
+
+    def keep(self, x: Value, ring: int, rows: int, seen: int) -> None:
+        """Write x into row ``seen % rows`` of a ring ``[B, rows, width]``."""
+        self._add(_KEEP, 0, (x,), size=(x.width, ring, rows, seen))
+
+    def attend(
+        self,
+        q: Value,
+        heads: tuple[int, int],
+        ring: tuple[int, int, int],
+        memories: Sequence[tuple[int, int, int]],
+        seen: int,
+        scale: float,
+        hidden: int | None = None,
+    ) -> Value:
+        """One token of ``eidetic_attention``: one softmax over a ring and up to two memories.
+
+        Args:
+            q: ``[B, H d]``.
+            heads: H and G.
+            ring: w, and the numbers of keys and values ``[B, w, G, d]``, of which the token's own
+                were kept.
+            memories: m, and the same of each memory; it holds the first ``min(m, seen // w w)``.
+            seen: The number of the positions, int64 ``[B]``.
+            scale: Of the scores.
+            hidden: The number of positions of the first memory's rows, int64 ``[B, m]``, which are
+                not read while the ring holds them.
+        """
+        tables = (ring, *memories, (0, 0, 0), (0, 0, 0))[:3]
+        rows = [table[0] for table in tables]
+        room = self.value(heads[0] * sum(rows))
+        size = (*heads, q.width // heads[0], *rows, seen, *(x for t in tables for x in t[1:]))
+        self._work += heads[0] * sum(rows) * (q.width // heads[0])
+        return self._add(_ATTEND, q.width, (q, room), size=(*size, hidden or 0), numbers=(scale,))
+
+    def innovate(
+        self,
+        y: Value,
+        outputs: tuple[int, int],
+        seen: int,
+        weights: Tensor | None = None,  # [k]
+        scores: tuple[int, int] = (1, 0),
+        *,
+        relative: bool = False,
+    ) -> None:
+        """Move a state of the last outputs on by one; with weights, score y by ``innovation``.
+
+        Args:
+            y: ``[B, D]``.
+            outputs: How many are kept, and their number, ``[B, rows, D]``, the newest last.
+            seen: The number of the positions, int64 ``[B]``.
+            weights: Of the last k outputs, in the program's dtype.
+            scores: w, and the number of the scores ``[B, w]``: row ``seen % w`` is written.
+            relative: Divide errors by the output's size.
+        """
+        span = 0 if weights is None else len(weights)
+        size = (y.width, outputs[0], span, outputs[1], scores[1], seen, scores[0], int(relative))
+        self._add(_INNOVATE, 0, (y,), (weights,), size)
+
     def _exact(self, *weights: Tensor) -> tuple[Tensor, ...]:
         if any(weight.dtype is not self.dtype for weight in weights):
             raise ValueError(f"Program: these weights must be {self.dtype}")
@@ -374,6 +444,7 @@ class Program:
 
         Raises:
             MemoryError: There is none for the values; nothing has changed.
+            FloatingPointError: A score of :meth:`innovate` is not finite.
         """
         code = self._code
         if code is None:
@@ -382,6 +453,8 @@ class Program:
         given = (ctypes.c_void_p * len(tensors))(*[x.data_ptr() for x in tensors])
         threads = torch.get_num_threads() if self._work > native.ONE_THREADS_WORK else 1
         failed = cpu.load(self.dtype)(code, len(code), rows, self._width, given, threads)
+        if failed == 2:
+            raise FloatingPointError("token_step: innovations must be finite")
         if failed:
             raise MemoryError("token_step: no memory for a token's values")
 

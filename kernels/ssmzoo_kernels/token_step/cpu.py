@@ -29,7 +29,7 @@ class Instruction(ctypes.Structure):
 
     _fields_ = [
         ("kind", ctypes.c_int64),
-        ("size", ctypes.c_int64 * 8),
+        ("size", ctypes.c_int64 * 14),
         ("inputs", Value * 6),
         ("out", Value),
         ("data", Numbers * 6),

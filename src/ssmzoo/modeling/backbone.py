@@ -49,9 +49,9 @@ class SSMMixer(nn.Module):
             groups have no weight decay and may have a learning rate of their own.
         param_branch: The group that all other parameters of it and its submodules belong to; their
             matrices decay as usual.
-        reads_residual: Whether :meth:`forward` also gets the block's input before the norm, as
-            ``residual``.
-        written_in_place: The states that a step may write over.
+        reads_residual: Whether :meth:`forward` and :meth:`write_token` also get the block's input
+            before the norm, as ``residual``.
+        written_in_place: The states that a step may write over, where no earlier token's are read.
         writes_tokens: Whether :meth:`write_token` is of the class that :meth:`forward` is of.
     """
 
@@ -109,6 +109,10 @@ class SSMMixer(nn.Module):
             What :meth:`forward` returns, ``[B, D]``.
         """
         raise UnservedError
+
+    def next_is_written(self, state: LayerState) -> bool:
+        """Tell whether the next token is one that :meth:`write_token` is written for."""
+        return True
 
     def dynamics(self, hidden_states: Tensor) -> Dynamics | None:
         """Return what is known of the filters at an input ``[B, L, D]``, or None to measure them.
@@ -169,7 +173,12 @@ class SSMBlock(GradientCheckpointingLayer):
         self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``."""
-        if self.mixer.writes_tokens and state.initial and is_token(self, hidden_states, packing):
+        if (
+            self.mixer.writes_tokens
+            and state.initial
+            and is_token(self, hidden_states, packing)
+            and self.mixer.next_is_written(state)
+        ):
             return token_of_layer(
                 self,
                 _write_block,
@@ -229,7 +238,8 @@ def _write_block(
         y = _write_norm(program, parts, x, norm) if prenorm else x
         branch = parts.within(name)
         if isinstance(branch.root, SSMMixer):
-            y = branch.root.write_token(program, branch, y, states)
+            more = {"residual": x} if branch.root.reads_residual else {}
+            y = branch.root.write_token(program, branch, y, states, **more)
         elif type(branch.root) is MLP:
             y = branch.root.write_token(program, branch, y)
         else:
