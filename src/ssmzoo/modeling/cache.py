@@ -351,7 +351,7 @@ class StateCache(Cache):
         self._rows_change()
         super().batch_repeat_interleave(repeats)
 
-    def check(self, config: SSMConfig, batch_size: int, tokens: int) -> None:
+    def check(self, config: SSMConfig, batch_size: int, tokens: int = 0) -> None:
         """Check that the cache fits a model, and a call of so many sequences and tokens a row.
 
         Raises:

@@ -334,7 +334,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
             if expanded > 1 and given.batch_size == batch_size:  # as the prompt's rows were
                 given = model_kwargs["past_key_values"] = copy.deepcopy(given)
                 given.batch_repeat_interleave(expanded)
-            given._is_user_defined = True
+            given._is_user_defined = True  # pyright: ignore[reportAttributeAccessIssue]
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = (
                 self._static_cache(generation_config, max_cache_length)
