@@ -165,8 +165,9 @@ class StaticStateCache(StateCache):
                         f"{what} must stay {_kind(buffer)} in a StaticStateCache, got "
                         f"{_kind(final)}; take a StateCache, or a new one for another dtype"
                     )
-            layer.settled = True
         super().advance(states, tokens, recorded)
+        for layer in self.layers:
+            layer.settled = True
 
 
 def _kind(state: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
