@@ -230,21 +230,26 @@ def test_generate_writes_into_a_given_cache_again_and_again(model, ids):
     assert first.past_key_values is cache
 
 
+def compiling(backend):
+    compiles = CompileConfig(backend=backend, mode=None, fullgraph=True)
+    compiles._compile_all_devices = True  # which generate does on GPUs alone
+    return {"cache_implementation": "static", "compile_config": compiles}
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own
 @pytest.mark.parametrize("name", ["longhorn", "attention"])
 def test_generate_compiles_one_graph_for_prompts_of_all_lengths(name, ids):
-    torch._dynamo.reset()
-    model, graphs = build(name), []
+    fields = {"num_hidden_layers": 1}
+    if name == "attention":
+        fields["mixer_types"] = ["attention"]
+    model, graphs = build(name, **fields), []
 
     def count(graph, _):
         graphs.append(graph)
         return graph.forward
 
-    compiles = CompileConfig(backend=count, mode=None, fullgraph=True)
-    compiles._compile_all_devices = True  # which generate does on GPUs alone
-    options = {"cache_implementation": "static", "compile_config": compiles}
-    if name == "attention":
-        options["max_cache_len"] = ROOM
+    options = compiling(count) | ({"max_cache_len": ROOM} if name == "attention" else {})
+    torch._dynamo.reset()
     for length in (7, 11, 23):
         prompt, mask = ids[:, :length], torch.ones_like(ids[:, :length])
         mask[0, :3] = 0
@@ -253,6 +258,15 @@ def test_generate_compiles_one_graph_for_prompts_of_all_lengths(name, ids):
         for logits, expected in zip(got.logits, usual.logits, strict=True):
             torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     assert len(graphs) == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_generate_compiles_a_padded_prompt_in_chunks(ids):
+    model, (ids, mask) = build("longhorn", num_hidden_layers=1), ragged(ids)
+    torch._dynamo.reset()
+    usual = generate(model, ids, mask, do_sample=False)
+    got = generate(model, ids, mask, do_sample=False, prefill_chunk_size=6, **compiling("eager"))
+    torch.testing.assert_close(got.logits, usual.logits, rtol=1e-5, atol=1e-5)
 
 
 # --- what is refused ---------------------------------------------------------------------------

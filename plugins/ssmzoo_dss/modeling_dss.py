@@ -314,7 +314,7 @@ class DSSMixer(SSMMixer):
             return
         assert modes.grows is not None
         assert modes.norm_length is not None
-        torch._assert_async(
+        torch._assert_async(  # pyright: ignore[reportPrivateImportUsage]
             (reached <= modes.norm_length).all() | ~modes.grows.any(),
             "kernel_norm_length must cover all tokens where a mode grows, and a layer read more; "
             "set a longer kernel_norm_length and train on, or use the variant 'exp'",

@@ -27,6 +27,7 @@ from ssmzoo.modeling.layers import MLP, Dropout, Linear
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, NoNorm, RMSNorm, make_norm
 from ssmzoo.modeling.packing import PackedRow, find_packing
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
+from ssmzoo.modeling.static_cache import StaticStateCache
 from ssmzoo_kernels.token_step import Program, Value
 
 # what transformers' collators and trainer hand to every model, and a recurrent one has no use for
@@ -442,8 +443,13 @@ class SSMModel(SSMPreTrainedModel):
         if plain and seq_idx is None and cu_seqlens is None:
             return False
         check_kind(past_key_values)
-        past_length = 0 if past_key_values is None else past_key_values.seen_tokens
         batch, length = given_inputs(*inputs).shape[:2]
+        if attention_mask is None or past_key_values is None:
+            past_length = 0
+        elif torch.compiler.is_compiling() and isinstance(past_key_values, StaticStateCache):
+            past_length = attention_mask.shape[1] - length  # the count has no value in a graph
+        else:
+            past_length = past_key_values.seen_tokens
         told = (attention_mask, position_ids, seq_idx, cu_seqlens)
         return find_packing(batch, length, past_length, *told) or False
 

@@ -332,7 +332,7 @@ class RecurrentCache(Cache):
         """Repeat every row."""
         self._rows_change(lambda state: state.repeat_interleave(repeats, dim=0))
 
-    def check(self, config: PreTrainedConfig, batch_size: int, tokens: int) -> None:
+    def check(self, config: PreTrainedConfig, batch_size: int, tokens: int = 0) -> None:
         """Check that the cache fits a model, and a call of so many sequences and tokens a row.
 
         Raises:

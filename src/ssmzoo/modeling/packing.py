@@ -171,7 +171,8 @@ def _new_columns(mask: Tensor, batch: int, length: int, past_length: int) -> Ten
         raise ValueError(
             f"attention_mask must have shape [B, L] = [{batch}, {length}], got {list(mask.shape)}"
         )
-    if mask.shape[1] not in (length, past_length + length):
+    columns = mask.shape[1]  # in a graph a symbol, which is in no tuple
+    if columns != length and columns != past_length + length:
         raise ValueError(
             f"attention_mask must cover the {length} new tokens, or these and the {past_length} "
             f"before them, got {mask.shape[1]} columns"

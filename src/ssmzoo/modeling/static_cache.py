@@ -122,7 +122,7 @@ class StaticStateCache(StateCache):
         """Tell transformers' ``generate``, which then compiles decoding on GPUs."""
         return not self.recording  # a list of snapshots grows
 
-    def check(self, config: PreTrainedConfig, batch_size: int, tokens: int) -> None:
+    def check(self, config: PreTrainedConfig, batch_size: int, tokens: int = 0) -> None:
         """Check that the cache fits; in a graph it fails as that runs, on a GPU after it."""
         super().check(config, batch_size, tokens)
         room = self.max_cache_len
@@ -135,7 +135,7 @@ class StaticStateCache(StateCache):
                     f"{self.seen_tokens} and {tokens} more; make it with a longer max_cache_len"
                 )
         else:
-            torch._assert_async(
+            torch._assert_async(  # pyright: ignore[reportPrivateImportUsage]
                 self._seen + tokens <= room,
                 "past_key_values got more tokens than its max_cache_len; make it with a longer one",
             )
@@ -164,8 +164,9 @@ class StaticStateCache(StateCache):
                         f"{what} must stay {_kind(buffer)} in a StaticStateCache, got "
                         f"{_kind(final)}; take a StateCache, or a new one for another dtype"
                     )
-            layer.settled = True
         super().take(states)
+        for layer in self.layers:
+            layer.settled = True
 
 
 def _kind(state: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
