@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
@@ -81,16 +81,20 @@ class StockCache(RecurrentCache):
                 fresh.update(tensors["keys"], tensors["values"], index)
         self.layers = fresh.layers
 
-    def run(self, model: nn.Module, forward: Callable[[], Any], given: Mapping[str, Any]) -> Any:
+    def run(self, model: Any, forward: Callable[[], Any], given: Mapping[str, Any]) -> Any:
         """Run a forward pass that writes into this cache.
 
         Args:
             model: The module that it is one of; it reads again what a crop left to be read.
             forward: The pass.
             given: Its arguments by name.
+
+        Raises:
+            ValueError: The cache belongs to another model or holds another number of sequences.
         """
-        self.read_again(model)
         name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
+        self.check(model.config, len(given[name]))
+        self.read_again(model)
         places = {n: given[n] for n in _PLACES if given.get(n) is not None}
         whole = all(isinstance(place, Tensor) and place.dim() == 2 for place in places.values())
         recorded = self.record({name: given[name].detach(), **places} if whole else None)

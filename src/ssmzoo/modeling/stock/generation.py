@@ -50,6 +50,9 @@ def overrides(stock: type[nn.Module]) -> dict[str, Any]:
         batch_size: int,
         max_cache_length: int,
     ) -> None:
+        for name in _NAMES:
+            if isinstance(model_kwargs.get(name), StockCache):
+                model_kwargs[_CACHE] = model_kwargs.pop(name)
         given = model_kwargs.get(_CACHE)
         if isinstance(given, StockCache):
             model_kwargs[_CACHE] = given_state(given, generation_config, model_kwargs, batch_size)
