@@ -16,8 +16,9 @@ _ATTENTION = ("keys", "values")
 # of a linear-attention layer, where it may have several: "conv_states.0", "conv_states.1"
 _RECURRENT = ("conv_states", "recurrent_states")
 _PLACES = ("attention_mask", "position_ids")
-_KNOWN = {"DynamicLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer"}
-_EMPTY = "DummyLayer"  # of layers without a cache; older transformers gives them another kind's
+# of attention, of a mixer, of both, of neither; not of attention in a window, which drops tokens
+_KNOWN = ("DynamicLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer")
+_KNOWN += ("DummyLayer",)
 
 
 class StockCache(RecurrentCache):
@@ -36,11 +37,10 @@ class StockCache(RecurrentCache):
     def __init__(self, config: PreTrainedConfig) -> None:
         layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
         super().__init__(config, layers=layers)
-        if strange := {type(layer).__name__ for layer in layers} - _KNOWN - {_EMPTY}:
+        if strange := {type(layer).__name__ for layer in layers} - set(_KNOWN):
             raise ValueError(
-                f"{type(config).__name__}: a layer's cache must be one of "
-                f"{', '.join(sorted(_KNOWN))} to be saved or rolled back, got "
-                f"{', '.join(sorted(strange))}"
+                f"{type(config).__name__}: a layer's cache must be one of {', '.join(_KNOWN)} to "
+                f"be saved or rolled back, got {', '.join(sorted(strange))}"
             )
 
     @property

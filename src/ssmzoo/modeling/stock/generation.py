@@ -36,10 +36,11 @@ def overrides(stock: type[nn.Module]) -> dict[str, Any]:
     functools.update_wrapper(prepare_inputs_for_generation, stock_inputs)
     # generate accepts the arguments that it finds named here
     signature = inspect.signature(stock_inputs)
-    *named, last = signature.parameters.values()
+    named = list(signature.parameters.values())
     if _CACHE not in signature.parameters:
-        named.append(inspect.Parameter(_CACHE, inspect.Parameter.KEYWORD_ONLY, default=None))
-    prepare_inputs_for_generation.__signature__ = signature.replace(parameters=[*named, last])
+        ours = inspect.Parameter(_CACHE, inspect.Parameter.KEYWORD_ONLY, default=None)
+        named.insert(len(named) - (named[-1].kind is inspect.Parameter.VAR_KEYWORD), ours)
+    prepare_inputs_for_generation.__signature__ = signature.replace(parameters=named)
 
     @functools.wraps(theirs._prepare_cache_for_generation)
     def _prepare_cache_for_generation(
