@@ -113,7 +113,7 @@ def test_the_command_says_what_runs_in_one_line_and_nothing_with_stock(models, c
     command = ["generate", str(models["mamba2"]), "a", "--save-state", "kept", "--stock"]
     assert main(command) == 2
     err = capsys.readouterr().err
-    assert "ssmzoo.accelerate put on our kernels, got Mamba2ForCausalLM" in err
+    assert "after ssmzoo.accelerate(model), got Mamba2ForCausalLM" in err
     assert err.count("\n") == 1
 
 

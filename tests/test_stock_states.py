@@ -88,7 +88,7 @@ def test_another_model_refuses_a_saved_prompt(model_type: str, tmp_path: Path) -
         (ours(model_type).to(torch.bfloat16), "made by a model in float32, got one in bfloat16"),
         (ours(other), "belongs to another model: made for model_type"),
         (ours(model_type, **wider), next(iter(wider))),
-        (tiny(model_type), "one of transformers that ssmzoo.accelerate put on our kernels"),
+        (tiny(model_type), "recurrent models after ssmzoo.accelerate"),
     ]
     for model, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -102,6 +102,26 @@ def test_a_trained_model_does_not_save_an_old_prompt(tmp_path: Path) -> None:
         next(model.parameters()).mul_(2)
     with pytest.raises(RuntimeError, match="weights changed since it read this prompt"):
         state.save_pretrained(tmp_path)
+
+
+def test_a_state_has_either_name_where_a_model_calls_it_cache_params() -> None:
+    model, x = ours("mamba"), ids()
+    state, whole = prefill(model, x), logits(ours("mamba"), input_ids=x)
+    inputs = state.inputs()
+    cache = inputs.pop("past_key_values")
+    assert_close(logits(model, **inputs, cache_params=cache), whole)
+    with torch.no_grad():
+        by_name = [
+            model(x[:, -1:], **{name: state.inputs()["past_key_values"]})
+            for name in ("cache_params", "past_key_values")
+        ]
+        assert torch.equal(by_name[0].logits, by_name[1].logits)
+        assert by_name[1].past_key_values is by_name[1].cache_params
+        with pytest.raises(ValueError, match="past_key_values must be left out beside cache_par"):
+            model(x, past_key_values=cache, cache_params=cache)
+        with pytest.raises(ValueError, match="holds 2 sequences, the input has 1"):
+            model(x[:1], past_key_values=cache)
+    model.train()(x[:, -1:], past_key_values=state.inputs()["past_key_values"])
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
@@ -125,7 +145,7 @@ def test_what_keeps_no_state_is_refused() -> None:
     fields = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
     llama = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **fields))
     for model in (llama, tiny("jamba")):
-        with pytest.raises(ValueError, match=r"one of transformers that ssmzoo\.accelerate put on"):
+        with pytest.raises(ValueError, match=r"after ssmzoo\.accelerate\(model\), got"):
             prefill(model, torch.ones(1, 4, dtype=torch.long))
     hybrid, x = ours("jamba"), ids()
     with pytest.raises(TypeError, match="past_key_values must be a StockCache, got DynamicCache"):

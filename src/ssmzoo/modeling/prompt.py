@@ -175,9 +175,8 @@ def _reader(model: Any) -> Any:
     reader = getattr(model, "prompt_reader", None)
     if reader is None:
         raise ValueError(
-            "model must be a language model of the zoo, or one of transformers that "
-            f"ssmzoo.accelerate put on our kernels, got {type(model).__name__}; others keep no "
-            "state that can be saved"
+            "model must be a language model of the zoo, or one of transformers' recurrent models "
+            f"after ssmzoo.accelerate(model), got {type(model).__name__}"
         )
     return reader
 

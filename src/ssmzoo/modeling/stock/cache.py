@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
@@ -16,8 +16,9 @@ _ATTENTION = ("keys", "values")
 # of a linear-attention layer, where it may have several: "conv_states.0", "conv_states.1"
 _RECURRENT = ("conv_states", "recurrent_states")
 _PLACES = ("attention_mask", "position_ids")
-_KNOWN = {"DynamicLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer"}
-_EMPTY = "DummyLayer"  # of layers without a cache; older transformers gives them another kind's
+# of attention, of a mixer, of both, of neither; not of attention in a window, which drops tokens
+_KNOWN = ("DynamicLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer")
+_KNOWN += ("DummyLayer",)
 
 
 class StockCache(RecurrentCache):
@@ -36,11 +37,10 @@ class StockCache(RecurrentCache):
     def __init__(self, config: PreTrainedConfig) -> None:
         layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
         super().__init__(config, layers=layers)
-        if strange := {type(layer).__name__ for layer in layers} - _KNOWN - {_EMPTY}:
+        if strange := {type(layer).__name__ for layer in layers} - set(_KNOWN):
             raise ValueError(
-                f"{type(config).__name__}: a layer's cache must be one of "
-                f"{', '.join(sorted(_KNOWN))} to be saved or rolled back, got "
-                f"{', '.join(sorted(strange))}"
+                f"{type(config).__name__}: a layer's cache must be one of {', '.join(_KNOWN)} to "
+                f"be saved or rolled back, got {', '.join(sorted(strange))}"
             )
 
     @property
@@ -80,16 +80,20 @@ class StockCache(RecurrentCache):
                 fresh.update(tensors["keys"], tensors["values"], index)
         self.layers = fresh.layers
 
-    def run(self, model: nn.Module, forward: Callable[[], Any], given: Mapping[str, Any]) -> Any:
+    def run(self, model: Any, forward: Callable[[], Any], given: Mapping[str, Any]) -> Any:
         """Run a forward pass that writes into this cache.
 
         Args:
             model: The module that it is one of; it reads again what a crop left to be read.
             forward: The pass.
             given: Its arguments by name.
+
+        Raises:
+            ValueError: The cache belongs to another model or holds another number of sequences.
         """
-        self.read_again(model)
         name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
+        self.check(model.config, len(given[name]))
+        self.read_again(model)
         places = {n: given[n] for n in _PLACES if given.get(n) is not None}
         whole = all(isinstance(place, Tensor) and place.dim() == 2 for place in places.values())
         recorded = self.record({name: given[name].detach(), **places} if whole else None)

@@ -340,6 +340,10 @@ def _model(stock: type[nn.Module]) -> dict[str, Any]:
         # as generate and our own code call it, whatever the model does
         renamed = name_of_cache != "past_key_values" and kwargs.get("past_key_values") is not None
         if renamed:
+            if kwargs.get(name_of_cache, given.get(name_of_cache)) is not None:
+                raise ValueError(
+                    f"past_key_values must be left out beside {name_of_cache}, got both"
+                )
             kwargs = {**kwargs, name_of_cache: kwargs["past_key_values"]}
             del kwargs["past_key_values"]
         packing, kwargs = enter(self, given, kwargs)
@@ -352,7 +356,7 @@ def _model(stock: type[nn.Module]) -> dict[str, Any]:
             output = cache.run(self, passed, {**given, **kwargs})
         else:
             output = stock_forward(self, *args, **kwargs)
-        if renamed and isinstance(output, ModelOutput):
+        if renamed and isinstance(output, ModelOutput) and name_of_cache in output:
             output["past_key_values"] = output[name_of_cache]
         return output
 

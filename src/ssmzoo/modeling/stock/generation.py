@@ -45,10 +45,11 @@ def overrides(stock: type[nn.Module]) -> dict[str, Any]:
     functools.update_wrapper(prepare_inputs_for_generation, stock_inputs)
     # generate accepts the arguments that it finds named here
     signature = inspect.signature(stock_inputs)
-    *named, last = signature.parameters.values()
+    named = list(signature.parameters.values())
     if _CACHE not in signature.parameters:
-        named.append(inspect.Parameter(_CACHE, inspect.Parameter.KEYWORD_ONLY, default=None))
-    prepare_inputs_for_generation.__signature__ = signature.replace(parameters=[*named, last])
+        ours = inspect.Parameter(_CACHE, inspect.Parameter.KEYWORD_ONLY, default=None)
+        named.insert(len(named) - (named[-1].kind is inspect.Parameter.VAR_KEYWORD), ours)
+    prepare_inputs_for_generation.__signature__ = signature.replace(parameters=named)
 
     @functools.wraps(theirs._prepare_cache_for_generation)
     def _prepare_cache_for_generation(
@@ -59,6 +60,9 @@ def overrides(stock: type[nn.Module]) -> dict[str, Any]:
         batch_size: int,
         max_cache_length: int,
     ) -> None:
+        for name in _NAMES:
+            if isinstance(model_kwargs.get(name), StockCache):
+                model_kwargs[_CACHE] = model_kwargs.pop(name)
         given = model_kwargs.get(_CACHE)
         if isinstance(given, StockCache):
             model_kwargs[_CACHE] = given_state(given, generation_config, model_kwargs, batch_size)
