@@ -16,6 +16,7 @@ enum {
   INPUT, OUTPUT, LINEAR, NORM, CONV, GATE, ADD, SCALE, GELU, COUNT,
   SELECTIVE, SSD, DELTA, LONGHORN, FEEDBACK, DIAGONAL, COMPANION, ROTATE, KEEP, ATTEND, INNOVATE
 };
+enum { AHEAD = 32 }; /* rows of keys and values that are fetched early */
 enum { BY_SILU, BY_SIGMOID, BY_ITSELF };
 enum { NO_GATE, SILU_BEFORE, SILU_AFTER, SIGMOID_AFTER };
 
@@ -557,6 +558,7 @@ INLINE void sum_rows(REAL *to, const Rows *tables, const REAL *w, int64_t stride
   for (int t = 0; t < 3; t++)
     for (int64_t j = 0; j < tables[t].count; j++, w++) {
       const REAL *v = tables[t].v + j * stride + n;
+      UNROLL for (int c = 0; c < vectors; c++) __builtin_prefetch(v + AHEAD * stride + c * LANES);
       UNROLL for (int c = 0; c < vectors; c++)
         sum[c] += splat(*w) * load_some(v + c * LANES, vectors > 1 ? LANES : left);
     }
@@ -589,7 +591,10 @@ static void attend(const Call *call, const Instruction *x) {
                          known < rows ? known : rows};
       const int64_t *hidden = t == 1 && x->size[13] ? call->given[x->size[13]] : 0;
       for (int64_t j = 0; j < tables[t].count; j++, number++) {
-        REAL score = sum_of_products(q, tables[t].k + j * stride, size);
+        const REAL *key = tables[t].k + j * stride;
+        for (int64_t i = 0; i < size; i += 64 / (int64_t)sizeof(REAL))
+          __builtin_prefetch(key + AHEAD * stride + i);
+        REAL score = sum_of_products(q, key, size);
         if (hidden && hidden[m * rows + j] > position - window)
           w[number] = -(REAL)INFINITY;
         else
