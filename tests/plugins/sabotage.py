@@ -402,8 +402,26 @@ class CountsItsSteps(LonghornMixer):
 
 class BreaksTheGraph(LonghornMixer):
     def forward(self, hidden_states, state, packing=None):
-        sign = 1.0 if hidden_states.detach().sum().item() < 1e9 else -1.0
+        sign = 1.0
+        if torch.is_grad_enabled():  # exported programs have none
+            sign = 1.0 if hidden_states.detach().sum().item() < 1e9 else -1.0
         return super().forward(hidden_states, state, packing) * sign
+
+
+class TakesTheBatchForAConstant(LonghornMixer):
+    def forward(self, hidden_states, state, packing=None):
+        out = super().forward(hidden_states, state, packing)
+        if out.dtype != torch.float64 or torch.is_grad_enabled():  # only export is exact so
+            return out
+        return out[: len(out)]
+
+
+class HasAnOperatorThatONNXLacks(LonghornMixer):
+    def forward(self, hidden_states, state, packing=None):
+        out = super().forward(hidden_states, state, packing)
+        if out.dtype != torch.float32 or torch.is_grad_enabled():
+            return out
+        return out + 0 * torch.special.bessel_j0(out)
 
 
 class ComputesTooCoarsely(LonghornMixer):
@@ -677,6 +695,8 @@ NARROW = {
     "closed_config": narrow("accepted in silence", config=OpenConfig),
     "resized_embeddings": narrow("old logits", causal_lm=DrawsAllAnewOnResizing),
     "standalone": narrow("gradient of", patch=(standalone, "code_of", older_code)),
+    "export": narrow("cannot be traced", mixer=TakesTheBatchForAConstant),
+    "onnx": narrow("cannot be written as ONNX", mixer=HasAnOperatorThatONNXLacks),
     "inputs_embeds": narrow("other tokens for embeddings", causal_lm=ReadsEmbeddingsBackwards),
     "logits_to_keep": narrow("were computed", causal_lm=ComputesAllLogits),
     "outputs": narrow("last hidden state", causal_lm=HandsOutTheStatesBeforeTheNorm),

@@ -87,31 +87,33 @@ def _traced(
 ) -> Tensor:
     """Return the outputs ``[B, L, H, d]`` of whole rows, none of them packed."""
     length = q.shape[1]
-    steps = torch.arange(length, device=q.device)
-    position = seen[:, None] + steps  # [B, L]
-    keys, values, sees = [], [], []
+    position = seen[:, None] + torch.arange(length, device=q.device)  # [B, L]
+    keys, values, sees = [], [], []  # [B, L, K, G, d] twice, [B, L, K]
     for late, (new_k, new_v, old_k, old_v) in enumerate(streams):
-        keys.append(new_k if old_k is None else torch.cat([old_k.to(new_k.dtype), new_k], dim=1))
-        values.append(new_v if old_v is None else torch.cat([old_v.to(new_v.dtype), new_v], dim=1))
-        at = (seen[:, None] + length - keys[-1].shape[1])[..., None] + torch.arange(
-            keys[-1].shape[1], device=q.device
-        )  # [B, 1, K]
-        newest = position[..., None] - (window or 0) * late
-        visible = (at >= 0) & (at <= newest)
-        reach = late_span if late else window
-        sees.append(visible if reach is None else visible & (at > newest - reach))
-    keys, values = ([x.unsqueeze(1).expand(-1, length, -1, -1, -1) for x in xs] for xs in (keys, values))
+        for rows, new, old in ((keys, new_k, old_k), (values, new_v, old_v)):
+            joined = new if old is None else torch.cat([old.to(new.dtype), new], dim=1)
+            rows.append(joined.unsqueeze(1).expand(-1, length, -1, -1, -1))
+        count = keys[-1].shape[2]
+        j = position[:, None, -1:] + torch.arange(1 - count, 1, device=q.device)  # [B, 1, K]
+        newest, reach = position[:, :, None], window
+        if late:
+            assert window is not None
+            newest, reach = newest - window, late_span
+        visible = (j >= 0) & (j <= newest)
+        sees.append(visible if reach is None else visible & (j > newest - reach))
     mem_k, mem_v, mem_count, mem_positions = memory
-    if mem_k is not None and mem_v is not None and mem_count is not None and window is not None:
-        chunks = (seen + length - 1) // window - seen // window + 1
-        row = (chunks.cumsum(0) - chunks - seen // window)[:, None] + position // window  # [B, L]
-        visible = torch.arange(mem_k.shape[1], device=q.device) < mem_count[row][..., None]
+    if mem_k is not None and mem_v is not None and mem_count is not None:
+        assert window is not None
+        opened, chunk = seen // window, position // window
+        chunks = chunk[:, -1] - opened + 1  # of each row
+        row = (chunks.cumsum(0) - chunks - opened)[:, None] + chunk  # [B, L]
+        visible = torch.arange(mem_k.shape[1], device=q.device) < mem_count[row].unsqueeze(-1)
         if mem_positions is not None:
-            visible = visible & (mem_positions[row] <= position[..., None] - window)
+            visible = visible & (mem_positions[row] <= position[:, :, None] - window)
         keys, values, sees = [*keys, mem_k[row]], [*values, mem_v[row]], [*sees, visible]
-    key, value = (torch.cat([x.to(q.dtype) for x in xs], dim=2) for xs in (keys, values))
-    grouped = q.unflatten(2, (key.shape[3], -1))  # [B, L, G, R, d]
-    scores = (grouped.unsqueeze(2) * key.unsqueeze(4)).sum(-1) * scale  # [B, L, K, G, R]
-    seen_by = torch.cat(sees, dim=2)[..., None, None]
-    weights = scores.masked_fill(~seen_by, -torch.inf).softmax(dim=2)
+    key, value = (torch.cat([x.to(q.dtype) for x in rows], dim=2) for rows in (keys, values))
+    queries = q.unflatten(2, (key.shape[3], -1)).unsqueeze(2)  # [B, L, 1, G, H / G, d]
+    scores = (queries * key.unsqueeze(4)).sum(-1) * scale  # [B, L, K, G, H / G]
+    hidden = ~torch.cat(sees, dim=2)[..., None, None]
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=2)
     return (weights.unsqueeze(-1) * value.unsqueeze(4)).sum(2).flatten(2, 3)

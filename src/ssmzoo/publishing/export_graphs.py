@@ -46,11 +46,11 @@ class Prefill(nn.Module):
         return output.logits, [layer.states for layer in output.past_key_values.layers]
 
 
-class Step(Prefill):
+class DecodeStep(Prefill):
     """Map the next tokens ``[B, L]`` and the states before them to logits and new states."""
 
     def forward(self, input_ids: Tensor, states: States) -> tuple[Tensor, States]:
-        """Go on from states, which stay as they are."""
+        """Go on from states; outside of graphs RTF writes to them."""
         cache = StateCache(self.model.config)
         for layer, given in zip(cache.layers, states, strict=True):
             layer.states = dict(given)
@@ -94,12 +94,10 @@ def initial_states(model: SSMForCausalLM, batch_size: int = 1) -> States:
             f"model must be a causal language model of the zoo, got {type(model).__name__}; "
             "transformers.exporters exports others"
         )
-    if model.config.input_channels is not None:
-        raise ValueError("model must read tokens, got one of continuous values (input_channels)")
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with torch.no_grad(), _evaluating(model):
         _, states = Prefill(model)(token)
-        _, after = Step(model)(token, states)
+        _, after = DecodeStep(model)(token, states)
     for number, (one, two) in enumerate(zip(states, after, strict=True)):
         for name, state in one.items():
             if name not in two or two[name].shape != state.shape:
@@ -109,6 +107,21 @@ def initial_states(model: SSMForCausalLM, batch_size: int = 1) -> States:
                     "exported"
                 )
     return [{n: s.new_zeros(batch_size, *s.shape[1:]) for n, s in own.items()} for own in states]
+
+
+def export_step(model: SSMForCausalLM, *, portable: bool = False) -> ExportedProgram:
+    """Return a program of one token: ``(input_ids [B, 1], states) -> (logits [B, 1, V], states)``.
+
+    Arguments and errors are those of :func:`export_program`.
+    """
+    states = initial_states(model, 2)
+    token = torch.zeros(2, 1, dtype=torch.int64, device=model.device)
+    shapes = {0: Dim("rows")}, _moving(states)
+    with torch.no_grad(), _evaluating(model), _tracing(model, portable):
+        program = torch.export.export(
+            DecodeStep(model), (token, states), dynamic_shapes=shapes, strict=False
+        )
+        return program.run_decompositions(_portable_forms() if portable else {})
 
 
 def export_program(model: SSMForCausalLM, *, portable: bool = False) -> ExportedProgram:
@@ -127,31 +140,14 @@ def export_program(model: SSMForCausalLM, *, portable: bool = False) -> Exported
         RuntimeError: A mixer's code cannot be traced, because it looks at values or takes the batch
             for a constant.
     """
+    step = _with_buffers(export_step(model, portable=portable))
     states = initial_states(model, 2)
     tokens = torch.zeros(2, 3, dtype=torch.int64, device=model.device)
-    rows, length = Dim("rows"), Dim("length")
-    moving = [{name: {0: rows} for name in layer} for layer in states]
-    with torch.no_grad(), _evaluating(model), _tracing(portable):
-        try:
-            step = torch.export.export(
-                Step(model),
-                (tokens[:, :1], states),
-                dynamic_shapes=({0: rows}, moving),
-                strict=False,
-            )
-            step = step.run_decompositions(_portable_forms() if portable else {})
-            return torch.export.export(
-                Reader(_with_buffers(step)),
-                (tokens, states),
-                dynamic_shapes=({0: rows, 1: length}, moving),
-                strict=False,
-            )
-        except Exception as error:
-            cause = " ".join(str(error).split())
-            raise RuntimeError(
-                f"{type(model).__name__} cannot be traced by torch.export, with any batch and its "
-                f"states as inputs: {cause[:400]}"
-            ) from error
+    shapes = {0: Dim("rows"), 1: Dim("length")}, _moving(states)
+    with torch.no_grad(), _tracing(model, portable):
+        return torch.export.export(
+            Reader(step), (tokens, states), dynamic_shapes=shapes, strict=False
+        )
 
 
 def export_onnx(model: SSMForCausalLM, directory: str | Path) -> list[Path]:
@@ -214,6 +210,10 @@ def export_onnx(model: SSMForCausalLM, directory: str | Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if path.is_file())
 
 
+def _moving(states: States) -> list[dict[str, dict[int, Any]]]:
+    return [{name: {0: Dim("rows")} for name in layer} for layer in states]
+
+
 def _with_buffers(program: ExportedProgram) -> nn.Module:
     """Return the module of a program; it holds constants as buffers, which a scan can read."""
     module = program.module(check_guards=False)
@@ -236,13 +236,17 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _tracing(portable: bool) -> Iterator[None]:
-    with (
-        _quiet(),
-        constant_in_graphs(),
-        use_backend("reference") if portable else contextlib.nullcontext(),
-    ):
-        yield
+def _tracing(model: nn.Module, portable: bool) -> Iterator[None]:
+    backend = use_backend("reference") if portable else contextlib.nullcontext()
+    try:
+        with _quiet(), constant_in_graphs(), backend:
+            yield
+    except Exception as error:
+        cause = " ".join(str(error).split())
+        raise RuntimeError(
+            f"{type(model).__name__} cannot be traced by torch.export, with any batch and with "
+            f"states as inputs: {cause[:400]}"
+        ) from error
 
 
 @contextlib.contextmanager
