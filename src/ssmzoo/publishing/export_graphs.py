@@ -10,6 +10,7 @@ be traced for any length.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import logging
 import warnings
@@ -121,7 +122,11 @@ def export_step(model: SSMForCausalLM, *, portable: bool = False) -> ExportedPro
         program = torch.export.export(
             DecodeStep(model), (token, states), dynamic_shapes=shapes, strict=False
         )
-        return program.run_decompositions(_portable_forms() if portable else {})
+        program = program.run_decompositions(_portable_forms() if portable else {})
+    for name, value in program.constants.items():
+        if isinstance(value, Tensor):  # some are parameters as they stand
+            program.constants[name] = value.detach()
+    return program
 
 
 def export_program(model: SSMForCausalLM, *, portable: bool = False) -> ExportedProgram:
@@ -375,7 +380,6 @@ def _searched(
 
 def _sorted(self: Any, stable: bool = True, dim: int = -1, descending: bool = False) -> Any:
     """Sort in ONNX, whose TopK is stable: of equal numbers the first comes first."""
-    from onnxscript import opset18 as op
-
+    op = importlib.import_module("onnxscript").opset18
     count = op.Gather(op.Shape(self), op.Constant(value_ints=[dim]))
     return op.TopK(self, count, axis=dim, largest=int(descending), sorted=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import tempfile
@@ -35,8 +36,7 @@ def check_onnx(subject: Subject) -> Measured:
     for name in ("onnx", "onnxscript", "onnxruntime"):
         if importlib.util.find_spec(name) is None:
             raise NotApplicable("onnx is not installed")
-    import onnxruntime
-
+    onnxruntime: Any = importlib.import_module("onnxruntime")
     model = subject.model(torch.float32)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # it warns of what it removes
