@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +57,26 @@ for _ in range(count):
 assert torch.equal(torch.as_tensor(np.concatenate(ids, axis=1)), expected)
 """
 
+PAGE = """
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+from ssmzoo.family import load_family
+from ssmzoo.testing.subject import Subject
+
+subject = Subject(load_family("longhorn"))
+model, ids = subject.fresh(), subject.ids(2, 64)
+text = Path("USING.md").read_text(encoding="utf-8")
+(block,) = (x for x in re.findall(r"```python\\n(.*?)```", text, re.DOTALL) if "onnxruntime" in x)
+block = block.replace("my-graph", str(Path(sys.argv[1], "graph")))
+exec(block)
+expected = model.generate(ids, max_new_tokens=8, do_sample=False)
+assert (torch.as_tensor(tokens) == expected[:, -1:]).all()
+"""
+
 
 def run(code, *arguments):
     folder = os.environ.get("SSMZOO_TEST_ONNX")
@@ -64,6 +85,7 @@ def run(code, *arguments):
     paths = [path for path in (folder, os.environ.get("PYTHONPATH")) if path]
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=Path(__file__).parents[1],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
@@ -80,6 +102,11 @@ def test_the_command_writes_a_graph_that_generates_the_models_tokens():
     assert done.returncode == 0, done.stderr
     assert "graph" not in done.stderr
     assert "holds files that no export wrote; choose another folder" in done.stderr
+
+
+def test_the_page_on_export_says_what_runs(tmp_path):
+    done = run(PAGE, tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
