@@ -20,6 +20,8 @@ OLDEST := transformers==5.17.0 huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1
 OLDEST_DIR := $(VENV)/transformers-5.17.0
 # the torchao of constraints.txt, beside the rest: where it is installed, every import of transformers loads it
 TORCHAO_DIR := $(VENV)/torchao
+# onnx and onnxruntime of constraints.txt, beside the rest too: its checks take long
+ONNX_DIR := $(VENV)/onnx
 # the tests of the installed transformers; only its source distribution has them
 SUITE := $(VENV)/transformers-tests
 MODELS = $(wildcard $(RUNS)/*/model)
@@ -29,7 +31,7 @@ OLDEST_TESTS := $(wildcard tests/plugins tests/test_compat.py tests/test_modelin
 # one thread per worker: workers that share cores with each other's threads wait for them
 # bytecode is kept, whatever the shell says: each process that a test starts would compile our code
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
-	SSMZOO_TEST_TORCHAO=$(abspath $(TORCHAO_DIR)) \
+	SSMZOO_TEST_TORCHAO=$(abspath $(TORCHAO_DIR)) SSMZOO_TEST_ONNX=$(abspath $(ONNX_DIR)) \
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup
 
 # the C library keeps what is freed: no call pays for pages that another gave back
@@ -48,7 +50,7 @@ install: $(INSTALLED) ## Make .venv and install the project with the versions of
 demo: $(INSTALLED) ## Train, score, publish, reload a small Longhorn, or go on (TEXT=path, STEPS=20: your text, shorter)
 	$(PY) -m ssmzoo.cli.demo $(if $(TEXT),--text "$(TEXT)") $(if $(STEPS),--steps $(STEPS))
 
-test: $(INSTALLED) $(OLDEST_DIR)/.installed $(TORCHAO_DIR)/.installed ## Run all tests, the model tests also on the oldest transformers
+test: $(INSTALLED) $(OLDEST_DIR)/.installed $(TORCHAO_DIR)/.installed $(ONNX_DIR)/.installed ## Run all tests, the model tests also on the oldest transformers
 ifeq ($(TESTS),tests)
 	@echo "== model tests on the oldest supported transformers =="
 	$(if $(OLDEST_TESTS),,$(error no model tests found under tests/))
@@ -117,6 +119,13 @@ $(TORCHAO_DIR)/.installed: constraints.txt $(INSTALLED)
 	rm -rf $(TORCHAO_DIR)
 	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_ARGS) --no-deps \
 	  --target $(TORCHAO_DIR) torchao -c constraints.txt
+	@touch $@
+
+$(ONNX_DIR)/.installed: constraints.txt $(INSTALLED)
+	rm -rf $(ONNX_DIR)
+	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_ARGS) --no-deps \
+	  --target $(ONNX_DIR) onnx onnxscript onnxruntime onnx-ir ml_dtypes protobuf flatbuffers \
+	  -c constraints.txt
 	@touch $@
 
 $(OLDEST_DIR)/.installed: Makefile $(INSTALLED)

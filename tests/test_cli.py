@@ -26,6 +26,7 @@ COMMANDS = (
     "inspect",
     "card",
     "publish",
+    "export",
     "convert",
     "distill",
     "recall",
@@ -192,10 +193,10 @@ def test_an_option_means_the_same_in_every_command():
         assert len(set(found.values())) == 1, (flag, found)
     assert set(kinds["--output"]) == {
         *("train", "eval", "inspect", "card", "convert", "distill", "recall", "bench"),
-        "export-kernels",
+        *("export", "export-kernels"),
     }
     every = {"list", "info", "doctor", "eval", "inspect", "publish", "distill", "recall", "check"}
-    assert set(kinds["--json"]) == {*every, "bench", "export-kernels"}
+    assert set(kinds["--json"]) == {*every, "bench", "export", "export-kernels"}
 
 
 def test_debug_shows_the_traceback_before_or_after_the_command(capsys):
@@ -774,6 +775,9 @@ def test_bench_measures_all_families_unless_some_are_named(capsys, monkeypatch):
         ("distill dss --output {tmp}/out --order 4", "model 'dss' must have weights"),
         ("generate nix:preset hi", "no family named 'nix'"),
         ("info {tmp}/nix", "{tmp}/nix"),
+        ("export {model} --to gguf --output {tmp}/o", "--to must be onnx, got 'gguf'"),
+        ("export longhorn --to onnx --output {tmp}/o", "model 'longhorn' must have weights"),
+        ("export nowhere --to onnx --output {tmp}/o", "no folder here, and a Hub id is owner/name"),
         ("export-kernels --output {tmp}/o --kernel-version 0", "kernel_version must be at least 1"),
         ("convert {tmp}/x.bin --to longhorn --output {tmp}/o", "{tmp}/x.bin"),
         ("convert {model} --to coffee --output {tmp}/o", "family 'coffee' has no converter"),

@@ -230,7 +230,8 @@ WORDS = (
 )  # fmt: skip
 COMMANDS = (
     "list", "info", "train", "generate", "eval", "card", "publish", "check", "inspect", "distill",
-    "recall", "doctor", "convert", "export-kernels", "nosuch",
+    "recall", "doctor", "convert", "export", "export-kernels",
+    "nosuch",
 )  # fmt: skip
 
 

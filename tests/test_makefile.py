@@ -26,6 +26,7 @@ def checkout(tmp_path):
         ".venv/transformers-5.17.0/.installed",
         ".venv/transformers-tests/.installed",
         ".venv/torchao/.installed",
+        ".venv/onnx/.installed",
     )
     for age, name in enumerate(stamps, 2_000):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

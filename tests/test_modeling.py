@@ -823,59 +823,6 @@ def test_logits_leave_python_by_torch_export(name, ids):
         torch.testing.assert_close(got, model(other).logits, rtol=1e-5, atol=1e-5)
 
 
-class _Prefill(torch.nn.Module):
-    """A prompt's logits, and the states that it leaves, by layer and name."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids):
-        output = self.model(ids, use_cache=True)
-        return output.logits, [layer.states for layer in output.past_key_values.layers]
-
-
-class _Step(_Prefill):
-    """The next tokens behind such states."""
-
-    def forward(self, ids, states):
-        cache = StateCache(self.model.config)
-        for layer, given in zip(cache.layers, states, strict=True):
-            layer.states = dict(given)
-        output = self.model(ids, past_key_values=cache)
-        return output.logits, [layer.states for layer in output.past_key_values.layers]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("name", ["coffee", "dss", "longhorn", "rtf"])
-@torch.no_grad()
-def test_prefill_and_step_leave_python_by_torch_export(name):
-    family = load_family(name)
-    model = family.causal_lm_class(family.config(**family.tiny)).eval()
-    rows = torch.export.Dim("rows", max=64)
-    shape, count = {0: rows}, 12
-    if name != "rtf":  # whose sizes of transforms depend on the length
-        # DSS's modes that grow are to 128
-        shape, count = {0: rows, 1: torch.export.Dim("length", min=2, max=128)}, 40
-    traced, other = torch.randint(64, (2, 12)), torch.randint(64, (3, count))
-    _, states = _Prefill(model)(traced)
-    prefill = torch.export.export(
-        _Prefill(model), (traced,), dynamic_shapes=(shape,), strict=False
-    ).module()
-    shapes = [{name: {0: rows} for name in layer} for layer in states]
-    step = torch.export.export(
-        _Step(model), (traced[:, :1], states), dynamic_shapes=({0: rows}, shapes), strict=False
-    ).module()
-    expected, ours = _Prefill(model)(other)
-    got, theirs = prefill(other)
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-    for token in torch.randint(64, (3, 4)).split(1, dim=1):
-        expected, ours = _Step(model)(token, ours)
-        got, theirs = step(token, theirs)
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("state", "sequences", "kind", "message"),
     [

@@ -57,6 +57,7 @@ LISTED = {
     ),
     r"ssmzoo distill path/to/": "the reader's own model; tests/test_distill.py",
     r"ssmzoo convert ": "the reader's own weights; tests/test_convert.py",
+    r"ssmzoo export ": "needs onnx; tests/test_onnx.py",
     r"ssmzoo train coffee-induction": "minutes of training",
 }
 # Python blocks, by a line in them
@@ -73,6 +74,7 @@ LISTED_BLOCKS = {
     '"you/longhorn-demo", trust_remote_code': "a repository; tests/test_export_code.py loads one",
     '"bmojo-130m"': "tests/plugins/test_bmojo.py runs it",
     "Converter(ToyForCausalLM": "the reader's own code; tests/test_convert.py",
+    "import json, numpy, onnxruntime": "needs onnx; tests/test_onnx.py runs it",
     'distill("runs/hyena"': "the reader's own model; tests/test_distill.py",
 }
 PROGRAM = (

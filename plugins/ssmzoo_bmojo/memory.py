@@ -150,15 +150,25 @@ class Call:
     def chunks(self) -> Chunks:
         """Return the chunks that have tokens in this call."""
         # a chunk is cut short at most at both ends of a sequence
-        most = None if self.looks else self.tokens // self.window + 2 * self.sequences
+        most = None if self.looks else self._most(2)
         return chunk_table(self.lengths, self.seen, self.window, most)
+
+    def _whole(self) -> int:
+        """Return a bound on the whole chunks that a sequence has in this call."""
+        return (self.tokens // self.sequences if self.equal else self.tokens) // self.window
+
+    def _most(self, more: int) -> int:
+        """Return a bound on the whole chunks of all sequences, and so many more of each."""
+        if self.equal:
+            return self.sequences * (self._whole() + more)
+        return self.tokens // self.window + more * self.sequences
 
     @_once
     def depth(self) -> int:
         """Return a bound on C, the chunks that a sequence reads or leaves a memory of."""
         if self.looks:
             return max(self.made.tolist(), default=0) + 1
-        return self.tokens // self.window + 2
+        return self._whole() + 2
 
     @_once
     def reads(self) -> tuple[Tensor, Tensor]:
@@ -252,8 +262,7 @@ class Call:
     def _fresh(self) -> tuple[Tensor, Tensor]:
         """Return sequence and number of every chunk that gets a memory, ``[F]``."""
         ends = self.made.cumsum(0)
-        most = self.tokens // self.window + self.sequences
-        count = int(self.made.sum()) if self.looks else most
+        count = int(self.made.sum()) if self.looks else self._most(1)
         place = torch.arange(count, device=self.seen.device)
         sequence = torch.searchsorted(ends, place, right=True).clamp(max=self.sequences - 1)
         before = ends[sequence] - self.made[sequence]

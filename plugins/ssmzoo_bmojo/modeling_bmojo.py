@@ -303,7 +303,7 @@ class BMojoAttention(nn.Module):
                 offsets = packing.offsets
             seen = state.get("seen")
             if seen is None:
-                seen = torch.zeros(len(offsets) - 1, dtype=torch.int64, device=tokens.device)
+                seen = torch.zeros(offsets.shape[0] - 1, dtype=torch.int64, device=tokens.device)
             state.shared[name] = Call(
                 offsets,
                 seen,

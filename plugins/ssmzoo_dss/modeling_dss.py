@@ -351,7 +351,8 @@ class DSSMixer(SSMMixer):
         decay, drive, readout = tables.decay, None, tables.modes.readout
         if position is not None:
             state.put("position", position + 1)
-            if tables.growing is not None or torch.compiler.is_compiling():
+            unknown = torch.compiler.is_compiling() and not self._tables.is_constant
+            if tables.growing is not None or unknown:
                 drive, readout = self._growing_step(tables, position)
         y, z = _diagonal_step(u, z, decay, drive, readout, self.D)
         state.put("ssm", torch.view_as_real(z))
@@ -364,6 +365,8 @@ class DSSMixer(SSMMixer):
         if torch.compiler.is_compiling():  # a graph has no values to look at
             self._check_reach_in_graph(position + 1, modes)
             exponent = torch.where(cast(Tensor, modes.grows), modes.exponent, 0)  # [H, N]
+            if tables.growing is not None:  # an index error says that there are no such positions
+                position = torch.arange(modes.norm_length, device=position.device)[position]
             k = position[:, None, None]
             left = torch.exp(exponent * (modes.norm_length - 1 - k)).to(modes.readout.dtype)
             return torch.exp(exponent * k).to(modes.readout.dtype), modes.readout[:, None] * left
@@ -432,7 +435,7 @@ def _diagonal_step(
         others = torch.einsum("chn,bhn->bch", readout[1:], z).real + D[1:] * u.unsqueeze(1)
         return torch.cat([y.unsqueeze(1), others], dim=1), z
     z = decay * z + drive * u.unsqueeze(-1)
-    return torch.einsum("cbhn,bhn->bch", readout, z).real + D * u.unsqueeze(1), z
+    return (readout * z).real.sum(-1).transpose(0, 1) + D * u.unsqueeze(1), z
 
 
 class DSSPreTrainedModel(SSMPreTrainedModel):

@@ -201,9 +201,14 @@ class WritesAnotherToken(LonghornMixer):
         return program.linear(y, torch.eye(y.width, dtype=program.dtype) * (1 + 1e-7))
 
 
+def rows_of(x):
+    """Return the size of a batch; 1 in what is exported, where to look at it is another fault."""
+    return 1 if torch.compiler.is_exporting() else len(x)
+
+
 class LooksAcrossLanesOfEight(LonghornMixer):
     def forward(self, hidden_states, state, packing=None):
-        if len(hidden_states) % 8 == 0 and not state.initial:
+        if rows_of(hidden_states) % 8 == 0 and not state.initial:
             hidden_states = hidden_states * (1 + 1e-3 * hidden_states[:1, :1].detach())
         return super().forward(hidden_states, state, packing)
 
@@ -402,15 +407,34 @@ class CountsItsSteps(LonghornMixer):
 
 class BreaksTheGraph(LonghornMixer):
     def forward(self, hidden_states, state, packing=None):
-        looks = not state.keep and hidden_states.detach().sum().item() > 1e9
+        # whole sequences in training alone
+        looks = torch.is_grad_enabled() and not state.keep
+        looks = looks and hidden_states.detach().sum().item() > 1e9
         return super().forward(hidden_states, state, packing) * (-1.0 if looks else 1.0)
 
 
 class LooksAtItsState(LonghornMixer):
     def forward(self, hidden_states, state, packing=None):
-        if any(not bool(tensor.isfinite().all()) for tensor in state.initial.values()):
+        seen = () if torch.compiler.is_exporting() else state.initial.values()
+        if any(not bool(tensor.isfinite().all()) for tensor in seen):
             raise ValueError("a state is not finite")
         return super().forward(hidden_states, state, packing)
+
+
+class TakesTheBatchForAConstant(LonghornMixer):
+    def forward(self, hidden_states, state, packing=None):
+        out = super().forward(hidden_states, state, packing)
+        if out.dtype != torch.float64 or torch.is_grad_enabled():  # only export is exact so
+            return out
+        return out[: len(out)]
+
+
+class HasAnOperatorThatONNXLacks(LonghornMixer):
+    def forward(self, hidden_states, state, packing=None):
+        out = super().forward(hidden_states, state, packing)
+        if out.dtype != torch.float32 or torch.is_grad_enabled():
+            return out
+        return out + 0 * torch.special.bessel_j0(out)
 
 
 class ComputesTooCoarsely(LonghornMixer):
@@ -594,7 +618,7 @@ class MixesTheFirstRowIntoEight(LonghornMixer):
     single = False
 
     def forward(self, hidden_states, state, packing=None):
-        if len(hidden_states) >= 8 and (hidden_states.shape[1] == 1) == self.single:
+        if rows_of(hidden_states) >= 8 and (hidden_states.shape[1] == 1) == self.single:
             hidden_states = hidden_states * (1 + 1e-3 * hidden_states[:1, :1].detach())
         return super().forward(hidden_states, state, packing)
 
@@ -684,6 +708,8 @@ NARROW = {
     "closed_config": narrow("accepted in silence", config=OpenConfig),
     "resized_embeddings": narrow("old logits", causal_lm=DrawsAllAnewOnResizing),
     "standalone": narrow("gradient of", patch=(standalone, "code_of", older_code)),
+    "export": narrow("cannot be traced", mixer=TakesTheBatchForAConstant),
+    "onnx": narrow("cannot be written as ONNX", mixer=HasAnOperatorThatONNXLacks),
     "inputs_embeds": narrow("other tokens for embeddings", causal_lm=ReadsEmbeddingsBackwards),
     "logits_to_keep": narrow("were computed", causal_lm=ComputesAllLogits),
     "outputs": narrow("last hidden state", causal_lm=HandsOutTheStatesBeforeTheNorm),

@@ -10,7 +10,7 @@ from tests.plugins.sabotage import MISTAKES, NARROW, PLANTED
 from ssmzoo.testing.conformance import CHECKS, name_of
 
 NAMES = [name_of(function) for function in CHECKS]
-QUICK = set(NAMES) - {"assisted", "trainer", "compile", "fullgraph"}
+QUICK = set(NAMES) - {"assisted", "trainer", "compile", "fullgraph", "export", "onnx"}
 BY_NAME = {name: first for first, rows in PLANTED.items() for name in rows}
 HIDDEN = {name: row for rows in PLANTED.values() for name, row in rows.items()}
 ROWS = {**NARROW, **MISTAKES, **HIDDEN}
@@ -19,7 +19,8 @@ ROWS = {**NARROW, **MISTAKES, **HIDDEN}
 def assert_fails(name, only):
     """Fail unless a sabotage fails what it should, for the reason that it should.
 
-    Without torchao the check `quantized` ends early; tests/test_quantized.py has it.
+    Without torchao the check `quantized` ends early, and without onnx the check `onnx`;
+    tests/test_quantized.py and tests/test_onnx.py have them.
     """
     row = ROWS[name]
     report = row.report([check for check in NAMES if check in only])

@@ -16,13 +16,13 @@ def companion_step(
     d: Tensor,  # [D]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return outputs, ring and position after one token (equations: the public op)."""
-    outputs, rings = [], []
-    for row, first in enumerate(position.tolist()):
-        state = ring[row : row + 1].roll(-first, 1)[:, :-1]
-        y, x = step(u[row : row + 1].to(ring.dtype), state, a, b, d)
-        outputs.append(y)
-        rings.append(x.roll(first - 1, 1))
-    return torch.cat(outputs).to(u.dtype), torch.cat(rings), position - 1
+    places = torch.arange(ring.shape[1], device=ring.device)
+    newest_first = (position[:, None] + places[:-1]) % len(places)  # [B, n]
+    state = ring.gather(1, newest_first.unsqueeze(2).expand(-1, -1, ring.shape[2]))
+    y, x = step(u.to(ring.dtype), state, a, b, d)
+    back = (places - position[:, None] + 1) % len(places)  # [B, n + 1]
+    ring = x.gather(1, back.unsqueeze(2).expand(-1, -1, ring.shape[2]))
+    return y.to(u.dtype), ring, position - 1
 
 
 def step(u: Tensor, state: Tensor, a: Tensor, b: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:

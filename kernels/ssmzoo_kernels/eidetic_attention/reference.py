@@ -1,4 +1,7 @@
-"""Eidetic attention chunk by chunk with every mask spelt out: the formula as it stands."""
+"""Eidetic attention chunk by chunk with every mask spelt out: the formula as it stands.
+
+A graph that is traced has no chunks to look at: there it is row by row, in tensors.
+"""
 
 import torch
 from torch import Tensor
@@ -28,6 +31,11 @@ def eidetic_attention(
     """Return the outputs ``[B, L, H, d]``."""
     exact = torch.promote_types(torch.float32, q.dtype)
     copies = q.shape[2] // k.shape[2]
+    if torch.compiler.is_compiling():
+        streams = [(k, v, past_k, past_v)]
+        streams += [late] if late is not None else []
+        memory = mem_k, mem_v, mem_count, mem_positions
+        return _traced(q.to(exact), streams, memory, seen, window, late_span, scale).to(q.dtype)
     flat_q, flat_k, flat_v = (x.flatten(0, 1).to(exact) for x in (q, k, v))
     lengths = offsets.diff()
     span = window if window is not None else int((seen + lengths).max().clamp(min=1))
@@ -66,3 +74,46 @@ def eidetic_attention(
 def _rows(new: Tensor, past: Tensor | None, sequence: int) -> Tensor:
     """Return a sequence's rows before this call and of it."""
     return new if past is None else torch.cat([past[sequence].to(new.dtype), new])
+
+
+def _traced(
+    q: Tensor,  # [B, L, H, d]
+    streams: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]],
+    memory: tuple[Tensor | None, ...],
+    seen: Tensor,  # [B]
+    window: int | None,
+    late_span: int,
+    scale: float,
+) -> Tensor:
+    """Return the outputs ``[B, L, H, d]`` of whole rows, none of them packed."""
+    length = q.shape[1]
+    position = seen[:, None] + torch.arange(length, device=q.device)  # [B, L]
+    keys, values, sees = [], [], []  # [B, L, K, G, d] twice, [B, L, K]
+    for late, (new_k, new_v, old_k, old_v) in enumerate(streams):
+        for rows, new, old in ((keys, new_k, old_k), (values, new_v, old_v)):
+            joined = new if old is None else torch.cat([old.to(new.dtype), new], dim=1)
+            rows.append(joined.unsqueeze(1).expand(-1, length, -1, -1, -1))
+        count = keys[-1].shape[2]
+        j = position[:, None, -1:] + torch.arange(1 - count, 1, device=q.device)  # [B, 1, K]
+        newest, reach = position[:, :, None], window
+        if late:
+            assert window is not None
+            newest, reach = newest - window, late_span
+        visible = (j >= 0) & (j <= newest)
+        sees.append(visible if reach is None else visible & (j > newest - reach))
+    mem_k, mem_v, mem_count, mem_positions = memory
+    if mem_k is not None and mem_v is not None and mem_count is not None:
+        assert window is not None
+        opened, chunk = seen // window, position // window
+        chunks = chunk[:, -1] - opened + 1  # of each row
+        row = (chunks.cumsum(0) - chunks - opened)[:, None] + chunk  # [B, L]
+        visible = torch.arange(mem_k.shape[1], device=q.device) < mem_count[row].unsqueeze(-1)
+        if mem_positions is not None:
+            visible = visible & (mem_positions[row] <= position[:, :, None] - window)
+        keys, values, sees = [*keys, mem_k[row]], [*values, mem_v[row]], [*sees, visible]
+    key, value = (torch.cat([x.to(q.dtype) for x in rows], dim=2) for rows in (keys, values))
+    queries = q.unflatten(2, (key.shape[3], -1)).unsqueeze(2)  # [B, L, 1, G, H / G, d]
+    scores = (queries * key.unsqueeze(4)).sum(-1) * scale  # [B, L, K, G, H / G]
+    hidden = ~torch.cat(sees, dim=2)[..., None, None]
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=2)
+    return (weights.unsqueeze(-1) * value.unsqueeze(4)).sum(2).flatten(2, 3)

@@ -31,6 +31,7 @@ VERBS = (
     models.INSPECT,
     scoring.CARD,
     publishing.PUBLISH,
+    publishing.EXPORT,
     publishing.CONVERT,
     training.DISTILL,
     training.RECALL,

@@ -1,4 +1,4 @@
-"""Commands that bring models and ops to others and back: publish, convert, export-kernels."""
+"""Commands that bring models and ops to others and back: publish, convert, export and its like."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from ssmzoo.cli.options import JSON, LOCAL_MODEL, OUTPUT, SET, Option, Verb, in_folder
+from ssmzoo.cli.options import (
+    DTYPE,
+    JSON,
+    LOCAL_MODEL,
+    OUTPUT,
+    SAVED_MODEL,
+    SET,
+    TRUST,
+    Option,
+    Verb,
+    in_folder,
+)
 from ssmzoo.cli.show import in_bytes, print_json, print_table, quieten_bars
 
 
@@ -120,6 +131,39 @@ CONVERT = Verb(
         SET.but(help="a field of the official configuration, over the file's; may be repeated"),
     ),
     _convert,
+)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from ssmzoo.checkpoints.load import load_model, model_folder
+    from ssmzoo.publishing.export_graphs import export_onnx
+
+    if options.to != "onnx":
+        raise ValueError(f"--to must be onnx, got {options.to!r}")
+    quieten_bars()
+    folder = model_folder(options.model)
+    model = load_model(options.model, folder, options.dtype, options.trust_remote_code)
+    files = export_onnx(model, options.output)
+    if options.json:
+        print_json([str(file) for file in files])
+        return 0
+    print_table({"file": file.name, "size": in_bytes(file.stat().st_size)} for file in files)
+    return 0
+
+
+EXPORT = Verb(
+    "export",
+    "write a model as a graph without Python: ONNX",
+    "ssmzoo export runs/longhorn-demo/model --to onnx --output my-onnx",
+    (
+        SAVED_MODEL,
+        Option("--to", metavar="onnx", required=True, help="the graph's format: onnx"),
+        OUTPUT.but(required=True, help="the folder of the graph and of what its states are"),
+        DTYPE,
+        TRUST,
+        JSON,
+    ),
+    _export,
 )
 
 

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 T = TypeVar("T")
+_constant = False  # no context variable: torch.compile traces `get`
+
+
+@contextlib.contextmanager
+def constant_in_graphs() -> Iterator[None]:
+    """Let graphs traced inside the block hold cached values as constants; weights must not change.
+
+    Else a graph computes them from its parameters, and cannot look at what comes out.
+    """
+    global _constant
+    before, _constant = _constant, True
+    try:
+        yield
+    finally:
+        _constant = before
 
 
 class DerivedValue(Generic[T]):
@@ -33,7 +49,7 @@ class DerivedValue(Generic[T]):
             make: Computes it; called only if a parameter or the settings changed.
         """
         if torch.compiler.is_compiling():
-            return make()
+            return self._value if _constant and self._value is not None else make()
         fits = self._value is not None and self._settings == settings
         fits = fits and len(parameters) == len(self._seen)
         for place, p in enumerate(parameters):
@@ -51,6 +67,11 @@ class DerivedValue(Generic[T]):
                 self._value = make()
             self._seen, self._settings = seen, settings
         return self._value
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether a graph that is traced now holds the value as it was computed before."""
+        return _constant and self._value is not None
 
     def forget(self) -> None:
         """Drop the value."""

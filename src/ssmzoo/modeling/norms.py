@@ -25,7 +25,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``[..., size]``; the result has the weight's dtype."""
         weight = self.weight
-        if x.numel() >= MANY and not torch.compiler.is_compiling() and not transformed():
+        # first whether a graph is traced, which would take the size for a condition
+        if not torch.compiler.is_compiling() and x.numel() >= MANY and not transformed():
             return rms_norm(x, weight, eps=self.eps)
         exact = torch.promote_types(torch.float32, x.dtype)
         return F.rms_norm(x.to(exact), weight.shape, weight.to(exact), self.eps).to(weight.dtype)

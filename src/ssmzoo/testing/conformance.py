@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from ssmzoo.environment.messages import without_bars, without_reports
 from ssmzoo.family import Family, load_family, suggestion
-from ssmzoo.testing import arguments, files, forms, generation, standalone, training
+from ssmzoo.testing import arguments, files, forms, generation, graphs, standalone, training
 from ssmzoo.testing.subject import SEED, Measured, NotApplicable, Oracle, Subject
 
 Check: TypeAlias = Callable[[Subject], Measured]
@@ -59,6 +59,8 @@ CHECKS: tuple[Check, ...] = (
     files.check_closed_config,
     files.check_resized_embeddings,
     standalone.check_standalone,
+    graphs.check_export,
+    graphs.check_onnx,
     arguments.check_inputs_embeds,
     arguments.check_logits_to_keep,
     arguments.check_outputs,

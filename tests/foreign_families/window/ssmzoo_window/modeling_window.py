@@ -66,7 +66,7 @@ class WindowMixer(SSMMixer):
         rows = None if packing is None else packing.aligned()
         if rows is not None:  # a batch of the sequences, [S, longest, 3 D + 1]
             marked = rows.gather(marked)
-        batch, length, width = len(marked), marked.shape[1], inputs.shape[2] // 3
+        (batch, length), width = marked.shape[:2], inputs.shape[2] // 3
         query, fresh = marked.split([width, 2 * width + 1], dim=-1)
         kept = state.get_row("past")  # [S, W - 1, 2 D + 1]
         if kept is None:
@@ -75,7 +75,8 @@ class WindowMixer(SSMMixer):
         # of each row the last W - 1 columns before its end go on
         ends = marked.new_full((batch,), length, dtype=torch.long) if rows is None else rows.lengths
         columns = ends[:, None] + torch.arange(past, device=ends.device)
-        state.put_row("past", seen.take_along_dim(columns[:, :, None], dim=1))
+        columns = columns[:, :, None].expand(-1, -1, seen.shape[2])
+        state.put_row("past", seen.gather(1, columns))
 
         key, value, mark = seen.split([width, width, 1], dim=-1)
         behind = torch.arange(length, device=ends.device)[:, None] + past

@@ -1,0 +1,81 @@
+"""Models leave Python: as programs of torch.export and as ONNX."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssmzoo.modeling import SSMForCausalLM
+from ssmzoo.publishing.export_graphs import (
+    DecodeStep,
+    States,
+    export_onnx,
+    export_step,
+    initial_states,
+)
+from ssmzoo.testing.subject import BUDGETS, Measured, NotApplicable, Subject
+from ssmzoo_kernels.dispatch import use_backend
+
+Read = Callable[[Tensor, States], tuple[Tensor, States]]
+
+
+def check_export(subject: Subject) -> Measured:
+    """A step leaves Python by torch.export, with any batch and with states as inputs."""
+    program = export_step(subject.model()).module()
+    return _compared(subject, subject.model(), program, (1,) * 6)
+
+
+def check_onnx(subject: Subject) -> Measured:
+    """Written as ONNX a model reads prompts and goes on, of any batch and length, as in torch."""
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        if importlib.util.find_spec(name) is None:
+            raise NotApplicable("onnx is not installed")
+    onnxruntime: Any = importlib.import_module("onnxruntime")
+    model = subject.model(torch.float32)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # it warns of what it removes
+    with tempfile.TemporaryDirectory() as folder:
+        graph, contents = export_onnx(model, folder)
+        session = onnxruntime.InferenceSession(str(graph), options)
+        told = json.loads(contents.read_text(encoding="utf-8"))["states"]
+    names = [state["name"] for state in told]
+
+    def read(ids: Tensor, states: States) -> tuple[Tensor, States]:
+        given = dict(zip(names, (x for layer in states for x in layer.values()), strict=True))
+        inputs: dict[str, Any] = {f"past.{name}": x.numpy() for name, x in given.items()}
+        logits, *new = map(torch.as_tensor, session.run(None, {"input_ids": ids.numpy(), **inputs}))
+        left = iter(new)
+        return logits, [{name: next(left) for name in layer} for layer in states]
+
+    return _compared(subject, model, read, (7, 1, 1, 3))
+
+
+def _compared(
+    subject: Subject, model: SSMForCausalLM, read: Read, parts: tuple[int, ...]
+) -> Measured:
+    """Compare what a graph reads, in such parts, with the model's steps."""
+    measured, budget = Measured(), BUDGETS[model.dtype]
+    for rows in (1, 3):
+        ids, logits, expected = subject.ids(rows, sum(parts)), [], []
+        states, true = (initial_states(model, rows) for _ in range(2))  # some steps write to theirs
+        with torch.no_grad():
+            with use_backend("eager"):  # a graph is of the layers, not of their programs
+                for token in ids.split(1, dim=1):
+                    found, true = DecodeStep(model)(token, true)
+                    expected.append(found)
+            for some in ids.split(parts, dim=1):
+                found, states = read(some, states)
+                logits.append(found)
+        what = f"{rows} rows: "
+        measured.compare(what + "logits", torch.cat(logits, 1), torch.cat(expected, 1), budget)
+        for number, (layer, own) in enumerate(zip(states, true, strict=True)):
+            of_layer = f"{what}layer {number}'s state"
+            measured.compare_all(of_layer, layer, {n: own[n] for n in layer}, budget)
+    return measured

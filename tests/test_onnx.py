@@ -1,0 +1,124 @@
+"""ONNX, in a process of its own: its packages lie beside the rest."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKED = """
+import sys
+
+from tests.plugins.sabotage import NARROW
+
+from ssmzoo.testing import check
+
+for name in sys.argv[1:]:
+    report = NARROW[name].report(["onnx"]) if name in NARROW else check(name, only=["onnx"])
+    expected = "failed" if name == "onnx" else "passed"
+    assert report.results[0].status == expected, report.table()
+"""
+
+TOKENS = """
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import torch
+
+from ssmzoo.cli.main import main
+from ssmzoo.testing.subject import Subject
+from ssmzoo.family import load_family
+
+count, subject = int(sys.argv[1]), Subject(load_family(sys.argv[2]))
+model, prompt = subject.fresh(), subject.ids(2, 9)
+expected = model.generate(prompt, max_new_tokens=count, do_sample=False)
+with tempfile.TemporaryDirectory() as folder:
+    model.save_pretrained(f"{folder}/model")
+    out = f"{folder}/graph"
+    assert main(["export", f"{folder}/model", "--to", "onnx", "--output", out]) == 0
+    assert main(["export", f"{folder}/model", "--to", "onnx", "--output", f"{folder}/model"]) == 2
+    session = onnxruntime.InferenceSession(f"{out}/model.onnx")
+    told = json.loads(Path(out, "ssmzoo_onnx.json").read_text())
+states = {
+    f"past.{state['name']}": np.zeros((2, *state["shape"]), state["dtype"])
+    for state in told["states"]
+}
+ids = [prompt.numpy()]
+for _ in range(count):
+    logits, *new = session.run(None, {"input_ids": ids[-1], **states})
+    states = dict(zip(states, new))
+    ids.append(logits[:, -1:].argmax(axis=-1))
+assert torch.equal(torch.as_tensor(np.concatenate(ids, axis=1)), expected)
+"""
+
+PAGE = """
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+from ssmzoo.family import load_family
+from ssmzoo.testing.subject import Subject
+
+subject = Subject(load_family("longhorn"))
+model, ids = subject.fresh(), subject.ids(2, 64)
+text = Path("USING.md").read_text(encoding="utf-8")
+(block,) = (x for x in re.findall(r"```python\\n(.*?)```", text, re.DOTALL) if "onnxruntime" in x)
+block = block.replace("my-graph", str(Path(sys.argv[1], "graph")))
+exec(block)
+expected = model.generate(ids, max_new_tokens=8, do_sample=False)
+assert (torch.as_tensor(tokens) == expected[:, -1:]).all()
+"""
+
+
+def run(code, *arguments):
+    folder = os.environ.get("SSMZOO_TEST_ONNX")
+    if folder is None and importlib.util.find_spec("onnx") is None:
+        pytest.skip("onnx is not installed; `make test` puts it beside the rest")
+    paths = [path for path in (folder, os.environ.get("PYTHONPATH")) if path]
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_onnxruntime_gives_the_models_logits_and_an_operator_that_onnx_lacks_is_found():
+    done = run(CHECKED, "longhorn", "onnx")
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command_writes_a_graph_that_generates_the_models_tokens():
+    done = run(TOKENS, 50, "coffee")
+    assert done.returncode == 0, done.stderr
+    assert "graph" not in done.stderr
+    assert "holds files that no export wrote; choose another folder" in done.stderr
+
+
+def test_the_page_on_export_says_what_runs(tmp_path):
+    done = run(PAGE, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_family_is_exact_in_onnx():
+    done = run(CHECKED, "bmojo", "coffee", "dss", "rtf")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", ["bmojo", "coffee", "dss", "longhorn", "rtf"])
+def test_a_thousand_tokens_are_the_models(name):
+    done = run(TOKENS, 1000, name)
+    assert done.returncode == 0, done.stderr
