@@ -179,6 +179,15 @@ def test_a_file_is_continued_in_a_cache_of_either_kind(model, ids, kind, room, t
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_prompt_is_read_into_a_given_cache(longhorn, ids):
+    state = longhorn.prefill(ids[:, :9], past_key_values=static(longhorn), chunk_size=4)
+    assert type(state.inputs()["past_key_values"]) is StaticStateCache
+    got = longhorn.generate(**state.inputs(), do_sample=False, max_new_tokens=4, pad_token_id=0)
+    usual = longhorn.prefill(ids[:, :9], chunk_size=4).inputs()
+    expected = longhorn.generate(**usual, do_sample=False, max_new_tokens=4, pad_token_id=0)
+    assert torch.equal(got, expected)
+
+
 # --- generate ----------------------------------------------------------------------------------
 
 

@@ -250,7 +250,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         if kind not in (None, "static"):
             _LOGGER.warning_once(
                 f"cache_implementation={kind!r} changes nothing: the state of "
-                f"{type(self).__name__} is small and on one device; 'static' keeps it in place"
+                f"{type(self).__name__} has one kind beside 'static', which keeps it in place"
             )
             prepared.cache_implementation = None
         if prepared.is_assistant:  # or a model whose own configuration asks for it asks for ever
