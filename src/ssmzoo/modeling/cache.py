@@ -365,7 +365,10 @@ class RecurrentCache(Cache):
 
     @classmethod
     def read(
-        cls, path: str | os.PathLike[str], config: PreTrainedConfig, device: str | torch.device
+        cls,
+        path: str | os.PathLike[str],
+        config: PreTrainedConfig,
+        device: str | torch.device = "cpu",
     ) -> tuple[Self, dict[str, Tensor], dict[str, str]]:
         """Return state, other tensors and notes that :meth:`write` wrote.
 
