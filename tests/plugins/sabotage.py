@@ -233,11 +233,6 @@ class LeavesBeamsWhereTheyAre(LonghornForCausalLM):
         return past_key_values
 
 
-class ReadsNothingAgain(LonghornModel):
-    def _read_again(self, cache):
-        cache.pending = None
-
-
 class HandsBackACacheThatForgot(LonghornForCausalLM):
     def generate(self, *args, **options):
         output = super().generate(*args, **options)
@@ -252,6 +247,10 @@ class ReadsAPromptAtOnce(LonghornForCausalLM):
         if generation_config is not None:
             generation_config.prefill_chunk_size = None
         return super().generate(*args, generation_config=generation_config, **options)
+
+
+def read_nothing_again(cache, model):
+    cache.pending = None
 
 
 def tiled(cache, repeats):
@@ -691,7 +690,7 @@ NARROW = {
     "greedy": narrow("not the likeliest", causal_lm=ForbidsEveryOtherToken),
     "sampling": narrow("another seed", causal_lm=DrawsByItsOwnSeed),
     "beams": narrow("the beams hold other tokens", causal_lm=LeavesBeamsWhereTheyAre),
-    "assisted": narrow("prompt lookup", model=ReadsNothingAgain),
+    "assisted": narrow("prompt lookup", patch=(StateCache, "read_again", read_nothing_again)),
     "continuing": narrow("logits", causal_lm=HandsBackACacheThatForgot),
     "chunked_prefill": narrow("11 tokens were read", causal_lm=ReadsAPromptAtOnce),
     "cache_rows": narrow(

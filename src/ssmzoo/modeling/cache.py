@@ -391,7 +391,7 @@ class RecurrentCache(Cache):
         cls,
         path: str | os.PathLike[str],
         config: PreTrainedConfig,
-        device: str | torch.device,
+        device: str | torch.device = "cpu",
         **options: Any,
     ) -> tuple[Self, dict[str, Tensor], dict[str, str]]:
         """Return state, other tensors and notes that :meth:`write` wrote.
