@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig
 
 from ssmzoo.modeling.packing import PackedRow
@@ -58,6 +58,7 @@ class LayerState:
     packing: PackedRow | None = None
     final: dict[str, Tensor] = field(default_factory=dict)
     shared: dict[Any, Any] = field(default_factory=dict)  # worked out once for all layers
+    next_norm: nn.Module | None = None  # what the block's output goes to, where one may run both
 
     def get(self, name: str) -> Tensor | None:
         """Return the state to start from, one row per sequence, or None for a fresh start."""
