@@ -1,7 +1,7 @@
-"""Compile the Triton kernels of rms_norm and add_rms_norm, and report what they use.
+"""Compile the Triton kernels of rms_norm and add_rms_norm for GPUs that need not be there.
 
-For GPUs that need not be there. Prints one JSON object a kernel, case and target. The launches are the op's own: a recorder stands
-in for the launcher.
+Reports what they use: prints one JSON object a kernel, case and target. The launches are the ops'
+own: a recorder stands in for the launcher.
 """
 
 import torch

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ssmzoo_kernels.declaration import accumulator
+from ssmzoo_kernels.launches import launch
 from ssmzoo_kernels.scan.triton import rows
 
 WIDEST = 1024  # channels of a block
@@ -180,19 +181,20 @@ def normalise(
     inverses = x.new_empty(count, dtype=exact)
     if count:
         block, tall = _tile(width)
-        with torch.cuda.device_of(x):
-            rms_norm_fwd_kernel[(triton.cdiv(count, tall),)](
-                *(x, added, weight.contiguous(), total, y, inverses, count),
-                stride=x.stride(0),
-                stride_added=0 if added is None else added.stride(0),
-                D=width,
-                eps=eps,
-                offset=offset,
-                ACC=_of(exact),
-                ROWS=tall,
-                BLOCK_D=block,
-                num_warps=4,
-            )
+        launch(
+            rms_norm_fwd_kernel,
+            (triton.cdiv(count, tall),),
+            *(x, added, weight.contiguous(), total, y, inverses, count),
+            stride=x.stride(0),
+            stride_added=0 if added is None else added.stride(0),
+            D=width,
+            eps=eps,
+            offset=offset,
+            ACC=_of(exact),
+            ROWS=tall,
+            BLOCK_D=block,
+            num_warps=4,
+        )
     return total, y, inverses
 
 
@@ -216,16 +218,20 @@ def backward(
         block, tall = _tile(width)
         sizes = {"stride_g": grad_y.stride(0), "stride": x.stride(0), "D": width}
         sizes |= {"ACC": _of(exact), "ROWS": tall, "BLOCK_D": block, "num_warps": 4}
-        with torch.cuda.device_of(x):
-            rms_norm_bwd_kernel[(triton.cdiv(count, tall),)](
-                *(grad_y, x, weight, inverse, more, grad_row, count),
-                stride_more=0 if more is None else more.stride(0),
-                offset=offset,
-                **sizes,
-            )
-            rms_norm_weight_kernel[(len(sums), triton.cdiv(width, block))](
-                *(grad_y, x, inverse, sums, count, share), **sizes
-            )
+        launch(
+            rms_norm_bwd_kernel,
+            (triton.cdiv(count, tall),),
+            *(grad_y, x, weight, inverse, more, grad_row, count),
+            stride_more=0 if more is None else more.stride(0),
+            offset=offset,
+            **sizes,
+        )
+        launch(
+            rms_norm_weight_kernel,
+            (len(sums), triton.cdiv(width, block)),
+            *(grad_y, x, inverse, sums, count, share),
+            **sizes,
+        )
     return grad_row, sums.sum(0)
 
 

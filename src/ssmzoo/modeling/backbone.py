@@ -538,7 +538,7 @@ class SSMModel(SSMPreTrainedModel):
 
     def _next_norms(self) -> Iterable[nn.Module | None]:
         """Return for each layer the norm that its output goes to, nothing coming between."""
-        layers = [*self.layers[: self.config.num_hidden_layers]]
+        layers: list[Any] = [*self.layers[: self.config.num_hidden_layers]]
         if any(not isinstance(layer, SSMBlock) or is_watched(layer) for layer in layers):
             return itertools.repeat(None)
         return [*(layer.norm for layer in layers[1:]), self.norm]
