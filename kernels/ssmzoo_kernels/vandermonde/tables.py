@@ -8,6 +8,7 @@ does not divide the length, is a product of its own.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,40 +60,59 @@ def width(length: int) -> int:
     return min(256, max(16, 1 << (length.bit_length() + 1) // 2), length)
 
 
-def blocks(exponent: Tensor, lags: Lags, batch: int) -> Iterator[tuple[slice, list[Table]]]:
-    """Yield blocks of heads with the tables that cover all positions."""
+class Cut(NamedTuple):
+    """Positions that one table covers, consecutive ones."""
+
+    begin: int
+    rows: int
+    columns: int
+    rise: int  # the least lag of a mode whose lags rise
+    fall: int  # of one whose lags fall
+
+
+def cuts(lags: Lags) -> list[Cut]:
+    """Return what covers all positions: whole rows, and a last one where they do not fit."""
+    columns = width(lags.length)
+    full, rest = divmod(lags.length, columns)
+    found, begin = [], 0
+    for rows, count in ((full, columns), (1, rest)):
+        if rows * count:
+            fall = lags.last + lags.length - begin - rows * count
+            found.append(Cut(begin, rows, count, lags.first + begin, fall))
+            begin += rows * count
+    return found
+
+
+def head_blocks(exponent: Tensor, lags: Lags, batch: int) -> Iterator[slice]:
+    """Yield as many heads at a time as their tables may take memory."""
     heads, modes = exponent.shape
     columns = width(lags.length)
     each = 16 * modes * (columns + (batch + 1) * -(-lags.length // columns))
     budget = WORKSPACE.get(exponent.device.type, WORKSPACE["cpu"])
     block = max(1, min(heads, budget // each))
     for start in range(0, heads, block):
-        h = slice(start, min(start + block, heads))
+        yield slice(start, min(start + block, heads))
+
+
+def blocks(exponent: Tensor, lags: Lags, batch: int) -> Iterator[tuple[slice, list[Table]]]:
+    """Yield blocks of heads with the tables that cover all positions."""
+    for h in head_blocks(exponent, lags, batch):
         falling = lags.falling
         if isinstance(falling, Tensor):
             falling = falling[h].unsqueeze(1)  # [h, 1, N]
-        yield h, _tables(exponent[h].unsqueeze(1), lags, falling, columns)
+        yield h, [_table(exponent[h].unsqueeze(1), cut, falling) for cut in cuts(lags)]
 
 
-def _tables(c: Tensor, lags: Lags, falling: Tensor | bool, columns: int) -> list[Table]:
-    full, rest = divmod(lags.length, columns)
-    found = []
-    begin = 0
-    for rows, count in ((full, columns), (1, rest)):
-        if not rows * count:
-            continue
-        across, column_lags = _powers(c, 1, count, falling)
-        down, row_lags = _powers(c, count, rows, falling)
-        rise = lags.first + begin
-        fall = lags.last + lags.length - begin - rows * count
-        if isinstance(falling, Tensor):
-            least = falling.to(row_lags.dtype) * (fall - rise) + rise
-            down, row_lags = down * torch.exp(c * least), row_lags + least
-        elif least := fall if falling else rise:
-            down, row_lags = down * torch.exp(c * least), row_lags + least
-        found.append(Table(begin, rows * count, down, across, row_lags, column_lags))
-        begin += rows * count
-    return found
+def _table(c: Tensor, cut: Cut, falling: Tensor | bool) -> Table:
+    begin, rows, count, rise, fall = cut
+    across, column_lags = _powers(c, 1, count, falling)
+    down, row_lags = _powers(c, count, rows, falling)
+    if isinstance(falling, Tensor):
+        least = falling.to(row_lags.dtype) * (fall - rise) + rise
+        down, row_lags = down * torch.exp(c * least), row_lags + least
+    elif least := fall if falling else rise:
+        down, row_lags = down * torch.exp(c * least), row_lags + least
+    return Table(begin, rows * count, down, across, row_lags, column_lags)
 
 
 def _powers(c: Tensor, step: int, count: int, falling: Tensor | bool) -> tuple[Tensor, Tensor]:
