@@ -70,49 +70,51 @@ class Cut(NamedTuple):
     fall: int  # of one whose lags fall
 
 
-def cuts(lags: Lags) -> list[Cut]:
-    """Return what covers all positions: whole rows, and a last one where they do not fit."""
+def layout(exponent: Tensor, lags: Lags, batch: int) -> tuple[list[slice], list[Cut]]:
+    """Return as many heads at a time as their tables may take memory, and the tables of each.
+
+    Whole rows are one table; a last row where they do not fit is another one.
+    """
+    heads, modes = exponent.shape
     columns = width(lags.length)
     full, rest = divmod(lags.length, columns)
-    found, begin = [], 0
+    cuts, begin = [], 0
     for rows, count in ((full, columns), (1, rest)):
         if rows * count:
             fall = lags.last + lags.length - begin - rows * count
-            found.append(Cut(begin, rows, count, lags.first + begin, fall))
+            cuts.append(Cut(begin, rows, count, lags.first + begin, fall))
             begin += rows * count
-    return found
-
-
-def head_blocks(exponent: Tensor, lags: Lags, batch: int) -> Iterator[slice]:
-    """Yield as many heads at a time as their tables may take memory."""
-    heads, modes = exponent.shape
-    columns = width(lags.length)
     each = 16 * modes * (columns + (batch + 1) * -(-lags.length // columns))
     budget = WORKSPACE.get(exponent.device.type, WORKSPACE["cpu"])
     block = max(1, min(heads, budget // each))
+    found = []
     for start in range(0, heads, block):
-        yield slice(start, min(start + block, heads))
+        found.append(slice(start, min(start + block, heads)))
+    return found, cuts
 
 
 def blocks(exponent: Tensor, lags: Lags, batch: int) -> Iterator[tuple[slice, list[Table]]]:
     """Yield blocks of heads with the tables that cover all positions."""
-    for h in head_blocks(exponent, lags, batch):
+    heads, cuts = layout(exponent, lags, batch)
+    for h in heads:
         falling = lags.falling
         if isinstance(falling, Tensor):
             falling = falling[h].unsqueeze(1)  # [h, 1, N]
-        yield h, [_table(exponent[h].unsqueeze(1), cut, falling) for cut in cuts(lags)]
+        yield h, _tables(exponent[h].unsqueeze(1), cuts, falling)
 
 
-def _table(c: Tensor, cut: Cut, falling: Tensor | bool) -> Table:
-    begin, rows, count, rise, fall = cut
-    across, column_lags = _powers(c, 1, count, falling)
-    down, row_lags = _powers(c, count, rows, falling)
-    if isinstance(falling, Tensor):
-        least = falling.to(row_lags.dtype) * (fall - rise) + rise
-        down, row_lags = down * torch.exp(c * least), row_lags + least
-    elif least := fall if falling else rise:
-        down, row_lags = down * torch.exp(c * least), row_lags + least
-    return Table(begin, rows * count, down, across, row_lags, column_lags)
+def _tables(c: Tensor, cuts: list[Cut], falling: Tensor | bool) -> list[Table]:
+    found = []
+    for begin, rows, count, rise, fall in cuts:
+        across, column_lags = _powers(c, 1, count, falling)
+        down, row_lags = _powers(c, count, rows, falling)
+        if isinstance(falling, Tensor):
+            least = falling.to(row_lags.dtype) * (fall - rise) + rise
+            down, row_lags = down * torch.exp(c * least), row_lags + least
+        elif least := fall if falling else rise:
+            down, row_lags = down * torch.exp(c * least), row_lags + least
+        found.append(Table(begin, rows * count, down, across, row_lags, column_lags))
+    return found
 
 
 def _powers(c: Tensor, step: int, count: int, falling: Tensor | bool) -> tuple[Tensor, Tensor]:

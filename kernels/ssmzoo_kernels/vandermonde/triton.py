@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ssmzoo_kernels.launches import launch
-from ssmzoo_kernels.vandermonde.tables import Lags, cuts, head_blocks
+from ssmzoo_kernels.vandermonde.tables import Lags, layout
 
 # pi / 2 in parts; the first two have so few bits that their products with integers are exact
 HALF_PI_1 = tl.constexpr(float.fromhex("0x1.921fb54400000p+0"))
@@ -214,8 +214,9 @@ def synthesize(weight: Tensor, exponent: Tensor, lags: Lags) -> Tensor:
         return out.zero_()
     pairs = _pairs(weight, weight.dtype)
     falling = _falling(lags, exponent)
-    for h in head_blocks(exponent, lags, 1):
-        for begin, count, columns, rise, fall in cuts(lags):
+    heads_at_once, cuts = layout(exponent, lags, 1)
+    for h in heads_at_once:
+        for begin, count, columns, rise, fall in cuts:
             down, across = _tables(exponent, falling, h, (count, columns, rise, fall), out.dtype)
             tiles = triton.cdiv(columns, _TILE)
             some = h.stop - h.start
@@ -245,8 +246,9 @@ def analyze(g: Tensor, exponent: Tensor, lags: Lags, moment: bool) -> tuple[Tens
         return sums, moments
     g = g.contiguous()
     falling = _falling(lags, exponent)
-    for h in head_blocks(exponent, lags, 1):
-        for begin, count, columns, rise, fall in cuts(lags):
+    heads_at_once, cuts = layout(exponent, lags, 1)
+    for h in heads_at_once:
+        for begin, count, columns, rise, fall in cuts:
             down, across = _tables(exponent, falling, h, (count, columns, rise, fall), g.dtype)
             some = h.stop - h.start
             launch(
