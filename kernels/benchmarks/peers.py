@@ -132,17 +132,21 @@ def torch_loop(shape: tuple[int, ...], *inputs: Tensor) -> Passes:
     return {"fwd+bwd": both}
 
 
-def torch_norm(shape: tuple[int, ...], x: Tensor, weight: Tensor) -> Passes:
-    """Normalise by torch's own function."""
-    grad = torch.randn_like(x)
+def torch_norm(shape: tuple[int, ...], *inputs: Tensor) -> Passes:
+    """Normalise by torch's own function: a tensor, or the sum of two."""
+    *parts, weight = inputs
+    grad = torch.randn_like(parts[0])
+
+    def normed() -> Tensor:
+        x = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+        return F.rms_norm(x, weight.shape, weight, 1e-5)
 
     def forward() -> None:
         with torch.no_grad():
-            F.rms_norm(x, weight.shape, weight, 1e-5)
+            normed()
 
     def both() -> None:
-        y = F.rms_norm(x, weight.shape, weight, 1e-5)
-        torch.autograd.grad(y, (x, weight), grad)
+        torch.autograd.grad(normed(), inputs, grad)
 
     return {"fwd": forward, "fwd+bwd": both}
 

@@ -28,6 +28,7 @@ from peers import (
 from torch import Tensor
 
 from ssmzoo_kernels import (
+    add_rms_norm,
     causal_conv1d,
     companion_step,
     diagonal_step,
@@ -345,6 +346,16 @@ ENTRIES = [
         (1, 4096, 768, 1),
         lambda B, L, D, N, **where: [torch.randn(B, L, D, **where), torch.ones(D, **where)],
         lambda x, weight, backend: rms_norm(x, weight, eps=1e-5, backend=backend),
+        peers={"torch": torch_norm},
+    ),
+    Entry(
+        "add_rms_norm",
+        (1, 4096, 768, 1),
+        lambda B, L, D, N, **where: [
+            *(torch.randn(B, L, D, **where) for _ in range(2)),
+            torch.ones(D, **where),
+        ],
+        lambda *x, backend: add_rms_norm(*x, eps=1e-5, backend=backend)[1],
         peers={"torch": torch_norm},
     ),
     Entry(

@@ -5,6 +5,7 @@ their state in float32 (float64 for float64 inputs) and return the final state.
 """
 
 from ssmzoo_kernels import layers as layers
+from ssmzoo_kernels.add_rms_norm import add_rms_norm
 from ssmzoo_kernels.causal_conv1d import causal_conv1d
 from ssmzoo_kernels.companion_step import companion_response, companion_state, companion_step
 from ssmzoo_kernels.diagonal_step import diagonal_step
@@ -23,6 +24,7 @@ from ssmzoo_kernels.selective_scan import selective_scan
 from ssmzoo_kernels.vandermonde import vandermonde, vandermonde_state
 
 __all__ = [
+    "add_rms_norm",
     "causal_conv1d",
     "companion_response",
     "companion_state",

@@ -30,6 +30,7 @@ The kernels of a backend are two functions whose arguments come by position, in 
 
     forward(*inputs, [offsets], [save], *options)             -> (*outputs, [saved])
     backward(*gradients of outputs, *what is kept, *options)  -> a gradient for each floating input
+                                                                 that has one of its own
 
 - Tensors come with the strides that the caller's had. Results may have any strides: the op makes
   them contiguous. An absent input is None.
@@ -129,6 +130,7 @@ class Op:
             first one that is.
         offers: The backends there are, see ``dispatch.choose``.
         variant: The option that says which C kernel is needed, where there are several.
+        alike: Inputs whose gradient is that of another one, which alone is computed.
         has_backward: Whether gradients flow at all.
         writes: The input that kernels write to.
     """
@@ -148,6 +150,7 @@ class Op:
         keeps: Sequence[str] | None = None,
         offers: tuple[str, ...] = ALL,
         variant: str | None = None,
+        alike: Mapping[str, str] | None = None,
         has_backward: bool = True,
         writes: str | None = None,
     ) -> None:
@@ -158,6 +161,8 @@ class Op:
         self.reference, self.variant, self.writes = reference, variant, writes
         arguments = [*self.inputs.values()]
         self.gradients = [x.name for x in arguments if has_backward and x.kind in _SLOPED]
+        self._alike = dict(alike or {})
+        self._computed = [x for x in self.gradients if x not in self._alike]
         self._make_kernels, self._kernels = kernels, {}
         self._choices = [(x, c) for x, c in self.options.items() if isinstance(c, Choice)]
         self._told = [
@@ -428,7 +433,7 @@ class Op:
         if keeps is None:
             keeps = [x for x in everything if x not in self.outputs]
         self._kept = [[*everything].index(x) for x in keeps]
-        likes = [keeps.index(x) if x in keeps else 0 for x in self.gradients]
+        likes = [keeps.index(x) if x in keeps else 0 for x in self._computed]
         self._likes = [len(self.outputs) + i for i in likes]
         arguments = {f"grad_{x}": "Tensor?" for x in self.outputs}
         arguments |= {x: everything[x] for x in keeps} | options
@@ -436,7 +441,7 @@ class Op:
             f"ssmzoo::{self.name}_backward",
             self._run_backward,
             mutates_args=(),
-            schema=_schema(arguments, len(self.gradients)),
+            schema=_schema(arguments, len(self._computed)),
         )
         self.registered_backward.register_fake(self._fake_backward)
         self._backward = self.registered_backward._opoverload
@@ -522,7 +527,8 @@ class Op:
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.given)
         found = self._backward(*grads, *ctx.saved_tensors, *ctx.options)
-        by_name = dict(zip(self.gradients, _several(found), strict=True))
+        by_name = dict(zip(self._computed, _several(found), strict=True))
+        by_name |= {x: by_name[other] for x, other in self._alike.items()}
         names = (*self.inputs, *[""] * (len(ctx.given) - len(self.inputs)))
         pairs = zip(names, ctx.given, strict=True)
         return tuple(by_name.get(name) if given else None for name, given in pairs)

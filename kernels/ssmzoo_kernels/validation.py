@@ -132,10 +132,20 @@ def segment_offsets(op: str, like: Tensor, cu_seqlens: Tensor | Packing | None) 
     """
     batch, length = like.shape[:2]
     if cu_seqlens is None:
-        plain = like.device.type == "cpu" and type(like) is Tensor
-        if plain and not torch.compiler.is_compiling() and _transforms() is None:
-            return _batch_offsets(batch, length)
-        return torch.arange(batch + 1, device=like.device) * length
+        device = like.device
+        if (
+            device.type in ("cpu", "cuda")
+            and type(like) is Tensor
+            and not torch.compiler.is_compiling()
+            and _transforms() is None
+        ):
+            if device.type == "cpu":
+                return _batch_offsets(batch, length)
+            # a graph that is captured would read offsets that this cache had let go of
+            if not torch.cuda.is_current_stream_capturing():
+                stream = torch.cuda.current_stream(device).cuda_stream
+                return _batch_offsets(batch, length, device, stream)
+        return torch.arange(batch + 1, device=device) * length
     if batch != 1:
         raise ValueError(f"{op}: cu_seqlens needs one packed row, B = 1, got B = {batch}")
     checked = isinstance(cu_seqlens, Packing)
@@ -181,7 +191,12 @@ _transforms = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[repo
 
 
 @functools.lru_cache(maxsize=64)
-def _batch_offsets(batch: int, length: int) -> Tensor:
-    """Return the offsets of a batch; every op of every layer asks for the same. Never written."""
+def _batch_offsets(
+    batch: int, length: int, device: torch.device | None = None, stream: int = 0
+) -> Tensor:
+    """Return the offsets of a batch; every op of every layer asks for the same. Never written.
+
+    On a GPU they are of the stream that made them: another one might read them too early.
+    """
     with torch.inference_mode(False):  # what is made inside it could not be saved for a backward
-        return torch.arange(batch + 1, device="cpu") * length
+        return torch.arange(batch + 1, device=device or "cpu") * length

@@ -126,6 +126,10 @@ class RMSNorm(OpContract):
     ragged = {"B": 4, "D": 19}
 
 
+class AddRMSNorm(RMSNorm):
+    op, declaration = op("add_rms_norm")
+
+
 class DiagonalStep(OpContract):
     op, declaration = op("diagonal_step")
     sizes = {"B": 2, "H": 5, "N": 3}

@@ -10,6 +10,7 @@ from tests.kernels.interpreter import repair
 
 from ssmzoo.testing.accuracy import outputs_and_grads
 from ssmzoo_kernels import diagonal_step, last_backend, vandermonde, vandermonde_state
+from ssmzoo_kernels.vandermonde import triton as vandermonde_triton
 
 repair()
 
@@ -116,3 +117,24 @@ def test_diagonal_step_equals_the_formula(shape, driven, dtype):
     for a, b, kind in zip(got, expected, (torch.float32, dtype), strict=True):
         step = torch.finfo(kind).eps * (modes + 4)
         assert (a - b).abs().max() <= step * max(1.0, b.abs().max())
+
+
+@pytest.mark.parametrize("falling", [False, True])
+def test_tables_are_as_exact_as_their_phases_in_float64(falling):
+    exponent = torch.complex(-torch.rand(2, 5).double() / 1000, 400 * torch.randn(2, 5).double())
+    exponent[0, 0], exponent[0, 1] = 0.5j * torch.pi, -1e-3 + 1e-9j
+    down = torch.full((2, 5), falling, dtype=torch.int8)
+    cut = (37, 16, 3, 5)  # rows, columns, and the least lags of rising and falling modes
+    for table, step, least in zip(
+        vandermonde_triton._tables(exponent, down, slice(0, 2), cut, torch.float64),
+        (16, 1),
+        (5 if falling else 3, 0),
+        strict=True,
+    ):
+        count = table.shape[1]
+        lags = torch.arange(count).double() * step
+        lags = (lags.flip(0) if falling else lags) + least
+        powers = exponent[:, None] * lags[:, None]
+        error = (torch.view_as_complex(table) - powers.exp()).abs()
+        # both round the phase once more, and cosine, sine and their product with the size
+        assert (error <= 2.0**-53 * (2 * powers.imag.abs() + 16)).all()

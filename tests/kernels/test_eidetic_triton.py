@@ -35,7 +35,8 @@ def check(cases):
             kernels |= {"bwd_query_kernel", "bwd_band_kernel"}
             kernels |= set() if case == "plain" else {"bwd_memory_kernel"}
         assert found == kernels, (case, target)
-    assert_no_spills(records)
+    # what a block may use on sm_86, sm_89 and sm_120, whose code is that of sm_80
+    assert_no_spills(records, dict.fromkeys(SHARED, 99 * 1024))
 
 
 def test_kernels_of_model_shapes_compile_without_spills():

@@ -90,7 +90,7 @@ def test_kernels_compile_without_spills():
     records = compiled("compiled_rms_norm.py")
     assert {(r["case"], r["kernel"], r["target"]) for r in records} == {
         (case, f"rms_norm_{kernel}_kernel", target)
-        for case in ("model", "small", "float64")
+        for case in ("model", "small", "float64", "sum")
         for kernel in ("fwd", "bwd", "weight")
         for target in ("sm_80", "sm_90")
     }

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ssmzoo_kernels.declaration import accumulator
+from ssmzoo_kernels.launches import launch
 from ssmzoo_kernels.scan import chunk_slots
 from ssmzoo_kernels.scan.triton import load_vector, locate, rows, sigmoid
 
@@ -200,25 +201,26 @@ def forward(
     y = x.new_empty(tokens, width)
     final = x.new_empty(segments, taps - 1, width)
     block = _block(width)
-    with torch.cuda.device_of(x):
-        causal_conv1d_fwd_kernel[(chunk_slots(tokens, segments, CHUNK), triton.cdiv(width, block))](
-            x,
-            weight,
-            bias,
-            initial_state,
-            y,
-            final,
-            offsets,
-            segments,
-            D=width,
-            K=taps,
-            stride=x.stride(0),
-            SILU=activation is not None,
-            ACC=_ACC[accumulator(x)],
-            CHUNK=CHUNK,
-            BLOCK_D=block,
-            num_warps=1,
-        )
+    launch(
+        causal_conv1d_fwd_kernel,
+        (chunk_slots(tokens, segments, CHUNK), triton.cdiv(width, block)),
+        x,
+        weight,
+        bias,
+        initial_state,
+        y,
+        final,
+        offsets,
+        segments,
+        D=width,
+        K=taps,
+        stride=x.stride(0),
+        SILU=activation is not None,
+        ACC=_ACC[accumulator(x)],
+        CHUNK=CHUNK,
+        BLOCK_D=block,
+        num_warps=1,
+    )
     return y, final
 
 
@@ -248,30 +250,31 @@ def backward(
         initial_state = initial_state.contiguous()
         grad_initial = torch.empty_like(initial_state, dtype=exact)
     block = _block(width)
-    with torch.cuda.device_of(x):
-        causal_conv1d_bwd_kernel[(slots, triton.cdiv(width, block))](
-            grad_out,
-            grad_final,
-            x,
-            weight,
-            bias,
-            initial_state,
-            grad_x,
-            grad_weight,
-            grad_bias,
-            grad_initial,
-            offsets,
-            segments,
-            D=width,
-            K=taps,
-            stride_grad=grad_out.stride(0),
-            stride=x.stride(0),
-            SILU=activation is not None,
-            ACC=_ACC[exact],
-            CHUNK=CHUNK,
-            BLOCK_D=block,
-            num_warps=1,
-        )
+    launch(
+        causal_conv1d_bwd_kernel,
+        (slots, triton.cdiv(width, block)),
+        grad_out,
+        grad_final,
+        x,
+        weight,
+        bias,
+        initial_state,
+        grad_x,
+        grad_weight,
+        grad_bias,
+        grad_initial,
+        offsets,
+        segments,
+        D=width,
+        K=taps,
+        stride_grad=grad_out.stride(0),
+        stride=x.stride(0),
+        SILU=activation is not None,
+        ACC=_ACC[exact],
+        CHUNK=CHUNK,
+        BLOCK_D=block,
+        num_warps=1,
+    )
     return (
         grad_x,
         grad_weight.sum(0),

@@ -7,10 +7,11 @@ each at a time; it writes one value a channel.
 # a kernel launch is no ordinary call: Triton's types do not describe it
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from ssmzoo_kernels.launches import launch
 
 
 @triton.jit
@@ -68,19 +69,20 @@ def forward(
         return y
     # neighbours fill whole sectors of memory, and few channels still fill many programs
     block_d, block_n = 16, min(64, max(16, int(triton.next_power_of_2(max(order, 1)))))
-    with torch.cuda.device_of(ring):
-        companion_step_kernel[(batch, triton.cdiv(width, block_d))](
-            u,
-            ring,
-            position,
-            a,
-            b,
-            d,
-            y,
-            D=width,
-            N=order,
-            BLOCK_D=block_d,
-            BLOCK_N=block_n,
-            num_warps=4,
-        )
+    launch(
+        companion_step_kernel,
+        (batch, triton.cdiv(width, block_d)),
+        u,
+        ring,
+        position,
+        a,
+        b,
+        d,
+        y,
+        D=width,
+        N=order,
+        BLOCK_D=block_d,
+        BLOCK_N=block_n,
+        num_warps=4,
+    )
     return y

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ssmzoo_kernels.launches import launch
 from ssmzoo_kernels.scan.triton import unfold
 
 
@@ -77,22 +78,23 @@ def forward(
     new_state = torch.empty(state.shape, dtype=state.dtype, device=u.device)
     block = min(64, max(16, int(triton.next_power_of_2(modes))))
     rows = 256 // block
-    with torch.cuda.device_of(u):
-        diagonal_step_kernel[(batch * triton.cdiv(heads, rows),)](
-            u.contiguous(),
-            _pairs(state, state.dtype),
-            _pairs(decay, state.dtype),
-            _pairs(drive, state.dtype),
-            _pairs(readout, state.dtype),
-            None if D is None else D.to(exact).contiguous(),
-            y,
-            torch.view_as_real(new_state),
-            H=heads,
-            N=modes,
-            BLOCK_H=rows,
-            BLOCK_N=block,
-            num_warps=2,
-        )
+    launch(
+        diagonal_step_kernel,
+        (batch * triton.cdiv(heads, rows),),
+        u.contiguous(),
+        _pairs(state, state.dtype),
+        _pairs(decay, state.dtype),
+        _pairs(drive, state.dtype),
+        _pairs(readout, state.dtype),
+        None if D is None else D.to(exact).contiguous(),
+        y,
+        torch.view_as_real(new_state),
+        H=heads,
+        N=modes,
+        BLOCK_H=rows,
+        BLOCK_N=block,
+        num_warps=2,
+    )
     return y.to(u.dtype), new_state
 
 

@@ -13,7 +13,7 @@ Scores carry a factor log2(e), so that powers of two do.
 # a kernel launch is no ordinary call: Triton's types do not describe it
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -794,21 +794,29 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def tile(width: int, dtype: torch.dtype, *, backward: bool = False, decodes: bool = False) -> Tile:
-    """Choose a program's shape: what the registers of sm_80 and sm_90 hold."""
-    if decodes:  # one query is all that a program owns
+def tile(
+    width: int, dtype: torch.dtype, program: Literal["forward", "decode", "query", "keys"]
+) -> Tile:
+    """Choose a program's shape: what the registers of sm_80 and sm_90 hold.
+
+    Backward, ``query`` owns queries and ``keys`` owns keys or memory. Two stages let what is met
+    next come in while the tile before is worked on; float64 has no registers left for it.
+    """
+    halves = dtype.itemsize == 2
+    stages = 1 if dtype == torch.float64 else 2
+    if program == "decode":  # one query is all that a program owns
         num_warps = 8 if width > 128 or dtype == torch.float32 else 4
-        return Tile(16, 32 if dtype.itemsize == 2 else 16, num_warps, 1)
-    if dtype.itemsize == 2:
-        if width > 128:
-            return Tile(32, 32, 8, 1)
-        num_warps = 4 if width <= 64 else 8
-        return Tile(64, 32, num_warps, 1) if backward else Tile(64, 64, num_warps, 2)
+        return Tile(16, 32 if halves and width <= 128 else 16, num_warps, stages)
+    if halves and width > 128:
+        owned, met = {"forward": (64, 32), "query": (64, 16), "keys": (32, 32)}[program]
+        return Tile(owned, met, 8, 2)
+    if halves:
+        return Tile(64, 64 if program == "forward" else 32, 4 if width <= 64 else 8, 2)
     if width > 64:
-        return Tile(16, 16, 8, 1)
+        return Tile(16, 16, 8, stages)
     if dtype == torch.float64:
         return Tile(32, 32, 4, 1)
-    return Tile(16 if backward else 32, 16, 4, 1)
+    return Tile(32 if program == "forward" else 16, 16, 4, 2)
 
 
 class _Grid(NamedTuple):
@@ -842,7 +850,8 @@ def forward(tensors: Tensors, call: Call) -> tuple[Tensor, Tensor]:
     out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=accumulator(q))
     if tokens:
         # one token of every sequence: a block of queries is nearly empty
-        shape = tile(width, q.dtype, decodes=tokens == call.seen.shape[0])
+        decodes = tokens == call.seen.shape[0]
+        shape = tile(width, q.dtype, "decode" if decodes else "forward")
         grid = _grid(tokens, call, call.window or UNBOUNDED, shape.owned)
         with torch.cuda.device_of(q):
             eidetic_attention_fwd_kernel[(grid.slots, heads)](
@@ -873,7 +882,7 @@ def backward(
     if not tokens:
         return grads
     window = call.window or UNBOUNDED
-    shape = tile(width, q.dtype, backward=True)
+    shape = tile(width, q.dtype, "query")
     grid = _grid(tokens, call, window, shape.owned)
     grad_out, shares = grad_out.contiguous(), torch.empty_like(lse)
     incoming = (grad_out, lse, shares, q)
@@ -890,6 +899,7 @@ def backward(
             *_places(tensors, call, grid),
             **_query_constants(tensors, call, shape),
         )
+        shape = tile(width, q.dtype, "keys")
         bands = [(0, window, tensors[1:3], tensors[5:7], grads[1:3], grads[5:7])]
         if tensors.late_k is not None:
             late = (tensors[7:9], tensors[9:], grads[7:9], grads[9:])

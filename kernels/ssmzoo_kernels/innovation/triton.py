@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ssmzoo_kernels.declaration import accumulator
+from ssmzoo_kernels.launches import launch
 from ssmzoo_kernels.scan import chunk_slots
 from ssmzoo_kernels.scan.triton import locate, rows
 
@@ -77,23 +78,24 @@ def forward(
     blocks = triton.cdiv(width, block)
     errors = y.new_empty(blocks, tokens, dtype=exact)
     sizes = torch.empty_like(errors) if relative else None
-    with torch.cuda.device_of(y):
-        innovation_fwd_kernel[(chunk_slots(tokens, segments, CHUNK), blocks)](
-            y,
-            history.contiguous(),
-            errors,
-            sizes,
-            offsets,
-            tokens,
-            segments,
-            D=width,
-            stride=y.stride(0),
-            SPAN=len(weights),
-            WEIGHTS=tuple(weights),
-            ACC=tl.float64 if exact == torch.float64 else tl.float32,
-            CHUNK=CHUNK,
-            BLOCK_D=block,
-            num_warps=max(1, block // 256),
-        )
+    launch(
+        innovation_fwd_kernel,
+        (chunk_slots(tokens, segments, CHUNK), blocks),
+        y,
+        history.contiguous(),
+        errors,
+        sizes,
+        offsets,
+        tokens,
+        segments,
+        D=width,
+        stride=y.stride(0),
+        SPAN=len(weights),
+        WEIGHTS=tuple(weights),
+        ACC=tl.float64 if exact == torch.float64 else tl.float32,
+        CHUNK=CHUNK,
+        BLOCK_D=block,
+        num_warps=max(1, block // 256),
+    )
     error = errors.sum(dim=0)
     return error / width if sizes is None else error / (sizes.sum(dim=0) + 1e-6)

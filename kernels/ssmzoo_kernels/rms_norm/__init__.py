@@ -50,8 +50,7 @@ def rms_norm(
         TypeError: Not a tensor, not floating point, or not a number.
         RuntimeError: The machine lacks what the named backend needs.
     """
-    _check_number("eps", eps, 0.0)
-    _check_number("offset", offset, -math.inf)
+    check_numbers(OP, eps, offset)
     flat = x
     if isinstance(x, Tensor) and x.dim() > 2 and x.shape[-1]:
         flat = x.reshape(-1, x.shape[-1])
@@ -59,12 +58,14 @@ def rms_norm(
     return y if flat is x else y.view(x.shape)
 
 
-def _check_number(name: str, number: float, least: float) -> None:
-    if isinstance(number, bool) or not isinstance(number, (int, float)):
-        raise TypeError(f"{OP}: {name} must be a number, got {number!r}")
-    if not (math.isfinite(number) and number >= least):
-        rule = "finite" if least < 0 else "finite and at least 0"
-        raise ValueError(f"{OP}: {name} must be {rule}, got {number}")
+def check_numbers(op: str, eps: float, offset: float) -> None:
+    """Fail unless both are finite numbers, and ``eps`` at least 0."""
+    for name, number, least in (("eps", eps, 0.0), ("offset", offset, -math.inf)):
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise TypeError(f"{op}: {name} must be a number, got {number!r}")
+        if not (math.isfinite(number) and number >= least):
+            rule = "finite" if least < 0 else "finite and at least 0"
+            raise ValueError(f"{op}: {name} must be {rule}, got {number}")
 
 
 __all__ = ["rms_norm"]

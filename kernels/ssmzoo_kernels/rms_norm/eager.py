@@ -26,10 +26,14 @@ def backward(
     inverse: Tensor,  # [B]
     eps: float,
     offset: float,
+    grad_x: Tensor | None = None,  # [B, D]
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x ``[B, D]`` and of the weight ``[D]``."""
+    """Return the gradients of x ``[B, D]``, plus ``grad_x``, and of the weight ``[D]``."""
     grad = grad_y.to(inverse.dtype)
     unit = x.to(inverse.dtype) * inverse[:, None]
     scaled = grad * (weight.to(inverse.dtype) + offset)
     along = (scaled * unit).mean(-1, keepdim=True)
-    return (scaled - unit * along) * inverse[:, None], (grad * unit).sum(0)
+    grad_row = (scaled - unit * along) * inverse[:, None]
+    if grad_x is not None:
+        grad_row = grad_row + grad_x
+    return grad_row, (grad * unit).sum(0)

@@ -1,4 +1,5 @@
-/* Normalisation by the root mean square, a row at a time, each read from memory once.
+/* Normalisation by the root mean square, a row at a time, each read from memory once. With `added`
+ * rows are sums: x + added goes to `totals` and is normalised there, where it is in a cache.
  *
  *     y = (offset + w) x r,    r = 1 / sqrt(mean(x^2) + eps)
  *     g' = (offset + w) g,     dx = r (g' - x r mean(g' x r)),    dw = sum over rows of g x r
@@ -32,11 +33,20 @@ static REAL inverse_root(const Rows *in, const REAL *x) {
   return 1 / (REAL)sqrt(joined(sums) / (REAL)in->width + (REAL)in->eps);
 }
 
-void rms_norm(const Rows *in, REAL *ys, REAL *inverses, int threads) {
+void rms_norm(const Rows *in, const REAL *added, int64_t added_stride, REAL *totals, REAL *ys,
+              REAL *inverses, int threads) {
   const vec offset = splat((REAL)in->offset);
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
   for (int64_t row = 0; row < in->count; row++) {
     const REAL *x = in->x + row * in->stride;
+    if (added) {
+      const REAL *more = added + row * added_stride;
+      REAL *total = totals + row * in->width;
+      for (int64_t c = 0; c < in->width; c += LANES)
+        store_some(total + c, load_some(x + c, in->width - c) + load_some(more + c, in->width - c),
+                   in->width - c);
+      x = total;
+    }
     REAL *y = ys + row * in->width, inverse = inverses[row] = inverse_root(in, x);
     const vec scale = splat(inverse);
     int64_t c = 0;
@@ -49,9 +59,9 @@ void rms_norm(const Rows *in, REAL *ys, REAL *inverses, int threads) {
   }
 }
 
-/* The gradient of one row, and its share of the weight's. */
-static void row_backward(const Rows *in, const REAL *x, const REAL *g, REAL inverse, REAL *grad_x,
-                         REAL *sum) {
+/* The gradient of one row, plus `more` if it has another one, and its share of the weight's. */
+static void row_backward(const Rows *in, const REAL *x, const REAL *g, const REAL *more,
+                         REAL inverse, REAL *grad_x, REAL *sum) {
   const vec offset = splat((REAL)in->offset), scale = splat(inverse);
   vec sums[SUMS] = {{0}};
   for (int64_t c = 0, j = 0; c < in->width; c += LANES, j = (j + 1) % SUMS) {
@@ -64,14 +74,16 @@ static void row_backward(const Rows *in, const REAL *x, const REAL *g, REAL inve
     int64_t left = in->width - c;
     vec unit = load_some(x + c, left) * scale, grad = load_some(g + c, left);
     vec scaled = grad * (load_some(in->weight + c, left) + offset);
-    store_some(grad_x + c, (scaled - unit * along) * scale, left);
+    vec grad_row = (scaled - unit * along) * scale;
+    if (more) grad_row += load_some(more + c, left);
+    store_some(grad_x + c, grad_row, left);
     store_some(sum + c, load_some(sum + c, left) + grad * unit, left);
   }
 }
 
-void rms_norm_backward(const Rows *in, const REAL *g, int64_t g_stride, const REAL *inverses,
-                       REAL *grad_x, REAL *sums, REAL *grad_weight, int64_t share, int64_t shares,
-                       int threads) {
+void rms_norm_backward(const Rows *in, const REAL *g, int64_t g_stride, const REAL *more,
+                       int64_t more_stride, const REAL *inverses, REAL *grad_x, REAL *sums,
+                       REAL *grad_weight, int64_t share, int64_t shares, int threads) {
   const int64_t width = in->width;
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
   for (int64_t s = 0; s < shares; s++) {
@@ -79,8 +91,9 @@ void rms_norm_backward(const Rows *in, const REAL *g, int64_t g_stride, const RE
     REAL *sum = sums + s * width;
     memset(sum, 0, (size_t)width * sizeof(REAL));
     for (int64_t row = s * share; row < end; row++)
-      row_backward(in, in->x + row * in->stride, g + row * g_stride, inverses[row],
-                   grad_x + row * width, sum);
+      row_backward(in, in->x + row * in->stride, g + row * g_stride,
+                   more ? more + row * more_stride : NULL, inverses[row], grad_x + row * width,
+                   sum);
   }
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
   for (int64_t c = 0; c < width; c += LANES) {

@@ -1,5 +1,7 @@
 """The norm on GPUs: a program has some rows, and reads them block of channels by block.
 
+With ``added`` a row is a sum, which is written to ``total`` and normalised as it is there.
+
 A row is summed first and scaled then; what the second pass reads is still in a cache. The weight's
 gradient is summed by programs that each have a block of channels and a share of the rows.
 """
@@ -13,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ssmzoo_kernels.declaration import accumulator
+from ssmzoo_kernels.launches import launch
 from ssmzoo_kernels.scan.triton import rows
 
 WIDEST = 1024  # channels of a block
@@ -26,14 +29,27 @@ def first_of(number, stride):
     return number.to(tl.int64)[:, None] * stride
 
 
+@triton.jit
+def row_of(x, added, total, row, here, d, stride, stride_added, ACC: tl.constexpr):
+    """Return a block of rows of x or, where something is added, of the sum as ``total`` has it."""
+    part = tl.load(x + first_of(row, stride) + d, mask=here, other=0.0).to(ACC)
+    if added is not None:
+        part += tl.load(added + first_of(row, stride_added) + d, mask=here, other=0.0).to(ACC)
+        part = part.to(total.dtype.element_ty).to(ACC)
+    return part
+
+
 @triton.jit(do_not_specialize=("count",))
 def rms_norm_fwd_kernel(
     x,
+    added,
     weight,
+    total,
     y,
     inverses,
     count,
     stride: tl.constexpr,
+    stride_added: tl.constexpr,
     D: tl.constexpr,
     eps: tl.constexpr,
     offset: tl.constexpr,
@@ -44,20 +60,24 @@ def rms_norm_fwd_kernel(
     """Normalise ``ROWS`` rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, BLOCK_D)
-    here = (row < count)[:, None]
     squares = tl.zeros((ROWS, BLOCK_D), dtype=ACC)
     for start in range(0, D, BLOCK_D):
         d = (start + lane)[None, :]
-        part = tl.load(x + first_of(row, stride) + d, mask=here & (d < D), other=0.0).to(ACC)
+        here = (row < count)[:, None] & (d < D)
+        part = row_of(x, added, total, row, here, d, stride, stride_added, ACC)
         squares += part * part
     inverse = 1.0 / tl.sqrt(tl.sum(squares, axis=1) / D + eps)
     tl.store(inverses + row, inverse, mask=row < count)
     for start in range(0, D, BLOCK_D):
         d = (start + lane)[None, :]
-        part = tl.load(x + first_of(row, stride) + d, mask=here & (d < D), other=0.0).to(ACC)
+        here = (row < count)[:, None] & (d < D)
+        # summed once more: threads do not read what others wrote
+        part = row_of(x, added, total, row, here, d, stride, stride_added, ACC)
+        if added is not None:
+            tl.store(total + first_of(row, D) + d, part.to(total.dtype.element_ty), mask=here)
         factor = tl.load(weight + d, mask=d < D, other=0.0).to(ACC) + offset
         out = (part * inverse[:, None] * factor).to(y.dtype.element_ty)
-        tl.store(y + first_of(row, D) + d, out, mask=here & (d < D))
+        tl.store(y + first_of(row, D) + d, out, mask=here)
 
 
 @triton.jit(do_not_specialize=("count",))
@@ -66,10 +86,12 @@ def rms_norm_bwd_kernel(
     x,
     weight,
     inverses,
+    more,
     grad_x,
     count,
     stride_g: tl.constexpr,
     stride: tl.constexpr,
+    stride_more: tl.constexpr,
     D: tl.constexpr,
     offset: tl.constexpr,
     ACC: tl.constexpr,
@@ -95,6 +117,9 @@ def rms_norm_bwd_kernel(
         grad = tl.load(grad_y + first_of(row, stride_g) + d, mask=here & (d < D), other=0.0)
         factor = tl.load(weight + d, mask=d < D, other=0.0).to(ACC) + offset
         out = (grad.to(ACC) * factor - unit * inverse * along) * inverse
+        if more is not None:
+            other = tl.load(more + first_of(row, stride_more) + d, mask=here & (d < D), other=0.0)
+            out += other.to(ACC)
         tl.store(
             grad_x + first_of(row, D) + d, out.to(grad_x.dtype.element_ty), mask=here & (d < D)
         )
@@ -138,25 +163,39 @@ def forward(
     offset: float,
 ) -> tuple[Tensor, Tensor]:
     """Return y ``[B, D]`` in the weight's dtype, and the inverse roots ``[B]``."""
+    return normalise(x, None, weight, eps, offset)[1:]
+
+
+def normalise(
+    x: Tensor,  # [B, D]
+    added: Tensor | None,  # [B, D]
+    weight: Tensor,  # [D]
+    eps: float,
+    offset: float,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return x + added ``[B, D]`` in x's dtype (None for None), its norm, the inverse roots."""
     (count, width), exact = x.shape, accumulator(x)
-    x = rows(x)
+    x, added = rows(x), None if added is None else rows(added)
+    total = None if added is None else x.new_empty(count, width)
     y = x.new_empty(count, width, dtype=weight.dtype)
     inverses = x.new_empty(count, dtype=exact)
     if count:
         block, tall = _tile(width)
-        with torch.cuda.device_of(x):
-            rms_norm_fwd_kernel[(triton.cdiv(count, tall),)](
-                *(x, weight.contiguous(), y, inverses, count),
-                stride=x.stride(0),
-                D=width,
-                eps=eps,
-                offset=offset,
-                ACC=_of(exact),
-                ROWS=tall,
-                BLOCK_D=block,
-                num_warps=4,
-            )
-    return y, inverses
+        launch(
+            rms_norm_fwd_kernel,
+            (triton.cdiv(count, tall),),
+            *(x, added, weight.contiguous(), total, y, inverses, count),
+            stride=x.stride(0),
+            stride_added=0 if added is None else added.stride(0),
+            D=width,
+            eps=eps,
+            offset=offset,
+            ACC=_of(exact),
+            ROWS=tall,
+            BLOCK_D=block,
+            num_warps=4,
+        )
+    return total, y, inverses
 
 
 def backward(
@@ -166,25 +205,34 @@ def backward(
     inverse: Tensor,  # [B]
     eps: float,
     offset: float,
+    grad_x: Tensor | None = None,  # [B, D]
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x ``[B, D]`` and of the weight ``[D]``."""
+    """Return the gradients of x ``[B, D]``, plus ``grad_x``, and of the weight ``[D]``."""
     (count, width), exact = x.shape, inverse.dtype
     x, grad_y, weight = rows(x), rows(grad_y), weight.contiguous()
-    grad_x = x.new_empty(count, width)
+    more = None if grad_x is None else rows(grad_x)
+    grad_row = x.new_empty(count, width)
     share = max(LEAST_ROWS, triton.cdiv(count, MOST_SHARES))
     sums = x.new_empty(triton.cdiv(count, share), width, dtype=exact)
     if count:
         block, tall = _tile(width)
         sizes = {"stride_g": grad_y.stride(0), "stride": x.stride(0), "D": width}
         sizes |= {"ACC": _of(exact), "ROWS": tall, "BLOCK_D": block, "num_warps": 4}
-        with torch.cuda.device_of(x):
-            rms_norm_bwd_kernel[(triton.cdiv(count, tall),)](
-                *(grad_y, x, weight, inverse, grad_x, count), offset=offset, **sizes
-            )
-            rms_norm_weight_kernel[(len(sums), triton.cdiv(width, block))](
-                *(grad_y, x, inverse, sums, count, share), **sizes
-            )
-    return grad_x, sums.sum(0)
+        launch(
+            rms_norm_bwd_kernel,
+            (triton.cdiv(count, tall),),
+            *(grad_y, x, weight, inverse, more, grad_row, count),
+            stride_more=0 if more is None else more.stride(0),
+            offset=offset,
+            **sizes,
+        )
+        launch(
+            rms_norm_weight_kernel,
+            (len(sums), triton.cdiv(width, block)),
+            *(grad_y, x, inverse, sums, count, share),
+            **sizes,
+        )
+    return grad_row, sums.sum(0)
 
 
 def _tile(width: int) -> tuple[int, int]:

@@ -8,6 +8,7 @@ does not divide the length, is a product of its own.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,39 +60,60 @@ def width(length: int) -> int:
     return min(256, max(16, 1 << (length.bit_length() + 1) // 2), length)
 
 
-def blocks(exponent: Tensor, lags: Lags, batch: int) -> Iterator[tuple[slice, list[Table]]]:
-    """Yield blocks of heads with the tables that cover all positions."""
+class Cut(NamedTuple):
+    """Positions that one table covers, consecutive ones."""
+
+    begin: int
+    rows: int
+    columns: int
+    rise: int  # the least lag of a mode whose lags rise
+    fall: int  # of one whose lags fall
+
+
+def layout(exponent: Tensor, lags: Lags, batch: int) -> tuple[list[slice], list[Cut]]:
+    """Return as many heads at a time as their tables may take memory, and the tables of each.
+
+    Whole rows are one table; a last row where they do not fit is another one.
+    """
     heads, modes = exponent.shape
     columns = width(lags.length)
+    full, rest = divmod(lags.length, columns)
+    cuts, begin = [], 0
+    for rows, count in ((full, columns), (1, rest)):
+        if rows * count:
+            fall = lags.last + lags.length - begin - rows * count
+            cuts.append(Cut(begin, rows, count, lags.first + begin, fall))
+            begin += rows * count
     each = 16 * modes * (columns + (batch + 1) * -(-lags.length // columns))
     budget = WORKSPACE.get(exponent.device.type, WORKSPACE["cpu"])
     block = max(1, min(heads, budget // each))
+    found = []
     for start in range(0, heads, block):
-        h = slice(start, min(start + block, heads))
+        found.append(slice(start, min(start + block, heads)))
+    return found, cuts
+
+
+def blocks(exponent: Tensor, lags: Lags, batch: int) -> Iterator[tuple[slice, list[Table]]]:
+    """Yield blocks of heads with the tables that cover all positions."""
+    heads, cuts = layout(exponent, lags, batch)
+    for h in heads:
         falling = lags.falling
         if isinstance(falling, Tensor):
             falling = falling[h].unsqueeze(1)  # [h, 1, N]
-        yield h, _tables(exponent[h].unsqueeze(1), lags, falling, columns)
+        yield h, _tables(exponent[h].unsqueeze(1), cuts, falling)
 
 
-def _tables(c: Tensor, lags: Lags, falling: Tensor | bool, columns: int) -> list[Table]:
-    full, rest = divmod(lags.length, columns)
+def _tables(c: Tensor, cuts: list[Cut], falling: Tensor | bool) -> list[Table]:
     found = []
-    begin = 0
-    for rows, count in ((full, columns), (1, rest)):
-        if not rows * count:
-            continue
+    for begin, rows, count, rise, fall in cuts:
         across, column_lags = _powers(c, 1, count, falling)
         down, row_lags = _powers(c, count, rows, falling)
-        rise = lags.first + begin
-        fall = lags.last + lags.length - begin - rows * count
         if isinstance(falling, Tensor):
             least = falling.to(row_lags.dtype) * (fall - rise) + rise
             down, row_lags = down * torch.exp(c * least), row_lags + least
         elif least := fall if falling else rise:
             down, row_lags = down * torch.exp(c * least), row_lags + least
         found.append(Table(begin, rows * count, down, across, row_lags, column_lags))
-        begin += rows * count
     return found
 
 

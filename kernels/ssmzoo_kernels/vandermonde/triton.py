@@ -1,5 +1,6 @@
-"""Sums of exponentials on GPUs: the products of the tables, with what stands around them fused.
+"""Sums of exponentials on GPUs: tables, and their products with what stands around them fused.
 
+A table's exponentials are float64 and are written once, in the dtype of the products.
 Forward, the weights meet the row table on the way into the product. Backward, one pass over the
 incoming gradient makes both sums, and their reduction over rows stays in registers.
 """
@@ -12,7 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssmzoo_kernels.vandermonde.tables import Lags, blocks
+from ssmzoo_kernels.launches import launch
+from ssmzoo_kernels.vandermonde.tables import Lags, layout
+
+# pi / 2 in parts; the first two have so few bits that their products with integers are exact
+HALF_PI_1 = tl.constexpr(float.fromhex("0x1.921fb54400000p+0"))
+HALF_PI_2 = tl.constexpr(float.fromhex("0x1.0b4611a600000p-34"))
+HALF_PI_3 = tl.constexpr(float.fromhex("0x1.3198a2e037073p-69"))
 
 
 @triton.jit
@@ -22,6 +29,62 @@ def load_pair(x, at, mask):
         tl.load(x + 2 * at, mask=mask, other=0.0),
         tl.load(x + 2 * at + 1, mask=mask, other=0.0),
     )
+
+
+@triton.jit
+def cosine_and_sine(angle):
+    """Return both, in float64.
+
+    CUDA's own functions have a table in local memory for large angles. Here quarter turns are taken
+    off, by as many parts of pi / 2 as leave no more error than the angle has; up to pi / 4 Taylor's
+    polynomials leave out terms below 5e-17.
+    """
+    quarters = tl.floor(angle * 0.63661977236758134308 + 0.5)
+    x = angle - quarters * HALF_PI_1 - quarters * HALF_PI_2 - quarters * HALF_PI_3
+    square = x * x
+    cosine = square * 0.0 + 1.0
+    sine = square * 0.0 + 1.0
+    for i in tl.static_range(8, 0, -1):
+        cosine = 1.0 - cosine * square * (1.0 / ((2 * i - 1) * (2 * i)))
+        sine = 1.0 - sine * square * (1.0 / ((2 * i) * (2 * i + 1)))
+    sine *= x
+    turn = quarters - 4.0 * tl.floor(quarters * 0.25)  # 0 to 3
+    odd = (turn == 1.0) | (turn == 3.0)
+    c = tl.where(odd, sine, cosine)
+    s = tl.where(odd, cosine, sine)
+    return tl.where((turn == 1.0) | (turn == 2.0), -c, c), tl.where(turn >= 2.0, -s, s)
+
+
+@triton.jit(do_not_specialize=("first_head", "blocks", "count", "step", "rise", "fall"))
+def vandermonde_table_kernel(
+    exponent,
+    falling,
+    table,
+    first_head,
+    blocks,
+    count,
+    step,
+    rise,
+    fall,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write ``BLOCK`` of one head's ``count`` by N exponentials, of lags ``step`` apart.
+
+    ``rise`` and ``fall`` are the least lags of a rising and of a falling mode.
+    """
+    h = (tl.program_id(0) // blocks).to(tl.int64)
+    at = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    number, n = at // N, at % N
+    live = number < count
+    cr, ci = load_pair(exponent, (first_head + h) * N + n, live)
+    down = tl.load(falling + (first_head + h) * N + n, mask=live, other=0) != 0
+    lag = tl.where(down, fall + (count - 1 - number) * step, rise + number * step).to(tl.float64)
+    size = tl.exp(cr * lag)
+    cosine, sine = cosine_and_sine(ci * lag)
+    at = 2 * (h * count * N + at)
+    tl.store(table + at, (size * cosine).to(table.dtype.element_ty), mask=live)
+    tl.store(table + at + 1, (size * sine).to(table.dtype.element_ty), mask=live)
 
 
 @triton.jit(do_not_specialize=("heads", "first_head", "some", "stride", "begin", "M", "tiles"))
@@ -150,30 +213,25 @@ def synthesize(weight: Tensor, exponent: Tensor, lags: Lags) -> Tensor:
     if not out.numel() or not modes:
         return out.zero_()
     pairs = _pairs(weight, weight.dtype)
-    for h, tables in blocks(exponent, lags, 1):
-        for table in tables:
-            some, count, columns = *table.rows.shape[:2], table.columns.shape[1]
+    falling = _falling(lags, exponent)
+    heads_at_once, cuts = layout(exponent, lags, 1)
+    for h in heads_at_once:
+        for begin, count, columns, rise, fall in cuts:
+            down, across = _tables(exponent, falling, h, (count, columns, rise, fall), out.dtype)
             tiles = triton.cdiv(columns, _TILE)
-            with torch.cuda.device_of(weight):
-                vandermonde_fwd_kernel[(batch * some, triton.cdiv(count, _TILE) * tiles)](
-                    pairs,
-                    _pairs(table.rows, weight.dtype),
-                    _pairs(table.columns, weight.dtype),
-                    out,
-                    heads,
-                    h.start,
-                    some,
-                    lags.length,
-                    table.begin,
-                    count,
-                    tiles,
-                    N=modes,
-                    Q=columns,
-                    BLOCK_M=_TILE,
-                    BLOCK_N=16,
-                    BLOCK_Q=_TILE,
-                    num_warps=4,
-                )
+            some = h.stop - h.start
+            launch(
+                vandermonde_fwd_kernel,
+                (batch * some, triton.cdiv(count, _TILE) * tiles),
+                *(pairs, down, across, out, heads, h.start, some),
+                *(lags.length, begin, count, tiles),
+                N=modes,
+                Q=columns,
+                BLOCK_M=_TILE,
+                BLOCK_N=16,
+                BLOCK_Q=_TILE,
+                num_warps=4,
+            )
     return out
 
 
@@ -187,44 +245,64 @@ def analyze(g: Tensor, exponent: Tensor, lags: Lags, moment: bool) -> tuple[Tens
     if not g.numel() or not modes:
         return sums, moments
     g = g.contiguous()
+    falling = _falling(lags, exponent)
+    heads_at_once, cuts = layout(exponent, lags, 1)
+    for h in heads_at_once:
+        for begin, count, columns, rise, fall in cuts:
+            down, across = _tables(exponent, falling, h, (count, columns, rise, fall), g.dtype)
+            some = h.stop - h.start
+            launch(
+                vandermonde_bwd_kernel,
+                (batch * some, triton.cdiv(modes, _MODES)),
+                *(g, down, across, falling, torch.view_as_real(sums)),
+                None if moments is None else torch.view_as_real(moments),
+                *(heads, h.start, some, length, begin, count, rise, fall),
+                N=modes,
+                Q=columns,
+                MOMENT=moment,
+                BLOCK_M=_ROWS,
+                BLOCK_N=_MODES,
+                BLOCK_Q=_COLUMNS,
+                num_warps=4,
+            )
+    return sums, moments
+
+
+def _falling(lags: Lags, exponent: Tensor) -> Tensor:
     falling = lags.falling
     if not isinstance(falling, Tensor):
-        falling = torch.full((heads, modes), falling, device=g.device)
-    falling = falling.to(torch.int8).contiguous()
-    for h, tables in blocks(exponent, lags, 1):
-        for table in tables:
-            some, count, columns = *table.rows.shape[:2], table.columns.shape[1]
-            with torch.cuda.device_of(g):
-                vandermonde_bwd_kernel[(batch * some, triton.cdiv(modes, _MODES))](
-                    g,
-                    _pairs(table.rows, sums.dtype),
-                    _pairs(table.columns, sums.dtype),
-                    falling,
-                    torch.view_as_real(sums),
-                    None if moments is None else torch.view_as_real(moments),
-                    heads,
-                    h.start,
-                    some,
-                    length,
-                    table.begin,
-                    count,
-                    lags.first + table.begin,
-                    lags.last + length - table.begin - table.count,
-                    N=modes,
-                    Q=columns,
-                    MOMENT=moment,
-                    BLOCK_M=_ROWS,
-                    BLOCK_N=_MODES,
-                    BLOCK_Q=_COLUMNS,
-                    num_warps=4,
-                )
-    return sums, moments
+        falling = torch.full(exponent.shape, falling, device=exponent.device)
+    return falling.to(torch.int8).contiguous()
+
+
+def _tables(
+    exponent: Tensor, falling: Tensor, h: slice, cut: tuple[int, int, int, int], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return a cut's table of rows ``[h, M, N, 2]`` and its table of columns ``[h, Q, N, 2]``."""
+    rows, columns, rise, fall = cut
+    some, modes = h.stop - h.start, exponent.shape[1]
+    exponent = _pairs(exponent, torch.complex128)
+    found = []
+    for count, step, least in ((rows, columns, (rise, fall)), (columns, 1, (0, 0))):
+        table = torch.empty(some, count, modes, 2, dtype=dtype, device=exponent.device)
+        blocks = triton.cdiv(count * modes, _ENTRIES)
+        launch(
+            vandermonde_table_kernel,
+            (some * blocks,),
+            *(exponent, falling, table, h.start, blocks, count, step, *least),
+            N=modes,
+            BLOCK=_ENTRIES,
+            num_warps=4,
+        )
+        found.append(table)
+    return found[0], found[1]
 
 
 _TILE = 64
 _MODES = 16
 _ROWS = 32
 _COLUMNS = 16
+_ENTRIES = 512  # of a table that a program writes
 
 
 def _pairs(x: Tensor, dtype: torch.dtype) -> Tensor:

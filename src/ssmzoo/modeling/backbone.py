@@ -9,7 +9,8 @@ Dimensions: B batch, L length, D hidden, E inner, N state, K conv width, S seque
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -20,11 +21,26 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from ssmzoo.environment.messages import suggestion
 from ssmzoo.modeling.cache import LayerState, StateCache, check_kind
 from ssmzoo.modeling.configuration import SSMConfig
-from ssmzoo.modeling.decoding import ModuleParts, State, UnservedError, is_token, token_of_layer
+from ssmzoo.modeling.decoding import (
+    ModuleParts,
+    State,
+    UnservedError,
+    is_token,
+    is_watched,
+    token_of_layer,
+)
 from ssmzoo.modeling.dynamics import Dynamics, Trajectories
 from ssmzoo.modeling.inputs import check_indices, given_inputs
 from ssmzoo.modeling.layers import MLP, Dropout, Linear
-from ssmzoo.modeling.norms import BatchNorm, LayerNorm, NoNorm, RMSNorm, make_norm
+from ssmzoo.modeling.norms import (
+    BatchNorm,
+    LayerNorm,
+    NoNorm,
+    RMSNorm,
+    add_and_norm,
+    make_norm,
+    takes_op,
+)
 from ssmzoo.modeling.packing import PackedRow, find_packing
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 from ssmzoo.modeling.static_cache import StaticStateCache
@@ -36,6 +52,7 @@ _IGNORED = frozenset(
 )
 
 
+_NOTHING = None, None
 _Norm: TypeAlias = RMSNorm | LayerNorm | BatchNorm | NoNorm
 
 
@@ -154,6 +171,10 @@ class SSMBlock(GradientCheckpointingLayer):
 
     ``x + mixer(norm(x))``, or ``norm(x + mixer(x))`` without ``prenorm``; the sum is in float32 if
     the configuration says so.
+
+    What surprises: a sum and the norm after it are one call where that is faster, also where it is
+    the next block's norm. The block leaves what it returns and its norm in ``state.shared``, and
+    the next one takes the norm if it is of what it gets.
     """
 
     def __init__(self, config: SSMConfig, mixer: SSMMixer) -> None:
@@ -194,7 +215,9 @@ class SSMBlock(GradientCheckpointingLayer):
     def _layered(self, x: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
         # what the norms must leave out of their statistics
         real = (packing.real(),) if self.counts_tokens and packing is not None else ()
-        y = self.norm(x, *real) if self.prenorm else x.to(self.norm.weight.dtype)
+        given, y = state.shared.pop("normed", _NOTHING)
+        if given is not x or y is None:
+            y = self.norm(x, *real) if self.prenorm else x.to(self.norm.weight.dtype)
         more = {"residual": x} if self.mixer.reads_residual else {}
         mixed = self.mixer(y, state, packing, **more)
         if not torch.compiler.is_compiling() and getattr(mixed, "shape", None) != x.shape:
@@ -203,28 +226,41 @@ class SSMBlock(GradientCheckpointingLayer):
                 f"{type(self.mixer).__name__} must return a tensor of the shape that it gets, "
                 f"{list(x.shape)}, got {got}"
             )
-        x = self._added(x, mixed, self.norm, real, packing)
-        if self.mlp is None:
-            return x
-        y = self.mlp_norm(x, *real) if self.prenorm else x.to(self.mlp_norm.weight.dtype)
-        return self._added(x, self.mlp(y), self.mlp_norm, real, packing)
+        after = state.next_norm if self.mlp is None else self.mlp_norm
+        x, y = self._added(x, mixed, self.norm, after, real, packing)
+        if self.mlp is not None:
+            if y is None:
+                y = self.mlp_norm(x, *real) if self.prenorm else x.to(self.mlp_norm.weight.dtype)
+            x, y = self._added(x, self.mlp(y), self.mlp_norm, state.next_norm, real, packing)
+        if y is not None:
+            state.shared["normed"] = (x, y)
+        return x
 
     def _added(
         self,
         x: Tensor,
         y: Tensor,
         norm: _Norm,
+        after: nn.Module | None,
         real: tuple[Tensor | None, ...],
         packing: PackedRow | None,
-    ) -> Tensor:
-        """Add what a branch made of ``x`` to it."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Add what a branch made of ``x`` to it; also return the norm after it if it was had."""
         if self.training:
             y = self.dropout(y, packing)
+        normed = None
         if self.residual:
             if self.residual_in_fp32:
                 x = x.to(torch.promote_types(torch.float32, x.dtype))
-            y = x + y
-        return y if self.prenorm else norm(y, *real)
+            if not self.prenorm:
+                after = norm
+            if type(after) is RMSNorm:
+                y, normed = add_and_norm(x, y, after)
+            else:
+                y = x + y
+        if self.prenorm:
+            return y, normed
+        return (norm(y, *real) if normed is None else normed), None
 
 
 def _write_block(
@@ -384,18 +420,28 @@ class SSMModel(SSMPreTrainedModel):
         states: list[LayerState] = []
         shared: dict[Any, Any] = {}
         room = None if cache is None else cache.max_cache_len
+        next_norms: Iterable[nn.Module | None] = itertools.repeat(None)
+        # a checkpointed layer runs again alone: with gradients, blocks have to be independent
+        if not torch.is_grad_enabled() and not output_hidden_states and takes_op(hidden_states):
+            next_norms = self._next_norms()
         # generate lowers the number for a while to propose by the first layers alone
-        for index, layer in zip(range(config.num_hidden_layers), self.layers, strict=False):
+        numbered = zip(range(config.num_hidden_layers), self.layers, next_norms, strict=False)
+        for index, layer, next_norm in numbered:
             if output_hidden_states:
                 # the layer goes on from what is returned, so that a gradient can be retained there
                 all_hidden_states.append(hidden_states.view(batch, length, width))
                 hidden_states = all_hidden_states[-1].view_as(hidden_states)
             initial = {} if cache is None else cache.layers[index].states
-            state = LayerState(initial, cache is not None, packing, room, shared=shared)
+            state = LayerState(
+                initial, cache is not None, packing, room, shared=shared, next_norm=next_norm
+            )
             hidden_states = layer(hidden_states, state, packing)
             states.append(state)
         if self.norm is not None:
-            if isinstance(self.norm, BatchNorm) and packing is not None:
+            given, normed = shared.get("normed", _NOTHING)
+            if given is hidden_states and normed is not None:
+                hidden_states = normed
+            elif isinstance(self.norm, BatchNorm) and packing is not None:
                 hidden_states = self.norm(hidden_states, packing.real())
             else:
                 hidden_states = self.norm(hidden_states)
@@ -513,6 +559,13 @@ class SSMModel(SSMPreTrainedModel):
         ``ssmzoo inspect`` calls this without gradients, in evaluation mode, and draws the path.
         """
         return None
+
+    def _next_norms(self) -> Iterable[nn.Module | None]:
+        """Return for each layer the norm that its output goes to, nothing coming between."""
+        layers: list[Any] = [*self.layers[: self.config.num_hidden_layers]]
+        if any(not isinstance(layer, SSMBlock) or is_watched(layer) for layer in layers):
+            return itertools.repeat(None)
+        return [*(layer.norm for layer in layers[1:]), self.norm]
 
     def get_input_embeddings(self) -> nn.Module | None:
         """Return the token embedding, None for a model of continuous values."""

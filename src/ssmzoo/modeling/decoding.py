@@ -198,6 +198,8 @@ def is_watched(layer: nn.Module) -> bool:
         or held["_backward_hooks"]
         or held["_backward_pre_hooks"]
         or "forward" in held  # hooks of Accelerate
+        or module_hooks._global_forward_hooks
+        or module_hooks._global_forward_pre_hooks
     )
 
 

@@ -7,11 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ssmzoo.modeling.configuration import SSMConfig
-from ssmzoo_kernels import rms_norm
+from ssmzoo.modeling.decoding import is_watched
+from ssmzoo_kernels import add_rms_norm, rms_norm
 from ssmzoo_kernels.validation import transformed
 
 _MOMENTUM = 0.1
-MANY = 2**14  # numbers from which our op is faster than torch's; compilers fuse the latter
+MANY = 2**14  # numbers from which our op is faster than torch's on a CPU
 
 
 class RMSNorm(nn.Module):
@@ -25,11 +26,36 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``[..., size]``; the result has the weight's dtype."""
         weight = self.weight
-        # first whether a graph is traced, which would take the size for a condition
-        if not torch.compiler.is_compiling() and x.numel() >= MANY and not transformed():
+        if takes_op(x):
             return rms_norm(x, weight, eps=self.eps)
         exact = torch.promote_types(torch.float32, x.dtype)
         return F.rms_norm(x.to(exact), weight.shape, weight.to(exact), self.eps).to(weight.dtype)
+
+
+def add_and_norm(x: Tensor, y: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor | None]:
+    """Return ``x + y`` and, where one kernel gives both, its norm; else None for the norm.
+
+    Nobody may call the norm on the sum then; so a norm that something watches or wraps stands
+    alone, as does one whose weight is sharded or lies on another device.
+    """
+    if (
+        takes_op(x)
+        and type(norm.weight) in (nn.Parameter, Tensor)
+        and norm.weight.device == x.device
+        and x.shape == y.shape
+        and torch.promote_types(x.dtype, y.dtype) is x.dtype
+        and not is_watched(norm)
+    ):
+        return add_rms_norm(x, y, norm.weight, eps=norm.eps)
+    return x + y, None
+
+
+def takes_op(x: Tensor) -> bool:
+    """Tell whether our op is faster than torch's, which compilers fuse."""
+    # first whether a graph is traced, which would take the size for a condition
+    if torch.compiler.is_compiling():
+        return False
+    return (x.is_cuda or x.numel() >= MANY) and not transformed()
 
 
 class LayerNorm(nn.LayerNorm):

@@ -1,0 +1,33 @@
+"""The sum and its norm on GPUs: the norm's kernels, with something to add."""
+
+from torch import Tensor
+
+from ssmzoo_kernels.add_rms_norm import eager
+from ssmzoo_kernels.rms_norm import triton as norm
+
+
+def forward(
+    residual: Tensor,  # [B, D]
+    x: Tensor,  # [B, D]
+    weight: Tensor,  # [D]
+    save: bool,
+    eps: float,
+    offset: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the total ``[B, D]``, its norm ``[B, D]``, and the inverse roots ``[B]``."""
+    total, y, inverse = norm.normalise(residual, x, weight, eps, offset)
+    assert total is not None
+    return total, y, inverse
+
+
+def backward(
+    grad_total: Tensor | None,  # [B, D]
+    grad_y: Tensor | None,  # [B, D]
+    total: Tensor,  # [B, D]
+    weight: Tensor,  # [D]
+    inverse: Tensor,  # [B]
+    eps: float,
+    offset: float,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of both summands ``[B, D]`` and of the weight ``[D]``."""
+    return eager.by_norm(norm, grad_total, grad_y, total, weight, inverse, eps, offset)
