@@ -21,6 +21,7 @@ past a segment's end: there ``u`` and ``k`` are zero and the state must not chan
 # a kernel launch is no ordinary call: Triton's types do not describe it
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,10 @@ from ssmzoo_kernels.scan import Gradients, Inputs, chunk_slots, interval, parts_
 # Warps that keep a large GPU busy; a constant, so that results do not depend on the device.
 FILL = 2048
 CHUNK = 64  # tokens whose states are recomputed at once
+TOKENS = 4  # loaded ahead and unrolled
+BACKWARD_TOKENS = 2  # likewise; as many states stay in registers, all that fits
 # Lengths make no new variants; widths and strides, which a model fixes, are compiled in.
+LOG2E = tl.constexpr(math.log2(math.e))
 LENGTHS = ("segments", "span", "T", "first_slot", "first_block")
 
 
@@ -45,9 +49,7 @@ class Transition(NamedTuple):
     step: JITFunction
     decay: JITFunction
     adjoint: JITFunction
-    # what the registers allow beside the tiles that its adjoint keeps, see ``tile``
-    entries: int = 16
-    unroll: int = 4
+    entries: int = 16  # of a state in a lane: what registers allow beside what its adjoint keeps
 
 
 class Tile(NamedTuple):
@@ -55,26 +57,24 @@ class Tile(NamedTuple):
 
     block_n: int  # states, a power of two
     block_d: int  # channels
-    tokens: int  # tokens unrolled; the backward keeps as many states in registers
+    tokens: int  # tokens unrolled
     num_warps: int
 
 
-def tile(states: int, exact: torch.dtype, entries: int = 16, unroll: int = 4) -> Tile:
-    """Choose a program's shape: channels along a warp's lanes, states along registers.
+def tile(states: int, exact: torch.dtype, entries: int, tokens: int) -> Tile:
+    """Choose a program's shape: a lane has a channel and up to ``entries`` of its states.
 
     Args:
         states: N.
-        exact: The accumulator.
-        entries: The most state entries a thread, 8 or 16, unless N is beyond 256 of them.
-        unroll: The most tokens unrolled. Both are what the backward's registers allow on sm_80 and
-            sm_90.
+        exact: The accumulator; where it is float64, a lane has half as many, a token at a time.
+        entries: 8 or 16; beyond 256 of them a channel has more.
+        tokens: How many are unrolled.
     """
     block_n = triton.next_power_of_2(states)
     wide = exact == torch.float64
     block_d = min(entries if wide else 2 * entries, max(1, 256 * entries // block_n))
     num_warps = min(8, max(1, block_n * block_d // (32 * entries)))
-    tokens = 1 if wide else {16: 4, 32: 2, 64: 2}.get(block_n, 1)
-    return Tile(block_n, block_d, min(tokens, unroll), num_warps)
+    return Tile(block_n, block_d, 1 if wide else tokens, num_warps)
 
 
 def span_of(tokens: int, segments: int, warps: int, chunk: int) -> int | None:
@@ -115,7 +115,8 @@ def channels_and_states(block, D, N, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexp
     """
     d = block * BLOCK_D + tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
-    return d, n, n[:, None] * D + d[None, :], (n < N)[:, None] & (d < D)[None, :]
+    cell = tl.max_contiguous(n[:, None] * D + d[None, :], [1, 1])
+    return d, n, cell, (n < N)[:, None] & (d < D)[None, :]
 
 
 @triton.jit
@@ -125,12 +126,29 @@ def row_at(x, base, i: tl.constexpr, stride: tl.constexpr, columns):
 
 
 @triton.jit
-def load_row(
-    x, base, i: tl.constexpr, stride: tl.constexpr, columns, width, live, ACC: tl.constexpr
-):
+def load_row(x, base, i: tl.constexpr, stride: tl.constexpr, columns, width, live):
     """Load one token's row; zeros past the segment's end and past the last column."""
     at = row_at(x, base, i, stride, columns)
-    return tl.load(at, mask=live & (columns < width), other=0.0).to(ACC)
+    return tl.load(at, mask=live & (columns < width), other=0.0)
+
+
+@triton.jit
+def load_rows(x, base, stop, stride: tl.constexpr, columns, width, TOKENS: tl.constexpr):
+    """Load the rows of ``TOKENS`` tokens as they are, before anything waits for one of them."""
+    found = (load_row(x, base, 0, stride, columns, width, base < stop),)
+    for i in tl.static_range(1, TOKENS):
+        row = load_row(x, base, i, stride, columns, width, base + i < stop)
+        found = found + (row,)  # noqa: RUF005 (Triton knows no star)
+    return found
+
+
+@triton.jit
+def widened(rows, ACC: tl.constexpr):
+    """Return rows in the accumulator's type."""
+    found = (rows[0].to(ACC),)
+    for i in tl.static_range(1, len(rows)):
+        found = found + (rows[i].to(ACC),)  # noqa: RUF005
+    return found
 
 
 @triton.jit
@@ -143,9 +161,15 @@ def load_vector(x, d, D: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
+def exp(x):
+    """Return ``e^x``: the power of two is one instruction, the power of e half a dozen."""
+    return tl.exp2(x * LOG2E)
+
+
+@triton.jit
 def sigmoid(x):
     """Return the logistic function; finite for every x."""
-    return 1.0 / (1.0 + tl.exp(-x))
+    return 1.0 / (1.0 + exp(-x))
 
 
 @triton.jit
@@ -167,6 +191,56 @@ def gated(
         gate = load_row(z, base, i, stride_z, d, D, live, ACC)
         grad *= gate * sigmoid(gate)
     return grad
+
+
+@triton.constexpr_function
+def log2(power):
+    """Return the logarithm of a power of two."""
+    return power.bit_length() - 1
+
+
+@triton.constexpr_function
+def halvings_of(rows, columns, warps):
+    """Return how often a lane can halve the rows of a tile that it has."""
+    own = rows * columns // (32 * warps)
+    return max(0, min(own, rows, columns).bit_length() - 1)
+
+
+@triton.jit
+def across(x, rows: tl.constexpr, columns: tl.constexpr, distance: tl.constexpr):
+    """Return in every column what stands in the column that differs in the bit ``distance``."""
+    other = tl.arange(0, columns) ^ distance
+    return tl.gather(x, tl.broadcast_to(other[None, :], (rows, columns)), 1)
+
+
+@triton.jit
+def halved(x, half: tl.constexpr, columns: tl.constexpr, distance: tl.constexpr):
+    """Add up columns that differ in a bit: one gets the upper rows' sums, the other the lower."""
+    lower, upper = tl.split(tl.permute(tl.reshape(x, (2, half, columns)), (1, 2, 0)))
+    second = (tl.arange(0, columns) & distance)[None, :] != 0
+    kept = tl.where(second, upper, lower)
+    return kept + across(tl.where(second, lower, upper), half, columns, distance)
+
+
+@triton.jit
+def store_channel_sums(
+    at, x, N, live, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WARPS: tl.constexpr
+):
+    """Store the sums of ``[BLOCK_N, BLOCK_D]`` over channels, a row ``[N]``.
+
+    A lane exchanges half of the rows that it has with another lane, until it has one: 16 rows cost
+    16 exchanges, where a sum of each row would cost 80.
+    """
+    halvings: tl.constexpr = halvings_of(BLOCK_N, BLOCK_D, WARPS)
+    for i in tl.static_range(halvings):
+        x = halved(x, BLOCK_N >> (i + 1), BLOCK_D, BLOCK_D >> (i + 1))
+    left: tl.constexpr = BLOCK_N >> halvings  # rows, each in lanes or warps of its own
+    alike: tl.constexpr = BLOCK_D >> halvings  # columns whose sums are of the same rows
+    for i in tl.static_range(log2(alike)):
+        x += across(x, left, BLOCK_D, 1 << i)
+    column = tl.arange(0, BLOCK_D)[None, :]
+    n = column // alike * left + tl.arange(0, left)[:, None]
+    tl.store(at + n, x, mask=(column % alike == 0) & (n < N) & live)
 
 
 @triton.jit
@@ -211,14 +285,22 @@ def scan_fwd_carry_kernel(
     a = load_param(param, cell, exists, ACC)
     state = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     product = tl.full((BLOCK_N, BLOCK_D), 1.0, ACC)
-    for base in range(begin, stop, TOKENS):
+    u_rows = widened(load_rows(u, begin, stop, stride_u, d, D, TOKENS), ACC)
+    k_rows = widened(load_rows(k, begin, stop, stride_k, n, N, TOKENS), ACC)
+    dt_rows = widened(load_rows(dt, begin, stop, stride_dt, d, D, TOKENS), ACC)
+    base = begin
+    while base < stop:
+        ahead = base + TOKENS
+        u_next = load_rows(u, ahead, stop, stride_u, d, D, TOKENS)
+        k_next = load_rows(k, ahead, stop, stride_k, n, N, TOKENS)
+        dt_next = load_rows(dt, ahead, stop, stride_dt, d, D, TOKENS)
         for i in tl.static_range(TOKENS):
             live = base + i < stop
-            u_t = load_row(u, base, i, stride_u, d, D, live, ACC)
-            k_t = load_row(k, base, i, stride_k, n, N, live, ACC)
-            dt_t = load_row(dt, base, i, stride_dt, d, D, live, ACC) + bias
-            state = STEP(state, u_t, k_t, dt_t, a, live)
-            product *= DECAY(k_t, dt_t, a, live)
+            dt_t = dt_rows[i] + bias
+            state = STEP(state, u_rows[i], k_rows[i], dt_t, a, live)
+            product *= DECAY(k_rows[i], dt_t, a, live)
+        u_rows, k_rows, dt_rows = widened(u_next, ACC), widened(k_next, ACC), widened(dt_next, ACC)
+        base = ahead
     if begin < stop:
         at = slot * (N * D) + cell
         tl.store(local + at, state, mask=exists)
@@ -261,18 +343,34 @@ def scan_bwd_carry_kernel(
     a = load_param(param, cell, exists, ACC)
     grad = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     product = tl.full((BLOCK_N, BLOCK_D), 1.0, ACC)
-    groups = tl.cdiv(stop - begin, TOKENS)
-    for g in range(0, groups):
-        base = begin + (groups - 1 - g) * TOKENS
+    base = begin + (tl.cdiv(stop - begin, TOKENS) - 1) * TOKENS
+    k_rows = widened(load_rows(k, base, stop, stride_k, n, N, TOKENS), ACC)
+    q_rows = widened(load_rows(q, base, stop, stride_q, n, N, TOKENS), ACC)
+    dt_rows = widened(load_rows(dt, base, stop, stride_dt, d, D, TOKENS), ACC)
+    grad_rows = widened(load_rows(grad_out, base, stop, stride_grad, d, D, TOKENS), ACC)
+    if z is not None:
+        z_rows = widened(load_rows(z, base, stop, stride_z, d, D, TOKENS), ACC)
+    while base >= begin:
+        ahead = tl.maximum(base - TOKENS, begin)
+        k_next = load_rows(k, ahead, stop, stride_k, n, N, TOKENS)
+        q_next = load_rows(q, ahead, stop, stride_q, n, N, TOKENS)
+        dt_next = load_rows(dt, ahead, stop, stride_dt, d, D, TOKENS)
+        grad_next = load_rows(grad_out, ahead, stop, stride_grad, d, D, TOKENS)
+        if z is not None:
+            z_next = load_rows(z, ahead, stop, stride_z, d, D, TOKENS)
         for i in tl.static_range(TOKENS - 1, -1, -1):
             live = base + i < stop
-            k_t = load_row(k, base, i, stride_k, n, N, live, ACC)
-            q_t = load_row(q, base, i, stride_q, n, N, live, ACC)
-            dt_t = load_row(dt, base, i, stride_dt, d, D, live, ACC) + bias
-            g_t = gated(grad_out, z, base, i, stride_grad, stride_z, d, D, live, ACC)
-            factor = DECAY(k_t, dt_t, a, live)
-            grad = factor * (grad + q_t[:, None] * g_t[None, :])
+            g_t = grad_rows[i]
+            if z is not None:
+                g_t *= z_rows[i] * sigmoid(z_rows[i])
+            factor = DECAY(k_rows[i], dt_rows[i] + bias, a, live)
+            grad = factor * (grad + q_rows[i][:, None] * g_t[None, :])
             product *= factor
+        k_rows, q_rows, dt_rows = widened(k_next, ACC), widened(q_next, ACC), widened(dt_next, ACC)
+        grad_rows = widened(grad_next, ACC)
+        if z is not None:
+            z_rows = widened(z_next, ACC)
+        base -= TOKENS
     if begin < stop:
         at = slot * (N * D) + cell
         tl.store(local + at, grad, mask=exists)
@@ -355,7 +453,7 @@ def scan_fwd_kernel(
         first = tl.load(offsets + segment)
         begin = first
         stop = tl.load(offsets + segment + 1)
-        whole = segment * (N * D) + d[None, :] * N + n[:, None]
+        whole = segment * (N * D) + tl.max_contiguous(d[None, :] * N + n[:, None], [1, 1])
         if initial is not None:
             state += tl.load(initial + whole, mask=exists, other=0.0).to(ACC)
     else:
@@ -366,25 +464,38 @@ def scan_fwd_kernel(
     a = load_param(param, cell, exists, ACC)
     bias = load_vector(dt_bias, d, D, ACC)
     through = load_vector(skip, d, D, ACC)
+    u_rows = widened(load_rows(u, begin, stop, stride_u, d, D, TOKENS), ACC)
+    q_rows = widened(load_rows(q, begin, stop, stride_q, n, N, TOKENS), ACC)
+    k_rows = widened(load_rows(k, begin, stop, stride_k, n, N, TOKENS), ACC)
+    dt_rows = widened(load_rows(dt, begin, stop, stride_dt, d, D, TOKENS), ACC)
+    if z is not None:
+        z_rows = widened(load_rows(z, begin, stop, stride_z, d, D, TOKENS), ACC)
     for kept in range(begin, stop, INTERVAL):
         if saved is not None:
             at = (first // INTERVAL + segment + (kept - first) // INTERVAL) * (N * D) + cell
             tl.store(saved + at, state, mask=exists)
-        for base in range(kept, tl.minimum(kept + INTERVAL, stop), TOKENS):
+        base = kept
+        while base < tl.minimum(kept + INTERVAL, stop):
+            ahead = base + TOKENS
+            u_next = load_rows(u, ahead, stop, stride_u, d, D, TOKENS)
+            q_next = load_rows(q, ahead, stop, stride_q, n, N, TOKENS)
+            k_next = load_rows(k, ahead, stop, stride_k, n, N, TOKENS)
+            dt_next = load_rows(dt, ahead, stop, stride_dt, d, D, TOKENS)
+            if z is not None:
+                z_next = load_rows(z, ahead, stop, stride_z, d, D, TOKENS)
             for i in tl.static_range(TOKENS):
                 live = base + i < stop
-                u_t = load_row(u, base, i, stride_u, d, D, live, ACC)
-                k_t = load_row(k, base, i, stride_k, n, N, live, ACC)
-                q_t = load_row(q, base, i, stride_q, n, N, live, ACC)
-                dt_t = load_row(dt, base, i, stride_dt, d, D, live, ACC) + bias
-                state = STEP(state, u_t, k_t, dt_t, a, live)
-                o = tl.sum(state * q_t[:, None], axis=0) + through * u_t
+                state = STEP(state, u_rows[i], k_rows[i], dt_rows[i] + bias, a, live)
+                o = tl.sum(state * q_rows[i][:, None], axis=0) + through * u_rows[i]
                 if z is not None:
-                    gate = load_row(z, base, i, stride_z, d, D, live, ACC)
-                    o *= gate * sigmoid(gate)
-                tl.store(
-                    row_at(out, base, i, D, d), o.to(out.dtype.element_ty), mask=live & (d < D)
-                )
+                    o *= z_rows[i] * sigmoid(z_rows[i])
+                row = row_at(out, base, i, D, d)
+                tl.store(row, o.to(out.dtype.element_ty), mask=live & (d < D))
+            u_rows, q_rows = widened(u_next, ACC), widened(q_next, ACC)
+            k_rows, dt_rows = widened(k_next, ACC), widened(dt_next, ACC)
+            if z is not None:
+                z_rows = widened(z_next, ACC)
+            base = ahead
     if starts is None:
         tl.store(final + whole, state, mask=exists)
 
@@ -435,6 +546,7 @@ def scan_bwd_kernel(
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     """Walk one span backwards, or a whole segment where ``ends`` is None, and write all gradients.
 
@@ -468,6 +580,7 @@ def scan_bwd_kernel(
     own = (program * tl.num_programs(1) + tl.program_id(1)) * (CHUNK // TOKENS * BLOCK_N * BLOCK_D)
     scratch += own
     box = tl.arange(0, BLOCK_N)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    box = tl.max_contiguous(box, [1, 1])
     partial = tl.program_id(1).to(tl.int64) * T
 
     first_kept = first // INTERVAL + segment + (begin - first) // INTERVAL
@@ -485,73 +598,92 @@ def scan_bwd_kernel(
         if INTERVAL > CHUNK:
             for t in range(chunk - (chunks - 1 - c) % (INTERVAL // CHUNK) * CHUNK, chunk):
                 live = t < chunk
-                u_t = load_row(u, t, 0, stride_u, d, D, live, ACC)
-                k_t = load_row(k, t, 0, stride_k, n, N, live, ACC)
-                dt_t = load_row(dt, t, 0, stride_dt, d, D, live, ACC) + bias
+                u_t = load_row(u, t, 0, stride_u, d, D, live).to(ACC)
+                k_t = load_row(k, t, 0, stride_k, n, N, live).to(ACC)
+                dt_t = load_row(dt, t, 0, stride_dt, d, D, live).to(ACC) + bias
                 state = STEP(state, u_t, k_t, dt_t, a, live)
         # threads may read back what others wrote
         tl.debug_barrier()
+        u_rows = widened(load_rows(u, chunk, chunk_stop, stride_u, d, D, TOKENS), ACC)
+        k_rows = widened(load_rows(k, chunk, chunk_stop, stride_k, n, N, TOKENS), ACC)
+        dt_rows = widened(load_rows(dt, chunk, chunk_stop, stride_dt, d, D, TOKENS), ACC)
         for g in range(0, groups):
             tl.store(scratch + g * (BLOCK_N * BLOCK_D) + box, state)
             base = tl.minimum(chunk + g * TOKENS, stop)
+            ahead = base + TOKENS
+            u_next = load_rows(u, ahead, chunk_stop, stride_u, d, D, TOKENS)
+            k_next = load_rows(k, ahead, chunk_stop, stride_k, n, N, TOKENS)
+            dt_next = load_rows(dt, ahead, chunk_stop, stride_dt, d, D, TOKENS)
             for i in tl.static_range(TOKENS):
                 live = base + i < chunk_stop
-                u_t = load_row(u, base, i, stride_u, d, D, live, ACC)
-                k_t = load_row(k, base, i, stride_k, n, N, live, ACC)
-                dt_t = load_row(dt, base, i, stride_dt, d, D, live, ACC) + bias
-                state = STEP(state, u_t, k_t, dt_t, a, live)
+                state = STEP(state, u_rows[i], k_rows[i], dt_rows[i] + bias, a, live)
+            u_rows, k_rows = widened(u_next, ACC), widened(k_next, ACC)
+            dt_rows = widened(dt_next, ACC)
         tl.debug_barrier()
-        for r in range(0, groups):
-            g = groups - 1 - r
+        base = tl.minimum(chunk + (groups - 1) * TOKENS, stop)
+        u_rows = widened(load_rows(u, base, chunk_stop, stride_u, d, D, TOKENS), ACC)
+        k_rows = widened(load_rows(k, base, chunk_stop, stride_k, n, N, TOKENS), ACC)
+        q_rows = widened(load_rows(q, base, chunk_stop, stride_q, n, N, TOKENS), ACC)
+        dt_rows = widened(load_rows(dt, base, chunk_stop, stride_dt, d, D, TOKENS), ACC)
+        grad_rows = widened(load_rows(grad_out, base, chunk_stop, stride_grad, d, D, TOKENS), ACC)
+        if z is not None:
+            z_rows = widened(load_rows(z, base, chunk_stop, stride_z, d, D, TOKENS), ACC)
+        kept = tl.load(scratch + (groups - 1) * (BLOCK_N * BLOCK_D) + box)
+        g = groups - 1
+        while g >= 0:
             base = tl.minimum(chunk + g * TOKENS, stop)
-            state = tl.load(scratch + g * (BLOCK_N * BLOCK_D) + box)
-            states = (state,)
-            for i in tl.static_range(TOKENS):
+            before = tl.maximum(g - 1, 0)
+            ahead = tl.minimum(chunk + before * TOKENS, stop)
+            u_next = load_rows(u, ahead, chunk_stop, stride_u, d, D, TOKENS)
+            k_next = load_rows(k, ahead, chunk_stop, stride_k, n, N, TOKENS)
+            q_next = load_rows(q, ahead, chunk_stop, stride_q, n, N, TOKENS)
+            dt_next = load_rows(dt, ahead, chunk_stop, stride_dt, d, D, TOKENS)
+            grad_next = load_rows(grad_out, ahead, chunk_stop, stride_grad, d, D, TOKENS)
+            if z is not None:
+                z_next = load_rows(z, ahead, chunk_stop, stride_z, d, D, TOKENS)
+            states = (kept,)
+            for i in tl.static_range(TOKENS - 1):
                 live = base + i < chunk_stop
-                u_t = load_row(u, base, i, stride_u, d, D, live, ACC)
-                k_t = load_row(k, base, i, stride_k, n, N, live, ACC)
-                q_t = load_row(q, base, i, stride_q, n, N, live, ACC)
-                dt_t = load_row(dt, base, i, stride_dt, d, D, live, ACC) + bias
-                g_t = load_row(grad_out, base, i, stride_grad, d, D, live, ACC)
-                state = STEP(state, u_t, k_t, dt_t, a, live)
-                if i + 1 < TOKENS:
-                    states = states + (state,)  # noqa: RUF005 (Triton knows no star)
+                kept = STEP(kept, u_rows[i], k_rows[i], dt_rows[i] + bias, a, live)
+                states = states + (kept,)  # noqa: RUF005 (Triton knows no star)
+            for i in tl.static_range(TOKENS - 1, -1, -1):
+                live = base + i < chunk_stop
+                here = live & (d < D)
+                u_t, k_t, q_t, g_t = u_rows[i], k_rows[i], q_rows[i], grad_rows[i]
                 if z is not None:
-                    gate = load_row(z, base, i, stride_z, d, D, live, ACC)
+                    gate = z_rows[i]
                     o = tl.sum(state * q_t[:, None], axis=0) + through * u_t
                     open_ = sigmoid(gate)
                     grad_gate = g_t * o * open_ * (1.0 + gate * (1.0 - open_))
                     grad_gate = grad_gate.to(grad_z.dtype.element_ty)
-                    tl.store(row_at(grad_z, base, i, D, d), grad_gate, mask=live & (d < D))
+                    tl.store(row_at(grad_z, base, i, D, d), grad_gate, mask=here)
                     g_t *= gate * open_
                 sum_skip += g_t * u_t
-                read = tl.sum(state * g_t[None, :], axis=1)
-                tl.store(row_at(grad_q, partial + base, i, N, n), read, mask=live & (n < N))
-            base = tl.minimum(base, chunk_stop)
-            for i in tl.static_range(TOKENS - 1, -1, -1):
-                live = base + i < chunk_stop
-                u_t = load_row(u, base, i, stride_u, d, D, live, ACC)
-                k_t = load_row(k, base, i, stride_k, n, N, live, ACC)
-                q_t = load_row(q, base, i, stride_q, n, N, live, ACC)
-                dt_t = load_row(dt, base, i, stride_dt, d, D, live, ACC) + bias
-                g_t = gated(grad_out, z, base, i, stride_grad, stride_z, d, D, live, ACC)
-                before = states[i]
-                if i == 0:
-                    # read again, so that its registers are free until here
-                    before = tl.load(scratch + g * (BLOCK_N * BLOCK_D) + box)
+                row = row_at(grad_q, partial + base, i, N, 0)
+                store_channel_sums(row, state * g_t[None, :], N, live, BLOCK_N, BLOCK_D, WARPS)
                 grad += q_t[:, None] * g_t[None, :]
-                grad, gu, gdt, gk, gparam = ADJOINT(grad, before, u_t, k_t, dt_t, a, live)
+                state = states[i]
+                if i == 0:
+                    # ahead of its use, but not before registers are free
+                    kept = tl.load(scratch + before * (BLOCK_N * BLOCK_D) + box)
+                grad, gu, gdt, gk, gparam = ADJOINT(
+                    grad, state, u_t, k_t, dt_rows[i] + bias, a, live
+                )
                 gu += through * g_t
-                here = live & (d < D)
                 tl.store(row_at(grad_u, base, i, D, d), gu.to(grad_u.dtype.element_ty), mask=here)
                 tl.store(
                     row_at(grad_dt, base, i, D, d), gdt.to(grad_dt.dtype.element_ty), mask=here
                 )
-                written = tl.sum(gk, axis=1)
-                tl.store(row_at(grad_k, partial + base, i, N, n), written, mask=live & (n < N))
+                row = row_at(grad_k, partial + base, i, N, 0)
+                store_channel_sums(row, gk, N, live, BLOCK_N, BLOCK_D, WARPS)
                 sum_bias += tl.where(live, gdt, 0.0)
                 if param is not None:
                     sum_param += gparam
+            u_rows, k_rows, q_rows = widened(u_next, ACC), widened(k_next, ACC), widened(q_next, ACC)
+            dt_rows, grad_rows = widened(dt_next, ACC), widened(grad_next, ACC)
+            if z is not None:
+                z_rows = widened(z_next, ACC)
+            g -= 1
     if dt_bias is not None:
         tl.store(grad_bias + slot * D + d, sum_bias, mask=d < D)
     if skip is not None:
@@ -583,12 +715,12 @@ class Plan(NamedTuple):
     arguments: dict[str, Any]
 
 
-def plan(transition: Transition, inputs: Inputs, offsets: Tensor) -> Plan:
+def plan(transition: Transition, inputs: Inputs, offsets: Tensor, entries: int, ahead: int) -> Plan:
     """Shape the programs of a call and gather what its kernels have in common."""
     u, q, k, dt, dt_bias, skip, z, param, _ = inputs
     exact = accumulator(u)
     (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1
-    shape = tile(states, exact, transition.entries, transition.unroll)
+    shape = tile(states, exact, entries, ahead)
     blocks = triton.cdiv(width, shape.block_d)
     between = interval(states, CHUNK)
     span = span_of(tokens, segments, blocks * shape.num_warps, between)
@@ -614,6 +746,7 @@ def plan(transition: Transition, inputs: Inputs, offsets: Tensor) -> Plan:
         "TOKENS": shape.tokens,
         "BLOCK_N": shape.block_n,
         "BLOCK_D": shape.block_d,
+        "WARPS": shape.num_warps,
     }
     return Plan(shape, blocks, span, chunk_slots(tokens, segments, between), arguments)
 
@@ -656,7 +789,7 @@ def forward(
     u, _, k, *_, initial_state = inputs
     exact = accumulator(u)
     (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1
-    made = plan(transition, inputs, offsets)
+    made = plan(transition, inputs, offsets, 16, TOKENS)
     blocks, span = made.blocks, made.span
     out = u.new_empty(tokens, width)
     saved = u.new_empty(made.slots if save else 0, states, width, dtype=exact)
@@ -669,8 +802,7 @@ def forward(
             starts = u.new_empty(programs, states, width, dtype=exact)
             decays = torch.empty_like(starts)
             found = {"local": starts, "decays": decays}
-            few = min(2, made.shape.tokens)
-            launch(scan_fwd_carry_kernel, (programs, blocks), made, **found, TOKENS=few)
+            launch(scan_fwd_carry_kernel, (programs, blocks), made, **found)
             launch(
                 scan_combine_kernel,
                 (segments, blocks),
@@ -706,7 +838,7 @@ def backward(
     u, q, k, dt, dt_bias, skip, z, param, initial_state = inputs
     exact = accumulator(u)
     (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1
-    made = plan(transition, inputs, offsets)
+    made = plan(transition, inputs, offsets, transition.entries, BACKWARD_TOKENS)
     shape, blocks, span = made.shape, made.blocks, made.span
     grad_out = rows(torch.zeros_like(u) if grad_out is None else grad_out)
     grad_final = _transposed(grad_final)
@@ -721,8 +853,7 @@ def backward(
             ends = u.new_empty(programs, states, width, dtype=exact)
             decays = torch.empty_like(ends)
             found = {"local": ends, "decays": decays}
-            few = min(2, shape.tokens)
-            launch(scan_bwd_carry_kernel, (programs, blocks), made, **incoming, **found, TOKENS=few)
+            launch(scan_bwd_carry_kernel, (programs, blocks), made, **incoming, **found)
             launch(
                 scan_combine_kernel,
                 (segments, blocks),
