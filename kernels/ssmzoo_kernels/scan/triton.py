@@ -39,8 +39,8 @@ CHUNK = 64  # tokens whose states are recomputed at once
 TOKENS = 4  # loaded ahead and unrolled
 BACKWARD_TOKENS = 2  # likewise; as many states stay in registers, all that fits
 # Lengths make no new variants; widths and strides, which a model fixes, are compiled in.
-LOG2E = tl.constexpr(math.log2(math.e))
 LENGTHS = ("segments", "span", "T", "first_slot", "first_block")
+LOG2E = tl.constexpr(math.log2(math.e))
 
 
 class Transition(NamedTuple):
@@ -66,13 +66,13 @@ def tile(states: int, exact: torch.dtype, entries: int, tokens: int) -> Tile:
 
     Args:
         states: N.
-        exact: The accumulator; where it is float64, a lane has half as many, a token at a time.
-        entries: 8 or 16; beyond 256 of them a channel has more.
+        exact: The accumulator; where it is float64, four lanes have a channel, a token at a time.
+        entries: 4, 8 or 16; beyond 256 of them a channel has more.
         tokens: How many are unrolled.
     """
     block_n = triton.next_power_of_2(states)
     wide = exact == torch.float64
-    block_d = min(entries if wide else 2 * entries, max(1, 256 * entries // block_n))
+    block_d = min(8 if wide else 2 * entries, max(1, 256 * entries // block_n))
     num_warps = min(8, max(1, block_n * block_d // (32 * entries)))
     return Tile(block_n, block_d, 1 if wide else tokens, num_warps)
 
@@ -108,15 +108,26 @@ def locate(offsets, segments, span, slot):
 
 
 @triton.jit
-def channels_and_states(block, D, N, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+def cells(n, d, down: tl.constexpr, along: tl.constexpr):
+    """Return where states' cells stand, and hide from the compiler which of them are neighbours.
+
+    Where it sees any it loads four at once, lets that load lay out the state, and every sum over
+    states then crosses lanes.
+    """
+    return tl.max_contiguous(n[:, None] * down + d[None, :] * along, [1, 1])
+
+
+@triton.jit
+def channels_and_states(
+    block, D: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+):
     """Return a block's channels, states and cells of a ``[N, D]`` state, and which exist.
 
     These count within one state, so 32 bits do; tokens and slots are what must be 64 bits wide.
     """
     d = block * BLOCK_D + tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
-    cell = tl.max_contiguous(n[:, None] * D + d[None, :], [1, 1])
-    return d, n, cell, (n < N)[:, None] & (d < D)[None, :]
+    return d, n, cells(n, d, D, 1), (n < N)[:, None] & (d < D)[None, :]
 
 
 @triton.jit
@@ -170,27 +181,6 @@ def exp(x):
 def sigmoid(x):
     """Return the logistic function; finite for every x."""
     return 1.0 / (1.0 + exp(-x))
-
-
-@triton.jit
-def gated(
-    grad_out,
-    z,
-    base,
-    i: tl.constexpr,
-    stride_grad: tl.constexpr,
-    stride_z: tl.constexpr,
-    d,
-    D,
-    live,
-    ACC: tl.constexpr,
-):
-    """Load one token's output gradient, carried back through the gate."""
-    grad = load_row(grad_out, base, i, stride_grad, d, D, live, ACC)
-    if z is not None:
-        gate = load_row(z, base, i, stride_z, d, D, live, ACC)
-        grad *= gate * sigmoid(gate)
-    return grad
 
 
 @triton.constexpr_function
@@ -343,15 +333,17 @@ def scan_bwd_carry_kernel(
     a = load_param(param, cell, exists, ACC)
     grad = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     product = tl.full((BLOCK_N, BLOCK_D), 1.0, ACC)
-    base = begin + (tl.cdiv(stop - begin, TOKENS) - 1) * TOKENS
+    g = tl.cdiv(stop - begin, TOKENS) - 1
+    base = begin + tl.maximum(g, 0) * TOKENS
     k_rows = widened(load_rows(k, base, stop, stride_k, n, N, TOKENS), ACC)
     q_rows = widened(load_rows(q, base, stop, stride_q, n, N, TOKENS), ACC)
     dt_rows = widened(load_rows(dt, base, stop, stride_dt, d, D, TOKENS), ACC)
     grad_rows = widened(load_rows(grad_out, base, stop, stride_grad, d, D, TOKENS), ACC)
     if z is not None:
         z_rows = widened(load_rows(z, base, stop, stride_z, d, D, TOKENS), ACC)
-    while base >= begin:
-        ahead = tl.maximum(base - TOKENS, begin)
+    while g >= 0:
+        base = begin + g * TOKENS
+        ahead = begin + tl.maximum(g - 1, 0) * TOKENS
         k_next = load_rows(k, ahead, stop, stride_k, n, N, TOKENS)
         q_next = load_rows(q, ahead, stop, stride_q, n, N, TOKENS)
         dt_next = load_rows(dt, ahead, stop, stride_dt, d, D, TOKENS)
@@ -370,7 +362,7 @@ def scan_bwd_carry_kernel(
         grad_rows = widened(grad_next, ACC)
         if z is not None:
             z_rows = widened(z_next, ACC)
-        base -= TOKENS
+        g -= 1
     if begin < stop:
         at = slot * (N * D) + cell
         tl.store(local + at, grad, mask=exists)
@@ -453,7 +445,7 @@ def scan_fwd_kernel(
         first = tl.load(offsets + segment)
         begin = first
         stop = tl.load(offsets + segment + 1)
-        whole = segment * (N * D) + tl.max_contiguous(d[None, :] * N + n[:, None], [1, 1])
+        whole = segment * (N * D) + cells(n, d, 1, N)
         if initial is not None:
             state += tl.load(initial + whole, mask=exists, other=0.0).to(ACC)
     else:
@@ -498,6 +490,50 @@ def scan_fwd_kernel(
             base = ahead
     if starts is None:
         tl.store(final + whole, state, mask=exists)
+
+
+@triton.jit
+def march(
+    state,
+    boxes,
+    u,
+    k,
+    dt,
+    bias,
+    a,
+    begin,
+    end,
+    stop,
+    d,
+    n,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    stride_u: tl.constexpr,
+    stride_k: tl.constexpr,
+    stride_dt: tl.constexpr,
+    STEP: tl.constexpr,
+    ACC: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Return the state at ``end``; that before every TOKENS-th token goes to ``boxes``, if any."""
+    u_rows = widened(load_rows(u, begin, end, stride_u, d, D, TOKENS), ACC)
+    k_rows = widened(load_rows(k, begin, end, stride_k, n, N, TOKENS), ACC)
+    dt_rows = widened(load_rows(dt, begin, end, stride_dt, d, D, TOKENS), ACC)
+    groups = tl.cdiv(end - begin, TOKENS)
+    g = groups * 0
+    while g < groups:
+        if boxes is not None:
+            tl.store(boxes + g * state.numel, state)
+        base = tl.minimum(begin + g * TOKENS, stop)
+        ahead = base + TOKENS
+        u_next = load_rows(u, ahead, end, stride_u, d, D, TOKENS)
+        k_next = load_rows(k, ahead, end, stride_k, n, N, TOKENS)
+        dt_next = load_rows(dt, ahead, end, stride_dt, d, D, TOKENS)
+        for i in tl.static_range(TOKENS):
+            state = STEP(state, u_rows[i], k_rows[i], dt_rows[i] + bias, a, base + i < end)
+        u_rows, k_rows, dt_rows = widened(u_next, ACC), widened(k_next, ACC), widened(dt_next, ACC)
+        g += 1
+    return state
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -552,7 +588,7 @@ def scan_bwd_kernel(
 
     A march from the state saved before an interval leads to a chunk in it. Within a chunk states
     are computed anew: first every TOKENS-th, to scratch, then, going back, those of one group of
-    TOKENS, which stay in registers.
+    TOKENS, which stay in registers. ``state`` is the one after the token that is walked over.
     """
     program = tl.program_id(0).to(tl.int64)
     slot = first_slot + program
@@ -579,10 +615,12 @@ def scan_bwd_kernel(
     sum_param = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     own = (program * tl.num_programs(1) + tl.program_id(1)) * (CHUNK // TOKENS * BLOCK_N * BLOCK_D)
     scratch += own
-    box = tl.arange(0, BLOCK_N)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    box = tl.max_contiguous(box, [1, 1])
+    box = cells(tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), BLOCK_D, 1)
     partial = tl.program_id(1).to(tl.int64) * T
 
+    # 0, which the compiler does not know: it would keep values of a march for the walk back, and
+    # spill; these differ by it
+    nothing = tl.minimum(segments, 0).to(ACC)
     first_kept = first // INTERVAL + segment + (begin - first) // INTERVAL
     chunks = tl.cdiv(tl.maximum(stop - begin, 0), CHUNK)
     for c in range(0, chunks):
@@ -592,33 +630,20 @@ def scan_bwd_kernel(
         chunk = tl.minimum(begin + (chunks - 1 - c) * CHUNK, stop)
         chunk_stop = tl.minimum(chunk + CHUNK, stop)
         groups = tl.cdiv(chunk_stop - chunk, TOKENS)
-        kept = first_kept + (chunks - 1 - c) // (INTERVAL // CHUNK)
-        at = kept * (N * D) + cell
+        at = (first_kept + (chunks - 1 - c) // (INTERVAL // CHUNK)) * (N * D) + cell
         state = tl.load(saved + at, mask=exists, other=0.0)
         if INTERVAL > CHUNK:
-            for t in range(chunk - (chunks - 1 - c) % (INTERVAL // CHUNK) * CHUNK, chunk):
-                live = t < chunk
-                u_t = load_row(u, t, 0, stride_u, d, D, live).to(ACC)
-                k_t = load_row(k, t, 0, stride_k, n, N, live).to(ACC)
-                dt_t = load_row(dt, t, 0, stride_dt, d, D, live).to(ACC) + bias
-                state = STEP(state, u_t, k_t, dt_t, a, live)
+            start = chunk - (chunks - 1 - c) % (INTERVAL // CHUNK) * CHUNK
+            state = march(
+                *(state, None, u, k, dt, bias, a, start, chunk, stop, d, n),
+                *(D, N, stride_u, stride_k, stride_dt, STEP, ACC, TOKENS),
+            )
         # threads may read back what others wrote
         tl.debug_barrier()
-        u_rows = widened(load_rows(u, chunk, chunk_stop, stride_u, d, D, TOKENS), ACC)
-        k_rows = widened(load_rows(k, chunk, chunk_stop, stride_k, n, N, TOKENS), ACC)
-        dt_rows = widened(load_rows(dt, chunk, chunk_stop, stride_dt, d, D, TOKENS), ACC)
-        for g in range(0, groups):
-            tl.store(scratch + g * (BLOCK_N * BLOCK_D) + box, state)
-            base = tl.minimum(chunk + g * TOKENS, stop)
-            ahead = base + TOKENS
-            u_next = load_rows(u, ahead, chunk_stop, stride_u, d, D, TOKENS)
-            k_next = load_rows(k, ahead, chunk_stop, stride_k, n, N, TOKENS)
-            dt_next = load_rows(dt, ahead, chunk_stop, stride_dt, d, D, TOKENS)
-            for i in tl.static_range(TOKENS):
-                live = base + i < chunk_stop
-                state = STEP(state, u_rows[i], k_rows[i], dt_rows[i] + bias, a, live)
-            u_rows, k_rows = widened(u_next, ACC), widened(k_next, ACC)
-            dt_rows = widened(dt_next, ACC)
+        state = march(
+            *(state, scratch + box, u, k, dt, bias, a, chunk, chunk_stop, stop, d, n),
+            *(D, N, stride_u, stride_k, stride_dt, STEP, ACC, TOKENS),
+        )
         tl.debug_barrier()
         base = tl.minimum(chunk + (groups - 1) * TOKENS, stop)
         u_rows = widened(load_rows(u, base, chunk_stop, stride_u, d, D, TOKENS), ACC)
@@ -649,7 +674,7 @@ def scan_bwd_kernel(
             for i in tl.static_range(TOKENS - 1, -1, -1):
                 live = base + i < chunk_stop
                 here = live & (d < D)
-                u_t, k_t, q_t, g_t = u_rows[i], k_rows[i], q_rows[i], grad_rows[i]
+                u_t, k_t, q_t, g_t = u_rows[i], k_rows[i] + nothing, q_rows[i], grad_rows[i]
                 if z is not None:
                     gate = z_rows[i]
                     o = tl.sum(state * q_t[:, None], axis=0) + through * u_t
@@ -666,9 +691,8 @@ def scan_bwd_kernel(
                 if i == 0:
                     # ahead of its use, but not before registers are free
                     kept = tl.load(scratch + before * (BLOCK_N * BLOCK_D) + box)
-                grad, gu, gdt, gk, gparam = ADJOINT(
-                    grad, state, u_t, k_t, dt_rows[i] + bias, a, live
-                )
+                dt_t = dt_rows[i] + bias + nothing
+                grad, gu, gdt, gk, gparam = ADJOINT(grad, state, u_t, k_t, dt_t, a, live)
                 gu += through * g_t
                 tl.store(row_at(grad_u, base, i, D, d), gu.to(grad_u.dtype.element_ty), mask=here)
                 tl.store(
@@ -679,7 +703,11 @@ def scan_bwd_kernel(
                 sum_bias += tl.where(live, gdt, 0.0)
                 if param is not None:
                     sum_param += gparam
-            u_rows, k_rows, q_rows = widened(u_next, ACC), widened(k_next, ACC), widened(q_next, ACC)
+            u_rows, k_rows, q_rows = (
+                widened(u_next, ACC),
+                widened(k_next, ACC),
+                widened(q_next, ACC),
+            )
             dt_rows, grad_rows = widened(dt_next, ACC), widened(grad_next, ACC)
             if z is not None:
                 z_rows = widened(z_next, ACC)
@@ -838,7 +866,9 @@ def backward(
     u, q, k, dt, dt_bias, skip, z, param, initial_state = inputs
     exact = accumulator(u)
     (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1
-    made = plan(transition, inputs, offsets, transition.entries, BACKWARD_TOKENS)
+    # where warps share channels, sums between them want registers
+    entries = transition.entries if states <= 16 else transition.entries // 2
+    made = plan(transition, inputs, offsets, entries, BACKWARD_TOKENS)
     shape, blocks, span = made.shape, made.blocks, made.span
     grad_out = rows(torch.zeros_like(u) if grad_out is None else grad_out)
     grad_final = _transposed(grad_final)
