@@ -108,26 +108,30 @@ def locate(offsets, segments, span, slot):
 
 
 @triton.jit
-def cells(n, d, down: tl.constexpr, along: tl.constexpr):
-    """Return where states' cells stand, and hide from the compiler which of them are neighbours.
+def cells(x, n, d, down: tl.constexpr, along: tl.constexpr):
+    """Point at a state's cells, and hide from the compiler which of them are neighbours.
 
     Where it sees any it loads four at once, lets that load lay out the state, and every sum over
-    states then crosses lanes.
+    states then crosses lanes. A constant that comes last costs no register.
     """
-    return tl.max_contiguous(n[:, None] * down + d[None, :] * along, [1, 1])
+    return tl.max_contiguous(x + d[None, :] * along, [1, 1]) + n[:, None] * down
 
 
 @triton.jit
-def channels_and_states(
-    block, D: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """Return a block's channels, states and cells of a ``[N, D]`` state, and which exist.
+def state_at(x, number, n, d, D: tl.constexpr, N: tl.constexpr):
+    """Point at the cells of a state of many, ``[..., N, D]``."""
+    return cells(x + number * (N * D), n, d, D, 1)
+
+
+@triton.jit
+def channels_and_states(block, D, N, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return a block's channels and states, and which of their cells exist.
 
     These count within one state, so 32 bits do; tokens and slots are what must be 64 bits wide.
     """
     d = block * BLOCK_D + tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
-    return d, n, cells(n, d, D, 1), (n < N)[:, None] & (d < D)[None, :]
+    return d, n, (n < N)[:, None] & (d < D)[None, :]
 
 
 @triton.jit
@@ -234,11 +238,11 @@ def store_channel_sums(
 
 
 @triton.jit
-def load_param(param, cell, exists, ACC: tl.constexpr):
+def load_param(param, n, d, D: tl.constexpr, N: tl.constexpr, exists, ACC: tl.constexpr):
     """Load the family's tile from ``[N, D]``; zeros where it has none."""
-    tile = (cell * 0).to(ACC)
+    tile = exists.to(ACC) * 0.0
     if param is not None:
-        tile += tl.load(param + cell, mask=exists, other=0.0).to(ACC)
+        tile += tl.load(state_at(param, 0, n, d, D, N), mask=exists, other=0.0).to(ACC)
     return tile
 
 
@@ -270,9 +274,9 @@ def scan_fwd_carry_kernel(
     slot = tl.program_id(0).to(tl.int64)
     _, _, end, begin = locate(offsets, segments, span, slot)
     stop = tl.minimum(begin + span, end)
-    d, n, cell, exists = channels_and_states(tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
+    d, n, exists = channels_and_states(tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
     bias = load_vector(dt_bias, d, D, ACC)
-    a = load_param(param, cell, exists, ACC)
+    a = load_param(param, n, d, D, N, exists, ACC)
     state = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     product = tl.full((BLOCK_N, BLOCK_D), 1.0, ACC)
     u_rows = widened(load_rows(u, begin, stop, stride_u, d, D, TOKENS), ACC)
@@ -292,9 +296,8 @@ def scan_fwd_carry_kernel(
         u_rows, k_rows, dt_rows = widened(u_next, ACC), widened(k_next, ACC), widened(dt_next, ACC)
         base = ahead
     if begin < stop:
-        at = slot * (N * D) + cell
-        tl.store(local + at, state, mask=exists)
-        tl.store(decays + at, product, mask=exists)
+        tl.store(state_at(local, slot, n, d, D, N), state, mask=exists)
+        tl.store(state_at(decays, slot, n, d, D, N), product, mask=exists)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -328,9 +331,9 @@ def scan_bwd_carry_kernel(
     slot = tl.program_id(0).to(tl.int64)
     _, _, end, begin = locate(offsets, segments, span, slot)
     stop = tl.minimum(begin + span, end)
-    d, n, cell, exists = channels_and_states(tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
+    d, n, exists = channels_and_states(tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
     bias = load_vector(dt_bias, d, D, ACC)
-    a = load_param(param, cell, exists, ACC)
+    a = load_param(param, n, d, D, N, exists, ACC)
     grad = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     product = tl.full((BLOCK_N, BLOCK_D), 1.0, ACC)
     g = tl.cdiv(stop - begin, TOKENS) - 1
@@ -364,9 +367,8 @@ def scan_bwd_carry_kernel(
             z_rows = widened(z_next, ACC)
         g -= 1
     if begin < stop:
-        at = slot * (N * D) + cell
-        tl.store(local + at, grad, mask=exists)
-        tl.store(decays + at, product, mask=exists)
+        tl.store(state_at(local, slot, n, d, D, N), grad, mask=exists)
+        tl.store(state_at(decays, slot, n, d, D, N), product, mask=exists)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -386,22 +388,22 @@ def scan_combine_kernel(
 ):
     """Replace every span's ``local`` by the carry that enters it, span after span."""
     segment = tl.program_id(0).to(tl.int64)
-    _, _, cell, exists = channels_and_states(tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
-    whole = segment * (N * D) + cell
+    d, n, exists = channels_and_states(tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
     carry = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     if first_carry is not None:
-        carry += tl.load(first_carry + whole, mask=exists, other=0.0).to(ACC)
+        carry += tl.load(state_at(first_carry, segment, n, d, D, N), mask=exists, other=0.0).to(ACC)
     first = tl.load(offsets + segment)
     spans = tl.cdiv(tl.load(offsets + segment + 1) - first, span)
     for j in range(0, spans):
         i = spans - 1 - j if REVERSE else j
-        at = (first // span + segment + i) * (N * D) + cell
-        added = tl.load(local + at, mask=exists, other=0.0)
-        factor = tl.load(decays + at, mask=exists, other=0.0)
-        tl.store(local + at, carry, mask=exists)
+        slot = first // span + segment + i
+        at = state_at(local, slot, n, d, D, N)
+        added = tl.load(at, mask=exists, other=0.0)
+        factor = tl.load(state_at(decays, slot, n, d, D, N), mask=exists, other=0.0)
+        tl.store(at, carry, mask=exists)
         carry = factor * carry + added
     if last_carry is not None:
-        tl.store(last_carry + whole, carry, mask=exists)
+        tl.store(state_at(last_carry, segment, n, d, D, N), carry, mask=exists)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -438,22 +440,23 @@ def scan_fwd_kernel(
 ):
     """Write the outputs of one span, or of a whole segment where ``starts`` is None."""
     slot = tl.program_id(0).to(tl.int64)
-    d, n, cell, exists = channels_and_states(tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
+    d, n, exists = channels_and_states(tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
     state = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     if starts is None:
         segment = slot
         first = tl.load(offsets + segment)
         begin = first
         stop = tl.load(offsets + segment + 1)
-        whole = segment * (N * D) + cells(n, d, 1, N)
         if initial is not None:
-            state += tl.load(initial + whole, mask=exists, other=0.0).to(ACC)
+            state += tl.load(
+                cells(initial + segment * (N * D), n, d, 1, N), mask=exists, other=0.0
+            ).to(ACC)
     else:
         segment, first, end, begin = locate(offsets, segments, span, slot)
         stop = tl.minimum(begin + span, end)
-        at = slot * (N * D) + cell
-        state += tl.load(starts + at, mask=exists & (begin < stop), other=0.0)
-    a = load_param(param, cell, exists, ACC)
+        at = state_at(starts, slot, n, d, D, N)
+        state += tl.load(at, mask=exists & (begin < stop), other=0.0)
+    a = load_param(param, n, d, D, N, exists, ACC)
     bias = load_vector(dt_bias, d, D, ACC)
     through = load_vector(skip, d, D, ACC)
     u_rows = widened(load_rows(u, begin, stop, stride_u, d, D, TOKENS), ACC)
@@ -464,8 +467,8 @@ def scan_fwd_kernel(
         z_rows = widened(load_rows(z, begin, stop, stride_z, d, D, TOKENS), ACC)
     for kept in range(begin, stop, INTERVAL):
         if saved is not None:
-            at = (first // INTERVAL + segment + (kept - first) // INTERVAL) * (N * D) + cell
-            tl.store(saved + at, state, mask=exists)
+            number = first // INTERVAL + segment + (kept - first) // INTERVAL
+            tl.store(state_at(saved, number, n, d, D, N), state, mask=exists)
         base = kept
         while base < tl.minimum(kept + INTERVAL, stop):
             ahead = base + TOKENS
@@ -489,7 +492,7 @@ def scan_fwd_kernel(
                 z_rows = widened(z_next, ACC)
             base = ahead
     if starts is None:
-        tl.store(final + whole, state, mask=exists)
+        tl.store(cells(final + segment * (N * D), n, d, 1, N), state, mask=exists)
 
 
 @triton.jit
@@ -592,30 +595,30 @@ def scan_bwd_kernel(
     """
     program = tl.program_id(0).to(tl.int64)
     slot = first_slot + program
-    d, n, cell, exists = channels_and_states(first_block + tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
+    d, n, exists = channels_and_states(first_block + tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
     grad = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     if ends is None:
         segment = slot
         first = tl.load(offsets + segment)
         begin = first
         stop = tl.load(offsets + segment + 1)
-        whole = segment * (N * D) + cell
         if grad_final is not None:
-            grad += tl.load(grad_final + whole, mask=exists, other=0.0).to(ACC)
+            grad += tl.load(state_at(grad_final, segment, n, d, D, N), mask=exists, other=0.0).to(
+                ACC
+            )
     else:
         segment, first, end, begin = locate(offsets, segments, span, slot)
         stop = tl.minimum(begin + span, end)
-        at = slot * (N * D) + cell
-        grad += tl.load(ends + at, mask=exists & (begin < stop), other=0.0)
-    a = load_param(param, cell, exists, ACC)
+        at = state_at(ends, slot, n, d, D, N)
+        grad += tl.load(at, mask=exists & (begin < stop), other=0.0)
+    a = load_param(param, n, d, D, N, exists, ACC)
     bias = load_vector(dt_bias, d, D, ACC)
     through = load_vector(skip, d, D, ACC)
     sum_bias = tl.zeros((BLOCK_D,), ACC)
     sum_skip = tl.zeros((BLOCK_D,), ACC)
     sum_param = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     own = (program * tl.num_programs(1) + tl.program_id(1)) * (CHUNK // TOKENS * BLOCK_N * BLOCK_D)
-    scratch += own
-    box = cells(tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), BLOCK_D, 1)
+    boxes = cells(scratch + own, n, tl.arange(0, BLOCK_D), BLOCK_D, 1)
     partial = tl.program_id(1).to(tl.int64) * T
 
     # 0, which the compiler does not know: it would keep values of a march for the walk back, and
@@ -630,8 +633,8 @@ def scan_bwd_kernel(
         chunk = tl.minimum(begin + (chunks - 1 - c) * CHUNK, stop)
         chunk_stop = tl.minimum(chunk + CHUNK, stop)
         groups = tl.cdiv(chunk_stop - chunk, TOKENS)
-        at = (first_kept + (chunks - 1 - c) // (INTERVAL // CHUNK)) * (N * D) + cell
-        state = tl.load(saved + at, mask=exists, other=0.0)
+        number = first_kept + (chunks - 1 - c) // (INTERVAL // CHUNK)
+        state = tl.load(state_at(saved, number, n, d, D, N), mask=exists, other=0.0)
         if INTERVAL > CHUNK:
             start = chunk - (chunks - 1 - c) % (INTERVAL // CHUNK) * CHUNK
             state = march(
@@ -641,7 +644,7 @@ def scan_bwd_kernel(
         # threads may read back what others wrote
         tl.debug_barrier()
         state = march(
-            *(state, scratch + box, u, k, dt, bias, a, chunk, chunk_stop, stop, d, n),
+            *(state, boxes, u, k, dt, bias, a, chunk, chunk_stop, stop, d, n),
             *(D, N, stride_u, stride_k, stride_dt, STEP, ACC, TOKENS),
         )
         tl.debug_barrier()
@@ -653,7 +656,7 @@ def scan_bwd_kernel(
         grad_rows = widened(load_rows(grad_out, base, chunk_stop, stride_grad, d, D, TOKENS), ACC)
         if z is not None:
             z_rows = widened(load_rows(z, base, chunk_stop, stride_z, d, D, TOKENS), ACC)
-        kept = tl.load(scratch + (groups - 1) * (BLOCK_N * BLOCK_D) + box)
+        kept = tl.load(boxes + (groups - 1) * (BLOCK_N * BLOCK_D))
         g = groups - 1
         while g >= 0:
             base = tl.minimum(chunk + g * TOKENS, stop)
@@ -690,7 +693,7 @@ def scan_bwd_kernel(
                 state = states[i]
                 if i == 0:
                     # ahead of its use, but not before registers are free
-                    kept = tl.load(scratch + before * (BLOCK_N * BLOCK_D) + box)
+                    kept = tl.load(boxes + before * (BLOCK_N * BLOCK_D))
                 dt_t = dt_rows[i] + bias + nothing
                 grad, gu, gdt, gk, gparam = ADJOINT(grad, state, u_t, k_t, dt_t, a, live)
                 gu += through * g_t
@@ -717,10 +720,9 @@ def scan_bwd_kernel(
     if skip is not None:
         tl.store(grad_skip + slot * D + d, sum_skip, mask=d < D)
     if param is not None:
-        at = slot * (N * D) + cell
-        tl.store(grad_param + at, sum_param, mask=exists)
+        tl.store(state_at(grad_param, slot, n, d, D, N), sum_param, mask=exists)
     if ends is None and grad_initial is not None:
-        tl.store(grad_initial + whole, grad, mask=exists)
+        tl.store(state_at(grad_initial, segment, n, d, D, N), grad, mask=exists)
 
 
 def rows(x: Tensor) -> Tensor:
