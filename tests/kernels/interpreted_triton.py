@@ -167,7 +167,7 @@ def test_lengths_around_the_tokens_that_are_loaded_ahead_equal_the_reference(
     monkeypatch, small_chunks, no_load_leaves_its_tensor, fill
 ):
     monkeypatch.setattr(skeleton, "FILL", fill)
-    assert (skeleton.TOKENS, skeleton.BACKWARD_TOKENS) == (4, 2)
+    assert (skeleton.TOKENS, longhorn_triton.TRANSITION.tokens) == (4, 2)
     inputs = scan_inputs(1, 24, 5, 3, segments=7)
     assert_as_accurate(longhorn_scan, inputs, cu_seqlens=bounds(0, 1, 3, 0, 4, 5, 11))
 

@@ -125,7 +125,7 @@ def innermost_loops(sass: str) -> list[list[Instruction]]:
             r"\s+/\*[0-9a-f]{4,}\*/\s+(?:(@\S+)\s+)?([A-Z0-9_.]+)\s*(.*?)\s*;", line
         ):
             to = re.search(r"\.L_x_\d+", found[3]) if found[2].startswith("BRA") else None
-            code.append((_instruction(*found.groups()), to and to.group()))
+            code.append((_instruction(found[1], found[2], found[3]), to and to.group()))
     spans = [
         (labels[to], i)
         for i, (_, to) in enumerate(code)

@@ -20,6 +20,7 @@ past a segment's end: there ``u`` and ``k`` are zero and the state must not chan
 
 # a kernel launch is no ordinary call: Triton's types do not describe it
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
 
 import math
 from typing import Any, NamedTuple
@@ -36,8 +37,7 @@ from ssmzoo_kernels.scan import Gradients, Inputs, chunk_slots, interval, parts_
 # Warps that keep a large GPU busy; a constant, so that results do not depend on the device.
 FILL = 2048
 CHUNK = 64  # tokens whose states are recomputed at once
-TOKENS = 4  # loaded ahead and unrolled
-BACKWARD_TOKENS = 2  # likewise; as many states stay in registers, all that fits
+TOKENS = 4  # loaded ahead and unrolled, forward
 # Lengths make no new variants; widths and strides, which a model fixes, are compiled in.
 LENGTHS = ("segments", "span", "T", "first_slot", "first_block")
 LOG2E = tl.constexpr(math.log2(math.e))
@@ -49,7 +49,9 @@ class Transition(NamedTuple):
     step: JITFunction
     decay: JITFunction
     adjoint: JITFunction
-    entries: int = 16  # of a state in a lane: what registers allow beside what its adjoint keeps
+    # what registers allow in the backward: entries of a state a lane, tokens at once
+    entries: int = 16
+    tokens: int = 2
 
 
 class Tile(NamedTuple):
@@ -114,7 +116,7 @@ def cells(x, n, d, down: tl.constexpr, along: tl.constexpr):
     Where it sees any it loads four at once, lets that load lay out the state, and every sum over
     states then crosses lanes. A constant that comes last costs no register.
     """
-    return tl.max_contiguous(x + d[None, :] * along, [1, 1]) + n[:, None] * down
+    return tl.max_contiguous(x + d[None, :] * along + n[:, None] * down, [1, 1])
 
 
 @triton.jit
@@ -804,7 +806,7 @@ def launch(kernel: JITFunction, grid: tuple[int, int], made: Plan, **own: object
     arguments = made.arguments | own
     named = {name: arguments[name] for name in kernel.arg_names if name in arguments}
     options = {"num_warps": made.shape.num_warps}
-    if kernel is scan_bwd_kernel or arguments["ACC"] == tl.float64:
+    if kernel in (scan_bwd_carry_kernel, scan_bwd_kernel) or arguments["ACC"] == tl.float64:
         options |= every_register()
     kernel[grid](**named, **options)
 
@@ -870,7 +872,7 @@ def backward(
     (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1
     # where warps share channels, sums between them want registers
     entries = transition.entries if states <= 16 else transition.entries // 2
-    made = plan(transition, inputs, offsets, entries, BACKWARD_TOKENS)
+    made = plan(transition, inputs, offsets, entries, transition.tokens)
     shape, blocks, span = made.shape, made.blocks, made.span
     grad_out = rows(torch.zeros_like(u) if grad_out is None else grad_out)
     grad_final = _transposed(grad_final)
@@ -885,7 +887,13 @@ def backward(
             ends = u.new_empty(programs, states, width, dtype=exact)
             decays = torch.empty_like(ends)
             found = {"local": ends, "decays": decays}
-            launch(scan_bwd_carry_kernel, (programs, blocks), made, **incoming, **found)
+            ahead = tile(states, exact, entries, TOKENS).tokens
+            launch(
+                *(scan_bwd_carry_kernel, (programs, blocks), made),
+                **incoming,
+                **found,
+                TOKENS=ahead,
+            )
             launch(
                 scan_combine_kernel,
                 (segments, blocks),

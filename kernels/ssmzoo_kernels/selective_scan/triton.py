@@ -130,5 +130,5 @@ def zoh_adjoint(grad, state, u, k, dt, A, live):
 
 TRANSITIONS = {
     "euler": scan.Transition(euler_step, decay, euler_adjoint),
-    "zoh": scan.Transition(zoh_step, decay, zoh_adjoint, entries=8),
+    "zoh": scan.Transition(zoh_step, decay, zoh_adjoint, entries=8, tokens=1),
 }
