@@ -38,7 +38,9 @@ POINTERS = {
     torch.int64: "*i64",
 }
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
+# compute capabilities of NVIDIA, names of AMD's architectures
 TARGETS = (80, 90)
+OTHER_TARGETS = (86, 89, 120, "gfx942")
 
 # name: (op, dtype of activations, channels, states or taps, tokens, segments); for selective_scan,
 # the discretization stands for the op
@@ -66,6 +68,7 @@ CASES = {
     "selective_states1_spans": ("euler", torch.bfloat16, 1536, 1, 2048, 1),
     "selective_states64_spans": ("euler", torch.bfloat16, 1536, 64, 2048, 1),
     "selective_states128_spans": ("euler", torch.bfloat16, 1536, 128, 2048, 1),
+    "selective_large_spans": ("euler", torch.bfloat16, 4096, 16, 2048, 1),
     "zoh_spans": ("zoh", torch.bfloat16, 1536, 16, 2048, 1),
     "zoh_whole": ("zoh", torch.bfloat16, 1536, 16, 65536, 64),
     "zoh_float32_spans": ("zoh", torch.float32, 1536, 16, 2048, 1),
@@ -73,6 +76,7 @@ CASES = {
     "zoh_narrow_spans": ("zoh", torch.float32, 16, 8, 2048, 1),
     "zoh_states1_spans": ("zoh", torch.float32, 16, 1, 2048, 1),
     "zoh_states64_spans": ("zoh", torch.bfloat16, 1536, 64, 2048, 1),
+    "zoh_large_spans": ("zoh", torch.bfloat16, 4096, 16, 2048, 1),
     "conv": ("causal_conv1d", torch.bfloat16, 1536, 4, 2048, 1),
     "conv_float32": ("causal_conv1d", torch.float32, 1536, 4, 2048, 1),
     "conv_ragged": ("causal_conv1d", torch.bfloat16, 1537, 3, 2048, 1),
@@ -123,9 +127,13 @@ def launches(case):
 
 
 def compile_launch(kernel, args, named, target):
-    """Compile a recorded launch for a compute capability, as the launcher would."""
+    """Compile a recorded launch as the launcher would; ``target``: what ``TARGETS`` has."""
     values = dict(zip(kernel.arg_names, args, strict=False)) | named
     options = {name: values.pop(name) for name in OPTIONS if name in values}
+    gpu = GPUTarget("cuda", target, 32)
+    if isinstance(target, str):
+        gpu = GPUTarget("hip", target, 64)
+        options.pop("maxnreg", None)  # as ``every_register`` does there
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(kernel.params):
         name, value = parameter.name, values[parameter.name]
@@ -137,11 +145,18 @@ def compile_launch(kernel, args, named, target):
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
     source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options), options
+    return triton.compile(source, target=gpu, options=options), options
 
 
 def usage(compiled):
     """Return registers a thread, and bytes of stack and local memory, from the machine code."""
+    if "amdgcn" in compiled.asm:
+        text = compiled.asm["amdgcn"]
+        registers, spilled = (
+            int(re.search(rf"\.{name}:\s+(\d+)", text)[1])
+            for name in ("vgpr_count", "private_segment_fixed_size")
+        )
+        return {"registers": registers, "stack": spilled, "local": 0}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -149,6 +164,17 @@ def usage(compiled):
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
     return dict(zip(("registers", "stack", "local"), map(int, found.groups()), strict=True))
+
+
+def layouts(compiled, named):
+    """Return how a scan's tiles of a state lie: entries a lane side by side, and lanes, by axis."""
+    shape = f"{named.get('BLOCK_N')}x{named.get('BLOCK_D')}"
+    text = compiled.asm["ttgir"]
+    names = set(re.findall(rf"tensor<{shape}xf(?:32|64), (#\w+)>", text))
+    form = r"(#\w+) = #ttg\.blocked<\{sizePerThread = (\[.*?\]), threadsPerWarp = (\[.*?\])"
+    return [
+        [json.loads(x) for x in found] for name, *found in re.findall(form, text) if name in names
+    ]
 
 
 def report(case, target):
@@ -167,10 +193,11 @@ def record_of(case, name, launch, target):
     return {
         "case": case,
         "kernel": name,
-        "target": f"sm_{target}",
+        "target": target if isinstance(target, str) else f"sm_{target}",
         "warps": options["num_warps"],
         **usage(compiled),
         "shared": compiled.metadata.shared,
+        "layouts": layouts(compiled, launch[2]),
     }
 
 
@@ -186,10 +213,14 @@ def write_records(cases, launches, prefix=""):
                 write(json.dumps(record_of(case, name, launch, target)))
 
 
+def named_target(text):
+    return int(text) if text.isdigit() else text
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="+", choices=CASES, metavar="case")
-    parser.add_argument("--targets", nargs="+", type=int, default=TARGETS)
+    parser.add_argument("--targets", nargs="+", type=named_target, default=TARGETS)
     parser.add_argument("--table", action="store_true")
     arguments = parser.parse_args()
     columns = ("case", "kernel", "target", "warps", "registers", "stack", "local", "shared")

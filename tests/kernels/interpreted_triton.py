@@ -4,11 +4,13 @@ Not collected by name: ``test_triton_interpreted.py`` runs this file in a proces
 ``TRITON_INTERPRET=1`` holds before anything imports triton.
 """
 
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 from tests.kernels.interpreter import repair
+from triton.runtime import interpreter
 
 import ssmzoo_kernels
 from ssmzoo_kernels import causal_conv1d, last_backend, longhorn_scan, selective_scan
@@ -35,6 +37,39 @@ def unwritten_memory_is_nan():
 def small_chunks(monkeypatch):
     monkeypatch.setattr(skeleton, "CHUNK", 8)
     monkeypatch.setattr(conv_triton, "CHUNK", 8)
+
+
+@pytest.fixture
+def no_load_leaves_its_tensor(monkeypatch):
+    """Fails what a launch of the skeleton reads or writes beyond the tensors that it was given."""
+    spans = []
+    launch = skeleton.launch
+
+    def watched(kernel, grid, made, **own):
+        tensors = [x for x in (made.arguments | own).values() if isinstance(x, torch.Tensor)]
+        memory = [x.untyped_storage() for x in tensors]
+        spans[:] = [(x.data_ptr(), x.data_ptr() + x.nbytes()) for x in memory]
+        launch(kernel, grid, made, **own)
+
+    def within(addresses, mask):
+        wanted = addresses.data[mask.data]
+        inside = sum((wanted >= low) & (wanted < high) for low, high in spans)
+        assert np.all(inside), "beyond a tensor"
+
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def checked_load(self, addresses, mask, *rest):
+        within(addresses, mask)
+        return load(self, addresses, mask, *rest)
+
+    def checked_store(self, addresses, value, mask, *rest):
+        within(addresses, mask)
+        return store(self, addresses, value, mask, *rest)
+
+    monkeypatch.setattr(skeleton, "launch", watched)
+    monkeypatch.setattr(builder, "create_masked_load", checked_load)
+    monkeypatch.setattr(builder, "create_masked_store", checked_store)
 
 
 def draw(seed, dtype, **shapes):
@@ -118,11 +153,28 @@ def test_lengths_around_a_small_chunk_equal_the_reference_when_segments_are_cut(
 
 
 @pytest.mark.parametrize("fill", [1, 10**6], ids=["whole_segments", "spans"])
-def test_packed_segments_equal_the_reference(monkeypatch, small_chunks, fill):
+def test_packed_segments_equal_the_reference(
+    monkeypatch, small_chunks, no_load_leaves_its_tensor, fill
+):
     monkeypatch.setattr(skeleton, "FILL", fill)
     cu_seqlens = bounds(0, 9, 0, 1, 17, 0)
     inputs = scan_inputs(1, 27, 5, 3, segments=6)
     assert_as_accurate(longhorn_scan, inputs, cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("fill", [1, 10**6], ids=["whole_segments", "spans"])
+def test_lengths_around_the_tokens_that_are_loaded_ahead_equal_the_reference(
+    monkeypatch, small_chunks, no_load_leaves_its_tensor, fill
+):
+    monkeypatch.setattr(skeleton, "FILL", fill)
+    assert (skeleton.TOKENS, longhorn_triton.TRANSITION.tokens) == (4, 2)
+    inputs = scan_inputs(1, 24, 5, 3, segments=7)
+    assert_as_accurate(longhorn_scan, inputs, cu_seqlens=bounds(0, 1, 3, 0, 4, 5, 11))
+
+
+def test_whole_segments_of_lengths_around_a_chunk_equal_the_reference(no_load_leaves_its_tensor):
+    inputs = scan_inputs(1, 192, 3, 2, segments=3)
+    assert_as_accurate(longhorn_scan, inputs, cu_seqlens=bounds(63, 64, 65))
 
 
 def test_a_span_of_several_chunks_equals_the_reference(monkeypatch, small_chunks):
@@ -255,11 +307,11 @@ def discretization(request):
 
 @pytest.mark.parametrize("fill", [1, 10**6], ids=["whole_segments", "spans"])
 def test_packed_selective_scans_equal_the_reference(
-    monkeypatch, small_chunks, discretization, fill
+    monkeypatch, small_chunks, no_load_leaves_its_tensor, discretization, fill
 ):
     monkeypatch.setattr(skeleton, "FILL", fill)
-    inputs = selective_inputs(1, 27, 5, 3, segments=6)
-    options = {"cu_seqlens": bounds(0, 9, 0, 1, 17, 0), "discretization": discretization}
+    inputs = selective_inputs(1, 36, 5, 3, segments=8)
+    options = {"cu_seqlens": bounds(0, 9, 0, 1, 17, 5, 4, 0), "discretization": discretization}
     assert_as_accurate(selective_scan, inputs, **options)
 
 

@@ -16,7 +16,7 @@ from ssmzoo_kernels.scan import triton as scan
 @triton.jit
 def step_size(k, dt):
     """Return ``1 / (exp(-dt) + 1 + |k|^2)``; an overflowing exponential gives the limit, 0."""
-    return 1.0 / (1.0 + tl.exp(-dt) + tl.sum(k * k, axis=0))
+    return 1.0 / (1.0 + scan.exp(-dt) + tl.sum(k * k, axis=0))
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def adjoint(grad, state, u, k, dt, param, live):
     error = u[None, :] - key * state
     grad_eps = tl.sum(keyed * error, axis=0)
     # eps * exp(-dt), finite on both ends
-    closed = 1.0 / (1.0 + tl.exp(dt) * (1.0 + tl.sum(k * k, axis=0)))
+    closed = 1.0 / (1.0 + scan.exp(dt) * (1.0 + tl.sum(k * k, axis=0)))
     grad_dt = grad_eps * eps * closed
     grad_energy = grad_eps * eps * eps
     # u - 2 k S, from the error: as many tiles as this keeps alive, so many registers

@@ -20,7 +20,9 @@ past a segment's end: there ``u`` and ``k`` are zero and the state must not chan
 
 # a kernel launch is no ordinary call: Triton's types do not describe it
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +37,10 @@ from ssmzoo_kernels.scan import Gradients, Inputs, chunk_slots, interval, parts_
 # Warps that keep a large GPU busy; a constant, so that results do not depend on the device.
 FILL = 2048
 CHUNK = 64  # tokens whose states are recomputed at once
+TOKENS = 4  # loaded ahead and unrolled, forward
 # Lengths make no new variants; widths and strides, which a model fixes, are compiled in.
 LENGTHS = ("segments", "span", "T", "first_slot", "first_block")
+LOG2E = tl.constexpr(math.log2(math.e))
 
 
 class Transition(NamedTuple):
@@ -45,9 +49,9 @@ class Transition(NamedTuple):
     step: JITFunction
     decay: JITFunction
     adjoint: JITFunction
-    # what the registers allow beside the tiles that its adjoint keeps, see ``tile``
+    # what registers allow in the backward: entries of a state a lane, tokens at once
     entries: int = 16
-    unroll: int = 4
+    tokens: int = 2
 
 
 class Tile(NamedTuple):
@@ -55,26 +59,24 @@ class Tile(NamedTuple):
 
     block_n: int  # states, a power of two
     block_d: int  # channels
-    tokens: int  # tokens unrolled; the backward keeps as many states in registers
+    tokens: int  # tokens unrolled
     num_warps: int
 
 
-def tile(states: int, exact: torch.dtype, entries: int = 16, unroll: int = 4) -> Tile:
-    """Choose a program's shape: channels along a warp's lanes, states along registers.
+def tile(states: int, exact: torch.dtype, entries: int, tokens: int) -> Tile:
+    """Choose a program's shape: a lane has a channel and up to ``entries`` of its states.
 
     Args:
         states: N.
-        exact: The accumulator.
-        entries: The most state entries a thread, 8 or 16, unless N is beyond 256 of them.
-        unroll: The most tokens unrolled. Both are what the backward's registers allow on sm_80 and
-            sm_90.
+        exact: The accumulator; where it is float64, four lanes have a channel, a token at a time.
+        entries: 4, 8 or 16; beyond 256 of them a channel has more.
+        tokens: How many are unrolled.
     """
     block_n = triton.next_power_of_2(states)
     wide = exact == torch.float64
-    block_d = min(entries if wide else 2 * entries, max(1, 256 * entries // block_n))
+    block_d = min(8 if wide else 2 * entries, max(1, 256 * entries // block_n))
     num_warps = min(8, max(1, block_n * block_d // (32 * entries)))
-    tokens = 1 if wide else {16: 4, 32: 2, 64: 2}.get(block_n, 1)
-    return Tile(block_n, block_d, min(tokens, unroll), num_warps)
+    return Tile(block_n, block_d, 1 if wide else tokens, num_warps)
 
 
 def span_of(tokens: int, segments: int, warps: int, chunk: int) -> int | None:
@@ -108,14 +110,30 @@ def locate(offsets, segments, span, slot):
 
 
 @triton.jit
+def cells(x, n, d, down: tl.constexpr, along: tl.constexpr):
+    """Point at a state's cells, and hide from the compiler which of them are neighbours.
+
+    Where it sees any it loads four at once, lets that load lay out the state, and every sum over
+    states then crosses lanes. A constant that comes last costs no register.
+    """
+    return tl.max_contiguous(x + d[None, :] * along + n[:, None] * down, [1, 1])
+
+
+@triton.jit
+def state_at(x, number, n, d, D: tl.constexpr, N: tl.constexpr):
+    """Point at the cells of a state of many, ``[..., N, D]``."""
+    return cells(x + number * (N * D), n, d, D, 1)
+
+
+@triton.jit
 def channels_and_states(block, D, N, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return a block's channels, states and cells of a ``[N, D]`` state, and which exist.
+    """Return a block's channels and states, and which of their cells exist.
 
     These count within one state, so 32 bits do; tokens and slots are what must be 64 bits wide.
     """
     d = block * BLOCK_D + tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
-    return d, n, n[:, None] * D + d[None, :], (n < N)[:, None] & (d < D)[None, :]
+    return d, n, (n < N)[:, None] & (d < D)[None, :]
 
 
 @triton.jit
@@ -125,12 +143,29 @@ def row_at(x, base, i: tl.constexpr, stride: tl.constexpr, columns):
 
 
 @triton.jit
-def load_row(
-    x, base, i: tl.constexpr, stride: tl.constexpr, columns, width, live, ACC: tl.constexpr
-):
+def load_row(x, base, i: tl.constexpr, stride: tl.constexpr, columns, width, live):
     """Load one token's row; zeros past the segment's end and past the last column."""
     at = row_at(x, base, i, stride, columns)
-    return tl.load(at, mask=live & (columns < width), other=0.0).to(ACC)
+    return tl.load(at, mask=live & (columns < width), other=0.0)
+
+
+@triton.jit
+def load_rows(x, base, stop, stride: tl.constexpr, columns, width, TOKENS: tl.constexpr):
+    """Load the rows of ``TOKENS`` tokens as they are, before anything waits for one of them."""
+    found = (load_row(x, base, 0, stride, columns, width, base < stop),)
+    for i in tl.static_range(1, TOKENS):
+        row = load_row(x, base, i, stride, columns, width, base + i < stop)
+        found = found + (row,)  # noqa: RUF005 (Triton knows no star)
+    return found
+
+
+@triton.jit
+def widened(rows, ACC: tl.constexpr):
+    """Return rows in the accumulator's type."""
+    found = (rows[0].to(ACC),)
+    for i in tl.static_range(1, len(rows)):
+        found = found + (rows[i].to(ACC),)  # noqa: RUF005
+    return found
 
 
 @triton.jit
@@ -143,38 +178,73 @@ def load_vector(x, d, D: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
+def exp(x):
+    """Return ``e^x``: the power of two is one instruction, the power of e half a dozen."""
+    return tl.exp2(x * LOG2E)
+
+
+@triton.jit
 def sigmoid(x):
     """Return the logistic function; finite for every x."""
-    return 1.0 / (1.0 + tl.exp(-x))
+    return 1.0 / (1.0 + exp(-x))
+
+
+@triton.constexpr_function
+def log2(power):
+    """Return the logarithm of a power of two."""
+    return power.bit_length() - 1
+
+
+@triton.constexpr_function
+def halvings_of(rows, columns, warps):
+    """Return how often a lane can halve the rows of a tile that it has."""
+    own = rows * columns // (32 * warps)
+    return max(0, min(own, rows, columns).bit_length() - 1)
 
 
 @triton.jit
-def gated(
-    grad_out,
-    z,
-    base,
-    i: tl.constexpr,
-    stride_grad: tl.constexpr,
-    stride_z: tl.constexpr,
-    d,
-    D,
-    live,
-    ACC: tl.constexpr,
+def across(x, rows: tl.constexpr, columns: tl.constexpr, distance: tl.constexpr):
+    """Return in every column what stands in the column that differs in the bit ``distance``."""
+    other = tl.arange(0, columns) ^ distance
+    return tl.gather(x, tl.broadcast_to(other[None, :], (rows, columns)), 1)
+
+
+@triton.jit
+def halved(x, half: tl.constexpr, columns: tl.constexpr, distance: tl.constexpr):
+    """Add up columns that differ in a bit: one gets the upper rows' sums, the other the lower."""
+    lower, upper = tl.split(tl.permute(tl.reshape(x, (2, half, columns)), (1, 2, 0)))
+    second = (tl.arange(0, columns) & distance)[None, :] != 0
+    kept = tl.where(second, upper, lower)
+    return kept + across(tl.where(second, lower, upper), half, columns, distance)
+
+
+@triton.jit
+def store_channel_sums(
+    at, x, N, live, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WARPS: tl.constexpr
 ):
-    """Load one token's output gradient, carried back through the gate."""
-    grad = load_row(grad_out, base, i, stride_grad, d, D, live, ACC)
-    if z is not None:
-        gate = load_row(z, base, i, stride_z, d, D, live, ACC)
-        grad *= gate * sigmoid(gate)
-    return grad
+    """Store the sums of ``[BLOCK_N, BLOCK_D]`` over channels, a row ``[N]``.
+
+    A lane exchanges half of the rows that it has with another lane, until it has one: 16 rows cost
+    16 exchanges, where a sum of each row would cost 80.
+    """
+    halvings: tl.constexpr = halvings_of(BLOCK_N, BLOCK_D, WARPS)
+    for i in tl.static_range(halvings):
+        x = halved(x, BLOCK_N >> (i + 1), BLOCK_D, BLOCK_D >> (i + 1))
+    left: tl.constexpr = BLOCK_N >> halvings  # rows, each in lanes or warps of its own
+    alike: tl.constexpr = BLOCK_D >> halvings  # columns whose sums are of the same rows
+    for i in tl.static_range(log2(alike)):
+        x += across(x, left, BLOCK_D, 1 << i)
+    column = tl.arange(0, BLOCK_D)[None, :]
+    n = column // alike * left + tl.arange(0, left)[:, None]
+    tl.store(at + n, x, mask=(column % alike == 0) & (n < N) & live)
 
 
 @triton.jit
-def load_param(param, cell, exists, ACC: tl.constexpr):
+def load_param(param, n, d, D: tl.constexpr, N: tl.constexpr, exists, ACC: tl.constexpr):
     """Load the family's tile from ``[N, D]``; zeros where it has none."""
-    tile = (cell * 0).to(ACC)
+    tile = exists.to(ACC) * 0.0
     if param is not None:
-        tile += tl.load(param + cell, mask=exists, other=0.0).to(ACC)
+        tile += tl.load(state_at(param, 0, n, d, D, N), mask=exists, other=0.0).to(ACC)
     return tile
 
 
@@ -206,23 +276,30 @@ def scan_fwd_carry_kernel(
     slot = tl.program_id(0).to(tl.int64)
     _, _, end, begin = locate(offsets, segments, span, slot)
     stop = tl.minimum(begin + span, end)
-    d, n, cell, exists = channels_and_states(tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
+    d, n, exists = channels_and_states(tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
     bias = load_vector(dt_bias, d, D, ACC)
-    a = load_param(param, cell, exists, ACC)
+    a = load_param(param, n, d, D, N, exists, ACC)
     state = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     product = tl.full((BLOCK_N, BLOCK_D), 1.0, ACC)
-    for base in range(begin, stop, TOKENS):
+    u_rows = widened(load_rows(u, begin, stop, stride_u, d, D, TOKENS), ACC)
+    k_rows = widened(load_rows(k, begin, stop, stride_k, n, N, TOKENS), ACC)
+    dt_rows = widened(load_rows(dt, begin, stop, stride_dt, d, D, TOKENS), ACC)
+    base = begin
+    while base < stop:
+        ahead = base + TOKENS
+        u_next = load_rows(u, ahead, stop, stride_u, d, D, TOKENS)
+        k_next = load_rows(k, ahead, stop, stride_k, n, N, TOKENS)
+        dt_next = load_rows(dt, ahead, stop, stride_dt, d, D, TOKENS)
         for i in tl.static_range(TOKENS):
             live = base + i < stop
-            u_t = load_row(u, base, i, stride_u, d, D, live, ACC)
-            k_t = load_row(k, base, i, stride_k, n, N, live, ACC)
-            dt_t = load_row(dt, base, i, stride_dt, d, D, live, ACC) + bias
-            state = STEP(state, u_t, k_t, dt_t, a, live)
-            product *= DECAY(k_t, dt_t, a, live)
+            dt_t = dt_rows[i] + bias
+            state = STEP(state, u_rows[i], k_rows[i], dt_t, a, live)
+            product *= DECAY(k_rows[i], dt_t, a, live)
+        u_rows, k_rows, dt_rows = widened(u_next, ACC), widened(k_next, ACC), widened(dt_next, ACC)
+        base = ahead
     if begin < stop:
-        at = slot * (N * D) + cell
-        tl.store(local + at, state, mask=exists)
-        tl.store(decays + at, product, mask=exists)
+        tl.store(state_at(local, slot, n, d, D, N), state, mask=exists)
+        tl.store(state_at(decays, slot, n, d, D, N), product, mask=exists)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -256,27 +333,44 @@ def scan_bwd_carry_kernel(
     slot = tl.program_id(0).to(tl.int64)
     _, _, end, begin = locate(offsets, segments, span, slot)
     stop = tl.minimum(begin + span, end)
-    d, n, cell, exists = channels_and_states(tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
+    d, n, exists = channels_and_states(tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
     bias = load_vector(dt_bias, d, D, ACC)
-    a = load_param(param, cell, exists, ACC)
+    a = load_param(param, n, d, D, N, exists, ACC)
     grad = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     product = tl.full((BLOCK_N, BLOCK_D), 1.0, ACC)
-    groups = tl.cdiv(stop - begin, TOKENS)
-    for g in range(0, groups):
-        base = begin + (groups - 1 - g) * TOKENS
+    g = tl.cdiv(stop - begin, TOKENS) - 1
+    base = begin + tl.maximum(g, 0) * TOKENS
+    k_rows = widened(load_rows(k, base, stop, stride_k, n, N, TOKENS), ACC)
+    q_rows = widened(load_rows(q, base, stop, stride_q, n, N, TOKENS), ACC)
+    dt_rows = widened(load_rows(dt, base, stop, stride_dt, d, D, TOKENS), ACC)
+    grad_rows = widened(load_rows(grad_out, base, stop, stride_grad, d, D, TOKENS), ACC)
+    if z is not None:
+        z_rows = widened(load_rows(z, base, stop, stride_z, d, D, TOKENS), ACC)
+    while g >= 0:
+        base = begin + g * TOKENS
+        ahead = begin + tl.maximum(g - 1, 0) * TOKENS
+        k_next = load_rows(k, ahead, stop, stride_k, n, N, TOKENS)
+        q_next = load_rows(q, ahead, stop, stride_q, n, N, TOKENS)
+        dt_next = load_rows(dt, ahead, stop, stride_dt, d, D, TOKENS)
+        grad_next = load_rows(grad_out, ahead, stop, stride_grad, d, D, TOKENS)
+        if z is not None:
+            z_next = load_rows(z, ahead, stop, stride_z, d, D, TOKENS)
         for i in tl.static_range(TOKENS - 1, -1, -1):
             live = base + i < stop
-            k_t = load_row(k, base, i, stride_k, n, N, live, ACC)
-            q_t = load_row(q, base, i, stride_q, n, N, live, ACC)
-            dt_t = load_row(dt, base, i, stride_dt, d, D, live, ACC) + bias
-            g_t = gated(grad_out, z, base, i, stride_grad, stride_z, d, D, live, ACC)
-            factor = DECAY(k_t, dt_t, a, live)
-            grad = factor * (grad + q_t[:, None] * g_t[None, :])
+            g_t = grad_rows[i]
+            if z is not None:
+                g_t *= z_rows[i] * sigmoid(z_rows[i])
+            factor = DECAY(k_rows[i], dt_rows[i] + bias, a, live)
+            grad = factor * (grad + q_rows[i][:, None] * g_t[None, :])
             product *= factor
+        k_rows, q_rows, dt_rows = widened(k_next, ACC), widened(q_next, ACC), widened(dt_next, ACC)
+        grad_rows = widened(grad_next, ACC)
+        if z is not None:
+            z_rows = widened(z_next, ACC)
+        g -= 1
     if begin < stop:
-        at = slot * (N * D) + cell
-        tl.store(local + at, grad, mask=exists)
-        tl.store(decays + at, product, mask=exists)
+        tl.store(state_at(local, slot, n, d, D, N), grad, mask=exists)
+        tl.store(state_at(decays, slot, n, d, D, N), product, mask=exists)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -296,22 +390,22 @@ def scan_combine_kernel(
 ):
     """Replace every span's ``local`` by the carry that enters it, span after span."""
     segment = tl.program_id(0).to(tl.int64)
-    _, _, cell, exists = channels_and_states(tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
-    whole = segment * (N * D) + cell
+    d, n, exists = channels_and_states(tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
     carry = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     if first_carry is not None:
-        carry += tl.load(first_carry + whole, mask=exists, other=0.0).to(ACC)
+        carry += tl.load(state_at(first_carry, segment, n, d, D, N), mask=exists, other=0.0).to(ACC)
     first = tl.load(offsets + segment)
     spans = tl.cdiv(tl.load(offsets + segment + 1) - first, span)
     for j in range(0, spans):
         i = spans - 1 - j if REVERSE else j
-        at = (first // span + segment + i) * (N * D) + cell
-        added = tl.load(local + at, mask=exists, other=0.0)
-        factor = tl.load(decays + at, mask=exists, other=0.0)
-        tl.store(local + at, carry, mask=exists)
+        slot = first // span + segment + i
+        at = state_at(local, slot, n, d, D, N)
+        added = tl.load(at, mask=exists, other=0.0)
+        factor = tl.load(state_at(decays, slot, n, d, D, N), mask=exists, other=0.0)
+        tl.store(at, carry, mask=exists)
         carry = factor * carry + added
     if last_carry is not None:
-        tl.store(last_carry + whole, carry, mask=exists)
+        tl.store(state_at(last_carry, segment, n, d, D, N), carry, mask=exists)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -348,45 +442,103 @@ def scan_fwd_kernel(
 ):
     """Write the outputs of one span, or of a whole segment where ``starts`` is None."""
     slot = tl.program_id(0).to(tl.int64)
-    d, n, cell, exists = channels_and_states(tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
+    d, n, exists = channels_and_states(tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
     state = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     if starts is None:
         segment = slot
         first = tl.load(offsets + segment)
         begin = first
         stop = tl.load(offsets + segment + 1)
-        whole = segment * (N * D) + d[None, :] * N + n[:, None]
         if initial is not None:
-            state += tl.load(initial + whole, mask=exists, other=0.0).to(ACC)
+            state += tl.load(
+                cells(initial + segment * (N * D), n, d, 1, N), mask=exists, other=0.0
+            ).to(ACC)
     else:
         segment, first, end, begin = locate(offsets, segments, span, slot)
         stop = tl.minimum(begin + span, end)
-        at = slot * (N * D) + cell
-        state += tl.load(starts + at, mask=exists & (begin < stop), other=0.0)
-    a = load_param(param, cell, exists, ACC)
+        at = state_at(starts, slot, n, d, D, N)
+        state += tl.load(at, mask=exists & (begin < stop), other=0.0)
+    a = load_param(param, n, d, D, N, exists, ACC)
     bias = load_vector(dt_bias, d, D, ACC)
     through = load_vector(skip, d, D, ACC)
+    u_rows = widened(load_rows(u, begin, stop, stride_u, d, D, TOKENS), ACC)
+    q_rows = widened(load_rows(q, begin, stop, stride_q, n, N, TOKENS), ACC)
+    k_rows = widened(load_rows(k, begin, stop, stride_k, n, N, TOKENS), ACC)
+    dt_rows = widened(load_rows(dt, begin, stop, stride_dt, d, D, TOKENS), ACC)
+    if z is not None:
+        z_rows = widened(load_rows(z, begin, stop, stride_z, d, D, TOKENS), ACC)
     for kept in range(begin, stop, INTERVAL):
         if saved is not None:
-            at = (first // INTERVAL + segment + (kept - first) // INTERVAL) * (N * D) + cell
-            tl.store(saved + at, state, mask=exists)
-        for base in range(kept, tl.minimum(kept + INTERVAL, stop), TOKENS):
+            number = first // INTERVAL + segment + (kept - first) // INTERVAL
+            tl.store(state_at(saved, number, n, d, D, N), state, mask=exists)
+        base = kept
+        while base < tl.minimum(kept + INTERVAL, stop):
+            ahead = base + TOKENS
+            u_next = load_rows(u, ahead, stop, stride_u, d, D, TOKENS)
+            q_next = load_rows(q, ahead, stop, stride_q, n, N, TOKENS)
+            k_next = load_rows(k, ahead, stop, stride_k, n, N, TOKENS)
+            dt_next = load_rows(dt, ahead, stop, stride_dt, d, D, TOKENS)
+            if z is not None:
+                z_next = load_rows(z, ahead, stop, stride_z, d, D, TOKENS)
             for i in tl.static_range(TOKENS):
                 live = base + i < stop
-                u_t = load_row(u, base, i, stride_u, d, D, live, ACC)
-                k_t = load_row(k, base, i, stride_k, n, N, live, ACC)
-                q_t = load_row(q, base, i, stride_q, n, N, live, ACC)
-                dt_t = load_row(dt, base, i, stride_dt, d, D, live, ACC) + bias
-                state = STEP(state, u_t, k_t, dt_t, a, live)
-                o = tl.sum(state * q_t[:, None], axis=0) + through * u_t
+                state = STEP(state, u_rows[i], k_rows[i], dt_rows[i] + bias, a, live)
+                o = tl.sum(state * q_rows[i][:, None], axis=0) + through * u_rows[i]
                 if z is not None:
-                    gate = load_row(z, base, i, stride_z, d, D, live, ACC)
-                    o *= gate * sigmoid(gate)
-                tl.store(
-                    row_at(out, base, i, D, d), o.to(out.dtype.element_ty), mask=live & (d < D)
-                )
+                    o *= z_rows[i] * sigmoid(z_rows[i])
+                row = row_at(out, base, i, D, d)
+                tl.store(row, o.to(out.dtype.element_ty), mask=live & (d < D))
+            u_rows, q_rows = widened(u_next, ACC), widened(q_next, ACC)
+            k_rows, dt_rows = widened(k_next, ACC), widened(dt_next, ACC)
+            if z is not None:
+                z_rows = widened(z_next, ACC)
+            base = ahead
     if starts is None:
-        tl.store(final + whole, state, mask=exists)
+        tl.store(cells(final + segment * (N * D), n, d, 1, N), state, mask=exists)
+
+
+@triton.jit
+def march(
+    state,
+    boxes,
+    u,
+    k,
+    dt,
+    bias,
+    a,
+    begin,
+    end,
+    stop,
+    d,
+    n,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    stride_u: tl.constexpr,
+    stride_k: tl.constexpr,
+    stride_dt: tl.constexpr,
+    STEP: tl.constexpr,
+    ACC: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Return the state at ``end``; that before every TOKENS-th token goes to ``boxes``, if any."""
+    u_rows = widened(load_rows(u, begin, end, stride_u, d, D, TOKENS), ACC)
+    k_rows = widened(load_rows(k, begin, end, stride_k, n, N, TOKENS), ACC)
+    dt_rows = widened(load_rows(dt, begin, end, stride_dt, d, D, TOKENS), ACC)
+    groups = tl.cdiv(end - begin, TOKENS)
+    g = groups * 0
+    while g < groups:
+        if boxes is not None:
+            tl.store(boxes + g * state.numel, state)
+        base = tl.minimum(begin + g * TOKENS, stop)
+        ahead = base + TOKENS
+        u_next = load_rows(u, ahead, end, stride_u, d, D, TOKENS)
+        k_next = load_rows(k, ahead, end, stride_k, n, N, TOKENS)
+        dt_next = load_rows(dt, ahead, end, stride_dt, d, D, TOKENS)
+        for i in tl.static_range(TOKENS):
+            state = STEP(state, u_rows[i], k_rows[i], dt_rows[i] + bias, a, base + i < end)
+        u_rows, k_rows, dt_rows = widened(u_next, ACC), widened(k_next, ACC), widened(dt_next, ACC)
+        g += 1
+    return state
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -435,41 +587,45 @@ def scan_bwd_kernel(
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     """Walk one span backwards, or a whole segment where ``ends`` is None, and write all gradients.
 
     A march from the state saved before an interval leads to a chunk in it. Within a chunk states
     are computed anew: first every TOKENS-th, to scratch, then, going back, those of one group of
-    TOKENS, which stay in registers.
+    TOKENS, which stay in registers. ``state`` is the one after the token that is walked over.
     """
     program = tl.program_id(0).to(tl.int64)
     slot = first_slot + program
-    d, n, cell, exists = channels_and_states(first_block + tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
+    d, n, exists = channels_and_states(first_block + tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
     grad = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     if ends is None:
         segment = slot
         first = tl.load(offsets + segment)
         begin = first
         stop = tl.load(offsets + segment + 1)
-        whole = segment * (N * D) + cell
         if grad_final is not None:
-            grad += tl.load(grad_final + whole, mask=exists, other=0.0).to(ACC)
+            grad += tl.load(state_at(grad_final, segment, n, d, D, N), mask=exists, other=0.0).to(
+                ACC
+            )
     else:
         segment, first, end, begin = locate(offsets, segments, span, slot)
         stop = tl.minimum(begin + span, end)
-        at = slot * (N * D) + cell
-        grad += tl.load(ends + at, mask=exists & (begin < stop), other=0.0)
-    a = load_param(param, cell, exists, ACC)
+        at = state_at(ends, slot, n, d, D, N)
+        grad += tl.load(at, mask=exists & (begin < stop), other=0.0)
+    a = load_param(param, n, d, D, N, exists, ACC)
     bias = load_vector(dt_bias, d, D, ACC)
     through = load_vector(skip, d, D, ACC)
     sum_bias = tl.zeros((BLOCK_D,), ACC)
     sum_skip = tl.zeros((BLOCK_D,), ACC)
     sum_param = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     own = (program * tl.num_programs(1) + tl.program_id(1)) * (CHUNK // TOKENS * BLOCK_N * BLOCK_D)
-    scratch += own
-    box = tl.arange(0, BLOCK_N)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    boxes = cells(scratch + own, n, tl.arange(0, BLOCK_D), BLOCK_D, 1)
     partial = tl.program_id(1).to(tl.int64) * T
 
+    # 0, which the compiler does not know: it would keep values of a march for the walk back, and
+    # spill; these differ by it
+    nothing = tl.minimum(segments, 0).to(ACC)
     first_kept = first // INTERVAL + segment + (begin - first) // INTERVAL
     chunks = tl.cdiv(tl.maximum(stop - begin, 0), CHUNK)
     for c in range(0, chunks):
@@ -479,88 +635,96 @@ def scan_bwd_kernel(
         chunk = tl.minimum(begin + (chunks - 1 - c) * CHUNK, stop)
         chunk_stop = tl.minimum(chunk + CHUNK, stop)
         groups = tl.cdiv(chunk_stop - chunk, TOKENS)
-        kept = first_kept + (chunks - 1 - c) // (INTERVAL // CHUNK)
-        at = kept * (N * D) + cell
-        state = tl.load(saved + at, mask=exists, other=0.0)
+        number = first_kept + (chunks - 1 - c) // (INTERVAL // CHUNK)
+        state = tl.load(state_at(saved, number, n, d, D, N), mask=exists, other=0.0)
         if INTERVAL > CHUNK:
-            for t in range(chunk - (chunks - 1 - c) % (INTERVAL // CHUNK) * CHUNK, chunk):
-                live = t < chunk
-                u_t = load_row(u, t, 0, stride_u, d, D, live, ACC)
-                k_t = load_row(k, t, 0, stride_k, n, N, live, ACC)
-                dt_t = load_row(dt, t, 0, stride_dt, d, D, live, ACC) + bias
-                state = STEP(state, u_t, k_t, dt_t, a, live)
+            start = chunk - (chunks - 1 - c) % (INTERVAL // CHUNK) * CHUNK
+            state = march(
+                *(state, None, u, k, dt, bias, a, start, chunk, stop, d, n),
+                *(D, N, stride_u, stride_k, stride_dt, STEP, ACC, TOKENS),
+            )
         # threads may read back what others wrote
         tl.debug_barrier()
-        for g in range(0, groups):
-            tl.store(scratch + g * (BLOCK_N * BLOCK_D) + box, state)
-            base = tl.minimum(chunk + g * TOKENS, stop)
-            for i in tl.static_range(TOKENS):
-                live = base + i < chunk_stop
-                u_t = load_row(u, base, i, stride_u, d, D, live, ACC)
-                k_t = load_row(k, base, i, stride_k, n, N, live, ACC)
-                dt_t = load_row(dt, base, i, stride_dt, d, D, live, ACC) + bias
-                state = STEP(state, u_t, k_t, dt_t, a, live)
+        state = march(
+            *(state, boxes, u, k, dt, bias, a, chunk, chunk_stop, stop, d, n),
+            *(D, N, stride_u, stride_k, stride_dt, STEP, ACC, TOKENS),
+        )
         tl.debug_barrier()
-        for r in range(0, groups):
-            g = groups - 1 - r
+        base = tl.minimum(chunk + (groups - 1) * TOKENS, stop)
+        u_rows = widened(load_rows(u, base, chunk_stop, stride_u, d, D, TOKENS), ACC)
+        k_rows = widened(load_rows(k, base, chunk_stop, stride_k, n, N, TOKENS), ACC)
+        q_rows = widened(load_rows(q, base, chunk_stop, stride_q, n, N, TOKENS), ACC)
+        dt_rows = widened(load_rows(dt, base, chunk_stop, stride_dt, d, D, TOKENS), ACC)
+        grad_rows = widened(load_rows(grad_out, base, chunk_stop, stride_grad, d, D, TOKENS), ACC)
+        if z is not None:
+            z_rows = widened(load_rows(z, base, chunk_stop, stride_z, d, D, TOKENS), ACC)
+        kept = tl.load(boxes + (groups - 1) * (BLOCK_N * BLOCK_D))
+        g = groups - 1
+        while g >= 0:
             base = tl.minimum(chunk + g * TOKENS, stop)
-            state = tl.load(scratch + g * (BLOCK_N * BLOCK_D) + box)
-            states = (state,)
-            for i in tl.static_range(TOKENS):
+            before = tl.maximum(g - 1, 0)
+            ahead = tl.minimum(chunk + before * TOKENS, stop)
+            u_next = load_rows(u, ahead, chunk_stop, stride_u, d, D, TOKENS)
+            k_next = load_rows(k, ahead, chunk_stop, stride_k, n, N, TOKENS)
+            q_next = load_rows(q, ahead, chunk_stop, stride_q, n, N, TOKENS)
+            dt_next = load_rows(dt, ahead, chunk_stop, stride_dt, d, D, TOKENS)
+            grad_next = load_rows(grad_out, ahead, chunk_stop, stride_grad, d, D, TOKENS)
+            if z is not None:
+                z_next = load_rows(z, ahead, chunk_stop, stride_z, d, D, TOKENS)
+            states = (kept,)
+            for i in tl.static_range(TOKENS - 1):
                 live = base + i < chunk_stop
-                u_t = load_row(u, base, i, stride_u, d, D, live, ACC)
-                k_t = load_row(k, base, i, stride_k, n, N, live, ACC)
-                q_t = load_row(q, base, i, stride_q, n, N, live, ACC)
-                dt_t = load_row(dt, base, i, stride_dt, d, D, live, ACC) + bias
-                g_t = load_row(grad_out, base, i, stride_grad, d, D, live, ACC)
-                state = STEP(state, u_t, k_t, dt_t, a, live)
-                if i + 1 < TOKENS:
-                    states = states + (state,)  # noqa: RUF005 (Triton knows no star)
+                kept = STEP(kept, u_rows[i], k_rows[i], dt_rows[i] + bias, a, live)
+                states = states + (kept,)  # noqa: RUF005 (Triton knows no star)
+            for i in tl.static_range(TOKENS - 1, -1, -1):
+                live = base + i < chunk_stop
+                here = live & (d < D)
+                u_t, k_t, q_t, g_t = u_rows[i], k_rows[i] + nothing, q_rows[i], grad_rows[i]
                 if z is not None:
-                    gate = load_row(z, base, i, stride_z, d, D, live, ACC)
+                    gate = z_rows[i]
                     o = tl.sum(state * q_t[:, None], axis=0) + through * u_t
                     open_ = sigmoid(gate)
                     grad_gate = g_t * o * open_ * (1.0 + gate * (1.0 - open_))
                     grad_gate = grad_gate.to(grad_z.dtype.element_ty)
-                    tl.store(row_at(grad_z, base, i, D, d), grad_gate, mask=live & (d < D))
+                    tl.store(row_at(grad_z, base, i, D, d), grad_gate, mask=here)
                     g_t *= gate * open_
                 sum_skip += g_t * u_t
-                read = tl.sum(state * g_t[None, :], axis=1)
-                tl.store(row_at(grad_q, partial + base, i, N, n), read, mask=live & (n < N))
-            base = tl.minimum(base, chunk_stop)
-            for i in tl.static_range(TOKENS - 1, -1, -1):
-                live = base + i < chunk_stop
-                u_t = load_row(u, base, i, stride_u, d, D, live, ACC)
-                k_t = load_row(k, base, i, stride_k, n, N, live, ACC)
-                q_t = load_row(q, base, i, stride_q, n, N, live, ACC)
-                dt_t = load_row(dt, base, i, stride_dt, d, D, live, ACC) + bias
-                g_t = gated(grad_out, z, base, i, stride_grad, stride_z, d, D, live, ACC)
-                before = states[i]
-                if i == 0:
-                    # read again, so that its registers are free until here
-                    before = tl.load(scratch + g * (BLOCK_N * BLOCK_D) + box)
+                row = row_at(grad_q, partial + base, i, N, 0)
+                store_channel_sums(row, state * g_t[None, :], N, live, BLOCK_N, BLOCK_D, WARPS)
                 grad += q_t[:, None] * g_t[None, :]
-                grad, gu, gdt, gk, gparam = ADJOINT(grad, before, u_t, k_t, dt_t, a, live)
+                state = states[i]
+                if i == 0:
+                    # ahead of its use, but not before registers are free
+                    kept = tl.load(boxes + before * (BLOCK_N * BLOCK_D))
+                dt_t = dt_rows[i] + bias + nothing
+                grad, gu, gdt, gk, gparam = ADJOINT(grad, state, u_t, k_t, dt_t, a, live)
                 gu += through * g_t
-                here = live & (d < D)
                 tl.store(row_at(grad_u, base, i, D, d), gu.to(grad_u.dtype.element_ty), mask=here)
                 tl.store(
                     row_at(grad_dt, base, i, D, d), gdt.to(grad_dt.dtype.element_ty), mask=here
                 )
-                written = tl.sum(gk, axis=1)
-                tl.store(row_at(grad_k, partial + base, i, N, n), written, mask=live & (n < N))
+                row = row_at(grad_k, partial + base, i, N, 0)
+                store_channel_sums(row, gk, N, live, BLOCK_N, BLOCK_D, WARPS)
                 sum_bias += tl.where(live, gdt, 0.0)
                 if param is not None:
                     sum_param += gparam
+            u_rows, k_rows, q_rows = (
+                widened(u_next, ACC),
+                widened(k_next, ACC),
+                widened(q_next, ACC),
+            )
+            dt_rows, grad_rows = widened(dt_next, ACC), widened(grad_next, ACC)
+            if z is not None:
+                z_rows = widened(z_next, ACC)
+            g -= 1
     if dt_bias is not None:
         tl.store(grad_bias + slot * D + d, sum_bias, mask=d < D)
     if skip is not None:
         tl.store(grad_skip + slot * D + d, sum_skip, mask=d < D)
     if param is not None:
-        at = slot * (N * D) + cell
-        tl.store(grad_param + at, sum_param, mask=exists)
+        tl.store(state_at(grad_param, slot, n, d, D, N), sum_param, mask=exists)
     if ends is None and grad_initial is not None:
-        tl.store(grad_initial + whole, grad, mask=exists)
+        tl.store(state_at(grad_initial, segment, n, d, D, N), grad, mask=exists)
 
 
 def rows(x: Tensor) -> Tensor:
@@ -583,12 +747,12 @@ class Plan(NamedTuple):
     arguments: dict[str, Any]
 
 
-def plan(transition: Transition, inputs: Inputs, offsets: Tensor) -> Plan:
+def plan(transition: Transition, inputs: Inputs, offsets: Tensor, entries: int, ahead: int) -> Plan:
     """Shape the programs of a call and gather what its kernels have in common."""
     u, q, k, dt, dt_bias, skip, z, param, _ = inputs
     exact = accumulator(u)
     (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1
-    shape = tile(states, exact, transition.entries, transition.unroll)
+    shape = tile(states, exact, entries, ahead)
     blocks = triton.cdiv(width, shape.block_d)
     between = interval(states, CHUNK)
     span = span_of(tokens, segments, blocks * shape.num_warps, between)
@@ -614,6 +778,7 @@ def plan(transition: Transition, inputs: Inputs, offsets: Tensor) -> Plan:
         "TOKENS": shape.tokens,
         "BLOCK_N": shape.block_n,
         "BLOCK_D": shape.block_d,
+        "WARPS": shape.num_warps,
     }
     return Plan(shape, blocks, span, chunk_slots(tokens, segments, between), arguments)
 
@@ -641,7 +806,7 @@ def launch(kernel: JITFunction, grid: tuple[int, int], made: Plan, **own: object
     arguments = made.arguments | own
     named = {name: arguments[name] for name in kernel.arg_names if name in arguments}
     options = {"num_warps": made.shape.num_warps}
-    if kernel is scan_bwd_kernel or arguments["ACC"] == tl.float64:
+    if kernel in (scan_bwd_carry_kernel, scan_bwd_kernel) or arguments["ACC"] == tl.float64:
         options |= every_register()
     kernel[grid](**named, **options)
 
@@ -656,7 +821,7 @@ def forward(
     u, _, k, *_, initial_state = inputs
     exact = accumulator(u)
     (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1
-    made = plan(transition, inputs, offsets)
+    made = plan(transition, inputs, offsets, 16, TOKENS)
     blocks, span = made.blocks, made.span
     out = u.new_empty(tokens, width)
     saved = u.new_empty(made.slots if save else 0, states, width, dtype=exact)
@@ -669,8 +834,7 @@ def forward(
             starts = u.new_empty(programs, states, width, dtype=exact)
             decays = torch.empty_like(starts)
             found = {"local": starts, "decays": decays}
-            few = min(2, made.shape.tokens)
-            launch(scan_fwd_carry_kernel, (programs, blocks), made, **found, TOKENS=few)
+            launch(scan_fwd_carry_kernel, (programs, blocks), made, **found)
             launch(
                 scan_combine_kernel,
                 (segments, blocks),
@@ -706,7 +870,9 @@ def backward(
     u, q, k, dt, dt_bias, skip, z, param, initial_state = inputs
     exact = accumulator(u)
     (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1
-    made = plan(transition, inputs, offsets)
+    # where warps share channels, sums between them want registers
+    entries = transition.entries if states <= 16 else transition.entries // 2
+    made = plan(transition, inputs, offsets, entries, transition.tokens)
     shape, blocks, span = made.shape, made.blocks, made.span
     grad_out = rows(torch.zeros_like(u) if grad_out is None else grad_out)
     grad_final = _transposed(grad_final)
@@ -721,8 +887,13 @@ def backward(
             ends = u.new_empty(programs, states, width, dtype=exact)
             decays = torch.empty_like(ends)
             found = {"local": ends, "decays": decays}
-            few = min(2, shape.tokens)
-            launch(scan_bwd_carry_kernel, (programs, blocks), made, **incoming, **found, TOKENS=few)
+            ahead = tile(states, exact, entries, TOKENS).tokens
+            launch(
+                *(scan_bwd_carry_kernel, (programs, blocks), made),
+                **incoming,
+                **found,
+                TOKENS=ahead,
+            )
             launch(
                 scan_combine_kernel,
                 (segments, blocks),

@@ -7,10 +7,14 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false
 
+import math
+
 import triton
 import triton.language as tl
 
 from ssmzoo_kernels.scan import triton as scan
+
+LN2 = tl.constexpr(math.log(2.0))
 
 
 @triton.jit
@@ -21,7 +25,7 @@ def step_size(dt, live):
     absolute 2e-7 only, and a small step would lose its digits.
     """
     TERMS: tl.constexpr = 17 if dt.dtype == tl.float64 else 8
-    y = tl.exp(-tl.abs(dt))
+    y = scan.exp(-tl.abs(dt))
     s = y / (2.0 + y)
     total = s * 0.0
     for i in tl.static_range(TERMS):
@@ -33,8 +37,26 @@ def step_size(dt, live):
 @triton.jit
 def slope(dt):
     """Return the derivative of ``softplus(dt)``."""
-    y = tl.exp(-tl.abs(dt))
+    y = scan.exp(-tl.abs(dt))
     return tl.where(dt > 20.0, 1.0, tl.where(dt < 0.0, y, 1.0) / (1.0 + y))
+
+
+@triton.jit
+def kept_by(delta, A):
+    """Return ``exp(delta A)``; a compiler takes the rate's product with a constant out of loops."""
+    return tl.exp2(delta[None, :] * (A * scan.LOG2E))
+
+
+@triton.jit
+def along(kept, A):
+    """Return ``sum_n kept A`` from the product that ``kept_by`` has, so that one tile is kept."""
+    return tl.sum(kept * (A * scan.LOG2E), axis=0) * LN2
+
+
+@triton.constexpr_function
+def coefficient(i):
+    """Return that of ``x^i`` in the series of ``held``."""
+    return 1.0 / math.factorial(i + 2)
 
 
 @triton.jit
@@ -45,41 +67,40 @@ def held(delta, A):
     ``x = delta A`` they are ``delta (1 + x r)`` and ``delta^2 (1 + x r - r)``.
     """
     TERMS: tl.constexpr = 14 if A.dtype == tl.float64 else 7
-    x = delta[None, :] * A
+    x = delta[None, :] * (A * scan.LOG2E) * LN2
+    r = x * 0.0 + coefficient(TERMS)
+    for i in tl.static_range(TERMS - 1, -1, -1):
+        r = r * x + coefficient(i)
     near = tl.abs(x) < 0.5
-    r = x * 0.0 + 1.0
-    for i in tl.static_range(TERMS):
-        r = 1.0 + r * x * (1.0 / (TERMS + 2 - i))
-    r *= 0.5
-    power = tl.exp(x)
-    inverse = 1.0 / tl.where(near, 1.0, A)
-    weight = tl.where(near, delta[None, :] * (1.0 + x * r), (power - 1.0) * inverse)
+    mean = 1.0 + x * r
+    power = kept_by(delta, A)
+    inverse = 1.0 / tl.where(A == 0.0, 1.0, A)
+    weight = tl.where(near, delta[None, :] * mean, (power - 1.0) * inverse)
     bend = (delta[None, :] * power - weight) * inverse
-    bend = tl.where(near, delta[None, :] * delta[None, :] * (1.0 + (x - 1.0) * r), bend)
-    return weight, bend
+    return weight, tl.where(near, (delta * delta)[None, :] * (mean - r), bend)
 
 
 @triton.jit
 def decay(k, dt, A, live):
     """Return what remains of the state."""
-    return tl.exp(step_size(dt, live)[None, :] * A)
+    return kept_by(step_size(dt, live), A)
 
 
 @triton.jit
 def euler_step(state, u, k, dt, A, live):
     """Decay, and add the input times the step size."""
     delta = step_size(dt, live)
-    return tl.exp(delta[None, :] * A) * state + (delta * u)[None, :] * k[:, None]
+    return kept_by(delta, A) * state + (delta * u)[None, :] * k[:, None]
 
 
 @triton.jit
 def euler_adjoint(grad, state, u, k, dt, A, live):
     """Carry the gradient of the state after a token back to the state before it and the inputs."""
     delta = step_size(dt, live)
-    before = tl.exp(delta[None, :] * A) * grad
+    before = kept_by(delta, A) * grad
     kept = before * state
     written = tl.sum(grad * k[:, None], axis=0)
-    grad_dt = (u * written + tl.sum(kept * A, axis=0)) * slope(dt)
+    grad_dt = (u * written + along(kept, A)) * slope(dt)
     return before, delta * written, grad_dt, grad * (delta * u)[None, :], kept * delta[None, :]
 
 
@@ -88,7 +109,7 @@ def zoh_step(state, u, k, dt, A, live):
     """Decay, and add the input as if it stood still for the whole step."""
     delta = step_size(dt, live)
     weight, _ = held(delta, A)
-    return tl.exp(delta[None, :] * A) * state + weight * u[None, :] * k[:, None]
+    return kept_by(delta, A) * state + weight * u[None, :] * k[:, None]
 
 
 @triton.jit
@@ -100,14 +121,14 @@ def zoh_adjoint(grad, state, u, k, dt, A, live):
     grad_param = written * u[None, :] * bend
     grad_u = tl.sum(written * weight, axis=0)
     grad_k = grad * weight * u[None, :]
-    before = tl.exp(delta[None, :] * A) * grad
+    before = kept_by(delta, A) * grad
     kept = before * state
     moved = u * tl.sum(before * k[:, None], axis=0)
-    grad_dt = (moved + tl.sum(kept * A, axis=0)) * slope(dt)
+    grad_dt = (moved + along(kept, A)) * slope(dt)
     return before, grad_u, grad_dt, grad_k, grad_param + kept * delta[None, :]
 
 
 TRANSITIONS = {
-    "euler": scan.Transition(euler_step, decay, euler_adjoint, entries=8),
-    "zoh": scan.Transition(zoh_step, decay, zoh_adjoint, entries=8, unroll=2),
+    "euler": scan.Transition(euler_step, decay, euler_adjoint),
+    "zoh": scan.Transition(zoh_step, decay, zoh_adjoint, entries=8, tokens=1),
 }
