@@ -1,10 +1,13 @@
 """The chunk scheme of a first-order recurrence on GPUs; a family supplies its transition.
 
 A program owns ``BLOCK_D`` channels of one span of tokens and keeps their states, a ``[BLOCK_N,
-BLOCK_D]`` tile, in registers. Where segments and channels alone fill a GPU, a span is a whole
-segment. Otherwise segments are cut: one sweep finds what each span adds to a zero state and by what
-it multiplies another, a second combines spans in order, a third runs all spans at once. The README
-derives both directions.
+BLOCK_D]`` tile, in registers: a lane has a channel and its states. Rows of the next tokens are
+loaded before those of these tokens are computed. Loops over tokens are ``while``: through a ``for``
+Triton lets every lane load whole rows of ``q`` and ``k``, and keep those of all tokens ahead.
+
+Where segments and channels alone fill a GPU, a span is a whole segment. Otherwise segments are cut:
+one sweep finds what each span adds to a zero state and by what it multiplies another, a second
+combines spans in order, a third runs all spans at once. The README derives both directions.
 
 A transition is three ``@triton.jit`` functions. ``u`` and ``dt`` are ``[BLOCK_D]``, ``k`` is
 ``[BLOCK_N]``, ``param`` is the family's own ``[BLOCK_N, BLOCK_D]`` tile or zeros. ``live`` is false
