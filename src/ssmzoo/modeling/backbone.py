@@ -199,7 +199,8 @@ class SSMBlock(GradientCheckpointingLayer):
             self.mixer.writes_tokens
             and state.initial
             and is_token(self, hidden_states, packing)
-            and self.mixer.next_is_written(state)
+            # programs are for CPUs; elsewhere nobody waits for a number
+            and (not hidden_states.is_cpu or self.mixer.next_is_written(state))
         ):
             return token_of_layer(
                 self,
