@@ -223,6 +223,10 @@ class RecurrentCache(Cache):
         """
         self.recording = True
 
+    def deactivate_past_recording(self) -> None:
+        """Take no more snapshots, and drop those taken so far."""
+        self.recording, self._recorded = False, []
+
     def record(self, inputs: dict[str, Tensor] | None) -> Recorded | None:
         """Return the snapshot that :meth:`advance` takes, so that a call can be rolled back.
 

@@ -275,7 +275,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
     ) -> Any:
         """Speculate from a given state, of which transformers forgets what it has seen.
 
-        An error in between leaves the configuration and the given state's flag as they were.
+        However it ends, the configuration is as it was, and the state records no more.
         """
         given = kwargs.get("past_key_values")
         length = prompt_length(generation_config, kwargs)
@@ -285,11 +285,15 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         layers = self.config.num_hidden_layers
         decode = super()._assisted_decoding  # pyright: ignore[reportAttributeAccessIssue]
         try:
-            return decode(input_ids, *args, generation_config=generation_config, **kwargs)
+            output = decode(input_ids, *args, generation_config=generation_config, **kwargs)
         finally:
             self.config.num_hidden_layers = layers
             if given is not None:
                 given.input_holds_seen = False
+                given.deactivate_past_recording()
+        if generation_config.return_dict_in_generate or getattr(given, "_is_user_defined", False):
+            given.read_again(self.model)  # it outlives the call, and may be saved or get other rows
+        return output
 
     def _prepare_cache_for_generation(
         self,

@@ -99,7 +99,8 @@ def overrides(stock: type[nn.Module]) -> dict[str, Any]:
                 self, input_ids, *args, generation_config=generation_config, **kwargs
             )
         finally:
-            cache.input_holds_seen, cache.recording = False, False
+            cache.input_holds_seen = False
+            cache.deactivate_past_recording()
         if generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False):
             cache.read_again(self.prompt_reader)  # it outlives the call, and may meet stock code
         return output
