@@ -143,6 +143,16 @@ def test_a_copy_has_memory_of_its_own(model, ids):
     assert (cache.seen_tokens, copied.seen_tokens) == (14, 12)
 
 
+def test_a_copy_made_under_inference_mode_is_written_into_outside(model, ids):
+    cache = static(model)
+    with torch.inference_mode():
+        read(model, cache, ids, 9)
+        copied = copy.deepcopy(cache)
+    expected = read(model, cache, ids[:, 9:], 2, 1)
+    assert torch.equal(read(model, copied, ids[:, 9:], 2, 1), expected)
+    assert copied.seen_tokens == 12
+
+
 def test_tokens_are_taken_back_in_place(model, ids):
     cache = static(model)
     read(model, cache, ids, 9)
