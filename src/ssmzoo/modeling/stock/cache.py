@@ -89,9 +89,18 @@ class StockCache(RecurrentCache):
             given: Its arguments by name.
 
         Raises:
-            ValueError: The cache belongs to another model or holds another number of sequences.
+            ValueError: The cache belongs to another model, holds another number of sequences, or
+                meets gradient checkpointing, for which transformers' layers drop their caches.
         """
         name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
+        if given.get(name) is None:
+            return forward()  # which says what is missing
+        if model.training and model.is_gradient_checkpointing:
+            raise ValueError(
+                f"past_key_values must be left out where {type(model).__name__} trains with "
+                "gradient checkpointing, whose layers write into no cache; call model.eval() or "
+                "model.gradient_checkpointing_disable()"
+            )
         self.check(model.config, len(given[name]))
         self.read_again(model)
         places = {n: given[n] for n in _PLACES if given.get(n) is not None}
