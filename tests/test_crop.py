@@ -76,6 +76,16 @@ def test_after_assisted_decoding_a_cache_is_as_after_any_other(model, ids, retur
     )
 
 
+def test_a_prompt_read_from_a_cropped_cache_can_be_saved(model, ids, tmp_path):
+    cache = read(model, None, ids[:, :4])
+    cache.activate_past_recording()
+    read(model, cache, ids[:, 4:12]).crop(7)
+    prompt = model.prefill(ids[:, :8], past_key_values=cache)
+    prompt.save_pretrained(tmp_path)
+    goes_on(model, prompt.inputs()["past_key_values"], ids, 7)
+    goes_on(model, cache, ids, 7)
+
+
 def test_crop_with_a_positive_length_keeps_that_many_tokens(model, ids):
     cache = read(model, None, ids[:, :4])
     cache.activate_past_recording()

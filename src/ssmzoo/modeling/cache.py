@@ -353,7 +353,7 @@ class RecurrentCache(Cache):
         if self.batch_size not in (-1, batch_size):
             raise ValueError(
                 f"past_key_values holds {self.batch_size} sequences, the input has {batch_size}; "
-                "use its batch_repeat_interleave or batch_select_indices"
+                "use its batch_repeat_interleave or batch_select_indices, or a new cache"
             )
 
     def write(
