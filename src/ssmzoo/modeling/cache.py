@@ -550,7 +550,7 @@ def check_kind(past_key_values: object, kind: type[RecurrentCache] = StateCache)
     if past_key_values is not None and not isinstance(past_key_values, kind):
         raise TypeError(
             f"past_key_values must be a {kind.__name__}, got {type(past_key_values).__name__}; "
-            "leave it out and take the one a forward pass returns"
+            "leave it out, or take the cache of a prompt that prefill read"
         )
 
 
