@@ -2,9 +2,9 @@
 
 What surprises: the state has a fixed size however many tokens were seen. It can be cropped only
 inside calls that were recorded: the snapshot from before the call is restored, and the tokens that
-stay are read again. A forward pass that fails leaves the state unchanged, because new states
-replace the old ones only at its end. Single steps of RTF and B'MOJO write into a ring in place, to
-a row that no token reads before it was written again.
+stay are read again. In the zoo's own models a forward pass that fails leaves the state unchanged,
+because new states replace the old ones only at its end. Single steps of RTF and B'MOJO write into a
+ring in place, to a row that no token reads before it was written again.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class StaticStateCache(StateCache):
     """A :class:`StateCache` whose memory stays where it is: every call writes into it in place.
 
     The first call makes the buffers; run it uncompiled where graphs of CUDA shall take the steps
-    (``generate`` does). :meth:`reset` keeps them for the next prompt of as many rows. Only another
-    number of rows makes new ones. A call that fails while it runs leaves the state unchanged.
+    (``generate`` does). :meth:`reset` keeps them for the next prompt of as many rows; only methods
+    that change the number of rows make new ones. A call that fails leaves the state unchanged.
 
     Args:
         config: The configuration of the model it will serve.
