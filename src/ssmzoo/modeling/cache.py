@@ -9,13 +9,12 @@ ring in place, to a row that no token reads before it was written again.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -245,15 +244,6 @@ class RecurrentCache(Cache):
     def _count(self, tokens: int) -> None:
         self.seen_tokens += tokens
 
-    @contextlib.contextmanager
-    def unrecorded(self) -> Iterator[None]:
-        """Let the calls inside the block not be recorded."""
-        recording, self.recording = self.recording, False
-        try:
-            yield
-        finally:
-            self.recording = recording
-
     @torch.no_grad()
     def read_again(self, model: nn.Module) -> None:
         """Bring the states to where a crop put the number of tokens; ``model`` reads what stays."""
@@ -263,12 +253,14 @@ class RecurrentCache(Cache):
         ids = pending.get("input_ids", pending.get("inputs_embeds"))
         assert ids is not None
         self.pending, self.seen_tokens = None, seen - ids.shape[1]
+        recording, self.recording = self.recording, False
         try:
-            with self.unrecorded():
-                model(**pending, past_key_values=self)
+            model(**pending, past_key_values=self)
         except BaseException:
             self.pending, self.seen_tokens = pending, seen
             raise
+        finally:
+            self.recording = recording
 
     def crop(self, max_length: int) -> None:
         """Roll back tokens that were read while calls were recorded.

@@ -277,7 +277,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
 
         However it ends, the configuration is as it was, and the state records no more.
         """
-        given = kwargs.get("past_key_values")
+        given: Any = kwargs.get("past_key_values")
         length = prompt_length(generation_config, kwargs)
         generation_config.cache_implementation = None  # transformers refuses its own static caches
         if given is not None and given.seen_tokens and length == input_ids.shape[1]:

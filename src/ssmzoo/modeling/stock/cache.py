@@ -25,8 +25,8 @@ class StockCache(RecurrentCache):
     """The layers of transformers' own cache, which stock mixers and attention write into.
 
     It counts tokens where they hold recurrent states alone, and rolls back by snapshot and replay,
-    attention's keys and values too. Stock layers write into it as they run, so a call that fails may
-    leave some of them ahead of others: go on from a copy made before, or reset it.
+    attention's keys and values too. Stock layers write into it as they run, so a call that fails
+    may leave some of them ahead of others: go on from a copy made before, or reset it.
 
     Args:
         config: The configuration of the model it will serve.

@@ -28,7 +28,7 @@ _NAMES = (_CACHE, "cache_params")
 def overrides(stock: type[nn.Module]) -> dict[str, Any]:
     """Return the methods of ``GenerationMixin`` that an accelerated model's class replaces.
 
-    None where one is missing: their names are transformers' own affair.
+    Nothing where one is missing: their names are transformers' own affair.
     """
     theirs: Any = stock
     if not all(hasattr(theirs, name) for name in _REPLACED):
