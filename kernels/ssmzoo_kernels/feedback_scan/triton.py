@@ -1,10 +1,13 @@
 """COFFEE's scan on GPUs: a march token by token, its adjoint, and Newton's method on tiles.
 
 The march and its adjoint keep a ``[BLOCK_N, BLOCK_D]`` tile of one segment's states in registers:
-a program is a segment and a block of channels. A nonlinear recurrence cannot be cut, so nothing is
-gained by shorter spans; where segments and channels are few, blocks are narrower. Newton's method
-takes a tile ``[BLOCK_L, BLOCK_M]`` of tokens by lanes (channel and state together), solves it, and
-goes on from its last row.
+a program is a segment and a block of channels. Of a warp's 32 lanes ``32 / BLOCK_D`` share a
+channel, one where BLOCK_D is 32; a lane has every so many-th of its states. A nonlinear recurrence
+cannot be cut, so nothing is gained by shorter spans; where segments and channels are few, blocks
+are narrower.
+
+Newton's method takes a tile ``[BLOCK_L, BLOCK_M]`` of tokens by channel and state together, solves
+it, and goes on from its last row.
 """
 
 # a kernel launch is no ordinary call: Triton's types do not describe it
