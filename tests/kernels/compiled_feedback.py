@@ -4,11 +4,11 @@ Prints one JSON object a case, kernel and target. The launches are the op's own:
 in for the launcher.
 """
 
+import argparse
 import contextlib
-import sys
 
 import torch
-from compiled_triton import recording, write_records
+from compiled_triton import TARGETS, named_target, recording, write_records
 
 from ssmzoo_kernels.feedback_scan import triton as feedback_triton
 
@@ -45,4 +45,8 @@ def launches(case):
 
 
 if __name__ == "__main__":
-    write_records(sys.argv[1:] or CASES, launches)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", default=[*CASES], metavar="case")
+    parser.add_argument("--targets", nargs="+", type=named_target, default=TARGETS)
+    arguments = parser.parse_args()
+    write_records(arguments.cases, launches, targets=arguments.targets)

@@ -201,13 +201,13 @@ def record_of(case, name, launch, target):
     }
 
 
-def write_records(cases, launches, prefix=""):
+def write_records(cases, launches, prefix="", targets=TARGETS):
     """Write a record of every launch of some cases; for the scripts beside this one.
 
     They need no road here: a script's folder is where it imports from.
     """
     for case in cases:
-        for target in TARGETS:
+        for target in targets:
             for launch in launches(case):
                 name = launch[0].__name__.removeprefix(prefix)
                 write(json.dumps(record_of(case, name, launch, target)))

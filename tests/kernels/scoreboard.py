@@ -3,8 +3,9 @@
 A model, not a measurement: one quarter of a Hopper SM runs a few equal warps through a loop of the
 SASS. A warp issues in order, one instruction a cycle for all warps together, once its operands are
 there and the unit is free; ``LATENCY`` and ``OCCUPIED`` say when that is. It has no caches (every
-load from global memory takes as long as from DRAM) and no bandwidth. Compare two versions of a
-kernel by it, not a kernel with a clock.
+load from global memory takes as long as from DRAM) and no bandwidth, and asynchronous instructions
+(HGMMA, copies to shared memory) cost it their issue alone. Compare two versions of a kernel by it,
+not a kernel with a clock.
 
     python tests/kernels/scoreboard.py                    # the rows of scoreboard.csv
     python tests/kernels/scoreboard.py --sass FILE        # the loops of what nvdisasm -c printed
@@ -29,14 +30,34 @@ COLUMNS = (
 )
 
 # what the table has: script, case, kernel, and the constants of the kernel that say how many tokens
-# one pass of its loops takes and how many channels a warp has (None: 1)
+# a pass of its loops takes (a number; or None: the whole kernel counts, once through, and "a token"
+# means a program) and how many channels a program has
 ROWS = [
-    ("compiled_triton", case, kernel, "TOKENS", "BLOCK_D")  # scans: one warp a block
-    for case in ("large_spans", "selective_large_spans", "zoh_large_spans")
-    for kernel in (
-        *("scan_fwd_carry_kernel", "scan_fwd_kernel"),
-        *("scan_bwd_carry_kernel", "scan_bwd_kernel"),
-    )
+    *(
+        ("compiled_triton", case, f"scan_{kernel}_kernel", "TOKENS", "BLOCK_D")
+        for case in ("large_spans", "selective_large_spans", "zoh_large_spans")
+        for kernel in ("fwd_carry", "fwd", "bwd_carry", "bwd")
+    ),
+    ("compiled_feedback", "model", "feedback_fwd_kernel", "TOKENS", "BLOCK_D"),
+    ("compiled_feedback", "model", "feedback_bwd_kernel", "TOKENS", "BLOCK_D"),
+    ("compiled_feedback", "model", "feedback_newton_kernel", "BLOCK_L", "BLOCK_D"),
+    # of eidetic_attention, tokens that those of a program meet
+    ("compiled_eidetic", "model128", "eidetic_attention_fwd_kernel", "BLOCK_N", "BLOCK_D"),
+    ("compiled_eidetic", "model128", "eidetic_attention_bwd_query_kernel", "BLOCK_N", "BLOCK_D"),
+    ("compiled_eidetic", "model128", "eidetic_attention_bwd_band_kernel", "BLOCK_M", "BLOCK_D"),
+    ("compiled_eidetic", "model128", "eidetic_attention_bwd_memory_kernel", "BLOCK_M", "BLOCK_D"),
+    ("compiled_linear_attention", "gated_delta", "pairs_kernel", None, "BLOCK_K"),
+    ("compiled_linear_attention", "gated_delta", "march_kernel", "C", "BLOCK_V"),
+    ("compiled_linear_attention", "gated_delta", "march_back_kernel", "C", "BLOCK_V"),
+    ("compiled_linear_attention", "gated_delta", "gradients_kernel", None, "BLOCK_V"),
+    ("compiled_linear_attention", "gated_delta", "step_kernel", None, "BLOCK_V"),
+    *(
+        ("compiled_rms_norm", case, f"rms_norm_{kernel}_kernel", None, "BLOCK_D")
+        for case in ("model", "sum")
+        for kernel in ("fwd", "bwd", "weight")
+    ),
+    ("compiled_triton", "conv", "causal_conv1d_fwd_kernel", 1, "BLOCK_D"),
+    ("compiled_triton", "conv", "causal_conv1d_bwd_kernel", 1, "BLOCK_D"),
 ]
 
 # cycles until a result is there; 5 where nothing is said
@@ -114,9 +135,9 @@ def _instruction(guard: str | None, name: str, operands: str) -> Instruction:
     return Instruction(base, tuple(reads), tuple(writes))
 
 
-def innermost_loops(sass: str) -> list[list[Instruction]]:
-    """Return the loops of ``nvdisasm -c`` that hold no other loop, in their order."""
-    code: list[tuple[Instruction, str | None]] = []  # and where a branch goes
+def parsed(sass: str) -> tuple[list[tuple[Instruction, str | None]], dict[str, int]]:
+    """Return the code of ``nvdisasm -c``, with the label a branch goes to, and where labels are."""
+    code: list[tuple[Instruction, str | None]] = []
     labels = {}
     for line in sass.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line):
@@ -126,6 +147,12 @@ def innermost_loops(sass: str) -> list[list[Instruction]]:
         ):
             to = re.search(r"\.L_x_\d+", found[3]) if found[2].startswith("BRA") else None
             code.append((_instruction(found[1], found[2], found[3]), to and to.group()))
+    return code, labels
+
+
+def innermost_loops(sass: str) -> list[list[Instruction]]:
+    """Return the loops of ``nvdisasm -c`` that hold no other loop, in their order."""
+    code, labels = parsed(sass)
     spans = [
         (labels[to], i)
         for i, (_, to) in enumerate(code)
@@ -207,15 +234,17 @@ def disassembled(cubin: bytes) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def per_token(sass: str, tokens: int, warps: int = WARPS) -> dict[str, float]:
+def per_token(sass: str, tokens: int | None, warps: int = WARPS) -> dict[str, float]:
     """Return what all loops of a kernel take together, a token and warp.
 
     Args:
         sass: What ``nvdisasm -c`` printed.
-        tokens: How many a pass of a loop takes.
+        tokens: How many a pass of a loop takes; None: the whole kernel is one pass.
         warps: How many share a quarter of an SM.
     """
     loops = loops_of_tokens(sass)
+    if tokens is None:
+        loops, tokens = [[x for x, _ in parsed(sass)[0] if x.base != "NOP"]], 1
     found = [predict(loop, warps) for loop in loops]
     bases = [x.base for loop in loops for x in loop]
     sums = {"cycles": sum(x.cycles for x in found), "round_trips": sum(x[1] for x in found)}
@@ -237,8 +266,8 @@ def records(rows=ROWS, target: int = TARGET):
             "script": script,
             "case": case,
             "kernel": kernel,
-            "channels": values[channels] if channels else 1,
-            **per_token(disassembled(compiled.asm["cubin"]), values[tokens]),
+            "channels": values[channels],
+            **per_token(disassembled(compiled.asm["cubin"]), values.get(tokens, tokens)),
             "registers": used["registers"],
             "spilled": used["stack"] + used["local"],
         }

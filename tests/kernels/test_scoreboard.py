@@ -4,7 +4,7 @@ import csv
 import io
 
 import pytest
-from tests.kernels.scoreboard import DRAM, TABLE, innermost_loops, predict
+from tests.kernels.scoreboard import DRAM, TABLE, innermost_loops, per_token, predict
 from tests.kernels.triton_processes import HERE, run
 
 # a load that the instruction behind it waits for, within a loop that holds another one
@@ -29,6 +29,13 @@ def test_a_loop_that_waits_for_its_load_takes_as_long_as_the_load():
     assert predict(loop, warps=1) == (DRAM + 1 + 8, 1)
     # the sum that it goes into is ready when the next load is
     assert predict(loop, warps=2).cycles < DRAM + 20
+
+
+def test_what_is_outside_of_loops_counts_where_a_kernel_is_one_pass():
+    kernel = LOOPS + "        /*0060*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;\n"
+    assert per_token(kernel, 1)["BAR"] == 0
+    assert per_token(kernel, None)["BAR"] == 1
+    assert per_token(kernel, None)["cycles"] > per_token(LOOPS, None)["cycles"] > DRAM
 
 
 def read(text):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}  # bytes a block may use
+OTHERS = {"sm_86": 99 * 1024, "sm_89": 99 * 1024, "sm_120": 99 * 1024, "gfx942": 64 * 1024}
+ON_OTHERS = ("--targets", *(name.removeprefix("sm_") for name in OTHERS))
 
 
 def run(command, **environment):

@@ -1,10 +1,13 @@
 """COFFEE's scan on GPUs: a march token by token, its adjoint, and Newton's method on tiles.
 
 The march and its adjoint keep a ``[BLOCK_N, BLOCK_D]`` tile of one segment's states in registers:
-a program is a segment and a block of channels. A nonlinear recurrence cannot be cut, so nothing is
-gained by shorter spans; where segments and channels are few, blocks are narrower. Newton's method
-takes a tile ``[BLOCK_L, BLOCK_M]`` of tokens by lanes (channel and state together), solves it, and
-goes on from its last row.
+a program is a segment and a block of channels. Of a warp's 32 lanes ``32 / BLOCK_D`` share a
+channel, one where BLOCK_D is 32; a lane has every so many-th of its states. A nonlinear recurrence
+cannot be cut, so nothing is gained by shorter spans; where segments and channels are few, blocks
+are narrower.
+
+Newton's method takes a tile ``[BLOCK_L, BLOCK_M]`` of tokens by channel and state together, solves
+it, and goes on from its last row.
 """
 
 # a kernel launch is no ordinary call: Triton's types do not describe it
@@ -23,14 +26,18 @@ from ssmzoo_kernels.feedback_scan.newton import LIMIT, NotConverged
 from ssmzoo_kernels.scan import chunk_slots, interval
 from ssmzoo_kernels.scan.triton import (
     FILL,
+    cells,
     channels_and_states,
     every_register,
     load_row,
+    load_rows,
     load_vector,
     near_rows,
     row_at,
     rows,
+    state_at,
     unfold,
+    widened,
 )
 
 CHUNK = 64
@@ -51,16 +58,7 @@ def opened(exponent):
 @triton.jit
 def load_tile(x, d, n, N: tl.constexpr, exists, other: tl.constexpr, ACC: tl.constexpr):
     """Load a parameter ``[D, N]`` as ``[BLOCK_N, BLOCK_D]``; ``other`` where nothing is."""
-    return tl.load(x + d[None, :] * N + n[:, None], mask=exists, other=other).to(ACC)
-
-
-@triton.jit
-def load_rows(x, base, stop, stride: tl.constexpr, d, D, TOKENS: tl.constexpr, ACC: tl.constexpr):
-    """Load the rows of ``TOKENS`` tokens, before anything waits for one of them."""
-    found = (load_row(x, base, 0, stride, d, D, base < stop, ACC),)
-    for i in tl.static_range(1, TOKENS):
-        found = found + (load_row(x, base, i, stride, d, D, base + i < stop, ACC),)  # noqa: RUF005
-    return found
+    return tl.load(cells(x, n, d, 1, N), mask=exists, other=other).to(ACC)
 
 
 @triton.jit
@@ -96,10 +94,9 @@ def feedback_fwd_kernel(
 ):
     """March through one segment and write its outputs."""
     segment = tl.program_id(0).to(tl.int64)
-    d, n, cell, exists = channels_and_states(tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
+    d, n, exists = channels_and_states(tl.program_id(1), D, N, BLOCK_N, BLOCK_D)
     first = tl.load(offsets + segment)
     stop = tl.load(offsets + segment + 1)
-    whole = segment * (N * D) + d[None, :] * N + n[:, None]
     rate = load_tile(lam, d, n, N, exists, _PADDED, ACC)
     folded = load_tile(w, d, n, N, exists, 0.0, ACC) * -_LOG2E
     readout = load_tile(C, d, n, N, exists, 0.0, ACC)
@@ -108,17 +105,19 @@ def feedback_fwd_kernel(
     through = load_vector(skip, d, D, ACC)
     state = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     if initial is not None:
-        state += tl.load(initial + whole, mask=exists, other=0.0).to(ACC)
-    ahead = load_rows(u, first, stop, stride_u, d, D, TOKENS, ACC)
+        state += tl.load(cells(initial + segment * (N * D), n, d, 1, N), mask=exists, other=0.0).to(
+            ACC
+        )
+    ahead = widened(load_rows(u, first, stop, stride_u, d, D, TOKENS), ACC)
     for kept in range(first, stop, INTERVAL):
         if saved is not None:
             slot = first // INTERVAL + segment + (kept - first) // INTERVAL
-            tl.store(saved + slot * (N * D) + cell, state, mask=exists)
+            tl.store(state_at(saved, slot, n, d, D, N), state, mask=exists)
         for base in range(kept, tl.minimum(kept + INTERVAL, stop), TOKENS):
             values = ahead
             if drive is not None:
-                gates = load_rows(drive, base, stop, stride_drive, d, D, TOKENS, ACC)
-            ahead = load_rows(u, base + TOKENS, stop, stride_u, d, D, TOKENS, ACC)
+                gates = widened(load_rows(drive, base, stop, stride_drive, d, D, TOKENS), ACC)
+            ahead = widened(load_rows(u, base + TOKENS, stop, stride_u, d, D, TOKENS), ACC)
             for i in tl.static_range(TOKENS):
                 live = base + i < stop
                 if drive is None:
@@ -131,7 +130,7 @@ def feedback_fwd_kernel(
                 y += through * values[i]
                 here = live & (d < D)
                 tl.store(row_at(out, base, i, D, d), y.to(out.dtype.element_ty), mask=here)
-    tl.store(final + whole, state, mask=exists)
+    tl.store(cells(final + segment * (N * D), n, d, 1, N), state, mask=exists)
 
 
 @triton.jit(do_not_specialize=("first_segment",))
@@ -177,10 +176,9 @@ def feedback_bwd_kernel(
     """
     program, block = unfold(tl.cdiv(D, BLOCK_D))
     segment = first_segment + program
-    d, n, cell, exists = channels_and_states(block, D, N, BLOCK_N, BLOCK_D)
+    d, n, exists = channels_and_states(block, D, N, BLOCK_N, BLOCK_D)
     first = tl.load(offsets + segment)
     stop = tl.load(offsets + segment + 1)
-    whole = segment * (N * D) + d[None, :] * N + n[:, None]
     rate = load_tile(lam, d, n, N, exists, _PADDED, ACC)
     weight = load_tile(w, d, n, N, exists, 0.0, ACC)
     readout = load_tile(C, d, n, N, exists, 0.0, ACC)
@@ -194,10 +192,11 @@ def feedback_bwd_kernel(
     sum_skip = tl.zeros((BLOCK_D,), ACC)
     carry = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     if grad_final is not None:
-        carry += tl.load(grad_final + whole, mask=exists, other=0.0).to(ACC)
+        carry += tl.load(
+            cells(grad_final + segment * (N * D), n, d, 1, N), mask=exists, other=0.0
+        ).to(ACC)
     own = (program * tl.cdiv(D, BLOCK_D) + block) * (CHUNK // TOKENS * BLOCK_N * BLOCK_D)
-    scratch += own
-    box = tl.arange(0, BLOCK_N)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    boxes = cells(scratch + own, n, tl.arange(0, BLOCK_D), BLOCK_D, 1)
     first_kept = first // INTERVAL + segment
     chunks = tl.cdiv(stop - first, CHUNK)
     for c in range(0, chunks):
@@ -206,23 +205,23 @@ def feedback_bwd_kernel(
         chunk_stop = tl.minimum(chunk + CHUNK, stop)
         groups = tl.cdiv(chunk_stop - chunk, TOKENS)
         kept = first_kept + (chunks - 1 - c) // (INTERVAL // CHUNK)
-        state = tl.load(saved + kept * (N * D) + cell, mask=exists, other=0.0)
+        state = tl.load(state_at(saved, kept, n, d, D, N), mask=exists, other=0.0)
         if INTERVAL > CHUNK:
             for t in range(chunk - (chunks - 1 - c) % (INTERVAL // CHUNK) * CHUNK, chunk):
-                u_t = load_row(u, t, 0, stride_u, d, D, t < chunk, ACC)
+                u_t = load_row(u, t, 0, stride_u, d, D, t < chunk).to(ACC)
                 gate_input = state
                 if drive is not None:
                     gate_input = gate_input * 0.0
-                    gate_input += load_row(drive, t, 0, stride_drive, d, D, t < chunk, ACC)
+                    gate_input += load_row(drive, t, 0, stride_drive, d, D, t < chunk).to(ACC)
                 state = step(state, u_t, gate_input, rate, weight * -_LOG2E, t < chunk)
         # threads may read back what others wrote
         tl.debug_barrier()
         for g in range(0, groups):
-            tl.store(scratch + g * (BLOCK_N * BLOCK_D) + box, state)
+            tl.store(boxes + g * (BLOCK_N * BLOCK_D), state)
             base = tl.minimum(chunk + g * TOKENS, stop)
-            values = load_rows(u, base, chunk_stop, stride_u, d, D, TOKENS, ACC)
+            values = widened(load_rows(u, base, chunk_stop, stride_u, d, D, TOKENS), ACC)
             if drive is not None:
-                gates = load_rows(drive, base, chunk_stop, stride_drive, d, D, TOKENS, ACC)
+                gates = widened(load_rows(drive, base, chunk_stop, stride_drive, d, D, TOKENS), ACC)
             for i in tl.static_range(TOKENS):
                 live = base + i < chunk_stop
                 if drive is None:
@@ -233,11 +232,13 @@ def feedback_bwd_kernel(
         for r in range(0, groups):
             g = groups - 1 - r
             base = tl.minimum(chunk + g * TOKENS, stop)
-            values = load_rows(u, base, chunk_stop, stride_u, d, D, TOKENS, ACC)
-            incoming = load_rows(grad_out, base, chunk_stop, stride_grad, d, D, TOKENS, ACC)
+            values = widened(load_rows(u, base, chunk_stop, stride_u, d, D, TOKENS), ACC)
+            incoming = widened(
+                load_rows(grad_out, base, chunk_stop, stride_grad, d, D, TOKENS), ACC
+            )
             if drive is not None:
-                gates = load_rows(drive, base, chunk_stop, stride_drive, d, D, TOKENS, ACC)
-            state = tl.load(scratch + g * (BLOCK_N * BLOCK_D) + box)
+                gates = widened(load_rows(drive, base, chunk_stop, stride_drive, d, D, TOKENS), ACC)
+            state = tl.load(boxes + g * (BLOCK_N * BLOCK_D))
             states = (state,)
             for i in tl.static_range(TOKENS - 1):
                 live = base + i < chunk_stop
@@ -284,16 +285,15 @@ def feedback_bwd_kernel(
                 grad_value = tl.sum(written, axis=0) + through * grad_y
                 grad_value = grad_value.to(grad_u.dtype.element_ty)
                 tl.store(row_at(grad_u, base, i, D, d), grad_value, mask=here)
-    at = segment * (N * D) + cell
-    tl.store(grad_lam + at, sum_lam, mask=exists)
-    tl.store(grad_w + at, sum_w, mask=exists)
-    tl.store(grad_C + at, sum_C, mask=exists)
+    tl.store(state_at(grad_lam, segment, n, d, D, N), sum_lam, mask=exists)
+    tl.store(state_at(grad_w, segment, n, d, D, N), sum_w, mask=exists)
+    tl.store(state_at(grad_C, segment, n, d, D, N), sum_C, mask=exists)
     if w_gamma is not None:
-        tl.store(grad_gamma + at, sum_gamma, mask=exists)
+        tl.store(state_at(grad_gamma, segment, n, d, D, N), sum_gamma, mask=exists)
     if skip is not None:
         tl.store(grad_skip + segment * D + d, sum_skip, mask=d < D)
     if grad_initial is not None:
-        tl.store(grad_initial + whole, carry, mask=exists)
+        tl.store(cells(grad_initial + segment * (N * D), n, d, 1, N), carry, mask=exists)
 
 
 @triton.jit
