@@ -9,7 +9,9 @@ Triton asks more than this module knows: on AMD's GPUs it asks how large a tenso
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +45,30 @@ def launch(kernel: Any, grid: Sequence[int], *arguments: Any, **constants: Any) 
         if len(_prepared) >= _MOST:
             _prepared.clear()
         _prepared[key] = compiled, [constants[x] for x in kernel.arg_names[len(arguments) :]]
+
+
+def launch_named(
+    kernel: Any, grid: Sequence[int], values: Mapping[str, Any], **options: Any
+) -> None:
+    """Launch a kernel with those of some values that it names.
+
+    Args:
+        kernel: As for ``launch``; its constants are what has an annotation.
+        grid: How many programs, along up to three axes.
+        values: Arguments and constants by name, maybe others too.
+        options: Triton's.
+    """
+    arguments, constants = _names(kernel.fn)
+    named = {name: values[name] for name in constants}
+    launch(kernel, grid, *[values[name] for name in arguments], **named, **options)
+
+
+@functools.cache
+def _names(function: Callable[..., Any]) -> tuple[list[str], list[str]]:
+    """Return the names of a kernel's arguments and of its constants."""
+    parameters = inspect.signature(function).parameters.values()
+    constant = [x.name for x in parameters if x.annotation is not x.empty]
+    return [x.name for x in parameters if x.name not in constant], constant
 
 
 def like(arguments: Sequence[Any]) -> list[Any]:

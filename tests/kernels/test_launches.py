@@ -17,7 +17,19 @@ from triton.runtime import driver, jit
 
 from ssmzoo_kernels import launches
 from ssmzoo_kernels.causal_conv1d import triton as conv_triton
+from ssmzoo_kernels.declaration import declared
+from ssmzoo_kernels.eidetic_attention import triton as attention_triton
+from ssmzoo_kernels.eidetic_attention.arguments import Call, Tensors
+from ssmzoo_kernels.feedback_scan import triton as feedback_triton
+from ssmzoo_kernels.gated_linear_attention import triton as matrix_triton
+from ssmzoo_kernels.linear_scan import triton as linear_triton
 from ssmzoo_kernels.rms_norm import triton as norm_triton
+from ssmzoo_kernels.scan import triton as skeleton
+
+OPS = (
+    *(attention_triton, conv_triton, feedback_triton, linear_triton, matrix_triton, norm_triton),
+    skeleton,
+)
 
 
 class Driver:
@@ -52,7 +64,7 @@ class Driver:
 def gpu(monkeypatch):
     monkeypatch.setattr(driver, "_active", Driver())
     monkeypatch.setattr(launches, "_prepared", {})
-    for module in (norm_triton, conv_triton):
+    for module in OPS:
         for kernel in vars(module).values():
             if isinstance(kernel, jit.JITFunction):
                 monkeypatch.setattr(kernel, "device_caches", _fresh(kernel))
@@ -68,10 +80,27 @@ def calls(dtype=torch.bfloat16):
     x, weight = torch.ones(4, 64, dtype=dtype), torch.ones(64)
     taps, state = torch.ones(64, 4, dtype=dtype), torch.ones(4, 3, 64, dtype=dtype)
     offsets = torch.arange(5)
+    keys, start = torch.ones(4, 16, dtype=dtype), torch.ones(4, 64, 16)
+    columns = torch.ones(64, 16)
+    heads, matrices = torch.ones(4, 2, 16, dtype=dtype), torch.ones(4, 2, 16, 16)
+    longhorn = declared()["longhorn_scan"].kernels("triton")
+    attended = Tensors(heads, heads, heads, *[None] * 8)
+    call = Call(None, None, offsets, torch.zeros(4, dtype=torch.int64), 16, 0, 0.25)
     return {
         "rms_norm": lambda: norm_triton.forward(x, weight, False, 1e-5, 0.0),
         "add_rms_norm": lambda: norm_triton.normalise(x, x, weight, 1e-5, 0.0),
         "conv": lambda: conv_triton.forward(x, taps, None, state, offsets, "silu"),
+        "longhorn_scan": lambda: longhorn.forward(
+            *(x, keys, keys, x, None, None, None, start, offsets, False)
+        ),
+        "feedback_scan": lambda: feedback_triton.forward(
+            *(x, columns, columns, columns, None, None, None, start, offsets, False)
+        ),
+        "linear_scan": lambda: linear_triton.forward(x, x, None, offsets),
+        "gated_linear_attention": lambda: matrix_triton.forward(
+            *(heads, heads, heads, None, None, matrices, offsets, False, "additive", 1.0, 64)
+        ),
+        "eidetic_attention": lambda: attention_triton.forward(attended, call),
     }
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ssmzoo_kernels.declaration import accumulator
 from ssmzoo_kernels.eidetic_attention.arguments import Call, Tensors
+from ssmzoo_kernels.launches import launch
 
 UNBOUNDED = 1 << 30  # a window that no sequence fills
 LOG2_E = 1.4426950408889634
@@ -853,16 +854,17 @@ def forward(tensors: Tensors, call: Call) -> tuple[Tensor, Tensor]:
         decodes = tokens == call.seen.shape[0]
         shape = tile(width, q.dtype, "decode" if decodes else "forward")
         grid = _grid(tokens, call, call.window or UNBOUNDED, shape.owned)
-        with torch.cuda.device_of(q):
-            eidetic_attention_fwd_kernel[(grid.slots, heads)](
-                *tensors,
-                call.mem_count,
-                call.mem_positions,
-                out,
-                lse,
-                *_places(tensors, call, grid),
-                **_query_constants(tensors, call, shape),
-            )
+        launch(
+            eidetic_attention_fwd_kernel,
+            (grid.slots, heads),
+            *tensors,
+            call.mem_count,
+            call.mem_positions,
+            out,
+            lse,
+            *_places(tensors, call, grid),
+            **_query_constants(tensors, call, shape),
+        )
     return out, lse
 
 
@@ -886,72 +888,77 @@ def backward(
     grid = _grid(tokens, call, window, shape.owned)
     grad_out, shares = grad_out.contiguous(), torch.empty_like(lse)
     incoming = (grad_out, lse, shares, q)
-    with torch.cuda.device_of(q):
-        eidetic_attention_bwd_query_kernel[(grid.slots, heads)](
-            grad_out,
-            out,
-            lse,
-            *tensors,
+    launch(
+        eidetic_attention_bwd_query_kernel,
+        (grid.slots, heads),
+        grad_out,
+        out,
+        lse,
+        *tensors,
+        call.mem_count,
+        call.mem_positions,
+        grads.q,
+        shares,
+        *_places(tensors, call, grid),
+        **_query_constants(tensors, call, shape),
+    )
+    shape = tile(width, q.dtype, "keys")
+    bands = [(0, window, tensors[1:3], tensors[5:7], grads[1:3], grads[5:7])]
+    if tensors.late_k is not None:
+        late = (tensors[7:9], tensors[9:], grads[7:9], grads[9:])
+        bands.append((window, call.late_span, *late))
+    for shift, reach, (k, v), past, grad_new, grad_past in bands:
+        assert k is not None
+        assert v is not None
+        rows = 0 if past[0] is None else past[0].shape[1]
+        sequences, block = call.seen.shape[0], shape.owned
+        keys = call.offsets.diff() + call.seen.clamp(max=rows)
+        slots = (tokens + sequences * rows) // block + sequences
+        launch(
+            eidetic_attention_bwd_band_kernel,
+            (slots, k.shape[1]),
+            *incoming,
+            k,
+            v,
+            *past,
+            *grad_new,
+            *(x if rows else None for x in grad_past),
+            call.offsets,
+            call.seen,
+            (-(-keys // block)).cumsum(0),
+            sequences,
+            rows,
+            stride_q=q.stride(0),
+            stride_k=k.stride(0),
+            stride_v=v.stride(0),
+            SHIFT=shift,
+            REACH=reach,
+            BLOCK_M=shape.met,
+            BLOCK_N=shape.owned,
+            **_constants(tensors, call, shape),
+        )
+    if tensors.mem_k is not None:
+        memories, rows, groups, _ = tensors.mem_k.shape
+        tiles = (memories, triton.cdiv(rows, shape.owned), groups)
+        launch(
+            eidetic_attention_bwd_memory_kernel,
+            tiles,
+            *incoming,
+            *tensors[3:5],
             call.mem_count,
             call.mem_positions,
-            grads.q,
-            shares,
-            *_places(tensors, call, grid),
-            **_query_constants(tensors, call, shape),
+            *grads[3:5],
+            call.offsets,
+            call.seen,
+            grid.chunk_ends,
+            call.seen.shape[0],
+            stride_q=q.stride(0),
+            WINDOW=window,
+            ROWS=rows,
+            BLOCK_M=shape.met,
+            BLOCK_N=shape.owned,
+            **_constants(tensors, call, shape),
         )
-        shape = tile(width, q.dtype, "keys")
-        bands = [(0, window, tensors[1:3], tensors[5:7], grads[1:3], grads[5:7])]
-        if tensors.late_k is not None:
-            late = (tensors[7:9], tensors[9:], grads[7:9], grads[9:])
-            bands.append((window, call.late_span, *late))
-        for shift, reach, (k, v), past, grad_new, grad_past in bands:
-            assert k is not None
-            assert v is not None
-            rows = 0 if past[0] is None else past[0].shape[1]
-            sequences, block = call.seen.shape[0], shape.owned
-            keys = call.offsets.diff() + call.seen.clamp(max=rows)
-            slots = (tokens + sequences * rows) // block + sequences
-            eidetic_attention_bwd_band_kernel[(slots, k.shape[1])](
-                *incoming,
-                k,
-                v,
-                *past,
-                *grad_new,
-                *(x if rows else None for x in grad_past),
-                call.offsets,
-                call.seen,
-                (-(-keys // block)).cumsum(0),
-                sequences,
-                rows,
-                stride_q=q.stride(0),
-                stride_k=k.stride(0),
-                stride_v=v.stride(0),
-                SHIFT=shift,
-                REACH=reach,
-                BLOCK_M=shape.met,
-                BLOCK_N=shape.owned,
-                **_constants(tensors, call, shape),
-            )
-        if tensors.mem_k is not None:
-            memories, rows, groups, _ = tensors.mem_k.shape
-            tiles = (memories, triton.cdiv(rows, shape.owned), groups)
-            eidetic_attention_bwd_memory_kernel[tiles](
-                *incoming,
-                *tensors[3:5],
-                call.mem_count,
-                call.mem_positions,
-                *grads[3:5],
-                call.offsets,
-                call.seen,
-                grid.chunk_ends,
-                call.seen.shape[0],
-                stride_q=q.stride(0),
-                WINDOW=window,
-                ROWS=rows,
-                BLOCK_M=shape.met,
-                BLOCK_N=shape.owned,
-                **_constants(tensors, call, shape),
-            )
     return grads
 
 

@@ -23,6 +23,7 @@ from triton import JITFunction
 
 from ssmzoo_kernels.declaration import accumulator
 from ssmzoo_kernels.feedback_scan.newton import LIMIT, NotConverged
+from ssmzoo_kernels.launches import launch_named
 from ssmzoo_kernels.scan import chunk_slots, interval
 from ssmzoo_kernels.scan.triton import (
     FILL,
@@ -511,9 +512,7 @@ def launch(
     **own: object,
 ) -> None:
     """Launch a kernel with its own arguments and with those of the plan that it names."""
-    arguments = made.arguments | own
-    named = {name: arguments[name] for name in kernel.arg_names if name in arguments}
-    kernel[grid](**named, num_warps=num_warps, **(registers or {}))
+    launch_named(kernel, grid, made.arguments | own, num_warps=num_warps, **(registers or {}))
 
 
 def forward(
@@ -532,17 +531,16 @@ def forward(
     made = plan(u, lam, w, C, w_gamma, D, drive, offsets, False)
     out, final, saved = _room(u, lam, offsets, save)
     segments = offsets.shape[0] - 1
-    with torch.cuda.device_of(u):
-        launch(
-            feedback_fwd_kernel,
-            (segments, made.blocks),
-            made,
-            num_warps=1,
-            initial=_whole(initial_state),
-            out=out,
-            final=final,
-            saved=saved if save else None,
-        )
+    launch(
+        feedback_fwd_kernel,
+        (segments, made.blocks),
+        made,
+        num_warps=1,
+        initial=_whole(initial_state),
+        out=out,
+        final=final,
+        saved=saved if save else None,
+    )
     return out, final, saved
 
 
@@ -578,25 +576,24 @@ def newton(
     cap = 2 * block_l if max_iterations is None else max_iterations
     steps = torch.empty((segments, blocks), dtype=torch.int64, device=u.device)
     residuals = final.new_empty(segments, blocks)
-    with torch.cuda.device_of(u):
-        launch(
-            feedback_newton_kernel,
-            (segments * blocks,),
-            made,
-            num_warps=8,
-            registers=every_register(),
-            initial=_whole(initial_state),
-            out=out,
-            final=final,
-            saved=saved if save else None,
-            steps=steps,
-            residuals=residuals,
-            tolerance=float(tolerance),
-            kept_jacobian=1.0 - damping,
-            cap=cap,
-            BLOCK_L=block_l,
-            BLOCK_D=block_d,
-        )
+    launch(
+        feedback_newton_kernel,
+        (segments * blocks,),
+        made,
+        num_warps=8,
+        registers=every_register(),
+        initial=_whole(initial_state),
+        out=out,
+        final=final,
+        saved=saved if save else None,
+        steps=steps,
+        residuals=residuals,
+        tolerance=float(tolerance),
+        kept_jacobian=1.0 - damping,
+        cap=cap,
+        BLOCK_L=block_l,
+        BLOCK_D=block_d,
+    )
     failed = int((~(residuals <= tolerance)).sum())
     if failed:
         raise NotConverged(
@@ -644,21 +641,20 @@ def backward(
     at_once = min(segments, max(1, 4 * FILL // blocks))
     box = CHUNK // shape.tokens * shape.block_n * shape.block_d
     scratch = u.new_empty(at_once * blocks * box, dtype=exact)
-    with torch.cuda.device_of(u):
-        for first_segment in range(0, segments, at_once):
-            launch(
-                feedback_bwd_kernel,
-                (min(at_once, segments - first_segment) * blocks,),
-                made,
-                num_warps=1,
-                **grads,
-                grad_out=grad_out,
-                stride_grad=grad_out.stride(0),
-                grad_final=_whole(grad_final),
-                saved=saved,
-                scratch=scratch,
-                first_segment=first_segment,
-            )
+    for first_segment in range(0, segments, at_once):
+        launch(
+            feedback_bwd_kernel,
+            (min(at_once, segments - first_segment) * blocks,),
+            made,
+            num_warps=1,
+            **grads,
+            grad_out=grad_out,
+            stride_grad=grad_out.stride(0),
+            grad_final=_whole(grad_final),
+            saved=saved,
+            scratch=scratch,
+            first_segment=first_segment,
+        )
     summed = (
         None if x is None else x.sum(0).t().contiguous() for x in (*share, grads["grad_gamma"])
     )

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ssmzoo_kernels.declaration import accumulator
+from ssmzoo_kernels.launches import launch
 from ssmzoo_kernels.scan import chunk_slots, interval
 
 Row = Tensor | None
@@ -601,39 +602,42 @@ def forward(
     if not final.numel():
         return out, final, saved
     blocks = (segments, heads, triton.cdiv(width, call.shape.block_v))
-    with torch.cuda.device_of(v):
-        if tokens <= segments and not save:
-            step_kernel[blocks](
-                *call.tensors,
-                out,
-                final,
-                offsets,
-                scale,
-                stride_v=call.tensors[2].stride(0),
-                BLOCK_V=call.shape.block_v,
-                **call.constants("DOT", "C", "BLOCK_E"),
-            )
-            return out, final, saved
-        weights, solved, _ = call.pairs(backward=False)
-        march_kernel[blocks](
+    if tokens <= segments and not save:
+        launch(
+            step_kernel,
+            blocks,
             *call.tensors,
-            weights,
-            solved,
             out,
             final,
-            saved if save else None,
-            None,
-            None,
             offsets,
-            None,
-            segments,
             scale,
             stride_v=call.tensors[2].stride(0),
-            BETWEEN=call.between,
-            AGAIN=False,
             BLOCK_V=call.shape.block_v,
-            **call.constants(),
+            **call.constants("DOT", "C", "BLOCK_E"),
         )
+        return out, final, saved
+    weights, solved, _ = call.pairs(backward=False)
+    launch(
+        march_kernel,
+        blocks,
+        *call.tensors,
+        weights,
+        solved,
+        out,
+        final,
+        saved if save else None,
+        None,
+        None,
+        offsets,
+        None,
+        segments,
+        scale,
+        stride_v=call.tensors[2].stride(0),
+        BETWEEN=call.between,
+        AGAIN=False,
+        BLOCK_V=call.shape.block_v,
+        **call.constants(),
+    )
     return out, final, saved
 
 
@@ -680,69 +684,74 @@ def backward(
         errors, grad_errors = v.new_empty(2, tokens, heads, width, dtype=exact)
         blocks = triton.cdiv(width, call.shape.block_v)
         spans = chunk_slots(tokens, segments, call.between)
-        with torch.cuda.device_of(v):
-            weights, solved, turned = call.pairs(backward=True)
-            march_kernel[(spans, heads, blocks)](
-                *call.tensors,
-                weights,
-                solved,
-                None,
-                None,
-                saved,
-                states,
-                errors,
-                offsets,
-                call.ends(call.between),
-                segments,
-                scale,
-                stride_v=call.tensors[2].stride(0),
-                BETWEEN=call.between,
-                AGAIN=True,
-                BLOCK_V=call.shape.block_v,
-                **call.constants(),
-            )
-            q, k, _, log_decay, beta, _ = call.tensors
-            march_back_kernel[(segments, heads, blocks)](
-                q,
-                k,
-                log_decay,
-                beta,
-                grad_out,
-                grad_final,
-                weights,
-                turned,
-                carries,
-                grad_errors,
-                grad_initial,
-                offsets,
-                scale,
-                BLOCK_V=call.shape.block_v,
-                **call.constants(),
-            )
-            gradients_kernel[(slots, heads, parts)](
-                q,
-                k,
-                log_decay,
-                beta,
-                grad_out,
-                errors,
-                grad_errors,
-                states,
-                carries,
-                grad_q,
-                grad_k,
-                grad_v,
-                parts_of_decay,
-                grad_beta,
-                offsets,
-                call.ends(size),
-                segments,
-                tokens,
-                scale,
-                BLOCK_V=call.shape.block_v,
-                BLOCK_C=block,
-                **call.constants("BLOCK_K") | ({"BLOCK_E": block} if call.rows > 1 else {}),
-            )
+        weights, solved, turned = call.pairs(backward=True)
+        launch(
+            march_kernel,
+            (spans, heads, blocks),
+            *call.tensors,
+            weights,
+            solved,
+            None,
+            None,
+            saved,
+            states,
+            errors,
+            offsets,
+            call.ends(call.between),
+            segments,
+            scale,
+            stride_v=call.tensors[2].stride(0),
+            BETWEEN=call.between,
+            AGAIN=True,
+            BLOCK_V=call.shape.block_v,
+            **call.constants(),
+        )
+        q, k, _, log_decay, beta, _ = call.tensors
+        launch(
+            march_back_kernel,
+            (segments, heads, blocks),
+            q,
+            k,
+            log_decay,
+            beta,
+            grad_out,
+            grad_final,
+            weights,
+            turned,
+            carries,
+            grad_errors,
+            grad_initial,
+            offsets,
+            scale,
+            BLOCK_V=call.shape.block_v,
+            **call.constants(),
+        )
+        launch(
+            gradients_kernel,
+            (slots, heads, parts),
+            q,
+            k,
+            log_decay,
+            beta,
+            grad_out,
+            errors,
+            grad_errors,
+            states,
+            carries,
+            grad_q,
+            grad_k,
+            grad_v,
+            parts_of_decay,
+            grad_beta,
+            offsets,
+            call.ends(size),
+            segments,
+            tokens,
+            scale,
+            BLOCK_V=call.shape.block_v,
+            BLOCK_C=block,
+            **call.constants("BLOCK_K") | ({"BLOCK_E": block} if call.rows > 1 else {}),
+        )
     if parts_of_decay is not None and call.rows == 1:
         grad_decay = parts_of_decay.sum(dim=0)
     if groups < heads:
@@ -818,7 +827,9 @@ class _Call:
         count = 1 + self.delta * (1 + backward)
         made = v.new_empty(count, tokens, heads, size, dtype=self.exact)
         weights, solved, turned = [*made, None, None][:3]
-        pairs_kernel[(chunk_slots(tokens, self.segments, size), heads)](
+        launch(
+            pairs_kernel,
+            (chunk_slots(tokens, self.segments, size), heads),
             q,
             k,
             log_decay,

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ssmzoo_kernels.declaration import accumulator
+from ssmzoo_kernels.launches import launch
 from ssmzoo_kernels.scan.triton import near_rows
 
 
@@ -283,19 +284,20 @@ def forward(
     final = a.new_empty(segments, width, dtype=exact)
     if width:
         shape = tile(width, exact)
-        with torch.cuda.device_of(a):
-            linear_scan_fwd_kernel[(segments, triton.cdiv(width, shape.block_d))](
-                *map(_numbers, (a, b, _whole(initial_state), h, final)),
-                offsets,
-                D=width,
-                stride_a=a.stride(0),
-                stride_b=b.stride(0),
-                PAIRS=exact.is_complex,
-                ACC=_ACC[exact.to_real()],
-                BLOCK_L=shape.block_l,
-                BLOCK_D=shape.block_d,
-                num_warps=shape.num_warps,
-            )
+        launch(
+            linear_scan_fwd_kernel,
+            (segments, triton.cdiv(width, shape.block_d)),
+            *map(_numbers, (a, b, _whole(initial_state), h, final)),
+            offsets,
+            D=width,
+            stride_a=a.stride(0),
+            stride_b=b.stride(0),
+            PAIRS=exact.is_complex,
+            ACC=_ACC[exact.to_real()],
+            BLOCK_L=shape.block_l,
+            BLOCK_D=shape.block_d,
+            num_warps=shape.num_warps,
+        )
     return h, final
 
 
@@ -319,19 +321,20 @@ def backward(
     if width:
         shape = tile(width, exact)
         tensors = (grad_h, _whole(grad_final), a, h, _whole(initial_state))
-        with torch.cuda.device_of(a):
-            linear_scan_bwd_kernel[(segments, triton.cdiv(width, shape.block_d))](
-                *map(_numbers, (*tensors, grad_a, grad_b, grad_initial)),
-                offsets,
-                D=width,
-                stride_a=a.stride(0),
-                stride_grad=grad_h.stride(0),
-                PAIRS=exact.is_complex,
-                ACC=_ACC[exact.to_real()],
-                BLOCK_L=shape.block_l,
-                BLOCK_D=shape.block_d,
-                num_warps=shape.num_warps,
-            )
+        launch(
+            linear_scan_bwd_kernel,
+            (segments, triton.cdiv(width, shape.block_d)),
+            *map(_numbers, (*tensors, grad_a, grad_b, grad_initial)),
+            offsets,
+            D=width,
+            stride_a=a.stride(0),
+            stride_grad=grad_h.stride(0),
+            PAIRS=exact.is_complex,
+            ACC=_ACC[exact.to_real()],
+            BLOCK_L=shape.block_l,
+            BLOCK_D=shape.block_d,
+            num_warps=shape.num_warps,
+        )
     return grad_a, grad_b, grad_initial
 
 

@@ -35,6 +35,7 @@ from torch import Tensor
 from triton import JITFunction
 
 from ssmzoo_kernels.declaration import accumulator
+from ssmzoo_kernels.launches import launch_named
 from ssmzoo_kernels.scan import Gradients, Inputs, chunk_slots, interval, parts_of
 
 # Warps that keep a large GPU busy; a constant, so that results do not depend on the device.
@@ -378,9 +379,9 @@ def scan_bwd_carry_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def scan_combine_kernel(
-    first_carry,
     local,
     decays,
+    first_carry,
     last_carry,
     offsets,
     span,
@@ -806,12 +807,11 @@ def unfold(blocks: tl.constexpr):
 
 def launch(kernel: JITFunction, grid: tuple[int, int], made: Plan, **own: object) -> None:
     """Launch a kernel with its own arguments and with those of the plan that it names."""
-    arguments = made.arguments | own
-    named = {name: arguments[name] for name in kernel.arg_names if name in arguments}
+    values = made.arguments | own
     options = {"num_warps": made.shape.num_warps}
-    if kernel in (scan_bwd_carry_kernel, scan_bwd_kernel) or arguments["ACC"] == tl.float64:
+    if kernel in (scan_bwd_carry_kernel, scan_bwd_kernel) or values["ACC"] == tl.float64:
         options |= every_register()
-    kernel[grid](**named, **options)
+    launch_named(kernel, grid, values, **options)
 
 
 def forward(
@@ -828,36 +828,35 @@ def forward(
     blocks, span = made.blocks, made.span
     out = u.new_empty(tokens, width)
     saved = u.new_empty(made.slots if save else 0, states, width, dtype=exact)
-    with torch.cuda.device_of(u):
-        starts, programs = None, segments
-        final = u.new_empty(segments, width, states, dtype=exact)
-        if span is not None:
-            final = u.new_empty(segments, states, width, dtype=exact)
-            programs = chunk_slots(tokens, segments, span)
-            starts = u.new_empty(programs, states, width, dtype=exact)
-            decays = torch.empty_like(starts)
-            found = {"local": starts, "decays": decays}
-            launch(scan_fwd_carry_kernel, (programs, blocks), made, **found)
-            launch(
-                scan_combine_kernel,
-                (segments, blocks),
-                made,
-                **found,
-                first_carry=_transposed(initial_state),
-                last_carry=final,
-                REVERSE=False,
-            )
-            final = final.transpose(1, 2).contiguous()
+    starts, programs = None, segments
+    final = u.new_empty(segments, width, states, dtype=exact)
+    if span is not None:
+        final = u.new_empty(segments, states, width, dtype=exact)
+        programs = chunk_slots(tokens, segments, span)
+        starts = u.new_empty(programs, states, width, dtype=exact)
+        decays = torch.empty_like(starts)
+        found = {"local": starts, "decays": decays}
+        launch(scan_fwd_carry_kernel, (programs, blocks), made, **found)
         launch(
-            scan_fwd_kernel,
-            (programs, blocks),
+            scan_combine_kernel,
+            (segments, blocks),
             made,
-            initial=_whole(initial_state),
-            starts=starts,
-            out=out,
-            final=final,
-            saved=saved if save else None,
+            **found,
+            first_carry=_transposed(initial_state),
+            last_carry=final,
+            REVERSE=False,
         )
+        final = final.transpose(1, 2).contiguous()
+    launch(
+        scan_fwd_kernel,
+        (programs, blocks),
+        made,
+        initial=_whole(initial_state),
+        starts=starts,
+        out=out,
+        final=final,
+        saved=saved if save else None,
+    )
     return out, final, saved
 
 
@@ -883,72 +882,71 @@ def backward(
     grad_initial = None
     if initial_state is not None:
         grad_initial = u.new_empty(segments, states, width, dtype=exact)
-    with torch.cuda.device_of(u):
-        ends, programs = None, segments
-        if span is not None:
-            programs = chunk_slots(tokens, segments, span)
-            ends = u.new_empty(programs, states, width, dtype=exact)
-            decays = torch.empty_like(ends)
-            found = {"local": ends, "decays": decays}
-            ahead = tile(states, exact, entries, TOKENS).tokens
+    ends, programs = None, segments
+    if span is not None:
+        programs = chunk_slots(tokens, segments, span)
+        ends = u.new_empty(programs, states, width, dtype=exact)
+        decays = torch.empty_like(ends)
+        found = {"local": ends, "decays": decays}
+        ahead = tile(states, exact, entries, TOKENS).tokens
+        launch(
+            *(scan_bwd_carry_kernel, (programs, blocks), made),
+            **incoming,
+            **found,
+            TOKENS=ahead,
+        )
+        launch(
+            scan_combine_kernel,
+            (segments, blocks),
+            made,
+            **found,
+            first_carry=grad_final,
+            last_carry=grad_initial,
+            REVERSE=True,
+        )
+    # partial sums of q and k, and a scratch for states: where all blocks and programs at once
+    # would want more of either than is bounded, several launches share it
+    parts = parts_of(blocks, width, states)
+    at_once = min(programs, max(1, 4 * FILL // (parts * shape.num_warps)))
+    box = shape.block_n * shape.block_d
+    part_q = q.new_empty(parts, tokens, states, dtype=exact)
+    part_k = torch.empty_like(part_q)
+    per_program = u.new_empty(programs, width, dtype=exact)
+    per_param = None
+    if param is not None:
+        per_param = u.new_empty(programs, states, width, dtype=exact)
+    grads = {
+        "grad_u": u.new_empty(tokens, width),
+        "grad_dt": dt.new_empty(tokens, width),
+        "grad_z": None if z is None else z.new_empty(tokens, width),
+        "grad_bias": None if dt_bias is None else torch.empty_like(per_program),
+        "grad_skip": None if skip is None else torch.empty_like(per_program),
+        "grad_param": per_param,
+        "grad_initial": grad_initial,
+    }
+    scratch = u.new_empty(at_once * parts * (CHUNK // shape.tokens) * box, dtype=exact)
+    grad_q = part_q.new_zeros(tokens, states)
+    grad_k = torch.zeros_like(grad_q)
+    for first_block in range(0, blocks, parts):
+        some = min(parts, blocks - first_block)
+        for first_slot in range(0, programs, at_once):
             launch(
-                *(scan_bwd_carry_kernel, (programs, blocks), made),
-                **incoming,
-                **found,
-                TOKENS=ahead,
-            )
-            launch(
-                scan_combine_kernel,
-                (segments, blocks),
+                scan_bwd_kernel,
+                (min(at_once, programs - first_slot), some),
                 made,
-                **found,
-                first_carry=grad_final,
-                last_carry=grad_initial,
-                REVERSE=True,
+                **incoming,
+                **grads,
+                grad_final=grad_final,
+                saved=saved,
+                ends=ends,
+                scratch=scratch,
+                grad_q=part_q,
+                grad_k=part_k,
+                first_slot=first_slot,
+                first_block=first_block,
             )
-        # partial sums of q and k, and a scratch for states: where all blocks and programs at once
-        # would want more of either than is bounded, several launches share it
-        parts = parts_of(blocks, width, states)
-        at_once = min(programs, max(1, 4 * FILL // (parts * shape.num_warps)))
-        box = shape.block_n * shape.block_d
-        part_q = q.new_empty(parts, tokens, states, dtype=exact)
-        part_k = torch.empty_like(part_q)
-        per_program = u.new_empty(programs, width, dtype=exact)
-        per_param = None
-        if param is not None:
-            per_param = u.new_empty(programs, states, width, dtype=exact)
-        grads = {
-            "grad_u": u.new_empty(tokens, width),
-            "grad_dt": dt.new_empty(tokens, width),
-            "grad_z": None if z is None else z.new_empty(tokens, width),
-            "grad_bias": None if dt_bias is None else torch.empty_like(per_program),
-            "grad_skip": None if skip is None else torch.empty_like(per_program),
-            "grad_param": per_param,
-            "grad_initial": grad_initial,
-        }
-        scratch = u.new_empty(at_once * parts * (CHUNK // shape.tokens) * box, dtype=exact)
-        grad_q = part_q.new_zeros(tokens, states)
-        grad_k = torch.zeros_like(grad_q)
-        for first_block in range(0, blocks, parts):
-            some = min(parts, blocks - first_block)
-            for first_slot in range(0, programs, at_once):
-                launch(
-                    scan_bwd_kernel,
-                    (min(at_once, programs - first_slot), some),
-                    made,
-                    **incoming,
-                    **grads,
-                    grad_final=grad_final,
-                    saved=saved,
-                    ends=ends,
-                    scratch=scratch,
-                    grad_q=part_q,
-                    grad_k=part_k,
-                    first_slot=first_slot,
-                    first_block=first_block,
-                )
-            grad_q += part_q[:some].sum(0)
-            grad_k += part_k[:some].sum(0)
+        grad_q += part_q[:some].sum(0)
+        grad_k += part_k[:some].sum(0)
     grad_bias, grad_skip, grad_param = (
         None if x is None else x.sum(0) for x in (grads["grad_bias"], grads["grad_skip"], per_param)
     )
