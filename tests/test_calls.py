@@ -57,7 +57,7 @@ def language_model(name, layers):
 MOST = {
     "longhorn": (60, 14, 160),
     "coffee": (75, 16, 150),
-    "dss": (100, 18, 220),
+    "dss": (100, 18, 230),
     "rtf": (115, 20, 190),
     "bmojo": (250, 26, 340),
 }
