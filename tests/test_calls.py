@@ -57,7 +57,7 @@ def language_model(name, layers):
 MOST = {
     "longhorn": (60, 14, 140),
     "coffee": (75, 16, 130),
-    "dss": (100, 18, 235),
+    "dss": (100, 18, 230),
     "rtf": (115, 20, 165),
     "bmojo": (250, 26, 340),
 }

@@ -591,7 +591,8 @@ class SSMModel(SSMPreTrainedModel):
         if given is not None:
             check_kind(given)
             given.check(self.config, sequences, tokens)
-            given.read_again(self)
+            if given.pending is not None:
+                given.read_again(self)
             return given
         return StateCache(self.config) if use_cache else None
 

@@ -185,7 +185,10 @@ class RecurrentCache(Cache):
     @property
     def batch_size(self) -> int:
         """Return the number of sequences, or -1 before the first token."""
-        return next((s.shape[0] for states in self.get_memory() for s in states.values()), -1)
+        for states in self.get_memory():
+            for state in states.values():
+                return state.shape[0]
+        return -1
 
     @property
     def nbytes(self) -> int:
@@ -467,7 +470,8 @@ class StateCache(RecurrentCache):
 
     def take(self, states: list[LayerState]) -> None:
         """Take the states that a call left in its layers."""
-        self.set_states([state.final for state in states])
+        for layer, state in zip(self.layers, states, strict=True):
+            layer.states = state.final
 
     def detach(self) -> None:
         """Cut the graph that made the states: no gradient goes back through them."""

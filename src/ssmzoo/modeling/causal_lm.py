@@ -277,7 +277,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
 
         However it ends, the configuration is as it was, and the state records no more.
         """
-        given: Any = kwargs.get("past_key_values")
+        given = kwargs.get("past_key_values")
         length = prompt_length(generation_config, kwargs)
         generation_config.cache_implementation = None  # transformers refuses its own static caches
         if given is not None and given.seen_tokens and length == input_ids.shape[1]:
@@ -291,6 +291,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
             if given is not None:
                 given.input_holds_seen = False
                 given.deactivate_past_recording()
+        assert given is not None  # transformers refuses to speculate without
         if generation_config.return_dict_in_generate or getattr(given, "_is_user_defined", False):
             given.read_again(self.model)  # it outlives the call, and may be saved or get other rows
         return output
