@@ -398,7 +398,7 @@ def _may_decode(module: nn.Module, x: Tensor, states: Sequence[Tensor]) -> bool:
         if x.device.type != "cpu":
             known.step = None  # which would keep what was moved in memory
         return False
-    for state in states:
+    for state in states:  # noqa: SIM110 (a generator is a call a state)
         if not (state.is_cpu and state.is_contiguous()):
             return False
     return True
