@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from ssmzoo.cli.options import (
     DTYPE,
@@ -142,7 +143,7 @@ def _export(options: argparse.Namespace) -> int:
         raise ValueError(f"--to must be onnx, got {options.to!r}")
     quieten_bars()
     folder = model_folder(options.model)
-    model = load_model(options.model, folder, options.dtype, options.trust_remote_code)
+    model: Any = load_model(options.model, folder, options.dtype, options.trust_remote_code)
     files = export_onnx(model, options.output)
     if options.json:
         print_json([str(file) for file in files])
