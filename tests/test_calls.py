@@ -55,10 +55,10 @@ def language_model(name, layers):
 # step of four layers (in one call each, but those of DSS where modes grow, and of B'MOJO with the
 # last token of a chunk, which is not counted). Each may fall; a rise must be worth it
 MOST = {
-    "longhorn": (60, 14, 160),
-    "coffee": (75, 16, 150),
-    "dss": (100, 18, 220),
-    "rtf": (115, 20, 190),
+    "longhorn": (60, 14, 140),
+    "coffee": (75, 16, 130),
+    "dss": (100, 18, 230),
+    "rtf": (115, 20, 165),
     "bmojo": (250, 26, 340),
 }
 

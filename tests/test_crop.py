@@ -55,6 +55,37 @@ def test_a_cropped_state_continues_as_if_the_rest_was_never_read(name, ids, kept
     goes_on(model, cache, ids, kept)
 
 
+@pytest.mark.parametrize("returned", [True, False])
+def test_after_assisted_decoding_a_cache_is_as_after_any_other(model, ids, returned, tmp_path):
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    ids, cache = ids[:1].repeat(1, 2), model.prefill(ids[:1]).cache
+    got = model.generate(
+        ids,
+        past_key_values=cache,
+        prompt_lookup_num_tokens=3,
+        return_dict_in_generate=returned,
+        **settings,
+    )
+    ids = got.sequences if returned else got
+    assert not cache.recording, "a snapshot of every later call would be kept"
+    assert cache.pending is None
+    cache.save(tmp_path / "state.safetensors")
+    assert torch.equal(
+        model.generate(ids, past_key_values=cache, num_beams=2, **settings),
+        model.generate(ids, num_beams=2, **settings),
+    )
+
+
+def test_a_prompt_read_from_a_cropped_cache_can_be_saved(model, ids, tmp_path):
+    cache = read(model, None, ids[:, :4])
+    cache.activate_past_recording()
+    read(model, cache, ids[:, 4:12]).crop(7)
+    prompt = model.prefill(ids[:, :8], past_key_values=cache)
+    prompt.save_pretrained(tmp_path)
+    goes_on(model, prompt.inputs()["past_key_values"], ids, 7)
+    goes_on(model, cache, ids, 7)
+
+
 def test_crop_with_a_positive_length_keeps_that_many_tokens(model, ids):
     cache = read(model, None, ids[:, :4])
     cache.activate_past_recording()

@@ -115,6 +115,17 @@ def test_a_hook_that_writes_into_hidden_states_is_heard(monkeypatch):
 
 
 @torch.no_grad()
+def test_a_block_of_another_class_that_writes_into_hidden_states_is_heard(monkeypatch):
+    class Louder(backbone.SSMBlock):
+        def forward(self, hidden_states, state, packing=None):
+            return super().forward(hidden_states.mul_(2), state, packing)
+
+    model = build()
+    model.model.layers[1].__class__ = Louder
+    assert torch.equal(model(IDS).logits, apart(monkeypatch, lambda: model(IDS).logits))
+
+
+@torch.no_grad()
 def test_a_hook_of_all_modules_is_heard():
     model, seen = build(), []
     hook = torch.nn.modules.module.register_module_forward_hook(

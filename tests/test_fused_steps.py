@@ -128,7 +128,7 @@ def test_growing_modes_go_layer_by_layer() -> None:
 
 
 def test_the_state_space_model_of_an_attending_layer_has_a_program() -> None:
-    model, x = model_of("bmojo"), ids()
+    model, x = model_of("bmojo", mixer_types=["bmojo"], fading_mode="offset"), ids()
     with watch() as ran:
         y = decode(model, x)
     assert ("token_step", "cpu") in ran

@@ -143,6 +143,16 @@ def test_a_copy_has_memory_of_its_own(model, ids):
     assert (cache.seen_tokens, copied.seen_tokens) == (14, 12)
 
 
+def test_a_copy_made_under_inference_mode_is_written_into_outside(model, ids):
+    cache = static(model)
+    with torch.inference_mode():
+        read(model, cache, ids, 9)
+        copied = copy.deepcopy(cache)
+    expected = read(model, cache, ids[:, 9:], 2, 1)
+    assert torch.equal(read(model, copied, ids[:, 9:], 2, 1), expected)
+    assert copied.seen_tokens == 12
+
+
 def test_tokens_are_taken_back_in_place(model, ids):
     cache = static(model)
     read(model, cache, ids, 9)
@@ -223,6 +233,21 @@ def test_generate_gives_the_same_by_either_cache(model, ids, options):
     assert type(got.past_key_values) is StaticStateCache
     assert torch.equal(got.sequences, usual.sequences)
     assert all(torch.equal(a, b) for a, b in zip(got.logits, usual.logits, strict=True))
+
+
+def test_a_lookup_that_proposes_past_the_end_has_room(attention, ids):
+    model = copy.deepcopy(attention)
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(attention.lm_head.weight))
+    prompt = torch.zeros_like(ids[:1, :9])  # all scores are equal: every proposal of 0 is right
+    options = {"do_sample": False, "prompt_lookup_num_tokens": 4, "pad_token_id": 1}
+    options |= {"cache_implementation": "static", "return_dict_in_generate": True}
+    for new in range(3, 12):
+        got = model.generate(prompt, max_new_tokens=new, **options)
+        assert got.past_key_values.max_cache_len == 9 + new + 2
+        assert got.sequences.tolist() == [[0] * (9 + new)]
+        small = static(model, 9 + new + 1)
+        with pytest.raises(ValueError, match=f"room .* generate may read {9 + new + 2}"):
+            model.generate(prompt, past_key_values=small, max_new_tokens=new, **options)
 
 
 def test_generate_writes_into_a_given_cache_again_and_again(model, ids):

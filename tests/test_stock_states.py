@@ -171,6 +171,25 @@ def test_an_adapter_is_part_of_the_weights_that_read_a_prompt(tmp_path: Path) ->
         load_state(tmp_path, ours("mamba"))
 
 
+def test_gradient_checkpointing_which_writes_into_no_cache_is_refused() -> None:
+    model = ours("jamba").train()
+    model.gradient_checkpointing_enable()
+    cache = StockCache(model.prompt_reader.config)
+    with pytest.raises(ValueError, match="past_key_values must be left out where JambaModel"):
+        model(ids(), past_key_values=cache)
+    assert cache.seen_tokens == 0
+    with torch.no_grad():
+        model.eval()(ids(), past_key_values=cache)
+    assert cache.seen_tokens == LENGTH
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "jamba"])
+def test_a_call_without_input_gets_the_stock_error(model_type: str) -> None:
+    model = ours(model_type)
+    with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
+        model(past_key_values=StockCache(model.prompt_reader.config))
+
+
 # --- tokens that are taken back -------------------------------------------------------------------
 
 

@@ -88,7 +88,7 @@ class Call:
         Args:
             old: A table of those before the call, ``[S, past, ...]``.
         """
-        if not torch.compiler.is_compiling():
+        if not (self.now.is_meta or torch.compiler.is_compiling()):
             return int(self.now.max()) if self.sequences else 0
         before = 0 if old is None else old.shape[1]
         return before + (self.tokens // self.sequences if self.equal else self.tokens)

@@ -396,7 +396,7 @@ class RTFMixer(SSMMixer):
             RuntimeWarning: A filter of the exact mode, or one that ``decode_mode="recurrent"``
                 makes a recurrence, has poles outside the unit disc.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not self._kept.is_constant:
             return self._deploy()
         parameters = [p for p in self._parameters.values() if p is not None]
         # every step asks, and a configuration's own attribute access is slow

@@ -199,7 +199,8 @@ class SSMBlock(GradientCheckpointingLayer):
             self.mixer.writes_tokens
             and state.initial
             and is_token(self, hidden_states, packing)
-            and self.mixer.next_is_written(state)
+            # programs are for CPUs; elsewhere nobody waits for a number
+            and (not hidden_states.is_cpu or self.mixer.next_is_written(state))
         ):
             return token_of_layer(
                 self,
@@ -563,7 +564,8 @@ class SSMModel(SSMPreTrainedModel):
     def _next_norms(self) -> Iterable[nn.Module | None]:
         """Return for each layer the norm that its output goes to, nothing coming between."""
         layers: list[Any] = [*self.layers[: self.config.num_hidden_layers]]
-        if any(not isinstance(layer, SSMBlock) or is_watched(layer) for layer in layers):
+        known = SSMBlock.forward  # another might write into its input
+        if any(type(layer).forward is not known or is_watched(layer) for layer in layers):
             return itertools.repeat(None)
         return [*(layer.norm for layer in layers[1:]), self.norm]
 
@@ -589,7 +591,8 @@ class SSMModel(SSMPreTrainedModel):
         if given is not None:
             check_kind(given)
             given.check(self.config, sequences, tokens)
-            given.read_again(self)
+            if given.pending is not None:
+                given.read_again(self)
             return given
         return StateCache(self.config) if use_cache else None
 

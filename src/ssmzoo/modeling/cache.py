@@ -2,20 +2,19 @@
 
 What surprises: the state has a fixed size however many tokens were seen. It can be cropped only
 inside calls that were recorded: the snapshot from before the call is restored, and the tokens that
-stay are read again. A forward pass that fails leaves the state unchanged, because new states
-replace the old ones only at its end. Single steps of RTF and B'MOJO write into a ring in place, to
-a row that no token reads before it was written again.
+stay are read again. In the zoo's own models a forward pass that fails leaves the state unchanged,
+because new states replace the old ones only at its end. Single steps of RTF and B'MOJO write into a
+ring in place, to a row that no token reads before it was written again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -186,7 +185,10 @@ class RecurrentCache(Cache):
     @property
     def batch_size(self) -> int:
         """Return the number of sequences, or -1 before the first token."""
-        return next((s.shape[0] for states in self.get_memory() for s in states.values()), -1)
+        for states in self.get_memory():
+            for state in states.values():
+                return state.shape[0]
+        return -1
 
     @property
     def nbytes(self) -> int:
@@ -223,6 +225,10 @@ class RecurrentCache(Cache):
         """
         self.recording = True
 
+    def deactivate_past_recording(self) -> None:
+        """Take no more snapshots, and drop those taken so far."""
+        self.recording, self._recorded = False, []
+
     def record(self, inputs: dict[str, Tensor] | None) -> Recorded | None:
         """Return the snapshot that :meth:`advance` takes, so that a call can be rolled back.
 
@@ -241,15 +247,6 @@ class RecurrentCache(Cache):
     def _count(self, tokens: int) -> None:
         self.seen_tokens += tokens
 
-    @contextlib.contextmanager
-    def unrecorded(self) -> Iterator[None]:
-        """Let the calls inside the block not be recorded."""
-        recording, self.recording = self.recording, False
-        try:
-            yield
-        finally:
-            self.recording = recording
-
     @torch.no_grad()
     def read_again(self, model: nn.Module) -> None:
         """Bring the states to where a crop put the number of tokens; ``model`` reads what stays."""
@@ -259,12 +256,14 @@ class RecurrentCache(Cache):
         ids = pending.get("input_ids", pending.get("inputs_embeds"))
         assert ids is not None
         self.pending, self.seen_tokens = None, seen - ids.shape[1]
+        recording, self.recording = self.recording, False
         try:
-            with self.unrecorded():
-                model(**pending, past_key_values=self)
+            model(**pending, past_key_values=self)
         except BaseException:
             self.pending, self.seen_tokens = pending, seen
             raise
+        finally:
+            self.recording = recording
 
     def crop(self, max_length: int) -> None:
         """Roll back tokens that were read while calls were recorded.
@@ -349,7 +348,7 @@ class RecurrentCache(Cache):
         if self.batch_size not in (-1, batch_size):
             raise ValueError(
                 f"past_key_values holds {self.batch_size} sequences, the input has {batch_size}; "
-                "use its batch_repeat_interleave or batch_select_indices"
+                "use its batch_repeat_interleave or batch_select_indices, or a new cache"
             )
 
     def write(
@@ -471,7 +470,8 @@ class StateCache(RecurrentCache):
 
     def take(self, states: list[LayerState]) -> None:
         """Take the states that a call left in its layers."""
-        self.set_states([state.final for state in states])
+        for layer, state in zip(self.layers, states, strict=True):
+            layer.states = state.final
 
     def detach(self) -> None:
         """Cut the graph that made the states: no gradient goes back through them."""
@@ -546,7 +546,7 @@ def check_kind(past_key_values: object, kind: type[RecurrentCache] = StateCache)
     if past_key_values is not None and not isinstance(past_key_values, kind):
         raise TypeError(
             f"past_key_values must be a {kind.__name__}, got {type(past_key_values).__name__}; "
-            "leave it out and take the one a forward pass returns"
+            "leave it out, or take the cache of a prompt that prefill read"
         )
 
 

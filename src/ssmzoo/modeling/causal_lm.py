@@ -275,7 +275,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
     ) -> Any:
         """Speculate from a given state, of which transformers forgets what it has seen.
 
-        An error in between leaves the configuration and the given state's flag as they were.
+        However it ends, the configuration is as it was, and the state records no more.
         """
         given = kwargs.get("past_key_values")
         length = prompt_length(generation_config, kwargs)
@@ -285,11 +285,16 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         layers = self.config.num_hidden_layers
         decode = super()._assisted_decoding  # pyright: ignore[reportAttributeAccessIssue]
         try:
-            return decode(input_ids, *args, generation_config=generation_config, **kwargs)
+            output = decode(input_ids, *args, generation_config=generation_config, **kwargs)
         finally:
             self.config.num_hidden_layers = layers
             if given is not None:
                 given.input_holds_seen = False
+                given.deactivate_past_recording()
+        assert given is not None  # transformers refuses to speculate without
+        if generation_config.return_dict_in_generate or getattr(given, "_is_user_defined", False):
+            given.read_again(self.model)  # it outlives the call, and may be saved or get other rows
+        return output
 
     def _prepare_cache_for_generation(
         self,
@@ -302,6 +307,8 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         """Give ``generate`` our cache; transformers' own would not count the tokens."""
         given = model_kwargs.get("past_key_values")
         static = generation_config.cache_implementation == "static"
+        # a prompt's lookup proposes past the end, at most after all tokens but the last two
+        most = max_cache_length + max((generation_config.prompt_lookup_num_tokens or 0) - 1, 0)
         if given is not None:
             if static and not isinstance(given, StaticStateCache):
                 raise ValueError(
@@ -309,19 +316,17 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
                     f"or none, got a {type(given).__name__}; leave one of the two out"
                 )
             room = given.max_cache_len
-            if room is not None and room < max_cache_length:
+            if room is not None and room < most:
                 raise ValueError(
                     f"past_key_values has room for max_cache_len = {room} tokens, and generate may "
-                    f"read {max_cache_length}; make it with a longer max_cache_len"
+                    f"read {most}; make it with a longer max_cache_len"
                 )
             model_kwargs["past_key_values"] = given_state(
                 given, generation_config, model_kwargs, batch_size
             )
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = (
-                self._static_cache(generation_config, max_cache_length)
-                if static
-                else StateCache(self.config)
+                self._static_cache(generation_config, most) if static else StateCache(self.config)
             )
             if generation_config.is_assistant:  # its proposals may be taken back
                 model_kwargs["past_key_values"].activate_past_recording()

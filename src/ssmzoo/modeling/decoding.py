@@ -228,8 +228,8 @@ class _Step:
         matrices: torch.dtype,
     ) -> None:
         self.parts = ModuleParts(module, matrices)
-        self.formats = (x.dtype, *(s.dtype for s in states))
-        self.width, self.shapes = x.shape[-1], [s.shape[1:] for s in states]
+        self.format, self.width = x.dtype, x.shape[-1]
+        self.states = [(s.dtype, s.shape[1:]) for s in states]
         self.program = Program(torch.float64 if x.dtype is torch.float64 else torch.float32)
         if not self.program.applies(x):
             raise UnservedError  # the kernel cannot be built
@@ -245,9 +245,9 @@ class _Step:
     def fits(self, x: Tensor, states: Sequence[Tensor]) -> bool:
         """Return whether a call is of the kind that the program was written for."""
         return (
-            self.formats == (x.dtype, *[s.dtype for s in states])
+            x.dtype is self.format
             and x.shape[-1] == self.width
-            and all(s.shape[1:] == shape for s, shape in zip(states, self.shapes, strict=True))
+            and [(s.dtype, s.shape[1:]) for s in states] == self.states
             and self.parts.unchanged()
         )
 
@@ -398,7 +398,10 @@ def _may_decode(module: nn.Module, x: Tensor, states: Sequence[Tensor]) -> bool:
         if x.device.type != "cpu":
             known.step = None  # which would keep what was moved in memory
         return False
-    return all(state.is_contiguous() and state.device.type == "cpu" for state in states)
+    for state in states:  # noqa: SIM110 (a generator is a call a state)
+        if not (state.is_cpu and state.is_contiguous()):
+            return False
+    return True
 
 
 def _prove(

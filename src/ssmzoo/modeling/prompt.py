@@ -155,6 +155,7 @@ def prefill(
             f"past_key_values has seen {start} tokens, so input_ids must be those and at least "
             f"one more, got {end + 1}"
         )
+    cache.read_again(reader)  # where there is nothing more to read
     step = chunk_size or max(end, 1)
     places = (attention_mask.long().cumsum(1) - 1).clamp_min(0)
     with torch.no_grad():

@@ -7,7 +7,7 @@ a tensor, too. So one graph of ``torch.compile`` serves all steps, and its memor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from transformers import PreTrainedConfig
 from ssmzoo.modeling.cache import CacheLayer, LayerState, StateCache
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from ssmzoo.modeling.configuration import SSMConfig
 
 
@@ -55,8 +57,8 @@ class StaticStateCache(StateCache):
     """A :class:`StateCache` whose memory stays where it is: every call writes into it in place.
 
     The first call makes the buffers; run it uncompiled where graphs of CUDA shall take the steps
-    (``generate`` does). :meth:`reset` keeps them for the next prompt of as many rows. Only another
-    number of rows makes new ones. A call that fails while it runs leaves the state unchanged.
+    (``generate`` does). :meth:`reset` keeps them for the next prompt of as many rows; only methods
+    that change the number of rows make new ones. A call that fails leaves the state unchanged.
 
     Args:
         config: The configuration of the model it will serve.
@@ -95,6 +97,13 @@ class StaticStateCache(StateCache):
     def get_memory(self) -> list[dict[str, Tensor]]:
         """Return the buffers of each layer."""
         return [layer.buffers for layer in self.layers]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy buffers and count, into memory that every mode of autograd may write into."""
+        copied = super().__deepcopy__(memo)
+        if self._seen is not None:
+            copied._seen = _buffer(self._seen)
+        return copied
 
     @property
     def seen_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -25,7 +25,8 @@ class StockCache(RecurrentCache):
     """The layers of transformers' own cache, which stock mixers and attention write into.
 
     It counts tokens where they hold recurrent states alone, and rolls back by snapshot and replay,
-    attention's keys and values too.
+    attention's keys and values too. Stock layers write into it as they run, so a call that fails
+    may leave some of them ahead of others: go on from a copy made before, or reset it.
 
     Args:
         config: The configuration of the model it will serve.
@@ -89,9 +90,18 @@ class StockCache(RecurrentCache):
             given: Its arguments by name.
 
         Raises:
-            ValueError: The cache belongs to another model or holds another number of sequences.
+            ValueError: The cache belongs to another model, holds another number of sequences, or
+                meets gradient checkpointing, for which transformers' layers drop their caches.
         """
         name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
+        if given.get(name) is None:
+            return forward()  # which says what is missing
+        if model.training and model.is_gradient_checkpointing:
+            raise ValueError(
+                f"past_key_values must be left out where {type(model).__name__} trains with "
+                "gradient checkpointing, whose layers write into no cache; call model.eval() or "
+                "model.gradient_checkpointing_disable()"
+            )
         self.check(model.config, len(given[name]))
         self.read_again(model)
         places = {n: given[n] for n in _PLACES if given.get(n) is not None}

@@ -28,7 +28,7 @@ _NAMES = (_CACHE, "cache_params")
 def overrides(stock: type[nn.Module]) -> dict[str, Any]:
     """Return the methods of ``GenerationMixin`` that an accelerated model's class replaces.
 
-    None where one is missing: their names are transformers' own affair.
+    Nothing where one is missing: their names are transformers' own affair.
     """
     theirs: Any = stock
     if not all(hasattr(theirs, name) for name in _REPLACED):
@@ -99,7 +99,8 @@ def overrides(stock: type[nn.Module]) -> dict[str, Any]:
                 self, input_ids, *args, generation_config=generation_config, **kwargs
             )
         finally:
-            cache.input_holds_seen, cache.recording = False, False
+            cache.input_holds_seen = False
+            cache.deactivate_past_recording()
         if generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False):
             cache.read_again(self.prompt_reader)  # it outlives the call, and may meet stock code
         return output
