@@ -172,15 +172,22 @@ def export_onnx(model: SSMForCausalLM, directory: str | Path) -> list[Path]:
     Raises:
         ImportError: onnx or onnxscript is not installed.
         TypeError: No causal model of the zoo.
-        ValueError: The size of a state depends on the tokens seen, or the folder holds other files.
+        ValueError: The size of a state depends on the tokens seen, or the folder holds other files,
+            is a file, or is ``.``.
         RuntimeError: Code that cannot be traced, or an operator that ONNX lacks.
     """
     for name in _NEEDED:
         if importlib.util.find_spec(name) is None:
             raise ImportError(f"ONNX needs {name}; install it with: pip install 'ssmzoo[onnx]'")
     directory = Path(directory)
-    if directory.is_dir() and any(directory.iterdir()) and not (directory / CONTENTS).is_file():
-        raise ValueError(f"{directory} holds files that no export wrote; choose another folder")
+    if directory.name in ("", ".."):
+        raise ValueError(f"directory must end in a folder's own name, got {str(directory)!r}")
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{directory} is a file; choose another folder")
+    if directory.is_dir():
+        held = {path.name for path in directory.iterdir()}
+        if held - {MODEL, f"{MODEL}.data", CONTENTS} or (held and CONTENTS not in held):
+            raise ValueError(f"{directory} holds files that no export wrote; choose another folder")
     program = export_program(model, portable=True)
     states = initial_states(model)
     names = [f"{number}.{name}" for number, layer in enumerate(states) for name in layer]
