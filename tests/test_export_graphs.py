@@ -13,6 +13,7 @@ from ssmzoo.publishing.export_graphs import (
     export_step,
     initial_states,
 )
+from ssmzoo.testing.standalone import as_published, package_of
 from ssmzoo.testing.subject import Subject
 
 pytestmark = [
@@ -79,6 +80,33 @@ def test_programs_of_every_family_read_and_go_on(name, portable):
     reads(program, model, {1: [1, 1, 1], 3: [7, 1, 5], 2: [30, 1]})
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "longhorn",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("bmojo", "coffee", "dss", "rtf")),
+    ],
+)
+@torch.no_grad()
+def test_the_code_of_a_checkpoint_leaves_python_by_torch_export(name):
+    model, Dim = subject_of(name).fresh(), torch.export.Dim
+    traced, other = (
+        torch.randint(64, (2, 12)),
+        torch.randint(64, (3, 12 if name == "bmojo" else 40)),
+    )
+    shapes = {0: Dim("rows", max=64), 1: Dim("length", min=2, max=100)}
+    if name == "bmojo":
+        del shapes[1]  # its chunks are counted as it is traced
+    options = {"use_cache": False, "return_dict": False}
+    moving = {"input_ids": shapes, **dict.fromkeys(options)}
+    with package_of(load_family(name)) as package:
+        program = torch.export.export(
+            as_published(package, model), (traced,), options, dynamic_shapes=moving, strict=False
+        )
+        logits = program.module()(other, **options)[0]
+    torch.testing.assert_close(logits, model(other).logits, rtol=1e-5, atol=1e-5)
+
+
 @torch.no_grad()
 def test_where_modes_of_dss_grow_a_token_past_the_norm_length_is_out_of_bounds():
     model = subject_of("dss").fresh(kernel_norm_length=4)
@@ -106,10 +134,17 @@ def test_a_model_is_left_as_it_was():
     assert model.training
 
 
-@pytest.mark.parametrize("name", ["coffee", "longhorn"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "coffee",
+        "longhorn",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("bmojo", "dss", "rtf")),
+    ],
+)
 def test_the_exporter_of_transformers_takes_our_models(name):
     exporters = pytest.importorskip("transformers.exporters.exporter_dynamo")
-    model, other = subject_of(name).fresh(), torch.randint(64, (3, 20))
+    model, other = subject_of(name).fresh(), torch.randint(64, (3, 12 if name == "bmojo" else 20))
     config = exporters.DynamoConfig(dynamic=True)
     given = {"input_ids": torch.randint(64, (2, 12)), "use_cache": False}
     program = exporters.DynamoExporter().export(model, given, config=config)

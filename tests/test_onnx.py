@@ -32,8 +32,9 @@ import onnxruntime
 import torch
 
 from ssmzoo.cli.main import main
-from ssmzoo.testing.subject import Subject
 from ssmzoo.family import load_family
+from ssmzoo.publishing.export_code import export_code
+from ssmzoo.testing.subject import Subject
 
 count, subject = int(sys.argv[1]), Subject(load_family(sys.argv[2]))
 longer = {"kernel_norm_length": 2048} if sys.argv[2] == "dss" else {}  # its modes grow
@@ -41,6 +42,7 @@ model, prompt = subject.fresh(**longer), subject.ids(2, 9)
 expected = model.generate(prompt, max_new_tokens=count, do_sample=False)
 with tempfile.TemporaryDirectory() as folder:
     model.save_pretrained(f"{folder}/model")
+    export_code(model, f"{folder}/model")  # as a published one has it
     out = f"{folder}/graph"
     assert main(["export", f"{folder}/model", "--to", "onnx", "--output", out]) == 0
     assert main(["export", f"{folder}/model", "--to", "onnx", "--output", f"{folder}/model"]) == 2

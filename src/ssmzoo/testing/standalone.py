@@ -13,10 +13,12 @@ from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ssmzoo.family import Family
 from ssmzoo.modeling import SSMForCausalLM
 from ssmzoo.publishing.export_code import code_of, flat_name
 from ssmzoo.testing.subject import (
@@ -37,22 +39,28 @@ def check_standalone(subject: Subject) -> Measured:
     for kind in subject.family.classes:
         if getattr(sys.modules.get(kind.__module__), kind.__name__, None) is not kind:
             raise NotApplicable(f"{kind.__name__} was made at run time and stands in no file")
-    kind = subject.family.causal_lm_class
-    with tempfile.TemporaryDirectory() as folder, _package(folder, code_of(subject.family)) as name:
-        module = _module(name, kind.__module__)
-        config_class = _module(name, subject.family.config_class.__module__)
+    with package_of(subject.family) as name:
         for dtype, budget in BUDGETS.items():
             model = subject.model(dtype)
-            fields = model.config.to_dict()
-            config = getattr(config_class, type(model.config).__name__).from_dict(fields)
-            exported = getattr(module, kind.__name__)(config).to(dtype).eval()
-            exported.load_state_dict(model.state_dict())
+            exported = as_published(name, model)
             got, expected = (_answers(m, subject) for m in (exported, model))
             measured.compare_all(f"{dtype}", got, expected, budget)
             if dtype == torch.float64:
                 got, expected = (_slopes(m, subject) for m in (exported, model))
                 measured.compare_all("gradient of", got, expected, budget)
     return measured
+
+
+def as_published(package: str, model: SSMForCausalLM) -> Any:
+    """Return a model of the same weights by the code that travels with a checkpoint."""
+    kind, config = type(model), model.config
+    made = getattr(_module(package, type(config).__module__), type(config).__name__)
+    copied = getattr(_module(package, kind.__module__), kind.__name__)(
+        made.from_dict(config.to_dict())
+    )
+    copied = copied.to(model.dtype).eval()
+    copied.load_state_dict(model.state_dict())
+    return copied
 
 
 def _answers(model: SSMForCausalLM, subject: Subject) -> dict[str, Tensor]:
@@ -78,8 +86,15 @@ def _slopes(model: SSMForCausalLM, subject: Subject) -> dict[str, Tensor]:
 
 
 @contextmanager
+def package_of(family: Family) -> Iterator[str]:
+    """Let a family's exported code be a package, forgotten at the end, and give its name."""
+    with tempfile.TemporaryDirectory() as folder, _package(folder, code_of(family)) as name:
+        yield name
+
+
+@contextmanager
 def _package(folder: str, texts: dict[str, str]) -> Iterator[str]:
-    """Let files be the modules of a package, whose name is given; it is forgotten at the end."""
+    """Let files be the modules of a package."""
     for name, text in texts.items():
         Path(folder, name).write_text(text, encoding="utf-8")
     spec = ModuleSpec(f"ssmzoo_exported_{next(_numbers)}", None, is_package=True)
