@@ -137,6 +137,16 @@ def test_windows_and_memories_of_any_size(form, layout, window, memory):
     assert_equals_the_loop(call, form)
 
 
+def test_the_longest_windows_and_spans_of_int64_read_all_tokens(form):
+    longest = 2**63 - 1
+    call = draw("batch", memory=0)
+    everything = run({**call, "window": 11}, form)
+    assert_same(run({**call, "window": longest}, form), everything, 1e-12)
+    call = draw("batch", memory=0, late=True)
+    everything = run({**call, "late_span": 11}, form)
+    assert_same(run({**call, "late_span": longest}, form), everything, 1e-12)
+
+
 @pytest.mark.parametrize("span", [1, 4, 9])
 @pytest.mark.parametrize("layout", ["batch", "batch that goes on", "packed that goes on"])
 def test_late_keys_reach_any_number_of_chunks_back(form, layout, span):
