@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ssmzoo.testing.accuracy import assert_as_accurate
 from ssmzoo_kernels import eidetic_attention, last_backend, use_backend
-from ssmzoo_kernels.eidetic_attention import chunk_table, eager, plan
+from ssmzoo_kernels.eidetic_attention import chunk_table, cpu, eager, plan
 from ssmzoo_kernels.eidetic_attention.arguments import Call, Tensors
 from ssmzoo_kernels.eidetic_attention.rows import Gathered, Strided
 
@@ -135,6 +135,16 @@ def test_windows_and_memories_of_any_size(form, layout, window, memory):
     call = draw(layout, memory=memory, window=window or 12)
     call["window"] = window
     assert_equals_the_loop(call, form)
+
+
+def test_the_longest_windows_and_spans_of_int64_read_all_tokens(form):
+    longest = 2**63 - 1
+    call = draw("batch", memory=0)
+    everything = run({**call, "window": 11}, form)
+    assert_same(run({**call, "window": longest}, form), everything, 1e-12)
+    call = draw("batch", memory=0, late=True)
+    everything = run({**call, "late_span": 11}, form)
+    assert_same(run({**call, "late_span": longest}, form), everything, 1e-12)
 
 
 @pytest.mark.parametrize("span", [1, 4, 9])
@@ -395,6 +405,18 @@ def works(call):
     count = call.get("mem_count")
     settings = Call(count, None, offsets, seen, call["window"], 0, 1.0)
     return list(plan.Plan(Tensors(**(tensors | flat)), settings).works())
+
+
+def test_sums_whose_rows_lie_apart_give_the_same_gradients_in_c():
+    q, k, v = (x.detach() for x in (draw("batch", memory=0)[name][0] for name in "qkv"))
+    tensors = Tensors(q, k, v, *[None] * 8)
+    offsets, seen = torch.tensor([0, len(q)]), torch.zeros(1, dtype=torch.int64)
+    call = Call(None, None, offsets, seen, WINDOW, 0, 1.0)
+    out, total = cpu.forward(tensors, call)
+    expected = cpu.backward(q, out, total, tensors, call)
+    got = cpu.backward(q, out, total.T.contiguous().T, tensors, call)
+    for name in "qkv":
+        assert torch.equal(getattr(got, name), getattr(expected, name)), name
 
 
 def test_batches_from_their_first_token_are_views():

@@ -48,6 +48,7 @@ ATTENTION = Op(
     reference=reference.eidetic_attention,
     kernels=lambda name: Kernels(_module(name)),
 )
+_LONGEST = 2**60  # longer than any sequence, and sums of a few such numbers are int64
 # columns of a head that a GPU kernel's registers hold
 _WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128, torch.float64: 128}
 
@@ -151,6 +152,8 @@ def eidetic_attention(
     if q.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_values(offsets, seen, window, late_span, mem_k, mem_count, past_k, late_past_k)
 
+    window = None if window is None else min(window, _LONGEST)
+    late_span = min(late_span, _LONGEST)
     factor = float(width) ** -0.5 if scale is None else scale
     kinds = {x.dtype for x in given if x is not None}
     if kinds - {*_WIDEST}:

@@ -84,11 +84,12 @@ def backward(
     exact = total.dtype
     tensors, call = _prepared(tensors, call, exact)
     grad_out, out = (_rows(x, exact) for x in (grad_out, out))
+    total = total.contiguous()  # under a name, or its memory would be free by the call
     grads = Tensors(*(None if x is None else x.new_zeros(x.shape) for x in tensors))  # pyright: ignore[reportArgumentType]
     pairs = [(getattr(grads, k), getattr(grads, v)) for k, v in _TABLES]
     gradients = _Gradients(
         out.data_ptr(),
-        total.contiguous().data_ptr(),
+        total.data_ptr(),
         grad_out.data_ptr(),
         out.stride(0),
         grad_out.stride(0),
