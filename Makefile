@@ -37,7 +37,7 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_
 # the C library keeps what is freed: no call pays for pages that another gave back
 STEADY = MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=2147483647
 
-.PHONY: help install demo test test-gpu test-transformers lint format types bench cards pages wheel clean
+.PHONY: help install demo test test-kit test-gpu test-transformers lint format types bench cards pages wheel clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -59,6 +59,9 @@ ifeq ($(TESTS),tests)
 endif
 	@echo "== all tests on the versions of constraints.txt =="
 	$(PYTEST) -p tests.versions -p tests.skip_guard -m "not slow" $(TESTS)
+
+test-kit: $(INSTALLED) $(TORCHAO_DIR)/.installed $(ONNX_DIR)/.installed ## Run every check of the conformance kit on every family; write tests/kit.csv
+	PYTHONPATH=$(TORCHAO_DIR):$(ONNX_DIR) SSMZOO_TURN=all $(PYTEST) -p tests.versions -p tests.kit_report -k promise tests
 
 test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
 	$(PY) -m pytest -p tests.versions -m gpu $(TESTS)

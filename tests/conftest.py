@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+from datetime import date
 
 import pytest
 import torch
@@ -18,6 +19,20 @@ def pytest_addoption(parser):
     parser.addoption(
         "--update-golden", action="store_true", help="write tests/golden anew, to review as a diff"
     )
+
+
+# the conformance kit's long checks: in `make test` each family runs them on one day of TURNS
+LONG_PROMISES = ("assisted", "compile", "export", "fullgraph", "onnx", "standalone", "trainer")
+TURNS = 3
+
+
+def pytest_configure():
+    # the day is read once: pytest-xdist's workers inherit it, and must collect the same tests
+    os.environ.setdefault("SSMZOO_TURN", str(date.today().toordinal()))
+
+
+def pytest_report_header():
+    return f"long checks of the kit: SSMZOO_TURN={os.environ['SSMZOO_TURN']} (all, or any number)"
 
 
 # a GPU backend joins where there is a GPU: tests/kernels/test_triton_gpu.py
@@ -79,10 +94,23 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def _take_turns(promises):
+    """Mark the long checks of the families whose turn is another day as slow."""
+    turn = os.environ["SSMZOO_TURN"]
+    if turn == "all":
+        return
+    suites = sorted({item.cls.__name__ for item in promises})
+    for item in promises:
+        waits = (suites.index(item.cls.__name__) - int(turn)) % TURNS
+        if waits and item.callspec.id in LONG_PROMISES:
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("variant") and item.name.endswith("[compile]"):
             item.add_marker(pytest.mark.slow)
+    _take_turns([item for item in items if getattr(item, "originalname", "") == "test_promise"])
     if torch.cuda.is_available():
         return
     for item in items:
