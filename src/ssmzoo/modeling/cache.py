@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -478,12 +478,13 @@ class StateCache(RecurrentCache):
         for layer in self.layers:
             layer.states = {name: state.detach() for name, state in layer.states.items()}
 
-    def reset_rows(self, rows: Tensor) -> None:
+    def reset_rows(self, rows: Tensor | Sequence[int]) -> None:
         """Reset some rows, which start new sequences with their next token; keep the others.
 
         Args:
             rows: Row indices ``[R]``, or a boolean mask ``[B]``.
         """
+        rows = torch.as_tensor(rows)
         if rows.dtype is torch.bool:
             rows = rows.nonzero().flatten()
         # all zeros is where every family starts
