@@ -329,6 +329,13 @@ class SSMModel(SSMPreTrainedModel):
         """Return the token embedding; a family with another one overrides this."""
         return nn.Embedding(config.vocab_size, config.hidden_size)
 
+    def token_inputs(self) -> tuple[str, ...]:
+        """Return the names of further arguments that :meth:`forward` needs: numbers ``[B, L]``.
+
+        Mixers find them by name in ``state.shared``, ``[B, L]`` as their ``hidden_states``.
+        """
+        return ()
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -368,14 +375,16 @@ class SSMModel(SSMPreTrainedModel):
                 with ``input_channels``.
             packing: What mask, positions and boundaries say, from :meth:`find_packing`; the heads
                 pass it instead of them.
-            **kwargs: Only what transformers' own collators and trainer add.
+            **kwargs: What :meth:`token_inputs` names, and what transformers' own collators and
+                trainer add.
 
         Raises:
             ValueError: Inputs that contradict each other or do not fit the cache.
             TypeError: An argument this model does not have.
         """
+        token_inputs = {name: kwargs.pop(name, None) for name in self.token_inputs()}
         if kwargs:
-            _refuse_unknown(kwargs)
+            _refuse_unknown(kwargs, token_inputs)
         config = self.config
         if output_hidden_states is None:
             output_hidden_states = bool(config.output_hidden_states)
@@ -383,6 +392,8 @@ class SSMModel(SSMPreTrainedModel):
             return_dict = config.return_dict
         hidden_states = self._embed(input_ids, inputs_embeds, input_values)
         batch, length, width = hidden_states.shape
+        for name, given in token_inputs.items():
+            _check_token_input(name, given, batch, length)
         if packing is None:
             packing = self.find_packing(
                 (None, hidden_states),
@@ -411,7 +422,7 @@ class SSMModel(SSMPreTrainedModel):
         cache = self._cache(past_key_values, use_cache, sequences, length)
         recorded = None
         if cache is not None and cache.recording:
-            recorded = cache.before(hidden_states, packing)
+            recorded = cache.before(hidden_states, packing, token_inputs)
 
         if packing is not None:
             hidden_states = hidden_states.reshape(1, batch * length, width)
@@ -419,7 +430,10 @@ class SSMModel(SSMPreTrainedModel):
             hidden_states = self.dropout(hidden_states, packing)
         all_hidden_states: list[Tensor] = []
         states: list[LayerState] = []
-        shared: dict[Any, Any] = {}
+        shared: dict[Any, Any] = {
+            name: x if packing is None else x.reshape(1, batch * length)
+            for name, x in token_inputs.items()
+        }
         room = None if cache is None else cache.max_cache_len
         next_norms: Iterable[nn.Module | None] = itertools.repeat(None)
         # a checkpointed layer runs again alone: with gradients, blocks have to be independent
@@ -597,11 +611,24 @@ class SSMModel(SSMPreTrainedModel):
         return StateCache(self.config) if use_cache else None
 
 
-def _refuse_unknown(kwargs: dict[str, Any]) -> None:
+def _check_token_input(name: str, given: object, batch: int, length: int) -> None:
+    if given is None:
+        raise ValueError(f"{name} must be given, [B, L] = [{batch}, {length}]: this model needs it")
+    if not isinstance(given, Tensor) or not given.is_floating_point():
+        kind = given.dtype if isinstance(given, Tensor) else type(given).__name__
+        raise TypeError(f"{name} must be a floating-point tensor [B, L], got {kind}")
+    if given.shape != (batch, length):
+        raise ValueError(
+            f"{name} must have shape [B, L] = [{batch}, {length}], got {list(given.shape)}"
+        )
+
+
+def _refuse_unknown(kwargs: dict[str, Any], token_inputs: Iterable[str]) -> None:
     for name, value in kwargs.items():
         if name in _IGNORED or (name == "output_attentions" and not value):
             continue
         if name == "output_attentions":
             raise ValueError("output_attentions must be False: no attention weights are kept")
-        hint = suggestion(name, inspect.signature(SSMModel.forward).parameters)
+        known = [*inspect.signature(SSMModel.forward).parameters, *token_inputs]
+        hint = suggestion(name, known)
         raise TypeError(f"this model takes no argument {name!r}{hint}")
