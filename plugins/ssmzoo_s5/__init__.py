@@ -33,7 +33,7 @@ _LRU = {"variant": "lru", "activation": "full_glu"}
 _MIDDLE = {**_LRU, "r_min": 0.5, "r_max": 0.9}
 _OUTER = {**_LRU, "r_min": 0.9, "r_max": 0.999}
 _EDGE = {"variant": "lru", "r_min": 0.999, "r_max": 0.9999, "max_phase": math.pi / 10}
-_LANGUAGE = {"norm_type": "layer", "num_hidden_layers": 16, "intermediate_size": 3072}
+_LANGUAGE = {"norm_type": "layer", "num_hidden_layers": 14, "intermediate_size": 3072}
 _TINY = {"vocab_size": 96, "hidden_size": 16, "num_hidden_layers": 2, "d_state": 16}
 
 FAMILY = Family(
@@ -58,14 +58,14 @@ FAMILY = Family(
         "s5-lra-pathfinder": {**_PATHFINDER, "dropout": 0.05, "blocks": 8},
         "s5-lra-pathx": {**_PATHX, "blocks": 16, "c_init": "complex_normal", "dt_min": 1e-4},
         "s5-speech-commands": {**_SPEECH, **_LECUN, "blocks": 16},
-        "s5-125m": {**_LANGUAGE, "d_state": 768, "blocks": 12, "clip_eigs": True},
+        "s5-125m": {**_LANGUAGE, "d_state": 512, "blocks": 8, "clip_eigs": True},
         "lru-lra-listops": {**_LISTOPS, **_LRU, "d_state": 256, "r_max": 0.99},
         "lru-lra-text": {**_TEXT, **_MIDDLE},
         "lru-lra-retrieval": {**_RETRIEVAL, **_MIDDLE, "dropout": 0.1},
         "lru-lra-image": {**_IMAGE, **_OUTER, "input_channels": 3},
         "lru-lra-pathfinder": {**_PATHFINDER, **_OUTER},
         "lru-lra-pathx": {**_PATHX, **_EDGE},
-        "lru-125m": {**_LANGUAGE, **_OUTER, "d_state": 384},
+        "lru-125m": {**_LANGUAGE, **_OUTER, "d_state": 256, "num_hidden_layers": 13},
     },
     tiny={**_TINY, "blocks": 2, "dt_min": 0.02, "dt_max": 0.5, "clip_eigs": True},
     lora_targets=("out_proj",),
