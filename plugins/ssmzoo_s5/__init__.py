@@ -26,8 +26,7 @@ _IMAGE = {**_VALUES, "hidden_size": 512, "d_state": 384, "dropout": 0.1, "num_la
 _PATHFINDER = {**_VALUES, "hidden_size": 192, "d_state": 256, "bidirectional": True}
 _PATHX = {**_PATHFINDER, "hidden_size": 128}
 _SPEECH = {**_VALUES, "hidden_size": 96, "d_state": 128, "dropout": 0.1, "num_labels": 35}
-_BOTH = {"bidirectional": True}
-_LECUN = {**_BOTH, "c_init": "lecun_normal"}
+_LECUN = {"bidirectional": True, "c_init": "lecun_normal"}
 _GATED = {**_LECUN, "activation": "half_glu2"}
 _LRU = {"variant": "lru", "activation": "full_glu"}
 _MIDDLE = {**_LRU, "r_min": 0.5, "r_max": 0.9}
@@ -53,7 +52,7 @@ FAMILY = Family(
     presets={
         "s5-lra-listops": {**_DEEP, **_GATED, "d_state": 16, "blocks": 8},
         "s5-lra-text": {**_TEXT, **_GATED, "blocks": 12},
-        "s5-lra-retrieval": {**_RETRIEVAL, **_BOTH, "blocks": 16},
+        "s5-lra-retrieval": {**_RETRIEVAL, "bidirectional": True, "blocks": 16},
         "s5-lra-image": {**_IMAGE, **_LECUN, "blocks": 3, "clip_eigs": True},
         "s5-lra-pathfinder": {**_PATHFINDER, "dropout": 0.05, "blocks": 8},
         "s5-lra-pathx": {**_PATHX, "blocks": 16, "c_init": "complex_normal", "dt_min": 1e-4},

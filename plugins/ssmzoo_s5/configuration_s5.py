@@ -81,3 +81,8 @@ class S5Config(SSMConfig):
     def causal(self) -> bool:
         """Whether no output depends on a later input."""
         return not self.bidirectional
+
+    @property
+    def token_inputs(self) -> tuple[str, ...]:
+        """What a forward pass needs for every token."""
+        return ("time_steps",) if self.irregular_steps else ()

@@ -62,11 +62,13 @@ class S5Mixer(SSMMixer):
     def __init__(self, config: S5Config, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         width, modes = config.hidden_size, config.modes
-        for name in _S5 if config.variant == "s5" else _LRU:
-            self.register_parameter(name, nn.Parameter(torch.empty(modes)))
-        readouts = 2 if config.bidirectional else 1
+        vectors = [nn.Parameter(torch.empty(modes)) for _ in range(3)]
+        if config.variant == "s5":
+            self.Lambda_re, self.Lambda_im, self.log_dt = vectors
+        else:
+            self.nu_log, self.theta_log, self.gamma_log = vectors
         self.B = nn.Parameter(torch.empty(modes, width, 2))
-        self.C = nn.Parameter(torch.empty(width, readouts * modes, 2))
+        self.C = nn.Parameter(torch.empty(width, (1 + config.bidirectional) * modes, 2))
         self.D = nn.Parameter(torch.empty(width))
         if config.activation != "gelu":
             self.dropout = Dropout(config.dropout, config.tie_dropout)
@@ -133,9 +135,7 @@ class S5Mixer(SSMMixer):
         )
         state.put("ssm", torch.view_as_real(final))
         if self.config.bidirectional:
-            ends = None
-            if packing is not None:
-                ends = Packing(packing.length - packing.offsets.flip(0), packing.length)
+            ends = packing and Packing(packing.length - packing.offsets.flip(0), packing.length)
             later, _ = linear_scan(pole.flip(1), drive.flip(1), cu_seqlens=ends)
             x = torch.cat([x, later.flip(1)], dim=-1)
         return F.linear(torch.view_as_real(x).flatten(-2), readout) + self.D * u
@@ -153,14 +153,14 @@ class S5Mixer(SSMMixer):
 
 
 def hippo_normal(order: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return HiPPO-N's eigenvalues above the real axis ``[order / 2]``, and their eigenvectors.
+    """Return the frequencies above 0 of HiPPO-N's eigenvalues ``-1/2 + i frequency``, and vectors.
 
     HiPPO-LegS is ``-1/2 + S - p p^T`` with ``p_n = sqrt(n + 1/2)`` and S skew; HiPPO-N lacks p.
     """
     p = np.sqrt(np.arange(order) + 0.5)
     size = np.outer(p, p)
     frequencies, vectors = np.linalg.eigh(1j * (np.tril(size, -1) - np.triu(size, 1)))
-    return -0.5 + 1j * frequencies[order // 2 :], vectors[:, order // 2 :]
+    return frequencies[order // 2 :], vectors[:, order // 2 :]
 
 
 class S5PreTrainedModel(SSMPreTrainedModel):
@@ -182,9 +182,9 @@ def _init_s5(mixer: S5Mixer) -> None:
     """Lambda of J blocks of HiPPO-N; ``V* B`` and ``C V`` of a random real B and complex C."""
     config = mixer.config
     order, blocks, width = config.d_state, config.blocks, config.hidden_size
-    eigenvalues, vectors = hippo_normal(order // blocks)
-    init.copy_(mixer.Lambda_re, torch.tensor(eigenvalues.real, device="cpu").repeat(blocks))
-    init.copy_(mixer.Lambda_im, torch.tensor(eigenvalues.imag, device="cpu").repeat(blocks))
+    frequencies, vectors = hippo_normal(order // blocks)
+    init.constant_(mixer.Lambda_re, -0.5)
+    init.copy_(mixer.Lambda_im, torch.tensor(frequencies, device="cpu").repeat(blocks))
     init.uniform_(mixer.log_dt, math.log(config.dt_min), math.log(config.dt_max))
     V = torch.tensor(vectors, device="cpu")  # of one block, [P / J, P / 2 J]
     drawn = torch.randn(blocks, len(V), width, dtype=V.dtype.to_real(), device="cpu")
@@ -192,8 +192,8 @@ def _init_s5(mixer: S5Mixer) -> None:
     if config.c_init == "complex_normal":
         init.normal_(mixer.C, std=0.5**0.5)
         return
-    readouts = 2 if config.bidirectional else 1
-    drawn = torch.randn(width, readouts * blocks, len(V), dtype=V.dtype, device="cpu")
+    rows = (1 + config.bidirectional) * blocks
+    drawn = torch.randn(width, rows, len(V), dtype=V.dtype, device="cpu")
     variance = 2 / (order * width if config.c_init == "lecun_normal" else order)
     init.copy_(mixer.C, torch.view_as_real(drawn @ V * variance**0.5).flatten(1, 2))
 
@@ -215,10 +215,6 @@ class S5Model(S5PreTrainedModel, SSMModel):
     """S5's backbone; with ``config.irregular_steps`` it takes ``time_steps [B, L]``."""
 
     mixer_class = S5Mixer
-
-    def token_inputs(self) -> tuple[str, ...]:
-        """Return ``time_steps`` where the model needs them."""
-        return ("time_steps",) if self.config.irregular_steps else ()
 
 
 class S5ForCausalLM(S5PreTrainedModel, SSMForCausalLM):

@@ -312,6 +312,7 @@ class SSMModel(SSMPreTrainedModel):
     def __init__(self, config: SSMConfig) -> None:
         super().__init__(config)
         self.causal = config.causal
+        self.token_inputs = config.token_inputs
         if config.input_channels is None:
             self.embed_tokens = self.make_embedding(config)
         else:
@@ -328,13 +329,6 @@ class SSMModel(SSMPreTrainedModel):
     def make_embedding(self, config: Any) -> nn.Embedding:
         """Return the token embedding; a family with another one overrides this."""
         return nn.Embedding(config.vocab_size, config.hidden_size)
-
-    def token_inputs(self) -> tuple[str, ...]:
-        """Return the names of further arguments that :meth:`forward` needs: numbers ``[B, L]``.
-
-        Mixers find them by name in ``state.shared``, ``[B, L]`` as their ``hidden_states``.
-        """
-        return ()
 
     def forward(
         self,
@@ -375,14 +369,16 @@ class SSMModel(SSMPreTrainedModel):
                 with ``input_channels``.
             packing: What mask, positions and boundaries say, from :meth:`find_packing`; the heads
                 pass it instead of them.
-            **kwargs: What :meth:`token_inputs` names, and what transformers' own collators and
+            **kwargs: What ``config.token_inputs`` names, and what transformers' own collators and
                 trainer add.
 
         Raises:
             ValueError: Inputs that contradict each other or do not fit the cache.
             TypeError: An argument this model does not have.
         """
-        token_inputs = {name: kwargs.pop(name, None) for name in self.token_inputs()}
+        token_inputs: dict[str, Tensor] = {}
+        for name in self.token_inputs:
+            token_inputs[name] = kwargs.pop(name, None)
         if kwargs:
             _refuse_unknown(kwargs, token_inputs)
         config = self.config
@@ -430,10 +426,9 @@ class SSMModel(SSMPreTrainedModel):
             hidden_states = self.dropout(hidden_states, packing)
         all_hidden_states: list[Tensor] = []
         states: list[LayerState] = []
-        shared: dict[Any, Any] = {
-            name: x if packing is None else x.reshape(1, batch * length)
-            for name, x in token_inputs.items()
-        }
+        shared: dict[Any, Any] = {}
+        for name, given in token_inputs.items():
+            shared[name] = given if packing is None else given.reshape(1, batch * length)
         room = None if cache is None else cache.max_cache_len
         next_norms: Iterable[nn.Module | None] = itertools.repeat(None)
         # a checkpointed layer runs again alone: with gradients, blocks have to be independent
