@@ -313,17 +313,20 @@ def test_it_is_for_cpus_whose_vectors_mkl_leaves_unused(monkeypatch):
         assert found == (wide and vendor == "AuthenticAMD")
 
 
-def test_a_model_trains_with_it(slow_torch):
+def test_a_model_trains_with_it_where_there_is_much_to_do(slow_torch, monkeypatch):
+    from ssmzoo.modeling import layers
     from ssmzoo_longhorn import FAMILY
 
     model = FAMILY.causal_lm_class(FAMILY.config(**FAMILY.tiny))
     ids = torch.zeros(2, 12, dtype=torch.long)
+    model(ids)
+    assert last_backend("many_rows_linear") is None
+    monkeypatch.setattr(layers, "MUCH_WORK", 0)
     model(ids, labels=ids).loss.backward()
     own = [x.grad for x in model.parameters()]
     assert last_backend("many_rows_linear") == "cpu"
     model.zero_grad()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear_maps.cpu, "outruns_torch", lambda: False)
-        model(ids, labels=ids).loss.backward()
+    monkeypatch.setattr(linear_maps.cpu, "outruns_torch", lambda: False)
+    model(ids, labels=ids).loss.backward()
     for grad, parameter in zip(own, model.parameters(), strict=True):
         assert_close(grad, parameter.grad, rtol=1e-4, atol=1e-6)

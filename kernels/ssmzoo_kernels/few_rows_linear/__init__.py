@@ -21,6 +21,7 @@ from ssmzoo_kernels.few_rows_linear import cpu
 
 OP = "few_rows_linear"
 MOST_ROWS = 8
+MUCH_WORK = 2**21  # products of numbers; with fewer the call of a kernel for many rows costs more
 TILE = 256  # outputs whose weights are widened at once, so that they are read from the cache
 _REALS = (torch.float32, torch.float64)
 _WIDE = {  # by dtype, what sums are in
@@ -112,7 +113,12 @@ def many_rows_linear(
     Returns:
         ``[..., O]`` in x's dtype.
     """
-    if x.device.type == "cpu" and x.dtype in _REALS and _takes_product(x, weight, bias):
+    if (
+        x.device.type == "cpu"
+        and x.dtype in _REALS
+        and cpu.outruns_torch()
+        and _takes_product(x, weight, bias)
+    ):
         dispatch.record("many_rows_linear", "cpu")
         y = _Product.apply(x.reshape(-1, x.shape[-1]), weight)
         y = y.view(*x.shape[:-1], weight.shape[0])  # pyright: ignore[reportOptionalMemberAccess]
@@ -137,8 +143,7 @@ def many_rows_linear(
 
 def _takes_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return (
-        cpu.outruns_torch()
-        and x.numel() > MOST_ROWS * x.shape[-1]
+        x.numel() > MOST_ROWS * x.shape[-1]
         and x.dtype is weight.dtype
         and weight.device.type == "cpu"
         and type(weight) in (Tensor, torch.nn.Parameter)
@@ -212,4 +217,4 @@ def rows_of_int8(weight: Any) -> tuple[Tensor, Tensor] | None:
     return q, scale
 
 
-__all__ = ["MOST_ROWS", "few_rows_linear", "many_rows_linear", "rows_of_int8"]
+__all__ = ["MOST_ROWS", "MUCH_WORK", "few_rows_linear", "many_rows_linear", "rows_of_int8"]
