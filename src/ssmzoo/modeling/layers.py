@@ -13,7 +13,12 @@ from torch import Tensor, nn
 
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo_kernels import causal_conv1d
-from ssmzoo_kernels.few_rows_linear import MOST_ROWS, few_rows_linear, many_rows_linear
+from ssmzoo_kernels.few_rows_linear import (
+    MOST_ROWS,
+    MUCH_WORK,
+    few_rows_linear,
+    many_rows_linear,
+)
 from ssmzoo_kernels.validation import Packing
 
 if TYPE_CHECKING:
@@ -22,17 +27,17 @@ if TYPE_CHECKING:
 
 
 class Linear(nn.Linear):
-    """``nn.Linear``; without gradients on a CPU, for few rows, at the memory's speed."""
+    """``nn.Linear`` by kernels of our own where they are faster: on CPUs, by the number of rows."""
 
     stock_class = nn.Linear  # what it stands for
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., out_features]``."""
         # a compiler would take the number of rows for a constant
-        if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            if input.numel() <= MOST_ROWS * self.in_features:
+        if not torch.compiler.is_compiling():
+            if not torch.is_grad_enabled() and input.numel() <= MOST_ROWS * self.in_features:
                 return few_rows_linear(input, self.weight, self.bias)
-            if input.dtype.itemsize == 2:
+            if input.dtype.itemsize == 2 or input.numel() * self.out_features >= MUCH_WORK:
                 return many_rows_linear(input, self.weight, self.bias)
         return F.linear(input, self.weight, self.bias)
 
