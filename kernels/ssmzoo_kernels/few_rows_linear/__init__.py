@@ -102,28 +102,55 @@ def many_rows_linear(
 ) -> Tensor:
     """Compute ``x @ weight.T + bias`` without gradients, the same as ``F.linear``.
 
-    16-bit numbers for which the CPU has no units are widened to float32, the weight tile by tile,
-    and rounded once at the end; where it has them, and anywhere but on a CPU, by ``F.linear``.
+    On a CPU float32 is multiplied by oneDNN. 16-bit numbers for which the CPU has no units are
+    widened to float32, the weight tile by tile, and rounded once at the end; so is torchao's int8
+    with a scale a row (:func:`rows_of_int8`) beside such numbers or float32. All else is
+    ``F.linear``.
 
     Returns:
         ``[..., O]`` in x's dtype.
     """
+    scale = None
     if (
-        x.dtype not in cpu.HALVES
-        or _multiplies(x.dtype)
+        _WIDE.get(x.dtype) is not torch.float32
+        or (x.dtype in cpu.HALVES and _multiplies(x.dtype))
         or not dispatch.decodes_on_cpu(x)
-        or type(weight) not in (Tensor, torch.nn.Parameter)  # quantised, perhaps
+        or weight.device.type != "cpu"
         or x.dtype is not weight.dtype
         or (bias is not None and bias.dtype is not x.dtype)
         or x.shape[-1] != weight.shape[1]
+        or x.numel() == 0
     ):
         return F.linear(x, weight, bias)
+    if type(weight) not in (Tensor, torch.nn.Parameter):
+        rows = rows_of_int8(weight)
+        if rows is None:
+            return F.linear(x, weight, bias)
+        weight, scale = rows[0], rows[1].flatten()
+    elif x.dtype is torch.float32:
+        return _product(x, weight, bias)
     wide, y = x.float(), x.new_empty((*x.shape[:-1], weight.shape[0]))
     for first in range(0, weight.shape[0], TILE):
         part = slice(first, first + TILE)
-        some = None if bias is None else bias[part].float()
-        y[..., part] = F.linear(wide, weight[part].float(), some)
+        some = _product(wide, weight[part].float())
+        if scale is not None:
+            some *= scale[part]
+        if bias is not None:
+            some += bias[part]
+        y[..., part] = some
     return y
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``x @ weight.T + bias`` in float32, by oneDNN where torch would take MKL.
+
+    On CPUs of other makers than its own MKL uses half of what a vector of 64 bytes has.
+    """
+    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+        return F.linear(x, weight, bias)
+    if not torch.backends.mkldnn.enabled or not weight.numel():
+        return F.linear(x, weight, bias)
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 @functools.cache

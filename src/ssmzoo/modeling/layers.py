@@ -32,8 +32,7 @@ class Linear(nn.Linear):
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             if input.numel() <= MOST_ROWS * self.in_features:
                 return few_rows_linear(input, self.weight, self.bias)
-            if input.dtype.itemsize == 2:
-                return many_rows_linear(input, self.weight, self.bias)
+            return many_rows_linear(input, self.weight, self.bias)
         return F.linear(input, self.weight, self.bias)
 
 
