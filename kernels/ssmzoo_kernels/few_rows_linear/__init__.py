@@ -2,8 +2,8 @@
 
 Matrix libraries are made for many rows; with a handful they reach a fraction of the memory's
 bandwidth. Of many rows torch's choice takes twice the time of oneDNN on some CPUs, and eight times
-for 16 bits that the CPU has no units for. No gradients. The one weight that a kernel of ours reads: the caller is the layer
-that owns it, so adapters around that layer keep working.
+for 16 bits that the CPU has no units for. No gradients. The one weight that a kernel of ours reads:
+the caller is the layer that owns it, so adapters around that layer keep working.
 """
 
 import functools

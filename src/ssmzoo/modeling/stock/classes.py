@@ -262,7 +262,7 @@ def _is_plain(layer: Any, linear: tuple[type, ...]) -> bool:
 
 def _for_dt_proj(mixer: Any, x: Tensor, linear: tuple[type, ...]) -> _ManyRows | _Projection | None:
     """Return what a mixer's code gets for the layer whose weight it reads; None: the layer."""
-    layer = getattr(mixer, "dt_proj", None)
+    layer: Any = getattr(mixer, "dt_proj", None)
     prompt = x.shape[1] > 1 and decodes_on_cpu(x)
     if prompt and type(layer) in linear and not decoding.is_watched(layer):
         return _ManyRows(layer)
