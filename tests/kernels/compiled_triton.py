@@ -38,6 +38,9 @@ POINTERS = {
     torch.int64: "*i64",
 }
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
+# what a record counts in NVIDIA's assembly: products from shared memory, those from registers, and
+# asynchronous copies
+PTX = ("wgmma.mma_async", "mma.sync", "cp.async.cg")
 # compute capabilities of NVIDIA, names of AMD's architectures
 TARGETS = (80, 90)
 OTHER_TARGETS = (86, 89, 120, "gfx942")
@@ -197,6 +200,7 @@ def record_of(case, name, launch, target):
         "warps": options["num_warps"],
         **usage(compiled),
         "shared": compiled.metadata.shared,
+        **{name: compiled.asm.get("ptx", "").count(name) for name in PTX},
         "layouts": layouts(compiled, launch[2]),
     }
 

@@ -221,6 +221,36 @@ def test_the_real_tiles_are_as_exact_as_torch(width, dtype, target, monkeypatch)
     judge_accuracy(call, dtype)
 
 
+def test_tails_of_the_real_tiles_equal_the_loop():
+    """Sequences around one tile of float64's and around 64 tokens, in chunks of their length."""
+    assert {tile(5, torch.float64, x, "sm_80")[:2] for x in ("forward", "query", "keys")} == {
+        (32, 32)
+    }
+    lengths = [1, 31, 32, 33, 63, 64, 65]
+    judge(draw(lengths, [0] * len(lengths), width=5, window=64, memory=33))
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "hip"])
+def test_tails_of_the_widest_heads_tiles_are_as_exact_as_torch(target, monkeypatch):
+    monkeypatch.setattr(attention_triton, "target_of", lambda device: target)
+    owned, met, *_ = tile(200, torch.bfloat16, "keys", target)
+    lengths = sorted({x + i for x in (owned, met, 64) for i in (-1, 0, 1)} | {1})
+    call = draw(
+        lengths, [0] * len(lengths), width=200, window=64, memory=owned + 1, dtype=torch.bfloat16
+    )
+    judge_accuracy(call, torch.bfloat16)
+
+
+def test_programs_are_shaped_for_the_gpu(monkeypatch):
+    target_of = attention_triton.target_of.__wrapped__
+    gpu = torch.device("cuda", 0)
+    for capability, target in {(8, 0): "sm_80", (9, 0): "sm_90", (12, 0): "sm_80"}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, x=capability: x)
+        assert target_of(gpu) == target
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert target_of(gpu) == "hip"
+
+
 def test_float64_keeps_float64_sums_in_the_real_tiles():
     judge(draw([50, 9], [0, 61], width=5, window=40, memory=33, late=9))
 
