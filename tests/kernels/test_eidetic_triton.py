@@ -50,11 +50,10 @@ def check(cases, targets=("sm_80", "sm_90")):
 def check_instructions(record):
     """What is met comes in asynchronously, and sm_90 multiplies 64 rows by HGMMA."""
     case, target = record["case"], record["target"]
-    assert (record["cp.async.cg"] > 0) == ("float64" not in case), record
-    halves = "float" not in case
-    by_groups = halves and target == "sm_90" and not case.startswith("decode")
-    assert (record["wgmma.mma_async"] > 0) == by_groups, record
-    assert (record["mma.sync"] > 0) == (halves and not by_groups), record
+    assert (record["copies"] > 0) == ("float64" not in case), record
+    rows64 = "float" not in case and not case.startswith("decode")
+    assert (record["wgmma"] > 0) == (rows64 and target == "sm_90"), record
+    assert (record["mma"] > 0) == ("float32" not in case and record["wgmma"] == 0), record
 
 
 def test_kernels_of_model_shapes_compile_without_spills():
