@@ -38,6 +38,9 @@ POINTERS = {
     torch.int64: "*i64",
 }
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
+# what a record counts in NVIDIA's assembly: products from shared memory, those from registers, and
+# asynchronous copies
+PTX = {"wgmma": r"wgmma\.mma_async", "mma": r"mma\.sync", "copies": r"cp\.async\.c[ag]"}
 # compute capabilities of NVIDIA, names of AMD's architectures
 TARGETS = (80, 90)
 OTHER_TARGETS = (86, 89, 120, "gfx942")
@@ -197,6 +200,7 @@ def record_of(case, name, launch, target):
         "warps": options["num_warps"],
         **usage(compiled),
         "shared": compiled.metadata.shared,
+        **{x: len(re.findall(form, compiled.asm.get("ptx", ""))) for x, form in PTX.items()},
         "layouts": layouts(compiled, launch[2]),
     }
 

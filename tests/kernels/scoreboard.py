@@ -46,6 +46,8 @@ ROWS = [
     ("compiled_eidetic", "model128", "eidetic_attention_bwd_query_kernel", "BLOCK_N", "BLOCK_D"),
     ("compiled_eidetic", "model128", "eidetic_attention_bwd_band_kernel", "BLOCK_M", "BLOCK_D"),
     ("compiled_eidetic", "model128", "eidetic_attention_bwd_memory_kernel", "BLOCK_M", "BLOCK_D"),
+    ("compiled_eidetic", "wide", "eidetic_attention_bwd_band_kernel", "BLOCK_M", "BLOCK_D"),
+    ("compiled_eidetic", "wide", "eidetic_attention_bwd_memory_kernel", "BLOCK_M", "BLOCK_D"),
     ("compiled_linear_attention", "gated_delta", "pairs_kernel", None, "BLOCK_K"),
     ("compiled_linear_attention", "gated_delta", "march_kernel", "C", "BLOCK_V"),
     ("compiled_linear_attention", "gated_delta", "march_back_kernel", "C", "BLOCK_V"),

@@ -9,6 +9,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}  # bytes a block may use
 OTHERS = {"sm_86": 99 * 1024, "sm_89": 99 * 1024, "sm_120": 99 * 1024, "gfx942": 64 * 1024}
+REGISTERS = {"gfx942": 512}  # of a lane, where a program has no more than four warps
 ON_OTHERS = ("--targets", *(name.removeprefix("sm_") for name in OTHERS))
 
 
@@ -43,5 +44,5 @@ def assert_no_spills(records, shared=SHARED):
     """Compare records with what a GPU has; ``shared`` is bytes by target."""
     for record in records:
         assert record["stack"] == record["local"] == 0, f"registers spilled: {record}"
-        assert record["registers"] <= 255, record
+        assert record["registers"] <= REGISTERS.get(record["target"], 255), record
         assert record["shared"] <= shared[record["target"]], record
