@@ -20,20 +20,20 @@ def step_size(k, dt):
 
 
 @triton.jit
-def step(state, u, k, dt, param, live):
+def step(state, u, k, dt, param):
     """Regress the value on the key: one implicit gradient step per state entry."""
     rate = step_size(k, dt)[None, :] * k[:, None]
     return state + rate * (u[None, :] - k[:, None] * state)
 
 
 @triton.jit
-def decay(k, dt, param, live):
+def decay(k, dt, param):
     """Return what remains of the state, ``1 - eps k^2``."""
     return 1.0 - step_size(k, dt)[None, :] * (k * k)[:, None]
 
 
 @triton.jit
-def adjoint(grad, state, u, k, dt, param, live):
+def adjoint(grad, state, u, k, dt, param):
     """Carry the gradient of the state after a token back to the state before it and the inputs."""
     eps = step_size(k, dt)
     key = k[:, None]
