@@ -16,7 +16,7 @@ from ssmzoo_kernels.scan import triton as scan
 @triton.jit
 def step_size(k, dt):
     """Return ``1 / (exp(-dt) + 1 + |k|^2)``; an overflowing exponential gives the limit, 0."""
-    return 1.0 / (1.0 + scan.exp(-dt) + tl.sum(k * k, axis=0))
+    return 1.0 / (1.0 + scan.exp_minus(dt) + tl.sum(k * k, axis=0))
 
 
 @triton.jit

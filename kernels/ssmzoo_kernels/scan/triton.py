@@ -528,7 +528,8 @@ def scan_fwd_kernel(
                 if z is not None:
                     o *= silu(z_rows[i])
                 row = row_at(out, base, i, D, d)
-                tl.store(row, o.to(out.dtype.element_ty), mask=(count > i) & (d < D))
+                o = o.to(out.dtype.element_ty)  # pyright: ignore[reportAttributeAccessIssue]
+                tl.store(row, o, mask=(count > i) & (d < D))
             u_rows, q_rows = widened(u_next, ACC), widened(q_next, ACC)
             k_rows, dt_rows = widened(k_next, ACC), widened(dt_next, ACC)
             if z is not None:
