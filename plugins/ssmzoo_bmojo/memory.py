@@ -317,6 +317,13 @@ def blanked(x: Tensor, absent: Tensor) -> Tensor:
     return x.masked_fill(absent.view(*absent.shape, *(1,) * (x.dim() - absent.dim())), 0.0)
 
 
+def by_sequence(rows: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return rows ``[T, ...]`` of a batch of such a shape as ``[B, L, ...]``."""
+    if torch.compiler.is_exporting():  # its graphs would bind L to strides that depend on it
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    return rows.view(*shape, *rows.shape[1:])
+
+
 def newest(call: Call, old: Tensor | None, new: Tensor, count: int) -> Tensor:
     """Return the last ``count`` rows of each sequence, the newest last, zeros where there are none.
 
@@ -329,9 +336,7 @@ def newest(call: Call, old: Tensor | None, new: Tensor, count: int) -> Tensor:
     if call.equal:  # slices, of which a step copies its window once
         length = call.tokens // max(1, call.sequences)
         exporting = torch.compiler.is_exporting()  # its graphs may leave the length open
-        if exporting:  # strides that do not depend on it
-            new = new.clone(memory_format=torch.contiguous_format)
-        new = new.view(call.sequences, length, *new.shape[1:])
+        new = by_sequence(new, (call.sequences, length))
         kept = count if exporting else max(0, count - length)
         if old is None:
             old = new.new_zeros(call.sequences, kept, *new.shape[2:])

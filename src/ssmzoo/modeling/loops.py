@@ -35,9 +35,9 @@ def scan(
             # its tensors have one layout, and share no memory with those before
             return [x.contiguous().clone() for x in after], [x.contiguous().clone() for x in made]
 
-        return scan_of_torch(
-            traced, [x.contiguous() for x in carried], [x.contiguous() for x in inputs]
-        )
+        # two that share memory would be one input of the graph
+        first = [x.clone(memory_format=torch.contiguous_format) for x in carried]
+        return scan_of_torch(traced, first, [x.contiguous() for x in inputs])
     outputs: list[Tensors] = []
     for given in zip(*(x.unbind(0) for x in inputs), strict=True):
         carried, made = step(carried, given)
