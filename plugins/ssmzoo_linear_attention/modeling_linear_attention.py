@@ -33,7 +33,7 @@ from ssmzoo.modeling import (
     UnservedError,
     recurrent,
 )
-from ssmzoo_kernels import gated_linear_attention, rms_norm
+from ssmzoo_kernels import gated_linear_attention
 from ssmzoo_kernels.token_step import Program, Value
 
 from .configuration_linear_attention import LinearAttentionConfig
@@ -178,13 +178,12 @@ class LinearAttentionMixer(SSMMixer):
 
     def _feature(self, x: Tensor) -> Tensor:
         """Return keys or queries ``[B, L, G, K]`` as the recurrence takes them."""
-        exact, size = torch.promote_types(torch.float32, x.dtype), x.shape[-1]
+        wide = x.to(torch.promote_types(torch.float32, x.dtype))
         if self.config.feature_map == "elu":
-            return F.elu(x.to(exact)) + 1
-        if self.config.feature_map != "silu_l2":
-            return x
-        scale = torch.full((size,), size**-0.5, dtype=exact, device=x.device)
-        return rms_norm(x, scale, eps=_EPS / size)
+            return F.elu(wide) + 1
+        if self.config.feature_map == "silu_l2":
+            return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _EPS)
+        return x
 
     def _decay(self, decay: Tensor, beta: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return the decays' logarithms ``[B, L, H]`` or ``[B, L, H, K]``, and betas."""

@@ -145,9 +145,11 @@ def unit(x: Array) -> Array:
 
 def short_conv(x: Array, weight: Array, bias: Array | float) -> Array:
     """Depthwise causal convolution of ``[L, C]``; the last tap meets the current token."""
-    taps = weight.shape[-1]
+    taps, y = weight.shape[-1], np.zeros_like(x) + bias
     history = np.concatenate([np.zeros((taps - 1, x.shape[1])), x])
-    return sum(history[j : j + len(x)] * weight[:, 0, j] for j in range(taps)) + bias
+    for j in range(taps):
+        y += history[j : j + len(x)] * weight[:, 0, j]
+    return y
 
 
 def rotary(x: Array) -> Array:
@@ -161,14 +163,14 @@ def rotary(x: Array) -> Array:
 def recurrence(config: Config, h: int, q: Array, k: Array, v: Array, a: Any, beta: Any) -> Array:
     """The outputs ``[L, V]`` of head h, by the paper that has these decays and this rule.
 
-    a is the decay ``[L]`` or ``[L, K]`` or, of Mamba2, the head's A, and beta its dt.
+    a is the decay ``[L]`` or ``[L, K]`` or, of Mamba2, the head's A at every token; beta is its dt.
     """
     if config["feature_map"] == "elu":
         assert config["decay"] == "none"
         assert not config["delta_rule"]
         return linear_transformer(q, k, v)[0]
     if config["beta"] == "dt":
-        return ssd(v, beta, a, k, q)[0]
+        return ssd(v, beta, a[0], k, q)[0]
     q = q / np.sqrt(q.shape[1])
     if config["delta_rule"]:
         beta = np.ones(len(v)) if beta is None else beta
@@ -227,10 +229,11 @@ def mixer(weights: Weights, config: Config, prefix: str, x: Array) -> Array:
             a_h = sigmoid(a_h) ** (1 / config["gate_logit_normalizer"])
         elif decays:
             dt, A = np.logaddexp(0.0, a_h), -np.exp(weights[prefix + "A_log"][h])
-            beta = dt[:, 0] if config["beta"] == "dt" else beta
             a_h = np.exp(dt * A)
+            if config["beta"] == "dt":  # the recurrence of SSD makes the decay of these
+                a_h, beta = np.full_like(dt, A), dt[:, 0]
         if config["decay"] == "scalar":
-            a_h = A if config["beta"] == "dt" else a_h[:, 0]
+            a_h = a_h[:, 0]
         y = recurrence(config, h, q_h, k_h, v_h, a_h, beta)
         if config["skip"]:
             y = y + weights[prefix + "D"][h] * v_h
