@@ -91,11 +91,11 @@ class LinearAttentionMixer(SSMMixer):
         elif self.activation is not None:
             mixed = F.silu(mixed)
         q, k, v = mixed.split(self.widths, dim=-1)
-        q, k = (self._feature(x.unflatten(-1, (config.key_heads, -1))) for x in (q, k))
+        q, k = (self._feature(_by_head(x, config.key_heads)) for x in (q, k))
         if config.rotary:
             turns = self._turns(hidden_states, state, packing)
             q, k = (_rotated(x, *turns) for x in (q, k))
-        v = v.unflatten(-1, (config.num_heads, -1))
+        v = _by_head(v, config.num_heads)
         exact, sums = torch.promote_types(torch.float32, v.dtype), config.feature_map == "elu"
         by_value = config.beta == "dt"  # as the instruction of Mamba2's token has the state
         log_decay, beta = self._decay(decay, beta)
@@ -194,7 +194,7 @@ class LinearAttentionMixer(SSMMixer):
             log_decay = torch.log1p(-torch.exp2(-powers)).to(exact).expand(*beta.shape[:2], -1)
         elif self.dt_bias is not None:
             decay = decay if self.decay_proj is None else self.decay_proj(decay)
-            raw = (decay.to(exact) + self.dt_bias.to(exact)).unflatten(-1, (config.num_heads, -1))
+            raw = _by_head(decay.to(exact) + self.dt_bias.to(exact), config.num_heads)
             if (tau := config.gate_logit_normalizer) is not None:
                 log_decay = F.logsigmoid(raw) / tau
             elif self.A_log is not None:
@@ -221,6 +221,11 @@ class LinearAttentionMixer(SSMMixer):
             exact = torch.promote_types(torch.float32, x.dtype)
             state.shared["turns"] = angle.cos().to(exact), angle.sin().to(exact)
         return state.shared["turns"]
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    """Return ``[B, L, heads, size]`` of ``[B, L, heads size]``; dynamo stops at ``unflatten``."""
+    return x.reshape(*x.shape[:2], heads, x.shape[2] // heads)
 
 
 def _angles(size: int, like: Tensor) -> Tensor:
