@@ -54,7 +54,8 @@ FAMILY = Family(
         "deltanet-340m": {**_DELTANET, **_MIDDLE, "num_heads": 8, "vocab_size": 32000},
         "deltanet-1.3b": {**_DELTANET, **_LARGE, "num_heads": 16},
         "gated-deltanet-1.3b": {
-            **{**_LARGE, "num_hidden_layers": 21, "head_k_dim": 256, "head_v_dim": 512},
+            **{**_LARGE, "num_hidden_layers": 21, "num_heads": 6},
+            **{"head_k_dim": 256, "head_v_dim": 512},
         },
         "kda-1.3b": {**_KDA, **_LARGE, "num_heads": 16},
         "mamba2-130m": {**_MAMBA2, "num_heads": 24, "num_hidden_layers": 24},

@@ -1,6 +1,6 @@
 """Configuration of gated linear attention: one class for the models of seven papers."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
 
@@ -38,8 +38,12 @@ class LinearAttentionConfig(SSMConfig):
     """
 
     model_type = "ssmzoo_linear_attention"
+    attribute_map: ClassVar[dict[str, str]] = {
+        **{**SSMConfig.attribute_map, "num_attention_heads": "num_heads"},
+        **{"d_state": "head_k_dim", "state_size": "head_k_dim", "conv_kernel": "d_conv"},
+    }
 
-    num_heads: int = 6
+    num_heads: int = 4
     num_key_heads: int | None = None
     head_k_dim: int = 128
     head_v_dim: int = 128

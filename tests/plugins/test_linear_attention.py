@@ -161,7 +161,7 @@ def test_poles_are_the_papers_decays():
     [
         ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
         ({"decay_rank": 0}, "decay_rank must be None or at least 1, got 0"),
-        ({"num_key_heads": 4}, "num_key_heads needs to divide num_heads, got num_key_heads=4"),
+        ({"num_key_heads": 3}, "num_key_heads needs to divide num_heads, got num_key_heads=3"),
         ({"rotary": True, "head_k_dim": 7}, "head_k_dim needs to be even with rotary"),
         ({"gate_logit_normalizer": 0}, "gate_logit_normalizer needs to be positive"),
         ({"gate_logit_normalizer": 16, "decay": "none"}, "gate_logit_normalizer needs decay"),
