@@ -60,7 +60,7 @@ MOST = {
     "dss": (100, 18, 230),
     "rtf": (115, 20, 165),
     "bmojo": (250, 26, 340),
-    "linear_attention": (76, 16, 140),
+    "linear_attention": (80, 16, 140),
 }
 
 
