@@ -50,7 +50,7 @@ def test_mnist_is_the_middle_of_each_image_from_0_to_1(mnist):
     batch = task.batch(range(6))
     assert batch.inputs.dtype == np.float32
     # torchvision's centre of 25 in 28 begins at 2
-    assert np.allclose(batch.inputs * 255, pixels["test"][:, 2:27, 2:27], atol=1e-4)
+    assert np.allclose(batch.inputs * 255, pixels["test"][:, None, 2:27, 2:27], atol=1e-4)
     assert batch.labels.tolist() == [0, 1, 2, 3, 4, 5]
     assert (batch.lengths == 625).all()
 
@@ -150,7 +150,7 @@ def test_digits_are_scikit_learns_in_three_fixed_parts():
         assert (task.kind, task.num_labels) == ("images", 10)
         assert len(task) == count
         batch = task.batch(range(count))
-        assert batch.inputs.shape == (count, 8, 8)
+        assert batch.inputs.shape == (count, 1, 8, 8)
         assert (batch.inputs.min(), batch.inputs.max()) == (0, 1)
         assert np.bincount(batch.labels, minlength=10).min() >= 0.06 * count
         pairs = zip(batch.inputs.reshape(count, -1) * 16, batch.labels, strict=True)
