@@ -49,7 +49,8 @@ class ImageEmbedding(nn.Module):
             TypeError: No floating-point tensor.
         """
         if not isinstance(pixel_values, Tensor) or not pixel_values.is_floating_point():
-            got = getattr(pixel_values, "dtype", type(pixel_values).__name__)
+            is_tensor = isinstance(pixel_values, Tensor)
+            got = pixel_values.dtype if is_tensor else f"a {type(pixel_values).__name__}"
             raise TypeError(
                 f"pixel_values must be a floating-point tensor, got {got}; the model's image "
                 "processor makes it from images"
