@@ -72,7 +72,7 @@ class LonghornScan(SSMMixer):
 
     def scan(
         self,
-        inputs: tuple[Tensor, ...],
+        inputs: tuple[Tensor, Tensor, Tensor, Tensor],
         z: Tensor,
         norm: RMSNorm | None,
         state: LayerState,
@@ -100,7 +100,8 @@ class LonghornMixer(LonghornScan):
 
     In both directions the projections ``in_proj`` and ``out_proj`` are shared. ``"both-shared"``
     scans the same ``u, q, k, dt`` once more from their end; ``"both-separate"`` has a
-    :class:`LonghornScan`, ``reverse``, for the reversed ``x``. Both normalise each direction apart.
+    :class:`LonghornScan`, ``reverse``, for the reversed ``x``. With ``out_norm`` each direction has
+    its own norm.
     """
 
     reads_both_ways = True
@@ -129,8 +130,8 @@ class LonghornMixer(LonghornScan):
         if self.config.directions != "forward":
             fresh, z = LayerState(packing=packing), flip(z, packing)
             if self.reverse is None:
-                flipped = tuple(flip(given, packing) for given in inputs)
-                back = self.scan(flipped, z, self.reverse_norm, fresh, packing)
+                u, q, k, dt = (flip(given, packing) for given in inputs)
+                back = self.scan((u, q, k, dt), z, self.reverse_norm, fresh, packing)
             else:
                 other = self.reverse
                 given = other.scan_inputs(flip(x, packing), fresh, packing)

@@ -171,9 +171,10 @@ def images(
     A pixel is given to the model as ``pixel / white``, with a channel's mean and deviation as
     ``(pixel / white - mean) / std``. A grey image in three channels is the same in each.
     """
-    normalises = mean is not None and std is not None
-    shift = np.reshape(mean if normalises else 0.0, (-1, 1, 1))
-    scale = np.reshape(std if normalises else 1.0, (-1, 1, 1))
+    shift, scale = (
+        np.reshape(default if given is None else np.array(given), (-1, 1, 1))
+        for given, default in ((mean, 0.0), (std, 1.0))
+    )
 
     def make(indices: np.ndarray, epoch: int) -> Batch:
         pixels = make_pixels(indices, epoch)
@@ -190,8 +191,9 @@ def images(
         "crop_size": {"height": size, "width": size},
         "resample": 3,  # bicubic
         "rescale_factor": 1 / 255,
-        "do_normalize": normalises,
-        **({"image_mean": list(mean), "image_std": list(std)} if mean and std else {}),
+        "do_normalize": mean is not None,
+        "image_mean": shift.flatten().tolist(),
+        "image_std": scale.flatten().tolist(),
     }
 
     return Supervised(

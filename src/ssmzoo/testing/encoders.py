@@ -36,7 +36,7 @@ def check_bidirectional(subject: Subject) -> Measured:
         _refuses(lambda way=directions: subject.fresh(directions=way), "a language model")
         _refuses(lambda m=model: m(rows[0][None], use_cache=True), "use_cache=True")
 
-        embeds = model.get_input_embeddings()(rows[0][None]).detach().requires_grad_()
+        embeds = model.embed_tokens(rows[0][None]).detach().requires_grad_()
         outputs = model(inputs_embeds=embeds).last_hidden_state
         for place in (0, LENGTHS[0] - 1):
             (slope,) = torch.autograd.grad(
@@ -65,7 +65,7 @@ def check_images(subject: Subject) -> Measured:
     if kind is None or not issubclass(kind, SSMForImageClassification):
         raise NotApplicable("it has no classifier of patches")
     measured = Measured()
-    model = subject.build(kind, torch.float64, {**IMAGES, "directions": "both-shared"})
+    model: Any = subject.build(kind, torch.float64, {**IMAGES, "directions": "both-shared"})
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(3, 3, 12, 12, generator=generator, dtype=torch.float64)
     labels = torch.tensor([2, 0, 1])
