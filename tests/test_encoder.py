@@ -76,7 +76,7 @@ def test_a_block_adds_the_mixers_reading_of_the_reversed_sequence():
     ("wrong", "says"),
     [
         (lambda x, packing: x.flip(1), "padding"),
-        (lambda x, packing: x, "sees only"),
+        (lambda x, packing: x, "no token after"),
         (lambda x, packing: flip(x, packing) * (1 + 1e-6), "reversed outputs"),
     ],
     ids=["across sequences", "not at all", "and scaled"],

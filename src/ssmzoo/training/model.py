@@ -43,6 +43,7 @@ def build_config(
     from transformers import AutoConfig
 
     import ssmzoo.auto  # noqa: F401
+    from ssmzoo.modeling import SSMForImageClassification
 
     given = {**section.config, **_fields_of(task, section)}
     if section.init_from is not None:
@@ -76,14 +77,15 @@ def build_config(
         raise ValueError(
             f"the model's input_channels must be the task's, {task.input_channels}, got {channels}"
         )
-    shape = None if task is None else task.image_shape
-    if shape is not None and getattr(config, "image_size", None) is not None:
-        wanted, got = (shape[0], shape[1]), (config.num_channels, config.image_size)
+    kind = model_class(config, task)
+    size = getattr(config, "image_size", None)
+    if task is not None and (size is not None or issubclass(kind, SSMForImageClassification)):
+        wanted = None if task.image_shape is None else task.image_shape[:2]
+        got = None if size is None else (config.num_channels, size)
         if got != wanted:
             raise ValueError(
                 f"the model's num_channels and image_size must be the task's, {wanted}, got {got}"
             )
-    model_class(config, task)
     return config
 
 
