@@ -101,6 +101,15 @@ def _cpu_vectors() -> str | None:
     return next((name for name in _VECTORS if name in flags), None)
 
 
+def vendor() -> str:
+    """Return the CPU's maker as Linux names it, such as ``"AuthenticAMD"``; empty if unknown."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        line = next(x for x in lines if x.startswith("vendor_id"))
+        return line.partition(":")[2].strip()
+    return ""
+
+
 def _cpu_flags() -> list[str]:
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")

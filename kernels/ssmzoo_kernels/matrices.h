@@ -22,8 +22,7 @@ INLINE void block(REAL *to, int64_t to_row, const REAL *factor, int64_t factor_s
   vec sum[8][WIDE];
   UNROLL for (int r = 0; r < rows; r++)
     UNROLL for (int c = 0; c < vectors; c++)
-      sum[r][c] = factor ? load(to + r * to_row + c * LANES) * splat(factor[r * factor_step])
-                         : splat(0);
+      sum[r][c] = splat(0); /* what is there is added last: long sums err less in pieces */
   for (int64_t i = 0; i < terms; i++) {
     vec x[WIDE];
     UNROLL for (int c = 0; c < vectors; c++) x[c] = load(b + i * b_row + c * LANES);
@@ -34,7 +33,10 @@ INLINE void block(REAL *to, int64_t to_row, const REAL *factor, int64_t factor_s
     }
   }
   UNROLL for (int r = 0; r < rows; r++)
-    UNROLL for (int c = 0; c < vectors; c++) store(to + r * to_row + c * LANES, sum[r][c]);
+    UNROLL for (int c = 0; c < vectors; c++) {
+      REAL *here = to + r * to_row + c * LANES;
+      store(here, factor ? load(here) * splat(factor[r * factor_step]) + sum[r][c] : sum[r][c]);
+    }
 }
 
 #define BLOCK(ROWS, VECTORS)                                                                     \
@@ -45,6 +47,8 @@ INLINE void block(REAL *to, int64_t to_row, const REAL *factor, int64_t factor_s
   for (; n + (VECTORS) * LANES <= columns; n += (VECTORS) * LANES) {                             \
     int64_t m = 0;                                                                               \
     for (; m + (ROWS) <= rows; m += (ROWS)) BLOCK(ROWS, VECTORS);                                \
+    for (; m + 4 <= rows; m += 4) BLOCK(4, VECTORS);                                             \
+    for (; m + 2 <= rows; m += 2) BLOCK(2, VECTORS);                                             \
     for (; m < rows; m++) BLOCK(1, VECTORS);                                                     \
   }
 
@@ -52,7 +56,7 @@ INLINE void product(REAL *to, int64_t to_row, const REAL *factor, int64_t factor
                     const REAL *a, int64_t a_row, int64_t a_column, const REAL *b, int64_t b_row,
                     int64_t rows, int64_t terms, int64_t columns, const int minus) {
   int64_t n = 0;
-  STRIPS(4, WIDE)
+  STRIPS(6, WIDE)
   if (WIDE > 2) STRIPS(8, 2)
   STRIPS(8, 1)
 }

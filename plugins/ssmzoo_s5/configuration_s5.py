@@ -16,7 +16,7 @@ class S5Config(SSMConfig):
         variant: "s5" learns eigenvalues in continuous time and a time step for each; "lru" a decay,
             an angle and gamma, the gain of what enters, as logarithms.
         d_state: The order of the state. "s5" stores one mode of each conjugate pair, "lru" all.
-        bidirectional: A second readout looks at what comes later. No cache, no generation.
+        bidirectional: A second readout looks at what comes later, S5's own way. No cache.
         activation: What follows the state space: "gelu"; "full_glu", a GLU of GELU's output;
             "half_glu1", GELU's output times a gate made of it; "half_glu2", the same of the bare
             output, its gate made of GELU's.
@@ -80,7 +80,7 @@ class S5Config(SSMConfig):
     @property
     def causal(self) -> bool:
         """Whether no output depends on a later input."""
-        return not self.bidirectional
+        return super().causal and not self.bidirectional
 
     @property
     def token_inputs(self) -> tuple[str, ...]:

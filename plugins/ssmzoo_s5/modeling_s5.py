@@ -30,9 +30,9 @@ from ssmzoo.modeling import (
     SSMMixer,
     SSMModel,
     SSMPreTrainedModel,
+    flip,
 )
 from ssmzoo_kernels import linear_scan
-from ssmzoo_kernels.validation import Packing
 
 from .configuration_s5 import S5Config
 
@@ -135,9 +135,9 @@ class S5Mixer(SSMMixer):
         )
         state.put("ssm", torch.view_as_real(final))
         if self.config.bidirectional:
-            ends = packing and Packing(packing.length - packing.offsets.flip(0), packing.length)
-            later, _ = linear_scan(pole.flip(1), drive.flip(1), cu_seqlens=ends)
-            x = torch.cat([x, later.flip(1)], dim=-1)
+            turned = (flip(given, packing) for given in (pole, drive))
+            later, _ = linear_scan(*turned, cu_seqlens=packing)
+            x = torch.cat([x, flip(later, packing)], dim=-1)
         return F.linear(torch.view_as_real(x).flatten(-2), readout) + self.D * u
 
     def _matrices(self) -> _Matrices:

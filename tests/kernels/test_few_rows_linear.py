@@ -1,4 +1,4 @@
-"""few_rows_linear, many_rows_linear: the same as F.linear, only where nobody needs gradients."""
+"""few_rows_linear, many_rows_linear: the same as F.linear; gradients have many rows alone."""
 
 import importlib
 
@@ -7,15 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from ssmzoo_kernels import few_rows_linear
-from ssmzoo_kernels.dispatch import _ran, last_backend
+from ssmzoo_kernels import few_rows_linear, native
+from ssmzoo_kernels.dispatch import _ran, last_backend, use_backend
 
 linear_maps = importlib.import_module("ssmzoo_kernels.few_rows_linear")
 
 
 @pytest.fixture(autouse=True)
 def nothing_ran():
-    _ran.pop("few_rows_linear", None)
+    for name in ("few_rows_linear", "many_rows_linear"):
+        _ran.pop(name, None)
 
 
 @pytest.mark.parametrize(
@@ -174,13 +175,56 @@ def test_many_rows_of_16_bits_are_rounded_once(no_units, dtype, outputs, biased)
     assert_close(y, expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["units", "gradients", "float32", "autocast", "quantised"])
+@pytest.mark.parametrize("outputs", [3, linear_maps.TILE + 1])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [(torch.float32, 32), (torch.float32, 8), (torch.float16, 8), (torch.bfloat16, 8)],
+    ids=str,
+)
+@torch.no_grad()
+def test_many_rows_are_as_exact_as_sums_in_float32(no_units, dtype, bits, outputs, biased):
+    x = torch.randn(2, 9, 130).to(dtype)[..., ::2]
+    bias = torch.randn(outputs).to(dtype) if biased else None
+    weight = torch.randn(outputs, 65).to(dtype)
+    exact = weight.double()
+    if bits == 8:
+        exact, weight = int8(outputs, 65, dtype)
+    y = linear_maps.many_rows_linear(x, weight, bias)
+    size = F.linear(x.double().abs(), exact.abs(), None if bias is None else bias.double().abs())
+    exact = F.linear(x.double(), exact, None if bias is None else bias.double())
+    # 65 products, their scale and the bias: a rounding each, and one to the result's dtype
+    allowed = (65 + 2) * torch.finfo(torch.float32).eps * size
+    if dtype is not torch.float32:
+        allowed += torch.finfo(dtype).eps / 2 * (exact.abs() + allowed)
+    assert y.shape == (2, 9, outputs)
+    assert y.dtype is dtype
+    assert ((y - exact).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@torch.no_grad()
+def test_nan_and_infinity_of_many_rows_stay_in_their_row(no_units, dtype):
+    x, weight = torch.randn(9, 33).to(dtype), torch.randn(5, 33).to(dtype)
+    x[3, 32], x[7, 0] = float("nan"), float("inf")
+    y = linear_maps.many_rows_linear(x, weight)
+    assert y[3].isnan().all()
+    assert y[7].equal((weight[:, 0] * float("inf")).to(dtype))
+    assert y.isfinite().sum() == 7 * 5
+
+
+@pytest.mark.parametrize(
+    "case", ["units", "gradients", "float32", "float64", "autocast", "quantised", "no rows"]
+)
 def test_many_rows_go_to_torch_where_it_is_as_fast_or_must(monkeypatch, case):
     monkeypatch.setattr(linear_maps, "_multiplies", lambda kind: case == "units")
-    dtype = torch.float32 if case == "float32" else torch.bfloat16
+    monkeypatch.setattr(linear_maps.cpu, "outruns_torch", lambda: False)
+    dtype = {"float64": torch.float64, "float32": torch.float32}.get(case, torch.bfloat16)
     x, weight = torch.randn(9, 32).to(dtype), torch.randn(9, 32).to(dtype)
     if case == "quantised":
-        weight = int8(9, 32, dtype)[1]
+        weight = int8(9, 32, dtype, act_quant_kwargs=object())[1]
+    if case == "no rows":
+        x = x[:0]
     called = []
     monkeypatch.setattr(F, "linear", lambda *given: called.append(given))
     with (
@@ -195,6 +239,7 @@ def test_many_rows_go_to_torch_where_it_is_as_fast_or_must(monkeypatch, case):
 def test_a_prompt_in_bfloat16_is_read_with_sums_in_float32(no_units, monkeypatch):
     from ssmzoo_longhorn import FAMILY
 
+    monkeypatch.setattr(linear_maps.cpu, "outruns_torch", lambda: False)
     model = FAMILY.causal_lm_class(FAMILY.config(**FAMILY.tiny)).bfloat16().eval()
     ids, kinds, linear = torch.zeros(2, 12, dtype=torch.long), set(), F.linear
 
@@ -206,3 +251,125 @@ def test_a_prompt_in_bfloat16_is_read_with_sums_in_float32(no_units, monkeypatch
     with torch.no_grad():
         model(ids)
     assert kinds == {torch.float32}
+
+
+@pytest.fixture
+def slow_torch(monkeypatch):
+    """Make the CPU one on which torch leaves half of the vectors unused."""
+    monkeypatch.setattr(linear_maps.cpu, "outruns_torch", lambda: True)
+
+
+SHAPES = [(9, 1, 1), (9, 7, 5), (13, 300, 64), (65, 513, 130), (200, 16, 67)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
+@pytest.mark.parametrize("layout", ["contiguous", "turned", "strided"])
+def test_many_rows_are_as_exact_as_a_sum(slow_torch, dtype, rows, inputs, outputs, layout):
+    if layout == "turned":
+        x, weight = torch.randn(inputs, rows, dtype=dtype).T, torch.randn(inputs, outputs).T
+    else:
+        step = 2 if layout == "strided" else 1
+        x = torch.randn(rows, step * inputs, dtype=dtype)[:, ::step]
+        weight = torch.randn(outputs, step * inputs)[:, ::step]
+    weight, bias = weight.to(dtype), torch.randn(outputs, dtype=dtype)
+    y = linear_maps.many_rows_linear(x.unsqueeze(1), weight, bias)
+    assert last_backend("many_rows_linear") == "cpu"
+    assert y.shape == (rows, 1, outputs)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    # an inner product of n terms errs by at most n roundings of the sum of absolute values
+    size = F.linear(x.double().abs(), weight.double().abs(), bias.double().abs())
+    assert ((y[:, 0] - exact).abs() <= (inputs + 1) * torch.finfo(dtype).eps * size).all()
+
+
+def test_many_rows_have_gradients_of_any_order(slow_torch):
+    x, weight = torch.randn(3, 5, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+    given = x.requires_grad_(), weight.requires_grad_(), torch.randn(6).double().requires_grad_()
+    assert torch.autograd.gradcheck(linear_maps.many_rows_linear, given)
+    assert torch.autograd.gradgradcheck(linear_maps.many_rows_linear, given)
+    assert last_backend("many_rows_linear") == "cpu"
+    # a gradient without memory of its own, and several at once
+    sums = torch.autograd.grad(linear_maps.many_rows_linear(*given).sum(), given)
+    assert_close(sums, torch.autograd.grad(F.linear(*given).sum(), given))
+    y, several = linear_maps.many_rows_linear(*given), torch.randn(2, 3, 5, 6).double()
+    assert_close(
+        torch.autograd.grad(y, given, several, is_grads_batched=True),
+        torch.autograd.grad(F.linear(*given), given, several, is_grads_batched=True),
+    )
+
+
+def test_a_weights_gradient_lies_as_the_weight(slow_torch):
+    weight = torch.randn(6, 4, requires_grad=True)
+    linear_maps.many_rows_linear(torch.randn(9, 4), weight).square().sum().backward()
+    assert weight.grad.stride() == weight.stride()
+
+
+def test_a_row_among_many_has_the_same_bits_whatever_the_others_and_the_threads(slow_torch):
+    x, weight, threads = torch.randn(1500, 300), torch.randn(130, 300), torch.get_num_threads()
+    y = linear_maps.many_rows_linear(x, weight)
+    assert linear_maps.many_rows_linear(x[700:713], weight).equal(y[700:713])
+    try:
+        torch.set_num_threads(threads % 3 + 1)
+        assert linear_maps.many_rows_linear(x, weight).equal(y)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_nan_reaches_its_row_and_its_output_alone(slow_torch):
+    x, weight = torch.randn(9, 5), torch.randn(7, 5)
+    x[2, 1], weight[4, 3] = float("nan"), float("inf")
+    reached = ~linear_maps.many_rows_linear(x, weight).isfinite()
+    expected = torch.zeros(9, 7, dtype=torch.bool)
+    expected[2], expected[:, 4] = True, True
+    assert reached.equal(expected)
+
+
+@pytest.mark.parametrize(
+    "case", ["few rows", "no outputs", "mixed", "quantised", "autocast", "eager", "mapped"]
+)
+def test_many_rows_go_to_torch_where_the_kernel_must_not(slow_torch, monkeypatch, case):
+    x = torch.randn(8 if case == "few rows" else 9, 32)
+    weight = torch.randn(0 if case == "no outputs" else 9, 32)
+    if case == "mixed":
+        weight = weight.double()
+    elif case == "quantised":
+        weight = int8(9, 32, torch.float32)[1]
+    called, multiply = [], linear_maps.many_rows_linear
+    monkeypatch.setattr(F, "linear", lambda x, *rest: called.append(x) or x)
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"),
+        use_backend("eager" if case == "eager" else "auto"),
+    ):
+        if case == "mapped":
+            torch.func.vmap(lambda row: multiply(row, weight))(x.expand(2, 9, 32))
+        else:
+            multiply(x, weight)
+    assert len(called) == 1
+    assert last_backend("many_rows_linear") is None
+
+
+def test_it_is_for_cpus_whose_vectors_mkl_leaves_unused(monkeypatch):
+    wide = native.vectors() == "avx512f" and torch.backends.mkl.is_available()
+    for vendor in ("AuthenticAMD", "GenuineIntel", ""):
+        monkeypatch.setattr(linear_maps.cpu.machine, "vendor", lambda name=vendor: name)
+        found = linear_maps.cpu.outruns_torch.__wrapped__()
+        assert found == (wide and vendor == "AuthenticAMD")
+
+
+def test_a_model_trains_with_it_where_there_is_much_to_do(slow_torch, monkeypatch):
+    from ssmzoo.modeling import layers
+    from ssmzoo_longhorn import FAMILY
+
+    model = FAMILY.causal_lm_class(FAMILY.config(**FAMILY.tiny))
+    ids = torch.zeros(2, 12, dtype=torch.long)
+    model(ids)
+    assert last_backend("many_rows_linear") is None
+    monkeypatch.setattr(layers, "MUCH_WORK", 0)
+    model(ids, labels=ids).loss.backward()
+    own = [x.grad for x in model.parameters()]
+    assert last_backend("many_rows_linear") == "cpu"
+    model.zero_grad()
+    monkeypatch.setattr(linear_maps.cpu, "outruns_torch", lambda: False)
+    model(ids, labels=ids).loss.backward()
+    for grad, parameter in zip(own, model.parameters(), strict=True):
+        assert_close(grad, parameter.grad, rtol=1e-4, atol=1e-6)

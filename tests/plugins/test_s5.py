@@ -243,6 +243,17 @@ def test_irregular_steps_give_the_same_logits_in_every_form():
 
 
 @torch.no_grad()
+def test_steps_are_turned_with_the_tokens_where_the_block_reads_backwards():
+    model = build(**IRREGULAR, directions="both-shared", cls=FAMILY.model_class)
+    ids, steps = draw(2, 9)
+    there, back = (
+        model(x, time_steps=y).last_hidden_state
+        for x, y in ((ids, steps), (ids.flip(1), steps.flip(1)))
+    )
+    assert relative(back.flip(1), there) <= 1e-12
+
+
+@torch.no_grad()
 def test_a_cache_that_is_rolled_back_reads_its_steps_again():
     model = build(**IRREGULAR)
     ids, steps = draw(1, 12)

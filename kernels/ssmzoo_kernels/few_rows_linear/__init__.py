@@ -1,9 +1,10 @@
-"""Linear maps for inference on a CPU: few rows, as in decoding, and many of 16 bits, as in prefill.
+"""Linear maps on a CPU: few rows, as in decoding, and many, where torch leaves the CPU idle.
 
 Matrix libraries are made for many rows; with a handful they reach a fraction of the memory's
 bandwidth. Where a CPU has no units for 16 bits, they multiply many rows of them at a quarter of
-float32's speed. No gradients. The one weight that a kernel of ours reads: the caller is the layer
-that owns it, so adapters around that layer keep working.
+float32's speed; and MKL leaves half of the vectors of an AMD CPU with AVX-512 unused. Gradients
+have many rows of float32 and float64 alone. The one weight that a kernel of ours reads: the caller
+is the layer that owns it, so adapters around that layer keep working.
 """
 
 import functools
@@ -20,7 +21,9 @@ from ssmzoo_kernels.few_rows_linear import cpu
 
 OP = "few_rows_linear"
 MOST_ROWS = 8
+MUCH_WORK = 2**21  # products of numbers; with fewer the call of a kernel for many rows costs more
 TILE = 256  # outputs whose weights are widened at once, so that they are read from the cache
+_REALS = (torch.float32, torch.float64)
 _WIDE = {  # by dtype, what sums are in
     torch.float32: torch.float32,
     torch.float64: torch.float64,
@@ -100,30 +103,96 @@ def many_rows_linear(
     weight: Tensor,  # [O, I]
     bias: Tensor | None = None,  # [O]
 ) -> Tensor:
-    """Compute ``x @ weight.T + bias`` without gradients, the same as ``F.linear``.
+    """Compute ``x @ weight.T + bias``, the same as ``F.linear``.
 
-    16-bit numbers for which the CPU has no units are widened to float32, the weight tile by tile,
-    and rounded once at the end; where it has them, and anywhere but on a CPU, by ``F.linear``.
+    float32 and float64, with gradients of any order, by a C kernel where torch's own is half as
+    fast (MKL on AMD's CPUs with AVX-512). Without gradients, 16-bit numbers for which the CPU has
+    no units are widened to float32, the weight tile by tile, and rounded once at the end; so is
+    torchao's int8 with a scale a row (:func:`rows_of_int8`) beside such numbers or float32. All
+    else, and anywhere but on a CPU, by ``F.linear``.
 
     Returns:
         ``[..., O]`` in x's dtype.
     """
     if (
-        x.dtype not in cpu.HALVES
-        or _multiplies(x.dtype)
+        x.device.type == "cpu"
+        and x.dtype in _REALS
+        and cpu.outruns_torch()
+        and _takes_product(x, weight, bias)
+    ):
+        dispatch.record("many_rows_linear", "cpu")
+        y = _Product.apply(x.reshape(-1, x.shape[-1]), weight)
+        y = y.view(*x.shape[:-1], weight.shape[0])  # pyright: ignore[reportOptionalMemberAccess]
+        return y if bias is None else y + bias
+    plain = type(weight) in (Tensor, torch.nn.Parameter)
+    if (
+        _WIDE.get(x.dtype) is not torch.float32
+        or (plain and x.dtype is torch.float32)
+        or (x.dtype in cpu.HALVES and _multiplies(x.dtype))
         or not dispatch.decodes_on_cpu(x)
-        or type(weight) not in (Tensor, torch.nn.Parameter)  # quantised, perhaps
+        or weight.device.type != "cpu"
         or x.dtype is not weight.dtype
         or (bias is not None and bias.dtype is not x.dtype)
         or x.shape[-1] != weight.shape[1]
+        or x.numel() == 0
     ):
         return F.linear(x, weight, bias)
+    scale = None
+    if not plain:
+        rows = rows_of_int8(weight)
+        if rows is None:
+            return F.linear(x, weight, bias)
+        weight, scale = rows[0], rows[1].flatten()
     wide, y = x.float(), x.new_empty((*x.shape[:-1], weight.shape[0]))
+    multiply = F.linear
+    if cpu.outruns_torch() and not dispatch.kernel_missing(OP, torch.float32, "many"):
+        wide, multiply = wide.reshape(-1, wide.shape[-1]), cpu.multiply
     for first in range(0, weight.shape[0], TILE):
         part = slice(first, first + TILE)
-        some = None if bias is None else bias[part].float()
-        y[..., part] = F.linear(wide, weight[part].float(), some)
+        some = multiply(wide, weight[part].float()).view(*x.shape[:-1], -1)
+        if scale is not None:
+            some *= scale[part]
+        if bias is not None:
+            some += bias[part]
+        y[..., part] = some
     return y
+
+
+def _takes_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return (
+        x.numel() > MOST_ROWS * x.shape[-1]
+        and x.dtype is weight.dtype
+        and weight.device.type == "cpu"
+        and type(weight) in (Tensor, torch.nn.Parameter)
+        and weight.dim() == 2
+        and weight.shape[0] > 0
+        and weight.shape[1] == x.shape[-1]
+        and (bias is None or bias.dtype is x.dtype)
+        and dispatch.is_plain(x)
+        and not torch.is_autocast_enabled("cpu")
+        and dispatch.takes_kernels()
+        and not dispatch.kernel_missing(OP, x.dtype, "many")
+    )
+
+
+class _Product(torch.autograd.Function):
+    """``x @ weight.T`` of ``[M, K]`` and ``[N, K]``, whose gradients are such products, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return cpu.multiply(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, Any]:
+        x, weight = ctx.saved_tensors
+        # torch.func may map over gradients
+        multiply = _Product.apply if dispatch.is_plain(grad) else F.linear
+        of_x, of_weight = ctx.needs_input_grad
+        return (
+            multiply(grad, weight.T) if of_x else None,
+            multiply(grad.T, x.T) if of_weight else None,
+        )
 
 
 @functools.cache
@@ -165,4 +234,4 @@ def rows_of_int8(weight: Any) -> tuple[Tensor, Tensor] | None:
     return q, scale
 
 
-__all__ = ["MOST_ROWS", "few_rows_linear", "many_rows_linear", "rows_of_int8"]
+__all__ = ["MOST_ROWS", "MUCH_WORK", "few_rows_linear", "many_rows_linear", "rows_of_int8"]

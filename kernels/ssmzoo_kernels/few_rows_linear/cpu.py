@@ -1,25 +1,62 @@
-"""The linear map of a few rows in C: few_rows_linear.c."""
+"""Linear maps in C: few_rows_linear.c, many_rows_linear.c."""
 
 import ctypes
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from ssmzoo_kernels import native
+from ssmzoo_kernels import machine, native
 
 HALVES = {torch.bfloat16: 1, torch.float16: 2}  # as linear.h numbers them
 INT8 = 3
-_SOURCE = Path(__file__).with_name("few_rows_linear.c")
+_pointer, _number = ctypes.c_void_p, ctypes.c_int64
 
 
 @functools.cache
-def load(dtype: torch.dtype) -> Callable[..., None]:
+def load(dtype: torch.dtype, rows: Literal["few", "many"] = "few") -> Callable[..., Any]:
     """Build and load what calls in a dtype need, or raise what native.library raises."""
-    kernel = native.library(_SOURCE, dtype).few_rows_linear
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    matrix = (pointer, number, pointer, number)
-    kernel.argtypes = (pointer, *matrix, pointer, pointer, *[number] * 3, ctypes.c_int)
+    name = f"{rows}_rows_linear"
+    kernel = getattr(native.library(Path(__file__).with_name(f"{name}.c"), dtype), name)
+    if rows == "many":
+        strided = (_pointer, _number, _number)
+        kernel.argtypes = (*strided, *strided, _pointer, *[_number] * 3, ctypes.c_int)
+        return kernel
+    matrix = (_pointer, _number, _pointer, _number)
+    kernel.argtypes = (_pointer, *matrix, _pointer, _pointer, *[_number] * 3, ctypes.c_int)
     kernel.restype = None
     return kernel
+
+
+@functools.cache
+def outruns_torch() -> bool:
+    """Tell whether our product of many rows has vectors twice as wide as torch's.
+
+    MKL computes with AVX-512 on Intel's CPUs, on AMD's with AVX2.
+    """
+    return (
+        torch.backends.mkl.is_available()
+        and machine.vendor() == "AuthenticAMD"
+        and not native.missing()
+        and native.vectors() == "avx512f"
+    )
+
+
+def multiply(x: Tensor, weight: Tensor) -> Tensor:
+    """Return ``x @ weight.T`` of matrices ``[M, K]`` and ``[N, K]`` with any strides."""
+    x, weight = x.resolve_neg(), weight.resolve_neg()
+    if 1 not in weight.stride():
+        weight = weight.contiguous()
+    y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device="cpu")
+    failed = load(x.dtype, "many")(
+        *(x.data_ptr(), *x.stride()),
+        *(weight.data_ptr(), *weight.stride()),
+        *(y.data_ptr(), x.shape[0], x.shape[1], weight.shape[0]),
+        native.threads(y.numel() * x.shape[1] // 16),
+    )
+    if failed:
+        raise MemoryError("many_rows_linear: no memory for a panel of the weight")
+    return y

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo_kernels import causal_conv1d
-from ssmzoo_kernels.few_rows_linear import MOST_ROWS, few_rows_linear, many_rows_linear
+from ssmzoo_kernels.few_rows_linear import (
+    MOST_ROWS,
+    MUCH_WORK,
+    few_rows_linear,
+    many_rows_linear,
+)
 from ssmzoo_kernels.validation import Packing
 
 if TYPE_CHECKING:
@@ -22,17 +27,17 @@ if TYPE_CHECKING:
 
 
 class Linear(nn.Linear):
-    """``nn.Linear``; without gradients on a CPU, for few rows, at the memory's speed."""
+    """``nn.Linear`` by kernels of our own where they are faster: on CPUs, by the number of rows."""
 
     stock_class = nn.Linear  # what it stands for
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., out_features]``."""
         # a compiler would take the number of rows for a constant
-        if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            if input.numel() <= MOST_ROWS * self.in_features:
+        if not torch.compiler.is_compiling():
+            if not torch.is_grad_enabled() and input.numel() <= MOST_ROWS * self.in_features:
                 return few_rows_linear(input, self.weight, self.bias)
-            if input.dtype.itemsize == 2:
+            if input.dtype.itemsize == 2 or input.numel() * self.out_features >= MUCH_WORK:
                 return many_rows_linear(input, self.weight, self.bias)
         return F.linear(input, self.weight, self.bias)
 
@@ -98,15 +103,31 @@ class Dropout(nn.Module):
             return x
         if not self.tied:
             return F.dropout(x, self.p)
+        width = self.drawn(x.shape[2])
         if packing is None:
-            return x * F.dropout(x.new_ones(x.shape[0], x.shape[2]), self.p).unsqueeze(1)
+            return x * F.dropout(x.new_ones(x.shape[0], width), self.p).unsqueeze(1)
         lengths = packing.offsets.diff()  # [S]
-        kept = F.dropout(x.new_ones(lengths.shape[0], x.shape[2]), self.p)
+        kept = F.dropout(x.new_ones(lengths.shape[0], width), self.p)
         return x * kept.repeat_interleave(lengths, dim=0, output_size=x.shape[1])
+
+    def drawn(self, features: int) -> int:
+        """Return how many numbers are drawn for a sequence of so many features."""
+        return features
 
     def extra_repr(self) -> str:
         """Show the settings in ``print(model)``."""
         return f"p={self.p}, tied={self.tied}"
+
+
+class DropPath(Dropout):
+    """Stochastic depth: drop all that a branch adds to a sequence; scale up what stays."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__(p, tied=True)
+
+    def drawn(self, features: int) -> int:
+        """Return 1: a sequence's features stay or go together."""
+        return 1
 
 
 class MLP(nn.Module):

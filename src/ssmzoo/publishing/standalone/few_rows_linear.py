@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MOST_ROWS = 0  # for which there is a kernel
+MUCH_WORK = 0
 
 
 def few_rows_linear(
