@@ -7,6 +7,7 @@ from ssmzoo import Family, Paper
 from .configuration_s5 import S5Config
 from .modeling_s5 import (
     S5ForCausalLM,
+    S5ForImageClassification,
     S5ForPairClassification,
     S5ForSequenceClassification,
     S5ForTokenClassification,
@@ -43,6 +44,7 @@ FAMILY = Family(
     sequence_classification_class=S5ForSequenceClassification,
     token_classification_class=S5ForTokenClassification,
     pair_classification_class=S5ForPairClassification,
+    image_classification_class=S5ForImageClassification,
     paper=Paper(
         title="Simplified State Space Layers for Sequence Modeling",
         authors="Jimmy T.H. Smith, Andrew Warrington, Scott W. Linderman",

@@ -73,11 +73,6 @@ class S5Config(SSMConfig):
             raise ValueError(f"max_phase must be above 0 and at most 2 pi, got {self.max_phase}")
 
     @property
-    def modes(self) -> int:
-        """Complex numbers in a layer's state."""
-        return self.d_state // 2 if self.variant == "s5" else self.d_state
-
-    @property
     def causal(self) -> bool:
         """Whether no output depends on a later input."""
         return super().causal and not self.bidirectional

@@ -8,7 +8,7 @@ Dimensions: B batch, L length, H features, N stored modes, R readouts (1, or 2 l
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from ssmzoo.modeling import (
     Linear,
     PackedRow,
     SSMForCausalLM,
+    SSMForImageClassification,
     SSMForPairClassification,
     SSMForSequenceClassification,
     SSMForTokenClassification,
@@ -38,12 +39,6 @@ from .configuration_s5 import S5Config
 
 _S5 = ("Lambda_re", "Lambda_im", "log_dt")
 _LRU = ("nu_log", "theta_log", "gamma_log")
-
-
-class _Matrices(NamedTuple):
-    pole: Tensor  # Lbar, [N] complex; for irregular steps Lambda
-    read_in: Tensor  # Bbar, [2 N, H], parts of a complex number side by side; for these steps B
-    readout: Tensor  # [H, 2 R N], so that readout . (Re x, Im x) = Re(C x), twice it for pairs
 
 
 class S5Mixer(SSMMixer):
@@ -61,9 +56,10 @@ class S5Mixer(SSMMixer):
 
     def __init__(self, config: S5Config, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        width, modes = config.hidden_size, config.modes
+        width, pairs = config.hidden_size, config.variant == "s5"
+        modes = config.d_state // 2 if pairs else config.d_state
         vectors = [nn.Parameter(torch.empty(modes)) for _ in range(3)]
-        if config.variant == "s5":
+        if pairs:
             self.Lambda_re, self.Lambda_im, self.log_dt = vectors
         else:
             self.nu_log, self.theta_log, self.gamma_log = vectors
@@ -73,7 +69,7 @@ class S5Mixer(SSMMixer):
         if config.activation != "gelu":
             self.dropout = Dropout(config.dropout, config.tie_dropout)
             self.out_proj = Linear(width, 2 * width if config.activation == "full_glu" else width)
-        self._derived: DerivedValue[_Matrices] = DerivedValue()
+        self._derived: DerivedValue[tuple[Tensor, Tensor, Tensor]] = DerivedValue()
 
     def forward(
         self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
@@ -140,7 +136,8 @@ class S5Mixer(SSMMixer):
             x = torch.cat([x, flip(later, packing)], dim=-1)
         return F.linear(torch.view_as_real(x).flatten(-2), readout) + self.D * u
 
-    def _matrices(self) -> _Matrices:
+    def _matrices(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return Lbar [N] and Bbar [2 N, H], for irregular steps Lambda and B; C, [H, 2 R N]."""
         pole, gain = self.poles()
         B, twice = torch.view_as_complex(self.B), 2.0 if self.config.variant == "s5" else 1.0
         if self.config.irregular_steps:
@@ -149,7 +146,7 @@ class S5Mixer(SSMMixer):
             pole, B = pole.exp(), (gain[:, None] * B).to(B.dtype)
         read_in = torch.view_as_real(B).transpose(1, 2).flatten(0, 1)
         readout = self.C * self.C.new_tensor([twice, -twice])
-        return _Matrices(pole.to(B.dtype), read_in, readout.flatten(1))
+        return pole.to(B.dtype), read_in, readout.flatten(1)
 
 
 def hippo_normal(order: int) -> tuple[np.ndarray, np.ndarray]:
@@ -225,6 +222,12 @@ class S5ForCausalLM(S5PreTrainedModel, SSMForCausalLM):
 
 class S5ForSequenceClassification(S5PreTrainedModel, SSMForSequenceClassification):
     """S5 with a classifier of sequences."""
+
+    model_class = S5Model
+
+
+class S5ForImageClassification(S5PreTrainedModel, SSMForImageClassification):
+    """S5 with a classifier of images."""
 
     model_class = S5Model
 
