@@ -24,6 +24,7 @@ from ssmzoo.modeling.decoding import (
 )
 from ssmzoo.modeling.derived import DerivedValue
 from ssmzoo.modeling.dynamics import Dynamics, Trajectories
+from ssmzoo.modeling.forecasting import SSMDecoder, SSMForForecasting
 from ssmzoo.modeling.layers import MLP, CausalConv1d, Dropout, Linear
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, RMSNorm
 from ssmzoo.modeling.packing import AlignedRows, PackedRow
@@ -48,7 +49,9 @@ __all__ = [
     "RMSNorm",
     "SSMBlock",
     "SSMConfig",
+    "SSMDecoder",
     "SSMForCausalLM",
+    "SSMForForecasting",
     "SSMForPairClassification",
     "SSMForSequenceClassification",
     "SSMForTokenClassification",

@@ -1,0 +1,57 @@
+"""Configuration of SpaceTime (arXiv 2303.09489)."""
+
+from typing import Literal
+
+from huggingface_hub.dataclasses import strict
+
+from ssmzoo.modeling import SSMConfig
+
+
+@strict
+class SpaceTimeConfig(SSMConfig):
+    """SpaceTime: every feature is filtered by a state space with a companion matrix.
+
+    Attributes:
+        d_state: d, the order of a state space.
+        n_kernels: State spaces of a layer, each of neighbouring features. None: every feature has
+            its own, as it always has in the forecaster's decoder.
+        block: What follows the filter: "mlp" is the paper's, GELU, a linear layer and a skip; "glu"
+            a GLU of twice that layer, as in RTF's comparison.
+        kernel_init: Initial a, B, C and K: N(0, 1), or "xavier", U(+-1/sqrt(d)).
+        preprocess: The first layer sees, by feature, differences of order 0 to 3 and residuals of
+            moving averages.
+        mixer_dropout: Probability to drop what ``out_proj`` and the forecaster's last layer read.
+        horizon: Steps that the forecaster foretells.
+        open_loop_weight: What errors on the series itself count in the forecaster's loss.
+    """
+
+    model_type = "ssmzoo_spacetime"
+    d_state: int = 64
+    n_kernels: int | None = None
+    block: Literal["mlp", "glu"] = "mlp"
+    kernel_init: Literal["normal", "xavier"] = "normal"
+    preprocess: bool = False
+    mixer_dropout: float | int = 0.0
+    horizon: int = 1
+    open_loop_weight: float | int = 1.0
+
+    def check(self) -> None:
+        """Fail unless the fields fit each other."""
+        super().check()
+        width, kernels, drop = self.hidden_size, self.n_kernels, self.mixer_dropout
+        kind = self.norm_type, self.residual, width
+        if min(self.d_state, self.horizon) < 1:
+            raise ValueError(
+                f"d_state and horizon must be at least 1, got {self.d_state} and {self.horizon}"
+            )
+        if kernels is not None and (kernels < 1 or width % kernels):
+            raise ValueError(f"n_kernels must be None or divide hidden_size {width}, got {kernels}")
+        if not 0 <= drop < 1:
+            raise ValueError(f"mixer_dropout must be at least 0 and below 1, got {drop}")
+        if not 0 <= self.open_loop_weight < float("inf"):
+            raise ValueError(f"open_loop_weight must be 0 or more, got {self.open_loop_weight}")
+        if self.preprocess and (kind[:2] != ("none", True) or width % 8):
+            raise ValueError(
+                "preprocess needs norm_type 'none', residual True and a hidden_size divisible by "
+                f"8, got {kind}"
+            )
