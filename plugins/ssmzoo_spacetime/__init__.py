@@ -20,7 +20,6 @@ _PAIRS = {**_TOKENS, "architectures": ["SpaceTimeForPairClassification"]}
 _ONE = {"input_channels": 1, "vocab_size": 1}
 _VALUES = {**_LRA, **_ONE, "dropout": 0.1, "mixer_dropout": 0.1, "tie_dropout": True}
 _TEN = {"prenorm": False, "num_labels": 10}
-# the authors' script for ETTh1 and its like
 _ETT = {"hidden_size": 128, "num_hidden_layers": 1, "n_kernels": 16, "mixer_dropout": 0.25}
 _SERIES = {**_ONE, "architectures": ["SpaceTimeForForecasting"], "norm_type": "none"}
 _LANGUAGE = {"block": "glu", "num_hidden_layers": 14, "intermediate_size": 3072}

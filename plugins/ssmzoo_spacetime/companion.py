@@ -1,10 +1,7 @@
 """The mathematics of SpaceTime: companion matrices as transfer functions, and fixed filters.
 
-``A = S + a e^T``: S moves the state down by one place, and the column a is added as often as the
-last entry says. K state spaces, d order, H features.
+``A = S + a e^T``: S moves a state down by one place, a is the last column. K state spaces, order d.
 """
-
-import math
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +9,7 @@ from torch import Tensor
 
 
 def unit(x: Tensor) -> Tensor:
-    """Divide rows ``[K, d]`` by their 1-norms, those below 1e-4 by 1e-4; float64.
-
-    For a this keeps the eigenvalues of A in the closed unit disc.
-    """
+    """Divide rows by their 1-norms, or 1e-4; of a, so that A's eigenvalues are at most 1."""
     return F.normalize(x.double(), p=1.0, dim=-1, eps=1e-4)
 
 
@@ -48,8 +42,7 @@ def fixed_filters(width: int, low: int = 4, high: int = 64) -> Tensor:
     windows = torch.randint(low, high, (width // 8, 4, 1), device="cpu")
     filters = torch.zeros(width // 8, 8, high - 1, device="cpu")
     filters[:, 4:] = -(torch.arange(high - 1, device="cpu") < windows).float() / windows
-    filters[:, 4:, 0] += 1
-    for order in range(4):
-        for lag in range(order + 1):
-            filters[:, order, lag] = (-1) ** lag * math.comb(order, lag)
+    filters[..., 0] += 1
+    for order in (1, 2, 3):
+        filters[:, order] = filters[:, order - 1] - filters[:, order - 1].roll(1, dims=-1)
     return filters.flatten(0, 1).flip(1)

@@ -18,8 +18,7 @@ class SpaceTimeConfig(SSMConfig):
         block: What follows the filter: "mlp" is the paper's, GELU, a linear layer and a skip; "glu"
             a GLU of twice that layer, as in RTF's comparison.
         kernel_init: Initial a, B, C and K: N(0, 1), or "xavier", U(+-1/sqrt(d)).
-        preprocess: The first layer sees, by feature, differences of order 0 to 3 and residuals of
-            moving averages.
+        preprocess: The first layer sees differences and residuals of moving averages.
         mixer_dropout: Probability to drop what ``out_proj`` and the forecaster's last layer read.
         horizon: Steps that the forecaster foretells.
         open_loop_weight: What errors on the series itself count in the forecaster's loss.
@@ -39,19 +38,15 @@ class SpaceTimeConfig(SSMConfig):
         """Fail unless the fields fit each other."""
         super().check()
         width, kernels, drop = self.hidden_size, self.n_kernels, self.mixer_dropout
-        kind = self.norm_type, self.residual, width
-        if min(self.d_state, self.horizon) < 1:
-            raise ValueError(
-                f"d_state and horizon must be at least 1, got {self.d_state} and {self.horizon}"
-            )
+        for name in ("d_state", "horizon"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if kernels is not None and (kernels < 1 or width % kernels):
             raise ValueError(f"n_kernels must be None or divide hidden_size {width}, got {kernels}")
         if not 0 <= drop < 1:
             raise ValueError(f"mixer_dropout must be at least 0 and below 1, got {drop}")
         if not 0 <= self.open_loop_weight < float("inf"):
             raise ValueError(f"open_loop_weight must be 0 or more, got {self.open_loop_weight}")
-        if self.preprocess and (kind[:2] != ("none", True) or width % 8):
-            raise ValueError(
-                "preprocess needs norm_type 'none', residual True and a hidden_size divisible by "
-                f"8, got {kind}"
-            )
+        if self.preprocess and (self.norm_type != "none" or not self.residual or width % 8):
+            rule = "preprocess needs norm_type 'none', residual True and hidden_size divisible by 8"
+            raise ValueError(f"{rule}, got {self.norm_type!r}, {self.residual} and {width}")

@@ -1,8 +1,7 @@
 """SpaceTime: time series with simple discrete state spaces (arXiv 2303.09489).
 
-What surprises: a layer's kernel comes, in each forward pass, from a transfer function in float64;
-only decoding has a state. The forecaster's decoder reads a series once, and then runs on inputs
-that it predicts itself. B batch, L length, H features, K state spaces, d order.
+What surprises: a forward pass makes each kernel anew, from a transfer function in float64, and only
+decoding has a state. B batch, L length, H features, K state spaces, order d.
 """
 
 from collections.abc import Mapping
@@ -50,8 +49,7 @@ from .configuration_spacetime import SpaceTimeConfig
 class SpaceTimeMixer(SSMMixer):
     """Filter each feature by a companion state space, then mix features.
 
-    ``y[t] = sum_l C A^l B u[t-l] + D u[t]``; then, by ``config.block``,
-    ``y + out_proj(dropout(GELU(y)))`` or ``GLU(out_proj(dropout(GELU(y))))``.
+    ``y[t] = sum_l C A^l B u[t-l] + D u[t]``, then ``y + out_proj(GELU(y))`` or its GLU alone.
     """
 
     param_group_names: ClassVar[Mapping[str, str]] = dict.fromkeys("aBCD", "ssm")
@@ -131,8 +129,8 @@ class SpaceTimeMixer(SSMMixer):
     def dynamics(self, hidden_states: Tensor) -> Dynamics:
         """Return kernels without direct terms and, up to order 128, the eigenvalues of A."""
         alpha, b, _ = self.filters()
-        kernel = rational_kernel(alpha, b, hidden_states.shape[1]).to(hidden_states.dtype)
-        kernel = kernel.repeat_interleave(self.heads, dim=0)
+        kernel = rational_kernel(alpha, b, hidden_states.shape[1])
+        kernel = kernel.repeat_interleave(self.heads, dim=0).to(hidden_states.dtype)
         if self.config.d_state > 128:
             return Dynamics(kernel)
         A = torch.diag_embed(torch.ones_like(alpha[:, 1:]), offset=-1)
@@ -142,27 +140,24 @@ class SpaceTimeMixer(SSMMixer):
     def _filtered(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
         """Filter ``[B, L, H]`` from the cached state; cache the final state."""
         ring, position, past = state.get("ring"), state.get("position"), None
-        compiled, whole = torch.compiler.is_compiling(), ring is None or position is None
-        if u.shape[1] == 1 and packing is None and not whole and not torch.is_grad_enabled():
+        goes_on = packing is None and not torch.is_grad_enabled()
+        compiled = torch.compiler.is_compiling()
+        if goes_on and u.shape[1] == 1 and ring is not None and position is not None:
             step = companion_step(u[:, 0], ring, position, *self.tables(), inplace=not compiled)
             y, ring, position = step[0][:, None], *step[1:]
         else:
             a, b, gain = (x.to(u.dtype) for x in self.filters())
             length = u.shape[1] if packing is None or compiled else max(1, packing.longest())
-            kernel, b = (
-                x.repeat_interleave(self.heads, dim=0) for x in (rational_kernel(a, b, length), b)
-            )
+            kernel = rational_kernel(a, b, length).repeat_interleave(self.heads, dim=0)
             y, _ = fft_conv(u, kernel, gain, cu_seqlens=packing)
             if not state.keep:
                 return y
-            if not whole:
-                places = (torch.arange(a.shape[1], device=u.device) + position[:, None]) % len(
-                    ring[0]
-                )
-                past = ring.gather(1, places[..., None].expand(-1, -1, u.shape[2]))  # newest first
-                y = y + companion_response(
-                    past, a, b, u.shape[1], kernel=kernel, cu_seqlens=packing
-                )
+            if ring is not None and position is not None:
+                places = torch.arange(a.shape[1], device=u.device) + position[:, None]
+                places = places[..., None].expand(-1, -1, u.shape[2]) % ring.shape[1]
+                past, b = ring.gather(1, places), b.repeat_interleave(self.heads, dim=0)
+                known = {"kernel": kernel, "cu_seqlens": packing}
+                y = y + companion_response(past, a, b, u.shape[1], **known)
             ring = F.pad(companion_state(u, a, past, cu_seqlens=packing), (0, 0, 0, 1))
             position = torch.zeros(ring.shape[0], dtype=torch.int64, device=u.device)
         state.put("ring", ring)
@@ -185,14 +180,11 @@ class SpaceTimeDecoder(SSMDecoder):
         return transfer_function(*(unit(x) for x in (self.a, self.B, self.C, self.K)))
 
     def forecast(self, hidden_states: Tensor, packing: PackedRow | None, horizon: int) -> Tensor:
-        """Map ``[B, L, H]`` to ``C (A + B K)^h x[L-1]`` for h from 0, ``[B, horizon, H]``.
-
-        ``1 - K (z - A)^-1 B`` is a quotient of denominators, so that closing the loop subtracts K's
-        numerator from A's denominator.
-        """
+        """Map ``[B, L, H]`` to ``C (A + B K)^h x[L-1]`` for h from 0, ``[B, horizon, H]``."""
         alpha, c, k = self.filters()
         last = companion_state(hidden_states, alpha.to(hidden_states.dtype), cu_seqlens=packing)
-        # the loop may grow, and float32 would bury its first steps under the rounding of its last
+        # 1 - k / alpha is a quotient of denominators: closing the loop subtracts k from alpha; it
+        # may grow, and float32 would bury its first steps under the rounding of its last
         return companion_response(last.double(), alpha - k, c, horizon)
 
     def open_loop(self, hidden_states: Tensor, packing: PackedRow | None) -> list[Tensor]:
@@ -207,9 +199,7 @@ class SpaceTimePreTrainedModel(SSMPreTrainedModel):
     """Loading and initialisation of SpaceTime models."""
 
     config: SpaceTimeConfig
-    _keep_in_fp32_modules_strict = [
-        f"{owner}.{name}" for owner in ("mixer", "decoder") for name in (*"aBCDK", "fixed")
-    ]
+    _keep_in_fp32_modules_strict = [*(f"mixer.{x}" for x in (*"aBCD", "fixed")), "decoder"]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

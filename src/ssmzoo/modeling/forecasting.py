@@ -92,9 +92,9 @@ class SSMForForecasting(SSMPreTrainedModel):
         Raises:
             ValueError: A horizon below 1, or labels of another shape.
         """
-        horizon = self.config.horizon if horizon is None else horizon
-        if horizon < 1:
-            raise ValueError(f"horizon must be at least 1, got {horizon}")
+        steps: int = self.config.horizon if horizon is None else horizon
+        if steps < 1:
+            raise ValueError(f"horizon must be at least 1, got {steps}")
         given = (None, None, input_values)
         packing = self.model.find_packing(given, None, attention_mask, None, seq_idx, cu_seqlens)
         more = {"use_cache": False, "return_dict": True, "packing": packing, **kwargs}
@@ -102,7 +102,7 @@ class SSMForForecasting(SSMPreTrainedModel):
         hidden = hidden.to(torch.promote_types(torch.float32, hidden.dtype))
         if packing:  # as one flat row
             hidden = hidden.flatten(0, 1)[None]
-        later = self.decoder.forecast(hidden, packing or None, horizon)
+        later = self.decoder.forecast(hidden, packing or None, steps)
         if packing and packing.rows is not None:
             later = later[packing.rows]
         logits = self._read(later)
