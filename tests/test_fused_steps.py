@@ -45,6 +45,8 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     ("rtf", {"mixer_rank": None}),
     ("rtf", {"block": "s4", "mixer_rank": None, "num_denominators": 2}),
     ("rtf", {"block": "filter", "mixer_rank": None}),
+    ("spacetime", {}),
+    ("spacetime", {"block": "glu", "n_kernels": None}),
     ("bmojo", {"mixer_types": ["mamba"]}),
     ("bmojo", {"mixer_types": ["swa"], "use_rope": True}),
     ("bmojo", {"mixer_types": ["bmojo_f"], "num_key_value_heads": 1}),
