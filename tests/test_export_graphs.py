@@ -40,7 +40,13 @@ def reads(program, model, portions):
         torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["coffee", "dss", "longhorn"])
+SLOW = ("bmojo", "rtf", "spiral", "window")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["coffee", "dss", "gru", "longhorn", *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)],
+)
 @torch.no_grad()
 def test_a_prompt_of_any_length_is_read_at_once(name):
     model, rows = subject_of(name).fresh(), torch.export.Dim("rows", max=64)
@@ -70,8 +76,11 @@ def test_a_program_reads_prompts_and_goes_on_with_any_batch_and_length(name, por
     reads(loaded.module(), model, {1: [1, 1, 1], 3: [7, 1, 5], 2: [30, 1]})
 
 
+FAMILIES = ["bmojo", "coffee", "dss", "linear_attention", "longhorn", "rtf", "spiral", "window"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bmojo", "coffee", "dss", "longhorn", "rtf", "spiral", "window"])
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("portable", [False, True])
 @torch.no_grad()
 def test_programs_of_every_family_read_and_go_on(name, portable):

@@ -26,6 +26,7 @@ from ssmzoo.modeling import (
     PackedRow,
     RMSNorm,
     SSMForCausalLM,
+    SSMForImageClassification,
     SSMForPairClassification,
     SSMForSequenceClassification,
     SSMForTokenClassification,
@@ -47,6 +48,7 @@ from .memory import (
     Eidetic,
     Turns,
     blanked,
+    by_sequence,
     choose_eidetic,
     joined,
     newest,
@@ -226,7 +228,7 @@ class BMojoAttention(nn.Module):
                 else:
                     state.put(f"{name}_ring", rolled_on(call, ring, old, new))
         out = eidetic_attention(
-            *(x.view(*shape, *x.shape[1:]) for x in (q, k, v)),
+            *(by_sequence(x, shape) for x in (q, k, v)),
             window=self.window,
             past_k=past[0],
             past_v=past[1],
@@ -436,7 +438,7 @@ class BMojoAttention(nn.Module):
             if state.keep:
                 state.put(f"late_{name}", newest(call, old, new, self.window + self.fading))
             options |= {
-                f"late_{name}": new.view(*y.shape[:2], *new.shape[1:]),
+                f"late_{name}": by_sequence(new, y.shape[:2]),
                 f"late_past_{name}": old,
             }
         return options
@@ -609,6 +611,12 @@ class BMojoForCausalLM(BMojoPreTrainedModel, SSMForCausalLM):
     model_class = BMojoModel
 
 
+class BMojoForImageClassification(BMojoPreTrainedModel, SSMForImageClassification):
+    """B'MOJO with a classifier of images."""
+
+    model_class = BMojoModel
+
+
 class BMojoForSequenceClassification(BMojoPreTrainedModel, SSMForSequenceClassification):
     """B'MOJO with a classifier of sequences."""
 
@@ -629,6 +637,7 @@ class BMojoForPairClassification(BMojoPreTrainedModel, SSMForPairClassification)
 
 __all__ = [
     "BMojoForCausalLM",
+    "BMojoForImageClassification",
     "BMojoForPairClassification",
     "BMojoForSequenceClassification",
     "BMojoForTokenClassification",

@@ -6,6 +6,7 @@ from .configuration_dss import DSSConfig
 from .convert_dss import from_official, to_official
 from .modeling_dss import (
     DSSForCausalLM,
+    DSSForImageClassification,
     DSSForPairClassification,
     DSSForSequenceClassification,
     DSSForTokenClassification,
@@ -31,6 +32,8 @@ _LANGUAGE = {
     "norm_type": "layer",
 }
 
+_S4D = {**_LANGUAGE, "d_state": 32, "conjugate_pairs": True}
+
 FAMILY = Family(
     name="dss",
     config_class=DSSConfig,
@@ -39,6 +42,7 @@ FAMILY = Family(
     sequence_classification_class=DSSForSequenceClassification,
     token_classification_class=DSSForTokenClassification,
     pair_classification_class=DSSForPairClassification,
+    image_classification_class=DSSForImageClassification,
     paper=Paper(
         title="Diagonal State Spaces are as Effective as Structured State Spaces",
         authors="Ankit Gupta, Albert Gu, Jonathan Berant",
@@ -103,12 +107,9 @@ FAMILY = Family(
             "kernel_norm_length": 16000,
         },
         "dss-125m": _LANGUAGE,
-        "dss-s4d-lin-125m": {
-            **_LANGUAGE,
-            "d_state": 32,
-            "lambda_init": "lin",
-            "conjugate_pairs": True,
-        },
+        "dss-s4d-lin-125m": {**_S4D, "lambda_init": "lin"},
+        "dss-s4d-inv-125m": {**_S4D, "lambda_init": "inv"},
+        "dss-s4d-legs-125m": _S4D,
     },
     tiny={
         "vocab_size": 96,
@@ -131,6 +132,7 @@ __all__ = [
     "FAMILY",
     "DSSConfig",
     "DSSForCausalLM",
+    "DSSForImageClassification",
     "DSSForPairClassification",
     "DSSForSequenceClassification",
     "DSSForTokenClassification",

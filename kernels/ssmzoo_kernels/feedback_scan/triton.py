@@ -75,10 +75,12 @@ def load_inputs(
     TOKENS: tl.constexpr,
 ):
     """Load u of ``TOKENS`` tokens, and what opens their gates where states do not."""
-    values = widened(load_rows(u, base, stop, stride_u, d, D, TOKENS), ACC)
+    values = widened(load_rows(u, base, stop, stride_u, d, D, TOKENS, COUNTED=False), ACC)
     gates = values
     if drive is not None:
-        gates = widened(load_rows(drive, base, stop, stride_drive, d, D, TOKENS), ACC)
+        gates = widened(
+            load_rows(drive, base, stop, stride_drive, d, D, TOKENS, COUNTED=False), ACC
+        )
     return values, gates
 
 
@@ -249,7 +251,9 @@ def feedback_bwd_kernel(
         tl.debug_barrier()
         base = tl.minimum(chunk + (groups - 1) * TOKENS, stop)
         ahead = load_inputs(u, drive, base, chunk_stop, stride_u, stride_drive, d, D, ACC, TOKENS)
-        grad_ahead = widened(load_rows(grad_out, base, chunk_stop, stride_grad, d, D, TOKENS), ACC)
+        grad_ahead = widened(
+            load_rows(grad_out, base, chunk_stop, stride_grad, d, D, TOKENS, COUNTED=False), ACC
+        )
         state_ahead = tl.load(boxes + (groups - 1) * (BLOCK_N * BLOCK_D))
         for r in range(0, groups):
             base = tl.minimum(chunk + (groups - 1 - r) * TOKENS, stop)
@@ -262,7 +266,8 @@ def feedback_bwd_kernel(
                 u, drive, earlier, chunk_stop, stride_u, stride_drive, d, D, ACC, TOKENS
             )
             grad_ahead = widened(
-                load_rows(grad_out, earlier, chunk_stop, stride_grad, d, D, TOKENS), ACC
+                load_rows(grad_out, earlier, chunk_stop, stride_grad, d, D, TOKENS, COUNTED=False),
+                ACC,
             )
             state_ahead = tl.load(boxes + g * (BLOCK_N * BLOCK_D))
             states = (state,)

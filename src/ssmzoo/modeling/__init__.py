@@ -9,6 +9,7 @@ from ssmzoo.modeling.backbone import SSMBlock, SSMMixer, SSMModel
 from ssmzoo.modeling.cache import LayerState, StateCache
 from ssmzoo.modeling.causal_lm import SSMForCausalLM
 from ssmzoo.modeling.classifiers import (
+    SSMForImageClassification,
     SSMForPairClassification,
     SSMForSequenceClassification,
     SSMForTokenClassification,
@@ -26,8 +27,9 @@ from ssmzoo.modeling.derived import DerivedValue
 from ssmzoo.modeling.dynamics import Dynamics, Trajectories
 from ssmzoo.modeling.forecasting import SSMDecoder, SSMForForecasting
 from ssmzoo.modeling.layers import MLP, CausalConv1d, Dropout, Linear
+from ssmzoo.modeling.loops import scan
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, RMSNorm
-from ssmzoo.modeling.packing import AlignedRows, PackedRow
+from ssmzoo.modeling.packing import AlignedRows, PackedRow, flip
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel, check_weights
 from ssmzoo.modeling.prompt import PromptState, load_state, prefill
 from ssmzoo.modeling.static_cache import StaticStateCache
@@ -52,6 +54,7 @@ __all__ = [
     "SSMDecoder",
     "SSMForCausalLM",
     "SSMForForecasting",
+    "SSMForImageClassification",
     "SSMForPairClassification",
     "SSMForSequenceClassification",
     "SSMForTokenClassification",
@@ -64,10 +67,12 @@ __all__ = [
     "Trajectories",
     "UnservedError",
     "check_weights",
+    "flip",
     "is_token",
     "load_state",
     "prefill",
     "recurrent",
+    "scan",
     "suggestion",
     "token_of_layer",
 ]
