@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from tests.oracles import spacetime as oracle
 
 from ssmzoo.analysis.describe import describe_family
+from ssmzoo.cli.main import main
 from ssmzoo.modeling import LayerState
 from ssmzoo.testing import FamilyConformance
 from ssmzoo_kernels import rational_kernel
@@ -229,6 +230,14 @@ def test_a_forecaster_survives_saving_and_a_cast(tmp_path):
     assert torch.equal(loaded(series).logits, model(series).logits)
     assert loaded.to(torch.bfloat16).decoder.K.dtype is torch.float32
     assert relative(loaded(series).logits.float(), model(series).logits) <= 0.05
+
+
+def test_the_card_of_a_forecaster_loads_it(tmp_path):
+    build("forecasting", torch.float32).save_pretrained(tmp_path)
+    assert main(["card", str(tmp_path)]) == 0
+    card = (tmp_path / "README.md").read_text()
+    assert "pipeline_tag: time-series-forecasting" in card
+    assert "from ssmzoo_spacetime import SpaceTimeForForecasting" in card
 
 
 # --- presets ------------------------------------------------------------------------------------
