@@ -1,6 +1,6 @@
 """SpaceTime: the golden checks of its paper on filters, forecasts and the whole model.
 
-The judge is ``tests/oracles/spacetime.py``, float64 numpy from the paper alone.
+The judge is ``tests/oracles/spacetime.py``, dense matrices in float64 numpy.
 """
 
 from dataclasses import replace
@@ -201,7 +201,7 @@ def test_padding_and_packing_change_no_forecast_and_no_loss():
     assert relative(alone.loss, singly[1].loss) <= 1e-12
 
 
-def test_the_loss_has_the_papers_three_terms():
+def test_the_loss_has_the_authors_three_terms():
     model, d = build("forecasting"), 5
     series, labels = torch.randn(2, 20, 3).double(), torch.randn(2, 11, 3).double()
     labels[0, 3] = torch.nan  # was not observed
