@@ -1,7 +1,8 @@
 """SpaceTime in float64 numpy (Zhang, Saab, Poli et al., arXiv 2303.09489).
 
-Layers, decoder and Algorithm 1 are as in the paper and its published code. Matrices are dense, transforms and convolutions are sums; nothing is fast and
-nothing of ours is imported. A layer's output reads the state that its input has already entered.
+Layers, decoder and Algorithm 1 are as in the paper and its published code. Matrices are dense,
+transforms and convolutions are sums; nothing is fast and nothing of ours is imported. A layer's
+output reads the state that its input has already entered.
 
 Legend: B batch, L length, H features, K state spaces, d order, C channels.
 
