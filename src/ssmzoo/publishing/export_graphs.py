@@ -122,10 +122,7 @@ def export_step(model: SSMForCausalLM, *, portable: bool = False) -> ExportedPro
             DecodeStep(model), (token, states), dynamic_shapes=shapes, strict=False
         )
         program = program.run_decompositions(_portable_forms() if portable else {})
-    for name, value in program.constants.items():
-        if isinstance(value, Tensor):  # some are parameters as they stand
-            program.constants[name] = value.detach()
-    return program
+    return _without_gradients(program)
 
 
 def export_program(model: SSMForCausalLM, *, portable: bool = False) -> ExportedProgram:
@@ -152,7 +149,8 @@ def export_program(model: SSMForCausalLM, *, portable: bool = False) -> Exported
     else:
         reader = DecodeStep(model)
     with torch.no_grad(), _evaluating(model), _tracing(model, portable):
-        return torch.export.export(reader, (tokens, states), dynamic_shapes=shapes, strict=False)
+        program = torch.export.export(reader, (tokens, states), dynamic_shapes=shapes, strict=False)
+    return _without_gradients(program)
 
 
 def export_onnx(model: SSMForCausalLM, directory: str | Path) -> list[Path]:
@@ -220,6 +218,13 @@ def export_onnx(model: SSMForCausalLM, directory: str | Path) -> list[Path]:
 
     write_folder(directory, write)
     return sorted(path for path in directory.iterdir() if path.is_file())
+
+
+def _without_gradients(program: ExportedProgram) -> ExportedProgram:
+    for name, value in program.constants.items():
+        if isinstance(value, Tensor):  # some are parameters as they stand
+            program.constants[name] = value.detach()
+    return program
 
 
 def _moving(states: States) -> list[dict[str, dict[int, Any]]]:
