@@ -397,7 +397,7 @@ class SSMModel(SSMPreTrainedModel):
             TypeError: An argument this model does not have.
         """
         if kwargs:
-            _refuse_unknown(kwargs)
+            refuse_unknown(kwargs, SSMModel.forward)
         config = self.config
         if output_hidden_states is None:
             output_hidden_states = bool(config.output_hidden_states)
@@ -409,8 +409,13 @@ class SSMModel(SSMPreTrainedModel):
                     "this model takes no images, got pixel_values; set image_size in its "
                     "configuration"
                 )
-            if inputs_embeds is not None:
-                raise ValueError("give exactly one of pixel_values and inputs_embeds")
+            others = {
+                "input_ids": input_ids,
+                "inputs_embeds": inputs_embeds,
+                "input_values": input_values,
+            }
+            if more := [name for name, given in others.items() if given is not None]:
+                raise ValueError(f"give exactly one of pixel_values and {more[0]}, got both")
             inputs_embeds = self.embed_images(pixel_values)
         hidden_states = self._embed(input_ids, inputs_embeds, input_values)
         batch, length, width = hidden_states.shape
@@ -630,11 +635,12 @@ class SSMModel(SSMPreTrainedModel):
         return StateCache(self.config) if use_cache else None
 
 
-def _refuse_unknown(kwargs: dict[str, Any]) -> None:
+def refuse_unknown(kwargs: dict[str, Any], forward: Callable[..., Any]) -> None:
+    """Fail for an argument that a model's ``forward`` lacks and transformers does not add."""
     for name, value in kwargs.items():
         if name in _IGNORED or (name == "output_attentions" and not value):
             continue
         if name == "output_attentions":
             raise ValueError("output_attentions must be False: no attention weights are kept")
-        hint = suggestion(name, inspect.signature(SSMModel.forward).parameters)
+        hint = suggestion(name, inspect.signature(forward).parameters)
         raise TypeError(f"this model takes no argument {name!r}{hint}")
