@@ -127,6 +127,21 @@ def test_where_modes_of_dss_grow_a_token_past_the_norm_length_is_out_of_bounds()
         step(token, states)
 
 
+@torch.no_grad()
+def test_a_prompt_past_the_norm_length_fails_in_a_program_as_in_the_model():
+    model = subject_of("dss").fresh(kernel_norm_length=16)
+    program, ids = export_program(model).module(), torch.randint(64, (2, 17))
+    reads(program, model, {2: [13, 1, 2]})
+    _, states = program(ids[:, :9], initial_states(model, 2))
+    for given, before in ((ids, initial_states(model, 2)), (ids[:, 9:], states)):
+        program(given[:, :-1], before)
+        with pytest.raises(RuntimeError, match="kernel_norm_length must cover all tokens"):
+            program(given, before)
+    whole = torch.export.export(model, (), {"input_ids": ids, "use_cache": False}, strict=False)
+    with pytest.raises(RuntimeError, match="kernel_norm_length must cover all tokens"):
+        whole.module()(input_ids=ids, use_cache=False)
+
+
 def test_what_cannot_be_exported_is_refused_in_one_line():
     grows = subject_of("bmojo").fresh(num_hidden_layers=1, mixer_types=["attention"])
     with pytest.raises(ValueError, match="'keys' of layer 0, which grows"):

@@ -160,9 +160,9 @@ class Modes:
 
     def kernel(self, taps: int) -> Tensor:
         """Return the filters ``[C, H, taps]``; growing modes have ``norm_length`` taps at most."""
-        norm_length = taps if self.norm_length is None else max(taps, self.norm_length)
+        spare = 0 if self.norm_length is None else max(self.norm_length - taps, 0)
         return vandermonde(
-            self.readout, self.exponent, taps, reversed=self.reversed, norm_length=norm_length
+            self.readout, self.exponent, taps, reversed=self.reversed, norm_length=taps + spare
         )
 
     def response(

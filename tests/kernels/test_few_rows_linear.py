@@ -111,8 +111,10 @@ def test_strided_rows_give_what_contiguous_rows_give():
         assert few_rows_linear(x, weight).equal(few_rows_linear(x.contiguous(), weight))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize(
-    "case", ["gradients", "many rows", "no rows", "mixed", "strided weight", "autocast"]
+    "case",
+    ["gradients", "many rows", "no rows", "mixed", "strided weight", "sparse weight", "autocast"],
 )
 def test_torch_runs_where_the_kernel_does_not_apply(case):
     x, weight = torch.randn(4, 1, 32), torch.randn(9, 32)
@@ -125,6 +127,8 @@ def test_torch_runs_where_the_kernel_does_not_apply(case):
         x = x.double().requires_grad_()
     elif case == "strided weight":
         weight = torch.randn(32, 9).T
+    elif case == "sparse weight":
+        weight = weight.to_sparse_csr()
     with (
         torch.set_grad_enabled(case in ("gradients", "mixed")),
         torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"),
@@ -324,8 +328,10 @@ def test_nan_reaches_its_row_and_its_output_alone(slow_torch):
     assert reached.equal(expected)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize(
-    "case", ["few rows", "no outputs", "mixed", "quantised", "autocast", "eager", "mapped"]
+    "case",
+    ["few rows", "no outputs", "mixed", "quantised", "sparse", "autocast", "eager", "mapped"],
 )
 def test_many_rows_go_to_torch_where_the_kernel_must_not(slow_torch, monkeypatch, case):
     x = torch.randn(8 if case == "few rows" else 9, 32)
@@ -334,6 +340,8 @@ def test_many_rows_go_to_torch_where_the_kernel_must_not(slow_torch, monkeypatch
         weight = weight.double()
     elif case == "quantised":
         weight = int8(9, 32, torch.float32)[1]
+    elif case == "sparse":
+        weight = weight.to_sparse_csr()
     called, multiply = [], linear_maps.many_rows_linear
     monkeypatch.setattr(F, "linear", lambda x, *rest: called.append(x) or x)
     with (

@@ -62,6 +62,7 @@ def few_rows_linear(
         and 0 < count <= MOST_ROWS
         and x.dtype in _WIDE
         and x.dtype is weight.dtype
+        and x.layout is weight.layout is torch.strided
         and x.device.type == weight.device.type == "cpu"
         and x.shape[-1] == inputs
         and (
@@ -164,6 +165,7 @@ def _takes_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and x.dtype is weight.dtype
         and weight.device.type == "cpu"
         and type(weight) in (Tensor, torch.nn.Parameter)
+        and x.layout is weight.layout is torch.strided
         and weight.dim() == 2
         and weight.shape[0] > 0
         and weight.shape[1] == x.shape[-1]

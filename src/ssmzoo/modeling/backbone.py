@@ -406,7 +406,7 @@ class SSMModel(SSMPreTrainedModel):
         for name in self.token_inputs:
             token_inputs[name] = kwargs.pop(name, None)
         if kwargs:
-            _refuse_unknown(kwargs, token_inputs)
+            refuse_unknown(kwargs, SSMModel.forward, token_inputs)
         config = self.config
         if output_hidden_states is None:
             output_hidden_states = bool(config.output_hidden_states)
@@ -418,8 +418,13 @@ class SSMModel(SSMPreTrainedModel):
                     "this model takes no images, got pixel_values; set image_size in its "
                     "configuration"
                 )
-            if inputs_embeds is not None:
-                raise ValueError("give exactly one of pixel_values and inputs_embeds")
+            others = {
+                "input_ids": input_ids,
+                "inputs_embeds": inputs_embeds,
+                "input_values": input_values,
+            }
+            if more := [name for name, given in others.items() if given is not None]:
+                raise ValueError(f"give exactly one of pixel_values and {more[0]}, got both")
             inputs_embeds = self.embed_images(pixel_values)
         hidden_states = self._embed(input_ids, inputs_embeds, input_values)
         batch, length, width = hidden_states.shape
@@ -655,12 +660,14 @@ def _check_token_input(name: str, given: object, batch: int, length: int) -> Non
         )
 
 
-def _refuse_unknown(kwargs: dict[str, Any], token_inputs: Iterable[str]) -> None:
+def refuse_unknown(
+    kwargs: dict[str, Any], forward: Callable[..., Any], others: Iterable[str] = ()
+) -> None:
+    """Fail for an argument that a model's ``forward`` lacks and transformers does not add."""
     for name, value in kwargs.items():
         if name in _IGNORED or (name == "output_attentions" and not value):
             continue
         if name == "output_attentions":
             raise ValueError("output_attentions must be False: no attention weights are kept")
-        known = [*inspect.signature(SSMModel.forward).parameters, *token_inputs]
-        hint = suggestion(name, known)
+        hint = suggestion(name, [*inspect.signature(forward).parameters, *others])
         raise TypeError(f"this model takes no argument {name!r}{hint}")

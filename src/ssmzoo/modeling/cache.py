@@ -485,6 +485,8 @@ class StateCache(RecurrentCache):
             rows: Row indices ``[R]``, or a boolean mask ``[B]``.
         """
         rows = torch.as_tensor(rows)
+        if not rows.numel():  # of an empty list, floating point
+            return
         if rows.dtype is torch.bool:
             rows = rows.nonzero().flatten()
         # all zeros is where every family starts

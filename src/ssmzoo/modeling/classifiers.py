@@ -19,7 +19,7 @@ from transformers.modeling_outputs import (
     TokenClassifierOutput,
 )
 
-from ssmzoo.modeling.backbone import SSMModel
+from ssmzoo.modeling.backbone import SSMModel, refuse_unknown
 from ssmzoo.modeling.cache import StateCache
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.inputs import given_inputs, named_indices
@@ -243,6 +243,16 @@ class SSMForImageClassification(_LinearClassifier):
                 f"{type(self).__name__} needs image_size in its configuration, got None; set it, "
                 "patch_size and num_channels, or take a preset for images"
             )
+        if config.causal and config.pooling == "last":
+            raise ValueError(
+                "the class token lies in the middle of the patches, and a causal model would read "
+                "none behind it; set directions to read in both, or pooling='mean'"
+            )
+        if config.problem_type not in (None, "single_label_classification"):
+            raise ValueError(
+                f"{type(self).__name__} chooses one class: problem_type must be None or "
+                f"'single_label_classification', got {config.problem_type!r}"
+            )
         super().__init__(config)
 
     def forward(
@@ -267,8 +277,10 @@ class SSMForImageClassification(_LinearClassifier):
 
         Raises:
             ValueError: Images of another shape, or labels outside of the classes.
-            TypeError: ``pixel_values`` is not a floating-point tensor.
+            TypeError: ``pixel_values`` is not a floating-point tensor, or an argument that images
+                do not have, such as a mask.
         """
+        refuse_unknown(kwargs, SSMForImageClassification.forward)
         if return_dict is None:
             return_dict = self.config.return_dict
         outputs = self.model(
@@ -276,8 +288,6 @@ class SSMForImageClassification(_LinearClassifier):
             use_cache=False,
             output_hidden_states=output_hidden_states,
             return_dict=True,
-            packing=False,
-            **kwargs,
         )
         hidden = outputs.last_hidden_state
         if self.config.pooling == "mean":

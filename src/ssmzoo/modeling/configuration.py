@@ -218,6 +218,11 @@ class SSMConfig(PreTrainedConfig):
                 raise ValueError(
                     f"{name} must be at least 0 and below 1, got {getattr(self, name)}"
                 )
+        if self.drop_path_rate and not self.residual:
+            raise ValueError(
+                "drop_path_rate must be 0 where residual is False, as nothing would be left of a "
+                f"sequence, got {self.drop_path_rate}"
+            )
         for name in ("rms_norm_eps", "initializer_range"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be at least 0 and finite, got {getattr(self, name)}")
