@@ -34,11 +34,11 @@ SEEDS = {"listops": (0, 1, 2), "delay": (1112,), "copying": (1112,)}
 
 
 def cells():
-    """Yield row, task, order and seed of every cell."""
+    """Yield row, task, order and seed of every cell, the first seed of all rows first."""
     for task, orders in ORDERS.items():
-        for row in ROWS:
-            for order in orders:
-                for seed in SEEDS[task]:
+        for seed in SEEDS[task]:
+            for row in ROWS:
+                for order in orders:
                     yield row, task, order, seed
 
 

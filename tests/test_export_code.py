@@ -38,7 +38,7 @@ pytestmark = [
 
 HERE = Path(__file__).parent
 TOY = HERE / "toy_family" / "ssmzoo_toy"
-OURS = ("bmojo", "coffee", "dss", "linear_attention", "longhorn", "rtf", "s4")
+OURS = ("bmojo", "coffee", "dss", "linear_attention", "longhorn", "rtf", "s4", "s5", "spacetime")
 NAMES = (*OURS, "toy")
 LM, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
 EXACT = 1e-10  # relative, in float64

@@ -49,6 +49,8 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     ("rtf", {"mixer_rank": None}),
     ("rtf", {"block": "s4", "mixer_rank": None, "num_denominators": 2}),
     ("rtf", {"block": "filter", "mixer_rank": None}),
+    ("spacetime", {}),
+    ("spacetime", {"block": "glu", "n_kernels": None}),
     ("linear_attention", {}),
     ("linear_attention", {"decay": "none", "decay_rank": None, "beta_scale": 2}),
     ("linear_attention", {**SCALAR, "out_gate": "silu", "gate_rank": None}),

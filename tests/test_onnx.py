@@ -145,7 +145,7 @@ def test_the_page_on_export_says_what_runs(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-OURS = ["bmojo", "coffee", "dss", "linear_attention", "longhorn", "rtf", "s4"]
+OURS = ["bmojo", "coffee", "dss", "linear_attention", "longhorn", "rtf", "s4", "s5", "spacetime"]
 
 
 @pytest.mark.slow

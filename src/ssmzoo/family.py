@@ -67,6 +67,8 @@ class Family:
         pair_classification_class: The classifier of pairs of documents, if there is one; it has no
             Auto class.
         image_classification_class: The classifier of images, if there is one.
+        forecasting_class: What foretells the values that follow a series, if there is such a head;
+            it has no Auto class.
         converter: Translates weights of the official code, if it can be done.
     """
 
@@ -82,6 +84,7 @@ class Family:
     token_classification_class: type[PreTrainedModel] | None = None
     pair_classification_class: type[PreTrainedModel] | None = None
     image_classification_class: type[PreTrainedModel] | None = None
+    forecasting_class: type[PreTrainedModel] | None = None
     converter: Converter | None = None
 
     def __post_init__(self) -> None:
@@ -128,7 +131,7 @@ class Family:
     @property
     def classes(self) -> tuple[type[PreTrainedConfig] | type[PreTrainedModel], ...]:
         """All its classes, the configuration first, those without an Auto class too."""
-        others = (self.pair_classification_class,)
+        others = (self.pair_classification_class, self.forecasting_class)
         return (*self.auto_classes.values(), *(kind for kind in others if kind is not None))
 
     def register(self) -> None:

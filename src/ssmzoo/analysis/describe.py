@@ -296,6 +296,7 @@ def _model_class(family: Family, preset: str) -> type:
         family.token_classification_class,
         family.pair_classification_class,
         family.image_classification_class,
+        family.forecasting_class,
     )
     for model_class in classes:
         if model_class is not None and model_class.__name__ in named:

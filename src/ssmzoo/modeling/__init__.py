@@ -25,6 +25,7 @@ from ssmzoo.modeling.decoding import (
 )
 from ssmzoo.modeling.derived import DerivedValue
 from ssmzoo.modeling.dynamics import Dynamics, Trajectories
+from ssmzoo.modeling.forecasting import SSMDecoder, SSMForForecasting
 from ssmzoo.modeling.layers import MLP, CausalConv1d, Dropout, Linear
 from ssmzoo.modeling.loops import scan
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, RMSNorm
@@ -50,7 +51,9 @@ __all__ = [
     "RMSNorm",
     "SSMBlock",
     "SSMConfig",
+    "SSMDecoder",
     "SSMForCausalLM",
+    "SSMForForecasting",
     "SSMForImageClassification",
     "SSMForPairClassification",
     "SSMForSequenceClassification",

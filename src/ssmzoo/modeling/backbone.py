@@ -184,6 +184,7 @@ class SSMBlock(GradientCheckpointingLayer):
 
     def __init__(self, config: SSMConfig, mixer: SSMMixer, reverse: SSMMixer | None = None) -> None:
         super().__init__()
+        self.token_inputs = config.token_inputs
         self.both_ways = config.directions != "forward" and not mixer.reads_both_ways
         self.residual_in_fp32 = config.residual_in_fp32
         self.prenorm = config.prenorm
@@ -240,7 +241,10 @@ class SSMBlock(GradientCheckpointingLayer):
         if self.both_ways:
             other = self.mixer if self.reverse is None else self.reverse["mixer"]
             more = {name: flip(given, packing) for name, given in more.items()}
-            fresh = LayerState(packing=packing, shared=state.shared)
+            shared = state.shared
+            for name in self.token_inputs:
+                shared = {**shared, name: flip(shared[name], packing)}
+            fresh = LayerState(packing=packing, shared=shared)
             mixed = mixed + flip(other(flip(y, packing), fresh, packing, **more), packing)
         after = state.next_norm if self.mlp is None else self.mlp_norm
         x, y = self._added(x, mixed, self.norm, after, real, packing)
@@ -327,6 +331,7 @@ class SSMModel(SSMPreTrainedModel):
     def __init__(self, config: SSMConfig) -> None:
         super().__init__(config)
         self.causal = config.causal
+        self.token_inputs = config.token_inputs
         if config.image_size is not None:
             self.embed_images = ImageEmbedding(config)
         elif config.input_channels is None:
@@ -390,14 +395,18 @@ class SSMModel(SSMPreTrainedModel):
                 pass it instead of them.
             pixel_values: Images ``[B, C, H, W]`` of a model with ``image_size``; L is one more than
                 an image has patches.
-            **kwargs: Only what transformers' own collators and trainer add.
+            **kwargs: What ``config.token_inputs`` names, and what transformers' own collators and
+                trainer add.
 
         Raises:
             ValueError: Inputs that contradict each other or do not fit the cache.
             TypeError: An argument this model does not have.
         """
+        token_inputs: dict[str, Tensor] = {}
+        for name in self.token_inputs:
+            token_inputs[name] = kwargs.pop(name, None)
         if kwargs:
-            _refuse_unknown(kwargs)
+            _refuse_unknown(kwargs, token_inputs)
         config = self.config
         if output_hidden_states is None:
             output_hidden_states = bool(config.output_hidden_states)
@@ -414,6 +423,8 @@ class SSMModel(SSMPreTrainedModel):
             inputs_embeds = self.embed_images(pixel_values)
         hidden_states = self._embed(input_ids, inputs_embeds, input_values)
         batch, length, width = hidden_states.shape
+        for name, given in token_inputs.items():
+            _check_token_input(name, given, batch, length)
         if packing is None:
             packing = self.find_packing(
                 (None, hidden_states),
@@ -442,7 +453,7 @@ class SSMModel(SSMPreTrainedModel):
         cache = self._cache(past_key_values, use_cache, sequences, length)
         recorded = None
         if cache is not None and cache.recording:
-            recorded = cache.before(hidden_states, packing)
+            recorded = cache.before(hidden_states, packing, token_inputs)
 
         if packing is not None:
             hidden_states = hidden_states.reshape(1, batch * length, width)
@@ -451,6 +462,8 @@ class SSMModel(SSMPreTrainedModel):
         all_hidden_states: list[Tensor] = []
         states: list[LayerState] = []
         shared: dict[Any, Any] = {}
+        for name, given in token_inputs.items():
+            shared[name] = given if packing is None else given.reshape(1, batch * length)
         room = None if cache is None else cache.max_cache_len
         next_norms: Iterable[nn.Module | None] = itertools.repeat(None)
         # a checkpointed layer runs again alone: with gradients, blocks have to be independent
@@ -630,11 +643,24 @@ class SSMModel(SSMPreTrainedModel):
         return StateCache(self.config) if use_cache else None
 
 
-def _refuse_unknown(kwargs: dict[str, Any]) -> None:
+def _check_token_input(name: str, given: object, batch: int, length: int) -> None:
+    if given is None:
+        raise ValueError(f"{name} must be given, [B, L] = [{batch}, {length}]: this model needs it")
+    if not isinstance(given, Tensor) or not given.is_floating_point():
+        kind = given.dtype if isinstance(given, Tensor) else type(given).__name__
+        raise TypeError(f"{name} must be a floating-point tensor [B, L], got {kind}")
+    if given.shape != (batch, length):
+        raise ValueError(
+            f"{name} must have shape [B, L] = [{batch}, {length}], got {list(given.shape)}"
+        )
+
+
+def _refuse_unknown(kwargs: dict[str, Any], token_inputs: Iterable[str]) -> None:
     for name, value in kwargs.items():
         if name in _IGNORED or (name == "output_attentions" and not value):
             continue
         if name == "output_attentions":
             raise ValueError("output_attentions must be False: no attention weights are kept")
-        hint = suggestion(name, inspect.signature(SSMModel.forward).parameters)
+        known = [*inspect.signature(SSMModel.forward).parameters, *token_inputs]
+        hint = suggestion(name, known)
         raise TypeError(f"this model takes no argument {name!r}{hint}")

@@ -490,14 +490,20 @@ class StateCache(RecurrentCache):
         # all zeros is where every family starts
         self._rows_change(lambda state: state.index_fill(0, rows.to(state.device), 0))
 
-    def before(self, inputs_embeds: Tensor, packing: PackedRow | None) -> Recorded | None:
+    def before(
+        self,
+        inputs_embeds: Tensor,
+        packing: PackedRow | None,
+        token_inputs: Mapping[str, Tensor],
+    ) -> Recorded | None:
         """Return what :meth:`record` returns for a call.
 
         Args:
             inputs_embeds: What it is about to read ``[B, L, D]``.
             packing: Where its sequences are, if its rows are not whole ones.
+            token_inputs: What else it reads, ``[B, L]``, by argument.
         """
-        inputs: dict[str, Tensor] | None = {"inputs_embeds": inputs_embeds.detach()}
+        inputs: dict[str, Tensor] | None = {"inputs_embeds": inputs_embeds.detach(), **token_inputs}
         if packing is not None:
             mask = packing.real() if packing.padded else None
             shape = inputs_embeds.shape[:2]

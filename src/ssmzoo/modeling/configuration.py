@@ -228,6 +228,14 @@ class SSMConfig(PreTrainedConfig):
         return self.directions == "forward"
 
     @property
+    def token_inputs(self) -> tuple[str, ...]:
+        """Names of further arguments that a forward pass needs, numbers ``[B, L]``.
+
+        Mixers find them in ``state.shared``, laid out as their ``hidden_states``.
+        """
+        return ()
+
+    @property
     def state_grows(self) -> bool:
         """Whether the state of some layer grows with the tokens seen, as full attention's does."""
         return False

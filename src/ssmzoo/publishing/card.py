@@ -292,6 +292,7 @@ _HEADS = {
     "ForTokenClassification": ("classifier of tokens", "token-classification"),
     "ForPairClassification": ("classifier of pairs of documents", "text-classification"),
     "ForImageClassification": ("classifier of images", "image-classification"),
+    "ForForecasting": ("forecaster of time series", "time-series-forecasting"),
 }
 
 
@@ -308,7 +309,7 @@ def _head(facts: CardFacts) -> _Head:
             f"a card needs a model whose class ends in one of {', '.join(_HEADS)}, got {named}"
         )
     words, pipeline = _HEADS[suffix]
-    if suffix == "ForPairClassification":  # which has no Auto class
+    if suffix in ("ForPairClassification", "ForForecasting"):  # which have no Auto class
         module = str(facts.config.get("model_type"))
         if not (named.isidentifier() and module.isidentifier()):  # they go into a program
             raise ValueError(

@@ -1,0 +1,244 @@
+"""S5 (arXiv 2208.04933) and the LRU (arXiv 2303.06349): one diagonal state for all features.
+
+What surprises: SSM parameters, the matrices B and C among them, are always float32. Poles and gains
+are computed in float64, but for those of irregular steps, which each token has of its own.
+
+Dimensions: B batch, L length, H features, N stored modes, R readouts (1, or 2 looking both ways).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ssmzoo.modeling import (
+    DerivedValue,
+    Dropout,
+    Dynamics,
+    LayerState,
+    Linear,
+    PackedRow,
+    SSMForCausalLM,
+    SSMForImageClassification,
+    SSMForPairClassification,
+    SSMForSequenceClassification,
+    SSMForTokenClassification,
+    SSMMixer,
+    SSMModel,
+    SSMPreTrainedModel,
+    flip,
+)
+from ssmzoo_kernels import linear_scan
+
+from .configuration_s5 import S5Config
+
+_S5 = ("Lambda_re", "Lambda_im", "log_dt")
+_LRU = ("nu_log", "theta_log", "gamma_log")
+
+
+class S5Mixer(SSMMixer):
+    """Filter all features by one state space, then gate each.
+
+    ``x[t] = Lbar x[t-1] + Bbar u[t]``, ``y[t] = 2 Re(C x[t]) + D u[t]`` (S5: one of each pair), or
+    ``x[t] = lambda x[t-1] + gamma B u[t]``, ``y[t] = Re(C x[t]) + D u[t]`` (the LRU); then what
+    ``config.activation`` names.
+    """
+
+    param_group_names: ClassVar[Mapping[str, str]] = {
+        name: "dt" if name == "log_dt" else "ssm" for name in (*_S5, *_LRU, "B")
+    }
+    config: S5Config
+
+    def __init__(self, config: S5Config, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        width, pairs = config.hidden_size, config.variant == "s5"
+        modes = config.d_state // 2 if pairs else config.d_state
+        vectors = [nn.Parameter(torch.empty(modes)) for _ in range(3)]
+        if pairs:
+            self.Lambda_re, self.Lambda_im, self.log_dt = vectors
+        else:
+            self.nu_log, self.theta_log, self.gamma_log = vectors
+        self.B = nn.Parameter(torch.empty(modes, width, 2))
+        self.C = nn.Parameter(torch.empty(width, (1 + config.bidirectional) * modes, 2))
+        self.D = nn.Parameter(torch.empty(width))
+        if config.activation != "gelu":
+            self.dropout = Dropout(config.dropout, config.tie_dropout)
+            self.out_proj = Linear(width, 2 * width if config.activation == "full_glu" else width)
+        self._derived: DerivedValue[tuple[Tensor, Tensor, Tensor]] = DerivedValue()
+
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
+    ) -> Tensor:
+        """Map ``[B, L, H]`` to ``[B, L, H]``; the state is ``ssm [B, N, 2]``."""
+        dtype, kind = hidden_states.dtype, self.config.activation
+        u = hidden_states.to(torch.promote_types(torch.float32, dtype))
+        with torch.autocast(u.device.type, enabled=False):
+            y = self._filtered(u, state, packing)
+        x = F.gelu(y, approximate="tanh").to(dtype)
+        if kind == "gelu":
+            return x
+        x = self.dropout(x, packing)
+        gate = self.out_proj(x)
+        if kind == "full_glu":
+            return F.glu(gate, dim=-1)
+        return (x if kind == "half_glu1" else y.to(dtype)) * torch.sigmoid(gate)
+
+    def poles(self) -> tuple[Tensor, Tensor]:
+        """Return logarithms of the stored poles of a step, and the gains of what enters, [N]."""
+        if self.config.variant == "lru":
+            log_pole = torch.complex(-self.nu_log.double().exp(), self.theta_log.double().exp())
+            return log_pole, self.gamma_log.double().exp()
+        eigenvalues = self.eigenvalues()
+        log_pole = eigenvalues * self.log_dt.double().exp()
+        return log_pole, torch.expm1(log_pole) / eigenvalues
+
+    def dynamics(self, hidden_states: Tensor) -> Dynamics:
+        """Return the poles of a step, of pairs both, and the time steps."""
+        poles = self.poles()[0].exp()
+        if self.config.variant == "lru":
+            return Dynamics(poles=poles[None])
+        return Dynamics(poles=torch.cat([poles, poles.conj()])[None], time_steps=self.log_dt.exp())
+
+    def eigenvalues(self) -> Tensor:
+        """Return Lambda of S5, ``[N]`` complex128."""
+        real, imag = self.Lambda_re.double(), self.Lambda_im.double()
+        return torch.complex(real.clamp(max=-1e-4) if self.config.clip_eigs else real, imag)
+
+    def _filtered(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
+        """Run the state space over ``[B, L, H]``."""
+        if self.training and not torch.compiler.is_compiling():
+            self._derived.forget()
+        if torch.is_grad_enabled():
+            pole, read_in, readout = self._matrices()
+        else:
+            own = list(self.parameters(recurse=False))
+            pole, read_in, readout = self._derived.get(own, None, self._matrices)
+        drive = torch.view_as_complex(F.linear(u, read_in).unflatten(-1, (-1, 2)))  # [B, L, N]
+        if self.config.irregular_steps:
+            steps = state.shared["time_steps"].to(u.dtype).unsqueeze(-1)
+            log_pole = pole * (steps * self.log_dt.exp())
+            drive = drive * (torch.expm1(log_pole) / pole)
+            pole = log_pole.exp()
+        pole = pole.expand_as(drive)
+        start = state.get("ssm")
+        x, final = linear_scan(
+            pole, drive, None if start is None else torch.view_as_complex(start), cu_seqlens=packing
+        )
+        state.put("ssm", torch.view_as_real(final))
+        if self.config.bidirectional:
+            turned = (flip(given, packing) for given in (pole, drive))
+            later, _ = linear_scan(*turned, cu_seqlens=packing)
+            x = torch.cat([x, flip(later, packing)], dim=-1)
+        return F.linear(torch.view_as_real(x).flatten(-2), readout) + self.D * u
+
+    def _matrices(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return Lbar [N] and Bbar [2 N, H], for irregular steps Lambda and B; C, [H, 2 R N]."""
+        pole, gain = self.poles()
+        B, twice = torch.view_as_complex(self.B), 2.0 if self.config.variant == "s5" else 1.0
+        if self.config.irregular_steps:
+            pole = self.eigenvalues()
+        else:
+            pole, B = pole.exp(), (gain[:, None] * B).to(B.dtype)
+        read_in = torch.view_as_real(B).transpose(1, 2).flatten(0, 1)
+        readout = self.C * self.C.new_tensor([twice, -twice])
+        return pole.to(B.dtype), read_in, readout.flatten(1)
+
+
+def hippo_normal(order: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the frequencies above 0 of HiPPO-N's eigenvalues ``-1/2 + i frequency``, and vectors.
+
+    HiPPO-LegS is ``-1/2 + S - p p^T`` with ``p_n = sqrt(n + 1/2)`` and S skew; HiPPO-N lacks p.
+    """
+    p = np.sqrt(np.arange(order) + 0.5)
+    size = np.outer(p, p)
+    frequencies, vectors = np.linalg.eigh(1j * (np.tril(size, -1) - np.triu(size, 1)))
+    return frequencies[order // 2 :], vectors[:, order // 2 :]
+
+
+class S5PreTrainedModel(SSMPreTrainedModel):
+    """Loading and initialisation of S5 and LRU models."""
+
+    config: S5Config
+    _keep_in_fp32_modules_strict = [f"mixer.{name}" for name in (*_S5, *_LRU, "B", "C", "D")]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw the initial parameters; the plugin's page has their distributions."""
+        super()._init_weights(module)
+        if isinstance(module, S5Mixer):
+            init.normal_(module.D)
+            (_init_s5 if self.config.variant == "s5" else _init_lru)(module)
+
+
+def _init_s5(mixer: S5Mixer) -> None:
+    """Lambda of J blocks of HiPPO-N; ``V* B`` and ``C V`` of a random real B and complex C."""
+    config = mixer.config
+    order, blocks, width = config.d_state, config.blocks, config.hidden_size
+    frequencies, vectors = hippo_normal(order // blocks)
+    init.constant_(mixer.Lambda_re, -0.5)
+    init.copy_(mixer.Lambda_im, torch.tensor(frequencies, device="cpu").repeat(blocks))
+    init.uniform_(mixer.log_dt, math.log(config.dt_min), math.log(config.dt_max))
+    V = torch.tensor(vectors, device="cpu")  # of one block, [P / J, P / 2 J]
+    drawn = torch.randn(blocks, len(V), width, dtype=V.dtype.to_real(), device="cpu")
+    init.copy_(mixer.B, torch.view_as_real(V.mH @ drawn.to(V.dtype) / order**0.5).flatten(0, 1))
+    if config.c_init == "complex_normal":
+        init.normal_(mixer.C, std=0.5**0.5)
+        return
+    rows = (1 + config.bidirectional) * blocks
+    drawn = torch.randn(width, rows, len(V), dtype=V.dtype, device="cpu")
+    variance = 2 / (order * width if config.c_init == "lecun_normal" else order)
+    init.copy_(mixer.C, torch.view_as_real(drawn @ V * variance**0.5).flatten(1, 2))
+
+
+def _init_lru(mixer: S5Mixer) -> None:
+    """Poles uniform in a ring; gamma such that white noise keeps its size; B and C Glorot's."""
+    config = mixer.config
+    drawn = torch.rand(2, config.d_state, dtype=torch.float64, device="cpu")
+    area, turn = drawn.clamp(1e-7, 1 - 1e-7)  # the logarithms of the ends may not be finite
+    nu = -0.5 * torch.log(area * (config.r_max**2 - config.r_min**2) + config.r_min**2)
+    init.copy_(mixer.nu_log, nu.log())
+    init.copy_(mixer.theta_log, (config.max_phase * turn).log())
+    init.copy_(mixer.gamma_log, 0.5 * torch.log(-torch.expm1(-2 * nu)))
+    init.normal_(mixer.B, std=(2 * config.hidden_size) ** -0.5)
+    init.normal_(mixer.C, std=config.d_state**-0.5)
+
+
+class S5Model(S5PreTrainedModel, SSMModel):
+    """S5's backbone; with ``config.irregular_steps`` it takes ``time_steps [B, L]``."""
+
+    mixer_class = S5Mixer
+
+
+class S5ForCausalLM(S5PreTrainedModel, SSMForCausalLM):
+    """S5 with a language-model head."""
+
+    model_class = S5Model
+
+
+class S5ForSequenceClassification(S5PreTrainedModel, SSMForSequenceClassification):
+    """S5 with a classifier of sequences."""
+
+    model_class = S5Model
+
+
+class S5ForImageClassification(S5PreTrainedModel, SSMForImageClassification):
+    """S5 with a classifier of images."""
+
+    model_class = S5Model
+
+
+class S5ForTokenClassification(S5PreTrainedModel, SSMForTokenClassification):
+    """S5 with a classifier of tokens."""
+
+    model_class = S5Model
+
+
+class S5ForPairClassification(S5PreTrainedModel, SSMForPairClassification):
+    """S5 with a classifier of pairs of documents."""
+
+    model_class = S5Model

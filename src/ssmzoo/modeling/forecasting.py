@@ -1,0 +1,147 @@
+"""The head that foretells the values that follow a series."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.modeling_outputs import TokenClassifierOutput
+
+from ssmzoo.modeling.backbone import SSMMixer, SSMModel
+from ssmzoo.modeling.layers import Dropout, Linear
+from ssmzoo.modeling.packing import PackedRow
+from ssmzoo.modeling.pretrained import SSMPreTrainedModel
+
+
+class SSMDecoder(SSMMixer):
+    """Goes on where a series ends: its outputs come from a state, not from inputs.
+
+    Attributes:
+        warm_up: After how many values its state is full, so that its errors count.
+    """
+
+    warm_up: int
+
+    def forecast(self, hidden_states: Tensor, packing: PackedRow | None, horizon: int) -> Tensor:
+        """Map ``[B, L, D]`` to the ``[B, horizon, D]`` that follow, ``[S, horizon, D]`` if packed.
+
+        Inputs are float32 or float64; outputs may have any precision.
+        """
+        raise NotImplementedError
+
+    def open_loop(self, hidden_states: Tensor, packing: PackedRow | None) -> list[Tensor]:
+        """Return the output that follows each input, and the next input that is expected."""
+        raise NotImplementedError
+
+
+class SSMForForecasting(SSMPreTrainedModel):
+    """A backbone of continuous values, a decoder, and ``score(dropout(GELU(.)))`` of its outputs.
+
+    A subclass names its ``model_class`` and ``decoder_class``, and its configuration has
+    ``horizon``, ``mixer_dropout`` and ``open_loop_weight``.
+    """
+
+    model_class: type[SSMModel]
+    decoder_class: type[SSMDecoder]
+    # the loss is a batch's mean, so a Trainer that accumulates has to divide
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        if config.input_channels is None:
+            raise ValueError(
+                f"{type(self).__name__} foretells values, but input_channels is None; set it in "
+                "the configuration"
+            )
+        self.model = self.model_class(config)
+        self.decoder = self.decoder_class(config, config.num_hidden_layers)
+        self.dropout = Dropout(config.mixer_dropout, config.tie_dropout)
+        self.score = Linear(config.hidden_size, config.input_channels)
+        self.post_init()
+
+    def forward(
+        self,
+        input_values: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        horizon: int | None = None,
+        return_dict: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> TokenClassifierOutput | tuple[Any, ...]:
+        """Foretell each series.
+
+        Args:
+            input_values: Series ``[B, L, C]``, or ``[B, L]`` for one channel.
+            attention_mask: 1 for values, 0 for padding around them, ``[B, L]``.
+            labels: The values that followed, ``[B, horizon, C]``; nan does not count.
+            horizon: Steps to foretell; default: the configuration's.
+            return_dict: Return an output object (default) or a tuple.
+            cu_seqlens: Boundaries of series packed into one row (B = 1), ``[S + 1]``.
+            seq_idx: ``[B, L]`` number of the series that each value belongs to.
+            **kwargs: As for :meth:`SSMModel.forward`.
+
+        Returns:
+            ``logits [B, horizon, C]`` (``[S, horizon, C]``), the forecast, and ``loss``: its mean
+            squared error and, weighted by ``open_loop_weight``, those of the next value and of the
+            decoder's next input, wherever the values before fill its state.
+
+        Raises:
+            ValueError: A horizon below 1, or labels of another shape.
+        """
+        steps: int = self.config.horizon if horizon is None else horizon
+        if steps < 1:
+            raise ValueError(f"horizon must be at least 1, got {steps}")
+        given = (None, None, input_values)
+        packing = self.model.find_packing(given, None, attention_mask, None, seq_idx, cu_seqlens)
+        more = {"use_cache": False, "return_dict": True, "packing": packing, **kwargs}
+        hidden = self.model(input_values=input_values, **more).last_hidden_state
+        hidden = hidden.to(torch.promote_types(torch.float32, hidden.dtype))
+        if packing:  # as one flat row
+            hidden = hidden.flatten(0, 1)[None]
+        later = self.decoder.forecast(hidden, packing or None, steps)
+        if packing and packing.rows is not None:
+            later = later[packing.rows]
+        logits = self._read(later)
+        loss = None
+        if labels is not None:
+            if labels.shape != logits.shape:
+                raise ValueError(
+                    f"labels must have shape {list(logits.shape)}, got {list(labels.shape)}"
+                )
+            loss = _squared_error(logits, labels, ~labels.isnan())
+            if self.config.open_loop_weight:
+                assert input_values is not None
+                values = input_values.reshape(*hidden.shape[:2], -1)
+                loss = loss + self.config.open_loop_weight * self._errors(hidden, values, packing)
+        if return_dict is None:
+            return_dict = self.config.return_dict
+        output = TokenClassifierOutput(loss=loss, logits=logits)
+        return output if return_dict else output.to_tuple()
+
+    def _read(self, y: Tensor) -> Tensor:
+        return self.score(self.dropout(F.gelu(y).to(self.score.weight.dtype)))
+
+    def _errors(
+        self, hidden: Tensor, values: Tensor, packing: PackedRow | Literal[False]
+    ) -> Tensor:
+        """Return the errors of the next value and of the next input."""
+        output, expected = self.decoder.open_loop(hidden, packing or None)
+        later = torch.arange(1, hidden.shape[1], device=hidden.device)
+        counts = later >= self.decoder.warm_up
+        if packing:
+            real = packing.real()
+            counts = later - packing.offsets[packing.numbers()[1:]] >= self.decoder.warm_up
+            counts = counts if real is None else counts & real[1:]
+        counts = counts[None, :, None]
+        error = _squared_error(self._read(output[:, :-1]), values[:, 1:], counts)
+        return error + _squared_error(expected[:, :-1], hidden[:, 1:], counts)
+
+
+def _squared_error(found: Tensor, wanted: Tensor, counts: Tensor) -> Tensor:
+    counts = counts.expand_as(found)
+    error = torch.where(counts, found - wanted.nan_to_num().to(found.dtype), 0)
+    return error.square().sum() / counts.sum().clamp(min=1)
