@@ -45,4 +45,5 @@ def modal_kernel(
 ) -> Tensor:
     """Return the taps ``[D, length]``; tap 0 is zero, and A sets of poles serve D channels."""
     own = exponent.repeat_interleave(residues.shape[0] // exponent.shape[0], dim=0)
-    return F.pad(vandermonde(residues, own, max(length - 1, 0)), (1, 0))[:, :length]
+    # a tap too many, because length - 1 would be a size of its own in exported graphs
+    return F.pad(vandermonde(residues, own, length), (1, 0))[:, :length]

@@ -69,8 +69,8 @@ def _compared(
     """Compare what a graph reads, in such parts, with the model's steps."""
     measured, budget = Measured(), BUDGETS[model.dtype]
     for rows in (1, 3):
-        ids, logits, expected = subject.ids(rows, sum(parts) + 1), [], []
-        ids, last = ids[:, :-1], ids[:, -1:]
+        ids, logits, expected = subject.ids(rows, sum(parts) + 7), [], []
+        ids, rest = ids[:, :-7], ids[:, -7:]
         states, true = (initial_states(model, rows) for _ in range(2))  # some steps write to theirs
         with torch.no_grad():
             with use_backend("eager"):  # a graph is of the layers, not of their programs
@@ -84,6 +84,6 @@ def _compared(
         measured.compare(what + "logits", torch.cat(logits, 1), torch.cat(expected, 1), budget)
         # not the states themselves: a ring may begin anywhere
         with torch.no_grad(), use_backend("eager"):
-            (found, _), (true_logits, _) = (DecodeStep(model)(last, x) for x in (states, true))
+            (found, _), (true_logits, _) = (DecodeStep(model)(rest, x) for x in (states, true))
         measured.compare(what + "logits behind its states", found, true_logits, budget)
     return measured
