@@ -41,6 +41,7 @@ def test_every_row_names_a_preset_or_a_model_of_transformers_or_says_that_it_has
     known = {preset for family in installed_families() for preset in family["presets"] or ()}
     heads = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     found = 0
+    assert len({tuple(row[:3]) for row in rows()}) == len(rows())
     for row in rows():
         assert len(row) == 4, row
         presets, types = typed(row[3])
