@@ -31,6 +31,8 @@ class DSSConfig(SSMConfig):
         max_kernel_length: Taps a kernel is cut to; "softmax" then sums over these.
         channels: C, filters per feature; ``out_proj`` mixes them all.
         conjugate_pairs: Every mode stands for its conjugate too, as in S4D: a factor 2.
+        block: What follows the filters: "linear", GELU and a linear layer, or "glu", a GLU of twice
+            that layer, as in S4's later code.
         bidirectional: A second set of filters looks at what comes later. No cache, no generation.
         legacy_detached_shift: The published code's gradient of growing modes, to reproduce its
             training: too large by ``kernel_norm_length - 1`` times the kernel.
@@ -58,6 +60,7 @@ class DSSConfig(SSMConfig):
     max_kernel_length: int | None = None
     channels: int = 1
     conjugate_pairs: bool = False
+    block: Literal["linear", "glu"] = "linear"
     bidirectional: bool = False
     legacy_detached_shift: bool = False
     tie_dropout: bool = True

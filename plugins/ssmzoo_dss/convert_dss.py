@@ -86,6 +86,8 @@ def to_official(state_dict: dict[str, Tensor], config: DSSConfig) -> dict[str, T
             "the official model has no MLP and here batch norms only, got "
             f"intermediate_size={config.intermediate_size}, norm_type={config.norm_type!r}"
         )
+    if config.block != "linear":
+        raise ValueError(f"the official model has block='linear' only, got {config.block!r}")
     if config.conjugate_pairs:
         raise ValueError("the official model has no conjugate_pairs; double W and turn them off")
     official: dict[str, Tensor] = {}

@@ -78,7 +78,7 @@ class DSSMixer(SSMMixer):
     """Filter each feature by a sum of exponentials (the paper's Proposition 1), then mix features.
 
     ``y[t] = sum_j K[j] u[t-j] + D u[t]`` with ``K[l] = Re sum_n rho_n e^{c_n l}``, then
-    ``out_proj(dropout(GELU(y)))``.
+    ``out_proj(dropout(GELU(y)))`` or its GLU.
     """
 
     param_group_names: ClassVar[Mapping[str, str]] = {
@@ -100,7 +100,7 @@ class DSSMixer(SSMMixer):
         self.W = nn.Parameter(torch.empty(kernels, width, modes, 2))
         self.D = nn.Parameter(torch.empty(channels, width))
         self.dropout = Dropout(config.dropout, config.tie_dropout)
-        self.out_proj = Linear(channels * width, width)
+        self.out_proj = Linear(channels * width, width * (2 if config.block == "glu" else 1))
         self._tables: DerivedValue[_Tables] = DerivedValue()
 
     def forward(
@@ -131,8 +131,8 @@ class DSSMixer(SSMMixer):
             rows = packing.aligned()
             y = self._convolve(rows.gather(u), state, rows.lengths, None)
             y = rows.scatter(y, u.shape[1])
-        y = self.dropout(F.gelu(y).to(hidden_states.dtype), packing)
-        return self.out_proj(y)
+        y = self.out_proj(self.dropout(F.gelu(y).to(hidden_states.dtype), packing))
+        return F.glu(y, dim=-1) if self.config.block == "glu" else y
 
     def write_token(
         self, program: Program, parts: ModuleParts, x: Value, states: Mapping[str, State]
@@ -151,7 +151,11 @@ class DSSMixer(SSMMixer):
         y = program.diagonal(x, decay, readout, parts.weight(self, "D"), state)
         if "position" in states:
             program.count(states["position"].number, 1)
-        return parts.linear(program, program.gelu(y), "out_proj")
+        y = parts.linear(program, program.gelu(y), "out_proj")
+        if self.config.block == "linear":
+            return y
+        value, gate = y.chunk(2)
+        return program.gated(gate, value, by="sigmoid")
 
     def eigenvalues(self) -> Tensor:
         """Return lambda, the diagonal state matrix, ``[N]`` complex128."""

@@ -43,6 +43,10 @@ FAMILY = Family(
             **{"num_heads": 8, "head_k_dim": 32, "head_v_dim": 32, "norm_type": "layer"},
             "vocab_size": 256,
         },
+        "linear-transformer-125m": {
+            **{**_LINEAR, "hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 3072},
+            **{"num_heads": 12, "head_k_dim": 64, "head_v_dim": 64, "norm_type": "layer"},
+        },
         "retnet-125m": {**_RETNET, **_SMALL, "num_heads": 3, "intermediate_size": 1224},
         "retnet-350m": {**_RETNET, **_MIDDLE, "num_heads": 4, "intermediate_size": 1632},
         "gla-125m": {

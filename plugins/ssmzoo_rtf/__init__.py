@@ -34,6 +34,20 @@ _LRA = {
     "hidden_size": 256,
 }
 _VALUES = {"input_channels": 1, "vocab_size": 1}
+_IMAGE = {
+    **_LRA,
+    **_VALUES,
+    "hidden_size": 512,
+    "d_state": 64,
+    "trunc_len": 1024,
+    "prenorm": False,
+    "dropout": 0.1,
+    "mixer_dropout": 0.1,
+    "num_labels": 10,
+}
+# Table 5
+_XAVIER = {**_IMAGE, "coefficient_init": "xavier"}
+_MONTEL = {**_XAVIER, "denominator_constraint": "l1_montel", "constraint_margin": 0.0}
 # Table 4: 12 layers of 768, GPT-2's vocabulary
 _WIKITEXT = {
     "vocab_size": 50264,
@@ -93,17 +107,9 @@ FAMILY = Family(
             "trunc_len": 4000,
             "num_labels": 2,
         },
-        "rtf-lra-image": {
-            **_LRA,
-            **_VALUES,
-            "hidden_size": 512,
-            "d_state": 64,
-            "trunc_len": 1024,
-            "prenorm": False,
-            "dropout": 0.1,
-            "mixer_dropout": 0.1,
-            "num_labels": 10,
-        },
+        "rtf-lra-image": _IMAGE,
+        "rtf-lra-image-xavier": _XAVIER,
+        "rtf-lra-image-xavier-montel": _MONTEL,
         "rtf-lra-pathfinder": {
             **_LRA,
             **_VALUES,

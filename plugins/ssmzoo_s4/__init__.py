@@ -23,9 +23,15 @@ _LRA = {
     "num_hidden_layers": 6,
 }
 _POST = {**_LRA, "prenorm": False, "num_labels": 10}
-_PAIRS = {**_LRA, "architectures": ["S4ForPairClassification"], "num_labels": 2}
+_FOR_PAIRS = {"architectures": ["S4ForPairClassification"]}
+_PAIRS = {**_LRA, **_FOR_PAIRS, "num_labels": 2}
 _LAST = {**_LRA, "pooling": "last", "num_labels": 2}
 _VALUES = {"input_channels": 1, "vocab_size": 1}
+# RTF's Table 1, by its Tables 8 and 9 and its code
+_BOTH = {**_LRA, "bidirectional": True, "block": "glu", "hidden_size": 256, "num_labels": 2}
+_FOUR = {**_BOTH, "d_state": 4}
+_WIDE = {**_BOTH, **_VALUES, "hidden_size": 512, "dropout": 0.1, "num_labels": 10}
+_OWN = {**_BOTH, **_VALUES, "n_ssm": None}
 # RTF's Table 2
 _TOKENS = {**_LRA, "architectures": ["S4ForTokenClassification"], "d_state": 1024}
 _COPYING = {**_TOKENS, "block": "glu", "hidden_size": 64, "num_hidden_layers": 4}
@@ -56,6 +62,12 @@ FAMILY = Family(
         "s4-lra-pathfinder": {**_LAST, **_VALUES, "hidden_size": 256, "dropout": 0.1},
         "s4-lra-pathx": {**_LRA, **_VALUES, "hidden_size": 256, "num_labels": 2},
         "s4-speech-commands": {**_LRA, **_VALUES, "dropout": 0.1, "num_labels": 10},
+        "s4-both-lra-listops": {**_FOUR, "vocab_size": 18, "prenorm": False, "num_labels": 10},
+        "s4-both-lra-text": {**_FOUR, "vocab_size": 135},
+        "s4-both-lra-retrieval": {**_FOUR, **_FOR_PAIRS, "vocab_size": 98},
+        "s4-both-lra-image": {**_WIDE, "prenorm": False},
+        "s4-both-lra-pathfinder": _OWN,
+        "s4-both-lra-pathx": {**_OWN, "dt_min": 1e-4},
         "s4-copying": {**_COPYING, "vocab_size": 64, "num_labels": 64},
         "s4-delay": {**_DELAY, **_VALUES, "dt_min": 2e-3, "dt_max": 2e-3, "num_labels": 1},
         "s4-125m": _LANGUAGE,

@@ -20,6 +20,7 @@ class S4Config(SSMConfig):
         dt_max: Largest initial time step.
         block: What follows the filter: "linear" is the paper's, GELU and a linear layer across
             features; "glu" a GLU of twice that layer, as in later code; "filter" nothing.
+        bidirectional: The same state space with a second C looks at what comes later. No cache.
         tie_dropout: Drop whole features of a sequence, also after the filter.
     """
 
@@ -29,6 +30,7 @@ class S4Config(SSMConfig):
     dt_min: float | int = 1e-3
     dt_max: float | int = 1e-1
     block: Literal["linear", "glu", "filter"] = "linear"
+    bidirectional: bool = False
     tie_dropout: bool = True
 
     def check(self) -> None:
@@ -45,3 +47,8 @@ class S4Config(SSMConfig):
         low, high = self.dt_min, self.dt_max
         if not 0 < low <= high < float("inf"):
             raise ValueError(f"dt_min and dt_max must be positive and rise, got {low} and {high}")
+
+    @property
+    def causal(self) -> bool:
+        """Whether no output depends on a later input."""
+        return super().causal and not self.bidirectional

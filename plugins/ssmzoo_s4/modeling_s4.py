@@ -41,7 +41,8 @@ class S4Mixer(SSMMixer):
     """Filter each feature by a state space whose matrix is ``Lambda - P P*``, then mix features.
 
     ``x[t] = Abar x[t-1] + Bbar u[t]``, ``y[t] = C x[t] + D u[t]`` (the paper's Eq. 3); then, by
-    ``config.block``, ``out_proj(dropout(GELU(y)))``, its GLU, or y itself.
+    ``config.block``, ``out_proj(dropout(GELU(y)))``, its GLU, or y itself. ``bidirectional`` adds
+    ``sum_l K'[l] u[t+1+l]`` to y, where K' is the kernel with the second half of C.
     """
 
     param_group_names: ClassVar[Mapping[str, str]] = dict.fromkeys(_SLOW, "ssm")
@@ -56,7 +57,7 @@ class S4Mixer(SSMMixer):
         self.A_imag = nn.Parameter(torch.empty(sets, pairs))
         self.P = nn.Parameter(torch.empty(sets, pairs, 2))
         self.B = nn.Parameter(torch.empty(sets, pairs, 2))
-        self.C = nn.Parameter(torch.empty(width, pairs, 2))
+        self.C = nn.Parameter(torch.empty(width * (1 + config.bidirectional), pairs, 2))
         self.D = nn.Parameter(torch.empty(width))
         if config.block != "filter":
             self.dropout = Dropout(config.dropout, config.tie_dropout)
@@ -79,19 +80,21 @@ class S4Mixer(SSMMixer):
         return F.glu(y, dim=-1) if self.config.block == "glu" else y
 
     def system(self) -> System:
-        """Return the discretised state space of every feature."""
+        """Return the discretised state space of every row of C."""
         A = torch.complex(-self.A_log.double().exp(), self.A_imag.double())
         P, B, C = (torch.view_as_complex(x.double()) for x in (self.P, self.B, self.C))
-        copies = self.config.hidden_size // A.shape[0]
-        A, P, B = (x.repeat(copies, 1) for x in (A, P, B))  # feature h has set h % n_ssm
-        return System.of(self.log_dt.double().exp()[:, None], A, P, B, C)
+        dt = self.log_dt.double().exp()[:, None]
+        # feature h has set h % n_ssm, in both directions
+        dt, A, P, B = (x.repeat(len(C) // len(x), 1) for x in (dt, A, P, B))
+        return System.of(dt, A, P, B, C)
 
     def dynamics(self, hidden_states: Tensor) -> Dynamics:
         """Return kernels, eigenvalues of ``Abar`` and time steps."""
-        system = self.system()
+        system, width = self.system(), self.config.hidden_size
         kernel = system.filters(hidden_states.shape[1])[0].to(hidden_states.dtype)
-        poles = torch.linalg.eigvals(system.transition())
-        return Dynamics(kernel, poles=poles, time_steps=self.log_dt.exp())
+        poles = torch.linalg.eigvals(system.transition()[:width])
+        future = kernel[width:] if self.config.bidirectional else None
+        return Dynamics(kernel[:width], future, poles=poles, time_steps=self.log_dt.exp())
 
     def _convolve(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
         """Filter whole sequences, or what follows a state; leave the state after them."""
@@ -105,21 +108,23 @@ class S4Mixer(SSMMixer):
             length = packing.longest()
         system = self.system()
         kernel, heard, echo, loop = system.filters(max(1, length))
-        y, _ = fft_conv(u, kernel.to(u.dtype), self.D, cu_seqlens=packing)
+        past, *later = kernel.to(u.dtype).split(u.shape[2])
+        future = later[0] if later else None
+        y, _ = fft_conv(u, past, self.D, future_kernel=future, cu_seqlens=packing)
         if keeps:
             w, _ = fft_conv(u, heard.to(u.dtype))
-            past: Tensor | float = 0
+            kept: Tensor | float = 0
             if start is not None:
                 x = torch.view_as_complex(start)
                 rest, more = system.response(x, echo, loop, length)
                 y, w = y + rest, w + more
                 steps = length if rows is None else rows.lengths[:, None, None]
-                past = torch.exp(system.exponent * steps).to(x.dtype) * x
+                kept = torch.exp(system.exponent * steps).to(x.dtype) * x
             if rows is not None:
                 u, w = (moved_to_the_end(v, rows.lengths) for v in (u, w))
             driven, fed = (vandermonde_state(v, system.exponent) for v in (u, w))
             new = system.drive.to(driven.dtype) * driven - system.feedback.to(fed.dtype) * fed
-            state.put_row("ssm", torch.view_as_real(past + new))
+            state.put_row("ssm", torch.view_as_real(kept + new))
         return y if rows is None else rows.scatter(y, tokens)
 
     def _step(self, u: Tensor, state: LayerState) -> Tensor:

@@ -15,7 +15,7 @@ The names this file reads, under ``model.layers.{i}.mixer.``:
     Lambda_im           [N]        exp, exp_no_scale: Im = . ; exp_re_im: Im = exp(.)
     W                   [C, H, N, 2]; [2C, H, N, 2] if bidirectional, the future's kernels last
     D                   [C, H]
-    out_proj.weight     [H, C * H], columns (c h); out_proj.bias [H]
+    out_proj.weight     [H, C * H], columns (c h); out_proj.bias [H]; twice H for the block "glu"
 
 and around the mixers:
 
@@ -210,7 +210,11 @@ def mixer(weights: Weights, config: Config, prefix: str, x: Array, form: str) ->
         both = zip(kernels[:channels], futures, strict=True)
         y = np.stack([convolution(x, past, future) for past, future in both], axis=2)
     y = gelu(y + weights[prefix + "D"] * x[:, :, None])
-    return linear(weights, prefix + "out_proj", y.reshape(*x.shape[:2], -1))
+    y = linear(weights, prefix + "out_proj", y.reshape(*x.shape[:2], -1))
+    if config["block"] == "linear":
+        return y
+    value, gate = np.split(y, 2, axis=-1)
+    return value / (1 + np.exp(-gate))
 
 
 # --- the network ------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ The names this file reads, under ``model.layers.{i}.mixer.``:
     log_dt          [H]
     A_log, A_imag   [R, n]      Lambda = -exp(A_log) + i A_imag; feature h has set h mod R
     P, B            [R, n, 2]
-    C               [H, n, 2]
+    C               [H, n, 2]; [2 H, n, 2] if bidirectional, the future's last
     D               [H]
     out_proj.weight [H, H], or [2 H, H] for the block "glu"; out_proj.bias
 
@@ -22,8 +22,8 @@ and around the mixers:
     model.layers.{i}.norm.weight, model.norm.weight    RMSNorm before a mixer, and at the end
     lm_head.weight                                     [V, H]; the embedding where absent
 
-Fields of the configuration: hidden_size, num_hidden_layers, rms_norm_eps; block; norm_type "rms",
-prenorm and no MLP are taken for granted.
+Fields of the configuration: hidden_size, num_hidden_layers, rms_norm_eps; block, bidirectional;
+norm_type "rms", prenorm and no MLP are taken for granted.
 """
 
 from collections.abc import Mapping
@@ -109,14 +109,14 @@ def algorithm_1(lam: Array, p: Array, b: Array, c: Array, dt: float, length: int
 
 
 def systems(weights: Weights, prefix: str) -> list[tuple[Array, Array, Array, Array, float]]:
-    """Lambda, P, B, C of the full order, and the time step, of every feature."""
+    """Lambda, P, B, C of the full order, and the time step, of every row of C."""
     lam = -np.exp(weights[prefix + "A_log"]) + 1j * weights[prefix + "A_imag"]
     P, B, C = (weights[prefix + name] @ np.array([1, 1j]) for name in "PBC")
     steps = np.exp(weights[prefix + "log_dt"])
     sets = len(lam)
     return [
         (whole(lam[h % sets]), whole(P[h % sets]), whole(B[h % sets]), whole(C[h]), float(dt))
-        for h, dt in enumerate(steps)
+        for h, dt in enumerate(np.resize(steps, len(C)))
     ]
 
 
@@ -131,7 +131,9 @@ def mixer(weights: Weights, config: Config, prefix: str, x: Array, form: str) ->
     """Section 3.4's layer, x [B, L, H]: features apart, then mixed position by position."""
     batch, length, _ = x.shape
     y = np.zeros_like(x)
-    for h, (lam, p, b, c, dt) in enumerate(systems(weights, prefix)):
+    every, width = systems(weights, prefix), x.shape[2]
+    assert len(every) == width * (2 if config["bidirectional"] else 1)
+    for h, (lam, p, b, c, dt) in enumerate(every[:width]):
         if form == "convolution":
             taps = algorithm_1(lam, p, b, c, dt, length).real
             for t in range(length):
@@ -142,6 +144,11 @@ def mixer(weights: Weights, config: Config, prefix: str, x: Array, form: str) ->
         for t in range(length):
             state = state @ Abar.T + np.outer(x[:, t, h], Bbar)
             y[:, t, h] = (state @ c).real
+    for h, (lam, p, b, c, dt) in enumerate(every[width:]):  # later inputs, from the next one on
+        Abar, Bbar = discretize(np.diag(lam) - np.outer(p, p.conj()), b, dt)
+        taps = unrolled(Abar, Bbar, c, length).real
+        for t in range(length):
+            y[:, t, h] += sum(taps[j] * x[:, t + 1 + j, h] for j in range(length - t - 1))
     y = y + weights[prefix + "D"] * x
     if config["block"] == "filter":
         return y

@@ -10,13 +10,14 @@ def complexes(*shape, seed=0):
     return dss.as_complex(numbers(*shape, 2, seed=seed))
 
 
-def dss_model(variant, channels=1, separate=True, sides=1, **backbone):
+def dss_model(variant, channels=1, separate=True, sides=1, block="linear", **backbone):
+    rows = 12 if block == "glu" else 6
     mixer = {
         "log_dt": (6, 2) if separate else (6,),
         "W": (sides * channels, 6, 4, 2),
         "D": (channels, 6),
-        "out_proj.weight": (6, channels * 6),
-        "out_proj.bias": (6,),
+        "out_proj.weight": (rows, channels * 6),
+        "out_proj.bias": (rows,),
     }
     if variant in ("softmax", "clip"):
         mixer["Lambda"] = (4, 2)
@@ -33,6 +34,7 @@ def dss_model(variant, channels=1, separate=True, sides=1, **backbone):
         "max_kernel_length": None,
         "softmax_eps": 1e-7,
         "channels": channels,
+        "block": block,
         "bidirectional": sides == 2,
     }
     return weights, fields | own
@@ -49,8 +51,9 @@ def test_the_dss_model_stepped_is_the_dss_model_convolved(variant, backbone):
 
 
 def test_every_parameter_of_the_dss_oracle_moves_its_logits():
-    for variant in ("exp_re_im", "softmax"):
-        weights, config = dss_model(variant, norm_type="batch", intermediate_size=9, sides=2)
+    for variant, block in (("exp_re_im", "linear"), ("softmax", "glu")):
+        fields = {"norm_type": "batch", "intermediate_size": 9, "sides": 2, "block": block}
+        weights, config = dss_model(variant, **fields)
         whole = dss.logits(weights, config, IDS)
         for name, value in weights.items():
             moved = dss.logits({**weights, name: value * 1.1}, config, IDS)

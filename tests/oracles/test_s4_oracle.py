@@ -88,6 +88,7 @@ def test_both_forms_of_the_network_agree():
     weights |= {"model.embed_tokens.weight": rng.standard_normal((V, H))}
     weights |= {"model.layers.0.norm.weight": np.ones(H), "model.norm.weight": np.ones(H)}
     config = {"hidden_size": H, "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "block": "glu"}
+    config |= {"bidirectional": False}
     ids = rng.integers(V, size=(2, 9))
     got, expected = (oracle.logits(weights, config, ids, f) for f in ("recurrence", "convolution"))
     np.testing.assert_allclose(got, expected, atol=1e-11)

@@ -17,7 +17,7 @@ from tests.oracles import dss as oracle
 from ssmzoo.analysis.describe import describe_family
 from ssmzoo.modeling import LayerState
 from ssmzoo.recipe import load_recipe
-from ssmzoo.testing import FamilyConformance
+from ssmzoo.testing import FamilyConformance, check
 from ssmzoo.testing.subject import Subject
 from ssmzoo_dss import FAMILY, DSSForPairClassification
 from ssmzoo_dss.convert_dss import from_official, to_official
@@ -28,6 +28,8 @@ EXP = [{"kernel_variant": v} for v in ("exp", "exp_no_scale", "exp_re_im", "clip
 FIXED = {"kernel_variant": "softmax", "kernel_norm_length": 24}
 FREE = {"kernel_variant": "softmax", "kernel_norm_length": None}
 CAPPED = [{**one, "max_kernel_length": 7} for one in (EXP[0], FIXED, FREE)]
+OWN = [f"dss-lra-{task}" for task in ("listops", "text", "retrieval", "image")]
+OWN += ["dss-lra-pathfinder", "dss-lra-pathx", "dss-speech-commands"]
 SSM = ("log_dt", "Lambda", "Lambda_log_neg_re", "Lambda_im", "W", "D")
 
 
@@ -50,6 +52,13 @@ class TestExponential(FamilyConformance):
         },
     )
     oracle = staticmethod(oracle.logits)
+
+
+def test_a_gated_output_keeps_the_promises():
+    family = replace(TestExponential.family, tiny={**TestExponential.family.tiny, "block": "glu"})
+    only = ["oracle", "precision", "tokens", "packing", "gradients", "fused_steps"]
+    report = check(family, oracle=oracle.logits, only=only)
+    assert [result.status for result in report.results] == ["passed"] * len(only), report.table()
 
 
 def relative(got, expected):
@@ -461,7 +470,9 @@ def test_exp_with_a_linear_spectrum_and_doubled_weights_is_s4d_lin():
 
 @pytest.mark.parametrize("length", [1, 2, 9, 16])
 @pytest.mark.parametrize(
-    "fields", [{}, {"max_kernel_length": 5}, FREE, {**FREE, "channels": 2}], ids=label
+    "fields",
+    [{}, {"max_kernel_length": 5}, FREE, {**FREE, "channels": 2}, {"block": "glu", "channels": 2}],
+    ids=label,
 )
 def test_a_bidirectional_encoder_is_the_explicit_two_sided_sum(length, fields):
     model = build(cls=FAMILY.model_class, bidirectional=True, **fields)
@@ -715,6 +726,45 @@ def test_a_language_preset_has_its_size(preset, total):
     with torch.device("meta"):
         model = FAMILY.causal_lm_class(FAMILY.config(preset))
     assert sum(p.numel() for p in model.parameters()) == total
+
+
+@pytest.mark.parametrize(
+    ("row", "fields"),
+    [
+        ("exp", {"kernel_variant": "exp"}),
+        ("no-scale", {"kernel_variant": "exp_no_scale"}),
+        ("random", {"lambda_init": "randn"}),
+        ("short", {"max_kernel_length": 128}),
+    ],
+)
+def test_the_rows_of_tables_1_to_3_differ_in_what_they_name(row, fields):
+    found = {name for name in FAMILY.presets if name.startswith(f"dss-{row}-")}
+    named = {name.replace("dss-", f"dss-{row}-") for name in OWN}
+    ablation = row in ("random", "short")  # Table 3, which has no Retrieval
+    assert found == named - ({f"dss-{row}-lra-retrieval"} if ablation else set())
+    for name in found:
+        base = FAMILY.presets[name.replace(f"dss-{row}-", "dss-")]
+        assert FAMILY.presets[name] == {**base, **fields}
+        FAMILY.config(name)
+
+
+@pytest.mark.parametrize("task", ["listops", "text", "retrieval", "image", "pathfinder", "pathx"])
+def test_the_s4d_of_rtfs_table_1_has_its_sizes(task):
+    config = FAMILY.config(f"dss-s4d-lra-{task}")
+    width, modes = (512 if task == "image" else 256), (32 if task[:2] in ("im", "pa") else 2)
+    assert (config.hidden_size, config.d_state, config.num_hidden_layers) == (width, modes, 6)
+    assert (config.prenorm, config.dropout) == (
+        task not in ("listops", "image"),
+        0.1 if task == "image" else 0.0,
+    )
+    layer = oracle.layer_parameters(width, modes, separate_dt=False)
+    layer += 2 * width * modes + width * width + width  # the other direction, the GLU's gate
+    encoder = 2 * width if config.input_channels else config.vocab_size * width
+    pair = 4 * width * width + width if task == "retrieval" else 0
+    last = 2 * width if config.prenorm else 0
+    total = encoder + 6 * (layer + 2 * width) + last + pair + (width + 1) * config.num_labels
+    listed = describe_family("dss")["presets"][f"dss-s4d-lra-{task}"]
+    assert listed["parameters"] == total
 
 
 def test_presets_are_described_with_the_head_they_are_for():
@@ -1004,6 +1054,14 @@ def test_a_classifier_goes_to_official_names_and_back(fields):
     inputs = {"input_values": inputs.float()} if config.input_channels else {"input_ids": inputs}
     with torch.no_grad():
         assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+
+
+def test_official_models_have_no_gated_output():
+    model = build(
+        torch.float32, FAMILY.sequence_classification_class, norm_type="batch", block="glu"
+    )
+    with pytest.raises(ValueError, match="block='linear' only, got 'glu'"):
+        to_official(model.state_dict(), model.config)
 
 
 def test_a_checkpoint_that_is_none_of_ours_is_refused():

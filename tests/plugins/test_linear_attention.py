@@ -73,6 +73,12 @@ PAPERS = {  # millions of parameters
 }
 
 
+def test_the_linear_transformer_of_rtfs_table_4_is_of_gpt2s_size():
+    layer = 3 * 768 * 768 + 768 * 768 + 2 * 768 * 3072 + 3072 + 768 + 2 * 2 * 768
+    listed = describe_family("linear_attention")["presets"]["linear-transformer-125m"]
+    assert listed["parameters"] == 50304 * 768 + 12 * layer + 2 * 768
+
+
 @pytest.mark.parametrize("preset", PAPERS)
 def test_presets_have_the_papers_parameters(preset):
     listed = describe_family("linear_attention")["presets"][preset]["parameters"]

@@ -30,10 +30,11 @@ def relative(got, expected):
     return np.abs(got - expected).max() / np.abs(expected).max()
 
 
-def build(dtype=torch.float64, stirred=True, **fields):
+def build(dtype=torch.float64, stirred=True, kind="causal_lm", **fields):
     """A model; stirred, every feature's Lambda, P and B have left their initial values."""
     torch.manual_seed(0)
-    model = FAMILY.causal_lm_class(FAMILY.config_class(**{**TINY, **fields})).to(dtype).eval()
+    config = FAMILY.config_class(**{**TINY, **fields})
+    model = getattr(FAMILY, f"{kind}_class")(config).to(dtype).eval()
     if stirred:
         with torch.no_grad():
             for parameter in model.parameters():
@@ -158,6 +159,41 @@ def test_every_block_matches_the_oracle(fields, form):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("fields", BLOCKS, ids=str)
+def test_a_bidirectional_layer_is_the_explicit_two_sided_sum(fields):
+    model = build(kind="model", bidirectional=True, **fields)
+    weights, config = arrays(model), model.config.to_dict()
+    for length in (1, 2, 11):
+        u = torch.randn(2, length, 6, dtype=torch.float64)
+        expected = oracle.mixer(weights, config, "layers.1.mixer.", u.numpy(), "convolution")
+        assert relative(model.layers[1].mixer(u, LayerState()), expected) <= 1e-12
+
+
+@torch.no_grad()
+def test_a_bidirectional_encoder_reads_padded_and_packed_sequences_as_alone():
+    model = build(kind="model", bidirectional=True)
+    rows = [torch.arange(n) + n for n in (9, 1, 6)]
+    alone = [model(row[None]).last_hidden_state[0] for row in rows]
+    ids, mask = torch.ones(3, 11, dtype=torch.long), torch.zeros(3, 11, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, 2 : 2 + len(row)], mask[i, 2 : 2 + len(row)] = row, 1
+    padded = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+    ends = torch.tensor([0, 9, 10, 16])
+    packed = model(torch.cat(rows)[None], cu_seqlens=ends).last_hidden_state[0]
+    for got in (padded, packed):
+        assert relative(got, torch.cat(alone)) <= 1e-12
+
+
+def test_a_bidirectional_model_has_no_cache_and_shows_both_kernels():
+    model = build(kind="model", bidirectional=True)
+    with pytest.raises(ValueError, match="use_cache"):
+        model(torch.ones(1, 4, dtype=torch.long), use_cache=True)
+    seen = model.layers[0].mixer.dynamics(torch.zeros(1, 5, 6))
+    assert seen.kernel.shape == seen.future_kernel.shape == (6, 5)
+    assert seen.poles.shape == (6, 8)
+
+
+@torch.no_grad()
 def test_any_cuts_leave_the_same_outputs_and_the_state_of_the_recurrence():
     model = build(d_state=64, n_ssm=2)
     mixer, u = model.model.layers[1].mixer, torch.randn(2, 50, 6, dtype=torch.float64)
@@ -208,15 +244,32 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("preset", ROWS)
+# RTF's Tables 8 and 9: width, order, pre-norm, dropout
+BOTH = {
+    "s4-both-lra-listops": (256, 4, False, 0.0),
+    "s4-both-lra-text": (256, 4, True, 0.0),
+    "s4-both-lra-retrieval": (256, 4, True, 0.0),
+    "s4-both-lra-image": (512, 64, False, 0.1),
+    "s4-both-lra-pathfinder": (256, 64, True, 0.0),
+    "s4-both-lra-pathx": (256, 64, True, 0.0),
+}
+
+
+@pytest.mark.parametrize("preset", [*ROWS, *BOTH])
 def test_a_preset_has_the_sizes_of_its_row(preset):
-    depth, width, prenorm, dropout = ROWS[preset]
-    config = FAMILY.config(preset)
-    assert (config.num_hidden_layers, config.hidden_size, config.d_state) == (depth, width, 64)
+    config, sets, order, both = FAMILY.config(preset), 1, 64, preset in BOTH
+    if both:
+        width, order, prenorm, dropout = BOTH[preset]
+        depth, sets = 6, None if "path" in preset else 1
+    else:
+        depth, width, prenorm, dropout = ROWS[preset]
+    assert (config.num_hidden_layers, config.hidden_size, config.d_state) == (depth, width, order)
     assert (config.prenorm, config.dropout, config.norm_type) == (prenorm, dropout, "batch")
+    assert (config.bidirectional, config.causal, config.block == "glu") == (both, not both, both)
     encoder = 2 * width if config.input_channels else config.vocab_size * width
-    layers = depth * (oracle.layer_parameters(width, 64, 1) + 2 * width) + 2 * width * prenorm
-    pair = 4 * width * width + width if preset == "s4-lra-retrieval" else 0
+    layer = oracle.layer_parameters(width, order, sets, glu=both) + width * order * both
+    layers = depth * (layer + 2 * width) + 2 * width * prenorm
+    pair = 4 * width * width + width if preset.endswith("retrieval") else 0
     expected = encoder + layers + pair + (width + 1) * config.num_labels
     assert describe_family("s4")["presets"][preset]["parameters"] == expected
 
