@@ -40,7 +40,13 @@ def reads(program, model, portions):
         torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["coffee", "dss", "longhorn"])
+SLOW = ("bmojo", "rtf", "spiral", "window")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["coffee", "dss", "gru", "longhorn", *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)],
+)
 @torch.no_grad()
 def test_a_prompt_of_any_length_is_read_at_once(name):
     model, rows = subject_of(name).fresh(), torch.export.Dim("rows", max=64)

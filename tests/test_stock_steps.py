@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ssmzoo
 from ssmzoo.modeling.decoding import KEPT_AS
-from ssmzoo.modeling.stock import norms
+from ssmzoo.modeling.stock import classes, norms
 from ssmzoo_kernels import use_backend
 from ssmzoo_kernels.dispatch import watch
 
@@ -239,6 +239,27 @@ def test_a_hook_on_a_layer_is_called_for_every_token(mamba: Any) -> None:
     again = decode(mamba, x, prompt(mamba, x))
     assert mixer in programs(mamba)
     assert distance(again, plain) <= 1e-5
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_prompts_step_sizes_are_multiplied_as_other_prompts(
+    mamba: Any, monkeypatch: pytest.MonkeyPatch, watched: bool
+) -> None:
+    product, read = classes.many_rows_linear, []
+
+    def note(x: Tensor, weight: Tensor) -> Tensor:
+        read.append(weight)
+        return product(x, weight)
+
+    monkeypatch.setattr(classes, "many_rows_linear", note)
+    layers = [m.dt_proj for m in programs(mamba) if type(m).__name__.endswith("Mixer")]
+    if watched:  # as offloaded weights are
+        for layer in layers:
+            layer.register_forward_pre_hook(lambda *_: None)
+    prompt(mamba, ids())
+    expected = [] if watched else [layer.weight for layer in layers]
+    assert [*map(id, read)] == [*map(id, expected)]
+    assert len(layers) == 2
 
 
 def test_an_adapter_put_on_later_is_effective(mamba: Any) -> None:

@@ -14,13 +14,14 @@ eidetic tokens.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ssmzoo.modeling import scan
 from ssmzoo_kernels import select_memory
 from ssmzoo_kernels.eidetic_attention import Chunks, chunk_table
 
@@ -188,10 +189,11 @@ class Call:
         return (self.chunks().number * self.window).clamp(max=count)
 
     @_once
-    def positions_in_chunk(self, ahead: int) -> Tensor:
-        """Return the positions of the chunk ``ahead`` of each sequence's open one, ``[S, w]``."""
+    def positions_in_chunks(self) -> Tensor:
+        """Return the positions of each sequence's chunks from the open one on, ``[S, C, w]``."""
+        begin = self.opened[:, None] + torch.arange(self.depth(), device=self.seen.device)
         place = torch.arange(self.window, device=self.seen.device)
-        return (self.opened + ahead)[:, None] * self.window + place
+        return begin.unsqueeze(-1) * self.window + place
 
     # --- scores ---
 
@@ -201,18 +203,13 @@ class Call:
 
         In a table of the scores of open chunks before the call, ``[S w]``, and of the T new ones.
         """
-        sequence = torch.arange(self.sequences, device=self.seen.device)[:, None]
-        places = []
-        for ahead in range(self.depth()):
-            position = self.positions_in_chunk(ahead)
-            new = self.sequences * self.window + self.offsets[:-1, None] + position
-            row = new - self.seen[:, None]
-            if ahead == 0:
-                old = sequence * self.window + position % self.window
-                row = torch.where(position < self.seen[:, None], old, row)
-            nowhere = position >= self.now[:, None]
-            places.append(row.masked_fill(nowhere, self.sequences * self.window + self.tokens))
-        return torch.stack(places, dim=1)
+        sequence = torch.arange(self.sequences, device=self.seen.device)
+        position, seen = self.positions_in_chunks(), self.seen[:, None, None]
+        old = sequence[:, None, None] * self.window + position % self.window
+        new = self.sequences * self.window + self.offsets[:-1, None, None] + position - seen
+        nowhere = position >= self.now[:, None, None]
+        row = torch.where(position < seen, old, new)
+        return row.masked_fill(nowhere, self.sequences * self.window + self.tokens)
 
     @_once
     def empty_before(self, count: int) -> Tensor:
@@ -320,6 +317,13 @@ def blanked(x: Tensor, absent: Tensor) -> Tensor:
     return x.masked_fill(absent.view(*absent.shape, *(1,) * (x.dim() - absent.dim())), 0.0)
 
 
+def by_sequence(rows: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return rows ``[T, ...]`` of a batch of such a shape as ``[B, L, ...]``."""
+    if torch.compiler.is_exporting():  # its graphs would bind L to strides that depend on it
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    return rows.view(*shape, *rows.shape[1:])
+
+
 def newest(call: Call, old: Tensor | None, new: Tensor, count: int) -> Tensor:
     """Return the last ``count`` rows of each sequence, the newest last, zeros where there are none.
 
@@ -331,14 +335,18 @@ def newest(call: Call, old: Tensor | None, new: Tensor, count: int) -> Tensor:
     """
     if call.equal:  # slices, of which a step copies its window once
         length = call.tokens // max(1, call.sequences)
-        new = new.view(call.sequences, length, *new.shape[1:])
-        kept = max(0, count - new.shape[1])
+        exporting = torch.compiler.is_exporting()  # its graphs may leave the length open
+        new = by_sequence(new, (call.sequences, length))
+        kept = count if exporting else max(0, count - length)
         if old is None:
             old = new.new_zeros(call.sequences, kept, *new.shape[2:])
         elif old.shape[1] < kept:
             absent = old.new_zeros(call.sequences, kept - old.shape[1], *old.shape[2:])
             old = torch.cat([absent, old], dim=1)
-        return torch.cat([old[:, old.shape[1] - kept :], new[:, -count:]], dim=1)
+        old = old[:, old.shape[1] - kept :]
+        if exporting:
+            return torch.cat([old, new], dim=1)[:, length:]
+        return torch.cat([old, new[:, -count:]], dim=1)
     rows, absent = call.newest(count, 0 if old is None else old.shape[1])
     return blanked(taken(joined(old, new), rows), absent)
 
@@ -412,17 +420,24 @@ def choose_eidetic(
     else:
         scores, positions = before[0].masked_fill(call.empty_before(count), -torch.inf), before[1]
         rows = torch.arange(sequences * count, device=grid.device).view(sequences, count)
-    begin = 0 if before is None else sequences * count
-    found = [(rows, positions, scores)]
-    sequence = torch.arange(sequences, device=grid.device)[:, None]
-    for ahead in range(call.depth() - 1):
-        position = call.positions_in_chunk(ahead)
-        new, _ = call.rows(sequence, position, past)
-        kept = select_memory(scores, positions, grid[:, ahead], position, count)
-        rows = torch.cat([rows, begin + new], dim=1).gather(1, kept.indices)
-        scores, positions = kept.scores, kept.positions
-        found.append((rows, positions, scores))
-    return Eidetic(*(torch.stack(x, dim=1) for x in zip(*found, strict=True)))
+    # an exported graph has at least two steps, and merges the last chunk, which nobody reads, too
+    first, more = [rows, positions, scores], call.depth() - (not torch.compiler.is_exporting())
+    if more == 0:
+        return Eidetic(*(x.unsqueeze(1) for x in first))
+    sequence = torch.arange(sequences, device=grid.device)[:, None, None]
+    places = call.positions_in_chunks()
+    new = call.rows(sequence, places, past)[0] + (0 if before is None else sequences * count)
+
+    def merge(held: Sequence[Tensor], chunk: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        (rows, positions, scores), (new, position, score) = held, chunk
+        kept = select_memory(scores, positions, score, position, count)
+        rows = torch.cat([rows, new], dim=1).gather(1, kept.indices)
+        after = [rows, kept.positions, kept.scores]
+        return after, after
+
+    _, found = scan(merge, first, [x.transpose(0, 1)[:more] for x in (new, places, grid)])
+    pairs = zip(first, found, strict=True)
+    return Eidetic(*(torch.cat([x[None], y]).transpose(0, 1) for x, y in pairs))
 
 
 def _turns(position: Tensor, size: int, theta: float, dtype: torch.dtype) -> Turns:

@@ -47,6 +47,7 @@ from .memory import (
     Eidetic,
     Turns,
     blanked,
+    by_sequence,
     choose_eidetic,
     joined,
     newest,
@@ -226,7 +227,7 @@ class BMojoAttention(nn.Module):
                 else:
                     state.put(f"{name}_ring", rolled_on(call, ring, old, new))
         out = eidetic_attention(
-            *(x.view(*shape, *x.shape[1:]) for x in (q, k, v)),
+            *(by_sequence(x, shape) for x in (q, k, v)),
             window=self.window,
             past_k=past[0],
             past_v=past[1],
@@ -436,7 +437,7 @@ class BMojoAttention(nn.Module):
             if state.keep:
                 state.put(f"late_{name}", newest(call, old, new, self.window + self.fading))
             options |= {
-                f"late_{name}": new.view(*y.shape[:2], *new.shape[1:]),
+                f"late_{name}": by_sequence(new, y.shape[:2]),
                 f"late_past_{name}": old,
             }
         return options

@@ -31,6 +31,8 @@ _LANGUAGE = {
     "norm_type": "layer",
 }
 
+_S4D = {**_LANGUAGE, "d_state": 32, "conjugate_pairs": True}
+
 FAMILY = Family(
     name="dss",
     config_class=DSSConfig,
@@ -103,12 +105,9 @@ FAMILY = Family(
             "kernel_norm_length": 16000,
         },
         "dss-125m": _LANGUAGE,
-        "dss-s4d-lin-125m": {
-            **_LANGUAGE,
-            "d_state": 32,
-            "lambda_init": "lin",
-            "conjugate_pairs": True,
-        },
+        "dss-s4d-lin-125m": {**_S4D, "lambda_init": "lin"},
+        "dss-s4d-inv-125m": {**_S4D, "lambda_init": "inv"},
+        "dss-s4d-legs-125m": _S4D,
     },
     tiny={
         "vocab_size": 96,

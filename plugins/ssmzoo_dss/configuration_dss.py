@@ -18,8 +18,9 @@ class DSSConfig(SSMConfig):
             also leaves out the factor of the time step; "exp_re_im" keeps frequencies positive,
             too; "clip" bounds real parts by 1e-4; "softmax" lets modes grow and divides each by its
             sum over ``kernel_norm_length`` positions.
-        lambda_init: Initial eigenvalues: those of HiPPO's normal part, ``-1/2 + i pi n``, or
-            random ones.
+        lambda_init: Initial eigenvalues: those of HiPPO's normal part, ``-1/2 + i pi n``,
+            ``-1/2 + i (2N / pi) (2N / (2n + 1) - 1)``, or random ones. With ``conjugate_pairs`` the
+            first three are S4D-LegS, S4D-Lin and S4D-Inv.
         dt_min: Smallest initial time step.
         dt_max: Largest initial time step.
         separate_dt_re_im: One time step for real and one for imaginary parts, equal at first.
@@ -48,7 +49,7 @@ class DSSConfig(SSMConfig):
 
     d_state: int = 64
     kernel_variant: Literal["softmax", "exp", "exp_no_scale", "clip", "exp_re_im"] = "exp"
-    lambda_init: Literal["skew_hippo", "lin", "randn"] = "skew_hippo"
+    lambda_init: Literal["skew_hippo", "lin", "inv", "randn"] = "skew_hippo"
     dt_min: float | int = 1e-3
     dt_max: float | int = 1e-1
     separate_dt_re_im: bool = False

@@ -52,15 +52,18 @@ def initial_eigenvalues(modes: int, kind: str, constrained: bool) -> tuple[Tenso
 
     Args:
         modes: N.
-        kind: "skew_hippo" and "lin" have the real part -1/2; "lin" has the frequencies ``pi n``;
-            "randn" draws every part from N(0, 1).
+        kind: All but "randn" have the real part -1/2; "lin" has the frequencies ``pi n`` and "inv"
+            ``(2N / pi) (2N / (2n + 1) - 1)``; "randn" draws every part from N(0, 1).
         constrained: The real part must be negative; "randn" then takes -1/2 too.
     """
     real = torch.full((modes,), -0.5, dtype=torch.float64, device="cpu")
     if kind == "skew_hippo":
         return real, skew_hippo(modes)
+    place = torch.arange(modes, dtype=torch.float64, device="cpu")
     if kind == "lin":
-        return real, math.pi * torch.arange(modes, dtype=torch.float64, device="cpu")
+        return real, math.pi * place
+    if kind == "inv":
+        return real, 2 * modes / math.pi * (2 * modes / (2 * place + 1) - 1)
     if not constrained:
         real = torch.randn(modes, dtype=torch.float64, device="cpu")
     return real, torch.randn(modes, dtype=torch.float64, device="cpu")

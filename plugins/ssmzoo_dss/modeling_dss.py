@@ -350,12 +350,13 @@ class DSSMixer(SSMMixer):
         position = state.initial.get("position")
         decay, drive, readout = tables.decay, None, tables.modes.readout
         if position is not None:
-            state.put("position", position + 1)
             unknown = torch.compiler.is_compiling() and not self._tables.is_constant
             if tables.growing is not None or unknown:
                 drive, readout = self._growing_step(tables, position)
         y, z = _diagonal_step(u, z, decay, drive, readout, self.D)
         state.put("ssm", torch.view_as_real(z))
+        if position is not None:
+            state.put("position", position + 1)  # in the order of a prompt: graphs look at it
         return y.flatten(1).unsqueeze(1)
 
     def _growing_step(self, tables: _Tables, position: Tensor) -> tuple[Tensor, Tensor]:

@@ -42,10 +42,10 @@ class Recurrence:
 
     def series(self, length: int) -> tuple[Tensor, Tensor]:
         """Return ``1 / a`` and ``b / a`` to at least ``length`` terms, ``[D_a, K]``, ``[D, K]``."""
-        if self.kept is not None and self.kept[0].shape[1] >= length:
+        keeps, learning = not torch.compiler.is_compiling(), self._learn()
+        if keeps and self.kept is not None and self.kept[0].shape[1] >= length:
             return self.kept
-        learning = self._learn()
-        keeps = length <= KEPT_TAPS and not learning and not torch.compiler.is_compiling()
+        keeps = keeps and not learning and length <= KEPT_TAPS
         count = 1 << max(length - 1, 0).bit_length() if keeps else length
         with torch.inference_mode(False), torch.set_grad_enabled(learning):
             found = inverse_series(self.a, count), rational_kernel(self.a, self.b, count)

@@ -4,10 +4,12 @@ Prints one JSON object a case, kernel and target: what they use. The launches ar
 recorder stands in for the launcher.
 """
 
-import sys
+import argparse
+import functools
+from unittest import mock
 
 import torch
-from compiled_triton import recording, write_records
+from compiled_triton import TARGETS, named_target, recording, write_records
 
 from ssmzoo_kernels.eidetic_attention import triton as attention_triton
 from ssmzoo_kernels.eidetic_attention.arguments import Call, Tensors
@@ -34,7 +36,7 @@ CASES = {
 }
 
 
-def launches(case):
+def launches(case, target=90):
     dtype, width, heads, groups, window, rows, span, past = CASES[case]
     decodes = case.startswith("decode")
     sequences, tokens = 2, 2 if decodes else 4096
@@ -57,7 +59,9 @@ def launches(case):
     positions = torch.zeros(10, rows, dtype=torch.int64) if case == "carried" else None
     offsets, seen = (torch.zeros(x, dtype=torch.int64) for x in (sequences + 1, sequences))
     call = Call(count, positions, offsets, seen, window, span, width**-0.5)
-    with recording() as recorded:
+    shaped_for = "hip" if isinstance(target, str) else "sm_90" if target == 90 else "sm_80"
+    shaping = mock.patch.object(attention_triton, "target_of", return_value=shaped_for)
+    with shaping, recording() as recorded:
         out, lse = attention_triton.forward(tensors, call)
         if not decodes:
             attention_triton.backward(out, out, lse, tensors, call)
@@ -65,4 +69,10 @@ def launches(case):
 
 
 if __name__ == "__main__":
-    write_records(sys.argv[1:] or CASES, launches, "eidetic_attention_")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", default=[*CASES], metavar="case")
+    parser.add_argument("--targets", nargs="+", type=named_target, default=TARGETS)
+    arguments = parser.parse_args()
+    for target in arguments.targets:
+        made = functools.partial(launches, target=target)
+        write_records(arguments.cases, made, "eidetic_attention_", [target])

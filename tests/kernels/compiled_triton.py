@@ -12,9 +12,11 @@ import contextlib
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "0"
@@ -35,9 +37,13 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.float64: "*fp64",
     torch.int8: "*i8",
+    torch.int32: "*i32",
     torch.int64: "*i64",
 }
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
+# what a record counts in NVIDIA's assembly: products from shared memory, those from registers, and
+# asynchronous copies
+PTX = {"wgmma": r"wgmma\.mma_async", "mma": r"mma\.sync", "copies": r"cp\.async\.c[ag]"}
 # compute capabilities of NVIDIA, names of AMD's architectures
 TARGETS = (80, 90)
 OTHER_TARGETS = (86, 89, 120, "gfx942")
@@ -167,8 +173,8 @@ def usage(compiled):
 
 
 def layouts(compiled, named):
-    """Return how a scan's tiles of a state lie: entries a lane side by side, and lanes, by axis."""
-    shape = f"{named.get('BLOCK_N')}x{named.get('BLOCK_D')}"
+    """Return how a scan's states lie: entries a lane side by side, and lanes, by axis."""
+    shape = "x".join(str(named[x]) for x in ("BLOCK_N", "BLOCK_D") if x in named)
     text = compiled.asm["ttgir"]
     names = set(re.findall(rf"tensor<{shape}xf(?:32|64), (#\w+)>", text))
     form = r"(#\w+) = #ttg\.blocked<\{sizePerThread = (\[.*?\]), threadsPerWarp = (\[.*?\])"
@@ -187,9 +193,17 @@ def report(case, target):
         yield record_of(case, name, launch, target)
 
 
+def cpu_seconds():
+    """Return what this process and its children, such as ptxas, have computed: no waiting."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
 def record_of(case, name, launch, target):
     """Compile a launch; return what it is and what it uses."""
+    begun = cpu_seconds()
     compiled, options = compile_launch(*launch, target)
+    spent = cpu_seconds() - begun
     return {
         "case": case,
         "kernel": name,
@@ -197,6 +211,8 @@ def record_of(case, name, launch, target):
         "warps": options["num_warps"],
         **usage(compiled),
         "shared": compiled.metadata.shared,
+        **{x: len(re.findall(form, compiled.asm.get("ptx", ""))) for x, form in PTX.items()},
+        "seconds": round(spent, 2),
         "layouts": layouts(compiled, launch[2]),
     }
 

@@ -173,7 +173,7 @@ def test_late_keys_reach_any_number_of_chunks_back(small_tiles, span):
 @pytest.mark.parametrize("seen", [[0, 4, 5, 17], [3, 3, 3, 3]], ids=str)
 def test_a_token_of_every_sequence_takes_the_tile_for_decoding(monkeypatch, seen):
     asked = []
-    monkeypatch.setattr(attention_triton, "tile", lambda *x: asked.append(x[-1]) or tile(*x))
+    monkeypatch.setattr(attention_triton, "tile", lambda *x: asked.append(x[2]) or tile(*x))
     judge(draw([1, 1, 1, 1], seen, packed=False, late=2))
     assert asked == ["decode", "query", "keys"]
 
@@ -201,22 +201,54 @@ def test_tiles_that_all_queries_see_are_read_without_a_mask(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("width", "dtype"),
+    ("width", "dtype", "target"),
     [
-        (96, torch.float32),
-        (5, torch.float32),
-        (65, torch.bfloat16),
-        (200, torch.bfloat16),
-        (24, torch.float16),
+        (96, torch.float32, "sm_80"),
+        (5, torch.float32, "sm_80"),
+        (65, torch.bfloat16, "sm_80"),
+        (200, torch.bfloat16, "sm_80"),
+        (200, torch.bfloat16, "sm_90"),
+        (24, torch.float16, "hip"),
     ],
     ids=str,
 )
-def test_the_real_tiles_are_as_exact_as_torch(width, dtype):
+def test_the_real_tiles_are_as_exact_as_torch(width, dtype, target, monkeypatch):
     """Chunks longer than a tile of queries, cut short, and packed with a call that goes on."""
-    window = tile(width, dtype, "forward").owned + 6
+    monkeypatch.setattr(attention_triton, "target_of", lambda device: target)
+    window = tile(width, dtype, "forward", target).owned + 6
     lengths = [window + 20, window // 2]
     call = draw(lengths, [0, window - 9], width=width, window=window, memory=20, dtype=dtype)
     judge_accuracy(call, dtype)
+
+
+def test_tails_of_the_real_tiles_equal_the_loop():
+    """Sequences around one tile of float64's and around 64 tokens, in chunks of their length."""
+    assert {tile(5, torch.float64, x, "sm_80")[:2] for x in ("forward", "query", "keys")} == {
+        (32, 32)
+    }
+    lengths = [1, 31, 32, 33, 63, 64, 65]
+    judge(draw(lengths, [0] * len(lengths), width=5, window=64, memory=33))
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "hip"])
+def test_tails_of_the_widest_heads_tiles_are_as_exact_as_torch(target, monkeypatch):
+    monkeypatch.setattr(attention_triton, "target_of", lambda device: target)
+    owned, met, *_ = tile(200, torch.bfloat16, "keys", target)
+    lengths = sorted({x + i for x in (owned, met, 64) for i in (-1, 0, 1)} | {1})
+    call = draw(
+        lengths, [0] * len(lengths), width=200, window=64, memory=owned + 1, dtype=torch.bfloat16
+    )
+    judge_accuracy(call, torch.bfloat16)
+
+
+def test_programs_are_shaped_for_the_gpu(monkeypatch):
+    target_of = attention_triton.target_of.__wrapped__
+    gpu = torch.device("cuda", 0)
+    for capability, target in {(8, 0): "sm_80", (9, 0): "sm_90", (12, 0): "sm_80"}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, x=capability: x)
+        assert target_of(gpu) == target
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert target_of(gpu) == "hip"
 
 
 def test_float64_keeps_float64_sums_in_the_real_tiles():

@@ -94,6 +94,19 @@ def test_ragged_channels_and_any_state_size_are_as_exact_as_the_loop(width, stat
     judge(draw(2, 5, width, states))
 
 
+@pytest.mark.parametrize("absent", [("drive",), ("w_gamma",)], ids=str)
+def test_tails_of_groups_and_of_chunks_are_as_exact_as_the_loop(monkeypatch, absent):
+    monkeypatch.setattr(feedback_triton, "CHUNK", 64)
+    lengths = {1, 63, 64, 65}
+    for backward in (False, True):
+        tokens = feedback_triton.tile(9, 2, 3, torch.float32, backward).tokens
+        lengths |= {tokens - 1, tokens, tokens + 1}
+    judge(
+        draw(1, sum(lengths), 2, 3, len(lengths), absent=absent),
+        cu_seqlens=bounds(*sorted(lengths)),
+    )
+
+
 def test_bfloat16_inputs_cost_no_more_than_their_rounding():
     judge(draw(2, 9, 3, 2), torch.bfloat16)
 

@@ -13,6 +13,7 @@ from tests.kernels.interpreter import repair
 from ssmzoo.testing.accuracy import assert_as_accurate
 from ssmzoo_kernels import last_backend, linear_scan
 from ssmzoo_kernels.linear_scan import triton as linear_triton
+from ssmzoo_kernels.scan import triton as skeleton
 
 # numpy warns where a GPU goes to infinity, as the formulas mean it to
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
@@ -29,9 +30,12 @@ def unwritten_memory_is_nan():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture
-def small_tiles(monkeypatch):
-    monkeypatch.setattr(linear_triton, "tile", lambda *_: linear_triton.Tile(8, 2, 4))
+@pytest.fixture(params=[1, 10**6], ids=["whole_segments", "spans"])
+def fill(monkeypatch, request):
+    """Sets how many warps segments are cut for: none, or into spans of 8 tokens."""
+    monkeypatch.setattr(skeleton, "FILL", request.param)
+    monkeypatch.setattr(skeleton, "CHUNK", 8)
+    monkeypatch.setattr(linear_triton, "TOKENS", 4)
 
 
 def on(backend, paired, **options):
@@ -63,30 +67,37 @@ PAIRED = pytest.mark.parametrize("paired", [False, True], ids=["real", "complex"
 
 @PAIRED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_packed_segments_equal_the_loop(small_tiles, paired, dtype):
+def test_packed_segments_equal_the_loop(fill, paired, dtype):
     bounds = torch.tensor([0, 0, 1, 9, 9, 19, 27, 27])
     judge(draw(paired, 1, 27, 3, 7), paired, dtype, cu_seqlens=bounds)
 
 
 @PAIRED
-def test_tiles_of_the_real_size_equal_the_loop(paired):
-    shape = linear_triton.tile(37, torch.complex64 if paired else torch.float32)
-    judge(draw(paired, 1, shape.block_l + 3, 37), paired)
+@pytest.mark.parametrize("cut", [1, 10**6], ids=["whole_segments", "spans"])
+def test_lengths_around_tokens_loaded_ahead_and_around_a_span_equal_the_loop(
+    monkeypatch, paired, cut
+):
+    monkeypatch.setattr(skeleton, "FILL", cut)
+    ahead = linear_triton.TOKENS // (2 if paired else 1)
+    lengths = torch.tensor([0, 1, ahead - 1, ahead, ahead + 1, 63, 64, 65])
+    bounds = lengths.cumsum(0)
+    assert skeleton.span_of(int(bounds[-1]), 7, 2, skeleton.CHUNK) == (None if cut == 1 else 64)
+    judge(draw(paired, 1, int(bounds[-1]), 37, 7), paired, cu_seqlens=bounds)
 
 
 @PAIRED
-def test_no_tokens_no_columns_and_no_state(small_tiles, paired):
+def test_no_tokens_no_columns_and_no_state(fill, paired):
     judge(draw(paired, 2, 0, 3), paired)
     judge(draw(paired, 2, 3, 0), paired)
     judge([*draw(paired, 2, 11, 3)[:2], None], paired)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_inputs_cost_no_more_than_their_rounding(small_tiles, dtype):
+def test_half_inputs_cost_no_more_than_their_rounding(fill, dtype):
     judge(draw(False, 2, 11, 3), False, dtype)
 
 
-def test_strided_and_lazily_conjugated_inputs_equal_the_loop(small_tiles):
+def test_strided_and_lazily_conjugated_inputs_equal_the_loop(fill):
     a, b, state = (torch.view_as_complex(x) for x in draw(True, 2, 11, 3))
     wide = torch.stack([a, b], dim=2)
     given = (wide[:, :, 0].conj(), wide[:, :, 1], state.conj())
@@ -100,7 +111,7 @@ def test_strided_and_lazily_conjugated_inputs_equal_the_loop(small_tiles):
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["states", "final_state"])
-def test_a_loss_on_one_output_alone_gives_the_loops_gradients(small_tiles, which):
+def test_a_loss_on_one_output_alone_gives_the_loops_gradients(fill, which):
     grads = {}
     for backend in ("triton", "reference"):
         torch.manual_seed(0)
@@ -112,11 +123,15 @@ def test_a_loss_on_one_output_alone_gives_the_loops_gradients(small_tiles, which
 
 
 @PAIRED
-def test_products_that_overflow_and_underflow_change_no_state(paired):
+@pytest.mark.parametrize("cut", [1, 4], ids=["whole_segments", "spans"])
+def test_products_that_overflow_and_underflow_change_no_state(monkeypatch, paired, cut):
     """Factors of size 50 and 1/50 in runs: products reach 50^40 either way, states never do."""
-    a, _, state = (x.double() for x in draw(paired, 1, 128, 2))
-    power = torch.tensor([1.0] * 40 + [-1.0] * 40).repeat(2)[:128]
-    power = power.view((1, 128, 1, 1) if paired else (1, 128, 1))
+    monkeypatch.setattr(skeleton, "FILL", cut)
+    monkeypatch.setattr(skeleton, "CHUNK", 8)
+    assert skeleton.span_of(160, 1, 1, 8) == (None if cut == 1 else 40)  # a run
+    a, _, state = (x.double() for x in draw(paired, 1, 160, 2))
+    power = torch.tensor([1.0] * 40 + [-1.0] * 40).repeat(2)
+    power = power.view((1, 160, 1, 1) if paired else (1, 160, 1))
     near = 1 + 1e-3 * torch.randn_like(power)  # equal factors would round equally, time after time
     a = (a / size(a, paired) * 50.0**power * near).float()
     inputs = [a, torch.zeros_like(a), (state * 1e-35).float()]
@@ -133,14 +148,14 @@ def size(x, paired):
 
 
 @triton.jit
-def forgetful(a, b, carry, BLOCK_L: tl.constexpr):
-    return b, carry * 0
+def forgetful(x, number, d, D: tl.constexpr, live, PAIRS: tl.constexpr, ACC: tl.constexpr):
+    return tl.zeros(d.shape, ACC), tl.zeros(d.shape, ACC)
 
 
-def test_a_scan_that_forgets_the_carry_is_noticed(monkeypatch, small_tiles):
-    monkeypatch.setattr(linear_triton, "advance", forgetful)
+def test_a_scan_that_forgets_the_carry_is_noticed(monkeypatch, fill):
+    monkeypatch.setattr(linear_triton, "load_edge", forgetful)
     with pytest.raises(AssertionError, match="exceeds"):
-        judge(draw(False, 1, 11, 3), False)
+        judge(draw(False, 1, 17, 3), False)
 
 
 def test_this_process_interprets():

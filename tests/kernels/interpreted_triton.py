@@ -273,8 +273,8 @@ def test_no_tokens_pass_the_state_through():
 
 def test_the_check_notices_a_transition_that_is_slightly_wrong(monkeypatch):
     @triton.jit
-    def doubtful(state, u, k, dt, param, live):
-        return longhorn_triton.step(state, u, k, dt, param, live) * 0.9999
+    def doubtful(state, u, k, dt, param):
+        return longhorn_triton.step(state, u, k, dt, param) * 0.9999
 
     wrong = longhorn_triton.TRANSITION._replace(step=doubtful)
     monkeypatch.setattr(longhorn_triton, "TRANSITION", wrong)
@@ -363,6 +363,31 @@ def test_extreme_step_sizes_and_rates_stay_finite_and_accurate(
     for name, exact in truth.items():
         error = (kernel[name].double() - exact).abs().max() / exact.abs().max()
         assert error <= 1e-5, f"{name}: {error:.1e}"
+
+
+@triton.jit
+def step_size_kernel(dt, out, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, selective_triton.step_size(tl.load(dt + at)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_step_sizes_keep_the_digits_of_small_ones(dtype):
+    """Rounding dt log2(e) and its factor costs |dt| eps; power, polynomial, product and sum 4."""
+    dt = torch.cat([torch.linspace(-80.0, 40.0, 4095, dtype=dtype), torch.zeros(1, dtype=dtype)])
+    found = torch.empty_like(dt)
+    step_size_kernel[(1,)](dt, found, BLOCK=4096)
+    # of float64, too: its own rounding is half a step
+    exact = torch.where(
+        dt > 20, dt, dt.clamp(min=0).double() + dt.abs().neg().double().exp().log1p()
+    )
+    error = (found.double() / exact - 1).abs()
+    budget = (dt.abs() + 4) * torch.finfo(dtype).eps
+    assert (error <= budget).all(), (error / budget).max()
+    ends = torch.tensor([-torch.inf, torch.inf, torch.nan, 0.0], dtype=dtype)
+    found = torch.empty_like(ends)
+    step_size_kernel[(1,)](ends, found, BLOCK=4)
+    assert (found[:2].tolist(), found[2].isnan()) == ([0.0, torch.inf], True)
 
 
 def test_no_step_leaves_the_state_bit_identical(discretization):

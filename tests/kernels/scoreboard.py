@@ -38,6 +38,11 @@ ROWS = [
         for case in ("large_spans", "selective_large_spans", "zoh_large_spans")
         for kernel in ("fwd_carry", "fwd", "bwd_carry", "bwd")
     ),
+    *(
+        ("compiled_linear", case, f"linear_{kernel}_kernel", "TOKENS", "BLOCK_D")
+        for case in ("model", "complex")
+        for kernel in ("carry", "scan_fwd", "scan_bwd")
+    ),
     ("compiled_feedback", "model", "feedback_fwd_kernel", "TOKENS", "BLOCK_D"),
     ("compiled_feedback", "model", "feedback_bwd_kernel", "TOKENS", "BLOCK_D"),
     ("compiled_feedback", "model", "feedback_newton_kernel", "BLOCK_L", "BLOCK_D"),
@@ -46,6 +51,8 @@ ROWS = [
     ("compiled_eidetic", "model128", "eidetic_attention_bwd_query_kernel", "BLOCK_N", "BLOCK_D"),
     ("compiled_eidetic", "model128", "eidetic_attention_bwd_band_kernel", "BLOCK_M", "BLOCK_D"),
     ("compiled_eidetic", "model128", "eidetic_attention_bwd_memory_kernel", "BLOCK_M", "BLOCK_D"),
+    ("compiled_eidetic", "wide", "eidetic_attention_bwd_band_kernel", "BLOCK_M", "BLOCK_D"),
+    ("compiled_eidetic", "wide", "eidetic_attention_bwd_memory_kernel", "BLOCK_M", "BLOCK_D"),
     ("compiled_linear_attention", "gated_delta", "pairs_kernel", None, "BLOCK_K"),
     ("compiled_linear_attention", "gated_delta", "march_kernel", "C", "BLOCK_V"),
     ("compiled_linear_attention", "gated_delta", "march_back_kernel", "C", "BLOCK_V"),

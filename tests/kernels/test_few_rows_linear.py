@@ -175,14 +175,56 @@ def test_many_rows_of_16_bits_are_rounded_once(no_units, dtype, outputs, biased)
     assert_close(y, expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["units", "gradients", "float32", "autocast", "quantised"])
+@pytest.mark.parametrize("outputs", [3, linear_maps.TILE + 1])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [(torch.float32, 32), (torch.float32, 8), (torch.float16, 8), (torch.bfloat16, 8)],
+    ids=str,
+)
+@torch.no_grad()
+def test_many_rows_are_as_exact_as_sums_in_float32(no_units, dtype, bits, outputs, biased):
+    x = torch.randn(2, 9, 130).to(dtype)[..., ::2]
+    bias = torch.randn(outputs).to(dtype) if biased else None
+    weight = torch.randn(outputs, 65).to(dtype)
+    exact = weight.double()
+    if bits == 8:
+        exact, weight = int8(outputs, 65, dtype)
+    y = linear_maps.many_rows_linear(x, weight, bias)
+    size = F.linear(x.double().abs(), exact.abs(), None if bias is None else bias.double().abs())
+    exact = F.linear(x.double(), exact, None if bias is None else bias.double())
+    # 65 products, their scale and the bias: a rounding each, and one to the result's dtype
+    allowed = (65 + 2) * torch.finfo(torch.float32).eps * size
+    if dtype is not torch.float32:
+        allowed += torch.finfo(dtype).eps / 2 * (exact.abs() + allowed)
+    assert y.shape == (2, 9, outputs)
+    assert y.dtype is dtype
+    assert ((y - exact).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@torch.no_grad()
+def test_nan_and_infinity_of_many_rows_stay_in_their_row(no_units, dtype):
+    x, weight = torch.randn(9, 33).to(dtype), torch.randn(5, 33).to(dtype)
+    x[3, 32], x[7, 0] = float("nan"), float("inf")
+    y = linear_maps.many_rows_linear(x, weight)
+    assert y[3].isnan().all()
+    assert y[7].equal((weight[:, 0] * float("inf")).to(dtype))
+    assert y.isfinite().sum() == 7 * 5
+
+
+@pytest.mark.parametrize(
+    "case", ["units", "gradients", "float32", "float64", "autocast", "quantised", "no rows"]
+)
 def test_many_rows_go_to_torch_where_it_is_as_fast_or_must(monkeypatch, case):
     monkeypatch.setattr(linear_maps, "_multiplies", lambda kind: case == "units")
     monkeypatch.setattr(linear_maps.cpu, "outruns_torch", lambda: False)
-    dtype = torch.float32 if case == "float32" else torch.bfloat16
+    dtype = {"float64": torch.float64, "float32": torch.float32}.get(case, torch.bfloat16)
     x, weight = torch.randn(9, 32).to(dtype), torch.randn(9, 32).to(dtype)
     if case == "quantised":
-        weight = int8(9, 32, dtype)[1]
+        weight = int8(9, 32, dtype, act_quant_kwargs=object())[1]
+    if case == "no rows":
+        x = x[:0]
     called = []
     monkeypatch.setattr(F, "linear", lambda *given: called.append(given))
     with (
@@ -197,6 +239,7 @@ def test_many_rows_go_to_torch_where_it_is_as_fast_or_must(monkeypatch, case):
 def test_a_prompt_in_bfloat16_is_read_with_sums_in_float32(no_units, monkeypatch):
     from ssmzoo_longhorn import FAMILY
 
+    monkeypatch.setattr(linear_maps.cpu, "outruns_torch", lambda: False)
     model = FAMILY.causal_lm_class(FAMILY.config(**FAMILY.tiny)).bfloat16().eval()
     ids, kinds, linear = torch.zeros(2, 12, dtype=torch.long), set(), F.linear
 

@@ -9,6 +9,10 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}  # bytes a block may use
 OTHERS = {"sm_86": 99 * 1024, "sm_89": 99 * 1024, "sm_120": 99 * 1024, "gfx942": 64 * 1024}
+REGISTERS = {"gfx942": 512}  # of a lane, where a program has no more than four warps
+# CPU seconds of one kernel's compilation, ptxas included: six times what the slowest took, so that
+# a busy machine, whose shared caches and hyperthreads make CPU seconds longer, passes
+COMPILE_SECONDS = 10
 ON_OTHERS = ("--targets", *(name.removeprefix("sm_") for name in OTHERS))
 
 
@@ -35,13 +39,19 @@ def assert_interpreted(*names):
 
 
 def compiled(name, *cases):
-    """Return what a ``compiled_*.py`` tells of every kernel of some cases, a record each."""
-    return [json.loads(line) for line in run([str(HERE / name), *cases]).splitlines()]
+    """Return what a ``compiled_*.py`` tells of every kernel of some cases, a record each.
+
+    No kernel may take long to compile. Triton's cache may have one that was compiled before.
+    """
+    records = [json.loads(line) for line in run([str(HERE / name), *cases]).splitlines()]
+    slow = [record for record in records if record["seconds"] > COMPILE_SECONDS]
+    assert not slow, f"more than {COMPILE_SECONDS} CPU seconds to compile: {slow}"
+    return records
 
 
 def assert_no_spills(records, shared=SHARED):
     """Compare records with what a GPU has; ``shared`` is bytes by target."""
     for record in records:
         assert record["stack"] == record["local"] == 0, f"registers spilled: {record}"
-        assert record["registers"] <= 255, record
+        assert record["registers"] <= REGISTERS.get(record["target"], 255), record
         assert record["shared"] <= shared[record["target"]], record

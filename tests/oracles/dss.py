@@ -293,6 +293,12 @@ def s4d_lin(modes: int) -> Array:
     return -0.5 + 1j * np.pi * np.arange(modes)
 
 
+def s4d_inv(modes: int) -> Array:
+    """S4D-Inv's eigenvalues ``-1/2 + i N / pi (N / (2n + 1) - 1)``, whose N is 2 ``modes``."""
+    n, order = np.arange(modes), 2 * modes
+    return -0.5 + 1j * order / np.pi * (order / (2 * n + 1) - 1)
+
+
 def s4d_kernel(A: Array, BC: Array, dt: Array, length: int) -> Array:
     """S4D's kernel under zero-order hold: twice the real part of conjugate pairs' first halves.
 

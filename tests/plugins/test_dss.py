@@ -686,13 +686,17 @@ def test_a_capped_kernel_is_the_one_built_for_the_cap():
 # --- presets and groups -----------------------------------------------------------------------
 
 
-def test_s4d_lin_is_a_preset_of_this_family():
-    config = FAMILY.config("dss-s4d-lin-125m", **{**TINY, "intermediate_size": None})
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("lin", oracle.s4d_lin), ("inv", oracle.s4d_inv), ("legs", oracle.skew_hippo)],
+)
+def test_s4d_is_a_preset_of_this_family(name, expected):
+    config = FAMILY.config(f"dss-s4d-{name}-125m", **{**TINY, "intermediate_size": None})
     model = FAMILY.causal_lm_class(config).double()
     weights = arrays(model)
     prefix = "model.layers.1.mixer."
     lam = oracle.eigenvalues(weights, config.to_dict(), prefix)
-    np.testing.assert_allclose(lam, oracle.s4d_lin(4), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(lam, expected(4), rtol=1e-6, atol=1e-6)
     taps = oracle.s4d_kernel(
         lam, oracle.as_complex(weights[prefix + "W"][0]), np.exp(weights[prefix + "log_dt"]), 30
     )
@@ -701,7 +705,11 @@ def test_s4d_lin_is_a_preset_of_this_family():
 
 
 @pytest.mark.parametrize(
-    ("preset", "total"), [("dss-125m", 125_292_032), ("dss-s4d-lin-125m", 124_504_576)]
+    ("preset", "total"),
+    [
+        ("dss-125m", 125_292_032),
+        *((f"dss-s4d-{name}-125m", 124_504_576) for name in ("lin", "inv", "legs")),
+    ],
 )
 def test_a_language_preset_has_its_size(preset, total):
     with torch.device("meta"):

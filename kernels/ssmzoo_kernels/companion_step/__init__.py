@@ -1,6 +1,7 @@
 """A rational filter as a recurrence: one token, many tokens, and a state's response."""
 
 import importlib
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -34,6 +35,27 @@ STEP = Op(  # as kernels have it, each channel with its own coefficients
     has_backward=False,
     reference=reference.companion_step,
     kernels=lambda name: importlib.import_module(f"ssmzoo_kernels.companion_step.{name}"),
+)
+
+# the two after many tokens as nodes of exported graphs, whose length an FFT's size would bind
+STATE_NODE = Op(
+    "companion_state_node",
+    inputs={"u": "B L D", "a": "D_a n", "inverse": "D_a K", "initial_state": "B n D?"},
+    outputs={"state": "B n D as exact"},
+    offers=("reference", "eager"),
+    has_backward=False,
+    reference=continuation.state_after,
+    kernels=lambda _: SimpleNamespace(forward=continuation.state_after),
+)
+RESPONSE_NODE = Op(
+    "companion_response_node",
+    inputs={"state": "B n D", "a": "D_a n", "b": "D n", "kernel": "D K"},
+    outputs={"y": "B length D as exact"},
+    options={"length": "int"},
+    offers=("reference", "eager"),
+    has_backward=False,
+    reference=continuation.response,
+    kernels=lambda _: SimpleNamespace(forward=continuation.response),
 )
 
 
@@ -177,7 +199,7 @@ def companion_state(
             zeros = u.new_zeros(tokens.shape[0], order, width)
             found.append(reference.companion_state(tokens, a, zeros if start is None else start))
         else:
-            found.append(continuation.state_after(tokens, a, series, start))
+            found.append(_state_after(tokens, a, series, start))
     if cu_seqlens is None:
         return found[0]
     order_of_rows = torch.cat([group[0] for group in groups if group[0] is not None])
@@ -250,7 +272,7 @@ def companion_response(
     def answer(some: Tensor, count: int) -> Tensor:
         if kernel is None or judged:
             return reference.companion_response(some, a, b, count)
-        return continuation.response(some, a, b, kernel, count)
+        return _response(some, a, b, kernel, count)
 
     if groups is None:
         return answer(state, length)
@@ -258,6 +280,18 @@ def companion_response(
     for members, places in groups:
         row = row.index_put((places,), answer(state[members], places.shape[1]))
     return row[None]
+
+
+def _state_after(u: Tensor, a: Tensor, inverse: Tensor, initial_state: Tensor | None) -> Tensor:
+    if torch.compiler.is_exporting() and a.shape[1]:
+        return STATE_NODE.run("eager", (u, a, inverse, initial_state))
+    return continuation.state_after(u, a, inverse, initial_state)
+
+
+def _response(state: Tensor, a: Tensor, b: Tensor, kernel: Tensor, length: int) -> Tensor:
+    if torch.compiler.is_exporting() and a.shape[1]:
+        return RESPONSE_NODE.run("eager", (state, a, b, kernel), {"length": length})
+    return continuation.response(state, a, b, kernel, length)
 
 
 def _by_state(coefficients: Tensor, width: int, dtype: torch.dtype) -> Tensor:

@@ -13,6 +13,7 @@ Scores carry a factor log2(e), so that powers of two do.
 # a kernel launch is no ordinary call: Triton's types do not describe it
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
+import functools
 from typing import Literal, NamedTuple
 
 import torch
@@ -662,6 +663,8 @@ def eidetic_attention_bwd_band_kernel(
     outer = tl.maximum(
         inner, tl.maximum(tl.minimum(oldest + SHIFT + REACH, end) - first, 0) // BLOCK_M
     )
+    if BLOCK_D > 128:  # of one loop, whose addresses the registers hold too
+        inner, outer = 0, 0
     change_k, change_v = see(
         tl.zeros((BLOCK_N, BLOCK_D), ACC),
         tl.zeros((BLOCK_N, BLOCK_D), ACC),
@@ -691,6 +694,9 @@ def eidetic_attention_bwd_band_kernel(
         BLOCK_D,
     )
     change_k *= scale / 1.4426950408889634
+    # a zero that the compiler does not know keeps no address in a register through the loops
+    key += tl.minimum(sequences, 0)
+    live = (key < now)[:, None] & (column < D)
     place = (begin + key)[:, None] * (G * D) + of + column
     new = live & (key >= past)[:, None]
     tl.store(grad_k + place, change_k.to(grad_k.dtype.element_ty), mask=new)
@@ -795,10 +801,23 @@ class Tile(NamedTuple):
     num_stages: int
 
 
+@functools.cache
+def target_of(device: torch.device) -> Literal["sm_80", "sm_90", "hip"]:
+    """Return what programs are shaped for: AMD's GPUs, those with HGMMA, or all others."""
+    if torch.version.hip:
+        return "hip"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+        return "sm_90"
+    return "sm_80"
+
+
 def tile(
-    width: int, dtype: torch.dtype, program: Literal["forward", "decode", "query", "keys"]
+    width: int,
+    dtype: torch.dtype,
+    program: Literal["forward", "decode", "query", "keys"],
+    target: Literal["sm_80", "sm_90", "hip"],
 ) -> Tile:
-    """Choose a program's shape: what the registers of sm_80 and sm_90 hold.
+    """Choose a program's shape: what the target's registers hold.
 
     Backward, ``query`` owns queries and ``keys`` owns keys or memory. Two stages let what is met
     next come in while the tile before is worked on; float64 has no registers left for it.
@@ -807,17 +826,25 @@ def tile(
     stages = 1 if dtype == torch.float64 else 2
     if program == "decode":  # one query is all that a program owns
         num_warps = 8 if width > 128 or dtype == torch.float32 else 4
-        return Tile(16, 32 if halves and width <= 128 else 16, num_warps, stages)
-    if halves and width > 128:
-        owned, met = {"forward": (64, 32), "query": (64, 16), "keys": (32, 32)}[program]
-        return Tile(owned, met, 8, 2)
-    if halves:
-        return Tile(64, 64 if program == "forward" else 32, 4 if width <= 64 else 8, 2)
-    if width > 64:
-        return Tile(16, 16, 8, stages)
-    if dtype == torch.float64:
-        return Tile(32, 32, 4, 1)
-    return Tile(32 if program == "forward" else 16, 16, 4, 2)
+        shape = Tile(16, 32 if halves and width <= 128 else 16, num_warps, stages)
+    elif halves and width > 128:
+        # HGMMA takes 64 rows; HMMA would compute the scores of so many twice
+        keys = (64, 16) if target == "sm_90" else (32, 32)
+        owned, met = {"forward": (64, 32), "query": (64, 16), "keys": keys}[program]
+        shape = Tile(owned, met, 8, 2)
+    elif halves:
+        shape = Tile(64, 64 if program == "forward" else 32, 4 if width <= 64 else 8, 2)
+    elif width > 64:
+        shape = Tile(16, 16, 8, stages)
+    elif dtype == torch.float64:
+        shape = Tile(32, 32, 4, 1)
+    else:
+        shape = Tile(32 if program == "forward" else 16, 16, 4, 2)
+    if target != "hip":
+        return shape
+    # a warp has 64 lanes there, and of up to four each lane has 512 registers
+    met = 16 if halves and width > 64 and program in ("query", "keys") else shape.met
+    return shape._replace(met=met, num_warps=4)
 
 
 class _Grid(NamedTuple):
@@ -852,7 +879,7 @@ def forward(tensors: Tensors, call: Call) -> tuple[Tensor, Tensor]:
     if tokens:
         # one token of every sequence: a block of queries is nearly empty
         decodes = tokens == call.seen.shape[0]
-        shape = tile(width, q.dtype, "decode" if decodes else "forward")
+        shape = tile(width, q.dtype, "decode" if decodes else "forward", target_of(q.device))
         grid = _grid(tokens, call, call.window or UNBOUNDED, shape.owned)
         launch(
             eidetic_attention_fwd_kernel,
@@ -884,7 +911,7 @@ def backward(
     if not tokens:
         return grads
     window = call.window or UNBOUNDED
-    shape = tile(width, q.dtype, "query")
+    shape = tile(width, q.dtype, "query", target_of(q.device))
     grid = _grid(tokens, call, window, shape.owned)
     grad_out, shares = grad_out.contiguous(), torch.empty_like(lse)
     incoming = (grad_out, lse, shares, q)
@@ -902,7 +929,7 @@ def backward(
         *_places(tensors, call, grid),
         **_query_constants(tensors, call, shape),
     )
-    shape = tile(width, q.dtype, "keys")
+    shape = tile(width, q.dtype, "keys", target_of(q.device))
     bands = [(0, window, tensors[1:3], tensors[5:7], grads[1:3], grads[5:7])]
     if tensors.late_k is not None:
         late = (tensors[7:9], tensors[9:], grads[7:9], grads[9:])

@@ -30,7 +30,6 @@ from ssmzoo_kernels.scan.triton import (
     cells,
     channels_and_states,
     every_register,
-    load_row,
     load_rows,
     load_vector,
     near_rows,
@@ -60,6 +59,29 @@ def opened(exponent):
 def load_tile(x, d, n, N: tl.constexpr, exists, other: tl.constexpr, ACC: tl.constexpr):
     """Load a parameter ``[D, N]`` as ``[BLOCK_N, BLOCK_D]``; ``other`` where nothing is."""
     return tl.load(cells(x, n, d, 1, N), mask=exists, other=other).to(ACC)
+
+
+@triton.jit
+def load_inputs(
+    u,
+    drive,
+    base,
+    stop,
+    stride_u: tl.constexpr,
+    stride_drive: tl.constexpr,
+    d,
+    D: tl.constexpr,
+    ACC: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Load u of ``TOKENS`` tokens, and what opens their gates where states do not."""
+    values = widened(load_rows(u, base, stop, stride_u, d, D, TOKENS, COUNTED=False), ACC)
+    gates = values
+    if drive is not None:
+        gates = widened(
+            load_rows(drive, base, stop, stride_drive, d, D, TOKENS, COUNTED=False), ACC
+        )
+    return values, gates
 
 
 @triton.jit
@@ -109,16 +131,16 @@ def feedback_fwd_kernel(
         state += tl.load(cells(initial + segment * (N * D), n, d, 1, N), mask=exists, other=0.0).to(
             ACC
         )
-    ahead = widened(load_rows(u, first, stop, stride_u, d, D, TOKENS), ACC)
+    ahead = load_inputs(u, drive, first, stop, stride_u, stride_drive, d, D, ACC, TOKENS)
     for kept in range(first, stop, INTERVAL):
         if saved is not None:
             slot = first // INTERVAL + segment + (kept - first) // INTERVAL
             tl.store(state_at(saved, slot, n, d, D, N), state, mask=exists)
         for base in range(kept, tl.minimum(kept + INTERVAL, stop), TOKENS):
-            values = ahead
-            if drive is not None:
-                gates = widened(load_rows(drive, base, stop, stride_drive, d, D, TOKENS), ACC)
-            ahead = widened(load_rows(u, base + TOKENS, stop, stride_u, d, D, TOKENS), ACC)
+            values, gates = ahead
+            ahead = load_inputs(
+                u, drive, base + TOKENS, stop, stride_u, stride_drive, d, D, ACC, TOKENS
+            )
             for i in tl.static_range(TOKENS):
                 live = base + i < stop
                 if drive is None:
@@ -207,22 +229,19 @@ def feedback_bwd_kernel(
         groups = tl.cdiv(chunk_stop - chunk, TOKENS)
         kept = first_kept + (chunks - 1 - c) // (INTERVAL // CHUNK)
         state = tl.load(state_at(saved, kept, n, d, D, N), mask=exists, other=0.0)
-        if INTERVAL > CHUNK:
-            for t in range(chunk - (chunks - 1 - c) % (INTERVAL // CHUNK) * CHUNK, chunk):
-                u_t = load_row(u, t, 0, stride_u, d, D, t < chunk).to(ACC)
-                gate_input = state
-                if drive is not None:
-                    gate_input = gate_input * 0.0
-                    gate_input += load_row(drive, t, 0, stride_drive, d, D, t < chunk).to(ACC)
-                state = step(state, u_t, gate_input, rate, weight * -_LOG2E, t < chunk)
+        # the march begins as many groups before the chunk
+        behind = (chunks - 1 - c) % (INTERVAL // CHUNK) * (CHUNK // TOKENS)
+        base = chunk - behind * TOKENS
+        ahead = load_inputs(u, drive, base, chunk_stop, stride_u, stride_drive, d, D, ACC, TOKENS)
         # threads may read back what others wrote
         tl.debug_barrier()
-        for g in range(0, groups):
-            tl.store(boxes + g * (BLOCK_N * BLOCK_D), state)
+        for g in range(-behind, groups):
+            tl.store(boxes + g * (BLOCK_N * BLOCK_D), state, mask=g >= 0)
             base = tl.minimum(chunk + g * TOKENS, stop)
-            values = widened(load_rows(u, base, chunk_stop, stride_u, d, D, TOKENS), ACC)
-            if drive is not None:
-                gates = widened(load_rows(drive, base, chunk_stop, stride_drive, d, D, TOKENS), ACC)
+            values, gates = ahead
+            ahead = load_inputs(
+                u, drive, base + TOKENS, chunk_stop, stride_u, stride_drive, d, D, ACC, TOKENS
+            )
             for i in tl.static_range(TOKENS):
                 live = base + i < chunk_stop
                 if drive is None:
@@ -230,16 +249,27 @@ def feedback_bwd_kernel(
                 else:
                     state = step(state, values[i], gates[i][None, :], rate, weight * -_LOG2E, live)
         tl.debug_barrier()
+        base = tl.minimum(chunk + (groups - 1) * TOKENS, stop)
+        ahead = load_inputs(u, drive, base, chunk_stop, stride_u, stride_drive, d, D, ACC, TOKENS)
+        grad_ahead = widened(
+            load_rows(grad_out, base, chunk_stop, stride_grad, d, D, TOKENS, COUNTED=False), ACC
+        )
+        state_ahead = tl.load(boxes + (groups - 1) * (BLOCK_N * BLOCK_D))
         for r in range(0, groups):
-            g = groups - 1 - r
-            base = tl.minimum(chunk + g * TOKENS, stop)
-            values = widened(load_rows(u, base, chunk_stop, stride_u, d, D, TOKENS), ACC)
-            incoming = widened(
-                load_rows(grad_out, base, chunk_stop, stride_grad, d, D, TOKENS), ACC
+            base = tl.minimum(chunk + (groups - 1 - r) * TOKENS, stop)
+            values, gates = ahead
+            incoming, state = grad_ahead, state_ahead
+            # before the chunk there is nothing to load: its first group comes again
+            g = tl.maximum(groups - 2 - r, 0)
+            earlier = tl.minimum(chunk + g * TOKENS, stop)
+            ahead = load_inputs(
+                u, drive, earlier, chunk_stop, stride_u, stride_drive, d, D, ACC, TOKENS
             )
-            if drive is not None:
-                gates = widened(load_rows(drive, base, chunk_stop, stride_drive, d, D, TOKENS), ACC)
-            state = tl.load(boxes + g * (BLOCK_N * BLOCK_D))
+            grad_ahead = widened(
+                load_rows(grad_out, earlier, chunk_stop, stride_grad, d, D, TOKENS, COUNTED=False),
+                ACC,
+            )
+            state_ahead = tl.load(boxes + g * (BLOCK_N * BLOCK_D))
             states = (state,)
             for i in tl.static_range(TOKENS - 1):
                 live = base + i < chunk_stop

@@ -107,8 +107,9 @@ def many_rows_linear(
 
     float32 and float64, with gradients of any order, by a C kernel where torch's own is half as
     fast (MKL on AMD's CPUs with AVX-512). Without gradients, 16-bit numbers for which the CPU has
-    no units are widened to float32, the weight tile by tile, and rounded once at the end. All else,
-    and anywhere but on a CPU, by ``F.linear``.
+    no units are widened to float32, the weight tile by tile, and rounded once at the end; so is
+    torchao's int8 with a scale a row (:func:`rows_of_int8`) beside such numbers or float32. All
+    else, and anywhere but on a CPU, by ``F.linear``.
 
     Returns:
         ``[..., O]`` in x's dtype.
@@ -123,21 +124,37 @@ def many_rows_linear(
         y = _Product.apply(x.reshape(-1, x.shape[-1]), weight)
         y = y.view(*x.shape[:-1], weight.shape[0])  # pyright: ignore[reportOptionalMemberAccess]
         return y if bias is None else y + bias
+    plain = type(weight) in (Tensor, torch.nn.Parameter)
     if (
-        x.dtype not in cpu.HALVES
-        or _multiplies(x.dtype)
+        _WIDE.get(x.dtype) is not torch.float32
+        or (plain and x.dtype is torch.float32)
+        or (x.dtype in cpu.HALVES and _multiplies(x.dtype))
         or not dispatch.decodes_on_cpu(x)
-        or type(weight) not in (Tensor, torch.nn.Parameter)  # quantised, perhaps
+        or weight.device.type != "cpu"
         or x.dtype is not weight.dtype
         or (bias is not None and bias.dtype is not x.dtype)
         or x.shape[-1] != weight.shape[1]
+        or x.numel() == 0
     ):
         return F.linear(x, weight, bias)
+    scale = None
+    if not plain:
+        rows = rows_of_int8(weight)
+        if rows is None:
+            return F.linear(x, weight, bias)
+        weight, scale = rows[0], rows[1].flatten()
     wide, y = x.float(), x.new_empty((*x.shape[:-1], weight.shape[0]))
+    multiply = F.linear
+    if cpu.outruns_torch() and not dispatch.kernel_missing(OP, torch.float32, "many"):
+        wide, multiply = wide.reshape(-1, wide.shape[-1]), cpu.multiply
     for first in range(0, weight.shape[0], TILE):
         part = slice(first, first + TILE)
-        some = None if bias is None else bias[part].float()
-        y[..., part] = F.linear(wide, weight[part].float(), some)
+        some = multiply(wide, weight[part].float()).view(*x.shape[:-1], -1)
+        if scale is not None:
+            some *= scale[part]
+        if bias is not None:
+            some += bias[part]
+        y[..., part] = some
     return y
 
 

@@ -98,11 +98,11 @@ def _last_inputs(
     """Return the last inputs of every sequence, reaching back into its initial state."""
     batch, length, width = u.shape
     if cu_seqlens is None:
-        if length >= count:
+        if not torch.compiler.is_exporting() and length >= count:
             # never the caller's memory: what is done to it later is not done to the state
             return u[:, length - count :].clone(memory_format=torch.contiguous_format)
         before = u.new_zeros(batch, count, width) if initial_state is None else initial_state
-        return torch.cat([before[:, length:].to(u.dtype), u], dim=1)
+        return torch.cat([before.to(u.dtype), u], dim=1)[:, length:]
     begin, end = cu_seqlens[:-1, None], cu_seqlens[1:, None]
     place = end - count + torch.arange(count, device=u.device)  # [S, K - 1]
     row = u[0] if length else u.new_zeros(1, width)

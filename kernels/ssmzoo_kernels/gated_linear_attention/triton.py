@@ -140,9 +140,11 @@ def pairs_kernel(
         count = tl.minimum(tl.load(offsets + segment + 1) - token, C)
         row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
         group = head // COPIES
+        # all loads come before the first product; tiles last, as they wait on their way to it
+        strength = strengths_of(beta, token, head, stride_b, count, ACC, C)
+        logs = logs_of(log_decay, token, head, 0, stride_g, count, E, ACC, C, BLOCK_E)
         queries = tile_of(q + group * K, token, stride_q, count, K, ACC, C, BLOCK_K)
         keys = tile_of(k + group * K, token, stride_k, count, K, ACC, C, BLOCK_K)
-        logs = logs_of(log_decay, token, head, 0, stride_g, count, E, ACC, C, BLOCK_E)
         known = tl.zeros((C, C), ACC)
         if BLOCK_E == 1:
             left = between(logs, C)
@@ -160,7 +162,6 @@ def pairs_kernel(
         live = row < count
         tl.store(weights + at, asked, mask=live)
         if DELTA:
-            strength = strengths_of(beta, token, head, stride_b, count, ACC, C)
             known = tl.where(row > column, known, 0.0)
             matrix = known * strength[None, :]
             inverse = tl.where(row == column, 1.0, tl.zeros((C, C), ACC))
@@ -412,6 +413,15 @@ def gradients_kernel(
         c, row = first_row + tl.arange(0, BLOCK_C)[:, None], tl.arange(0, C)[:, None]
         column = tl.arange(0, C)[None, :]
         strength = strengths_of(beta, token, head, stride_b, count, ACC, C)[:, None]
+        first = 0
+        if BLOCK_E > 1:
+            first = first_row
+        logs = logs_of(log_decay, token, head, first, stride_g, count, E, ACC, C, BLOCK_E)
+        later = logs_of(log_decay, token + 1, head, first, stride_g, count - 1, E, ACC, C, BLOCK_E)
+        group = head // COPIES
+        at_q, at_k, wide = q + group * K + first_row, k + group * K + first_row, K - first_row
+        queries = tile_of(at_q, token, stride_q, count, wide, ACC, C, BLOCK_C)
+        keys = tile_of(at_k, token, stride_k, count, wide, ACC, C, BLOCK_C)
         source = ((begin // C + segment + place) * H + head) * K * V
         read = tl.zeros((C, BLOCK_C), ACC)
         asked = tl.zeros((C, BLOCK_C), ACC)
@@ -445,15 +455,6 @@ def gradients_kernel(
         i = tl.arange(0, C)
         if grad_beta is not None:
             tl.store(grad_beta + (token + i) * H + head, sums, mask=(i < count) & (part == 0))
-        group = head // COPIES
-        at_q, at_k, wide = q + group * K + first_row, k + group * K + first_row, K - first_row
-        queries = tile_of(at_q, token, stride_q, count, wide, ACC, C, BLOCK_C)
-        keys = tile_of(at_k, token, stride_k, count, wide, ACC, C, BLOCK_C)
-        first = 0
-        if BLOCK_E > 1:
-            first = first_row
-        logs = logs_of(log_decay, token, head, first, stride_g, count, E, ACC, C, BLOCK_E)
-        later = logs_of(log_decay, token + 1, head, first, stride_g, count - 1, E, ACC, C, BLOCK_E)
         kept = tl.exp(tl.cumsum(logs, axis=0))
         left = tl.exp(tl.cumsum(later, axis=0, reverse=True))
         columns = first_row + tl.arange(0, BLOCK_C)[None, :]

@@ -97,6 +97,8 @@ def _taps(weights: Sequence[float]) -> list[float]:
 def _after(y: Tensor, history: Tensor) -> Tensor:
     """Return each row's last k outputs ``[B, k, D]``."""
     span = history.shape[1]
+    if torch.compiler.is_exporting():  # whose graphs may leave the length open
+        return torch.cat([history, y], dim=1)[:, y.shape[1] :]
     kept = max(0, span - y.shape[1])
     return torch.cat([history[:, span - kept :], y[:, -span:]], dim=1)
 

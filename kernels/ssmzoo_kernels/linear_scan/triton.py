@@ -1,15 +1,18 @@
-"""The linear recurrence on GPUs: an associative scan over tiles, with the state carried between.
+"""The linear recurrence on GPUs: a lane has a column, and marches through a span of tokens.
 
-A program owns ``BLOCK_D`` columns of one segment and takes ``BLOCK_L`` tokens at a time. What is
-scanned are maps ``x -> m 2^e x + b``: a product of many ``a`` is kept as a mantissa near 1 and an
-integer power, so that it neither overflows nor underflows where the loop over time does not.
-Complex numbers are pairs of reals. The backward is the same scan from the last token to the first.
+A program owns ``BLOCK_D`` columns of one span. Rows of the next ``TOKENS`` tokens are loaded before
+those of these tokens are computed. Where segments and columns alone fill a GPU, a span is a whole
+segment; otherwise segments are cut as ``ssmzoo_kernels.scan.triton`` cuts them: one sweep finds
+what a span adds to a zero state and the product of its ``a``, a second combines spans in order, a
+third runs them all. A product is kept as a mantissa near 1 and an integer power, so that it neither
+overflows nor underflows where the loop over time does not. Complex numbers are pairs of reals.
 """
 
 # a kernel launch is no ordinary call: Triton's types do not describe it
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false, reportIndexIssue=false
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -17,8 +20,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ssmzoo_kernels.declaration import accumulator
-from ssmzoo_kernels.launches import launch
-from ssmzoo_kernels.scan.triton import near_rows
+from ssmzoo_kernels.launches import launch_named
+from ssmzoo_kernels.scan import chunk_slots
+from ssmzoo_kernels.scan import triton as scan
+
+BLOCK_D = 32  # columns of a program: a warp
+TOKENS = 16  # loaded ahead and unrolled, half as many of wider numbers
+LENGTHS = ("segments", "span")  # they make no new variants
 
 
 @triton.jit
@@ -64,210 +72,310 @@ def rest_of(e, x):
 
 
 @triton.jit
-def compose(m, e, b, m_next, e_next, b_next):
-    """Apply one map ``x -> m 2^e x + b`` after another."""
-    second, third = rest_of(e_next, b)
-    # ordered so that it overflows or underflows only where the result does
-    grown = m_next * power(bounded(e_next, b), b) * b * second * third
-    product = m * m_next
-    moved = exponent_of(product)
-    return product * power(-moved, b), e + e_next + moved, grown + b_next
+def times(ar, ai, xr, xi, PAIRS: tl.constexpr):
+    """Return a product; without pairs only real parts count, and imaginary ones stay."""
+    if PAIRS:
+        xr, xi = ar * xr - ai * xi, ar * xi + ai * xr
+    else:
+        xr = ar * xr
+    return xr, xi
 
 
 @triton.jit
-def compose_pairs(mr, mi, e, br, bi, mr_next, mi_next, e_next, br_next, bi_next):
-    """Apply one complex map ``x -> m 2^e x + b`` after another."""
-    first = power(bounded(e_next, br), br)
-    second, third = rest_of(e_next, br)
-    re, im = mr_next * first, mi_next * first
-    grown_r = (re * br - im * bi) * second * third
-    grown_i = (re * bi + im * br) * second * third
-    product_r = mr * mr_next - mi * mi_next
-    product_i = mr * mi_next + mi * mr_next
-    moved = exponent_of(tl.maximum(tl.abs(product_r), tl.abs(product_i)))
-    back = power(-moved, br)
-    total = e + e_next + moved
-    return product_r * back, product_i * back, total, grown_r + br_next, grown_i + bi_next
+def size(re, im, PAIRS: tl.constexpr):
+    """Return a number whose exponent is that of the larger part."""
+    return tl.maximum(tl.abs(re), tl.abs(im)) if PAIRS else re
 
 
 @triton.jit
-def advance(a, b, carry, BLOCK_L: tl.constexpr):
-    """Return the states of a tile ``[BLOCK_L, BLOCK_D]``, whose first row follows ``carry``."""
-    row = tl.arange(0, BLOCK_L)[:, None]
-    b += tl.where(row == 0, a * carry[None, :], 0.0)
-    e = exponent_of(a)
-    _, _, states = tl.associative_scan((a * power(-e, a), e, b), 0, compose)
-    return states, tl.sum(tl.where(row == BLOCK_L - 1, states, 0.0), axis=0)
+def load_parts(
+    x,
+    base,
+    stop,
+    stride: tl.constexpr,
+    d,
+    D: tl.constexpr,
+    TOKENS: tl.constexpr,
+    past: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Load rows of the next tokens as they are: real parts, then imaginary ones if there are any.
+
+    Past the end stands ``past``.
+    """
+    if PAIRS:
+        re = scan.load_rows(x, base, stop, 2 * stride, 2 * d, 2 * D, TOKENS, past)
+        found = re + scan.load_rows(x + 1, base, stop, 2 * stride, 2 * d, 2 * D, TOKENS)
+    else:
+        found = scan.load_rows(x, base, stop, stride, d, D, TOKENS, past)
+    return found
 
 
 @triton.jit
-def advance_pairs(ar, ai, br, bi, cr, ci, BLOCK_L: tl.constexpr):
-    """Return real and imaginary states of a tile, and of its last row."""
-    row = tl.arange(0, BLOCK_L)[:, None]
-    br += tl.where(row == 0, ar * cr[None, :] - ai * ci[None, :], 0.0)
-    bi += tl.where(row == 0, ar * ci[None, :] + ai * cr[None, :], 0.0)
-    e = exponent_of(tl.maximum(tl.abs(ar), tl.abs(ai)))
-    back = power(-e, ar)
-    _, _, _, hr, hi = tl.associative_scan((ar * back, ai * back, e, br, bi), 0, compose_pairs)
-    cr = tl.sum(tl.where(row == BLOCK_L - 1, hr, 0.0), axis=0)
-    return hr, hi, cr, tl.sum(tl.where(row == BLOCK_L - 1, hi, 0.0), axis=0)
+def part(rows, i: tl.constexpr, which: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr):
+    """Return a token's row of real (0) or imaginary parts (1); without pairs there is one."""
+    return rows[i + which * TOKENS] if PAIRS else rows[i]
 
 
 @triton.jit
-def load_pairs(x, at, mask, real: tl.constexpr, ACC: tl.constexpr):
-    """Load real and imaginary parts; ``real`` where there is nothing to load."""
-    re = tl.load(x + 2 * at, mask=mask, other=real).to(ACC)
-    return re, tl.load(x + 2 * at + 1, mask=mask, other=0.0).to(ACC)
+def load_edge(x, number, d, D: tl.constexpr, live, PAIRS: tl.constexpr, ACC: tl.constexpr):
+    """Load the parts of one of many states ``[..., D]``; zeros where there is none."""
+    re = tl.zeros(d.shape, ACC)
+    im = tl.zeros(d.shape, ACC)
+    if x is not None:
+        if PAIRS:
+            re = tl.load(x + number * (2 * D) + 2 * d, mask=(d < D) & live, other=0.0).to(ACC)
+            im = tl.load(x + number * (2 * D) + 2 * d + 1, mask=(d < D) & live, other=0.0).to(ACC)
+        else:
+            re = tl.load(x + number * D + d, mask=(d < D) & live, other=0.0).to(ACC)
+    return re, im
 
 
 @triton.jit
-def store_pairs(x, at, re, im, mask):
-    """Store real and imaginary parts."""
-    tl.store(x + 2 * at, re, mask=mask)
-    tl.store(x + 2 * at + 1, im, mask=mask)
+def store_parts(x, base, i: tl.constexpr, d, D: tl.constexpr, re, im, mask, PAIRS: tl.constexpr):
+    """Store the row of token ``base + i``; also one of many states, with i = 0."""
+    if PAIRS:
+        at = scan.row_at(x, base, i, 2 * D, 2 * d)
+        tl.store(at, re, mask=mask)
+        tl.store(at + 1, im, mask=mask)
+    else:
+        tl.store(scan.row_at(x, base, i, D, d), re, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
+def linear_carry_kernel(
+    a,
+    b,
+    local,
+    mantissas,
+    exponents,
+    offsets,
+    segments,
+    span,
+    D: tl.constexpr,
+    stride_a: tl.constexpr,
+    stride_b: tl.constexpr,
+    REVERSE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ACC: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Find what leaves a span that starts from zero, and the product of its ``a``, conjugate back.
+
+    Back, ``b`` is the gradient of ``h``, and what leaves a token goes through its ``a``.
+    """
+    slot = tl.program_id(0).to(tl.int64)
+    _, _, end, begin = scan.locate(offsets, segments, span, slot)
+    stop = tl.minimum(begin + span, end)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    re = tl.zeros((BLOCK_D,), ACC)
+    im = tl.zeros((BLOCK_D,), ACC)
+    m = tl.full((BLOCK_D,), 1.0, ACC)
+    n = tl.zeros((BLOCK_D,), ACC)
+    e = tl.zeros((BLOCK_D,), tl.int32)
+    head: tl.constexpr = TOKENS - 1 if REVERSE else 0
+    tail: tl.constexpr = -1 if REVERSE else TOKENS
+    way: tl.constexpr = -1 if REVERSE else 1
+    groups = tl.cdiv(stop - begin, TOKENS)
+    base = begin
+    if REVERSE:
+        base += tl.maximum(groups - 1, 0) * TOKENS
+    a_rows = scan.widened(load_parts(a, base, stop, stride_a, d, D, TOKENS, 1.0, PAIRS), ACC)
+    b_rows = scan.widened(load_parts(b, base, stop, stride_b, d, D, TOKENS, 0.0, PAIRS), ACC)
+    while groups > 0:
+        ahead = tl.maximum(base - TOKENS, begin) if REVERSE else base + TOKENS
+        a_next = load_parts(a, ahead, stop, stride_a, d, D, TOKENS, 1.0, PAIRS)
+        b_next = load_parts(b, ahead, stop, stride_b, d, D, TOKENS, 0.0, PAIRS)
+        for i in tl.static_range(head, tail, way):
+            ar = part(a_rows, i, 0, TOKENS, PAIRS)
+            ai = part(a_rows, i, 1, TOKENS, PAIRS)
+            br = part(b_rows, i, 0, TOKENS, PAIRS)
+            bi = part(b_rows, i, 1, TOKENS, PAIRS)
+            if REVERSE:
+                re, im = times(ar, -ai, re + br, im + bi, PAIRS)
+                ai = -ai
+            else:
+                re, im = times(ar, ai, re, im, PAIRS)
+                re, im = re + br, im + bi
+            moved = exponent_of(size(ar, ai, PAIRS))
+            back = power(-moved, ar)
+            m, n = times(ar * back, ai * back, m, n, PAIRS)
+            e += moved
+        moved = exponent_of(size(m, n, PAIRS))
+        back = power(-moved, m)
+        m, n = m * back, n * back
+        e += moved
+        a_rows, b_rows = scan.widened(a_next, ACC), scan.widened(b_next, ACC)
+        base = ahead
+        groups -= 1
+    if begin < stop:
+        store_parts(local, slot, 0, d, D, re, im, d < D, PAIRS)
+        store_parts(mantissas, slot, 0, d, D, m, n, d < D, PAIRS)
+        tl.store(exponents + slot * D + d, e, mask=d < D)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def linear_combine_kernel(
+    local,
+    mantissas,
+    exponents,
+    first_carry,
+    last_carry,
+    offsets,
+    span,
+    D: tl.constexpr,
+    REVERSE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Replace every span's ``local`` by the carry that enters it, span after span."""
+    segment = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    re, im = load_edge(first_carry, segment, d, D, True, PAIRS, ACC)
+    first = tl.load(offsets + segment)
+    spans = tl.cdiv(tl.load(offsets + segment + 1) - first, span)
+    for j in range(0, spans):
+        i = spans - 1 - j if REVERSE else j
+        slot = first // span + segment + i
+        br, bi = load_edge(local, slot, d, D, True, PAIRS, ACC)
+        m, n = load_edge(mantissas, slot, d, D, True, PAIRS, ACC)
+        e = tl.load(exponents + slot * D + d, mask=d < D, other=0)
+        store_parts(local, slot, 0, d, D, re, im, d < D, PAIRS)
+        # ordered so that it overflows or underflows only where the result does
+        first_power = power(bounded(e, m), m)
+        second, third = rest_of(e, m)
+        re, im = times(m * first_power, n * first_power, re, im, PAIRS)
+        re, im = re * second * third + br, im * second * third + bi
+    if last_carry is not None:
+        store_parts(last_carry, segment, 0, d, D, re, im, d < D, PAIRS)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
 def linear_scan_fwd_kernel(
     a,
     b,
     initial,
+    starts,
     h,
     final,
     offsets,
+    segments,
+    span,
     D: tl.constexpr,
     stride_a: tl.constexpr,
     stride_b: tl.constexpr,
     PAIRS: tl.constexpr,
     ACC: tl.constexpr,
-    BLOCK_L: tl.constexpr,
+    TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write the states of one segment."""
-    segment = tl.program_id(0).to(tl.int64)
-    begin = tl.load(offsets + segment)
-    stop = tl.load(offsets + segment + 1)
+    """Write the states of one span, or of a whole segment where ``starts`` is None."""
+    slot = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    edge = segment * D + d
-    re = tl.zeros((BLOCK_D,), ACC)
-    im = tl.zeros((BLOCK_D,), ACC)
-    if initial is not None:
-        if PAIRS:
-            re, im = load_pairs(initial, edge, d < D, 0.0, ACC)
-        else:
-            re = tl.load(initial + edge, mask=d < D, other=0.0).to(ACC)
-    row = tl.arange(0, BLOCK_L)[:, None]
-    for base in range(begin, stop, BLOCK_L):
-        # past the end the state stays: the last row is the last state
-        live = (row < stop - base) & (d < D)[None, :]
-        at_a = base * stride_a + (row * stride_a + d[None, :])
-        at_b = base * stride_b + (row * stride_b + d[None, :])
-        at = base * D + (row * D + d[None, :])
-        if PAIRS:
-            ar, ai = load_pairs(a, at_a, live, 1.0, ACC)
-            br, bi = load_pairs(b, at_b, live, 0.0, ACC)
-            hr, hi, re, im = advance_pairs(ar, ai, br, bi, re, im, BLOCK_L)
-            store_pairs(h, at, hr, hi, live)
-        else:
-            factors = tl.load(a + at_a, mask=live, other=1.0).to(ACC)
-            added = tl.load(b + at_b, mask=live, other=0.0).to(ACC)
-            states, re = advance(factors, added, re, BLOCK_L)
-            tl.store(h + at, states, mask=live)
-    if PAIRS:
-        store_pairs(final, edge, re, im, d < D)
+    if starts is None:
+        begin = tl.load(offsets + slot)
+        stop = tl.load(offsets + slot + 1)
+        re, im = load_edge(initial, slot, d, D, True, PAIRS, ACC)
     else:
-        tl.store(final + edge, re, mask=d < D)
+        _, _, end, begin = scan.locate(offsets, segments, span, slot)
+        stop = tl.minimum(begin + span, end)
+        re, im = load_edge(starts, slot, d, D, True, PAIRS, ACC)
+    a_rows = scan.widened(load_parts(a, begin, stop, stride_a, d, D, TOKENS, 1.0, PAIRS), ACC)
+    b_rows = scan.widened(load_parts(b, begin, stop, stride_b, d, D, TOKENS, 0.0, PAIRS), ACC)
+    base = begin
+    while base < stop:
+        ahead = base + TOKENS
+        a_next = load_parts(a, ahead, stop, stride_a, d, D, TOKENS, 1.0, PAIRS)
+        b_next = load_parts(b, ahead, stop, stride_b, d, D, TOKENS, 0.0, PAIRS)
+        count = scan.tokens_left(base, stop, TOKENS)
+        for i in tl.static_range(TOKENS):
+            ar = part(a_rows, i, 0, TOKENS, PAIRS)
+            ai = part(a_rows, i, 1, TOKENS, PAIRS)
+            re, im = times(ar, ai, re, im, PAIRS)
+            re += part(b_rows, i, 0, TOKENS, PAIRS)
+            im += part(b_rows, i, 1, TOKENS, PAIRS)
+            store_parts(h, base, i, d, D, re, im, (count > i) & (d < D), PAIRS)
+        a_rows, b_rows = scan.widened(a_next, ACC), scan.widened(b_next, ACC)
+        base = ahead
+    if starts is None:
+        store_parts(final, slot, 0, d, D, re, im, d < D, PAIRS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def linear_scan_bwd_kernel(
     grad_h,
     grad_final,
     a,
     h,
     initial,
+    ends,
     grad_a,
     grad_b,
     grad_initial,
     offsets,
+    segments,
+    span,
     D: tl.constexpr,
     stride_a: tl.constexpr,
     stride_grad: tl.constexpr,
     PAIRS: tl.constexpr,
     ACC: tl.constexpr,
-    BLOCK_L: tl.constexpr,
+    TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write the gradients of one segment; rows of a tile run from later tokens to earlier ones."""
-    segment = tl.program_id(0).to(tl.int64)
-    begin = tl.load(offsets + segment)
-    stop = tl.load(offsets + segment + 1)
+    """Write the gradients of one span, or of a whole segment where ``ends`` is None."""
+    slot = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    edge = segment * D + d
-    re = tl.zeros((BLOCK_D,), ACC)
-    im = tl.zeros((BLOCK_D,), ACC)
-    if grad_final is not None:
-        if PAIRS:
-            re, im = load_pairs(grad_final, edge, d < D, 0.0, ACC)
-        else:
-            re = tl.load(grad_final + edge, mask=d < D, other=0.0).to(ACC)
-    column = d[None, :]
-    row = tl.arange(0, BLOCK_L)[:, None]
-    for done in range(0, stop - begin, BLOCK_L):
-        last = stop - 1 - done
-        left = last - begin  # the row of the first token, if it is in the tile
-        live = (row <= left) & (column < D)
-        earlier = (row < left) & (column < D)
-        # a token's gradient meets the factor of the token after it, the last one's none
-        coming = live & (row >= tl.where(done > 0, 0, 1))
-        later = (last + 1) * stride_a + (column - row * stride_a)
-        at_grad = last * stride_grad + (column - row * stride_grad)
-        at = last * D + (column - row * D)
-        first = (row == left) & (column < D)
-        at_first = segment * D + column
-        if PAIRS:
-            ar, ai = load_pairs(a, later, coming, 1.0, ACC)
-            gr, gi = load_pairs(grad_h, at_grad, live, 0.0, ACC)
-            gr, gi, re, im = advance_pairs(ar, -ai, gr, gi, re, im, BLOCK_L)
-            hr, hi = load_pairs(h, at - D, earlier, 0.0, ACC)
-            if initial is not None:
-                xr, xi = load_pairs(initial, at_first, first, 0.0, ACC)
-                hr += xr
-                hi += xi
-            store_pairs(grad_b, at, gr, gi, live)
-            store_pairs(grad_a, at, gr * hr + gi * hi, gi * hr - gr * hi, live)
-        else:
-            factors = tl.load(a + later, mask=coming, other=1.0).to(ACC)
-            added = tl.load(grad_h + at_grad, mask=live, other=0.0).to(ACC)
-            grads, re = advance(factors, added, re, BLOCK_L)
-            before = tl.load(h + at - D, mask=earlier, other=0.0)
-            if initial is not None:
-                before += tl.load(initial + at_first, mask=first, other=0.0).to(ACC)
-            tl.store(grad_b + at, grads, mask=live)
-            tl.store(grad_a + at, grads * before, mask=live)
-    if initial is not None:
-        here = (d < D) & (begin < stop)
-        if PAIRS:
-            ar, ai = load_pairs(a, begin * stride_a + d, here, 1.0, ACC)
-            store_pairs(grad_initial, edge, ar * re + ai * im, ar * im - ai * re, d < D)
-        else:
-            factor = tl.load(a + begin * stride_a + d, mask=here, other=1.0).to(ACC)
-            tl.store(grad_initial + edge, factor * re, mask=d < D)
-
-
-class Tile(NamedTuple):
-    """How a program is shaped."""
-
-    block_l: int
-    block_d: int
-    num_warps: int
-
-
-def tile(width: int, exact: torch.dtype) -> Tile:
-    """Choose a program's shape: 8 numbers of a tile a thread, 4 where numbers are wider."""
-    block_d = min(32, triton.next_power_of_2(width))
-    numbers = 1024 if exact == torch.float32 else 512
-    return Tile(min(128, numbers // block_d), block_d, 4)
+    if ends is None:
+        segment = slot
+        first = tl.load(offsets + slot)
+        begin = first
+        stop = tl.load(offsets + slot + 1)
+        re, im = load_edge(grad_final, slot, d, D, True, PAIRS, ACC)
+    else:
+        segment, first, end, begin = scan.locate(offsets, segments, span, slot)
+        stop = tl.minimum(begin + span, end)
+        re, im = load_edge(ends, slot, d, D, True, PAIRS, ACC)
+    groups = tl.cdiv(stop - begin, TOKENS)
+    base = begin + tl.maximum(groups - 1, 0) * TOKENS
+    a_rows = scan.widened(load_parts(a, base, stop, stride_a, d, D, TOKENS, 1.0, PAIRS), ACC)
+    g_rows = scan.widened(
+        load_parts(grad_h, base, stop, stride_grad, d, D, TOKENS, 0.0, PAIRS), ACC
+    )
+    h_rows = scan.widened(load_parts(h, base, stop, D, d, D, TOKENS, 0.0, PAIRS), ACC)
+    gr, gi = re, im
+    g = groups
+    while g > 0:
+        ahead = tl.maximum(base - TOKENS, begin)
+        a_next = load_parts(a, ahead, stop, stride_a, d, D, TOKENS, 1.0, PAIRS)
+        g_next = load_parts(grad_h, ahead, stop, stride_grad, d, D, TOKENS, 0.0, PAIRS)
+        h_next = load_parts(h, ahead, stop, D, d, D, TOKENS, 0.0, PAIRS)
+        count = scan.tokens_left(base, stop, TOKENS + 1)
+        for i in tl.static_range(TOKENS - 1, -1, -1):
+            # the later token's gradient, whose state before is this token's
+            br, bi = times(
+                part(h_rows, i, 0, TOKENS, PAIRS), -part(h_rows, i, 1, TOKENS, PAIRS), gr, gi, PAIRS
+            )
+            store_parts(grad_a, base, i + 1, d, D, br, bi, (count > i + 1) & (d < D), PAIRS)
+            gr = part(g_rows, i, 0, TOKENS, PAIRS) + re
+            gi = part(g_rows, i, 1, TOKENS, PAIRS) + im
+            store_parts(grad_b, base, i, d, D, gr, gi, (count > i) & (d < D), PAIRS)
+            re, im = times(
+                part(a_rows, i, 0, TOKENS, PAIRS), -part(a_rows, i, 1, TOKENS, PAIRS), gr, gi, PAIRS
+            )
+        a_rows, g_rows = scan.widened(a_next, ACC), scan.widened(g_next, ACC)
+        h_rows = scan.widened(h_next, ACC)
+        base = ahead
+        g -= 1
+    if begin < stop:
+        hr, hi = load_edge(h, begin - 1, d, D, begin > first, PAIRS, ACC)
+        xr, xi = load_edge(initial, segment, d, D, begin == first, PAIRS, ACC)
+        br, bi = times(hr + xr, -(hi + xi), gr, gi, PAIRS)
+        store_parts(grad_a, begin, 0, d, D, br, bi, d < D, PAIRS)
+    if ends is None and grad_initial is not None:
+        store_parts(grad_initial, segment, 0, d, D, re, im, d < D, PAIRS)
 
 
 def forward(
@@ -279,25 +387,15 @@ def forward(
     """Return all states ``[T, D]`` and every segment's last."""
     exact = accumulator(a)
     segments, width = offsets.shape[0] - 1, a.shape[1]
-    a, b = _rows(a), _rows(b)
+    a, b, initial = _rows(a), _rows(b), _whole(initial_state)
     h = a.new_empty(a.shape, dtype=exact)
     final = a.new_empty(segments, width, dtype=exact)
-    if width:
-        shape = tile(width, exact)
-        launch(
-            linear_scan_fwd_kernel,
-            (segments, triton.cdiv(width, shape.block_d)),
-            *map(_numbers, (a, b, _whole(initial_state), h, final)),
-            offsets,
-            D=width,
-            stride_a=a.stride(0),
-            stride_b=b.stride(0),
-            PAIRS=exact.is_complex,
-            ACC=_ACC[exact.to_real()],
-            BLOCK_L=shape.block_l,
-            BLOCK_D=shape.block_d,
-            num_warps=shape.num_warps,
-        )
+    if not width:
+        return h, final
+    made = _arguments(a, exact, offsets) | {"b": _numbers(b), "stride_b": b.stride(0)}
+    starts, programs = _carries(made, a, exact, initial, final, REVERSE=False)
+    tensors = {"initial": initial, "starts": starts, "h": h, "final": final}
+    _launch(linear_scan_fwd_kernel, programs, made | _all_numbers(tensors))
     return h, final
 
 
@@ -312,30 +410,67 @@ def backward(
     """Return the gradients of a, b and the initial state, None where that was absent."""
     exact = h.dtype
     segments, width = offsets.shape[0] - 1, a.shape[1]
-    a, h = _rows(a), h.contiguous()
+    a, h, initial = _rows(a), h.contiguous(), _whole(initial_state)
     grad_h = _rows(torch.zeros_like(h) if grad_h is None else grad_h)
     grad_a, grad_b = torch.empty_like(h), torch.empty_like(h)
-    grad_initial = None
-    if initial_state is not None:
-        grad_initial = h.new_empty(segments, width)
-    if width:
-        shape = tile(width, exact)
-        tensors = (grad_h, _whole(grad_final), a, h, _whole(initial_state))
-        launch(
-            linear_scan_bwd_kernel,
-            (segments, triton.cdiv(width, shape.block_d)),
-            *map(_numbers, (*tensors, grad_a, grad_b, grad_initial)),
-            offsets,
-            D=width,
-            stride_a=a.stride(0),
-            stride_grad=grad_h.stride(0),
-            PAIRS=exact.is_complex,
-            ACC=_ACC[exact.to_real()],
-            BLOCK_L=shape.block_l,
-            BLOCK_D=shape.block_d,
-            num_warps=shape.num_warps,
-        )
+    grad_initial = None if initial is None else h.new_empty(segments, width)
+    if not width:
+        return grad_a, grad_b, grad_initial
+    made = _arguments(a, exact, offsets)
+    grad_final = _whole(grad_final)
+    sent = made | {"b": _numbers(grad_h), "stride_b": grad_h.stride(0)}
+    ends, programs = _carries(sent, a, exact, grad_final, grad_initial, REVERSE=True)
+    tensors = {"grad_h": grad_h, "grad_final": grad_final, "h": h, "initial": initial, "ends": ends}
+    tensors |= {"grad_a": grad_a, "grad_b": grad_b, "grad_initial": grad_initial}
+    made |= _all_numbers(tensors) | {"stride_grad": grad_h.stride(0)}
+    _launch(linear_scan_bwd_kernel, programs, made)
     return grad_a, grad_b, grad_initial
+
+
+def _arguments(a: Tensor, exact: torch.dtype, offsets: Tensor) -> dict[str, Any]:
+    """Return what all kernels of a call have in common, by name."""
+    (tokens, width), segments = a.shape, offsets.shape[0] - 1
+    return {
+        "a": _numbers(a),
+        "stride_a": a.stride(0),
+        "offsets": offsets,
+        "segments": segments,
+        "span": scan.span_of(tokens, segments, triton.cdiv(width, BLOCK_D), scan.CHUNK),
+        "D": width,
+        "PAIRS": exact.is_complex,
+        "ACC": _ACC[exact.to_real()],
+        "TOKENS": TOKENS if exact == torch.float32 else TOKENS // 2,
+        "BLOCK_D": BLOCK_D,
+    }
+
+
+def _carries(
+    made: dict[str, Any],
+    a: Tensor,
+    exact: torch.dtype,
+    first: Tensor | None,
+    last: Tensor | None,
+    *,
+    REVERSE: bool,
+) -> tuple[Tensor | None, int]:
+    """Return what enters every span, None for whole segments, and how many programs there are."""
+    span, segments = made["span"], made["segments"]
+    if span is None:
+        return None, segments
+    programs = chunk_slots(a.shape[0], segments, span)
+    local = a.new_empty(programs, a.shape[1], dtype=exact)
+    found = {"local": local, "mantissas": torch.empty_like(local)}
+    found |= {"first_carry": first, "last_carry": last}
+    made = made | _all_numbers(found)
+    made |= {"exponents": torch.empty_like(local, dtype=torch.int32), "REVERSE": REVERSE}
+    _launch(linear_carry_kernel, programs, made)
+    _launch(linear_combine_kernel, segments, made)
+    return local, programs
+
+
+def _launch(kernel: Any, programs: int, values: dict[str, Any]) -> None:
+    grid = (programs, triton.cdiv(values["D"], BLOCK_D))
+    launch_named(kernel, grid, values, num_warps=1)
 
 
 _ACC = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -343,7 +478,7 @@ _ACC = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 def _rows(x: Tensor) -> Tensor:
     """Return a matrix with adjacent columns whose memory holds what it means."""
-    return near_rows(x.resolve_conj().resolve_neg())
+    return scan.rows(x.resolve_conj().resolve_neg())
 
 
 def _whole(x: Tensor | None) -> Tensor | None:
@@ -353,3 +488,7 @@ def _whole(x: Tensor | None) -> Tensor | None:
 def _numbers(x: Tensor | None) -> Tensor | None:
     """Return complex numbers as pairs."""
     return torch.view_as_real(x) if x is not None and x.is_complex() else x
+
+
+def _all_numbers(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {name: _numbers(x) for name, x in tensors.items()}

@@ -16,24 +16,24 @@ from ssmzoo_kernels.scan import triton as scan
 @triton.jit
 def step_size(k, dt):
     """Return ``1 / (exp(-dt) + 1 + |k|^2)``; an overflowing exponential gives the limit, 0."""
-    return 1.0 / (1.0 + scan.exp(-dt) + tl.sum(k * k, axis=0))
+    return 1.0 / (1.0 + scan.exp_minus(dt) + tl.sum(k * k, axis=0))
 
 
 @triton.jit
-def step(state, u, k, dt, param, live):
+def step(state, u, k, dt, param):
     """Regress the value on the key: one implicit gradient step per state entry."""
     rate = step_size(k, dt)[None, :] * k[:, None]
     return state + rate * (u[None, :] - k[:, None] * state)
 
 
 @triton.jit
-def decay(k, dt, param, live):
+def decay(k, dt, param):
     """Return what remains of the state, ``1 - eps k^2``."""
     return 1.0 - step_size(k, dt)[None, :] * (k * k)[:, None]
 
 
 @triton.jit
-def adjoint(grad, state, u, k, dt, param, live):
+def adjoint(grad, state, u, k, dt, param):
     """Carry the gradient of the state after a token back to the state before it and the inputs."""
     eps = step_size(k, dt)
     key = k[:, None]

@@ -10,13 +10,13 @@ one sweep finds what each span adds to a zero state and by what it multiplies an
 combines spans in order, a third runs all spans at once. The README derives both directions.
 
 A transition is three ``@triton.jit`` functions. ``u`` and ``dt`` are ``[BLOCK_D]``, ``k`` is
-``[BLOCK_N]``, ``param`` is the family's own ``[BLOCK_N, BLOCK_D]`` tile or zeros. ``live`` is false
-past a segment's end: there ``u`` and ``k`` are zero and the state must not change.
+``[BLOCK_N]``, ``param`` is the family's own ``[BLOCK_N, BLOCK_D]`` tile or zeros. Past a segment's
+end ``u`` and ``k`` are zero and ``dt`` is minus infinity; the state must not change there.
 
-- ``step(state, u, k, dt, param, live)`` returns the next state.
-- ``decay(k, dt, param, live)`` returns the factor on the state, ``[BLOCK_N, BLOCK_D]``.
-- ``adjoint(grad, state, u, k, dt, param, live)`` takes the gradient of the state after a token and
-  the state before it. It returns the gradients of the state before, ``u``, ``dt``, ``k`` in every
+- ``step(state, u, k, dt, param)`` returns the next state.
+- ``decay(k, dt, param)`` returns the factor on the state, ``[BLOCK_N, BLOCK_D]``.
+- ``adjoint(grad, state, u, k, dt, param)`` takes the gradient of the state after a token and the
+  state before it. It returns the gradients of the state before, ``u``, ``dt``, ``k`` in every
   channel, and ``param`` (any tile where there is none: Triton 3.6 returns no None from a
   function); the last two are ``[BLOCK_N, BLOCK_D]``.
 """
@@ -44,6 +44,7 @@ CHUNK = 64  # tokens whose states are recomputed at once
 TOKENS = 4  # loaded ahead and unrolled, forward
 # Lengths make no new variants; widths and strides, which a model fixes, are compiled in.
 LENGTHS = ("segments", "span", "T", "first_slot", "first_block")
+NO_STEP = tl.constexpr(-math.inf)  # stands for ``dt`` where there is no token
 LOG2E = tl.constexpr(math.log2(math.e))
 
 
@@ -147,18 +148,46 @@ def row_at(x, base, i: tl.constexpr, stride: tl.constexpr, columns):
 
 
 @triton.jit
-def load_row(x, base, i: tl.constexpr, stride: tl.constexpr, columns, width, live):
-    """Load one token's row; zeros past the segment's end and past the last column."""
+def load_row(
+    x, base, i: tl.constexpr, stride: tl.constexpr, columns, width, live, past: tl.constexpr = 0.0
+):
+    """Load one token's row; ``past`` past the segment's end and past the last column."""
     at = row_at(x, base, i, stride, columns)
-    return tl.load(at, mask=live & (columns < width), other=0.0)
+    return tl.load(at, mask=live & (columns < width), other=past)
 
 
 @triton.jit
-def load_rows(x, base, stop, stride: tl.constexpr, columns, width, TOKENS: tl.constexpr):
-    """Load the rows of ``TOKENS`` tokens as they are, before anything waits for one of them."""
-    found = (load_row(x, base, 0, stride, columns, width, base < stop),)
+def tokens_left(base, stop, most: tl.constexpr):
+    """Return how many of the next ``most`` tokens there are, none where it is negative.
+
+    In 32 bits, because a GPU compares 64 in two steps.
+    """
+    return tl.minimum(stop - base, most).to(tl.int32)
+
+
+@triton.jit
+def load_rows(
+    x,
+    base,
+    stop,
+    stride: tl.constexpr,
+    columns,
+    width,
+    TOKENS: tl.constexpr,
+    past: tl.constexpr = 0.0,
+    COUNTED: tl.constexpr = True,
+):
+    """Load the rows of ``TOKENS`` tokens as they are, before anything waits for one of them.
+
+    ``COUNTED`` compares places in 32 bits. It is faster in a scan and slower by two thirds in
+    ``feedback_scan``, by the model of scoreboard.py.
+    """
+    count = tokens_left(base, stop, TOKENS)
+    live = count > 0 if COUNTED else base < stop
+    found = (load_row(x, base, 0, stride, columns, width, live, past),)
     for i in tl.static_range(1, TOKENS):
-        row = load_row(x, base, i, stride, columns, width, base + i < stop)
+        live = count > i if COUNTED else base + i < stop
+        row = load_row(x, base, i, stride, columns, width, live, past)
         found = found + (row,)  # noqa: RUF005 (Triton knows no star)
     return found
 
@@ -188,9 +217,21 @@ def exp(x):
 
 
 @triton.jit
+def exp_minus(x):
+    """Return ``e^-x``; the sign is the constant's, because Triton would subtract x from 0."""
+    return tl.exp2(x * -LOG2E)
+
+
+@triton.jit
 def sigmoid(x):
     """Return the logistic function; finite for every x."""
-    return 1.0 / (1.0 + exp(-x))
+    return 1.0 / (1.0 + exp_minus(x))
+
+
+@triton.jit
+def silu(x):
+    """Return ``x sigmoid(x)`` by one quotient; finite for every x."""
+    return x / (1.0 + exp_minus(x))
 
 
 @triton.constexpr_function
@@ -287,18 +328,17 @@ def scan_fwd_carry_kernel(
     product = tl.full((BLOCK_N, BLOCK_D), 1.0, ACC)
     u_rows = widened(load_rows(u, begin, stop, stride_u, d, D, TOKENS), ACC)
     k_rows = widened(load_rows(k, begin, stop, stride_k, n, N, TOKENS), ACC)
-    dt_rows = widened(load_rows(dt, begin, stop, stride_dt, d, D, TOKENS), ACC)
+    dt_rows = widened(load_rows(dt, begin, stop, stride_dt, d, D, TOKENS, NO_STEP), ACC)
     base = begin
     while base < stop:
         ahead = base + TOKENS
         u_next = load_rows(u, ahead, stop, stride_u, d, D, TOKENS)
         k_next = load_rows(k, ahead, stop, stride_k, n, N, TOKENS)
-        dt_next = load_rows(dt, ahead, stop, stride_dt, d, D, TOKENS)
+        dt_next = load_rows(dt, ahead, stop, stride_dt, d, D, TOKENS, NO_STEP)
         for i in tl.static_range(TOKENS):
-            live = base + i < stop
             dt_t = dt_rows[i] + bias
-            state = STEP(state, u_rows[i], k_rows[i], dt_t, a, live)
-            product *= DECAY(k_rows[i], dt_t, a, live)
+            state = STEP(state, u_rows[i], k_rows[i], dt_t, a)
+            product *= DECAY(k_rows[i], dt_t, a)
         u_rows, k_rows, dt_rows = widened(u_next, ACC), widened(k_next, ACC), widened(dt_next, ACC)
         base = ahead
     if begin < stop:
@@ -346,7 +386,7 @@ def scan_bwd_carry_kernel(
     base = begin + tl.maximum(g, 0) * TOKENS
     k_rows = widened(load_rows(k, base, stop, stride_k, n, N, TOKENS), ACC)
     q_rows = widened(load_rows(q, base, stop, stride_q, n, N, TOKENS), ACC)
-    dt_rows = widened(load_rows(dt, base, stop, stride_dt, d, D, TOKENS), ACC)
+    dt_rows = widened(load_rows(dt, base, stop, stride_dt, d, D, TOKENS, NO_STEP), ACC)
     grad_rows = widened(load_rows(grad_out, base, stop, stride_grad, d, D, TOKENS), ACC)
     if z is not None:
         z_rows = widened(load_rows(z, base, stop, stride_z, d, D, TOKENS), ACC)
@@ -355,16 +395,15 @@ def scan_bwd_carry_kernel(
         ahead = begin + tl.maximum(g - 1, 0) * TOKENS
         k_next = load_rows(k, ahead, stop, stride_k, n, N, TOKENS)
         q_next = load_rows(q, ahead, stop, stride_q, n, N, TOKENS)
-        dt_next = load_rows(dt, ahead, stop, stride_dt, d, D, TOKENS)
+        dt_next = load_rows(dt, ahead, stop, stride_dt, d, D, TOKENS, NO_STEP)
         grad_next = load_rows(grad_out, ahead, stop, stride_grad, d, D, TOKENS)
         if z is not None:
             z_next = load_rows(z, ahead, stop, stride_z, d, D, TOKENS)
         for i in tl.static_range(TOKENS - 1, -1, -1):
-            live = base + i < stop
             g_t = grad_rows[i]
             if z is not None:
-                g_t *= z_rows[i] * sigmoid(z_rows[i])
-            factor = DECAY(k_rows[i], dt_rows[i] + bias, a, live)
+                g_t *= silu(z_rows[i])
+            factor = DECAY(k_rows[i], dt_rows[i] + bias, a)
             grad = factor * (grad + q_rows[i][:, None] * g_t[None, :])
             product *= factor
         k_rows, q_rows, dt_rows = widened(k_next, ACC), widened(q_next, ACC), widened(dt_next, ACC)
@@ -468,7 +507,7 @@ def scan_fwd_kernel(
     u_rows = widened(load_rows(u, begin, stop, stride_u, d, D, TOKENS), ACC)
     q_rows = widened(load_rows(q, begin, stop, stride_q, n, N, TOKENS), ACC)
     k_rows = widened(load_rows(k, begin, stop, stride_k, n, N, TOKENS), ACC)
-    dt_rows = widened(load_rows(dt, begin, stop, stride_dt, d, D, TOKENS), ACC)
+    dt_rows = widened(load_rows(dt, begin, stop, stride_dt, d, D, TOKENS, NO_STEP), ACC)
     if z is not None:
         z_rows = widened(load_rows(z, begin, stop, stride_z, d, D, TOKENS), ACC)
     for kept in range(begin, stop, INTERVAL):
@@ -481,17 +520,23 @@ def scan_fwd_kernel(
             u_next = load_rows(u, ahead, stop, stride_u, d, D, TOKENS)
             q_next = load_rows(q, ahead, stop, stride_q, n, N, TOKENS)
             k_next = load_rows(k, ahead, stop, stride_k, n, N, TOKENS)
-            dt_next = load_rows(dt, ahead, stop, stride_dt, d, D, TOKENS)
+            dt_next = load_rows(dt, ahead, stop, stride_dt, d, D, TOKENS, NO_STEP)
             if z is not None:
                 z_next = load_rows(z, ahead, stop, stride_z, d, D, TOKENS)
+            count = tokens_left(base, stop, TOKENS)
+            outs = ()
             for i in tl.static_range(TOKENS):
-                live = base + i < stop
-                state = STEP(state, u_rows[i], k_rows[i], dt_rows[i] + bias, a, live)
+                state = STEP(state, u_rows[i], k_rows[i], dt_rows[i] + bias, a)
                 o = tl.sum(state * q_rows[i][:, None], axis=0) + through * u_rows[i]
+                outs = outs + (o,)  # noqa: RUF005
+            # behind all states: no token waits for the gate of the one before
+            for i in tl.static_range(TOKENS):
+                o = outs[i]
                 if z is not None:
-                    o *= z_rows[i] * sigmoid(z_rows[i])
+                    o *= silu(z_rows[i])
                 row = row_at(out, base, i, D, d)
-                tl.store(row, o.to(out.dtype.element_ty), mask=live & (d < D))
+                o = o.to(out.dtype.element_ty)  # pyright: ignore[reportAttributeAccessIssue]
+                tl.store(row, o, mask=(count > i) & (d < D))
             u_rows, q_rows = widened(u_next, ACC), widened(q_next, ACC)
             k_rows, dt_rows = widened(k_next, ACC), widened(dt_next, ACC)
             if z is not None:
@@ -527,7 +572,7 @@ def march(
     """Return the state at ``end``; that before every TOKENS-th token goes to ``boxes``, if any."""
     u_rows = widened(load_rows(u, begin, end, stride_u, d, D, TOKENS), ACC)
     k_rows = widened(load_rows(k, begin, end, stride_k, n, N, TOKENS), ACC)
-    dt_rows = widened(load_rows(dt, begin, end, stride_dt, d, D, TOKENS), ACC)
+    dt_rows = widened(load_rows(dt, begin, end, stride_dt, d, D, TOKENS, NO_STEP), ACC)
     groups = tl.cdiv(end - begin, TOKENS)
     g = groups * 0
     while g < groups:
@@ -537,9 +582,9 @@ def march(
         ahead = base + TOKENS
         u_next = load_rows(u, ahead, end, stride_u, d, D, TOKENS)
         k_next = load_rows(k, ahead, end, stride_k, n, N, TOKENS)
-        dt_next = load_rows(dt, ahead, end, stride_dt, d, D, TOKENS)
+        dt_next = load_rows(dt, ahead, end, stride_dt, d, D, TOKENS, NO_STEP)
         for i in tl.static_range(TOKENS):
-            state = STEP(state, u_rows[i], k_rows[i], dt_rows[i] + bias, a, base + i < end)
+            state = STEP(state, u_rows[i], k_rows[i], dt_rows[i] + bias, a)
         u_rows, k_rows, dt_rows = widened(u_next, ACC), widened(k_next, ACC), widened(dt_next, ACC)
         g += 1
     return state
@@ -658,7 +703,7 @@ def scan_bwd_kernel(
         u_rows = widened(load_rows(u, base, chunk_stop, stride_u, d, D, TOKENS), ACC)
         k_rows = widened(load_rows(k, base, chunk_stop, stride_k, n, N, TOKENS), ACC)
         q_rows = widened(load_rows(q, base, chunk_stop, stride_q, n, N, TOKENS), ACC)
-        dt_rows = widened(load_rows(dt, base, chunk_stop, stride_dt, d, D, TOKENS), ACC)
+        dt_rows = widened(load_rows(dt, base, chunk_stop, stride_dt, d, D, TOKENS, NO_STEP), ACC)
         grad_rows = widened(load_rows(grad_out, base, chunk_stop, stride_grad, d, D, TOKENS), ACC)
         if z is not None:
             z_rows = widened(load_rows(z, base, chunk_stop, stride_z, d, D, TOKENS), ACC)
@@ -671,14 +716,13 @@ def scan_bwd_kernel(
             u_next = load_rows(u, ahead, chunk_stop, stride_u, d, D, TOKENS)
             k_next = load_rows(k, ahead, chunk_stop, stride_k, n, N, TOKENS)
             q_next = load_rows(q, ahead, chunk_stop, stride_q, n, N, TOKENS)
-            dt_next = load_rows(dt, ahead, chunk_stop, stride_dt, d, D, TOKENS)
+            dt_next = load_rows(dt, ahead, chunk_stop, stride_dt, d, D, TOKENS, NO_STEP)
             grad_next = load_rows(grad_out, ahead, chunk_stop, stride_grad, d, D, TOKENS)
             if z is not None:
                 z_next = load_rows(z, ahead, chunk_stop, stride_z, d, D, TOKENS)
             states = (kept,)
             for i in tl.static_range(TOKENS - 1):
-                live = base + i < chunk_stop
-                kept = STEP(kept, u_rows[i], k_rows[i], dt_rows[i] + bias, a, live)
+                kept = STEP(kept, u_rows[i], k_rows[i], dt_rows[i] + bias, a)
                 states = states + (kept,)  # noqa: RUF005 (Triton knows no star)
             for i in tl.static_range(TOKENS - 1, -1, -1):
                 live = base + i < chunk_stop
@@ -701,7 +745,7 @@ def scan_bwd_kernel(
                     # ahead of its use, but not before registers are free
                     kept = tl.load(boxes + before * (BLOCK_N * BLOCK_D))
                 dt_t = dt_rows[i] + bias + nothing
-                grad, gu, gdt, gk, gparam = ADJOINT(grad, state, u_t, k_t, dt_t, a, live)
+                grad, gu, gdt, gk, gparam = ADJOINT(grad, state, u_t, k_t, dt_t, a)
                 gu += through * g_t
                 tl.store(row_at(grad_u, base, i, D, d), gu.to(grad_u.dtype.element_ty), mask=here)
                 tl.store(

@@ -1,6 +1,7 @@
 """Sums of complex exponentials, the kernels of diagonal state spaces, and their transpose."""
 
 import importlib
+import math
 from types import ModuleType
 
 import torch
@@ -166,7 +167,7 @@ def vandermonde(
     if chosen == "reference":
         options = {"length": length, "offset": offset, "norm_length": norm_length}
         return SUMS.judge((weight, exponent, reversed), options)
-    flat = weight.reshape(weight.shape[:-2].numel(), *exponent.shape)
+    flat = weight.reshape(math.prod(weight.shape[:-2]), *exponent.shape)
     options = {"length": length, "first": offset, "last": norm_length - end}
     return SUMS.run(chosen, (flat, exponent, reversed), options).view(*weight.shape[:-1], length)
 

@@ -25,6 +25,7 @@ from ssmzoo.modeling.decoding import (
 from ssmzoo.modeling.derived import DerivedValue
 from ssmzoo.modeling.dynamics import Dynamics, Trajectories
 from ssmzoo.modeling.layers import MLP, CausalConv1d, Dropout, Linear
+from ssmzoo.modeling.loops import scan
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, RMSNorm
 from ssmzoo.modeling.packing import AlignedRows, PackedRow
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel, check_weights
@@ -65,6 +66,7 @@ __all__ = [
     "load_state",
     "prefill",
     "recurrent",
+    "scan",
     "suggestion",
     "token_of_layer",
 ]

@@ -1,10 +1,9 @@
 """Models as graphs without Python: programs of ``torch.export``, and ONNX.
 
 What surprises: one graph reads a prompt and goes on behind it. It takes tokens ``[B, L]`` and the
-states before them; states of zeros begin a new sequence, as in every family. It is the graph of one
-token, repeated by a scan, so it exists for every mixer that reads one token, and a prompt's token
-costs as much as one that follows. :class:`Prefill` reads a prompt at once, where a mixer's code can
-be traced for any length.
+states before them; states of zeros begin a new sequence, as in every family. A program with our ops
+reads a prompt at once. One without them, and ONNX, is the graph of one token, repeated by a scan,
+whose prompt's token costs as much as one that follows.
 """
 
 from __future__ import annotations
@@ -145,14 +144,15 @@ def export_program(model: SSMForCausalLM, *, portable: bool = False) -> Exported
         RuntimeError: A mixer's code cannot be traced, because it looks at values or takes the batch
             for a constant.
     """
-    step = _with_buffers(export_step(model, portable=portable))
     states = initial_states(model, 2)
-    tokens = torch.zeros(2, 3, dtype=torch.int64, device=model.device)
+    tokens = torch.zeros(2, 13, dtype=torch.int64, device=model.device)
     shapes = {0: Dim("rows"), 1: Dim("length")}, _moving(states)
-    with torch.no_grad(), _tracing(model, portable):
-        return torch.export.export(
-            Reader(step), (tokens, states), dynamic_shapes=shapes, strict=False
-        )
+    if portable:  # by the graph of one token, of which ONNX has all operators
+        reader: nn.Module = Reader(_with_buffers(export_step(model, portable=True)))
+    else:
+        reader = DecodeStep(model)
+    with torch.no_grad(), _evaluating(model), _tracing(model, portable):
+        return torch.export.export(reader, (tokens, states), dynamic_shapes=shapes, strict=False)
 
 
 def export_onnx(model: SSMForCausalLM, directory: str | Path) -> list[Path]:

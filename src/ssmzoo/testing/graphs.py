@@ -17,6 +17,7 @@ from ssmzoo.publishing.export_graphs import (
     DecodeStep,
     States,
     export_onnx,
+    export_program,
     export_step,
     initial_states,
 )
@@ -27,9 +28,14 @@ Read = Callable[[Tensor, States], tuple[Tensor, States]]
 
 
 def check_export(subject: Subject) -> Measured:
-    """A step leaves Python by torch.export, with any batch and with states as inputs."""
-    program = export_step(subject.model()).module()
-    return _compared(subject, subject.model(), program, (1,) * 6)
+    """Prompts and steps leave Python by torch.export, with any batch, length and states."""
+    model = subject.model()
+    step, whole = export_step(model).module(), export_program(model).module()
+
+    def read(ids: Tensor, states: States) -> tuple[Tensor, States]:
+        return (step if ids.shape[1] == 1 else whole)(ids, states)
+
+    return _compared(subject, model, read, (7, 1, 1, 3, 30, 1))
 
 
 def check_onnx(subject: Subject) -> Measured:

@@ -29,6 +29,8 @@ from ssmzoo.modeling.stock.functions import FUNCTIONS
 from ssmzoo.modeling.stock.generation import overrides
 from ssmzoo.modeling.stock.norms import OFFSETS, normalised
 from ssmzoo.modeling.stock.packed_calls import enter, positions
+from ssmzoo_kernels.dispatch import decodes_on_cpu
+from ssmzoo_kernels.few_rows_linear import many_rows_linear
 from ssmzoo_kernels.layers import OPS
 
 _NORMS = tuple(steps.rms_norm(offset) for offset in OFFSETS)
@@ -191,8 +193,9 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
         if attention_mask is not None and attention_mask.shape[-1] > length:
             attention_mask = attention_mask[:, -length:]  # the mask of what the cache has seen too
         call.dt_limit = getattr(self, "time_step_limit", None)
-        if continues and not _is_plain(getattr(self, "dt_proj", None), linear):
-            self, call.fused = _WithProjection(self, hidden_states), False
+        projection = _for_dt_proj(self, hidden_states, linear) if continues else None
+        if projection is not None:
+            self, call.fused = _WithProjection(self, projection), False
         elif fuses:
             call.fused = (
                 cache_params is None
@@ -257,8 +260,20 @@ def _is_plain(layer: Any, linear: tuple[type, ...]) -> bool:
     return layer is None or (type(layer) in linear and type(layer.weight) is nn.Parameter)
 
 
+def _for_dt_proj(mixer: Any, x: Tensor, linear: tuple[type, ...]) -> _ManyRows | _Projection | None:
+    """Return what a mixer's code gets for the layer whose weight it reads; None: the layer."""
+    layer: Any = getattr(mixer, "dt_proj", None)
+    prompt = x.shape[1] > 1 and decodes_on_cpu(x)
+    if prompt and type(layer) in linear and not decoding.is_watched(layer):
+        return _ManyRows(layer)
+    return None if _is_plain(layer, linear) else _Projection(layer, mixer.time_step_rank, x)
+
+
 class _Projection:
-    """A linear layer under an adapter, or quantised, as code sees it that reads its weight."""
+    """A linear layer under an adapter, or quantised, as code sees it that reads its weight.
+
+    The weight is what the layer does to unit vectors.
+    """
 
     def __init__(self, layer: Any, width: int, like: Tensor) -> None:
         self.layer, self.bias = layer, layer.bias
@@ -269,15 +284,30 @@ class _Projection:
         return self.layer(x)
 
 
+class _ManyRows:
+    """A plain linear layer, as code sees it that multiplies by its weight: a prompt's product."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer, self.bias = layer, layer.bias
+
+    @property
+    def weight(self) -> _ManyRows:
+        return self
+
+    def __matmul__(self, x: Tensor) -> Tensor:
+        """Map ``[B, in, L]`` to ``[B, out, L]``."""
+        return many_rows_linear(x.transpose(1, 2), self.layer.weight).transpose(1, 2)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
 class _WithProjection:
-    """A mixer for one call of its forward, which reads a weight and so would miss what wraps it.
+    """A mixer for one call of its forward, which reads the weight of ``dt_proj`` by itself."""
 
-    Here ``dt_proj.weight`` is what the layer does to unit vectors.
-    """
-
-    def __init__(self, mixer: Any, like: Tensor) -> None:
+    def __init__(self, mixer: Any, projection: _Projection | _ManyRows) -> None:
         self._mixer = mixer
-        self.dt_proj = _Projection(mixer.dt_proj, mixer.time_step_rank, like)
+        self.dt_proj = projection
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._mixer, name)

@@ -1,5 +1,7 @@
 """GRU: a recurrence that no scan computes, so its mixer loops over the columns of a batch."""
 
+from collections.abc import Sequence
+
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from ssmzoo.modeling import (
     SSMMixer,
     SSMModel,
     SSMPreTrainedModel,
+    scan,
 )
 
 
@@ -39,21 +42,28 @@ class GRUMixer(SSMMixer):
         x = self.in_proj(hidden_states)  # [B, L, 3 D]
         # packed sequences become rows of a batch; behind their ends stand zeros
         rows = None if packing is None else packing.aligned()
-        columns = (x if rows is None else rows.gather(x)).unbind(dim=1)
+        columns = (x if rows is None else rows.gather(x)).transpose(0, 1)  # [L, B, 3 D]
         exact = torch.promote_types(torch.float32, x.dtype)
         h = state.get_row("h")  # [B, D]
         if h is None:
-            h = x.new_zeros(len(columns[0]), hidden_states.shape[2], dtype=exact)
-        outputs = []
-        for t, column in enumerate(columns):
+            h = x.new_zeros(columns.shape[1], hidden_states.shape[2], dtype=exact)
+
+        def step(
+            carried: Sequence[Tensor], given: Sequence[Tensor]
+        ) -> tuple[list[Tensor], list[Tensor]]:
+            (h,), (column, t) = carried, given
             r, z, n = column.to(exact).chunk(3, dim=-1)
             ur, uz, un = self.recurrent(h.to(x.dtype)).to(exact).chunk(3, dim=-1)
             z = torch.sigmoid(z + uz)
             new = (1 - z) * torch.tanh(n + torch.sigmoid(r + ur) * un) + z * h
             h = new if rows is None else torch.where(t < rows.lengths[:, None], new, h)
-            outputs.append(h)
+            return [h], [h]
+
+        (h,), (outputs,) = scan(
+            step, [h], [columns, torch.arange(columns.shape[0], device=x.device)]
+        )
         state.put_row("h", h)
-        y = torch.stack(outputs, dim=1).to(x.dtype)
+        y = outputs.transpose(0, 1).to(x.dtype)
         return self.out_proj(y if rows is None else rows.scatter(y, x.shape[1]))
 
 

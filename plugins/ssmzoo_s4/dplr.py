@@ -1,0 +1,91 @@
+"""The mathematics of S4: its discretised state space, its filters, and HiPPO's initial values.
+
+A feature's state space is ``x' = A x + B u``, ``y = C x`` with ``A = Lambda - P P*``. Modes come in
+conjugate pairs; arrays hold the first of each, ``[H, N]`` for H features. The bilinear step keeps
+the form: with ``lambda = (1 + dt Lambda / 2) / (1 - dt Lambda / 2)`` a token is
+
+    w = Re(probe . x),   x <- lambda x + drive u - feedback w,   y = Re(readout . x)
+
+so P P* is a loop around a diagonal system, and Woodbury's identity says what the loop does to
+transfer functions. Here they are power series in z, whose first L coefficients need no later ones:
+a kernel is the same for every length, without the paper's ``C (I - Abar^L)``.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ssmzoo_kernels import fft_conv, rational_kernel, vandermonde
+
+
+class System(NamedTuple):
+    """A layer's discretised state space, each ``[H, N]`` complex128."""
+
+    exponent: Tensor  # log lambda, its real part below zero
+    drive: Tensor  # how the input enters the state, Bbar
+    feedback: Tensor  # how w enters it
+    probe: Tensor  # what w reads of the last state
+    readout: Tensor  # what the output reads of the new one, 2 C
+
+    @classmethod
+    def of(cls, dt: Tensor, A: Tensor, P: Tensor, B: Tensor, C: Tensor) -> "System":
+        """Discretise ``Lambda - P P*`` by the bilinear rule; A is Lambda, and dt ``[H, 1]``."""
+        half = dt * A / 2
+        implicit = dt / (1 - half)
+        gain = 1 + (P.abs().square() * implicit.real).sum(-1, keepdim=True)
+        felt = (P.conj() * implicit * B).real.sum(-1, keepdim=True)
+        drive = implicit * (B - P * (felt / gain))
+        probe = P.conj() * (2 / (1 - half)) / gain
+        return cls(torch.log((1 + half) / (1 - half)), drive, implicit * P, probe, 2 * C)
+
+    def filters(self, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return filters kernel, heard, echo and loop, ``[H, length]`` float64, from tap 0 on.
+
+        With ``E_xy(z) = sum_l Re(x . lambda^l y) z^l`` of the diagonal system they are
+        ``C Abar^l Bbar``, that is ``E_rd - E_rf heard``; from the input to w,
+        ``z E_pd / (1 + z E_pf)``; from w to what it takes off the output, ``E_rf``; and from w to
+        what it takes off the next w, ``E_pf``. Longer ones begin with shorter ones.
+        """
+        pairs = [(r, x) for r in (self.readout, self.probe) for x in (self.drive, self.feedback)]
+        weights = torch.stack([r * x for r, x in pairs])
+        direct, echo, open_, loop = vandermonde(weights, self.exponent, length)
+        heard = rational_kernel(loop, open_, length)
+        echoed, _ = fft_conv(heard.T[None].contiguous(), echo)
+        return direct - echoed[0].T, heard, echo, loop
+
+    def response(self, x: Tensor, echo: Tensor, loop: Tensor, length: int) -> list[Tensor]:
+        """Return what a state ``[B, H, N]`` adds to outputs and to w, ``[B, length, H]`` each."""
+        weights = ((v.to(x.dtype) * x, n) for v, n in ((self.readout, 1), (self.probe, 0)))
+        y, w = (vandermonde(v, self.exponent, length, offset=n).mT for v, n in weights)
+        again = rational_kernel(loop, loop, loop.shape[1])
+        w = w - fft_conv(w, again.to(w.dtype))[0]
+        return [y - fft_conv(w, echo.to(w.dtype))[0], w]
+
+    def transition(self) -> Tensor:
+        """Return ``Abar``, ``[H, 2 N, 2 N]``, conjugates last."""
+        x = (self.exponent.exp(), self.feedback, self.probe / 2)
+        decay, column, row = (torch.cat([half, half.conj()], dim=-1) for half in x)
+        return torch.diag_embed(decay) - column[..., :, None] * row[..., None, :]
+
+
+def hippo(pairs: int) -> tuple[Tensor, Tensor]:
+    """Return HiPPO-LegS in diagonal-plus-low-rank form: frequencies and P, ``[N]``.
+
+    Of order 2N its matrix is ``-1/2 + S - p p^T`` with ``p_n = sqrt(n + 1/2)`` and a skew S. So
+    ``Lambda = -1/2 + i frequency`` and ``P = V* p``; an eigenvector's phase is free, and here P is
+    positive. ``B = V* b = sqrt(2) P``, because ``b_n = sqrt(2n + 1)``.
+    """
+    p = np.sqrt(np.arange(2 * pairs) + 0.5)
+    size = np.outer(p, p)
+    frequencies, vectors = np.linalg.eigh(1j * (np.tril(size, -1) - np.triu(size, 1)))
+    low_rank = np.abs(vectors[:, pairs:].T @ p)
+    return torch.tensor(frequencies[pairs:], device="cpu"), torch.tensor(low_rank, device="cpu")
+
+
+def moved_to_the_end(x: Tensor, lengths: Tensor) -> Tensor:
+    """Let the rows of ``[S, L, H]``, which have these lengths, end in the last column."""
+    columns = torch.arange(x.shape[1], device=x.device) - (x.shape[1] - lengths)[:, None]
+    moved = x.gather(1, columns.clamp(min=0)[..., None].expand_as(x))
+    return torch.where((columns >= 0)[..., None], moved, 0)

@@ -1,0 +1,196 @@
+"""S4: efficiently modeling long sequences with structured state spaces (arXiv 2111.00396).
+
+What surprises: training convolves with a kernel that each forward pass computes anew, in float64;
+only decoding has a state. The parameter is C itself: no length is part of the model. The
+mathematics is in ``dplr.py``. Dimensions: B batch, L length, H features, N conjugate pairs.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ssmzoo.modeling import (
+    DerivedValue,
+    Dropout,
+    Dynamics,
+    LayerState,
+    Linear,
+    PackedRow,
+    SSMForCausalLM,
+    SSMForPairClassification,
+    SSMForSequenceClassification,
+    SSMForTokenClassification,
+    SSMMixer,
+    SSMModel,
+    SSMPreTrainedModel,
+)
+from ssmzoo_kernels import diagonal_step, fft_conv, vandermonde_state
+
+from .configuration_s4 import S4Config
+from .dplr import System, hippo, moved_to_the_end
+
+_SLOW = ("log_dt", "A_log", "A_imag", "P", "B")
+
+
+class S4Mixer(SSMMixer):
+    """Filter each feature by a state space whose matrix is ``Lambda - P P*``, then mix features.
+
+    ``x[t] = Abar x[t-1] + Bbar u[t]``, ``y[t] = C x[t] + D u[t]`` (the paper's Eq. 3); then, by
+    ``config.block``, ``out_proj(dropout(GELU(y)))``, its GLU, or y itself.
+    """
+
+    param_group_names: ClassVar[Mapping[str, str]] = dict.fromkeys(_SLOW, "ssm")
+    config: S4Config
+
+    def __init__(self, config: S4Config, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        width, pairs = config.hidden_size, config.d_state // 2
+        sets = width if config.n_ssm is None else config.n_ssm
+        self.log_dt = nn.Parameter(torch.empty(width))
+        self.A_log = nn.Parameter(torch.empty(sets, pairs))
+        self.A_imag = nn.Parameter(torch.empty(sets, pairs))
+        self.P = nn.Parameter(torch.empty(sets, pairs, 2))
+        self.B = nn.Parameter(torch.empty(sets, pairs, 2))
+        self.C = nn.Parameter(torch.empty(width, pairs, 2))
+        self.D = nn.Parameter(torch.empty(width))
+        if config.block != "filter":
+            self.dropout = Dropout(config.dropout, config.tie_dropout)
+            self.out_proj = Linear(width, 2 * width if config.block == "glu" else width)
+        self._table: DerivedValue[list[Tensor]] = DerivedValue()
+
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
+    ) -> Tensor:
+        """Map ``[B, L, H]`` to ``[B, L, H]``; the state is ``ssm [B, H, N, 2]``."""
+        if self.training and not torch.compiler.is_compiling():
+            self._table.forget()
+        u = hidden_states.to(torch.promote_types(torch.float32, hidden_states.dtype))
+        goes_on = bool(state.initial) and packing is None and not torch.is_grad_enabled()
+        one = goes_on and u.shape[1] == 1
+        y = self._step(u[:, 0], state) if one else self._convolve(u, state, packing)
+        if self.config.block == "filter":
+            return y.to(hidden_states.dtype)
+        y = self.out_proj(self.dropout(F.gelu(y).to(hidden_states.dtype), packing))
+        return F.glu(y, dim=-1) if self.config.block == "glu" else y
+
+    def system(self) -> System:
+        """Return the discretised state space of every feature."""
+        A = torch.complex(-self.A_log.double().exp(), self.A_imag.double())
+        P, B, C = (torch.view_as_complex(x.double()) for x in (self.P, self.B, self.C))
+        copies = self.config.hidden_size // A.shape[0]
+        A, P, B = (x.repeat(copies, 1) for x in (A, P, B))  # feature h has set h % n_ssm
+        return System.of(self.log_dt.double().exp()[:, None], A, P, B, C)
+
+    def dynamics(self, hidden_states: Tensor) -> Dynamics:
+        """Return kernels, eigenvalues of ``Abar`` and time steps."""
+        system = self.system()
+        kernel = system.filters(hidden_states.shape[1])[0].to(hidden_states.dtype)
+        poles = torch.linalg.eigvals(system.transition())
+        return Dynamics(kernel, poles=poles, time_steps=self.log_dt.exp())
+
+    def _convolve(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
+        """Filter whole sequences, or what follows a state; leave the state after them."""
+        tokens, rows, start = u.shape[1], None, state.get_row("ssm")
+        keeps = state.keep or start is not None
+        if packing is not None and (keeps or packing.rows is not None):
+            rows = packing.aligned()
+            u, packing = rows.gather(u), None
+        length = u.shape[1]
+        if packing is not None and not torch.compiler.is_compiling():
+            length = packing.longest()
+        system = self.system()
+        kernel, heard, echo, loop = system.filters(max(1, length))
+        y, _ = fft_conv(u, kernel.to(u.dtype), self.D, cu_seqlens=packing)
+        if keeps:
+            w, _ = fft_conv(u, heard.to(u.dtype))
+            past: Tensor | float = 0
+            if start is not None:
+                x = torch.view_as_complex(start)
+                rest, more = system.response(x, echo, loop, length)
+                y, w = y + rest, w + more
+                steps = length if rows is None else rows.lengths[:, None, None]
+                past = torch.exp(system.exponent * steps).to(x.dtype) * x
+            if rows is not None:
+                u, w = (moved_to_the_end(v, rows.lengths) for v in (u, w))
+            driven, fed = (vandermonde_state(v, system.exponent) for v in (u, w))
+            new = system.drive.to(driven.dtype) * driven - system.feedback.to(fed.dtype) * fed
+            state.put_row("ssm", torch.view_as_real(past + new))
+        return y if rows is None else rows.scatter(y, tokens)
+
+    def _step(self, u: Tensor, state: LayerState) -> Tensor:
+        """Advance by one token ``[B, H]`` without gradients; ``[B, 1, H]``."""
+        tables = self._table.get(list(self.parameters(recurse=False)), None, self._tables)
+        decay, drive, feedback, probe, readout, echo = tables
+        x = torch.view_as_complex(state.initial["ssm"])
+        w = (probe * x).real.sum(-1)
+        y, x = diagonal_step(u, x, decay, drive, readout, self.D)
+        state.put("ssm", torch.view_as_real(x - feedback * w[..., None]))
+        return (y - echo * w)[:, None]
+
+    @torch.no_grad()
+    def _tables(self) -> list[Tensor]:
+        """Return what a token multiplies: decay and the rest of the system; echo's tap 0, [H]."""
+        exponent, *rest = self.system()
+        exact = torch.promote_types(torch.complex64, self.C.dtype)
+        decay, drive, feedback, probe, readout = (x.to(exact) for x in (exponent.exp(), *rest))
+        return [decay, drive, feedback, probe, readout, (readout * feedback).real.sum(-1)]
+
+
+class S4PreTrainedModel(SSMPreTrainedModel):
+    """Loading and initialisation of S4 models."""
+
+    config: S4Config
+    _keep_in_fp32_modules_strict = [f"mixer.{name}" for name in (*_SLOW, "C", "D")]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw the initial parameters.
+
+        ``log_dt`` U(ln dt_min, ln dt_max); Lambda, P and B those of HiPPO-LegS; both parts of C
+        N(0, 1/2); D N(0, 1); ``out_proj`` U(+-1/sqrt(H)) with bias 0.
+        """
+        super()._init_weights(module)
+        if isinstance(module, S4Mixer):
+            init.uniform_(module.log_dt, math.log(self.config.dt_min), math.log(self.config.dt_max))
+            frequencies, P = hippo(self.config.d_state // 2)
+            init.constant_(module.A_log, math.log(0.5))
+            init.copy_(module.A_imag, frequencies.expand_as(module.A_imag))
+            for parameter, size in ((module.P, 1.0), (module.B, 2**0.5)):
+                init.copy_(parameter, torch.stack([size * P, 0 * P], -1).expand_as(parameter))
+            init.normal_(module.C, std=0.5**0.5)
+            init.normal_(module.D)
+
+
+class S4Model(S4PreTrainedModel, SSMModel):
+    """S4's backbone."""
+
+    mixer_class = S4Mixer
+
+
+class S4ForCausalLM(S4PreTrainedModel, SSMForCausalLM):
+    """S4 with a language-model head."""
+
+    model_class = S4Model
+
+
+class S4ForSequenceClassification(S4PreTrainedModel, SSMForSequenceClassification):
+    """S4 with a classifier of sequences."""
+
+    model_class = S4Model
+
+
+class S4ForTokenClassification(S4PreTrainedModel, SSMForTokenClassification):
+    """S4 with a classifier of tokens."""
+
+    model_class = S4Model
+
+
+class S4ForPairClassification(S4PreTrainedModel, SSMForPairClassification):
+    """S4 with a classifier of pairs of documents."""
+
+    model_class = S4Model
