@@ -30,7 +30,6 @@ from ssmzoo.modeling import (
     SSMPreTrainedModel,
 )
 from ssmzoo_kernels import (
-    causal_conv1d,
     diagonal_step,
     eidetic_attention,
     fft_conv,
@@ -119,13 +118,14 @@ class H3Mixer(SSMMixer):
         exact = torch.promote_types(torch.float32, k.dtype)
         q, k, v = (x.to(exact) for x in (q, k, v))
         goes_on = bool(state.initial) and packing is None and not torch.is_grad_enabled()
-        one, start = goes_on and k.shape[1] == 1, state.get("shift")
+        one = goes_on and k.shape[1] == 1
         if one:
             taps, *tables = self._table.get(list(self.parameters(False)), None, self._tables)
-            k, last = causal_conv1d(k, taps, None, start)
+            window = torch.cat([state.initial["shift"].to(exact), k], dim=1)
+            k, last = (window * taps).sum(1, keepdim=True), window[:, 1:]
         else:
             tables = []
-            taps = self.taps().to(exact)
+            taps, start = self.taps().to(exact), state.get("shift")
             k, last = fft_conv(k, taps, None, start, cu_seqlens=packing, output_final_state=True)
         state.put("shift", cast(Tensor, last))
         size = self.config.head_dim
@@ -173,9 +173,9 @@ class H3Mixer(SSMMixer):
 
     @torch.no_grad()
     def _tables(self) -> list[Tensor]:
-        """Return what a token multiplies: taps, the first one last, decay and read-out."""
+        """Return what a token multiplies: taps [N, D], the first one last, decay and read-out."""
         exponent, readout = self.modes()
-        return [self.taps().flip(1), exponent.exp().to(readout.dtype), readout]
+        return [self.taps().flip(1).T.contiguous(), exponent.exp().to(readout.dtype), readout]
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: LayerState, packing: PackedRow | None

@@ -201,7 +201,7 @@ FILES = {
 @pytest.mark.parametrize("preset", FILES)
 def test_a_preset_has_the_parameters_of_the_authors_file(preset):
     """Their float32 numbers fill the file but for names and padding: one layer more or less that
-    attends would be 0.2 MB per copy or more."""
+    attends would be 1.3 MB a copy or more."""
     width, layers, attends, size, copies = FILES[preset]
     count = describe_family("h3")["presets"][preset]["parameters"]
     assert count == oracle.parameters(width, layers, attends)
