@@ -7,10 +7,11 @@ from .convert_h3 import from_official
 from .modeling_h3 import H3ForCausalLM, H3ForSequenceClassification, H3Model
 
 _PAPER = {"vocab_size": 50264, "norm_type": "layer", "embedding_dropout": 0.1}
-_125M = {**_PAPER, "hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 3072}
-_355M = {**_PAPER, "hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 4096}
-_1_3B = {**_PAPER, "hidden_size": 2048, "num_hidden_layers": 24, "intermediate_size": 8192}
-_2_7B = {**_PAPER, "hidden_size": 2560, "num_hidden_layers": 32, "intermediate_size": 10240}
+_SIZE = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
+_125M = {**_PAPER, **dict(zip(_SIZE, (768, 12, 3072, 12), strict=True))}
+_355M = {**_PAPER, **dict(zip(_SIZE, (1024, 24, 4096, 16), strict=True))}
+_1_3B = {**_PAPER, **dict(zip(_SIZE, (2048, 24, 8192, 16), strict=True))}
+_2_7B = {**_PAPER, **dict(zip(_SIZE, (2560, 32, 10240, 20), strict=True))}
 
 FAMILY = Family(
     name="h3",
@@ -26,17 +27,12 @@ FAMILY = Family(
         year=2023,
     ),
     presets={
-        "h3-125m": {**_125M, "attn_layer_idx": [6], "num_attention_heads": 12},
-        "h3-355m": {**_355M, "attn_layer_idx": [8, 16], "num_attention_heads": 16},
-        "h3-1.3b": {**_1_3B, "attn_layer_idx": [8, 16], "num_attention_heads": 16},
-        "h3-2.7b": {**_2_7B, "attn_layer_idx": [8, 16, 24], "num_attention_heads": 20},
-        "h3-2.7b-rotary": {
-            **_2_7B,
-            "attn_layer_idx": [10, 21],
-            "num_attention_heads": 20,
-            "rotary_dim": 64,
-        },
-        "h3-hybrid-125m": {**_125M, "attn_layer_idx": [1, 8], "num_attention_heads": 12},
+        "h3-125m": {**_125M, "attn_layer_idx": [6]},
+        "h3-355m": {**_355M, "attn_layer_idx": [8, 16]},
+        "h3-1.3b": {**_1_3B, "attn_layer_idx": [8, 16]},
+        "h3-2.7b": {**_2_7B, "attn_layer_idx": [8, 16, 24]},
+        "h3-2.7b-rotary": {**_2_7B, "attn_layer_idx": [10, 21], "rotary_dim": 64},
+        "h3-hybrid-125m": {**_125M, "attn_layer_idx": [1, 8]},
         "h3-pure-125m": _125M,
     },
     tiny={

@@ -35,11 +35,9 @@ def from_official(
 ) -> tuple[dict[str, Tensor], H3Config]:
     """Translate official weights into ours, and read the configuration off their shapes.
 
-    Args:
-        state_dict: Weights by official name, of either order of norms that their code reads;
-            prefixes that wrappers add are stripped.
-        config: What shapes do not say, under our names: ``num_attention_heads`` where a layer
-            attends, ``rotary_dim``. They win over what was read.
+    Both orders of norms that their code reads are taken; prefixes that wrappers add are stripped.
+    ``config`` has what shapes do not say, under our names, and wins: ``num_attention_heads`` where
+    a layer attends, ``rotary_dim``.
 
     Raises:
         LookupError: A weight of the model is missing, or one belongs to no such model.
@@ -58,9 +56,8 @@ def from_official(
             weights[name] = tensor
     layers = sorted({int(m[1]) for n in weights if (m := re.match(r"model\.layers\.(\d+)\.", n))})
     filters = [i for i in layers if f"model.layers.{i}.mixer.A_imag" in weights]
-    embedding, inner = (
-        weights.get(f"model.{name}.weight") for name in ("embed_tokens", "layers.0.mlp.up_proj")
-    )
+    inner = weights.get("model.layers.0.mlp.up_proj.weight")
+    embedding = weights.get("model.embed_tokens.weight")
     if not filters or embedding is None or inner is None:
         raise LookupError(f"not an official H3 model; it has {', '.join(sorted(state_dict)[:3])}")
     attends = [i for i in layers if i not in filters]

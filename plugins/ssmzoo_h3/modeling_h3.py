@@ -87,9 +87,9 @@ class H3Mixer(SSMMixer):
 
     def taps(self) -> Tensor:
         """Return the filter of the keys, ``[D, N]``: ``C shift^l B``, with D in its first tap."""
-        behind = (0, self.shift_C.shape[1] - 1)
-        late, direct = F.pad(self.shift_C, behind), F.pad(self.shift_D[:, None], behind)
-        return F.conv1d(late[None], self.shift_B[:, None], groups=late.shape[0])[0] + direct
+        late, _ = fft_conv(self.shift_C.flip(1).T[None], self.shift_B)  # backwards, [1, N, D]
+        direct = F.pad(self.shift_D[:, None], (0, self.shift_C.shape[1] - 1))
+        return late[0].T.flip(1) + direct
 
     def modes(self) -> tuple[Tensor, Tensor]:
         """Return exponents ``log Abar`` and ``2 C Bbar`` by the bilinear rule, ``[H, n]`` each."""
@@ -121,8 +121,9 @@ class H3Mixer(SSMMixer):
         one = goes_on and k.shape[1] == 1
         if one:
             taps, *tables = self._table.get(list(self.parameters(False)), None, self._tables)
-            window = torch.cat([state.initial["shift"].to(exact), k], dim=1)
-            k, last = (window * taps).sum(1, keepdim=True), window[:, 1:]
+            past = state.initial["shift"]
+            last = torch.cat([past[:, 1:], k], dim=1)
+            k = (past * taps[:-1]).sum(1, keepdim=True) + taps[-1] * k
         else:
             tables = []
             taps, start = self.taps().to(exact), state.get("shift")
@@ -182,11 +183,18 @@ class H3Mixer(SSMMixer):
     ) -> Tensor:
         """Attend to all tokens; all are ``[B, L, D]``. Keys are kept as they are turned."""
         heads, size = self.config.num_attention_heads, self.config.rotary_dim
+        seen = state.get("seen")
         if size is not None:
-            cos, sin = self._turns(k, state, packing, size)
-            q, k = (_turned(x.unflatten(2, (heads, -1)), cos, sin) for x in (q, k))
+            place = torch.arange(k.shape[1], device=k.device)
+            if packing is not None:
+                sequence = packing.numbers()
+                place = place - packing.offsets[sequence]
+                place = place if seen is None else place + seen[sequence]
+            elif seen is not None:
+                place = place + seen[:, None]
+            q, k = (_turned(x.unflatten(2, (heads, -1)), place, size) for x in (q, k))
         if state.keep:
-            rows, seen = None if packing is None else packing.aligned(), state.get_row("seen")
+            rows = None if packing is None else packing.aligned()
             for name, new in (("keys", k), ("values", v)):
                 old, new = state.get_row(name), new if rows is None else rows.gather(new)
                 table = new if old is None else torch.cat([old.to(new.dtype), new], dim=1)
@@ -196,41 +204,22 @@ class H3Mixer(SSMMixer):
                     table = F.pad(table, (0, 0, state.room - table.shape[1], 0))
                 state.put_row(name, table)
             read = torch.full((k.shape[0],), k.shape[1], device=k.device)
-            read = read if rows is None else rows.lengths
-            state.put_row("seen", read if seen is None else seen + read)
+            read, before = read if rows is None else rows.lengths, state.get_row("seen")
+            state.put_row("seen", read if before is None else before + read)
         past = (state.get("keys"), state.get("values"))
-        past_k, past_v = (None if x is None else x.unflatten(2, (heads, -1)) for x in past)
+        past_k, past_v = (x if x is None else x.unflatten(2, (heads, -1)) for x in past)
+        now = (x.unflatten(2, (heads, -1)) for x in (q, k, v))
         return eidetic_attention(
-            *(x.unflatten(2, (heads, -1)) for x in (q, k, v)),
-            window=None,
-            past_k=past_k,
-            past_v=past_v,
-            seen=state.get("seen"),
-            cu_seqlens=packing,
+            *now, window=None, past_k=past_k, past_v=past_v, seen=seen, cu_seqlens=packing
         ).flatten(2)
 
-    def _turns(
-        self, x: Tensor, state: LayerState, packing: PackedRow | None, size: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of the tokens' angles, ``[B, L, 1, size / 2]`` each."""
-        if "turns" not in state.shared:
-            place, seen = torch.arange(x.shape[1], device=x.device), state.get("seen")
-            if packing is not None:
-                sequence = packing.numbers()
-                place = place - packing.offsets[sequence]
-                place = place if seen is None else place + seen[sequence]
-            elif seen is not None:
-                place = place + seen[:, None]
-            powers = torch.arange(0, size, 2, dtype=torch.float64, device=x.device) / size
-            angles = place[..., None, None] * 10_000.0**-powers
-            state.shared["turns"] = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        return state.shared["turns"]
 
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the first features of heads ``[B, L, H, d]``, halves against each other; flat."""
-    half = cos.shape[-1]
-    first, second, rest = x.tensor_split((half, 2 * half), dim=3)
+def _turned(x: Tensor, place: Tensor, size: int) -> Tensor:
+    """Turn the first ``size`` features of heads ``[B, L, H, d]`` by pairs of halves; flat."""
+    powers = torch.arange(0, size, 2, dtype=torch.float64, device=x.device) / size
+    angles = place[..., None, None] * 10_000.0**-powers
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second, rest = x.tensor_split((size // 2, size), dim=3)
     turned = (first * cos - second * sin, second * cos + first * sin, rest)
     return torch.cat(turned, dim=3).flatten(2)
 
