@@ -38,7 +38,7 @@ pytestmark = [
 
 HERE = Path(__file__).parent
 TOY = HERE / "toy_family" / "ssmzoo_toy"
-OURS = ("bmojo", "coffee", "dss", "h3", "longhorn", "rtf", "s4")
+OURS = ("bmojo", "coffee", "dss", "h3", "linear_attention", "longhorn", "rtf", "s4")
 NAMES = (*OURS, "toy")
 LM, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
 EXACT = 1e-10  # relative, in float64

@@ -76,8 +76,11 @@ def test_a_program_reads_prompts_and_goes_on_with_any_batch_and_length(name, por
     reads(loaded.module(), model, {1: [1, 1, 1], 3: [7, 1, 5], 2: [30, 1]})
 
 
+FAMILIES = ["bmojo", "coffee", "dss", "linear_attention", "longhorn", "rtf", "spiral", "window"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bmojo", "coffee", "dss", "longhorn", "rtf", "spiral", "window"])
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("portable", [False, True])
 @torch.no_grad()
 def test_programs_of_every_family_read_and_go_on(name, portable):

@@ -24,6 +24,10 @@ from ssmzoo_kernels.dispatch import watch
 # what PEFT calls of transformers that it will drop
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 
+SCALAR = {"decay": "scalar", "decay_rank": None}
+MAMBA2 = {**SCALAR, "delta_rule": False, "beta": "dt", "feature_map": "silu", "skip": True}
+MAMBA2 |= {"out_norm": "gated", "out_gate": "silu", "gate_rank": None}
+
 # settings of every path that programs are written for
 SERVED: list[tuple[str, dict[str, Any]]] = [
     ("longhorn", {}),
@@ -45,6 +49,11 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     ("rtf", {"mixer_rank": None}),
     ("rtf", {"block": "s4", "mixer_rank": None, "num_denominators": 2}),
     ("rtf", {"block": "filter", "mixer_rank": None}),
+    ("linear_attention", {}),
+    ("linear_attention", {"decay": "none", "decay_rank": None, "beta_scale": 2}),
+    ("linear_attention", {**SCALAR, "out_gate": "silu", "gate_rank": None}),
+    ("linear_attention", {**SCALAR, "out_gate": "none", "gate_rank": None}),
+    ("linear_attention", MAMBA2),
     ("bmojo", {"mixer_types": ["mamba"]}),
     ("bmojo", {"mixer_types": ["swa"], "use_rope": True}),
     ("bmojo", {"mixer_types": ["bmojo_f"], "num_key_value_heads": 1}),
@@ -55,6 +64,8 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
 LAYER_BY_LAYER: list[tuple[str, dict[str, Any]]] = [
     ("longhorn", {"norm_type": "layer"}),
     ("dss", {"kernel_variant": "exp", "max_kernel_length": 8}),
+    ("linear_attention", {"rotary": True}),
+    ("linear_attention", {"gate_logit_normalizer": 16}),
     ("rtf", {"filter": "modal"}),
     ("rtf", {"decode_mode": "fir", "kernel_mode": "truncated", "trunc_len": 16}),
 ]

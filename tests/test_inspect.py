@@ -286,6 +286,7 @@ def read(folder):
         ("rtf", "kernels memory poles margins"),
         ("longhorn", "kernels memory decay"),
         ("coffee", "kernels memory decay"),
+        ("linear_attention", "kernels memory decay"),
         ("rtf:rtf-delay", "kernels memory margins"),
     ],
 )

@@ -63,6 +63,7 @@ LISTED = {
 # Python blocks, by a line in them
 LISTED_BLOCKS = {
     "def _init_weights(self, module):": "a method of the reader's class",
+    "class ToyForImageClassification(": "the reader's own class",
     "def dynamics(self, hidden_states": "a method of the reader's class",
     "def forward(\n    self, hidden_states": "tests/test_foreign_families.py has the files",
     "def attend(self, inputs: Tensor": "tests/test_foreign_families.py has the files",

@@ -23,6 +23,7 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
+    LlamaConfig,
 )
 
 from ssmzoo.data.labelled import Examples, ExampleSource, Share
@@ -807,8 +808,10 @@ def test_a_presets_other_vocabulary_is_replaced_and_reported(caplog):
         ({"train__warmup": 99}, ValueError, "at most the run's 18 steps, got 99"),
         ({"train__stop_at": {"metric": "exact_match", "value": 0.9}}, ValueError,
          "train.stop_at.metric must be one of loss, accuracy, which this run measures, got 'exact"),
-        ({"data": {"task": "digits"}}, LookupError,
-         "models of type 'ssmzoo_longhorn' have no head for classification of images"),
+        ({"data": {"task": "digits"}}, ValueError,
+         "num_channels and image_size must be the task's, (1, 8), got None"),
+        ({"model": {"family": "longhorn", "preset": "vil-tiny"}}, ValueError,
+         "num_channels and image_size must be the task's, None, got (3, 224)"),
         ({"model": BERT, "data": {"task": "digits"}}, LookupError,
          "transformers has no model for classification of images of type 'bert'"),
     ],
@@ -818,6 +821,12 @@ def test_a_model_that_does_not_fit_is_refused_before_any_work(changes, kind, mes
         train(recipe(**changes), output_dir=tmp_path / "run")
     assert message in str(caught.value)
     assert [p.name for p in (tmp_path / "run").iterdir()] == [".lock"]
+
+
+def test_a_type_of_model_without_a_head_for_the_task_is_named():
+    said = "models of type 'llama' have no head for classification of images"
+    with pytest.raises(LookupError, match=said):
+        model_class(LlamaConfig(), load_task("digits", "train", 0))
 
 
 def test_an_example_longer_than_the_table_of_positions_is_named(tmp_path):

@@ -8,6 +8,7 @@ from .configuration_bmojo import BMojoConfig
 from .convert_bmojo import from_official
 from .modeling_bmojo import (
     BMojoForCausalLM,
+    BMojoForImageClassification,
     BMojoForPairClassification,
     BMojoForSequenceClassification,
     BMojoForTokenClassification,
@@ -55,6 +56,7 @@ FAMILY = Family(
     sequence_classification_class=BMojoForSequenceClassification,
     token_classification_class=BMojoForTokenClassification,
     pair_classification_class=BMojoForPairClassification,
+    image_classification_class=BMojoForImageClassification,
     paper=Paper(
         title="B'MOJO: Hybrid State Space Realizations of Foundation Models with Eidetic and "
         "Fading Memory",
@@ -120,6 +122,7 @@ __all__ = [
     "FAMILY",
     "BMojoConfig",
     "BMojoForCausalLM",
+    "BMojoForImageClassification",
     "BMojoForPairClassification",
     "BMojoForSequenceClassification",
     "BMojoForTokenClassification",

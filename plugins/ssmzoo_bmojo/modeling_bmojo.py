@@ -26,6 +26,7 @@ from ssmzoo.modeling import (
     PackedRow,
     RMSNorm,
     SSMForCausalLM,
+    SSMForImageClassification,
     SSMForPairClassification,
     SSMForSequenceClassification,
     SSMForTokenClassification,
@@ -610,6 +611,12 @@ class BMojoForCausalLM(BMojoPreTrainedModel, SSMForCausalLM):
     model_class = BMojoModel
 
 
+class BMojoForImageClassification(BMojoPreTrainedModel, SSMForImageClassification):
+    """B'MOJO with a classifier of images."""
+
+    model_class = BMojoModel
+
+
 class BMojoForSequenceClassification(BMojoPreTrainedModel, SSMForSequenceClassification):
     """B'MOJO with a classifier of sequences."""
 
@@ -630,6 +637,7 @@ class BMojoForPairClassification(BMojoPreTrainedModel, SSMForPairClassification)
 
 __all__ = [
     "BMojoForCausalLM",
+    "BMojoForImageClassification",
     "BMojoForPairClassification",
     "BMojoForSequenceClassification",
     "BMojoForTokenClassification",

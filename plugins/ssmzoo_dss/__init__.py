@@ -6,6 +6,7 @@ from .configuration_dss import DSSConfig
 from .convert_dss import from_official, to_official
 from .modeling_dss import (
     DSSForCausalLM,
+    DSSForImageClassification,
     DSSForPairClassification,
     DSSForSequenceClassification,
     DSSForTokenClassification,
@@ -41,6 +42,7 @@ FAMILY = Family(
     sequence_classification_class=DSSForSequenceClassification,
     token_classification_class=DSSForTokenClassification,
     pair_classification_class=DSSForPairClassification,
+    image_classification_class=DSSForImageClassification,
     paper=Paper(
         title="Diagonal State Spaces are as Effective as Structured State Spaces",
         authors="Ankit Gupta, Albert Gu, Jonathan Berant",
@@ -130,6 +132,7 @@ __all__ = [
     "FAMILY",
     "DSSConfig",
     "DSSForCausalLM",
+    "DSSForImageClassification",
     "DSSForPairClassification",
     "DSSForSequenceClassification",
     "DSSForTokenClassification",

@@ -100,7 +100,7 @@ class DSSConfig(SSMConfig):
     @property
     def causal(self) -> bool:
         """Whether no output depends on a later input."""
-        return not self.bidirectional
+        return super().causal and not self.bidirectional
 
     @property
     def decodable(self) -> bool:

@@ -26,6 +26,7 @@ from ssmzoo.modeling import (
     ModuleParts,
     PackedRow,
     SSMForCausalLM,
+    SSMForImageClassification,
     SSMForPairClassification,
     SSMForSequenceClassification,
     SSMForTokenClassification,
@@ -492,6 +493,12 @@ class DSSForCausalLM(DSSPreTrainedModel, SSMForCausalLM):
     model_class = DSSModel
 
 
+class DSSForImageClassification(DSSPreTrainedModel, SSMForImageClassification):
+    """DSS with a classifier of images."""
+
+    model_class = DSSModel
+
+
 class DSSForSequenceClassification(DSSPreTrainedModel, SSMForSequenceClassification):
     """DSS with a classifier of sequences."""
 
@@ -512,6 +519,7 @@ class DSSForPairClassification(DSSPreTrainedModel, SSMForPairClassification):
 
 __all__ = [
     "DSSForCausalLM",
+    "DSSForImageClassification",
     "DSSForPairClassification",
     "DSSForSequenceClassification",
     "DSSForTokenClassification",

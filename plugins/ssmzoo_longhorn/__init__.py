@@ -6,6 +6,7 @@ from .configuration_longhorn import LonghornConfig
 from .convert_longhorn import from_official, to_official
 from .modeling_longhorn import (
     LonghornForCausalLM,
+    LonghornForImageClassification,
     LonghornForPairClassification,
     LonghornForSequenceClassification,
     LonghornForTokenClassification,
@@ -19,6 +20,19 @@ _SIZES = {
 }
 # other initial weights than the authors'; the measurements are in README.md
 _QUIET = {"key_init_scale": 8.0, "query_init_scale": 0.1}
+# the paper's Section 5.5, in the sizes and with the settings of Vision Mamba, whose recipe it takes
+_IMAGES = {
+    "architectures": ["LonghornForImageClassification"],
+    "num_hidden_layers": 24,
+    "image_size": 224,
+    "patch_size": 16,
+    "rms_norm_eps": 1e-6,
+    "out_norm": True,
+    "classifier_bias": True,
+    "num_labels": 1000,
+}
+_TINY = {**_IMAGES, "hidden_size": 192}
+_SMALL = {**_IMAGES, "hidden_size": 384, "drop_path_rate": 0.05}
 
 FAMILY = Family(
     name="longhorn",
@@ -28,6 +42,7 @@ FAMILY = Family(
     sequence_classification_class=LonghornForSequenceClassification,
     token_classification_class=LonghornForTokenClassification,
     pair_classification_class=LonghornForPairClassification,
+    image_classification_class=LonghornForImageClassification,
     paper=Paper(
         title="Longhorn: State Space Models are Amortized Online Learners",
         authors="Bo Liu, Rui Wang, Lemeng Wu, Yihao Feng, Peter Stone, Qiang Liu",
@@ -40,6 +55,10 @@ FAMILY = Family(
         "longhorn-125m-quiet": {**_SIZES["longhorn-125m"], **_QUIET},
         "longhorn-350m-quiet": {**_SIZES["longhorn-350m"], **_QUIET},
         "longhorn-1.3b-quiet": {**_SIZES["longhorn-1.3b"], **_QUIET},
+        "vil-tiny": {**_TINY, "directions": "both-separate"},
+        "vil-tiny-shared": {**_TINY, "directions": "both-shared"},
+        "vil-small": {**_SMALL, "directions": "both-separate"},
+        "vil-small-shared": {**_SMALL, "directions": "both-shared"},
     },
     tiny={
         "vocab_size": 96,
@@ -58,6 +77,7 @@ __all__ = [
     "FAMILY",
     "LonghornConfig",
     "LonghornForCausalLM",
+    "LonghornForImageClassification",
     "LonghornForPairClassification",
     "LonghornForSequenceClassification",
     "LonghornForTokenClassification",

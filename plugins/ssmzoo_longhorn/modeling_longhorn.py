@@ -23,6 +23,7 @@ from ssmzoo.modeling import (
     PackedRow,
     RMSNorm,
     SSMForCausalLM,
+    SSMForImageClassification,
     SSMForPairClassification,
     SSMForSequenceClassification,
     SSMForTokenClassification,
@@ -30,6 +31,7 @@ from ssmzoo.modeling import (
     SSMModel,
     SSMPreTrainedModel,
     State,
+    flip,
     recurrent,
 )
 from ssmzoo_kernels import longhorn_scan
@@ -38,17 +40,16 @@ from ssmzoo_kernels.token_step import Program, Value
 from .configuration_longhorn import LonghornConfig
 
 
-class LonghornMixer(SSMMixer):
-    """Mix tokens by Longhorn's scan (the paper's Eq. 7, Algorithm 1) in Mamba's block.
-
-    ``[x | z] = in_proj(h)``, ``u = SiLU(conv1d(x))``, ``[dt | k | q] = x_proj(u)``,
-    ``out_proj(longhorn_scan(u, q, k, dt_proj(dt)) * SiLU(z))``.
-    """
+class LonghornScan(SSMMixer):
+    """One direction: ``u = SiLU(conv1d(x))``, ``[dt | k | q] = x_proj(u)``, and their scan."""
 
     def __init__(self, config: LonghornConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        width, inner = config.hidden_size, config.d_inner
-        self.in_proj = Linear(width, 2 * inner, bias=config.use_bias)
+        self.make_scan(config)
+
+    def make_scan(self, config: LonghornConfig) -> None:
+        """Make the layers of a direction."""
+        inner = config.d_inner
         self.conv1d = CausalConv1d(inner, config.d_conv, config.conv_bias)
         self.x_proj = Linear(inner, config.step_rank + 2 * config.d_state, bias=False)
         # its initial rows of keys and of queries are scaled
@@ -57,36 +58,85 @@ class LonghornMixer(SSMMixer):
         self.dt_bias = nn.Parameter(torch.full((inner,), config.dt_bias_init))
         self.D = nn.Parameter(torch.ones(inner))
         self.out_norm = RMSNorm(inner, config.rms_norm_eps) if config.out_norm else None
+        self.splits = [config.step_rank, config.d_state, config.d_state]
+        self.transition: Literal["diagonal", "exact"] = config.transition
+
+    def scan_inputs(
+        self, x: Tensor, state: LayerState, packing: PackedRow | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Map ``x [B, L, E]`` to ``u [B, L, E]``, ``q`` and ``k [B, L, N]``, ``dt [B, L, E]``."""
+        u, conv_state = self.conv1d(x, state.get("conv"), packing)
+        state.put("conv", conv_state)
+        dt, k, q = self.x_proj(u).split(self.splits, dim=-1)  # [B, L, R], [B, L, N], [B, L, N]
+        return u, q, k, self.dt_proj(dt)
+
+    def scan(
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+        z: Tensor,
+        norm: RMSNorm | None,
+        state: LayerState,
+        packing: PackedRow | None,
+    ) -> Tensor:
+        """Return the gated scan, ``norm(scan) * SiLU(z)``, all ``[B, L, E]``."""
+        o, ssm_state = longhorn_scan(
+            *inputs,
+            self.dt_bias,
+            self.D,
+            z if norm is None else None,
+            state.get("ssm"),
+            cu_seqlens=packing,
+            transition=self.transition,
+        )
+        state.put("ssm", ssm_state)
+        return o if norm is None else norm(o) * nn.functional.silu(z)
+
+
+class LonghornMixer(LonghornScan):
+    """Mix tokens by Longhorn's scan (the paper's Eq. 7, Algorithm 1) in Mamba's block.
+
+    ``[x | z] = in_proj(h)``, ``u = SiLU(conv1d(x))``, ``[dt | k | q] = x_proj(u)``,
+    ``out_proj(longhorn_scan(u, q, k, dt_proj(dt)) * SiLU(z))``.
+
+    In both directions the projections ``in_proj`` and ``out_proj`` are shared. ``"both-shared"``
+    scans the same ``u, q, k, dt`` once more from their end; ``"both-separate"`` has a
+    :class:`LonghornScan`, ``reverse``, for the reversed ``x``. With ``out_norm`` each direction has
+    its own norm.
+    """
+
+    reads_both_ways = True
+
+    def __init__(self, config: LonghornConfig, layer_idx: int) -> None:
+        SSMMixer.__init__(self, config, layer_idx)
+        width, inner = config.hidden_size, config.d_inner
+        self.in_proj = Linear(width, 2 * inner, bias=config.use_bias)
+        self.make_scan(config)
         self.out_proj = Linear(inner, width, bias=config.use_bias)
         # its initial weights are scaled by depth
         self.out_proj.ends_mixer = True  # pyright: ignore[reportArgumentType]
-        self.splits = [config.step_rank, config.d_state, config.d_state]
-        self.transition: Literal["diagonal", "exact"] = config.transition
+        self.reverse = self.reverse_norm = None
+        if config.directions == "both-separate":
+            self.reverse = LonghornScan(config, layer_idx)
+        elif config.directions == "both-shared" and config.out_norm:
+            self.reverse_norm = RMSNorm(inner, config.rms_norm_eps)
 
     def forward(
         self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``; the state is ``conv`` and ``ssm [B, E, N]``."""
         x, z = self.in_proj(hidden_states).chunk(2, dim=-1)  # [B, L, E] each
-        u, conv_state = self.conv1d(x, state.get("conv"), packing)
-        dt, k, q = self.x_proj(u).split(self.splits, dim=-1)  # [B, L, R], [B, L, N], [B, L, N]
-        gate = z if self.out_norm is None else None
-        o, ssm_state = longhorn_scan(
-            u,
-            q,
-            k,
-            self.dt_proj(dt),
-            self.dt_bias,
-            self.D,
-            gate,
-            state.get("ssm"),
-            cu_seqlens=packing,
-            transition=self.transition,
-        )
-        state.put("conv", conv_state)
-        state.put("ssm", ssm_state)
-        if self.out_norm is not None:
-            o = self.out_norm(o) * nn.functional.silu(z)
+        inputs = self.scan_inputs(x, state, packing)
+        o = self.scan(inputs, z, self.out_norm, state, packing)
+        if self.config.directions != "forward":
+            fresh, z = LayerState(packing=packing), flip(z, packing)
+            if self.reverse is None:
+                u, q, k, dt = (flip(given, packing) for given in inputs)
+                back = self.scan((u, q, k, dt), z, self.reverse_norm, fresh, packing)
+            else:
+                other = self.reverse
+                given = other.scan_inputs(flip(x, packing), fresh, packing)
+                back = other.scan(given, z, other.out_norm, fresh, packing)
+            o = o + flip(back, packing)
         return self.out_proj(o)
 
     def write_token(
@@ -111,12 +161,16 @@ class LonghornMixer(SSMMixer):
             o = parts.norm(program, o, "out_norm", gate=z, gating="silu after")
         return parts.linear(program, o, "out_proj")
 
-    def dynamics(self, hidden_states: Tensor) -> Dynamics:
+    def dynamics(self, hidden_states: Tensor) -> Dynamics | None:
         """Return the scan's kernel as seen from the last token, and its mean decay.
+
+        A mixer of both directions is measured instead.
 
         The kernel at lag l is ``d o[L-1] / d u[L-1-l]`` with keys, queries and write strengths
         fixed, without skip and gate; the root mean square over the batch.
         """
+        if self.config.directions != "forward":
+            return None
         x, _ = self.in_proj(hidden_states).chunk(2, dim=-1)
         u, _ = self.conv1d(x, None, None)
         dt, k, q = self.x_proj(u).split(self.splits, dim=-1)
@@ -146,7 +200,9 @@ class LonghornPreTrainedModel(SSMPreTrainedModel):
     """Loading and initialisation of Longhorn models."""
 
     config: LonghornConfig
-    _keep_in_fp32_modules_strict = ["mixer.D", "mixer.dt_bias"]
+    _keep_in_fp32_modules_strict = [
+        f"mixer.{name}" for name in ("D", "dt_bias", "reverse.D", "reverse.dt_bias")
+    ]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -167,7 +223,7 @@ class LonghornPreTrainedModel(SSMPreTrainedModel):
         """
         super()._init_weights(module)
         config = self.config
-        if isinstance(module, LonghornMixer):
+        if isinstance(module, LonghornScan):
             init.constant_(module.dt_bias, config.dt_bias_init)
             init.ones_(module.D)
         elif getattr(module, "makes_keys", False):
@@ -206,6 +262,12 @@ class LonghornForTokenClassification(LonghornPreTrainedModel, SSMForTokenClassif
     model_class = LonghornModel
 
 
+class LonghornForImageClassification(LonghornPreTrainedModel, SSMForImageClassification):
+    """ViL: Longhorn with a classifier of images."""
+
+    model_class = LonghornModel
+
+
 class LonghornForPairClassification(LonghornPreTrainedModel, SSMForPairClassification):
     """Longhorn with a classifier of pairs of documents."""
 
@@ -214,6 +276,7 @@ class LonghornForPairClassification(LonghornPreTrainedModel, SSMForPairClassific
 
 __all__ = [
     "LonghornForCausalLM",
+    "LonghornForImageClassification",
     "LonghornForPairClassification",
     "LonghornForSequenceClassification",
     "LonghornForTokenClassification",

@@ -6,6 +6,7 @@ from .configuration_rtf import RTFConfig
 from .convert_rtf import from_official, to_official
 from .modeling_rtf import (
     RTFForCausalLM,
+    RTFForImageClassification,
     RTFForPairClassification,
     RTFForSequenceClassification,
     RTFForTokenClassification,
@@ -54,6 +55,7 @@ FAMILY = Family(
     sequence_classification_class=RTFForSequenceClassification,
     token_classification_class=RTFForTokenClassification,
     pair_classification_class=RTFForPairClassification,
+    image_classification_class=RTFForImageClassification,
     paper=Paper(
         title="State-Free Inference of State-Space Models: The Transfer Function Approach",
         authors="Rom N. Parnichkun, Stefano Massaroli, Alessandro Moro, Jimmy T.H. Smith, "
@@ -173,6 +175,7 @@ __all__ = [
     "FAMILY",
     "RTFConfig",
     "RTFForCausalLM",
+    "RTFForImageClassification",
     "RTFForPairClassification",
     "RTFForSequenceClassification",
     "RTFForTokenClassification",

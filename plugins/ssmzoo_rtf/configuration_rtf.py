@@ -180,7 +180,7 @@ class RTFConfig(SSMConfig):
     @property
     def causal(self) -> bool:
         """Whether no output depends on a later input."""
-        return not self.bidirectional
+        return super().causal and not self.bidirectional
 
     @property
     def denominators(self) -> int:

@@ -29,6 +29,7 @@ from ssmzoo.modeling import (
     PackedRow,
     RMSNorm,
     SSMForCausalLM,
+    SSMForImageClassification,
     SSMForPairClassification,
     SSMForSequenceClassification,
     SSMForTokenClassification,
@@ -716,6 +717,12 @@ class RTFForCausalLM(RTFPreTrainedModel, SSMForCausalLM):
     model_class = RTFModel
 
 
+class RTFForImageClassification(RTFPreTrainedModel, SSMForImageClassification):
+    """RTF with a classifier of images."""
+
+    model_class = RTFModel
+
+
 class RTFForSequenceClassification(RTFPreTrainedModel, SSMForSequenceClassification):
     """RTF with a classifier of sequences."""
 
@@ -736,6 +743,7 @@ class RTFForPairClassification(RTFPreTrainedModel, SSMForPairClassification):
 
 __all__ = [
     "RTFForCausalLM",
+    "RTFForImageClassification",
     "RTFForPairClassification",
     "RTFForSequenceClassification",
     "RTFForTokenClassification",

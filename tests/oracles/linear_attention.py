@@ -1,15 +1,38 @@
-"""Six linear recurrences with a matrix state in float64 numpy, each from its paper's equations.
+"""Seven linear recurrences with a matrix state in float64 numpy, each from its paper's equations.
 
 One head at a time, from a zero state or a given one. The state lies as the paper has it, and so do
-the vectors. Nothing is fast and nothing of ours is imported.
+the vectors. :func:`logits` is a language model of them: the layer around each recurrence is that of
+its paper, too, the parameter names are ours. Nothing is fast and nothing of ours is imported.
 
-Legend: L length, K width of keys and queries, V width of values.
+Legend: L length, D hidden, H heads, G heads of keys, K width of keys, V width of values.
 """
+
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 Array = np.ndarray
+Weights = Mapping[str, Array]
+Config = Mapping[str, Any]
 Found = tuple[Array, Array]  # outputs [L, V], the last state
+
+
+def linear_transformer(
+    Q: Array, K: Array, V: Array, state: tuple[Array, Array] | None = None
+) -> tuple[Array, tuple[Array, Array]]:
+    """Linear Transformer (Katharopoulos et al., arXiv 2006.16236), Eqs. (16) to (20).
+
+    ``s_i = s_{i-1} + phi(k_i) v_i^T``, ``z_i = z_{i-1} + phi(k_i)`` and ``y_i = phi(q_i)^T s_i /
+    (phi(q_i)^T z_i)`` with ``phi(x) = elu(x) + 1``; as in its code, 1e-6 is added to the divisor.
+    """
+    s, z = (np.zeros((K.shape[1], V.shape[1])), np.zeros(K.shape[1])) if state is None else state
+    y = np.zeros_like(V)
+    for i in range(len(V)):
+        q, k = (np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))) for x in (Q[i], K[i]))
+        s, z = s + np.outer(k, V[i]), z + k
+        y[i] = q @ s / (q @ z + 1e-6)
+    return y, (s, z)
 
 
 def ssd(x: Array, dt: Array, A: float, B: Array, C: Array, state: Array | None = None) -> Found:
@@ -98,3 +121,149 @@ def kda(
         S = S + beta[t] * np.outer(k[t], v[t])
         o[t] = S.T @ q[t]
     return o, S
+
+
+# --- the language model -----------------------------------------------------------------------
+
+
+def sigmoid(x: Array) -> Array:
+    return np.exp(-np.logaddexp(0.0, -x))
+
+
+def silu(x: Array) -> Array:
+    return x * sigmoid(x)
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * weight
+
+
+def unit(x: Array) -> Array:
+    """Vectors of length 1; 1e-6 is added to the squared length, as in the papers' code."""
+    return x / np.sqrt(np.sum(x**2, axis=-1, keepdims=True) + 1e-6)
+
+
+def short_conv(x: Array, weight: Array, bias: Array | float) -> Array:
+    """Depthwise causal convolution of ``[L, C]``; the last tap meets the current token."""
+    taps, y = weight.shape[-1], np.zeros_like(x) + bias
+    history = np.concatenate([np.zeros((taps - 1, x.shape[1])), x])
+    for j in range(taps):
+        y += history[j : j + len(x)] * weight[:, 0, j]
+    return y
+
+
+def rotary(x: Array) -> Array:
+    """RetNet's ``x_n e^(i n theta)``: pairs are the two halves, ``theta_j = 10000^(-2j / K)``."""
+    half = x.shape[1] // 2
+    turn = np.arange(len(x))[:, None] * 10_000.0 ** (-np.arange(half) / half)
+    turned = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * turn)
+    return np.concatenate([turned.real, turned.imag], axis=1)
+
+
+def recurrence(config: Config, h: int, q: Array, k: Array, v: Array, a: Any, beta: Any) -> Array:
+    """The outputs ``[L, V]`` of head h, by the paper that has these decays and this rule.
+
+    a is the decay ``[L]`` or ``[L, K]`` or, of Mamba2, the head's A at every token; beta is its dt.
+    """
+    if config["feature_map"] == "elu":
+        assert config["decay"] == "none"
+        assert not config["delta_rule"]
+        return linear_transformer(q, k, v)[0]
+    if config["beta"] == "dt":
+        return ssd(v, beta, a[0], k, q)[0]
+    q = q / np.sqrt(q.shape[1])
+    if config["delta_rule"]:
+        beta = np.ones(len(v)) if beta is None else beta
+        if config["decay"] == "channel":
+            return kda(q, k, v, a, beta)[0]
+        if config["decay"] == "scalar":
+            return gated_delta_net(q, k, v, a, beta)[0]
+        assert config["decay"] == "none"
+        return delta_net(q, k, v, beta)[0]
+    assert config["beta"] == "none"
+    if config["decay"] == "fixed":
+        return retention(q, k, v, 1 - 2.0 ** (-5 - h))[0]
+    assert config["decay"] == "channel"
+    return gla(q, k, v, a)[0]
+
+
+def mixer(weights: Weights, config: Config, prefix: str, x: Array) -> Array:
+    """A layer without its norm and residual, ``[L, D]`` to ``[L, D]``."""
+    H, G = config["num_heads"], config["num_key_heads"] or config["num_heads"]
+    K, V = config["head_k_dim"], config["head_v_dim"]
+    decays = {"scalar": H, "channel": H * K}.get(config["decay"], 0)
+    gates = 0 if config["out_gate"] == "none" else H * V
+    betas = H if config["beta"] == "sigmoid" else 0
+    widths = [
+        2 * G * K + H * V,
+        config["decay_rank"] or decays,
+        betas,
+        config["gate_rank"] or gates,
+    ]
+    projected = x @ weights[prefix + "in_proj.weight"].T
+    assert projected.shape[1] == sum(widths)
+    mixed, a, b, g = np.split(projected, np.cumsum(widths)[:-1], axis=1)
+    if config["d_conv"] is not None:
+        bias = weights[prefix + "conv1d.bias"] if config["conv_bias"] else 0.0
+        mixed = short_conv(mixed, weights[prefix + "conv1d.weight"], bias)
+    if config["feature_map"] in ("silu", "silu_l2"):
+        mixed = silu(mixed)
+    q, k, v = np.split(mixed, [G * K, 2 * G * K], axis=1)
+    if config["decay_rank"]:
+        a = a @ weights[prefix + "decay_proj.weight"].T
+    if config["gate_rank"]:
+        g = g @ weights[prefix + "gate_proj.weight"].T
+    if decays:
+        a = a + weights[prefix + "dt_bias"]
+    out = np.zeros((len(x), H * V))
+    for h in range(H):
+        own = slice(h // (H // G) * K, (h // (H // G) + 1) * K)
+        q_h, k_h, v_h = q[:, own], k[:, own], v[:, h * V : (h + 1) * V]
+        if config["feature_map"] == "silu_l2":
+            q_h, k_h = unit(q_h), unit(k_h)
+        if config["rotary"]:
+            q_h, k_h = rotary(q_h), rotary(k_h)
+        a_h = a[:, h * K : (h + 1) * K] if config["decay"] == "channel" else a[:, h : h + 1]
+        beta = config["beta_scale"] * sigmoid(b[:, h]) if betas else None
+        if config["gate_logit_normalizer"] is not None:
+            a_h = sigmoid(a_h) ** (1 / config["gate_logit_normalizer"])
+        elif decays:
+            dt, A = np.logaddexp(0.0, a_h), -np.exp(weights[prefix + "A_log"][h])
+            a_h = np.exp(dt * A)
+            if config["beta"] == "dt":  # the recurrence of SSD makes the decay of these
+                a_h, beta = np.full_like(dt, A), dt[:, 0]
+        if config["decay"] == "scalar":
+            a_h = a_h[:, 0]
+        y = recurrence(config, h, q_h, k_h, v_h, a_h, beta)
+        if config["skip"]:
+            y = y + weights[prefix + "D"][h] * v_h
+        if config["out_norm"] == "head":
+            y = rms_norm(y, weights[prefix + "out_norm.weight"], config["rms_norm_eps"])
+        out[:, h * V : (h + 1) * V] = y
+    if gates:
+        out = out * (silu(g) if config["out_gate"] == "silu" else sigmoid(g))
+    if config["out_norm"] == "gated":
+        out = rms_norm(out, weights[prefix + "out_norm.weight"], config["rms_norm_eps"])
+    return out @ weights[prefix + "out_proj.weight"].T
+
+
+def logits(weights: Weights, config: Config, input_ids: Array) -> Array:
+    """Logits [B, L, vocabulary] of whole sequences [B, L]; the conformance kit's entry.
+
+    Args:
+        weights: The causal language model's state dict, as numpy arrays.
+        config: The fields of its configuration.
+        input_ids: Token ids.
+    """
+    weights = {name: np.asarray(value, dtype=np.float64) for name, value in weights.items()}
+    embedding, eps = weights["model.embed_tokens.weight"], config["rms_norm_eps"]
+    head = embedding if config["tie_word_embeddings"] else weights["lm_head.weight"]
+    rows = []
+    for ids in np.asarray(input_ids):
+        x = embedding[ids]
+        for i in range(config["num_hidden_layers"]):
+            layer = f"model.layers.{i}."
+            h = rms_norm(x, weights[layer + "norm.weight"], eps)
+            x = x + mixer(weights, config, layer + "mixer.", h)
+        rows.append(rms_norm(x, weights["model.norm.weight"], eps) @ head.T)
+    return np.stack(rows)

@@ -123,6 +123,56 @@ def mixer(
     return out, (history[:, -taps:], memory)
 
 
+def both_ways(weights: Weights, config: Config, prefix: str, h: Array) -> Array:
+    """ViL's mixer (Section 5.5), norms, residual and biases of the projections left out.
+
+    "both-shared" follows the authors' code: one convolution and one set of keys, queries and
+    values, scanned from either end, each scan with a norm of its own. "both-separate" follows
+    Vision Mamba, whose recipe the paper takes: the reversed input has weights of its own.
+    """
+    x, z = np.split(h @ weights[prefix + "in_proj.weight"].T, 2, axis=-1)
+    shared = config["directions"] == "both-shared"
+
+    def one_way(x: Array, at: str, norm: str, backwards: bool) -> Array:
+        history = np.pad(x, ((0, 0), (config["d_conv"] - 1, 0), (0, 0)))
+        u = short_conv(history, weights[at + "conv1d.weight"], weights[at + "conv1d.bias"])
+        given = (u, *projections(weights, config, at, u))
+        if backwards:
+            given = tuple(a[:, ::-1] for a in given)
+        o, _ = scan(*given, weights[at + "D"])
+        return rms_norm(o, weights[norm], config["rms_norm_eps"])
+
+    o = one_way(x, prefix, prefix + "out_norm.weight", False)
+    if shared:
+        back = one_way(x, prefix, prefix + "reverse_norm.weight", True)
+    else:
+        at = prefix + "reverse."
+        back = one_way(x[:, ::-1], at, at + "out_norm.weight", False)
+    return ((o + back[:, ::-1]) * silu(z)) @ weights[prefix + "out_proj.weight"].T
+
+
+def image_logits(weights: Weights, config: Config, pixels: Array) -> Array:
+    """ViL on images [B, C, H, W]: logits of the class token in the middle of the patches."""
+    weights = {name: np.asarray(value, dtype=np.float64) for name, value in weights.items()}
+    side, eps = config["patch_size"], config["rms_norm_eps"]
+    at = "model.embed_images."
+    kernel, bias = weights[at + "projection.weight"], weights[at + "projection.bias"]
+    tokens = [
+        np.einsum("bchw,dchw->bd", pixels[:, :, i : i + side, j : j + side], kernel) + bias
+        for i in range(0, config["image_size"], side)
+        for j in range(0, config["image_size"], side)
+    ]
+    middle = len(tokens) // 2
+    tokens.insert(middle, np.repeat(weights[at + "class_token"][0], len(pixels), axis=0))
+    x = np.stack(tokens, axis=1) + weights[at + "positions"]
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        h = rms_norm(x, weights[layer + "norm.weight"], eps)
+        x = x + both_ways(weights, config, layer + "mixer.", h)
+    x = rms_norm(x, weights["model.norm.weight"], eps)[:, middle]
+    return x @ weights["score.weight"].T + weights["score.bias"]
+
+
 def empty_state(config: Config, batch: int) -> State:
     width = config["expand"] * config["hidden_size"]
     window = np.zeros((batch, config["d_conv"], width))

@@ -78,3 +78,34 @@ def test_the_delta_rule_is_a_step_down_the_error_of_its_key():
         slope[i] = (up - down) / (2 * step)
     _, after = linear_attention.delta_net(Q[:1], KEYS[:1], VALUES[:1], BETA[:1], S)
     assert relative(after, S - BETA[0] * slope) < 1e-9
+
+
+def test_the_linear_transformer_is_its_masked_quadratic_form():
+    """Outputs are means of the values, weighted by ``phi(q_i) . phi(k_j)`` for ``j <= i``."""
+
+    def phi(x):
+        return np.where(x > 0, x + 1, np.exp(x))
+
+    y, (s, z) = linear_attention.linear_transformer(Q, KEYS, VALUES)
+    weights = np.tril(phi(Q) @ phi(KEYS).T)
+    divisor = weights.sum(axis=1, keepdims=True) + 1e-6
+    assert relative(y, weights @ VALUES / divisor) < 1e-13
+    assert relative(s, phi(KEYS).T @ VALUES) < 1e-13
+    assert relative(z, phi(KEYS).sum(axis=0)) < 1e-13
+
+
+def test_rotary_products_depend_on_the_distance_alone():
+    """By ``Re sum_j conj(q_j) k_j e^(i (n - m) theta_j)`` of the complex halves."""
+    same = np.ones((L, 1))
+    q, k = linear_attention.rotary(same * Q[:1]), linear_attention.rotary(same * KEYS[:1])
+    a, b = (x[0, :2] + 1j * x[0, 2:] for x in (Q, KEYS))
+    theta, distance = np.array([1.0, 0.01]), np.subtract.outer(np.arange(L), np.arange(L))
+    turned = np.exp(-1j * distance[..., None] * theta)
+    assert relative(q @ k.T, (a.conj() * b * turned).real.sum(axis=-1)) < 1e-13
+
+
+def test_the_short_convolution_is_numpys():
+    taps = numbers(K, 1, 3, seed=8)
+    y = linear_attention.short_conv(Q, taps, 0.5)
+    expected = [np.convolve(Q[:, c], taps[c, 0, ::-1])[:L] for c in range(K)]
+    assert relative(y, np.stack(expected, axis=1) + 0.5) < 1e-13

@@ -18,9 +18,10 @@ from torch import nn
 
 from ssmzoo.modeling import CausalConv1d, LayerState, Linear, PromptState, StateCache
 from ssmzoo.testing import Report, check, standalone
-from ssmzoo_longhorn import FAMILY, LonghornConfig
+from ssmzoo_longhorn import FAMILY, LonghornConfig, modeling_longhorn
 from ssmzoo_longhorn.modeling_longhorn import (
     LonghornForCausalLM,
+    LonghornForImageClassification,
     LonghornForSequenceClassification,
     LonghornMixer,
     LonghornModel,
@@ -61,10 +62,11 @@ def broken(
     model=LonghornModel,
     causal_lm=LonghornForCausalLM,
     classifier=LonghornForSequenceClassification,
+    image_classifier=LonghornForImageClassification,
     lora_targets=FAMILY.lora_targets,
 ):
     """Return a family like Longhorn with some parts replaced."""
-    parts = (mixer, config, model, causal_lm, classifier)
+    parts = (mixer, config, model, causal_lm, classifier, image_classifier)
     named = {"model_type": "_".join(part.__name__ for part in parts if part is not None)}
     config = config or type("BrokenConfig", (LonghornConfig,), named)
     own = {"config": config, "config_class": config}
@@ -83,6 +85,7 @@ def broken(
         sequence_classification_class=type("BrokenForSequenceClassification", (classifier,), own),
         token_classification_class=None,
         pair_classification_class=None,
+        image_classification_class=type("BrokenForImageClassification", (image_classifier,), own),
         lora_targets=lora_targets,
     )
 
@@ -359,6 +362,15 @@ class HandsOutTheStatesBeforeTheNorm(LonghornForCausalLM):
         if others.get("output_hidden_states"):
             output.hidden_states = (*output.hidden_states[:-1], output.hidden_states[-2])
         return output
+
+
+def flipped_whole(x, packing):
+    return x.flip(1)
+
+
+class TakesTheMeanImageAway(LonghornForImageClassification):
+    def forward(self, pixel_values, labels=None, **options):
+        return super().forward(pixel_values - pixel_values.mean(dim=0), labels, **options)
 
 
 class ReadsTheLastColumn(LonghornForSequenceClassification):
@@ -714,6 +726,8 @@ NARROW = {
     "logits_to_keep": narrow("were computed", causal_lm=ComputesAllLogits),
     "outputs": narrow("last hidden state", causal_lm=HandsOutTheStatesBeforeTheNorm),
     "sequence_classification": narrow("padding", classifier=ReadsTheLastColumn),
+    "bidirectional": narrow("both-", patch=(modeling_longhorn, "flip", flipped_whole)),
+    "images": narrow("logits of a batch", image_classifier=TakesTheMeanImageAway),
     "gradients": narrow("unused is zero", mixer=ForgetsAParameter),
     "lora": narrow("no module is called", lora_targets=(*FAMILY.lora_targets, "k_proj")),
     "lora_all_linear": narrow(
@@ -732,7 +746,7 @@ NARROW = {
 CACHED = {"chunks", "tokens", "batch", "greedy", "sampling", "beams", "assisted", "continuing"}
 CACHED |= {"chunked_prefill", "cache_rows", "prompt_state", "wrong_cache"}
 # those that lay several sequences into one row
-SEVERAL = {"padding", "packing", "flattening_collator", "sequence_classification"}
+SEVERAL = {"padding", "packing", "flattening_collator", "sequence_classification", "bidirectional"}
 
 MISTAKES = {
     "forgets after 64 tokens": broad("chunks", "packing", "padding", mixer=ForgetsAfter64Tokens),
@@ -757,7 +771,7 @@ MISTAKES = {
         *CACHED, *SEVERAL, "oracle", "causality", "quantized", mixer=LeaksTheFuture
     ),
     "looks at other rows": broad(
-        *CACHED, *SEVERAL, "oracle", "gradients", "quantized", mixer=LooksAtTheBatch
+        *CACHED, *SEVERAL, "oracle", "gradients", "quantized", "images", mixer=LooksAtTheBatch
     ),
     "looks at no cache": broad("wrong_cache", patch=(StateCache, "check", lambda *_: None)),
     "needs plain weights": broad("quantized", mixer=NeedsPlainWeights),

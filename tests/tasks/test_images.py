@@ -1,13 +1,18 @@
-"""MNIST on a stand-in that the test writes, and the digits that scikit-learn ships."""
+"""MNIST and pictures on stand-ins that the tests write, and the digits of scikit-learn."""
 
+import json
+import shutil
 import sys
 from collections import Counter
+from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.nn import functional as F
+from transformers import AutoImageProcessor
 
 from ssmzoo.tasks import load_task
 from ssmzoo.tasks.mnist import turned
@@ -50,7 +55,7 @@ def test_mnist_is_the_middle_of_each_image_from_0_to_1(mnist):
     batch = task.batch(range(6))
     assert batch.inputs.dtype == np.float32
     # torchvision's centre of 25 in 28 begins at 2
-    assert np.allclose(batch.inputs * 255, pixels["test"][:, 2:27, 2:27], atol=1e-4)
+    assert np.allclose(batch.inputs * 255, pixels["test"][:, None, 2:27, 2:27], atol=1e-4)
     assert batch.labels.tolist() == [0, 1, 2, 3, 4, 5]
     assert (batch.lengths == 625).all()
 
@@ -150,7 +155,7 @@ def test_digits_are_scikit_learns_in_three_fixed_parts():
         assert (task.kind, task.num_labels) == ("images", 10)
         assert len(task) == count
         batch = task.batch(range(count))
-        assert batch.inputs.shape == (count, 8, 8)
+        assert batch.inputs.shape == (count, 1, 8, 8)
         assert (batch.inputs.min(), batch.inputs.max()) == (0, 1)
         assert np.bincount(batch.labels, minlength=10).min() >= 0.06 * count
         pairs = zip(batch.inputs.reshape(count, -1) * 16, batch.labels, strict=True)
@@ -166,3 +171,95 @@ def test_digits_without_scikit_learn_name_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(RuntimeError, match=r"pip install 'ssmzoo\[digits\]'"):
         load_task("digits", "train", 0)
+
+
+# --- any pictures -------------------------------------------------------------------------------
+
+
+def gallery(folder, *, count=8, labels=None, classes=3):
+    """Write pictures of several sizes and modes with a column of classes."""
+    rng = np.random.default_rng(0)
+    label = datasets.ClassLabel(num_classes=classes) if classes else datasets.Value("int64")
+    features = datasets.Features({"image": datasets.Image(), "label": label})
+    shapes = [(12, 20, 3), (16, 16), (30, 13, 3), (9, 9, 3)]
+    folder.mkdir()
+    pictures = {}
+    for split in ("train", "test"):
+        pixels = [rng.integers(0, 256, shapes[i % 4], np.uint8) for i in range(count)]
+        pictures[split] = [Image.fromarray(x) for x in pixels]
+        columns = {"image": pictures[split], "label": labels or [i % 3 for i in range(count)]}
+        rows = datasets.Dataset.from_dict(columns, features=features)
+        rows.to_parquet(folder / f"{split}-0.parquet")
+    return str(folder), pictures
+
+
+FEW = {"size": 8, "num_validation": 3}
+
+
+@pytest.mark.parametrize("resize", [8, 11])
+def test_pictures_are_what_the_image_processor_makes_of_them(tmp_path, resize):
+    folder, pictures = gallery(tmp_path / "gallery")
+    task = load_task("pictures", "test", 0, data=folder, resize=resize, **FEW)
+    assert (task.kind, task.num_labels, task.image_shape) == ("images", 3, (3, 8, 8))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(task.processor))
+    processor = AutoImageProcessor.from_pretrained(tmp_path)
+    expected = processor(pictures["test"], return_tensors="pt")["pixel_values"].numpy()
+    batch = task.batch(range(8))
+    assert batch.inputs.shape == (8, 3, 8, 8)
+    assert np.abs(batch.inputs - expected).max() <= 1e-5
+    assert batch.labels.tolist() == [i % 3 for i in range(8)]
+
+
+def test_training_pictures_are_cut_and_mirrored_anew_every_epoch(tmp_path):
+    folder, _ = gallery(tmp_path / "gallery")
+    train = load_task("pictures", "train", 0, data=folder, **FEW)
+    assert (len(train), train.fresh) == (5, True)
+    one, again, two = (train.batch(range(5), epoch).inputs for epoch in (1, 1, 2))
+    assert (one == again).all()
+    assert (one != two).reshape(5, -1).any(axis=1).all()
+    assert (train.batch([3], 1).inputs[0] == one[3]).all()
+    plain = load_task("pictures", "train", 0, data=folder, crop=False, mirror=False, **FEW)
+    assert not plain.fresh
+    straight = plain.batch(range(5), 1).inputs
+    only = load_task("pictures", "train", 0, data=folder, crop=False, **FEW)
+    turned_ones = [only.batch(range(5), epoch).inputs for epoch in range(20)]
+    for place, image in enumerate(straight):
+        seen = {x[place].tobytes() for x in turned_ones}
+        assert seen == {image.tobytes(), image[:, :, ::-1].tobytes()}
+    held_out = load_task("pictures", "validation", 0, data=folder, **FEW)
+    assert (len(held_out), held_out.fresh) == (3, False)
+    assert (held_out.batch([1], 1).inputs == held_out.batch([1], 2).inputs).all()
+
+
+@pytest.mark.parametrize(
+    ("made", "arguments", "message"),
+    [
+        ({}, {"size": 0}, "size must be at least 1, got 0"),
+        ({}, {"resize": 7}, "resize must be at least 8, got 7"),
+        ({}, {"num_validation": 8}, "num_validation must leave some of the 8 pictures"),
+        ({}, {"mean": [0.5]}, "mean and std must be three numbers"),
+        ({}, {"std": [1.0, 0.0, 1.0]}, "of std above 0"),
+        ({"classes": 0, "labels": [0, 1, 2, -1] * 2}, {}, "must hold classes 0 to 2, got -1"),
+    ],
+)
+def test_pictures_refuse_what_is_out_of_range(tmp_path, made, arguments, message):
+    folder, _ = gallery(tmp_path / "gallery", **made)
+    with pytest.raises(ValueError, match=message):
+        load_task("pictures", "train", 0, data=folder, **{**FEW, **arguments})
+
+
+def test_a_test_label_that_training_lacks_and_a_damaged_picture_are_named(tmp_path):
+    folder, _ = gallery(tmp_path / "gallery", classes=0)
+    other, _ = gallery(tmp_path / "other", classes=0, labels=[0, 1, 2, 5] * 2)
+    shutil.copy(Path(other, "test-0.parquet"), folder)
+    with pytest.raises(ValueError, match="must hold classes 0 to 2, got 5"):
+        load_task("pictures", "test", 0, data=folder, **FEW)
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    broken = {"image": [{"bytes": b"no picture", "path": None}] * 4, "label": [0, 1, 0, 1]}
+    (tmp_path / "broken").mkdir()
+    for split in ("train", "test"):
+        rows = datasets.Dataset.from_dict(broken, features=features)
+        rows.to_parquet(tmp_path / "broken" / f"{split}-0.parquet")
+    task = load_task("pictures", "test", 0, data=str(tmp_path / "broken"), **FEW)
+    with pytest.raises(ValueError, match=r"picture 2 of the test split of .* is damaged"):
+        task.batch([2])

@@ -62,6 +62,8 @@ def load_subject(
     from ssmzoo.modeling.stock import choose_kernels, mixers_of
 
     subject = load_backbone(name, seed=seed, device=device)
+    if isinstance(subject.model, SSMModel) and subject.model.config.image_size is not None:
+        raise ValueError(f"inspect needs a model of tokens or of values: {name!r} takes images")
     if not isinstance(subject.model, SSMModel):
         if not mixers_of(subject.model):
             raise ValueError(

@@ -9,6 +9,7 @@ from ssmzoo.modeling.backbone import SSMBlock, SSMMixer, SSMModel
 from ssmzoo.modeling.cache import LayerState, StateCache
 from ssmzoo.modeling.causal_lm import SSMForCausalLM
 from ssmzoo.modeling.classifiers import (
+    SSMForImageClassification,
     SSMForPairClassification,
     SSMForSequenceClassification,
     SSMForTokenClassification,
@@ -27,7 +28,7 @@ from ssmzoo.modeling.dynamics import Dynamics, Trajectories
 from ssmzoo.modeling.layers import MLP, CausalConv1d, Dropout, Linear
 from ssmzoo.modeling.loops import scan
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, RMSNorm
-from ssmzoo.modeling.packing import AlignedRows, PackedRow
+from ssmzoo.modeling.packing import AlignedRows, PackedRow, flip
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel, check_weights
 from ssmzoo.modeling.prompt import PromptState, load_state, prefill
 from ssmzoo.modeling.static_cache import StaticStateCache
@@ -50,6 +51,7 @@ __all__ = [
     "SSMBlock",
     "SSMConfig",
     "SSMForCausalLM",
+    "SSMForImageClassification",
     "SSMForPairClassification",
     "SSMForSequenceClassification",
     "SSMForTokenClassification",
@@ -62,6 +64,7 @@ __all__ = [
     "Trajectories",
     "UnservedError",
     "check_weights",
+    "flip",
     "is_token",
     "load_state",
     "prefill",

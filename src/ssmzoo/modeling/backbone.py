@@ -30,8 +30,9 @@ from ssmzoo.modeling.decoding import (
     token_of_layer,
 )
 from ssmzoo.modeling.dynamics import Dynamics, Trajectories
+from ssmzoo.modeling.images import ImageEmbedding
 from ssmzoo.modeling.inputs import check_indices, given_inputs
-from ssmzoo.modeling.layers import MLP, Dropout, Linear
+from ssmzoo.modeling.layers import MLP, Dropout, DropPath, Linear
 from ssmzoo.modeling.norms import (
     BatchNorm,
     LayerNorm,
@@ -41,7 +42,7 @@ from ssmzoo.modeling.norms import (
     make_norm,
     takes_op,
 )
-from ssmzoo.modeling.packing import PackedRow, find_packing
+from ssmzoo.modeling.packing import PackedRow, find_packing, flip
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 from ssmzoo.modeling.static_cache import StaticStateCache
 from ssmzoo_kernels.token_step import Program, Value
@@ -69,6 +70,8 @@ class SSMMixer(nn.Module):
             matrices decay as usual.
         reads_residual: Whether :meth:`forward` and :meth:`write_token` also get the block's input
             before the norm, as ``residual``.
+        reads_both_ways: Whether :meth:`forward` itself reads in all of ``config.directions``; if
+            not, the block also runs the mixer, or a second one, on the reversed sequence.
         written_in_place: The states that a step may write over, where no earlier token's are read.
         writes_tokens: Whether :meth:`write_token` is of the class that :meth:`forward` is of.
     """
@@ -76,6 +79,7 @@ class SSMMixer(nn.Module):
     param_group_names: ClassVar[Mapping[str, str]] = {}
     param_branch: ClassVar[str | None] = None
     reads_residual: ClassVar[bool] = False
+    reads_both_ways: ClassVar[bool] = False
     written_in_place: ClassVar[frozenset[str]] = frozenset()
     writes_tokens: ClassVar[bool] = False
 
@@ -170,22 +174,28 @@ class SSMBlock(GradientCheckpointingLayer):
     """A mixer, and an MLP if the configuration has one, each in a residual branch.
 
     ``x + mixer(norm(x))``, or ``norm(x + mixer(x))`` without ``prenorm``; the sum is in float32 if
-    the configuration says so.
+    the configuration says so. In both ``directions`` ``mixer(y) + flip(other(flip(y)))`` takes the
+    place of ``mixer(y)``; the other one is the same mixer or a second one, ``reverse``.
 
     What surprises: a sum and the norm after it are one call where that is faster, also where it is
     the next block's norm. The block leaves what it returns and its norm in ``state.shared``, and
     the next one takes the norm if it is of what it gets.
     """
 
-    def __init__(self, config: SSMConfig, mixer: SSMMixer) -> None:
+    def __init__(self, config: SSMConfig, mixer: SSMMixer, reverse: SSMMixer | None = None) -> None:
         super().__init__()
+        self.both_ways = config.directions != "forward" and not mixer.reads_both_ways
         self.residual_in_fp32 = config.residual_in_fp32
         self.prenorm = config.prenorm
         self.residual = config.residual
         self.counts_tokens = config.norm_type == "batch"
         self.norm = make_norm(config)
         self.mixer = mixer
+        # so that its parameters' names end as the other mixer's
+        self.reverse = None if reverse is None else nn.ModuleDict({"mixer": reverse})
         self.dropout = Dropout(config.dropout, config.tie_dropout)
+        depth = mixer.layer_idx / max(1, config.num_hidden_layers - 1)
+        self.drop_path = DropPath(depth * config.drop_path_rate)
         self.mlp = None
         if config.intermediate_size is not None:
             self.mlp_norm = make_norm(config)
@@ -227,6 +237,11 @@ class SSMBlock(GradientCheckpointingLayer):
                 f"{type(self.mixer).__name__} must return a tensor of the shape that it gets, "
                 f"{list(x.shape)}, got {got}"
             )
+        if self.both_ways:
+            other = self.mixer if self.reverse is None else self.reverse["mixer"]
+            more = {name: flip(given, packing) for name, given in more.items()}
+            fresh = LayerState(packing=packing, shared=state.shared)
+            mixed = mixed + flip(other(flip(y, packing), fresh, packing, **more), packing)
         after = state.next_norm if self.mlp is None else self.mlp_norm
         x, y = self._added(x, mixed, self.norm, after, real, packing)
         if self.mlp is not None:
@@ -248,7 +263,7 @@ class SSMBlock(GradientCheckpointingLayer):
     ) -> tuple[Tensor, Tensor | None]:
         """Add what a branch made of ``x`` to it; also return the norm after it if it was had."""
         if self.training:
-            y = self.dropout(y, packing)
+            y = self.drop_path(self.dropout(y, packing), packing)
         normed = None
         if self.residual:
             if self.residual_in_fp32:
@@ -300,8 +315,8 @@ def _write_norm(program: Program, parts: ModuleParts, x: Value, name: str) -> Va
 class SSMModel(SSMPreTrainedModel):
     """Embedding, blocks, final norm. A family's subclass names its ``mixer_class``.
 
-    With ``config.input_channels`` continuous values come in through ``embed_values`` and there is
-    no ``embed_tokens``.
+    With ``config.input_channels`` continuous values come in through ``embed_values``, with
+    ``config.image_size`` images through ``embed_images``, and there is no ``embed_tokens``.
     """
 
     mixer_class: type[SSMMixer]
@@ -312,14 +327,18 @@ class SSMModel(SSMPreTrainedModel):
     def __init__(self, config: SSMConfig) -> None:
         super().__init__(config)
         self.causal = config.causal
-        if config.input_channels is None:
+        if config.image_size is not None:
+            self.embed_images = ImageEmbedding(config)
+        elif config.input_channels is None:
             self.embed_tokens = self.make_embedding(config)
         else:
             self.embed_values = Linear(config.input_channels, config.hidden_size)
         self.dropout = Dropout(config.embedding_dropout, config.tie_dropout)
+        kind = self.mixer_class
+        second = config.directions == "both-separate" and not kind.reads_both_ways
         self.layers = nn.ModuleList(
-            SSMBlock(config, self.mixer_class(config, layer_idx))
-            for layer_idx in range(config.num_hidden_layers)
+            SSMBlock(config, kind(config, index), kind(config, index) if second else None)
+            for index in range(config.num_hidden_layers)
         )
         self.norm = make_norm(config) if config.prenorm else None
         self.gradient_checkpointing = False
@@ -344,6 +363,7 @@ class SSMModel(SSMPreTrainedModel):
         seq_idx: Tensor | None = None,
         input_values: Tensor | None = None,
         packing: PackedRow | Literal[False] | None = None,
+        pixel_values: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """Run the backbone over tokens or values.
@@ -368,6 +388,8 @@ class SSMModel(SSMPreTrainedModel):
                 with ``input_channels``.
             packing: What mask, positions and boundaries say, from :meth:`find_packing`; the heads
                 pass it instead of them.
+            pixel_values: Images ``[B, C, H, W]`` of a model with ``image_size``; L is one more than
+                an image has patches.
             **kwargs: Only what transformers' own collators and trainer add.
 
         Raises:
@@ -381,6 +403,15 @@ class SSMModel(SSMPreTrainedModel):
             output_hidden_states = bool(config.output_hidden_states)
         if return_dict is None:
             return_dict = config.return_dict
+        if pixel_values is not None:
+            if config.image_size is None:
+                raise ValueError(
+                    "this model takes no images, got pixel_values; set image_size in its "
+                    "configuration"
+                )
+            if inputs_embeds is not None:
+                raise ValueError("give exactly one of pixel_values and inputs_embeds")
+            inputs_embeds = self.embed_images(pixel_values)
         hidden_states = self._embed(input_ids, inputs_embeds, input_values)
         batch, length, width = hidden_states.shape
         if packing is None:
@@ -504,6 +535,8 @@ class SSMModel(SSMPreTrainedModel):
         self, input_ids: Tensor | None, inputs_embeds: Tensor | None, input_values: Tensor | None
     ) -> Tensor:
         channels = self.config.input_channels
+        if self.config.image_size is not None and inputs_embeds is None:
+            raise ValueError("this model takes images: give pixel_values [B, C, H, W]")
         given = (input_ids is not None) + (inputs_embeds is not None) + (input_values is not None)
         if given != 1:
             wanted = "input_ids" if channels is None else "input_values"
@@ -570,8 +603,8 @@ class SSMModel(SSMPreTrainedModel):
         return [*(layer.norm for layer in layers[1:]), self.norm]
 
     def get_input_embeddings(self) -> nn.Module | None:
-        """Return the token embedding, None for a model of continuous values."""
-        return self.embed_tokens if self.config.input_channels is None else None
+        """Return the token embedding, None for a model of continuous values or images."""
+        return getattr(self, "embed_tokens", None)
 
     def _refuse_reentrant_checkpointing(self) -> None:
         """Fail where checkpointing would silently cut the gradients through a given state."""

@@ -45,8 +45,9 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
 
     def __init__(self, config: SSMConfig) -> None:
         super().__init__(config)
-        if config.input_channels is not None or not config.causal:
-            why = "is bidirectional" if not config.causal else "takes continuous values"
+        takes = "continuous values" if config.image_size is None else "images"
+        if config.input_channels is not None or config.image_size is not None or not config.causal:
+            why = "is bidirectional" if not config.causal else f"takes {takes}"
             raise ValueError(
                 f"{type(self).__name__} predicts the next token, but its configuration "
                 f"{why}; use a classification head, or change the configuration"

@@ -1,7 +1,8 @@
-"""Heads that classify sequences, tokens, and pairs of documents.
+"""Heads that classify sequences, tokens, pairs of documents, and images.
 
-Every head takes token ids, embeddings or, with ``config.input_channels``, continuous values, and
-classifies or, with ``config.problem_type = "regression"``, estimates numbers.
+Those of images take pixels. Every other head takes token ids, embeddings or, with
+``config.input_channels``, continuous values, and classifies or, with
+``config.problem_type = "regression"``, estimates numbers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_outputs import (
+    ImageClassifierOutput,
     SequenceClassifierOutput,
     SequenceClassifierOutputWithPast,
     TokenClassifierOutput,
@@ -227,6 +229,72 @@ class SSMForTokenClassification(_LinearClassifier):
         return error.square().sum() / counts.sum()
 
 
+class SSMForImageClassification(_LinearClassifier):
+    """A backbone of patches and a linear map of the class token or, ``pooling="mean"``, the mean.
+
+    A subclass names its ``model_class``.
+    """
+
+    main_input_name = "pixel_values"
+
+    def __init__(self, config: SSMConfig) -> None:
+        if config.image_size is None:
+            raise ValueError(
+                f"{type(self).__name__} needs image_size in its configuration, got None; set it, "
+                "patch_size and num_channels, or take a preset for images"
+            )
+        super().__init__(config)
+
+    def forward(
+        self,
+        pixel_values: Tensor,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> ImageClassifierOutput | tuple[Any, ...]:
+        """Classify each image.
+
+        Args:
+            pixel_values: ``[B, num_channels, image_size, image_size]``, from an image processor.
+            labels: ``[B]`` classes.
+            output_hidden_states: See :meth:`SSMModel.forward`.
+            return_dict: See there.
+            **kwargs: See there.
+
+        Returns:
+            ``loss`` (mean cross-entropy in nats) and ``logits [B, num_labels]``.
+
+        Raises:
+            ValueError: Images of another shape, or labels outside of the classes.
+            TypeError: ``pixel_values`` is not a floating-point tensor.
+        """
+        if return_dict is None:
+            return_dict = self.config.return_dict
+        outputs = self.model(
+            pixel_values=pixel_values,
+            use_cache=False,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            packing=False,
+            **kwargs,
+        )
+        hidden = outputs.last_hidden_state
+        if self.config.pooling == "mean":
+            pooled = hidden.mean(dim=1)
+        else:
+            pooled = hidden[:, self.model.embed_images.class_position]
+        logits = self.score(pooled)
+        loss = None
+        if labels is not None:
+            with named_indices("labels", labels, self.num_labels, ignored=-100):
+                loss = F.cross_entropy(logits.float(), labels)
+        output = ImageClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states
+        )
+        return output if return_dict else output.to_tuple()
+
+
 class SSMForPairClassification(SSMPreTrainedModel):
     """Two documents through one backbone, and a classifier of what they have to do with each other.
 
@@ -378,6 +446,7 @@ def _lengthened(x: Tensor, length: int) -> Tensor:
 
 
 __all__ = [
+    "SSMForImageClassification",
     "SSMForPairClassification",
     "SSMForSequenceClassification",
     "SSMForTokenClassification",

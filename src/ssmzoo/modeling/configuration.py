@@ -53,7 +53,16 @@ class SSMConfig(PreTrainedConfig):
         tie_dropout: Drop whole features of a sequence instead of single entries.
         input_channels: Take continuous ``input_values`` with so many channels through a linear
             layer instead of token ids through an embedding.
-        pooling: What a sequence classifier looks at: the output at the last token, or the mean.
+        image_size: Take square ``pixel_values`` of this side, cut into patches with a class token
+            in their middle, instead of token ids.
+        patch_size: Side of a patch; it divides ``image_size``.
+        num_channels: Channels of an image.
+        directions: Run every mixer forwards, or also on the reversed sequence and add the outputs:
+            the same mixer ("both-shared") or another one ("both-separate").
+        drop_path_rate: Probability to drop all that a mixer or MLP adds to a sequence, while
+            training; it rises evenly from 0 in the first layer to this in the last.
+        pooling: What a classifier looks at: the output at the last token (of an image, at its class
+            token), or the mean.
         classifier_bias: Whether a classifier's linear map has a bias.
         residual_in_fp32: Keep the residual stream in float32 when the weights are not.
         initializer_range: Standard deviation of the embedding's initial entries.
@@ -81,6 +90,11 @@ class SSMConfig(PreTrainedConfig):
     embedding_dropout: float | int = 0.0
     tie_dropout: bool = False
     input_channels: int | None = None
+    image_size: int | None = None
+    patch_size: int = 16
+    num_channels: int = 3
+    directions: Literal["forward", "both-shared", "both-separate"] = "forward"
+    drop_path_rate: float | int = 0.0
     pooling: Literal["last", "mean"] = "last"
     classifier_bias: bool = False
     residual_in_fp32: bool = True
@@ -182,14 +196,24 @@ class SSMConfig(PreTrainedConfig):
         Raises:
             ValueError: A field out of its range.
         """
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "patch_size", "num_channels")
+        for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("intermediate_size", "input_channels"):
+        for name in ("intermediate_size", "input_channels", "image_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be None or at least 1, got {value}")
-        for name in ("dropout", "embedding_dropout"):
+        if self.image_size is not None and self.image_size % self.patch_size:
+            raise ValueError(
+                f"patch_size must divide image_size, got {self.patch_size} and {self.image_size}"
+            )
+        if self.image_size is not None and self.input_channels is not None:
+            raise ValueError(
+                "give one of image_size and input_channels, the model's inputs, got both: "
+                f"{self.image_size} and {self.input_channels}"
+            )
+        for name in ("dropout", "embedding_dropout", "drop_path_rate"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(
                     f"{name} must be at least 0 and below 1, got {getattr(self, name)}"
@@ -200,8 +224,8 @@ class SSMConfig(PreTrainedConfig):
 
     @property
     def causal(self) -> bool:
-        """Whether no output depends on a later input; a bidirectional family says no."""
-        return True
+        """Whether no output depends on a later input; a family that looks ahead says no."""
+        return self.directions == "forward"
 
     @property
     def state_grows(self) -> bool:

@@ -103,15 +103,31 @@ class Dropout(nn.Module):
             return x
         if not self.tied:
             return F.dropout(x, self.p)
+        width = self.drawn(x.shape[2])
         if packing is None:
-            return x * F.dropout(x.new_ones(x.shape[0], x.shape[2]), self.p).unsqueeze(1)
+            return x * F.dropout(x.new_ones(x.shape[0], width), self.p).unsqueeze(1)
         lengths = packing.offsets.diff()  # [S]
-        kept = F.dropout(x.new_ones(lengths.shape[0], x.shape[2]), self.p)
+        kept = F.dropout(x.new_ones(lengths.shape[0], width), self.p)
         return x * kept.repeat_interleave(lengths, dim=0, output_size=x.shape[1])
+
+    def drawn(self, features: int) -> int:
+        """Return how many numbers are drawn for a sequence of so many features."""
+        return features
 
     def extra_repr(self) -> str:
         """Show the settings in ``print(model)``."""
         return f"p={self.p}, tied={self.tied}"
+
+
+class DropPath(Dropout):
+    """Stochastic depth: drop all that a branch adds to a sequence; scale up what stays."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__(p, tied=True)
+
+    def drawn(self, features: int) -> int:
+        """Return 1: a sequence's features stay or go together."""
+        return 1
 
 
 class MLP(nn.Module):

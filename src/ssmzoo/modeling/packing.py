@@ -58,6 +58,17 @@ class PackedRow(Packing):
         counts = torch.zeros(self.count, dtype=torch.bool, device=self.offsets.device)
         return counts.index_fill(0, self.rows, True)[self.numbers()]
 
+    def reversal(self) -> Tensor:
+        """Return where in the row each token's mirror image lies in its sequence, ``[length]``."""
+        found = self._known.get("reversal")
+        if found is None:
+            numbers = self.numbers()
+            ends = self.offsets[numbers] + self.offsets[numbers + 1] - 1
+            found = ends - torch.arange(self.length, device=ends.device)
+            if not torch.compiler.is_compiling():
+                self._known["reversal"] = found
+        return found
+
     def longest(self) -> int:
         """Return the length of the longest sequence, looked up once a call."""
         if "longest" not in self._known:
@@ -113,6 +124,11 @@ class AlignedRows:
         places = torch.where(inside, self.starts[:, None] + columns, tokens)
         flat = x.new_zeros(tokens + 1, x.shape[2])
         return flat.index_copy(0, places.flatten(), x.flatten(0, 1))[None, :tokens]
+
+
+def flip(x: Tensor, packing: PackedRow | None) -> Tensor:
+    """Reverse the order of tokens in ``[B, L, ...]``, of packed ones within each sequence."""
+    return x.flip(1) if packing is None else x.index_select(1, packing.reversal())
 
 
 def find_packing(

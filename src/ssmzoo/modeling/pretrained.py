@@ -71,9 +71,10 @@ class SSMPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Draw a module's own parameters.
 
-        Embedding and language-model head: N(0, initializer_range^2). Norms: 1. Linear layers of a
-        mixer and classifiers: uniform within ``1 / sqrt(inputs)``, biases 0. Convolutions: uniform
-        within ``1 / sqrt(taps)``, bias too. A family draws its mixer's own parameters. transformers
+        Embedding, language-model head, class token and positions of images:
+        N(0, initializer_range^2). Norms: 1. Linear layers of a mixer, of patches and of
+        classifiers: uniform within ``1 / sqrt(inputs)``, biases 0. Convolutions: uniform within
+        ``1 / sqrt(taps)``, bias too. A family draws its mixer's own parameters. transformers
         asks module by module, and only those that lack a tensor: a module must never count on its
         parent to draw its entries.
         """
@@ -94,6 +95,13 @@ class SSMPreTrainedModel(PreTrainedModel):
             init.uniform_(module.weight, -bound, bound)
             if module.bias is not None:
                 init.zeros_(module.bias)
+        elif isinstance(module, nn.Conv2d):
+            bound = (module.weight.numel() / module.out_channels) ** -0.5
+            init.uniform_(module.weight, -bound, bound)
+            init.zeros_(cast(Tensor, module.bias))
+        elif type(module).__name__ == "ImageEmbedding":
+            for name in ("class_token", "positions"):
+                init.normal_(getattr(module, name), std=self.config.initializer_range)
         elif type(module).__name__ == "CausalConv1d":
             bound = cast(Tensor, module.weight).shape[-1] ** -0.5
             for parameter in module.parameters():

@@ -60,6 +60,9 @@ _ARCHITECTURE = (
     ("Expansion", ("expand",)),
     ("Convolution width", ("d_conv", "conv_kernel")),
     ("Attention heads", ("num_attention_heads", "n_head")),
+    ("Directions", ("directions",)),
+    ("Image size", ("image_size",)),
+    ("Patch size", ("patch_size",)),
     ("Vocabulary", ("vocab_size",)),
     ("Longest input", ("max_position_embeddings",)),
     ("Transition", ("transition",)),
@@ -67,6 +70,8 @@ _ARCHITECTURE = (
 )
 # What every configuration of a family names, and a block without a convolution does not have.
 _OF_CONVOLUTIONS = ("Expansion", "Convolution width")
+_OF_IMAGES = ("Image size", "Patch size")
+_OF_TEXT = ("Vocabulary", "Tied embeddings")
 
 
 def render_card(
@@ -175,7 +180,8 @@ def _render(
             rows = merged(own).keys()
             others = [entry for entry in others if rows & entry.scores.keys()]
     family = family_of(facts.config)
-    words = family_words(family.name) if family else None
+    encoder = _is_encoder(facts.config)
+    words = family_words(family.name, encoder=encoder) if family else None
     targets = [x for x in family.lora_targets if x in facts.modules] if family else []
     card = ModelCard.from_template(
         _metadata(name, family, own, kept, head),
@@ -194,6 +200,7 @@ def _render(
         packages=_packages(family),
         prompt=json.dumps(facts.prompt) if facts.prompt else None,
         words=words,
+        encoder=encoder,
         family=family.name if family else None,
         lora_targets=json.dumps(targets) if targets else None,
         architecture=_architecture(facts),
@@ -201,6 +208,11 @@ def _render(
         recipe=_fenced("yaml", facts.recipe.strip()) if facts.recipe else None,
     )
     return without_credentials(str(card).rstrip()) + "\n"
+
+
+def _is_encoder(config: Mapping[str, Any]) -> bool:
+    """Tell whether a model reads in both directions, or images."""
+    return config.get("directions", "forward") != "forward" or config.get("image_size") is not None
 
 
 def _kept_metadata(target: Path) -> dict[str, Any]:
@@ -415,7 +427,8 @@ def _architecture(facts: CardFacts) -> str:
     ]
     convolves = any("conv" in name for name in facts.modules)
     for label, names in _ARCHITECTURE:
-        if label in _OF_CONVOLUTIONS and not convolves:
+        absent = _OF_IMAGES if config.get("image_size") is None else _OF_TEXT
+        if label in absent or (label in _OF_CONVOLUTIONS and not convolves):
             continue
         value = next((config[name] for name in names if config.get(name) is not None), None)
         if isinstance(value, bool):

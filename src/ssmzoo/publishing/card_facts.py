@@ -366,8 +366,10 @@ def _run_of(
     return run
 
 
-def family_words(name: str) -> dict[str, Any] | None:
+def family_words(name: str, *, encoder: bool = False) -> dict[str, Any] | None:
     """Return what ``model_cards/families/<name>.yaml`` says; None if there is no such file.
+
+    Of an encoder ``model_cards/encoder.yaml`` has other words, and more on the architecture.
 
     Raises:
         ValueError: The file is not as it must be; the message names it.
@@ -380,6 +382,9 @@ def family_words(name: str) -> dict[str, Any] | None:
     for names, found in ((_FAMILY_FIELDS, words), (_PAPER_FIELDS, (words or {}).get("paper"))):
         if not isinstance(found, dict) or set(found) != names:
             raise ValueError(f"{path} must have exactly the fields {', '.join(sorted(names))}")
+    if encoder:
+        own = yaml.safe_load(share("model_cards/encoder.yaml").read_text(encoding="utf-8"))
+        words |= {**own, "architecture": f"{words['architecture']} {own['architecture']}"}
     return {key: value.strip() if isinstance(value, str) else value for key, value in words.items()}
 
 

@@ -1,8 +1,9 @@
 """Publish a model folder: into another folder, or to a repository on the Hub.
 
-What goes is a closed list: configuration, safetensors weights, tokenizer, generation configuration,
-card, the pictures that the card links, scores of benchmarks on the Hub, the code that the model
-needs where this package is not installed, unless told not to, and, if asked for, a prompt that the
+What goes is a closed list: configuration, safetensors weights, tokenizer or image processor,
+generation configuration, card, the pictures that the card links, scores of benchmarks on the Hub,
+the code that the model needs where this package is not installed, unless told not to, and, if asked
+for, a prompt that the
 model has read. Everything else stays behind and is named in the report. A text that holds a
 credential is refused.
 A dry run makes the same plan and changes nothing; for a Hub repository it needs neither network nor
@@ -46,7 +47,7 @@ logger = logging.getLogger(__name__)
 CARD = "README.md"
 EVAL_RESULTS = ".eval_results"  # what the Hub's leaderboards read
 
-_CONFIGURATION = ("config.json", "generation_config.json")
+_CONFIGURATION = ("config.json", "generation_config.json", "preprocessor_config.json")
 _TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",

@@ -83,6 +83,14 @@ def require_datasets():
     return datasets
 
 
+def require_pillow() -> None:
+    """Say how to install Pillow where it is not."""
+    try:
+        import PIL  # noqa: F401
+    except ImportError as error:
+        raise RuntimeError("images need Pillow: pip install 'ssmzoo[train]'") from error
+
+
 def grey_images(data: str, rows: Dataset, column: str, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Return square images in grey, uint8 [n, size, size], and their labels 0 .. 9 [n].
 
@@ -90,10 +98,7 @@ def grey_images(data: str, rows: Dataset, column: str, size: int) -> tuple[np.nd
         ValueError: An image of another size, or another label.
         RuntimeError: Pillow is not installed.
     """
-    try:
-        import PIL  # noqa: F401
-    except ImportError as error:
-        raise RuntimeError("images need Pillow: pip install 'ssmzoo[train]'") from error
+    require_pillow()
     pixels = np.empty((len(rows), size, size), dtype=np.uint8)
     for index, row in enumerate(rows.cast_column(column, require_datasets().Image())):
         image = row[column]  # pyright: ignore[reportArgumentType, reportCallIssue]

@@ -13,12 +13,13 @@ _SPLIT_SEED = 42
 _HELD_OUT = 300  # in each of validation and test
 
 
-def load_digits(split: str, seed: int) -> Supervised:
+def load_digits(split: str, seed: int, *, rgb: bool = False) -> Supervised:
     """Return the digits, pixels in 0 .. 1: 1,197 to train on, 300 to validate, 300 to test.
 
     Args:
         split: ``train``, ``validation`` or ``test``; always the same, drawn once.
         seed: Not used.
+        rgb: Give every image in three equal channels, as transformers' pipelines do.
 
     Raises:
         LookupError: No such split.
@@ -36,4 +37,7 @@ def load_digits(split: str, seed: int) -> Supervised:
     parts = np.split(order, [len(order) - 2 * _HELD_OUT, len(order) - _HELD_OUT])
     chosen = parts[SPLITS.index(split)]
     pixels, labels = pixels[chosen].reshape(-1, 8, 8), labels[chosen]
-    return images(lambda i, _epoch: pixels[i], labels, size=8, white=16.0, num_labels=10)
+    channels = 3 if rgb else 1
+    return images(
+        lambda i, _epoch: pixels[i], labels, size=8, white=16.0, num_labels=10, channels=channels
+    )

@@ -22,6 +22,7 @@ from ssmzoo.tasks.listops import load_listops
 from ssmzoo.tasks.mad import MAD_PROBLEMS
 from ssmzoo.tasks.mnist import load_mnist
 from ssmzoo.tasks.pathfinder import load_pathfinder
+from ssmzoo.tasks.pictures import load_pictures
 from ssmzoo.tasks.recall import mqar
 from ssmzoo.tasks.retrieval import load_retrieval
 from ssmzoo.tasks.speech_commands import load_speech_commands
@@ -224,6 +225,7 @@ SUPERVISED_TASKS: dict[str, Callable[..., Supervised]] = {
     "mnist": load_mnist,
     "mqar": _recall(mqar, 100_000, 3_000, 3_000),
     "pathfinder": load_pathfinder,
+    "pictures": load_pictures,
     "speech_commands": load_speech_commands,
     **{name: _recall(problem, 12_800, 1_280, 1_280) for name, problem in MAD_PROBLEMS.items()},
 }

@@ -7,9 +7,9 @@ they end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -29,7 +29,7 @@ class Batch:
 
     Attributes:
         inputs: Tokens int64 [B, L]; pairs of documents int64 [B, 2, L]; values float32 [B, L, C];
-            images float32 [B, H, W].
+            images float32 [B, C, H, W].
         labels: Classes int64 [B] or values float32 [B]; for each token [B, L]. A class of -100 is
             ignored. A token's class stands at the place that must say it, but under ``causal_lm``
             one later, as Hugging Face's models expect.
@@ -54,6 +54,9 @@ class Supervised:
         vocab_size: Ids the tokens are below; None for values and images. Id 0 is padding.
         num_labels: Classes, or values a label; None for ``causal_lm``.
         input_channels: Values a place; None for tokens and images.
+        image_shape: C, H, W of images.
+        processor: What transformers' image processor must do to give a model these images: the
+            fields of ``preprocessor_config.json``.
         fresh: Every epoch has examples of its own; of a validation split, every validation.
         shuffle: Train in an order drawn anew every epoch, and not in that of the indices.
     """
@@ -65,6 +68,8 @@ class Supervised:
     vocab_size: int | None = None
     num_labels: int | None = None
     input_channels: int | None = None
+    image_shape: tuple[int, int, int] | None = None
+    processor: Mapping[str, Any] | None = None
     fresh: bool = False
     shuffle: bool = True
 
@@ -148,20 +153,48 @@ def value_rows(
 
 
 def images(
-    make_pixels: Callable[[np.ndarray, int], np.ndarray],  # indices, epoch -> [B, H, W], any type
+    # indices, epoch -> [B, H, W] or [B, C, H, W], any type
+    make_pixels: Callable[[np.ndarray, int], np.ndarray],
     labels: np.ndarray,  # [n]
     *,
     size: int,
     white: float,
     num_labels: int,
+    channels: int = 1,
     fresh: bool = False,
+    resize: int | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
 ) -> Supervised:
-    """Return the classification of square images, given to the model as pixel / white."""
+    """Return the classification of square images.
+
+    A pixel is given to the model as ``pixel / white``, with a channel's mean and deviation as
+    ``(pixel / white - mean) / std``. A grey image in three channels is the same in each.
+    """
+    shift, scale = (
+        np.reshape(default if given is None else np.array(given), (-1, 1, 1))
+        for given, default in ((mean, 0.0), (std, 1.0))
+    )
 
     def make(indices: np.ndarray, epoch: int) -> Batch:
-        pixels = (make_pixels(indices, epoch) / white).astype(np.float32)
+        pixels = make_pixels(indices, epoch)
+        if pixels.ndim == 3:
+            pixels = np.repeat(pixels[:, None], channels, axis=1)
+        pixels = ((pixels / white - shift) / scale).astype(np.float32)
         lengths = np.full(len(indices), size * size, dtype=np.int64)
         return Batch(pixels, labels[indices].astype(np.int64), lengths)
+
+    processor = {
+        "image_processor_type": "CLIPImageProcessor",
+        "do_convert_rgb": channels == 3,
+        "size": {"shortest_edge": resize or size},
+        "crop_size": {"height": size, "width": size},
+        "resample": 3,  # bicubic
+        "rescale_factor": 1 / 255,
+        "do_normalize": mean is not None,
+        "image_mean": shift.flatten().tolist(),
+        "image_std": scale.flatten().tolist(),
+    }
 
     return Supervised(
         "images",
@@ -169,6 +202,8 @@ def images(
         len(labels),
         make,
         num_labels=num_labels,
+        image_shape=(channels, size, size),
+        processor=processor,
         fresh=fresh,
     )
 

@@ -26,7 +26,16 @@ from tqdm import tqdm
 
 from ssmzoo.environment.messages import without_bars, without_reports
 from ssmzoo.family import Family, load_family, suggestion
-from ssmzoo.testing import arguments, files, forms, generation, graphs, standalone, training
+from ssmzoo.testing import (
+    arguments,
+    encoders,
+    files,
+    forms,
+    generation,
+    graphs,
+    standalone,
+    training,
+)
 from ssmzoo.testing.subject import SEED, Measured, NotApplicable, Oracle, Subject
 
 Check: TypeAlias = Callable[[Subject], Measured]
@@ -65,6 +74,8 @@ CHECKS: tuple[Check, ...] = (
     arguments.check_logits_to_keep,
     arguments.check_outputs,
     arguments.check_sequence_classification,
+    encoders.check_bidirectional,
+    encoders.check_images,
     training.check_gradients,
     training.check_lora,
     training.check_lora_all_linear,

@@ -145,16 +145,17 @@ class Subject:
             dtype: Of the weights, by ``model.to``.
             **changes: Changed configuration fields.
         """
-        return cast(SSMForCausalLM, self._build(self.family.causal_lm_class, dtype, changes))
+        return cast(SSMForCausalLM, self.build(self.family.causal_lm_class, dtype, changes))
 
     def classifier(self, dtype: torch.dtype, **changes: Any) -> SSMForSequenceClassification:
         """Return a sequence classifier of one's own, as :meth:`fresh` does."""
         kind = self.family.sequence_classification_class
-        return cast(SSMForSequenceClassification, self._build(kind, dtype, changes))
+        return cast(SSMForSequenceClassification, self.build(kind, dtype, changes))
 
-    def _build(
+    def build(
         self, kind: type[PreTrainedModel], dtype: torch.dtype, changes: dict[str, Any]
     ) -> nn.Module:
+        """Return a model of one's own of any of the family's classes, as :meth:`fresh` does."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
             model = cast(nn.Module, kind(self.config(**changes)))

@@ -16,7 +16,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,11 +99,12 @@ def gather(
     recipe: Recipe,
     position: dict[str, Any],
     tokenizer: PreTrainedTokenizerBase | None,
+    image_processor: Mapping[str, Any] | None,
 ) -> Callable[[Path], None]:
     """Gather what a checkpoint holds and return what writes it; all processes must call this.
 
-    That is weights, tokenizer, optimizer, carried states, and in ``state.json`` the run's progress
-    and each process's random state and ``position`` in the data.
+    That is weights, tokenizer or image processor, optimizer, carried states, and in ``state.json``
+    the run's progress and each process's random state and ``position`` in the data.
     """
     from accelerate.utils import gather_object
     from safetensors.torch import save_file
@@ -130,6 +131,10 @@ def gather(
             model.save_pretrained(folder, state_dict=weights)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+        if image_processor is not None:
+            (folder / "preprocessor_config.json").write_text(
+                json.dumps(dict(image_processor), indent=2), encoding="utf-8"
+            )
         save_file(moments, folder / "optimizer.safetensors")
         for rank, states in enumerate(carried):
             if states:

@@ -107,8 +107,12 @@ class RunFolder:
         changes = self._record_changes(facts, step)
         write_text(self.path / "recipe.yaml", recipe.to_yaml())
         write_json(self.path / "data.json", manifest)
+        program = Path(sys.argv[0])
         described = {
-            "command": portable_command([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            # python -m ssmzoo runs ssmzoo/__main__.py
+            "command": portable_command(
+                [program.name.replace("__main__.py", "ssmzoo"), *sys.argv[1:]]
+            ),
             "date": _now(),
             "data": {
                 "names": portable(getattr(recipe.data, recipe.data.source)),

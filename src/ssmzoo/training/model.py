@@ -43,6 +43,7 @@ def build_config(
     from transformers import AutoConfig
 
     import ssmzoo.auto  # noqa: F401
+    from ssmzoo.modeling import SSMForImageClassification
 
     given = {**section.config, **_fields_of(task, section)}
     if section.init_from is not None:
@@ -76,7 +77,15 @@ def build_config(
         raise ValueError(
             f"the model's input_channels must be the task's, {task.input_channels}, got {channels}"
         )
-    model_class(config, task)
+    kind = model_class(config, task)
+    size = getattr(config, "image_size", None)
+    if task is not None and (size is not None or issubclass(kind, SSMForImageClassification)):
+        wanted = None if task.image_shape is None else task.image_shape[:2]
+        got = None if size is None else (config.num_channels, size)
+        if got != wanted:
+            raise ValueError(
+                f"the model's num_channels and image_size must be the task's, {wanted}, got {got}"
+            )
     return config
 
 
@@ -128,9 +137,8 @@ def model_class(config: PreTrainedConfig, task: Supervised | None = None) -> typ
     """
     family = family_of(config)
     found: Any = None
-    own = {"token_pairs": "pair_classification_class", "images": "image_classification_class"}
-    if task is not None and task.kind in own:
-        found = None if family is None else getattr(family, own[task.kind])
+    if task is not None and task.kind == "token_pairs":
+        found = None if family is None else family.pair_classification_class
     elif family is not None or not _only_of_families(task):
         found = _heads(task).get(type(config), None)
     if found is None:
@@ -173,7 +181,8 @@ def _fields_of(task: Supervised | None, section: ModelSection) -> dict[str, obje
 
 def _only_of_families(task: Supervised | None) -> bool:
     """Return whether transformers' own models have no head, or no input, for a task."""
-    return task is not None and (task.kind != "tokens" or task.objective == "token_regression")
+    known = ("tokens", "images")
+    return task is not None and (task.kind not in known or task.objective == "token_regression")
 
 
 def _heads(task: Supervised | None) -> Any:
@@ -182,6 +191,8 @@ def _heads(task: Supervised | None) -> Any:
 
     if task is None or task.objective == "causal_lm":
         return transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if task.kind == "images":
+        return transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
     if task.objective.startswith("token_"):
         return transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
     return transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING

@@ -263,7 +263,9 @@ class Run:
 
     def save(self, position: dict[str, Any]) -> None:
         """Write a checkpoint, with this process's position in the data."""
-        write = gather(self.learner, self.progress, self.recipe, position, self.source.tokenizer)
+        tokenizer, task = self.source.tokenizer, self.source.task
+        processor = None if task is None else task.processor
+        write = gather(self.learner, self.progress, self.recipe, position, tokenizer, processor)
 
         def save() -> None:
             assert self._metrics is not None

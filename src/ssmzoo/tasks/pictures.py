@@ -1,0 +1,154 @@
+"""Any labelled pictures that ``datasets`` opens: ImageNet, CIFAR-10, a folder of folders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ssmzoo.environment.messages import first_line
+from ssmzoo.tasks.common import at_least
+from ssmzoo.tasks.data_sets import open_split, require_datasets, require_pillow
+from ssmzoo.tasks.supervised import Supervised, images, require_split
+
+_SPLIT_SEED = 42
+_SCALES, _RATIOS = (0.08, 1.0), (3 / 4, 4 / 3)  # of what is cut out in training, as usual
+_ATTEMPTS = 10
+
+
+def load_pictures(
+    split: str,
+    seed: int,
+    *,
+    data: str,
+    size: int = 224,
+    resize: int | None = None,
+    image: str = "image",
+    label: str = "label",
+    test: str = "test",
+    num_validation: int = 10_000,
+    mean: Sequence[float] = (0.485, 0.456, 0.406),
+    std: Sequence[float] = (0.229, 0.224, 0.225),
+    crop: bool = True,
+    mirror: bool = True,
+) -> Supervised:
+    """Return pictures in three channels, decoded as they are needed.
+
+    The shorter side is resized (bicubic) and the middle cut out, as the image processor of the
+    trained model does. In training a random part of 8 to 100 % of the picture, of a ratio of 3/4 to
+    4/3, is resized instead, and half of them are mirrored; every epoch draws anew.
+
+    Args:
+        split: ``train``, ``validation`` or ``test``.
+        seed: Of what training draws; which pictures are held out never changes.
+        data: A Hub id or a folder that ``datasets`` loads, with a split train.
+        size: Side of the square that the model gets.
+        resize: Length of the shorter side before the middle is cut out; ``size`` by default.
+        image: The column of pictures.
+        label: The column of classes: numbers, of which there are as many as the column says, or as
+            the training split has.
+        test: The split to test on.
+        num_validation: Pictures of the training split that are held out, at random.
+        mean: Of each channel, taken off after pixels were scaled to 0 .. 1.
+        std: Of each channel; divided by it.
+        crop: Whether training cuts out random parts.
+        mirror: Whether training mirrors.
+
+    Raises:
+        LookupError: No such split, or no such data.
+        ValueError: An argument is out of range, a label is not a class, or a picture is damaged.
+        RuntimeError: ``datasets`` or Pillow is not installed.
+    """
+    require_split(split)
+    require_pillow()
+    for name, value, least in (("size", size, 1), ("num_validation", num_validation, 1)):
+        at_least(name, value, least)
+    resize = size if resize is None else resize
+    at_least("resize", resize, size)
+    if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+        raise ValueError(
+            f"mean and std must be three numbers, of std above 0, got {list(mean)} and {list(std)}"
+        )
+    rows = open_split("pictures", data, test if split == "test" else "train", (image, label))
+    labels = np.array(rows[label])
+    if not np.issubdtype(labels.dtype, np.integer):
+        raise ValueError(f"column {label!r} of {data!r} must hold numbers, got {rows[0][label]!r}")
+    feature: Any = rows.features[label]
+    classes = getattr(feature, "num_classes", None)
+    if classes is None:
+        trained = rows if split != "test" else open_split("pictures", data, "train", (label,))
+        classes = int(np.max(trained[label])) + 1
+    if split != "test":
+        if num_validation >= len(rows):
+            raise ValueError(
+                f"num_validation must leave some of the {len(rows)} pictures to train on, "
+                f"got {num_validation}"
+            )
+        order = np.random.default_rng(_SPLIT_SEED).permutation(len(rows))
+        held_out = split == "validation"
+        chosen = np.sort(order[:num_validation] if held_out else order[num_validation:])
+        rows, labels = rows.select(chosen), labels[chosen]
+    wrong = labels[(labels < 0) | (labels >= classes)]
+    if len(wrong):
+        raise ValueError(
+            f"column {label!r} of {data!r} must hold classes 0 to {classes - 1}, got {wrong[0]}"
+        )
+    rows = rows.cast_column(image, require_datasets().Image())
+    draws = split == "train" and (crop or mirror)
+
+    def make(indices: np.ndarray, epoch: int) -> np.ndarray:
+        pixels = np.empty((len(indices), size, size, 3), np.uint8)
+        for place, index in enumerate(indices.tolist()):
+            try:
+                picture = rows[index][image].convert("RGB")
+            except (OSError, AttributeError) as error:
+                raise ValueError(
+                    f"picture {index} of the {split} split of {data!r} is damaged: "
+                    f"{first_line(error)}"
+                ) from error
+            rng = np.random.default_rng([seed, epoch, index])
+            if draws and crop:
+                picture = picture.resize((size, size), 3, box=_part(picture.size, rng))
+            else:
+                picture = _middle(picture, size, resize)
+            found = np.asarray(picture)
+            pixels[place] = found[:, ::-1] if draws and mirror and rng.random() < 0.5 else found
+        return pixels.transpose(0, 3, 1, 2)
+
+    return images(
+        make,
+        labels,
+        size=size,
+        white=255.0,
+        num_labels=classes,
+        channels=3,
+        fresh=draws,
+        resize=resize,
+        mean=mean,
+        std=std,
+    )
+
+
+def _middle(picture: Any, size: int, resize: int) -> Any:
+    """Return the middle of a picture whose shorter side was resized, as CLIP's processor does."""
+    width, height = picture.size
+    shorter = min(width, height)
+    if shorter != resize:
+        width, height = (int(resize * side / shorter) for side in (width, height))
+        picture = picture.resize((width, height), 3)
+    left, top = (width - size) // 2, (height - size) // 2
+    return picture.crop((left, top, left + size, top + size))
+
+
+def _part(sides: tuple[int, int], rng: np.random.Generator) -> tuple[float, float, float, float]:
+    """Draw a part of a picture: left, top, right and bottom; all of it if none fits."""
+    width, height = sides
+    for _ in range(_ATTEMPTS):
+        area = width * height * rng.uniform(*_SCALES)
+        ratio = np.exp(rng.uniform(*np.log(_RATIOS)))
+        w, h = (area * ratio) ** 0.5, (area / ratio) ** 0.5
+        if w <= width and h <= height:
+            left, top = rng.uniform(0, width - w), rng.uniform(0, height - h)
+            return left, top, left + w, top + h
+    return 0, 0, width, height

@@ -1,0 +1,200 @@
+"""Gated linear attention: seven papers' models by their oracle, their sizes, and stock layers.
+
+The judge is ``tests/oracles/linear_attention.py``, float64 numpy from the papers alone.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.oracles import linear_attention as oracle
+from transformers import Mamba2Config, Mamba2ForCausalLM, Qwen3NextConfig
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+from ssmzoo.analysis.describe import describe_family
+from ssmzoo.modeling import LayerState
+from ssmzoo.testing import FamilyConformance, check
+from ssmzoo_linear_attention import FAMILY
+
+SMALL = {"hidden_size": 32, "intermediate_size": None, "num_hidden_layers": 2, "vocab_size": 96}
+SMALL |= {"num_heads": 4, "head_k_dim": 6, "head_v_dim": 5, "norm_type": "rms"}
+RANKS = {"decay_rank": 3, "gate_rank": 3}
+
+
+def small(preset, **fields):
+    """Return a preset's fields at a size for tests."""
+    chosen = FAMILY.presets[preset]
+    return {**chosen, **SMALL, **{k: v for k, v in RANKS.items() if k in chosen}, **fields}
+
+
+class TestKDA(FamilyConformance):
+    family = "linear_attention"
+    oracle = staticmethod(oracle.logits)
+
+
+@pytest.mark.variant
+class TestRetNet(FamilyConformance):
+    # a head's output is divided by its size: where that is near 0, a rounding turns its sign
+    family = replace(FAMILY, tiny=small("retnet-125m", rms_norm_eps=1e-3))
+    oracle = staticmethod(oracle.logits)
+
+
+@pytest.mark.variant
+class TestMamba2(FamilyConformance):
+    family = replace(FAMILY, tiny=small("mamba2-130m"))
+    oracle = staticmethod(oracle.logits)
+
+
+@pytest.mark.variant
+class TestLinearTransformer(FamilyConformance):
+    family = replace(FAMILY, tiny=small("linear-transformer-mnist"))
+    oracle = staticmethod(oracle.logits)
+
+
+def relative(got, expected):
+    """Largest error relative to the largest entry; nan stays nan and fails every comparison."""
+    return ((got - expected).abs().max() / expected.abs().max()).item()
+
+
+@pytest.mark.parametrize("preset", ["gla-125m", "deltanet-340m", "gated-deltanet-1.3b"])
+def test_other_presets_are_their_papers_models(preset):
+    family = replace(FAMILY, tiny=small(preset, beta_scale=1.5 if "delta" in preset else 1.0))
+    only = ["oracle", "precision", "tokens", "packing", "gradients"]
+    only += ["fused_steps"] if "delta" in preset else []
+    report = check(family, oracle=oracle.logits, only=only)
+    assert [result.status for result in report.results] == ["passed"] * len(only), report.table()
+
+
+PAPERS = {  # millions of parameters
+    "retnet-125m": 129.1,  # Longhorn's Table 1
+    "retnet-350m": 373.2,
+    "gla-125m": 123.8,
+    "mamba2-130m": 129.0,  # of the published checkpoint
+}
+
+
+@pytest.mark.parametrize("preset", PAPERS)
+def test_presets_have_the_papers_parameters(preset):
+    listed = describe_family("linear_attention")["presets"][preset]["parameters"]
+    assert round(listed / 1e6, 1) == PAPERS[preset]
+
+
+def test_the_state_of_the_large_gla_is_that_of_longhorns_second_table():
+    config = FAMILY.config("gla-1.3b")
+    assert config.num_heads * config.head_k_dim * config.head_v_dim == 512 * 1024
+
+
+@torch.no_grad()
+def test_mamba2_is_that_of_transformers_and_decodes_as_it():
+    torch.manual_seed(0)
+    fields = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 96, "num_heads": 4}
+    theirs = Mamba2ForCausalLM(
+        Mamba2Config(
+            **{**fields, "head_dim": 16, "state_size": 8, "n_groups": 1, "expand": 2},
+            chunk_size=16,
+            tie_word_embeddings=True,
+        )
+    ).eval()
+    config = FAMILY.config("mamba2-130m", **fields, head_k_dim=8, head_v_dim=16)
+    model = FAMILY.causal_lm_class(config).eval()
+    weights = {}
+    for name, tensor in theirs.state_dict().items():
+        name = name.replace("backbone.embeddings", "model.embed_tokens")
+        name = name.replace("backbone.norm_f", "model.norm").replace("backbone.", "model.")
+        if "in_proj" in name:  # gate, x, B, C, dt
+            gate, x, B, C, dt = tensor.split([64, 64, 8, 8, 4])
+            tensor = torch.cat([C, B, x, dt, gate])
+        elif "conv1d" in name:
+            x, B, C = tensor.split([64, 8, 8])
+            tensor = torch.cat([C, B, x])
+        weights[name.replace("mixer.norm", "mixer.out_norm")] = tensor
+    model.load_state_dict(weights)
+    ids = torch.randint(0, 96, (2, 40), generator=torch.Generator().manual_seed(1))
+    expected = theirs(ids).logits
+    assert relative(model(ids).logits, expected) <= 1e-5
+    cache = model(ids[:, :38], use_cache=True).past_key_values
+    for t in (38, 39):
+        logits = model(ids[:, t : t + 1], past_key_values=cache).logits
+        assert relative(logits[:, 0], expected[:, t]) <= 1e-5
+
+
+@torch.no_grad()
+def test_gated_deltanet_is_that_of_qwen3_next():
+    torch.manual_seed(0)
+    sizes = {"linear_key_head_dim": 8, "linear_value_head_dim": 6}
+    heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 4}
+    theirs = Qwen3NextGatedDeltaNet(Qwen3NextConfig(hidden_size=32, **sizes, **heads), 0).eval()
+    fields = {"hidden_size": 32, "num_hidden_layers": 1, "head_k_dim": 8, "head_v_dim": 6}
+    fields |= {"num_heads": 4, "num_key_heads": 1, "rms_norm_eps": theirs.norm.variance_epsilon}
+    mixer = FAMILY.model_class(FAMILY.config(**fields)).layers[0].mixer.eval()
+    weights = theirs.state_dict()
+    mixed, gate = weights.pop("in_proj_qkvz.weight").split([40, 24])
+    beta, decay = weights.pop("in_proj_ba.weight").split([4, 4])
+    weights["in_proj.weight"] = torch.cat([mixed, decay, beta, gate])
+    weights["out_norm.weight"] = weights.pop("norm.weight")
+    mixer.load_state_dict(weights)
+    x = torch.randn(2, 40, 32)
+    assert relative(mixer(x, LayerState()), theirs(x)) <= 1e-5
+
+
+@torch.no_grad()
+def dynamics(preset):
+    torch.manual_seed(0)
+    mixer = FAMILY.model_class(FAMILY.config(**small(preset))).layers[0].mixer
+    return mixer.dynamics(torch.zeros(1, 8, 32))
+
+
+def test_poles_are_the_papers_decays():
+    found = dynamics("retnet-125m").poles
+    radius, angle = 1 - 2.0 ** -(5 + torch.arange(4)), 10_000.0 ** (-torch.arange(3) / 3)
+    expected = torch.polar(radius.double()[:, None], angle.double()[None])
+    assert relative(found, expected) <= 1e-7  # logarithms are float32
+    assert torch.equal(dynamics("linear-transformer-mnist").poles.real, torch.ones(4, 1).double())
+    assert dynamics("deltanet-340m") is None
+    kept = dynamics("gla-125m").decay
+    assert relative(kept, torch.full((4, 6), 0.5**0.0625, dtype=torch.float64)) <= 1e-6
+    assert dynamics("mamba2-130m").decay.shape == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
+        ({"decay_rank": 0}, "decay_rank must be None or at least 1, got 0"),
+        ({"num_key_heads": 3}, "num_key_heads needs to divide num_heads, got num_key_heads=3"),
+        ({"rotary": True, "head_k_dim": 7}, "head_k_dim needs to be even with rotary"),
+        ({"gate_logit_normalizer": 0}, "gate_logit_normalizer needs to be positive"),
+        ({"gate_logit_normalizer": 16, "decay": "none"}, "gate_logit_normalizer needs decay"),
+        ({"decay_rank": 2, "decay": "fixed"}, "decay_rank needs decay"),
+        ({"gate_rank": 2, "out_gate": "none"}, "gate_rank needs an out_gate"),
+        ({"out_norm": "gated", "out_gate": "sigmoid"}, "out_norm needs out_gate 'silu'"),
+        ({"d_conv": None, "conv_bias": True}, "conv_bias needs d_conv"),
+        ({"feature_map": "elu"}, "delta_rule needs feature_map 'silu_l2'"),
+        ({"beta": "dt"}, "delta_rule needs beta"),
+        ({"beta": "dt", "delta_rule": False, "decay": "channel"}, "beta needs decay 'scalar'"),
+        ({"beta": "none", "beta_scale": 2}, "beta_scale needs beta 'sigmoid'"),
+        ({"beta_scale": 2.5}, "beta_scale needs to be above 0 and at most 2"),
+    ],
+)
+def test_fields_that_do_not_fit_are_one_error_that_names_them(fields, words):
+    with pytest.raises(ValueError, match=words):
+        FAMILY.config(**fields)
+
+
+@torch.no_grad()
+def test_the_delta_rule_replaces_what_a_key_held_and_the_additive_rule_adds():
+    """With beta = 1: a key written twice answers with the second value, or with the sum."""
+    fields = {"num_heads": 1, "head_k_dim": 4, "head_v_dim": 4, "hidden_size": 12, "d_conv": None}
+    fields |= {"num_hidden_layers": 1, "decay": "none", "beta": "none"}
+    fields |= {"out_norm": "none", "out_gate": "none"}
+    found = []
+    for rule in ({}, {"delta_rule": False}):
+        mixer = FAMILY.model_class(FAMILY.config(**fields, **rule)).layers[0].mixer.double()
+        mixer.in_proj.weight.copy_(torch.eye(12))
+        mixer.out_proj.weight.copy_(torch.eye(12, 4))
+        key, one, two = torch.eye(3, 4).double() * 9  # SiLU leaves 9 nearly as it is
+        x = torch.stack([torch.cat([key, key, one]), torch.cat([key, key, two])])
+        found.append(2 * mixer(x[None], LayerState())[0, 1, :4])  # the root of K
+    one, two = torch.nn.functional.silu(one), torch.nn.functional.silu(two)
+    assert relative(found[0], two) <= 1e-7
+    assert relative(found[1], one + two) <= 1e-7
