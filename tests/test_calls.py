@@ -52,8 +52,8 @@ def language_model(name, layers):
 
 
 # by family: calls and files of a forward pass of one layer without a cache, calls of a decoding
-# step of four layers (in one call each, but those of S4 and H3, of DSS where modes grow, and of B'MOJO
-# with the last token of a chunk, which is not counted). Each may fall; a rise must be worth it
+# step of four layers (in one call each, but those of S4 and H3, of DSS where modes grow, and of
+# B'MOJO with the last token of a chunk, which is not counted). Each may fall; a rise must pay
 MOST = {
     "longhorn": (60, 14, 140),
     "coffee": (75, 16, 130),
