@@ -52,12 +52,12 @@ def language_model(name, layers):
 
 
 # by family: calls and files of a forward pass of one layer without a cache, calls of a decoding
-# step of four layers (in one call each, but those of S4 and S5, of DSS where modes grow, and of
-# B'MOJO with the last token of a chunk, which is not counted). Each may fall; a rise must be worth
-# it
+# step of four layers (in one call each, but those of S4, S5 and H3, of DSS where modes grow, and of
+# B'MOJO with the last token of a chunk, which is not counted). Each may fall; a rise must pay
 MOST = {
     "longhorn": (60, 14, 140),
     "coffee": (75, 16, 130),
+    "h3": (205, 18, 250),
     "s4": (165, 20, 160),
     "s5": (50, 14, 190),
     "dss": (100, 18, 230),

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.zoo import OURS
 
 from ssmzoo.cli.main import VERBS, main, parsers
 from ssmzoo.evaluation.generate import generate
@@ -275,17 +276,7 @@ def test_list_shows_what_there_is_to_use_in_80_columns_and_as_json(prints):
         assert f"{row['name']} installed {row['distribution']} {row['version']} paper: " in words
         assert f"{row['title']} (arXiv {row['arxiv']})" in words
         assert f"heads: {', '.join(row['heads'])} presets: {', '.join(row['presets'])}" in words
-    ours = {
-        "longhorn",
-        "dss",
-        "rtf",
-        "coffee",
-        "bmojo",
-        "linear_attention",
-        "s4",
-        "s5",
-        "spacetime",
-    }
+    ours = set(OURS)
     assert ours <= {row["name"] for row in rows}
 
 

@@ -118,7 +118,7 @@ def test_half_precision_weights_keep_their_dtype_between_codes(tmp_path, capsys)
         ("theirs.safetensors --to rtf --output o --set trunc_len", "must look like trunc_len=1024"),
         ("theirs.safetensors --to rtf --output o --set trunc_len=[", "must be YAML"),
         ("theirs.safetensors --to rtf --output o --config nix", "nix does not exist"),
-        ("theirs.safetensors --to coffee --output o", "have one: bmojo, dss, longhorn, rtf"),
+        ("theirs.safetensors --to coffee --output o", "have one: bmojo, dss, h3, longhorn, rtf"),
         (
             "theirs.safetensors --to rtf --output model",
             "must be a new or empty folder, got 'model'",

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.zoo import OURS
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
@@ -38,7 +39,6 @@ pytestmark = [
 
 HERE = Path(__file__).parent
 TOY = HERE / "toy_family" / "ssmzoo_toy"
-OURS = ("bmojo", "coffee", "dss", "linear_attention", "longhorn", "rtf", "s4", "s5", "spacetime")
 NAMES = (*OURS, "toy")
 LM, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
 EXACT = 1e-10  # relative, in float64

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.zoo import OURS
 
 CHECKED = """
 import sys
@@ -143,9 +144,6 @@ def test_an_export_replaces_nothing_but_an_export(tmp_path):
 def test_the_page_on_export_says_what_runs(tmp_path):
     done = run(PAGE, tmp_path)
     assert done.returncode == 0, done.stderr
-
-
-OURS = ["bmojo", "coffee", "dss", "linear_attention", "longhorn", "rtf", "s4", "s5", "spacetime"]
 
 
 @pytest.mark.slow

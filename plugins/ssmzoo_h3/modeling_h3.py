@@ -1,0 +1,288 @@
+"""H3: hungry hungry hippos, state spaces for language modeling (arXiv 2212.14052).
+
+What surprises: a layer multiplies tokens three times, so it is no filter of its input; both of its
+state spaces are. Layers of ``attn_layer_idx`` have the same four projections with attention between
+them. Filters are computed anew in each forward pass, from float64 exponents.
+
+Dimensions: B batch, L length, D hidden, d of a head, H = D / d heads, N the order of the state
+spaces, n = N / 2 stored modes, S sequences, P tokens of the past.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ssmzoo.modeling import (
+    DerivedValue,
+    Dynamics,
+    LayerState,
+    Linear,
+    PackedRow,
+    SSMForCausalLM,
+    SSMForSequenceClassification,
+    SSMMixer,
+    SSMModel,
+    SSMPreTrainedModel,
+)
+from ssmzoo_kernels import (
+    diagonal_step,
+    eidetic_attention,
+    fft_conv,
+    vandermonde,
+    vandermonde_state,
+)
+
+from .configuration_h3 import H3Config
+
+_SLOW = ("log_dt", "A_log", "A_imag", "B", "shift_B")
+
+
+class H3Mixer(SSMMixer):
+    """``out_proj(q * diagonal(shift(k) v^T))`` for each head, or causal attention of q, k and v.
+
+    The shift state space filters keys with N taps; the diagonal one filters every entry of a head's
+    outer product with an endless sum of exponentials (the paper's Algorithm 1).
+    """
+
+    param_group_names: ClassVar[Mapping[str, str]] = dict.fromkeys(_SLOW, "ssm")
+    config: H3Config
+
+    def __init__(self, config: H3Config, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        width, order = config.hidden_size, config.d_state
+        heads, pairs = width // config.head_dim, order // 2
+        self.q_proj, self.k_proj, self.v_proj = (Linear(width, width) for _ in range(3))
+        self.out_proj = Linear(width, width)
+        self.attends = layer_idx in (config.attn_layer_idx or [])
+        if self.attends:
+            self.out_proj.ends_branch = True  # pyright: ignore[reportArgumentType]
+            return
+        self.shift_B = nn.Parameter(torch.empty(width, order))
+        self.shift_C = nn.Parameter(torch.empty(width, order))
+        self.shift_D = nn.Parameter(torch.empty(width))
+        self.log_dt = nn.Parameter(torch.empty(heads))
+        self.A_log = nn.Parameter(torch.empty(heads, pairs))
+        self.A_imag = nn.Parameter(torch.empty(heads, pairs))
+        self.B = nn.Parameter(torch.empty(heads, pairs, 2))
+        self.C = nn.Parameter(torch.empty(heads, pairs, 2))
+        self.D = nn.Parameter(torch.empty(heads))
+        self._table: DerivedValue[list[Tensor]] = DerivedValue()
+
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
+    ) -> Tensor:
+        """Map ``[B, L, D]`` to ``[B, L, D]``.
+
+        The state is ``shift [B, N - 1, D]``, the last keys, and ``ssm [B, d * d, H, n, 2]``; of
+        attention ``keys`` and ``values [B, P, D]``, the newest last, and ``seen [B]``.
+        """
+        q, k, v = (f(hidden_states) for f in (self.q_proj, self.k_proj, self.v_proj))
+        mixed = (self._attend if self.attends else self._filter)(q, k, v, state, packing)
+        return self.out_proj(mixed.to(hidden_states.dtype))
+
+    def taps(self) -> Tensor:
+        """Return the filter of the keys, ``[D, N]``: ``C shift^l B``, with D in its first tap."""
+        late, _ = fft_conv(self.shift_C.flip(1).T[None], self.shift_B)  # backwards, [1, N, D]
+        direct = F.pad(self.shift_D[:, None], (0, self.shift_C.shape[1] - 1))
+        return late[0].T.flip(1) + direct
+
+    def modes(self) -> tuple[Tensor, Tensor]:
+        """Return exponents ``log Abar`` and ``2 C Bbar`` by the bilinear rule, ``[H, n]`` each."""
+        A = torch.complex(-self.A_log.double().exp(), self.A_imag.double())
+        B, C = (torch.view_as_complex(x.double()) for x in (self.B, self.C))
+        dt = self.log_dt.double().exp()[:, None]
+        half = dt * A / 2
+        readout = 2 * C * B * dt / (1 - half)
+        exact = torch.promote_types(torch.complex64, self.C.dtype)
+        return torch.log((1 + half) / (1 - half)), readout.to(exact)
+
+    def dynamics(self, hidden_states: Tensor) -> Dynamics | None:
+        """Return kernels, poles and time steps of the diagonal state spaces; attention has none."""
+        if self.attends:
+            return None
+        exponent, readout = self.modes()
+        kernel = vandermonde(readout, exponent, hidden_states.shape[1])
+        return Dynamics(kernel, poles=exponent.exp(), time_steps=self.log_dt.exp())
+
+    def _filter(
+        self, q: Tensor, k: Tensor, v: Tensor, state: LayerState, packing: PackedRow | None
+    ) -> Tensor:
+        """Filter keys, then their products with values; all are ``[B, L, D]``."""
+        if self.training and not torch.compiler.is_compiling():
+            self._table.forget()
+        exact = torch.promote_types(torch.float32, k.dtype)
+        q, k, v = (x.to(exact) for x in (q, k, v))
+        goes_on = bool(state.initial) and packing is None and not torch.is_grad_enabled()
+        one = goes_on and k.shape[1] == 1
+        if one:
+            taps, *tables = self._table.get(list(self.parameters(False)), None, self._tables)
+            past = state.initial["shift"]
+            last = torch.cat([past[:, 1:], k], dim=1)
+            k = (past * taps[:-1]).sum(1, keepdim=True) + taps[-1] * k
+        else:
+            tables = []
+            taps, start = self.taps().to(exact), state.get("shift")
+            k, last = fft_conv(k, taps, None, start, cu_seqlens=packing, output_final_state=True)
+        state.put("shift", cast(Tensor, last))
+        size = self.config.head_dim
+        # features of a head are neighbours; [B, L, d, H]
+        q, k, v = (x.unflatten(2, (-1, size)).transpose(2, 3) for x in (q, k, v))
+        kv = (k[:, :, :, None] * v[:, :, None]).flatten(2)  # [B, L, d * d * H]
+        y = self._step(kv[:, 0], state, *tables) if one else self._convolve(kv, state, packing)
+        return (y.unflatten(2, (size, size, -1)) * q[:, :, :, None]).sum(2).flatten(2)
+
+    def _convolve(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
+        """Filter products ``[B, L, d * d * H]``, and leave the state after them."""
+        tokens, rows, start = u.shape[1], None, state.get_row("ssm")
+        keeps = state.keep or start is not None
+        if packing is not None and (keeps or packing.rows is not None):
+            rows = packing.aligned()
+            u, packing = rows.gather(u), None
+        batch, length, width = u.shape
+        exponent, readout = self.modes()
+        heads, modes = exponent.shape
+        copies = width // heads
+        longest = length
+        if packing is not None and not torch.compiler.is_compiling():
+            longest = packing.longest()
+        kernel = vandermonde(readout, exponent, max(1, longest)).to(u.dtype)
+        y, _ = fft_conv(u, kernel.repeat(copies, 1), self.D.repeat(copies), cu_seqlens=packing)
+        if keeps:
+            ended = u if rows is None else _ending(u, rows.lengths)
+            ended = ended.unflatten(2, (copies, heads)).transpose(1, 2).flatten(0, 1)
+            new = vandermonde_state(ended, exponent).view(batch, copies, heads, modes)
+            if start is not None:
+                z = torch.view_as_complex(start)
+                y = y + vandermonde(readout * z, exponent, length, offset=1).flatten(1, 2).mT
+                steps = length if rows is None else rows.lengths[:, None, None, None]
+                new = new + torch.exp(exponent * steps).to(z.dtype) * z
+            state.put_row("ssm", torch.view_as_real(new))
+        return y if rows is None else rows.scatter(y, tokens)
+
+    def _step(self, u: Tensor, state: LayerState, decay: Tensor, readout: Tensor) -> Tensor:
+        """Advance by one token ``[B, d * d * H]`` without gradients; ``[B, 1, d * d * H]``."""
+        z = torch.view_as_complex(state.initial["ssm"])
+        per_head = u.view(-1, decay.shape[0])
+        y, new = diagonal_step(per_head, z.flatten(0, 1), decay, None, readout, self.D)
+        state.put("ssm", torch.view_as_real(new.view(z.shape)))
+        return y.view(u.shape[0], 1, -1)
+
+    @torch.no_grad()
+    def _tables(self) -> list[Tensor]:
+        """Return what a token multiplies: taps [N, D], the first one last, decay and read-out."""
+        exponent, readout = self.modes()
+        return [self.taps().flip(1).T.contiguous(), exponent.exp().to(readout.dtype), readout]
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: LayerState, packing: PackedRow | None
+    ) -> Tensor:
+        """Attend to all tokens; all are ``[B, L, D]``. Keys are kept as they are turned."""
+        heads, size = self.config.num_attention_heads, self.config.rotary_dim
+        seen = state.get("seen")
+        if size is not None:
+            place = torch.arange(k.shape[1], device=k.device)
+            if packing is not None:
+                sequence = packing.numbers()
+                place = place - packing.offsets[sequence]
+                place = place if seen is None else place + seen[sequence]
+            elif seen is not None:
+                place = place + seen[:, None]
+            q, k = (_turned(x.unflatten(2, (heads, -1)), place, size) for x in (q, k))
+        if state.keep:
+            rows = None if packing is None else packing.aligned()
+            for name, new in (("keys", k), ("values", v)):
+                old, new = state.get_row(name), new if rows is None else rows.gather(new)
+                table = new if old is None else torch.cat([old.to(new.dtype), new], dim=1)
+                if rows is not None:
+                    table = _ending(table, rows.lengths + (table.shape[1] - new.shape[1]))
+                if state.room is not None:  # zeros in front, or fewer of them
+                    table = F.pad(table, (0, 0, state.room - table.shape[1], 0))
+                state.put_row(name, table)
+            read = torch.full((k.shape[0],), k.shape[1], device=k.device)
+            read, before = read if rows is None else rows.lengths, state.get_row("seen")
+            state.put_row("seen", read if before is None else before + read)
+        past = (state.get("keys"), state.get("values"))
+        past_k, past_v = (x if x is None else x.unflatten(2, (heads, -1)) for x in past)
+        now = (x.unflatten(2, (heads, -1)) for x in (q, k, v))
+        return eidetic_attention(
+            *now, window=None, past_k=past_k, past_v=past_v, seen=seen, cu_seqlens=packing
+        ).flatten(2)
+
+
+def _turned(x: Tensor, place: Tensor, size: int) -> Tensor:
+    """Turn the first ``size`` features of heads ``[B, L, H, d]`` by pairs of halves; flat."""
+    powers = torch.arange(0, size, 2, dtype=torch.float64, device=x.device) / size
+    angles = place[..., None, None] * 10_000.0**-powers
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second, rest = x.tensor_split((size // 2, size), dim=3)
+    turned = (first * cos - second * sin, second * cos + first * sin, rest)
+    return torch.cat(turned, dim=3).flatten(2)
+
+
+def _ending(x: Tensor, lengths: Tensor) -> Tensor:
+    """Let the rows of ``[S, L, D]``, which have these lengths, end in the last column."""
+    columns = torch.arange(x.shape[1], device=x.device) - (x.shape[1] - lengths)[:, None]
+    moved = x.gather(1, columns.clamp(min=0)[..., None].expand_as(x))
+    return torch.where((columns >= 0)[..., None], moved, 0)
+
+
+class H3PreTrainedModel(SSMPreTrainedModel):
+    """Loading and initialisation of H3 models."""
+
+    config: H3Config
+    _keep_in_fp32_modules_strict = [
+        f"mixer.{name}" for name in (*_SLOW, "C", "D", "shift_C", "shift_D")
+    ]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw the initial parameters.
+
+        Linear layers as the embedding, with biases 0, those that end attention and MLP over
+        sqrt(2 num_hidden_layers); ``log_dt`` U(ln dt_min, ln dt_max); A -1/2 + i pi n, B 1, both
+        parts of C N(0, 1/2); ``shift_B`` (1, 0, ..., 0), ``shift_C`` U(+-1/sqrt(N)); D's N(0, 1).
+        """
+        super()._init_weights(module)
+        config = self.config
+        if isinstance(module, nn.Linear):
+            ends = getattr(module, "ends_branch", False) or getattr(module, "ends_mlp", False)
+            scale = (2 * config.num_hidden_layers) ** -0.5 if ends else 1.0
+            init.normal_(module.weight, std=config.initializer_range * scale)
+        elif isinstance(module, H3Mixer) and not module.attends:
+            first = torch.zeros_like(module.shift_B)
+            first[:, 0] = 1
+            init.copy_(module.shift_B, first)
+            bound = config.d_state**-0.5
+            init.uniform_(module.shift_C, -bound, bound)
+            init.normal_(module.shift_D)
+            init.normal_(module.D)
+            init.uniform_(module.log_dt, math.log(config.dt_min), math.log(config.dt_max))
+            init.constant_(module.A_log, math.log(0.5))
+            modes = torch.arange(config.d_state // 2, device=module.A_imag.device)
+            init.copy_(module.A_imag, (math.pi * modes).expand_as(module.A_imag))
+            one = torch.tensor([1.0, 0.0], device=module.B.device)
+            init.copy_(module.B, one.expand_as(module.B))
+            init.normal_(module.C, std=0.5**0.5)
+
+
+class H3Model(H3PreTrainedModel, SSMModel):
+    """H3's backbone."""
+
+    mixer_class = H3Mixer
+
+
+class H3ForCausalLM(H3PreTrainedModel, SSMForCausalLM):
+    """H3 with a language-model head."""
+
+    model_class = H3Model
+
+
+class H3ForSequenceClassification(H3PreTrainedModel, SSMForSequenceClassification):
+    """H3 with a classifier of sequences."""
+
+    model_class = H3Model
