@@ -606,12 +606,12 @@ def _windowed(
     assert filters.gain is not None
     if u.shape[1] == 1 and packing is None and past is not None:
         seen = torch.cat([past, u], dim=1)  # [B, M, D]
-        state.put("inputs", seen[:, 1:].contiguous())  # as a prompt leaves it: no graph of its own
+        state.put("inputs", seen[:, 1:].contiguous())
         y = (seen * filters.last_tap_first()).sum(dim=1, keepdim=True)
         return y + filters.gain * u
     y, final = fft_conv(u, taps, filters.gain, past, cu_seqlens=packing, output_final_state=True)
     assert final is not None
-    state.put("inputs", final)
+    state.put("inputs", final.contiguous())  # as a step leaves it: one graph
     return y
 
 
