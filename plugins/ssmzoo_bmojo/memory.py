@@ -345,7 +345,7 @@ def newest(call: Call, old: Tensor | None, new: Tensor, count: int) -> Tensor:
             old = torch.cat([absent, old], dim=1)
         old = old[:, old.shape[1] - kept :]
         if exporting:
-            return torch.cat([old, new], dim=1)[:, length:]
+            return torch.cat([old, new], dim=1)[:, length:].contiguous()
         return torch.cat([old, new[:, -count:]], dim=1)
     rows, absent = call.newest(count, 0 if old is None else old.shape[1])
     return blanked(taken(joined(old, new), rows), absent)
