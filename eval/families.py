@@ -24,6 +24,10 @@ ROWS = {  # by row: the family, and the settings in which it is not the recipe's
     "dss": ("dss", {"kernel_variant": "exp"}),
     "rtf": ("rtf", {}),
     "s4": ("s4", {}),
+    "s5": ("s5", {}),
+    "lru": ("s5", {"variant": "lru"}),
+    "h3": ("h3", {}),
+    "spacetime": ("spacetime", {}),
 }
 # by task: a filter alone, where a family has one
 OWN = {

@@ -4,7 +4,12 @@ from ssmzoo import Converter, Family, Paper
 
 from .configuration_h3 import H3Config
 from .convert_h3 import from_official
-from .modeling_h3 import H3ForCausalLM, H3ForSequenceClassification, H3Model
+from .modeling_h3 import (
+    H3ForCausalLM,
+    H3ForSequenceClassification,
+    H3ForTokenClassification,
+    H3Model,
+)
 
 _PAPER = {"vocab_size": 50264, "norm_type": "layer", "embedding_dropout": 0.1}
 _SIZE = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
@@ -19,6 +24,7 @@ FAMILY = Family(
     model_class=H3Model,
     causal_lm_class=H3ForCausalLM,
     sequence_classification_class=H3ForSequenceClassification,
+    token_classification_class=H3ForTokenClassification,
     paper=Paper(
         title="Hungry Hungry Hippos: Towards Language Modeling with State Space Models",
         authors="Daniel Y. Fu, Tri Dao, Khaled K. Saab, Armin W. Thomas, Atri Rudra, "

@@ -25,9 +25,11 @@ from ssmzoo.modeling import (
     PackedRow,
     SSMForCausalLM,
     SSMForSequenceClassification,
+    SSMForTokenClassification,
     SSMMixer,
     SSMModel,
     SSMPreTrainedModel,
+    right_aligned,
 )
 from ssmzoo_kernels import (
     diagonal_step,
@@ -153,7 +155,7 @@ class H3Mixer(SSMMixer):
         kernel = vandermonde(readout, exponent, max(1, longest)).to(u.dtype)
         y, _ = fft_conv(u, kernel.repeat(copies, 1), self.D.repeat(copies), cu_seqlens=packing)
         if keeps:
-            ended = u if rows is None else _ending(u, rows.lengths)
+            ended = u if rows is None else right_aligned(u, rows.lengths)
             ended = ended.unflatten(2, (copies, heads)).transpose(1, 2).flatten(0, 1)
             new = vandermonde_state(ended, exponent).view(batch, copies, heads, modes)
             if start is not None:
@@ -199,7 +201,7 @@ class H3Mixer(SSMMixer):
                 old, new = state.get_row(name), new if rows is None else rows.gather(new)
                 table = new if old is None else torch.cat([old.to(new.dtype), new], dim=1)
                 if rows is not None:
-                    table = _ending(table, rows.lengths + (table.shape[1] - new.shape[1]))
+                    table = right_aligned(table, rows.lengths + (table.shape[1] - new.shape[1]))
                 if state.room is not None:  # zeros in front, or fewer of them
                     table = F.pad(table, (0, 0, state.room - table.shape[1], 0))
                 state.put_row(name, table)
@@ -222,13 +224,6 @@ def _turned(x: Tensor, place: Tensor, size: int) -> Tensor:
     first, second, rest = x.tensor_split((size // 2, size), dim=3)
     turned = (first * cos - second * sin, second * cos + first * sin, rest)
     return torch.cat(turned, dim=3).flatten(2)
-
-
-def _ending(x: Tensor, lengths: Tensor) -> Tensor:
-    """Let the rows of ``[S, L, D]``, which have these lengths, end in the last column."""
-    columns = torch.arange(x.shape[1], device=x.device) - (x.shape[1] - lengths)[:, None]
-    moved = x.gather(1, columns.clamp(min=0)[..., None].expand_as(x))
-    return torch.where((columns >= 0)[..., None], moved, 0)
 
 
 class H3PreTrainedModel(SSMPreTrainedModel):
@@ -284,5 +279,11 @@ class H3ForCausalLM(H3PreTrainedModel, SSMForCausalLM):
 
 class H3ForSequenceClassification(H3PreTrainedModel, SSMForSequenceClassification):
     """H3 with a classifier of sequences."""
+
+    model_class = H3Model
+
+
+class H3ForTokenClassification(H3PreTrainedModel, SSMForTokenClassification):
+    """H3 with a classifier of tokens."""
 
     model_class = H3Model

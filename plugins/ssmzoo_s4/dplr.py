@@ -82,10 +82,3 @@ def hippo(pairs: int) -> tuple[Tensor, Tensor]:
     frequencies, vectors = np.linalg.eigh(1j * (np.tril(size, -1) - np.triu(size, 1)))
     low_rank = np.abs(vectors[:, pairs:].T @ p)
     return torch.tensor(frequencies[pairs:], device="cpu"), torch.tensor(low_rank, device="cpu")
-
-
-def moved_to_the_end(x: Tensor, lengths: Tensor) -> Tensor:
-    """Let the rows of ``[S, L, H]``, which have these lengths, end in the last column."""
-    columns = torch.arange(x.shape[1], device=x.device) - (x.shape[1] - lengths)[:, None]
-    moved = x.gather(1, columns.clamp(min=0)[..., None].expand_as(x))
-    return torch.where((columns >= 0)[..., None], moved, 0)

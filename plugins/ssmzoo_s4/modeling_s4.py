@@ -28,11 +28,12 @@ from ssmzoo.modeling import (
     SSMMixer,
     SSMModel,
     SSMPreTrainedModel,
+    right_aligned,
 )
 from ssmzoo_kernels import diagonal_step, fft_conv, vandermonde_state
 
 from .configuration_s4 import S4Config
-from .dplr import System, hippo, moved_to_the_end
+from .dplr import System, hippo
 
 _SLOW = ("log_dt", "A_log", "A_imag", "P", "B")
 
@@ -121,7 +122,7 @@ class S4Mixer(SSMMixer):
                 steps = length if rows is None else rows.lengths[:, None, None]
                 kept = torch.exp(system.exponent * steps).to(x.dtype) * x
             if rows is not None:
-                u, w = (moved_to_the_end(v, rows.lengths) for v in (u, w))
+                u, w = (right_aligned(v, rows.lengths) for v in (u, w))
             driven, fed = (vandermonde_state(v, system.exponent) for v in (u, w))
             new = system.drive.to(driven.dtype) * driven - system.feedback.to(fed.dtype) * fed
             state.put_row("ssm", torch.view_as_real(kept + new))

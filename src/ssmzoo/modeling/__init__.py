@@ -29,7 +29,7 @@ from ssmzoo.modeling.forecasting import SSMDecoder, SSMForForecasting
 from ssmzoo.modeling.layers import MLP, CausalConv1d, Dropout, Linear
 from ssmzoo.modeling.loops import scan
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, RMSNorm
-from ssmzoo.modeling.packing import AlignedRows, PackedRow, flip
+from ssmzoo.modeling.packing import AlignedRows, PackedRow, flip, right_aligned
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel, check_weights
 from ssmzoo.modeling.prompt import PromptState, load_state, prefill
 from ssmzoo.modeling.static_cache import StaticStateCache
@@ -72,6 +72,7 @@ __all__ = [
     "load_state",
     "prefill",
     "recurrent",
+    "right_aligned",
     "scan",
     "suggestion",
     "token_of_layer",

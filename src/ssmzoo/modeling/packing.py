@@ -126,6 +126,13 @@ class AlignedRows:
         return flat.index_copy(0, places.flatten(), x.flatten(0, 1))[None, :tokens]
 
 
+def right_aligned(x: Tensor, lengths: Tensor) -> Tensor:
+    """Let the rows of ``[S, L, D]``, which have these lengths, end in the last column."""
+    columns = torch.arange(x.shape[1], device=x.device) - (x.shape[1] - lengths)[:, None]
+    moved = x.gather(1, columns.clamp(min=0)[..., None].expand_as(x))
+    return torch.where((columns >= 0)[..., None], moved, 0)
+
+
 def flip(x: Tensor, packing: PackedRow | None) -> Tensor:
     """Reverse the order of tokens in ``[B, L, ...]``, of packed ones within each sequence."""
     return x.flip(1) if packing is None else x.index_select(1, packing.reversal())

@@ -59,9 +59,8 @@ class GRUMixer(SSMMixer):
             h = new if rows is None else torch.where(t < rows.lengths[:, None], new, h)
             return [h], [h]
 
-        (h,), (outputs,) = scan(
-            step, [h], [columns, torch.arange(columns.shape[0], device=x.device)]
-        )
+        times = torch.arange(columns.shape[0], device=x.device)
+        (h,), (outputs,) = scan(step, [h], [columns, times])
         state.put_row("h", h)
         y = outputs.transpose(0, 1).to(x.dtype)
         return self.out_proj(y if rows is None else rows.scatter(y, x.shape[1]))
