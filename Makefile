@@ -84,7 +84,7 @@ types: $(INSTALLED) ## Check types with pyright
 
 bench: $(INSTALLED) ## Measure speed beside transformers' own models; write the committed CSV
 	$(PY) kernels/benchmarks/run.py
-	$(STEADY) $(PY) -m ssmzoo bench longhorn dss rtf coffee bmojo --runs 3 --memory \
+	$(STEADY) $(PY) -m ssmzoo bench --runs 3 --memory \
 	  --output kernels/benchmarks/results
 
 cards: $(INSTALLED) ## Render the cards in model_cards/ again, and one for each trained model in RUNS

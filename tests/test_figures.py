@@ -75,10 +75,12 @@ def test_the_speed_table_shows_median_and_range_and_both_mamba_paths(pages):
     assert "commit abc with changes" in pages.speed([speed_row("dss", "train L=512", dirty="True")])
 
 
-def test_the_words_of_readme_are_those_of_the_rows(committed):
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_words_on_the_families_page_are_those_of_the_rows(committed):
+    text = (ROOT / "plugins/README.md").read_text(encoding="utf-8")
     for family in FAMILIES:
-        (line,) = [x for x in text.splitlines() if x.startswith("| [") and f"_{family}/" in x]
+        (line,) = [
+            x for x in text.splitlines() if x.startswith("| [") and f"(ssmzoo_{family}/" in x
+        ]
         said = set(re.findall(r"\*(figure|ranking|not reached)\*", line))
         meant = {re.match(r"\*(.+?)\*", word(row, committed))[1] for row in rows_of(family)}
         assert said == meant, family

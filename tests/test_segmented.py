@@ -103,7 +103,7 @@ def test_a_carried_state_is_where_the_last_step_ended(name):
     resumed.carry_on(saved, torch.device("cpu"))
     assert run(model, resumed, second)[0] == carried
     fresh, _ = run(model, SegmentedLM(model, options, packs=True), second)
-    assert abs(fresh - carried) > 1e-4
+    assert abs(fresh - carried) > 1e-5 * carried  # more than is allowed below
 
     with torch.no_grad():  # the same predictions in the unsplit row
         ends = [*np.flatnonzero(part.starts), part.starts.size]

@@ -133,10 +133,11 @@ class H3Mixer(SSMMixer):
         state.put("shift", cast(Tensor, last))
         size = self.config.head_dim
         # features of a head are neighbours; [B, L, d, H]
-        q, k, v = (x.unflatten(2, (-1, size)).transpose(2, 3) for x in (q, k, v))
+        q, k, v = (_by_head(x, x.shape[2] // size).transpose(2, 3) for x in (q, k, v))
         kv = (k[:, :, :, None] * v[:, :, None]).flatten(2)  # [B, L, d * d * H]
         y = self._step(kv[:, 0], state, *tables) if one else self._convolve(kv, state, packing)
-        return (y.unflatten(2, (size, size, -1)) * q[:, :, :, None]).sum(2).flatten(2)
+        y = y.reshape(*y.shape[:2], size, size, y.shape[2] // size**2)
+        return (y * q[:, :, :, None]).sum(2).flatten(2)
 
     def _convolve(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
         """Filter products ``[B, L, d * d * H]``, and leave the state after them."""
@@ -156,7 +157,7 @@ class H3Mixer(SSMMixer):
         y, _ = fft_conv(u, kernel.repeat(copies, 1), self.D.repeat(copies), cu_seqlens=packing)
         if keeps:
             ended = u if rows is None else right_aligned(u, rows.lengths)
-            ended = ended.unflatten(2, (copies, heads)).transpose(1, 2).flatten(0, 1)
+            ended = _by_head(ended, copies).transpose(1, 2).flatten(0, 1)
             new = vandermonde_state(ended, exponent).view(batch, copies, heads, modes)
             if start is not None:
                 z = torch.view_as_complex(start)
@@ -194,7 +195,7 @@ class H3Mixer(SSMMixer):
                 place = place if seen is None else place + seen[sequence]
             elif seen is not None:
                 place = place + seen[:, None]
-            q, k = (_turned(x.unflatten(2, (heads, -1)), place, size) for x in (q, k))
+            q, k = (_turned(_by_head(x, heads), place, size) for x in (q, k))
         if state.keep:
             rows = None if packing is None else packing.aligned()
             for name, new in (("keys", k), ("values", v)):
@@ -209,8 +210,8 @@ class H3Mixer(SSMMixer):
             read, before = read if rows is None else rows.lengths, state.get_row("seen")
             state.put_row("seen", read if before is None else before + read)
         past = (state.get("keys"), state.get("values"))
-        past_k, past_v = (x if x is None else x.unflatten(2, (heads, -1)) for x in past)
-        now = (x.unflatten(2, (heads, -1)) for x in (q, k, v))
+        past_k, past_v = (x if x is None else _by_head(x, heads) for x in past)
+        now = (_by_head(x, heads) for x in (q, k, v))
         return eidetic_attention(
             *now, window=None, past_k=past_k, past_v=past_v, seen=seen, cu_seqlens=packing
         ).flatten(2)
@@ -224,6 +225,11 @@ def _turned(x: Tensor, place: Tensor, size: int) -> Tensor:
     first, second, rest = x.tensor_split((size // 2, size), dim=3)
     turned = (first * cos - second * sin, second * cos + first * sin, rest)
     return torch.cat(turned, dim=3).flatten(2)
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    """Return ``[B, L, heads, size]`` of ``[B, L, heads size]``; dynamo stops at ``unflatten``."""
+    return x.reshape(*x.shape[:2], heads, x.shape[2] // heads)
 
 
 class H3PreTrainedModel(SSMPreTrainedModel):

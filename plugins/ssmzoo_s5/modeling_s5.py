@@ -77,7 +77,8 @@ class S5Mixer(SSMMixer):
         """Map ``[B, L, H]`` to ``[B, L, H]``; the state is ``ssm [B, N, 2]``."""
         dtype, kind = hidden_states.dtype, self.config.activation
         u = hidden_states.to(torch.promote_types(torch.float32, dtype))
-        with torch.autocast(u.device.type, enabled=False):
+        device = "cpu" if u.is_meta else u.device.type  # meta has no autocast
+        with torch.autocast(device, enabled=False):
             y = self._filtered(u, state, packing)
         x = F.gelu(y, approximate="tanh").to(dtype)
         if kind == "gelu":
@@ -118,7 +119,7 @@ class S5Mixer(SSMMixer):
         else:
             own = list(self.parameters(recurse=False))
             pole, read_in, readout = self._derived.get(own, None, self._matrices)
-        drive = torch.view_as_complex(F.linear(u, read_in).unflatten(-1, (-1, 2)))  # [B, L, N]
+        drive = torch.view_as_complex(F.linear(u, read_in).view(*u.shape[:2], -1, 2))  # [B, L, N]
         if self.config.irregular_steps:
             steps = state.shared["time_steps"].to(u.dtype).unsqueeze(-1)
             log_pole = pole * (steps * self.log_dt.exp())

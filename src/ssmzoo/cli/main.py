@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
             return BROKEN_PIPE
-        lost = _lost_output()
+        lost = _lost_output(again=isinstance(error, OSError) and error.filename is None)
         if lost is not None and isinstance(error, OSError):
             error = lost
         if "--debug" in arguments:
@@ -127,11 +127,17 @@ def _reader_is_gone() -> bool:
     return True
 
 
-def _lost_output() -> RuntimeError | None:
-    """Return why what was printed cannot be written, if so, and quieten Python's last flush."""
+def _lost_output(*, again: bool) -> RuntimeError | None:
+    """Return why what was printed cannot be written, if so, and quieten Python's last flush.
+
+    Args:
+        again: Whether to try a line end: what failed to be written is no longer in the buffer.
+    """
     if sys.stdout is None:  # it was closed before the program began
         return None
     try:
+        if again:
+            sys.stdout.write("\n")
         sys.stdout.flush()
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
