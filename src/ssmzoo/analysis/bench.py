@@ -11,6 +11,7 @@ import csv
 import io
 import itertools
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -121,7 +122,11 @@ def bench(
         if kind.startswith("train") and not peer.slow:
             length = int(kind.removeprefix("train L="))
             program = f"from {__name__} import print_peak; print_peak({row['variant']!r}, {length})"
-            row["peak_mib"] = measured_apart(program)
+            try:
+                row["peak_mib"] = measured_apart(program)
+            except subprocess.CalledProcessError as error:  # the system may kill what needs most
+                report(f"{row['variant']:40s} {kind:18s} not measured: {error}")
+                continue
             report(f"{row['variant']:40s} {kind:18s} {row['peak_mib']:10.1f} MiB")
     if memory and output is not None:
         _write(Path(output), rows, facts)
