@@ -133,7 +133,8 @@ class H3Mixer(SSMMixer):
         state.put("shift", cast(Tensor, last))
         size = self.config.head_dim
         # features of a head are neighbours; [B, L, d, H]
-        q, k, v = (_by_head(x, x.shape[2] // size).transpose(2, 3) for x in (q, k, v))
+        shape = (*k.shape[:2], k.shape[2] // size, size)
+        q, k, v = (x.reshape(shape).transpose(2, 3) for x in (q, k, v))
         kv = (k[:, :, :, None] * v[:, :, None]).flatten(2)  # [B, L, d * d * H]
         y = self._step(kv[:, 0], state, *tables) if one else self._convolve(kv, state, packing)
         y = y.reshape(*y.shape[:2], size, size, y.shape[2] // size**2)

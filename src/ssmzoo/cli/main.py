@@ -7,6 +7,7 @@ for torch. A user's mistake is one line on stderr and exit status 2.
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import logging
 import os
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
             return BROKEN_PIPE
-        lost = _lost_output(again=isinstance(error, OSError) and error.filename is None)
+        lost = _lost_output(again=isinstance(error, OSError) and error.errno in _FULL)
         if lost is not None and isinstance(error, OSError):
             error = lost
         if "--debug" in arguments:
@@ -125,6 +126,9 @@ def _reader_is_gone() -> bool:
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return True
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def _lost_output(*, again: bool) -> RuntimeError | None:
