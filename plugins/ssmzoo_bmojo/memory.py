@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ssmzoo.modeling import scan
+from ssmzoo.modeling import rotary_turns, scan
 from ssmzoo_kernels import select_memory
 from ssmzoo_kernels.eidetic_attention import Chunks, chunk_table
 
@@ -107,7 +107,9 @@ class Call:
     @_once
     def turns(self, size: int, theta: float, dtype: torch.dtype) -> Turns:
         """Return cosine and sine of the tokens' rotary angles, ``[T, 1, d / 2]``."""
-        return _turns(self.positions(), size, theta, dtype)
+        return rotary_turns(
+            self.positions(), size, torch.promote_types(torch.float32, dtype), theta
+        )
 
     def rows(self, sequence: Tensor, position: Tensor, past: int) -> tuple[Tensor, Tensor]:
         """Return the rows of positions in a table, and which of them it has not.
@@ -244,7 +246,8 @@ class Call:
         self, count: int, past: int, size: int, theta: float, dtype: torch.dtype
     ) -> Turns:
         """Return cosine and sine of these positions' rotary angles, ``[F, m_f, 1, d / 2]``."""
-        return _turns(self.fading(count, past)[1], size, theta, dtype)
+        exact = torch.promote_types(torch.float32, dtype)
+        return rotary_turns(self.fading(count, past)[1], size, exact, theta)
 
     @_once
     def fading_places(self, *, following: bool) -> Tensor:
@@ -438,10 +441,3 @@ def choose_eidetic(
     _, found = scan(merge, first, [x.transpose(0, 1)[:more] for x in (new, places, grid)])
     pairs = zip(first, found, strict=True)
     return Eidetic(*(torch.cat([x[None], y]).transpose(0, 1) for x, y in pairs))
-
-
-def _turns(position: Tensor, size: int, theta: float, dtype: torch.dtype) -> Turns:
-    half = torch.arange(0, size, 2, device=position.device, dtype=torch.float64)
-    angle = position[..., None, None] * theta ** (-half / size)
-    exact = torch.promote_types(torch.float32, dtype)
-    return angle.cos().to(exact), angle.sin().to(exact)

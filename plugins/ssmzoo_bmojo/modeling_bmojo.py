@@ -37,6 +37,7 @@ from ssmzoo.modeling import (
     UnservedError,
     is_token,
     recurrent,
+    rotated,
     token_of_layer,
 )
 from ssmzoo_kernels import eidetic_attention, innovation, selective_scan
@@ -459,11 +460,7 @@ class BMojoAttention(nn.Module):
 
     def _rotated(self, x: Tensor, turns: Turns | None) -> Tensor:
         """Turn the halves of ``[..., H, d]`` against each other, the more the later, if at all."""
-        if turns is None:
-            return x
-        cos, sin = turns
-        one, two = x.to(cos.dtype).chunk(2, dim=-1)
-        return torch.cat([one * cos - two * sin, two * cos + one * sin], dim=-1).to(x.dtype)
+        return x if turns is None else rotated(x, turns).to(x.dtype)
 
 
 def _projection(inputs: int, outputs: int) -> Linear:

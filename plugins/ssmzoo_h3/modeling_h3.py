@@ -30,6 +30,10 @@ from ssmzoo.modeling import (
     SSMModel,
     SSMPreTrainedModel,
     right_aligned,
+    rotary_turns,
+    rotated,
+    split_heads,
+    token_positions,
 )
 from ssmzoo_kernels import (
     diagonal_step,
@@ -158,7 +162,7 @@ class H3Mixer(SSMMixer):
         y, _ = fft_conv(u, kernel.repeat(copies, 1), self.D.repeat(copies), cu_seqlens=packing)
         if keeps:
             ended = u if rows is None else right_aligned(u, rows.lengths)
-            ended = _by_head(ended, copies).transpose(1, 2).flatten(0, 1)
+            ended = split_heads(ended, copies).transpose(1, 2).flatten(0, 1)
             new = vandermonde_state(ended, exponent).view(batch, copies, heads, modes)
             if start is not None:
                 z = torch.view_as_complex(start)
@@ -189,14 +193,8 @@ class H3Mixer(SSMMixer):
         heads, size = self.config.num_attention_heads, self.config.rotary_dim
         seen = state.get("seen")
         if size is not None:
-            place = torch.arange(k.shape[1], device=k.device)
-            if packing is not None:
-                sequence = packing.numbers()
-                place = place - packing.offsets[sequence]
-                place = place if seen is None else place + seen[sequence]
-            elif seen is not None:
-                place = place + seen[:, None]
-            q, k = (_turned(_by_head(x, heads), place, size) for x in (q, k))
+            turns = rotary_turns(token_positions(k, seen, packing), size, k.dtype)
+            q, k = (rotated(split_heads(x, heads), turns).flatten(2) for x in (q, k))
         if state.keep:
             rows = None if packing is None else packing.aligned()
             for name, new in (("keys", k), ("values", v)):
@@ -211,26 +209,11 @@ class H3Mixer(SSMMixer):
             read, before = read if rows is None else rows.lengths, state.get_row("seen")
             state.put_row("seen", read if before is None else before + read)
         past = (state.get("keys"), state.get("values"))
-        past_k, past_v = (x if x is None else _by_head(x, heads) for x in past)
-        now = (_by_head(x, heads) for x in (q, k, v))
+        past_k, past_v = (x if x is None else split_heads(x, heads) for x in past)
+        now = (split_heads(x, heads) for x in (q, k, v))
         return eidetic_attention(
             *now, window=None, past_k=past_k, past_v=past_v, seen=seen, cu_seqlens=packing
         ).flatten(2)
-
-
-def _turned(x: Tensor, place: Tensor, size: int) -> Tensor:
-    """Turn the first ``size`` features of heads ``[B, L, H, d]`` by pairs of halves; flat."""
-    powers = torch.arange(0, size, 2, dtype=torch.float64, device=x.device) / size
-    angles = place[..., None, None] * 10_000.0**-powers
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    first, second, rest = x.tensor_split((size // 2, size), dim=3)
-    turned = (first * cos - second * sin, second * cos + first * sin, rest)
-    return torch.cat(turned, dim=3).flatten(2)
-
-
-def _by_head(x: Tensor, heads: int) -> Tensor:
-    """Return ``[B, L, heads, size]`` of ``[B, L, heads size]``; dynamo stops at ``unflatten``."""
-    return x.reshape(*x.shape[:2], heads, x.shape[2] // heads)
 
 
 class H3PreTrainedModel(SSMPreTrainedModel):

@@ -32,6 +32,11 @@ from ssmzoo.modeling import (
     State,
     UnservedError,
     recurrent,
+    rotary_angles,
+    rotary_turns,
+    rotated,
+    split_heads,
+    token_positions,
 )
 from ssmzoo_kernels import gated_linear_attention
 from ssmzoo_kernels.token_step import Program, Value
@@ -91,11 +96,11 @@ class LinearAttentionMixer(SSMMixer):
         elif self.activation is not None:
             mixed = F.silu(mixed)
         q, k, v = mixed.split(self.widths, dim=-1)
-        q, k = (self._feature(_by_head(x, config.key_heads)) for x in (q, k))
+        q, k = (self._feature(split_heads(x, config.key_heads)) for x in (q, k))
         if config.rotary:
             turns = self._turns(hidden_states, state, packing)
-            q, k = (_rotated(x, *turns) for x in (q, k))
-        v = _by_head(v, config.num_heads)
+            q, k = (rotated(x, turns) for x in (q, k))
+        v = split_heads(v, config.num_heads)
         exact, sums = torch.promote_types(torch.float32, v.dtype), config.feature_map == "elu"
         by_value = config.beta == "dt"  # as the instruction of Mamba2's token has the state
         log_decay, beta = self._decay(decay, beta)
@@ -173,7 +178,9 @@ class LinearAttentionMixer(SSMMixer):
             return Dynamics(decay=kept, depends_on_input=True)
         if self.config.delta_rule:
             return None
-        angle = _angles(self.config.head_k_dim, kept) if self.config.rotary else 0 * kept
+        angle = 0 * kept
+        if self.config.rotary:
+            angle = rotary_angles(self.config.head_k_dim, kept.device)
         return Dynamics(poles=torch.polar(*torch.broadcast_tensors(kept, angle)))
 
     def _feature(self, x: Tensor) -> Tensor:
@@ -194,7 +201,7 @@ class LinearAttentionMixer(SSMMixer):
             log_decay = torch.log1p(-torch.exp2(-powers)).to(exact).expand(*beta.shape[:2], -1)
         elif self.dt_bias is not None:
             decay = decay if self.decay_proj is None else self.decay_proj(decay)
-            raw = _by_head(decay.to(exact) + self.dt_bias.to(exact), config.num_heads)
+            raw = split_heads(decay.to(exact) + self.dt_bias.to(exact), config.num_heads)
             if (tau := config.gate_logit_normalizer) is not None:
                 log_decay = F.logsigmoid(raw) / tau
             elif self.A_log is not None:
@@ -208,36 +215,17 @@ class LinearAttentionMixer(SSMMixer):
         self, x: Tensor, state: LayerState, packing: PackedRow | None
     ) -> tuple[Tensor, Tensor]:
         """Return cosine and sine of the tokens' angles, ``[B or 1, L, 1, K / 2]``; count tokens."""
-        seen, place = state.get("position"), torch.arange(x.shape[1], device=x.device)
+        seen = state.get("position")
         if packing is None:
             count = torch.full((x.shape[0],), x.shape[1], device=x.device)
-            place = place if seen is None else place + seen[:, None]
         else:
-            count, sequence = packing.offsets.diff(), packing.numbers()
-            place = place - packing.offsets[sequence] + (0 if seen is None else seen[sequence])
+            count = packing.offsets.diff()
         state.put("position", count if seen is None else seen + count)
         if "turns" not in state.shared:
-            angle = (place[..., None] * _angles(self.config.head_k_dim, x))[..., None, :]
             exact = torch.promote_types(torch.float32, x.dtype)
-            state.shared["turns"] = angle.cos().to(exact), angle.sin().to(exact)
+            place = token_positions(x, seen, packing)
+            state.shared["turns"] = rotary_turns(place, self.config.head_k_dim, exact)
         return state.shared["turns"]
-
-
-def _by_head(x: Tensor, heads: int) -> Tensor:
-    """Return ``[B, L, heads, size]`` of ``[B, L, heads size]``; dynamo stops at ``unflatten``."""
-    return x.reshape(*x.shape[:2], heads, x.shape[2] // heads)
-
-
-def _angles(size: int, like: Tensor) -> Tensor:
-    """Return the angles that pairs of key channels turn by at every token, ``[K / 2]`` float64."""
-    half = torch.arange(0, size, 2, device=like.device, dtype=torch.float64)
-    return 10_000.0 ** (-half / size)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the halves of ``[B, L, G, K]`` against each other."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
 class LinearAttentionPreTrainedModel(SSMPreTrainedModel):

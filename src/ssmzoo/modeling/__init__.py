@@ -26,10 +26,19 @@ from ssmzoo.modeling.decoding import (
 from ssmzoo.modeling.derived import DerivedValue
 from ssmzoo.modeling.dynamics import Dynamics, Trajectories
 from ssmzoo.modeling.forecasting import SSMDecoder, SSMForForecasting
-from ssmzoo.modeling.layers import MLP, CausalConv1d, Dropout, Linear
+from ssmzoo.modeling.layers import (
+    MLP,
+    CausalConv1d,
+    Dropout,
+    Linear,
+    rotary_angles,
+    rotary_turns,
+    rotated,
+    split_heads,
+)
 from ssmzoo.modeling.loops import scan
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, RMSNorm
-from ssmzoo.modeling.packing import AlignedRows, PackedRow, flip, right_aligned
+from ssmzoo.modeling.packing import AlignedRows, PackedRow, flip, right_aligned, token_positions
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel, check_weights
 from ssmzoo.modeling.prompt import PromptState, load_state, prefill
 from ssmzoo.modeling.static_cache import StaticStateCache
@@ -73,7 +82,12 @@ __all__ = [
     "prefill",
     "recurrent",
     "right_aligned",
+    "rotary_angles",
+    "rotary_turns",
+    "rotated",
     "scan",
+    "split_heads",
     "suggestion",
     "token_of_layer",
+    "token_positions",
 ]

@@ -162,3 +162,39 @@ class MLP(nn.Module):
         else:
             inner = program.gated(parts.linear(program, x, "gate_proj"), up)
         return parts.linear(program, inner, "down_proj")
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """Return ``[B, L, heads, size]`` of ``[B, L, heads size]``; dynamo stops at ``unflatten``."""
+    return x.reshape(*x.shape[:2], heads, x.shape[2] // heads)
+
+
+def rotary_angles(size: int, device: torch.device, theta: float = 10_000.0) -> Tensor:
+    """Return the angles that pairs of features turn by at every token, float64 ``[size / 2]``.
+
+    ``theta^(-2 i / size)`` for pair i.
+    """
+    return theta ** (-torch.arange(0, size, 2, device=device, dtype=torch.float64) / size)
+
+
+def rotary_turns(
+    position: Tensor, size: int, dtype: torch.dtype, theta: float = 10_000.0
+) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of the angles at some positions, ``[..., 1, size / 2]``.
+
+    They are found in float64 and rounded to ``dtype``.
+    """
+    angle = position[..., None, None] * rotary_angles(size, position.device, theta)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotated(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn two halves of features of ``[..., heads, size]`` against each other, in turns' dtype.
+
+    Where ``turns`` are of fewer than all features, those behind them stay as they are.
+    """
+    cos, sin = turns
+    x, half = x.to(cos.dtype), cos.shape[-1]
+    whole = 2 * half == x.shape[-1]
+    first, second, *rest = x.chunk(2, -1) if whole else x.tensor_split((half, 2 * half), -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, *rest], dim=-1)

@@ -133,6 +133,21 @@ def right_aligned(x: Tensor, lengths: Tensor) -> Tensor:
     return torch.where((columns >= 0)[..., None], moved, 0)
 
 
+def token_positions(x: Tensor, seen: Tensor | None, packing: PackedRow | None) -> Tensor:
+    """Return where tokens of ``[B, L, ...]`` stand in their sequences, ``[L]`` or ``[B, L]``.
+
+    Args:
+        x: The tokens.
+        seen: How many tokens of each sequence came before; None: none.
+        packing: Boundaries of packed sequences.
+    """
+    place = torch.arange(x.shape[1], device=x.device)
+    if packing is None:
+        return place if seen is None else place + seen[:, None]
+    sequence = packing.numbers()
+    return place - packing.offsets[sequence] + (0 if seen is None else seen[sequence])
+
+
 def flip(x: Tensor, packing: PackedRow | None) -> Tensor:
     """Reverse the order of tokens in ``[B, L, ...]``, of packed ones within each sequence."""
     return x.flip(1) if packing is None else x.index_select(1, packing.reversal())
