@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ssmzoo.modeling import right_aligned
 from ssmzoo_kernels import vandermonde, vandermonde_state
 from ssmzoo_kernels.validation import Packing
 
@@ -202,7 +203,7 @@ class Modes:
         y = vandermonde(falling, self.exponent, length, offset=1)
         everything = torch.ones_like(self.exponent, dtype=torch.bool)
         ending = vandermonde(growing, self.exponent, length, reversed=everything)
-        return _features(y) + rolled(_features(ending), lengths - length)
+        return _features(y) + _rolled(_features(ending), lengths - length)
 
     def state(
         self,
@@ -221,14 +222,12 @@ class Modes:
             lengths: How many of a row's inputs count, ``[B]``, zeros behind them; None: all.
             packing: Boundaries of packed sequences instead; these start from zero.
         """
-        c, shift = self.exponent, None
-        if lengths is not None:
-            shift = u.shape[1] - lengths
-        if shift is None:
+        c = self.exponent
+        if lengths is None:
             new = vandermonde_state(u, c, reversed=self.reversed, cu_seqlens=packing)
         else:
             # aligned at their ends, sequences of all lengths have the same lags
-            new = vandermonde_state(rolled(u, shift), c)
+            new = vandermonde_state(right_aligned(u, lengths), c)
             if self.grows is not None:
                 everything = torch.ones_like(c, dtype=torch.bool)
                 new = torch.where(self.grows, vandermonde_state(u, c, reversed=everything), new)
@@ -243,7 +242,7 @@ class Modes:
         return torch.where(self.grows, z + phase * new, fallen)
 
 
-def rolled(x: Tensor, shift: Tensor) -> Tensor:
+def _rolled(x: Tensor, shift: Tensor) -> Tensor:
     """Move row b of ``[B, L, H]`` by ``shift[b]`` columns to the right, around the end."""
     length = x.shape[1]
     columns = torch.arange(length, device=x.device) - shift[:, None]  # [B, L]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ssmzoo.modeling import right_aligned
 from ssmzoo_kernels import inverse_series, rational_kernel, vandermonde, vandermonde_state
 from ssmzoo_kernels.validation import Packing
 
@@ -104,8 +105,7 @@ class Oscillations:
         steps = u.shape[1]
         if lengths is not None:
             # aligned at their ends, rows of all lengths have the same lags
-            places = torch.arange(steps, device=u.device) - (steps - lengths)[:, None]  # [B, L]
-            u = u.gather(1, (places % max(steps, 1)).unsqueeze(-1).expand(u.shape))
+            u = right_aligned(u, lengths)
         new = vandermonde_state(u, self.exponent, cu_seqlens=packing)
         if modes is None:
             return new
