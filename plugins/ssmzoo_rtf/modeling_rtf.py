@@ -48,6 +48,7 @@ from ssmzoo_kernels import (
     fft_conv,
     rational_kernel,
 )
+from ssmzoo_kernels.companion_step import newest_first
 from ssmzoo_kernels.token_step import Program, Value
 
 from .configuration_rtf import RTFConfig
@@ -558,7 +559,7 @@ def _recurrent(
         y, _ = fft_conv(u, kernel, filters.gain, cu_seqlens=packing)
         past = None
         if ring is not None and position is not None:
-            past = _newest_first(ring, position)
+            past = newest_first(ring, position)
             y = y + companion_response(past, a, b, u.shape[1], kernel=kernel, cu_seqlens=packing)
         last = companion_state(u, a, past, inverse=inverse, cu_seqlens=packing)
         ring = F.pad(last, (0, 0, 0, 1))
@@ -620,13 +621,6 @@ def _longest(u: Tensor, packing: PackedRow | None) -> int:
     if packing is None or torch.compiler.is_compiling():
         return u.shape[1]
     return packing.longest()
-
-
-def _newest_first(ring: Tensor, position: Tensor) -> Tensor:
-    """Return the ring's values from its position on, the free place left out, ``[B, n, D]``."""
-    count = ring.shape[1]
-    places = (torch.arange(count - 1, device=ring.device) + position[:, None]) % count  # [B, n]
-    return ring.gather(1, places[..., None].expand(-1, -1, ring.shape[2]))
 
 
 class RTFPreTrainedModel(SSMPreTrainedModel):

@@ -40,6 +40,7 @@ from ssmzoo_kernels import (
     fft_conv,
     rational_kernel,
 )
+from ssmzoo_kernels.companion_step import newest_first
 from ssmzoo_kernels.token_step import Program, Value
 
 from .companion import fixed_filters, transfer_function, unit
@@ -153,9 +154,7 @@ class SpaceTimeMixer(SSMMixer):
             if not state.keep:
                 return y
             if ring is not None and position is not None:
-                places = torch.arange(a.shape[1], device=u.device) + position[:, None]
-                places = places[..., None].expand(-1, -1, u.shape[2]) % ring.shape[1]
-                past, b = ring.gather(1, places), b.repeat_interleave(self.heads, dim=0)
+                past, b = newest_first(ring, position), b.repeat_interleave(self.heads, dim=0)
                 known = {"kernel": kernel, "cu_seqlens": packing}
                 y = y + companion_response(past, a, b, u.shape[1], **known)
             ring = F.pad(companion_state(u, a, past, cu_seqlens=packing), (0, 0, 0, 1))

@@ -59,6 +59,13 @@ RESPONSE_NODE = Op(
 )
 
 
+def newest_first(ring: Tensor, position: Tensor) -> Tensor:
+    """Return the states in rings of :func:`companion_step`, ``[B, n, D]``, no free place."""
+    count = ring.shape[1]
+    places = (torch.arange(count - 1, device=ring.device) + position[:, None]) % count  # [B, n]
+    return ring.gather(1, places[..., None].expand(-1, -1, ring.shape[2]))
+
+
 def companion_step(
     u: Tensor,  # [B, D]
     ring: Tensor,  # [B, n + 1, D]
