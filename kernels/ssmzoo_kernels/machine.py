@@ -103,18 +103,19 @@ def _cpu_vectors() -> str | None:
 
 def vendor() -> str:
     """Return the CPU's maker as Linux names it, such as ``"AuthenticAMD"``; empty if unknown."""
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        line = next(x for x in lines if x.startswith("vendor_id"))
-        return line.partition(":")[2].strip()
-    return ""
+    return (_cpu_line("vendor_id") or [""])[-1]
 
 
 def _cpu_flags() -> list[str]:
+    return [word.lower() for word in _cpu_line("flags", "features")]
+
+
+def _cpu_line(*names: str) -> list[str]:
+    """Return the words of the first line that Linux tells of a CPU under one of these names."""
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        lines = (line.lower().split() for line in text.splitlines())
-        return next((line for line in lines if line[:1] in (["flags"], ["features"])), [])
+        lines = (line.split() for line in text.splitlines())
+        return next((line for line in lines if line and line[0].lower() in names), [])
     return []
 
 

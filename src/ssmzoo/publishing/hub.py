@@ -3,9 +3,8 @@
 What goes is a closed list: configuration, safetensors weights, tokenizer or image processor,
 generation configuration, card, the pictures that the card links, scores of benchmarks on the Hub,
 the code that the model needs where this package is not installed, unless told not to, and, if asked
-for, a prompt that the
-model has read. Everything else stays behind and is named in the report. A text that holds a
-credential is refused.
+for, a prompt that the model has read. Everything else stays behind and is named in the report. A
+text that holds a credential is refused.
 A dry run makes the same plan and changes nothing; for a Hub repository it needs neither network nor
 token. Both kinds of publication appear at once or not at all: a folder by a rename, a repository by
 a single commit. A Hub that is busy or out of reach is asked again for a while; after that the same
