@@ -99,8 +99,8 @@ class IsSlightlyWrong(LonghornMixer):
 
 
 class RoundsFloat32Embeddings(LonghornModel):
-    def _embed(self, input_ids, inputs_embeds, input_values):
-        embeddings = super()._embed(input_ids, inputs_embeds, input_values)
+    def _embed(self, input_ids, inputs_embeds, *others):
+        embeddings = super()._embed(input_ids, inputs_embeds, *others)
         if embeddings.dtype != torch.float32:
             return embeddings
         return embeddings + (embeddings.bfloat16() - embeddings).detach()
@@ -146,8 +146,8 @@ class IgnoresSeqIdx(LonghornModel):
 
 
 class LetsGradientsLeak(LonghornModel):
-    def _embed(self, input_ids, inputs_embeds, input_values):
-        embeddings = super()._embed(input_ids, inputs_embeds, input_values)
+    def _embed(self, input_ids, inputs_embeds, *others):
+        embeddings = super()._embed(input_ids, inputs_embeds, *others)
         later = 1e-3 * embeddings.roll(-1, dims=1)
         leaks = inputs_embeds is not None and inputs_embeds.shape[1] == 14
         return embeddings + (later - later.detach()) if leaks else embeddings

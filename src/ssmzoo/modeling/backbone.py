@@ -242,8 +242,9 @@ class SSMBlock(GradientCheckpointingLayer):
             other = self.mixer if self.reverse is None else self.reverse["mixer"]
             more = {name: flip(given, packing) for name, given in more.items()}
             shared = state.shared
-            for name in self.token_inputs:
-                shared = {**shared, name: flip(shared[name], packing)}
+            if self.token_inputs:
+                turned = {name: flip(shared[name], packing) for name in self.token_inputs}
+                shared = {**shared, **turned}
             fresh = LayerState(packing=packing, shared=shared)
             mixed = mixed + flip(other(flip(y, packing), fresh, packing, **more), packing)
         after = state.next_norm if self.mlp is None else self.mlp_norm
@@ -412,21 +413,7 @@ class SSMModel(SSMPreTrainedModel):
             output_hidden_states = bool(config.output_hidden_states)
         if return_dict is None:
             return_dict = config.return_dict
-        if pixel_values is not None:
-            if config.image_size is None:
-                raise ValueError(
-                    "this model takes no images, got pixel_values; set image_size in its "
-                    "configuration"
-                )
-            others = {
-                "input_ids": input_ids,
-                "inputs_embeds": inputs_embeds,
-                "input_values": input_values,
-            }
-            if more := [name for name, given in others.items() if given is not None]:
-                raise ValueError(f"give exactly one of pixel_values and {more[0]}, got both")
-            inputs_embeds = self.embed_images(pixel_values)
-        hidden_states = self._embed(input_ids, inputs_embeds, input_values)
+        hidden_states = self._embed(input_ids, inputs_embeds, input_values, pixel_values)
         batch, length, width = hidden_states.shape
         for name, given in token_inputs.items():
             _check_token_input(name, given, batch, length)
@@ -550,10 +537,28 @@ class SSMModel(SSMPreTrainedModel):
         return find_packing(batch, length, past_length, *told) or False
 
     def _embed(
-        self, input_ids: Tensor | None, inputs_embeds: Tensor | None, input_values: Tensor | None
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        input_values: Tensor | None,
+        pixel_values: Tensor | None,
     ) -> Tensor:
         channels = self.config.input_channels
-        if self.config.image_size is not None and inputs_embeds is None:
+        if pixel_values is not None:
+            if self.config.image_size is None:
+                raise ValueError(
+                    "this model takes no images, got pixel_values; set image_size in its "
+                    "configuration"
+                )
+            others = {
+                "input_ids": input_ids,
+                "inputs_embeds": inputs_embeds,
+                "input_values": input_values,
+            }
+            if more := [name for name, given in others.items() if given is not None]:
+                raise ValueError(f"give exactly one of pixel_values and {more[0]}, got both")
+            inputs_embeds = self.embed_images(pixel_values)
+        elif self.config.image_size is not None and inputs_embeds is None:
             raise ValueError("this model takes images: give pixel_values [B, C, H, W]")
         given = (input_ids is not None) + (inputs_embeds is not None) + (input_values is not None)
         if given != 1:
