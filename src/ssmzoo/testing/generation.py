@@ -281,37 +281,35 @@ def check_fullgraph(subject: Subject) -> Measured:
     """torch.compile takes a prompt and 100 steps in two graphs, whose state stays where it is."""
     measured = Measured()
     model, ids = copy.deepcopy(subject.model()), subject.ids(2, 8 + STEPS)
-    room = ids.shape[1] if model.config.state_grows else None
-    static, plain = StaticStateCache(model.config, room), StateCache(model.config)
-    graphs, got, expected, places = [], [], [], set()
+    parts = ids.split([8, *[1] * STEPS], dim=1)
+    plain = StateCache(model.config)
+    with torch.no_grad(), use_backend("eager"):  # layer by layer, as the graph
+        expected = torch.cat([model(x, past_key_values=plain).logits for x in parts], dim=1)
+    grows = model.config.state_grows
+    static = StaticStateCache(model.config, ids.shape[1] if grows else None)
+    caches: list[Any] = [static] if grows else [static, StateCache(model.config)]  # sizes change
+    for cache in caches:
+        graphs, got, places = [], [], set()
 
-    def count(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
+        def count(graph: Any, _: Any, graphs: list[Any] = graphs) -> Any:
+            graphs.append(graph)
+            return graph.forward
 
-    torch._dynamo.reset()
-    try:
-        compiled = torch.compile(model, backend=count, fullgraph=True)
-        with torch.no_grad():
-            for tokens in ids.split([8, *[1] * STEPS], dim=1):
-                got.append(compiled(tokens, past_key_values=static).logits)
-                with use_backend("eager"):  # layer by layer, as the graph
-                    expected.append(model(tokens, past_key_values=plain).logits)
-                held = [state for layer in static.layers for state in layer.states.values()]
-                places.add(tuple(state.data_ptr() for state in held))
-            count_of_static = len(graphs)
-            torch._dynamo.reset()
-            usual = StateCache(model.config)
-            if not model.config.state_grows:  # whose sizes change
-                for tokens in ids.split([8, *[1] * STEPS], dim=1):
-                    compiled(tokens, past_key_values=usual)
-    finally:
         torch._dynamo.reset()
-    counts = [count_of_static, len(graphs) - count_of_static]
-    wanted = [2, 0 if model.config.state_grows else 2]
-    require(counts == wanted, f"a prompt and {STEPS} steps took {counts} graphs by kind of cache")
-    require(len(places) == 1, f"the state had {len(places)} places in memory")
-    measured.compare("logits", torch.cat(got, dim=1), torch.cat(expected, dim=1), EXACT)
+        try:
+            compiled = torch.compile(model, backend=count, fullgraph=True)
+            with torch.no_grad():
+                for tokens in parts:
+                    got.append(compiled(tokens, past_key_values=cache).logits)
+                    held = [state for layer in cache.layers for state in layer.states.values()]
+                    places.add(tuple(state.data_ptr() for state in held))
+        finally:
+            torch._dynamo.reset()
+        kind = type(cache).__name__
+        require(len(graphs) == 2, f"a prompt and {STEPS} steps took {len(graphs)} graphs: {kind}")
+        if cache is static:
+            require(len(places) == 1, f"the state had {len(places)} places in memory")
+        measured.compare(f"logits, {kind}", torch.cat(got, dim=1), expected, EXACT)
     return measured
 
 
