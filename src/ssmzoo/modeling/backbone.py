@@ -468,9 +468,14 @@ class SSMModel(SSMPreTrainedModel):
                 # the layer goes on from what is returned, so that a gradient can be retained there
                 all_hidden_states.append(hidden_states.view(batch, length, width))
                 hidden_states = all_hidden_states[-1].view_as(hidden_states)
-            initial = {} if cache is None else cache.layers[index].states
+            opened = {} if cache is None else cache.open_layer(index, hidden_states)
             state = LayerState(
-                initial, cache is not None, packing, room, shared=shared, next_norm=next_norm
+                keep=cache is not None,
+                packing=packing,
+                room=room,
+                shared=shared,
+                next_norm=next_norm,
+                **opened,
             )
             hidden_states = layer(hidden_states, state, packing)
             states.append(state)
@@ -487,7 +492,7 @@ class SSMModel(SSMPreTrainedModel):
             all_hidden_states.append(hidden_states)
 
         if cache is not None:
-            cache.take(states)
+            hidden_states = cache.take(states, hidden_states)
             cache.advance(length if packed is None else packed.longest(), recorded)
         output = BaseModelOutputWithPast(
             last_hidden_state=hidden_states,

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -59,7 +59,7 @@ class LayerState:
     keep: bool = False
     packing: PackedRow | None = None
     room: int | None = None  # for how many tokens the cache is; None: no bound
-    final: dict[str, Tensor] = field(default_factory=dict)
+    final: MutableMapping[str, Tensor] = field(default_factory=dict)
     shared: dict[Any, Any] = field(default_factory=dict)  # worked out once for all layers
     next_norm: nn.Module | None = None  # what the block's output goes to, where one may run both
 
@@ -468,10 +468,25 @@ class StateCache(RecurrentCache):
         for layer, held in zip(self.layers, states, strict=True):
             layer.states = held
 
-    def take(self, states: list[LayerState]) -> None:
-        """Take the states that a call left in its layers."""
+    def open_layer(self, index: int, hidden_states: Tensor) -> dict[str, Any]:
+        """Return what a layer's :class:`LayerState` begins a call with, by field.
+
+        Args:
+            index: The layer.
+            hidden_states: What it is about to read.
+        """
+        return {"initial": self.layers[index].states}
+
+    def take(self, states: list[LayerState], hidden_states: Tensor) -> Tensor:
+        """Take the states that a call left in its layers; return what the call returns.
+
+        Args:
+            states: The layers', as the call left them.
+            hidden_states: What the last layer returned, normed.
+        """
         for layer, state in zip(self.layers, states, strict=True):
-            layer.states = state.final
+            layer.states = dict(state.final)
+        return hidden_states
 
     def detach(self) -> None:
         """Cut the graph that made the states: no gradient goes back through them."""

@@ -149,7 +149,7 @@ class StaticStateCache(StateCache):
                 "past_key_values got more tokens than its max_cache_len; make it with a longer one",
             )
 
-    def take(self, states: list[LayerState]) -> None:
+    def take(self, states: list[LayerState], hidden_states: Tensor) -> Tensor:
         """Copy the states that a call left into the buffers.
 
         Raises:
@@ -173,9 +173,10 @@ class StaticStateCache(StateCache):
                         f"{what} must stay {_kind(buffer)} in a StaticStateCache, got "
                         f"{_kind(final)}; take a StateCache, or a new one for another dtype"
                     )
-        super().take(states)
+        output = super().take(states, hidden_states)
         for layer in self.layers:
             layer.settled = True
+        return output
 
 
 def _kind(state: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

@@ -1,0 +1,448 @@
+"""Sequence parallelism: one long row over several processes, each of which reads a piece of it.
+
+A layer's state is all that its next tokens need of those before. So the process of a piece reads
+its layers' initial states from the process before, and sends its final states to the one behind;
+gradients go the other way. Nothing else crosses, and no size depends on the length.
+
+What surprises: nobody waits for a whole model. A mixer asks for a state where its scan begins, and
+leaves one where it ends; all else (projections, MLPs, the head) every process computes at once. Of
+R processes the last one starts R - 1 scans of one layer late, once a pass, not once a layer. So a
+family needs no algebra of its own here, and one whose recurrence is not linear (COFFEE) serves as
+well as the others.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ssmzoo.modeling.cache import LayerState, StateCache
+from ssmzoo.modeling.packing import PackedRow
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from ssmzoo.modeling.configuration import SSMConfig
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)
+_NAME, _DIMS = 40, 8  # the longest name in bytes, the most dimensions
+
+
+class Rows(NamedTuple):
+    """Which sequences of a piece of packed rows go on: from the piece before, in the one behind.
+
+    Attributes:
+        entering: For each sequence of this piece the row whose state it may begin with ``[S]``.
+        fresh: Whether it begins anew instead ``[S]``.
+        leaving: For each row the sequence of this piece that its end belongs to ``[B]``.
+    """
+
+    entering: Tensor
+    fresh: Tensor
+    leaving: Tensor
+
+
+class SequenceParallelCache(StateCache):
+    """The states of a row that lies on several processes, in pieces of consecutive tokens.
+
+    Every process calls its copy of the model on its piece, with a new cache of this class, and in
+    training runs a backward pass through what came out; all make the same calls in the same order.
+    What the model returns, and all gradients, are those of the whole row: outputs of this process's
+    tokens, and of each parameter this process's share of the gradient, which their sum completes.
+    After the call the last process's cache holds the state after the row.
+
+    Args:
+        config: The configuration of the model it will serve.
+        group: The processes, in the order of the pieces; None: all of them.
+        rows: Where sequences are packed, which of them cross the cuts; None: each row is one.
+
+    Raises:
+        ValueError: A model whose state cannot be passed on: it grows, tokens see those behind them,
+            or norms look at all tokens of a batch.
+    """
+
+    def __init__(
+        self,
+        config: SSMConfig,
+        group: dist.ProcessGroup | None = None,
+        *,
+        rows: Rows | None = None,
+    ) -> None:
+        require_passing(config)
+        super().__init__(config)
+        self.rows = rows
+        self._line = _Line(group)
+        self._arriving: list[_Arriving] = []
+        self._leaving: list[_Leaving] = []
+
+    def check(self, config: PreTrainedConfig, batch_size: int, tokens: int = 0) -> None:
+        """Check that the cache fits a model, and that it is new.
+
+        Raises:
+            ValueError: It belongs to another model, or read a piece already.
+        """
+        super().check(config, batch_size, tokens)
+        if self._leaving:
+            raise ValueError(
+                "past_key_values has read its piece of the row already; make a new "
+                "SequenceParallelCache for every call"
+            )
+
+    def open_layer(self, index: int, hidden_states: Tensor) -> dict[str, Any]:
+        """Return where a layer's states come from and go to in a call."""
+        if self._leaving:
+            self._leaving[-1].close()
+            self._arriving[-1].receive_all()
+        device = hidden_states.device
+        self._arriving.append(_Arriving(self._line, self.rows, device))
+        self._leaving.append(_Leaving(self._line, self.rows, device))
+        return {"initial": self._arriving[-1], "final": self._leaving[-1]}
+
+    def take(self, states: list[LayerState], hidden_states: Tensor) -> Tensor:
+        """Take the states that a call left, and let gradients of what it returns go through them.
+
+        A process whose tokens have no loss must run a backward pass, too, for those before it.
+        """
+        self._leaving[-1].close()
+        ends = [end for arriving in self._arriving for end in arriving.drain()]
+        ends += [end for leaving in self._leaving for end in leaving.ends]
+        for layer, state in zip(self.layers, states, strict=True):
+            layer.states = {name: left.detach() for name, left in state.final.items()}
+        if not torch.is_grad_enabled():
+            self._line.finish()  # no backward pass will wait for it
+        return cast(Tensor, _Tied.apply(hidden_states, *ends)) if ends else hidden_states
+
+    def whole(self) -> StateCache:
+        """Return, in every process, the state after the row; all must call this."""
+        line, device = self._line, next(iter(self.get_states()[0].values())).device
+        held: list[Any] = [[{n: s.to("meta") for n, s in x.items()} for x in self.get_states()]]
+        dist.broadcast_object_list(held, line.end, line.group)
+        seen = [0] * line.count
+        dist.all_gather_object(seen, self.seen_tokens, line.group)
+        cache = StateCache(cast("SSMConfig", self.config))
+        mine = (
+            self.get_states()
+            if line.last
+            else [
+                {n: torch.empty_like(s, device=device) for n, s in states.items()}
+                for states in held[0]
+            ]
+        )
+        for states in mine:
+            for state in states.values():
+                dist.broadcast(state, line.end, line.group)
+        cache.set_states(mine)
+        cache.seen_tokens = sum(seen)
+        return cache
+
+
+def require_passing(config: SSMConfig) -> None:
+    """Raise unless a model's states can go from process to process, and are all that has to.
+
+    Raises:
+        ValueError: It is bidirectional, its state grows, or its norms look at all tokens.
+    """
+    name = type(config).__name__.removesuffix("Config")
+    if not config.causal:
+        raise ValueError(
+            f"sequence parallelism passes states forwards, and {name} with directions = "
+            f"{config.directions!r} reads backwards, too; take directions = 'forward'"
+        )
+    if config.state_grows:
+        raise ValueError(
+            f"sequence parallelism passes states of a fixed size, and {name}'s layers that attend "
+            "to all tokens have one that grows; take a configuration without such layers"
+        )
+    if config.norm_type == "batch":
+        raise ValueError(
+            f"sequence parallelism lets each process norm its own tokens, and {name} with "
+            "norm_type = 'batch' norms by all of them; take another norm_type"
+        )
+
+
+def packed_piece(starts: Tensor, begin: int, end: int) -> tuple[Tensor, Rows]:
+    """Return one piece of rows of packed sequences: its boundaries, and who goes on.
+
+    Args:
+        starts: Where sequences begin ``[B, L]``.
+        begin: The piece's first column.
+        end: The column behind its last one.
+
+    Returns:
+        ``cu_seqlens [S + 1]`` of the piece's ``B`` rows, laid end to end, and its :class:`Rows`.
+    """
+    fresh = starts[:, begin:end]
+    begins = fresh.clone()
+    begins[:, 0] = True
+    batch, width = begins.shape
+    first = begins.flatten().nonzero().flatten()
+    ends = torch.arange(1, batch + 1, device=first.device) * width
+    leaving = torch.searchsorted(first, ends) - 1
+    cu_seqlens = torch.cat([first, ends[-1:]]).int()
+    return cu_seqlens, Rows(first // width, fresh.flatten()[first], leaving)
+
+
+def sequence_piece(
+    config: SSMConfig,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Return the arguments with which this process's model reads its piece of a batch.
+
+    ``model(**sequence_piece(model.config, input_ids))`` returns logits of this process's tokens,
+    those from ``rank * L // R`` on.
+
+    Args:
+        config: The model's configuration.
+        input_ids: The whole batch ``[B, L]``, the same in every process.
+        attention_mask: ``[B, L]``, 0 for padding.
+        cu_seqlens: Boundaries of sequences packed into one row (B = 1), ``[S + 1]``.
+        group: The processes that share the batch; None: all of them.
+
+    Raises:
+        ValueError: Fewer tokens a row than processes, boundaries of more than one row, or what
+            :class:`SequenceParallelCache` raises.
+    """
+    rank, count = dist.get_rank(group), dist.get_world_size(group)
+    batch, length = input_ids.shape
+    if length < count:
+        raise ValueError(
+            f"input_ids must have a token for each of the {count} processes, got L = {length}"
+        )
+    begin, end = rank * length // count, (rank + 1) * length // count
+    piece: dict[str, Any] = {"input_ids": input_ids[:, begin:end]}
+    rows = None
+    if attention_mask is not None:
+        piece["attention_mask"] = attention_mask[:, begin:end]
+    if cu_seqlens is not None:
+        if batch != 1:
+            raise ValueError(f"cu_seqlens needs one packed row, got a batch of {batch}")
+        starts = torch.zeros_like(input_ids, dtype=torch.bool)
+        starts[0, PackedRow.of(cu_seqlens, length, "model").offsets[:-1]] = True
+        piece["cu_seqlens"], rows = packed_piece(starts, begin, end)
+    cache = SequenceParallelCache(config, group, rows=rows)
+    return {**piece, "past_key_values": cache, "use_cache": True}
+
+
+class _Line:
+    """This process's place among those of a row, and what it sends and receives."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        rank, count = dist.get_rank(group), dist.get_world_size(group)
+        self.count, self.first, self.last = count, rank == 0, rank == count - 1
+        self._before = None if self.first else self._number(rank - 1)
+        self._behind = None if self.last else self._number(rank + 1)
+        self.end = self._number(count - 1)
+
+    def _number(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+    def send_on(self, tensor: Tensor) -> None:
+        """Send to the process behind."""
+        self._send(tensor, self._behind)
+
+    def send_back(self, tensor: Tensor) -> None:
+        """Send to the process before."""
+        self._send(tensor, self._before)
+
+    def receive(self, tensor: Tensor) -> Tensor:
+        """Fill a tensor from the process before."""
+        dist.recv(tensor, self._before, self.group)
+        return tensor
+
+    def receive_back(self, tensor: Tensor) -> Tensor:
+        """Fill a tensor from the process behind."""
+        dist.recv(tensor, self._behind, self.group)
+        return tensor
+
+    def finish(self) -> None:
+        """Wait until all that was sent is there."""
+        for work, _ in _in_flight:
+            work.wait()
+        _in_flight.clear()
+
+    def _send(self, tensor: Tensor, to: int | None) -> None:
+        tensor = tensor.detach().contiguous()
+        _in_flight[:] = [(work, kept) for work, kept in _in_flight if not work.is_completed()]
+        _in_flight.append((dist.isend(tensor, to, self.group), tensor))
+
+
+# what was sent, which must live until it is there
+_in_flight: list[tuple[Any, Tensor]] = []
+
+
+class _Sent(torch.autograd.Function):
+    """Send a state on; the gradient comes from the process behind."""
+
+    @staticmethod
+    def forward(ctx: Any, state: Tensor, line: _Line) -> Tensor:
+        ctx.line, ctx.like = line, (state.shape, state.dtype, state.device)
+        line.send_on(state)
+        return state.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        shape, dtype, device = ctx.like
+        return ctx.line.receive_back(torch.empty(shape, dtype=dtype, device=device)), None
+
+
+class _Received(torch.autograd.Function):
+    """Receive a state; the gradient goes to the process before."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, state: Tensor, line: _Line) -> Tensor:
+        ctx.line = line
+        return line.receive(torch.empty_like(state))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.line.send_back(grads[0])
+        return None, None, None
+
+
+class _Tied(torch.autograd.Function):
+    """Return a tensor; its backward pass also visits what was sent and received, used or not."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *ends: Tensor) -> Tensor:
+        ctx.ends = len(ends)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], *[None] * ctx.ends
+
+
+class _Kind(enum.IntEnum):
+    END = 0  # of a layer's states
+    PLAIN = 1
+    LEARNED = 2  # a gradient comes back
+
+
+_HEADER = 3 + _DIMS + _NAME // 8  # numbers: kind, dtype, dimensions, sizes, name
+
+
+def _header(
+    kind: _Kind, dtype: torch.dtype, name: str, shape: Sequence[int], device: torch.device
+) -> Tensor:
+    """Return what is sent before a state, so that the receiver can make room for it."""
+    if dtype not in _DTYPES or len(shape) > _DIMS or len(name.encode()) > _NAME:
+        raise ValueError(
+            f"state {name!r} must have a name of at most {_NAME} bytes, at most {_DIMS} dimensions "
+            f"and one of the dtypes {', '.join(map(str, _DTYPES))}, got {dtype}, {list(shape)}"
+        )
+    sizes = [*shape, *[0] * (_DIMS - len(shape))]
+    letters = memoryview(name.encode().ljust(_NAME, b"\0")).cast("q").tolist()
+    numbers = [kind, _DTYPES.index(dtype), len(shape), *sizes, *letters]
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+def _read_header(header: Tensor) -> tuple[_Kind, torch.dtype, str, list[int]]:
+    kind, dtype, dims, *numbers = header.tolist()
+    name = array("q", numbers[_DIMS:]).tobytes().rstrip(b"\0").decode()
+    return _Kind(kind), _DTYPES[dtype], name, numbers[:dims]
+
+
+class _Arriving(Mapping[str, Tensor]):
+    """A layer's initial states by name, each received when it is asked for."""
+
+    def __init__(self, line: _Line, rows: Rows | None, device: torch.device) -> None:
+        self._line, self._rows, self._device = line, rows, device
+        self._found: dict[str, Tensor] = {}
+        self._ended = line.first
+
+    def __getitem__(self, name: str) -> Tensor:
+        while name not in self._found and not self._ended:
+            self._receive()
+        state = self._found[name]
+        if self._rows is None:
+            return state
+        state = state.index_select(0, self._rows.entering)
+        return state.index_fill(0, self._rows.fresh.nonzero().flatten(), 0)
+
+    def __bool__(self) -> bool:
+        return not self._line.first
+
+    def __iter__(self) -> Iterator[str]:
+        self.receive_all()
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        self.receive_all()
+        return len(self._found)
+
+    def drain(self) -> list[Tensor]:
+        """Return all that was received and has a gradient, asked for or not."""
+        self.receive_all()
+        return [state for state in self._found.values() if state.requires_grad]
+
+    def receive_all(self) -> None:
+        while not self._ended:
+            self._receive()
+
+    def _receive(self) -> None:
+        device = self._device
+        header = self._line.receive(torch.empty(_HEADER, dtype=torch.int64, device=device))
+        kind, dtype, name, shape = _read_header(header)
+        if kind is _Kind.END:
+            self._ended = True
+            return
+        empty = torch.empty(shape, dtype=dtype, device=device)
+        if kind is _Kind.LEARNED and torch.is_grad_enabled():
+            anchor = torch.zeros((), device=device, requires_grad=True)
+            state = cast(Tensor, _Received.apply(anchor, empty, self._line))
+        else:
+            state = self._line.receive(empty)
+        self._found[name] = state
+
+
+class _Leaving(MutableMapping[str, Tensor]):
+    """A layer's final states by name, each sent as it is put in."""
+
+    def __init__(self, line: _Line, rows: Rows | None, device: torch.device) -> None:
+        self._line, self._rows, self._device = line, rows, device
+        self._states: dict[str, Tensor] = {}
+        self.ends: list[Tensor] = []  # where gradients of what was sent come in
+        self._closed = False
+
+    def __setitem__(self, name: str, state: Tensor) -> None:
+        again = name in self._states  # a checkpointed layer runs twice
+        if self._rows is not None:
+            state = state.index_select(0, self._rows.leaving)
+        self._states[name] = state
+        if again or self._line.last:
+            return
+        learned = state.requires_grad and torch.is_grad_enabled()
+        kind = _Kind.LEARNED if learned else _Kind.PLAIN
+        self._line.send_on(_header(kind, state.dtype, name, state.shape, state.device))
+        if learned:
+            self.ends.append(cast(Tensor, _Sent.apply(state, self._line)))
+        else:
+            self._line.send_on(state)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._states[name]
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError(f"the state {name!r} is sent, and cannot be taken back")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def close(self) -> None:
+        """Say that there are no more states of this layer."""
+        if not (self._closed or self._line.last):
+            self._line.send_on(_header(_Kind.END, torch.int64, "", (), self._device))
+        self._closed = True
