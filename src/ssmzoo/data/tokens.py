@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +21,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
-from ssmzoo.data.tokenizer import Encoder, encoder, token_dtype
+from ssmzoo.data.tokenizer import Encoder, token_dtype
+from ssmzoo.data.workers import Workers
 from ssmzoo.files import write_folder
 
 if TYPE_CHECKING:
@@ -107,6 +111,7 @@ def write_store(
     folder: Path,
     key: str,
     field: str,
+    workers: int = 0,
 ) -> None:
     """Tokenise named documents into a folder, which appears only when it is complete.
 
@@ -116,26 +121,27 @@ def write_store(
         folder: The folder.
         key: What :func:`is_store` is asked for.
         field: The recipe's field that names the documents, for errors.
+        workers: Processes that tokenise beside this one; what is written is the same.
 
     Raises:
         ValueError: No text at all.
+        RuntimeError: A worker was killed.
     """
-    encode = encoder(tokenizer)
 
     def write(folder: Path) -> None:
         names: list[str] = []
-        hashes: list[int] = []
-        lengths: list[int] = []
+        hashes, lengths = array("Q"), array("q")
         with (
             (folder / "tokens").open("wb") as file,
             tqdm(desc="tokenise", unit=" tokens", unit_scale=True, disable=None) as bar,
+            closing(Workers(tokenizer, workers)) as pool,
         ):
-            for batch_names, texts in _batches(documents):
-                tokens = encode(texts)
+            for batch_names, result in _in_order(pool, documents):
+                tokens, its_hashes = result()
                 file.write(np.concatenate(tokens).tobytes())
                 lengths.extend(map(len, tokens))
                 bar.update(sum(map(len, tokens)))
-                hashes.extend(text_hash(text) for text in texts)
+                hashes.extend(its_hashes)
                 names.extend(filter(None, batch_names))
         if not sum(lengths):
             raise ValueError(f"{field} must hold text, got none")
@@ -172,6 +178,22 @@ def read_store(folder: Path) -> TokenStore:
 def text_hash(text: str) -> int:
     """Return 64 bits that tell a document's text from others."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
+
+
+def _tokenised(encode: Encoder, texts: Sequence[str]) -> tuple[list[np.ndarray], list[int]]:
+    return encode(texts), [text_hash(text) for text in texts]
+
+
+def _in_order(
+    workers: Workers, documents: Iterable[tuple[str, str]]
+) -> Iterator[tuple[list[str], Callable[[], tuple[list[np.ndarray], list[int]]]]]:
+    """Yield names and tokens of batches in order, with two for each worker on the way."""
+    ahead: deque[tuple[list[str], Callable[[], tuple[list[np.ndarray], list[int]]]]] = deque()
+    for names, texts in _batches(documents):
+        ahead.append((names, workers.submit(_tokenised, texts)))
+        if len(ahead) > 2 * workers.count:
+            yield ahead.popleft()
+    yield from ahead
 
 
 def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[tuple[list[str], list[str]]]:
