@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from ssmzoo.data.documents import OpenPiece, Piece
+from ssmzoo.data.tokens import TokensOnDisk
 from ssmzoo.data.workers import Workers, encoded
 
 Part = TypeVar("Part", covariant=True)
@@ -130,7 +131,7 @@ class PackedRows(NumberedRows):
 
     def __init__(
         self,
-        tokens: np.ndarray,
+        tokens: np.ndarray | TokensOnDisk,
         pieces: np.ndarray,
         seq_len: int,
         seed: int,
@@ -210,7 +211,7 @@ class ConsecutiveRows(NumberedRows):
 
     def __init__(
         self,
-        tokens: np.ndarray,
+        tokens: np.ndarray | TokensOnDisk,
         pieces: np.ndarray,
         seq_len: int,
         lanes: int,
@@ -484,14 +485,16 @@ class _Lane:
             if text is not None:
                 texts.append(text)
                 continue
-            epoch = self._documents.epoch(self._number, self._turn)
+            before = self._documents.epoch(self._number, self._turn)
             self._turn += 1
             self._piece = self._documents.open(self._number, self._turn, None)
-            if texts and self._documents.epoch(self._number, self._turn) > epoch:
+            if not texts:
+                begin = {**begin, "turn": self._turn, "place": None}
+                fruitless += 1
+                if fruitless == len(self._documents.pieces):
+                    self._documents.require_any()
+            elif self._documents.epoch(self._number, self._turn) > before:
                 break
-            fruitless += not texts
-            if fruitless == len(self._documents.pieces):
-                self._documents.require_any()
         return _Block(begin, self._workers.submit(encoded, texts))
 
     def _pack(self, documents: list[np.ndarray], rng: np.random.Generator) -> None:

@@ -1,7 +1,7 @@
 """Documents as tokens: tokenised once into a folder, or in memory, and split.
 
-- Local files and downloaded data sets are tokenised into the run's ``cache`` folder, which all
-  processes map into memory; streams are tokenised while training.
+- Local files and downloaded data sets are tokenised into the run's ``cache`` folder, from which
+  processes read what they need; streams are tokenised while training.
 - What is held out is chosen by the content of a document, so that it does not depend on order or
   seed, and no copy of a held-out document is trained on.
 """
@@ -31,6 +31,25 @@ if TYPE_CHECKING:
 _BATCH_CHARACTERS = 4_000_000
 
 
+class TokensOnDisk:
+    """Tokens in a file, of which slices are read.
+
+    Mapped into memory, what was read would count as the process's until others need the room.
+    """
+
+    def __init__(self, file: Path, dtype: str) -> None:
+        self._file, self._dtype = file, np.dtype(dtype)
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return self._file.stat().st_size // self._dtype.itemsize
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """Return those from ``part.start`` to ``part.stop``."""
+        offset = int(part.start) * self._dtype.itemsize
+        return np.fromfile(self._file, self._dtype, int(part.stop - part.start), offset=offset)
+
+
 @dataclass(frozen=True)
 class TokenStore:
     """Documents as tokens, end to end.
@@ -42,7 +61,7 @@ class TokenStore:
         names: Each document's file, where a document is a file.
     """
 
-    tokens: np.ndarray
+    tokens: np.ndarray | TokensOnDisk
     ends: np.ndarray
     hashes: np.ndarray
     names: list[str]
@@ -165,10 +184,10 @@ def is_store(folder: Path, key: str) -> bool:
 
 
 def read_store(folder: Path) -> TokenStore:
-    """Return what :func:`write_store` wrote, its tokens mapped into memory."""
+    """Return what :func:`write_store` wrote, its tokens on disk."""
     facts = json.loads((folder / "store.json").read_text(encoding="utf-8"))
     return TokenStore(
-        np.memmap(folder / "tokens", facts["dtype"], mode="r").view(np.ndarray),
+        TokensOnDisk(folder / "tokens", facts["dtype"]),
         np.load(folder / "ends.npy"),
         np.load(folder / "hashes.npy"),
         facts["names"],
