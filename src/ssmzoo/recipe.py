@@ -113,8 +113,8 @@ class DataSection(Section):
         revision: Its branch, tag or commit; the commit found at the start is kept for a resume.
         streaming: Read while training and keep nothing on disk. For ``jsonl``, ``parquet`` and
             ``dataset``.
-        shuffle_buffer: Documents shuffled together when streaming. Other sources are shuffled
-            whole.
+        shuffle_buffer: Documents shuffled together when streaming, over all processes. Other
+            sources are shuffled whole.
         workers: Processes that tokenise beside each process that trains, ahead of it when
             streaming. With 0 it does so itself.
         text_field: Where the text is in a record.

@@ -326,7 +326,7 @@ class StreamedRows(NumberedRows):
         self.lanes = max(n for n in range(1, most + 1) if batch_size % n == 0)
         self._batch_size, self._each = batch_size, batch_size // self.lanes
         self._documents = _Documents(pieces, self.lanes, seed, keep, field)
-        self._workers, self._seq_len, self._seed = workers, seq_len, seed
+        self._workers, self._seq_len = workers, seq_len
         self._block = -(-block // self.lanes)
         self._opened: dict[int, _Lane] = {}
         self._left: dict[str, dict[str, Any]] = {}  # where lanes stood that are not opened yet
@@ -368,9 +368,10 @@ class StreamedRows(NumberedRows):
             )
         self._next, self._opened, self._left = int(positions[0]["row"]), {}, {}
         # of a lane that several have read, the furthest: all rows before are taken
-        for number, lane in (item for found in positions for item in found["lanes"].items()):
-            if self._left.get(number, lane)["first"] <= lane["first"]:
-                self._left[number] = lane
+        for position in positions:
+            for number, lane in position["lanes"].items():
+                if number not in self._left or lane["first"] > self._left[number]["first"]:
+                    self._left[number] = lane
 
     def _lane(self, number: int) -> _Lane:
         if number not in self._opened:
@@ -430,7 +431,9 @@ class _Lane:
     """The rows of one lane.
 
     Attributes:
-        position: Where the lane stood, as JSON, before the block of the row given last.
+        position: Where the lane stood, as JSON, before the block of the row given last: its turn
+            and the place in its piece, how many blocks and rows (``first``) came before, and the
+            tokens left over for the next row.
     """
 
     def __init__(

@@ -18,6 +18,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+import numpy as np
+
 from ssmzoo.data.tokenizer import Encoder, encoder
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 _SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
-_START = "from ssmzoo.data.workers import work; work()"
+_START = "from ssmzoo.data.workers import serve_calls; serve_calls()"
 
 
 class Workers:
@@ -114,7 +116,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def work() -> None:
+def serve_calls() -> None:
     """Be a worker: call what comes on standard input, and write the results to standard output."""
     calls, results = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is no result
@@ -132,6 +134,6 @@ def work() -> None:
         os._exit(0)
 
 
-def encoded(encode: Encoder, texts: Sequence[str]) -> Any:
+def encoded(encode: Encoder, texts: Sequence[str]) -> list[np.ndarray]:
     """Return the tokens of texts, by document."""
     return encode(texts)
