@@ -24,6 +24,7 @@ from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.data.tokens import read_store, write_store
 from ssmzoo.data.workers import Workers, encoded
 from ssmzoo.recipe import Recipe
+from ssmzoo.training.stopping import SIGNALS
 
 BATCH, SEQ_LEN = 12, 16
 
@@ -36,7 +37,7 @@ def recipe(batch_size=BATCH, **data):
 
 
 # a document is one character again and again: its tokens are counted wherever they are packed
-LENGTHS = {chr(c): 3 + 7 * c % 90 for c in range(35, 125) if chr(c) != "\\"} | {"~": 1200}
+LENGTHS = {chr(c): 1 + c * c % 37 for c in range(35, 125) if chr(c) != "\\"} | {"~": 1200}
 
 
 def write(folder, kind):
@@ -61,7 +62,7 @@ def write(folder, kind):
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch, tmp_path):
-    monkeypatch.setattr(documents, "PIECE", 500)
+    monkeypatch.setattr(documents, "PIECE", 250)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
 
 
@@ -96,11 +97,11 @@ def test_any_number_of_ranks_reads_each_token_of_an_epoch_once_through_resumes(k
     lanes, pieces = alone.ranks[0].lanes, alone.positions()[0]["pieces"]
     assert lanes > 2
     taken = [[] for _ in range(lanes)]  # the rows of each lane
-    counts = [None] * lanes  # its tokens in two epochs
+    counts = [None] * lanes  # its tokens in three epochs
     ranks, step = alone, 0
     while None in counts:
-        if step % 4 == 0:
-            world = walk[step // 4 % len(walk)]
+        if step % 3 == 0:
+            world = walk[step // 3 % len(walk)]
             ranks = Ranks(fields, tmp_path, world, ranks.positions())
             ranks = Ranks(fields, tmp_path, world, ranks.positions())  # before any step
         rows = ranks.step(accumulate=2 if step % 2 and world != 4 else 1)
@@ -113,12 +114,14 @@ def test_any_number_of_ranks_reads_each_token_of_an_epoch_once_through_resumes(k
         for positions in ranks.positions():
             for lane, now in positions["lanes"].items():
                 epoch = (now["turn"] * lanes + int(lane)) // pieces
-                if epoch >= 2 and counts[int(lane)] is None:
+                if epoch >= 3 and counts[int(lane)] is None:
                     whole = [*taken[int(lane)][: now["first"]], now["carry"]]
                     counts[int(lane)] = Counter(int(token) for row in whole for token in row)
-    assert step > 4 * len(walk)
-    both = sum(counts, Counter())
-    assert {chr(t): n for t, n in both.items() if t < 256} == {c: 2 * n for c, n in LENGTHS.items()}
+    assert step > 3 * len(walk)
+    three = sum(counts, Counter())
+    assert {chr(t): n for t, n in three.items() if t < 256} == {
+        c: 3 * n for c, n in LENGTHS.items()
+    }
 
 
 def test_workers_write_the_same_store(tmp_path):
@@ -152,6 +155,14 @@ def test_a_killed_worker_is_told_in_one_line():
         ) as caught:
             workers.submit(encoded, ["ab"])()
     assert "\n" not in str(caught.value)
+
+
+def test_a_worker_works_on_when_all_of_a_jobs_processes_are_told_to_stop():
+    with closing(Workers(byte_tokenizer(), 1)) as workers:
+        pid = workers.submit(pid_of)()
+        for number in SIGNALS:
+            os.kill(pid, number)
+            assert workers.submit(pid_of)() == pid
 
 
 def pid_of(encode):
@@ -249,14 +260,14 @@ def test_ranks_read_their_own_parts_of_a_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(documents, "_lines", watch)
     fields = recipe(**write(tmp_path / "data", "jsonl"), shuffle_buffer=3)
-    ranks = Ranks(fields, tmp_path, 3).ranks
-    assert ranks[0].lanes == 3
+    ranks = Ranks(fields, tmp_path, 4).ranks
+    assert ranks[0].lanes == 4
     shares = []
     for rank in ranks:
         opened.clear()
-        rank.take(4)
+        rank.take(3)
         while max(lane["turn"] for lane in rank.position()["lanes"].values()) < 2:
-            rank.take(4)
+            rank.take(3)
         shares.append(opened.copy())
     parts = [part for share in shares for part in share]
     assert len(parts) == len({*parts}) >= 9
