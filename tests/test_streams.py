@@ -125,14 +125,14 @@ def test_any_number_of_ranks_reads_each_token_of_an_epoch_once_through_resumes(k
 
 
 def test_workers_write_the_same_store(tmp_path):
-    texts = [("", f"{i} " + "ant bee " * (i % 400)) for i in range(40_000)]
+    texts = [("", f"{i} " + "ant bee " * (i % 400)) for i in range(15_000)]
     tokenizer = byte_tokenizer()
     for workers in (0, 2):
         write_store(iter(texts), tokenizer, tmp_path / str(workers), "key", "data.jsonl", workers)
     for name in ("tokens", "ends.npy", "hashes.npy", "store.json"):
         one, other = ((tmp_path / workers / name).read_bytes() for workers in "02")
         assert one == other, name
-    assert len(read_store(tmp_path / "2").tokens) > 8_000_000 * 2  # several batches for each
+    assert len(read_store(tmp_path / "2").tokens) > 5 * 4_000_000  # of more batches than fit ahead
 
 
 def test_workers_change_no_row_of_a_stream_and_no_position(tmp_path):
@@ -262,15 +262,14 @@ def test_ranks_read_their_own_parts_of_a_file(tmp_path, monkeypatch):
     fields = recipe(**write(tmp_path / "data", "jsonl"), shuffle_buffer=3)
     ranks = Ranks(fields, tmp_path, 4).ranks
     assert ranks[0].lanes == 4
-    shares = []
+    each = ranks[0].position()["pieces"] // 4  # of the first epoch
+    parts = []
     for rank in ranks:
         opened.clear()
-        rank.take(3)
-        while max(lane["turn"] for lane in rank.position()["lanes"].values()) < 2:
+        while len(opened) < each:
             rank.take(3)
-        shares.append(opened.copy())
-    parts = [part for share in shares for part in share]
-    assert len(parts) == len({*parts}) >= 9
+        parts += opened[:each]
+    assert len(parts) == len({*parts}) >= 16
 
 
 def test_fewer_records_than_ranks_are_shared(tmp_path):
