@@ -479,7 +479,7 @@ def _row_groups(file: Path) -> int:
 def _read_parquet(
     file: Path, text_field: str, groups: list[int] | None = None
 ) -> Iterator[tuple[int, str]]:
-    """Yield row, counted from 1 in the row groups to read, and text."""
+    """Yield row and text of all row groups, or of neighbouring ones."""
     with _parquet(file) as table:
         names = table.schema_arrow.names
         if text_field not in names:
@@ -487,7 +487,8 @@ def _read_parquet(
                 f"{file} has no column {text_field!r}, it has {', '.join(names)}; "
                 "set data.text_field in the recipe"
             )
-        row = 0
+        before = range(groups[0]) if groups else ()
+        row = sum(table.metadata.row_group(group).num_rows for group in before)
         for batch in table.iter_batches(256, columns=[text_field], row_groups=groups):
             for text in batch.column(0).to_pylist():
                 row += 1

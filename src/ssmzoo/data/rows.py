@@ -325,7 +325,7 @@ class StreamedRows(NumberedRows):
         most = min(LANES, max(1, len(pieces) // PIECES))
         self.lanes = max(n for n in range(1, most + 1) if batch_size % n == 0)
         self._batch_size, self._each = batch_size, batch_size // self.lanes
-        self._documents = _Documents(pieces, self.lanes, seed, keep, field)
+        self._documents = _DealtPieces(pieces, self.lanes, seed, keep, field)
         self._workers, self._seq_len = workers, seq_len
         self._block = -(-block // self.lanes)
         self._opened: dict[int, _Lane] = {}
@@ -386,7 +386,7 @@ class StreamedRows(NumberedRows):
         return self._opened[number]
 
 
-class _Documents:
+class _DealtPieces:
     """The pieces of a stream, epoch after epoch, dealt to lanes."""
 
     def __init__(
@@ -438,7 +438,7 @@ class _Lane:
 
     def __init__(
         self,
-        documents: _Documents,
+        documents: _DealtPieces,
         number: int,
         workers: Workers,
         seq_len: int,

@@ -71,16 +71,17 @@ class Workers:
         self._processes.clear()
 
     def _ask(self, call: tuple[Any, ...]) -> Any:
-        process: subprocess.Popen[bytes] | None = getattr(self._mine, "process", None)
+        new = not hasattr(self._mine, "process")
+        if new:
+            self._mine.process = self._start()
+        process: subprocess.Popen[bytes] = self._mine.process
         try:
-            if process is None:
-                process = self._mine.process = self._start()
+            if new:
                 pickle.dump(self._tokenizer, process.stdin)  # type: ignore[arg-type]
             pickle.dump(call, process.stdin)  # type: ignore[arg-type]
             process.stdin.flush()  # type: ignore[union-attr]
             result, error = pickle.load(process.stdout)  # type: ignore[arg-type]
         except (OSError, EOFError, pickle.UnpicklingError) as broken:
-            assert process is not None
             raise RuntimeError(
                 f"data.workers: worker process {process.pid} was killed or ended (status "
                 f"{process.wait()}), perhaps for memory; resume the run, with fewer than "
