@@ -143,6 +143,8 @@ def read_from_a_stream(folder, rank):
         killed(folder / "stream.yaml", folder / "stream", step=5)
     with recorded(folder / f"stream-resumed-{rank}.json"):
         train(folder / "stream.yaml", output_dir=folder / "stream", resume=True)
+    with recorded(folder / f"stream-of-one-{rank}.json"):
+        train(folder / "stream.yaml", output_dir=folder / "stream-of-one", resume=True)
 
 
 def other_ways_to_train(folder, rank):
@@ -300,7 +302,6 @@ def refused(folder, rank):
         AcceleratorState._reset_state(reset_partial_state=True)
 
     refuse("another disk", folder / "recipe.yaml", f"disk-of-{rank}")
-    refuse("stream", folder / "stream.yaml", "stream-of-one")
     fsdp2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     refuse("no accelerator", folder / "recipe.yaml", "refused", **fsdp2)
     (folder / f"refused-{rank}.json").write_text(json.dumps(said))

@@ -93,6 +93,7 @@ def test_an_unknown_section_is_named_with_a_suggestion(written):
             "needs data.jsonl or data.parquet or data.dataset, got data.t",
         ),
         ("data__shuffle_buffer", 10, "data.shuffle_buffer needs data.streaming: true"),
+        ("data__workers", -1, "data.workers must be greater than or equal to 0, got -1"),
         ("data__task_args", {"num_pairs": 4}, "data.task_args needs data.task"),
         ("data__text", [], "data.text"),
     ],

@@ -470,10 +470,15 @@ def test_records_whose_file_names_are_not_utf8_are_read_or_named(kind, recipe, t
     sets = ["data.text=null", f"data.{kind}={place}", "data.validation=null", "train.steps=3"]
     train(recipe, output_dir=tmp_path / "run", overrides=sets)
     assert json.loads((tmp_path / "run" / "data.json").read_text())["documents"] == 3
-    arguments = [word for change in (*sets, "data.streaming=true") for word in ("--set", change)]
-    assert main(["train", str(recipe), "--output", str(tmp_path / "new"), *arguments]) == 2
+    run = train(recipe, output_dir=tmp_path / "new", overrides=[*sets, "data.streaming=true"])
+    assert read_metrics(run / "metrics.jsonl")[-1]["step"] == 3
+    (tmp_path / "set").mkdir()
+    place.rename(tmp_path / "set" / place.name)
+    sets[1] = f"data.dataset={tmp_path / 'set'}"
+    arguments = [word for change in sets for word in ("--set", change)]
+    assert main(["train", str(recipe), "--output", str(tmp_path / "refused"), *arguments]) == 2
     line = capsys.readouterr().err
-    assert f"data.{kind} must have file names in UTF-8, got " in line
+    assert "data.dataset must have file names in UTF-8, got " in line
     assert "caf\\udce9" in line
     assert line.count("\n") == 1
 

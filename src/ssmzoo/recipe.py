@@ -113,8 +113,10 @@ class DataSection(Section):
         revision: Its branch, tag or commit; the commit found at the start is kept for a resume.
         streaming: Read while training and keep nothing on disk. For ``jsonl``, ``parquet`` and
             ``dataset``.
-        shuffle_buffer: Documents shuffled together when streaming. Other sources are shuffled
-            whole.
+        shuffle_buffer: Documents shuffled together when streaming, over all processes. Other
+            sources are shuffled whole.
+        workers: Processes that tokenise beside each process that trains, ahead of it when
+            streaming. With 0 it does so itself.
         text_field: Where the text is in a record.
         tokenizer: ``bytes``, a name or a folder. If absent, ``model.init_from``'s, else bytes.
             A task needs none: its tokens are numbers.
@@ -134,6 +136,7 @@ class DataSection(Section):
     revision: str | None = None
     streaming: bool = False
     shuffle_buffer: Count = 1000
+    workers: Annotated[int, BeforeValidator(_whole), Field(ge=0)] = 0
     text_field: str = "text"
     tokenizer: str | None = None
     validation: Any = None
@@ -188,6 +191,8 @@ class DataSection(Section):
                 raise ValueError(f"data.{name} needs {places}, got data.{self.source}")
         if self.shuffle_buffer != fields["shuffle_buffer"].default and not self.streaming:
             raise ValueError("data.shuffle_buffer needs data.streaming: true")
+        if self.workers and self.task is not None:
+            raise ValueError(f"data.workers must be 0 with data.task, got {self.workers}")
         if self.task_args and self.task is None:
             raise ValueError("data.task_args needs data.task")
         if self.tokenizer is not None and self.task is not None:

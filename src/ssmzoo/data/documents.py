@@ -1,6 +1,8 @@
 """Documents in, as text: local files, or data sets through ``datasets``.
 
 A text file is a document; so is a line of a jsonl file and a row of a parquet file or a data set.
+What is streamed is read by pieces: some megabytes of a jsonl file, a compressed file, a row group
+of a parquet file, a shard of a data set.
 """
 
 from __future__ import annotations
@@ -10,7 +12,10 @@ import gzip
 import json
 import logging
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,11 +24,33 @@ from ssmzoo.files import STDLIB, file_digest, is_utf8
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
+    from pyarrow.parquet import ParquetFile
 
     from ssmzoo.recipe import DataSection
 
 
 logger = logging.getLogger("ssmzoo")
+
+PIECE = 4 << 20  # bytes of a jsonl file that are read in one go
+
+
+class Piece(Iterator[str]):
+    """The documents of a piece of a stream, from a place on.
+
+    Args:
+        texts: The documents.
+        place: Returns, as JSON, where the reading stands.
+    """
+
+    def __init__(self, texts: Iterator[str], place: Callable[[], Any]) -> None:
+        self._texts, self.place = texts, place
+
+    def __next__(self) -> str:
+        """Return the next document."""
+        return next(self._texts)
+
+
+OpenPiece = Callable[[Any], Piece]  # from a place, None for the beginning
 
 
 class _Documents:
@@ -92,11 +119,25 @@ class FileDocuments(_Documents):
         read = self._read(self._data.validation, found["validation_files"])
         return (text for _, text in read)
 
-    def records(self, found: dict[str, Any]) -> Iterable[dict[str, Any]]:
-        """Open jsonl or parquet files as a stream of records."""
-        kind = "json" if self._data.jsonl is not None else "parquet"
-        files = [file["path"] for file in found["files"]]
-        return _open(self.field, files, kind, data_files=files, split="train", streaming=True)
+    def pieces(self, found: dict[str, Any]) -> list[OpenPiece]:
+        """Return what opens each piece of jsonl or parquet files, in order."""
+        field = self._data.text_field
+        pieces: list[OpenPiece] = []
+        for entry in found["files"]:
+            file = Path(entry["path"])
+            if self._data.parquet is not None:
+                groups = range(_row_groups(file))
+                reads = [partial(_read_parquet, file, field, [group]) for group in groups]
+                pieces += [partial(_numbered, read) for read in reads]
+            elif file.suffix == ".gz":
+                pieces.append(partial(_numbered, partial(_read_jsonl, file, field)))
+            else:
+                size = entry["bytes"]
+                cuts = [*range(0, size, PIECE), size]
+                pieces += [
+                    partial(_lines, file, field, begin, end) for begin, end in pairwise(cuts)
+                ]
+        return pieces
 
     def _read(self, paths: list[str], files: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
         folders = any(Path(path).expanduser().is_dir() for path in paths)
@@ -134,9 +175,24 @@ class DatasetDocuments(_Documents):
         for split in self._data.validation:
             yield from self.texts(self._open(split, found, streaming=self._data.streaming))
 
-    def records(self, found: dict[str, Any]) -> Iterable[dict[str, Any]]:
-        """Open the split to train on as a stream of records."""
-        return self._open(self._data.split, found, streaming=True)
+    def pieces(self, found: dict[str, Any]) -> list[OpenPiece]:
+        """Return what opens each shard of the split to train on, in order."""
+        records = cast("IterableDataset", self._open(self._data.split, found, streaming=True))
+        return [partial(self._shard, records, i) for i in range(records.num_shards)]
+
+    def _shard(self, records: IterableDataset, index: int, place: Any = None) -> Piece:
+        shard, begun = records.shard(records.num_shards, index), False
+        if place is not None:
+            shard.load_state_dict(place)
+
+        def read() -> Iterator[dict[str, Any]]:
+            nonlocal begun
+            for record in shard:
+                begun = True
+                yield cast("dict[str, Any]", record)
+
+        # a shard knows its state only once it has been read
+        return Piece(self.texts(read()), lambda: shard.state_dict() if begun else place)
 
     def _open(
         self, split: str, found: dict[str, Any], *, streaming: bool
@@ -335,16 +391,44 @@ def _entry_if_same(before: dict[str, Any], file: Path) -> dict[str, Any]:
     return before
 
 
-def split_over_ranks(
-    records: Iterable[dict[str, Any]], rank: int, world: int
-) -> Iterable[dict[str, Any]]:
-    """Return the share of a streamed data set that one of several processes reads."""
-    if world == 1:
-        return records
-    from datasets.distributed import split_dataset_by_node
+def _lines(file: Path, text_field: str, begin: int, end: int, place: int | None = None) -> Piece:
+    """Open the lines that begin in some bytes of a jsonl file; a place is the next line's byte."""
+    offset = place
 
-    share = split_dataset_by_node(cast("IterableDataset", records), rank=rank, world_size=world)
-    return cast("Iterable[dict[str, Any]]", share)
+    def read() -> Iterator[str]:
+        nonlocal offset
+        with file.open("rb") as lines:
+            if offset is None:
+                lines.seek(max(0, begin - 1))
+                offset = begin
+                if begin:  # to the end of the line before
+                    offset += len(lines.readline()) - 1
+            lines.seek(offset)
+            while offset < end:
+                line, where = lines.readline(), f"{file}, byte {offset}"
+                if not line:
+                    raise ValueError(
+                        f"the data file {file} must have {end} bytes at least, as when it was "
+                        f"opened, got {file.stat().st_size}; put it back as it was"
+                    )
+                offset += len(line)
+                yield from _text_of_line(line, text_field, where)
+
+    return Piece(read(), lambda: offset)
+
+
+def _numbered(read: Callable[[], Iterator[tuple[int, str]]], place: int | None = None) -> Piece:
+    """Open what can be read from its beginning only; a place is the last document's number."""
+    done = place or 0
+
+    def texts() -> Iterator[str]:
+        nonlocal done
+        for number, text in read():
+            if number > done:
+                done = number
+                yield text
+
+    return Piece(texts(), lambda: done)
 
 
 def _read_jsonl(file: Path, text_field: str) -> Iterator[tuple[int, str]]:
@@ -353,19 +437,26 @@ def _read_jsonl(file: Path, text_field: str) -> Iterator[tuple[int, str]]:
     try:
         with opener(file, "rt", encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                try:
-                    record = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{file}:{number} must be JSON: {error.msg}") from None
-                for text in _checked(record, text_field, f"{file}:{number}"):
+                for text in _text_of_line(line, text_field, f"{file}:{number}"):
                     yield number, text
     except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
         raise ValueError(f"{file}: cannot be read after line {number}: {error}") from None
 
 
-def _read_parquet(file: Path, text_field: str) -> Iterator[tuple[int, str]]:
+def _text_of_line(line: str | bytes, text_field: str, place: str) -> Iterator[str]:
+    if not line.strip():
+        return
+    try:
+        record = json.loads(line if isinstance(line, str) else line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{place} must be UTF-8 text: {error.reason}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place} must be JSON: {error.msg}") from None
+    yield from _checked(record, text_field, place)
+
+
+@contextmanager
+def _parquet(file: Path) -> Iterator[ParquetFile]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -373,17 +464,32 @@ def _read_parquet(file: Path, text_field: str) -> Iterator[tuple[int, str]]:
         raise RuntimeError("parquet files need pyarrow: pip install 'ssmzoo[train]'") from error
     with file.open("rb") as stream:  # pyarrow takes names in UTF-8 only
         try:
-            table = pyarrow.parquet.ParquetFile(stream)
+            # with a buffer it does not read a row group's column whole
+            table = pyarrow.parquet.ParquetFile(stream, buffer_size=1 << 20)
         except pyarrow.ArrowInvalid as error:
             raise ValueError(f"{file} must be a parquet file: {error}") from None
+        yield table
+
+
+def _row_groups(file: Path) -> int:
+    with _parquet(file) as table:
+        return table.num_row_groups
+
+
+def _read_parquet(
+    file: Path, text_field: str, groups: list[int] | None = None
+) -> Iterator[tuple[int, str]]:
+    """Yield row and text of all row groups, or of neighbouring ones."""
+    with _parquet(file) as table:
         names = table.schema_arrow.names
         if text_field not in names:
             raise LookupError(
                 f"{file} has no column {text_field!r}, it has {', '.join(names)}; "
                 "set data.text_field in the recipe"
             )
-        row = 0
-        for batch in table.iter_batches(columns=[text_field]):
+        before = range(groups[0]) if groups else ()
+        row = sum(table.metadata.row_group(group).num_rows for group in before)
+        for batch in table.iter_batches(256, columns=[text_field], row_groups=groups):
             for text in batch.column(0).to_pylist():
                 row += 1
                 for checked in _checked({text_field: text}, text_field, f"{file}:{row}"):

@@ -64,9 +64,9 @@ class ExampleSource:
         """Return, as JSON, where all processes stand between two steps."""
         return {"epoch": self._epoch, "row": self._row}
 
-    def seek(self, position: dict[str, Any]) -> None:
-        """Continue from a position, of any number of processes."""
-        self._epoch, self._row, self._part = position["epoch"], position["row"], 0
+    def seek(self, *positions: dict[str, Any]) -> None:
+        """Continue from the positions of any number of processes."""
+        self._epoch, self._row, self._part = positions[0]["epoch"], positions[0]["row"], 0
         self._order = self._in_order()
 
     def _in_order(self) -> np.ndarray:

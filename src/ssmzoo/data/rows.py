@@ -3,24 +3,27 @@
 - A row holds the end of one document, whole ones, and the beginning of the next. No state and no
   loss may cross the seams, which are marked in ``starts``; labels there are -100.
 - The order of the rows does not depend on the number of processes; process ``r`` of ``w`` takes
-  every ``w``-th run of rows. Only streams, read by each process on its own, differ.
+  every ``w``-th run of rows. Where a stream is in few pieces, several processes read the same one.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from ssmzoo.data.tokenizer import Encoder
+from ssmzoo.data.documents import OpenPiece, Piece
+from ssmzoo.data.tokens import TokensOnDisk
+from ssmzoo.data.workers import Workers, encoded
 
 Part = TypeVar("Part", covariant=True)
 
 IGNORED = -100
 TASK_BLOCK = 1024
+LANES = 64  # of a stream at most: each keeps a file open
+PIECES = 4  # of a lane in an epoch at least: lanes of a few pieces differ in length
 
 
 class Rows(NamedTuple):
@@ -56,8 +59,8 @@ class RowSource(Protocol[Part]):
         """Return, as JSON, where this process stands."""
         ...
 
-    def seek(self, position: dict[str, Any]) -> None:
-        """Continue from a position of the same source."""
+    def seek(self, *positions: dict[str, Any]) -> None:
+        """Continue from the positions of all processes that read the same source."""
         ...
 
 
@@ -101,9 +104,9 @@ class NumberedRows(ABC):
         """Return, as JSON, where all processes stand."""
         return {"row": self._next}
 
-    def seek(self, position: dict[str, Any]) -> None:
-        """Continue from a position, of any number of processes."""
-        self._next = int(position["row"])
+    def seek(self, *positions: dict[str, Any]) -> None:
+        """Continue from the positions of any number of processes."""
+        self._next = int(positions[0]["row"])
 
     @abstractmethod
     def rows(self, numbers: range) -> Rows:
@@ -128,7 +131,7 @@ class PackedRows(NumberedRows):
 
     def __init__(
         self,
-        tokens: np.ndarray,
+        tokens: np.ndarray | TokensOnDisk,
         pieces: np.ndarray,
         seq_len: int,
         seed: int,
@@ -208,7 +211,7 @@ class ConsecutiveRows(NumberedRows):
 
     def __init__(
         self,
-        tokens: np.ndarray,
+        tokens: np.ndarray | TokensOnDisk,
         pieces: np.ndarray,
         seq_len: int,
         lanes: int,
@@ -281,133 +284,237 @@ class TaskRows(NumberedRows):
         return self._generate(TASK_BLOCK, seed)
 
 
-class StreamedRows:
-    """Rows cut from a stream of documents, shuffled in blocks.
+class StreamedRows(NumberedRows):
+    """Rows cut from a stream of documents that comes in pieces, shuffled in blocks.
 
-    A block of documents is read, shuffled, packed, and its rows shuffled. A resume goes back to the
-    beginning of the block, so that it reads at most one block again and continues exactly.
+    The pieces of an epoch are in a seeded order; epochs follow each other without end, and piece
+    ``i`` of them all is read by lane ``i mod lanes``. A step takes as many rows from every lane,
+    always at the same places, so that no row depends on the number of processes: a process reads
+    the lanes of its places. There are as many lanes as divide ``batch_size``, at most :data:`LANES`
+    and at most one for :data:`PIECES` pieces.
 
     Args:
-        open_records: Opens the stream anew; what it gives may have ``state_dict`` and
-            ``load_state_dict``, as an ``IterableDataset`` has. Without them a resume reads again
-            from the beginning.
-        texts: From records to documents.
-        encode: From documents to tokens.
+        pieces: What opens each piece.
+        workers: What tokenises.
         seq_len: Tokens a row.
-        seed: Of the order in a block.
-        block: Documents in a block.
+        batch_size: Rows a step, over all processes.
+        seed: Of all orders.
+        block: Documents that are shuffled together, over all lanes.
+        keep: Whether to train on a document.
+        field: The recipe's field that names the documents, for errors.
+
+    Raises:
+        ValueError: No document at all, noticed on reading.
     """
 
     def __init__(
         self,
-        open_records: Callable[[], Iterable[dict[str, Any]]],
-        texts: Callable[[Iterable[dict[str, Any]]], Iterator[str]],
-        encode: Encoder,
+        pieces: Sequence[OpenPiece],
+        workers: Workers,
         seq_len: int,
+        batch_size: int,
         seed: int,
         *,
         block: int,
+        keep: Callable[[str], bool] = lambda _: True,
+        field: str = "the stream",
+        rank: int = 0,
+        world: int = 1,
     ) -> None:
-        self._open, self._texts, self._encode = open_records, texts, encode
-        self.seq_len, self._seed, self._block = seq_len, seed, block
-        self._epoch, self._number = 0, 0
-        self._carry = np.empty(0, np.int64), np.empty(0, bool)
-        self._rows = np.empty((0, seq_len), np.int64), np.empty((0, seq_len), bool)
-        self._row = 0
-        self._start_epoch()
-        self._before = self._standing()
+        super().__init__(rank, world)
+        most = min(LANES, max(1, len(pieces) // PIECES))
+        self.lanes = max(n for n in range(1, most + 1) if batch_size % n == 0)
+        self._batch_size, self._each = batch_size, batch_size // self.lanes
+        self._documents = _DealtPieces(pieces, self.lanes, seed, keep, field)
+        self._workers, self._seq_len = workers, seq_len
+        self._block = -(-block // self.lanes)
+        self._opened: dict[int, _Lane] = {}
+        self._left: dict[str, dict[str, Any]] = {}  # where lanes stood that are not opened yet
 
-    def take(self, n: int) -> Rows:
-        """Return this process's next ``n`` rows."""
-        taken: list[tuple[np.ndarray, np.ndarray]] = []
-        missing = n
-        while missing:
-            if self._row == len(self._rows[0]):
-                self._read_block()
-            part = slice(self._row, self._row + missing)
-            taken.append((self._rows[0][part], self._rows[1][part]))
-            self._row += len(taken[-1][0])
-            missing -= len(taken[-1][0])
-        input_ids, starts = (np.concatenate(part) for part in zip(*taken, strict=True))
+    def rows(self, numbers: range) -> Rows:
+        """Return the rows of these numbers, none of which may be before those returned last."""
+        input_ids = np.empty((len(numbers), self._seq_len), np.int64)
+        starts = np.empty((len(numbers), self._seq_len), bool)
+        for i, number in enumerate(numbers):
+            step, place = divmod(number, self._batch_size)
+            lane, place = divmod(place, self._each)
+            input_ids[i], starts[i] = self._lane(lane).row(step * self._each + place)
         starts[:, 0] = True
         return Rows(input_ids, np.where(starts, IGNORED, input_ids), starts)
 
     def position(self) -> dict[str, Any]:
-        """Return, as JSON, where this process stands."""
-        return {**self._before, "row": self._row}
+        """Return, as JSON, where all processes stand, and this one's lanes."""
+        opened = {str(number): lane.position for number, lane in self._opened.items()}
+        pieces = len(self._documents.pieces)
+        return {"row": self._next, "pieces": pieces, "lanes": {**self._left, **opened}}
 
-    def seek(self, position: dict[str, Any]) -> None:
-        """Continue from a position of the same process among as many."""
-        self._epoch, self._number = position["epoch"], position["block"]
-        self._carry = np.array(position["carry"], np.int64), np.array(position["seams"], bool)
-        self._start_epoch(position["stream"], position["records"])
-        self._before = self._standing()
-        self._rows = np.empty((0, self.seq_len), np.int64), np.empty((0, self.seq_len), bool)
-        self._row = 0
-        if position["row"]:
-            self._read_block()
-            self._row = position["row"]
+    def seek(self, *positions: dict[str, Any]) -> None:
+        """Continue from the positions of any number of processes.
 
-    def _start_epoch(self, state: dict[str, Any] | None = None, records: int = 0) -> None:
-        self._stream = self._open()
-        self._records, self._given = records, (records, state)
-        skip = records
-        if state is not None and hasattr(self._stream, "load_state_dict"):
-            self._stream.load_state_dict(state)  # type: ignore[attr-defined]
-            skip = 0
-        self._documents = self._texts(self._counted(skip))
+        Raises:
+            ValueError: They are of other pieces, or of a version that kept them otherwise.
+        """
+        if "lanes" not in positions[0]:
+            raise ValueError(
+                "the checkpoint's position in its stream is of an earlier version of ssmzoo, which "
+                "read streams in another order; resume with that version, or start a new run"
+            )
+        was, now = positions[0]["pieces"], len(self._documents.pieces)
+        if was != now:
+            raise ValueError(
+                f"{self._documents.field} must come in the {was} pieces that the run began with, "
+                f"got {now}; use the versions of ssmzoo and datasets in run.json, or start a new "
+                "run"
+            )
+        self._next, self._opened, self._left = int(positions[0]["row"]), {}, {}
+        # of a lane that several have read, the furthest: all rows before are taken
+        for position in positions:
+            for number, lane in position["lanes"].items():
+                if number not in self._left or lane["first"] > self._left[number]["first"]:
+                    self._left[number] = lane
 
-    def _counted(self, skip: int) -> Iterator[dict[str, Any]]:
-        for number, record in enumerate(self._stream):
-            if number >= skip:
-                self._records += 1
-                yield record
+    def _lane(self, number: int) -> _Lane:
+        if number not in self._opened:
+            self._opened[number] = _Lane(
+                self._documents,
+                number,
+                self._workers,
+                self._seq_len,
+                self._block,
+                self._left.pop(str(number), None),
+            )
+        return self._opened[number]
 
-    def _standing(self) -> dict[str, Any]:
-        records, state = self._given
-        # a stream knows its state only once it has been read
-        if self._records > records and hasattr(self._stream, "state_dict"):
-            state = self._stream.state_dict()  # type: ignore[attr-defined]
-        return {
-            "epoch": self._epoch,
-            "block": self._number,
-            "stream": state,
-            "records": self._records,
-            "carry": self._carry[0].tolist(),
-            "seams": self._carry[1].tolist(),
+
+class _DealtPieces:
+    """The pieces of a stream, epoch after epoch, dealt to lanes."""
+
+    def __init__(
+        self,
+        pieces: Sequence[OpenPiece],
+        lanes: int,
+        seed: int,
+        keep: Callable[[str], bool],
+        field: str,
+    ) -> None:
+        self.pieces, self.seed, self.field = pieces, seed, field
+        self._lanes, self._keep = lanes, keep
+        self._orders: dict[int, np.ndarray] = {}
+        if not pieces:
+            self.require_any()
+
+    def epoch(self, lane: int, turn: int) -> int:
+        """Return the epoch of the piece that a lane reads as its ``turn``-th."""
+        return (turn * self._lanes + lane) // len(self.pieces)
+
+    def open(self, lane: int, turn: int, place: Any) -> Piece:
+        """Open that piece."""
+        epoch = self.epoch(lane, turn)
+        if epoch not in self._orders:
+            rng = np.random.default_rng([self.seed, epoch])
+            # lanes may be in two epochs
+            self._orders = {k: v for k, v in self._orders.items() if k == epoch - 1}
+            self._orders[epoch] = rng.permutation(len(self.pieces))
+        piece = self._orders[epoch][(turn * self._lanes + lane) % len(self.pieces)]
+        return self._kept(self.pieces[piece](place))
+
+    def require_any(self) -> None:
+        """Raise if no piece has a document to train on."""
+        if not any(True for open_piece in self.pieces for _ in self._kept(open_piece(None))):
+            raise ValueError(f"{self.field}: the training stream must hold documents, got none")
+
+    def _kept(self, piece: Piece) -> Piece:
+        return Piece(filter(self._keep, piece), piece.place)
+
+
+class _Lane:
+    """The rows of one lane.
+
+    Attributes:
+        position: Where the lane stood, as JSON, before the block of the row given last: its turn
+            and the place in its piece, how many blocks and rows (``first``) came before, and the
+            tokens left over for the next row.
+    """
+
+    def __init__(
+        self,
+        documents: _DealtPieces,
+        number: int,
+        workers: Workers,
+        seq_len: int,
+        block: int,
+        position: dict[str, Any] | None,
+    ) -> None:
+        begin = {"turn": 0, "place": None, "block": 0, "first": 0, "carry": [], "seams": []}
+        self.position = position or begin
+        self._documents, self._number, self._workers = documents, number, workers
+        self._seq_len, self._size = seq_len, block
+        self._turn, self._block = self.position["turn"], self.position["block"]
+        self._piece = documents.open(number, self._turn, self.position["place"])
+        self._first, self._carry = self.position["first"], np.array(self.position["carry"], int)
+        self._seams = np.zeros(len(self._carry), bool)
+        self._seams[self.position["seams"]] = True
+        self._rows = np.empty((0, seq_len), int), np.empty((0, seq_len), bool)
+        self._ahead: _Block | None = None
+
+    def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of a row, and where documents start in it."""
+        while index >= self._first + len(self._rows[0]):
+            self._next_block()
+        return self._rows[0][index - self._first], self._rows[1][index - self._first]
+
+    def _next_block(self) -> None:
+        block = self._ahead or self._read()
+        self._first += len(self._rows[0])
+        self.position = {
+            **block.begin,
+            "first": self._first,
+            "carry": self._carry.tolist(),
+            "seams": np.flatnonzero(self._seams).tolist(),
         }
+        self._ahead = self._read() if self._workers.count else None
+        rng = np.random.default_rng([self._documents.seed, self._number, block.begin["block"]])
+        documents = block.tokens()
+        self._pack([documents[i] for i in rng.permutation(len(documents))], rng)
 
-    def _read_block(self) -> None:
-        """Read blocks until there is at least one row."""
-        self._before = self._standing()
-        self._row = 0
+    def _read(self) -> _Block:
+        """Read the next documents, of one epoch, and have them tokenised."""
+        begin = {"turn": self._turn, "place": self._piece.place(), "block": self._block}
+        self._block += 1
+        texts: list[str] = []
         fruitless = 0
-        while True:
-            rng = np.random.default_rng([self._seed, self._epoch, self._number])
-            texts = list(islice(self._documents, self._block))
-            self._number += 1
-            documents = self._encode([texts[i] for i in rng.permutation(len(texts))])
-            self._pack(documents, rng)
-            if len(texts) < self._block:
-                fruitless = 0 if texts else fruitless + 1
-                if fruitless > 1:
-                    raise ValueError("the training stream must hold documents, got none")
-                self._epoch, self._number = self._epoch + 1, 0
-                self._start_epoch()
-            if len(self._rows[0]):
-                return
+        while len(texts) < self._size:
+            text = next(self._piece, None)
+            if text is not None:
+                texts.append(text)
+                continue
+            before = self._documents.epoch(self._number, self._turn)
+            self._turn += 1
+            self._piece = self._documents.open(self._number, self._turn, None)
+            if not texts:
+                begin = {**begin, "turn": self._turn, "place": None}
+                fruitless += 1
+                if fruitless == len(self._documents.pieces):
+                    self._documents.require_any()
+            elif self._documents.epoch(self._number, self._turn) > before:
+                break
+        return _Block(begin, self._workers.submit(encoded, texts))
 
     def _pack(self, documents: list[np.ndarray], rng: np.random.Generator) -> None:
-        tokens = np.concatenate([self._carry[0], *documents]).astype(np.int64)
+        tokens = np.concatenate([self._carry, *documents])
         seams = np.zeros(len(tokens), bool)
-        begin = len(self._carry[0])
-        seams[:begin] = self._carry[1]
+        begin = len(self._carry)
+        seams[:begin] = self._seams
         for document in documents:
             seams[begin] = True
             begin += len(document)
-        rows = len(tokens) // self.seq_len
-        used = rows * self.seq_len
-        self._carry = tokens[used:], seams[used:]
-        order = rng.permutation(rows)
-        shape = rows, self.seq_len
+        rows = len(tokens) // self._seq_len
+        used = rows * self._seq_len
+        self._carry, self._seams = tokens[used:], seams[used:]
+        order, shape = rng.permutation(rows), (rows, self._seq_len)
         self._rows = tokens[:used].reshape(shape)[order], seams[:used].reshape(shape)[order]
+
+
+class _Block(NamedTuple):
+    begin: dict[str, Any]  # where the lane stood before it
+    tokens: Callable[[], list[np.ndarray]]

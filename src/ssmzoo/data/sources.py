@@ -6,16 +6,16 @@ import hashlib
 import json
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
 from ssmzoo import tasks
-from ssmzoo.data.documents import documents_of, split_over_ranks
+from ssmzoo.data.documents import documents_of
 from ssmzoo.data.labelled import ExampleSource, Share
 from ssmzoo.data.rows import (
     ConsecutiveRows,
@@ -29,6 +29,7 @@ from ssmzoo.data.rows import (
 )
 from ssmzoo.data.tokenizer import encoder, named_tokenizer, tokenizer_digest
 from ssmzoo.data.tokens import TokenStore, is_store, read_store, text_hash, tokens_of, write_store
+from ssmzoo.data.workers import Workers
 from ssmzoo.environment.portable import portable
 from ssmzoo.recipe import Recipe
 
@@ -46,12 +47,14 @@ class Data:
             the recipe holds nothing out.
         epoch_rows: Rows an epoch over all processes; None for endless data.
         test: As ``validation``, of a task's test split; None if there is none.
+        close: Ends what works for it.
     """
 
     train: RowSource[Any]
     validation: Parts[Any]
     epoch_rows: int | None
     test: Parts[Any] | None = None
+    close: Callable[[], None] = lambda: None
 
 
 class DataSource(ABC):
@@ -189,7 +192,8 @@ class StoredText(_Text):
         key = json_digest([manifest["digest"], manifest["tokenizer"]["digest"], *names])
         if not is_store(cache, key):
             documents = self._documents.training(manifest)
-            write_store(documents, self.tokenizer, cache, key, self._documents.field)
+            field, workers = self._documents.field, data.workers
+            write_store(documents, self.tokenizer, cache, key, field, workers)
         store = read_store(cache)
         _, held_out, _ = store.split(data.validation)
         manifest |= {"documents": len(store.ends), "tokens": len(store.tokens)}
@@ -217,23 +221,27 @@ class StreamedText(_Text):
         """Open this process's share of the stream."""
         data, documents = self.recipe.data, self._documents
         encode, held_out = encoder(self.tokenizer), self._named_held_out(manifest)
+        pieces = documents.pieces(manifest)
         hashes: frozenset[int] = frozenset()
         if isinstance(data.validation, int):
-            texts = documents.texts(documents.records(manifest))
+            texts = chain.from_iterable(open_piece(None) for open_piece in pieces)
             held_out = tokens_of(islice(texts, data.validation), encode, None)
             hashes = frozenset(held_out.hashes.tolist())
-
-        def open_records() -> Iterable[dict[str, Any]]:
-            return split_over_ranks(documents.records(manifest), rank, world)
-
-        def trained(records: Iterable[dict[str, Any]]) -> Iterator[str]:
-            for text in documents.texts(records):
-                if not hashes or text_hash(text) not in hashes:
-                    yield text
-
-        seed, block = self.recipe.train.seed, data.shuffle_buffer
-        rows = StreamedRows(open_records, trained, encode, self._seq_len, seed, block=block)
-        return Data(rows, self._packed_held_out(held_out, None, rank, world), None)
+        workers = Workers(self.tokenizer, data.workers)
+        rows = StreamedRows(
+            pieces,
+            workers,
+            self._seq_len,
+            self.recipe.train.batch_size,
+            self.recipe.train.seed,
+            block=data.shuffle_buffer,
+            keep=lambda text: not hashes or text_hash(text) not in hashes,
+            field=documents.field,
+            rank=rank,
+            world=world,
+        )
+        held_out_rows = self._packed_held_out(held_out, None, rank, world)
+        return Data(rows, held_out_rows, None, close=workers.close)
 
 
 class GeneratedRows(_OfRows):

@@ -1,7 +1,7 @@
 """Documents as tokens: tokenised once into a folder, or in memory, and split.
 
-- Local files and downloaded data sets are tokenised into the run's ``cache`` folder, which all
-  processes map into memory; streams are tokenised while training.
+- Local files and downloaded data sets are tokenised into the run's ``cache`` folder, from which
+  processes read what they need; streams are tokenised while training.
 - What is held out is chosen by the content of a document, so that it does not depend on order or
   seed, and no copy of a held-out document is trained on.
 """
@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,13 +21,33 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
-from ssmzoo.data.tokenizer import Encoder, encoder, token_dtype
+from ssmzoo.data.tokenizer import Encoder, token_dtype
+from ssmzoo.data.workers import Workers
 from ssmzoo.files import write_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BATCH_CHARACTERS = 4_000_000
+
+
+class TokensOnDisk:
+    """Tokens in a file, of which slices are read.
+
+    Mapped into memory, what was read would count as the process's until others need the room.
+    """
+
+    def __init__(self, file: Path, dtype: str) -> None:
+        self._file, self._dtype = file, np.dtype(dtype)
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return self._file.stat().st_size // self._dtype.itemsize
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """Return those from ``part.start`` to ``part.stop``."""
+        offset = int(part.start) * self._dtype.itemsize
+        return np.fromfile(self._file, self._dtype, int(part.stop - part.start), offset=offset)
 
 
 @dataclass(frozen=True)
@@ -38,7 +61,7 @@ class TokenStore:
         names: Each document's file, where a document is a file.
     """
 
-    tokens: np.ndarray
+    tokens: np.ndarray | TokensOnDisk
     ends: np.ndarray
     hashes: np.ndarray
     names: list[str]
@@ -107,6 +130,7 @@ def write_store(
     folder: Path,
     key: str,
     field: str,
+    workers: int = 0,
 ) -> None:
     """Tokenise named documents into a folder, which appears only when it is complete.
 
@@ -116,26 +140,27 @@ def write_store(
         folder: The folder.
         key: What :func:`is_store` is asked for.
         field: The recipe's field that names the documents, for errors.
+        workers: Processes that tokenise beside this one; what is written is the same.
 
     Raises:
         ValueError: No text at all.
+        RuntimeError: A worker was killed.
     """
-    encode = encoder(tokenizer)
 
     def write(folder: Path) -> None:
         names: list[str] = []
-        hashes: list[int] = []
-        lengths: list[int] = []
+        hashes, lengths = array("Q"), array("q")
         with (
             (folder / "tokens").open("wb") as file,
             tqdm(desc="tokenise", unit=" tokens", unit_scale=True, disable=None) as bar,
+            closing(Workers(tokenizer, workers)) as pool,
         ):
-            for batch_names, texts in _batches(documents):
-                tokens = encode(texts)
+            for batch_names, result in _in_order(pool, documents):
+                tokens, its_hashes = result()
                 file.write(np.concatenate(tokens).tobytes())
                 lengths.extend(map(len, tokens))
                 bar.update(sum(map(len, tokens)))
-                hashes.extend(text_hash(text) for text in texts)
+                hashes.extend(its_hashes)
                 names.extend(filter(None, batch_names))
         if not sum(lengths):
             raise ValueError(f"{field} must hold text, got none")
@@ -159,10 +184,10 @@ def is_store(folder: Path, key: str) -> bool:
 
 
 def read_store(folder: Path) -> TokenStore:
-    """Return what :func:`write_store` wrote, its tokens mapped into memory."""
+    """Return what :func:`write_store` wrote, its tokens on disk."""
     facts = json.loads((folder / "store.json").read_text(encoding="utf-8"))
     return TokenStore(
-        np.memmap(folder / "tokens", facts["dtype"], mode="r").view(np.ndarray),
+        TokensOnDisk(folder / "tokens", facts["dtype"]),
         np.load(folder / "ends.npy"),
         np.load(folder / "hashes.npy"),
         facts["names"],
@@ -172,6 +197,22 @@ def read_store(folder: Path) -> TokenStore:
 def text_hash(text: str) -> int:
     """Return 64 bits that tell a document's text from others."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
+
+
+def _tokenised(encode: Encoder, texts: Sequence[str]) -> tuple[list[np.ndarray], list[int]]:
+    return encode(texts), [text_hash(text) for text in texts]
+
+
+def _in_order(
+    workers: Workers, documents: Iterable[tuple[str, str]]
+) -> Iterator[tuple[list[str], Callable[[], tuple[list[np.ndarray], list[int]]]]]:
+    """Yield names and tokens of batches in order, with two for each worker on the way."""
+    ahead: deque[tuple[list[str], Callable[[], tuple[list[np.ndarray], list[int]]]]] = deque()
+    for names, texts in _batches(documents):
+        ahead.append((names, workers.submit(_tokenised, texts)))
+        if len(ahead) > 2 * workers.count:
+            yield ahead.popleft()
+    yield from ahead
 
 
 def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[tuple[list[str], list[str]]]:

@@ -154,7 +154,8 @@ def restore_run(
     """Continue from a checkpoint, whose weights the learner has already.
 
     Raises:
-        RuntimeError: Another number of processes, of a run that streams or carries states.
+        RuntimeError: Another number of processes, of a run that carries states.
+        ValueError: A position in a stream that is of another version, or of other pieces.
     """
     from safetensors.torch import load_file
 
@@ -163,19 +164,17 @@ def restore_run(
     world, rank = learner.processes.count, learner.processes.rank
     before, segments = state["processes"], recipe.train.segments
     carries = segments is not None and segments.carry
-    if len(before) != world and (recipe.data.streaming or carries):
-        what = "carries states" if carries else "streams"
+    if len(before) != world and carries:
         raise RuntimeError(
-            f"a run that {what} must resume on as many processes as before, {len(before)}, "
+            f"a run that carries states must resume on as many processes as before, {len(before)}, "
             f"got {world}"
         )
-    mine = before[min(rank, len(before) - 1)]
-    source.seek(mine["position"])
+    source.seek(*(process["position"] for process in before))
     tensors = load_file(checkpoint / "optimizer.safetensors")
     load_optimizer(learner.bare, learner.optimizer, tensors)
     learner.schedule.restore(progress.step, state["schedule"])
     if rank < len(before):
-        set_random_state(mine["random"])
+        set_random_state(before[rank]["random"])
     if carries:
         kept = [load_file(checkpoint / f"carried-{i:05d}.safetensors") for i in range(world)]
         share = share_of_carried(kept, rank, recipe.train.accumulate)

@@ -58,8 +58,8 @@ def train(
         resume: Resume from the folder's newest checkpoint, or start if the folder is empty. Of
             ``model``, ``data`` and ``train`` only these may differ from the recipe that the run
             began with: ``train.steps``, ``train.tokens``, ``train.epochs``, ``train.stop_at``,
-            ``train.accumulate``, ``train.gradient_checkpointing``, and where the data lies. What
-            differs is listed in ``run.json`` under ``changes``.
+            ``train.accumulate``, ``train.gradient_checkpointing``, ``data.workers``, and where the
+            data lies. What differs is listed in ``run.json`` under ``changes``.
         overrides: ``section.field=value``; they win over the recipe.
         stock: Leave transformers' recurrent models as they are, without our kernels. What is saved
             is the same either way, and a resume may choose anew.
@@ -117,6 +117,8 @@ def _train(recipe: Recipe, folder: Path, resume: bool, request: StopRequest, sto
             f"another process of this run has ended, or hangs: see the launcher's report; {way_out}"
         ) from error
     finally:
+        if run is not None:
+            run.data.close()
         accelerator.free_memory()
         if ours:
             if leave:
