@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.distributed import DistributedConfig
 
 import ssmzoo.data.tokens
 import ssmzoo.training.run
@@ -204,6 +205,62 @@ def sharded_by_torch(folder, rank):
     (folder / f"sharded-{rank}.json").write_text(json.dumps(found))
 
 
+def split_by_transformers(folder, rank):
+    """Logits, gradients and tokens of every family's tiny model with an MLP, split by its plan."""
+    found = {}
+    for name in families():
+        family = load_family(name)
+        mlp = {"intermediate_size": 20, "mlp_type": ["gelu", "swiglu"][len(found) % 2]}
+        torch.manual_seed(0)
+        config = family.config(**{**family.tiny, **mlp})
+        place = folder / f"split-{name}"
+        if rank == 0:
+            family.causal_lm_class(config).double().save_pretrained(place)
+        dist.barrier()
+        plan = DistributedConfig(tp_size=dist.get_world_size())
+        alone, split = (
+            family.causal_lm_class.from_pretrained(place, dtype=torch.float64, **more).train()
+            for more in ({}, {"distributed_config": plan})
+        )
+        ids = torch.randint(config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
+        outputs, tokens = [], []
+        for model in (alone, split):
+            model.loss_function = loss_in_its_own_dtype
+            outputs.append(model(input_ids=ids, labels=ids, use_cache=False))
+            outputs[-1].loss.backward()
+            options = {"max_new_tokens": 5, "do_sample": False, "output_logits": True}
+            tokens.append(
+                model.eval().generate(ids[:, :7], return_dict_in_generate=True, **options)
+            )
+        gradients = {key: gathered(p.grad) for key, p in split.named_parameters()}
+        one, two = (torch.stack(generated.logits) for generated in tokens)
+        pairs = {
+            "logits": (outputs[0].logits, outputs[1].logits),
+            "generated": (one, two),
+            **{key: (p.grad, gradients[key]) for key, p in alone.named_parameters()},
+        }
+        found[name] = {
+            "error": {
+                key: ((a - b).abs().max() / a.abs().max()).item() for key, (a, b) in pairs.items()
+            },
+            "tokens": torch.equal(tokens[0].sequences, tokens[1].sequences),
+            "split": sorted(
+                {key.rsplit(".", 2)[1] for key, p in split.named_parameters() if is_split(p)}
+            ),
+        }
+        with pytest.raises(ValueError, match="pp_size") as caught:
+            family.causal_lm_class.from_pretrained(
+                place, distributed_config=DistributedConfig(pp_size=dist.get_world_size())
+            )
+        found[name]["refused"] = str(caught.value)
+    (folder / f"split-{rank}.json").write_text(json.dumps(found))
+
+
+def is_split(parameter):
+    """Return whether a process holds less than all of a parameter."""
+    return isinstance(parameter, DTensor) and parameter.to_local().numel() < parameter.numel()
+
+
 def optimizer_of_shards(folder, rank):
     """An optimizer's state under torch's own FSDP2: gathered, and given to another one."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -328,6 +385,7 @@ SCENES = (
     read_from_a_stream,
     other_ways_to_train,
     sharded_by_torch,
+    split_by_transformers,
     optimizer_of_shards,
     sharded_by_accelerate,
     refused,
