@@ -16,6 +16,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import lm_eval
@@ -142,7 +143,7 @@ class Scorer(HFLM):
 
     def _batches(self, requests: list[Any]) -> list[list[int]]:
         size = int(self.batch_size)
-        return [list(range(len(requests)))[i : i + size] for i in range(0, len(requests), size)]
+        return [[*range(len(requests))[i : i + size]] for i in range(0, len(requests), size)]
 
     def _loglikelihood_tokens(
         self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
@@ -159,7 +160,7 @@ class Scorer(HFLM):
             _, context, continuation = requests[index]
             groups.setdefault((*context, *continuation[:-1]), []).append(index)
         found, size = list(groups.values()), int(self.batch_size)
-        batches = [sum(found[i : i + size], []) for i in range(0, len(found), size)]
+        batches = [list(chain(*found[i : i + size])) for i in range(0, len(found), size)]
         silent = disable_tqdm or self._silent
         return shared_answers(requests, batches, lambda mine: answer(mine, disable_tqdm=silent))
 

@@ -246,18 +246,6 @@ class SSMConfig(PreTrainedConfig):
         return False
 
     @property
-    def base_model_tp_plan(self) -> dict[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Tell transformers what tensor parallelism splits: embedding and MLPs, but no mixer."""
-        plan = {}
-        if self.input_channels is None and self.image_size is None:
-            plan["embed_tokens"] = "embedding_rowwise"
-        if self.intermediate_size is not None:
-            columns = ("gate_proj", "up_proj") if self.mlp_type == "swiglu" else ("up_proj",)
-            plan |= {f"layers.*.mlp.{name}": "colwise" for name in columns}
-            plan["layers.*.mlp.down_proj"] = "rowwise"
-        return plan
-
-    @property
     def layer_types(self) -> list[str]:
         """Tell transformers that the layers are recurrent."""
         return ["linear_attention"] * self.num_hidden_layers

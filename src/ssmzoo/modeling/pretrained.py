@@ -67,7 +67,7 @@ class SSMPreTrainedModel(PreTrainedModel):
             if (stages := getattr(distributed_config, "pp_size", None) or 1) > 1:
                 raise ValueError(
                     f"pp_size must be 1 for {kind}, got {stages}: transformers' pipeline stages "
-                    "pass on hidden states alone, and its blocks share more; use tp_size or fsdp_size"
+                    "pass on hidden states alone, and our blocks share more; use tp_size, fsdp_size"
                 )
             if (distributed_config.tp_size or 1) > 1:
                 for name, part in model.named_modules():

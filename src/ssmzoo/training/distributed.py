@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import random
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -166,7 +166,8 @@ class Processes:
 def _what_must_agree(recipe: Recipe) -> dict[str, str]:
     """Return what decides a run's numbers, by name: fields of the recipe, files, versions.
 
-    Of a file, and of a field that is long, it is the beginning of the SHA-256.
+    Of a file, and of a long field, it is the beginning of the SHA-256. The files are ours, the
+    kernels' and the family's, or every family's where the recipe names none.
     """
     import ssmzoo_kernels
     from ssmzoo.family import families, load_family
@@ -178,14 +179,12 @@ def _what_must_agree(recipe: Recipe) -> dict[str, str]:
             text = text if len(text) <= 80 else _digest(text.encode())
             found[f"{section}.{field}" if field else section] = text
     roots = [Path(__file__).parents[1], Path(ssmzoo_kernels.__path__[0])]
-    if recipe.model.family in families():
-        package = load_family(recipe.model.family).causal_lm_class.__module__.partition(".")[0]
-        roots.append(Path(cast("str", sys.modules[package].__file__)).parent)
+    for name in [recipe.model.family] if recipe.model.family else families():
+        roots.append(Path(inspect.getfile(load_family(name).causal_lm_class)).parent)
     for root in roots:
-        for path in sorted(root.rglob("*.[pc]*")):
-            if path.suffix in (".py", ".c"):
-                name = f"the file {root.name}/{path.relative_to(root).as_posix()}"
-                found[name] = _digest(path.read_bytes())
+        for path in (*root.rglob("*.py"), *root.rglob("*.c")):
+            name = f"the file {root.name}/{path.relative_to(root).as_posix()}"
+            found[name] = _digest(path.read_bytes())
     versions = installed_versions("torch", "transformers", "accelerate")
     return found | {f"the version of {name}": number for name, number in versions.items()}
 
