@@ -4,13 +4,17 @@
 into two processes when all is imported, which takes as long as half of the scenes.
 """
 
+import errno
 import gc
+import io
 import json
 import os
 import signal
 import sys
+import time
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 
@@ -26,15 +30,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.distributed import DistributedConfig
 
 import ssmzoo.data.tokens
 import ssmzoo.training.run
 import ssmzoo.training.step
 import ssmzoo.training.validation
 from ssmzoo import families, load_family
+from ssmzoo.cli.main import main as main_command
+from ssmzoo.files import CannotWriteError
+from ssmzoo.modeling import layers
+from ssmzoo.recipe import load_recipe
+from ssmzoo.training import distributed, stopping
 from ssmzoo.training.checkpoint import load_optimizer, optimizer_tensors
 from ssmzoo.training.distributed import gathered
 from ssmzoo.training.folder import RunFolder
+from ssmzoo.training.metrics import MetricsFile
 from ssmzoo.training.objectives import CausalLM
 from ssmzoo.training.optimizer import make_optimizer
 from ssmzoo.training.run import train
@@ -206,6 +217,73 @@ def sharded_by_torch(folder, rank):
     (folder / f"sharded-{rank}.json").write_text(json.dumps(found))
 
 
+def split_by_transformers(folder, rank):
+    """Logits, gradients and tokens of every family's tiny model with an MLP, split by its plan."""
+    found = {}
+    for name in families():
+        family = load_family(name)
+        mlp = {"intermediate_size": 20, "mlp_type": ["gelu", "swiglu"][len(found) % 2]}
+        torch.manual_seed(0)
+        tied = len(found) % 3 == 0
+        config = family.config(**{**family.tiny, **mlp, "tie_word_embeddings": tied})
+        place = folder / f"split-{name}"
+        if rank == 0:
+            family.causal_lm_class(config).double().save_pretrained(place)
+        dist.barrier()
+        plan = DistributedConfig(tp_size=dist.get_world_size())
+        alone, split = (
+            family.causal_lm_class.from_pretrained(place, dtype=torch.float64, **more).train()
+            for more in ({}, {"distributed_config": plan})
+        )
+        ids = torch.randint(config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
+        outputs, tokens = [], []
+        for model in (alone, split):
+            model.loss_function = loss_in_its_own_dtype
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(layers, "MUCH_WORK", 0)  # as if the layers were large
+                patch.setattr(layers, "many_rows_linear", of_whole_tensors)
+                outputs.append(model(input_ids=ids, labels=ids, use_cache=False))
+            outputs[-1].loss.backward()
+            options = {"max_new_tokens": 5, "do_sample": False, "output_logits": True}
+            tokens.append(
+                model.eval().generate(ids[:, :7], return_dict_in_generate=True, **options)
+            )
+        gradients = {key: gathered(p.grad) for key, p in split.named_parameters()}
+        one, two = (torch.stack(generated.logits) for generated in tokens)
+        pairs = {
+            "logits": (outputs[0].logits, outputs[1].logits),
+            "generated": (one, two),
+            **{key: (p.grad, gradients[key]) for key, p in alone.named_parameters()},
+        }
+        found[name] = {
+            "error": {
+                key: ((a - b).abs().max() / a.abs().max()).item() for key, (a, b) in pairs.items()
+            },
+            "tokens": torch.equal(tokens[0].sequences, tokens[1].sequences),
+            "split": sorted(
+                {key.split(".")[-2] for key, p in split.named_parameters() if is_split(p)}
+            ),
+        }
+        with pytest.raises(ValueError, match="pp_size") as caught:
+            family.causal_lm_class.from_pretrained(
+                place, distributed_config=DistributedConfig(pp_size=dist.get_world_size())
+            )
+        found[name]["refused"] = str(caught.value)
+    (folder / f"split-{rank}.json").write_text(json.dumps(found))
+
+
+def of_whole_tensors(x, weight, bias=None):
+    """Return ``F.linear``, where a kernel would read memory that a split tensor does not have."""
+    assert not isinstance(x, DTensor)
+    assert not isinstance(weight, DTensor)
+    return F.linear(x, weight, bias)
+
+
+def is_split(parameter):
+    """Return whether a process holds less than all of a parameter."""
+    return isinstance(parameter, DTensor) and parameter.to_local().numel() < parameter.numel()
+
+
 def optimizer_of_shards(folder, rank):
     """An optimizer's state under torch's own FSDP2: gathered, and given to another one."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -288,12 +366,67 @@ def sharded_by_accelerate(folder, rank):
     (folder / f"dtypes-{rank}.json").write_text(json.dumps(sorted(seen)))
 
 
+def scored(folder, rank):
+    """The scores of a model, by the command, of which the first process alone says something."""
+    with redirect_stdout(io.StringIO()) as said:
+        words = ["--output", folder / "scores-of-two", *SCORING]
+        assert main_command(["eval", *map(str, [folder / "one-single/model", *words])]) == 0
+    (folder / f"scored-{rank}.txt").write_text(said.getvalue())
+
+
+SCORING = ["--tasks", "ssmzoo_recall_text,ssmzoo_induction_text", "--limit", "9"]
+SCORING += ["--batch-size", "2", "--text", __file__]
+
+
+def slow(folder, rank):
+    """A run whose second process sleeps for as long as many steps take."""
+    take_step = Run.take_step
+
+    def sleep(run, read):
+        if rank == 1 and run.progress.step == 3:
+            time.sleep(1)
+        return take_step(run, read)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "take_step", sleep)
+        train(folder / "dropout.yaml", output_dir=folder / "slow")
+
+
+def lost(folder, rank):
+    """A run whose first process cannot write its metrics, and ends; the last scene of all."""
+    write, begin = MetricsFile.write, time.monotonic()
+    dist.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=3))
+
+    def full(metrics, **line):
+        if line["step"] == 3:
+            raise CannotWriteError(str(folder / "lost/metrics.jsonl"), "it is full", errno.ENOSPC)
+        write(metrics, **line)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MetricsFile, "write", full)
+        with pytest.raises((RuntimeError, OSError)) as caught:
+            train(folder / "dropout.yaml", output_dir=folder / "lost")
+    said = {"said": str(caught.value), "seconds": time.monotonic() - begin}
+    (folder / f"lost-{rank}.json").write_text(json.dumps(said))
+
+
 def refused(folder, rank):
     """What each process says where it cannot go on."""
     said = {}
 
     def refuse(name, recipe, run, **environment):
         with pytest.MonkeyPatch.context() as patch:
+            if name == "other file" and rank:
+                digest, changed = distributed._digest, Path(stopping.__file__).read_bytes()
+                patch.setattr(
+                    distributed, "_digest", lambda given: digest(given + b"." * (given == changed))
+                )
+            if name == "other version" and rank:
+                versions = {**distributed.installed_versions("transformers", "accelerate")}
+                versions["torch"] = "0.1"
+                patch.setattr(distributed, "installed_versions", lambda *_: versions)
+            if name == "full disk" and not rank:
+                patch.setattr(ssmzoo.data.tokens, "text_hash", no_space)
             for variable, value in environment.items():
                 patch.setenv(variable, value)
             with pytest.raises((RuntimeError, ValueError)) as caught:
@@ -304,7 +437,20 @@ def refused(folder, rank):
     refuse("another disk", folder / "recipe.yaml", f"disk-of-{rank}")
     fsdp2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     refuse("no accelerator", folder / "recipe.yaml", "refused", **fsdp2)
+    here = load_recipe(folder / "recipe.yaml", ["train.lr=0.5"] if rank else [])
+    for name, recipe in (
+        ("other recipe", here),
+        ("other file", folder / "recipe.yaml"),
+        ("other version", folder / "recipe.yaml"),
+        ("full disk", folder / "recipe.yaml"),
+    ):
+        refuse(name, recipe, "refused")
     (folder / f"refused-{rank}.json").write_text(json.dumps(said))
+
+
+def no_space(*_):
+    """Fail as a full disk does, where the tokens are kept."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "tokens")
 
 
 def patient(folder, rank):
@@ -329,10 +475,14 @@ SCENES = (
     read_from_a_stream,
     other_ways_to_train,
     sharded_by_torch,
+    split_by_transformers,
     optimizer_of_shards,
     sharded_by_accelerate,
+    scored,
+    slow,
     refused,
     patient,
+    lost,
 )
 
 

@@ -25,10 +25,12 @@ from accelerate.commands.launch import (
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
-from tests.many_processes import in_float64, recorded
+from tests.many_processes import SCORING, in_float64, recorded
 from tests.training import killed, quick_runs  # noqa: F401
+from transformers.distributed import DistributedConfig
 
-from ssmzoo import families
+from ssmzoo import families, load_family
+from ssmzoo.cli.main import main
 from ssmzoo.data.sources import data_source
 from ssmzoo.recipe import Recipe, load_recipe
 from ssmzoo.training.metrics import read_metrics
@@ -472,6 +474,17 @@ def test_a_signal_to_one_or_both_processes_stops_and_saves_the_run(together):
     assert_same(together / "left-alone", together / "told")
 
 
+def test_a_process_that_sleeps_changes_nothing(together):
+    assert_same(together / "left-alone", together / "slow")
+
+
+def test_a_full_disk_of_one_process_ends_all_within_the_timeout(together):
+    first, second = (json.loads((together / f"lost-{rank}.json").read_text()) for rank in (0, 1))
+    assert "lost/metrics.jsonl cannot be written: it is full" in first["said"]
+    assert second["said"].startswith("another process of this run has ended, or hangs: see the")
+    assert second["seconds"] < 60  # three of them are the timeout
+
+
 def test_distributed_timeouts_are_half_an_hour_and_six_hours(together):
     for rank in (0, 1):
         waits = json.loads((together / f"patience-{rank}.json").read_text())
@@ -578,6 +591,47 @@ def test_every_family_sharded_by_torch_has_the_gradients_of_one_process(together
             assert facts["share"] < 0.6, name
 
 
+def test_every_family_split_by_transformers_equals_one_process(together):
+    for rank in (0, 1):
+        found = json.loads((together / f"split-{rank}.json").read_text())
+        assert found.keys() == families().keys()
+        for name, facts in found.items():
+            # sums of at most a few hundred terms in another order
+            assert max(facts["error"].values()) < 1e-12, (name, facts["error"])
+            assert facts["tokens"], name
+            assert {"embed_tokens", "up_proj", "down_proj"} <= set(facts["split"]), name
+            assert "pp_size must be 1 for" in facts["refused"], name
+    assert "lm_head" in found["coffee"]["split"]  # where it is not the embedding
+
+
+def test_a_head_that_needs_the_whole_vocabulary_is_not_split():
+    coffee = load_family("coffee")
+    model = coffee.causal_lm_class(coffee.config(**coffee.tiny, head="nearest_embedding"))
+    with pytest.raises(ValueError, match="tp_size must be 1 for this CoffeeForCausalLM"):
+        type(model).maybe_distribute_model(model, DistributedConfig(tp_size=2), object())
+
+
+def test_two_processes_score_bit_for_bit_as_one_does(together, capsys):
+    words = ["eval", together / "one-single/model", "--output", together / "scores-of-one"]
+    assert main([*map(str, words), *SCORING]) == 0
+    one, two = (
+        json.loads((together / folder / "one-single.json").read_text())["results"]
+        for folder in ("scores-of-one", "scores-of-two")
+    )
+    assert one == two
+    assert {row["task"] for row in one} >= {"ssmzoo_recall_text", "ssmzoo_bits_per_byte"}
+    assert all(row["n"] == 9 for row in one if row["task"] == "ssmzoo_recall_text")
+    said = [(together / f"scored-{rank}.txt").read_text() for rank in (0, 1)]
+    assert said[0].replace("scores-of-two", "scores-of-one") == capsys.readouterr().out
+    assert said[1] == ""
+
+
+def test_a_command_for_one_process_refuses_several(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["list"]) == 2
+    assert "ssmzoo list runs in one process, and WORLD_SIZE asks for 2" in capsys.readouterr().err
+
+
 def test_a_sharded_optimizer_is_saved_whole_and_restored_exactly(together):
     alone, sharded, other, restored, went_on, resumed = (
         load_file(together / f"optimizer-{name}.safetensors")
@@ -629,6 +683,10 @@ def test_a_sharded_bfloat16_run_keeps_the_same_parameters_in_float32(together):
     [
         ("another disk", "output_dir must be on a file system that all processes share; 1 of 2"),
         ("no accelerator", "asks to shard the model, which Accelerate does on accelerators only"),
+        ("other recipe", "train.lr is 0.01 in process 0 and 0.5 in process 1"),
+        ("other file", "the file ssmzoo/training/stopping.py is "),
+        ("other version", "the version of torch is "),
+        ("full disk", "No space left on device"),
     ],
 )
 def test_every_process_raises_the_same_error(name, message, together):

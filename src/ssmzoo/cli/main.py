@@ -112,7 +112,17 @@ def _run(arguments: Sequence[str]) -> int:
         return OK
     if rest:
         commands[options.command].refuse(rest[0])
+    world = os.environ.get("WORLD_SIZE", "1")
+    if world != "1" and options.command not in _FOR_MANY:
+        raise RuntimeError(
+            f"ssmzoo {options.command} runs in one process, and WORLD_SIZE asks for {world}; start "
+            f"it without a launcher, or unset WORLD_SIZE"
+        )
     return options.run(options)
+
+
+# what several processes do together, or, of exec, what the other program makes of them
+_FOR_MANY = ("train", "eval", "exec")
 
 
 def _reader_is_gone() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 from ssmzoo.cli.options import (
@@ -45,6 +46,8 @@ def _eval(options: argparse.Namespace) -> int:
         trust_remote_code=options.trust_remote_code,
         stock=options.stock,
     )
+    if os.environ.get("RANK", "0") != "0":  # one of several processes: the first one reports
+        return 0
     report = json.loads(Path(path).read_text(encoding="utf-8"))
     if options.json:
         print_json(report)

@@ -8,10 +8,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import tempfile
-from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -60,7 +62,8 @@ def evaluate(
     """Score a model and return its results file, ``<output_dir>/<name>.json``.
 
     A second call for the same model merges by (task, metric). Scores do not depend on
-    ``batch_size``, nor on which other tasks are named.
+    ``batch_size``, nor on which other tasks are named. The processes of ``torchrun`` share the
+    requests; the first one writes.
 
     Args:
         model: A checkpoint folder or a Hub id.
@@ -102,8 +105,8 @@ def evaluate(
     from ssmzoo.modeling.stock import choose_kernels
     from ssmzoo_kernels.machine import environment, hardware
 
-    with scorer.tamed():
-        place = usable_device(device)
+    with scorer.tamed(), _processes() as main:
+        place = usable_device(_device_of_process() if device is None else device)
         tokenizer = load_tokenizer(model, folder, trust_remote_code)
         if tokenizer.eos_token_id is None and tokenizer.bos_token_id is None:
             raise ValueError(f"the tokenizer of {model!r} must have a bos_token or an eos_token")
@@ -152,12 +155,42 @@ def evaluate(
                 new = [cast("Score", {**score, "suite": spec["group"]}) for score in new]
             scores += new
             results = merge(results, {**results, "results": new})
-            write_results(target, results)
+            if main:
+                write_results(target, results)
         if chosen is not None and chosen.average:
             row = average_score(chosen, [s for s in scores if s.get("suite") == chosen.name])
             results = merge(results, {**results, "results": [row]})
-            write_results(target, results)
+            if main:
+                write_results(target, results)
     return target
+
+
+@contextmanager
+def _processes() -> Iterator[bool]:
+    """Join the processes that a launcher started; yield whether this one writes."""
+    import torch.distributed as dist
+
+    joins = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
+    if joins:
+        # the longest that one may score alone what another scores faster
+        dist.init_process_group("gloo", timeout=timedelta(hours=6))
+    failed = True
+    try:
+        yield not dist.is_initialized() or dist.get_rank() == 0
+        failed = False
+    finally:
+        if joins:
+            if not failed:
+                dist.barrier()  # the file is written when any process returns
+            dist.destroy_process_group()
+
+
+def _device_of_process() -> str | None:
+    """Return the GPU of this process where a launcher started several, else None."""
+    import torch
+
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and torch.cuda.is_available()
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if several else None
 
 
 def _plan(

@@ -15,11 +15,13 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import lm_eval
 import lm_eval.api.task
+import torch.distributed as dist
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import resolve_max_length
 from tqdm import tqdm
@@ -37,11 +39,39 @@ _EXPECTED = (
 )
 
 
+def process_count() -> int:
+    """Return how many processes score together."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def shared_answers(
+    requests: Sequence[Any], batches: list[list[int]], answer: Callable[[list[Any]], list[Any]]
+) -> list[Any]:
+    """Answer requests in all processes together; all must call this, and get all answers.
+
+    Args:
+        requests: All of them, in every process.
+        batches: Their indices; a batch stays whole, and the processes take turns.
+        answer: Answers some of them, in order.
+    """
+    world = process_count()
+    if world == 1:
+        return answer(list(requests))
+    mine = sorted(index for batch in batches[dist.get_rank() :: world] for index in batch)
+    answers = answer([requests[index] for index in mine]) if mine else []
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, list(zip(mine, answers, strict=True)))
+    found = {index: value for part in everyone for index, value in part}
+    return [found[index] for index in range(len(requests))]
+
+
 class Scorer(HFLM):
-    """lm-eval's ``HFLM`` around a loaded model, with three differences.
+    """lm-eval's ``HFLM`` around a loaded model, with four differences.
 
     Log-softmax is float32 whatever the weights are; a tokenizer that opens every text with BOS is
-    not charged for predicting it in rolling scores; progress bars keep to terminals.
+    not charged for predicting it in rolling scores; progress bars keep to terminals; requests are
+    shared among the processes that a launcher started. lm-eval itself does not know of the others:
+    every process gets all answers.
     """
 
     def __init__(
@@ -87,24 +117,52 @@ class Scorer(HFLM):
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Score whole texts; see ``HFLM``."""
         adds_bos, self.add_bos_token = self.add_bos_token, False
+        answer = super().loglikelihood_rolling
         try:
-            return super().loglikelihood_rolling(requests, disable_tqdm or self._silent)
+            return shared_answers(
+                requests, self._batches(requests), lambda mine: answer(mine, self._silent)
+            )
         finally:
             self.add_bos_token = adds_bos
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generate; see ``HFLM``."""
-        return super().generate_until(requests, disable_tqdm=disable_tqdm or self._silent)
+        """Generate; see ``HFLM``.
+
+        Raises:
+            ValueError: A task samples, and there are several processes.
+        """
+        if process_count() > 1 and any(r.args[1].get("do_sample") for r in requests):
+            raise ValueError(
+                f"task {requests[0].task_name!r} samples, and several processes would draw other "
+                "numbers than one; score it without a launcher"
+            )
+        answer = super().generate_until
+        return shared_answers(
+            requests, self._batches(requests), lambda mine: answer(mine, self._silent)
+        )
+
+    def _batches(self, requests: list[Any]) -> list[list[int]]:
+        size = int(self.batch_size)
+        return [[*range(len(requests))[i : i + size]] for i in range(0, len(requests), size)]
 
     def _loglikelihood_tokens(
         self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        # rolling scores come here once a batch, and would draw a bar for each
-        return super()._loglikelihood_tokens(
-            requests,
-            disable_tqdm=disable_tqdm or self._silent or override_bs is not None,
-            override_bs=override_bs,
-        )
+        answer = super()._loglikelihood_tokens
+        if override_bs is not None:  # rolling scores come once a batch, and would draw a bar each
+            return answer(requests, disable_tqdm=True, override_bs=override_bs)
+        # whole batches of lm-eval's own order, which sorts each share again: they stay the same
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index in sorted(
+            range(len(requests)),
+            key=lambda i: (-len(tokens := requests[i][1] + requests[i][2]), tuple(tokens)),
+        ):
+            _, context, continuation = requests[index]
+            groups.setdefault((*context, *continuation[:-1]), []).append(index)
+        found, size = list(groups.values()), int(self.batch_size)
+        batches = [list(chain(*found[i : i + size])) for i in range(0, len(found), size)]
+        silent = disable_tqdm or self._silent
+        return shared_answers(requests, batches, lambda mine: answer(mine, disable_tqdm=silent))
 
 
 class _ToOurLog(logging.Handler):

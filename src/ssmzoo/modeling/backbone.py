@@ -349,6 +349,18 @@ class SSMModel(SSMPreTrainedModel):
         self.norm = make_norm(config) if config.prenorm else None
         self.gradient_checkpointing = False
         self.post_init()
+        self._tp_plan = self._split_parts()
+
+    def _split_parts(self) -> dict[str, str]:
+        """Tell transformers what tensor parallelism splits: embedding and MLPs, but no mixer."""
+        config, plan = self.config, {}
+        if hasattr(self, "embed_tokens"):
+            plan["embed_tokens"] = "embedding_rowwise"
+        if config.intermediate_size is not None:
+            columns = ("gate_proj", "up_proj") if config.mlp_type == "swiglu" else ("up_proj",)
+            plan |= {f"layers.*.mlp.{name}": "colwise" for name in columns}
+            plan["layers.*.mlp.down_proj"] = "rowwise"
+        return plan
 
     def make_embedding(self, config: Any) -> nn.Embedding:
         """Return the token embedding; a family with another one overrides this."""

@@ -36,6 +36,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
 
     model_class: type[SSMModel]
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Tell Trainer, which shifts smoothed labels only for the classes that it knows by name."""

@@ -33,8 +33,8 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., out_features]``."""
-        # a compiler would take the number of rows for a constant
-        if not torch.compiler.is_compiling():
+        # a compiler would take the number of rows for a constant, and a DTensor is torch's to split
+        if not torch.compiler.is_compiling() and type(input) is Tensor:
             if not torch.is_grad_enabled() and input.numel() <= MOST_ROWS * self.in_features:
                 return few_rows_linear(input, self.weight, self.bias)
             if input.dtype.itemsize == 2 or input.numel() * self.out_features >= MUCH_WORK:

@@ -53,6 +53,37 @@ class SSMPreTrainedModel(PreTrainedModel):
             raise ValueError(f"{damaged} is not a whole safetensors file: {error}") from error
 
     @classmethod
+    def maybe_distribute_model(
+        cls, model: nn.Module, distributed_config: Any, device_mesh: Any
+    ) -> nn.Module:
+        """Split a model over processes as transformers does, after asking whether that can be.
+
+        Raises:
+            ValueError: Pipeline stages are asked for, or an embedding or head that is no table of
+                rows would be split.
+        """
+        if device_mesh is not None:
+            kind = cls.__name__
+            if (stages := getattr(distributed_config, "pp_size", None) or 1) > 1:
+                raise ValueError(
+                    f"pp_size must be 1 for {kind}, got {stages}: transformers' pipeline stages "
+                    "pass on hidden states alone, and our blocks share more; use tp_size, fsdp_size"
+                )
+            if (distributed_config.tp_size or 1) > 1:
+                for name, part in model.named_modules():
+                    usual = getattr(type(part), "stock_class", type(part))
+                    if name.rpartition(".")[2] in ("embed_tokens", "lm_head") and usual not in (
+                        nn.Embedding,
+                        nn.Linear,
+                    ):
+                        raise ValueError(
+                            f"tp_size must be 1 for this {kind}, got {distributed_config.tp_size}: "
+                            f"its {name} is a {type(part).__name__}, which needs the whole "
+                            "vocabulary in every process"
+                        )
+        return super().maybe_distribute_model(model, distributed_config, device_mesh)
+
+    @classmethod
     def _from_config(cls, config: Any, **kwargs: Any) -> Any:
         """Build the model of ``AutoModel.from_config`` in float32, then cast it.
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import json
 import os
 import random
 from collections.abc import Callable
@@ -10,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from ssmzoo.environment.hardware import installed_versions
 from ssmzoo.training.stopping import Stopped, StopRequest, told_by
 
 if TYPE_CHECKING:
@@ -124,6 +128,31 @@ class Processes:
         flags = self.request.flags()
         return told_by(flags if self.count == 1 else Sums(self.accelerator, flags).read())
 
+    def require_same(self, recipe: Recipe) -> None:
+        """Check that all processes have one recipe, one code and the same versions.
+
+        All must call this; what each has is gathered as digests.
+
+        Raises:
+            RuntimeError: They do not; the message names the process, and what it has otherwise.
+        """
+        import torch
+
+        if self.count == 1:
+            return
+        everyone: list[dict[str, str]] = [{}] * self.count
+        torch.distributed.all_gather_object(everyone, _what_must_agree(recipe), group=self.group)
+        first = everyone[0]
+        for rank, other in enumerate(everyone):
+            for name in sorted(first.keys() | other.keys()):
+                ours, theirs = (found.get(name, "nothing") for found in (first, other))
+                if ours != theirs:
+                    raise RuntimeError(
+                        "all processes of a run must have the same recipe, code and versions, but "
+                        f"{name} is {ours} in process 0 and {theirs} in process {rank}; give all "
+                        "machines the same installation and the same recipe"
+                    )
+
     def stop_if_told(self) -> None:
         """Stop if any process was told to; all must call this.
 
@@ -132,6 +161,36 @@ class Processes:
         """
         if told := self.told():
             raise Stopped(told)
+
+
+def _what_must_agree(recipe: Recipe) -> dict[str, str]:
+    """Return what decides a run's numbers, by name: fields of the recipe, files, versions.
+
+    Of a file, and of a long field, it is the beginning of the SHA-256. The files are ours, the
+    kernels' and the family's, or every family's where the recipe names none.
+    """
+    import ssmzoo_kernels
+    from ssmzoo.family import families, load_family
+
+    found: dict[str, str] = {}
+    for section, fields in recipe.model_dump(mode="json").items():
+        for field, value in (fields if isinstance(fields, dict) else {"": fields}).items():
+            text = json.dumps(value, sort_keys=True)
+            text = text if len(text) <= 80 else _digest(text.encode())
+            found[f"{section}.{field}" if field else section] = text
+    roots = [Path(__file__).parents[1], Path(ssmzoo_kernels.__path__[0])]
+    for name in [recipe.model.family] if recipe.model.family else families():
+        roots.append(Path(inspect.getfile(load_family(name).causal_lm_class)).parent)
+    for root in roots:
+        for path in (*root.rglob("*.py"), *root.rglob("*.c")):
+            name = f"the file {root.name}/{path.relative_to(root).as_posix()}"
+            found[name] = _digest(path.read_bytes())
+    versions = installed_versions("torch", "transformers", "accelerate")
+    return found | {f"the version of {name}": number for name, number in versions.items()}
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def seed_all(seed: int) -> None:

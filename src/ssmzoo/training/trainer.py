@@ -66,6 +66,7 @@ class Run:
     ) -> None:
         self.recipe, self.folder, self.finished = recipe, folder, False
         processes = self.processes = Processes(accelerator, request)
+        processes.require_same(recipe)
         recipe.train.micro_batch(processes.count)  # fails where it is no whole number
         checkpoint = processes.on_main(lambda: folder.starting_point(recipe, resume=resume))
         processes.require_shared(folder.path)
