@@ -191,7 +191,7 @@ def write_together(
         Exception: What ``first`` raised, in every process; of a part, its error in any process.
     """
 
-    def told(value: T | None) -> T | None:
+    def told(value: Any) -> Any:
         box = [value]
         distributed.broadcast_object_list(box, group=group)
         return box[0]
