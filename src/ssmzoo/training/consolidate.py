@@ -51,6 +51,7 @@ def write_model(checkpoint: Path, folder: Path) -> None:
         from ssmzoo.training.model import load_shards
 
         config = transformers.AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
-        kind = getattr(transformers, config.architectures[0])
+        (name,) = config.architectures or ()
+        kind = getattr(transformers, name)
         with without_bars():
             load_shards(checkpoint, kind, config).save_pretrained(folder)

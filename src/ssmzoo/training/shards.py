@@ -17,10 +17,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import distributed
-from torch.distributed import checkpoint as storage
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from ssmzoo.training.distributed import ALONE
@@ -45,7 +50,7 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
     """Return size and dtype of every tensor in a folder's safetensors, in shards or whole."""
-    found: Any = storage.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    found: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return found
 
 
@@ -59,9 +64,9 @@ def read_into(folder: Path, tensors: Tensors) -> None:
         # every process reads for itself, which torch takes for a mistake
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
-            storage.load(
+            load(
                 dict(tensors),
-                storage_reader=storage.HuggingFaceStorageReader(str(folder)),
+                storage_reader=HuggingFaceStorageReader(str(folder)),
                 no_dist=True,
             )
         except CheckpointException as error:
@@ -101,8 +106,8 @@ class Copies(DefaultSavePlanner):
 
     def write(self, folder: Path, group: Any) -> list[Path]:
         """Write this process's file, flushed to the disk; all of the group must call this."""
-        writer = storage.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        storage.save(self._tensors, storage_writer=writer, planner=self, process_group=group)
+        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        save(self._tensors, storage_writer=writer, planner=self, process_group=group)
         return sorted(folder.glob(f"shard-{distributed.get_rank(group) + 1:05d}-*"))
 
 
@@ -124,14 +129,14 @@ class Background:
 
     def start(
         self,
-        save: Callable[[Callable[[Path], Listed]], Any],
+        save_folder: Callable[[Callable[[Path], Listed]], Any],
         part: Callable[[Path, Any], Listed],
         rest: Callable[[Path], None],
     ) -> None:
         """Save together, when the last save is done.
 
         Args:
-            save: Has its argument fill a folder, in the first process.
+            save_folder: Has its argument fill a folder, in the first process.
             part: Writes this process's files; it is given the folder and the group.
             rest: Writes what the first process writes alone.
         """
@@ -142,7 +147,7 @@ class Background:
                 rest(folder)
                 return listed
 
-            save(write)
+            save_folder(write)
 
         self.wait()
         self._writing = self._thread.submit(
