@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from contextlib import contextmanager, redirect_stdout
@@ -26,6 +27,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import save_file
 from tests.training import killed, signalled_at
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -37,6 +39,7 @@ import ssmzoo.training.run
 import ssmzoo.training.step
 import ssmzoo.training.validation
 from ssmzoo import families, load_family
+from ssmzoo.checkpoints.weights import is_sharded
 from ssmzoo.cli.main import main as main_command
 from ssmzoo.files import CannotWriteError
 from ssmzoo.modeling import layers
@@ -46,9 +49,11 @@ from ssmzoo.training.checkpoint import load_optimizer, optimizer_tensors
 from ssmzoo.training.distributed import gathered
 from ssmzoo.training.folder import RunFolder
 from ssmzoo.training.metrics import MetricsFile
+from ssmzoo.training.model import load_for_task
 from ssmzoo.training.objectives import CausalLM
 from ssmzoo.training.optimizer import make_optimizer
 from ssmzoo.training.run import train
+from ssmzoo.training.shards import Copies
 from ssmzoo.training.step import Learner
 from ssmzoo.training.stopping import Stopped
 from ssmzoo.training.trainer import Run
@@ -69,6 +74,8 @@ def in_float64():
         return model.double()
 
     def load(source, task):
+        if is_sharded(Path(source)):
+            return load_for_task(source, task=task)
         kind = AutoModelForSequenceClassification if task else AutoModelForCausalLM
         return double(kind.from_pretrained(source, dtype=torch.float64))
 
@@ -304,7 +311,11 @@ def optimizer_of_shards(folder, rank):
 
     def keep(name, tensors):
         # as a file does: what is gathered or given may be the optimizer's own memory
-        found[name] = {key: tensor.detach().clone() for key, tensor in tensors.items()}
+        found[name] = {key: gathered(tensor).detach().clone() for key, tensor in tensors.items()}
+        if rank == 0:
+            (folder / f"optimizer-{name}").mkdir()
+            save_file(found[name], folder / f"optimizer-{name}/optimizer.safetensors")
+        dist.barrier()
 
     found = {}
     alone, sharded, resumed = build(False), build(True), build(True)
@@ -317,27 +328,36 @@ def optimizer_of_shards(folder, rank):
     with torch.no_grad():
         for mine, its in zip(resumed[0].parameters(), sharded[0].parameters(), strict=True):
             mine.copy_(its)
-    load_optimizer(*resumed, {key: tensor.clone() for key, tensor in found["sharded"].items()})
+    load_optimizer(*resumed, folder / "optimizer-sharded")
     keep("restored", optimizer_tensors(*resumed))
     for name, pair in (("went-on", sharded), ("resumed", resumed)):
         step(*pair)
-        keep(name, {key: gathered(parameter) for key, parameter in pair[0].named_parameters()})
-    if rank == 0:
-        for name, tensors in found.items():
-            save_file(tensors, folder / f"optimizer-{name}.safetensors")
+        keep(name, dict(pair[0].named_parameters()))
 
 
-def sharded_by_accelerate(folder, rank):
-    """Runs under the environment that `accelerate launch` makes of the page's configuration.
+@contextmanager
+def sharding(folder):
+    """Let runs be sharded as by `accelerate launch` with the page's configuration.
 
     Accelerate shards on accelerators only: told that there are some, it takes that road on a CPU.
     """
-    build, prepare, seen = Learner.__init__, ssmzoo.training.run.make_accelerator, set()
+    prepare = ssmzoo.training.run.make_accelerator
 
     def make_accelerator(recipe):
         PartialState(cpu=True)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         return prepare(recipe)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in json.loads((folder / "fsdp2.json").read_text()).items():
+            patch.setenv(name, value)
+        patch.setattr(ssmzoo.training.run, "make_accelerator", make_accelerator)
+        yield
+
+
+def sharded_by_accelerate(folder, rank):
+    """Runs under the environment that `accelerate launch` makes of the page's configuration."""
+    build, seen = Learner.__init__, set()
 
     def check(learner, *given, **named):
         build(learner, *given, **named)
@@ -352,10 +372,7 @@ def sharded_by_accelerate(folder, rank):
         mixer.out_proj.register_forward_hook(lambda *given: seen.add(f"output {given[2].dtype}"))
 
     train(folder / "bfloat16.yaml", output_dir=folder / "bfloat16-copied")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in json.loads((folder / "fsdp2.json").read_text()).items():
-            patch.setenv(name, value)
-        patch.setattr(ssmzoo.training.run, "make_accelerator", make_accelerator)
+    with pytest.MonkeyPatch.context() as patch, sharding(folder):
         patch.setattr(Learner, "__init__", check)
         with in_float64():
             killed(folder / "recipe.yaml", folder / "sharded", step=7)
@@ -408,6 +425,67 @@ def lost(folder, rank):
             train(folder / "dropout.yaml", output_dir=folder / "lost")
     said = {"said": str(caught.value), "seconds": time.monotonic() - begin}
     (folder / f"lost-{rank}.json").write_text(json.dumps(said))
+
+
+def other_splits(folder, rank):
+    """Runs that go on with another split than they began with, and what each process reads."""
+    seen = {}
+
+    def count(patch):
+        copy = Copies.write
+
+        def write(copies, *given):
+            seen["written"] = sum(x.nbytes for x in copies._copies.values())
+            return copy(copies, *given)
+
+        patch.setattr(Copies, "write", write)
+
+    with in_float64(), pytest.MonkeyPatch.context() as patch:
+        count(patch)
+        killed(folder / "recipe.yaml", folder / "copied-then-sharded", step=7)
+        with sharding(folder):
+            train(folder / "recipe.yaml", output_dir=folder / "copied-then-sharded", resume=True)
+            killed(folder / "recipe.yaml", folder / "sharded-then-copied", step=7)
+            killed(folder / "recipe.yaml", folder / "sharded-then-one", step=7)
+        train(folder / "recipe.yaml", output_dir=folder / "sharded-then-copied", resume=True)
+    (folder / f"written-{rank}.json").write_text(json.dumps(seen))
+
+
+def written_behind(folder, rank):
+    """A step goes on while a checkpoint is written, and a full disk of one process stops all."""
+    events, released = [], threading.Event()
+    take_step, write = Run.take_step, Copies.write
+
+    def step(run, read):
+        done = take_step(run, read)
+        events.append(f"step {run.progress.step}")
+        if run.progress.step == 6:
+            released.set()
+        return done
+
+    def slowly(*given):
+        assert released.wait(60)
+        events.append("written")
+        return write(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "take_step", step)
+        patch.setattr(Copies, "write", slowly)
+        train(folder / "recipe.yaml", output_dir=folder / "behind")
+
+    create, calls = FileSystem.create_stream, []
+
+    def full(*given):
+        calls.append(given)
+        if rank == 1 and len(calls) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return create(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileSystem, "create_stream", full)
+        with pytest.raises(RuntimeError) as caught:
+            train(folder / "recipe.yaml", output_dir=folder / "full")
+    (folder / f"behind-{rank}.json").write_text(json.dumps([events, str(caught.value)]))
 
 
 def refused(folder, rank):
@@ -480,6 +558,8 @@ SCENES = (
     sharded_by_accelerate,
     scored,
     slow,
+    other_splits,
+    written_behind,
     refused,
     patient,
     lost,

@@ -6,6 +6,7 @@ Two processes of ``many_processes.py`` leave what most of these tests judge.
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -27,15 +28,19 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
 from tests.many_processes import SCORING, in_float64, recorded
 from tests.training import killed, quick_runs  # noqa: F401
+from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from ssmzoo import families, load_family
+from ssmzoo.checkpoints.weights import SHARDS, is_sharded
 from ssmzoo.cli.main import main
 from ssmzoo.data.sources import data_source
 from ssmzoo.recipe import Recipe, load_recipe
+from ssmzoo.training.checkpoint import damage_of
 from ssmzoo.training.metrics import read_metrics
 from ssmzoo.training.objectives import CausalLM
 from ssmzoo.training.run import train
+from ssmzoo.training.shards import read_into, stored_tensors
 
 pytestmark = pytest.mark.xdist_group("many_processes")
 
@@ -276,11 +281,21 @@ def assert_close(one, two):
 
 def assert_same(one, two):
     assert lines(one) == lines(two)
-    for file in ("model.safetensors", "optimizer.safetensors"):
-        tensors = [load_file(run / "checkpoints/step-00000008" / file) for run in (one, two)]
-        assert tensors[0].keys() == tensors[1].keys()
-        for name, tensor in tensors[0].items():
-            assert torch.equal(tensor, tensors[1][name]), name
+    tensors = [saved(run) for run in (one, two)]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert any(name.endswith("/exp_avg") for name in tensors[0])
+    for name, tensor in tensors[0].items():
+        assert torch.equal(tensor, tensors[1][name]), name
+
+
+def saved(run):
+    """Return the weights and moments of a run's last checkpoint, whole or in shards."""
+    folder = run / "checkpoints/step-00000008"
+    folder = folder / SHARDS if is_sharded(folder) else folder
+    stored = stored_tensors(folder)
+    tensors = {n: torch.empty(x.size, dtype=x.properties.dtype) for n, x in stored.items()}
+    read_into(folder, tensors)
+    return tensors
 
 
 def curve(run):
@@ -634,7 +649,7 @@ def test_a_command_for_one_process_refuses_several(capsys, monkeypatch):
 
 def test_a_sharded_optimizer_is_saved_whole_and_restored_exactly(together):
     alone, sharded, other, restored, went_on, resumed = (
-        load_file(together / f"optimizer-{name}.safetensors")
+        load_file(together / f"optimizer-{name}/optimizer.safetensors")
         for name in ("alone", "sharded", "other", "restored", "went-on", "resumed")
     )
     assert any(not torch.equal(other[key], sharded[key]) for key in other)
@@ -648,12 +663,67 @@ def test_a_sharded_optimizer_is_saved_whole_and_restored_exactly(together):
 
 def test_a_run_sharded_by_fsdp2_equals_a_run_of_one_process(together):
     assert_alike(together / "one", together / "sharded")
-    files = {
-        run: load_file(together / run / "checkpoints/step-00000008/optimizer.safetensors")
-        for run in ("one", "sharded")
-    }
-    assert_close(files["one"], files["sharded"])
+    assert_close(saved(together / "one"), saved(together / "sharded"))
     assert all(line["grad_norm"] > 0.5 for line in lines(together / "sharded") if "loss" in line)
+
+
+def test_a_run_goes_on_with_another_split(together):
+    """From copies to shards, from shards to copies, and from shards to one process."""
+    with in_float64():
+        train(together / "recipe.yaml", output_dir=together / "sharded-then-one", resume=True)
+    for run in ("copied-then-sharded", "sharded-then-copied", "sharded-then-one"):
+        assert_alike(together / "one", together / run)
+        assert_close(saved(together / "one"), saved(together / run))
+
+
+def test_each_process_writes_half(together):
+    for run in ("two", "sharded"):
+        folder = together / run / "checkpoints/step-00000008/shards"
+        first, second = (sum(x.nbytes for x in load_file(p).values()) for p in folder.iterdir())
+        whole = sum(x.nbytes for x in saved(together / run).values())
+        assert first + second == whole
+        assert max(first, second) < 0.55 * whole
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(together):
+    for rank in (0, 1):
+        events, _ = json.loads((together / f"behind-{rank}.json").read_text())
+        assert events.index("step 6") < events.index("written") < events.index("step 8")
+
+
+def test_a_full_disk_of_one_process_is_one_line_in_all_and_older_checkpoints_stay(together):
+    lines = [json.loads((together / f"behind-{rank}.json").read_text())[1] for rank in (0, 1)]
+    assert lines[0] == lines[1]
+    assert "step-00000008 cannot be written: No space left on device" in lines[0]
+    folder = together / "full/checkpoints"
+    assert [path.name for path in folder.iterdir()] == ["step-00000004"]
+    assert damage_of(folder / "step-00000004") is None
+
+
+def test_shards_are_joined_by_the_command(together, tmp_path, capsys):
+    checkpoint = together / "two-single/checkpoints/step-00000008"
+    assert main(["consolidate", str(checkpoint), "--output", str(tmp_path / "model")]) == 0
+    joined, model = (
+        load_file(tmp_path / "model/model.safetensors"),
+        weights(together / "two-single"),
+    )
+    assert joined.keys() == model.keys()
+    assert all(torch.equal(joined[name], model[name]) for name in model)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for words, message in (
+        ([checkpoint, "--output", tmp_path / "model"], "output must be a new or an empty folder"),
+        ([tmp_path, "--output", tmp_path / "no"], "checkpoint must be one of a run's"),
+    ):
+        assert main(["consolidate", *map(str, words)]) == 2
+        assert message in capsys.readouterr().err
+    damaged = shutil.copytree(checkpoint, tmp_path / "damaged")
+    shard = sorted((damaged / "shards").iterdir())[1]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert main(["consolidate", str(damaged), "--output", str(tmp_path / "no")]) == 2
+    assert f"shards/{shard.name} has" in capsys.readouterr().err
+    assert not (tmp_path / "no").exists()
+    assert main(["eval", str(checkpoint), "--tasks", "x", "--output", str(tmp_path / "r")]) == 2
+    assert "ssmzoo consolidate" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("run", ["two-projecting", "sharded-projecting"])
@@ -673,6 +743,29 @@ def test_a_sharded_bfloat16_run_keeps_the_same_parameters_in_float32(together):
     copied, sharded = curve(together / "bfloat16-copied"), curve(together / "bfloat16-sharded")
     torch.testing.assert_close(sharded, copied, rtol=1e-5, atol=0)
     assert {t.dtype for t in weights(together / "bfloat16-sharded").values()} == {torch.float32}
+
+
+def killed_while_saving(folder, path, processes, *cases):
+    (path / "runs").mkdir()
+    run = ["-m", "tests.killing_many", folder / "recipe.yaml", path / "runs", processes, *cases]
+    done = ran(sys.executable, *run)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) == len(cases)
+
+
+def test_a_process_killed_while_it_saves_loses_no_whole_checkpoint(folder, tmp_path):
+    killed_while_saving(folder, tmp_path, 2, "1:opening", "0:naming")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("processes", [2, 4])
+def test_any_of_several_processes_is_killed_at_any_point_of_a_save(processes, folder, tmp_path):
+    points = ("before", "opening", "written")
+    cases = [f"{rank}:{point}" for rank in range(processes) for point in points]
+    recipe = load_recipe(folder / "recipe.yaml", ["train.accumulate=1"])
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+    killed_while_saving(tmp_path, tmp_path, processes, *cases, "0:naming", "0:named")
 
 
 # -- what cannot be ---------------------------------------------------------------------------

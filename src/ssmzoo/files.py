@@ -91,7 +91,7 @@ def appears_whole(target: Path) -> Iterator[Path]:
             mode = unfinished.stat().st_mode
             yield unfinished
             unfinished.chmod(mode)  # some libraries make files that nobody else may read
-            _flush(unfinished)
+            flush(unfinished)
             os.replace(unfinished, target)
     finally:
         with suppress(OSError):
@@ -130,7 +130,7 @@ def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
         for name, text in texts.items():
             unfinished = files.enter_context(appears_whole(folder / name))
             unfinished.write_text(text, encoding="utf-8")
-            _flush(unfinished)
+            flush(unfinished)
 
 
 def write_json(target: Path, value: object, *, indent: int = 1) -> None:
@@ -165,9 +165,9 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
                 write(unfinished)
                 open_up(unfinished)
                 for path in [*unfinished.rglob("*"), unfinished]:
-                    _flush(path)
+                    flush(path)
                 _put(unfinished, target)
-            _flush(target.parent)
+            flush(target.parent)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)  # half written, or what was there before
 
@@ -256,7 +256,8 @@ def is_utf8(path: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in path)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Have the system write a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

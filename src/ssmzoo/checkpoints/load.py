@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from ssmzoo.checkpoints.trust import refuse_paths, trusted
+from ssmzoo.checkpoints.weights import is_sharded
 from ssmzoo.environment.messages import first_line, without_bars, without_reports
 from ssmzoo.family import claims, load_family, suggestion
 
@@ -100,6 +101,11 @@ def _holds_model(path: Path) -> bool:
 def _folder(model: str) -> Path | None:
     path = Path(model).expanduser()
     if path.is_dir() and model:
+        if is_sharded(path):
+            raise ValueError(
+                f"model folder {model!r} must hold whole weights, and holds shards of a run of "
+                f"several processes; join them: ssmzoo consolidate {model} --output FOLDER"
+            )
         if _holds_model(path):
             return path
         inside = path / "model"

@@ -14,6 +14,7 @@ from ssmzoo.files import file_digest, read_json
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 STATE = "state.safetensors"  # of PromptState.save_pretrained; no weights
+SHARDS = "shards"  # the folder, in a checkpoint, of what several processes wrote
 
 # a checkpoint's moments and a prompt's state are safetensors too
 _OF_THE_MODEL = re.compile(r"(adapter_)?(config\.json|model.*\.safetensors)")
@@ -40,6 +41,11 @@ def read_tensors(path: Path) -> Tensors:
         raise ValueError(
             f"{path} is corrupt or truncated ({error}); save the model again"
         ) from error
+
+
+def is_sharded(folder: Path) -> bool:
+    """Tell whether several processes wrote a checkpoint, each its parts of the tensors."""
+    return (folder / SHARDS).is_dir()
 
 
 def read_weights(folder: Path) -> Tensors:

@@ -27,6 +27,7 @@ VERBS = (
     models.INFO,
     machine.DOCTOR,
     training.TRAIN,
+    training.CONSOLIDATE,
     models.GENERATE,
     scoring.EVAL,
     models.INSPECT,

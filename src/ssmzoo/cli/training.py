@@ -46,6 +46,30 @@ TRAIN = Verb(
 )
 
 
+def _consolidate(options: argparse.Namespace) -> int:
+    from ssmzoo.training.consolidate import consolidate
+
+    print(consolidate(options.checkpoint, options.output))
+    return 0
+
+
+CONSOLIDATE = Verb(
+    "consolidate",
+    "join the shards of a run's checkpoint into a model",
+    "ssmzoo consolidate runs/long/checkpoints/step-00001000 --output my-model",
+    (
+        Option(
+            "checkpoint",
+            metavar="CHECKPOINT",
+            type=Path,
+            help="one of a run's checkpoints, written by one process or by several",
+        ),
+        OUTPUT.but(required=True, help="the model's new folder"),
+    ),
+    _consolidate,
+)
+
+
 def _distill(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 

@@ -4,10 +4,12 @@
   a checkpoint is complete or not there at all.
 - A checkpoint lists size and sha256 of its files; a resume refuses one that differs.
 - No pickle: tensors are safetensors, the rest is JSON.
+- One process writes whole tensors. Of several each writes its own parts, into ``shards/``.
 """
 
 from __future__ import annotations
 
+import copy
 import errno
 import fcntl
 import json
@@ -16,14 +18,22 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from ssmzoo.checkpoints.weights import SHARDS, is_sharded
 from ssmzoo.environment.messages import without_bars
-from ssmzoo.files import CannotWriteError, file_digest, remove_folder, write_folder, writing
+from ssmzoo.files import (
+    CannotWriteError,
+    file_digest,
+    flush,
+    remove_folder,
+    write_folder,
+    writing,
+)
 from ssmzoo.recipe import Recipe
 from ssmzoo.training.distributed import gathered
 from ssmzoo.training.metrics import Meter
@@ -43,6 +53,8 @@ _NAME = re.compile(r"step-\d+")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 logger = logging.getLogger("ssmzoo")
+
+Listed: TypeAlias = dict[str, tuple[int, str]]  # size and sha256 of files, by their place
 
 
 @dataclass
@@ -93,6 +105,19 @@ class Progress:
         self.validation_due = state.get("unjudged", False)
 
 
+class Contents(NamedTuple):
+    """What a checkpoint holds.
+
+    Attributes:
+        part: Writes this process's shards into the folder, together with those of a group, and
+            returns its files; None if the run has one process, whose ``rest`` is all.
+        rest: Writes what the first process writes alone.
+    """
+
+    part: Callable[[Path, Any], Listed] | None
+    rest: Callable[[Path], None]
+
+
 def gather(
     learner: Learner,
     progress: Progress,
@@ -100,48 +125,97 @@ def gather(
     position: dict[str, Any],
     tokenizer: PreTrainedTokenizerBase | None,
     image_processor: Mapping[str, Any] | None,
-) -> Callable[[Path], None]:
-    """Gather what a checkpoint holds and return what writes it; all processes must call this.
+) -> Contents:
+    """Gather what a checkpoint holds; all processes must call this.
 
     That is weights, tokenizer or image processor, optimizer, carried states, and in ``state.json``
-    the run's progress and each process's random state and ``position`` in the data.
+    the run's progress and each process's random state and ``position`` in the data. Of several
+    processes each copies the tensors that it writes into the CPU's memory, no others.
     """
     from accelerate.utils import gather_object
-    from safetensors.torch import save_file
 
     processes = gather_object([{"position": position, "random": random_state()}])
-    accelerator, model = learner.processes.accelerator, learner.bare
-    weights = cast("dict[str, torch.Tensor]", accelerator.get_state_dict(learner.model))
-    names, once = (
-        {name for name, _ in model.named_parameters(remove_duplicate=drop)}
-        for drop in (False, True)
-    )
-    for tied in names - once:  # gathered from shards they are copies, and would be saved twice
-        weights.pop(tied, None)
-    moments = optimizer_tensors(model, learner.optimizer)
-    carried = gather_object([learner.objective.carried()])
     state = {
         **progress.state(recipe),
         "schedule": learner.schedule.state(),
         "processes": processes,
     }
 
-    def write(folder: Path) -> None:
-        with without_bars():
-            model.save_pretrained(folder, state_dict=weights)
+    def describe(folder: Path) -> None:
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         if image_processor is not None:
             (folder / "preprocessor_config.json").write_text(
                 json.dumps(dict(image_processor), indent=2), encoding="utf-8"
             )
-        save_file(moments, folder / "optimizer.safetensors")
-        for rank, states in enumerate(carried):
-            if states:
-                save_file(states, folder / f"carried-{rank:05d}.safetensors")
         (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
-    return write
+    gather_tensors = _gather_whole if learner.processes.count == 1 else _gather_shards
+    part, write_model = gather_tensors(learner)
+
+    def rest(folder: Path) -> None:
+        write_model(folder)
+        describe(folder)
+
+    return Contents(part, rest)
+
+
+def _gather_whole(learner: Learner) -> Contents:
+    """Gather the tensors of the only process."""
+    from safetensors.torch import save_file
+
+    from ssmzoo.training.shards import weights_of
+
+    model = learner.bare
+    weights = {name: gathered(tensor) for name, tensor in weights_of(model).items()}
+    moments = {
+        name: gathered(value).detach().cpu().contiguous()
+        for name, value in optimizer_tensors(model, learner.optimizer).items()
+    }
+    carried = learner.objective.carried()
+
+    def write(folder: Path) -> None:
+        with without_bars():
+            model.save_pretrained(folder, state_dict=weights)
+        save_file(moments, folder / "optimizer.safetensors")
+        if carried:
+            save_file(carried, folder / _carried_by(0))
+
+    return Contents(None, write)
+
+
+def _gather_shards(learner: Learner) -> Contents:
+    """Gather this process's share of the tensors."""
+    from safetensors.torch import save_file
+
+    from ssmzoo.training.shards import Copies, share_of, weights_of
+
+    model, processes = learner.bare, learner.processes
+    tensors = {**weights_of(model), **optimizer_tensors(model, learner.optimizer)}
+    copies = Copies(share_of(tensors, processes.rank, processes.count))
+    carried = {name: tensor.clone() for name, tensor in learner.objective.carried().items()}
+    config = copy.deepcopy(model.config)
+    config.architectures, config.dtype = [learner.architecture], model.dtype
+    generation = copy.deepcopy(model.generation_config) if model.can_generate() else None
+
+    def part(folder: Path, group: Any) -> Listed:
+        files = copies.write(folder / SHARDS, group)
+        if carried:
+            files.append(folder / _carried_by(processes.rank))
+            save_file(carried, files[-1])
+            flush(files[-1])
+        return _listed(folder, files)
+
+    def rest(folder: Path) -> None:
+        config.save_pretrained(folder)
+        if generation is not None:
+            generation.save_pretrained(folder)
+
+    return Contents(part, rest)
+
+
+def _carried_by(rank: int) -> str:
+    return f"carried-{rank:05d}.safetensors"
 
 
 def restore_run(
@@ -151,13 +225,17 @@ def restore_run(
     recipe: Recipe,
     source: RowSource[Any],
 ) -> None:
-    """Continue from a checkpoint, whose weights the learner has already.
+    """Continue from a checkpoint, whose weights the learner has already if they are whole.
+
+    Of what is sharded, each process reads its own parts alone, from whole files, too.
 
     Raises:
         RuntimeError: Another number of processes, of a run that carries states.
         ValueError: A position in a stream that is of another version, or of other pieces.
     """
     from safetensors.torch import load_file
+
+    from ssmzoo.training.shards import read_into, weights_of
 
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     progress.restore(state, recipe, checkpoint.parent)
@@ -170,13 +248,16 @@ def restore_run(
             f"got {world}"
         )
     source.seek(*(process["position"] for process in before))
-    tensors = load_file(checkpoint / "optimizer.safetensors")
+    tensors = checkpoint
+    if is_sharded(checkpoint):
+        tensors = checkpoint / SHARDS
+        read_into(tensors, weights_of(learner.bare))
     load_optimizer(learner.bare, learner.optimizer, tensors)
     learner.schedule.restore(progress.step, state["schedule"])
     if rank < len(before):
         set_random_state(before[rank]["random"])
     if carries:
-        kept = [load_file(checkpoint / f"carried-{i:05d}.safetensors") for i in range(world)]
+        kept = [load_file(checkpoint / _carried_by(i)) for i in range(world)]
         share = share_of_carried(kept, rank, recipe.train.accumulate)
         learner.objective.carry_on(share, learner.processes.accelerator.device)
 
@@ -222,21 +303,31 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def save_checkpoint(
-    root: Path, step: int, write: Callable[[Path], None], *, keep: int, spare: int | None = None
+    root: Path,
+    step: int,
+    write: Callable[[Path], Listed | None],
+    *,
+    keep: int,
+    spare: int | None = None,
 ) -> Path:
     """Write the checkpoint of a step and remove all but the newest ``keep`` and that of ``spare``.
+
+    Args:
+        root: The run's checkpoints.
+        step: The step.
+        write: Fills the folder. Of files that it returns, size and digest are taken from there.
+        keep: How many stay.
+        spare: One more that stays.
 
     Raises:
         RuntimeError: It cannot be written; earlier checkpoints are as they were.
     """
 
     def write_listed(folder: Path) -> None:
-        write(folder)
+        known = write(folder) or {}
         files = sorted(path for path in folder.rglob("*") if path.is_file())
-        listed = {
-            str(path.relative_to(folder)): [path.stat().st_size, file_digest(path)]
-            for path in files
-        }
+        rest = [path for path in files if str(path.relative_to(folder)) not in known]
+        listed = dict(sorted({**known, **_listed(folder, rest)}.items()))
         (folder / CONTENTS).write_text(json.dumps(listed, indent=1), encoding="utf-8")
 
     target = checkpoint_of(root, step)
@@ -251,6 +342,12 @@ def save_checkpoint(
             with writing(old):
                 remove_folder(old)
     return target
+
+
+def _listed(folder: Path, files: Iterable[Path]) -> Listed:
+    return {
+        str(path.relative_to(folder)): (path.stat().st_size, file_digest(path)) for path in files
+    }
 
 
 def checkpoints(root: Path) -> list[Path]:
@@ -310,33 +407,37 @@ def damage_of(checkpoint: Path) -> str | None:
 def optimizer_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.Tensor]:
-    """Return the optimizer's state by parameter name; all processes must call this."""
+    """Return the optimizer's state by parameter name and its own, with a slash between."""
     return {
-        f"{name}/{key}": gathered(value).detach().cpu().contiguous()
+        f"{name}/{key}": value
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state[parameter].items()
     }
 
 
-def load_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
-) -> None:
-    """Give the optimizer the state that :func:`optimizer_tensors` returned."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Give the optimizer the state that :func:`optimizer_tensors` returned, from safetensors."""
+    import torch
 
+    from ssmzoo.training.shards import read_into, stored_tensors
+
+    stored = stored_tensors(folder)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, torch.Tensor]] = {}
     for i, parameter in enumerate(parameters):
         prefix = f"{names[id(parameter)]}/"
-        state[i] = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-        if isinstance(parameter, DTensor):
-            state[i] = {
-                key: distribute_tensor(value, parameter.device_mesh, parameter.placements)
-                if value.shape == parameter.shape
-                else value
-                for key, value in state[i].items()
-            }
+        state[i] = {}
+        for name in [name for name in stored if name.startswith(prefix)]:
+            size, dtype = stored[name].size, stored[name].properties.dtype
+            like = parameter.ndim > 0 and size == parameter.shape  # a moment; else a count
+            state[i][name.removeprefix(prefix)] = (
+                torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+                if like
+                else torch.empty(size, dtype=dtype)
+            )
+    named = zip(parameters, state.values(), strict=True)
+    read_into(folder, {f"{names[id(p)]}/{key}": x for p, own in named for key, x in own.items()})
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 

@@ -18,7 +18,8 @@ from ssmzoo.environment.portable import portable, portable_command
 from ssmzoo.evaluation.results import Results, Score, recipe_of, write_results
 from ssmzoo.files import STDLIB, read_json, write_folder, write_json, write_text
 from ssmzoo.recipe import Recipe, load_recipe
-from ssmzoo.training.checkpoint import CONTENTS, checkpoint_of, newest_checkpoint
+from ssmzoo.training.checkpoint import checkpoint_of, newest_checkpoint
+from ssmzoo.training.consolidate import write_model
 from ssmzoo.training.curves import draw_curves
 from ssmzoo.training.metrics import read_metrics
 
@@ -38,7 +39,6 @@ _PLACES = {
     *("data.tokenizer", "data.task_args"),
 }
 _DATA_FACTS = ("source", "config", "revision", "documents", "tokens", "examples", "digest")
-_NOT_OF_THE_MODEL = {CONTENTS, "optimizer.safetensors", "state.json"}
 
 
 class RunFolder:
@@ -172,13 +172,7 @@ class RunFolder:
 
     def finish(self, final: Path, **facts: Any) -> None:
         """Write ``model/`` from a checkpoint, and the run's results into ``run.json``."""
-
-        def write(folder: Path) -> None:
-            for path in final.iterdir():
-                if path.name not in _NOT_OF_THE_MODEL and not path.name.startswith("carried-"):
-                    shutil.copy2(path, folder)
-
-        write_folder(self.path / "model", write)
+        write_folder(self.path / "model", lambda folder: write_model(final, folder))
         self._warn_of_the_clock()
         described = read_json(self.path / "run.json")
         last = {k: v for line in read_metrics(self.metrics) for k, v in line.items()}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ssmzoo.checkpoints.load import ask_again, is_local, load_model
+from ssmzoo.checkpoints.weights import SHARDS, is_sharded
 from ssmzoo.environment.messages import first_line
 from ssmzoo.family import family_of, load_family, suggestion
 from ssmzoo.recipe import ModelSection
@@ -107,6 +108,7 @@ def load_for_task(
     """Return the model of a folder or Hub id in float32, with the head of a task.
 
     With a configuration, of a model to train, its head may be new; without one all must be there.
+    A checkpoint of several processes keeps the precision that it was saved in.
 
     Raises:
         LookupError: There is none.
@@ -122,11 +124,28 @@ def load_for_task(
         )
         folder = Path(source) if Path(source).is_dir() else None
         kind = model_class(config, task)
+        if folder is not None and is_sharded(folder):
+            return load_shards(folder, kind, config)
         return load_model(
             source, folder, "float32", False, kind=kind, config=config, new_head=given
         )
     except (OSError, ValueError) as error:
         raise _not_found(source, error) from error
+
+
+def load_shards(
+    checkpoint: Path, kind: type[PreTrainedModel], config: PreTrainedConfig
+) -> PreTrainedModel:
+    """Return the whole model of a checkpoint that several processes wrote.
+
+    Raises:
+        ValueError: A tensor is not there, or has another shape.
+    """
+    from ssmzoo.training.shards import read_into, weights_of
+
+    model: Any = kind._from_config(config, dtype=config.dtype)
+    read_into(checkpoint / SHARDS, weights_of(model))
+    return model.eval()
 
 
 def model_class(config: PreTrainedConfig, task: Supervised | None = None) -> type[PreTrainedModel]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
+from ssmzoo.checkpoints.weights import is_sharded
 from ssmzoo.recipe import Recipe
 from ssmzoo.training.compat import enable_gradient_checkpointing
 from ssmzoo.training.distributed import Processes, gathered, seed_all
@@ -52,6 +53,7 @@ class Learner:
     Attributes:
         model: The model as Accelerate prepared it.
         bare: The model itself.
+        architecture: The name of its class, which sharding changes.
         recurrent: By name, what each recurrent layer of a transformers model runs on.
         rate: The learning rate of the last step, of the first group.
 
@@ -78,8 +80,12 @@ class Learner:
         seed_all(options.seed)
         if checkpoint is None:
             model = build_model(recipe.model, config, task)
+        elif is_sharded(checkpoint):  # whose weights are read where the model is sharded
+            fresh = recipe.model.model_copy(update={"init_from": None})
+            model = build_model(fresh, config, task)
         else:
             model = load_for_task(str(checkpoint), task=task)
+        self.architecture = type(model).__name__
         if rank := processes.rank:  # the first one's weights, but its own dropout
             seed_all(int(np.random.SeedSequence([options.seed, rank]).generate_state(1)[0]))
         model.train()

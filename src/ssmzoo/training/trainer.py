@@ -13,6 +13,8 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ssmzoo.data.sources import data_source
@@ -36,6 +38,8 @@ from ssmzoo.training.validation import is_best, measure_checkpoint, measure_held
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+    from ssmzoo.training.shards import Background
 
 T = TypeVar("T")
 
@@ -84,6 +88,11 @@ class Run:
         )
         if checkpoint is not None:
             restore_run(checkpoint, self.learner, self.progress, recipe, self.data.train)
+        self._background: Background | None = None
+        if processes.count > 1:
+            from ssmzoo.training.shards import Background
+
+            self._background = Background()
         self._new_tokens = 0  # of this process, since the last line
         # not before all is checked
         processes.on_main(
@@ -123,7 +132,8 @@ class Run:
             disable=None if main else True,
         )
         try:
-            self._loop()
+            with self._background or nullcontext():
+                self._loop()
         finally:
             self._bar.close()
             if self._metrics is not None:
@@ -263,20 +273,36 @@ class Run:
         return best
 
     def save(self, position: dict[str, Any]) -> None:
-        """Write a checkpoint, with this process's position in the data."""
+        """Write a checkpoint, with this process's position in the data.
+
+        Of several processes each writes its own while the training goes on.
+        """
         tokenizer, task = self.source.tokenizer, self.source.task
         processor = None if task is None else task.processor
-        write = gather(self.learner, self.progress, self.recipe, position, tokenizer, processor)
+        if self._background is not None:
+            self._background.wait()  # before more memory is taken
+        part, rest = gather(
+            self.learner, self.progress, self.recipe, position, tokenizer, processor
+        )
+        save = partial(
+            save_checkpoint,
+            self.folder.checkpoints,
+            self.progress.step,
+            keep=self.recipe.checkpoint.keep,
+            spare=self.progress.best_step(self.recipe),
+        )
 
-        def save() -> None:
+        def save_here() -> None:
             assert self._metrics is not None
             self._metrics.sync()
-            keep, best = self.recipe.checkpoint.keep, self.progress.best_step(self.recipe)
-            root, step = self.folder.checkpoints, self.progress.step
-            save_checkpoint(root, step, write, keep=keep, spare=best)
+            if part is None:
+                save(rest)
             self.folder.draw(self._title(), self.learner.objective.loss)
 
-        self.processes.on_main(save)
+        self.processes.on_main(save_here)
+        if self._background is not None:
+            assert part is not None
+            self._background.start(save, part, rest)
         self._saved = time.monotonic()
 
     def _test(self) -> dict[str, float | int] | None:

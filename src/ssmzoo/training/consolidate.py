@@ -1,0 +1,57 @@
+"""The model of a checkpoint, in a folder that the Auto classes load."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from ssmzoo.checkpoints.weights import SHARDS, is_sharded
+from ssmzoo.environment.messages import without_bars
+from ssmzoo.files import write_folder
+from ssmzoo.training.checkpoint import CONTENTS, damage_of
+
+_NOT_OF_THE_MODEL = {CONTENTS, SHARDS, "optimizer.safetensors", "state.json"}
+
+
+def consolidate(checkpoint: Path, output: Path) -> Path:
+    """Write the model of a run's checkpoint into a new folder, and return it.
+
+    Whole weights are copied; shards are joined in the CPU's memory, weights alone.
+
+    Args:
+        checkpoint: One of a run's ``checkpoints/``.
+        output: A folder that is not there, or empty.
+
+    Raises:
+        ValueError: It is no checkpoint, or the output is not empty.
+        RuntimeError: A file of the checkpoint is damaged, or the output cannot be written.
+    """
+    if not (checkpoint / CONTENTS).is_file():
+        raise ValueError(
+            f"checkpoint must be one of a run's checkpoints/, which hold {CONTENTS}, got "
+            f"{str(checkpoint)!r}"
+        )
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"output must be a new or an empty folder, got {str(output)!r}")
+    if damage := damage_of(checkpoint):
+        raise RuntimeError(f"the checkpoint {checkpoint} is damaged: {damage}; take an earlier one")
+    write_folder(output, lambda folder: write_model(checkpoint, folder))
+    return output
+
+
+def write_model(checkpoint: Path, folder: Path) -> None:
+    """Write what a checkpoint holds of the model: weights, configuration, tokenizer."""
+    for path in checkpoint.iterdir():
+        if path.name not in _NOT_OF_THE_MODEL and not path.name.startswith("carried-"):
+            shutil.copy2(path, folder)
+    if is_sharded(checkpoint):
+        import transformers
+
+        import ssmzoo.auto  # noqa: F401
+        from ssmzoo.training.model import load_shards
+
+        config = transformers.AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+        (name,) = config.architectures or ()
+        kind = getattr(transformers, name)
+        with without_bars():
+            load_shards(checkpoint, kind, config).save_pretrained(folder)

@@ -1,0 +1,115 @@
+"""Kill one of several processes while they write a checkpoint, and resume with all.
+
+``python -m tests.killing_many RECIPE FOLDER PROCESSES RANK:POINT ...`` forks the processes of every
+run from this one, so that nothing goes to importing. Each run must leave the checkpoint before, or
+the new one, whole, and end with the weights, moments and lines of one that stopped between two
+saves and was resumed, or that was left alone: DDP sums in another order in the first step after a
+start, which more than two processes round differently.
+"""
+
+import gc
+import os
+import signal
+import socket
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from tests.test_many_processes import assert_same
+from tests.training import killed_before
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+import ssmzoo.files
+from ssmzoo import load_family
+from ssmzoo.training.checkpoint import checkpoints, damage_of, step_of
+from ssmzoo.training.folder import RunFolder
+from ssmzoo.training.run import train
+from ssmzoo.training.shards import Copies
+
+torch.set_num_threads(1)
+# what is called, at which call it kills, before or after it, and the newest checkpoint then
+POINTS = {
+    "before": (Copies, "write", 2, True, {4}),
+    "opening": (FileSystem, "create_stream", 2, True, {4}),
+    "written": (Copies, "write", 2, False, {4}),
+    "naming": (ssmzoo.files, "_put", 2, True, {4}),
+    "named": (ssmzoo.files, "_put", 2, False, {8}),
+}
+
+
+def kill_at(point):
+    owner, name, call, first, _ = POINTS[point]
+    function, calls = getattr(owner, name), []
+
+    def die(*given, **named):
+        if name == "_put" and not given[1].name.startswith("step-"):
+            return function(*given, **named)
+        calls.append(1)
+        dying = len(calls) == call
+        if dying and first:
+            os.kill(os.getpid(), signal.SIGKILL)
+        done = function(*given, **named)
+        if dying:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return done
+
+    pytest.MonkeyPatch().setattr(owner, name, die)
+
+
+def run_all(recipe, folder, count, victim=None, point=None, stop=None):
+    """Fork the processes of a run and return their exit codes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(count):
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                sys.stdout = sys.stderr = folder.with_name(f"{folder.name}-{rank}.log").open("a")
+                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                os.environ |= {"WORLD_SIZE": str(count), "RANK": str(rank)}
+                os.environ["LOCAL_RANK"] = str(rank)
+                if stop is not None:
+                    killed_before(pytest.MonkeyPatch(), stop)
+                if rank == victim:
+                    kill_at(point)
+                train(recipe, output_dir=folder, resume=True)
+                status = 0
+            except BaseException as error:
+                sys.stdout.write(f"{type(error).__name__}: {error}\n")
+                sys.stdout.flush()
+            finally:
+                os._exit(status)
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def main():
+    recipe, root, count = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    RunFolder.draw = lambda *_, **__: None
+    import_module("ssmzoo.auto")
+    load_family("longhorn")
+    gc.freeze()
+    assert run_all(recipe, root / "alone", count) == [0] * count
+    assert run_all(recipe, root / "resumed", count, stop=7) == [1] * count
+    assert run_all(recipe, root / "resumed", count) == [0] * count
+    for case in sys.argv[4:]:
+        rank, point = case.split(":")
+        folder = root / case.replace(":", "-")
+        codes = run_all(recipe, folder, count, int(rank), point)
+        assert codes[int(rank)] == -signal.SIGKILL, (case, codes)
+        found = checkpoints(folder / "checkpoints")
+        assert all(damage_of(path) is None for path in found), case
+        assert step_of(found[-1]) in POINTS[point][-1], (case, found)
+        assert run_all(recipe, folder, count) == [0] * count, case
+        assert_same(root / ("alone" if step_of(found[-1]) == 8 else "resumed"), folder)
+        sys.stdout.write(f"{case} {step_of(found[-1])}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
