@@ -15,9 +15,8 @@ from ssmzoo.modeling.stock.calls import call
 from ssmzoo.modeling.stock.dynamics import noted
 from ssmzoo_kernels import layers
 
-
-# by function that keeps a state: its name in a cache, the argument that it begins with, the one that
-# asks for the final one
+# by function that keeps a state: the state's name in a cache, the argument that it begins with, and
+# the one that asks for the final one
 _STATES = {
     "causal_conv1d_fn": (CONV_STATE, "initial_state", "return_final_state"),
     "mamba_selective_scan": (SCAN_STATE, "initial_state", "return_last_state"),
