@@ -50,7 +50,7 @@ from ssmzoo.modeling.norms import (
 )
 from ssmzoo.modeling.packing import PackedRow, find_packing, flip
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
-from ssmzoo.modeling.sequence_parallel import Rows, SequenceParallelCache
+from ssmzoo.modeling.sequence_parallel import CutRows, SequenceParallelCache
 from ssmzoo.modeling.static_cache import StaticStateCache
 from ssmzoo_kernels.token_step import Program, Value
 
@@ -358,7 +358,7 @@ class SSMModel(SSMPreTrainedModel):
         self.post_init()
 
     def sequence_cache(
-        self, group: dist.ProcessGroup | None, rows: Rows | None
+        self, group: dist.ProcessGroup | None, rows: CutRows | None
     ) -> SequenceParallelCache:
         """See :func:`ssmzoo.modeling.sequence_cache`."""
         return SequenceParallelCache(self.config, group, rows=rows)

@@ -34,7 +34,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.in
 _NAME, _DIMS = 40, 8  # the longest name in bytes, the most dimensions
 
 
-class Rows(NamedTuple):
+class CutRows(NamedTuple):
     """Which sequences of a piece of packed rows go on: from the piece before, in the one behind.
 
     Attributes:
@@ -56,7 +56,7 @@ class StatePassing:
         rows: Where sequences are packed, which of them cross the cuts; None: each row is one.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, rows: Rows | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, rows: CutRows | None) -> None:
         self._line = _Line(group)
         self._rows = rows
         self._opened: dict[int, tuple[_Arriving, _Leaving]] = {}  # by layer
@@ -148,7 +148,7 @@ class SequenceParallelCache(StateCache):
         config: SSMConfig,
         group: dist.ProcessGroup | None = None,
         *,
-        rows: Rows | None = None,
+        rows: CutRows | None = None,
     ) -> None:
         require_passing(config)
         super().__init__(config)
@@ -222,7 +222,7 @@ def require_passing(config: SSMConfig) -> None:
         )
 
 
-def packed_piece(starts: Tensor, begin: int, end: int) -> tuple[Tensor, Rows]:
+def packed_piece(starts: Tensor, begin: int, end: int) -> tuple[Tensor, CutRows]:
     """Return one piece of rows of packed sequences: its boundaries, and who goes on.
 
     Args:
@@ -231,7 +231,7 @@ def packed_piece(starts: Tensor, begin: int, end: int) -> tuple[Tensor, Rows]:
         end: The column behind its last one.
 
     Returns:
-        ``cu_seqlens [S + 1]`` of the piece's ``B`` rows, laid end to end, and its :class:`Rows`.
+        ``cu_seqlens [S + 1]`` of the piece's ``B`` rows, laid end to end, and its :class:`CutRows`.
     """
     fresh = starts[:, begin:end]
     begins = fresh.clone()
@@ -241,11 +241,11 @@ def packed_piece(starts: Tensor, begin: int, end: int) -> tuple[Tensor, Rows]:
     ends = torch.arange(1, batch + 1, device=first.device) * width
     leaving = torch.searchsorted(first, ends) - 1
     cu_seqlens = torch.cat([first, ends[-1:]]).int()
-    return cu_seqlens, Rows(first // width, fresh.flatten()[first], leaving)
+    return cu_seqlens, CutRows(first // width, fresh.flatten()[first], leaving)
 
 
 def sequence_cache(
-    model: Any, group: dist.ProcessGroup | None = None, *, rows: Rows | None = None
+    model: Any, group: dist.ProcessGroup | None = None, *, rows: CutRows | None = None
 ) -> RecurrentCache:
     """Return the ``past_key_values`` with which a model reads its piece of a row.
 
@@ -428,7 +428,7 @@ def _read_header(header: Tensor) -> tuple[_Kind, torch.dtype, str, list[int]]:
 class _Arriving(Mapping[str, Tensor]):
     """A layer's initial states by name, each received when it is asked for."""
 
-    def __init__(self, line: _Line, rows: Rows | None, device: torch.device) -> None:
+    def __init__(self, line: _Line, rows: CutRows | None, device: torch.device) -> None:
         self._line, self._rows, self._device = line, rows, device
         self._found: dict[str, Tensor] = {}
         self._ended = line.first
@@ -481,7 +481,7 @@ class _Arriving(Mapping[str, Tensor]):
 class _Leaving(MutableMapping[str, Tensor]):
     """A layer's final states by name, each sent as it is put in."""
 
-    def __init__(self, line: _Line, rows: Rows | None, device: torch.device) -> None:
+    def __init__(self, line: _Line, rows: CutRows | None, device: torch.device) -> None:
         self._line, self._rows, self._device = line, rows, device
         self._states: dict[str, Tensor] = {}
         self.ends: list[Tensor] = []  # where gradients of what was sent come in

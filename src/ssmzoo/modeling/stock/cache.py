@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from ssmzoo.modeling.cache import RecurrentCache, own_fields
-from ssmzoo.modeling.sequence_parallel import Rows, StatePassing
+from ssmzoo.modeling.sequence_parallel import CutRows, StatePassing
 
 _ATTENTION = ("keys", "values")
 # of a linear-attention layer, where it may have several: "conv_states.0", "conv_states.1"
@@ -130,7 +130,7 @@ class StockSequenceParallelCache(StockCache):
     """
 
     def __init__(
-        self, config: PreTrainedConfig, group: dist.ProcessGroup | None, rows: Rows | None
+        self, config: PreTrainedConfig, group: dist.ProcessGroup | None, rows: CutRows | None
     ) -> None:
         super().__init__(config)
         self.passing = StatePassing(group, rows)

@@ -23,7 +23,7 @@ from transformers.utils.generic import ModelOutput
 from ssmzoo.modeling import decoding
 from ssmzoo.modeling.cache import LayerState, refuse_reentrant_checkpointing
 from ssmzoo.modeling.layers import Linear
-from ssmzoo.modeling.sequence_parallel import Rows, require_shifted
+from ssmzoo.modeling.sequence_parallel import CutRows, require_shifted
 from ssmzoo.modeling.stock import steps
 from ssmzoo.modeling.stock.cache import StockCache, StockSequenceParallelCache
 from ssmzoo.modeling.stock.calls import call, told_of
@@ -428,7 +428,7 @@ def _model(stock: type[nn.Module]) -> dict[str, Any]:
 
 
 def _sequence_cache(
-    self: Any, group: dist.ProcessGroup | None, rows: Rows | None
+    self: Any, group: dist.ProcessGroup | None, rows: CutRows | None
 ) -> StockSequenceParallelCache:
     """See :func:`ssmzoo.modeling.sequence_cache`."""
     name, mixers = type(self).__name__, 0
@@ -454,7 +454,7 @@ def _sequence_cache(
 
 def _check_piece(model: Any, cache: StockSequenceParallelCache, given: dict[str, Any]) -> int:
     """Return how many tokens a row a call reads as its piece, or raise what it cannot."""
-    config = reader(model).config
+    config: Any = reader(model).config
     routes = given.get("output_router_logits")
     if getattr(config, "output_router_logits", False) if routes is None else routes:
         raise ValueError(
