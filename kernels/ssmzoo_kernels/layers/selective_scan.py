@@ -22,8 +22,13 @@ def causal_conv1d_fn(
     bias: Tensor | None = None,  # [D]
     activation: str | None = None,
     **kwargs: Any,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Convolve each channel of ``[B, D, L]``; packed sequences do not see each other.
+
+    Besides transformers' arguments, ``initial_state [B, K - 1, D]`` is the inputs before.
+
+    Returns:
+        ``[B, D, L]``, and with ``return_final_state`` the last K - 1 inputs ``[B, K - 1, D]``.
 
     Raises:
         ValueError: Another activation than silu.
@@ -31,8 +36,12 @@ def causal_conv1d_fn(
     x = hidden_states.transpose(1, 2)
     packing = boundaries(x, kwargs)
     chosen = "silu" if _is_silu("causal_conv1d_fn", activation) else None
-    y, _ = causal_conv1d(flat(x, packing), weight, bias, activation=chosen, cu_seqlens=packing)
-    return y.view(x.shape).transpose(1, 2)
+    start = kwargs.get("initial_state")
+    y, state = causal_conv1d(
+        flat(x, packing), weight, bias, start, activation=chosen, cu_seqlens=packing
+    )
+    y = y.view(x.shape).transpose(1, 2)
+    return (y, state) if kwargs.get("return_final_state") else y
 
 
 def causal_conv1d_update(

@@ -41,6 +41,7 @@ from ssmzoo.modeling.norms import BatchNorm, LayerNorm, RMSNorm
 from ssmzoo.modeling.packing import AlignedRows, PackedRow, flip, right_aligned, token_positions
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel, check_weights
 from ssmzoo.modeling.prompt import PromptState, load_state, prefill
+from ssmzoo.modeling.sequence_parallel import packed_piece, sequence_cache, sequence_piece
 from ssmzoo.modeling.static_cache import StaticStateCache
 
 __all__ = [
@@ -79,6 +80,7 @@ __all__ = [
     "flip",
     "is_token",
     "load_state",
+    "packed_piece",
     "prefill",
     "recurrent",
     "right_aligned",
@@ -86,6 +88,8 @@ __all__ = [
     "rotary_turns",
     "rotated",
     "scan",
+    "sequence_cache",
+    "sequence_piece",
     "split_heads",
     "suggestion",
     "token_of_layer",

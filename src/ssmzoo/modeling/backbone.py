@@ -14,12 +14,18 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ssmzoo.environment.messages import suggestion
-from ssmzoo.modeling.cache import LayerState, StateCache, check_kind
+from ssmzoo.modeling.cache import (
+    LayerState,
+    StateCache,
+    check_kind,
+    refuse_reentrant_checkpointing,
+)
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.decoding import (
     ModuleParts,
@@ -44,6 +50,7 @@ from ssmzoo.modeling.norms import (
 )
 from ssmzoo.modeling.packing import PackedRow, find_packing, flip
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
+from ssmzoo.modeling.sequence_parallel import CutRows, SequenceParallelCache
 from ssmzoo.modeling.static_cache import StaticStateCache
 from ssmzoo_kernels.token_step import Program, Value
 
@@ -362,6 +369,12 @@ class SSMModel(SSMPreTrainedModel):
             plan["layers.*.mlp.down_proj"] = "rowwise"
         return plan
 
+    def sequence_cache(
+        self, group: dist.ProcessGroup | None, rows: CutRows | None
+    ) -> SequenceParallelCache:
+        """See :func:`ssmzoo.modeling.sequence_cache`."""
+        return SequenceParallelCache(self.config, group, rows=rows)
+
     def make_embedding(self, config: Any) -> nn.Embedding:
         """Return the token embedding; a family with another one overrides this."""
         return nn.Embedding(config.vocab_size, config.hidden_size)
@@ -452,7 +465,7 @@ class SSMModel(SSMPreTrainedModel):
                 "change earlier outputs; pass whole sequences with use_cache=False"
             )
         if past_key_values is not None and self.training and torch.is_grad_enabled():
-            self._refuse_reentrant_checkpointing()
+            refuse_reentrant_checkpointing(self.layers)
         sequences = packed.sequences if packed else batch
         cache = self._cache(past_key_values, use_cache, sequences, length)
         recorded = None
@@ -645,18 +658,6 @@ class SSMModel(SSMPreTrainedModel):
     def get_input_embeddings(self) -> nn.Module | None:
         """Return the token embedding, None for a model of continuous values or images."""
         return getattr(self, "embed_tokens", None)
-
-    def _refuse_reentrant_checkpointing(self) -> None:
-        """Fail where checkpointing would silently cut the gradients through a given state."""
-        for layer in self.layers:
-            checkpoint = getattr(layer, "_gradient_checkpointing_func", None)
-            options = getattr(checkpoint, "keywords", {})
-            if getattr(layer, "gradient_checkpointing", False) and options.get("use_reentrant"):
-                raise ValueError(
-                    "past_key_values in training needs gradient_checkpointing_kwargs="
-                    "{'use_reentrant': False}: reentrant checkpointing passes no gradient through "
-                    "a state"
-                )
 
     def _cache(
         self, given: StateCache | None, use_cache: bool, sequences: int, tokens: int

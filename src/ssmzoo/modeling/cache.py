@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -572,6 +572,38 @@ def check_kind(past_key_values: object, kind: type[RecurrentCache] = StateCache)
             f"past_key_values must be a {kind.__name__}, got {type(past_key_values).__name__}; "
             "leave it out, or take the cache of a prompt that prefill read"
         )
+
+
+def reader_of(model: Any) -> Any:
+    """Return what a language model's tokens are read by, which makes its caches: its backbone.
+
+    Raises:
+        ValueError: It has none that we know.
+    """
+    reader = getattr(model, "prompt_reader", None)
+    if reader is None:
+        raise ValueError(
+            "model must be a language model of the zoo, or one of transformers' recurrent models "
+            f"after ssmzoo.accelerate(model), got {type(model).__name__}"
+        )
+    return reader
+
+
+def refuse_reentrant_checkpointing(layers: Iterable[nn.Module]) -> None:
+    """Fail where checkpointing would silently cut the gradients through a given state.
+
+    Raises:
+        ValueError: A layer is checkpointed so.
+    """
+    for layer in layers:
+        checkpoint = getattr(layer, "_gradient_checkpointing_func", None)
+        options = getattr(checkpoint, "keywords", {})
+        if getattr(layer, "gradient_checkpointing", False) and options.get("use_reentrant"):
+            raise ValueError(
+                "past_key_values in training needs gradient_checkpointing_kwargs="
+                "{'use_reentrant': False}: reentrant checkpointing passes no gradient through "
+                "a state"
+            )
 
 
 # fields that change neither what a state means nor its shape

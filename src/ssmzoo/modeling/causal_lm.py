@@ -6,6 +6,7 @@ import copy
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -20,6 +21,7 @@ from ssmzoo.modeling.layers import Linear
 from ssmzoo.modeling.packing import PackedRow
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 from ssmzoo.modeling.prompt import PromptState, prefill
+from ssmzoo.modeling.sequence_parallel import SequenceParallelCache, require_shifted
 from ssmzoo.modeling.static_cache import StaticStateCache
 
 _LOGGER = logging.get_logger("ssmzoo")
@@ -116,6 +118,8 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         # not in the signature: Trainer takes the loss of an evaluated batch only if it holds every
         # argument with "label" in its name
         shift_labels: Tensor | None = kwargs.pop("shift_labels", None)
+        if isinstance(past_key_values, SequenceParallelCache):
+            require_shifted(labels, shift_labels)
         if return_dict is None:
             return_dict = self.config.return_dict
         packing = self.model.find_packing(
@@ -182,9 +186,12 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         past_key_values: StateCache | None = None,
         *,
         chunk_size: int | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> PromptState:
         """See :func:`ssmzoo.modeling.prefill`."""
-        return prefill(self, input_ids, attention_mask, past_key_values, chunk_size=chunk_size)
+        return prefill(
+            self, input_ids, attention_mask, past_key_values, chunk_size=chunk_size, group=group
+        )
 
     def prepare_inputs_for_generation(
         self,

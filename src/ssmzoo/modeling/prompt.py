@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ssmzoo.modeling.cache import RecurrentCache, check_kind
+from ssmzoo.modeling.cache import RecurrentCache, check_kind, reader_of
+from ssmzoo.modeling.sequence_parallel import sequence_piece
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -95,7 +97,7 @@ class PromptState:
             folder / FILE_NAME,
             {"input_ids": self.input_ids, "attention_mask": self.attention_mask},
             {
-                "weights": weights_digest(_reader(self.model)),
+                "weights": weights_digest(reader_of(self.model)),
                 "dtype": str(self.model.dtype).removeprefix("torch."),
                 "tokens": str(self.num_tokens),
             },
@@ -109,6 +111,7 @@ def prefill(
     past_key_values: RecurrentCache | None = None,
     *,
     chunk_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> PromptState:
     """Read a prompt once and return its state, from which any number of calls can continue.
 
@@ -123,13 +126,17 @@ def prefill(
         past_key_values: The state after a prefix of ``input_ids``; only the tokens after the prefix
             are read, and the given state is not changed.
         chunk_size: Read this many tokens at a time, to bound memory; None: all at once.
+        group: The processes that read the prompt together, each a piece of it; all call this alike
+            and get the same state (:func:`ssmzoo.modeling.sequence_piece`). None: this one alone.
 
     Raises:
         ValueError: ``input_ids`` has no token, another argument does not fit its shape, or the
-            model keeps no state that we can save.
+            model keeps no state that we can save. With ``group``: the prompt has no more tokens
+            than processes, or comes with ``past_key_values`` or ``chunk_size``, or the model's
+            state cannot be passed on.
         TypeError: ``past_key_values`` is another kind of cache.
     """
-    reader = _reader(model)
+    reader = reader_of(model)
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise ValueError(
             f"input_ids must have shape [B, L] and hold a token, got {list(input_ids.shape)}"
@@ -143,6 +150,15 @@ def prefill(
             f"attention_mask must have the shape of input_ids {list(input_ids.shape)}, "
             f"got {list(attention_mask.shape)}"
         )
+    if group is not None:
+        for name, given in (("past_key_values", past_key_values), ("chunk_size", chunk_size)):
+            if given is not None:
+                raise ValueError(
+                    f"{name} must be left out where a group reads a prompt, which reads all of it "
+                    f"in one call, got {name} and group"
+                )
+        cache = _read_together(model, input_ids, attention_mask, group)
+        return PromptState(cache, input_ids, attention_mask, model, _versions(model))
     cache = reader.cache_class(reader.config)
     check_kind(past_key_values, reader.cache_class)
     start, end = 0, input_ids.shape[1] - 1
@@ -171,15 +187,20 @@ def prefill(
     return PromptState(cache, input_ids, attention_mask, model, _versions(model))
 
 
-def _reader(model: Any) -> Any:
-    """Return what reads a model's prompts: its backbone, which has a ``cache_class``."""
-    reader = getattr(model, "prompt_reader", None)
-    if reader is None:
+@torch.no_grad()
+def _read_together(
+    model: Any, input_ids: Tensor, attention_mask: Tensor, group: dist.ProcessGroup
+) -> RecurrentCache:
+    """Return the state after all tokens but the last, of which each process reads a piece."""
+    count = dist.get_world_size(group)
+    if input_ids.shape[1] <= count:
         raise ValueError(
-            "model must be a language model of the zoo, or one of transformers' recurrent models "
-            f"after ssmzoo.accelerate(model), got {type(model).__name__}"
+            f"input_ids must have more tokens a row than the {count} processes that read them, "
+            f"got {input_ids.shape[1]}"
         )
-    return reader
+    piece = sequence_piece(model, input_ids[:, :-1], attention_mask[:, :-1], group=group)
+    reader_of(model)(**piece)
+    return piece["past_key_values"].whole()
 
 
 def load_state(directory: str | os.PathLike[str], model: PreTrainedModel) -> PromptState:
@@ -195,7 +216,7 @@ def load_state(directory: str | os.PathLike[str], model: PreTrainedModel) -> Pro
         ValueError: The file is damaged, another model read the prompt, or the model keeps no state
             that can be saved.
     """
-    reader = _reader(model)
+    reader = reader_of(model)
     path = Path(directory) / FILE_NAME
     if not path.is_file():
         raise FileNotFoundError(

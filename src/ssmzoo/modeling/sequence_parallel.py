@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ssmzoo.modeling.cache import LayerState, StateCache
+from ssmzoo.modeling.cache import LayerState, RecurrentCache, StateCache, reader_of
 from ssmzoo.modeling.packing import PackedRow
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.in
 _NAME, _DIMS = 40, 8  # the longest name in bytes, the most dimensions
 
 
-class Rows(NamedTuple):
+class CutRows(NamedTuple):
     """Which sequences of a piece of packed rows go on: from the piece before, in the one behind.
 
     Attributes:
@@ -46,6 +46,82 @@ class Rows(NamedTuple):
     entering: Tensor
     fresh: Tensor
     leaving: Tensor
+
+
+class StatePassing:
+    """What the layers of one call receive from the process before, and send to the one behind.
+
+    Args:
+        group: The processes, in the order of the pieces; None: all of them.
+        rows: Where sequences are packed, which of them cross the cuts; None: each row is one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, rows: CutRows | None) -> None:
+        self._line = _Line(group)
+        self._rows = rows
+        self._opened: dict[int, tuple[_Arriving, _Leaving]] = {}  # by layer
+
+    def require_new(self) -> None:
+        """Raise unless no call has passed states here.
+
+        Raises:
+            ValueError: One has.
+        """
+        if self._opened:
+            raise ValueError(
+                "past_key_values has read its piece of the row already; take a new one for every "
+                "call, of sequence_piece or sequence_cache"
+            )
+
+    def open_layer(self, index: int, device: torch.device) -> dict[str, Any]:
+        """Return where a layer's states come from and go to; the same when it runs again."""
+        if index not in self._opened:
+            if self._opened:
+                arriving, leaving = next(reversed(self._opened.values()))
+                leaving.close()
+                arriving.receive_all()
+            told = self._line, self._rows, device
+            self._opened[index] = _Arriving(*told), _Leaving(*told)
+        arriving, leaving = self._opened[index]
+        return {"initial": arriving, "final": leaving}
+
+    def close(self, hidden_states: Tensor) -> Tensor:
+        """Receive and send what is left; let gradients of what it returns go through the states.
+
+        A process whose tokens have no loss must run a backward pass, too, for those before it.
+        """
+        pairs = [*self._opened.values()]
+        pairs[-1][1].close()
+        ends = [end for arriving, _ in pairs for end in arriving.drain()]
+        ends += [end for _, leaving in pairs for end in leaving.ends]
+        if not torch.is_grad_enabled():
+            self._line.finish()  # no backward pass will wait for it
+        return cast(Tensor, _Tied.apply(hidden_states, *ends)) if ends else hidden_states
+
+    def final(self, index: int) -> dict[str, Tensor]:
+        """Return a layer's final states by name, cut from the graph; of a layer unopened, none."""
+        if index not in self._opened:
+            return {}
+        return {name: state.detach() for name, state in self._opened[index][1].items()}
+
+    def of_the_last(self, cache: RecurrentCache) -> tuple[list[dict[str, Tensor]], int]:
+        """Return, in every process, the states of the last one's cache, and the tokens of all."""
+        line, states = self._line, cache.get_states()
+        device = next(state.device for held in states for state in held.values())
+        shapes: list[Any] = [[{n: s.to("meta") for n, s in held.items()} for held in states]]
+        dist.broadcast_object_list(shapes, line.end, line.group)
+        seen = [0] * line.count
+        dist.all_gather_object(seen, cache.seen_tokens, line.group)
+        if not line.last:
+            states = [
+                {n: torch.empty_like(s, device=device) for n, s in held.items()}
+                for held in shapes[0]
+            ]
+        for held in states:
+            for name, state in held.items():
+                held[name] = state.contiguous()
+                dist.broadcast(held[name], line.end, line.group)
+        return states, sum(seen)
 
 
 class SequenceParallelCache(StateCache):
@@ -72,14 +148,11 @@ class SequenceParallelCache(StateCache):
         config: SSMConfig,
         group: dist.ProcessGroup | None = None,
         *,
-        rows: Rows | None = None,
+        rows: CutRows | None = None,
     ) -> None:
         require_passing(config)
         super().__init__(config)
-        self.rows = rows
-        self._line = _Line(group)
-        self._arriving: list[_Arriving] = []
-        self._leaving: list[_Leaving] = []
+        self._passing = StatePassing(group, rows)
 
     def check(self, config: PreTrainedConfig, batch_size: int, tokens: int = 0) -> None:
         """Check that the cache fits a model, and that it is new.
@@ -88,58 +161,41 @@ class SequenceParallelCache(StateCache):
             ValueError: It belongs to another model, or read a piece already.
         """
         super().check(config, batch_size, tokens)
-        if self._leaving:
-            raise ValueError(
-                "past_key_values has read its piece of the row already; make a new "
-                "SequenceParallelCache for every call"
-            )
+        self._passing.require_new()
 
     def open_layer(self, index: int, hidden_states: Tensor) -> dict[str, Any]:
         """Return where a layer's states come from and go to in a call."""
-        if self._leaving:
-            self._leaving[-1].close()
-            self._arriving[-1].receive_all()
-        device = hidden_states.device
-        self._arriving.append(_Arriving(self._line, self.rows, device))
-        self._leaving.append(_Leaving(self._line, self.rows, device))
-        return {"initial": self._arriving[-1], "final": self._leaving[-1]}
+        return self._passing.open_layer(index, hidden_states.device)
 
     def take(self, states: list[LayerState], hidden_states: Tensor) -> Tensor:
         """Take the states that a call left, and let gradients of what it returns go through them.
 
         A process whose tokens have no loss must run a backward pass, too, for those before it.
         """
-        self._leaving[-1].close()
-        ends = [end for arriving in self._arriving for end in arriving.drain()]
-        ends += [end for leaving in self._leaving for end in leaving.ends]
-        for layer, state in zip(self.layers, states, strict=True):
-            layer.states = {name: left.detach() for name, left in state.final.items()}
-        if not torch.is_grad_enabled():
-            self._line.finish()  # no backward pass will wait for it
-        return cast(Tensor, _Tied.apply(hidden_states, *ends)) if ends else hidden_states
+        hidden_states = self._passing.close(hidden_states)
+        for index, layer in enumerate(self.layers):
+            layer.states = self._passing.final(index)
+        return hidden_states
 
     def whole(self) -> StateCache:
         """Return, in every process, the state after the row; all must call this."""
-        line, device = self._line, next(iter(self.get_states()[0].values())).device
-        held: list[Any] = [[{n: s.to("meta") for n, s in x.items()} for x in self.get_states()]]
-        dist.broadcast_object_list(held, line.end, line.group)
-        seen = [0] * line.count
-        dist.all_gather_object(seen, self.seen_tokens, line.group)
         cache = StateCache(cast("SSMConfig", self.config))
-        mine = (
-            self.get_states()
-            if line.last
-            else [
-                {n: torch.empty_like(s, device=device) for n, s in states.items()}
-                for states in held[0]
-            ]
-        )
-        for states in mine:
-            for state in states.values():
-                dist.broadcast(state, line.end, line.group)
-        cache.set_states(mine)
-        cache.seen_tokens = sum(seen)
+        states, cache.seen_tokens = self._passing.of_the_last(self)
+        cache.set_states(states)
         return cache
+
+
+def require_shifted(labels: object, shift_labels: object) -> None:
+    """Raise unless a piece's loss is of targets that were shifted before the row was cut.
+
+    Raises:
+        ValueError: There are labels alone.
+    """
+    if labels is not None and shift_labels is None:
+        raise ValueError(
+            "labels of a piece of a row lack the token behind the piece; shift them before the row "
+            "is cut and pass shift_labels"
+        )
 
 
 def require_passing(config: SSMConfig) -> None:
@@ -166,7 +222,7 @@ def require_passing(config: SSMConfig) -> None:
         )
 
 
-def packed_piece(starts: Tensor, begin: int, end: int) -> tuple[Tensor, Rows]:
+def packed_piece(starts: Tensor, begin: int, end: int) -> tuple[Tensor, CutRows]:
     """Return one piece of rows of packed sequences: its boundaries, and who goes on.
 
     Args:
@@ -175,7 +231,7 @@ def packed_piece(starts: Tensor, begin: int, end: int) -> tuple[Tensor, Rows]:
         end: The column behind its last one.
 
     Returns:
-        ``cu_seqlens [S + 1]`` of the piece's ``B`` rows, laid end to end, and its :class:`Rows`.
+        ``cu_seqlens [S + 1]`` of the piece's ``B`` rows, laid end to end, and its :class:`CutRows`.
     """
     fresh = starts[:, begin:end]
     begins = fresh.clone()
@@ -185,11 +241,28 @@ def packed_piece(starts: Tensor, begin: int, end: int) -> tuple[Tensor, Rows]:
     ends = torch.arange(1, batch + 1, device=first.device) * width
     leaving = torch.searchsorted(first, ends) - 1
     cu_seqlens = torch.cat([first, ends[-1:]]).int()
-    return cu_seqlens, Rows(first // width, fresh.flatten()[first], leaving)
+    return cu_seqlens, CutRows(first // width, fresh.flatten()[first], leaving)
+
+
+def sequence_cache(
+    model: Any, group: dist.ProcessGroup | None = None, *, rows: CutRows | None = None
+) -> RecurrentCache:
+    """Return the ``past_key_values`` with which a model reads its piece of a row.
+
+    Args:
+        model: A language model of the zoo, or one of transformers after ``ssmzoo.accelerate``, as
+            it was before DDP or a compiler wrapped it.
+        group: The processes, in the order of the pieces; None: all of them.
+        rows: Where sequences are packed, which of them cross the cuts; None: each row is one.
+
+    Raises:
+        ValueError: Another model, or one whose state cannot be passed on.
+    """
+    return reader_of(model).sequence_cache(group, rows)
 
 
 def sequence_piece(
-    config: SSMConfig,
+    model: Any,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -197,11 +270,11 @@ def sequence_piece(
 ) -> dict[str, Any]:
     """Return the arguments with which this process's model reads its piece of a batch.
 
-    ``model(**sequence_piece(model.config, input_ids))`` returns logits of this process's tokens,
-    those from ``rank * L // R`` on.
+    ``model(**sequence_piece(model, input_ids))`` returns logits of this process's tokens, those
+    from ``rank * L // R`` on.
 
     Args:
-        config: The model's configuration.
+        model: As for :func:`sequence_cache`.
         input_ids: The whole batch ``[B, L]``, the same in every process.
         attention_mask: ``[B, L]``, 0 for padding.
         cu_seqlens: Boundaries of sequences packed into one row (B = 1), ``[S + 1]``.
@@ -209,7 +282,7 @@ def sequence_piece(
 
     Raises:
         ValueError: Fewer tokens a row than processes, boundaries of more than one row, or what
-            :class:`SequenceParallelCache` raises.
+            :func:`sequence_cache` raises.
     """
     rank, count = dist.get_rank(group), dist.get_world_size(group)
     batch, length = input_ids.shape
@@ -228,7 +301,7 @@ def sequence_piece(
         starts = torch.zeros_like(input_ids, dtype=torch.bool)
         starts[0, PackedRow.of(cu_seqlens, length, "model").offsets[:-1]] = True
         piece["cu_seqlens"], rows = packed_piece(starts, begin, end)
-    cache = SequenceParallelCache(config, group, rows=rows)
+    cache = sequence_cache(model, group, rows=rows)
     return {**piece, "past_key_values": cache, "use_cache": True}
 
 
@@ -355,7 +428,7 @@ def _read_header(header: Tensor) -> tuple[_Kind, torch.dtype, str, list[int]]:
 class _Arriving(Mapping[str, Tensor]):
     """A layer's initial states by name, each received when it is asked for."""
 
-    def __init__(self, line: _Line, rows: Rows | None, device: torch.device) -> None:
+    def __init__(self, line: _Line, rows: CutRows | None, device: torch.device) -> None:
         self._line, self._rows, self._device = line, rows, device
         self._found: dict[str, Tensor] = {}
         self._ended = line.first
@@ -408,7 +481,7 @@ class _Arriving(Mapping[str, Tensor]):
 class _Leaving(MutableMapping[str, Tensor]):
     """A layer's final states by name, each sent as it is put in."""
 
-    def __init__(self, line: _Line, rows: Rows | None, device: torch.device) -> None:
+    def __init__(self, line: _Line, rows: CutRows | None, device: torch.device) -> None:
         self._line, self._rows, self._device = line, rows, device
         self._states: dict[str, Tensor] = {}
         self.ends: list[Tensor] = []  # where gradients of what was sent come in

@@ -6,15 +6,20 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from ssmzoo.modeling.cache import RecurrentCache, own_fields
+from ssmzoo.modeling.sequence_parallel import CutRows, StatePassing
 
 _ATTENTION = ("keys", "values")
 # of a linear-attention layer, where it may have several: "conv_states.0", "conv_states.1"
 _RECURRENT = ("conv_states", "recurrent_states")
+# of a layer that has one of each
+CONV_STATE, SCAN_STATE = (f"{kind}.0" for kind in _RECURRENT)
 _PLACES = ("attention_mask", "position_ids")
 # of attention, of a mixer, of both, of neither; not of attention in a window, which drops tokens
 _KNOWN = ("DynamicLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer")
@@ -110,6 +115,50 @@ class StockCache(RecurrentCache):
         output = forward()
         self.advance(given[name].shape[1], recorded)
         return output
+
+
+class StockSequenceParallelCache(StockCache):
+    """What :class:`SequenceParallelCache` is, for an accelerated model.
+
+    Its mixers' functions take their states from it, and leave them here, as in a call without a
+    cache; transformers' code does not see it.
+
+    Args:
+        config: The configuration of the model it will serve.
+        group: The processes, in the order of the pieces; None: all of them.
+        rows: Where sequences are packed, which of them cross the cuts; None: each row is one.
+    """
+
+    def __init__(
+        self, config: PreTrainedConfig, group: dist.ProcessGroup | None, rows: CutRows | None
+    ) -> None:
+        super().__init__(config)
+        self.passing = StatePassing(group, rows)
+
+    def check(self, config: PreTrainedConfig, batch_size: int, tokens: int = 0) -> None:
+        """Check that the cache fits a model, and that it is new.
+
+        Raises:
+            ValueError: It belongs to another model, or read a piece already.
+        """
+        super().check(config, batch_size, tokens)
+        self.passing.require_new()
+
+    def take(self, tokens: int) -> None:
+        """Take the states that a call of so many tokens a row left."""
+        states = [self.passing.final(index) for index in range(len(self.layers))]
+        for held in states:
+            if CONV_STATE in held:  # [B, K - 1, D], which transformers keeps as [B, D, K]
+                held[CONV_STATE] = F.pad(held[CONV_STATE].transpose(1, 2), (1, 0))
+        self.set_states(states)
+        self.advance(tokens, None)
+
+    def whole(self) -> StockCache:
+        """Return, in every process, the state after the row; all must call this."""
+        cache = StockCache(self.config)
+        states, cache.seen_tokens = self.passing.of_the_last(self)
+        cache.set_states(states)
+        return cache
 
 
 def states_of(layer: Any) -> dict[str, Tensor]:

@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ssmzoo.modeling.cache import LayerState
 from ssmzoo.modeling.packing import PackedRow
+from ssmzoo.modeling.sequence_parallel import StatePassing
 
 
 class Call(threading.local):
@@ -17,6 +19,8 @@ class Call(threading.local):
 
     Attributes:
         packing: Where packed sequences lie; None: every row is one sequence.
+        passing: What passes states from process to process; None: nothing does.
+        layer: The states of the mixer that runs, where they are passed.
         states: What the next selective scans start from, ``[B, D, N]`` each; none: zeros.
         fused: Whether a function may read the weights of the mixer's projections.
         dt_limit: The least and greatest step size of a Mamba2 mixer.
@@ -24,6 +28,8 @@ class Call(threading.local):
     """
 
     packing: PackedRow | None = None
+    passing: StatePassing | None = None
+    layer: LayerState | None = None
     states: tuple[Tensor, ...] = ()
     fused: bool = False
     dt_limit: tuple[float, float] | None = None
@@ -34,10 +40,11 @@ call = Call()
 
 
 @contextlib.contextmanager
-def packed(packing: PackedRow | None) -> Iterator[None]:
-    """Let mixers inside the block keep these packed sequences apart."""
-    before, call.packing = call.packing, packing
+def told_of(packing: PackedRow | None, passing: StatePassing | None) -> Iterator[None]:
+    """Let mixers inside the block keep these packed sequences apart, and pass their states so."""
+    before = call.packing, call.passing
+    call.packing, call.passing = packing, passing
     try:
         yield
     finally:
-        call.packing = before
+        call.packing, call.passing = before

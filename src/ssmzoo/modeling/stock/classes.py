@@ -14,16 +14,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import ModelOutput
 
 from ssmzoo.modeling import decoding
+from ssmzoo.modeling.cache import LayerState, refuse_reentrant_checkpointing
 from ssmzoo.modeling.layers import Linear
+from ssmzoo.modeling.sequence_parallel import CutRows, require_shifted
 from ssmzoo.modeling.stock import steps
-from ssmzoo.modeling.stock.cache import StockCache
-from ssmzoo.modeling.stock.calls import call, packed
+from ssmzoo.modeling.stock.cache import StockCache, StockSequenceParallelCache
+from ssmzoo.modeling.stock.calls import call, told_of
 from ssmzoo.modeling.stock.dynamics import dynamics
 from ssmzoo.modeling.stock.functions import FUNCTIONS
 from ssmzoo.modeling.stock.generation import overrides
@@ -199,6 +202,7 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
         elif fuses:
             call.fused = (
                 cache_params is None
+                and call.passing is None  # whose states the fused function does not take
                 and attention_mask is None  # which the fused function does not take
                 and self.activation in ("silu", "swish")
                 and type(self.conv1d) is nn.Conv1d
@@ -208,6 +212,13 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
                     for layer in (self.x_proj, self.dt_proj, self.out_proj)
                 )
             )
+        if call.passing is not None:
+            opened = call.passing.open_layer(self.layer_idx, hidden_states.device)
+            call.layer = LayerState(keep=True, **opened)
+            try:
+                return run(self, hidden_states, None, attention_mask, **kwargs)
+            finally:
+                call.layer = None
         if not continues or cache_params is None or length == 1:
             return run(self, hidden_states, cache_params, attention_mask, **kwargs)
         layer = cache_params.layers[self.layer_idx]
@@ -339,15 +350,16 @@ def _block(stock: type[nn.Module]) -> dict[str, Any]:
     stock_forward: Any = stock.forward
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if call.packing is not None:  # for when checkpointing calls the forward again, alone
-            kwargs["packing_of_call"] = call.packing
+        now = call.packing, call.passing
+        if now != (None, None):  # for when checkpointing calls the forward again, alone
+            kwargs["told_by_call"] = now
         return nn.Module.__call__(self, *args, **kwargs)
 
     @functools.wraps(stock_forward)
-    def forward(self: Any, *args: Any, packing_of_call: Any = None, **kwargs: Any) -> Any:
-        if packing_of_call is None:
+    def forward(self: Any, *args: Any, told_by_call: Any = None, **kwargs: Any) -> Any:
+        if told_by_call is None:
             return stock_forward(self, *args, **kwargs)
-        with packed(packing_of_call):
+        with told_of(*told_by_call):
             return stock_forward(self, *args, **kwargs)
 
     return {"__call__": __call__, "forward": forward}
@@ -360,6 +372,16 @@ def _model(stock: type[nn.Module]) -> dict[str, Any]:
     used = inspect.unwrap(stock_forward).__code__.co_names
     forgets = "position_ids" in names and "arange" in used and "get_seq_length" not in used
     name_of_cache = "past_key_values" if "past_key_values" in names else "cache_params"
+
+    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = stock_forward(self, *args, **kwargs)
+        if call.passing is None or reader(self) is not self:
+            return output
+        hidden_states = call.passing.close(output[0])
+        if isinstance(output, tuple):
+            return hidden_states, *output[1:]
+        output.last_hidden_state = hidden_states
+        return output
 
     @functools.wraps(stock_forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -376,20 +398,73 @@ def _model(stock: type[nn.Module]) -> dict[str, Any]:
                 )
             kwargs = {**kwargs, name_of_cache: kwargs["past_key_values"]}
             del kwargs["past_key_values"]
+        cache = kwargs.get(name_of_cache, given.get(name_of_cache))
+        if isinstance(cache, StockSequenceParallelCache):
+            given |= {**kwargs, name_of_cache: None, "use_cache": False}
+            tokens = _check_piece(self, cache, given)
+            with told_of(None, cache.passing):
+                output = forward(self, **given)
+            cache.take(tokens)
+            if isinstance(output, ModelOutput):
+                output["past_key_values"] = cache
+            return output
         packing, kwargs = enter(self, given, kwargs)
         if packing is not None:
-            with packed(packing):
-                return stock_forward(self, **kwargs)
-        cache = kwargs.get(name_of_cache, given.get(name_of_cache))
+            with told_of(packing, call.passing):
+                return read(self, **kwargs)
         if isinstance(cache, StockCache) and reader(self) is self:
             passed = functools.partial(stock_forward, self, *args, **kwargs)
             output = cache.run(self, passed, {**given, **kwargs})
         else:
-            output = stock_forward(self, *args, **kwargs)
+            output = read(self, *args, **kwargs)
         if renamed and isinstance(output, ModelOutput) and name_of_cache in output:
             output["past_key_values"] = output[name_of_cache]
         return output
 
     body = {"forward": forward, "cache_class": StockCache, "prompt_reader": property(reader)}
+    body["sequence_cache"] = _sequence_cache
     body["counts_positions"] = "position_ids" in names
     return body | (overrides(stock) if issubclass(stock, GenerationMixin) else {})
+
+
+def _sequence_cache(
+    self: Any, group: dist.ProcessGroup | None, rows: CutRows | None
+) -> StockSequenceParallelCache:
+    """See :func:`ssmzoo.modeling.sequence_cache`."""
+    name, mixers = type(self).__name__, 0
+    for path, module in self.named_modules():
+        if isinstance(module, Accelerated):
+            mixers += bool(functions_of(module.stock_class))
+        elif functions_of(type(module)):
+            raise ValueError(
+                "sequence parallelism passes states of layers on ssmzoo's kernels, and "
+                f"{path} of {name} stays stock: {unknown(type(module))}"
+            )
+    layers = DynamicCache(config=self.config.get_text_config(decoder=True)).layers
+    kinds = [type(layer).__name__ for layer in layers if type(layer).__name__ != "DummyLayer"]
+    if kinds != ["LinearAttentionLayer"] * mixers:
+        strange = sorted({*kinds} - {"LinearAttentionLayer"}) or ["LinearAttentionLayer"]
+        raise ValueError(
+            f"sequence parallelism passes states of a fixed size, and {name} has layers besides "
+            f"the {mixers} on ssmzoo's kernels that attend to tokens (their caches are "
+            f"{', '.join(strange)}); take a model without such layers"
+        )
+    return StockSequenceParallelCache(self.config, group, rows)
+
+
+def _check_piece(model: Any, cache: StockSequenceParallelCache, given: dict[str, Any]) -> int:
+    """Return how many tokens a row a call reads as its piece, or raise what it cannot."""
+    config: Any = reader(model).config
+    routes = given.get("output_router_logits")
+    if getattr(config, "output_router_logits", False) if routes is None else routes:
+        raise ValueError(
+            "output_router_logits must be False where a row lies on several processes: the loss "
+            "that balances experts is of all tokens"
+        )
+    require_shifted(given.get("labels"), given.get("shift_labels"))
+    if model.training and torch.is_grad_enabled():
+        refuse_reentrant_checkpointing(model.modules())
+    ids = given.get("input_ids")
+    batch, tokens = (given["inputs_embeds"] if ids is None else ids).shape[:2]
+    cache.check(config, batch)
+    return tokens

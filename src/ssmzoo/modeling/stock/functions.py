@@ -10,13 +10,24 @@ from typing import Any
 from torch import Tensor
 from transformers.activations import ACT2FN
 
+from ssmzoo.modeling.stock.cache import CONV_STATE, SCAN_STATE
 from ssmzoo.modeling.stock.calls import call
 from ssmzoo.modeling.stock.dynamics import noted
 from ssmzoo_kernels import layers
 
+# by function that keeps a state: the state's name in a cache, the argument that it begins with, and
+# the one that asks for the final one
+_STATES = {
+    "causal_conv1d_fn": (CONV_STATE, "initial_state", "return_final_state"),
+    "mamba_selective_scan": (SCAN_STATE, "initial_state", "return_last_state"),
+    "mamba2_chunk_scan": (SCAN_STATE, "initial_states", "return_final_states"),
+    "torch_chunk_gated_delta_rule": (SCAN_STATE, "initial_state", "output_final_state"),
+}
+
 
 def _told(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that knows the call's packed sequences, as this library found them."""
+    """Return a function that knows the call: its packed sequences, and the states it passes on."""
+    state, initial, wanted = _STATES.get(function.__name__, ("", "", ""))
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -24,7 +35,13 @@ def _told(function: Callable[..., Any]) -> Callable[..., Any]:
         kwargs["cu_seq_lens_q"] = None
         if call.seen is not None:
             noted(function, args, kwargs)
-        return function(*args, **kwargs)
+        if call.layer is None or not state:
+            return function(*args, **kwargs)
+        kwargs |= {initial: call.layer.get(state), wanted: True}
+        out, final = function(*args, **kwargs)
+        call.layer.put(state, final)
+        # the delta rule returns a state, wanted or not
+        return (out, final) if wanted == "output_final_state" else out
 
     return run
 
