@@ -389,7 +389,8 @@ def test_each_process_has_its_own_dropout(together):
 # -- a process that ends ---------------------------------------------------------------------
 
 DIE = """
-import os, signal, sys
+import os, signal, sys, time
+from pathlib import Path
 from ssmzoo.cli.main import main
 from ssmzoo.training.folder import RunFolder
 from ssmzoo.training.objectives import CausalLM
@@ -399,8 +400,10 @@ loss_of, calls = CausalLM.loss_of, []
 def die(goal, *given):
     loss = loss_of(goal, *given)
     calls.append(1)
-    # between the two micro-batches of step 7, after the checkpoint of step 4
+    # between the two micro-batches of step 7, when the checkpoint of step 4 is written
     if len(calls) == 14 and os.environ["RANK"] == "1":
+        while not Path(sys.argv[-1], "checkpoints/step-00000004").exists():
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     return loss
 

@@ -264,6 +264,8 @@ class TrainSection(Section):
             way on one device and on many.
         seq_len: Tokens a row. Absent with a supervised task, which knows its lengths.
         segments: Read a row in segments, for rows longer than memory.
+        sequence_parallel: How many processes read a row together, each a piece of it; they divide
+            ``seq_len`` and the number of processes.
         accumulate: Into how many micro-batches each process cuts its share of a step.
         lr: Peak learning rate.
         schedule: After the warm-up the rates fall along a ``cosine``, stay ``constant``, fall at
@@ -295,6 +297,7 @@ class TrainSection(Section):
     batch_size: Count
     seq_len: Annotated[int, BeforeValidator(_whole), Field(ge=2)] | None = None
     segments: SegmentsSection | None = None
+    sequence_parallel: Count = 1
     accumulate: Count = 1
     lr: Annotated[float, Field(gt=0)]
     schedule: Literal["cosine", "plateau", "drop", "constant"] = "cosine"
@@ -459,6 +462,8 @@ class Recipe(Section):
             _require_task(task)
         if self.train.segments is not None:
             self._segments_fit(self.train.segments)
+        if self.train.sequence_parallel > 1:
+            self._pieces_fit(self.train.sequence_parallel)
         if self.supervised:
             if self.train.tokens is not None:
                 raise ValueError(
@@ -486,6 +491,19 @@ class Recipe(Section):
             raise ValueError(
                 "train.segments.carry needs documents that are all at hand: no data.streaming, no "
                 "data.task"
+            )
+
+    def _pieces_fit(self, pieces: int) -> None:
+        length = self.train.seq_len
+        if length is None:
+            raise ValueError("train.sequence_parallel needs rows of train.seq_len tokens")
+        if length % pieces:
+            raise ValueError(
+                f"train.sequence_parallel must divide train.seq_len = {length}, got {pieces}"
+            )
+        if self.train.segments is not None:
+            raise ValueError(
+                "train.sequence_parallel and train.segments both cut a row; give one of them"
             )
 
     def _rows_fit(self, task: str | None) -> None:

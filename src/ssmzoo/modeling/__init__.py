@@ -41,7 +41,12 @@ from ssmzoo.modeling.norms import BatchNorm, LayerNorm, RMSNorm
 from ssmzoo.modeling.packing import AlignedRows, PackedRow, flip, right_aligned, token_positions
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel, check_weights
 from ssmzoo.modeling.prompt import PromptState, load_state, prefill
-from ssmzoo.modeling.sequence_parallel import packed_piece, sequence_cache, sequence_piece
+from ssmzoo.modeling.sequence_parallel import (
+    CutRows,
+    packed_piece,
+    sequence_cache,
+    sequence_piece,
+)
 from ssmzoo.modeling.static_cache import StaticStateCache
 
 __all__ = [
@@ -49,6 +54,7 @@ __all__ = [
     "AlignedRows",
     "BatchNorm",
     "CausalConv1d",
+    "CutRows",
     "DerivedValue",
     "Dropout",
     "Dynamics",

@@ -58,16 +58,34 @@ class Processes:
         request: Whether this process was told to stop.
         rank: This process's number.
         count: How many there are.
+        pieces: How many of them read a row together, each a piece of it.
+        reader: The number of the rows' readers that this process is of.
+        readers: How many of them there are.
+        row: The group that reads a row together; None: each process reads rows of its own.
         main: Whether this is the first one, which alone writes.
         group: The group in which the others wait for the first one; None if there are no others.
         ready: Whether the run is set up. Before that nothing can be lost by stopping.
     """
 
-    def __init__(self, accelerator: Accelerator, request: StopRequest) -> None:
+    def __init__(self, accelerator: Accelerator, request: StopRequest, pieces: int = 1) -> None:
         import torch
 
-        self.accelerator, self.request = accelerator, request
+        self.accelerator, self.request, self.pieces = accelerator, request, pieces
         self.rank, self.count = accelerator.process_index, accelerator.num_processes
+        if self.count % pieces:
+            raise ValueError(
+                f"train.sequence_parallel must divide the number of processes, {self.count}, got "
+                f"{pieces}; start another number with torchrun"
+            )
+        self.reader, self.readers = self.rank // pieces, self.count // pieces
+        self.row: Any = None
+        if pieces > 1:
+            mesh = torch.distributed.init_device_mesh(
+                accelerator.device.type,
+                (self.readers, pieces),
+                mesh_dim_names=("data", "sequence"),
+            )
+            self.row = mesh["sequence"].get_group()
         self.main, self.ready = accelerator.is_main_process, False
         self.group: Any = None
         if self.count > 1:

@@ -31,7 +31,8 @@ _DRAW_SECONDS = 30  # at least, between two pictures of one run
 _PACKAGES = ("ssmzoo", "torch", "transformers", "accelerate", "datasets", "numpy")
 _MAY_CHANGE = {
     *("train.steps", "train.tokens", "train.epochs", "train.stop_at"),
-    *("train.accumulate", "train.gradient_checkpointing", "data.workers"),
+    *("train.accumulate", "train.gradient_checkpointing", "train.sequence_parallel"),
+    "data.workers",
 }
 # paths may change: what lies there is compared by name and digest when the data is opened
 _PLACES = {

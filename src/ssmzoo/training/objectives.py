@@ -88,6 +88,11 @@ class Objective(ABC):
     def targets(self, part: Any) -> int:
         """Return what the loss of this part is a mean over."""
 
+    def judged(self, forward: Callable[..., Any], part: Any) -> torch.Tensor:
+        """Return :meth:`measure` of a part, on which ``forward`` runs the model that is judged."""
+        batch = self.batch(part)
+        return self.measure(forward(batch), batch, part)
+
     @abstractmethod
     def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Any) -> torch.Tensor:
         """Return what adds up over batches and processes: loss, the metric's sum, targets."""

@@ -58,7 +58,8 @@ def train(
         resume: Resume from the folder's newest checkpoint, or start if the folder is empty. Of
             ``model``, ``data`` and ``train`` only these may differ from the recipe that the run
             began with: ``train.steps``, ``train.tokens``, ``train.epochs``, ``train.stop_at``,
-            ``train.accumulate``, ``train.gradient_checkpointing``, ``data.workers``, and where the
+            ``train.accumulate``, ``train.gradient_checkpointing``,
+            ``train.sequence_parallel``, ``data.workers``, and where the
             data lies. What differs is listed in ``run.json`` under ``changes``.
         overrides: ``section.field=value``; they win over the recipe.
         stock: Leave transformers' recurrent models as they are, without our kernels. What is saved
@@ -162,7 +163,7 @@ def _memory_message(
         return text
     saved = checkpoints(folder / "checkpoints")
     kept = f"the checkpoint of step {step_of(saved[-1])} is intact; " if saved else ""
-    parts = 1 if run is None else run.processes.count
+    parts = 1 if run is None else run.processes.readers
     share = options.batch_size // parts
     fewer = range(options.accumulate + 1, share + 1)
     accumulate = next((n for n in fewer if share % n == 0), None)

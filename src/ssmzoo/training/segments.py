@@ -1,5 +1,6 @@
-"""Long rows in segments: the state is carried from one to the next (backpropagation through time).
+"""Long rows in pieces: segments one after the other, or pieces on several processes at once.
 
+The state is carried from one segment to the next (backpropagation through time).
 A row of ``seq_len`` tokens is read in ``count`` segments. With ``gradients="keep"`` one backward
 pass goes through all of them and gives the unsplit row's gradients; with ``"cut"`` every segment
 has its own, which holds one segment's activations at a time. With ``carry`` a row begins with the
@@ -49,28 +50,8 @@ class SegmentedLM(CausalLM):
 
     def pieces(self, part: Rows) -> list[list[dict[str, torch.Tensor]]]:
         """Return the segments of some rows: all in one piece, or each in its own."""
-        import torch
-
-        rows, length = part.input_ids.shape
-        targets = np.full_like(part.labels, IGNORED)
-        targets[:, :-1] = part.labels[:, 1:]
-        segments = []
-        for columns in np.split(np.arange(length), self._segments.count):
-            fresh = part.starts[:, columns]
-            begins = fresh.copy()
-            begins[:, 0] = True
-            first = np.flatnonzero(begins)
-            arrays = {
-                "input_ids": part.input_ids[:, columns].reshape(1, -1),
-                "targets": targets[:, columns].reshape(-1),
-                "cu_seqlens": np.array([*first, begins.size], np.int32),
-                "row": first // len(columns),
-                "fresh": fresh.reshape(-1)[first],
-                "last": np.searchsorted(first, np.arange(1, rows + 1) * len(columns)) - 1,
-            }
-            segments.append(
-                {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in arrays.items()}
-            )
+        width = part.input_ids.shape[1] // self._segments.count
+        segments = [columns_of(part, i * width, width) for i in range(self._segments.count)]
         return [segments] if self._segments.gradients == "keep" else [[s] for s in segments]
 
     def loss_of(
@@ -81,8 +62,6 @@ class SegmentedLM(CausalLM):
         targets: int,
     ) -> torch.Tensor:
         """Return a piece's share of the mean over its part's ``targets``."""
-        from torch.nn.functional import cross_entropy
-
         total: Any = 0.0
         for segment in piece:
             state = self._state(part, segment)
@@ -92,12 +71,8 @@ class SegmentedLM(CausalLM):
                 use_cache=True,
             )
             self._carried[part] = output.past_key_values
-            self._carried[part].batch_select_indices(segment["last"])
-            logits = output.logits[0]
-            wanted = segment["targets"].to(logits.device)
-            total = total + cross_entropy(
-                logits.float(), wanted, ignore_index=IGNORED, reduction="sum"
-            )
+            self._carried[part].batch_select_indices(segment["leaving"])
+            total = total + _loss(output, segment)
         # a step that follows may begin where this one ends, but without its graph
         self._carried[part].detach()
         return total / targets
@@ -109,7 +84,7 @@ class SegmentedLM(CausalLM):
         carried = self._carried.get(part)
         if carried is None:
             return StateCache(self._config)
-        carried.batch_select_indices(segment["row"])
+        carried.batch_select_indices(segment["entering"])
         carried.reset_rows(segment["fresh"])
         return carried
 
@@ -132,6 +107,95 @@ class SegmentedLM(CausalLM):
             part, index, name = key.split(".", 2)
             cache = self._carried.setdefault(int(part), StateCache(self._config))
             cache.layers[int(index)].states[name] = state.to(device)
+
+
+class SequenceParallelLM(CausalLM):
+    """Predict the next token in rows of which this process reads a piece, others the rest.
+
+    Args:
+        model: A language model of the zoo, or one of transformers on our kernels.
+        group: The processes that read a row together, in the order of its pieces.
+        packs: As :class:`CausalLM`.
+
+    Raises:
+        ValueError: A model whose states cannot be passed from process to process.
+    """
+
+    def __init__(self, model: Any, group: Any, *, packs: bool) -> None:
+        import torch.distributed as dist
+
+        from ssmzoo.modeling import sequence_cache
+
+        super().__init__(model, packs=packs)
+        sequence_cache(model, group)  # fails where it cannot
+        self._model, self._group = model, group
+        self._place, self._count = dist.get_rank(group), dist.get_world_size(group)
+
+    def targets(self, part: Rows) -> int:
+        """Return how many tokens are predicted in this process's piece, where it may be none."""
+        super().targets(part)
+        return int((self._piece(part)["targets"] != IGNORED).sum())
+
+    def pieces(self, part: Rows) -> list[dict[str, torch.Tensor]]:
+        """Return this process's columns of some rows."""
+        return [self._piece(part)]
+
+    def loss_of(
+        self, forward: Callable[..., Any], piece: dict[str, torch.Tensor], part: int, targets: int
+    ) -> torch.Tensor:
+        """Return the mean over the piece's ``targets``, 0 where there are none."""
+        return _loss(self._read(forward, piece), piece) / max(1, targets)
+
+    def judged(self, forward: Callable[..., Any], part: Rows) -> torch.Tensor:
+        """Return what a validation adds up, of this process's piece: loss, hits, targets."""
+        piece = self._piece(part)
+        output = self._read(forward, piece)
+        logits = output.logits[0]
+        wanted = piece["targets"].to(logits.device)
+        sums = self.zeros(logits.device)
+        sums[0], sums[1] = _loss(output, piece), (logits.argmax(-1) == wanted).sum()
+        sums[2] = (wanted != IGNORED).sum()
+        return sums
+
+    def _piece(self, part: Rows) -> dict[str, torch.Tensor]:
+        width = part.input_ids.shape[1] // self._count
+        return columns_of(part, self._place * width, width)
+
+    def _read(self, forward: Callable[..., Any], piece: dict[str, torch.Tensor]) -> Any:
+        from ssmzoo.modeling import CutRows, sequence_cache
+
+        device = self._model.device
+        rows = CutRows(*(piece[name].to(device) for name in CutRows._fields))
+        cache = sequence_cache(self._model, self._group, rows=rows)
+        batch = {name: piece[name] for name in ("input_ids", "cu_seqlens")}
+        return forward(batch, past_key_values=cache, use_cache=True)
+
+
+def columns_of(part: Rows, begin: int, width: int) -> dict[str, torch.Tensor]:
+    """Return some columns of rows, end to end: tokens, targets, boundaries, and who goes on."""
+    import torch
+
+    from ssmzoo.modeling import packed_piece
+
+    columns = slice(begin, begin + width)
+    targets = np.full_like(part.labels, IGNORED)
+    targets[:, :-1] = part.labels[:, 1:]
+    cu_seqlens, rows = packed_piece(torch.from_numpy(part.starts), begin, begin + width)
+    return {
+        "input_ids": torch.from_numpy(part.input_ids[:, columns].reshape(1, -1)),
+        "targets": torch.from_numpy(targets[:, columns].reshape(-1)),
+        "cu_seqlens": cu_seqlens,
+        **rows._asdict(),
+    }
+
+
+def _loss(output: Any, piece: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the sum of a piece's losses, in float32."""
+    from torch.nn.functional import cross_entropy
+
+    logits = output.logits[0]
+    wanted = piece["targets"].to(logits.device)
+    return cross_entropy(logits.float(), wanted, ignore_index=IGNORED, reduction="sum")
 
 
 def share_of_carried(
@@ -161,4 +225,4 @@ def share_of_carried(
     return share
 
 
-__all__ = ["SegmentedLM", "share_of_carried"]
+__all__ = ["SegmentedLM", "SequenceParallelLM", "share_of_carried"]

@@ -19,7 +19,7 @@ from ssmzoo.training.metrics import read_gauges
 from ssmzoo.training.model import build_model, load_for_task
 from ssmzoo.training.objectives import CausalLM, Objective, labelled
 from ssmzoo.training.optimizer import Plan, Schedule, make_optimizer
-from ssmzoo.training.segments import SegmentedLM
+from ssmzoo.training.segments import SegmentedLM, SequenceParallelLM
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,10 @@ class Learner:
         from ssmzoo.modeling.stock import accelerated, choose_kernels
 
         self.processes, self.task, options = processes, task, recipe.train
-        self.micro_batch, self.accumulate = options.micro_batch(processes.count), options.accumulate
+        self.micro_batch, self.accumulate = (
+            options.micro_batch(processes.readers),
+            options.accumulate,
+        )
         seed_all(options.seed)
         if checkpoint is None:
             model = build_model(recipe.model, config, task)
@@ -91,7 +94,7 @@ class Learner:
         model.train()
         if options.gradient_checkpointing:
             enable_gradient_checkpointing(model)
-        self.objective = _objective(model, recipe, task)
+        self.objective = _objective(model, recipe, task, processes.row)
         beta1, beta2 = options.betas
         optimizer = make_optimizer(
             model,
@@ -125,7 +128,12 @@ class Learner:
         pieces = [self.objective.pieces(part) for part in parts]
         if self._accelerator.device.type == "cuda":
             pieces = _pinned(pieces)
-        return Step(pieces, targets, sum(part.tokens for part in parts), source.position())
+        return Step(
+            pieces,
+            targets,
+            sum(part.tokens for part in parts) // self.processes.pieces,
+            source.position(),
+        )
 
     def take(self, step: Step, total: torch.Tensor | int) -> None:
         """Take a step: forward, backward, clip, update, project.
@@ -191,10 +199,14 @@ class Learner:
             return model(**moved, **{**self.objective.options, **options})
 
 
-def _objective(model: PreTrainedModel, recipe: Recipe, task: Supervised | None) -> Objective:
+def _objective(
+    model: PreTrainedModel, recipe: Recipe, task: Supervised | None, row: Any
+) -> Objective:
     packs, segments, stop = recipe.data.task is None, recipe.train.segments, recipe.train.stop_at
     if segments is not None:
         objective = SegmentedLM(model, segments, packs=packs)
+    elif row is not None:
+        objective = SequenceParallelLM(model, row, packs=packs)
     elif task is None:
         objective = CausalLM(model, packs=packs)
     else:

@@ -69,9 +69,9 @@ class Run:
         stock: bool = False,
     ) -> None:
         self.recipe, self.folder, self.finished = recipe, folder, False
-        processes = self.processes = Processes(accelerator, request)
+        processes = self.processes = Processes(accelerator, request, recipe.train.sequence_parallel)
         processes.require_same(recipe)
-        recipe.train.micro_batch(processes.count)  # fails where it is no whole number
+        recipe.train.micro_batch(processes.readers)  # fails where it is no whole number
         checkpoint = processes.on_main(lambda: folder.starting_point(recipe, resume=resume))
         processes.require_shared(folder.path)
         done = 0 if checkpoint is None else step_of(checkpoint)
@@ -79,7 +79,8 @@ class Run:
         source = self.source = processes.main_first(lambda: data_source(recipe))
         self.config = build_config(recipe.model, source.tokenizer, source.task)
         manifest = processes.on_main(lambda: source.prepare(folder.cache, folder.manifest()))
-        self.data = source.open(folder.cache, manifest, rank=processes.rank, world=processes.count)
+        share = {"rank": processes.reader, "world": processes.readers}
+        self.data = source.open(folder.cache, manifest, **share)
         self.plan = Plan.of(recipe, self.data.epoch_rows)
         require_ahead(recipe, self.plan.total, done)
         self.progress = Progress()
@@ -111,6 +112,7 @@ class Run:
             "hardware": hardware(accelerator.device),
             "environment": environment(),
             "processes": self.processes.count,
+            **({"sequence_parallel": self.processes.pieces} if self.processes.row else {}),
             "dtype": "bfloat16" if accelerator.mixed_precision == "bf16" else "float32",
         }
 

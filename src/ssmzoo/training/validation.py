@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -39,8 +40,7 @@ def measure_held_out(
     judged.eval()
     with torch.no_grad():
         for part in parts:
-            batch = objective.batch(part)
-            sums += objective.measure(learner.forward(judged, batch), batch, part)
+            sums += objective.judged(partial(learner.forward, judged), part)
             processes.stop_if_told()
     learner.model.train()
     return objective.metrics(processes.sum(sums))
