@@ -341,6 +341,18 @@ class _LooksAhead(FAMILY.config_class):
         return False
 
 
+@pytest.mark.parametrize("kind", ["token_classification", "pair_classification"])
+def test_heads_without_a_cache_take_use_cache_false_and_refuse_true(kind):
+    family = load_family("s4")
+    model = getattr(family, f"{kind}_class")(family.config_class(**family.tiny)).eval()
+    ids = {"input_ids": torch.tensor([[3, 4]])}
+    if kind == "pair_classification":
+        ids["pair_input_ids"] = torch.tensor([[5, 6]])
+    assert model(**ids, use_cache=False).logits.equal(model(**ids).logits)
+    with pytest.raises(ValueError, match="use_cache must be None or False, got True"):
+        model(**ids, use_cache=True)
+
+
 def test_a_bidirectional_model_has_no_cache_and_generates_nothing():
     config = _LooksAhead(**FAMILY.tiny)
     model = FAMILY.model_class(config)

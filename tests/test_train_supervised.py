@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 import json
 import re
@@ -783,6 +784,18 @@ def test_a_presets_other_vocabulary_is_replaced_and_reported(caplog):
     config = build_config(section, None, odd("train", 0))
     assert config.vocab_size == 8
     assert "longhorn-125m has vocab_size = 50304; the task needs and gets 8" in caplog.text
+
+
+def test_the_names_of_classes_are_the_tasks_unless_the_recipe_has_its_own():
+    task = dataclasses.replace(odd("train", 0), label_names=("even", "odd"))
+    section = recipe(model={"family": "longhorn", "preset": "longhorn-125m"}).model
+    config = build_config(section, None, task)
+    assert config.id2label == {0: "even", 1: "odd"}
+    assert config.label2id == {"even": 0, "odd": 1}
+    own = {"id2label": {0: "no", 1: "yes"}, "label2id": {"no": 0, "yes": 1}}
+    section.config.update(own)
+    config = build_config(section, None, task)
+    assert {"id2label": config.id2label, "label2id": config.label2id} == own
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,8 @@ def test_cifar10_is_grey_pixels_row_by_row_standardised(cifar10):
     task = load_task("cifar10", "test", 0, data=folder)
     assert (task.kind, task.objective) == ("values", "classification")
     assert (task.num_labels, task.input_channels) == (10, 1)
+    assert task.label_names is not None
+    assert (task.label_names[0], task.label_names[9]) == ("airplane", "truck")
     batch = task.batch(range(4))
     grey = pixels["test"].astype(float) @ [0.299, 0.587, 0.114]
     exact = (grey.reshape(4, 1024) - 122.6) / 61

@@ -177,6 +177,7 @@ class SSMForTokenClassification(_LinearClassifier):
             ``loss`` (mean cross-entropy in nats, or mean squared error) and
             ``logits [B, L, num_labels]``.
         """
+        _refuse_cache(kwargs)
         if return_dict is None:
             return_dict = self.config.return_dict
         packing = self.model.find_packing(
@@ -355,6 +356,7 @@ class SSMForPairClassification(SSMPreTrainedModel):
         Returns:
             ``loss`` and ``logits [B, num_labels]``.
         """
+        _refuse_cache(kwargs)
         if return_dict is None:
             return_dict = self.config.return_dict
         name = "input_ids" if input_values is None else "input_values"
@@ -391,6 +393,15 @@ class SSMForPairClassification(SSMPreTrainedModel):
             loss = _loss_of_classes(self, logits, labels)
         output = SequenceClassifierOutput(loss=loss, logits=logits)
         return output if return_dict else output.to_tuple()
+
+
+def _refuse_cache(kwargs: dict[str, Any]) -> None:
+    """Take ``use_cache`` out of what the backbone gets; these heads read whole sequences."""
+    if kwargs.pop("use_cache", None):
+        raise ValueError(
+            "use_cache must be None or False, got True: classifiers of tokens and of pairs read "
+            "whole sequences and return no cache"
+        )
 
 
 def _loss_of_classes(model: Any, logits: Tensor, labels: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from ssmzoo.tasks.data_sets import grey_images, open_split
 from ssmzoo.tasks.supervised import Supervised, require_split, value_rows
 
 _SPLIT_SEED = 42
+_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
 def load_cifar10(split: str, seed: int, *, data: str = "uoft-cs/cifar10") -> Supervised:
@@ -34,4 +35,4 @@ def load_cifar10(split: str, seed: int, *, data: str = "uoft-cs/cifar10") -> Sup
         rows = rows.select((order[:kept] if split == "train" else order[kept:]).tolist())
     pixels, labels = grey_images(data, rows, "img", 32)
     pixels = pixels.reshape(len(pixels), -1)
-    return value_rows(pixels, labels, shift=122.6, scale=61.0, num_labels=10)
+    return value_rows(pixels, labels, shift=122.6, scale=61.0, label_names=_NAMES)

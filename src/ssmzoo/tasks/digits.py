@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssmzoo.tasks.supervised import SPLITS, Supervised, images, require_split
+from ssmzoo.tasks.supervised import DIGITS, SPLITS, Supervised, images, require_split
 
 _SPLIT_SEED = 42
 _HELD_OUT = 300  # in each of validation and test
@@ -39,5 +39,11 @@ def load_digits(split: str, seed: int, *, rgb: bool = False) -> Supervised:
     pixels, labels = pixels[chosen].reshape(-1, 8, 8), labels[chosen]
     channels = 3 if rgb else 1
     return images(
-        lambda i, _epoch: pixels[i], labels, size=8, white=16.0, num_labels=10, channels=channels
+        lambda i, _epoch: pixels[i],
+        labels,
+        size=8,
+        white=16.0,
+        num_labels=10,
+        label_names=DIGITS,
+        channels=channels,
     )

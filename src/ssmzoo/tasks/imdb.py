@@ -58,4 +58,6 @@ def load_imdb(
     labels = np.array(rows["label"])
     if not np.isin(labels, (0, 1)).all():
         raise ValueError(f"labels of {data!r} must be 0 or 1, got {np.unique(labels)[:5].tolist()}")
-    return token_rows(tokens, labels, vocab_size=characters.vocab_size, num_labels=2)
+    return token_rows(
+        tokens, labels, vocab_size=characters.vocab_size, label_names=("negative", "positive")
+    )

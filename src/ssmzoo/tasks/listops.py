@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ssmzoo.tasks.common import at_least
-from ssmzoo.tasks.supervised import Ragged, Supervised, require_split, token_rows
+from ssmzoo.tasks.supervised import DIGITS, Ragged, Supervised, require_split, token_rows
 
 LISTOPS_SYMBOLS = (
     *("<pad>", "<unk>", "<eos>"),
@@ -119,7 +119,7 @@ def load_listops(
     )
     start = int(rows.ends[first - 1]) if first else 0
     chosen = Ragged(rows.values[start:], rows.ends[first:] - start)
-    return token_rows(chosen, labels[first:], vocab_size=len(LISTOPS_SYMBOLS), num_labels=10)
+    return token_rows(chosen, labels[first:], vocab_size=len(LISTOPS_SYMBOLS), label_names=DIGITS)
 
 
 def _trees(

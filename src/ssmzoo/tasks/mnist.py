@@ -8,7 +8,7 @@ import numpy as np
 
 from ssmzoo.tasks.common import at_least
 from ssmzoo.tasks.data_sets import grey_images, open_split
-from ssmzoo.tasks.supervised import Supervised, images, require_split
+from ssmzoo.tasks.supervised import DIGITS, Supervised, images, require_split
 
 _SIDE = 28
 _SPLIT_SEED = 42
@@ -71,7 +71,15 @@ def load_mnist(
         degrees = angles(epoch)[indices] if turns else np.zeros(len(indices))
         return turned(pixels[indices], degrees, crop)
 
-    return images(make, labels, size=crop, white=255.0, num_labels=10, fresh=turns)
+    return images(
+        make,
+        labels,
+        size=crop,
+        white=255.0,
+        num_labels=10,
+        label_names=DIGITS,
+        fresh=turns,
+    )
 
 
 def turned(pixels: np.ndarray, degrees: np.ndarray, crop: int) -> np.ndarray:

@@ -138,7 +138,9 @@ def load_pathfinder(
         _fill(rows, settings, contour_length, drawn)
     else:
         rows = _cached(Path(cache).expanduser(), settings, contour_length, drawn, size)
-    return value_rows(rows[:, :-1], rows[:, -1], shift=127.5, scale=127.5, num_labels=2)
+    return value_rows(
+        rows[:, :-1], rows[:, -1], shift=127.5, scale=127.5, label_names=("apart", "connected")
+    )
 
 
 def _check(resolution: int, contour_length: int) -> None:

@@ -122,6 +122,7 @@ def load_pictures(
         size=size,
         white=255.0,
         num_labels=classes,
+        label_names=getattr(feature, "names", None),
         channels=3,
         fresh=draws,
         resize=resize,

@@ -62,7 +62,7 @@ def load_speech_commands(split: str, seed: int, *, data: str, length: int = _RAT
     if not scale:
         raise ValueError(f"the training clips of {data!r} must not all be silent")
     chosen = parts[split]
-    return value_rows(sound[chosen], label[chosen], shift=shift, scale=scale, num_labels=len(WORDS))
+    return value_rows(sound[chosen], label[chosen], shift=shift, scale=scale, label_names=WORDS)
 
 
 def _clips(data: str) -> Iterator[tuple[str, bytes, str]]:

@@ -23,6 +23,9 @@ Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 
+DIGITS = tuple("0123456789")  # the names of classes that are digits
+
+
 @dataclass(frozen=True)
 class Batch:
     """Some examples, padded to the longest of them.
@@ -53,6 +56,7 @@ class Supervised:
         make: Examples by index and epoch; use :meth:`batch`.
         vocab_size: Ids the tokens are below; None for values and images. Id 0 is padding.
         num_labels: Classes, or values a label; None for ``causal_lm``.
+        label_names: The names of the classes, in their order, where they have names.
         input_channels: Values a place; None for tokens and images.
         image_shape: C, H, W of images.
         processor: What transformers' image processor must do to give a model these images: the
@@ -67,6 +71,7 @@ class Supervised:
     make: Callable[[np.ndarray, int], Batch]
     vocab_size: int | None = None
     num_labels: int | None = None
+    label_names: Sequence[str] | None = None
     input_channels: int | None = None
     image_shape: tuple[int, int, int] | None = None
     processor: Mapping[str, Any] | None = None
@@ -120,7 +125,9 @@ class Ragged:
         return np.where(inside, self.values[places], 0).astype(np.int64), lengths
 
 
-def token_rows(rows: Ragged, labels: np.ndarray, *, vocab_size: int, num_labels: int) -> Supervised:
+def token_rows(
+    rows: Ragged, labels: np.ndarray, *, vocab_size: int, label_names: Sequence[str]
+) -> Supervised:
     """Return the classification of rows of tokens that lie in memory."""
 
     def make(indices: np.ndarray, _epoch: int) -> Batch:
@@ -128,7 +135,13 @@ def token_rows(rows: Ragged, labels: np.ndarray, *, vocab_size: int, num_labels:
         return Batch(inputs, labels[indices].astype(np.int64), lengths)
 
     return Supervised(
-        "tokens", "classification", len(labels), make, vocab_size=vocab_size, num_labels=num_labels
+        "tokens",
+        "classification",
+        len(labels),
+        make,
+        vocab_size=vocab_size,
+        num_labels=len(label_names),
+        label_names=label_names,
     )
 
 
@@ -138,7 +151,7 @@ def value_rows(
     *,
     shift: float,
     scale: float,
-    num_labels: int,
+    label_names: Sequence[str],
 ) -> Supervised:
     """Return the classification of rows of values, given to the model as (row - shift) / scale."""
 
@@ -148,7 +161,13 @@ def value_rows(
         return Batch(values[..., None], labels[indices].astype(np.int64), lengths)
 
     return Supervised(
-        "values", "classification", len(labels), make, num_labels=num_labels, input_channels=1
+        "values",
+        "classification",
+        len(labels),
+        make,
+        num_labels=len(label_names),
+        label_names=label_names,
+        input_channels=1,
     )
 
 
@@ -160,6 +179,7 @@ def images(
     size: int,
     white: float,
     num_labels: int,
+    label_names: Sequence[str] | None,
     channels: int = 1,
     fresh: bool = False,
     resize: int | None = None,
@@ -202,6 +222,7 @@ def images(
         len(labels),
         make,
         num_labels=num_labels,
+        label_names=label_names,
         image_shape=(channels, size, size),
         processor=processor,
         fresh=fresh,

@@ -87,6 +87,9 @@ def build_config(
             raise ValueError(
                 f"the model's num_channels and image_size must be the task's, {wanted}, got {got}"
             )
+    if task is not None and task.label_names is not None and "id2label" not in section.config:
+        config.id2label = dict(enumerate(task.label_names))
+        config.label2id = {name: label for label, name in config.id2label.items()}
     return config
 
 
