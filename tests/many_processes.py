@@ -127,6 +127,17 @@ def trained_alike(folder, rank):
         train(recipe, output_dir=folder / "one-then-two", resume=True)
 
 
+def read_in_pieces(folder, rank):
+    """The same run, its rows read by both processes together, also from and to one of copies."""
+    recipe, pieces = folder / "recipe.yaml", ["train.sequence_parallel=2"]
+    with in_float64():
+        train(recipe, output_dir=folder / "pieces", overrides=pieces)
+        killed(recipe, folder / "pieces-then-two", step=7, overrides=pieces)
+        train(recipe, output_dir=folder / "pieces-then-two", resume=True)
+        killed(recipe, folder / "two-then-pieces", step=7)
+        train(recipe, output_dir=folder / "two-then-pieces", resume=True, overrides=pieces)
+
+
 def resumed_after_a_death(folder, rank):
     """The run whose second process was killed, beside one that was left alone."""
     recipe = folder / "dropout.yaml"
@@ -548,6 +559,7 @@ def patient(folder, rank):
 
 SCENES = (
     trained_alike,
+    read_in_pieces,
     resumed_after_a_death,
     told_to_stop,
     read_from_a_stream,

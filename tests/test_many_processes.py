@@ -317,6 +317,11 @@ def test_two_processes_train_as_one_does(together):
     assert len(validations) == 2
 
 
+@pytest.mark.parametrize("run", ["pieces", "pieces-then-two", "two-then-pieces"])
+def test_two_processes_that_read_rows_together_train_as_one_does(run, together):
+    assert_alike(together / "one", together / run)
+
+
 def test_in_float32_two_processes_are_as_near_to_float64_as_one_is(together):
     exact, one, two = (curve(together / run) for run in ("one", "one-single", "two-single"))
     rounding = torch.finfo(torch.float32).eps * exact.abs().max()

@@ -47,6 +47,7 @@ LISTED = {
     r"git ": "needs a network",
     r"source \.venv/bin/activate": "changes the shell that it is typed in",
     r"torchrun|accelerate launch": "many processes; tests/test_many_processes.py starts two",
+    r"ssmzoo consolidate": "a checkpoint of many; tests/test_many_processes.py joins one",
     r"lm_eval|trl |transformers ": "the reader's own task, or needs a repository",
     r"ssmzoo exec (transformers serve|trl|accelerate)": "tests/test_exec.py starts such programs",
     r"(\.venv/bin/)?pytest": "the tests themselves",

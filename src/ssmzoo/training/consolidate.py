@@ -51,7 +51,7 @@ def write_model(checkpoint: Path, folder: Path) -> None:
         from ssmzoo.training.model import load_shards
 
         config = transformers.AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
-        (name,) = config.architectures or ()
-        kind = getattr(transformers, name)
+        assert config.architectures is not None  # the run wrote them
+        kind = getattr(transformers, config.architectures[0])
         with without_bars():
             load_shards(checkpoint, kind, config).save_pretrained(folder)

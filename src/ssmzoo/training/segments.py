@@ -190,12 +190,14 @@ def columns_of(part: Rows, begin: int, width: int) -> dict[str, torch.Tensor]:
 
 
 def _loss(output: Any, piece: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the sum of a piece's losses, in float32."""
+    """Return the sum of a piece's losses, at least in float32."""
+    import torch
     from torch.nn.functional import cross_entropy
 
     logits = output.logits[0]
     wanted = piece["targets"].to(logits.device)
-    return cross_entropy(logits.float(), wanted, ignore_index=IGNORED, reduction="sum")
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum")
 
 
 def share_of_carried(
