@@ -96,10 +96,21 @@ def test_an_unknown_section_is_named_with_a_suggestion(written):
         ("data__workers", -1, "data.workers must be greater than or equal to 0, got -1"),
         ("data__task_args", {"num_pairs": 4}, "data.task_args needs data.task"),
         ("data__text", [], "data.text"),
+        ("train__sequence_parallel", 0, "train.sequence_parallel must be greater than or equal"),
+        ("train__sequence_parallel", 3, "must divide train.seq_len = 32, got 3"),
     ],
 )
 def test_a_wrong_value_names_field_rule_and_what_came(written, field, value, expected):
     assert expected in refusal(ValueError, written(**{field: value}))
+
+
+def test_rows_are_cut_in_one_way_only(written):
+    cut = ["train.sequence_parallel=2", "train.segments.count=2"]
+    assert "train.segments both cut a row; give one" in refusal(ValueError, written(), cut)
+    examples = {"data": {"task": "digits"}, "train": {**SMALL["train"], "seq_len": None}}
+    examples["train"]["sequence_parallel"] = 2
+    with pytest.raises(ValueError, match="sequence_parallel needs rows of train.seq_len tokens"):
+        Recipe.model_validate({**SMALL, **examples})
 
 
 def test_a_field_given_twice_is_refused(tmp_path):

@@ -228,3 +228,9 @@ def test_a_model_without_a_state_to_carry_is_refused(recipe, tmp_path):
             output_dir=tmp_path / "run",
             overrides=[*llama, "model.config.num_attention_heads=2"],
         )
+
+
+def test_rows_that_one_process_must_share_are_refused(recipe, tmp_path):
+    with pytest.raises(ValueError, match="must divide the number of processes, 1, got 2"):
+        train(recipe, output_dir=tmp_path / "run", overrides=["train.sequence_parallel=2"])
+    assert not (tmp_path / "run/recipe.yaml").exists()
