@@ -109,7 +109,7 @@ def test_rows_are_cut_in_one_way_only(written):
     assert "train.segments both cut a row; give one" in refusal(ValueError, written(), cut)
     examples = {"data": {"task": "digits"}, "train": {**SMALL["train"], "seq_len": None}}
     examples["train"]["sequence_parallel"] = 2
-    with pytest.raises(ValueError, match="sequence_parallel needs rows of train.seq_len tokens"):
+    with pytest.raises(ValueError, match=r"sequence_parallel needs rows of train\.seq_len tokens"):
         Recipe.model_validate({**SMALL, **examples})
 
 

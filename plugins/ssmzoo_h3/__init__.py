@@ -6,6 +6,7 @@ from .configuration_h3 import H3Config
 from .convert_h3 import from_official
 from .modeling_h3 import (
     H3ForCausalLM,
+    H3ForImageClassification,
     H3ForSequenceClassification,
     H3ForTokenClassification,
     H3Model,
@@ -23,6 +24,7 @@ FAMILY = Family(
     config_class=H3Config,
     model_class=H3Model,
     causal_lm_class=H3ForCausalLM,
+    image_classification_class=H3ForImageClassification,
     sequence_classification_class=H3ForSequenceClassification,
     token_classification_class=H3ForTokenClassification,
     paper=Paper(

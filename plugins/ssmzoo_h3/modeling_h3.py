@@ -24,6 +24,7 @@ from ssmzoo.modeling import (
     Linear,
     PackedRow,
     SSMForCausalLM,
+    SSMForImageClassification,
     SSMForSequenceClassification,
     SSMForTokenClassification,
     SSMMixer,
@@ -263,6 +264,12 @@ class H3Model(H3PreTrainedModel, SSMModel):
 
 class H3ForCausalLM(H3PreTrainedModel, SSMForCausalLM):
     """H3 with a language-model head."""
+
+    model_class = H3Model
+
+
+class H3ForImageClassification(H3PreTrainedModel, SSMForImageClassification):
+    """H3 with a classifier of images."""
 
     model_class = H3Model
 

@@ -5,6 +5,7 @@ from ssmzoo import Family, Paper
 from .configuration_linear_attention import LinearAttentionConfig
 from .modeling_linear_attention import (
     LinearAttentionForCausalLM,
+    LinearAttentionForImageClassification,
     LinearAttentionForSequenceClassification,
     LinearAttentionModel,
 )
@@ -29,6 +30,7 @@ FAMILY = Family(
     config_class=LinearAttentionConfig,
     model_class=LinearAttentionModel,
     causal_lm_class=LinearAttentionForCausalLM,
+    image_classification_class=LinearAttentionForImageClassification,
     sequence_classification_class=LinearAttentionForSequenceClassification,
     paper=Paper(
         title="Gated Delta Networks: Improving Mamba2 with Delta Rule",

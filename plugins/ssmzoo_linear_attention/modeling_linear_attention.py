@@ -25,6 +25,7 @@ from ssmzoo.modeling import (
     PackedRow,
     RMSNorm,
     SSMForCausalLM,
+    SSMForImageClassification,
     SSMForSequenceClassification,
     SSMMixer,
     SSMModel,
@@ -262,6 +263,14 @@ class LinearAttentionModel(LinearAttentionPreTrainedModel, SSMModel):
 
 class LinearAttentionForCausalLM(LinearAttentionPreTrainedModel, SSMForCausalLM):
     """Linear attention with a language-model head."""
+
+    model_class = LinearAttentionModel
+
+
+class LinearAttentionForImageClassification(
+    LinearAttentionPreTrainedModel, SSMForImageClassification
+):
+    """Linear attention with a classifier of images."""
 
     model_class = LinearAttentionModel
 

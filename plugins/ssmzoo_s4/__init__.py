@@ -5,6 +5,7 @@ from ssmzoo import Family, Paper
 from .configuration_s4 import S4Config
 from .modeling_s4 import (
     S4ForCausalLM,
+    S4ForImageClassification,
     S4ForPairClassification,
     S4ForSequenceClassification,
     S4ForTokenClassification,
@@ -45,6 +46,7 @@ FAMILY = Family(
     config_class=S4Config,
     model_class=S4Model,
     causal_lm_class=S4ForCausalLM,
+    image_classification_class=S4ForImageClassification,
     sequence_classification_class=S4ForSequenceClassification,
     token_classification_class=S4ForTokenClassification,
     pair_classification_class=S4ForPairClassification,

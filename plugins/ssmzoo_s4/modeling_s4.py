@@ -22,6 +22,7 @@ from ssmzoo.modeling import (
     Linear,
     PackedRow,
     SSMForCausalLM,
+    SSMForImageClassification,
     SSMForPairClassification,
     SSMForSequenceClassification,
     SSMForTokenClassification,
@@ -180,6 +181,12 @@ class S4Model(S4PreTrainedModel, SSMModel):
 
 class S4ForCausalLM(S4PreTrainedModel, SSMForCausalLM):
     """S4 with a language-model head."""
+
+    model_class = S4Model
+
+
+class S4ForImageClassification(S4PreTrainedModel, SSMForImageClassification):
+    """S4 with a classifier of images."""
 
     model_class = S4Model
 

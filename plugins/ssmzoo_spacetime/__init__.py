@@ -6,6 +6,7 @@ from .configuration_spacetime import SpaceTimeConfig
 from .modeling_spacetime import (
     SpaceTimeForCausalLM,
     SpaceTimeForForecasting,
+    SpaceTimeForImageClassification,
     SpaceTimeForPairClassification,
     SpaceTimeForSequenceClassification,
     SpaceTimeModel,
@@ -30,6 +31,7 @@ FAMILY = Family(
     config_class=SpaceTimeConfig,
     model_class=SpaceTimeModel,
     causal_lm_class=SpaceTimeForCausalLM,
+    image_classification_class=SpaceTimeForImageClassification,
     sequence_classification_class=SpaceTimeForSequenceClassification,
     pair_classification_class=SpaceTimeForPairClassification,
     forecasting_class=SpaceTimeForForecasting,

@@ -23,6 +23,7 @@ from ssmzoo.modeling import (
     SSMDecoder,
     SSMForCausalLM,
     SSMForForecasting,
+    SSMForImageClassification,
     SSMForPairClassification,
     SSMForSequenceClassification,
     SSMMixer,
@@ -222,6 +223,12 @@ class SpaceTimeModel(SpaceTimePreTrainedModel, SSMModel):
 
 class SpaceTimeForCausalLM(SpaceTimePreTrainedModel, SSMForCausalLM):
     """SpaceTime with a language-model head."""
+
+    model_class = SpaceTimeModel
+
+
+class SpaceTimeForImageClassification(SpaceTimePreTrainedModel, SSMForImageClassification):
+    """SpaceTime with a classifier of images."""
 
     model_class = SpaceTimeModel
 
