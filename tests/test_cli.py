@@ -22,6 +22,7 @@ COMMANDS = (
     "info",
     "doctor",
     "train",
+    "consolidate",
     "generate",
     "eval",
     "inspect",
@@ -194,7 +195,7 @@ def test_an_option_means_the_same_in_every_command():
         assert len(set(found.values())) == 1, (flag, found)
     assert set(kinds["--output"]) == {
         *("train", "eval", "inspect", "card", "convert", "distill", "recall", "bench"),
-        *("export", "export-kernels"),
+        *("consolidate", "export", "export-kernels"),
     }
     every = {"list", "info", "doctor", "eval", "inspect", "publish", "distill", "recall", "check"}
     assert set(kinds["--json"]) == {*every, "bench", "export", "export-kernels"}

@@ -693,6 +693,14 @@ def test_each_process_writes_half(together):
         assert max(first, second) < 0.55 * whole
 
 
+def test_each_process_of_a_sharded_run_reads_half(together):
+    whole = sum(x.nbytes for x in saved(together / "two").values())
+    for rank in (0, 1):
+        assert (
+            0.45 * whole < json.loads((together / f"read-{rank}.json").read_text()) < 0.55 * whole
+        )
+
+
 def test_training_goes_on_while_a_checkpoint_is_written(together):
     for rank in (0, 1):
         events, _ = json.loads((together / f"behind-{rank}.json").read_text())
