@@ -72,6 +72,7 @@ def all_in_float64() -> Iterator[None]:
     with (
         mock.patch.object(Tensor, "float", Tensor.double),
         mock.patch.object(Tensor, "to", wide(Tensor.to)),
+        mock.patch.object(Tensor, "type", wide(Tensor.type)),
         mock.patch.object(functional, "softmax", wide(functional.softmax)),
     ):
         yield
