@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from tests.many_processes import loss_in_its_own_dtype
 from tests.training import (
     KilledError,
     assert_same_run,
@@ -36,6 +37,7 @@ def some_rows(vocabulary):
 def run(model, objective, part):
     """Return the loss and the gradients of one micro-batch."""
     model.zero_grad()
+    model.loss_function = loss_in_its_own_dtype
     total = 0.0
 
     def forward(batch, **options):

@@ -482,6 +482,7 @@ class SSMModel(SSMPreTrainedModel):
         for name, given in token_inputs.items():
             shared[name] = given if packing is None else given.reshape(1, batch * length)
         room = None if cache is None else cache.max_cache_len
+        passing = cache if isinstance(cache, SequenceParallelCache) else None
         next_norms: Iterable[nn.Module | None] = itertools.repeat(None)
         # a checkpointed layer runs again alone: with gradients, blocks have to be independent
         if not torch.is_grad_enabled() and not output_hidden_states and takes_op(hidden_states):
@@ -493,15 +494,12 @@ class SSMModel(SSMPreTrainedModel):
                 # the layer goes on from what is returned, so that a gradient can be retained there
                 all_hidden_states.append(hidden_states.view(batch, length, width))
                 hidden_states = all_hidden_states[-1].view_as(hidden_states)
-            opened = {} if cache is None else cache.open_layer(index, hidden_states)
+            initial = {} if cache is None else cache.layers[index].states
             state = LayerState(
-                keep=cache is not None,
-                packing=packing,
-                room=room,
-                shared=shared,
-                next_norm=next_norm,
-                **opened,
+                initial, cache is not None, packing, room, shared=shared, next_norm=next_norm
             )
+            if passing is not None:
+                passing.open_layer(index, state, hidden_states)
             hidden_states = layer(hidden_states, state, packing)
             states.append(state)
         if self.norm is not None:

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -59,7 +59,7 @@ class LayerState:
     keep: bool = False
     packing: PackedRow | None = None
     room: int | None = None  # for how many tokens the cache is; None: no bound
-    final: MutableMapping[str, Tensor] = field(default_factory=dict)
+    final: dict[str, Tensor] = field(default_factory=dict)
     shared: dict[Any, Any] = field(default_factory=dict)  # worked out once for all layers
     next_norm: nn.Module | None = None  # what the block's output goes to, where one may run both
 
@@ -468,15 +468,6 @@ class StateCache(RecurrentCache):
         for layer, held in zip(self.layers, states, strict=True):
             layer.states = held
 
-    def open_layer(self, index: int, hidden_states: Tensor) -> dict[str, Any]:
-        """Return what a layer's :class:`LayerState` begins a call with, by field.
-
-        Args:
-            index: The layer.
-            hidden_states: What it is about to read.
-        """
-        return {"initial": self.layers[index].states}
-
     def take(self, states: list[LayerState], hidden_states: Tensor) -> Tensor:
         """Take the states that a call left in its layers; return what the call returns.
 
@@ -485,7 +476,7 @@ class StateCache(RecurrentCache):
             hidden_states: What the last layer returned, normed.
         """
         for layer, state in zip(self.layers, states, strict=True):
-            layer.states = dict(state.final)
+            layer.states = state.final
         return hidden_states
 
     def detach(self) -> None:

@@ -163,9 +163,10 @@ class SequenceParallelCache(StateCache):
         super().check(config, batch_size, tokens)
         self._passing.require_new()
 
-    def open_layer(self, index: int, hidden_states: Tensor) -> dict[str, Any]:
-        """Return where a layer's states come from and go to in a call."""
-        return self._passing.open_layer(index, hidden_states.device)
+    def open_layer(self, index: int, state: LayerState, hidden_states: Tensor) -> None:
+        """Let a layer's states come from the process before and go to the one behind."""
+        opened = self._passing.open_layer(index, hidden_states.device)
+        state.initial, state.final = opened["initial"], cast(Any, opened["final"])
 
     def take(self, states: list[LayerState], hidden_states: Tensor) -> Tensor:
         """Take the states that a call left, and let gradients of what it returns go through them.
