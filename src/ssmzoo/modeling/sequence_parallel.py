@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -73,8 +73,11 @@ class StatePassing:
                 "call, of sequence_piece or sequence_cache"
             )
 
-    def open_layer(self, index: int, device: torch.device) -> dict[str, Any]:
-        """Return where a layer's states come from and go to; the same when it runs again."""
+    def open_layer(self, index: int, device: torch.device) -> tuple[Any, Any]:
+        """Return where a layer's states come from, and where they go to, by name.
+
+        They are the same when it runs again.
+        """
         if index not in self._opened:
             if self._opened:
                 arriving, leaving = next(reversed(self._opened.values()))
@@ -82,8 +85,7 @@ class StatePassing:
                 arriving.receive_all()
             told = self._line, self._rows, device
             self._opened[index] = _Arriving(*told), _Leaving(*told)
-        arriving, leaving = self._opened[index]
-        return {"initial": arriving, "final": leaving}
+        return self._opened[index]
 
     def close(self, hidden_states: Tensor) -> Tensor:
         """Receive and send what is left; let gradients of what it returns go through the states.
@@ -124,7 +126,35 @@ class StatePassing:
         return states, sum(seen)
 
 
-class SequenceParallelCache(StateCache):
+class PassingCache(RecurrentCache):
+    """What the caches share through which a call's states are passed.
+
+    Attributes:
+        kind: What the state after the whole row is kept in.
+        passing: What passes them.
+    """
+
+    kind: ClassVar[type[RecurrentCache]]
+    passing: StatePassing
+
+    def check(self, config: PreTrainedConfig, batch_size: int, tokens: int = 0) -> None:
+        """Check that the cache fits a model, and that it is new.
+
+        Raises:
+            ValueError: It belongs to another model, or read a piece already.
+        """
+        super().check(config, batch_size, tokens)
+        self.passing.require_new()
+
+    def whole(self) -> RecurrentCache:
+        """Return, in every process, the state after the row; all must call this."""
+        cache = self.kind(self.config)
+        states, cache.seen_tokens = self.passing.of_the_last(self)
+        cache.set_states(states)
+        return cache
+
+
+class SequenceParallelCache(PassingCache, StateCache):
     """The states of a row that lies on several processes, in pieces of consecutive tokens.
 
     Every process calls its copy of the model on its piece, with a new cache of this class, and in
@@ -143,6 +173,8 @@ class SequenceParallelCache(StateCache):
             or norms look at all tokens of a batch.
     """
 
+    kind = StateCache
+
     def __init__(
         self,
         config: SSMConfig,
@@ -152,38 +184,21 @@ class SequenceParallelCache(StateCache):
     ) -> None:
         require_passing(config)
         super().__init__(config)
-        self._passing = StatePassing(group, rows)
-
-    def check(self, config: PreTrainedConfig, batch_size: int, tokens: int = 0) -> None:
-        """Check that the cache fits a model, and that it is new.
-
-        Raises:
-            ValueError: It belongs to another model, or read a piece already.
-        """
-        super().check(config, batch_size, tokens)
-        self._passing.require_new()
+        self.passing = StatePassing(group, rows)
 
     def open_layer(self, index: int, state: LayerState, hidden_states: Tensor) -> None:
         """Let a layer's states come from the process before and go to the one behind."""
-        opened = self._passing.open_layer(index, hidden_states.device)
-        state.initial, state.final = opened["initial"], cast(Any, opened["final"])
+        state.initial, state.final = self.passing.open_layer(index, hidden_states.device)
 
     def take(self, states: list[LayerState], hidden_states: Tensor) -> Tensor:
         """Take the states that a call left, and let gradients of what it returns go through them.
 
         A process whose tokens have no loss must run a backward pass, too, for those before it.
         """
-        hidden_states = self._passing.close(hidden_states)
+        hidden_states = self.passing.close(hidden_states)
         for index, layer in enumerate(self.layers):
-            layer.states = self._passing.final(index)
+            layer.states = self.passing.final(index)
         return hidden_states
-
-    def whole(self) -> StateCache:
-        """Return, in every process, the state after the row; all must call this."""
-        cache = StateCache(cast("SSMConfig", self.config))
-        states, cache.seen_tokens = self._passing.of_the_last(self)
-        cache.set_states(states)
-        return cache
 
 
 def require_shifted(labels: object, shift_labels: object) -> None:

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from ssmzoo.modeling.cache import RecurrentCache, own_fields
-from ssmzoo.modeling.sequence_parallel import CutRows, StatePassing
+from ssmzoo.modeling.sequence_parallel import CutRows, PassingCache, StatePassing
 
 _ATTENTION = ("keys", "values")
 # of a linear-attention layer, where it may have several: "conv_states.0", "conv_states.1"
@@ -117,7 +117,7 @@ class StockCache(RecurrentCache):
         return output
 
 
-class StockSequenceParallelCache(StockCache):
+class StockSequenceParallelCache(PassingCache, StockCache):
     """What :class:`SequenceParallelCache` is, for an accelerated model.
 
     Its mixers' functions take their states from it, and leave them here, as in a call without a
@@ -129,20 +129,13 @@ class StockSequenceParallelCache(StockCache):
         rows: Where sequences are packed, which of them cross the cuts; None: each row is one.
     """
 
+    kind = StockCache
+
     def __init__(
         self, config: PreTrainedConfig, group: dist.ProcessGroup | None, rows: CutRows | None
     ) -> None:
         super().__init__(config)
         self.passing = StatePassing(group, rows)
-
-    def check(self, config: PreTrainedConfig, batch_size: int, tokens: int = 0) -> None:
-        """Check that the cache fits a model, and that it is new.
-
-        Raises:
-            ValueError: It belongs to another model, or read a piece already.
-        """
-        super().check(config, batch_size, tokens)
-        self.passing.require_new()
 
     def take(self, tokens: int) -> None:
         """Take the states that a call of so many tokens a row left."""
@@ -152,13 +145,6 @@ class StockSequenceParallelCache(StockCache):
                 held[CONV_STATE] = F.pad(held[CONV_STATE].transpose(1, 2), (1, 0))
         self.set_states(states)
         self.advance(tokens, None)
-
-    def whole(self) -> StockCache:
-        """Return, in every process, the state after the row; all must call this."""
-        cache = StockCache(self.config)
-        states, cache.seen_tokens = self.passing.of_the_last(self)
-        cache.set_states(states)
-        return cache
 
 
 def states_of(layer: Any) -> dict[str, Tensor]:

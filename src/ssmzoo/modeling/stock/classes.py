@@ -213,8 +213,8 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
                 )
             )
         if call.passing is not None:
-            opened = call.passing.open_layer(self.layer_idx, hidden_states.device)
-            call.layer = LayerState(keep=True, **opened)
+            initial, final = call.passing.open_layer(self.layer_idx, hidden_states.device)
+            call.layer = LayerState(initial, keep=True, final=final)
             try:
                 return run(self, hidden_states, None, attention_mask, **kwargs)
             finally:
