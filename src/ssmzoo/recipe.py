@@ -479,14 +479,15 @@ class Recipe(Section):
             self._rows_fit(task)
         return self
 
-    def _segments_fit(self, segments: SegmentsSection) -> None:
+    def _cuts_rows(self, field: str, number: str, pieces: int) -> None:
         length = self.train.seq_len
         if length is None:
-            raise ValueError("train.segments needs rows of train.seq_len tokens")
-        if length % segments.count:
-            raise ValueError(
-                f"train.segments.count must divide train.seq_len = {length}, got {segments.count}"
-            )
+            raise ValueError(f"{field} needs rows of train.seq_len tokens")
+        if length % pieces:
+            raise ValueError(f"{number} must divide train.seq_len = {length}, got {pieces}")
+
+    def _segments_fit(self, segments: SegmentsSection) -> None:
+        self._cuts_rows("train.segments", "train.segments.count", segments.count)
         if segments.carry and (self.data.streaming or self.data.task is not None):
             raise ValueError(
                 "train.segments.carry needs documents that are all at hand: no data.streaming, no "
@@ -494,13 +495,7 @@ class Recipe(Section):
             )
 
     def _pieces_fit(self, pieces: int) -> None:
-        length = self.train.seq_len
-        if length is None:
-            raise ValueError("train.sequence_parallel needs rows of train.seq_len tokens")
-        if length % pieces:
-            raise ValueError(
-                f"train.sequence_parallel must divide train.seq_len = {length}, got {pieces}"
-            )
+        self._cuts_rows("train.sequence_parallel", "train.sequence_parallel", pieces)
         if self.train.segments is not None:
             raise ValueError(
                 "train.sequence_parallel and train.segments both cut a row; give one of them"
