@@ -53,14 +53,25 @@ def shared_answers(
         requests: All of them, in every process.
         batches: Their indices; a batch stays whole, and the processes take turns.
         answer: Answers some of them, in order.
+
+    Raises:
+        Exception: What it raises in any process, in all.
     """
     world = process_count()
     if world == 1:
         return answer(list(requests))
     mine = sorted(index for batch in batches[dist.get_rank() :: world] for index in batch)
-    answers = answer([requests[index] for index in mine]) if mine else []
+    outcome: Any
+    try:
+        answers = answer([requests[index] for index in mine]) if mine else []
+        outcome = list(zip(mine, answers, strict=True))
+    except Exception as error:
+        outcome = error
     everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, list(zip(mine, answers, strict=True)))
+    dist.all_gather_object(everyone, outcome)
+    for error in everyone:
+        if isinstance(error, Exception):
+            raise error
     found = {index: value for part in everyone for index, value in part}
     return [found[index] for index in range(len(requests))]
 
