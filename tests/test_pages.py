@@ -46,7 +46,6 @@ LISTED = {
     r"pip install|pip download": "needs a package registry",
     r"git ": "needs a network",
     r"source \.venv/bin/activate": "changes the shell that it is typed in",
-    r"MASTER_ADDR=|srun |sbatch ": "needs a cluster",
     r"torchrun|accelerate launch": "many processes; tests/test_many_processes.py starts two",
     r"ssmzoo consolidate": "a checkpoint of many; tests/test_many_processes.py joins one",
     r"lm_eval|trl |transformers ": "the reader's own task, or needs a repository",

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import distributed
@@ -31,8 +31,10 @@ from torch.distributed.tensor import DTensor
 from ssmzoo.training.distributed import ALONE
 from ssmzoo.training.stopping import Stopped
 
+if TYPE_CHECKING:
+    from ssmzoo.training.checkpoint import Listed
+
 T = TypeVar("T")
-Listed = dict[str, tuple[int, str]]  # as in checkpoint.py
 Tensors = Mapping[str, torch.Tensor]
 
 
