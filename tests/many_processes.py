@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import save_file
+from tests.test_stock import all_in_float64
 from tests.training import killed, signalled_at
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -137,6 +138,9 @@ def read_in_pieces(folder, rank):
         train(recipe, output_dir=folder / "pieces-then-two", resume=True)
         killed(recipe, folder / "two-then-pieces", step=7)
         train(recipe, output_dir=folder / "two-then-pieces", resume=True, overrides=pieces)
+        with all_in_float64():
+            train(folder / "mamba.yaml", output_dir=folder / "two-mamba")
+            train(folder / "mamba.yaml", output_dir=folder / "pieces-mamba", overrides=pieces)
 
 
 def resumed_after_a_death(folder, rank):
@@ -529,8 +533,12 @@ def refused(folder, rank):
     fsdp2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     refuse("no accelerator", folder / "recipe.yaml", "refused", **fsdp2)
     here = load_recipe(folder / "recipe.yaml", ["train.lr=0.5"] if rank else [])
+    cut = load_recipe(folder / "recipe.yaml", ["train.sequence_parallel=2"] if rank else [])
+    norm = ["train.sequence_parallel=2", "model.config.norm_type=batch"]
     for name, recipe in (
         ("other recipe", here),
+        ("other pieces", cut),
+        ("no pieces", load_recipe(folder / "recipe.yaml", norm)),
         ("other file", folder / "recipe.yaml"),
         ("other version", folder / "recipe.yaml"),
         ("full disk", folder / "recipe.yaml"),

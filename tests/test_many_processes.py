@@ -114,6 +114,10 @@ CHANGES = {
         "model.config.num_key_value_heads=2",
         "model.config.attention_dropout=0.1",
     ],
+    "mamba": [
+        *("model.family=null", "model.config_of=mamba", "model.config.state_size=4"),
+        "train.steps=3",
+    ],
     "bfloat16": ["train.dtype=bfloat16", "train.steps=2"],
     "projecting": [*COFFEE, "model.config.lambda_param=clamp", "train.steps=3"],
     "labels": [
@@ -320,6 +324,10 @@ def test_two_processes_train_as_one_does(together):
 @pytest.mark.parametrize("run", ["pieces", "pieces-then-two", "two-then-pieces"])
 def test_two_processes_that_read_rows_together_train_as_one_does(run, together):
     assert_alike(together / "one", together / run)
+
+
+def test_a_model_of_transformers_reads_rows_in_pieces_as_in_copies(together):
+    assert_alike(together / "two-mamba", together / "pieces-mamba")
 
 
 def test_in_float32_two_processes_are_as_near_to_float64_as_one_is(together):
@@ -793,6 +801,8 @@ def test_any_of_several_processes_is_killed_at_any_point_of_a_save(processes, fo
         ("another disk", "output_dir must be on a file system that all processes share; 1 of 2"),
         ("no accelerator", "asks to shard the model, which Accelerate does on accelerators only"),
         ("other recipe", "train.lr is 0.01 in process 0 and 0.5 in process 1"),
+        ("other pieces", "train.sequence_parallel is 1 in process 0 and 2 in process 1"),
+        ("no pieces", "norm_type = 'batch' norms by all of them; take another norm_type"),
         ("other file", "the file ssmzoo/training/stopping.py is "),
         ("other version", "the version of torch is "),
         ("full disk", "No space left on device"),

@@ -67,29 +67,35 @@ class Processes:
         ready: Whether the run is set up. Before that nothing can be lost by stopping.
     """
 
-    def __init__(self, accelerator: Accelerator, request: StopRequest, pieces: int = 1) -> None:
+    def __init__(self, accelerator: Accelerator, request: StopRequest) -> None:
         import torch
 
-        self.accelerator, self.request, self.pieces = accelerator, request, pieces
+        self.accelerator, self.request = accelerator, request
         self.rank, self.count = accelerator.process_index, accelerator.num_processes
+        self.pieces, self.reader, self.readers = 1, self.rank, self.count
+        self.row: Any = None
+        self.main, self.ready = accelerator.is_main_process, False
+        self.group: Any = None
+        if self.count > 1:
+            self.group = torch.distributed.new_group(timeout=ALONE)
+
+    def share_rows(self, pieces: int) -> None:
+        """Let every so many neighbours read a row together; all must call this alike.
+
+        Raises:
+            ValueError: There are not as many processes that it can be.
+        """
+        import torch
+
         if self.count % pieces:
             raise ValueError(
                 f"train.sequence_parallel must divide the number of processes, {self.count}, got "
                 f"{pieces}; start another number with torchrun"
             )
-        self.reader, self.readers = self.rank // pieces, self.count // pieces
-        self.row: Any = None
         if pieces > 1:
-            mesh = torch.distributed.init_device_mesh(
-                accelerator.device.type,
-                (self.readers, pieces),
-                mesh_dim_names=("data", "sequence"),
-            )
-            self.row = mesh["sequence"].get_group()
-        self.main, self.ready = accelerator.is_main_process, False
-        self.group: Any = None
-        if self.count > 1:
-            self.group = torch.distributed.new_group(timeout=ALONE)
+            self.row, _ = torch.distributed.new_subgroups(pieces, timeout=STEP)
+        self.pieces = pieces
+        self.reader, self.readers = self.rank // pieces, self.count // pieces
 
     def on_main(self, function: Callable[[], T]) -> T:
         """Run a function in the main process and return its result, or raise its error, in all.

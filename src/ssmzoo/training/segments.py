@@ -1,10 +1,10 @@
-"""Long rows in pieces: segments one after the other, or pieces on several processes at once.
+"""Long rows in pieces: segments one after the other, or a piece on each of several processes.
 
-The state is carried from one segment to the next (backpropagation through time).
-A row of ``seq_len`` tokens is read in ``count`` segments. With ``gradients="keep"`` one backward
-pass goes through all of them and gives the unsplit row's gradients; with ``"cut"`` every segment
-has its own, which holds one segment's activations at a time. With ``carry`` a row begins with the
-state in which the row at the same place of the last step ended; no gradient goes back there.
+The state is carried from one segment to the next (backpropagation through time). A row of
+``seq_len`` tokens is read in ``count`` segments. With ``gradients="keep"`` one backward pass goes
+through all of them and gives the unsplit row's gradients; with ``"cut"`` every segment has its own,
+which holds one segment's activations at a time. With ``carry`` a row begins with the state in which
+the row at the same place of the last step ended; no gradient goes back there.
 """
 
 from __future__ import annotations
@@ -134,11 +134,16 @@ class SequenceParallelLM(CausalLM):
     def targets(self, part: Rows) -> int:
         """Return how many tokens are predicted in this process's piece, where it may be none."""
         super().targets(part)
-        return int((self._piece(part)["targets"] != IGNORED).sum())
+        begin, width = self._columns(part)
+        return int((part.labels[:, begin + 1 : begin + width + 1] != IGNORED).sum())
 
     def pieces(self, part: Rows) -> list[dict[str, torch.Tensor]]:
         """Return this process's columns of some rows."""
-        return [self._piece(part)]
+        if not self.packed:  # documents see each other, as in a row that is not cut
+            starts = np.zeros_like(part.starts)
+            starts[:, 0] = True
+            part = part._replace(starts=starts)
+        return [columns_of(part, *self._columns(part))]
 
     def loss_of(
         self, forward: Callable[..., Any], piece: dict[str, torch.Tensor], part: int, targets: int
@@ -148,7 +153,7 @@ class SequenceParallelLM(CausalLM):
 
     def judged(self, forward: Callable[..., Any], part: Rows) -> torch.Tensor:
         """Return what a validation adds up, of this process's piece: loss, hits, targets."""
-        piece = self._piece(part)
+        (piece,) = self.pieces(part)
         output = self._read(forward, piece)
         logits = output.logits[0]
         wanted = piece["targets"].to(logits.device)
@@ -157,9 +162,10 @@ class SequenceParallelLM(CausalLM):
         sums[2] = (wanted != IGNORED).sum()
         return sums
 
-    def _piece(self, part: Rows) -> dict[str, torch.Tensor]:
+    def _columns(self, part: Rows) -> tuple[int, int]:
+        """Return the first column of this process's piece, and how many it has."""
         width = part.input_ids.shape[1] // self._count
-        return columns_of(part, self._place * width, width)
+        return self._place * width, width
 
     def _read(self, forward: Callable[..., Any], piece: dict[str, torch.Tensor]) -> Any:
         from ssmzoo.modeling import CutRows, sequence_cache

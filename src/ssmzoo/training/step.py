@@ -94,7 +94,6 @@ class Learner:
         model.train()
         if options.gradient_checkpointing:
             enable_gradient_checkpointing(model)
-        self.objective = _objective(model, recipe, task, processes.row)
         beta1, beta2 = options.betas
         optimizer = make_optimizer(
             model,
@@ -110,6 +109,7 @@ class Learner:
             cast("torch.nn.Module", model).to(accelerator.device)
         choose_kernels(model, stock)
         self.recurrent = accelerated(model)
+        self.objective = _objective(model, recipe, task, processes.row)  # of what it runs on
         self.model, prepared = accelerator.prepare(model, optimizer)
         # not through the wrapper, which looks for a package at every step
         self.optimizer: torch.optim.Optimizer = prepared.optimizer

@@ -68,9 +68,13 @@ class Run:
         resume: bool,
         stock: bool = False,
     ) -> None:
+        from ssmzoo.modeling import SSMConfig
+        from ssmzoo.modeling.sequence_parallel import require_passing
+
         self.recipe, self.folder, self.finished = recipe, folder, False
-        processes = self.processes = Processes(accelerator, request, recipe.train.sequence_parallel)
-        processes.require_same(recipe)
+        processes = self.processes = Processes(accelerator, request)
+        processes.require_same(recipe)  # before groups are made as the recipe says
+        processes.share_rows(recipe.train.sequence_parallel)
         recipe.train.micro_batch(processes.readers)  # fails where it is no whole number
         checkpoint = processes.on_main(lambda: folder.starting_point(recipe, resume=resume))
         processes.require_shared(folder.path)
@@ -78,6 +82,8 @@ class Run:
         require_ahead(recipe, recipe.train.total_steps, done)  # before the data is made ready
         source = self.source = processes.main_first(lambda: data_source(recipe))
         self.config = build_config(recipe.model, source.tokenizer, source.task)
+        if processes.row is not None and isinstance(self.config, SSMConfig):
+            require_passing(self.config)  # before the data is made ready, too
         manifest = processes.on_main(lambda: source.prepare(folder.cache, folder.manifest()))
         share = {"rank": processes.reader, "world": processes.readers}
         self.data = source.open(folder.cache, manifest, **share)
