@@ -17,7 +17,9 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+Listed: TypeAlias = dict[str, tuple[int, str]]  # size and sha256 of files, by their place
 
 # how commands and recipes name the sources and documentation of Python's standard library
 STDLIB = "python-stdlib"

@@ -22,12 +22,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssmzoo.checkpoints.weights import SHARDS, is_sharded
 from ssmzoo.environment.messages import without_bars
 from ssmzoo.files import (
     CannotWriteError,
+    Listed,
     file_digest,
     flush,
     remove_folder,
@@ -53,8 +54,6 @@ _NAME = re.compile(r"step-\d+")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 logger = logging.getLogger("ssmzoo")
-
-Listed: TypeAlias = dict[str, tuple[int, str]]  # size and sha256 of files, by their place
 
 
 @dataclass

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
@@ -28,11 +28,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from ssmzoo.files import Listed
 from ssmzoo.training.distributed import ALONE
 from ssmzoo.training.stopping import Stopped
-
-if TYPE_CHECKING:
-    from ssmzoo.training.checkpoint import Listed
 
 T = TypeVar("T")
 Tensors = Mapping[str, torch.Tensor]
