@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from importlib import import_module
 from pathlib import Path
 
 from ssmzoo.checkpoints.weights import SHARDS, is_sharded
@@ -45,13 +46,12 @@ def write_model(checkpoint: Path, folder: Path) -> None:
         if path.name not in _NOT_OF_THE_MODEL and not path.name.startswith("carried-"):
             shutil.copy2(path, folder)
     if is_sharded(checkpoint):
-        import transformers
-
         import ssmzoo.auto  # noqa: F401
         from ssmzoo.training.model import load_shards
 
-        config = transformers.AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+        known = import_module("transformers")  # not before: our import makes the module anew
+        config = known.AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
         assert config.architectures is not None  # the run wrote them
-        kind = getattr(transformers, config.architectures[0])
+        kind = getattr(known, config.architectures[0])
         with without_bars():
             load_shards(checkpoint, kind, config).save_pretrained(folder)
