@@ -23,6 +23,8 @@ from ssmzoo import families, load_family
 from ssmzoo.modeling import sequence_parallel, sequence_piece
 
 COLUMNS = ("family", "processes", "length", "seconds", "MiB", "bytes sent", "parameters")
+# the softmax of DSS's kernel is over a length that is fixed
+SETTINGS = {"dss": {"kernel_variant": "exp"}}
 FIRST = 14  # the shortest row has 2^14 tokens
 
 
@@ -56,7 +58,7 @@ def measure(rank, processes, family, powers, queue):
     dist.init_process_group("gloo", rank=rank, world_size=processes)
     torch.manual_seed(0)
     found = load_family(family)
-    model = found.causal_lm_class(found.config(**found.tiny))
+    model = found.causal_lm_class(found.config(**{**found.tiny, **SETTINGS.get(family, {})}))
     parameters, vocabulary = model.num_parameters(), model.config.vocab_size
     sent = [0]
     send = sequence_parallel._Line._send
