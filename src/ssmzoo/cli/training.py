@@ -1,4 +1,4 @@
-"""Commands that make models: train, distill, recall."""
+"""Commands that make models: train, distill, sweep."""
 
 from __future__ import annotations
 
@@ -129,10 +129,18 @@ DISTILL = Verb(
 )
 
 
-def _recall(options: argparse.Namespace) -> int:
-    from ssmzoo.analysis.recall import ledger_table, recall
+def _sweep(options: argparse.Namespace) -> int:
+    from ssmzoo.analysis.sweep import ledger_table, sweep
 
-    ledger = recall(options.sweep, options.output)
+    only = {name: getattr(options, name) for name in ("problem", "model", "width", "lr", "seed")}
+    ledger = sweep(
+        options.sweep,
+        options.output,
+        only={name: values for name, values in only.items() if values},
+        train=not options.table,
+        keep=options.keep,
+        stock=options.stock,
+    )
     if options.json:
         print_json(ledger)
     else:
@@ -140,14 +148,32 @@ def _recall(options: argparse.Namespace) -> int:
     return 0
 
 
-RECALL = Verb(
-    "recall",
-    "train small models on a recall problem, write a ledger",
-    "ssmzoo recall bmojo-mqar-toy --output runs/mqar-toy",
+def _only(name: str, kind: type, what: str) -> Option:
+    return Option(
+        f"--{name}",
+        metavar=name.upper(),
+        type=kind,
+        action="append",
+        help=f"this {what} alone; may be repeated",
+    )
+
+
+SWEEP = Verb(
+    "sweep",
+    "train small models on small problems, write a ledger",
+    "ssmzoo sweep zoo --output runs/zoo --problem parity --model longhorn",
     (
         Option("sweep", metavar="SWEEP", help="a YAML file, or the name of a shipped one"),
-        OUTPUT.but(required=True, help="a folder for the runs, the ledger and its picture"),
+        OUTPUT.but(required=True, help="a folder for the runs, the ledger and its pictures"),
+        _only("problem", str, "problem"),
+        _only("model", str, "model"),
+        _only("width", int, "width"),
+        _only("lr", float, "learning rate"),
+        _only("seed", int, "seed"),
+        Option("--table", action="store_true", help="train nothing: the ledger of what is there"),
+        Option("--keep", action="store_true", help="keep the trained models"),
+        STOCK,
         JSON,
     ),
-    _recall,
+    _sweep,
 )
