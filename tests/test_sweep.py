@@ -29,6 +29,7 @@ from ssmzoo.analysis.sweep import (
     ledger_table,
     load_sweep,
     read_ledger,
+    selection,
     sweep,
 )
 from ssmzoo.checkpoints.load import load_model
@@ -229,12 +230,26 @@ def test_an_unknown_name_is_refused_before_any_run(only, message, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("terms", "kind", "message"),
+    [
+        ("pairs", ValueError, "only must look like .*got 'pairs'"),
+        ("lr=x", ValueError, "a number for lr, got 'lr=x'"),
+        ("modle=Llama", LookupError, "no field 'modle'; did you mean 'model'"),
+    ],
+)
+def test_a_wrong_selection_is_refused_before_any_run(terms, kind, message, tmp_path):
+    with pytest.raises(kind, match=message):
+        sweep(changed(), tmp_path / "out", only=selection(terms.split(",")))
+    assert not (tmp_path / "out").exists()
+
+
 def test_one_command_runs_one_cell_and_a_table_runs_none(tmp_path, capsys):
     path, output = tmp_path / "sweep.yaml", tmp_path / "out"
     path.write_text(yaml.safe_dump(SWEEP, sort_keys=False), encoding="utf-8")
     command = ["sweep", str(path), "--output", str(output), "--json"]
-    chosen = ["--problem", "pairs", "--model", "Llama", "--lr", "0.03", "--seed", "0"]
-    assert main([*command, *chosen, "--width", "16", "--keep"]) == 0
+    chosen = "problem=pairs,model=Llama,width=16,lr=3e-2,seed=0"
+    assert main([*command, "--only", chosen, "--keep"]) == 0
     (line,) = json.loads(capsys.readouterr().out)
     assert (line["model"], line["lr"]) == ("Llama", 0.03)
     model = output / "runs/pairs/Llama-16-0.03-0/model"

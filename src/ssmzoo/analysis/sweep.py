@@ -136,10 +136,10 @@ class Sweep(Section):
 
     def _check_names(self) -> None:
         for name in (*self.models, *self.problems):
-            if not re.fullmatch(r"[^\W_][^/\\:*?\"<>|]*", name) or not name.isprintable():
+            if not re.fullmatch(r"[^\W_][^/\\:*?\"<>|,=]*", name) or not name.isprintable():
                 raise ValueError(
                     "models and problems must have names that begin with a letter or digit and "
-                    f'hold none of /\\:*?"<>|, for folders are called by them, got {name!r}'
+                    f'hold none of /\\:*?"<>|,=, for folders are called by them, got {name!r}'
                 )
         for model, section in self.models.items():
             if "hidden_size" in section.config:
@@ -318,6 +318,26 @@ def _recipe(said: Problem, section: ModelSection, place: Line) -> Recipe:
         "log": {"every": 100, "curves": False},
     }
     return read_sections(Recipe, fields, f"problems.{place['problem']}").with_absolute_paths()
+
+
+def selection(terms: Iterable[str]) -> dict[str, list[Any]]:
+    """Return what ``problem=NAME``, ``model=NAME``, ``width=N``, ``lr=RATE``, ``seed=N`` choose.
+
+    Raises:
+        LookupError: No such field.
+        ValueError: A term of another form.
+    """
+    kinds = {"width": int, "lr": float, "seed": int}
+    found: dict[str, list[Any]] = {}
+    for term in terms:
+        field, equals, value = term.partition("=")
+        if not equals:
+            raise ValueError(f"only must look like problem=NAME,model=NAME,seed=0, got {term!r}")
+        try:
+            found.setdefault(field, []).append(kinds.get(field, str)(value))
+        except ValueError:
+            raise ValueError(f"only must have a number for {field}, got {term!r}") from None
+    return found
 
 
 def _selected(

@@ -7,7 +7,7 @@ import dataclasses
 import os
 from pathlib import Path
 
-from ssmzoo.cli.options import JSON, LENGTH, OUTPUT, SAVED_MODEL, SET, STOCK, Option, Verb
+from ssmzoo.cli.options import JSON, LENGTH, OUTPUT, SAVED_MODEL, SET, STOCK, Option, Verb, names
 from ssmzoo.cli.show import print_json, quieten_bars
 
 
@@ -130,13 +130,12 @@ DISTILL = Verb(
 
 
 def _sweep(options: argparse.Namespace) -> int:
-    from ssmzoo.analysis.sweep import ledger_table, sweep
+    from ssmzoo.analysis.sweep import ledger_table, selection, sweep
 
-    only = {name: getattr(options, name) for name in ("problem", "model", "width", "lr", "seed")}
     ledger = sweep(
         options.sweep,
         options.output,
-        only={name: values for name, values in only.items() if values},
+        only=selection(options.only),
         train=not options.table,
         keep=options.keep,
         stock=options.stock,
@@ -148,28 +147,20 @@ def _sweep(options: argparse.Namespace) -> int:
     return 0
 
 
-def _only(name: str, kind: type, what: str) -> Option:
-    return Option(
-        f"--{name}",
-        metavar=name.upper(),
-        type=kind,
-        action="append",
-        help=f"this {what} alone; may be repeated",
-    )
-
-
 SWEEP = Verb(
     "sweep",
     "train small models on small problems, write a ledger",
-    "ssmzoo sweep zoo --output runs/zoo --problem parity --model longhorn",
+    "ssmzoo sweep zoo --output runs/zoo --only problem=parity,model=longhorn",
     (
         Option("sweep", metavar="SWEEP", help="a YAML file, or the name of a shipped one"),
         OUTPUT.but(required=True, help="a folder for the runs, the ledger and its pictures"),
-        _only("problem", str, "problem"),
-        _only("model", str, "model"),
-        _only("width", int, "width"),
-        _only("lr", float, "learning rate"),
-        _only("seed", int, "seed"),
+        Option(
+            "--only",
+            metavar="NAME,NAME",
+            type=names,
+            default=(),
+            help="run these alone: problem=NAME, model=NAME, width=N, lr=RATE, seed=N; may repeat",
+        ),
         Option("--table", action="store_true", help="train nothing: the ledger of what is there"),
         Option("--keep", action="store_true", help="keep the trained models"),
         STOCK,
