@@ -32,7 +32,7 @@ from ssmzoo.environment.portable import portable
 from ssmzoo.family import load_family
 from ssmzoo.files import share
 from ssmzoo.recipe import Recipe, load_recipe
-from ssmzoo.tasks import SUPERVISED_TASKS, Batch, Supervised, load_task
+from ssmzoo.tasks import IGNORED, SUPERVISED_TASKS, Batch, Supervised, load_task
 from ssmzoo.training.model import build_config, model_class
 from ssmzoo.training.objectives import Classification, labelled
 from ssmzoo.training.optimizer import Plan, Schedule, make_optimizer
@@ -501,8 +501,27 @@ def test_answers_of_several_symbols_are_judged_one_by_one_and_whole(chooses, mon
         "accuracy": 42 / 50,
         "targets": 50,
         "exact_match": 20 / 25,
+        "last_accuracy": 22 / 25,
         "examples": 25,
     }
+
+
+def test_the_last_target_of_each_row_counts_once_wherever_it_stands():
+    task = load_task("mqar", "test", 0, seq_len=24, num_pairs=3, vocab_size=16, num_test=40)
+    part = Examples(task.batch(range(40)))
+    family = load_family("longhorn")
+    model = family.causal_lm_class(family.config(**LONGHORN["config"], vocab_size=16))
+    goal = labelled(model, task)
+    wanted, _ = goal._wanted(part)
+    rows, columns = np.nonzero(wanted != IGNORED)
+    last = [columns[rows == row].max() for row in range(40)]
+    assert len(set(last)) > 1
+    logits = torch.nn.functional.one_hot(torch.from_numpy(wanted).clamp(min=0), 16).float()
+    logits[range(10), last[:10]] = 0  # id 0 is said, which is never a value
+    output = type("Output", (), {"logits": logits})
+    found = goal.metrics(goal.measure(output, {}, part))
+    assert (found["last_accuracy"], found["exact_match"]) == (30 / 40, 30 / 40)
+    assert found["accuracy"] == (3 * 40 - 10) / (3 * 40)
 
 
 @pytest.mark.parametrize("name", ["mqar", "induction_heads"])
