@@ -190,15 +190,15 @@ class Sources:
     """The data of a problem, opened once to ask what its examples are."""
 
     def __init__(self) -> None:
-        self._found: dict[str, DataSource] = {}
+        self._found: dict[tuple[str, str | None], DataSource] = {}
         self._costs: dict[Cell, Line] = {}
 
     def of(self, run: PlannedRun) -> DataSource:
         """Return a run's, or that of the same problem with another seed or model."""
-        problem = run.place["problem"]
-        if problem not in self._found or run.recipe.model.init_from is not None:
-            self._found[problem] = data_source(_with_few_examples(run.recipe))
-        return self._found[problem]
+        key = run.place["problem"], run.recipe.model.init_from  # which may bring a tokenizer
+        if key not in self._found:
+            self._found[key] = data_source(_with_few_examples(run.recipe))
+        return self._found[key]
 
     def costs(self, run: PlannedRun, length: int) -> Line:
         """Return what a model costs, which no rate and no seed changes."""
@@ -271,12 +271,13 @@ def sweep(
     planned = chosen.runs()
     wanted = _selected(chosen, planned, only or {})
     output = Path(output_dir)
-    open_ = [run for run in wanted if not _is_finished(output / "runs" / run.folder, run.recipe)]
+    missing = [run for run in planned if not _is_finished(output / "runs" / run.folder, run.recipe)]
     sources = Sources()
     holes = impossible(wanted, sources)
     failed: list[str] = []
     if train:
-        todo = [run for run in open_ if run.cell not in holes]
+        chosen_ones = {run.folder for run in wanted}
+        todo = [run for run in missing if run.folder in chosen_ones and run.cell not in holes]
         failed = _train_all(todo, output, sources, keep=keep, stock=stock)
     ledger = _collected(planned, holes, output)
     _write(output, chosen, ledger)
@@ -317,7 +318,10 @@ def _recipe(said: Problem, section: ModelSection, place: Line) -> Recipe:
         "checkpoint": {"every": NEVER, "keep": 1},
         "log": {"every": 100, "curves": False},
     }
-    return read_sections(Recipe, fields, f"problems.{place['problem']}").with_absolute_paths()
+    recipe = read_sections(Recipe, fields, f"problems.{place['problem']}")
+    if not recipe.supervised and recipe.data.validation is None:
+        raise ValueError(f"problems.{place['problem']}.data needs validation to judge by")
+    return recipe.with_absolute_paths()
 
 
 def selection(terms: Iterable[str]) -> dict[str, list[Any]]:
@@ -374,7 +378,7 @@ def _is_finished(folder: Path, recipe: Recipe) -> bool:
         ValueError: What was begun in its folder is another sweep's.
     """
     begun: Recipe | None = None
-    result = _result_of(folder)
+    result = _result_of(folder, warns=True)
     if result is not None:
         begun = read_sections(Recipe, result["recipe"], str(folder))
     elif (folder / "run/recipe.yaml").exists():
@@ -388,10 +392,10 @@ def _is_finished(folder: Path, recipe: Recipe) -> bool:
     return result is not None
 
 
-def _result_of(folder: Path) -> Line | None:
-    """Return what a run has left; None if there is nothing, or a file that was cut, which is said.
+def _result_of(folder: Path, *, warns: bool = False) -> Line | None:
+    """Return what a run has left; None if there is nothing, or a file that was cut.
 
-    A cut file is only where something else than we wrote it: ours appear whole.
+    Ours appear whole: a file is cut only where somebody else wrote into it.
     """
     file = folder / "result.json"
     if not file.exists():
@@ -402,7 +406,8 @@ def _result_of(folder: Path) -> Line | None:
             raise ValueError(f"{file} has no {min(missing)}")
         return found
     except ValueError as error:
-        logger.warning("%s; the run is done again", error)
+        if warns:
+            logger.warning("%s; the run counts as not done", error)
         return None
 
 
