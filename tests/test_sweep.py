@@ -322,6 +322,25 @@ def test_longer_rows_are_judged_after_the_training(tmp_path):
     assert "at 20" in ledger_table(ledger)
 
 
+def test_rows_without_end_are_judged_at_other_lengths_too(tmp_path):
+    rows = {
+        "data": {
+            **{"task": "mqar", "task_args": {"num_pairs": 2, "vocab_size": 16}},
+            "validation": 12,
+        },
+        "train": {"steps": 1, "batch_size": 4, "seq_len": 12},
+        "eval": {"lengths": [24, 8]},
+    }
+    ledger = sweep(one_run(problems={"rows": rows}), tmp_path)
+    # as many tokens in longer rows and shorter ones
+    assert [(line["length"], line["targets"]) for line in ledger] == [
+        (12, 12 * 2),
+        (24, 6 * 2),
+        (8, 18 * 2),
+    ]
+    assert all(line["last"] is None for line in ledger)
+
+
 def test_text_is_judged_by_bits_a_byte_at_two_lengths(tmp_path):
     text = {
         "data": {"text": str(write_texts(tmp_path / "texts")), "validation": 0.2},
