@@ -31,7 +31,7 @@ from ssmzoo.data.labelled import Examples, ExampleSource, Share
 from ssmzoo.environment.portable import portable
 from ssmzoo.family import load_family
 from ssmzoo.files import share
-from ssmzoo.recipe import Recipe, load_recipe
+from ssmzoo.recipe import Recipe, load_recipe, read_sections
 from ssmzoo.tasks import IGNORED, SUPERVISED_TASKS, Batch, Supervised, load_task
 from ssmzoo.training.model import build_config, model_class
 from ssmzoo.training.objectives import Classification, labelled
@@ -143,6 +143,9 @@ def fields(**changes):
         if field and value is None:
             del made[section][field]
     return made
+
+
+ROWS = {"steps": 1, "batch_size": 2, "seq_len": 8, "lr": 0.1}
 
 
 def recipe(**changes):
@@ -455,6 +458,42 @@ def test_a_killed_run_that_will_end_early_resumes_to_the_same_weights(tmp_path):
     killed(asked, tmp_path / "killed", finished(whole)["step"])
     resumed = train(asked, output_dir=tmp_path / "killed", resume=True)
     assert_same_run(whole, resumed)
+
+
+def test_the_finished_model_is_measured_at_other_lengths(tmp_path):
+    task = {"task": "copying", "task_args": {"vocab_size": 4, "length": 3}}
+    task["task_args"] |= {"num_train": 8, "num_validation": 4, "num_test": 6}
+    asked = recipe(
+        data=task, train__epochs=1, eval__lengths=[5, 9], log={"every": 1, "curves": False}
+    )
+    run = train(asked, output_dir=tmp_path / "run")
+    facts = finished(run)
+    assert facts["test"]["targets"] == 6 * 3
+    assert {n: found["targets"] for n, found in facts["lengths"].items()} == {"5": 30, "9": 54}
+    assert not (run / "loss.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"eval__lengths": [4]}, "eval.lengths must be absent with data.task 'odd'"),
+        ({"eval__lengths": [0]}, "eval.lengths.0"),
+        (
+            {"data": {"text": "x"}, "train": ROWS, "eval": {"lengths": [4]}, "checkpoint": {}},
+            "eval.lengths needs data.validation",
+        ),
+        (
+            {
+                **{"data": {"text": "x", "validation": 0.5}, "eval": {"lengths": [4]}},
+                **{"train": {**ROWS, "segments": {"count": 2}}, "checkpoint": {}},
+            },
+            "eval.lengths must be absent with train.segments",
+        ),
+    ],
+)
+def test_lengths_that_cannot_be_measured_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        read_sections(Recipe, fields(**changes), "recipe")
 
 
 @pytest.mark.parametrize(
