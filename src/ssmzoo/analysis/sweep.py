@@ -259,7 +259,7 @@ def sweep(
         ranked, ``value``, ``last`` (the accuracy of each row's last target), ``targets``,
         ``parameters``, ``state_bytes`` of one sequence of the training length, ``flops_per_token``
         of matrix products, attention and convolutions, ``seconds`` of training, ``cpu_seconds`` of
-        the whole run, ``hardware``, ``date``. Of a run that diverged ``value`` is None and ``note``
+        the whole run since it was last begun or resumed, ``hardware``, ``date``. Of a run that diverged ``value`` is None and ``note``
         says so; of a hole ``note`` is the reason.
 
     Raises:
@@ -381,8 +381,9 @@ def _is_finished(folder: Path, recipe: Recipe) -> bool:
     result = _result_of(folder, warns=True)
     if result is not None:
         begun = read_sections(Recipe, result["recipe"], str(folder))
-    elif (folder / "run/recipe.yaml").exists():
-        begun = load_recipe(folder / "run/recipe.yaml")
+    elif (begun_as := folder / "run/recipe.yaml").exists():
+        with suppress(LookupError):  # another process may have finished it by now
+            begun = load_recipe(begun_as)
     if begun is not None:
         for name, before, now in begun.differences(recipe, ("model", "data", "train", "eval")):
             raise ValueError(
@@ -760,11 +761,12 @@ def draw_problem(lines: list[Line], target: Path) -> None:
         right.xaxis.set_major_locator(MaxNLocator(5))
         right.xaxis.set_major_formatter("{x:,.0f}")
     lengths = list(by_length([line for found in best.values() for line in found]))
-    longer = f"; hollow: {', '.join(f'{n:,}' for n in lengths[1:])}" if len(lengths) > 1 else ""
+    shown = f"{lengths[0]:,} tokens"
+    if len(lengths) > 1:
+        shown = f"full: {shown}, hollow: {' and '.join(f'{n:,}' for n in lengths[1:])}"
     seeds = len({line["seed"] for line in lines if line["seed"] is not None})
     figure.suptitle(
-        f"{lines[0]['problem']}, {lengths[0]:,} tokens{longer}; "
-        f"{'1 seed' if seeds == 1 else f'mean of {seeds} seeds'}",
+        f"{lines[0]['problem']}; {shown}; {'1 seed' if seeds == 1 else f'mean of {seeds} seeds'}",
         size=10,
     )
     for axes in (left, right):
