@@ -259,8 +259,8 @@ def sweep(
         ranked, ``value``, ``last`` (the accuracy of each row's last target), ``targets``,
         ``parameters``, ``state_bytes`` of one sequence of the training length, ``flops_per_token``
         of matrix products, attention and convolutions, ``seconds`` of training, ``cpu_seconds`` of
-        the whole run since it was last begun or resumed, ``hardware``, ``date``. Of a run that diverged ``value`` is None and ``note``
-        says so; of a hole ``note`` is the reason.
+        the whole run since it was last begun or resumed, ``hardware``, ``date``. Of a run that
+        diverged ``value`` is None and ``note`` says so; of a hole ``note`` is the reason.
 
     Raises:
         LookupError: A field, family, preset, model type or name that does not exist.
