@@ -313,6 +313,32 @@ def test_what_a_model_cannot_do_is_a_hole_with_its_reason(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.parametrize(
+    ("task", "args"),
+    [
+        ("digits", {"pixels": True}),
+        ("listops", {"min_length": 3, "max_length": 12, "max_depth": 3}),
+        ("copying", {"length": 3, "vocab_size": 4}),
+    ],
+)
+def test_labels_of_sequences_and_of_tokens_are_problems_too(task, args, tmp_path):
+    if task != "digits":
+        args = {**args, "num_train": 16, "num_validation": 8, "num_test": 8}
+    problem = {
+        "data": {"task": task, "task_args": args},
+        "train": {"steps": 1, "batch_size": 4},
+        "eval": {"batches": 2},
+    }
+    llama = {"Llama": SWEEP["models"]["Llama"]}
+    ledger = sweep(one_run(models={**one_run().models, **llama}, problems={"p": problem}), tmp_path)
+    assert [line["model"] for line in ledger] == ["Longhorn", "Llama"]
+    for line in ledger:
+        assert line["metric"] == "accuracy"
+        assert line["flops_per_token"] > 0
+        assert line["state_bytes"] > 0
+    assert ledger[0]["state_bytes"] == (32 * 4 + 3 * 32) * 4
+
+
 def test_longer_rows_are_judged_after_the_training(tmp_path):
     ledger = sweep(one_run(problems={"parity": TRACKING}), tmp_path)
     assert [line["length"] for line in ledger] == [8, 20]

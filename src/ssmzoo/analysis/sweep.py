@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from ssmzoo.analysis.cost import flops_per_token, state_bytes
+from ssmzoo.data.labelled import Examples
 from ssmzoo.data.sources import DataSource, data_source
 from ssmzoo.environment.hardware import installed_versions
 from ssmzoo.environment.messages import first_line
@@ -47,6 +48,7 @@ from ssmzoo.tasks.supervised import SPLITS
 from ssmzoo.training.checkpoint import InUseError, locked
 from ssmzoo.training.metrics import read_metrics
 from ssmzoo.training.model import NoHeadError, build_config, build_model, model_class
+from ssmzoo.training.objectives import labelled
 from ssmzoo.training.trainer import NotFiniteError
 
 if TYPE_CHECKING:
@@ -467,16 +469,16 @@ def _trained(run: PlannedRun, folder: Path, sources: Sources, *, keep: bool, sto
     from ssmzoo.training.run import train
 
     begun, place = time.process_time(), folder / "run"
-    note = None
+    length = _length_of(run.recipe, sources.of(run))
+    costs, note = sources.costs(run, length), None  # what fails, fails before the training
     try:
         train(run.recipe, output_dir=place, resume=place.exists(), stock=stock)
     except NotFiniteError as error:
         note = f"diverged: {first_line(error).partition(';')[0]}"
     cpu_seconds = round(time.process_time() - begun, 1)
     facts = read_json(place / "run.json")
-    length = _length_of(run.recipe, sources.of(run))
     shared = {
-        **sources.costs(run, length),
+        **costs,
         "cpu_seconds": cpu_seconds,
         "hardware": facts["hardware"],
         "date": facts["date"],
@@ -555,17 +557,20 @@ def _length_of(recipe: Recipe, source: DataSource) -> int:
 
 
 def _costs(recipe: Recipe, source: DataSource, length: int) -> Line:
-    """Return parameters, the state's bytes and the operations a token of a model."""
+    """Return parameters, the state's bytes and the operations a token of a model.
+
+    A classifier's, or a regression's, operations are those of the task's first example.
+    """
     import torch
 
     section, task = recipe.model, source.task
     config = build_config(section, source.tokenizer, task)
     model: Any = build_model(section, config, task).eval()
-    inputs: dict[str, torch.Tensor] | None = None
-    if task is not None and task.kind != "tokens":
-        name = "pixel_values" if task.kind == "images" else "input_values"
-        inputs = {name: torch.from_numpy(task.batch([0]).inputs)}
-    size = None
+    inputs, tokens, size = None, length, None
+    if task is not None and task.objective != "causal_lm":
+        example = Examples(task.batch([0]))
+        inputs, tokens = labelled(model, task).batch(example), example.tokens
+        del inputs["labels"]
     # what is no language model keeps no state, nor does a kernel that depends on the whole input
     with suppress(NoHeadError, ValueError):
         speaker = model
@@ -576,7 +581,7 @@ def _costs(recipe: Recipe, source: DataSource, length: int) -> Line:
     return {
         "parameters": model.num_parameters(),
         "state_bytes": size,
-        "flops_per_token": flops_per_token(model, length, inputs),
+        "flops_per_token": flops_per_token(model, tokens, inputs),
     }
 
 
