@@ -26,6 +26,7 @@ from ssmzoo.modeling import (
     SSMForImageClassification,
     SSMForPairClassification,
     SSMForSequenceClassification,
+    SSMForTokenClassification,
     SSMMixer,
     SSMModel,
     SSMPreTrainedModel,
@@ -241,6 +242,12 @@ class SpaceTimeForSequenceClassification(SpaceTimePreTrainedModel, SSMForSequenc
 
 class SpaceTimeForPairClassification(SpaceTimePreTrainedModel, SSMForPairClassification):
     """SpaceTime with a classifier of pairs of documents."""
+
+    model_class = SpaceTimeModel
+
+
+class SpaceTimeForTokenClassification(SpaceTimePreTrainedModel, SSMForTokenClassification):
+    """SpaceTime with a classifier of tokens."""
 
     model_class = SpaceTimeModel
 
