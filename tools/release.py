@@ -70,13 +70,14 @@ def release(version: str, twine: str) -> None:
             commit = git("rev-parse", "HEAD", at=tree)
             epoch = int(git("log", "-1", "--format=%ct", at=tree))
             wheel, sdist = build(tree, built, epoch)
+            parts = built / f"ssmzoo-{version}.cdx.json"
+            write_json(parts, sbom(wheel, epoch))
             run(twine, "check", "--strict", wheel, sdist)
             # away from the checkout, in a fresh environment, with the tests of packaging
             roots = os.pathsep.join(str(tree / name) for name in ("src", "kernels", "plugins"))
             tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_packaging.py")
-            run(sys.executable, *tests, at=tree, PYTHONPATH=roots, SSMZOO_TEST_WHEEL=wheel)
-            parts = built / f"ssmzoo-{version}.cdx.json"
-            write_json(parts, sbom(wheel, epoch))
+            told = {"PYTHONPATH": roots, "SSMZOO_TEST_WHEEL": wheel, "SOURCE_DATE_EPOCH": epoch}
+            run(sys.executable, *tests, at=tree, **told)
         finally:
             git("worktree", "remove", "--force", tree)
         files = (wheel, sdist, parts)
