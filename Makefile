@@ -112,7 +112,7 @@ upload: $(TWINE) ## Upload what `make release` built, if TWINE_PASSWORD has a to
 	@test -n "$$TWINE_PASSWORD" || { echo "upload: TWINE_PASSWORD must hold a token" >&2; exit 1; }
 	@git tag --list --format='%(contents:body)' v$(VERSION) | (cd dist && sha256sum --check --strict) || { \
 	  echo "upload: dist/ must have the files that the tag v$(VERSION) names" >&2; exit 1; }
-	$(TWINE) upload --non-interactive --skip-existing \
+	$(TWINE) upload --non-interactive \
 	  dist/ssmzoo-$(VERSION)-py3-none-any.whl dist/ssmzoo-$(VERSION).tar.gz
 
 clean: ## Remove build outputs and caches; .venv stays

@@ -6,7 +6,8 @@ float32 curve, of the kernels that users run, may be twice as far from it as it 
 written, plus one rounding.
 
 A model of each family lies in tests/golden/VERSION as that version saved it, and is never written
-again; its logits in float64 may not move by more than their float32 rounding.
+again once that version is released; its logits in float64 may not move by more than their float32
+rounding.
 """
 
 import json

@@ -121,6 +121,39 @@ def test_a_release_is_a_commit_a_tag_and_checked_files(project):
 
     refused = release(project)
     assert "release: v1.2.0 is tagged already" in refused.stderr
+    check_upload(project)
+
+
+def check_upload(project):
+    """Check that `make upload` sends what the tag names, and nothing without a token."""
+
+    def upload(version="1.2.0", **token):
+        known = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "TWINE"))}
+        command = ["make", "upload", f"VERSION={version}"]
+        done = subprocess.run(
+            command, cwd=project, env=known | token, capture_output=True, text=True
+        )
+        return done.returncode, done.stderr
+
+    installed = {"Makefile": (ROOT / "Makefile").read_text(), "constraints.txt": ""}
+    write(project, installed | dict.fromkeys((".venv/bin/python", ".venv/.installed"), ""))
+    (project / ".venv/twine/bin").mkdir(parents=True)
+    (project / "twine").rename(project / ".venv/twine/bin/twine")
+    os.utime(project / ".venv/twine/bin/twine")
+    (project / "twine.log").unlink()
+    code, said = upload()
+    assert (code, "upload: TWINE_PASSWORD must hold a token" in said) == (2, True)
+    code, said = upload("1.1.0", TWINE_PASSWORD="secret")
+    assert (code, "files that the tag v1.1.0 names" in said) == (2, True)
+    assert not (project / "twine.log").exists()
+    assert upload(TWINE_PASSWORD="secret")[0] == 0
+    wheel, sdist = "dist/ssmzoo-1.2.0-py3-none-any.whl", "dist/ssmzoo-1.2.0.tar.gz"
+    sent = f"upload --non-interactive {wheel} {sdist}\n"
+    assert (project / "twine.log").read_text() == sent
+    (project / wheel).write_bytes(b"another build")
+    code, said = upload(TWINE_PASSWORD="secret")
+    assert (code, "files that the tag v1.2.0 names" in said) == (2, True)
+    assert (project / "twine.log").read_text() == sent
 
 
 def check_sbom(bom, digest):
