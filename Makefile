@@ -106,7 +106,7 @@ wheel: $(INSTALLED) ## Build the wheel into dist/
 	$(PY) -m build --wheel --no-isolation
 
 release: $(INSTALLED) $(TORCHAO_DIR)/.installed $(ONNX_DIR)/.installed $(TWINE) ## Cut, build, check and tag VERSION; uploads nothing (RELEASING.md)
-	PYTHONPATH=$(TORCHAO_DIR):$(ONNX_DIR) $(PY) tools/release.py $(VERSION) $(TWINE)
+	PYTHONPATH=$(TORCHAO_DIR):$(ONNX_DIR) $(PY) .ci/release.py $(VERSION) $(TWINE)
 
 upload: $(TWINE) ## Upload what `make release` built, if TWINE_PASSWORD has a token
 	@test -n "$$TWINE_PASSWORD" || { echo "upload: TWINE_PASSWORD must hold a token" >&2; exit 1; }

@@ -74,7 +74,7 @@ def project(tmp_path, monkeypatch):
         monkeypatch.setenv(f"GIT_{name}_NAME", "somebody")
         monkeypatch.setenv(f"GIT_{name}_EMAIL", "somebody@example.org")
     git(tmp_path, "init", "--quiet", "--initial-branch", "main")
-    tool = {"tools/release.py": (ROOT / "tools" / "release.py").read_text()}
+    tool = {".ci/release.py": (ROOT / ".ci" / "release.py").read_text()}
     commit(tmp_path, FILES | tool)
     write(tmp_path, {"twine": '#!/bin/sh\necho "$@" >> twine.log\n'})
     (tmp_path / "twine").chmod(0o755)
@@ -82,7 +82,7 @@ def project(tmp_path, monkeypatch):
 
 
 def release(folder, *, version="1.2.0"):
-    command = [sys.executable, "tools/release.py", version, "./twine"]
+    command = [sys.executable, ".ci/release.py", version, "./twine"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
@@ -246,7 +246,7 @@ def test_what_is_not_installed_is_named(project):
 
 @pytest.fixture
 def tool():
-    spec = importlib.util.spec_from_file_location("release", ROOT / "tools" / "release.py")
+    spec = importlib.util.spec_from_file_location("release", ROOT / ".ci" / "release.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

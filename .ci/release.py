@@ -1,6 +1,6 @@
 """Make a release of the commit that is checked out: cut, build, check, tag. Nothing is uploaded.
 
-Usage: python tools/release.py VERSION TWINE      (make release VERSION=0.1.0)
+Usage: python .ci/release.py VERSION TWINE      (make release VERSION=0.1.0)
 
 TWINE is the program that checks what was built. All is made in a work tree of its own. The branch,
 the tag and ``dist`` change at the end, when everything has passed. RELEASING.md says what to do
