@@ -43,7 +43,7 @@ _NEEDED = {
 def from_official(
     state_dict: dict[str, Tensor], config: dict[str, Any]
 ) -> tuple[dict[str, Tensor], LinearAttentionConfig]:
-    """Translate weights by fla's names, and its configuration, into ours.
+    """Translate weights by fla's names, and its configuration, into ours; some share memory.
 
     Raises:
         LookupError: It is none of those models, or a field or a weight is missing, or unknown.
@@ -57,13 +57,18 @@ def from_official(
     norm = ".g_norm." if ours.out_gate == "none" else ".g_norm_swish_gate."  # fuse_norm: either
     theirs = {}
     for name, tensor in state_dict.items():
+        usual = re.sub(r"\.g_norm(_swish_gate)?\.", norm, name)
         if ours.decay != "scalar" or not name.endswith(".attn.D"):  # in early ones, but never read
-            theirs[re.sub(r"\.g_norm(_swish_gate)?\.", norm, name)] = tensor
+            theirs[name if usual in state_dict else usual] = tensor
     tied = theirs.get("model.embeddings.weight") if ours.tie_word_embeddings else None
     if tied is not None and not theirs.setdefault("lm_head.weight", tied).equal(tied):
         raise ValueError("tie_word_embeddings must be false: lm_head.weight is not the embedding")
     check_weights("a checkpoint of fla", theirs, LinearAttentionForCausalLM, ours, to_official)
-    return {own: torch.cat([theirs[name] for name in names]) for own, names in plan.items()}, ours
+    weights = {}
+    for own, names in plan.items():
+        first, *others = (theirs[name] for name in names)
+        weights[own] = torch.cat([first, *others]) if others else first
+    return weights, ours
 
 
 def to_official(state_dict: dict[str, Tensor], config: LinearAttentionConfig) -> dict[str, Tensor]:
@@ -113,7 +118,9 @@ def _configuration(config: dict[str, Any]) -> LinearAttentionConfig:
         raise LookupError(f"config of a {kind} must have {error}") from None
     needed = {**_NEEDED, "num_kv_heads": (heads,)}
     for name, value in left.items():
-        if name not in _IDLE and value not in needed.get(name, ()):
+        if name in _IDLE or name.startswith("_"):  # _name_or_path and such
+            continue
+        if value not in needed.get(name, ()):
             must = " or ".join(map(json.dumps, needed.get(name, ()))) or "null"
             raise ValueError(f"{name} of a {kind} must be {must} to convert, got {value!r}")
     return ours

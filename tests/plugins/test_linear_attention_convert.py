@@ -174,7 +174,10 @@ def test_weights_survive_the_round_trip_bit_for_bit_and_give_their_models_logits
 def test_what_fla_wrote_in_other_versions_is_read():
     source = official(GLA)
     unfused = {name.replace("_swish_gate", ""): x for name, x in source.items()}
-    assert_same(to_official(*from_official(unfused, {**GLA, "fuse_norm": False})), source)
+    other = {"fuse_norm": False, "_name_or_path": "x", "share_conv_kernel": True, "use_gk": True}
+    assert_same(to_official(*from_official(unfused, {**GLA, **other})), source)
+    with pytest.raises(LookupError, match=r"unknown \['model.layers.0.attn.g_norm.weight'"):
+        from_official({**unfused, **source}, GLA)
     source = official(GATED)
     early = {**source, "model.layers.1.attn.D": torch.ones(2)}
     assert_same(to_official(*from_official(early, GATED)), source)
