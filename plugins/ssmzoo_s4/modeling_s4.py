@@ -29,12 +29,13 @@ from ssmzoo.modeling import (
     SSMMixer,
     SSMModel,
     SSMPreTrainedModel,
+    hippo_legs,
     right_aligned,
 )
 from ssmzoo_kernels import diagonal_step, fft_conv, vandermonde_state
 
 from .configuration_s4 import S4Config
-from .dplr import System, hippo
+from .dplr import System
 
 _SLOW = ("log_dt", "A_log", "A_imag", "P", "B")
 
@@ -164,7 +165,7 @@ class S4PreTrainedModel(SSMPreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, S4Mixer):
             init.uniform_(module.log_dt, math.log(self.config.dt_min), math.log(self.config.dt_max))
-            frequencies, P = hippo(self.config.d_state // 2)
+            frequencies, _, P = hippo_legs(self.config.d_state)
             init.constant_(module.A_log, math.log(0.5))
             init.copy_(module.A_imag, frequencies.expand_as(module.A_imag))
             for parameter, size in ((module.P, 1.0), (module.B, 2**0.5)):

@@ -21,7 +21,7 @@ from ssmzoo.testing import FamilyConformance, check
 from ssmzoo.testing.subject import Subject
 from ssmzoo_dss import FAMILY, DSSForPairClassification
 from ssmzoo_dss.convert_dss import from_official, to_official
-from ssmzoo_dss.kernel import Modes, modes_of, skew_hippo
+from ssmzoo_dss.kernel import Modes, initial_eigenvalues, modes_of
 
 TINY = {"vocab_size": 61, "hidden_size": 12, "num_hidden_layers": 2, "d_state": 4}
 EXP = [{"kernel_variant": v} for v in ("exp", "exp_no_scale", "exp_re_im", "clip")]
@@ -585,6 +585,10 @@ def draw(growing, features=3, modes=4, channels=2, dtype=torch.float64):
 def filters(lam, log_dt, w, taps=11, **options):
     options = {"variant": "softmax", "norm_length": taps, **options}
     return modes_of(torch.view_as_complex(lam), log_dt, w, **options).kernel(taps)
+
+
+def skew_hippo(modes):
+    return initial_eigenvalues(modes, "skew_hippo", True)[1]
 
 
 def test_the_spectrum_of_four_and_of_sixty_four_modes():
