@@ -30,6 +30,7 @@ from ssmzoo.modeling import (
     SSMModel,
     SSMPreTrainedModel,
     hippo_legs,
+    kernel_length,
     right_aligned,
 )
 from ssmzoo_kernels import diagonal_step, fft_conv, vandermonde_state
@@ -56,10 +57,8 @@ class S4Mixer(SSMMixer):
         width, pairs = config.hidden_size, config.d_state // 2
         sets = width if config.n_ssm is None else config.n_ssm
         self.log_dt = nn.Parameter(torch.empty(width))
-        self.A_log = nn.Parameter(torch.empty(sets, pairs))
-        self.A_imag = nn.Parameter(torch.empty(sets, pairs))
-        self.P = nn.Parameter(torch.empty(sets, pairs, 2))
-        self.B = nn.Parameter(torch.empty(sets, pairs, 2))
+        self.A_log, self.A_imag = (nn.Parameter(torch.empty(sets, pairs)) for _ in range(2))
+        self.P, self.B = (nn.Parameter(torch.empty(sets, pairs, 2)) for _ in range(2))
         self.C = nn.Parameter(torch.empty(width * (1 + config.bidirectional), pairs, 2))
         self.D = nn.Parameter(torch.empty(width))
         if config.block != "filter":
@@ -71,8 +70,7 @@ class S4Mixer(SSMMixer):
         self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
     ) -> Tensor:
         """Map ``[B, L, H]`` to ``[B, L, H]``; the state is ``ssm [B, H, N, 2]``."""
-        if self.training and not torch.compiler.is_compiling():
-            self._table.forget()
+        self._table.forget(self.training)
         u = hidden_states.to(torch.promote_types(torch.float32, hidden_states.dtype))
         goes_on = bool(state.initial) and packing is None and not torch.is_grad_enabled()
         one = goes_on and u.shape[1] == 1
@@ -106,11 +104,8 @@ class S4Mixer(SSMMixer):
         if packing is not None and (keeps or packing.rows is not None):
             rows = packing.aligned()
             u, packing = rows.gather(u), None
-        length = u.shape[1]
-        if packing is not None and not torch.compiler.is_compiling():
-            length = packing.longest()
-        system = self.system()
-        kernel, heard, echo, loop = system.filters(max(1, length))
+        system, length = self.system(), u.shape[1]
+        kernel, heard, echo, loop = system.filters(kernel_length(u, packing))
         past, *later = kernel.to(u.dtype).split(u.shape[2])
         future = later[0] if later else None
         y, _ = fft_conv(u, past, self.D, future_kernel=future, cu_seqlens=packing)
@@ -140,7 +135,6 @@ class S4Mixer(SSMMixer):
         state.put("ssm", torch.view_as_real(x - feedback * w[..., None]))
         return (y - echo * w)[:, None]
 
-    @torch.no_grad()
     def _tables(self) -> list[Tensor]:
         """Return what a token multiplies: decay and the rest of the system; echo's tap 0, [H]."""
         exponent, *rest = self.system()

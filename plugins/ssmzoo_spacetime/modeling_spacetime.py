@@ -31,6 +31,7 @@ from ssmzoo.modeling import (
     SSMPreTrainedModel,
     State,
     UnservedError,
+    kernel_length,
     recurrent,
 )
 from ssmzoo_kernels import (
@@ -81,8 +82,7 @@ class SpaceTimeMixer(SSMMixer):
 
         The state is ``ring [B, d + 1, H]`` and ``position [B]``, and of fixed filters ``past``.
         """
-        if self.training and not torch.compiler.is_compiling():
-            self._table.forget()
+        self._table.forget(self.training)
         u = x = hidden_states.to(torch.promote_types(torch.float32, hidden_states.dtype))
         if self.preprocesses:
             u, past = causal_conv1d(x, self.fixed, None, state.get("past"), cu_seqlens=packing)
@@ -143,14 +143,14 @@ class SpaceTimeMixer(SSMMixer):
         """Filter ``[B, L, H]`` from the cached state; cache the final state."""
         ring, position, past = state.get("ring"), state.get("position"), None
         goes_on = packing is None and not torch.is_grad_enabled()
-        compiled = torch.compiler.is_compiling()
         if goes_on and u.shape[1] == 1 and ring is not None and position is not None:
-            step = companion_step(u[:, 0], ring, position, *self.tables(), inplace=not compiled)
+            inplace = not torch.compiler.is_compiling()
+            step = companion_step(u[:, 0], ring, position, *self.tables(), inplace=inplace)
             y, ring, position = step[0][:, None], *step[1:]
         else:
             a, b, gain = (x.to(u.dtype) for x in self.filters())
-            length = u.shape[1] if packing is None or compiled else max(1, packing.longest())
-            kernel = rational_kernel(a, b, length).repeat_interleave(self.heads, dim=0)
+            kernel = rational_kernel(a, b, kernel_length(u, packing))
+            kernel = kernel.repeat_interleave(self.heads, dim=0)
             y, _ = fft_conv(u, kernel, gain, cu_seqlens=packing)
             if not state.keep:
                 return y

@@ -25,7 +25,7 @@ from ssmzoo.modeling.decoding import (
 )
 from ssmzoo.modeling.derived import DerivedValue
 from ssmzoo.modeling.dynamics import Dynamics, Trajectories
-from ssmzoo.modeling.forecasting import SSMDecoder, SSMForForecasting
+from ssmzoo.modeling.forecasting import SSMDecoder, SSMForecastingConfig, SSMForForecasting
 from ssmzoo.modeling.hippo import hippo_legs
 from ssmzoo.modeling.layers import (
     MLP,
@@ -39,7 +39,14 @@ from ssmzoo.modeling.layers import (
 )
 from ssmzoo.modeling.loops import scan
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, RMSNorm
-from ssmzoo.modeling.packing import AlignedRows, PackedRow, flip, right_aligned, token_positions
+from ssmzoo.modeling.packing import (
+    AlignedRows,
+    PackedRow,
+    flip,
+    kernel_length,
+    right_aligned,
+    token_positions,
+)
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel, check_weights
 from ssmzoo.modeling.prompt import PromptState, load_state, prefill
 from ssmzoo.modeling.sequence_parallel import (
@@ -75,6 +82,7 @@ __all__ = [
     "SSMForPairClassification",
     "SSMForSequenceClassification",
     "SSMForTokenClassification",
+    "SSMForecastingConfig",
     "SSMMixer",
     "SSMModel",
     "SSMPreTrainedModel",
@@ -87,6 +95,7 @@ __all__ = [
     "flip",
     "hippo_legs",
     "is_token",
+    "kernel_length",
     "load_state",
     "packed_piece",
     "prefill",

@@ -133,6 +133,16 @@ def right_aligned(x: Tensor, lengths: Tensor) -> Tensor:
     return torch.where((columns >= 0)[..., None], moved, 0)
 
 
+def kernel_length(u: Tensor, packing: PackedRow | None) -> int:
+    """Return how many taps of a filter of ``[B, L, D]`` can meet an input, and at least 1.
+
+    They are as many as the longest sequence has tokens or, compiled, the row.
+    """
+    if packing is None or torch.compiler.is_compiling():
+        return max(1, u.shape[1])
+    return max(1, packing.longest())
+
+
 def token_positions(x: Tensor, seen: Tensor | None, packing: PackedRow | None) -> Tensor:
     """Return where tokens of ``[B, L, ...]`` stand in their sequences, ``[L]`` or ``[B, L]``.
 
