@@ -30,7 +30,6 @@ from ssmzoo.modeling import (
     SSMMixer,
     SSMModel,
     SSMPreTrainedModel,
-    kernel_length,
     right_aligned,
     rotary_turns,
     rotated,
@@ -121,7 +120,8 @@ class H3Mixer(SSMMixer):
         self, q: Tensor, k: Tensor, v: Tensor, state: LayerState, packing: PackedRow | None
     ) -> Tensor:
         """Filter keys, then their products with values; all are ``[B, L, D]``."""
-        self._table.forget(self.training)
+        if self.training:
+            self._table.forget()
         exact = torch.promote_types(torch.float32, k.dtype)
         q, k, v = (x.to(exact) for x in (q, k, v))
         goes_on = bool(state.initial) and packing is None and not torch.is_grad_enabled()
@@ -156,7 +156,8 @@ class H3Mixer(SSMMixer):
         exponent, readout = self.modes()
         heads, modes = exponent.shape
         copies = width // heads
-        kernel = vandermonde(readout, exponent, kernel_length(u, packing)).to(u.dtype)
+        taps = max(1, length) if packing is None else packing.kernel_length()
+        kernel = vandermonde(readout, exponent, taps).to(u.dtype)
         y, _ = fft_conv(u, kernel.repeat(copies, 1), self.D.repeat(copies), cu_seqlens=packing)
         if keeps:
             ended = u if rows is None else right_aligned(u, rows.lengths)

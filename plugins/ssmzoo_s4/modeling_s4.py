@@ -30,7 +30,6 @@ from ssmzoo.modeling import (
     SSMModel,
     SSMPreTrainedModel,
     hippo_legs,
-    kernel_length,
     right_aligned,
 )
 from ssmzoo_kernels import diagonal_step, fft_conv, vandermonde_state
@@ -70,11 +69,11 @@ class S4Mixer(SSMMixer):
         self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
     ) -> Tensor:
         """Map ``[B, L, H]`` to ``[B, L, H]``; the state is ``ssm [B, H, N, 2]``."""
-        self._table.forget(self.training)
+        if self.training:
+            self._table.forget()
         u = hidden_states.to(torch.promote_types(torch.float32, hidden_states.dtype))
-        goes_on = bool(state.initial) and packing is None and not torch.is_grad_enabled()
-        one = goes_on and u.shape[1] == 1
-        y = self._step(u[:, 0], state) if one else self._convolve(u, state, packing)
+        one = u.shape[1] == 1 and packing is None and not torch.is_grad_enabled()
+        y = self._step(u[:, 0], state) if one and state.initial else self._filter(u, state, packing)
         if self.config.block == "filter":
             return y.to(hidden_states.dtype)
         y = self.out_proj(self.dropout(F.gelu(y).to(hidden_states.dtype), packing))
@@ -97,7 +96,7 @@ class S4Mixer(SSMMixer):
         future = kernel[width:] if self.config.bidirectional else None
         return Dynamics(kernel[:width], future, poles=poles, time_steps=self.log_dt.exp())
 
-    def _convolve(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
+    def _filter(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
         """Filter whole sequences, or what follows a state; leave the state after them."""
         tokens, rows, start = u.shape[1], None, state.get_row("ssm")
         keeps = state.keep or start is not None
@@ -105,7 +104,8 @@ class S4Mixer(SSMMixer):
             rows = packing.aligned()
             u, packing = rows.gather(u), None
         system, length = self.system(), u.shape[1]
-        kernel, heard, echo, loop = system.filters(kernel_length(u, packing))
+        taps = max(1, length) if packing is None else packing.kernel_length()
+        kernel, heard, echo, loop = system.filters(taps)
         past, *later = kernel.to(u.dtype).split(u.shape[2])
         future = later[0] if later else None
         y, _ = fft_conv(u, past, self.D, future_kernel=future, cu_seqlens=packing)

@@ -112,7 +112,8 @@ class S5Mixer(SSMMixer):
 
     def _filtered(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
         """Run the state space over ``[B, L, H]``."""
-        self._derived.forget(self.training)
+        if self.training:
+            self._derived.forget()
         if torch.is_grad_enabled():
             pole, read_in, readout = self._matrices()
         else:

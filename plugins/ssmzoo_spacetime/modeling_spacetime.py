@@ -31,7 +31,6 @@ from ssmzoo.modeling import (
     SSMPreTrainedModel,
     State,
     UnservedError,
-    kernel_length,
     recurrent,
 )
 from ssmzoo_kernels import (
@@ -82,7 +81,8 @@ class SpaceTimeMixer(SSMMixer):
 
         The state is ``ring [B, d + 1, H]`` and ``position [B]``, and of fixed filters ``past``.
         """
-        self._table.forget(self.training)
+        if self.training:
+            self._table.forget()
         u = x = hidden_states.to(torch.promote_types(torch.float32, hidden_states.dtype))
         if self.preprocesses:
             u, past = causal_conv1d(x, self.fixed, None, state.get("past"), cu_seqlens=packing)
@@ -149,8 +149,8 @@ class SpaceTimeMixer(SSMMixer):
             y, ring, position = step[0][:, None], *step[1:]
         else:
             a, b, gain = (x.to(u.dtype) for x in self.filters())
-            kernel = rational_kernel(a, b, kernel_length(u, packing))
-            kernel = kernel.repeat_interleave(self.heads, dim=0)
+            taps = u.shape[1] if packing is None else packing.kernel_length()
+            kernel = rational_kernel(a, b, taps).repeat_interleave(self.heads, dim=0)
             y, _ = fft_conv(u, kernel, gain, cu_seqlens=packing)
             if not state.keep:
                 return y

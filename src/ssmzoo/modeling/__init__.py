@@ -39,14 +39,7 @@ from ssmzoo.modeling.layers import (
 )
 from ssmzoo.modeling.loops import scan
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, RMSNorm
-from ssmzoo.modeling.packing import (
-    AlignedRows,
-    PackedRow,
-    flip,
-    kernel_length,
-    right_aligned,
-    token_positions,
-)
+from ssmzoo.modeling.packing import AlignedRows, PackedRow, flip, right_aligned, token_positions
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel, check_weights
 from ssmzoo.modeling.prompt import PromptState, load_state, prefill
 from ssmzoo.modeling.sequence_parallel import (
@@ -95,7 +88,6 @@ __all__ = [
     "flip",
     "hippo_legs",
     "is_token",
-    "kernel_length",
     "load_state",
     "packed_piece",
     "prefill",

@@ -32,8 +32,7 @@ class DerivedValue(Generic[T]):
 
     A parameter has changed if another tensor is in its place or its version counter went up.
     Sharding (FSDP) and writes through ``.data`` do not count versions, so a mixer calls
-    ``forget(self.training)`` in each forward pass. The value has no graph and is left out of copies
-    and files.
+    :meth:`forget` whenever it trains. The value has no graph and is left out of copies and files.
     """
 
     def __init__(self) -> None:
@@ -74,9 +73,9 @@ class DerivedValue(Generic[T]):
         """Whether a graph that is traced now holds the value as it was computed before."""
         return _constant and self._value is not None
 
-    def forget(self, wanted: bool = True) -> None:
-        """Drop the value if that is wanted, and the call is not one that a graph traces."""
-        if wanted and not torch.compiler.is_compiling():
+    def forget(self) -> None:
+        """Drop the value, but not while a graph is traced."""
+        if not torch.compiler.is_compiling():
             self.__init__()
 
     def __getstate__(self) -> dict[str, object]:

@@ -75,6 +75,13 @@ class PackedRow(Packing):
             self._known["longest"] = int(self.offsets.diff().max())
         return self._known["longest"]
 
+    def kernel_length(self) -> int:
+        """Return how many taps of a filter can meet an input: the longest sequence's length, or 1.
+
+        In a graph, where it would have to be looked up, it is the row's.
+        """
+        return max(1, self.length if torch.compiler.is_compiling() else self.longest())
+
     def aligned(self) -> AlignedRows:
         """Return the sequences that are no padding as rows of a batch.
 
@@ -131,16 +138,6 @@ def right_aligned(x: Tensor, lengths: Tensor) -> Tensor:
     columns = torch.arange(x.shape[1], device=x.device) - (x.shape[1] - lengths)[:, None]
     moved = x.gather(1, columns.clamp(min=0)[..., None].expand_as(x))
     return torch.where((columns >= 0)[..., None], moved, 0)
-
-
-def kernel_length(u: Tensor, packing: PackedRow | None) -> int:
-    """Return how many taps of a filter of ``[B, L, D]`` can meet an input, and at least 1.
-
-    They are as many as the longest sequence has tokens or, compiled, the row.
-    """
-    if packing is None or torch.compiler.is_compiling():
-        return max(1, u.shape[1])
-    return max(1, packing.longest())
 
 
 def token_positions(x: Tensor, seen: Tensor | None, packing: PackedRow | None) -> Tensor:
