@@ -1,4 +1,4 @@
-"""The mathematics of S4: its discretised state space, its filters, and HiPPO's initial values.
+"""The mathematics of S4: its discretised state space, and its filters.
 
 A feature's state space is ``x' = A x + B u``, ``y = C x`` with ``A = Lambda - P P*``. Modes come in
 conjugate pairs; arrays hold the first of each, ``[H, N]`` for H features. The bilinear step keeps
@@ -13,7 +13,6 @@ a kernel is the same for every length, without the paper's ``C (I - Abar^L)``.
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,17 +67,3 @@ class System(NamedTuple):
         x = (self.exponent.exp(), self.feedback, self.probe / 2)
         decay, column, row = (torch.cat([half, half.conj()], dim=-1) for half in x)
         return torch.diag_embed(decay) - column[..., :, None] * row[..., None, :]
-
-
-def hippo(pairs: int) -> tuple[Tensor, Tensor]:
-    """Return HiPPO-LegS in diagonal-plus-low-rank form: frequencies and P, ``[N]``.
-
-    Of order 2N its matrix is ``-1/2 + S - p p^T`` with ``p_n = sqrt(n + 1/2)`` and a skew S. So
-    ``Lambda = -1/2 + i frequency`` and ``P = V* p``; an eigenvector's phase is free, and here P is
-    positive. ``B = V* b = sqrt(2) P``, because ``b_n = sqrt(2n + 1)``.
-    """
-    p = np.sqrt(np.arange(2 * pairs) + 0.5)
-    size = np.outer(p, p)
-    frequencies, vectors = np.linalg.eigh(1j * (np.tril(size, -1) - np.triu(size, 1)))
-    low_rank = np.abs(vectors[:, pairs:].T @ p)
-    return torch.tensor(frequencies[pairs:], device="cpu"), torch.tensor(low_rank, device="cpu")

@@ -82,7 +82,7 @@ class SpaceTimeMixer(SSMMixer):
 
         The state is ``ring [B, d + 1, H]`` and ``position [B]``, and of fixed filters ``past``.
         """
-        if self.training and not torch.compiler.is_compiling():
+        if self.training:
             self._table.forget()
         u = x = hidden_states.to(torch.promote_types(torch.float32, hidden_states.dtype))
         if self.preprocesses:
@@ -144,14 +144,14 @@ class SpaceTimeMixer(SSMMixer):
         """Filter ``[B, L, H]`` from the cached state; cache the final state."""
         ring, position, past = state.get("ring"), state.get("position"), None
         goes_on = packing is None and not torch.is_grad_enabled()
-        compiled = torch.compiler.is_compiling()
         if goes_on and u.shape[1] == 1 and ring is not None and position is not None:
-            step = companion_step(u[:, 0], ring, position, *self.tables(), inplace=not compiled)
+            inplace = not torch.compiler.is_compiling()
+            step = companion_step(u[:, 0], ring, position, *self.tables(), inplace=inplace)
             y, ring, position = step[0][:, None], *step[1:]
         else:
             a, b, gain = (x.to(u.dtype) for x in self.filters())
-            length = u.shape[1] if packing is None or compiled else max(1, packing.longest())
-            kernel = rational_kernel(a, b, length).repeat_interleave(self.heads, dim=0)
+            taps = u.shape[1] if packing is None else packing.kernel_length()
+            kernel = rational_kernel(a, b, taps).repeat_interleave(self.heads, dim=0)
             y, _ = fft_conv(u, kernel, gain, cu_seqlens=packing)
             if not state.keep:
                 return y
