@@ -31,7 +31,7 @@ COMMANDS = (
     "export",
     "convert",
     "distill",
-    "recall",
+    "sweep",
     "exec",
     "check",
     "bench",
@@ -120,8 +120,8 @@ def test_a_mistyped_command_gets_a_suggestion_and_the_list(fails):
         ("distill m --order 4 --kind model", "no such choice 'model'; did you mean 'modal'?"),
         ("distill m --order many", "argument --order: invalid int value: 'many'"),
         ("distill m d --order 4", "the following arguments are required: --output"),
-        ("recall s d", "the following arguments are required: --output"),
-        ("recall s d --output e", "unexpected argument 'd'; a place to write to is --output d"),
+        ("sweep s d", "the following arguments are required: --output"),
+        ("sweep s d --output e", "unexpected argument 'd'; a place to write to is --output d"),
         ("inspect m --output d --out x", "no option '--out': it is --output now"),
         ("eval m --output-dir x", "no option '--output-dir': it is --output now"),
         ("publish m ./x --state", "no option '--state': it is --include-state now"),
@@ -194,10 +194,10 @@ def test_an_option_means_the_same_in_every_command():
     for flag, found in kinds.items():
         assert len(set(found.values())) == 1, (flag, found)
     assert set(kinds["--output"]) == {
-        *("train", "eval", "inspect", "card", "convert", "distill", "recall", "bench"),
+        *("train", "eval", "inspect", "card", "convert", "distill", "sweep", "bench"),
         *("consolidate", "export", "export-kernels"),
     }
-    every = {"list", "info", "doctor", "eval", "inspect", "publish", "distill", "recall", "check"}
+    every = {"list", "info", "doctor", "eval", "inspect", "publish", "distill", "sweep", "check"}
     assert set(kinds["--json"]) == {*every, "bench", "export", "export-kernels"}
 
 

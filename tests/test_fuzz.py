@@ -230,7 +230,7 @@ WORDS = (
 )  # fmt: skip
 COMMANDS = (
     "list", "info", "train", "generate", "eval", "card", "publish", "check", "inspect", "distill",
-    "recall", "doctor", "convert", "export", "export-kernels",
+    "sweep", "doctor", "convert", "export", "export-kernels",
     "nosuch",
 )  # fmt: skip
 

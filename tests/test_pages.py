@@ -39,7 +39,7 @@ PAGES = sorted(
 # what is not run, by its beginning, and why; the first that fits counts
 SLOW = {
     r"ssmzoo check \w+$": "tests/plugins checks every family",
-    r"ssmzoo recall bmojo-mqar-toy": "trains several models; tests/test_recall.py sweeps smaller",
+    r"ssmzoo sweep zoo": "trains many models; tests/test_sweep.py sweeps smaller",
 }
 LISTED = {
     r"make ": "tests/test_makefile.py asks make what it would do",

@@ -279,24 +279,30 @@ def test_the_command_that_goes_on_with_a_stock_run_asks_for_stock():
     assert _resuming(Path("run"), stock=False).endswith(" --resume")
 
 
-def test_recall_trains_stock(recipe, said, tmp_path):
-    from ssmzoo.analysis.recall import recall
+def test_a_sweep_trains_on_our_kernels_or_stock(said, tmp_path):
+    from ssmzoo.analysis.sweep import Sweep, sweep
 
     fields = {name: value for name, value in MAMBA2.items() if name != "hidden_size"}
-    task = {"num_pairs": 2, "vocab_size": 16}
-    sweep = {
-        "models": {"Mamba2": {"config_of": "mamba2", "config": fields}},
-        "widths": [16],
-        "learning_rates": [0.01],
-        "seeds": [0],
-        "data": {"task": "mqar", "task_args": task, "validation": 8},
-        "train": {"steps": 1, "batch_size": 2, "seq_len": 12},
-    }
-    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep), encoding="utf-8")
-    with watch() as ran:
-        recall(tmp_path / "sweep.yaml", tmp_path / "out")
-    assert ran == []
-    assert said() == []
+    task = {"num_pairs": 2, "vocab_size": 16, "seq_len": 12}
+    task |= {"num_train": 4, "num_validation": 2, "num_test": 2}
+    chosen = Sweep.model_validate(
+        {
+            "models": {"Mamba2": {"config_of": "mamba2", "config": fields}},
+            "problems": {
+                "mqar": {
+                    "data": {"task": "mqar", "task_args": task},
+                    "train": {"steps": 1, "batch_size": 2},
+                }
+            },
+            "widths": [16],
+            "learning_rates": [0.01],
+            "seeds": [0],
+        }
+    )
+    for stock in (False, True):
+        with watch() as ran:
+            sweep(chosen, tmp_path / str(stock), stock=stock)
+        assert bool(ran) is not stock
 
 
 def test_models_of_the_zoo_are_left_as_they_are(recipe, said, tmp_path):

@@ -31,8 +31,8 @@ from ssmzoo.data.labelled import Examples, ExampleSource, Share
 from ssmzoo.environment.portable import portable
 from ssmzoo.family import load_family
 from ssmzoo.files import share
-from ssmzoo.recipe import Recipe, load_recipe
-from ssmzoo.tasks import SUPERVISED_TASKS, Batch, Supervised, load_task
+from ssmzoo.recipe import Recipe, load_recipe, read_sections
+from ssmzoo.tasks import IGNORED, SUPERVISED_TASKS, Batch, Supervised, load_task
 from ssmzoo.training.model import build_config, model_class
 from ssmzoo.training.objectives import Classification, labelled
 from ssmzoo.training.optimizer import Plan, Schedule, make_optimizer
@@ -143,6 +143,9 @@ def fields(**changes):
         if field and value is None:
             del made[section][field]
     return made
+
+
+ROWS = {"steps": 1, "batch_size": 2, "seq_len": 8, "lr": 0.1}
 
 
 def recipe(**changes):
@@ -457,6 +460,42 @@ def test_a_killed_run_that_will_end_early_resumes_to_the_same_weights(tmp_path):
     assert_same_run(whole, resumed)
 
 
+def test_the_finished_model_is_measured_at_other_lengths(tmp_path):
+    task = {"task": "copying", "task_args": {"vocab_size": 4, "length": 3}}
+    task["task_args"] |= {"num_train": 8, "num_validation": 4, "num_test": 6}
+    asked = recipe(
+        data=task, train__epochs=1, eval__lengths=[5, 9], log={"every": 1, "curves": False}
+    )
+    run = train(asked, output_dir=tmp_path / "run")
+    facts = finished(run)
+    assert facts["test"]["targets"] == 6 * 3
+    assert {n: found["targets"] for n, found in facts["lengths"].items()} == {"5": 30, "9": 54}
+    assert not (run / "loss.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"eval__lengths": [4]}, "eval.lengths must be absent with data.task 'odd'"),
+        ({"eval__lengths": [0]}, "eval.lengths.0"),
+        (
+            {"data": {"text": "x"}, "train": ROWS, "eval": {"lengths": [4]}, "checkpoint": {}},
+            "eval.lengths needs data.validation",
+        ),
+        (
+            {
+                **{"data": {"text": "x", "validation": 0.5}, "eval": {"lengths": [4]}},
+                **{"train": {**ROWS, "segments": {"count": 2}}, "checkpoint": {}},
+            },
+            "eval.lengths must be absent with train.segments",
+        ),
+    ],
+)
+def test_lengths_that_cannot_be_measured_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        read_sections(Recipe, fields(**changes), "recipe")
+
+
 @pytest.mark.parametrize(
     ("metric", "value", "ends"),
     [("loss", 0.5, [0.6, 0.5]), ("rmse", 0.5, [0.6, 0.4]), ("exact_match", 0.9, [0.8, 0.9])],
@@ -501,8 +540,27 @@ def test_answers_of_several_symbols_are_judged_one_by_one_and_whole(chooses, mon
         "accuracy": 42 / 50,
         "targets": 50,
         "exact_match": 20 / 25,
+        "last_accuracy": 22 / 25,
         "examples": 25,
     }
+
+
+def test_the_last_target_of_each_row_counts_once_wherever_it_stands():
+    task = load_task("mqar", "test", 0, seq_len=24, num_pairs=3, vocab_size=16, num_test=40)
+    part = Examples(task.batch(range(40)))
+    family = load_family("longhorn")
+    model = family.causal_lm_class(family.config(**LONGHORN["config"], vocab_size=16))
+    goal = labelled(model, task)
+    wanted, _ = goal._wanted(part)
+    rows, columns = np.nonzero(wanted != IGNORED)
+    last = [columns[rows == row].max() for row in range(40)]
+    assert len(set(last)) > 1
+    logits = torch.nn.functional.one_hot(torch.from_numpy(wanted).clamp(min=0), 16).float()
+    logits[range(10), last[:10]] = 0  # id 0 is said, which is never a value
+    output = type("Output", (), {"logits": logits})
+    found = goal.metrics(goal.measure(output, {}, part))
+    assert (found["last_accuracy"], found["exact_match"]) == (30 / 40, 30 / 40)
+    assert found["accuracy"] == (3 * 40 - 10) / (3 * 40)
 
 
 @pytest.mark.parametrize("name", ["mqar", "induction_heads"])

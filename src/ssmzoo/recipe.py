@@ -397,10 +397,14 @@ class EvalSection(Section):
     Attributes:
         every: So many steps, or ``"epoch"``; and always after the last step.
         batches: Of ``train.batch_size`` rows.
+        lengths: The finished model is also measured at these: on the test examples of a task with
+            an argument ``length`` or ``seq_len``, or on as many held-out tokens in rows so long.
+            ``run.json`` has the metrics.
     """
 
     every: Annotated[int | Literal["epoch"], _count_or("epoch", "eval.every")] = 200
     batches: Annotated[int | Literal["all"], _count_or("all", "eval.batches")] = 20
+    lengths: list[Count] = []
 
 
 class CheckpointSection(Section):
@@ -436,9 +440,15 @@ class CheckpointSection(Section):
 
 
 class LogSection(Section):
-    """A line of ``metrics.jsonl`` every ``every`` steps."""
+    """A line of ``metrics.jsonl`` every ``every`` steps, and their picture ``loss.png``.
+
+    Attributes:
+        every: Steps.
+        curves: Whether the picture is drawn.
+    """
 
     every: Count = 10
+    curves: bool = True
 
 
 class Recipe(Section):
@@ -465,6 +475,8 @@ class Recipe(Section):
             self._segments_fit(self.train.segments)
         if self.train.sequence_parallel > 1:
             self._pieces_fit(self.train.sequence_parallel)
+        if self.eval.lengths:
+            self._lengths_fit()
         if self.supervised:
             if self.train.tokens is not None:
                 raise ValueError(
@@ -500,6 +512,21 @@ class Recipe(Section):
         if self.train.segments is not None:
             raise ValueError(
                 "train.sequence_parallel and train.segments both cut a row; give one of them"
+            )
+
+    def _lengths_fit(self) -> None:
+        from ssmzoo.tasks import length_argument
+
+        if self.supervised and length_argument(str(self.data.task)) is None:
+            raise ValueError(
+                f"eval.lengths must be absent with data.task {self.data.task!r}, which has no "
+                "argument length or seq_len"
+            )
+        if not self.supervised and self.data.validation is None:
+            raise ValueError("eval.lengths needs data.validation to judge by")
+        if self.train.segments is not None or self.train.sequence_parallel > 1:
+            raise ValueError(
+                "eval.lengths must be absent with train.segments and train.sequence_parallel"
             )
 
     def _rows_fit(self, task: str | None) -> None:

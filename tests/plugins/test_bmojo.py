@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MambaConfig, MambaForCausalLM
 
-from ssmzoo.analysis.recall import load_sweep, recall
+from ssmzoo.analysis.sweep import load_sweep, sweep
 from ssmzoo.modeling import LayerState, StateCache
 from ssmzoo.recipe import SegmentsSection, load_recipe
 from ssmzoo.testing import FamilyConformance
@@ -913,11 +913,10 @@ def test_without_positions_a_layer_reads_a_set_and_two_layers_an_order(layers, w
 @pytest.mark.timeout(7200)
 def test_recall_from_behind_the_window_takes_eidetic_memory(tmp_path):
     """Parallel wiring without positions is not among the negatives: see eval/LOG.md."""
-    sweep = load_sweep("bmojo-mqar-toy")
+    chosen = load_sweep("bmojo-mqar-toy")
     names = ("window rope", "parallel rope fading", "serial nope fading", "serial nope eidetic")
-    models = {name: sweep.models[name] for name in names}
-    ledger = recall(sweep.model_copy(update={"models": models, "seeds": [0]}), tmp_path)
-    accuracy = {line["model"]: line["accuracy"] for line in ledger}
+    ledger = sweep(chosen, tmp_path, only={"model": names, "seed": [0]})
+    accuracy = {line["model"]: line["value"] for line in ledger}
     assert accuracy["serial nope eidetic"] > 0.95
     # four values stand in a row: who finds them but cannot tell them apart is right in one of four
     for name in names[:-1]:

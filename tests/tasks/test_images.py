@@ -167,6 +167,19 @@ def test_digits_are_scikit_learns_in_three_fixed_parts():
     assert found == expected
 
 
+def test_digits_are_read_pixel_by_pixel():
+    images, rows = (
+        load_task("digits", "test", 0, pixels=x).batch(range(300)) for x in (False, True)
+    )
+    assert (rows.inputs - 1 == images.inputs.reshape(300, 64) * 16).all()
+    assert (rows.labels == images.labels).all()
+    task = load_task("digits", "train", 0, pixels=True)
+    assert (task.kind, task.objective, task.vocab_size) == ("tokens", "classification", 18)
+    assert (len(task), task.num_labels) == (1197, 10)
+    with pytest.raises(ValueError, match="rgb and pixels"):
+        load_task("digits", "train", 0, pixels=True, rgb=True)
+
+
 def test_digits_without_scikit_learn_name_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(RuntimeError, match=r"pip install 'ssmzoo\[digits\]'"):

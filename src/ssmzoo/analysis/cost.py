@@ -1,12 +1,12 @@
 """What a model costs to run: the bytes of its state, and its operations per token.
 
-For any causal language model of transformers, whatever it calls its cache.
+For any model of transformers, whatever it calls its cache.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,10 +51,13 @@ def _not_returned(model: Any, ids: torch.Tensor) -> list[Any]:
     return [cache, *(x for x in attributes() if not any(x is old for old in before))]
 
 
-def flops_per_token(model: torch.nn.Module, length: int) -> int:
+def flops_per_token(
+    model: torch.nn.Module, length: int, inputs: Mapping[str, torch.Tensor] | None = None
+) -> int:
     """Return a forward pass's operations per token, as torch's counter sees them.
 
-    It counts matrix products, attention (all scores that are computed, hidden ones among them) and
+    ``inputs`` are the model's arguments, one sequence of that length; None stands for tokens. It
+    counts matrix products, attention (all scores that are computed, hidden ones among them) and
     convolutions; recurrences and elementwise work are not among them.
     """
     import torch
@@ -62,12 +65,14 @@ def flops_per_token(model: torch.nn.Module, length: int) -> int:
 
     from ssmzoo_kernels import use_backend
 
-    ids = torch.zeros(1, length, dtype=torch.long)
+    given = inputs or {"input_ids": torch.zeros(1, length, dtype=torch.long)}
+    known = inspect.signature(model.forward).parameters
+    options: dict[str, Any] = {"use_cache": False} if "use_cache" in known else {}
     # torch's counter knows the fused attention of GPUs only
     fused: Any = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
     counting = FlopCounterMode(display=False, custom_mapping=fused)
     with torch.no_grad(), use_backend("eager"), counting:  # C shows it no products
-        model(ids, use_cache=False)
+        model(**given, **options)
     return round(counting.get_total_flops() / length)
 
 

@@ -36,7 +36,7 @@ VERBS = (
     publishing.EXPORT,
     publishing.CONVERT,
     training.DISTILL,
-    training.RECALL,
+    training.SWEEP,
     machine.EXEC,
     machine.CHECK,
     machine.BENCH,

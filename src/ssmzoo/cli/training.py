@@ -1,4 +1,4 @@
-"""Commands that make models: train, distill, recall."""
+"""Commands that make models: train, distill, sweep."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import os
 from pathlib import Path
 
-from ssmzoo.cli.options import JSON, LENGTH, OUTPUT, SAVED_MODEL, SET, STOCK, Option, Verb
+from ssmzoo.cli.options import JSON, LENGTH, OUTPUT, SAVED_MODEL, SET, STOCK, Option, Verb, names
 from ssmzoo.cli.show import print_json, quieten_bars
 
 
@@ -129,10 +129,17 @@ DISTILL = Verb(
 )
 
 
-def _recall(options: argparse.Namespace) -> int:
-    from ssmzoo.analysis.recall import ledger_table, recall
+def _sweep(options: argparse.Namespace) -> int:
+    from ssmzoo.analysis.sweep import ledger_table, selection, sweep
 
-    ledger = recall(options.sweep, options.output)
+    ledger = sweep(
+        options.sweep,
+        options.output,
+        only=selection(options.only),
+        train=not options.table,
+        keep=options.keep,
+        stock=options.stock,
+    )
     if options.json:
         print_json(ledger)
     else:
@@ -140,14 +147,24 @@ def _recall(options: argparse.Namespace) -> int:
     return 0
 
 
-RECALL = Verb(
-    "recall",
-    "train small models on a recall problem, write a ledger",
-    "ssmzoo recall bmojo-mqar-toy --output runs/mqar-toy",
+SWEEP = Verb(
+    "sweep",
+    "train small models on small problems, write a ledger",
+    "ssmzoo sweep zoo --output runs/zoo --only problem=parity,model=longhorn",
     (
         Option("sweep", metavar="SWEEP", help="a YAML file, or the name of a shipped one"),
-        OUTPUT.but(required=True, help="a folder for the runs, the ledger and its picture"),
+        OUTPUT.but(required=True, help="a folder for the runs, the ledger and its pictures"),
+        Option(
+            "--only",
+            metavar="NAME,NAME",
+            type=names,
+            default=(),
+            help="run these alone: problem=NAME, model=NAME, width=N, lr=RATE, seed=N; may repeat",
+        ),
+        Option("--table", action="store_true", help="train nothing: the ledger of what is there"),
+        Option("--keep", action="store_true", help="keep the trained models"),
+        STOCK,
         JSON,
     ),
-    _recall,
+    _sweep,
 )

@@ -124,6 +124,7 @@ class PackedRows(NumberedRows):
         seq_len: Tokens a row.
         seed: Of the order.
         what: What the tokens are, for messages: "training" or "held-out".
+        field: Of the recipe, for messages: what says the length.
 
     Raises:
         ValueError: Fewer tokens than one row.
@@ -139,11 +140,12 @@ class PackedRows(NumberedRows):
         rank: int = 0,
         world: int = 1,
         what: str = "training",
+        field: str = "train.seq_len",
     ) -> None:
         total = int((pieces[:, 1] - pieces[:, 0]).sum())
         if total < seq_len:
             raise ValueError(
-                f"the {what} text must fill at least one row of train.seq_len = {seq_len} tokens, "
+                f"the {what} text must fill at least one row of {field} = {seq_len} tokens, "
                 f"got {total}"
             )
         super().__init__(rank, world)

@@ -6,8 +6,9 @@ import hashlib
 import json
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -47,6 +48,7 @@ class Data:
             the recipe holds nothing out.
         epoch_rows: Rows an epoch over all processes; None for endless data.
         test: As ``validation``, of a task's test split; None if there is none.
+        lengths: As ``test``, or of rows as ``validation``, by each of ``eval.lengths``.
         close: Ends what works for it.
     """
 
@@ -54,6 +56,7 @@ class Data:
     validation: Parts[Any]
     epoch_rows: int | None
     test: Parts[Any] | None = None
+    lengths: Mapping[int, Parts[Any]] = field(default_factory=dict)
     close: Callable[[], None] = lambda: None
 
 
@@ -124,13 +127,18 @@ class _OfRows(DataSource):
         return self.recipe.train.seq_len
 
     def _held_out(
-        self, rows: Callable[[range], Rows], count: int, rank: int, world: int
+        self, rows: Callable[[range], Rows], count: int, length: int, rank: int, world: int
     ) -> HeldOutRows:
         """Return one process's micro-batches of the first held-out rows, as many on each process.
 
-        Where there are no rows left for one, the first stands in, with nothing to predict.
+        Of rows of another length there are as few as have as many tokens. Where there are no rows
+        left for one, the first stands in, with nothing to predict.
         """
-        numbers, micro = range(min(self._wanted, count)), self.recipe.train.micro_batch(world)
+        wanted, micro = (
+            max(1, number * self._seq_len // length)
+            for number in (self._wanted, self.recipe.train.micro_batch(world))
+        )
+        numbers = range(min(wanted, count))
         each = -(-len(numbers) // world)
         mine = numbers[rank * each : (rank + 1) * each]
         parts = [mine[i : i + micro] for i in range(0, each, micro)]
@@ -173,12 +181,18 @@ class _Text(_OfRows):
 
     def _packed_held_out(
         self, store: TokenStore | None, pieces: np.ndarray | None, rank: int, world: int
-    ) -> HeldOutRows:
+    ) -> tuple[HeldOutRows, dict[int, HeldOutRows]]:
+        """Return what a validation reads, and what the finished model reads at other lengths."""
         if store is None:
-            return HeldOutRows()
+            return HeldOutRows(), {}
         pieces = store.pieces if pieces is None else pieces
-        rows = PackedRows(store.tokens, pieces, self._seq_len, 0, what="held-out")
-        return self._held_out(rows.rows, len(rows), rank, world)
+
+        def of(length: int, name: str) -> HeldOutRows:
+            rows = PackedRows(store.tokens, pieces, length, 0, what="held-out", field=name)
+            return self._held_out(rows.rows, len(rows), length, rank, world)
+
+        longer = {length: of(length, "eval.lengths") for length in self.recipe.eval.lengths}
+        return of(self._seq_len, "train.seq_len"), longer
 
 
 class StoredText(_Text):
@@ -211,7 +225,8 @@ class StoredText(_Text):
         else:
             rows = PackedRows(*given, train.seed, rank=rank, world=world)
         held_out = self._named_held_out(manifest) if rest is None else store
-        return Data(rows, self._packed_held_out(held_out, rest, rank, world), len(rows))
+        validation, lengths = self._packed_held_out(held_out, rest, rank, world)
+        return Data(rows, validation, len(rows), lengths=lengths)
 
 
 class StreamedText(_Text):
@@ -240,8 +255,8 @@ class StreamedText(_Text):
             rank=rank,
             world=world,
         )
-        held_out_rows = self._packed_held_out(held_out, None, rank, world)
-        return Data(rows, held_out_rows, None, close=workers.close)
+        validation, lengths = self._packed_held_out(held_out, None, rank, world)
+        return Data(rows, validation, None, lengths=lengths, close=workers.close)
 
 
 class GeneratedRows(_OfRows):
@@ -266,11 +281,21 @@ class GeneratedRows(_OfRows):
         """Open rows that nobody has seen, and others to validate with."""
         seed, count = self.recipe.train.seed, self.recipe.data.validation or 0
         other = int(np.random.SeedSequence([seed, 1]).generate_state(1)[0])
-        held_out = self._held_out(TaskRows(self._draw, other).rows, count, rank, world)
-        return Data(TaskRows(self._draw, seed, rank=rank, world=world), held_out, None)
 
-    def _draw(self, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        return getattr(tasks, self._name)(count, seed=seed, **self._arguments)
+        def held_out(length: int) -> HeldOutRows:
+            draw = partial(self._draw, seq_len=length)
+            fitting = max(1, count * self._seq_len // length) if count else 0
+            return self._held_out(TaskRows(draw, other).rows, fitting, length, rank, world)
+
+        return Data(
+            TaskRows(self._draw, seed, rank=rank, world=world),
+            held_out(self._seq_len),
+            None,
+            lengths={length: held_out(length) for length in self.recipe.eval.lengths},
+        )
+
+    def _draw(self, count: int, seed: int, **other: int) -> tuple[np.ndarray, np.ndarray]:
+        return getattr(tasks, self._name)(count, seed=seed, **{**self._arguments, **other})
 
 
 class _Splits(NamedTuple):
@@ -321,12 +346,20 @@ class LabelledExamples(DataSource):
         """Open the examples to train on, to validate and to test with."""
         train, splits, place = self.recipe.train, self._splits, {"rank": rank, "world": world}
         micro, held_out = train.micro_batch(world), min(len(splits.validation), self._wanted)
+        longer = {length: self._test_of(length) for length in self.recipe.eval.lengths}
         return Data(
             ExampleSource(splits.train, train.seed, train.batch_size, **place),
             Share(splits.validation, held_out, micro, **place),
             len(splits.train),
             Share(splits.test, len(splits.test), micro, **place),
+            {length: Share(task, len(task), micro, **place) for length, task in longer.items()},
         )
+
+    def _test_of(self, length: int) -> tasks.Supervised:
+        """Return the test split with examples of another length."""
+        data, name = self.recipe.data, str(self.recipe.data.task)
+        arguments = {**data.task_args, str(tasks.length_argument(name)): length}
+        return tasks.load_task(name, "test", self.recipe.train.seed, **arguments)
 
 
 def json_digest(*parts: Any) -> str:

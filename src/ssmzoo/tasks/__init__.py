@@ -3,8 +3,8 @@
 From outside: every name in ``__all__``.
 
 - ``load_task`` gives any task to a trainer, in one form (:class:`Supervised`): the tasks of the
-  Long Range Arena, Speech Commands, MNIST, digits, copying, delay, forecasts, and the recall
-  problems.
+  Long Range Arena, Speech Commands, MNIST, digits, copying, delay, forecasts, recall, state
+  tracking.
 - ``mqar`` and ``induction_heads`` give token ids; recipes train on them.
 - ``*_documents`` wrap the same problems as lm-eval data sets; ``eval/tasks/*.yaml`` name them.
 - Labels follow Hugging Face's convention: ``labels[:, t]`` is what position ``t - 1`` must predict,
@@ -22,7 +22,7 @@ from ssmzoo.tasks.induction import (
     induction_zero_documents,
 )
 from ssmzoo.tasks.listops import LISTOPS_SYMBOLS, listops_trees
-from ssmzoo.tasks.load import SUPERVISED_TASKS, load_task, task_arguments
+from ssmzoo.tasks.load import SUPERVISED_TASKS, length_argument, load_task, task_arguments
 from ssmzoo.tasks.mad import (
     MAD_PROBLEMS,
     compression,
@@ -35,6 +35,7 @@ from ssmzoo.tasks.mad import (
 from ssmzoo.tasks.pathfinder import Pathfinder, pathfinder_images
 from ssmzoo.tasks.recall import mqar, mqar_documents
 from ssmzoo.tasks.recall_text import recall_text_documents
+from ssmzoo.tasks.state_tracking import state_tracking
 from ssmzoo.tasks.supervised import Batch, Ragged, Supervised
 from ssmzoo.tasks.symbols import symbol_count, symbol_tokenizer
 
@@ -54,6 +55,7 @@ __all__ = [
     "induction_heads_zero",
     "induction_text_documents",
     "induction_zero_documents",
+    "length_argument",
     "listops_trees",
     "load_task",
     "mad_documents",
@@ -64,6 +66,7 @@ __all__ = [
     "pathfinder_images",
     "recall_text_documents",
     "selective_copying",
+    "state_tracking",
     "symbol_count",
     "symbol_tokenizer",
     "task_arguments",

@@ -7,39 +7,55 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssmzoo.tasks.supervised import DIGITS, SPLITS, Supervised, images, require_split
+from ssmzoo.tasks.supervised import (
+    DIGITS,
+    SPLITS,
+    Ragged,
+    Supervised,
+    images,
+    require_split,
+    token_rows,
+)
 
 _SPLIT_SEED = 42
 _HELD_OUT = 300  # in each of validation and test
 
 
-def load_digits(split: str, seed: int, *, rgb: bool = False) -> Supervised:
+def load_digits(split: str, seed: int, *, rgb: bool = False, pixels: bool = False) -> Supervised:
     """Return the digits, pixels in 0 .. 1: 1,197 to train on, 300 to validate, 300 to test.
 
     Args:
         split: ``train``, ``validation`` or ``test``; always the same, drawn once.
         seed: Not used.
         rgb: Give every image in three equal channels, as transformers' pipelines do.
+        pixels: Give every image as 64 tokens, row by row: a grey of 0 .. 16 is id 1 .. 17.
 
     Raises:
         LookupError: No such split.
+        ValueError: Both ``rgb`` and ``pixels``.
         RuntimeError: scikit-learn is not installed.
     """
     require_split(split)
+    if rgb and pixels:
+        raise ValueError("rgb and pixels must not both be true: a token is one grey")
     try:
         from sklearn import datasets
     except ImportError as error:
         raise RuntimeError(
             "the digits come with scikit-learn: pip install 'ssmzoo[digits]'"
         ) from error
-    pixels, labels = map(np.asarray, datasets.load_digits(return_X_y=True))
+    greys, labels = map(np.asarray, datasets.load_digits(return_X_y=True))
     order = np.random.default_rng(_SPLIT_SEED).permutation(len(labels))
     parts = np.split(order, [len(order) - 2 * _HELD_OUT, len(order) - _HELD_OUT])
     chosen = parts[SPLITS.index(split)]
-    pixels, labels = pixels[chosen].reshape(-1, 8, 8), labels[chosen]
+    greys, labels = greys[chosen], labels[chosen]
+    if pixels:
+        rows = Ragged.of(list(greys.astype(np.int64) + 1))
+        return token_rows(rows, labels, vocab_size=18, label_names=DIGITS)
+    squares = greys.reshape(-1, 8, 8)
     channels = 3 if rgb else 1
     return images(
-        lambda i, _epoch: pixels[i],
+        lambda i, _epoch: squares[i],
         labels,
         size=8,
         white=16.0,

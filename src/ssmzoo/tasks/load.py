@@ -27,6 +27,7 @@ from ssmzoo.tasks.pictures import load_pictures
 from ssmzoo.tasks.recall import mqar
 from ssmzoo.tasks.retrieval import load_retrieval
 from ssmzoo.tasks.speech_commands import load_speech_commands
+from ssmzoo.tasks.state_tracking import group_vocab_size, state_tracking
 from ssmzoo.tasks.supervised import SPLITS, Batch, Supervised, require_split
 
 _BLOCK = 1024  # rows drawn together; part of what a seed means
@@ -99,6 +100,12 @@ def task_arguments(
     return {name: args.get(name, parameter.default) for name, parameter in parameters.items()}
 
 
+def length_argument(name: str) -> str | None:
+    """Return which argument of a task says how long its examples are; None if none does."""
+    parameters = inspect.signature(SUPERVISED_TASKS[name]).parameters
+    return next((argument for argument in ("length", "seq_len") if argument in parameters), None)
+
+
 def _kinds(annotation: Any) -> tuple[type, ...]:
     """Return the types of an annotation, without those of their items."""
     parts = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
@@ -120,8 +127,12 @@ def _recall(
     problem: Callable[..., tuple[np.ndarray, np.ndarray]],
     *sizes: int,
     may_be_fresh: bool = False,
+    vocab_size_of: Callable[..., int] | None = None,
 ) -> Callable[..., Supervised]:
-    """Return the loader of a problem of rows: its own arguments, and the splits' sizes."""
+    """Return the loader of a problem of rows: its own arguments, and the splits' sizes.
+
+    The number of ids is the argument ``vocab_size``, or what ``vocab_size_of`` says of the others.
+    """
     own = inspect.signature(problem, eval_str=True).parameters
     counted = {f"num_{split}": size for split, size in zip(SPLITS, sizes, strict=True)}
 
@@ -132,9 +143,12 @@ def _recall(
         def make(count: int, drawn: int) -> tuple[np.ndarray, np.ndarray]:
             return problem(count, seed=drawn, **args)
 
-        return language(
-            split, seed, counts, args.get("vocab_size", own["vocab_size"].default), make
-        )
+        if vocab_size_of is None:
+            vocab_size = args.get("vocab_size", own["vocab_size"].default)
+        else:
+            wanted = inspect.signature(vocab_size_of).parameters
+            vocab_size = vocab_size_of(**{name: args[name] for name in wanted if name in args})
+        return language(split, seed, counts, vocab_size, make)
 
     def keyword(name: str, default: int) -> inspect.Parameter:
         kind = inspect.Parameter.KEYWORD_ONLY
@@ -229,5 +243,11 @@ SUPERVISED_TASKS: dict[str, Callable[..., Supervised]] = {
     "pathfinder": load_pathfinder,
     "pictures": load_pictures,
     "speech_commands": load_speech_commands,
+    "state_tracking": _recall(
+        state_tracking,
+        *(100_000, 3_000, 3_000),
+        may_be_fresh=True,
+        vocab_size_of=group_vocab_size,
+    ),
     **{name: _recall(problem, 12_800, 1_280, 1_280) for name, problem in MAD_PROBLEMS.items()},
 }

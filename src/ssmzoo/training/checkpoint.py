@@ -56,6 +56,10 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 logger = logging.getLogger("ssmzoo")
 
 
+class InUseError(RuntimeError):
+    """Another process writes into the folder."""
+
+
 @dataclass
 class Progress:
     """How far a run has come: what a checkpoint holds of it beside model, optimizer and data.
@@ -268,7 +272,8 @@ def locked(folder: Path) -> Iterator[None]:
     A file system without locks is warned of, and the folder is not held.
 
     Raises:
-        RuntimeError: Another process holds it, or it cannot be written.
+        InUseError: Another process holds it.
+        RuntimeError: It cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -280,7 +285,7 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            raise RuntimeError(
+            raise InUseError(
                 f"another run (process {lock.read().strip() or 'unknown'}) is writing into "
                 f"{folder}; wait for it, or choose another output_dir"
             ) from None

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ssmzoo")
 
+
+class NoHeadError(LookupError):
+    """This type of model cannot do the task."""
+
+
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -36,7 +41,8 @@ def build_config(
     labels, channels and ``problem_type``; they win over a preset's, and the log says so.
 
     Raises:
-        LookupError: No such family, preset, model type, weights or field, or no head for the task.
+        LookupError: No such family, preset, model type, weights or field.
+        NoHeadError: No head for the task.
         ValueError: A wrong value, a vocabulary too small for the tokenizer, or a field that is not
             the task's.
     """
@@ -155,7 +161,7 @@ def model_class(config: PreTrainedConfig, task: Supervised | None = None) -> typ
     """Return the model with the head for a task; None means language modelling.
 
     Raises:
-        LookupError: This type of model has no such head.
+        NoHeadError: This type of model has no such head.
     """
     family = family_of(config)
     found: Any = None
@@ -167,7 +173,7 @@ def model_class(config: PreTrainedConfig, task: Supervised | None = None) -> typ
         found = _heads(task).get(type(config), None)
     if found is None:
         what = "causal_lm" if task is None else f"{task.objective} of {task.kind}"
-        raise LookupError(f"models of type {config.model_type!r} have no head for {what}")
+        raise NoHeadError(f"models of type {config.model_type!r} have no head for {what}")
     return found[0] if isinstance(found, tuple) else found
 
 
@@ -241,10 +247,10 @@ def _known_class(
         family_of({"model_type": model_type})  # imports it
     known_type = model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in _heads(task)
     if not known_type or _only_of_families(task):
-        raise LookupError(
-            f"model.config_of: transformers has no {what} of type {model_type!r}"
-            f"{suggestion(model_type, CONFIG_MAPPING.keys())}"
-        )
+        told = f"model.config_of: transformers has no {what} of type {model_type!r}"
+        if model_type in CONFIG_MAPPING:
+            raise NoHeadError(told)
+        raise LookupError(f"{told}{suggestion(model_type, CONFIG_MAPPING.keys())}")
     config_class = CONFIG_MAPPING[model_type]
     known = {field.name for field in fields(config_class)} | set(config_class.attribute_map)
     for name in given.keys() - known:

@@ -370,10 +370,10 @@ class LabelledLM(Labelled):
         """Return the sums of no batch."""
         import torch
 
-        return torch.zeros(5, dtype=torch.float64, device=device)
+        return torch.zeros(6, dtype=torch.float64, device=device)
 
     def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Examples) -> torch.Tensor:
-        """Return what adds up: loss, right targets, targets, right examples, examples."""
+        """Return what adds up: loss, targets right and all, examples right, right last and all."""
         import torch
 
         logits: torch.Tensor = output.logits
@@ -383,14 +383,20 @@ class LabelledLM(Labelled):
             right, asked = logits.argmax(-1) == wanted, wanted != IGNORED
             sums[0] = _cross_entropy(logits, wanted)
             sums[1], sums[2] = right.sum(), asked.sum()
-            sums[3], sums[4] = (right | ~asked).all(dim=1).sum(), len(right)
+            sums[3] = (right | ~asked).all(dim=1).sum()
+            last = asked.shape[1] - 1 - asked.flip(1).byte().argmax(dim=1)
+            sums[4] = (right & asked)[torch.arange(len(right)), last].sum()
+            sums[5] = len(right)
         return sums
 
     def metrics(self, sums: torch.Tensor) -> dict[str, float | int]:
-        """Return what a validation reports; of an exact match all of an example is right."""
-        whole, examples = sums[3:].tolist()
-        found = super().metrics(sums[:3])
-        return {**found, "exact_match": whole / examples, "examples": int(examples)}
+        """Return what a validation reports.
+
+        Of an exact match all of an example is right, of ``last_accuracy`` the last of its targets.
+        """
+        whole, last, examples = sums[3:].tolist()
+        shares = {"exact_match": whole / examples, "last_accuracy": last / examples}
+        return {**super().metrics(sums[:3]), **shares, "examples": int(examples)}
 
     def _counted(self, labels: np.ndarray) -> np.ndarray:
         return labels[:, 1:] != IGNORED

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ssmzoo.data.sources import data_source
 from ssmzoo.recipe import Recipe
@@ -42,6 +42,11 @@ if TYPE_CHECKING:
     from ssmzoo.training.shards import Background
 
 T = TypeVar("T")
+Metrics: TypeAlias = dict[str, float | int]
+
+
+class NotFiniteError(RuntimeError):
+    """The loss, or its gradient, is not a number or infinite."""
 
 
 class Run:
@@ -146,8 +151,8 @@ class Run:
             self._bar.close()
             if self._metrics is not None:
                 self._metrics.close()
-        test = self._test()
-        self.processes.on_main(lambda: self._finish(test))
+        test, lengths = self._test()
+        self.processes.on_main(lambda: self._finish(test, lengths))
         self.finished = True
         self.processes.stop_if_told()
 
@@ -243,7 +248,7 @@ class Run:
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 good = checkpoints(self.folder.checkpoints)
                 way_out = f"the last good checkpoint is {good[-1]}" if good else "no checkpoint yet"
-                raise RuntimeError(
+                raise NotFiniteError(
                     f"the loss must be finite, got loss {loss} and gradient norm {norm} at step "
                     f"{step}; {way_out}; try a smaller train.lr or a longer train.warmup"
                 )
@@ -305,7 +310,8 @@ class Run:
             self._metrics.sync()
             if part is None:
                 save(rest)
-            self.folder.draw(self._title(), self.learner.objective.loss)
+            if self.recipe.log.curves:
+                self.folder.draw(self._title(), self.learner.objective.loss)
 
         self.processes.on_main(save_here)
         if self._background is not None:
@@ -313,18 +319,24 @@ class Run:
             self._background.start(save, part, rest)
         self._saved = time.monotonic()
 
-    def _test(self) -> dict[str, float | int] | None:
-        """Measure the test split, if there is one, by the checkpoint that becomes the model."""
-        if self.data.test is None:
-            return None
+    def _test(self) -> tuple[Metrics | None, dict[str, Metrics]]:
+        """Measure the checkpoint that becomes the model: the test split, and other lengths."""
+        parts: dict[str, Any] = {str(length): rows for length, rows in self.data.lengths.items()}
+        if self.data.test is not None:
+            parts["test"] = self.data.test
+        if not parts:
+            return None, {}
         final = self.folder.final(self.progress.best_step(self.recipe))
-        return {"step": step_of(final), **measure_checkpoint(self.learner, self.data.test, final)}
+        lengths: dict[str, Metrics] = measure_checkpoint(self.learner, parts, final)
+        test = lengths.pop("test", None)
+        return test and {"step": step_of(final), **test}, lengths
 
-    def _finish(self, test: dict[str, float | int] | None) -> None:
+    def _finish(self, test: Metrics | None, lengths: dict[str, Metrics]) -> None:
         progress, objective = self.progress, self.learner.objective
         parameters = self.learner.bare.num_parameters()
-        self.folder.draw(self._title(), objective.loss, now=True)
-        judged = {"best": progress.best, "test": test}
+        if self.recipe.log.curves:
+            self.folder.draw(self._title(), objective.loss, now=True)
+        judged = {"best": progress.best, "test": test, "lengths": lengths or None}
         self.folder.finish(
             self.folder.final(progress.best_step(self.recipe)),
             step=progress.step,

@@ -47,16 +47,16 @@ def measure_held_out(
 
 
 def measure_checkpoint(
-    learner: Learner, parts: Iterable[Any], checkpoint: Path
-) -> dict[str, float | int]:
-    """Return the metrics of a checkpoint's model; see :func:`measure_held_out`."""
+    learner: Learner, parts: Mapping[str, Iterable[Any]], checkpoint: Path
+) -> dict[str, dict[str, float | int]]:
+    """Return, by name, the metrics of a checkpoint's model; see :func:`measure_held_out`."""
     from ssmzoo.modeling.stock import accelerate
 
     model = load_for_task(str(checkpoint), task=learner.task)
     model = cast("nn.Module", model).to(learner.processes.accelerator.device)
     if any(not kernels.startswith("stock") for kernels in learner.recurrent.values()):
         accelerate(model)
-    return measure_held_out(learner, parts, model)
+    return {name: measure_held_out(learner, some, model) for name, some in parts.items()}
 
 
 def is_best(

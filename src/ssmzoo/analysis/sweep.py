@@ -1,0 +1,776 @@
+"""Sweeps: many small models on many small problems, at every learning rate, seed and width.
+
+- A run is a folder of its own, and its ``result.json`` all that is left of it when it is finished.
+  The ledger is made of these files, so nothing is lost where several processes share the work:
+  each takes runs that no other one is at.
+- The first seed of all runs comes first, then the second: half a table is a table.
+- What a model cannot do is found before anything is trained, and is a hole in the ledger with its
+  reason.
+"""
+
+from __future__ import annotations
+
+import csv
+import gc
+import inspect
+import io
+import logging
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+from ssmzoo.analysis.cost import flops_per_token, state_bytes
+from ssmzoo.data.sources import DataSource, data_source
+from ssmzoo.environment.hardware import installed_versions
+from ssmzoo.environment.messages import first_line
+from ssmzoo.family import suggestion
+from ssmzoo.files import CannotWriteError, appears_whole, read_json, share, write_json, write_text
+from ssmzoo.recipe import (
+    HIGHER_IS_BETTER,
+    DataSection,
+    ModelSection,
+    Recipe,
+    Section,
+    load_recipe,
+    read_sections,
+)
+from ssmzoo.tasks import SUPERVISED_TASKS, length_argument, symbol_tokenizer, task_arguments
+from ssmzoo.tasks.supervised import SPLITS
+from ssmzoo.training.checkpoint import InUseError, locked
+from ssmzoo.training.metrics import read_metrics
+from ssmzoo.training.model import NoHeadError, build_config, build_model, model_class
+from ssmzoo.training.trainer import NotFiniteError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+try:
+    from pydantic import Field
+except ImportError as error:
+    raise RuntimeError("sweeps need pydantic: pip install 'ssmzoo[train]'") from error
+
+logger = logging.getLogger("ssmzoo")
+
+Line: TypeAlias = dict[str, Any]
+Cell: TypeAlias = tuple[str, str, int | None]  # problem, model and width
+Holes: TypeAlias = dict[Cell, str]
+
+MOST_TOKENS = 4096  # of the sequence that state and operations are measured on
+NEVER = 1_000_000_000  # steps
+# the ledger's, and what is made of them where they are read
+COLUMNS: dict[str, type] = {
+    **{"problem": str, "model": str, "width": int, "lr": float, "seed": int},
+    **{"length": int, "metric": str, "validation": float, "value": float, "last": float},
+    **{"targets": int, "parameters": int, "state_bytes": int, "flops_per_token": int},
+    **{"seconds": float, "cpu_seconds": float, "hardware": str, "date": str, "note": str},
+}
+_CHOICES = {"problem": "problems", "model": "models", "width": "widths"}
+_CHOICES |= {"lr": "learning_rates", "seed": "seeds"}
+
+
+class Problem(Section):
+    """One problem of a sweep.
+
+    Attributes:
+        data: A recipe's section.
+        train: A recipe's section without ``lr`` and ``seed``.
+        eval: A recipe's section. If absent, all that is held out is judged, once, at the end.
+    """
+
+    data: DataSection
+    train: dict[str, Any]
+    eval: dict[str, Any] = {}
+
+
+class Sweep(Section):
+    """What ``ssmzoo sweep`` reads: a closed YAML file.
+
+    Attributes:
+        models: By the name that the ledger shows, a recipe's ``model`` section without
+            ``hidden_size``: families of the zoo and foreign ones, model types of transformers, and
+            saved models, which have a width of their own.
+        problems: By the name that the ledger shows, what is learned.
+        widths: What ``hidden_size`` runs through.
+        learning_rates: What ``train.lr`` runs through.
+        seeds: What ``train.seed`` runs through.
+    """
+
+    models: Annotated[dict[str, ModelSection], Field(min_length=1)]
+    problems: Annotated[dict[str, Problem], Field(min_length=1)]
+    widths: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
+    learning_rates: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
+    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+    def runs(self) -> list[PlannedRun]:
+        """Return every run, in the order in which they are trained.
+
+        Raises:
+            LookupError: A field that a recipe does not have.
+            ValueError: Runs that cannot be.
+        """
+        self._check_names()
+        grid = product(self.seeds, self.problems.items(), self.models.items())
+        found: dict[str, PlannedRun] = {}
+        for seed, (problem, said), (model, section) in grid:
+            # a saved model has its own width
+            widths = self.widths if section.init_from is None else [None]
+            for width, lr in product(widths, self.learning_rates):
+                place = {"problem": problem, "model": model, "width": width}
+                place |= {"lr": lr, "seed": seed}
+                run = PlannedRun(place, _recipe(said, section, place))
+                if run.folder in found:
+                    raise ValueError(
+                        "problems, models, widths, learning_rates and seeds must not repeat, got "
+                        f"{run.folder} twice"
+                    )
+                found[run.folder] = run
+        return list(found.values())
+
+    def _check_names(self) -> None:
+        for name in (*self.models, *self.problems):
+            if not re.fullmatch(r"[^\W_][^/\\:*?\"<>|,=]*", name) or not name.isprintable():
+                raise ValueError(
+                    "models and problems must have names that begin with a letter or digit and "
+                    f'hold none of /\\:*?"<>|,=, for folders are called by them, got {name!r}'
+                )
+        for model, section in self.models.items():
+            if "hidden_size" in section.config:
+                raise ValueError(
+                    f"hidden_size must be left out of models.{model}.config, since widths say it, "
+                    f"got {section.config['hidden_size']!r}"
+                )
+        for problem, said in self.problems.items():
+            for name in ("lr", "seed"):
+                if name in said.train:
+                    raise ValueError(
+                        f"{name} must be left out of problems.{problem}.train, since "
+                        f"{_CHOICES[name]} say it, got {said.train[name]!r}"
+                    )
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a sweep.
+
+    Attributes:
+        place: Its ``problem``, ``model``, ``width`` (None of a saved model), ``lr`` and ``seed``.
+        recipe: What it trains.
+    """
+
+    place: Line
+    recipe: Recipe
+
+    @property
+    def folder(self) -> str:
+        """Where it lies in the folder of runs."""
+        place = self.place
+        width = "own" if place["width"] is None else place["width"]
+        name = f"{place['model']}-{width}-{place['lr']:g}-{place['seed']}"
+        return f"{place['problem']}/{name}".replace(" ", "-")
+
+    @property
+    def cell(self) -> Cell:
+        """What has one configuration: problem, model and width."""
+        return self.place["problem"], self.place["model"], self.place["width"]
+
+    def __str__(self) -> str:
+        shown = (f"{name} {value}" for name, value in self.place.items() if value is not None)
+        return ", ".join(shown)
+
+
+class Sources:
+    """The data of a problem, opened once to ask what its examples are."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str | None], DataSource] = {}
+        self._costs: dict[Cell, Line] = {}
+
+    def of(self, run: PlannedRun) -> DataSource:
+        """Return a run's, or that of the same problem with another seed or model."""
+        key = run.place["problem"], run.recipe.model.init_from  # which may bring a tokenizer
+        if key not in self._found:
+            self._found[key] = data_source(_with_few_examples(run.recipe))
+        return self._found[key]
+
+    def costs(self, run: PlannedRun, length: int) -> Line:
+        """Return what a model costs, which no rate and no seed changes."""
+        if run.cell not in self._costs:
+            self._costs[run.cell] = _costs(run.recipe, self.of(run), min(length, MOST_TOKENS))
+        return self._costs[run.cell]
+
+
+def load_sweep(path: str | Path) -> Sweep:
+    """Read and check a sweep and all of its recipes.
+
+    Args:
+        path: A YAML file, or the name of a shipped sweep.
+
+    Raises:
+        LookupError: No such file, or a field that a sweep or a recipe does not have.
+        ValueError: A wrong value, or a file that is not YAML.
+    """
+    shipped = share("eval/sweeps") / f"{path}.yaml"
+    file = shipped if shipped.is_file() else Path(path)
+    if not file.exists():
+        names = sorted(sweep.stem for sweep in shipped.parent.glob("*.yaml"))
+        raise LookupError(
+            f"no sweep {str(path)!r}{suggestion(str(path), names)}; shipped: {', '.join(names)}"
+        )
+    found = read_sections(Sweep, file, file.name)
+    found.runs()
+    return found
+
+
+def sweep(
+    source: str | Path | Sweep,
+    output_dir: str | Path,
+    *,
+    only: Mapping[str, Sequence[Any]] | None = None,
+    train: bool = True,
+    keep: bool = False,
+    stock: bool = False,
+) -> list[Line]:
+    """Train a sweep's models; write ``ledger.json``, ``ledger.csv`` and a picture a problem.
+
+    Runs that are finished are not run again; those that were killed go on; those that another
+    process is at are left to it. Runs of another sweep are none of these: they are an error, which
+    is raised before anything is trained. A run that fails is reported, and the others go on.
+
+    Args:
+        source: A YAML file, the name of a shipped sweep, or a sweep.
+        output_dir: Where the runs, the ledger and the pictures go.
+        only: By ``problem``, ``model``, ``width``, ``lr`` and ``seed`` those to train.
+        train: Whether to train; the ledger of what is there is written either way.
+        keep: Keep the models, in ``model`` of the runs' folders.
+        stock: Leave transformers' recurrent models as they are, without our kernels.
+
+    Returns:
+        The ledger of the whole sweep, a line for each length that a run is judged at, its training
+        length first: ``problem``, ``model``, ``width``, ``lr``, ``seed``, ``length``, ``metric``
+        (``accuracy``, ``rmse``, ``bits_per_byte`` or ``loss``), ``validation``, by which rates are
+        ranked, ``value``, ``last`` (the accuracy of each row's last target), ``targets``,
+        ``parameters``, ``state_bytes`` of one sequence of the training length, ``flops_per_token``
+        of matrix products, attention and convolutions, ``seconds`` of training, ``cpu_seconds`` of
+        the whole run since it was last begun or resumed, ``hardware``, ``date``. Of a run that
+        diverged ``value`` is None and ``note`` says so; of a hole ``note`` is the reason.
+
+    Raises:
+        LookupError: A field, family, preset, model type or name that does not exist.
+        ValueError: A wrong value, or a folder with runs of another sweep.
+        RuntimeError: The machine, or runs that failed.
+    """
+    chosen = source if isinstance(source, Sweep) else load_sweep(source)
+    planned = chosen.runs()
+    wanted = _selected(chosen, planned, only or {})
+    output = Path(output_dir)
+    missing = [run for run in planned if not _is_finished(output / "runs" / run.folder, run.recipe)]
+    sources = Sources()
+    holes = impossible(wanted, sources)
+    failed: list[str] = []
+    if train:
+        chosen_ones = {run.folder for run in wanted}
+        todo = [run for run in missing if run.folder in chosen_ones and run.cell not in holes]
+        failed = _train_all(todo, output, sources, keep=keep, stock=stock)
+    ledger = _collected(planned, holes, output)
+    _write(output, chosen, ledger)
+    if failed:
+        raise RuntimeError(f"{len(failed)} runs failed, the first: {failed[0]}")
+    return ledger
+
+
+def impossible(runs: Iterable[PlannedRun], sources: Sources | None = None) -> Holes:
+    """Return, by problem, model and width, why runs cannot be; all others can be configured.
+
+    Raises:
+        LookupError: A name that does not exist.
+        ValueError: A wrong value.
+    """
+    first = {run.cell: run for run in reversed(list(runs))}
+    sources, found = sources or Sources(), {}
+    for cell, run in reversed(first.items()):
+        source = sources.of(run)
+        try:
+            build_config(run.recipe.model, source.tokenizer, source.task)
+        except NoHeadError as error:
+            found[cell] = first_line(error).removeprefix("model.config_of: ")
+        except (LookupError, ValueError) as error:
+            raise type(error)(f"models.{cell[1]} on problems.{cell[0]}: {error}") from error
+    return found
+
+
+def _recipe(said: Problem, section: ModelSection, place: Line) -> Recipe:
+    model = section.model_dump(exclude_none=True)
+    if place["width"] is not None:
+        model["config"] = {**section.config, "hidden_size": place["width"]}
+    fields = {
+        "model": model,
+        "data": said.data.model_dump(exclude_none=True),
+        "train": {**said.train, "lr": place["lr"], "seed": place["seed"]},
+        "eval": {"every": NEVER, "batches": "all", **said.eval},
+        "checkpoint": {"every": NEVER, "keep": 1},
+        "log": {"every": 100, "curves": False},
+    }
+    recipe = read_sections(Recipe, fields, f"problems.{place['problem']}")
+    if not recipe.supervised and recipe.data.validation is None:
+        raise ValueError(f"problems.{place['problem']}.data needs validation to judge by")
+    return recipe.with_absolute_paths()
+
+
+def selection(terms: Iterable[str]) -> dict[str, list[Any]]:
+    """Return what ``problem=NAME``, ``model=NAME``, ``width=N``, ``lr=RATE``, ``seed=N`` choose.
+
+    Raises:
+        LookupError: No such field.
+        ValueError: A term of another form.
+    """
+    kinds = {"width": int, "lr": float, "seed": int}
+    found: dict[str, list[Any]] = {}
+    for term in terms:
+        field, equals, value = term.partition("=")
+        if not equals:
+            raise ValueError(f"only must look like problem=NAME,model=NAME,seed=0, got {term!r}")
+        try:
+            found.setdefault(field, []).append(kinds.get(field, str)(value))
+        except ValueError:
+            raise ValueError(f"only must have a number for {field}, got {term!r}") from None
+    return found
+
+
+def _selected(
+    chosen: Sweep, planned: list[PlannedRun], only: Mapping[str, Sequence[Any]]
+) -> list[PlannedRun]:
+    """Return the runs that are asked for.
+
+    Raises:
+        LookupError: A name or number that the sweep does not have.
+    """
+    for field, values in only.items():
+        if field not in _CHOICES:
+            raise LookupError(f"only has no field {field!r}{suggestion(field, _CHOICES)}")
+        known = list(getattr(chosen, _CHOICES[field]))
+        for value in values:
+            if value not in known:
+                texts = [f"{x:g}" if isinstance(x, float) else str(x) for x in known]
+                near = suggestion(value, texts) if isinstance(value, str) else ""
+                raise LookupError(
+                    f"the sweep has no {field} {value!r}{near}; "
+                    f"{_CHOICES[field]}: {', '.join(texts)}"
+                )
+    return [
+        run
+        for run in planned
+        if all(run.place[field] in values for field, values in only.items() if values)
+    ]
+
+
+def _is_finished(folder: Path, recipe: Recipe) -> bool:
+    """Return whether a run's result is there.
+
+    Raises:
+        ValueError: What was begun in its folder is another sweep's.
+    """
+    begun: Recipe | None = None
+    result = _result_of(folder, warns=True)
+    if result is not None:
+        begun = read_sections(Recipe, result["recipe"], str(folder))
+    elif (begun_as := folder / "run/recipe.yaml").exists():
+        with suppress(LookupError):  # another process may have finished it by now
+            begun = load_recipe(begun_as)
+    if begun is not None:
+        for name, before, now in begun.differences(recipe, ("model", "data", "train", "eval")):
+            raise ValueError(
+                f"{folder} was trained for another sweep: {name} was {before!r}, is {now!r} now; "
+                "choose another folder, or remove the run"
+            )
+    return result is not None
+
+
+def _result_of(folder: Path, *, warns: bool = False) -> Line | None:
+    """Return what a run has left; None if there is nothing, or a file that was cut.
+
+    Ours appear whole: a file is cut only where somebody else wrote into it.
+    """
+    file = folder / "result.json"
+    if not file.exists():
+        return None
+    try:
+        found = read_json(file)
+        if missing := {"place", "recipe", "lines"} - found.keys():
+            raise ValueError(f"{file} has no {min(missing)}")
+        return found
+    except ValueError as error:
+        if warns:
+            logger.warning("%s; the run counts as not done", error)
+        return None
+
+
+def _with_few_examples(recipe: Recipe) -> Recipe:
+    """Return a recipe whose task generates next to nothing."""
+    if not recipe.supervised:
+        return recipe
+    known = inspect.signature(SUPERVISED_TASKS[str(recipe.data.task)]).parameters
+    few = {f"num_{split}": 1 for split in SPLITS if f"num_{split}" in known}
+    data = recipe.data.model_copy(update={"task_args": {**recipe.data.task_args, **few}})
+    return recipe.model_copy(update={"data": data})
+
+
+def _train_all(
+    todo: list[PlannedRun], output: Path, sources: Sources, *, keep: bool, stock: bool
+) -> list[str]:
+    """Train runs one after the other; return what failed, and why."""
+    failed: list[str] = []
+    with _little_garbage():
+        for number, run in enumerate(todo, 1):
+            folder = output / "runs" / run.folder
+            try:
+                with locked(folder):
+                    if _result_of(folder) is not None:  # another process was faster
+                        continue
+                    result = _trained(run, folder, sources, keep=keep, stock=stock)
+                    write_json(folder / "result.json", result)
+                    shutil.rmtree(folder / "run", ignore_errors=True)
+            except InUseError:
+                continue
+            except CannotWriteError:
+                raise
+            except (LookupError, ValueError, RuntimeError) as error:
+                failed.append(f"{run}: {first_line(error)}")
+                logger.warning("%d/%d %s", number, len(todo), failed[-1])
+                continue
+            line = result["lines"][0]
+            shown = line["note"] or f"{line['metric']} {line['value']:.4f}"
+            logger.info("%d/%d %s: %s (%.0f s)", number, len(todo), run, shown, line["cpu_seconds"])
+    return failed
+
+
+@contextmanager
+def _little_garbage() -> Iterator[None]:
+    """Let each run's collection of garbage look at its own objects, not at all that is imported."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _trained(run: PlannedRun, folder: Path, sources: Sources, *, keep: bool, stock: bool) -> Line:
+    """Train a run, or go on with it, and return its result."""
+    from ssmzoo.training.run import train
+
+    begun, place = time.process_time(), folder / "run"
+    note = None
+    try:
+        train(run.recipe, output_dir=place, resume=place.exists(), stock=stock)
+    except NotFiniteError as error:
+        note = f"diverged: {first_line(error).partition(';')[0]}"
+    cpu_seconds = round(time.process_time() - begun, 1)
+    facts = read_json(place / "run.json")
+    length = _length_of(run.recipe, sources.of(run))
+    shared = {
+        **sources.costs(run, length),
+        "cpu_seconds": cpu_seconds,
+        "hardware": facts["hardware"],
+        "date": facts["date"],
+        "note": note,
+    }
+    if note is None:
+        judged = _judged(facts["finished"], place / "metrics.jsonl", run.recipe, length)
+    else:
+        judged = [{"length": length, "metric": None, "value": None, "validation": None}]
+    empty = dict.fromkeys(COLUMNS)
+    lines = [{**empty, **run.place, **shared, **line} for line in judged]
+    if keep and note is None:
+        shutil.rmtree(folder / "model", ignore_errors=True)
+        os.replace(place / "model", folder / "model")
+    return {
+        "place": run.place,
+        "recipe": run.recipe.model_dump(exclude_none=True, mode="json"),
+        "lines": lines,
+        "versions": facts["versions"],
+        "environment": facts.get("environment"),
+        "recurrent_layers": facts.get("recurrent_layers"),
+    }
+
+
+def _judged(finished: Line, metrics: Path, recipe: Recipe, length: int) -> list[Line]:
+    """Return the lines' columns of a finished run, one for each length."""
+    prefix = "validation_"
+    validation = {
+        name.removeprefix(prefix): value
+        for line in read_metrics(metrics)
+        for name, value in line.items()
+        if name.startswith(prefix)
+    }
+    test = finished.get("test") or validation
+    by_length = {length: test}
+    by_length |= {int(other): found for other, found in finished.get("lengths", {}).items()}
+    name, field, factor = _metric_of(test, recipe)
+    return [
+        {
+            "length": other,
+            "metric": name,
+            "validation": validation[field] * factor,
+            "value": found[field] * factor,
+            "last": found.get("last_accuracy"),
+            "targets": found["targets"],
+            "seconds": finished["seconds"],
+        }
+        for other, found in by_length.items()
+    ]
+
+
+def _metric_of(test: Line, recipe: Recipe) -> tuple[str, str, float]:
+    """Return the metric's name in the ledger, its name in a validation, and the factor between.
+
+    Text of bytes is judged by bits a byte, of which the end of a document is one, too.
+    """
+    if recipe.data.task is not None:
+        name = "rmse" if "rmse" in test else "accuracy"
+        return name, name, 1.0
+    if recipe.data.tokenizer in (None, "bytes") and recipe.model.init_from is None:
+        return "bits_per_byte", "loss", 1 / math.log(2)
+    return "loss", "loss", 1.0
+
+
+def _length_of(recipe: Recipe, source: DataSource) -> int:
+    """Return how long the examples are that a run trains on; where that differs, the first one."""
+    if recipe.train.seq_len is not None:
+        return recipe.train.seq_len
+    name = str(recipe.data.task)
+    argument = length_argument(name)
+    if argument is not None:
+        given, said = recipe.data.task_args, ("split", "seed")
+        return int(task_arguments(name, SUPERVISED_TASKS[name], given, said)[argument])
+    assert source.task is not None
+    return int(source.task.batch([0]).lengths.max())
+
+
+def _costs(recipe: Recipe, source: DataSource, length: int) -> Line:
+    """Return parameters, the state's bytes and the operations a token of a model."""
+    import torch
+
+    section, task = recipe.model, source.task
+    config = build_config(section, source.tokenizer, task)
+    model: Any = build_model(section, config, task).eval()
+    inputs: dict[str, torch.Tensor] | None = None
+    if task is not None and task.kind != "tokens":
+        name = "pixel_values" if task.kind == "images" else "input_values"
+        inputs = {name: torch.from_numpy(task.batch([0]).inputs)}
+    size = None
+    # what is no language model keeps no state, nor does a kernel that depends on the whole input
+    with suppress(NoHeadError, ValueError):
+        speaker = model
+        if task is not None and task.objective != "causal_lm":
+            known: PreTrainedConfig = build_config(section, symbol_tokenizer(4))
+            speaker = model_class(known)._from_config(known, dtype=torch.float32).eval()
+        size = state_bytes(speaker, length)
+    return {
+        "parameters": model.num_parameters(),
+        "state_bytes": size,
+        "flops_per_token": flops_per_token(model, length, inputs),
+    }
+
+
+def _collected(planned: Iterable[PlannedRun], holes: Holes, output: Path) -> list[Line]:
+    """Return the lines of all runs that have left a result, and of the holes."""
+    empty, lines, seen = dict.fromkeys(COLUMNS), [], set()
+    for run in planned:
+        if run.cell in holes:
+            if run.cell not in seen:
+                place = dict(zip(("problem", "model", "width"), run.cell, strict=True))
+                lines.append({**empty, **place, "note": holes[run.cell]})
+            seen.add(run.cell)
+            continue
+        result = _result_of(output / "runs" / run.folder)
+        if result is not None:
+            lines += result["lines"]
+    return lines
+
+
+def _write(output: Path, chosen: Sweep, ledger: list[Line]) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    described = {
+        "sweep": chosen.model_dump(exclude_none=True, mode="json"),
+        "versions": installed_versions("ssmzoo", "torch", "transformers"),
+        "ledger": ledger,
+    }
+    write_json(output / "ledger.json", described)
+    write_ledger(ledger, output / "ledger.csv")
+    for problem in dict.fromkeys(line["problem"] for line in ledger):
+        lines = [line for line in ledger if line["problem"] == problem]
+        if any(line["value"] is not None for line in lines):
+            draw_problem(lines, output / f"{problem.replace(' ', '-')}.png")
+
+
+def write_ledger(ledger: list[Line], target: Path) -> None:
+    """Write a ledger as CSV, which appears complete or not at all."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(ledger)
+    write_text(target, text.getvalue())
+
+
+def read_ledger(path: str | Path) -> list[Line]:
+    """Read the lines of a ``ledger.csv``; what is empty is None.
+
+    Raises:
+        ValueError: It is no ledger, or a line is cut or wrong; the message has its number.
+    """
+    with Path(path).open(encoding="utf-8", newline="") as file:
+        reader = csv.reader(file)
+        if next(reader, None) != list(COLUMNS):
+            raise ValueError(f"{path} must begin with the columns {','.join(COLUMNS)}")
+        ledger = []
+        for fields in reader:
+            try:
+                pairs = zip(COLUMNS.items(), fields, strict=True)
+                ledger.append({name: kind(x) if x else None for (name, kind), x in pairs})
+            except ValueError as error:
+                raise ValueError(
+                    f"{path}, line {reader.line_num}, is cut or wrong: {error}"
+                ) from None
+    return ledger
+
+
+def best_rates(ledger: list[Line]) -> dict[Cell, list[Line]]:
+    """Return, by problem, model and width, the lines of the learning rate that is best on average.
+
+    It is the best by the mean over its seeds of the validation; what diverged is the worst.
+    """
+    groups: dict[Cell, dict[float, list[Line]]] = {}
+    for line in ledger:
+        if line["lr"] is not None:  # a hole has none
+            rates = groups.setdefault((line["problem"], line["model"], line["width"]), {})
+            rates.setdefault(line["lr"], []).append(line)
+
+    def mean(lines: list[Line]) -> float:
+        if any(line["validation"] is None for line in lines):
+            return -math.inf
+        sign = 1 if lines[0]["metric"] in HIGHER_IS_BETTER else -1
+        return sign * sum(line["validation"] for line in lines) / len(lines)
+
+    return {place: max(rates.values(), key=mean) for place, rates in groups.items()}
+
+
+def by_length(lines: list[Line]) -> dict[int, list[Line]]:
+    """Return the lines of one rate by the length they are judged at, without what diverged."""
+    found: dict[int, list[Line]] = {}
+    for line in lines:
+        if line["value"] is not None:
+            found.setdefault(line["length"], []).append(line)
+    return found
+
+
+def spread(lines: list[Line], column: str = "value") -> tuple[float, float, float]:
+    """Return mean, least and greatest of a column over lines, the seeds of one rate and length."""
+    values = [line[column] for line in lines]
+    return sum(values) / len(values), min(values), max(values)
+
+
+def ledger_table(ledger: list[Line]) -> str:
+    """Return the ledger's best learning rates as text: means over seeds, least and greatest."""
+    texts = []
+    for problem in dict.fromkeys(line["problem"] for line in ledger):
+        lines = [line for line in ledger if line["problem"] == problem]
+        metric = next((line["metric"] for line in lines if line["metric"]), None)
+        lengths = sorted({line["length"] for line in lines if line["value"] is not None})
+        heads = [f"at {length:,}" for length in lengths]
+        rows = [
+            ["model", "width", "lr", "seeds", *heads, "state bytes", "flops/token", "parameters"]
+        ]
+        for (_, model, width), found in best_rates(lines).items():
+            values = by_length(found)
+            shown = [_shown(values[length]) if length in values else "none" for length in lengths]
+            sizes = [found[0][name] for name in ("state_bytes", "flops_per_token", "parameters")]
+            sizes = ["none" if size is None else f"{size:,}" for size in sizes]
+            seeds = len({line["seed"] for line in found})
+            rows.append([model, str(width or "own"), f"{found[0]['lr']:g}", str(seeds), *shown])
+            rows[-1] += sizes
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        texts.append(f"{problem}: {metric}")
+        for first, *rest in rows:
+            cells = [f"{cell:>{room}}" for cell, room in zip(rest, widths[1:], strict=True)]
+            texts.append(f"  {first:<{widths[0]}}  {'  '.join(cells)}")
+        for line in lines:
+            if line["lr"] is None:
+                texts.append(f"  {line['model']}: none, for {line['note']}")
+        texts.append("")
+    return "\n".join(texts).rstrip()
+
+
+def _shown(lines: list[Line]) -> str:
+    mean, least, greatest = spread(lines)
+    return f"{mean:.3f}" if len(lines) == 1 else f"{mean:.3f} ({least:.3f} to {greatest:.3f})"
+
+
+def draw_problem(lines: list[Line], target: Path) -> None:
+    """Draw one problem: every model at its best rate, and what its state's bytes buy.
+
+    On the left means over seeds, from the least to the greatest, at the training length (full) and
+    at the others (hollow); on the right the former against the state of one sequence. Models whose
+    state could not be counted are on the left only.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError as error:
+        raise RuntimeError("pictures need matplotlib: pip install 'ssmzoo[train]'") from error
+    best = {place: found for place, found in best_rates(lines).items() if by_length(found)}
+    many = len({width for _, _, width in best}) > 1
+    figure = Figure(figsize=(11, 2 + 0.26 * len(best)), dpi=110, layout="constrained")
+    left, right = figure.subplots(1, 2, sharex=False)
+    names, sizes, markers = [], [], "osD^vP*Xhd<"
+    known = list(dict.fromkeys(model for _, model, _ in best))
+    for row, ((_, model, width), found) in enumerate(best.items()):
+        names.append(f"{model} {width}" if many else model)
+        number = known.index(model)
+        style = {"color": f"C{number % 10}", "marker": markers[number % len(markers)]}
+        for place, seeds in enumerate(by_length(found).values()):
+            mean, least, greatest = spread(seeds)
+            error = [[mean - least], [greatest - mean]]
+            filling = None if place == 0 else "none"
+            left.errorbar([mean], [row], xerr=error, capsize=2, mfc=filling, **style)
+            size = seeds[0]["state_bytes"]
+            if place == 0 and size is not None:
+                error = [[mean - least], [greatest - mean]]
+                right.errorbar([size], [mean], yerr=error, capsize=2, **style)
+                right.annotate(names[-1], (size, mean), xytext=(5, 3), size=6,
+                               textcoords="offset points")  # fmt: skip
+                sizes.append(size)
+    metric = next(line["metric"] for line in lines if line["metric"])
+    left.set_yticks(range(len(names)), names)
+    left.invert_yaxis()
+    left.set_xlabel(metric.replace("_", " "))
+    right.set(xlabel="state of one sequence in bytes", ylabel=metric.replace("_", " "))
+    if metric == "accuracy":
+        left.set_xlim(-0.02, 1.02)
+        right.set_ylim(-0.02, 1.02)
+    if sizes and max(sizes) > 8 * min(sizes):
+        right.set_xscale("log", base=2)
+    else:
+        right.xaxis.set_major_locator(MaxNLocator(5))
+        right.xaxis.set_major_formatter("{x:,.0f}")
+    lengths = list(by_length([line for found in best.values() for line in found]))
+    shown = f"{lengths[0]:,} tokens"
+    if len(lengths) > 1:
+        shown = f"full: {shown}, hollow: {' and '.join(f'{n:,}' for n in lengths[1:])}"
+    seeds = len({line["seed"] for line in lines if line["seed"] is not None})
+    figure.suptitle(
+        f"{lines[0]['problem']}; {shown}; {'1 seed' if seeds == 1 else f'mean of {seeds} seeds'}",
+        size=10,
+    )
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    with appears_whole(target) as unfinished:
+        figure.savefig(unfinished, format="png")
