@@ -56,6 +56,10 @@ def test_a_prompt_read_by_many_continues_as_one_read_by_one(found):
     assert all(e <= BUDGET for errors in found("prompts") for e in errors.values())
 
 
+def test_a_group_waits_for_what_was_sent_in_it_and_no_other(found):
+    assert all(in_flight == [0, 0] for in_flight in found("groups"))
+
+
 def test_ddp_and_fully_shard_have_the_gradients_of_one_process(found):
     assert all(e <= BUDGET for errors in found("wrapped") for e in errors.values())
 
