@@ -88,6 +88,8 @@ def by_state(state: Tensor, coefficients: Tensor) -> Tensor:
     That is what the values before token 0 contribute to token j through ``c``.
     """
     order = state.shape[1]
+    if not state.shape[0]:  # no FFT of nothing
+        return state.mT
     size = fast_size(2 * order)
     mirrored = torch.fft.rfft(state.transpose(1, 2), n=size).conj_physical()
     hat = _per_group(mirrored, torch.fft.rfft(coefficients, n=size))
