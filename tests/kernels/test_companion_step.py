@@ -338,6 +338,14 @@ def test_packed_scans_are_those_of_the_reference_with_their_gradients():
         close(got, known, 1e-12)
 
 
+def test_wrong_arguments_of_a_scan_are_named():
+    x = draw(4)
+    given = {name: x[name] for name in ("u", "a", "b", "d")} | {"initial_state": x["state"]}
+    for name, wrong in (("initial_state", x["ring"]), ("b", x["b"][:2]), ("u", x["u"][0])):
+        with pytest.raises(ValueError, match=f"companion_scan: {name} must"):
+            companion_scan(**given | {name: wrong}, kernel=x["b"])
+
+
 def test_scanning_from_a_state_keeps_no_more_than_from_none():
     x = draw(5, batch=1, length=1000)
     kernel, inverse = rational_kernel(x["a"], x["b"], 1000), inverse_series(x["a"], 1000)

@@ -227,9 +227,17 @@ def companion_scan(
         ValueError: Shapes or devices that do not fit.
         TypeError: Not a tensor, or not floating point.
     """
-    offsets = segment_offsets("companion_scan", u, cu_seqlens)
+    op = "companion_scan"
+    check_leading(op, "u", u, "[B, L, D]")
+    check_polynomials(op, a, b)
+    check_tensor(op, "b", b, (u.shape[2], a.shape[1]), u, "[D, n]")
+    offsets = segment_offsets(op, u, cu_seqlens)
+    if initial_state is not None:
+        rule = "[B, n, D]" if cu_seqlens is None else "[S, n, D]"
+        shape = (offsets.shape[0] - 1, a.shape[1], u.shape[2])
+        check_tensor(op, "initial_state", initial_state, shape, u, rule)
     packed = None if cu_seqlens is None else offsets
-    judged = _judged("companion_scan", "auto", u)
+    judged = _judged(op, "auto", u)
     if initial_state is None or judged:
         y, _ = fft_conv(u, kernel, d, cu_seqlens=cu_seqlens)
         if initial_state is not None:
