@@ -41,8 +41,7 @@ from ssmzoo.modeling import (
     recurrent,
 )
 from ssmzoo_kernels import (
-    companion_response,
-    companion_state,
+    companion_scan,
     companion_step,
     diagonal_step,
     fft_conv,
@@ -558,12 +557,11 @@ def _recurrent(
         a, b = filters.a, filters.b
         taps = max(1, u.shape[1]) if packing is None else packing.kernel_length()
         inverse, kernel = filters.series(taps)
-        y, _ = fft_conv(u, kernel, filters.gain, cu_seqlens=packing)
         past = None
         if ring is not None and position is not None:
             past = newest_first(ring, position)
-            y = y + companion_response(past, a, b, u.shape[1], kernel=kernel, cu_seqlens=packing)
-        last = companion_state(u, a, past, inverse=inverse, cu_seqlens=packing)
+        known = {"kernel": kernel, "inverse": inverse, "cu_seqlens": packing}
+        y, last = companion_scan(u, a, b, filters.gain, past, **known)
         ring = F.pad(last, (0, 0, 0, 1))
         position = torch.zeros(ring.shape[0], dtype=torch.int64, device=u.device)
     state.put("ring", ring)

@@ -54,13 +54,15 @@ class System(NamedTuple):
         echoed, _ = fft_conv(heard.T[None].contiguous(), echo)
         return direct - echoed[0].T, heard, echo, loop
 
-    def response(self, x: Tensor, echo: Tensor, loop: Tensor, length: int) -> list[Tensor]:
-        """Return what a state ``[B, H, N]`` adds to outputs and to w, ``[B, length, H]`` each."""
+    def response(self, x: Tensor, echo: Tensor, again: Tensor, length: int) -> list[Tensor]:
+        """Return what a state ``[B, H, N]`` adds to outputs and to w, ``[B, length, H]`` each.
+
+        ``again`` is ``z E_pf / (1 + z E_pf)``: what w takes off itself, round after round.
+        """
         weights = ((v.to(x.dtype) * x, n) for v, n in ((self.readout, 1), (self.probe, 0)))
         y, w = (vandermonde(v, self.exponent, length, offset=n).mT for v, n in weights)
-        again = rational_kernel(loop, loop, loop.shape[1])
-        w = w - fft_conv(w, again.to(w.dtype))[0]
-        return [y - fft_conv(w, echo.to(w.dtype))[0], w]
+        w = w - fft_conv(w, again)[0]
+        return [y - fft_conv(w, echo)[0], w]
 
     def transition(self) -> Tensor:
         """Return ``Abar``, ``[H, 2 N, 2 N]``, conjugates last."""

@@ -32,10 +32,12 @@ from ssmzoo.modeling import (
     hippo_legs,
     right_aligned,
 )
-from ssmzoo_kernels import diagonal_step, fft_conv, vandermonde_state
+from ssmzoo_kernels import diagonal_step, fft_conv, rational_kernel, vandermonde_state
 
 from .configuration_s4 import S4Config
 from .dplr import System
+
+SPAN = 4096  # tokens that follow a state are read by so many at once
 
 _SLOW = ("log_dt", "A_log", "A_imag", "P", "B")
 
@@ -103,27 +105,48 @@ class S4Mixer(SSMMixer):
         if packing is not None and (keeps or packing.rows is not None):
             rows = packing.aligned()
             u, packing = rows.gather(u), None
-        system, length = self.system(), u.shape[1]
-        taps = max(1, length) if packing is None else packing.kernel_length()
-        kernel, heard, echo, loop = system.filters(taps)
-        past, *later = kernel.to(u.dtype).split(u.shape[2])
-        future = later[0] if later else None
-        y, _ = fft_conv(u, past, self.D, future_kernel=future, cu_seqlens=packing)
         if keeps:
-            w, _ = fft_conv(u, heard.to(u.dtype))
-            kept: Tensor | float = 0
-            if start is not None:
-                x = torch.view_as_complex(start)
-                rest, more = system.response(x, echo, loop, length)
-                y, w = y + rest, w + more
-                steps = length if rows is None else rows.lengths[:, None, None]
-                kept = torch.exp(system.exponent * steps).to(x.dtype) * x
-            if rows is not None:
-                u, w = (right_aligned(v, rows.lengths) for v in (u, w))
-            driven, fed = (vandermonde_state(v, system.exponent) for v in (u, w))
-            new = system.drive.to(driven.dtype) * driven - system.feedback.to(fed.dtype) * fed
-            state.put_row("ssm", torch.view_as_real(kept + new))
+            x = None if start is None else torch.view_as_complex(start)
+            y, x = self._march(u, x, None if rows is None else rows.lengths)
+            state.put_row("ssm", torch.view_as_real(x))
+        else:
+            taps = max(1, u.shape[1]) if packing is None else packing.kernel_length()
+            kernel = self.system().filters(taps)[0]
+            past, *later = kernel.to(u.dtype).split(u.shape[2])
+            future = later[0] if later else None
+            y, _ = fft_conv(u, past, self.D, future_kernel=future, cu_seqlens=packing)
         return y if rows is None else rows.scatter(y, tokens)
+
+    def _march(self, u: Tensor, x: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Filter ``[B, L, H]`` from a state ``[B, H, N]``, and return the state after it, too.
+
+        Span by span: what takes a state in and leaves one has filters of its own, which are then no
+        longer than a span. Rows may have other lengths ``[B]``.
+        """
+        spans = [u] if torch.compiler.is_compiling() else u.split(SPAN, dim=1)
+        taps = max(1, spans[0].shape[1])
+        system, outputs, begin, again = self.system(), [], 0, None
+        *filters, loop = system.filters(taps)
+        kernel, heard, echo = (f.to(u.dtype) for f in filters)
+        for tokens in spans:
+            y, w = fft_conv(tokens, kernel, self.D)[0], fft_conv(tokens, heard)[0]
+            count, kept = tokens.shape[1], 0
+            ends = None if lengths is None else (lengths - begin).clamp(0, count)
+            if x is not None:
+                if again is None:
+                    again = rational_kernel(loop, loop, taps).to(u.dtype)
+                rest, more = system.response(x, echo, again, count)
+                y, w = y + rest, w + more
+                steps = count if ends is None else ends[:, None, None]
+                kept = torch.exp(system.exponent * steps).to(x.dtype) * x
+            if ends is not None:
+                tokens, w = (right_aligned(v, ends) for v in (tokens, w))
+            driven, fed = (vandermonde_state(v, system.exponent) for v in (tokens, w))
+            new = system.drive.to(driven.dtype) * driven - system.feedback.to(fed.dtype) * fed
+            x, begin = kept + new, begin + count
+            outputs.append(y)
+        assert x is not None
+        return torch.cat(outputs, dim=1), x
 
     def _step(self, u: Tensor, state: LayerState) -> Tensor:
         """Advance by one token ``[B, H]`` without gradients; ``[B, 1, H]``."""

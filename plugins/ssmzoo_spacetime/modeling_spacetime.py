@@ -37,6 +37,7 @@ from ssmzoo.modeling import (
 from ssmzoo_kernels import (
     causal_conv1d,
     companion_response,
+    companion_scan,
     companion_state,
     companion_step,
     fft_conv,
@@ -152,14 +153,13 @@ class SpaceTimeMixer(SSMMixer):
             a, b, gain = (x.to(u.dtype) for x in self.filters())
             taps = u.shape[1] if packing is None else packing.kernel_length()
             kernel = rational_kernel(a, b, taps).repeat_interleave(self.heads, dim=0)
-            y, _ = fft_conv(u, kernel, gain, cu_seqlens=packing)
             if not state.keep:
-                return y
+                return fft_conv(u, kernel, gain, cu_seqlens=packing)[0]
             if ring is not None and position is not None:
-                past, b = newest_first(ring, position), b.repeat_interleave(self.heads, dim=0)
-                known = {"kernel": kernel, "cu_seqlens": packing}
-                y = y + companion_response(past, a, b, u.shape[1], **known)
-            ring = F.pad(companion_state(u, a, past, cu_seqlens=packing), (0, 0, 0, 1))
+                past = newest_first(ring, position)
+            b = b.repeat_interleave(self.heads, dim=0)
+            y, last = companion_scan(u, a, b, gain, past, kernel=kernel, cu_seqlens=packing)
+            ring = F.pad(last, (0, 0, 0, 1))
             position = torch.zeros(ring.shape[0], dtype=torch.int64, device=u.device)
         state.put("ring", ring)
         state.put("position", position)
