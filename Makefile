@@ -2,7 +2,7 @@
 # Settings: PYTHON=python3.12 (to make .venv with), PIP_ARGS='...' (for pip install),
 #           TEXT=path, STEPS=20 (for demo: your text, fewer training steps), WORKERS=2 (for test), TESTS='tests/x.py -k name' (for test: these
 #           alone, on the versions of constraints.txt alone),
-#           RUNS=folder (for cards)
+#           RUNS=folder (for cards), VERSION=0.1.0 (for release, upload)
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -11,6 +11,7 @@ TESTS ?= tests
 TEXT ?=
 STEPS ?=
 RUNS ?= runs
+VERSION ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -22,6 +23,8 @@ OLDEST_DIR := $(VENV)/transformers-5.17.0
 TORCHAO_DIR := $(VENV)/torchao
 # onnx and onnxruntime of constraints.txt, beside the rest too: its checks take long
 ONNX_DIR := $(VENV)/onnx
+# twine in an environment of its own: it needs thirty packages, and only who releases needs it
+TWINE := $(VENV)/twine/bin/twine
 # the tests of the installed transformers; only its source distribution has them
 SUITE := $(VENV)/transformers-tests
 MODELS = $(wildcard $(RUNS)/*/model)
@@ -37,7 +40,7 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_
 # the C library keeps what is freed: no call pays for pages that another gave back
 STEADY = MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=2147483647
 
-.PHONY: help install demo test test-kit test-gpu test-transformers lint format types bench cards pages wheel clean
+.PHONY: help install demo test test-kit test-gpu test-transformers lint format types bench cards pages wheel release upload clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -102,6 +105,16 @@ pages: $(INSTALLED) ## Write the tables of README and the plugins' pages from wh
 wheel: $(INSTALLED) ## Build the wheel into dist/
 	$(PY) -m build --wheel --no-isolation
 
+release: $(INSTALLED) $(TORCHAO_DIR)/.installed $(ONNX_DIR)/.installed $(TWINE) ## Cut, build, check and tag VERSION; uploads nothing (RELEASING.md)
+	PYTHONPATH=$(TORCHAO_DIR):$(ONNX_DIR) $(PY) .ci/release.py $(VERSION) $(TWINE)
+
+upload: $(TWINE) ## Upload what `make release` built, if TWINE_PASSWORD has a token
+	@test -n "$$TWINE_PASSWORD" || { echo "upload: TWINE_PASSWORD must hold a token" >&2; exit 1; }
+	@git tag --list --format='%(contents:body)' v$(VERSION) | (cd dist && sha256sum --check --strict) || { \
+	  echo "upload: dist/ must have the files that the tag v$(VERSION) names" >&2; exit 1; }
+	$(TWINE) upload --non-interactive \
+	  dist/ssmzoo-$(VERSION)-py3-none-any.whl dist/ssmzoo-$(VERSION).tar.gz
+
 clean: ## Remove build outputs and caches; .venv stays
 	rm -rf build dist .pytest_cache .ruff_cache
 	find src kernels plugins tests -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -129,6 +142,12 @@ $(ONNX_DIR)/.installed: constraints.txt $(INSTALLED)
 	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_ARGS) --no-deps \
 	  --target $(ONNX_DIR) onnx onnxscript onnxruntime onnx-ir ml_dtypes protobuf flatbuffers \
 	  -c constraints.txt
+	@touch $@
+
+$(TWINE): Makefile $(INSTALLED)
+	@echo "== installing twine, for releases =="
+	$(PY) -m venv --clear $(VENV)/twine
+	$(VENV)/twine/bin/python -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_ARGS) twine==7.0.0
 	@touch $@
 
 $(OLDEST_DIR)/.installed: Makefile $(INSTALLED)

@@ -69,7 +69,9 @@ def make_environment(folder, *wheels):
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory):
-    """Our wheel."""
+    """Our wheel; the one that is being released, if `make release` names it."""
+    if path := os.environ.get("SSMZOO_TEST_WHEEL"):
+        return Path(path)
     return build_wheel(ROOT, tmp_path_factory.mktemp("wheel"))
 
 

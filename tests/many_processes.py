@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -405,6 +405,10 @@ def scored(folder, rank):
         words = ["--output", folder / "scores-of-two", *SCORING]
         assert main_command(["eval", *map(str, [folder / "one-single/model", *words])]) == 0
     (folder / f"scored-{rank}.txt").write_text(said.getvalue())
+    words = ["--output", folder / "scores-of-two", "--tasks", folder / "drawn.yaml"]
+    with redirect_stderr(io.StringIO()) as said:
+        assert main_command(["eval", *map(str, [folder / "one-single/model", *words])]) == 2
+    (folder / f"drawn-{rank}.txt").write_text(said.getvalue())
 
 
 SCORING = ["--tasks", "ssmzoo_recall_text,ssmzoo_induction_text", "--limit", "9"]
@@ -509,7 +513,7 @@ def refused(folder, rank):
     """What each process says where it cannot go on."""
     said = {}
 
-    def refuse(name, recipe, run, **environment):
+    def refuse(name, recipe, run, *, stock=False, **environment):
         with pytest.MonkeyPatch.context() as patch:
             if name == "other file" and rank:
                 digest, changed = distributed._digest, Path(stopping.__file__).read_bytes()
@@ -525,7 +529,7 @@ def refused(folder, rank):
             for variable, value in environment.items():
                 patch.setenv(variable, value)
             with pytest.raises((RuntimeError, ValueError)) as caught:
-                train(recipe, output_dir=folder / run, resume=True)
+                train(recipe, output_dir=folder / run, resume=True, stock=stock)
         said[name] = str(caught.value)
         AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -544,6 +548,10 @@ def refused(folder, rank):
         ("full disk", folder / "recipe.yaml"),
     ):
         refuse(name, recipe, "refused")
+    pieces = ["train.sequence_parallel=2"]
+    refuse("stock", load_recipe(folder / "mamba.yaml", pieces), "refused", stock=True)
+    pieces = ["train.sequence_parallel=4"]
+    refuse("many pieces", load_recipe(folder / "recipe.yaml", pieces), "refused")
     (folder / f"refused-{rank}.json").write_text(json.dumps(said))
 
 
@@ -553,11 +561,14 @@ def no_space(*_):
 
 
 def patient(folder, rank):
-    """How many seconds a process waits for the others."""
+    """How many seconds a process waits for the others, and whether DDP knows its buckets."""
     seconds = {}
 
     def look(run):
-        for name, group in (("step", dist.group.WORLD), ("alone", run.processes.group)):
+        groups = {"step": dist.group.WORLD, "alone": run.processes.group}
+        groups["saving"] = run._background.group
+        seconds["settled"] = run.learner.model.reducer._rebuild_buckets()
+        for name, group in groups.items():
             timeout = group._get_backend(torch.device("cpu")).options._timeout
             seconds[name] = timeout.total_seconds()
 

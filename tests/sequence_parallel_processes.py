@@ -220,7 +220,23 @@ def wrapped(rank):
     return found
 
 
-SCENES = (zoo, stock, sent, prompts, refused, wrapped)
+def groups(rank):
+    """What is in flight where one group waits while another's state is not taken yet."""
+    one, two = (_Line(dist.new_group(timeout=timedelta(seconds=20))) for _ in range(2))
+    state = torch.arange(4.0)
+    if rank == 0:
+        one.send_on(state)
+        two.finish()  # or the state that comes next is never sent
+        two.send_on(state)
+    if rank == 1:
+        for line in (two, one):
+            assert torch.equal(line.receive(torch.zeros(4)), state)
+    for line in (one, two):
+        line.finish()
+    return [len(line._in_flight) for line in (one, two)]
+
+
+SCENES = (zoo, stock, sent, prompts, refused, wrapped, groups)
 
 
 def play(rank):

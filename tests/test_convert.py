@@ -35,6 +35,19 @@ SMALL = {
         },
         {"kernel_variant": "softmax"},
     ),
+    "linear_attention": (
+        {
+            **{"vocab_size": 24, "hidden_size": 8, "num_hidden_layers": 1, "norm_type": "rms"},
+            **{"intermediate_size": 12, "mlp_type": "swiglu", "rms_norm_eps": 1e-6},
+            **{"num_heads": 2, "head_k_dim": 4, "head_v_dim": 4, "tie_word_embeddings": False},
+        },
+        {
+            **{"model_type": "gated_deltanet", "vocab_size": 24, "hidden_size": 8},
+            **{"num_hidden_layers": 1, "intermediate_size": 12, "norm_eps": 1e-6},
+            **{"num_heads": 2, "head_dim": 4, "expand_v": 1, "use_gate": True},
+            "use_short_conv": True,
+        },
+    ),
 }
 
 
@@ -117,8 +130,16 @@ def test_half_precision_weights_keep_their_dtype_between_codes(tmp_path, capsys)
         ("theirs.safetensors --to bmojo --output o", "a config.json of transformers' Mamba"),
         ("theirs.safetensors --to rtf --output o --set trunc_len", "must look like trunc_len=1024"),
         ("theirs.safetensors --to rtf --output o --set trunc_len=[", "must be YAML"),
+        (
+            "theirs.safetensors --to longhorn --output o --set d_model=a --set n_layer=1 "
+            "--set vocab_size=2",
+            "Field 'hidden_size' expected int, got str (value: 'a')",
+        ),
         ("theirs.safetensors --to rtf --output o --config nix", "nix does not exist"),
-        ("theirs.safetensors --to coffee --output o", "have one: bmojo, dss, h3, longhorn, rtf"),
+        (
+            "theirs.safetensors --to coffee --output o",
+            "have one: bmojo, dss, h3, linear_attention, longhorn, rtf",
+        ),
         (
             "theirs.safetensors --to rtf --output model",
             "must be a new or empty folder, got 'model'",
@@ -132,7 +153,10 @@ def test_half_precision_weights_keep_their_dtype_between_codes(tmp_path, capsys)
             "--config and --set must be absent",
         ),
         ("mamba --to official --output o.safetensors", "model of an installed family"),
-        ("coffee --to official --output o.safetensors", "have one: dss, longhorn, rtf"),
+        (
+            "coffee --to official --output o.safetensors",
+            "have one: dss, linear_attention, longhorn, rtf",
+        ),
         ("labels --to official --output o.safetensors", "has a RTFForCausalLM only"),
     ],
 )

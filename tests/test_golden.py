@@ -1,9 +1,13 @@
-"""Every installed family's losses over twenty steps are those of tests/golden.
+"""Every installed family's losses, and the models that earlier versions saved, are tests/golden's.
 
 The golden curve is float64. The mathematics may not move it by more than float32's epsilon: float64
 rounding, amplified as much as float32's was measured to be, stays a million times below that. The
 float32 curve, of the kernels that users run, may be twice as far from it as it was when it was
 written, plus one rounding.
+
+A model of each family lies in tests/golden/VERSION as that version saved it, and is never written
+again once that version is released; its logits in float64 may not move by more than their float32
+rounding.
 """
 
 import json
@@ -11,8 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
 
+import ssmzoo.auto
 from ssmzoo import families, load_family
 from ssmzoo.files import write_text
 from ssmzoo.training.run import make_optimizer
@@ -20,6 +27,14 @@ from ssmzoo.training.run import make_optimizer
 FOLDER = Path(__file__).with_name("golden")
 STEPS, ROWS, LENGTH = 20, 4, 48
 EPS = torch.finfo(torch.float32).eps
+# as small as a file that is kept for ever should be
+SMALLEST = {"vocab_size": 7, "hidden_size": 4, "num_hidden_layers": 1}
+SMALLEST_OF = {
+    "bmojo": {"mixer_types": ["bmojo_f"], "num_attention_heads": 2, "num_key_value_heads": 1},
+    "linear_attention": {"num_heads": 2, "num_key_heads": 1},
+    "rtf": {"num_denominators": 2},
+    "spacetime": {"n_kernels": 2},
+}
 
 
 def curve(family, dtype, *, lr=1e-2):
@@ -93,3 +108,53 @@ def test_a_changed_run_and_a_missing_curve_fail_with_the_command(tmp_path):
         check(tmp_path / "longhorn.json", changed, rounded)
     with pytest.raises(AssertionError, match="float32 losses are"):
         check(tmp_path / "longhorn.json", exact, changed)
+
+
+def save_model(name, folder):
+    """Save a family's smallest model, none of whose parameters is as it began, and its logits."""
+    family = load_family(name)
+    fields = family.tiny | SMALLEST | SMALLEST_OF.get(name, {})
+    model = family.causal_lm_class(family.config(**fields)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        model.save_pretrained(folder)
+        ids = torch.arange(8)[None] ** 2 % model.config.vocab_size
+        logits = model.double()(ids).logits.float()
+    save_file({"input_ids": ids, "logits": logits}, folder / "expected.safetensors")
+
+
+def check_model(folder):
+    expected = load_file(folder / "expected.safetensors")
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert {name: found for name, found in report.items() if found} == {}
+    with torch.no_grad():
+        logits = model.double()(expected["input_ids"]).logits
+    allowed = EPS * expected["logits"].abs().max().item()
+    error = difference(logits, expected["logits"])
+    assert error <= allowed, f"logits of {folder} are off by {error:.2e}, allowed {allowed:.2e}"
+
+
+@pytest.mark.parametrize("name", sorted(families()))
+def test_models_that_earlier_versions_saved_load_with_the_same_logits(name, request):
+    if request.config.getoption("--update-golden") and not list(FOLDER.glob(f"*/{name}")):
+        save_model(name, FOLDER / ssmzoo.__version__ / name)
+    saved = list(FOLDER.glob(f"*/{name}"))
+    assert saved, f"make the first: pytest tests/test_golden.py --update-golden -k {name}"
+    for folder in saved:
+        check_model(folder)
+
+
+def test_a_renamed_and_a_changed_parameter_are_seen(tmp_path):
+    save_model("longhorn", tmp_path)
+    check_model(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    [name] = [name for name in weights if name.endswith("dt_bias")]
+    renamed = {key.replace("dt_bias", "bias_dt"): value for key, value in weights.items()}
+    save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(AssertionError, match="dt_bias"):
+        check_model(tmp_path)
+    weights[name] += 0.01
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(AssertionError, match="off by"):
+        check_model(tmp_path)

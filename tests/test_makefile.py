@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = (
     "install", "demo", "test", "test-transformers", "lint", "types", "bench", "pages", "wheel",
+    "release", "upload",
 )  # fmt: skip
 
 
@@ -27,6 +28,7 @@ def checkout(tmp_path):
         ".venv/transformers-tests/.installed",
         ".venv/torchao/.installed",
         ".venv/onnx/.installed",
+        ".venv/twine/bin/twine",
     )
     for age, name in enumerate(stamps, 2_000):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +58,8 @@ def test_a_second_call_installs_nothing(target, checkout):
 def test_a_first_call_makes_the_environment_once_and_then_does_its_work(target, checkout):
     shutil.rmtree(checkout / ".venv")
     commands = would_run(checkout, target)
-    assert commands.count("-m venv .venv") == 1
+    assert commands.count("-m venv .venv\n") == 1
+    assert commands.count("twine==") == (target in ("release", "upload"))
     assert commands.count("-e '.[dev]' -c constraints.txt") == 1
     assert commands.count("--target .venv/transformers-5.17.0") == (target == "test")
     assert commands.count("pip download") == (target == "test-transformers")

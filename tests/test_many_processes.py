@@ -79,7 +79,7 @@ def environment_of(file):
     ours = {
         name: value
         for name, value in variables.items()
-        if name.startswith("FSDP") or name == "ACCELERATE_USE_FSDP"
+        if name.removeprefix("ACCELERATE_USE_").startswith(("FSDP", "PARALLELISM_CONFIG"))
     }
     return arguments, ours
 
@@ -170,6 +170,19 @@ def write_texts(folder):
     return folder
 
 
+DRAWN = """
+task: drawn
+custom_dataset: !function ssmzoo.tasks.recall_text_documents
+test_split: test
+output_type: generate_until
+doc_to_text: context
+doc_to_target: context
+generation_kwargs: {do_sample: true, temperature: 1.0, max_gen_toks: 2, until: ["."]}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+metadata: {version: 1.0, alphabet: text, num_examples: 3, num_pairs: 2, seed: 1}
+"""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The recipes, and what this process trains alone."""
@@ -180,6 +193,7 @@ def folder(tmp_path_factory):
         overrides = [change.replace("STREAM", str(stream)) for change in changes]
         recipe = load_recipe(Recipe.model_validate(fields), overrides)
         (folder / f"{name}.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+    (folder / "drawn.yaml").write_text(DRAWN)
     (folder / "page.yaml").write_text(page_configurations()["FSDP"], encoding="utf-8")
     (folder / "fsdp2.json").write_text(json.dumps(environment_of(folder / "page.yaml")[1]))
     recipe = folder / "recipe.yaml"
@@ -378,6 +392,12 @@ def test_as_many_processes_resume_bit_for_bit(together):
     assert_same(together / "two", together / "two-then-two")
 
 
+def test_ddp_knows_its_later_buckets_before_the_first_step(together):
+    """In which more than two processes round; those that resume would round otherwise."""
+    for rank in (0, 1):
+        assert json.loads((together / f"patience-{rank}.json").read_text())["settled"]
+
+
 def test_a_run_resumes_on_another_number_of_processes(together):
     with in_float64():
         train(together / "recipe.yaml", output_dir=together / "two-then-one", resume=True)
@@ -519,7 +539,8 @@ def test_a_full_disk_of_one_process_ends_all_within_the_timeout(together):
 def test_distributed_timeouts_are_half_an_hour_and_six_hours(together):
     for rank in (0, 1):
         waits = json.loads((together / f"patience-{rank}.json").read_text())
-        assert waits == {"step": 30 * 60, "alone": 6 * 60 * 60}
+        del waits["settled"]
+        assert waits == {"step": 30 * 60, "saving": 30 * 60, "alone": 6 * 60 * 60}
 
 
 # -- streams ---------------------------------------------------------------------------------
@@ -655,6 +676,16 @@ def test_two_processes_score_bit_for_bit_as_one_does(together, capsys):
     said = [(together / f"scored-{rank}.txt").read_text() for rank in (0, 1)]
     assert said[0].replace("scores-of-two", "scores-of-one") == capsys.readouterr().out
     assert said[1] == ""
+
+
+def test_two_processes_refuse_a_task_that_samples(together):
+    for rank in (0, 1):
+        assert "task 'drawn' samples" in (together / f"drawn-{rank}.txt").read_text()
+
+
+def test_one_process_scores_a_task_that_samples(together, tmp_path):
+    words = ["--tasks", together / "drawn.yaml", "--output", tmp_path]
+    assert main(["eval", *map(str, [together / "one-single/model", *words])]) == 0
 
 
 def test_a_command_for_one_process_refuses_several(capsys, monkeypatch):
@@ -796,7 +827,40 @@ def test_any_of_several_processes_is_killed_at_any_point_of_a_save(processes, fo
     killed_while_saving(tmp_path, tmp_path, processes, *cases, "0:naming", "0:named")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_process_that_hangs_in_a_step_or_a_save_ends_the_run_in_time(folder, tmp_path):
+    cases = [f"{rank}:{point}:hang" for rank in (0, 1) for point in ("step", "opening")]
+    killed_while_saving(folder, tmp_path, 2, *cases)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_four_processes_share_weights_and_rows_in_a_mesh(copies, pieces, folder, tmp_path):
+    """With FSDP2's shards in one copy or in two; they resume bit for bit."""
+    recipe = load_recipe(
+        folder / "recipe.yaml", ["train.accumulate=1", f"train.sequence_parallel={pieces}"]
+    )
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+    text = page_configurations()["FSDP"]
+    if copies > 1:
+        (words,) = re.findall(r"`(parallelism_config: .*?)`", PAGE.read_text(encoding="utf-8"))
+        text += words.replace("8", "2")
+    (tmp_path / "page.yaml").write_text(text, encoding="utf-8")
+    (tmp_path / "fsdp2.json").write_text(json.dumps(environment_of(tmp_path / "page.yaml")[1]))
+    done = ran(sys.executable, "-m", "tests.meshes", tmp_path, 4)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_alike(folder / "one", tmp_path / "run")
+    assert_same(tmp_path / "run", tmp_path / "resumed")
+    shards = json.loads((tmp_path / "shards.json").read_text())
+    assert shards == pytest.approx(copies / 4, rel=0.05)
+
+
 # -- what cannot be ---------------------------------------------------------------------------
+
+MESH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 
 
 @pytest.mark.parametrize(
@@ -807,6 +871,8 @@ def test_any_of_several_processes_is_killed_at_any_point_of_a_save(processes, fo
         ("other recipe", "train.lr is 0.01 in process 0 and 0.5 in process 1"),
         ("other pieces", "train.sequence_parallel is 1 in process 0 and 2 in process 1"),
         ("no pieces", "norm_type = 'batch' norms by all of them; take another norm_type"),
+        ("stock", "train.sequence_parallel must be 1 with --stock (stock=True), got 2"),
+        ("many pieces", "train.sequence_parallel must divide the number of processes, 2, got 4"),
         ("other file", "the file ssmzoo/training/stopping.py is "),
         ("other version", "the version of torch is "),
         ("full disk", "No space left on device"),
@@ -823,12 +889,17 @@ def test_every_process_raises_the_same_error(name, message, together):
         ({"FSDP_VERSION": "1"}, "fsdp_version must be 2"),
         ({"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, "efficient_loading must be false"),
         ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "use train.gradient_checkpointing"),
+        ({**MESH, "PARALLELISM_CONFIG_CP_SIZE": "2"}, "cp_size must be 1 .* train.sequence_parall"),
+        ({**MESH, "PARALLELISM_CONFIG_SP_SIZE": "2"}, "sp_size must be 1 .* train.sequence_parall"),
+        ({**MESH, "PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size must be 1 "),
+        ({**MESH, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "3"}, "number of processes, 2, got 1 x 3"),
     ],
 )
-def test_a_configuration_that_does_not_go_with_checkpoints_is_refused(
+def test_a_configuration_that_is_not_done_is_refused(
     variables, message, folder, tmp_path, monkeypatch
 ):
-    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **variables}.items():
+    told = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "WORLD_SIZE": "2", **variables}
+    for name, value in told.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match=message):
         train(folder / "recipe.yaml", output_dir=tmp_path / "run")

@@ -1,5 +1,7 @@
 """The wheel, as a user gets it: what is in it, and that it works away from the checkout."""
 
+import subprocess
+import sys
 import tomllib
 import zipfile
 from email.parser import HeaderParser
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.metadata import Metadata
 
 # one worker builds one wheel
 pytestmark = pytest.mark.xdist_group("packaging")
@@ -78,7 +81,9 @@ def test_the_wheel_holds_every_file_of(folder, wheel):
 def test_the_wheels_metadata_names_version_licence_and_what_it_needs(wheel):
     import ssmzoo
 
-    fields = HeaderParser().parsestr(metadata(wheel, "METADATA"))
+    text = metadata(wheel, "METADATA")
+    Metadata.from_email(text, validate=True)
+    fields = HeaderParser().parsestr(text)
     assert (fields["Name"], fields["Version"]) == ("ssmzoo", ssmzoo.__version__)
     assert fields["License-Expression"] == "Apache-2.0"
     assert fields["Requires-Python"] == ">=3.11"
@@ -117,6 +122,13 @@ def test_the_source_distribution_takes_every_page_and_the_citation():
         included = tomllib.load(file)["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
     assert {"/*.md", "/CITATION.cff", "/LICENSE"} <= set(included)
     assert (ROOT / "SECURITY.md").is_file()
+
+
+def test_the_source_distribution_builds_the_same_wheel(wheel, tmp_path):
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path, ROOT]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / wheel.name).read_bytes() == wheel.read_bytes()
 
 
 def test_the_wheels_entry_points_are_the_command_and_one_family_a_plugin(wheel):

@@ -44,7 +44,7 @@ SLOW = {
 LISTED = {
     r"make ": "tests/test_makefile.py asks make what it would do",
     r"pip install|pip download": "needs a package registry",
-    r"git ": "needs a network",
+    r"git ": "needs a network, or changes the repository",
     r"source \.venv/bin/activate": "changes the shell that it is typed in",
     r"torchrun|accelerate launch": "many processes; tests/test_many_processes.py starts two",
     r"ssmzoo consolidate": "a checkpoint of many; tests/test_many_processes.py joins one",

@@ -122,6 +122,31 @@ def families():
     return [item for folder in folders for item in modules(folder, folder.name).items()]
 
 
+@pytest.mark.parametrize("name", ["h3", "linear_attention", "s4", "s5", "spacetime"])
+def test_a_family_of_the_tables_has_at_most_400_lines_of_code(name, families):
+    own = {module: path for module, path in families if module.split(".")[0] == f"ssmzoo_{name}"}
+    texts = [path.read_text(encoding="utf-8") for x, path in own.items() if ".convert_" not in x]
+    assert len(texts) >= 3
+    assert sum(len(code(text)) for text in texts) <= 400
+
+
+def code(text):
+    """Return the lines of code: without blank ones, comments and docstrings."""
+    strings = [x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.Expr)]
+    strings = [x for x in strings if isinstance(x.value, ast.Constant)]
+    said = {line for x in strings for line in range(x.lineno, x.end_lineno + 1)}
+    lines = [(n, line.strip()) for n, line in enumerate(text.splitlines(), start=1)]
+    return [line for n, line in lines if line and line[0] != "#" and n not in said]
+
+
+def test_lines_of_code_are_no_docstrings_comments_or_blank_ones():
+    assert code('"""Say.\n\nMore.\n"""\n\n# why\nx = 1\n\n\ndef f():\n    "Do."\n    pass\n') == [
+        "x = 1",
+        "def f():",
+        "pass",
+    ]
+
+
 def test_no_two_public_things_have_one_name():
     homes = defaultdict(list)
     for name, path in modules(SRC, "ssmzoo").items():

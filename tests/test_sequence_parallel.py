@@ -1,6 +1,6 @@
-"""A row in pieces on several processes gives what it gives on one.
+"""A row in pieces on several processes gives what it gives on one, for less memory of each.
 
-Processes of ``sequence_parallel_processes.py`` leave what these tests judge.
+Processes of ``sequence_parallel_processes.py`` leave what most of these tests judge.
 """
 
 import json
@@ -11,6 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from tests.kernels.memory import peak_bytes
+from torch.nn.functional import cross_entropy
+
+from ssmzoo import families, load_family
+from ssmzoo.modeling import StateCache
 
 pytestmark = pytest.mark.xdist_group("sequence_parallel")
 
@@ -56,6 +62,10 @@ def test_a_prompt_read_by_many_continues_as_one_read_by_one(found):
     assert all(e <= BUDGET for errors in found("prompts") for e in errors.values())
 
 
+def test_a_group_waits_for_what_was_sent_in_it_and_no_other(found):
+    assert all(in_flight == [0, 0] for in_flight in found("groups"))
+
+
 def test_ddp_and_fully_shard_have_the_gradients_of_one_process(found):
     assert all(e <= BUDGET for errors in found("wrapped") for e in errors.values())
 
@@ -74,3 +84,39 @@ def test_what_cannot_be_passed_on_is_refused(found, case, name):
     for said in found("refused"):
         assert name in said[case]
         assert "\n" not in said[case]
+
+
+@pytest.mark.parametrize("family", sorted(families()))
+def test_a_quarter_of_a_row_needs_less_than_two_sevenths_of_its_memory(family):
+    found = load_family(family)
+    # the softmax of DSS's kernel is over a length that is fixed
+    settings = {"kernel_variant": "exp"} if family == "dss" else {}
+    model = found.causal_lm_class(found.config(**{**found.tiny, **settings}))
+    ids = torch.randint(model.config.vocab_size, (1, 1 << 15))
+    with torch.no_grad():
+        begun = model(ids[:, :8], past_key_values=StateCache(model.config)).past_key_values
+
+    def whole(length):
+        logits = model(ids[:, :length], use_cache=False).logits[0]
+        cross_entropy(logits, ids[0, :length]).backward()
+
+    def piece(length):
+        """Be a process that others stand before and behind: states have gradients, too."""
+        cache = StateCache(model.config)
+        cache.set_states(
+            [
+                {n: s.clone().requires_grad_(s.is_floating_point()) for n, s in held.items()}
+                for held in begun.get_states()
+            ]
+        )
+        logits = model(ids[:, :length], past_key_values=cache, use_cache=True).logits[0]
+        ends = [s for held in cache.get_states() for s in held.values() if s.requires_grad]
+        assert ends
+        loss = cross_entropy(logits, ids[0, :length])
+        torch.autograd.backward([loss, *ends], [None, *map(torch.ones_like, ends)])
+
+    peaks = []
+    for call, length in ((whole, ids.shape[1]), (piece, ids.shape[1] // 4)):
+        call(256)  # what is made once
+        peaks.append(peak_bytes(lambda c=call, n=length: c(n)))
+    assert peaks[0] >= 3.5 * peaks[1], peaks

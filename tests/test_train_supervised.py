@@ -941,7 +941,7 @@ TEXT = {"data": {"text": "a.txt"}, "train__seq_len": 8}
         ({"train__schedule": "drop"}, ValueError, "train.schedule 'drop' needs train.below"),
         ({**DROP, "train__below": 0}, ValueError, "train.below must be greater than 0, got 0"),
         ({"train__stop_at": {"metric": "acc", "value": 1.0}}, ValueError,
-         "'exact_match' or 'rmse', got 'acc'"),
+         "'mse' or 'mae', got 'acc'"),
         ({"train__stop_at": {"metric": "loss"}}, ValueError, "train.stop_at.value is missing"),
         ({"train__stop_at": {"metrik": "loss", "value": 1.0}}, LookupError,
          "train.stop_at has no field 'metrik'; did you mean 'metric'?"),

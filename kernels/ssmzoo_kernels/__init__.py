@@ -7,7 +7,12 @@ their state in float32 (float64 for float64 inputs) and return the final state.
 from ssmzoo_kernels import layers as layers
 from ssmzoo_kernels.add_rms_norm import add_rms_norm
 from ssmzoo_kernels.causal_conv1d import causal_conv1d
-from ssmzoo_kernels.companion_step import companion_response, companion_state, companion_step
+from ssmzoo_kernels.companion_step import (
+    companion_response,
+    companion_scan,
+    companion_state,
+    companion_step,
+)
 from ssmzoo_kernels.diagonal_step import diagonal_step
 from ssmzoo_kernels.dispatch import last_backend, use_backend
 from ssmzoo_kernels.eidetic_attention import eidetic_attention
@@ -27,6 +32,7 @@ __all__ = [
     "add_rms_norm",
     "causal_conv1d",
     "companion_response",
+    "companion_scan",
     "companion_state",
     "companion_step",
     "diagonal_step",

@@ -81,11 +81,7 @@ class DSSConfig(SSMConfig):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be None or at least 1, got {value}")
-        if not 0 < self.dt_min <= self.dt_max < float("inf"):
-            raise ValueError(
-                "dt_min and dt_max must be positive and in this order, "
-                f"got {self.dt_min} and {self.dt_max}"
-            )
+        self.check_time_steps(self.dt_min, self.dt_max)
         if not 0 <= self.softmax_eps < float("inf"):
             raise ValueError(f"softmax_eps must be at least 0, got {self.softmax_eps}")
         norm, cap = self.kernel_norm_length, self.max_kernel_length

@@ -14,15 +14,13 @@ Dimensions: B batch, L length, H hidden, N modes, C channels.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ssmzoo.modeling import right_aligned
+from ssmzoo.modeling import hippo_legs, right_aligned
 from ssmzoo_kernels import vandermonde, vandermonde_state
 from ssmzoo_kernels.validation import Packing
 
@@ -30,36 +28,19 @@ CLIP = 1e-4  # the largest real part of the variant "clip"
 EXP_FLOOR = 1e-7  # of |lambda|^2 in the reciprocal of the variants without a softmax
 
 
-def skew_hippo(modes: int) -> Tensor:
-    """Return the positive frequencies ``[N]`` of HiPPO's normal part, falling; float64, on the CPU.
-
-    They are the positive eigenvalues of ``i M``, where M is the skew matrix of order 2N with
-    ``sqrt((2i + 1) (2j + 1)) / 2`` above its diagonal.
-    """
-    return torch.tensor(_skew_hippo(modes), dtype=torch.float64, device="cpu")
-
-
-@functools.cache
-def _skew_hippo(modes: int) -> tuple[float, ...]:
-    # numbers: a cached tensor would be of whatever mode or device it was first asked for in
-    odd = 2 * np.arange(2 * modes) + 1.0
-    size = np.sqrt(np.outer(odd, odd)) / 2
-    matrix = np.triu(size, 1) - np.tril(size, -1)
-    return tuple(np.linalg.eigvalsh(1j * matrix)[modes:][::-1].tolist())
-
-
 def initial_eigenvalues(modes: int, kind: str, constrained: bool) -> tuple[Tensor, Tensor]:
     """Return real and imaginary parts ``[N]`` that a model starts with; float64, on the CPU.
 
     Args:
         modes: N.
-        kind: All but "randn" have the real part -1/2; "lin" has the frequencies ``pi n`` and "inv"
-            ``(2N / pi) (2N / (2n + 1) - 1)``; "randn" draws every part from N(0, 1).
+        kind: All but "randn" have the real part -1/2; "skew_hippo" has the frequencies of HiPPO's
+            normal part, falling, "lin" ``pi n`` and "inv" ``(2N / pi) (2N / (2n + 1) - 1)``;
+            "randn" draws every part from N(0, 1).
         constrained: The real part must be negative; "randn" then takes -1/2 too.
     """
     real = torch.full((modes,), -0.5, dtype=torch.float64, device="cpu")
     if kind == "skew_hippo":
-        return real, skew_hippo(modes)
+        return real, hippo_legs(2 * modes)[0].flip(0)
     place = torch.arange(modes, dtype=torch.float64, device="cpu")
     if kind == "lin":
         return real, math.pi * place

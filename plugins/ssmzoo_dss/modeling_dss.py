@@ -117,7 +117,7 @@ class DSSMixer(SSMMixer):
                 "depends on the whole input's length, got None; set config.kernel_norm_length to "
                 "the longest total length, or pass use_cache=False"
             )
-        if self.training and not torch.compiler.is_compiling():
+        if self.training:
             self._tables.forget()
         u = hidden_states.to(torch.promote_types(torch.float32, hidden_states.dtype))
         continues = bool(state.initial)

@@ -18,6 +18,7 @@ _125M = {**_PAPER, **dict(zip(_SIZE, (768, 12, 3072, 12), strict=True))}
 _355M = {**_PAPER, **dict(zip(_SIZE, (1024, 24, 4096, 16), strict=True))}
 _1_3B = {**_PAPER, **dict(zip(_SIZE, (2048, 24, 8192, 16), strict=True))}
 _2_7B = {**_PAPER, **dict(zip(_SIZE, (2560, 32, 10240, 20), strict=True))}
+_TINY = {"vocab_size": 96, "hidden_size": 16, "num_hidden_layers": 2, "d_state": 8}
 
 FAMILY = Family(
     name="h3",
@@ -43,15 +44,7 @@ FAMILY = Family(
         "h3-hybrid-125m": {**_125M, "attn_layer_idx": [1, 8]},
         "h3-pure-125m": _125M,
     },
-    tiny={
-        "vocab_size": 96,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "d_state": 8,
-        "head_dim": 2,
-        "dt_min": 0.02,
-        "dt_max": 0.5,
-    },
+    tiny={**_TINY, "head_dim": 2, "dt_min": 0.02, "dt_max": 0.5},
     lora_targets=("q_proj", "k_proj", "v_proj", "out_proj"),
     converter=Converter(H3ForCausalLM, from_official),
 )

@@ -47,9 +47,7 @@ class H3Config(SSMConfig):
             value = getattr(self, name)
             if value < 1 or width % value:
                 raise ValueError(f"{name} must divide hidden_size = {width}, got {value}")
-        low, high = self.dt_min, self.dt_max
-        if not 0 < low <= high < float("inf"):
-            raise ValueError(f"dt_min and dt_max must be positive and rise, got {low} and {high}")
+        self.check_time_steps(self.dt_min, self.dt_max)
         last = self.num_hidden_layers - 1
         if wrong := [i for i in self.attn_layer_idx or [] if not 0 <= i <= last]:
             raise ValueError(f"attn_layer_idx must name layers from 0 to {last}, got {wrong}")

@@ -120,7 +120,7 @@ class H3Mixer(SSMMixer):
         self, q: Tensor, k: Tensor, v: Tensor, state: LayerState, packing: PackedRow | None
     ) -> Tensor:
         """Filter keys, then their products with values; all are ``[B, L, D]``."""
-        if self.training and not torch.compiler.is_compiling():
+        if self.training:
             self._table.forget()
         exact = torch.promote_types(torch.float32, k.dtype)
         q, k, v = (x.to(exact) for x in (q, k, v))
@@ -156,10 +156,8 @@ class H3Mixer(SSMMixer):
         exponent, readout = self.modes()
         heads, modes = exponent.shape
         copies = width // heads
-        longest = length
-        if packing is not None and not torch.compiler.is_compiling():
-            longest = packing.longest()
-        kernel = vandermonde(readout, exponent, max(1, longest)).to(u.dtype)
+        taps = max(1, length) if packing is None else packing.kernel_length()
+        kernel = vandermonde(readout, exponent, taps).to(u.dtype)
         y, _ = fft_conv(u, kernel.repeat(copies, 1), self.D.repeat(copies), cu_seqlens=packing)
         if keeps:
             ended = u if rows is None else right_aligned(u, rows.lengths)
@@ -181,7 +179,6 @@ class H3Mixer(SSMMixer):
         state.put("ssm", torch.view_as_real(new.view(z.shape)))
         return y.view(u.shape[0], 1, -1)
 
-    @torch.no_grad()
     def _tables(self) -> list[Tensor]:
         """Return what a token multiplies: taps [N, D], the first one last, decay and read-out."""
         exponent, readout = self.modes()
@@ -240,9 +237,9 @@ class H3PreTrainedModel(SSMPreTrainedModel):
             scale = (2 * config.num_hidden_layers) ** -0.5 if ends else 1.0
             init.normal_(module.weight, std=config.initializer_range * scale)
         elif isinstance(module, H3Mixer) and not module.attends:
-            first = torch.zeros_like(module.shift_B)
-            first[:, 0] = 1
-            init.copy_(module.shift_B, first)
+            for parameter in (module.shift_B, module.B):  # 1 in the first place of rows and pairs
+                one = torch.eye(1, parameter.shape[-1], device=parameter.device)
+                init.copy_(parameter, one.expand_as(parameter))
             bound = config.d_state**-0.5
             init.uniform_(module.shift_C, -bound, bound)
             init.normal_(module.shift_D)
@@ -251,8 +248,6 @@ class H3PreTrainedModel(SSMPreTrainedModel):
             init.constant_(module.A_log, math.log(0.5))
             modes = torch.arange(config.d_state // 2, device=module.A_imag.device)
             init.copy_(module.A_imag, (math.pi * modes).expand_as(module.A_imag))
-            one = torch.tensor([1.0, 0.0], device=module.B.device)
-            init.copy_(module.B, one.expand_as(module.B))
             init.normal_(module.C, std=0.5**0.5)
 
 

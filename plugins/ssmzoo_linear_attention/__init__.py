@@ -1,8 +1,9 @@
 """Gated linear attention for Hugging Face: the models of seven papers as settings of one layer."""
 
-from ssmzoo import Family, Paper
+from ssmzoo import Converter, Family, Paper
 
 from .configuration_linear_attention import LinearAttentionConfig
+from .convert_linear_attention import from_official, to_official
 from .modeling_linear_attention import (
     LinearAttentionForCausalLM,
     LinearAttentionForImageClassification,
@@ -76,4 +77,5 @@ FAMILY = Family(
         **{"num_heads": 4, "num_key_heads": 2, "head_k_dim": 6, "head_v_dim": 5},
     },
     lora_targets=("in_proj", "out_proj"),
+    converter=Converter(LinearAttentionForCausalLM, from_official, to_official),
 )

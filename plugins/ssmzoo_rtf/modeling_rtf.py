@@ -41,8 +41,7 @@ from ssmzoo.modeling import (
     recurrent,
 )
 from ssmzoo_kernels import (
-    companion_response,
-    companion_state,
+    companion_scan,
     companion_step,
     diagonal_step,
     fft_conv,
@@ -200,7 +199,7 @@ class RTFMixer(SSMMixer):
 
     def filtered(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
         """Filter ``[B, L, D]`` from the cached state; cache the final state."""
-        if self.training and not torch.compiler.is_compiling():
+        if self.training:
             self._kept.forget()
         kind = u.device.type
         known = kind != "meta"  # which has no autocast
@@ -526,7 +525,8 @@ class RTFMixer(SSMMixer):
         if packing is not None and packing.rows is not None:
             rows = packing.aligned()
             u, packing = rows.gather(u), None
-        kernel, gain = self.kernel(max(1, _longest(u, packing))), self.gain()
+        taps = max(1, u.shape[1]) if packing is None else packing.kernel_length()
+        kernel, gain = self.kernel(taps), self.gain()
         # on a GPU this look would stall the queue
         if u.device.type == "cpu" and not torch.compiler.is_compiling():
             self._check_finite(kernel, gain)
@@ -555,13 +555,13 @@ def _recurrent(
         y = y.unsqueeze(1)
     else:
         a, b = filters.a, filters.b
-        inverse, kernel = filters.series(max(1, _longest(u, packing)))
-        y, _ = fft_conv(u, kernel, filters.gain, cu_seqlens=packing)
+        taps = max(1, u.shape[1]) if packing is None else packing.kernel_length()
+        inverse, kernel = filters.series(taps)
         past = None
         if ring is not None and position is not None:
             past = newest_first(ring, position)
-            y = y + companion_response(past, a, b, u.shape[1], kernel=kernel, cu_seqlens=packing)
-        last = companion_state(u, a, past, inverse=inverse, cu_seqlens=packing)
+        known = {"kernel": kernel, "inverse": inverse, "cu_seqlens": packing}
+        y, last = companion_scan(u, a, b, filters.gain, past, **known)
         ring = F.pad(last, (0, 0, 0, 1))
         position = torch.zeros(ring.shape[0], dtype=torch.int64, device=u.device)
     state.put("ring", ring)
@@ -585,7 +585,8 @@ def _oscillating(
         if packing is not None and (packing.rows is not None or modes is not None):
             rows = packing.aligned()
             u, lengths, packing = rows.gather(u), rows.lengths, None
-        kernel = modal_kernel(filters.exponent, filters.residues, max(1, _longest(u, packing)))
+        taps = max(1, u.shape[1]) if packing is None else packing.kernel_length()
+        kernel = modal_kernel(filters.exponent, filters.residues, taps)
         y, _ = fft_conv(u, kernel, filters.gain, cu_seqlens=packing)
         if modes is not None:
             y = y + filters.response(modes, u.shape[1])
@@ -614,13 +615,6 @@ def _windowed(
     assert final is not None
     state.put("inputs", final.contiguous())  # as a step leaves it: one graph
     return y
-
-
-def _longest(u: Tensor, packing: PackedRow | None) -> int:
-    """Return the length of the longest sequence; compiled, where none is known, the row's."""
-    if packing is None or torch.compiler.is_compiling():
-        return u.shape[1]
-    return packing.longest()
 
 
 class RTFPreTrainedModel(SSMPreTrainedModel):

@@ -23,15 +23,13 @@ _LRA = {
     "hidden_size": 128,
     "num_hidden_layers": 6,
 }
-_POST = {**_LRA, "prenorm": False, "num_labels": 10}
-_FOR_PAIRS = {"architectures": ["S4ForPairClassification"]}
-_PAIRS = {**_LRA, **_FOR_PAIRS, "num_labels": 2}
+_TEN = {"prenorm": False, "num_labels": 10}
+_PAIRS = {"architectures": ["S4ForPairClassification"], "num_labels": 2}
 _LAST = {**_LRA, "pooling": "last", "num_labels": 2}
 _VALUES = {"input_channels": 1, "vocab_size": 1}
 # RTF's Table 1, by its Tables 8 and 9 and its code
 _BOTH = {**_LRA, "bidirectional": True, "block": "glu", "hidden_size": 256, "num_labels": 2}
 _FOUR = {**_BOTH, "d_state": 4}
-_WIDE = {**_BOTH, **_VALUES, "hidden_size": 512, "dropout": 0.1, "num_labels": 10}
 _OWN = {**_BOTH, **_VALUES, "n_ssm": None}
 # RTF's Table 2
 _TOKENS = {**_LRA, "architectures": ["S4ForTokenClassification"], "d_state": 1024}
@@ -57,17 +55,17 @@ FAMILY = Family(
         year=2022,
     ),
     presets={
-        "s4-lra-listops": {**_POST, "vocab_size": 18},
+        "s4-lra-listops": {**_LRA, **_TEN, "vocab_size": 18},
         "s4-lra-text": {**_LAST, "vocab_size": 135, "num_hidden_layers": 4},
-        "s4-lra-retrieval": {**_PAIRS, "vocab_size": 98, "hidden_size": 256},
-        "s4-lra-image": {**_POST, **_VALUES, "hidden_size": 512, "dropout": 0.2},
+        "s4-lra-retrieval": {**_LRA, **_PAIRS, "vocab_size": 98, "hidden_size": 256},
+        "s4-lra-image": {**_LRA, **_TEN, **_VALUES, "hidden_size": 512, "dropout": 0.2},
         "s4-lra-pathfinder": {**_LAST, **_VALUES, "hidden_size": 256, "dropout": 0.1},
         "s4-lra-pathx": {**_LRA, **_VALUES, "hidden_size": 256, "num_labels": 2},
         "s4-speech-commands": {**_LRA, **_VALUES, "dropout": 0.1, "num_labels": 10},
-        "s4-both-lra-listops": {**_FOUR, "vocab_size": 18, "prenorm": False, "num_labels": 10},
+        "s4-both-lra-listops": {**_FOUR, **_TEN, "vocab_size": 18},
         "s4-both-lra-text": {**_FOUR, "vocab_size": 135},
-        "s4-both-lra-retrieval": {**_FOUR, **_FOR_PAIRS, "vocab_size": 98},
-        "s4-both-lra-image": {**_WIDE, "prenorm": False},
+        "s4-both-lra-retrieval": {**_FOUR, **_PAIRS, "vocab_size": 98},
+        "s4-both-lra-image": {**_BOTH, **_TEN, **_VALUES, "hidden_size": 512, "dropout": 0.1},
         "s4-both-lra-pathfinder": _OWN,
         "s4-both-lra-pathx": {**_OWN, "dt_min": 1e-4},
         "s4-copying": {**_COPYING, "vocab_size": 64, "num_labels": 64},

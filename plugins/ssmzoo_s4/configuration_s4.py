@@ -37,16 +37,12 @@ class S4Config(SSMConfig):
         """Fail unless the fields fit each other."""
         super().check()
         if self.d_state < 2 or self.d_state % 2:
-            raise ValueError(
-                f"d_state must be even and at least 2, got {self.d_state}: modes come in pairs"
-            )
+            raise ValueError(f"d_state must be even and at least 2, got {self.d_state}")
         if self.n_ssm is not None and (self.n_ssm < 1 or self.hidden_size % self.n_ssm):
             raise ValueError(
                 f"n_ssm must be None or divide hidden_size = {self.hidden_size}, got {self.n_ssm}"
             )
-        low, high = self.dt_min, self.dt_max
-        if not 0 < low <= high < float("inf"):
-            raise ValueError(f"dt_min and dt_max must be positive and rise, got {low} and {high}")
+        self.check_time_steps(self.dt_min, self.dt_max)
 
     @property
     def causal(self) -> bool:

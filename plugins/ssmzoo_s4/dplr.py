@@ -1,4 +1,4 @@
-"""The mathematics of S4: its discretised state space, its filters, and HiPPO's initial values.
+"""The mathematics of S4: its discretised state space, and its filters.
 
 A feature's state space is ``x' = A x + B u``, ``y = C x`` with ``A = Lambda - P P*``. Modes come in
 conjugate pairs; arrays hold the first of each, ``[H, N]`` for H features. The bilinear step keeps
@@ -13,7 +13,6 @@ a kernel is the same for every length, without the paper's ``C (I - Abar^L)``.
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,30 +54,18 @@ class System(NamedTuple):
         echoed, _ = fft_conv(heard.T[None].contiguous(), echo)
         return direct - echoed[0].T, heard, echo, loop
 
-    def response(self, x: Tensor, echo: Tensor, loop: Tensor, length: int) -> list[Tensor]:
-        """Return what a state ``[B, H, N]`` adds to outputs and to w, ``[B, length, H]`` each."""
+    def response(self, x: Tensor, echo: Tensor, again: Tensor, length: int) -> list[Tensor]:
+        """Return what a state ``[B, H, N]`` adds to outputs and to w, ``[B, length, H]`` each.
+
+        ``again`` is ``z E_pf / (1 + z E_pf)``: what w takes off itself, round after round.
+        """
         weights = ((v.to(x.dtype) * x, n) for v, n in ((self.readout, 1), (self.probe, 0)))
         y, w = (vandermonde(v, self.exponent, length, offset=n).mT for v, n in weights)
-        again = rational_kernel(loop, loop, loop.shape[1])
-        w = w - fft_conv(w, again.to(w.dtype))[0]
-        return [y - fft_conv(w, echo.to(w.dtype))[0], w]
+        w = w - fft_conv(w, again)[0]
+        return [y - fft_conv(w, echo)[0], w]
 
     def transition(self) -> Tensor:
         """Return ``Abar``, ``[H, 2 N, 2 N]``, conjugates last."""
         x = (self.exponent.exp(), self.feedback, self.probe / 2)
         decay, column, row = (torch.cat([half, half.conj()], dim=-1) for half in x)
         return torch.diag_embed(decay) - column[..., :, None] * row[..., None, :]
-
-
-def hippo(pairs: int) -> tuple[Tensor, Tensor]:
-    """Return HiPPO-LegS in diagonal-plus-low-rank form: frequencies and P, ``[N]``.
-
-    Of order 2N its matrix is ``-1/2 + S - p p^T`` with ``p_n = sqrt(n + 1/2)`` and a skew S. So
-    ``Lambda = -1/2 + i frequency`` and ``P = V* p``; an eigenvector's phase is free, and here P is
-    positive. ``B = V* b = sqrt(2) P``, because ``b_n = sqrt(2n + 1)``.
-    """
-    p = np.sqrt(np.arange(2 * pairs) + 0.5)
-    size = np.outer(p, p)
-    frequencies, vectors = np.linalg.eigh(1j * (np.tril(size, -1) - np.triu(size, 1)))
-    low_rank = np.abs(vectors[:, pairs:].T @ p)
-    return torch.tensor(frequencies[pairs:], device="cpu"), torch.tensor(low_rank, device="cpu")

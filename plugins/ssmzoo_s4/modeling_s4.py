@@ -29,12 +29,15 @@ from ssmzoo.modeling import (
     SSMMixer,
     SSMModel,
     SSMPreTrainedModel,
+    hippo_legs,
     right_aligned,
 )
-from ssmzoo_kernels import diagonal_step, fft_conv, vandermonde_state
+from ssmzoo_kernels import diagonal_step, fft_conv, rational_kernel, vandermonde_state
 
 from .configuration_s4 import S4Config
-from .dplr import System, hippo
+from .dplr import System
+
+SPAN = 4096  # tokens that follow a state are read by so many at once
 
 _SLOW = ("log_dt", "A_log", "A_imag", "P", "B")
 
@@ -55,10 +58,8 @@ class S4Mixer(SSMMixer):
         width, pairs = config.hidden_size, config.d_state // 2
         sets = width if config.n_ssm is None else config.n_ssm
         self.log_dt = nn.Parameter(torch.empty(width))
-        self.A_log = nn.Parameter(torch.empty(sets, pairs))
-        self.A_imag = nn.Parameter(torch.empty(sets, pairs))
-        self.P = nn.Parameter(torch.empty(sets, pairs, 2))
-        self.B = nn.Parameter(torch.empty(sets, pairs, 2))
+        self.A_log, self.A_imag = (nn.Parameter(torch.empty(sets, pairs)) for _ in range(2))
+        self.P, self.B = (nn.Parameter(torch.empty(sets, pairs, 2)) for _ in range(2))
         self.C = nn.Parameter(torch.empty(width * (1 + config.bidirectional), pairs, 2))
         self.D = nn.Parameter(torch.empty(width))
         if config.block != "filter":
@@ -70,12 +71,11 @@ class S4Mixer(SSMMixer):
         self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
     ) -> Tensor:
         """Map ``[B, L, H]`` to ``[B, L, H]``; the state is ``ssm [B, H, N, 2]``."""
-        if self.training and not torch.compiler.is_compiling():
+        if self.training:
             self._table.forget()
         u = hidden_states.to(torch.promote_types(torch.float32, hidden_states.dtype))
-        goes_on = bool(state.initial) and packing is None and not torch.is_grad_enabled()
-        one = goes_on and u.shape[1] == 1
-        y = self._step(u[:, 0], state) if one else self._convolve(u, state, packing)
+        one = u.shape[1] == 1 and packing is None and not torch.is_grad_enabled()
+        y = self._step(u[:, 0], state) if one and state.initial else self._filter(u, state, packing)
         if self.config.block == "filter":
             return y.to(hidden_states.dtype)
         y = self.out_proj(self.dropout(F.gelu(y).to(hidden_states.dtype), packing))
@@ -98,36 +98,55 @@ class S4Mixer(SSMMixer):
         future = kernel[width:] if self.config.bidirectional else None
         return Dynamics(kernel[:width], future, poles=poles, time_steps=self.log_dt.exp())
 
-    def _convolve(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
+    def _filter(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
         """Filter whole sequences, or what follows a state; leave the state after them."""
         tokens, rows, start = u.shape[1], None, state.get_row("ssm")
         keeps = state.keep or start is not None
         if packing is not None and (keeps or packing.rows is not None):
             rows = packing.aligned()
             u, packing = rows.gather(u), None
-        length = u.shape[1]
-        if packing is not None and not torch.compiler.is_compiling():
-            length = packing.longest()
-        system = self.system()
-        kernel, heard, echo, loop = system.filters(max(1, length))
-        past, *later = kernel.to(u.dtype).split(u.shape[2])
-        future = later[0] if later else None
-        y, _ = fft_conv(u, past, self.D, future_kernel=future, cu_seqlens=packing)
         if keeps:
-            w, _ = fft_conv(u, heard.to(u.dtype))
-            kept: Tensor | float = 0
-            if start is not None:
-                x = torch.view_as_complex(start)
-                rest, more = system.response(x, echo, loop, length)
-                y, w = y + rest, w + more
-                steps = length if rows is None else rows.lengths[:, None, None]
-                kept = torch.exp(system.exponent * steps).to(x.dtype) * x
-            if rows is not None:
-                u, w = (right_aligned(v, rows.lengths) for v in (u, w))
-            driven, fed = (vandermonde_state(v, system.exponent) for v in (u, w))
-            new = system.drive.to(driven.dtype) * driven - system.feedback.to(fed.dtype) * fed
-            state.put_row("ssm", torch.view_as_real(kept + new))
+            x = None if start is None else torch.view_as_complex(start)
+            y, x = self._march(u, x, None if rows is None else rows.lengths)
+            state.put_row("ssm", torch.view_as_real(x))
+        else:
+            taps = max(1, u.shape[1]) if packing is None else packing.kernel_length()
+            kernel = self.system().filters(taps)[0]
+            past, *later = kernel.to(u.dtype).split(u.shape[2])
+            future = later[0] if later else None
+            y, _ = fft_conv(u, past, self.D, future_kernel=future, cu_seqlens=packing)
         return y if rows is None else rows.scatter(y, tokens)
+
+    def _march(self, u: Tensor, x: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Filter ``[B, L, H]`` from a state ``[B, H, N]``, and return the state after it, too.
+
+        Span by span: what takes a state in and leaves one has filters of its own, which are then no
+        longer than a span. Rows may have other lengths ``[B]``.
+        """
+        spans = [u] if torch.compiler.is_compiling() else u.split(SPAN, dim=1)
+        taps = max(1, spans[0].shape[1])
+        system, outputs, begin, again = self.system(), [], 0, None
+        *filters, loop = system.filters(taps)
+        kernel, heard, echo = (f.to(u.dtype) for f in filters)
+        for tokens in spans:
+            y, w = fft_conv(tokens, kernel, self.D)[0], fft_conv(tokens, heard)[0]
+            count, kept = tokens.shape[1], 0
+            ends = None if lengths is None else (lengths - begin).clamp(0, count)
+            if x is not None:
+                if again is None:
+                    again = rational_kernel(loop, loop, taps).to(u.dtype)
+                rest, more = system.response(x, echo, again, count)
+                y, w = y + rest, w + more
+                steps = count if ends is None else ends[:, None, None]
+                kept = torch.exp(system.exponent * steps).to(x.dtype) * x
+            if ends is not None:
+                tokens, w = (right_aligned(v, ends) for v in (tokens, w))
+            driven, fed = (vandermonde_state(v, system.exponent) for v in (tokens, w))
+            new = system.drive.to(driven.dtype) * driven - system.feedback.to(fed.dtype) * fed
+            x, begin = kept + new, begin + count
+            outputs.append(y)
+        assert x is not None
+        return torch.cat(outputs, dim=1), x
 
     def _step(self, u: Tensor, state: LayerState) -> Tensor:
         """Advance by one token ``[B, H]`` without gradients; ``[B, 1, H]``."""
@@ -139,7 +158,6 @@ class S4Mixer(SSMMixer):
         state.put("ssm", torch.view_as_real(x - feedback * w[..., None]))
         return (y - echo * w)[:, None]
 
-    @torch.no_grad()
     def _tables(self) -> list[Tensor]:
         """Return what a token multiplies: decay and the rest of the system; echo's tap 0, [H]."""
         exponent, *rest = self.system()
@@ -164,7 +182,7 @@ class S4PreTrainedModel(SSMPreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, S4Mixer):
             init.uniform_(module.log_dt, math.log(self.config.dt_min), math.log(self.config.dt_max))
-            frequencies, P = hippo(self.config.d_state // 2)
+            frequencies, _, P = hippo_legs(self.config.d_state)
             init.constant_(module.A_log, math.log(0.5))
             init.copy_(module.A_imag, frequencies.expand_as(module.A_imag))
             for parameter, size in ((module.P, 1.0), (module.B, 2**0.5)):

@@ -63,9 +63,7 @@ class S5Config(SSMConfig):
             )
         if self.variant == "lru" and self.irregular_steps:
             raise ValueError("irregular_steps needs variant='s5', got 'lru', which has no steps")
-        low, high = self.dt_min, self.dt_max
-        if not 0 < low <= high < math.inf:
-            raise ValueError(f"dt_min and dt_max must be positive and rise, got {low} and {high}")
+        self.check_time_steps(self.dt_min, self.dt_max)
         low, high = self.r_min, self.r_max
         if not 0 <= low < high <= 1:
             raise ValueError(f"r_min and r_max must rise from 0 to 1 at most, got {low} and {high}")

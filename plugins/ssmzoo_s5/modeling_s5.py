@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping
 from typing import ClassVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,6 +31,7 @@ from ssmzoo.modeling import (
     SSMModel,
     SSMPreTrainedModel,
     flip,
+    hippo_legs,
 )
 from ssmzoo_kernels import linear_scan
 
@@ -112,7 +112,7 @@ class S5Mixer(SSMMixer):
 
     def _filtered(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
         """Run the state space over ``[B, L, H]``."""
-        if self.training and not torch.compiler.is_compiling():
+        if self.training:
             self._derived.forget()
         if torch.is_grad_enabled():
             pole, read_in, readout = self._matrices()
@@ -150,17 +150,6 @@ class S5Mixer(SSMMixer):
         return pole.to(B.dtype), read_in, readout.flatten(1)
 
 
-def hippo_normal(order: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the frequencies above 0 of HiPPO-N's eigenvalues ``-1/2 + i frequency``, and vectors.
-
-    HiPPO-LegS is ``-1/2 + S - p p^T`` with ``p_n = sqrt(n + 1/2)`` and S skew; HiPPO-N lacks p.
-    """
-    p = np.sqrt(np.arange(order) + 0.5)
-    size = np.outer(p, p)
-    frequencies, vectors = np.linalg.eigh(1j * (np.tril(size, -1) - np.triu(size, 1)))
-    return frequencies[order // 2 :], vectors[:, order // 2 :]
-
-
 class S5PreTrainedModel(SSMPreTrainedModel):
     """Loading and initialisation of S5 and LRU models."""
 
@@ -180,11 +169,10 @@ def _init_s5(mixer: S5Mixer) -> None:
     """Lambda of J blocks of HiPPO-N; ``V* B`` and ``C V`` of a random real B and complex C."""
     config = mixer.config
     order, blocks, width = config.d_state, config.blocks, config.hidden_size
-    frequencies, vectors = hippo_normal(order // blocks)
+    frequencies, V, _ = hippo_legs(order // blocks)  # V: [P / J, P / 2 J]
     init.constant_(mixer.Lambda_re, -0.5)
-    init.copy_(mixer.Lambda_im, torch.tensor(frequencies, device="cpu").repeat(blocks))
+    init.copy_(mixer.Lambda_im, frequencies.repeat(blocks))
     init.uniform_(mixer.log_dt, math.log(config.dt_min), math.log(config.dt_max))
-    V = torch.tensor(vectors, device="cpu")  # of one block, [P / J, P / 2 J]
     drawn = torch.randn(blocks, len(V), width, dtype=V.dtype.to_real(), device="cpu")
     init.copy_(mixer.B, torch.view_as_real(V.mH @ drawn.to(V.dtype) / order**0.5).flatten(0, 1))
     if config.c_init == "complex_normal":

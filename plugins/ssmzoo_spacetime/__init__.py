@@ -9,6 +9,7 @@ from .modeling_spacetime import (
     SpaceTimeForImageClassification,
     SpaceTimeForPairClassification,
     SpaceTimeForSequenceClassification,
+    SpaceTimeForTokenClassification,
     SpaceTimeModel,
 )
 
@@ -32,6 +33,7 @@ FAMILY = Family(
     model_class=SpaceTimeModel,
     causal_lm_class=SpaceTimeForCausalLM,
     sequence_classification_class=SpaceTimeForSequenceClassification,
+    token_classification_class=SpaceTimeForTokenClassification,
     pair_classification_class=SpaceTimeForPairClassification,
     image_classification_class=SpaceTimeForImageClassification,
     forecasting_class=SpaceTimeForForecasting,

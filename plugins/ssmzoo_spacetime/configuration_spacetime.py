@@ -4,11 +4,11 @@ from typing import Literal
 
 from huggingface_hub.dataclasses import strict
 
-from ssmzoo.modeling import SSMConfig
+from ssmzoo.modeling import SSMForecastingConfig
 
 
 @strict
-class SpaceTimeConfig(SSMConfig):
+class SpaceTimeConfig(SSMForecastingConfig):
     """SpaceTime: every feature is filtered by a state space with a companion matrix.
 
     Attributes:
@@ -19,9 +19,6 @@ class SpaceTimeConfig(SSMConfig):
             a GLU of twice that layer, as in RTF's comparison.
         kernel_init: Initial a, B, C and K: N(0, 1), or "xavier", U(+-1/sqrt(d)).
         preprocess: The first layer sees differences and residuals of moving averages.
-        mixer_dropout: Probability to drop what ``out_proj`` and the forecaster's last layer read.
-        horizon: Steps that the forecaster foretells.
-        open_loop_weight: What errors on the series itself count in the forecaster's loss.
     """
 
     model_type = "ssmzoo_spacetime"
@@ -30,23 +27,15 @@ class SpaceTimeConfig(SSMConfig):
     block: Literal["mlp", "glu"] = "mlp"
     kernel_init: Literal["normal", "xavier"] = "normal"
     preprocess: bool = False
-    mixer_dropout: float | int = 0.0
-    horizon: int = 1
-    open_loop_weight: float | int = 1.0
 
     def check(self) -> None:
         """Fail unless the fields fit each other."""
         super().check()
-        width, kernels, drop = self.hidden_size, self.n_kernels, self.mixer_dropout
-        for name in ("d_state", "horizon"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        width, kernels = self.hidden_size, self.n_kernels
+        if self.d_state < 1:
+            raise ValueError(f"d_state must be at least 1, got {self.d_state}")
         if kernels is not None and (kernels < 1 or width % kernels):
             raise ValueError(f"n_kernels must be None or divide hidden_size {width}, got {kernels}")
-        if not 0 <= drop < 1:
-            raise ValueError(f"mixer_dropout must be at least 0 and below 1, got {drop}")
-        if not 0 <= self.open_loop_weight < float("inf"):
-            raise ValueError(f"open_loop_weight must be 0 or more, got {self.open_loop_weight}")
         if self.preprocess and (self.norm_type != "none" or not self.residual or width % 8):
             rule = "preprocess needs norm_type 'none', residual True and hidden_size divisible by 8"
             raise ValueError(f"{rule}, got {self.norm_type!r}, {self.residual} and {width}")

@@ -26,6 +26,7 @@ from ssmzoo.modeling import (
     SSMForImageClassification,
     SSMForPairClassification,
     SSMForSequenceClassification,
+    SSMForTokenClassification,
     SSMMixer,
     SSMModel,
     SSMPreTrainedModel,
@@ -36,6 +37,7 @@ from ssmzoo.modeling import (
 from ssmzoo_kernels import (
     causal_conv1d,
     companion_response,
+    companion_scan,
     companion_state,
     companion_step,
     fft_conv,
@@ -81,7 +83,7 @@ class SpaceTimeMixer(SSMMixer):
 
         The state is ``ring [B, d + 1, H]`` and ``position [B]``, and of fixed filters ``past``.
         """
-        if self.training and not torch.compiler.is_compiling():
+        if self.training:
             self._table.forget()
         u = x = hidden_states.to(torch.promote_types(torch.float32, hidden_states.dtype))
         if self.preprocesses:
@@ -143,22 +145,21 @@ class SpaceTimeMixer(SSMMixer):
         """Filter ``[B, L, H]`` from the cached state; cache the final state."""
         ring, position, past = state.get("ring"), state.get("position"), None
         goes_on = packing is None and not torch.is_grad_enabled()
-        compiled = torch.compiler.is_compiling()
         if goes_on and u.shape[1] == 1 and ring is not None and position is not None:
-            step = companion_step(u[:, 0], ring, position, *self.tables(), inplace=not compiled)
+            inplace = not torch.compiler.is_compiling()
+            step = companion_step(u[:, 0], ring, position, *self.tables(), inplace=inplace)
             y, ring, position = step[0][:, None], *step[1:]
         else:
             a, b, gain = (x.to(u.dtype) for x in self.filters())
-            length = u.shape[1] if packing is None or compiled else max(1, packing.longest())
-            kernel = rational_kernel(a, b, length).repeat_interleave(self.heads, dim=0)
-            y, _ = fft_conv(u, kernel, gain, cu_seqlens=packing)
+            taps = u.shape[1] if packing is None else packing.kernel_length()
+            kernel = rational_kernel(a, b, taps).repeat_interleave(self.heads, dim=0)
             if not state.keep:
-                return y
+                return fft_conv(u, kernel, gain, cu_seqlens=packing)[0]
             if ring is not None and position is not None:
-                past, b = newest_first(ring, position), b.repeat_interleave(self.heads, dim=0)
-                known = {"kernel": kernel, "cu_seqlens": packing}
-                y = y + companion_response(past, a, b, u.shape[1], **known)
-            ring = F.pad(companion_state(u, a, past, cu_seqlens=packing), (0, 0, 0, 1))
+                past = newest_first(ring, position)
+            b = b.repeat_interleave(self.heads, dim=0)
+            y, last = companion_scan(u, a, b, gain, past, kernel=kernel, cu_seqlens=packing)
+            ring = F.pad(last, (0, 0, 0, 1))
             position = torch.zeros(ring.shape[0], dtype=torch.int64, device=u.device)
         state.put("ring", ring)
         state.put("position", position)
@@ -241,6 +242,12 @@ class SpaceTimeForSequenceClassification(SpaceTimePreTrainedModel, SSMForSequenc
 
 class SpaceTimeForPairClassification(SpaceTimePreTrainedModel, SSMForPairClassification):
     """SpaceTime with a classifier of pairs of documents."""
+
+    model_class = SpaceTimeModel
+
+
+class SpaceTimeForTokenClassification(SpaceTimePreTrainedModel, SSMForTokenClassification):
+    """SpaceTime with a classifier of tokens."""
 
     model_class = SpaceTimeModel
 

@@ -52,7 +52,7 @@ def _count_or(word: str, name: str) -> BeforeValidator:
 
 ROW_TASKS = ("mqar", "induction_heads")  # these can be drawn without end, as rows of one length
 
-# of a validation's metrics; of loss and rmse less is better
+# of a validation's metrics; of loss, rmse, mse and mae less is better
 HIGHER_IS_BETTER = frozenset({"accuracy", "exact_match"})
 
 Checked = TypeVar("Checked", bound="Section")
@@ -77,7 +77,8 @@ class ModelSection(Section):
         config_of: A transformers ``model_type``, e.g. ``mamba2``, for a baseline on the same data.
         init_from: A folder or Hub id whose weights are the start.
         config: Fields of the model's configuration. ``vocab_size`` is the tokenizer's if absent;
-            a supervised task also says ``num_labels``, ``input_channels`` and ``problem_type``.
+            a supervised task also says ``num_labels``, ``input_channels``, ``problem_type`` and
+            ``horizon``.
     """
 
     family: str | None = None
@@ -241,7 +242,7 @@ class StopSection(Section):
         value: At least this accuracy, at most this loss.
     """
 
-    metric: Literal["loss", "accuracy", "exact_match", "rmse"]
+    metric: Literal["loss", "accuracy", "exact_match", "rmse", "mse", "mae"]
     value: float
 
     def reached(self, metrics: Mapping[str, float]) -> bool:
@@ -586,7 +587,7 @@ class Recipe(Section):
         if data.tokenizer is not None and Path(data.tokenizer).is_dir():
             changed["tokenizer"] = _absolute(data.tokenizer)
         place = data.task_args.get("data")
-        if isinstance(place, str) and Path(place).expanduser().is_dir():
+        if isinstance(place, str) and Path(place).expanduser().exists():
             changed["task_args"] = {**data.task_args, "data": _absolute(place)}
         model = self.model
         if model.init_from is not None and Path(model.init_from).is_dir():

@@ -1,14 +1,16 @@
-"""companion_step, companion_state and companion_response against the loop over tokens."""
+"""companion_step, _scan, _state and _response against the loop over tokens."""
 
 import functools
 
 import pytest
 import torch
 from tests.kernels import contracts
+from tests.kernels.memory import saved_numbers
 
 from ssmzoo.testing.accuracy import outputs_and_grads
 from ssmzoo_kernels import (
     companion_response,
+    companion_scan,
     companion_state,
     companion_step,
     fft_conv,
@@ -264,6 +266,14 @@ def test_chunks_with_a_carried_state_are_the_whole_and_so_are_their_gradients(or
             state = companion_state(piece, a, state)
         return torch.cat(outputs, 1), state
 
+    def scanned(u, a, b, d, state):
+        outputs = []
+        for piece in u.split(cuts, dim=1):
+            kernel = rational_kernel(a, b, max(1, piece.shape[1]))
+            y, state = companion_scan(piece, a, b, d, state, kernel=kernel)
+            outputs.append(y)
+        return torch.cat(outputs, 1), state
+
     def looped(u, a, b, d, state):
         ring, position = one_place_more(state), torch.zeros(3, dtype=torch.int64)
         outputs = []
@@ -273,12 +283,13 @@ def test_chunks_with_a_carried_state_are_the_whole_and_so_are_their_gradients(or
         return torch.stack(outputs, 1), unrolled(ring, position)
 
     results = []
-    for form in (looped, chunked):
+    for form in (looped, chunked, scanned):
         outputs = form(*leaves)
         loss = sum((y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum() for y in outputs)
         results.append((*outputs, *torch.autograd.grad(loss, leaves)))
-    for known, got in zip(*results, strict=True):
-        close(got, known, 1e-12)
+    for known, *others in zip(*results, strict=True):
+        for got in others:
+            close(got, known, 1e-12)
 
 
 def test_a_prefill_is_continued_by_steps(backend):
@@ -306,6 +317,50 @@ def test_packed_sequences_are_single_ones():
         close(states[s : s + 1], known, 1e-13)
         known = companion_response(start, x["a"], x["b"], count, backend="reference")
         close(added[:, piece], known, 1e-13)
+
+
+def test_packed_scans_are_those_of_the_reference_with_their_gradients():
+    bounds = torch.tensor([0, 5, 5, 6, 18])
+    x = draw(7, batch=4, length=18)
+    leaves = [x[name].requires_grad_() for name in ("a", "b", "d", "state")]
+    leaves.append(x["u"][:1].detach().requires_grad_())
+    results = []
+    for backend in ("reference", "auto"):
+        with use_backend(backend):
+            kernel, *given = rational_kernel(*leaves[:2], 18), leaves[-1], *leaves[:-1]
+            y, state = companion_scan(*given, kernel=kernel, cu_seqlens=bounds)
+            assert last_backend("companion_scan") == ("eager" if backend == "auto" else backend)
+        loss = sum(
+            (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum() for out in (y, state)
+        )
+        results.append((y, state, *torch.autograd.grad(loss, leaves)))
+    for known, got in zip(*results, strict=True):
+        close(got, known, 1e-12)
+
+
+def test_wrong_arguments_of_a_scan_are_named():
+    x = draw(4)
+    given = {name: x[name] for name in ("u", "a", "b", "d")} | {"initial_state": x["state"]}
+    for name, wrong in (("initial_state", x["ring"]), ("b", x["b"][:2]), ("u", x["u"][0])):
+        with pytest.raises(ValueError, match=f"companion_scan: {name} must"):
+            companion_scan(**given | {name: wrong}, kernel=x["b"])
+
+
+def test_scanning_from_a_state_keeps_no_more_than_from_none():
+    x = draw(5, batch=1, length=1000)
+    kernel, inverse = rational_kernel(x["a"], x["b"], 1000), inverse_series(x["a"], 1000)
+    kept = []
+    for state in (None, x["state"]):
+        leaves = [x["u"], x["a"], x["b"], x["d"], state, kernel, inverse]
+        leaves = [t if t is None else t.detach().requires_grad_() for t in leaves]
+
+        def scan(*given):
+            *tensors, kernel, inverse = given
+            return companion_scan(*tensors, kernel=kernel, inverse=inverse)
+
+        kept.append(saved_numbers(scan, leaves))
+    # the inputs with what the state owes to the first, and what is as long as the order
+    assert kept[1] - kept[0] <= x["u"].numel() + 1000, kept
 
 
 def test_packed_gradients_are_those_of_the_loop():

@@ -21,7 +21,7 @@ from ssmzoo.testing import FamilyConformance, check
 from ssmzoo.testing.subject import Subject
 from ssmzoo_dss import FAMILY, DSSForPairClassification
 from ssmzoo_dss.convert_dss import from_official, to_official
-from ssmzoo_dss.kernel import Modes, modes_of, skew_hippo
+from ssmzoo_dss.kernel import Modes, initial_eigenvalues, modes_of
 
 TINY = {"vocab_size": 61, "hidden_size": 12, "num_hidden_layers": 2, "d_state": 4}
 EXP = [{"kernel_variant": v} for v in ("exp", "exp_no_scale", "exp_re_im", "clip")]
@@ -587,6 +587,10 @@ def filters(lam, log_dt, w, taps=11, **options):
     return modes_of(torch.view_as_complex(lam), log_dt, w, **options).kernel(taps)
 
 
+def skew_hippo(modes):
+    return initial_eigenvalues(modes, "skew_hippo", True)[1]
+
+
 def test_the_spectrum_of_four_and_of_sixty_four_modes():
     np.testing.assert_allclose(skew_hippo(4), [19.8574, 5.3542, 1.9578, 0.4275], atol=5e-5)
     large = skew_hippo(64)
@@ -938,7 +942,7 @@ def test_dropout_takes_whole_features_of_a_sequence():
         ({"channels": 0}, "channels must be at least 1, got 0"),
         ({"kernel_norm_length": 0}, "kernel_norm_length must be None or at least 1, got 0"),
         ({"max_kernel_length": -3}, "max_kernel_length must be None or at least 1, got -3"),
-        ({"dt_min": 0.2}, "in this order, got 0.2 and 0.1"),
+        ({"dt_min": 0.2}, "dt_min and dt_max must .* got 0.2 and 0.1"),
         ({"dt_min": 0.0}, "must be positive"),
         ({"softmax_eps": -1.0}, "softmax_eps must be at least 0, got -1.0"),
         ({**FIXED, "max_kernel_length": 25}, "must not exceed kernel_norm_length.*got 25 and 24"),

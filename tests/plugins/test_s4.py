@@ -10,9 +10,9 @@ from huggingface_hub.errors import StrictDataclassError
 from tests.oracles import s4 as oracle
 
 from ssmzoo.analysis.describe import describe_family
-from ssmzoo.modeling import LayerState
+from ssmzoo.modeling import LayerState, StateCache
 from ssmzoo.testing import FamilyConformance
-from ssmzoo_s4 import FAMILY
+from ssmzoo_s4 import FAMILY, modeling_s4
 
 TINY = {"vocab_size": 61, "hidden_size": 6, "num_hidden_layers": 2, "d_state": 8}
 MIXER = "model.layers.1.mixer."
@@ -209,6 +209,27 @@ def test_any_cuts_leave_the_same_outputs_and_the_state_of_the_recurrence():
         got, end = filtered(mixer, u, *cuts)
         assert relative(got, expected) <= 1e-11
         assert relative(end, state) <= 1e-11
+
+
+def test_a_state_is_marched_span_by_span_as_in_one_with_its_gradients(monkeypatch):
+    model = build()
+    ids = torch.randint(model.config.vocab_size, (3, 30))
+    mask = torch.arange(30) >= torch.tensor([[0], [9], [27]])
+    found = []
+    for span in (30, 7):
+        monkeypatch.setattr(modeling_s4, "SPAN", span)
+        cache, outputs = StateCache(model.config), []
+        for columns in (slice(0, 16), slice(16, 30)):
+            given = {"attention_mask": mask[:, columns], "past_key_values": cache}
+            outputs.append(model(ids[:, columns], **given, use_cache=True).logits)
+        outputs = [torch.cat(outputs, 1)[mask], *(layer.states["ssm"] for layer in cache.layers)]
+        loss = sum(y.mul(torch.linspace(-1, 1, y.numel()).view_as(y)).sum() for y in outputs)
+        outputs += torch.autograd.grad(loss, list(model.parameters()))
+        found.append([y.detach() for y in outputs])
+    for got, known in zip(found[1], found[0], strict=True):
+        assert relative(got, known) <= 1e-11
+    whole = model(ids, attention_mask=mask, use_cache=False).logits.detach()
+    assert relative(found[1][0], whole[mask]) <= 1e-11
 
 
 def test_no_learned_parameters_make_a_system_unstable():

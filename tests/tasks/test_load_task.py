@@ -77,7 +77,8 @@ def test_an_unknown_task_split_or_argument_is_named_with_a_suggestion():
 
 @pytest.mark.parametrize("name", sorted(SUPERVISED_TASKS))
 def test_every_task_refuses_another_split(name):
-    needed = {"data": "x"} if name in ("aan", "pictures", "speech_commands") else {}
+    needed = {"data": "x"} if name in ("aan", "forecast", "pictures", "speech_commands") else {}
+    needed |= {"columns": ["OT"]} if name == "forecast" else {}
     with pytest.raises(LookupError, match=r"split must be one of .* got 'valid'; did you mean"):
         load_task(name, "valid", 0, **SMALL.get(name, {}), **needed)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from ssmzoo_kernels.companion_step import continuation, eager, reference
 from ssmzoo_kernels.declaration import Op
 from ssmzoo_kernels.dispatch import Backend, choose, record
+from ssmzoo_kernels.fft_conv import fft_conv
 from ssmzoo_kernels.rational_kernel import check_polynomials, inverse_series, rational_kernel
 from ssmzoo_kernels.segments import by_length
 from ssmzoo_kernels.validation import (
@@ -37,16 +38,18 @@ STEP = Op(  # as kernels have it, each channel with its own coefficients
     kernels=lambda name: importlib.import_module(f"ssmzoo_kernels.companion_step.{name}"),
 )
 
-# the two after many tokens as nodes of exported graphs, whose length an FFT's size would bind
-STATE_NODE = Op(
+STATE_NODE = Op(  # of u with what the state owes to its first tokens
     "companion_state_node",
-    inputs={"u": "B L D", "a": "D_a n", "inverse": "D_a K", "initial_state": "B n D?"},
-    outputs={"state": "B n D as exact"},
+    inputs={"u": "B L D", "inverse": "D_a K", "initial_state": "B order D?"},
+    outputs={"state": "B order D as exact"},
+    options={"order": "int"},
     offers=("reference", "eager"),
-    has_backward=False,
     reference=continuation.state_after,
-    kernels=lambda _: SimpleNamespace(forward=continuation.state_after),
+    kernels=lambda _: SimpleNamespace(
+        forward=continuation.state_after, backward=continuation.state_after_backward
+    ),
 )
+# a node of exported graphs, whose length an FFT's size would bind
 RESPONSE_NODE = Op(
     "companion_response_node",
     inputs={"state": "B n D", "a": "D_a n", "b": "D n", "kernel": "D K"},
@@ -172,45 +175,80 @@ def companion_state(
     """
     op = "companion_state"
     check_leading(op, "u", u, "[B, L, D]")
-    _, length, width = u.shape
-    order = _check_denominators(op, a, u, width)
+    order = _check_denominators(op, a, u, u.shape[2])
     offsets = segment_offsets(op, u, cu_seqlens)
-    rows = offsets.shape[0] - 1
     exact = torch.promote_types(torch.float32, u.dtype)
     if initial_state is not None:
         rule = "[B, n, D]" if cu_seqlens is None else "[S, n, D]"
-        check_tensor(op, "initial_state", initial_state, (rows, order, width), u, rule)
+        shape = (offsets.shape[0] - 1, order, u.shape[2])
+        check_tensor(op, "initial_state", initial_state, shape, u, rule)
         initial_state = initial_state.to(exact)
     judged = _judged(op, backend, u)
     u, a = u.to(exact), a.to(exact)
+    if initial_state is not None and not judged:
+        u = continuation.owing(u, -continuation.by_state(initial_state, a), offsets)
+    packed = None if cu_seqlens is None else offsets
+    return _state_after(u, a, inverse, initial_state, packed, judged)
 
-    if cu_seqlens is None:
-        groups = [(None, u, length)]
-    else:
-        groups = [(m, u[0][places], places.shape[1]) for m, places in by_length(offsets)]
-    longest = max(group[2] for group in groups)
-    if judged:
-        series = None
-    elif inverse is None:
-        series = inverse_series(a, longest)
-    else:
-        _check_series(op, "inverse", inverse, (a.shape[0], longest), u, "[D_a, L]")
-        series = inverse.to(exact)
 
-    found = []
-    for members, tokens, _ in groups:
-        start = initial_state
-        if start is not None and members is not None:
-            start = start[members]
-        if series is None:
-            zeros = u.new_zeros(tokens.shape[0], order, width)
-            found.append(reference.companion_state(tokens, a, zeros if start is None else start))
-        else:
-            found.append(_state_after(tokens, a, series, start))
-    if cu_seqlens is None:
-        return found[0]
-    order_of_rows = torch.cat([group[0] for group in groups if group[0] is not None])
-    return torch.cat(found)[order_of_rows.argsort()]
+def companion_scan(
+    u: Tensor,  # [B, L, D]
+    a: Tensor,  # [D_a, n]
+    b: Tensor,  # [D, n]
+    d: Tensor,  # [D]
+    initial_state: Tensor | None,  # [B, n, D], None for zeros
+    *,
+    kernel: Tensor,  # [D, >= L]
+    inverse: Tensor | None = None,  # [D_a, >= L]
+    cu_seqlens: Tensor | Packing | None = None,  # [S + 1]
+) -> tuple[Tensor, Tensor]:
+    """Filter many tokens from a state: what as many calls of :func:`companion_step` return.
+
+    ``y = d u + k * (u + p) + q`` with the exact kernel k, where the past owes p to the inputs and q
+    to the outputs of the first n tokens (:func:`companion_response`): one convolution of as many
+    inputs, with a state or without, and nothing more is kept for the backward. Gradients flow to
+    all tensors.
+
+    Args:
+        u: The inputs, float32 or float64, as all others.
+        a: Denominators without their leading 1.
+        b: Numerators of the infinite response, from ``z^-1`` on.
+        d: Direct gains.
+        initial_state: As of :func:`companion_state`.
+        kernel: ``rational_kernel(a, b, length)`` of mode "exact", as long as the longest sequence
+            at least.
+        inverse: As of :func:`companion_state`.
+        cu_seqlens: As of :func:`companion_state`.
+
+    Returns:
+        The outputs ``[B, L, D]``, and what :func:`companion_state` returns.
+
+    Raises:
+        ValueError: Shapes or devices that do not fit.
+        TypeError: Not a tensor, or not floating point.
+    """
+    op = "companion_scan"
+    check_leading(op, "u", u, "[B, L, D]")
+    check_polynomials(op, a, b)
+    check_tensor(op, "b", b, (u.shape[2], a.shape[1]), u, "[D, n]")
+    offsets = segment_offsets(op, u, cu_seqlens)
+    if initial_state is not None:
+        rule = "[B, n, D]" if cu_seqlens is None else "[S, n, D]"
+        shape = (offsets.shape[0] - 1, a.shape[1], u.shape[2])
+        check_tensor(op, "initial_state", initial_state, shape, u, rule)
+    packed = None if cu_seqlens is None else offsets
+    judged = _judged(op, "auto", u)
+    if initial_state is None or judged:
+        y, _ = fft_conv(u, kernel, d, cu_seqlens=cu_seqlens)
+        if initial_state is not None:
+            y = y + companion_response(initial_state, a, b, u.shape[1], cu_seqlens=cu_seqlens)
+        return y, _state_after(u, a, inverse, initial_state, packed, judged)
+    owed, answer = (continuation.by_state(initial_state, x) for x in (-a, b))
+    u = continuation.owing(u, owed, offsets)
+    y, _ = fft_conv(u, kernel, d, cu_seqlens=cu_seqlens)
+    # the direct gain does not see what is owed
+    y = continuation.owing(y, answer - d[:, None] * owed, offsets)
+    return y, _state_after(u, a, inverse, initial_state, packed, judged)
 
 
 def companion_response(
@@ -289,10 +327,40 @@ def companion_response(
     return row[None]
 
 
-def _state_after(u: Tensor, a: Tensor, inverse: Tensor, initial_state: Tensor | None) -> Tensor:
-    if torch.compiler.is_exporting() and a.shape[1]:
-        return STATE_NODE.run("eager", (u, a, inverse, initial_state))
-    return continuation.state_after(u, a, inverse, initial_state)
+def _state_after(
+    u: Tensor,
+    a: Tensor,
+    inverse: Tensor | None,
+    initial_state: Tensor | None,
+    offsets: Tensor | None,
+    judged: bool,
+) -> Tensor:
+    """Return the state after tokens, of which the first have what the state owes them."""
+    order = a.shape[1]
+    groups = [(None, u)]
+    if offsets is not None:
+        groups = [(members, u[0][places]) for members, places in by_length(offsets)]
+    longest = max(tokens.shape[1] for _, tokens in groups)
+    if inverse is None and not judged:
+        inverse = inverse_series(a, longest)
+    elif inverse is not None:
+        _check_series("companion_state", "inverse", inverse, (a.shape[0], longest), u, "[D_a, L]")
+        inverse = inverse.to(u.dtype)
+
+    found = []
+    for members, tokens in groups:
+        start = initial_state
+        if start is not None and members is not None:
+            start = start[members]
+        if judged:
+            zeros = u.new_zeros(tokens.shape[0], order, u.shape[2])
+            found.append(reference.companion_state(tokens, a, zeros if start is None else start))
+        else:
+            found.append(STATE_NODE.run("eager", (tokens, inverse, start), {"order": order}))
+    if offsets is None:
+        return found[0]
+    order_of_rows = torch.cat([members for members, _ in groups if members is not None])
+    return torch.cat(found)[order_of_rows.argsort()]
 
 
 def _response(state: Tensor, a: Tensor, b: Tensor, kernel: Tensor, length: int) -> Tensor:
@@ -358,4 +426,4 @@ def _judged(op: str, backend: Backend, like: Tensor) -> bool:
     return chosen == "reference"
 
 
-__all__ = ["companion_response", "companion_state", "companion_step"]
+__all__ = ["companion_response", "companion_scan", "companion_state", "companion_step"]

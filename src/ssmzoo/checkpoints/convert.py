@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -43,6 +45,8 @@ def to_family(
         ValueError: The family has no converter, a file cannot be read, weights and configuration
             do not fit, or the output folder is not empty.
     """
+    from huggingface_hub.errors import StrictDataclassError
+
     loaded = load_family(family)
     converter = loaded.converter
     if converter is None:
@@ -56,7 +60,11 @@ def to_family(
     told: dict[str, Any] = {}
     if config is not None or beside.is_file():
         told = read_json(beside if config is None else Path(config))
-    ours, ours_config = converter.from_official(weights, {**told, **_fields(overrides)})
+    told |= _fields(overrides)
+    try:
+        ours, ours_config = converter.from_official(weights, told)
+    except StrictDataclassError as error:  # a value of another kind than its field
+        raise ValueError(" ".join(str(error).split())) from error
     model = converter.model_class(ours_config)
     cast("nn.Module", model).load_state_dict(ours, assign=True)
     model.tie_weights()
@@ -135,6 +143,9 @@ def _fields(overrides: Sequence[str]) -> dict[str, Any]:
         key, equals, value = override.partition("=")
         if not equals or not key.strip():
             raise ValueError(f"an override must look like trunc_len=1024, got {override!r}")
+        with suppress(ValueError):
+            fields[key.strip()] = json.loads(value)  # whose 1e-6 is a string to PyYAML
+            continue
         try:
             fields[key.strip()] = yaml.safe_load(value)
         except yaml.YAMLError as error:

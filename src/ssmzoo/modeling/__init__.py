@@ -25,7 +25,8 @@ from ssmzoo.modeling.decoding import (
 )
 from ssmzoo.modeling.derived import DerivedValue
 from ssmzoo.modeling.dynamics import Dynamics, Trajectories
-from ssmzoo.modeling.forecasting import SSMDecoder, SSMForForecasting
+from ssmzoo.modeling.forecasting import SSMDecoder, SSMForecastingConfig, SSMForForecasting
+from ssmzoo.modeling.hippo import hippo_legs
 from ssmzoo.modeling.layers import (
     MLP,
     CausalConv1d,
@@ -74,6 +75,7 @@ __all__ = [
     "SSMForPairClassification",
     "SSMForSequenceClassification",
     "SSMForTokenClassification",
+    "SSMForecastingConfig",
     "SSMMixer",
     "SSMModel",
     "SSMPreTrainedModel",
@@ -84,6 +86,7 @@ __all__ = [
     "UnservedError",
     "check_weights",
     "flip",
+    "hippo_legs",
     "is_token",
     "load_state",
     "packed_piece",

@@ -227,6 +227,15 @@ class SSMConfig(PreTrainedConfig):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be at least 0 and finite, got {getattr(self, name)}")
 
+    def check_time_steps(self, low: float, high: float) -> None:
+        """Fail unless the initial time steps ``dt_min`` and ``dt_max`` of a family are right.
+
+        Raises:
+            ValueError: They are not positive, finite, and in this order.
+        """
+        if not 0 < low <= high < math.inf:
+            raise ValueError(f"dt_min and dt_max must be positive and rise, got {low} and {high}")
+
     @property
     def causal(self) -> bool:
         """Whether no output depends on a later input; a family that looks ahead says no."""

@@ -74,8 +74,9 @@ class DerivedValue(Generic[T]):
         return _constant and self._value is not None
 
     def forget(self) -> None:
-        """Drop the value."""
-        self.__init__()
+        """Drop the value, but not while a graph is traced."""
+        if not torch.compiler.is_compiling():
+            self.__init__()
 
     def __getstate__(self) -> dict[str, object]:
         """Leave the value out of copies and files."""

@@ -1,18 +1,45 @@
 """The head that foretells the values that follow a series."""
 
-from __future__ import annotations
-
+import math
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.dataclasses import strict
 from torch import Tensor
 from transformers.modeling_outputs import TokenClassifierOutput
 
 from ssmzoo.modeling.backbone import SSMMixer, SSMModel
+from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.layers import Dropout, Linear
 from ssmzoo.modeling.packing import PackedRow
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
+
+
+@strict
+class SSMForecastingConfig(SSMConfig):
+    """Base of the configurations of families that forecast.
+
+    Attributes:
+        mixer_dropout: Probability to drop what the last layers of mixers and forecaster read.
+        horizon: Steps that the forecaster foretells.
+        open_loop_weight: What errors on the series itself count in the forecaster's loss.
+    """
+
+    mixer_dropout: float | int = 0.0
+    horizon: int = 1
+    open_loop_weight: float | int = 1.0
+
+    def check(self) -> None:
+        """Fail unless the fields fit each other."""
+        super().check()
+        if self.horizon < 1:
+            raise ValueError(f"horizon must be at least 1, got {self.horizon}")
+        drop, weight = self.mixer_dropout, self.open_loop_weight
+        if not 0 <= drop < 1:
+            raise ValueError(f"mixer_dropout must be at least 0 and below 1, got {drop}")
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"open_loop_weight must be at least 0 and finite, got {weight}")
 
 
 class SSMDecoder(SSMMixer):
@@ -39,8 +66,8 @@ class SSMDecoder(SSMMixer):
 class SSMForForecasting(SSMPreTrainedModel):
     """A backbone of continuous values, a decoder, and ``score(dropout(GELU(.)))`` of its outputs.
 
-    A subclass names its ``model_class`` and ``decoder_class``, and its configuration has
-    ``horizon``, ``mixer_dropout`` and ``open_loop_weight``.
+    A subclass names its ``model_class`` and ``decoder_class``, and its configuration is an
+    :class:`SSMForecastingConfig`.
     """
 
     model_class: type[SSMModel]

@@ -75,6 +75,13 @@ class PackedRow(Packing):
             self._known["longest"] = int(self.offsets.diff().max())
         return self._known["longest"]
 
+    def kernel_length(self) -> int:
+        """Return how many taps of a filter can meet an input: the longest sequence's length, or 1.
+
+        In a graph, where it would have to be looked up, it is the row's.
+        """
+        return max(1, self.length if torch.compiler.is_compiling() else self.longest())
+
     def aligned(self) -> AlignedRows:
         """Return the sequences that are no padding as rows of a batch.
 

@@ -1,6 +1,6 @@
 """What transformers must know of every model of the zoo."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -217,15 +217,20 @@ class SSMPreTrainedModel(PreTrainedModel):
 
 
 def check_weights(
-    what: str, weights: dict[str, Tensor], kind: type[PreTrainedModel], config: SSMConfig
+    what: str,
+    weights: dict[str, Tensor],
+    kind: type[PreTrainedModel],
+    config: SSMConfig,
+    to_official: Callable[[dict[str, Tensor], Any], dict[str, Tensor]] | None = None,
 ) -> None:
     """Check that converted weights have the names and shapes of a model's weights.
 
     Args:
         what: What they were converted from, for the error: ``"a Longhorn checkpoint"``.
-        weights: The weights under our names.
+        weights: The weights under our names; with ``to_official`` under the other code's.
         kind: The model they are for.
         config: Its configuration.
+        to_official: The converter's, which translates the model's names.
 
     Raises:
         LookupError: One is missing, or unknown.
@@ -233,6 +238,8 @@ def check_weights(
     """
     with torch.device("meta"):
         expected = kind(config).state_dict()
+    if to_official is not None:
+        expected = to_official(expected, config)
     missing = sorted(expected.keys() - weights.keys())
     unknown = sorted(weights.keys() - expected.keys())
     if missing or unknown:

@@ -17,6 +17,7 @@ import enum
 from array import array
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -330,6 +331,8 @@ class _Line:
         self.count, self.first, self.last = count, rank == 0, rank == count - 1
         self._before = None if self.first else self._number(rank - 1)
         self._behind = None if self.last else self._number(rank + 1)
+        owner = cast("dist.ProcessGroup", dist.group.WORLD if group is None else group)
+        self._in_flight = _in_flight.setdefault(owner, [])
         self.end = self._number(count - 1)
 
     def _number(self, rank: int) -> int:
@@ -354,19 +357,20 @@ class _Line:
         return tensor
 
     def finish(self) -> None:
-        """Wait until all that was sent is there."""
-        for work, _ in _in_flight:
+        """Wait until all that was sent in the group is there."""
+        for work, _ in self._in_flight:
             work.wait()
-        _in_flight.clear()
+        self._in_flight.clear()
 
     def _send(self, tensor: Tensor, to: int | None) -> None:
         tensor = tensor.detach().contiguous()
-        _in_flight[:] = [(work, kept) for work, kept in _in_flight if not work.is_completed()]
-        _in_flight.append((dist.isend(tensor, to, self.group), tensor))
+        sent = self._in_flight
+        sent[:] = [(work, kept) for work, kept in sent if not work.is_completed()]
+        sent.append((dist.isend(tensor, to, self.group), tensor))
 
 
-# what was sent, which must live until it is there
-_in_flight: list[tuple[Any, Tensor]] = []
+# by group: what was sent, which must live until it is there, and may outlive the call that sent it
+_in_flight: WeakKeyDictionary[dist.ProcessGroup, list[tuple[Any, Tensor]]] = WeakKeyDictionary()
 
 
 class _Sent(torch.autograd.Function):

@@ -452,6 +452,8 @@ def _training(facts: CardFacts, head: _Head) -> str:
     loss, unit, judged, by = "loss", " nats", "accuracy", "accuracy"
     if facts.config.get("problem_type") == "regression":
         loss, unit, judged, by = "loss, mean squared error", "", "root mean squared error", "rmse"
+    elif head.pipeline == "time-series-forecasting":
+        unit, judged, by = "", "mean squared error of the forecast", "mse"
     elif head.pipeline == "text-generation":
         unit, judged = " nats per token", "accuracy, next token"
     command = fact("command")

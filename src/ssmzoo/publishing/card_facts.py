@@ -39,7 +39,7 @@ _FAMILY_FIELDS = {
 _PAPER_FIELDS = {"title", "authors", "venue", "year", "arxiv"}
 _LONG = 3  # entries up to which a list is written out
 _TOTALS = ("step", "tokens", "seconds")
-_LAST = ("loss", "validation_loss", "validation_accuracy", "validation_rmse")
+_LAST = ("loss", *(f"validation_{name}" for name in ("loss", "accuracy", "rmse", "mse")))
 
 
 @dataclass(frozen=True)

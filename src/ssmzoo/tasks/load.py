@@ -16,6 +16,7 @@ from ssmzoo.tasks.common import at_least
 from ssmzoo.tasks.copying import load_copying
 from ssmzoo.tasks.delay import load_delay
 from ssmzoo.tasks.digits import load_digits
+from ssmzoo.tasks.forecast import load_forecast
 from ssmzoo.tasks.imdb import load_imdb
 from ssmzoo.tasks.induction import induction_heads, induction_heads_zero
 from ssmzoo.tasks.listops import load_listops
@@ -232,6 +233,7 @@ SUPERVISED_TASKS: dict[str, Callable[..., Supervised]] = {
     "copying": load_copying,
     "delay": load_delay,
     "digits": load_digits,
+    "forecast": load_forecast,
     "imdb": load_imdb,
     "induction_heads": _recall(induction_heads, 100_000, 3_000, 3_000, may_be_fresh=True),
     "induction_heads_zero": _load_induction_heads_zero,

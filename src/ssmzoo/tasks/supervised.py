@@ -17,7 +17,12 @@ from ssmzoo.family import suggestion
 
 Kind = Literal["tokens", "values", "token_pairs", "images"]
 Objective = Literal[
-    "classification", "regression", "token_classification", "token_regression", "causal_lm"
+    "classification",
+    "regression",
+    "token_classification",
+    "token_regression",
+    "causal_lm",
+    "forecast",
 ]
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -35,7 +40,8 @@ class Batch:
             images float32 [B, C, H, W].
         labels: Classes int64 [B] or values float32 [B]; for each token [B, L]. A class of -100 is
             ignored. A token's class stands at the place that must say it, but under ``causal_lm``
-            one later, as Hugging Face's models expect.
+            one later, as Hugging Face's models expect. Of a ``forecast`` the values that follow,
+            float32 [B, horizon, C].
         lengths: Places of each row that are no padding, int64 [B]; for pairs [B, 2]; an image's
             pixels.
     """
@@ -55,9 +61,10 @@ class Supervised:
         size: Examples an epoch.
         make: Examples by index and epoch; use :meth:`batch`.
         vocab_size: Ids the tokens are below; None for values and images. Id 0 is padding.
-        num_labels: Classes, or values a label; None for ``causal_lm``.
+        num_labels: Classes, or values a label; None for ``causal_lm`` and ``forecast``.
         label_names: The names of the classes, in their order, where they have names.
         input_channels: Values a place; None for tokens and images.
+        horizon: Places to foretell; None but for ``forecast``.
         image_shape: C, H, W of images.
         processor: What transformers' image processor must do to give a model these images: the
             fields of ``preprocessor_config.json``.
@@ -73,6 +80,7 @@ class Supervised:
     num_labels: int | None = None
     label_names: Sequence[str] | None = None
     input_channels: int | None = None
+    horizon: int | None = None
     image_shape: tuple[int, int, int] | None = None
     processor: Mapping[str, Any] | None = None
     fresh: bool = False

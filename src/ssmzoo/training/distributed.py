@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
+    from torch.nn.parallel import DistributedDataParallel
 
     from ssmzoo.recipe import Recipe
 
@@ -233,6 +234,28 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
     return full() if full is not None else tensor
 
 
+def settle_buckets(model: DistributedDataParallel) -> None:
+    """Let a model under DDP sum the gradients of its first step in the order of all later ones.
+
+    DDP lays gradients into buckets anew after its first backward pass, in the order in which they
+    came, and where a gradient lies decides in which order more than two processes sum it. So a
+    run that was resumed would round its first step otherwise than one that never stopped. Here
+    that first pass is one through nothing, by all processes; it leaves gradients of zero.
+    """
+    import torch
+
+    module: Any = model.module
+    wrapped = vars(module).get("forward")  # as Accelerate leaves it
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    module.forward = lambda: torch.stack([0 * p.sum() for p in parameters]).sum()
+    try:
+        model().backward()
+    finally:
+        del module.forward
+        if wrapped is not None:
+            module.forward = wrapped
+
+
 def require_launched() -> None:
     """Raise if a launcher was asked for several processes and started one."""
     alone = "WORLD_SIZE" not in os.environ
@@ -260,6 +283,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
         dtype == "auto" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     )
     sharding = _sharding()
+    _require_mesh()
     accelerator = Accelerator(
         mixed_precision="bf16" if bfloat16 else "no",
         cpu=not torch.accelerator.is_available(),
@@ -314,12 +338,40 @@ def _sharding() -> FullyShardedDataParallelPlugin | None:
     return FullyShardedDataParallelPlugin(mixed_precision_policy=MixedPrecisionPolicy())
 
 
+def _require_mesh() -> None:
+    """Raise unless the mesh that `accelerate launch` was told of has copies and shards alone.
+
+    Raises:
+        RuntimeError: It has another dimension, or another number of processes than there are.
+    """
+    if not _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return
+    name = "parallelism_config_{}_size".format
+    copies, shards, *others = (
+        int(os.environ.get(name(kind).upper(), 1))
+        for kind in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+    )
+    for kind, size in zip(("tp", "cp", "sp"), others, strict=True):
+        if size != 1:
+            raise RuntimeError(
+                f"{name(kind)} must be 1 in the configuration of accelerate launch, got {size}; "
+                "to read long rows in pieces use train.sequence_parallel in the recipe"
+            )
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if copies * shards != world:
+        raise RuntimeError(
+            f"{name('dp_replicate')} x {name('dp_shard')} must be the number of processes, "
+            f"{world}, got {copies} x {shards}; change the configuration of accelerate launch"
+        )
+
+
 def is_of_another_process(error: RuntimeError) -> bool:
     """Return whether an error says that another process of the run does not answer."""
     import torch
 
     # of gloo's errors only the text tells them from others
-    return isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error)
+    known = "/gloo/", "caused pair closure"  # the second after a wait in vain, of another thread
+    return isinstance(error, torch.distributed.DistError) or any(k in str(error) for k in known)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -178,8 +178,9 @@ class RunFolder:
         described = read_json(self.path / "run.json")
         last = {k: v for line in read_metrics(self.metrics) for k, v in line.items()}
         keys = ["loss", "validation_loss", "validation_accuracy"]
-        if "validation_rmse" in last:
-            keys[2] = "validation_rmse"
+        for name in ("validation_rmse", "validation_mse"):
+            if name in last:
+                keys[2] = name
         described["finished"] = {"date": _now(), **facts, **{key: last.get(key) for key in keys}}
         write_json(self.path / "run.json", described)
         shutil.rmtree(self.cache, ignore_errors=True)

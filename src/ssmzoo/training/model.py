@@ -167,6 +167,8 @@ def model_class(config: PreTrainedConfig, task: Supervised | None = None) -> typ
     found: Any = None
     if task is not None and task.kind == "token_pairs":
         found = None if family is None else family.pair_classification_class
+    elif task is not None and task.objective == "forecast":
+        found = None if family is None else family.forecasting_class
     elif family is not None or not _only_of_families(task):
         found = _heads(task).get(type(config), None)
     if found is None:
@@ -188,6 +190,8 @@ def _fields_of(task: Supervised | None, section: ModelSection) -> dict[str, obje
         said["vocab_size"] = task.vocab_size
     if section.family is not None:
         said["input_channels"] = task.input_channels
+    if task.horizon is not None and (section.family is None or _forecasts(section.family)):
+        said["horizon"] = task.horizon
     for name, value in section.config.items():
         if said.get(name, value) != value:
             raise ValueError(
@@ -205,6 +209,10 @@ def _fields_of(task: Supervised | None, section: ModelSection) -> dict[str, obje
                     said[name],
                 )
     return said
+
+
+def _forecasts(family: str) -> bool:
+    return load_family(family).forecasting_class is not None
 
 
 def _only_of_families(task: Supervised | None) -> bool:

@@ -292,6 +292,36 @@ class Regression(_ByTheModelsLoss):
         return error.nan_to_num().square().sum()
 
 
+class Forecast(Regression):
+    """Foretell the values that follow each series; errors are means over steps and channels."""
+
+    metric = "mse"
+    measured = ("loss", "mse", "mae")
+    scored = ("mse", "mae")
+    loss = "squared error of the forecast and along the series"
+
+    def zeros(self, device: torch.device) -> torch.Tensor:
+        """Return the sums of no batch."""
+        import torch
+
+        return torch.zeros(4, dtype=torch.float64, device=device)
+
+    def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Examples) -> torch.Tensor:
+        """Return what adds up: loss, targets, squared errors, absolute errors."""
+        error = output.logits.double() - batch["labels"].to(output.logits.device)
+        sums = self.zeros(error.device)
+        if part.counts:
+            sums[0], sums[1] = output.loss.double() * error.numel(), error.numel()
+            sums[2], sums[3] = error.square().sum(), error.abs().sum()
+        return sums
+
+    def metrics(self, sums: torch.Tensor) -> dict[str, float | int]:
+        """Return what a validation reports."""
+        loss, targets, squares, sizes = sums.tolist()
+        errors = {"loss": loss / targets, "mse": squares / targets, "mae": sizes / targets}
+        return {**errors, "targets": int(targets)}
+
+
 class LabelledLM(Labelled):
     """Predict the next token where the task asks for one.
 
@@ -380,8 +410,8 @@ class LabelledLM(Labelled):
 
 def labelled(model: nn.Module, task: Supervised) -> Labelled:
     """Return the objective of a task."""
-    if task.objective == "causal_lm":
-        return LabelledLM(model, task)
+    if task.objective in ("causal_lm", "forecast"):
+        return (LabelledLM if task.objective == "causal_lm" else Forecast)(model, task)
     kind = Regression if task.objective.endswith("regression") else Classification
     return kind(model, task)
 

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from ssmzoo.files import Listed
-from ssmzoo.training.distributed import ALONE
+from ssmzoo.training.distributed import STEP
 from ssmzoo.training.stopping import Stopped
 
 T = TypeVar("T")
@@ -123,7 +123,7 @@ class Background:
     """
 
     def __init__(self) -> None:
-        self.group: Any = distributed.new_group(backend="gloo", timeout=ALONE)
+        self.group: Any = distributed.new_group(backend="gloo", timeout=STEP)
         self._thread = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
 

@@ -14,7 +14,7 @@ import numpy as np
 from ssmzoo.checkpoints.weights import is_sharded
 from ssmzoo.recipe import Recipe
 from ssmzoo.training.compat import enable_gradient_checkpointing
-from ssmzoo.training.distributed import Processes, gathered, seed_all
+from ssmzoo.training.distributed import Processes, gathered, seed_all, settle_buckets
 from ssmzoo.training.metrics import read_gauges
 from ssmzoo.training.model import build_model, load_for_task
 from ssmzoo.training.objectives import CausalLM, Objective, labelled
@@ -73,6 +73,8 @@ class Learner:
         *,
         stock: bool = False,
     ) -> None:
+        from torch.nn.parallel import DistributedDataParallel
+
         from ssmzoo.modeling.stock import accelerated, choose_kernels
 
         self.processes, self.task, options = processes, task, recipe.train
@@ -114,6 +116,9 @@ class Learner:
         # not through the wrapper, which looks for a package at every step
         self.optimizer: torch.optim.Optimizer = prepared.optimizer
         self.bare: PreTrainedModel = accelerator.unwrap_model(self.model)
+        if isinstance(self.model, DistributedDataParallel):
+            settle_buckets(self.model)
+            self.optimizer.zero_grad()
         self._project: Callable[[], None] | None = getattr(self.bare, "project_parameters", None)
         # not prepared: Accelerate's wrapper steps once for every process
         self.schedule = Schedule(self.optimizer, options, plan, higher=self.objective.higher)

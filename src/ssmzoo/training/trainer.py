@@ -87,8 +87,15 @@ class Run:
         require_ahead(recipe, recipe.train.total_steps, done)  # before the data is made ready
         source = self.source = processes.main_first(lambda: data_source(recipe))
         self.config = build_config(recipe.model, source.tokenizer, source.task)
-        if processes.row is not None and isinstance(self.config, SSMConfig):
-            require_passing(self.config)  # before the data is made ready, too
+        if processes.row is not None:  # before the data is made ready, too
+            if isinstance(self.config, SSMConfig):
+                require_passing(self.config)
+            elif stock:
+                raise ValueError(
+                    "train.sequence_parallel must be 1 with --stock (stock=True), got "
+                    f"{processes.pieces}: the states of rows in pieces go through ssmzoo's "
+                    "kernels; leave out --stock"
+                )
         manifest = processes.on_main(lambda: source.prepare(folder.cache, folder.manifest()))
         share = {"rank": processes.reader, "world": processes.readers}
         self.data = source.open(folder.cache, manifest, **share)

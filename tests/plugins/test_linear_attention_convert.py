@@ -1,0 +1,294 @@
+"""Checkpoints under flash-linear-attention's names: in, out, and refused.
+
+The judge computes logits from their names: the four models' equations, token by token in float64.
+"""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ssmzoo_linear_attention import FAMILY
+from ssmzoo_linear_attention.convert_linear_attention import from_official, to_official
+
+BACKBONE = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 24, "intermediate_size": 20}
+BACKBONE |= {"norm_eps": 1e-3, "tie_word_embeddings": False, "attn": None, "fuse_norm": True}
+RETNET = {**BACKBONE, "model_type": "retnet", "num_heads": 2, "expand_k": 1.0, "expand_v": 2.0}
+RETNET |= {"use_output_gate": True, "use_short_conv": False, "num_kv_heads": 2}
+GLA = {**BACKBONE, "model_type": "gla", "num_heads": 2, "expand_k": 0.5, "expand_v": 1}
+GLA |= {"use_output_gate": True, "use_short_conv": False, "clamp_min": None, "feature_map": None}
+DELTA = {**BACKBONE, "model_type": "delta_net", "num_heads": 2, "expand_k": 1.0, "expand_v": 1.5}
+DELTA |= {"use_gate": False, "use_short_conv": True, "qk_norm": "l2", "qk_activation": "silu"}
+GATED = {**BACKBONE, "model_type": "gated_deltanet", "num_heads": 2, "head_dim": 4, "expand_v": 1.5}
+GATED |= {"use_gate": True, "use_short_conv": True, "conv_size": 3, "hidden_act": "swish"}
+CASES = {
+    "retnet": RETNET,
+    "retnet, no gate": {**RETNET, "use_output_gate": False},
+    "gla": GLA,
+    "gla, convolutions": {**GLA, "use_short_conv": True},
+    "delta_net": DELTA,
+    "delta_net, gate": {**DELTA, "use_gate": True, "use_short_conv": False},
+    "delta_net, signs": {**DELTA, "allow_neg_eigval": True},
+    "gated_deltanet": GATED,
+    "gated_deltanet, groups": {**GATED, "num_v_heads": 4, "use_gate": False},
+}
+
+
+def sizes(config):
+    """Return the heads of keys and of values, and their sizes."""
+    heads, width = config["num_heads"], config["hidden_size"]
+    if "head_dim" in config:
+        key = config["head_dim"]
+        return heads, config.get("num_v_heads", heads), key, int(key * config["expand_v"])
+    key, value = (int(config[f"expand_{x}"] * width) // heads for x in "kv")
+    return heads, heads, key, value
+
+
+def official(config):
+    """Random weights under fla's names and shapes."""
+    (groups, heads, key, value), width = sizes(config), config["hidden_size"]
+    inner, kind = config["intermediate_size"], config["model_type"]
+    keys, values = groups * key, heads * value
+    gate = config.get("use_gate", config.get("use_output_gate"))
+    layer = {"attn_norm.weight": (width,), "mlp_norm.weight": (width,)}
+    layer |= {f"mlp.{name}_proj.weight": (inner, width) for name in ("gate", "up")}
+    layer |= {"mlp.down_proj.weight": (width, inner), "attn.o_proj.weight": (width, values)}
+    rows = {"q": keys, "k": keys, "v": values}
+    if gate:
+        layer["attn.g_proj.weight"] = (values, width)
+    if config["use_short_conv"]:
+        taps = config.get("conv_size", 4)
+        layer |= {f"attn.{x}_conv1d.weight": (count, 1, taps) for x, count in rows.items()}
+    if kind == "gla":
+        layer |= {"attn.gk_proj.0.weight": (16, width), "attn.gk_proj.1.weight": (keys, 16)}
+        layer["attn.gk_proj.1.bias"] = (keys,)
+    if kind == "gated_deltanet":
+        rows["a"] = heads
+        layer |= {"attn.A_log": (heads,), "attn.dt_bias": (heads,)}
+    if kind in ("delta_net", "gated_deltanet"):
+        rows["b"] = heads
+        layer["attn.o_norm.weight"] = (value,)
+    else:
+        layer[f"attn.g_norm{'_swish_gate' if gate else ''}.weight"] = (value,)
+    layer |= {f"attn.{x}_proj.weight": (count, width) for x, count in rows.items()}
+    shapes = {"model.embeddings.weight": (24, width), "model.norm.weight": (width,)}
+    shapes["lm_head.weight"] = (24, width)
+    for i in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    rng = np.random.default_rng(0)
+    draws = {name: 0.4 * rng.standard_normal(shape) for name, shape in sorted(shapes.items())}
+    return {name: torch.from_numpy(draw.astype(np.float32)) for name, draw in draws.items()}
+
+
+def rms(x, weight, eps):
+    return weight * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+def mixed(x, weights, config):
+    """Map ``[B, L, D]`` through one layer's mixer."""
+    groups, heads, key, value = sizes(config)
+    kind, length = config["model_type"], x.shape[1]
+    delta = "delta" in kind
+
+    def line(name, x=x):
+        return x @ weights[f"{name}.weight"].T
+
+    parts = []
+    for name in "qkv":
+        part = line(f"{name}_proj")
+        if config["use_short_conv"]:
+            taps = weights[f"{name}_conv1d.weight"]
+            padded = F.pad(part.transpose(1, 2), (taps.shape[2] - 1, 0))
+            part = F.conv1d(padded, taps, groups=taps.shape[0]).transpose(1, 2)
+        parts.append(F.silu(part) if delta or config["use_short_conv"] else part)
+    q, k = (part.unflatten(-1, (groups, key)) for part in parts[:2])
+    v = parts[2].unflatten(-1, (heads, value))
+    if kind == "retnet":
+        angle = torch.outer(
+            torch.arange(length), 10_000.0 ** (-torch.arange(0, key, 2).double() / key)
+        )
+        turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+        turned = [turn * torch.complex(*x.chunk(2, -1)) for x in (q, k)]
+        q, k = (torch.cat([x.real, x.imag], dim=-1) for x in turned)
+    if delta:
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    q, k = (x.repeat_interleave(heads // groups, dim=2) for x in (q, k))
+    beta, kept = torch.ones(1, length, heads), torch.ones(1, length, heads, 1)
+    if delta:
+        beta = torch.sigmoid(line("b_proj")) * (2 if config.get("allow_neg_eigval") else 1)
+    if kind == "retnet":
+        kept = (1 - 2.0 ** (-5 - torch.arange(heads))).expand(1, length, -1)[..., None]
+    elif kind == "gla":
+        raw = line("gk_proj.1", line("gk_proj.0")) + weights["gk_proj.1.bias"]
+        kept = torch.sigmoid(raw).pow(1 / 16).unflatten(-1, (heads, key))
+    elif kind == "gated_deltanet":
+        step = F.softplus(line("a_proj") + weights["dt_bias"])
+        kept = (-weights["A_log"].exp() * step).exp()[..., None]
+    state, outputs = torch.zeros(len(x), heads, key, value, dtype=x.dtype), []
+    for t in range(length):
+        state = kept[:, t, :, :, None] * state
+        held = torch.einsum("bhk,bhkv->bhv", k[:, t], state) if delta else 0
+        written = beta[:, t, :, None] * (v[:, t] - held)
+        state = state + k[:, t, :, :, None] * written[:, :, None]
+        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) / key**0.5)
+    names = ("o_norm.weight", "g_norm.weight", "g_norm_swish_gate.weight")
+    norm = next(weights[name] for name in names if name in weights)
+    y = rms(torch.stack(outputs, dim=1), norm, config["norm_eps"]).flatten(2)
+    return line("o_proj", y * F.silu(line("g_proj")) if "g_proj.weight" in weights else y)
+
+
+def logits(weights, config, ids):
+    weights, eps = {name: x.double() for name, x in weights.items()}, config["norm_eps"]
+    x = weights["model.embeddings.weight"][ids]
+    for i in range(config["num_hidden_layers"]):
+        begin = f"model.layers.{i}."
+        layer = {name.removeprefix(begin): w for name, w in weights.items() if begin in name}
+        attn = {name.removeprefix("attn."): w for name, w in layer.items()}
+        x = x + mixed(rms(x, layer["attn_norm.weight"], eps), attn, config)
+        h = rms(x, layer["mlp_norm.weight"], eps)
+        gate, up = (h @ layer[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + F.silu(gate) * up @ layer["mlp.down_proj.weight"].T
+    return rms(x, weights["model.norm.weight"], eps) @ weights["lm_head.weight"].T
+
+
+def assert_same(got, expected):
+    assert got.keys() == expected.keys()
+    for name in expected:
+        assert got[name].dtype == expected[name].dtype, name
+        assert torch.equal(got[name], expected[name]), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_survive_the_round_trip_bit_for_bit_and_give_their_models_logits(case):
+    config, source = CASES[case], official(CASES[case])
+    weights, ours = from_official(source, config)
+    assert_same(to_official(weights, ours), source)
+    model = FAMILY.causal_lm_class(ours).eval().double()
+    model.load_state_dict(weights)
+    ids = torch.from_numpy(np.random.default_rng(1).integers(24, size=(2, 12)))
+    expected = logits(source, config, ids)
+    got = model(ids).logits.detach()
+    assert (got - expected).abs().max() <= 1e-10 * expected.abs().max()
+
+
+def test_what_fla_wrote_in_other_versions_is_read():
+    source = official(GLA)
+    unfused = {name.replace("_swish_gate", ""): x for name, x in source.items()}
+    other = {"fuse_norm": False, "_name_or_path": "x", "share_conv_kernel": True, "use_gk": True}
+    assert_same(to_official(*from_official(unfused, {**GLA, **other})), source)
+    with pytest.raises(LookupError, match=r"unknown \['model.layers.0.attn.g_norm.weight'"):
+        from_official({**unfused, **source}, GLA)
+    source = official(GATED)
+    early = {**source, "model.layers.1.attn.D": torch.ones(2)}
+    assert_same(to_official(*from_official(early, GATED)), source)
+    with pytest.raises(LookupError, match=r"unknown \['model.layers.1.attn.D'\]"):
+        from_official({**official(GLA), "model.layers.1.attn.D": torch.ones(2)}, GLA)
+
+
+def test_a_tied_head_is_filled_in_and_another_head_refused():
+    source = official(GLA)
+    head = source.pop("lm_head.weight")
+    weights, ours = from_official(source, {**GLA, "tie_word_embeddings": True})
+    assert torch.equal(weights["lm_head.weight"], source["model.embeddings.weight"])
+    del weights["lm_head.weight"]  # as it is saved
+    assert "lm_head.weight" in to_official(weights, ours)
+    with pytest.raises(ValueError, match="tie_word_embeddings must be false"):
+        from_official({**source, "lm_head.weight": head}, {**GLA, "tie_word_embeddings": True})
+
+
+def test_an_mlp_whose_width_is_not_told_has_flas():
+    source, told = official({**GLA, "intermediate_size": 256}), {**GLA, "intermediate_size": None}
+    assert from_official(source, told)[1].intermediate_size == 256  # 16 x 4 x 2 / 3, rounded up
+    with pytest.raises(ValueError, match=r"down_proj.weight must have shape \[16, 512\]"):
+        from_official(source, {**told, "hidden_ratio": 25})
+
+
+@pytest.mark.parametrize("case", ["retnet", "gla", "delta_net", "gated_deltanet"])
+def test_a_tensor_that_is_missing_unknown_or_misshapen_is_named(case):
+    source, name = official(CASES[case]), "model.layers.1.attn.k_proj.weight"
+    lacking = {key: x for key, x in source.items() if key != name}
+    with pytest.raises(LookupError, match=rf"missing \['{name}'\]"):
+        from_official(lacking, CASES[case])
+    with pytest.raises(LookupError, match=r"unknown \['model.layers.0.attn.z'\]"):
+        from_official({**source, "model.layers.0.attn.z": torch.ones(1)}, CASES[case])
+    # as many rows in all
+    swapped = {**source, name: source[name][1:]}
+    query = name.replace("k_proj", "q_proj")
+    swapped[query] = torch.cat([source[query], source[query][:1]])
+    with pytest.raises(ValueError, match=r"attn.[qk]_proj.weight must have shape \["):
+        from_official(swapped, CASES[case])
+
+
+ATTENTION = {"layers": [1], "num_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "words"),
+    [
+        (GLA, {"model_type": None}, "model_type of retnet, gla, delta_net, gated_deltanet, got"),
+        (GLA, {"model_type": "kda"}, "got kda"),
+        (GLA, {"num_heads": None}, "config of a gla must have 'num_heads'"),
+        (GLA, {"expand_k": None}, "config of a gla must have 'expand_k'"),
+        (DELTA, {"use_gate": None}, "config of a delta_net must have 'use_gate'"),
+        (GATED, {"head_dim": None}, "config of a gated_deltanet must have 'head_dim'"),
+        (GLA, {"attn": ATTENTION}, "attn of a gla must be null to convert"),
+        (GATED, {"attnres_block_size": 4}, "attnres_block_size of a gated_deltanet must be null"),
+        (GLA, {"hidden_act": "powlu"}, 'hidden_act of a gla must be "swish" or "silu"'),
+        (RETNET, {"elementwise_affine": False}, "elementwise_affine of a retnet must be true"),
+        (RETNET, {"num_kv_heads": 1}, "num_kv_heads of a retnet must be 2"),
+        (RETNET, {"use_short_conv": True}, "use_short_conv of a retnet must be false"),
+        (RETNET, {"feature_map": "relu"}, "feature_map of a retnet must be null"),
+        (GLA, {"clamp_min": -1.0}, "clamp_min of a gla must be null"),
+        (GLA, {"allow_neg_eigval": True}, "allow_neg_eigval of a gla must be null"),
+        (GLA, {"head_dim": 4}, "head_dim of a gla must be null"),
+        (GLA, {"gate_logit_normalizer": 8}, "gate_logit_normalizer of a gla must be null"),
+        (DELTA, {"qk_norm": "sum"}, 'qk_norm of a delta_net must be "l2"'),
+        (DELTA, {"qk_activation": "elu"}, 'qk_activation of a delta_net must be "silu"'),
+        (DELTA, {"use_beta": False}, "use_beta of a delta_net must be true"),
+        (DELTA, {"norm_first": True}, "norm_first of a delta_net must be false"),
+        (GATED, {"lower_bound": -5}, "lower_bound of a gated_deltanet must be null"),
+        (GATED, {"num_v_heads": 3}, "num_key_heads needs to divide num_heads"),
+        (GLA, {"num_heads": 0}, "num_heads must be at least 1"),
+    ],
+)
+def test_what_our_layer_cannot_express_is_refused_by_the_configuration_alone(config, fields, words):
+    with pytest.raises((LookupError, ValueError), match=words) as error:
+        from_official({}, {**config, **fields})
+    assert "\n" not in str(error.value)
+
+
+def test_a_size_that_is_no_number_is_refused():
+    with pytest.raises(TypeError, match="hidden_size must be a number, got 'wide'"):
+        from_official({}, {**GLA, "hidden_size": "wide"})
+
+
+def blank(preset, **fields):
+    config = FAMILY.config(preset, **fields)
+    with torch.device("meta"):
+        return FAMILY.causal_lm_class(config).state_dict(), config
+
+
+@pytest.mark.parametrize("preset", ["retnet-125m", "gla-125m", "deltanet-340m"])
+def test_presets_of_their_models_go_out(preset):
+    assert "model.layers.11.attn.o_proj.weight" in to_official(*blank(preset))
+
+
+@pytest.mark.parametrize(
+    ("preset", "fields", "words"),
+    [
+        ("kda-1.3b", {}, "whose gla has no feature_map='silu_l2'"),
+        ("mamba2-130m", {}, "whose gated_deltanet has no feature_map='silu', conv_bias=True"),
+        ("linear-transformer-mnist", {}, "whose delta_net has no"),
+        ("gla-125m", {"decay_rank": 8}, "whose gla has no decay_rank=8"),
+        ("gla-125m", {"intermediate_size": None}, "whose gla has no intermediate_size=None"),
+        ("retnet-125m", {"d_conv": 4}, "whose retnet has no d_conv=4"),
+        ("deltanet-340m", {"beta_scale": 1.5}, "whose delta_net has no beta_scale=1.5"),
+        ("deltanet-340m", {"num_key_heads": 2}, "whose delta_net has no key_heads=2"),
+        ("deltanet-340m", {"out_gate": "sigmoid"}, "whose delta_net has no out_gate='sigmoid'"),
+        ("gated-deltanet-1.3b", {"skip": True}, "whose gated_deltanet has no skip=True"),
+        ("gated-deltanet-1.3b", {"prenorm": False}, "whose gated_deltanet has no prenorm=False"),
+    ],
+)
+def test_a_model_that_fla_has_not_is_refused_on_the_way_out(preset, fields, words):
+    with pytest.raises(ValueError, match=words):
+        to_official(*blank(preset, **{"num_hidden_layers": 1, **fields}))
