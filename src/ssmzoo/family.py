@@ -180,7 +180,8 @@ def claims() -> dict[str, tuple[EntryPoint, ...]]:
     found: dict[str, tuple[EntryPoint, ...]] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         others = found.get(point.name, ())
-        if owner(point) not in map(owner, others):
+        # owner reads a file: not for a name that only one claims
+        if all(owner(point) != owner(other) for other in others):
             found[point.name] = (*others, point)
     return found
 

@@ -16,6 +16,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -115,6 +116,43 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
     return value
+
+
+def parse_yaml(text: str, name: str) -> Any:
+    """Read YAML without fields that appear twice, in which 1e-3 is a number, as in YAML 1.2.
+
+    Raises:
+        ValueError: It is not YAML; the message begins with ``name``.
+    """
+    import yaml
+
+    try:
+        return yaml.load(text, _yaml_loader())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
+@cache
+def _yaml_loader() -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+            keys = [self.construct_object(key, deep=True) for key in own]
+            twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+            if twice is not None:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the field {twice!r} appears twice", node.start_mark
+                )
+            return super().construct_mapping(node, deep=deep)
+
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+        list("-+0123456789"),
+    )
+    return Loader
 
 
 def write_text(target: Path, text: str) -> None:

@@ -7,7 +7,6 @@ absolute ones. Numbers such as ``3e-4`` are numbers here, although YAML 1.1 read
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
@@ -16,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 import yaml
 
 from ssmzoo.family import suggestion
-from ssmzoo.files import STDLIB, is_utf8, share
+from ssmzoo.files import STDLIB, is_utf8, parse_yaml, share
 
 try:
     from pydantic import (
@@ -646,33 +645,7 @@ def _fields_of(path: Path) -> Any:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: a recipe must be UTF-8 text: {error}") from None
-    return _read_yaml(text, path.name)
-
-
-class _Loader(yaml.SafeLoader):
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-        keys = [self.construct_object(key, deep=True) for key in own]
-        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
-        if twice is not None:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the field {twice!r} appears twice", node.start_mark
-            )
-        return super().construct_mapping(node, deep=deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
-
-
-def _read_yaml(text: str, name: str) -> Any:
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
+    return parse_yaml(text, path.name)
 
 
 def _find(source: str | Path) -> Path:
@@ -705,7 +678,7 @@ def _override(fields: dict[str, Any], override: str) -> None:
         if not isinstance(here, dict):
             raise ValueError(f"the override {override!r} goes into {part!r}, which is no section")
     # what is not UTF-8 can be no YAML, only a path
-    here[parts[-1]] = _read_yaml(value, override) if is_utf8(value) else value
+    here[parts[-1]] = parse_yaml(value, override) if is_utf8(value) else value
 
 
 def _exactly_one(section: BaseModel, name: str, fields: Sequence[str]) -> None:

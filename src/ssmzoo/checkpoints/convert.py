@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ssmzoo.checkpoints.load import model_folder
 from ssmzoo.checkpoints.weights import WEIGHTS, WEIGHTS_INDEX, read_tensors, read_weights
 from ssmzoo.family import Converter, claims, family_of, load_family
-from ssmzoo.files import appears_whole, read_json, write_folder, writing
+from ssmzoo.files import appears_whole, parse_yaml, read_json, write_folder, writing
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -136,19 +134,14 @@ def _read(source: Path) -> dict[str, Tensor]:
 
 
 def _fields(overrides: Sequence[str]) -> dict[str, Any]:
-    import yaml
-
     fields: dict[str, Any] = {}
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key.strip():
             raise ValueError(f"an override must look like trunc_len=1024, got {override!r}")
-        with suppress(ValueError):
-            fields[key.strip()] = json.loads(value)  # whose 1e-6 is a string to PyYAML
-            continue
         try:
-            fields[key.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+            fields[key.strip()] = parse_yaml(value, override)
+        except ValueError as error:
             raise ValueError(f"the value of the override {override!r} must be YAML") from error
     return fields
 

@@ -410,9 +410,9 @@ class LabelledLM(Labelled):
 
 def labelled(model: nn.Module, task: Supervised) -> Labelled:
     """Return the objective of a task."""
-    if task.objective in ("causal_lm", "forecast"):
-        return (LabelledLM if task.objective == "causal_lm" else Forecast)(model, task)
-    kind = Regression if task.objective.endswith("regression") else Classification
+    regression = task.objective.endswith("regression")
+    own = {"causal_lm": LabelledLM, "forecast": Forecast}
+    kind = own.get(task.objective, Regression if regression else Classification)
     return kind(model, task)
 
 
