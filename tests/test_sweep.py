@@ -24,17 +24,8 @@ from transformers import (
 )
 
 from ssmzoo.analysis.cost import flops_per_token, state_bytes
-from ssmzoo.analysis.sweep import (
-    Sweep,
-    best_rates,
-    draw_problem,
-    impossible,
-    ledger_table,
-    load_sweep,
-    read_ledger,
-    selection,
-    sweep,
-)
+from ssmzoo.analysis.ledger import best_rates, draw_problem, ledger_table, read_ledger
+from ssmzoo.analysis.sweep import Sweep, impossible, load_sweep, selection, sweep
 from ssmzoo.checkpoints.load import load_model
 from ssmzoo.cli.main import main
 from ssmzoo.family import load_family
@@ -196,6 +187,7 @@ def test_runs_of_another_sweep_are_not_taken_for_its_own(changes, message, finis
 
 def test_a_result_that_was_cut_is_said_in_one_line_and_done_again(finished, tmp_path, said):
     output = shutil.copytree(finished, tmp_path / "out")
+    (output / "ledger.csv").unlink()
     (result,) = output.rglob("result.json")
     whole = json.loads(result.read_text())
     text = result.read_text()
@@ -205,6 +197,74 @@ def test_a_result_that_was_cut_is_said_in_one_line_and_done_again(finished, tmp_
     (line,) = sweep(one_run(), output)
     assert line["value"] == whole["lines"][0]["value"]
     assert json.loads(result.read_text())["lines"] == [line]
+
+
+def test_a_ledger_alone_is_gone_on_with(finished, tmp_path):
+    shutil.copy(finished / "ledger.csv", tmp_path)
+    rates = one_run(learning_rates=[0.01, 0.03])
+    ledger = sweep(rates, tmp_path)
+    assert [line["lr"] for line in ledger] == [0.01, 0.03]
+    assert ledger[:1] == read_ledger(finished / "ledger.csv")
+    assert len(list(tmp_path.rglob("result.json"))) == 1
+    shutil.rmtree(tmp_path / "runs")
+    assert sweep(rates, tmp_path) == ledger
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"problems": with_pairs(train={"steps": 5, "batch_size": 8})},
+        {"learning_rates": [0.03]},
+        {"models": {"Longhorn": {"family": "longhorn", "config": {"num_hidden_layers": 2}}}},
+    ],
+)
+def test_a_ledger_of_another_sweep_is_neither_used_nor_lost(changes, finished, tmp_path):
+    shutil.copy(finished / "ledger.csv", tmp_path)
+    with pytest.raises(ValueError, match="another sweep's: problem pairs, model Longhorn, width 16"):
+        sweep(one_run(**changes), tmp_path)
+    assert (tmp_path / "ledger.csv").read_bytes() == (finished / "ledger.csv").read_bytes()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_sweep_beside_a_cut_ledger_trains_nothing(finished, tmp_path):
+    cut = tmp_path / "ledger.csv"
+    cut.write_text((finished / "ledger.csv").read_text()[:-40])
+    before = cut.read_bytes()
+    with pytest.raises(ValueError, match=r"ledger\.csv, line 2, is cut"):
+        sweep(one_run(learning_rates=[0.01, 0.03]), tmp_path)
+    assert cut.read_bytes() == before
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_recipe_has_the_same_digits_wherever_its_text_lies(tmp_path, monkeypatch):
+    def digest(steps):
+        rows = {"data": {"text": "x.txt", "validation": 0.5}, "train": {**ROWS, "steps": steps}}
+        (run,) = one_run(problems={"rows": rows}).runs()
+        return run.digest
+
+    here = digest(1)
+    monkeypatch.chdir(tmp_path)
+    assert digest(1) == here
+    assert digest(2) != here
+
+
+def test_later_seeds_run_at_the_best_rate_alone(tmp_path):
+    searched = one_run(learning_rates=[1e-9, 0.03], seeds=[0, 1, 2], search_seeds=1)
+    half = sweep(searched, tmp_path, only={"seed": [1]})
+    assert half == []  # nothing was searched yet
+    ledger = sweep(searched, tmp_path)
+    first = {line["lr"]: line["validation"] for line in ledger if line["seed"] == 0}
+    best = max(first, key=first.__getitem__)
+    assert [(x["lr"], x["seed"]) for x in ledger] == [
+        *((1e-9, 0), (0.03, 0)),
+        *((best, 1), (best, 2)),
+    ]
+    asked = sweep(searched, tmp_path, only={"lr": [1e-9, 0.03], "seed": [2]})
+    assert {(x["lr"], x["seed"]) for x in asked} == {
+        *((1e-9, 0), (0.03, 0), (best, 1)),
+        *((1e-9, 2), (0.03, 2)),
+    }
 
 
 def test_a_cut_ledger_is_not_read(finished, tmp_path):
@@ -425,6 +485,9 @@ def test_the_best_rate_is_best_on_average_over_the_seeds():
     assert {line["lr"] for line in found["p", "a", 8]} == {0.2}
     found = best_rates(lines("bits_per_byte", {0.1: (0.9, 0.1), 0.2: (0.6, 0.6)}))
     assert {line["lr"] for line in found["p", "a", 8]} == {0.1}
+    # of a searched sweep, by the seeds that all rates have
+    found = best_rates(lines("accuracy", {0.1: (0.7, 0.1, 0.1), 0.2: (0.6,)}))
+    assert [line["validation"] for line in found["p", "a", 8]] == [0.7, 0.1, 0.1]
 
 
 def test_a_saved_model_and_a_foreign_family_enter_a_sweep(tmp_path, monkeypatch):
@@ -547,6 +610,8 @@ def test_the_table_shows_number_mean_and_range_of_seeds():
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
+        ({"search_seeds": 0}, ValueError, "search_seeds"),
+        ({"search_seeds": 2}, ValueError, "search_seeds must be at most the 1 seeds, got 2"),
         ({"width": [3]}, LookupError, "the sweep has no field 'width'; did you mean 'widths'"),
         ({"widths": []}, ValueError, "widths"),
         ({"problems": {}}, ValueError, "problems"),

@@ -3,6 +3,8 @@
 - A run is a folder of its own, and its ``result.json`` all that is left of it when it is finished.
   The ledger is made of these files, so nothing is lost where several processes share the work:
   each takes runs that no other one is at.
+- What stands in the output's ``ledger.csv`` is finished, too: a ledger alone can be carried to
+  another machine, and the sweep goes on there.
 - The first seed of all runs comes first, then the second: half a table is a table.
 - What a model cannot do is found before anything is trained, and is a hole in the ledger with its
   reason.
@@ -10,32 +12,42 @@
 
 from __future__ import annotations
 
-import csv
 import gc
+import hashlib
 import inspect
-import io
+import json
 import logging
 import math
 import os
 import re
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 
 from ssmzoo.analysis.cost import flops_per_token, state_bytes
+from ssmzoo.analysis.ledger import (
+    COLUMNS,
+    Cell,
+    Line,
+    best_rates,
+    cell_of,
+    draw_problem,
+    read_ledger,
+    write_ledger,
+)
 from ssmzoo.data.labelled import Examples
 from ssmzoo.data.sources import DataSource, data_source
 from ssmzoo.environment.hardware import installed_versions
 from ssmzoo.environment.messages import first_line
 from ssmzoo.family import suggestion
-from ssmzoo.files import CannotWriteError, appears_whole, read_json, share, write_json, write_text
+from ssmzoo.files import CannotWriteError, read_json, share, write_json
 from ssmzoo.recipe import (
-    HIGHER_IS_BETTER,
     DataSection,
     ModelSection,
     Recipe,
@@ -61,19 +73,11 @@ except ImportError as error:
 
 logger = logging.getLogger("ssmzoo")
 
-Line: TypeAlias = dict[str, Any]
-Cell: TypeAlias = tuple[str, str, int | None]  # problem, model and width
 Holes: TypeAlias = dict[Cell, str]
 
 MOST_TOKENS = 4096  # of the sequence that state and operations are measured on
 NEVER = 1_000_000_000  # steps
-# the ledger's, and what is made of them where they are read
-COLUMNS: dict[str, type] = {
-    **{"problem": str, "model": str, "width": int, "lr": float, "seed": int},
-    **{"length": int, "metric": str, "validation": float, "value": float, "last": float},
-    **{"targets": int, "parameters": int, "state_bytes": int, "flops_per_token": int},
-    **{"seconds": float, "cpu_seconds": float, "hardware": str, "date": str, "note": str},
-}
+COMPARED = ("model", "data", "train", "eval")  # the sections that say what a run is
 _CHOICES = {"problem": "problems", "model": "models", "width": "widths"}
 _CHOICES |= {"lr": "learning_rates", "seed": "seeds"}
 
@@ -103,6 +107,8 @@ class Sweep(Section):
         widths: What ``hidden_size`` runs through.
         learning_rates: What ``train.lr`` runs through.
         seeds: What ``train.seed`` runs through.
+        search_seeds: The number of first seeds that run at every learning rate; the others run at
+            the best of them alone, once these are finished. If absent, all run at every rate.
     """
 
     models: Annotated[dict[str, ModelSection], Field(min_length=1)]
@@ -110,15 +116,21 @@ class Sweep(Section):
     widths: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
     learning_rates: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    search_seeds: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def later_seeds(self) -> list[int]:
+        """The seeds that run at the best learning rate alone."""
+        return [] if self.search_seeds is None else self.seeds[self.search_seeds :]
 
     def runs(self) -> list[PlannedRun]:
-        """Return every run, in the order in which they are trained.
+        """Return every run that may be, in the order in which they are trained.
 
         Raises:
             LookupError: A field that a recipe does not have.
             ValueError: Runs that cannot be.
         """
-        self._check_names()
+        self._check()
         grid = product(self.seeds, self.problems.items(), self.models.items())
         found: dict[str, PlannedRun] = {}
         for seed, (problem, said), (model, section) in grid:
@@ -127,7 +139,8 @@ class Sweep(Section):
             for width, lr in product(widths, self.learning_rates):
                 place = {"problem": problem, "model": model, "width": width}
                 place |= {"lr": lr, "seed": seed}
-                run = PlannedRun(place, _recipe(said, section, place))
+                recipe = _recipe(said, section, place)
+                run = PlannedRun(place, recipe.with_absolute_paths(), _digest(recipe))
                 if run.folder in found:
                     raise ValueError(
                         "problems, models, widths, learning_rates and seeds must not repeat, got "
@@ -136,7 +149,11 @@ class Sweep(Section):
                 found[run.folder] = run
         return list(found.values())
 
-    def _check_names(self) -> None:
+    def _check(self) -> None:
+        if self.search_seeds is not None and self.search_seeds > len(self.seeds):
+            raise ValueError(
+                f"search_seeds must be at most the {len(self.seeds)} seeds, got {self.search_seeds}"
+            )
         for name in (*self.models, *self.problems):
             if not re.fullmatch(r"[^\W_][^/\\:*?\"<>|,=]*", name) or not name.isprintable():
                 raise ValueError(
@@ -165,10 +182,12 @@ class PlannedRun:
     Attributes:
         place: Its ``problem``, ``model``, ``width`` (None of a saved model), ``lr`` and ``seed``.
         recipe: What it trains.
+        digest: Tells its recipe from others in the ledger.
     """
 
     place: Line
     recipe: Recipe
+    digest: str
 
     @property
     def folder(self) -> str:
@@ -181,7 +200,7 @@ class PlannedRun:
     @property
     def cell(self) -> Cell:
         """What has one configuration: problem, model and width."""
-        return self.place["problem"], self.place["model"], self.place["width"]
+        return cell_of(self.place)
 
     def __str__(self) -> str:
         shown = (f"{name} {value}" for name, value in self.place.items() if value is not None)
@@ -242,14 +261,16 @@ def sweep(
 ) -> list[Line]:
     """Train a sweep's models; write ``ledger.json``, ``ledger.csv`` and a picture a problem.
 
-    Runs that are finished are not run again; those that were killed go on; those that another
-    process is at are left to it. Runs of another sweep are none of these: they are an error, which
-    is raised before anything is trained. A run that fails is reported, and the others go on.
+    Runs that are finished, or stand in ``ledger.csv``, are not run again; those that were killed
+    go on; those that another process is at are left to it. Runs of another sweep are none of these:
+    they are an error, which is raised before anything is trained. A run that fails is reported, and
+    the others go on.
 
     Args:
         source: A YAML file, the name of a shipped sweep, or a sweep.
         output_dir: Where the runs, the ledger and the pictures go.
-        only: By ``problem``, ``model``, ``width``, ``lr`` and ``seed`` those to train.
+        only: By ``problem``, ``model``, ``width``, ``lr`` and ``seed`` those to train. Learning
+            rates named here are trained at every seed, searched or not.
         train: Whether to train; the ledger of what is there is written either way.
         keep: Keep the models, in ``model`` of the runs' folders.
         stock: Leave transformers' recurrent models as they are, without our kernels.
@@ -261,27 +282,34 @@ def sweep(
         ranked, ``value``, ``last`` (the accuracy of each row's last target), ``targets``,
         ``parameters``, ``state_bytes`` of one sequence of the training length, ``flops_per_token``
         of matrix products, attention and convolutions, ``seconds`` of training, ``cpu_seconds`` of
-        the whole run since it was last begun or resumed, ``hardware``, ``date``. Of a run that
+        the whole run since it was last begun or resumed, ``hardware``, ``date``, ``recipe``, digits
+        that tell what was trained from anything else. Of a run that
         diverged ``value`` is None and ``note`` says so; of a hole ``note`` is the reason.
 
     Raises:
         LookupError: A field, family, preset, model type or name that does not exist.
-        ValueError: A wrong value, or a folder with runs of another sweep.
+        ValueError: A wrong value, a folder with runs of another sweep, or a ledger that is cut.
         RuntimeError: The machine, or runs that failed.
     """
     chosen = source if isinstance(source, Sweep) else load_sweep(source)
     planned = chosen.runs()
     wanted = _selected(chosen, planned, only or {})
     output = Path(output_dir)
-    missing = [run for run in planned if not _is_finished(output / "runs" / run.folder, run.recipe)]
+    missing = {run.folder for run in planned if not _has_result(run, output)}
+    earlier = _earlier(planned, output)
+    missing -= earlier.lines.keys()
     sources = Sources()
-    holes = impossible(wanted, sources)
+    holes = earlier.holes | impossible(wanted, sources)
     failed: list[str] = []
+    todo = [run for run in wanted if run.folder in missing and run.cell not in holes]
+    later = chosen.later_seeds if not (only or {}).get("lr") else []
     if train:
-        chosen_ones = {run.folder for run in wanted}
-        todo = [run for run in missing if run.folder in chosen_ones and run.cell not in holes]
-        failed = _train_all(todo, output, sources, keep=keep, stock=stock)
-    ledger = _collected(planned, holes, output)
+        first = [run for run in todo if run.place["seed"] not in later]
+        failed = _train_all(first, output, sources, keep=keep, stock=stock)
+        best = _searched(chosen, _collected(planned, holes, output, earlier))
+        todo = [run for run in todo if run not in first and best.get(run.cell) == run.place["lr"]]
+        failed += _train_all(todo, output, sources, keep=keep, stock=stock)
+    ledger = _collected(planned, holes, output, earlier)
     _write(output, chosen, ledger)
     if failed:
         raise RuntimeError(f"{len(failed)} runs failed, the first: {failed[0]}")
@@ -323,7 +351,16 @@ def _recipe(said: Problem, section: ModelSection, place: Line) -> Recipe:
     recipe = read_sections(Recipe, fields, f"problems.{place['problem']}")
     if not recipe.supervised and recipe.data.validation is None:
         raise ValueError(f"problems.{place['problem']}.data needs validation to judge by")
-    return recipe.with_absolute_paths()
+    return recipe
+
+
+def _digest(recipe: Recipe) -> str:
+    """Return twelve hexadecimal digits that tell what a recipe trains from what others do."""
+    text = {
+        name: getattr(recipe, name).model_dump(exclude_defaults=True, mode="json")
+        for name in COMPARED
+    }
+    return hashlib.sha256(json.dumps(text, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def selection(terms: Iterable[str]) -> dict[str, list[Any]]:
@@ -373,12 +410,60 @@ def _selected(
     ]
 
 
-def _is_finished(folder: Path, recipe: Recipe) -> bool:
-    """Return whether a run's result is there.
+class Earlier(NamedTuple):
+    """What a ledger has of earlier: the lines of runs, by the run's folder, and holes."""
+
+    lines: dict[str, list[Line]]
+    holes: Holes
+
+
+def _earlier(planned: list[PlannedRun], output: Path) -> Earlier:
+    """Return what the output's ledger has.
+
+    Raises:
+        ValueError: It is cut, or another sweep's.
+    """
+    file = output / "ledger.csv"
+    known = {_place_of(run.place): run for run in planned}
+    cells = {run.cell for run in planned}
+    found = Earlier({}, {})
+    for line in read_ledger(file) if file.exists() else []:
+        if line["lr"] is None and cell_of(line) in cells:
+            found.holes[cell_of(line)] = line["note"]
+        elif (run := known.get(_place_of(line))) and run.digest == line["recipe"]:
+            found.lines.setdefault(run.folder, []).append(line)
+        else:
+            shown = ", ".join(f"{name} {line[name]}" for name in _CHOICES if line[name] is not None)
+            raise ValueError(
+                f"{file} is another sweep's: {shown} was trained by another recipe, or is none of "
+                "its runs; choose another folder, or take the line out"
+            )
+    return found
+
+
+def _place_of(line: Line) -> tuple[Any, ...]:
+    return tuple(line[name] for name in _CHOICES)
+
+
+def _searched(chosen: Sweep, ledger: list[Line]) -> dict[Cell, float]:
+    """Return the best learning rate of the cells whose search is finished."""
+    first = [seed for seed in chosen.seeds if seed not in chosen.later_seeds]
+    asked = set(product(chosen.learning_rates, first))
+    lines = [line for line in ledger if line["seed"] in first]
+    finished = defaultdict(set)
+    for line in lines:
+        finished[cell_of(line)].add((line["lr"], line["seed"]))
+    best = best_rates(lines)
+    return {cell: best[cell][0]["lr"] for cell, runs in finished.items() if runs == asked}
+
+
+def _has_result(run: PlannedRun, output: Path) -> bool:
+    """Return whether a run's folder has its result.
 
     Raises:
         ValueError: What was begun in its folder is another sweep's.
     """
+    folder, recipe = output / "runs" / run.folder, run.recipe
     begun: Recipe | None = None
     result = _result_of(folder, warns=True)
     if result is not None:
@@ -387,7 +472,7 @@ def _is_finished(folder: Path, recipe: Recipe) -> bool:
         with suppress(LookupError):  # another process may have finished it by now
             begun = load_recipe(begun_as)
     if begun is not None:
-        for name, before, now in begun.differences(recipe, ("model", "data", "train", "eval")):
+        for name, before, now in begun.differences(recipe, COMPARED):
             raise ValueError(
                 f"{folder} was trained for another sweep: {name} was {before!r}, is {now!r} now; "
                 "choose another folder, or remove the run"
@@ -489,6 +574,7 @@ def _trained(run: PlannedRun, folder: Path, sources: Sources, *, keep: bool, sto
     else:
         judged = [{"length": length, "metric": None, "value": None, "validation": None}]
     empty = dict.fromkeys(COLUMNS)
+    shared["recipe"] = run.digest
     lines = [{**empty, **run.place, **shared, **line} for line in judged]
     if keep and note is None:
         shutil.rmtree(folder / "model", ignore_errors=True)
@@ -585,7 +671,9 @@ def _costs(recipe: Recipe, source: DataSource, length: int) -> Line:
     }
 
 
-def _collected(planned: Iterable[PlannedRun], holes: Holes, output: Path) -> list[Line]:
+def _collected(
+    planned: Iterable[PlannedRun], holes: Holes, output: Path, earlier: Earlier
+) -> list[Line]:
     """Return the lines of all runs that have left a result, and of the holes."""
     empty, lines, seen = dict.fromkeys(COLUMNS), [], set()
     for run in planned:
@@ -596,8 +684,7 @@ def _collected(planned: Iterable[PlannedRun], holes: Holes, output: Path) -> lis
             seen.add(run.cell)
             continue
         result = _result_of(output / "runs" / run.folder)
-        if result is not None:
-            lines += result["lines"]
+        lines += earlier.lines.get(run.folder, []) if result is None else result["lines"]
     return lines
 
 
@@ -614,168 +701,3 @@ def _write(output: Path, chosen: Sweep, ledger: list[Line]) -> None:
         lines = [line for line in ledger if line["problem"] == problem]
         if any(line["value"] is not None for line in lines):
             draw_problem(lines, output / f"{problem.replace(' ', '-')}.png")
-
-
-def write_ledger(ledger: list[Line], target: Path) -> None:
-    """Write a ledger as CSV, which appears complete or not at all."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(ledger)
-    write_text(target, text.getvalue())
-
-
-def read_ledger(path: str | Path) -> list[Line]:
-    """Read the lines of a ``ledger.csv``; what is empty is None.
-
-    Raises:
-        ValueError: It is no ledger, or a line is cut or wrong; the message has its number.
-    """
-    with Path(path).open(encoding="utf-8", newline="") as file:
-        reader = csv.reader(file)
-        if next(reader, None) != list(COLUMNS):
-            raise ValueError(f"{path} must begin with the columns {','.join(COLUMNS)}")
-        ledger = []
-        for fields in reader:
-            try:
-                pairs = zip(COLUMNS.items(), fields, strict=True)
-                ledger.append({name: kind(x) if x else None for (name, kind), x in pairs})
-            except ValueError as error:
-                raise ValueError(
-                    f"{path}, line {reader.line_num}, is cut or wrong: {error}"
-                ) from None
-    return ledger
-
-
-def best_rates(ledger: list[Line]) -> dict[Cell, list[Line]]:
-    """Return, by problem, model and width, the lines of the learning rate that is best on average.
-
-    It is the best by the mean over its seeds of the validation; what diverged is the worst.
-    """
-    groups: dict[Cell, dict[float, list[Line]]] = {}
-    for line in ledger:
-        if line["lr"] is not None:  # a hole has none
-            rates = groups.setdefault((line["problem"], line["model"], line["width"]), {})
-            rates.setdefault(line["lr"], []).append(line)
-
-    def mean(lines: list[Line]) -> float:
-        if any(line["validation"] is None for line in lines):
-            return -math.inf
-        sign = 1 if lines[0]["metric"] in HIGHER_IS_BETTER else -1
-        return sign * sum(line["validation"] for line in lines) / len(lines)
-
-    return {place: max(rates.values(), key=mean) for place, rates in groups.items()}
-
-
-def by_length(lines: list[Line]) -> dict[int, list[Line]]:
-    """Return the lines of one rate by the length they are judged at, without what diverged."""
-    found: dict[int, list[Line]] = {}
-    for line in lines:
-        if line["value"] is not None:
-            found.setdefault(line["length"], []).append(line)
-    return found
-
-
-def spread(lines: list[Line], column: str = "value") -> tuple[float, float, float]:
-    """Return mean, least and greatest of a column over lines, the seeds of one rate and length."""
-    values = [line[column] for line in lines]
-    return sum(values) / len(values), min(values), max(values)
-
-
-def ledger_table(ledger: list[Line]) -> str:
-    """Return the ledger's best learning rates as text: means over seeds, least and greatest."""
-    texts = []
-    for problem in dict.fromkeys(line["problem"] for line in ledger):
-        lines = [line for line in ledger if line["problem"] == problem]
-        metric = next((line["metric"] for line in lines if line["metric"]), None)
-        lengths = sorted({line["length"] for line in lines if line["value"] is not None})
-        heads = [f"at {length:,}" for length in lengths]
-        rows = [
-            ["model", "width", "lr", "seeds", *heads, "state bytes", "flops/token", "parameters"]
-        ]
-        for (_, model, width), found in best_rates(lines).items():
-            values = by_length(found)
-            shown = [_shown(values[length]) if length in values else "none" for length in lengths]
-            sizes = [found[0][name] for name in ("state_bytes", "flops_per_token", "parameters")]
-            sizes = ["none" if size is None else f"{size:,}" for size in sizes]
-            seeds = len({line["seed"] for line in found})
-            rows.append([model, str(width or "own"), f"{found[0]['lr']:g}", str(seeds), *shown])
-            rows[-1] += sizes
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        texts.append(f"{problem}: {metric}")
-        for first, *rest in rows:
-            cells = [f"{cell:>{room}}" for cell, room in zip(rest, widths[1:], strict=True)]
-            texts.append(f"  {first:<{widths[0]}}  {'  '.join(cells)}")
-        for line in lines:
-            if line["lr"] is None:
-                texts.append(f"  {line['model']}: none, for {line['note']}")
-        texts.append("")
-    return "\n".join(texts).rstrip()
-
-
-def _shown(lines: list[Line]) -> str:
-    mean, least, greatest = spread(lines)
-    return f"{mean:.3f}" if len(lines) == 1 else f"{mean:.3f} ({least:.3f} to {greatest:.3f})"
-
-
-def draw_problem(lines: list[Line], target: Path) -> None:
-    """Draw one problem: every model at its best rate, and what its state's bytes buy.
-
-    On the left means over seeds, from the least to the greatest, at the training length (full) and
-    at the others (hollow); on the right the former against the state of one sequence. Models whose
-    state could not be counted are on the left only.
-    """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError as error:
-        raise RuntimeError("pictures need matplotlib: pip install 'ssmzoo[train]'") from error
-    best = {place: found for place, found in best_rates(lines).items() if by_length(found)}
-    many = len({width for _, _, width in best}) > 1
-    figure = Figure(figsize=(11, 2 + 0.26 * len(best)), dpi=110, layout="constrained")
-    left, right = figure.subplots(1, 2, sharex=False)
-    names, sizes, markers = [], [], "osD^vP*Xhd<"
-    known = list(dict.fromkeys(model for _, model, _ in best))
-    for row, ((_, model, width), found) in enumerate(best.items()):
-        names.append(f"{model} {width}" if many else model)
-        number = known.index(model)
-        style = {"color": f"C{number % 10}", "marker": markers[number % len(markers)]}
-        for place, seeds in enumerate(by_length(found).values()):
-            mean, least, greatest = spread(seeds)
-            error = [[mean - least], [greatest - mean]]
-            filling = None if place == 0 else "none"
-            left.errorbar([mean], [row], xerr=error, capsize=2, mfc=filling, **style)
-            size = seeds[0]["state_bytes"]
-            if place == 0 and size is not None:
-                error = [[mean - least], [greatest - mean]]
-                right.errorbar([size], [mean], yerr=error, capsize=2, **style)
-                right.annotate(names[-1], (size, mean), xytext=(5, 3), size=6,
-                               textcoords="offset points")  # fmt: skip
-                sizes.append(size)
-    metric = next(line["metric"] for line in lines if line["metric"])
-    left.set_yticks(range(len(names)), names)
-    left.invert_yaxis()
-    left.set_xlabel(metric.replace("_", " "))
-    right.set(xlabel="state of one sequence in bytes", ylabel=metric.replace("_", " "))
-    if metric == "accuracy":
-        left.set_xlim(-0.02, 1.02)
-        right.set_ylim(-0.02, 1.02)
-    if sizes and max(sizes) > 8 * min(sizes):
-        right.set_xscale("log", base=2)
-    else:
-        right.xaxis.set_major_locator(MaxNLocator(5))
-        right.xaxis.set_major_formatter("{x:,.0f}")
-    lengths = list(by_length([line for found in best.values() for line in found]))
-    shown = f"{lengths[0]:,} tokens"
-    if len(lengths) > 1:
-        shown = f"full: {shown}, hollow: {' and '.join(f'{n:,}' for n in lengths[1:])}"
-    seeds = len({line["seed"] for line in lines if line["seed"] is not None})
-    figure.suptitle(
-        f"{lines[0]['problem']}; {shown}; {'1 seed' if seeds == 1 else f'mean of {seeds} seeds'}",
-        size=10,
-    )
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    with appears_whole(target) as unfinished:
-        figure.savefig(unfinished, format="png")

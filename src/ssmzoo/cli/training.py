@@ -130,7 +130,8 @@ DISTILL = Verb(
 
 
 def _sweep(options: argparse.Namespace) -> int:
-    from ssmzoo.analysis.sweep import ledger_table, selection, sweep
+    from ssmzoo.analysis.ledger import ledger_table
+    from ssmzoo.analysis.sweep import selection, sweep
 
     ledger = sweep(
         options.sweep,
