@@ -221,7 +221,9 @@ def test_a_ledger_alone_is_gone_on_with(finished, tmp_path):
 )
 def test_a_ledger_of_another_sweep_is_neither_used_nor_lost(changes, finished, tmp_path):
     shutil.copy(finished / "ledger.csv", tmp_path)
-    with pytest.raises(ValueError, match="another sweep's: problem pairs, model Longhorn, width 16"):
+    with pytest.raises(
+        ValueError, match="another sweep's: problem pairs, model Longhorn, width 16"
+    ):
         sweep(one_run(**changes), tmp_path)
     assert (tmp_path / "ledger.csv").read_bytes() == (finished / "ledger.csv").read_bytes()
     assert not (tmp_path / "runs").exists()
