@@ -4,6 +4,8 @@ The machines are those of ``test_two_machines.py``; on the first one is the cont
 Debian's packages slurm-wlm and munge.
 """
 
+# ruff: noqa: F811 (fixtures of another file)
+
 import os
 import re
 import shutil
@@ -133,7 +135,7 @@ def running(folder, hosts):
 
 
 @pytest.fixture
-def cluster(joined, shared, tmp_path):  # noqa: F811
+def cluster(joined, shared, tmp_path):
     if any(shutil.which(name) is None for name in DAEMONS):
         pytest.skip("SLURM is not installed")
     with running(tmp_path / "slurm", shared / "hosts") as found:
@@ -161,7 +163,7 @@ def script(tmp_path):
     return path
 
 
-def test_the_pages_script_trains_as_one_process_does(cluster, script, shared, tmp_path):  # noqa: F811
+def test_the_pages_script_trains_as_one_process_does(cluster, script, shared, tmp_path):
     job = cluster.submit(script, shared / "recipe.yaml", tmp_path / "run")
     cluster.wait(lambda: cluster.state(job) not in ("PENDING", "RUNNING", "COMPLETING"))
     assert cluster.state(job) == "COMPLETED", (cluster.folder / "job.txt").read_text()
@@ -192,7 +194,7 @@ def test_before_its_time_is_over_a_run_stops_saved_and_goes_on_when_queued_again
     assert_alike(shared / "one", run)
 
 
-def test_a_lost_machines_job_waits_until_it_is_back_and_goes_on(cluster, script, shared, tmp_path):  # noqa: F811
+def test_a_lost_machines_job_waits_until_it_is_back_and_goes_on(cluster, script, shared, tmp_path):
     held, run = tmp_path / "held", tmp_path / "run"
     held.mkdir()
     job = cluster.submit(script, shared / "recipe.yaml", run, held=held)
