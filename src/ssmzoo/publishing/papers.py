@@ -179,7 +179,7 @@ def whole_table(table: PaperTable, named: Mapping[str, ScoredModel]) -> str:
 
 def counted(tables: Iterable[PaperTable], named: Mapping[str, ScoredModel]) -> dict[str, int]:
     """Return how many rows have which word."""
-    found = dict.fromkeys(("figure", "ranking", "not reached", "not run"), 0)
+    found: dict[str, int] = {"figure": 0, "ranking": 0, "not reached": 0, "not run": 0}
     for table in tables:
         for row in table.rows:
             found[word(row, named).split("*")[1]] += 1
