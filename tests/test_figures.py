@@ -218,6 +218,7 @@ def test_the_page_of_all_tables_has_the_tables_of_the_papers_whose_systems_the_z
 
 TABLE = "{table: Table 1, about: y, columns: [A, B], why: a GPU, "
 RUN = "{table: Table 1, about: y, rows: [{row: x, epochs: '1', "
+OTHER = "{table: Table 1, about: y, rows: [{row: x, epochs: 1, results: [a], paper: {acc: '1'}}]}"
 
 
 @pytest.mark.parametrize(
@@ -233,9 +234,11 @@ RUN = "{table: Table 1, about: y, rows: [{row: x, epochs: '1', "
         (RUN + "results: [a], paper: {acc: '1'}, epoch: 3}]}", "dss, Table 1, x: must have row"),
         (RUN + "results: [a], paper: {acc: 0.6}}]}", "Table 1, x: a figure must .*, got 0.6$"),
         (RUN + "results: [a], paper: {acc: '-'}}]}", "Table 1, x: a figure must .*, got '-'$"),
-        (RUN + "results: [a], paper: {}}]}", "Table 1, x: paper must hold a figure"),
+        (RUN + "results: [a], paper: {}}]}", "Table 1, x: paper must be a mapping"),
         (RUN + "results: a, paper: {acc: '1'}}]}", "Table 1, x: results must be a list"),
-        (RUN + "results: [], paper: {acc: '1'}}]}", "Table 1, x: results must name one"),
+        (OTHER, "Table 1, x: epochs must be a text in quotes, got 1$"),
+        (TABLE + "not_run: [S4]}", "dss, Table 1: not_run must be a mapping"),
+        (RUN + "results: [], paper: {acc: '1'}}]}", "Table 1, x: results must be a list"),
     ],
 )
 def test_an_entry_that_is_none_is_named_in_one_line(entry, message, tmp_path, monkeypatch):
@@ -244,3 +247,11 @@ def test_an_entry_that_is_none_is_named_in_one_line(entry, message, tmp_path, mo
     with pytest.raises(ValueError, match=message) as error:
         rows_of("dss")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "- dss", "dss: Table 1"])
+def test_a_file_that_is_no_list_of_tables_is_refused(text, tmp_path, monkeypatch):
+    (tmp_path / "papers.yaml").write_text(text)
+    monkeypatch.setattr(papers, "share", lambda name: tmp_path / Path(name).name)
+    with pytest.raises(ValueError, match="must hold a list of tables by family"):
+        papers.papers()

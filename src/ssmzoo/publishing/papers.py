@@ -20,6 +20,10 @@ _FILE = "eval/papers.yaml"
 _FIGURE = re.compile(r"\d+(\.\d+)?(\+| ?%)?")
 _MARKS = ("✗", "OOM")  # of a task that was not learned, and of a GPU's memory that did not suffice
 _LISTS = ("results", "better_than", "worse_than")
+_KINDS = {"rows": list, "columns": list, "paper": dict, "not_run": dict} | dict.fromkeys(
+    _LISTS, list
+)
+_NAMES = {list: "list that is not empty", dict: "mapping that is not empty", str: "text in quotes"}
 _HEAD = (
     "| row | here | the paper | seeds | epochs here (in the paper) | |",
     "| --- | --- | --- | --- | --- | --- |",
@@ -86,6 +90,8 @@ def papers() -> dict[str, list[PaperTable]]:
         ValueError: ``eval/papers.yaml`` has an entry that is none; the message names it.
     """
     content = parse_yaml(share(_FILE).read_text(encoding="utf-8"), _FILE)
+    if not isinstance(content, dict) or not all(isinstance(x, list) for x in content.values()):
+        raise ValueError(f"{_FILE}: must hold a list of tables by family, got {content!r:.60}")
     return {family: [_table(family, entry) for entry in content[family]] for family in content}
 
 
@@ -124,16 +130,10 @@ def _table(family: str, entry: Any) -> PaperTable:
 def _row(table: str, entry: Any) -> PaperRow:
     name = f"{table}, {entry.get('row') if isinstance(entry, dict) else entry}"
     given = _given(PaperRow, entry, name)
-    if not isinstance(given["paper"], dict) or not given["paper"]:
-        raise ValueError(f"{name}: paper must hold a figure by metric, got {given['paper']!r}")
     for figure in given["paper"].values():
         _check_figure(name, figure)
-    for key in _LISTS:
-        if not isinstance(given.setdefault(key, []), list):
-            raise ValueError(f"{name}: {key} must be a list of results, got {given[key]!r}")
-    if not given["results"]:
-        raise ValueError(f"{name}: results must name one at least; what was not run is in not_run")
-    return PaperRow(**{**given, **{key: tuple(given[key]) for key in _LISTS}})
+    lists = {key: tuple(given[key]) for key in _LISTS if key in given}
+    return PaperRow(**{**given, **lists})
 
 
 def _given(kind: type, entry: Any, name: str) -> dict[str, Any]:
@@ -145,6 +145,10 @@ def _given(kind: type, entry: Any, name: str) -> dict[str, Any]:
         raise ValueError(
             f"{name}: must have {', '.join(needed)} and none but {', '.join(known)}, got {got}"
         )
+    for field, value in entry.items():
+        wanted = _KINDS.get(field, str)
+        if not isinstance(value, wanted) or not value:
+            raise ValueError(f"{name}: {field} must be a {_NAMES[wanted]}, got {value!r}")
     return dict(entry)
 
 
