@@ -1,23 +1,40 @@
-"""Write the tables of README and of the plugins' pages again, from what was measured.
+"""Write the tables of README, the plugins' pages and eval/papers.md again, from what was measured.
 
 Usage: python eval/pages.py
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``: ``speed`` from
-``kernels/benchmarks/results/cpu.csv``, a family's name from ``eval/papers.yaml`` and
-``eval/results``. A test holds the pages to what this writes.
+``kernels/benchmarks/results/cpu.csv``, a family's name (what was run) and ``papers`` (all rows of
+the papers) from ``eval/papers.yaml`` and ``eval/results``. A test holds the pages to it.
 """
 
 from __future__ import annotations
 
 import csv
+import math
 import re
 import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ssmzoo.files import write_text
-from ssmzoo.publishing.card_facts import ScoredModel, family_words, scored_model
-from ssmzoo.publishing.papers import paper_table, rows_of
+from ssmzoo.publishing.card_facts import (
+    Origin,
+    Row,
+    ScoredModel,
+    ShownScore,
+    family_words,
+    scored_model,
+)
+from ssmzoo.publishing.papers import (
+    MEANING,
+    PaperTable,
+    counted,
+    paper_table,
+    papers,
+    rows_of,
+    whole_table,
+)
+from ssmzoo.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 _TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
@@ -40,7 +57,7 @@ _TABLES = (
 
 def pages() -> list[Path]:
     """Return the pages that hold tables."""
-    return [ROOT / "README.md", *sorted(ROOT.glob("plugins/*/README.md"))]
+    return [ROOT / "README.md", *sorted(ROOT.glob("plugins/*/README.md")), ROOT / "eval/papers.md"]
 
 
 def rendered(page: Path) -> str:
@@ -48,7 +65,12 @@ def rendered(page: Path) -> str:
 
     def table(match: re.Match[str]) -> str:
         name = match[2]
-        text = speed(cpu_rows()) if name == "speed" else paper_table(rows_of(name), results())
+        if name == "speed":
+            text = speed(cpu_rows())
+        elif name == "papers":
+            text = all_tables(papers(), results())
+        else:
+            text = paper_table(rows_of(name), results())
         return f"{match[1]}{text}\n{match[3]}"
 
     return _TABLE.sub(table, page.read_text(encoding="utf-8"))
@@ -62,8 +84,51 @@ def cpu_rows() -> list[dict[str, str]]:
 
 
 def results() -> list[ScoredModel]:
-    """Return all committed results."""
-    return [scored_model(path) for path in sorted((ROOT / "eval/results").glob("*.json"))]
+    """Return all committed results, and as others the cells of ``families.csv``."""
+    folder = ROOT / "eval/results"
+    with (folder / "families.csv").open(newline="", encoding="utf-8") as file:
+        cells = [_cell(line) for line in csv.DictReader(file)]
+    return [*(scored_model(path) for path in sorted(folder.glob("*.json"))), *cells]
+
+
+def _cell(line: Mapping[str, str]) -> ScoredModel:
+    """Return a cell of ``families.csv``, with the standard error that results files have."""
+    task, metric, value = line["cell"].partition("-")[0], line["metric"], float(line["value"])
+    tests = load_recipe(f"families-{task}").data.task_args.get("num_test")
+    right = metric == "accuracy"
+    stderr = math.sqrt(value * (1 - value) / (tests - 1)) if right and tests else None
+    origin = Origin(line["date"], line["hardware"], "not recorded", "", line["command"])
+    score = ShownScore(value, stderr, right, origin)
+    return ScoredModel(
+        Path(line["cell"]), line["cell"], "", None, {Row(task, metric, "", tests, 0, None): score}
+    )
+
+
+def all_tables(papers: Mapping[str, Iterable[PaperTable]], results: Iterable[ScoredModel]) -> str:
+    """Return every table of the papers, with how many rows have which word."""
+    named = {entry.path.stem: entry for entry in results}
+    sections = []
+    for family, tables in papers.items():
+        words = family_words(family)
+        assert words is not None
+        arxiv = words["paper"]["arxiv"]
+        sections += [
+            f"## {words['title']}",
+            f"[{words['paper']['title']}](https://arxiv.org/abs/{arxiv}); "
+            f"[ours](../plugins/ssmzoo_{family}/README.md).",
+        ]
+        for table in tables:
+            sections.append(f"### {table.table}: {table.about}")
+            if table.why:
+                sections.append(f"*not run*: {table.why}.")
+            if table.note:
+                sections.append(f"{table.note}.")
+            if table.rows or table.not_run:
+                sections.append(whole_table(table, named))
+    found = counted((table for tables in papers.values() for table in tables), named)
+    words = ", ".join(f"{count} *{word}*" for word, count in found.items())
+    count = f"{sum(found.values())} rows: {words}."
+    return "\n\n".join([count, f"{MEANING} *not run*: why stands above the table.", *sections])
 
 
 def speed(rows: Iterable[Mapping[str, str]]) -> str:

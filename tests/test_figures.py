@@ -10,8 +10,16 @@ from pathlib import Path
 import pytest
 
 from ssmzoo.publishing import papers
-from ssmzoo.publishing.card_facts import Origin, Row, ScoredModel, ShownScore, scored_model
-from ssmzoo.publishing.papers import PaperRow, paper_table, rows_of, word
+from ssmzoo.publishing.card_facts import Origin, Row, ScoredModel, ShownScore
+from ssmzoo.publishing.papers import (
+    PaperRow,
+    PaperTable,
+    counted,
+    paper_table,
+    rows_of,
+    whole_table,
+    word,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 FAMILIES = ("coffee", "dss", "rtf")
@@ -26,15 +34,17 @@ def pages():
 
 
 @pytest.fixture(scope="module")
-def committed():
-    return {path.stem: scored_model(path) for path in (ROOT / "eval/results").glob("*.json")}
+def committed(pages):
+    return {entry.path.stem: entry for entry in pages.results()}
 
 
 def test_the_tables_of_the_pages_are_what_was_measured(pages):
     for page in pages.pages():
         assert pages.rendered(page) == page.read_text(encoding="utf-8"), f"{page}: run make pages"
     marked = [re.findall(r"<!-- table: (\S+) -->", p.read_text()) for p in pages.pages()]
-    assert sorted(name for names in marked for name in names) == [*FAMILIES, "speed"]
+    assert sorted(name for names in marked for name in names) == sorted(
+        [*FAMILIES, "papers", "speed"]
+    )
 
 
 def test_a_number_typed_by_hand_into_a_table_is_replaced(pages, tmp_path):
@@ -151,8 +161,97 @@ def test_several_seeds_are_shown_by_median_and_range_and_judged_by_the_median():
     assert paper_table([unknown], named) == "Not measured."
 
 
-def test_an_unknown_field_of_a_papers_row_is_named(tmp_path, monkeypatch):
-    (tmp_path / "papers.yaml").write_text("dss: [{row: x, epoch: 3}]")
+def test_a_figure_in_percent_is_compared_with_a_share_and_ours_is_shown_so():
+    row = replace(ROW, paper={"accuracy": "60.6 %"})
+    for value, expected in (
+        (0.606, "*figure*"),
+        (0.6266, "*not reached*"),
+        (60.6, "*not reached*"),
+    ):
+        assert word(row, {"a": results(value)}) == expected
+    assert "| accuracy 61.00 % | accuracy 60.6 % |" in paper_table([row], [results(0.61)])
+
+
+def test_a_whole_table_has_the_rows_that_were_not_run_and_empty_cells_are_left_out():
+    table = PaperTable("Table 1", "x", (ROW,), {"S4, big": "57.6 - ✗"}, ("A", "B", "C"), "a GPU")
+    lines = whole_table(table, {"a": results(0.8)}).splitlines()
+    assert lines[2].startswith("| x | accuracy 0.8000 | accuracy 0.80 |")
+    assert lines[3:] == ["| S4, big | | A 57.6; C ✗ | | | *not run* |"]
+    assert counted([table], {"a": results(0.8)}) == {
+        "figure": 1, "ranking": 0, "not reached": 0, "not run": 1,
+    }  # fmt: skip
+
+
+def test_a_result_that_does_not_exist_is_named_with_its_row():
+    table = PaperTable("Table 1", "x", (replace(ROW, worse_than=("b",)),))
+    with pytest.raises(ValueError, match=r"Table 1, x: no result b \(accuracy\)$"):
+        whole_table(table, {"a": results(0.8)})
+
+
+def test_a_cell_of_the_families_table_has_the_standard_error_of_results_files(committed):
+    cell, file = committed["listops-s4-seed0"], committed["rtf-listops-small"]
+    for entry in (cell, file):
+        (score,) = entry.scores.values()
+        assert score.stderr == pytest.approx((score.value * (1 - score.value) / 1999) ** 0.5)
+    (score,) = committed["delay-s4-64-seed1112"].scores.values()
+    assert (score.stderr, score.higher_is_better) == (None, False)
+
+
+def test_the_page_of_all_tables_has_the_tables_of_the_papers_whose_systems_the_zoo_has():
+    text = (ROOT / "plugins/README.md").read_text(encoding="utf-8")
+    section = text.split("## Systems of the papers' tables\n")[1].split("\n## ")[0]
+    told = {
+        (paper.lower().replace("'", ""), table)
+        for paper, cell in re.findall(r"^\| ([^|]+) \| ([^|]+) \|", section, re.MULTILINE)[2:]
+        for table in re.findall(r"\d+", re.match(r"\d+(?:(?:, | and )\d+\b(?! l))*", cell)[0])
+        if paper != "LRU"
+    }
+    # without figures of systems: Longhorn's Table 4, hyperparameters and what is not built
+    told -= {("longhorn", "4"), ("rtf", "8"), ("rtf", "9"), ("rtf", "13"), ("dss", "4")}
+    shown = {
+        (family, re.match(r"Table (\d+)", table.table)[1])
+        for family, tables in papers.papers().items()
+        for table in tables
+    }
+    assert told == shown
+
+
+TABLE = "{table: Table 1, about: y, columns: [A, B], why: a GPU, "
+RUN = "{table: Table 1, about: y, rows: [{row: x, epochs: '1', "
+OTHER = "{table: Table 1, about: y, rows: [{row: x, epochs: 1, results: [a], paper: {acc: '1'}}]}"
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (TABLE + "epoch: 3}", "dss, Table 1: must have table, about and none but .*, got .*epoch$"),
+        ("{about: y}", "dss, None: must have table, about"),
+        ("x", "dss, x: must have table"),
+        (TABLE + "not_run: {S4: 57.6 x}}", "dss, Table 1, S4: a figure must be .*, got 'x'$"),
+        (TABLE + "not_run: {S4: 57.6}}", "dss, Table 1, S4: must have 2 figures, .* got 57.6$"),
+        (TABLE + "not_run: {S4: 1 2 3}}", "dss, Table 1, S4: must have 2 figures"),
+        ("{table: Table 1, about: y, columns: [A], not_run: {S4: '1'}}", "Table 1: .* needs why"),
+        (RUN + "results: [a], paper: {acc: '1'}, epoch: 3}]}", "dss, Table 1, x: must have row"),
+        (RUN + "results: [a], paper: {acc: 0.6}}]}", "Table 1, x: a figure must .*, got 0.6$"),
+        (RUN + "results: [a], paper: {acc: '-'}}]}", "Table 1, x: a figure must .*, got '-'$"),
+        (RUN + "results: [a], paper: {}}]}", "Table 1, x: paper must be a mapping"),
+        (RUN + "results: a, paper: {acc: '1'}}]}", "Table 1, x: results must be a list"),
+        (OTHER, "Table 1, x: epochs must be a text in quotes, got 1$"),
+        (TABLE + "not_run: [S4]}", "dss, Table 1: not_run must be a mapping"),
+        (RUN + "results: [], paper: {acc: '1'}}]}", "Table 1, x: results must be a list"),
+    ],
+)
+def test_an_entry_that_is_none_is_named_in_one_line(entry, message, tmp_path, monkeypatch):
+    (tmp_path / "papers.yaml").write_text(f"dss: [{entry}]")
     monkeypatch.setattr(papers, "share", lambda name: tmp_path / Path(name).name)
-    with pytest.raises(ValueError, match="must have only better_than, differs, epochs"):
+    with pytest.raises(ValueError, match=message) as error:
         rows_of("dss")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "- dss", "dss: Table 1"])
+def test_a_file_that_is_no_list_of_tables_is_refused(text, tmp_path, monkeypatch):
+    (tmp_path / "papers.yaml").write_text(text)
+    monkeypatch.setattr(papers, "share", lambda name: tmp_path / Path(name).name)
+    with pytest.raises(ValueError, match="must hold a list of tables by family"):
+        papers.papers()

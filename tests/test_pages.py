@@ -31,7 +31,13 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "plugins/**/*.md", "kernels/**/*.md", "eval/recipes/*.md")
+    for pattern in (
+        "*.md",
+        "plugins/**/*.md",
+        "kernels/**/*.md",
+        "eval/recipes/*.md",
+        "eval/papers.md",
+    )
     for path in ROOT.glob(pattern)
     # records of what was done
     if path.name not in ("CHANGELOG.md", "DECISIONS.md")

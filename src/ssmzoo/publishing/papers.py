@@ -1,23 +1,33 @@
 """What the papers report, beside what was measured here, and which word the two deserve.
 
 ``eval/papers.yaml`` holds the papers' figures and the conditions of our runs; our own figures come
-from results files. The word follows from both, so nobody chooses it.
+from results. The word follows from both, so nobody chooses it.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from statistics import median
 from typing import Any
 
-import yaml
-
-from ssmzoo.files import share
+from ssmzoo.files import parse_yaml, share
 from ssmzoo.publishing.card_facts import NOT_MEASURED, ScoredModel, ShownScore
 
+_FILE = "eval/papers.yaml"
+_FIGURE = re.compile(r"\d+(\.\d+)?(\+| ?%)?")
+_MARKS = ("✗", "OOM")  # of a task that was not learned, and of a GPU's memory that did not suffice
 _LISTS = ("results", "better_than", "worse_than")
+_KINDS = {"rows": list, "columns": list, "paper": dict, "not_run": dict} | dict.fromkeys(
+    _LISTS, list
+)
+_NAMES = {list: "list that is not empty", dict: "mapping that is not empty", str: "text in quotes"}
+_HEAD = (
+    "| row | here | the paper | seeds | epochs here (in the paper) | |",
+    "| --- | --- | --- | --- | --- | --- |",
+)
 MEANING = """\
 *figure*: the paper's setting, and its figure within two standard errors and its rounding.
 *ranking*: another setting or other epochs, or another figure, and the order to the models that are
@@ -26,12 +36,13 @@ named is the paper's, by more than two standard errors. *not reached*: neither."
 
 @dataclass(frozen=True)
 class PaperRow:
-    """A row of a paper's table, and the results files that stand beside it.
+    """A row of a paper's table, and the results that stand beside it.
 
     Attributes:
         row: What the row is, in words.
         results: The names of results, one a seed.
         paper: By metric, the paper's figure as printed there; the first metric is the one judged.
+            Ours of "60.6 %" are shares.
         epochs: How long ours were trained.
         paper_epochs: How long the paper's was; None if it does not say.
         differs: What is otherwise than in the paper; None for the paper's setting.
@@ -49,48 +60,154 @@ class PaperRow:
     worse_than: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class PaperTable:
+    """A table of a paper, or a part of one.
+
+    Attributes:
+        table: Its number, as in "Table 2, Delay".
+        about: What it measures, in words.
+        rows: What was run here.
+        not_run: By row, the paper's figures of what was not run, one a column; "-" is left out.
+        columns: What those figures are.
+        why: Why these rows were not run.
+        note: What else must be known.
+    """
+
+    table: str
+    about: str
+    rows: tuple[PaperRow, ...] = ()
+    not_run: Mapping[str, str] | None = None
+    columns: tuple[str, ...] = ()
+    why: str | None = None
+    note: str | None = None
+
+
+def papers() -> dict[str, list[PaperTable]]:
+    """Return the papers' tables by family.
+
+    Raises:
+        ValueError: ``eval/papers.yaml`` has an entry that is none; the message names it.
+    """
+    content = parse_yaml(share(_FILE).read_text(encoding="utf-8"), _FILE)
+    if not isinstance(content, dict) or not all(isinstance(x, list) for x in content.values()):
+        raise ValueError(f"{_FILE}: must hold a list of tables by family, got {content!r:.60}")
+    return {family: [_table(family, entry) for entry in content[family]] for family in content}
+
+
 def rows_of(family: str) -> list[PaperRow]:
-    """Return the rows of a family's paper that were run here.
+    """Return the rows of a family's paper that were run here, with their table.
 
     Raises:
         ValueError: ``eval/papers.yaml`` has an entry that is none.
     """
-    entries = yaml.safe_load(share("eval/papers.yaml").read_text(encoding="utf-8"))
-    known = {field.name for field in fields(PaperRow)}
-    rows = []
-    for entry in entries.get(family, ()):
-        if not set(entry) <= known:
-            raise ValueError(f"eval/papers.yaml: {entry} must have only {', '.join(sorted(known))}")
-        lists = {key: tuple(entry[key]) for key in _LISTS if key in entry}
-        rows.append(PaperRow(**{**entry, **lists}))
-    return rows
+    return [
+        replace(row, row=f"{table.table}: {row.row}")
+        for table in papers().get(family, ())
+        for row in table.rows
+    ]
+
+
+def _table(family: str, entry: Any) -> PaperTable:
+    name = f"{_FILE}: {family}, {entry.get('table') if isinstance(entry, dict) else entry}"
+    given = _given(PaperTable, entry, name)
+    rows = tuple(_row(name, row) for row in given.pop("rows", ()))
+    table = PaperTable(**{**given, "columns": tuple(given.get("columns", ())), "rows": rows})
+    if table.not_run and not table.why:
+        raise ValueError(f"{name}: not_run needs why, in a few words")
+    for row, told in (table.not_run or {}).items():
+        printed = told.split() if isinstance(told, str) else [told]
+        if len(printed) != len(table.columns):
+            raise ValueError(
+                f"{name}, {row}: must have {len(table.columns)} figures, one a column, got {told!r}"
+            )
+        for figure in printed:
+            if figure not in ("-", *_MARKS):
+                _check_figure(f"{name}, {row}", figure)
+    return table
+
+
+def _row(table: str, entry: Any) -> PaperRow:
+    name = f"{table}, {entry.get('row') if isinstance(entry, dict) else entry}"
+    given = _given(PaperRow, entry, name)
+    for figure in given["paper"].values():
+        _check_figure(name, figure)
+    lists = {key: tuple(given[key]) for key in _LISTS if key in given}
+    return PaperRow(**{**given, **lists})
+
+
+def _given(kind: type, entry: Any, name: str) -> dict[str, Any]:
+    """Return an entry's fields if they are those of a kind."""
+    known = [field.name for field in fields(kind)]
+    needed = [field.name for field in fields(kind) if field.default is MISSING]
+    if not isinstance(entry, dict) or not set(needed) <= set(entry) <= set(known):
+        got = ", ".join(entry) if isinstance(entry, dict) else entry
+        raise ValueError(
+            f"{name}: must have {', '.join(needed)} and none but {', '.join(known)}, got {got}"
+        )
+    for field, value in entry.items():
+        wanted = _KINDS.get(field, str)
+        if not isinstance(value, wanted) or not value:
+            raise ValueError(f"{name}: {field} must be a {_NAMES[wanted]}, got {value!r}")
+    return dict(entry)
+
+
+def _check_figure(name: str, figure: object) -> None:
+    if not isinstance(figure, str) or not _FIGURE.fullmatch(figure):
+        raise ValueError(f"{name}: a figure must be a number in quotes, got {figure!r}")
 
 
 def paper_table(rows: Sequence[PaperRow], results: Iterable[ScoredModel]) -> str:
     """Return our figures beside the paper's as Markdown; a row without results is left out."""
     named = {entry.path.stem: entry for entry in results}
-    lines = [
-        "| row | here | the paper | seeds | epochs here (in the paper) | |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    differs = None
+    lines = _lines([row for row in rows if not _missing(row, named)], named)
+    return "\n".join([*_HEAD, *lines, "", MEANING]) if lines else NOT_MEASURED.capitalize() + "."
+
+
+def whole_table(table: PaperTable, named: Mapping[str, ScoredModel]) -> str:
+    """Return all rows of a table as Markdown, those that were not run too.
+
+    Raises:
+        ValueError: A row names a result that does not exist, or that has no such metric.
+    """
+    for row in table.rows:
+        if missing := _missing(row, named):
+            raise ValueError(f"{_FILE}: {table.table}, {row.row}: no result {missing}")
+    lines = _lines(table.rows, named)
+    for row, told in (table.not_run or {}).items():
+        figures = zip(table.columns, told.split(), strict=True)
+        paper = "; ".join(f"{column} {figure}" for column, figure in figures if figure != "-")
+        lines.append(f"| {row} | | {paper} | | | *not run* |")
+    return "\n".join([*_HEAD, *lines])
+
+
+def counted(tables: Iterable[PaperTable], named: Mapping[str, ScoredModel]) -> dict[str, int]:
+    """Return how many rows have which word."""
+    found: dict[str, int] = {"figure": 0, "ranking": 0, "not reached": 0, "not run": 0}
+    for table in tables:
+        for row in table.rows:
+            found[word(row, named).split("*")[1]] += 1
+        found["not run"] += len(table.not_run or {})
+    return found
+
+
+def _lines(rows: Iterable[PaperRow], named: Mapping[str, ScoredModel]) -> list[str]:
+    lines, differs = [], None
     for row in rows:
-        if not _measured(row, named):
-            continue
         what, before = row.row, differs
         differs = row.differs
         if differs is not None:
             what += f"; {differs if differs != before else 'as above'}"
-        here = "; ".join(_shown(row.results, metric, named) for metric in row.paper)
+        here = "; ".join(_shown(row, metric, named) for metric in row.paper)
         paper = "; ".join(f"{_words(metric)} {told}" for metric, told in row.paper.items())
         epochs = f"{row.epochs} ({row.paper_epochs or 'not told'})"
         cells = (what, here, paper, str(len(row.results)), epochs, word(row, named))
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", MEANING]) if len(lines) > 2 else NOT_MEASURED.capitalize() + "."
+    return lines
 
 
-def _measured(row: PaperRow, named: Mapping[str, ScoredModel]) -> bool:
-    """Return whether there is a number for all that a row needs."""
+def _missing(row: PaperRow, named: Mapping[str, ScoredModel]) -> str | None:
+    """Return the first result and metric that a row needs and that has no number."""
     judged = next(iter(row.paper))
     needed = [(name, metric) for name in row.results for metric in row.paper]
     needed += [(name, judged) for name in (*row.better_than, *row.worse_than)]
@@ -100,7 +217,9 @@ def _measured(row: PaperRow, named: Mapping[str, ScoredModel]) -> bool:
         for place, score in entry.scores.items()
         if score.value is not None
     }
-    return found.issuperset(needed)
+    return next(
+        (f"{name} ({metric})" for name, metric in needed if (name, metric) not in found), None
+    )
 
 
 def word(row: PaperRow, named: Mapping[str, ScoredModel]) -> str:
@@ -132,9 +251,10 @@ def _agrees(told: str, value: float, stderr: float) -> bool:
 
 def _number(told: str) -> tuple[float, float]:
     """Return the range of numbers that are printed like this."""
-    digits = told.removesuffix("+")
+    digits = told.rstrip("+% ")
+    unit = 0.01 if told.endswith("%") else 1.0
     half = 0.5 * 10.0 ** -len(digits.partition(".")[2])
-    return float(digits) - half, float(digits) + half
+    return unit * (float(digits) - half), unit * (float(digits) + half)
 
 
 def _better(
@@ -164,17 +284,17 @@ def _middle(
     return median(_values(names, metric, named)), max(errors)
 
 
-def _shown(names: Sequence[str], metric: str, named: Mapping[str, ScoredModel]) -> str:
-    values = _values(names, metric, named)
+def _shown(row: PaperRow, metric: str, named: Mapping[str, ScoredModel]) -> str:
+    values = _values(row.results, metric, named)
+    percent = row.paper[metric].endswith("%")
+    low, middle, high = (
+        f"{100 * x:.2f} %" if percent else f"{x:.4f}"
+        for x in (values[0], median(values), values[-1])
+    )
     if len(values) == 1:
-        return f"{_words(metric)} {_digits(values[0])}"
-    low, middle, high = (_digits(x) for x in (values[0], median(values), values[-1]))
+        return f"{_words(metric)} {middle}"
     return f"{_words(metric)}, median of {len(values)} seeds: {middle}, from {low} to {high}"
 
 
 def _words(metric: str) -> str:
     return metric.replace("_", " ")
-
-
-def _digits(value: float) -> str:
-    return f"{value:.4f}"
