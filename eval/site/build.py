@@ -1,0 +1,335 @@
+"""Build the site from the repository's pages: python eval/site/build.py.
+
+The pages keep their places, so that the links between them hold in both; those in ``eval/site``
+stand at the top. Two are made here: the recipe's reference and the tables of ``eval/results``.
+Whatever Sphinx warns of ends the build in one line, and an earlier site stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import html
+import io
+import logging
+import posixpath
+import re
+import shutil
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ssmzoo.files import parse_yaml, write_folder
+from ssmzoo.publishing.card_facts import read_facts
+from ssmzoo.recipe import Recipe, Section
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PATTERNS = (
+    "*.md",
+    "plugins/README.md",
+    "plugins/*/README.md",
+    "kernels/README.md",
+    "kernels/ssmzoo_kernels/*/README.md",
+    "eval/*.md",
+    "eval/recipes/*.md",
+)
+RECIPE = "eval/recipes/reference.md"
+TABLES = "tables.md"
+_FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.DOTALL | re.MULTILINE)
+_INDENTED = re.compile(r"(?<=\n\n)(?: {4,}.*\n|\n(?= {4}))+")
+_INLINE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
+_LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")
+_STYLE = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def build(root: Path, output: Path) -> int:
+    """Build the site of a repository, replace an earlier one, and return how many pages it has.
+
+    Raises:
+        ValueError: A card, link or picture is broken, or Sphinx warned; the first of it.
+        RuntimeError: Sphinx or what it needs is not installed, or the site cannot be written.
+    """
+    try:
+        import furo  # noqa: F401
+        import myst_parser  # noqa: F401
+        import sphinx  # noqa: F401
+    except ImportError as error:
+        raise RuntimeError(
+            f"the site needs {error.name}; install it with: pip install '.[site]'"
+        ) from None
+    pages = gather(root)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "source")
+        for name, text in pages.items():
+            place = source / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(with_links(root, source, name, text, pages), encoding="utf-8")
+        write_folder(output, lambda unfinished: _run_sphinx(source, unfinished, Path(folder)))
+    return len(pages)
+
+
+def gather(root: Path) -> dict[str, str]:
+    """Return the text of every page by its place in the site.
+
+    Raises:
+        ValueError: A card is broken.
+    """
+    pages = {
+        path.relative_to(root).as_posix(): path.read_text(encoding="utf-8")
+        for pattern in PATTERNS
+        for path in sorted(root.glob(pattern))
+    }
+    own = root / "eval/site"
+    for path in sorted(own.rglob("*.md")):
+        pages[path.relative_to(own).as_posix()] = path.read_text(encoding="utf-8")
+    for path in sorted((root / "model_cards").glob("*.json")):
+        pages[f"model_cards/{path.stem}.md"] = card(path)
+    pages[RECIPE] = recipe_reference()
+    pages[TABLES] = tables(root)
+    return pages
+
+
+def card(facts: Path) -> str:
+    """Return a card without its metadata, which are for the Hub.
+
+    Raises:
+        ValueError: The card, its metadata or what lies beside it is missing or broken.
+    """
+    read_facts(facts)
+    path = facts.with_suffix(".md")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: a card must be UTF-8 text: {error}") from None
+    metadata = re.match(r"---\n(.*?\n)---\n", text, re.DOTALL)
+    if metadata is None or not isinstance(parse_yaml(metadata[1], str(path)), dict):
+        raise ValueError(f"{path}: a card must begin with metadata between lines of ---")
+    return text[metadata.end() :]
+
+
+def with_links(root: Path, source: Path, name: str, text: str, pages: dict[str, str]) -> str:
+    """Return a page whose links work in the site, and copy its pictures there.
+
+    Links to pages stay, with their anchors, which Sphinx checks. Links to other files of the
+    repository lead to its address, or become their text if ``pyproject.toml`` names none.
+
+    Raises:
+        ValueError: A link or picture leads to nothing.
+    """
+    address = _address(root)
+    code = [match.span() for match in _code(text)]
+
+    def replaced(match: re.Match[str]) -> str:
+        picture, words, target = match.groups()
+        if any(begin <= match.start() < end for begin, end in code):
+            return match[0]
+        if re.match(r"[a-z]+:|#", target):
+            return match[0]
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(name), target.split("#")[0]))
+        if path in pages:
+            return match[0]
+        if path.startswith("../") or not (root / path).exists():
+            raise ValueError(f"{name}: the link [{words}]({target}) leads to nothing")
+        if picture:
+            (source / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(root / path, source / path)
+            return match[0]
+        return f"[{words}]({address}/blob/main/{path})" if address else words
+
+    return _LINK.sub(replaced, text)
+
+
+def _code(text: str) -> Iterator[re.Match[str]]:
+    def blank(match: re.Match[str]) -> str:
+        return " " * len(match[0])
+
+    for pattern in (_FENCE, _INDENTED, _INLINE):
+        yield from pattern.finditer(text)
+        text = pattern.sub(blank, text)
+
+
+def _address(root: Path) -> str | None:
+    with (root / "pyproject.toml").open("rb") as file:
+        urls = tomllib.load(file)["project"].get("urls", {})
+    return next((url.rstrip("/") for key, url in urls.items() if key.lower() == "repository"), None)
+
+
+def recipe_reference() -> str:
+    """Return the page of a recipe's sections and fields, from their classes and docstrings."""
+    lines = [
+        "# Recipes",
+        "",
+        "A recipe is a YAML file, read by `ssmzoo train RECIPE`; `--set section.field=value` sets a field. "
+        "What is not named here is an error. `none` is what a field has that is not given.",
+        "",
+    ]
+    for place, section in sections(Recipe):
+        summary, meanings = _docstring(section)
+        lines += [f"## {place}", "", summary, "", "| field | value | if absent | meaning |"]
+        lines += ["|---|---|---|---|"]
+        for name, field in section.model_fields.items():
+            if _section_in(field.annotation) is not None and name not in meanings:
+                heading = _place(place, name, field.annotation)
+                anchor = re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+                meanings[name] = f"[its fields](#{anchor})"
+            default = "needed" if field.is_required() else _default(field)
+            kind = _kind(field.annotation)
+            lines.append(f"| `{name}` | {kind} | {default} | {meanings.get(name, '')} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def sections(kind: type[Section], place: str = "") -> Iterator[tuple[str, type[Section]]]:
+    """Yield the sections of a recipe, each with its place, ``train.segments``."""
+    if place:
+        yield place, kind
+    for name, field in kind.model_fields.items():
+        inner = _section_in(field.annotation)
+        if inner is not None:
+            yield from sections(inner, _place(place, name, field.annotation))
+
+
+def _place(place: str, name: str, annotation: Any) -> str:
+    whole = f"{place}.{name}" if place else name
+    return f"{whole}.NAME" if "dict" in str(annotation) else whole
+
+
+def _section_in(annotation: Any) -> type[Section] | None:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    inner = map(_section_in, getattr(annotation, "__args__", ()))
+    return next((kind for kind in inner if kind is not None), None)
+
+
+def _kind(annotation: Any) -> str:
+    if _section_in(annotation) is not None:
+        return "a section" if "dict" not in str(annotation) else "sections"
+    words = re.sub(r"Annotated\[([^,\]]+(?:\[[^\]]*\])?)[^\]]*\]+", r"\1", str(annotation))
+    for pattern, word in (
+        (r"<class '(\w+)'>", r"\1"),
+        (r"typing\.", ""),
+        (r" \| None\b", ""),
+        (r"\bdict\[.*\]", "fields"),
+        (r"\bAny\b", "see there"),
+        (r"\bbool\b", "true, false"),
+        (r"\bint\b", "whole number"),
+        (r"\bfloat\b", "number"),
+        (r"\blist\[(.*)\]", r"list of \1"),
+        (r"\bstr\b", "text"),
+        (r"Literal\[(.*?)\]", r"\1"),
+        (r"'(\w+)'", r"`\1`"),
+        (r" \| ", " or "),
+    ):
+        words = re.sub(pattern, word, words)
+    return words
+
+
+def _default(field: Any) -> str:
+    value = field.get_default(call_default_factory=True)
+    if value is None:
+        return "none"
+    if isinstance(value, Section):
+        return "its defaults"
+    words = {True: "true", False: "false"}.get(value) if isinstance(value, bool) else None
+    return f"`{words or value}`"
+
+
+def _docstring(section: type[Section]) -> tuple[str, dict[str, str]]:
+    """Return what a class says of itself, and of each attribute."""
+    from inspect import getdoc
+
+    summary, _, rest = (getdoc(section) or "").partition("\nAttributes:\n")
+    entries = re.finditer(r"^    (\w+): (.*(?:\n {8}.*)*)", rest, re.MULTILINE)
+    plain = {match[1]: _markdown(match[2]) for match in entries}
+    return _markdown(summary.strip()), plain
+
+
+def _markdown(text: str) -> str:
+    text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text).replace("``", "`")
+    return " ".join(text.split())
+
+
+def tables(root: Path) -> str:
+    """Return the page of all ledgers and pictures of results."""
+    results = root / "eval/results"
+    lines = ["# Tables", "", "Every ledger and picture in `eval/results`. A click on a column's name sorts; ", ""]
+    lines[2] = (
+        "Every ledger and picture of `eval/results`. A click on a column's name sorts by it, a second one the other "
+        "way round; of words typed above a table, a row must have all. The [log](eval/LOG.md) says what was found."
+    )
+    for path in sorted(results.rglob("*.csv")):
+        with path.open(newline="", encoding="utf-8") as file:
+            head, *rows = csv.reader(file)
+        name = path.relative_to(results).with_suffix("").as_posix()
+        lines += [f"## {name}", "", _table(name, head, rows), ""]
+    for path in sorted(results.rglob("*.png")):
+        name = path.relative_to(results).with_suffix("").as_posix()
+        lines += [f"## Picture: {name}", "", f"![{name}]({path.relative_to(root).as_posix()})", ""]
+    return "\n".join(lines)
+
+
+def _table(name: str, head: list[str], rows: list[list[str]]) -> str:
+    heads = "".join(
+        f'<th scope="col"><button type="button">{html.escape(word)}</button></th>' for word in head
+    )
+    body = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    return (
+        f'<div class="ledger" id="table-{html.escape(name)}">\n'
+        f'<input type="search" placeholder="words that a row must have" aria-label="filter {html.escape(name)}">'
+        f"<output></output>\n"
+        f'<div class="rows" tabindex="0"><table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{body}\n</tbody>\n'
+        f"</table></div>\n</div>"
+    )
+
+
+def _cell(text: str) -> str:
+    try:
+        number = float(text)
+    except ValueError:
+        shown = html.escape(text)
+        return f"<td><code>{shown}</code></td>" if text.startswith("ssmzoo ") else f"<td>{shown}</td>"
+    shown = f"{number:,.0f}" if number.is_integer() and "." not in text else f"{number:.4g}"
+    return f'<td class="number" data-value="{text}" title="{text}">{shown}</td>'
+
+
+def _run_sphinx(source: Path, output: Path, folder: Path) -> None:
+    from sphinx.application import Sphinx
+    from sphinx.errors import SphinxError
+
+    warned = io.StringIO()
+    try:
+        app = Sphinx(
+            source, HERE, output, folder / "doctrees", "html", status=None, warning=warned
+        )
+        app.build(force_all=True)
+    except SphinxError as error:
+        raise ValueError(f"Sphinx: {' '.join(str(error).split())}") from None
+    lines = [_STYLE.sub("", line) for line in warned.getvalue().splitlines() if line.strip()]
+    if lines:
+        more = f" (and {len(lines) - 1} lines more)" if len(lines) > 1 else ""
+        raise ValueError(lines[0].replace(f"{source}/", "") + more)
+
+
+def main() -> int:
+    """Build the site and say where it is, or in one line why not."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
+    parser.add_argument("--output", type=Path, help="the site's folder; ROOT/build/site if absent")
+    arguments = parser.parse_args()
+    output = arguments.output or arguments.root / "build/site"
+    logging.disable(logging.INFO)
+    try:
+        count = build(arguments.root, output)
+    except (ValueError, RuntimeError, LookupError) as error:
+        print(f"site: {error}; {output} is as it was", file=sys.stderr)
+        return 1
+    print(f"{count} pages: {output / 'index.html'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
