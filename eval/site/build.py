@@ -11,7 +11,6 @@ import argparse
 import csv
 import html
 import io
-import logging
 import posixpath
 import re
 import shutil
@@ -39,6 +38,7 @@ PATTERNS = (
 )
 RECIPE = "eval/recipes/reference.md"
 TABLES = "tables.md"
+INSTEAD = {"src/ssmzoo/recipe.py": RECIPE, "eval/results": TABLES}  # of a file, the page made of it
 _FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.DOTALL | re.MULTILINE)
 _INDENTED = re.compile(r"(?<=\n\n)(?: {4,}.*\n|\n(?= {4}))+")
 _INLINE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
@@ -134,6 +134,8 @@ def with_links(root: Path, source: Path, name: str, text: str, pages: dict[str, 
             return match[0]
         if path.startswith("../") or not (root / path).exists():
             raise ValueError(f"{name}: the link [{words}]({target}) leads to nothing")
+        if path in INSTEAD:
+            return f"[{words}]({posixpath.relpath(INSTEAD[path], posixpath.dirname(name) or '.')})"
         if picture:
             (source / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(root / path, source / path)
@@ -256,14 +258,22 @@ def _markdown(text: str) -> str:
 def tables(root: Path) -> str:
     """Return the page of all ledgers and pictures of results."""
     results = root / "eval/results"
-    lines = ["# Tables", "", "Every ledger and picture in `eval/results`. A click on a column's name sorts; ", ""]
-    lines[2] = (
+    lines = [
+        "# Tables",
+        "",
         "Every ledger and picture of `eval/results`. A click on a column's name sorts by it, a second one the other "
-        "way round; of words typed above a table, a row must have all. The [log](eval/LOG.md) says what was found."
-    )
+        "way round. A row is shown if it has every word typed above its table. The [log](eval/LOG.md) says what was "
+        "found.",
+        "",
+    ]
     for path in sorted(results.rglob("*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
             head, *rows = csv.reader(file)
+        for line, row in enumerate(rows, 2):
+            if len(row) != len(head):
+                raise ValueError(
+                    f"{path}: line {line} must have the {len(head)} cells of the first line, got {len(row)}"
+                )
         name = path.relative_to(results).with_suffix("").as_posix()
         lines += [f"## {name}", "", _table(name, head, rows), ""]
     for path in sorted(results.rglob("*.png")):
@@ -314,16 +324,15 @@ def _run_sphinx(source: Path, output: Path, folder: Path) -> None:
         raise ValueError(lines[0].replace(f"{source}/", "") + more)
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Build the site and say where it is, or in one line why not."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
     parser.add_argument("--output", type=Path, help="the site's folder; ROOT/build/site if absent")
-    arguments = parser.parse_args()
-    output = arguments.output or arguments.root / "build/site"
-    logging.disable(logging.INFO)
+    given = parser.parse_args(arguments)
+    output = given.output or given.root / "build/site"
     try:
-        count = build(arguments.root, output)
+        count = build(given.root, output)
     except (ValueError, RuntimeError, LookupError) as error:
         print(f"site: {error}; {output} is as it was", file=sys.stderr)
         return 1
