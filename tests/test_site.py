@@ -19,7 +19,9 @@ from ssmzoo.recipe import Recipe, Section
 
 pytestmark = [
     pytest.mark.xdist_group("site"),
-    pytest.mark.filterwarnings("default::DeprecationWarning"),  # between Sphinx and its extensions
+    # between Sphinx and its extensions
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::PendingDeprecationWarning"),
 ]
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -141,7 +143,8 @@ def test_a_site_replaces_the_earlier_one_and_its_links_lead_somewhere(repository
 def test_other_files_are_at_the_repositorys_address(repository, site):
     urls = '[project.urls]\nRepository = "https://example.org/zoo/"\n'
     (repository / "pyproject.toml").write_text(f"[project]\n{urls}")
-    text = site.with_links(repository, repository, "README.md", "[code](code.py) [w](x.md)", {"x.md": ""})
+    page = "[code](code.py) [w](x.md)"
+    text = site.with_links(repository, repository, "README.md", page, {"x.md": ""})
     assert text == "[code](https://example.org/zoo/blob/main/code.py) [w](x.md)"
 
 
@@ -150,8 +153,10 @@ def fields_of(section, place=""):
         yield f"{place}.{name}" if place else name
         for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
             if isinstance(kind, type) and issubclass(kind, Section):
-                nested = "dict" in str(field.annotation)
-                yield from fields_of(kind, ".".join([*filter(None, [place]), name, *["NAME"] * nested]))
+                inner = f"{place}.{name}".removeprefix(".")
+                yield from fields_of(
+                    kind, f"{inner}.NAME" if "dict" in str(field.annotation) else inner
+                )
 
 
 def test_the_recipes_reference_has_every_field_with_its_meaning(site):
@@ -180,9 +185,8 @@ class Addresses(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         attrs = dict(attrs)
-        if tag == "a" or (tag == "link" and attrs.get("rel") in ("canonical", "index", "search", "next", "prev")):
-            return
-        self.found += [attrs[key] for key in ("src", "href", "srcset") if attrs.get(key)]
+        kinds = ("src", "srcset", "href")[: 3 if attrs.get("rel") in ("stylesheet", "icon") else 2]
+        self.found += [attrs[kind] for kind in kinds if attrs.get(kind)]
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +239,8 @@ const load = (page, width) => new Promise((done) => {
   frame.onload = () => done(frame.contentWindow);
   frame.src = page;
 });
-const settled = (inside) => new Promise((done) => inside.requestAnimationFrame(() => inside.setTimeout(done, 0)));
+const settled = (inside) => new Promise((done) =>
+  inside.requestAnimationFrame(() => inside.setTimeout(done, 0)));
 (async () => {
   for (const width of [390, 1280]) for (const page of pages) {
     const inside = await load(page, width);
@@ -247,8 +252,10 @@ const settled = (inside) => new Promise((done) => inside.requestAnimationFrame((
   }
   const inside = await load("tables.html", 390);
   const box = inside.document.querySelector(".ledger#table-families");
-  const cells = (column) => [...box.querySelectorAll("tbody tr:not([hidden])")].map((row) => row.cells[column]);
-  const head = [...box.querySelectorAll("th button")].find((button) => button.textContent === "value");
+  const cells = (column) =>
+    [...box.querySelectorAll("tbody tr:not([hidden])")].map((row) => row.cells[column]);
+  const heads = [...box.querySelectorAll("th button")];
+  const head = heads.find((button) => button.textContent === "value");
   head.click();
   const rising = cells(2).map((cell) => Number(cell.dataset.value));
   head.click();
@@ -263,9 +270,10 @@ const settled = (inside) => new Promise((done) => inside.requestAnimationFrame((
 </script>"""
 # first in each page: what goes wrong there, in scripts, files and on the console
 WATCH = b"""<head><script>window.siteErrors = [];
-addEventListener("error", (event) => siteErrors.push(event.message ?? event.target.src ?? event.target.href), true);
-addEventListener("unhandledrejection", (event) => siteErrors.push(String(event.reason)));
-for (const kind of ["error", "warn"]) console[kind] = (...words) => siteErrors.push(words.join(" "));
+const wrong = (what) => siteErrors.push(String(what));
+addEventListener("error", ({message, target}) => wrong(message ?? target.src ?? target.href), true);
+addEventListener("unhandledrejection", (event) => wrong(event.reason));
+for (const kind of ["error", "warn"]) console[kind] = (...words) => wrong(words.join(" "));
 </script>"""
 
 
@@ -298,14 +306,16 @@ def browse(site, pages, tmp_path):
         def log_message(self, *_):
             pass
 
+    handler = partial(Handler, directory=site)
     with (
-        http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=site)) as server,
+        http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server,
         tempfile.TemporaryDirectory(dir=tmp_path, ignore_cleanup_errors=True) as profile,
     ):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         flags = (
-            "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-            "--disable-component-update --disable-sync --window-size=1400,1000 --remote-debugging-port=0"
+            "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
+            "--disable-background-networking --disable-component-update --window-size=1400,1000 "
+            "--remote-debugging-port=0"  # without it headless Chromium ends after one page
         )
         address = f"http://127.0.0.1:{server.server_port}/probe"
         browser = subprocess.Popen(

@@ -19,7 +19,8 @@ import tempfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from ssmzoo.files import parse_yaml, write_folder
 from ssmzoo.publishing.card_facts import read_facts
@@ -43,6 +44,13 @@ _FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.DOTALL | re.MULTILINE)
 _INDENTED = re.compile(r"(?<=\n\n)(?: {4,}.*\n|\n(?= {4}))+")
 _INLINE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")
+_WORDS = {
+    bool: "`true`, `false`",
+    int: "whole number",
+    float: "number",
+    str: "text",
+    Any: "several",
+}
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -165,8 +173,8 @@ def recipe_reference() -> str:
     lines = [
         "# Recipes",
         "",
-        "A recipe is a YAML file, read by `ssmzoo train RECIPE`; `--set section.field=value` sets a field. "
-        "What is not named here is an error. `none` is what a field has that is not given.",
+        "A recipe is a YAML file, read by `ssmzoo train RECIPE`; `--set section.field=value` sets "
+        "a field. A field that is not named here is an error.",
         "",
     ]
     for place, section in sections(Recipe):
@@ -208,32 +216,25 @@ def _section_in(annotation: Any) -> type[Section] | None:
 
 
 def _kind(annotation: Any) -> str:
-    if _section_in(annotation) is not None:
-        return "a section" if "dict" not in str(annotation) else "sections"
-    words = re.sub(r"Annotated\[([^,\]]+(?:\[[^\]]*\])?)[^\]]*\]+", r"\1", str(annotation))
-    for pattern, word in (
-        (r"<class '(\w+)'>", r"\1"),
-        (r"typing\.", ""),
-        (r" \| None\b", ""),
-        (r"\bdict\[.*\]", "fields"),
-        (r"\bAny\b", "see there"),
-        (r"\bbool\b", "true, false"),
-        (r"\bint\b", "whole number"),
-        (r"\bfloat\b", "number"),
-        (r"\blist\[(.*)\]", r"list of \1"),
-        (r"\bstr\b", "text"),
-        (r"Literal\[(.*?)\]", r"\1"),
-        (r"'(\w+)'", r"`\1`"),
-        (r" \| ", " or "),
-    ):
-        words = re.sub(pattern, word, words)
-    return words
+    """Return in words what a field may hold; that it may be absent is said elsewhere."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _kind(inner[0])
+    if origin in (Union, UnionType):
+        return " or ".join(_kind(kind) for kind in inner if kind is not type(None))
+    if origin is Literal:
+        return ", ".join(f"`{word}`" for word in inner)
+    if origin is list:
+        return f"list of {_kind(inner[0])}s"
+    if origin is dict:
+        return "fields" if _section_in(annotation) is None else "sections"
+    return _WORDS.get(annotation) or "a section"
 
 
 def _default(field: Any) -> str:
     value = field.get_default(call_default_factory=True)
     if value is None:
-        return "none"
+        return ""
     if isinstance(value, Section):
         return "its defaults"
     words = {True: "true", False: "false"}.get(value) if isinstance(value, bool) else None
@@ -261,9 +262,9 @@ def tables(root: Path) -> str:
     lines = [
         "# Tables",
         "",
-        "Every ledger and picture of `eval/results`. A click on a column's name sorts by it, a second one the other "
-        "way round. A row is shown if it has every word typed above its table. The [log](eval/LOG.md) says what was "
-        "found.",
+        "Every ledger and picture of `eval/results`. A click on a column's name sorts by it, a "
+        "second one the other way round. A row is shown if it has every word typed above its "
+        "table. The [log](eval/LOG.md) says what was found.",
         "",
     ]
     for path in sorted(results.rglob("*.csv")):
@@ -272,7 +273,8 @@ def tables(root: Path) -> str:
         for line, row in enumerate(rows, 2):
             if len(row) != len(head):
                 raise ValueError(
-                    f"{path}: line {line} must have the {len(head)} cells of the first line, got {len(row)}"
+                    f"{path}: line {line} must have the {len(head)} cells of the first line, "
+                    f"got {len(row)}"
                 )
         name = path.relative_to(results).with_suffix("").as_posix()
         lines += [f"## {name}", "", _table(name, head, rows), ""]
@@ -287,13 +289,17 @@ def _table(name: str, head: list[str], rows: list[list[str]]) -> str:
         f'<th scope="col"><button type="button">{html.escape(word)}</button></th>' for word in head
     )
     body = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
-    return (
-        f'<div class="ledger" id="table-{html.escape(name)}">\n'
-        f'<input type="search" placeholder="words that a row must have" aria-label="filter {html.escape(name)}">'
-        f"<output></output>\n"
-        f'<div class="rows" tabindex="0"><table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{body}\n</tbody>\n'
-        f"</table></div>\n</div>"
-    )
+    name = html.escape(name)
+    return f"""<div class="ledger" id="table-{name}">
+<input type="search" placeholder="words that a row must have" aria-label="filter {name}">
+<output></output>
+<div class="rows" tabindex="0"><table>
+<thead><tr>{heads}</tr></thead>
+<tbody>
+{body}
+</tbody>
+</table></div>
+</div>"""
 
 
 def _cell(text: str) -> str:
@@ -301,7 +307,7 @@ def _cell(text: str) -> str:
         number = float(text)
     except ValueError:
         shown = html.escape(text)
-        return f"<td><code>{shown}</code></td>" if text.startswith("ssmzoo ") else f"<td>{shown}</td>"
+        return f"<td>{f'<code>{shown}</code>' if text.startswith('ssmzoo ') else shown}</td>"
     shown = f"{number:,.0f}" if number.is_integer() and "." not in text else f"{number:.4g}"
     return f'<td class="number" data-value="{text}" title="{text}">{shown}</td>'
 
@@ -309,13 +315,14 @@ def _cell(text: str) -> str:
 def _run_sphinx(source: Path, output: Path, folder: Path) -> None:
     from sphinx.application import Sphinx
     from sphinx.errors import SphinxError
+    from sphinx.util.docutils import docutils_namespace, patch_docutils
 
     warned = io.StringIO()
     try:
-        app = Sphinx(
-            source, HERE, output, folder / "doctrees", "html", status=None, warning=warned
-        )
-        app.build(force_all=True)
+        with patch_docutils(HERE), docutils_namespace():
+            doctrees = folder / "doctrees"
+            app = Sphinx(source, HERE, output, doctrees, "html", status=None, warning=warned)
+            app.build(force_all=True)
     except SphinxError as error:
         raise ValueError(f"Sphinx: {' '.join(str(error).split())}") from None
     lines = [_STYLE.sub("", line) for line in warned.getvalue().splitlines() if line.strip()]
