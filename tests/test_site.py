@@ -108,7 +108,7 @@ BROKEN = {
     ),
     "a ledger that was cut": (
         ("eval/results/small.csv", "0.123456", '0.123456,"x'),
-        r"small\.csv: line 2 must have the 2 cells of the first line, got 3",
+        r"small\.csv: row 2 must have the 2 cells of the first, got 3",
     ),
 }
 
@@ -246,7 +246,7 @@ const settled = (inside) => new Promise((done) =>
     const inside = await load(page, width);
     await settled(inside);
     const root = inside.document.documentElement;
-    seen.pages.push({page, width, wider: root.scrollWidth - width, errors: inside.siteErrors,
+    seen.pages.push({page, width, wider: root.scrollWidth - root.clientWidth, errors: inside.siteErrors,
       foreign: inside.performance.getEntriesByType("resource").map((entry) => entry.name)
         .filter((name) => !name.startsWith(location.origin))});
   }

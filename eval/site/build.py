@@ -87,13 +87,13 @@ def gather(root: Path) -> dict[str, str]:
         ValueError: A card is broken.
     """
     pages = {
-        path.relative_to(root).as_posix(): path.read_text(encoding="utf-8")
+        path.relative_to(root).as_posix(): _text(path)
         for pattern in PATTERNS
         for path in sorted(root.glob(pattern))
     }
     own = root / "eval/site"
     for path in sorted(own.rglob("*.md")):
-        pages[path.relative_to(own).as_posix()] = path.read_text(encoding="utf-8")
+        pages[path.relative_to(own).as_posix()] = _text(path)
     for path in sorted((root / "model_cards").glob("*.json")):
         pages[f"model_cards/{path.stem}.md"] = card(path)
     pages[RECIPE] = recipe_reference()
@@ -109,14 +109,18 @@ def card(facts: Path) -> str:
     """
     read_facts(facts)
     path = facts.with_suffix(".md")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: a card must be UTF-8 text: {error}") from None
+    text = _text(path)
     metadata = re.match(r"---\n(.*?\n)---\n", text, re.DOTALL)
     if metadata is None or not isinstance(parse_yaml(metadata[1], str(path)), dict):
         raise ValueError(f"{path}: a card must begin with metadata between lines of ---")
     return text[metadata.end() :]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} must be UTF-8 text: {error}") from None
 
 
 def with_links(root: Path, source: Path, name: str, text: str, pages: dict[str, str]) -> str:
@@ -268,20 +272,28 @@ def tables(root: Path) -> str:
         "",
     ]
     for path in sorted(results.rglob("*.csv")):
-        with path.open(newline="", encoding="utf-8") as file:
-            head, *rows = csv.reader(file)
-        for line, row in enumerate(rows, 2):
-            if len(row) != len(head):
-                raise ValueError(
-                    f"{path}: line {line} must have the {len(head)} cells of the first line, "
-                    f"got {len(row)}"
-                )
+        head, *rows = _rows(path)
         name = path.relative_to(results).with_suffix("").as_posix()
         lines += [f"## {name}", "", _table(name, head, rows), ""]
     for path in sorted(results.rglob("*.png")):
         name = path.relative_to(results).with_suffix("").as_posix()
         lines += [f"## Picture: {name}", "", f"![{name}]({path.relative_to(root).as_posix()})", ""]
     return "\n".join(lines)
+
+
+def _rows(path: Path) -> list[list[str]]:
+    try:
+        rows = list(csv.reader(io.StringIO(_text(path))))
+    except csv.Error as error:
+        raise ValueError(f"{path} must be CSV: {error}") from None
+    if not rows:
+        raise ValueError(f"{path} must begin with the names of its columns, got an empty file")
+    for line, row in enumerate(rows, 1):
+        if len(row) != len(rows[0]):
+            raise ValueError(
+                f"{path}: row {line} must have the {len(rows[0])} cells of the first, got {len(row)}"
+            )
+    return rows
 
 
 def _table(name: str, head: list[str], rows: list[list[str]]) -> str:
