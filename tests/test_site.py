@@ -246,7 +246,8 @@ const settled = (inside) => new Promise((done) =>
     const inside = await load(page, width);
     await settled(inside);
     const root = inside.document.documentElement;
-    seen.pages.push({page, width, wider: root.scrollWidth - root.clientWidth, errors: inside.siteErrors,
+    const wider = root.scrollWidth - root.clientWidth;
+    seen.pages.push({page, width, wider, errors: inside.siteErrors,
       foreign: inside.performance.getEntriesByType("resource").map((entry) => entry.name)
         .filter((name) => !name.startsWith(location.origin))});
   }

@@ -288,10 +288,11 @@ def _rows(path: Path) -> list[list[str]]:
         raise ValueError(f"{path} must be CSV: {error}") from None
     if not rows:
         raise ValueError(f"{path} must begin with the names of its columns, got an empty file")
-    for line, row in enumerate(rows, 1):
-        if len(row) != len(rows[0]):
+    cells = len(rows[0])
+    for number, row in enumerate(rows, 1):
+        if len(row) != cells:
             raise ValueError(
-                f"{path}: row {line} must have the {len(rows[0])} cells of the first, got {len(row)}"
+                f"{path}: row {number} must have the {cells} cells of the first, got {len(row)}"
             )
     return rows
 
