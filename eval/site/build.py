@@ -346,7 +346,7 @@ def _run_sphinx(source: Path, output: Path, folder: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Build the site and say where it is, or in one line why not."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Build the site of the repository's pages.")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
     parser.add_argument("--output", type=Path, help="the site's folder; ROOT/build/site if absent")
     given = parser.parse_args(arguments)
