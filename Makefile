@@ -40,7 +40,7 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_
 # the C library keeps what is freed: no call pays for pages that another gave back
 STEADY = MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=2147483647
 
-.PHONY: help install demo test test-kit test-gpu test-transformers lint format types bench cards pages wheel release upload clean
+.PHONY: help install demo test test-kit test-gpu test-transformers lint format types bench cards pages site wheel release upload clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -101,6 +101,9 @@ cards: $(INSTALLED) ## Render the cards in model_cards/ again, and one for each 
 
 pages: $(INSTALLED) ## Write the tables of README and the plugins' pages from what was measured
 	$(PY) eval/pages.py
+
+site: $(INSTALLED) ## Build the site of all pages into build/site
+	$(PY) eval/site/build.py
 
 wheel: $(INSTALLED) ## Build the wheel into dist/
 	$(PY) -m build --wheel --no-isolation

@@ -151,7 +151,7 @@ def sbom(wheel: Path, epoch: int) -> dict[str, object]:
     """
     [info] = (p for p in zipfile.Path(wheel).iterdir() if p.name.endswith(".dist-info"))
     root = PathDistribution(info)  # pyright: ignore[reportArgumentType]  # a path in an archive
-    extras = {"", *_fields(root, "Provides-Extra")} - {"dev"}
+    extras = {"", *_fields(root, "Provides-Extra")} - {"dev", "site"}
     required, _ = needed(root, {""})
     found, needs = needed(root, extras)
     refs = {name: _purl(dist) for name, dist in (found | {_name(root): root}).items()}

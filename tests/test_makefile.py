@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = (
-    "install", "demo", "test", "test-transformers", "lint", "types", "bench", "pages", "wheel",
-    "release", "upload",
+    "install", "demo", "test", "test-transformers", "lint", "types", "bench", "pages", "site",
+    "wheel", "release", "upload",
 )  # fmt: skip
 
 

@@ -95,12 +95,13 @@ PLACEHOLDER = re.compile(
 
 
 class Piece(NamedTuple):
-    """A command or a block of Python, and its line in the page."""
+    """A command, a block of Python or a file to save, and its line in the page."""
 
     line: int
     text: str
     python: bool = False
     inline: bool = False
+    saved_as: str | None = None
 
 
 def pieces(page):
@@ -118,6 +119,8 @@ def pieces(page):
         body, line = textwrap.dedent(match[2]), line_of(match.start(2))
         if match[1] == "python":
             found.append(Piece(line, body, python=True))
+        elif match[1] == "yaml" and (name := re.match(r"# ([\w-]+\.yaml)\n", body)):
+            found.append(Piece(line, body, saved_as=name[1]))
         elif match[1] in ("sh", "bash", "shell", "console"):
             found += [Piece(line, command) for command in commands(body)]
     text = re.sub(r"^ *```.*?^ *```$", blank, text, flags=re.DOTALL | re.MULTILINE)
@@ -142,6 +145,8 @@ def commands(block):
 
 def reason_to_leave(piece):
     """Return why a piece is not run; None if it is."""
+    if piece.saved_as is not None:
+        return None
     if piece.python:
         return next((why for part, why in LISTED_BLOCKS.items() if part in piece.text), None)
     command = piece.text.removeprefix(".venv/bin/").replace("'", '"')
@@ -211,6 +216,9 @@ def reader(tmp_path, monkeypatch):
 def run(piece, page, names, capsys):
     """Do what a piece says, and fail if it does."""
     place = f"{page}, line {piece.line}"
+    if piece.saved_as is not None:
+        Path(piece.saved_as).write_text(piece.text)
+        return
     if piece.python:
         exec(compile(piece.text, place, "exec"), names)
         return

@@ -105,9 +105,10 @@ class DataSection(Section):
         jsonl: Files or globs (``.gz`` too); a line is a document, its text under ``text_field``.
         parquet: Files or globs; a row is a document, its text in the column ``text_field``.
         dataset: A data set on the Hub, or a local folder that ``datasets`` can load.
-        task: A task of :func:`ssmzoo.tasks.load_task`, with ``task_args``. It is supervised and has
-            its own validation and test split, unless ``train.seq_len`` asks ``mqar`` or
-            ``induction_heads`` for rows without end.
+        task: A task of :func:`ssmzoo.tasks.load_task`. It is supervised and has its own validation
+            and test split, unless ``train.seq_len`` asks ``mqar`` or ``induction_heads`` for rows
+            without end.
+        task_args: The task's arguments.
         config: The Hub data set's configuration.
         split: Its split to train on.
         revision: Its branch, tag or commit; the commit found at the start is kept for a resume.
@@ -205,7 +206,12 @@ class DataSection(Section):
 
 
 class GroupSection(Section):
-    """What differs for one of the model's parameter groups."""
+    """What differs for one of the model's parameter groups.
+
+    Attributes:
+        lr: Its peak learning rate; ``train.lr`` if absent.
+        weight_decay: For its parameters that decay at all; ``train.weight_decay`` if absent.
+    """
 
     lr: Annotated[float, Field(ge=0)] | None = None
     weight_decay: Annotated[float, Field(ge=0)] | None = None
