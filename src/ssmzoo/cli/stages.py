@@ -198,7 +198,8 @@ def table(rows: Iterable[tuple[str, Path, Path]]) -> str:
         measured = read_json(results)
         scores: dict[str, float] = {}
         for row in measured["results"]:  # of each task the first metric
-            scores.setdefault(TASKS.get(row["task"], row["task"]), row["value"])
+            task = str(row["task"])
+            scores.setdefault(TASKS.get(task, task), row["value"])
         speeds = [
             row["tokens_per_second"]
             for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())

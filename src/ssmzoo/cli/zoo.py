@@ -165,9 +165,9 @@ def chosen(listed: Path, only: Sequence[str] | None, overrides: Sequence[str]) -
     recipes = load_zoo(listed, overrides)
     for name in only or ():
         if name not in recipes:
-            hint = suggestion(name, recipes)
             raise LookupError(
-                f"ONLY must name models of {listed}, got {name!r}{hint}; it has {', '.join(recipes)}"
+                f"ONLY must name models of {listed.name}, got {name!r}{suggestion(name, recipes)}; "
+                f"there are {', '.join(recipes)}"
             )
     for name, recipe in recipes.items():
         if name in _WORK or not name.replace("-", "").isalnum() or not name.isascii():

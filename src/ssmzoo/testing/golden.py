@@ -80,9 +80,10 @@ def _load(folder: Path) -> Any:
     import ssmzoo.auto  # noqa: F401
 
     with without_reports(), without_bars():
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, output_loading_info=True
         )
+    model, report = loaded
     if wrong := {kind: found for kind, found in report.items() if found}:
         raise AssertionError(f"the weights of {folder} do not fit: {wrong}")
     return model.eval()
