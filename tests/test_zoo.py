@@ -83,7 +83,7 @@ def test_a_small_model_gives_its_golden_logits(name):
 
 def test_other_weights_a_lost_one_and_nan_do_not_pass_for_the_golden_model(tmp_path):
     folder = tmp_path / "model"
-    shutil.copytree(SHELF / "coffee-induction", folder)
+    shutil.copytree(SHELF / "longhorn-induction", folder)
     weights = load_file(folder / "model.safetensors")
     name = next(name for name in weights if name.endswith("dt_bias"))
 
