@@ -138,13 +138,13 @@ def run_zoo(
     asked = {"text": place_of(text), "steps": steps}
     require_same("zoo", output, asked)
     for name, recipe in recipes.items():
-        require_same_recipe(output / "runs" / name, recipe)
+        require_as_trained(output / "runs" / name, recipe)
     with locked(output):
         write_json(output / "zoo.json", asked)
         overrides = split_once(sources, output) if sources else []
         for name, recipe in recipes.items():
             make(name, recipe, output, place, overrides)
-        say(f"\n{table((n, output / 'runs' / n, results_of(n, output)) for n in recipes)}")
+        say(f"\n{table((n, output / 'runs' / n, scores_file(n, output)) for n in recipes)}")
         where = place.folder if place.hub is None else f"{place.hub} on the Hub"
         say(f"\n{len(recipes)} models, {'nothing ' if place.dry_run else ''}published in {where}")
 
@@ -201,7 +201,7 @@ def text_of(recipes: dict[str, Recipe], text: str | None) -> list[str]:
     return sources
 
 
-def require_same_recipe(run: Path, recipe: Recipe) -> None:
+def require_as_trained(run: Path, recipe: Recipe) -> None:
     """Fail if a finished run was another recipe's; of an unfinished one ``train`` sees to it.
 
     Raises:
@@ -221,7 +221,7 @@ def require_same_recipe(run: Path, recipe: Recipe) -> None:
             )
 
 
-def results_of(name: str, output: Path) -> Path:
+def scores_file(name: str, output: Path) -> Path:
     """Return the file with a model's scores: its run's, of a task, or ``ssmzoo eval``'s."""
     own = output / "runs" / name / "results.json"
     return own if own.exists() else output / "results" / f"{name}.json"
@@ -240,7 +240,7 @@ def make(name: str, recipe: Recipe, output: Path, place: Place, overrides: Seque
         score_once(name, run, output, stock=False)
     if not (run / "model" / GOLDEN).exists():
         say(f"writing {name}'s golden logits and card")
-        render_card(run / "model", results=[results_of(name, output)], run_dir=run)
+        render_card(run / "model", results=[scores_file(name, output)], run_dir=run)
         write_golden(run / "model")  # last: where it is, the card is
     publish_once(name, run / "model", output / "published" / f"{name}.json", place)
 
