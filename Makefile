@@ -1,6 +1,7 @@
 # Every target stands alone: it makes .venv and installs what it needs, once.
 # Settings: PYTHON=python3.12 (to make .venv with), PIP_ARGS='...' (for pip install),
-#           TEXT=path, STEPS=20 (for demo: your text, fewer training steps), WORKERS=2 (for test), TESTS='tests/x.py -k name' (for test: these
+#           TEXT=path, STEPS=20 (for demo, zoo: your text, fewer training steps), ONLY=name,name (for zoo, small: these models),
+#           HUB=organisation, PUBLIC=1, DRY_RUN=1 (for zoo: publish to the Hub, for all to see, or only show what would go), WORKERS=2 (for test), TESTS='tests/x.py -k name' (for test: these
 #           alone, on the versions of constraints.txt alone),
 #           RUNS=folder (for cards), VERSION=0.1.0 (for release, upload)
 
@@ -10,6 +11,10 @@ WORKERS ?= 2
 TESTS ?= tests
 TEXT ?=
 STEPS ?=
+ONLY ?=
+HUB ?=
+PUBLIC ?=
+DRY_RUN ?=
 RUNS ?= runs
 VERSION ?=
 
@@ -40,7 +45,7 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_
 # the C library keeps what is freed: no call pays for pages that another gave back
 STEADY = MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=2147483647
 
-.PHONY: help install demo test test-kit test-gpu test-transformers lint format types bench cards pages site wheel release upload clean
+.PHONY: help install demo zoo small test test-kit test-gpu test-transformers lint format types bench cards pages site wheel release upload clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -51,7 +56,15 @@ install: $(INSTALLED) ## Make .venv and install the project with the versions of
 	@echo "== ssmzoo is installed: $(VENV)/bin/ssmzoo list =="
 
 demo: $(INSTALLED) ## Train, score, publish, reload a small Longhorn, or go on (TEXT=path, STEPS=20: your text, shorter)
-	$(PY) -m ssmzoo.cli.demo $(if $(TEXT),--text "$(TEXT)") $(if $(STEPS),--steps $(STEPS))
+	$(PY) -m ssmzoo.cli.demo $(if $(TEXT),--text "$(TEXT)") $(if $(STEPS),--steps "$(STEPS)")
+
+zoo: $(INSTALLED) ## Train, score and publish the models of eval/zoo.yaml, or go on (ONLY=name,name, STEPS=n, TEXT=path, HUB=organisation)
+	$(PY) -m ssmzoo.cli.zoo $(if $(ONLY),--only "$(ONLY)") $(if $(TEXT),--text "$(TEXT)") $(if $(STEPS),--steps "$(STEPS)") \
+	  $(if $(HUB),--hub "$(HUB)") $(if $(PUBLIC),--public) $(if $(DRY_RUN),--dry-run)
+
+small: $(INSTALLED) ## Train the models of eval/small.yaml into model_cards/small, or go on
+	$(PY) -m ssmzoo.cli.zoo --list eval/small.yaml --output runs/small --publish model_cards/small --no-code \
+	  $(if $(ONLY),--only "$(ONLY)")
 
 test: $(INSTALLED) $(OLDEST_DIR)/.installed $(TORCHAO_DIR)/.installed $(ONNX_DIR)/.installed ## Run all tests, the model tests also on the oldest transformers
 ifeq ($(TESTS),tests)

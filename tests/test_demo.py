@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ssmzoo.cli import demo
+from ssmzoo.cli import demo, stages
 from ssmzoo.cli import main as cli
 from ssmzoo_kernels.dispatch import watch
 
@@ -102,7 +102,8 @@ def whole(place):
     with pytest.MonkeyPatch.context() as patch:
         parts = Interrupted(patch)
         printed = []
-        patch.setattr(demo, "say", lambda line, end="\n": printed.append(line + end))
+        for module in (demo, stages):
+            patch.setattr(module, "say", lambda line, end="\n": printed.append(line + end))
         assert demo.demo(COMMAND) == 0
         return parts.done, "".join(printed)
 
@@ -131,7 +132,7 @@ def test_the_demo_ends_in_the_table_and_says_where_everything_lies(place, whole)
         results = json.loads((output / "results" / f"{name}.json").read_text())
         assert row[0] == name
         assert int(row[1].replace(",", "")) == results["model"]["parameters"]
-        bits = next(r for r in results["results"] if r["task"] == demo.TASKS[0])
+        bits = next(r for r in results["results"] if r["task"] == "ssmzoo_bits_per_byte")
         assert row[3] == f"{bits['value']:.3f}"
     assert (
         f"\n{demo.PROMPT}" in out
@@ -184,14 +185,14 @@ def test_an_interrupted_demo_resumes_to_the_same_result(place, whole, monkeypatc
         "card",
         "publish",
     ]
-    cut = demo.split_text
+    cut = stages.split_text
 
-    def stop_in_the_text(text, target):
-        cut(text, target)
-        monkeypatch.setattr(demo, "split_text", cut)
+    def stop_in_the_text(sources, target):
+        cut(sources, target)
+        monkeypatch.setattr(stages, "split_text", cut)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "split_text", stop_in_the_text)
+    monkeypatch.setattr(stages, "split_text", stop_in_the_text)
     command = [*COMMAND, "--output", "again"]
     for _ in range(8):
         assert demo.demo(command) == 130
@@ -264,6 +265,14 @@ def test_the_demo_says_nothing_of_kernels_that_transformers_misses(place, whole,
     finally:
         theirs.remove_handler(listener)
     assert heard == []
+
+
+@pytest.mark.parametrize("steps", ["0", "-3", "x", "1.5"])
+def test_a_number_of_steps_that_is_none_is_one_line(tmp_path, steps, capsys):
+    assert demo.demo(["--steps", steps, "--output", str(tmp_path / "demo")]) == 2
+    err = capsys.readouterr().err
+    assert err == f"demo: error: STEPS must be a whole number from 1 on, got {steps!r}\n"
+    assert not (tmp_path / "demo").exists()
 
 
 def test_a_folder_that_is_no_demo_is_left_alone_and_a_text_too_short_is_named(tmp_path, capsys):

@@ -17,16 +17,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
 
-import ssmzoo.auto
+import ssmzoo
 from ssmzoo import families, load_family
 from ssmzoo.files import write_text
+from ssmzoo.testing.golden import EPS, check_golden, write_golden
 from ssmzoo.training.run import make_optimizer
 
 FOLDER = Path(__file__).with_name("golden")
 STEPS, ROWS, LENGTH = 20, 4, 48
-EPS = torch.finfo(torch.float32).eps
+EXPECTED = "expected.safetensors"  # beside the models of tests/golden/VERSION
 # as small as a file that is kept for ever should be
 SMALLEST = {"vocab_size": 7, "hidden_size": 4, "num_hidden_layers": 1}
 SMALLEST_OF = {
@@ -118,21 +118,8 @@ def save_model(name, folder):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-        model.save_pretrained(folder)
-        ids = torch.arange(8)[None] ** 2 % model.config.vocab_size
-        logits = model.double()(ids).logits.float()
-    save_file({"input_ids": ids, "logits": logits}, folder / "expected.safetensors")
-
-
-def check_model(folder):
-    expected = load_file(folder / "expected.safetensors")
-    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert {name: found for name, found in report.items() if found} == {}
-    with torch.no_grad():
-        logits = model.double()(expected["input_ids"]).logits
-    allowed = EPS * expected["logits"].abs().max().item()
-    error = difference(logits, expected["logits"])
-    assert error <= allowed, f"logits of {folder} are off by {error:.2e}, allowed {allowed:.2e}"
+    model.save_pretrained(folder)
+    write_golden(folder, EXPECTED, length=8)
 
 
 @pytest.mark.parametrize("name", sorted(families()))
@@ -142,19 +129,19 @@ def test_models_that_earlier_versions_saved_load_with_the_same_logits(name, requ
     saved = list(FOLDER.glob(f"*/{name}"))
     assert saved, f"make the first: pytest tests/test_golden.py --update-golden -k {name}"
     for folder in saved:
-        check_model(folder)
+        check_golden(folder, EXPECTED)
 
 
 def test_a_renamed_and_a_changed_parameter_are_seen(tmp_path):
     save_model("longhorn", tmp_path)
-    check_model(tmp_path)
+    check_golden(tmp_path, EXPECTED)
     weights = load_file(tmp_path / "model.safetensors")
     [name] = [name for name in weights if name.endswith("dt_bias")]
     renamed = {key.replace("dt_bias", "bias_dt"): value for key, value in weights.items()}
     save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(AssertionError, match="dt_bias"):
-        check_model(tmp_path)
+        check_golden(tmp_path, EXPECTED)
     weights[name] += 0.01
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(AssertionError, match="off by"):
-        check_model(tmp_path)
+        check_golden(tmp_path, EXPECTED)

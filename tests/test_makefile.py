@@ -1,6 +1,7 @@
 """The set-up: what `make` would run, asked with -n in a copy where nothing can be installed."""
 
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = (
-    "install", "demo", "test", "test-transformers", "lint", "types", "bench", "pages", "site",
-    "wheel", "release", "upload",
+    "install", "demo", "zoo", "small", "test", "test-transformers", "lint", "types", "bench",
+    "pages", "site", "wheel", "release", "upload",
 )  # fmt: skip
 
 
@@ -78,8 +79,22 @@ def test_the_demo_takes_a_text_and_fewer_steps(checkout, monkeypatch):
     monkeypatch.setenv("TEXT", "my text, [1] & more.txt")
     monkeypatch.setenv("STEPS", "20")
     assert would_run(checkout, "demo").strip() == (
-        '.venv/bin/python -m ssmzoo.cli.demo --text "my text, [1] & more.txt" --steps 20'
+        '.venv/bin/python -m ssmzoo.cli.demo --text "my text, [1] & more.txt" --steps "20"'
     )
+
+
+def test_the_zoo_takes_names_a_text_steps_and_a_place_on_the_hub(checkout, monkeypatch):
+    def words():
+        return shlex.split(would_run(checkout, "zoo").replace("\\\n", ""))
+
+    assert words() == [".venv/bin/python", "-m", "ssmzoo.cli.zoo"]
+    settings = {"ONLY": "s4,s5", "TEXT": "my text", "STEPS": "3", "HUB": "lab"}
+    for name, value in {**settings, "PUBLIC": "1", "DRY_RUN": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert words()[3:] == [
+        *("--only", "s4,s5", "--text", "my text", "--steps", "3"),
+        *("--hub", "lab", "--public", "--dry-run"),
+    ]
 
 
 def test_ci_runs_the_two_commands_of_the_readme():

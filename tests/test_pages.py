@@ -197,6 +197,8 @@ def reader(tmp_path, monkeypatch):
         shutil.copy(ROOT / "README.md", tmp_path)
         (tmp_path / "eval").mkdir()
         shutil.copytree(ROOT / "eval" / "tasks", tmp_path / "eval" / "tasks")
+        small = Path("model_cards", "small", "longhorn-text")
+        shutil.copytree(ROOT / small, tmp_path / small)
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         names = {"__name__": "__main__"}

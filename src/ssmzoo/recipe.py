@@ -600,6 +600,42 @@ class Recipe(Section):
         return self.model_copy(update={"data": data.model_copy(update=changed), "model": model})
 
 
+class Zoo(Section):
+    """Recipes in one file, such as ``eval/zoo.yaml``: many models, trained alike.
+
+    Attributes:
+        shared: Sections that all recipes have, ``data`` and ``train`` say.
+        models: By name, a model's own sections; a field in them wins over the shared one.
+    """
+
+    shared: dict[str, dict[str, Any]] = {}
+    models: Annotated[dict[str, dict[str, dict[str, Any]]], Field(min_length=1)]
+
+
+def load_zoo(path: Path, overrides: Sequence[str] = ()) -> dict[str, Recipe]:
+    """Read and check a file of recipes.
+
+    Args:
+        path: The YAML file; see :class:`Zoo`.
+        overrides: ``section.field=value``, the value in YAML; they win over the file.
+
+    Returns:
+        The recipes by the names of their models.
+
+    Raises:
+        LookupError: No such file or field; the message suggests.
+        ValueError: A wrong value, or a file that is not UTF-8 or not YAML.
+    """
+    listed, found = read_sections(Zoo, path, path.name), {}
+    for name, own in listed.models.items():
+        sections = {**listed.shared, **own}
+        fields = {part: {**listed.shared.get(part, {}), **own.get(part, {})} for part in sections}
+        for override in overrides:
+            _override(fields, override)
+        found[name] = read_sections(Recipe, fields, f"{path.name}, {name}")
+    return found
+
+
 def load_recipe(source: str | Path | Recipe, overrides: Sequence[str] = ()) -> Recipe:
     """Read and check a recipe.
 

@@ -218,7 +218,7 @@ class Sources:
         """Return a run's, or that of the same problem with another seed or model."""
         key = run.place["problem"], run.recipe.model.init_from  # which may bring a tokenizer
         if key not in self._found:
-            self._found[key] = data_source(_with_few_examples(run.recipe))
+            self._found[key] = data_source(with_few_examples(run.recipe))
         return self._found[key]
 
     def costs(self, run: PlannedRun, length: int) -> Line:
@@ -499,7 +499,7 @@ def _result_of(folder: Path, *, warns: bool = False) -> Line | None:
         return None
 
 
-def _with_few_examples(recipe: Recipe) -> Recipe:
+def with_few_examples(recipe: Recipe) -> Recipe:
     """Return a recipe whose task generates next to nothing."""
     if not recipe.supervised:
         return recipe

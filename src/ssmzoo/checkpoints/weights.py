@@ -14,6 +14,7 @@ from ssmzoo.files import file_digest, read_json
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 STATE = "state.safetensors"  # of PromptState.save_pretrained; no weights
+GOLDEN = "golden.safetensors"  # of ssmzoo.testing.golden; no weights
 SHARDS = "shards"  # the folder, in a checkpoint, of what several processes wrote
 
 # a checkpoint's moments and a prompt's state are safetensors too
@@ -51,13 +52,13 @@ def is_sharded(folder: Path) -> bool:
 def read_weights(folder: Path) -> Tensors:
     """Return dtype and shape of every tensor of a saved model, and check that none is missing.
 
-    A prompt's state beside the weights is not looked at.
+    A prompt's state and golden logits beside the weights are not looked at.
 
     Raises:
         ValueError: There are no weights, a shard is missing or corrupt, or index and shards differ.
     """
     index_path = folder / WEIGHTS_INDEX
-    present = {path.name for path in folder.glob("*.safetensors")} - {STATE}
+    present = {path.name for path in folder.glob("*.safetensors")} - {STATE, GOLDEN}
     if not index_path.exists():
         if WEIGHTS not in present:
             raise ValueError(

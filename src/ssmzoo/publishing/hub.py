@@ -2,9 +2,9 @@
 
 What goes is a closed list: configuration, safetensors weights, tokenizer or image processor,
 generation configuration, card, the pictures that the card links, scores of benchmarks on the Hub,
-the code that the model needs where this package is not installed, unless told not to, and, if asked
-for, a prompt that the model has read. Everything else stays behind and is named in the report. A
-text that holds a credential is refused.
+golden logits, the code that the model needs where this package is not installed, unless told not
+to, and, if asked for, a prompt that the model has read. Everything else stays behind and is named
+in the report. A text that holds a credential is refused.
 A dry run makes the same plan and changes nothing; for a Hub repository it needs neither network nor
 token. Both kinds of publication appear at once or not at all: a folder by a rename, a repository by
 a single commit. A Hub that is busy or out of reach is asked again for a while; after that the same
@@ -31,7 +31,7 @@ from urllib.parse import unquote
 import yaml
 
 from ssmzoo.checkpoints.trust import refuse_paths
-from ssmzoo.checkpoints.weights import STATE, WEIGHTS_INDEX, listed, read_weights
+from ssmzoo.checkpoints.weights import GOLDEN, STATE, WEIGHTS_INDEX, listed, read_weights
 from ssmzoo.environment.portable import find_credential
 from ssmzoo.family import claims, family_of, packages_of
 from ssmzoo.files import read_json, write_folder, writing
@@ -618,7 +618,7 @@ def _refuse_other_weights(remote: Iterable[str], plan: _Plan, repository: str) -
         name
         for name in remote
         if (name.endswith(".safetensors") or name == WEIGHTS_INDEX) and "/" not in name
-    } - {STATE, *plan.sources}
+    } - {STATE, GOLDEN, *plan.sources}
     if stale:
         raise _Refused(
             f"{repository} already holds {listed(stale)}, which this model does not replace; "
