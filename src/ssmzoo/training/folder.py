@@ -108,12 +108,8 @@ class RunFolder:
         changes = self._record_changes(facts, step)
         write_text(self.path / "recipe.yaml", recipe.to_yaml())
         write_json(self.path / "data.json", manifest)
-        program = Path(sys.argv[0])
         described = {
-            # python -m ssmzoo runs ssmzoo/__main__.py
-            "command": portable_command(
-                [program.name.replace("__main__.py", "ssmzoo"), *sys.argv[1:]]
-            ),
+            "command": portable_command([*_program(), *sys.argv[1:]]),
             "date": _now(),
             "data": {
                 "names": portable(getattr(recipe.data, recipe.data.source)),
@@ -231,6 +227,15 @@ def _is_moved(before: Any, after: Any) -> bool:
     paths = [*(before if isinstance(before, list) else [before])]
     paths += after if isinstance(after, list) else [after]
     return all(isinstance(path, str) and (path[:1] == "/" or path == STDLIB) for path in paths)
+
+
+def _program() -> list[str]:
+    """Return the words that started this program; ``python -m ssmzoo`` is ``ssmzoo``."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is None:
+        return [Path(sys.argv[0]).name]
+    module = spec.name.removesuffix(".__main__")
+    return ["ssmzoo"] if module == "ssmzoo" else ["python", "-m", module]
 
 
 def _now() -> str:
