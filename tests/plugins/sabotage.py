@@ -216,6 +216,23 @@ class LooksAcrossLanesOfEight(LonghornMixer):
         return super().forward(hidden_states, state, packing)
 
 
+class StartsAnewBeforeItsFirstToken(LonghornMixer):
+    def forward(self, hidden_states, state, packing=None):
+        seen = state.get("seen")
+        if seen is not None:
+            went_on = state.initial["seen"] > 0  # of each row
+            state.initial = {
+                name: tensor * went_on.view(-1, *[1] * (tensor.dim() - 1)).to(tensor.dtype)
+                for name, tensor in state.initial.items()
+            }
+        if packing is None:
+            count = torch.full((len(hidden_states),), hidden_states.shape[1])
+        else:
+            count = packing.offsets.diff().long()
+        state.put("seen", count if seen is None else seen + count)
+        return super().forward(hidden_states, state, packing)
+
+
 # --- generation --------------------------------------------------------------------------------
 
 
@@ -700,6 +717,7 @@ NARROW = {
         "rows", {"mixer": WritesAnotherToken}, fails=frozenset({"fused_steps", "batch"})
     ),
     "batch": narrow("rows", mixer=LooksAcrossLanesOfEight),
+    "state_adapter": narrow("does not start", mixer=StartsAnewBeforeItsFirstToken),
     "greedy": narrow("not the likeliest", causal_lm=ForbidsEveryOtherToken),
     "sampling": narrow("another seed", causal_lm=DrawsByItsOwnSeed),
     "beams": narrow("the beams hold other tokens", causal_lm=LeavesBeamsWhereTheyAre),

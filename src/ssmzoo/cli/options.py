@@ -204,4 +204,7 @@ STOCK = Option(
     action="store_true",
     help="leave transformers' recurrent models as they are, without ssmzoo's kernels",
 )
+ADAPTER = Option(
+    "--adapter", metavar="DIR", type=Path, help="start from the state adapter in this folder"
+)
 JSON = Option("--json", action="store_true", help="print JSON instead of text")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,10 +32,17 @@ if TYPE_CHECKING:
     from typing import Self
 
     from ssmzoo.modeling.configuration import SSMConfig
-    from ssmzoo.modeling.state_adapter import StateAdapter
 
 _FORMAT = "ssmzoo-state-1"
 _OTHER = "other."  # before the names of tensors in the file that are no states
+
+
+class Start(Protocol):
+    """What a state may have begun from in place of zeros: a state adapter."""
+
+    def digest(self) -> str:
+        """Return the SHA-256 of its states."""
+        ...
 
 
 @dataclass
@@ -139,7 +146,7 @@ class RecurrentCache(Cache):
     """
 
     max_cache_len: int | None = None  # None: it has room for any number of tokens
-    adapter: StateAdapter | None = None  # what its states began from
+    adapter: Start | None = None  # what its states began from
 
     def __init__(self, config: PreTrainedConfig, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -354,7 +361,7 @@ class RecurrentCache(Cache):
                 "use its batch_repeat_interleave or batch_select_indices, or a new cache"
             )
 
-    def require_start(self, adapter: StateAdapter | None) -> None:
+    def require_start(self, adapter: Start | None) -> None:
         """Check that the states began where a model with this state adapter begins.
 
         Raises:
@@ -413,7 +420,7 @@ class RecurrentCache(Cache):
         config: PreTrainedConfig,
         device: str | torch.device = "cpu",
         *,
-        adapter: StateAdapter | None = None,
+        adapter: Start | None = None,
         **options: Any,
     ) -> tuple[Self, dict[str, Tensor], dict[str, str]]:
         """Return state, other tensors and notes that :meth:`write` wrote.
@@ -574,7 +581,7 @@ class StateCache(RecurrentCache):
         config: SSMConfig,
         device: str | torch.device = "cpu",
         *,
-        adapter: StateAdapter | None = None,
+        adapter: Start | None = None,
         **options: Any,
     ) -> Self:
         """Load a state that :meth:`save` wrote.

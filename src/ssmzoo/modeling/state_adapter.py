@@ -118,7 +118,9 @@ class StateAdapter(nn.Module):
             save_file(tensors, path)
         shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
         described = {"format": _FORMAT, "model_type": self.model_type, "base": self.base}
-        write_json(folder / ADAPTER_CONFIG, {**described, "states": shapes, "digest": self.digest()})
+        write_json(
+            folder / ADAPTER_CONFIG, {**described, "states": shapes, "digest": self.digest()}
+        )
 
     @torch.no_grad()
     def read(self, directory: str | os.PathLike[str]) -> None:
@@ -335,7 +337,9 @@ def _states_after_two_tokens(reader: Any) -> list[dict[str, Tensor]]:
     config, training = reader.config, reader.training
     weight = next(p for p in reader.parameters() if p.is_floating_point())
     x = torch.zeros(1, 2, config.get_text_config().hidden_size).to(weight)
-    others = {name: torch.ones(1, 2, device=x.device) for name in getattr(config, "token_inputs", ())}
+    others = {
+        name: torch.ones(1, 2, device=x.device) for name in getattr(config, "token_inputs", ())
+    }
     cache = reader.cache_class(config)
     reader.eval()
     try:

@@ -85,7 +85,9 @@ def start(
         if padded:
             packing = find_packing(batch, length, 0, mask, None, None, None)
         use = given.get("use_cache")
-        if cache is None and (use or (use is None and model.config.use_cache and not model.training)):
+        if cache is None and (
+            use or (use is None and model.config.use_cache and not model.training)
+        ):
             cache = DynamicCache(config=model.config.get_text_config(decoder=True))
             given |= {name_of_cache: cache, "use_cache": True}
     if begins:
@@ -106,6 +108,6 @@ def start(
 
 
 def of_mixers(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a layer's states in a cache as mixers take them: the K - 1 inputs ``[B, K - 1, D]``."""
+    """Return a layer's states in a cache as mixers take them, ``[B, K - 1, D]``."""
     conv = states[CONV_STATE][:, :, 1:].transpose(1, 2)
     return {CONV_STATE: conv, SCAN_STATE: states[SCAN_STATE]}
