@@ -25,7 +25,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Mamba2Config, Mamba2ForCausalLM
 
-import ssmzoo
+import ssmzoo.auto
 from ssmzoo.modeling import add_state_adapter
 from ssmzoo_kernels.machine import hardware
 

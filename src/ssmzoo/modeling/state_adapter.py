@@ -95,11 +95,7 @@ class StateAdapter(nn.Module):
 
     def digest(self) -> str:
         """Return the SHA-256 of the states."""
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self._tensors().items()):
-            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-            digest.update(tensor.flatten().view(torch.uint8).numpy())
-        return digest.hexdigest()
+        return _digest_of(self._tensors())
 
     def save_pretrained(self, directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Write ``state_adapter.safetensors`` and ``state_adapter.json`` into a folder.
@@ -165,16 +161,13 @@ class StateAdapter(nn.Module):
         _check_states(path, {name: list(t.shape) for name, t in tensors.items()}, own)
         if strange := next((n for n, t in tensors.items() if t.dtype != torch.float32), None):
             raise ValueError(f"{path}: {strange} must be float32, got {tensors[strange].dtype}")
-        before = self._tensors()
-        for name, tensor in tensors.items():
-            self.get_parameter(name).copy_(tensor)
-        if self.digest() != config["digest"]:
-            for name, tensor in before.items():
-                self.get_parameter(name).copy_(tensor)
+        if _digest_of(tensors) != config["digest"]:
             raise ValueError(
                 f"{path} and {ADAPTER_CONFIG} beside it are not of one adapter: their digests "
                 "differ; save the adapter again"
             )
+        for name, tensor in tensors.items():
+            self.get_parameter(name).copy_(tensor)
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: p.detach().float().cpu().contiguous() for name, p in self.named_parameters()}
@@ -255,6 +248,14 @@ def state_adapter_of(reader: Any) -> StateAdapter | None:
 def holds_state_adapter(directory: str | os.PathLike[str]) -> bool:
     """Tell whether a folder holds a saved state adapter."""
     return Path(directory, ADAPTER_CONFIG).is_file()
+
+
+def _digest_of(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _check_states(where: object, given: Any, own: dict[str, list[int]]) -> None:
