@@ -393,6 +393,39 @@ def test_a_recipe_with_a_wrong_adapter_is_refused(recipe, change, says, tmp_path
         train(recipe, output_dir=tmp_path / "run", overrides=[change])
 
 
+def test_it_is_published_with_a_card(tmp_path, capsys):
+    from ssmzoo.cli.main import main
+
+    adapter = drawn(longhorn())
+    adapter.save_pretrained(tmp_path / "mine")
+    here, there = str(tmp_path / "mine"), str(tmp_path / "theirs")
+    assert main(["publish", here, there]) != 0
+    assert "has no card" in capsys.readouterr().err
+    assert main(["card", here]) == 0
+    card = (tmp_path / "mine/README.md").read_text()
+    count = sum(p.numel() for p in adapter.parameters())
+    assert f"{count:,} parameters" in card
+    assert f"`{adapter.digest()[:12]}`" in card
+    assert main(["publish", here, there]) == 0
+    assert "load_state_adapter" in capsys.readouterr().out
+    assert sorted(p.name for p in (tmp_path / "theirs").iterdir()) == ["README.md", CONFIG, FILE]
+    assert load_state_adapter(there, longhorn()).digest() == adapter.digest()
+
+
+@pytest.mark.slow
+def test_eval_scores_a_model_that_starts_from_it(recipe, tmp_path):
+    pytest.importorskip("lm_eval")
+    from ssmzoo.evaluation.evaluate import evaluate
+
+    run = train(recipe, output_dir=tmp_path / "run")
+    options = {"tasks": ["ssmzoo_recall_text"], "limit": 4, "output_dir": tmp_path}
+    scored = evaluate(run / "model", adapter=run / "adapter", **options)
+    found = json.loads(scored.read_text())
+    assert scored.name == "run-adapter.json"
+    assert "+" in found["model"]["revision"]
+    assert "--adapter" in found["command"]
+
+
 # --- a model of transformers ----------------------------------------------------------------------
 
 

@@ -226,7 +226,7 @@ class StartsAnewBeforeItsFirstToken(LonghornMixer):
                 for name, tensor in state.initial.items()
             }
         if packing is None:
-            count = torch.full((len(hidden_states),), hidden_states.shape[1])
+            count = torch.full(hidden_states.shape[:1], hidden_states.shape[1])
         else:
             count = packing.offsets.diff().long()
         state.put("seen", count if seen is None else seen + count)

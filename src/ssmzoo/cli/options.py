@@ -154,7 +154,10 @@ def in_folder(model: str) -> str:
         LookupError: As :func:`ssmzoo.checkpoints.load.model_folder`.
     """
     from ssmzoo.checkpoints.load import model_folder
+    from ssmzoo.checkpoints.weights import is_state_adapter
 
+    if is_state_adapter(model):  # which has a card and is published as a model is
+        return model
     folder = model_folder(model)
     if folder is None:
         raise ValueError(

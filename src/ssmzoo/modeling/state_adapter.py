@@ -24,12 +24,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ssmzoo.checkpoints.weights import ADAPTER_CONFIG, ADAPTER_FILE
 from ssmzoo.files import CannotWriteError, appears_whole, read_json, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ADAPTER_FILE, ADAPTER_CONFIG = "state_adapter.safetensors", "state_adapter.json"
 STATE_ADAPTER = "state_adapter"  # the module's name in the model around the layers
 _FORMAT = "ssmzoo-state-adapter-1"
 _FIELDS = {"format", "model_type", "base", "states", "digest"}
@@ -243,11 +243,6 @@ def remove_state_adapter(model: PreTrainedModel) -> None:
 def state_adapter_of(reader: Any) -> StateAdapter | None:
     """Return the adapter of a model's backbone, None if it has none."""
     return reader._modules.get(STATE_ADAPTER)
-
-
-def holds_state_adapter(directory: str | os.PathLike[str]) -> bool:
-    """Tell whether a folder holds a saved state adapter."""
-    return Path(directory, ADAPTER_CONFIG).is_file()
 
 
 def _digest_of(tensors: Mapping[str, Tensor]) -> str:

@@ -6,10 +6,9 @@ import shutil
 from importlib import import_module
 from pathlib import Path
 
-from ssmzoo.checkpoints.weights import SHARDS, is_sharded
+from ssmzoo.checkpoints.weights import ADAPTER_CONFIG, ADAPTER_FILE, SHARDS, is_sharded
 from ssmzoo.environment.messages import without_bars
 from ssmzoo.files import write_folder
-from ssmzoo.modeling.state_adapter import ADAPTER_CONFIG, ADAPTER_FILE
 from ssmzoo.training.checkpoint import CONTENTS, damage_of
 
 _ADAPTER = (ADAPTER_FILE, ADAPTER_CONFIG)

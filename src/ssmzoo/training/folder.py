@@ -12,12 +12,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
-from ssmzoo.checkpoints.weights import weights_revision
+from ssmzoo.checkpoints.weights import holds_state_adapter, weights_revision
 from ssmzoo.environment.hardware import installed_versions
 from ssmzoo.environment.portable import portable, portable_command
 from ssmzoo.evaluation.results import Results, Score, recipe_of, write_results
 from ssmzoo.files import STDLIB, read_json, write_folder, write_json, write_text
-from ssmzoo.modeling.state_adapter import holds_state_adapter
 from ssmzoo.recipe import Recipe, load_recipe
 from ssmzoo.training.checkpoint import checkpoint_of, newest_checkpoint
 from ssmzoo.training.consolidate import write_adapter, write_model
