@@ -205,6 +205,7 @@ def check_state_adapter(subject: Subject) -> Measured:
             # float32 whatever the parameter, as a file holds it
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 2)
         expected = alone(model, rows)
+        require(expected[0].requires_grad, "no gradient of the initial states comes through")
         changed = relative("logits", expected[0], before[0])
         require(changed > EXACT, "the model does not start from its initial states")
         true = None
