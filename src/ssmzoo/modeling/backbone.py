@@ -474,7 +474,7 @@ class SSMModel(SSMPreTrainedModel):
         recorded, starts = None, None
         if cache is not None and cache.recording:
             recorded = cache.before(hidden_states, packing, token_inputs)
-        adapter = self._modules.get("state_adapter")
+        adapter: Any = self._modules.get("state_adapter")
         if adapter is not None and (cache is None or not any(cache.get_states())):
             refuse_no_start(self, cache)
             starts = adapter(sequences, self.dtype)
@@ -682,8 +682,9 @@ class SSMModel(SSMPreTrainedModel):
         if given is not None:
             check_kind(given)
             given.check(self.config, sequences, tokens)
-            if given.adapter is not self._modules.get("state_adapter"):
-                given.require_start(self._modules.get("state_adapter"))
+            adapter: Any = self._modules.get("state_adapter")
+            if given.adapter is not adapter:
+                given.require_start(adapter)
             if given.pending is not None:
                 given.read_again(self)
             return given

@@ -17,7 +17,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -25,10 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ssmzoo.checkpoints.weights import ADAPTER_CONFIG, ADAPTER_FILE
-from ssmzoo.files import CannotWriteError, appears_whole, read_json, write_json
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from ssmzoo.files import appears_whole, read_json, write_json, writing
 
 STATE_ADAPTER = "state_adapter"  # the module's name in the model around the layers
 _FORMAT = "ssmzoo-state-adapter-1"
@@ -106,10 +103,8 @@ class StateAdapter(nn.Module):
             RuntimeError: The folder cannot be written to.
         """
         folder, tensors = Path(directory), self._tensors()
-        try:
+        with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CannotWriteError(f"{folder} cannot be written: {error}") from error
         with appears_whole(folder / ADAPTER_FILE) as path:
             save_file(tensors, path)
         shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
@@ -181,7 +176,7 @@ class StateAdapter(nn.Module):
         return super()._apply(keep_precision, recurse=recurse)  # pyright: ignore[reportReturnType]
 
 
-def add_state_adapter(model: PreTrainedModel, *, freeze: bool = True) -> StateAdapter:
+def add_state_adapter(model: nn.Module, *, freeze: bool = True) -> StateAdapter:
     """Let a model start from trained states, zeros at first, and return them.
 
     From now on every sequence that the model reads begins with them. Gradients flow into them.
@@ -210,7 +205,7 @@ def add_state_adapter(model: PreTrainedModel, *, freeze: bool = True) -> StateAd
     return adapter
 
 
-def load_state_adapter(directory: str | os.PathLike[str], model: PreTrainedModel) -> StateAdapter:
+def load_state_adapter(directory: str | os.PathLike[str], model: nn.Module) -> StateAdapter:
     """Let a model start from the states that ``adapter.save_pretrained(directory)`` wrote.
 
     Its weights stay as trainable as they are. A model that has an adapter keeps its module.
@@ -229,7 +224,7 @@ def load_state_adapter(directory: str | os.PathLike[str], model: PreTrainedModel
     return adapter
 
 
-def remove_state_adapter(model: PreTrainedModel) -> None:
+def remove_state_adapter(model: nn.Module) -> None:
     """Let a model start from zeros again.
 
     Raises:
@@ -249,7 +244,8 @@ def _digest_of(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+        data: Any = tensor.contiguous().flatten().view(torch.uint8).numpy()
+        digest.update(data)
     return digest.hexdigest()
 
 

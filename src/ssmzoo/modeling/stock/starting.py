@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -96,14 +96,14 @@ def start(
         initial = {i: of_mixers(states) for i, states in enumerate(held) if SCAN_STATE in states}
     states = StartingStates(initial)
     run = functools.partial(forward, model, **given)
-    with told_of(packing, states):
+    with told_of(packing, cast(Any, states)):
         output = cache.run(model, run, given) if isinstance(cache, StockCache) else run()
     if cache is not None:
         for index, final in states.final.items():
             conv = F.pad(final[CONV_STATE].detach().transpose(1, 2), (1, 0))
             cache.update_conv_state(conv, index)
             cache.update_recurrent_state(final[SCAN_STATE].detach(), index)
-        cache.adapter = adapter
+        cast(Any, cache).adapter = adapter
     return output
 
 
