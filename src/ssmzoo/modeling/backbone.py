@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -654,7 +654,7 @@ class SSMModel(SSMPreTrainedModel):
 
     def startable_states(self, index: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return those of a layer's states that a state adapter holds, or counts from zero."""
-        names = self.layers[index].mixer.startable_states
+        names = cast(Any, self.layers[index]).mixer.startable_states
         return {name: s for name, s in states.items() if names is None or name in names}
 
     def trajectories(self, input_ids: Tensor) -> Trajectories | None:
