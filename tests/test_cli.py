@@ -577,6 +577,7 @@ def test_eval_passes_its_arguments_on_and_prints_scores_and_the_files_place(
         "dtype": "auto",
         "trust_remote_code": False,
         "stock": False,
+        "adapter": None,
     }
     command = ("eval", "m", "--suite", "s", "--json", "--stock")
     assert json.loads(prints(*command)) == {"results": [row]}

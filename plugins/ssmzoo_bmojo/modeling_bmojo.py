@@ -483,6 +483,7 @@ class BMojoMixer(SSMMixer):
         {"keys_ring", "values_ring", "scores", "fading_keys", "fading_values"}
         | {f"eidetic_{name}" for name in ("keys", "values", "positions", "scores")}
     )
+    startable_states = frozenset({"conv", "ssm"})  # attention and memories hold tokens
 
     def __init__(self, config: BMojoConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)

@@ -57,6 +57,7 @@ class H3Mixer(SSMMixer):
     """
 
     param_group_names: ClassVar[Mapping[str, str]] = dict.fromkeys(_SLOW, "ssm")
+    startable_states = frozenset({"shift", "ssm"})
     config: H3Config
 
     def __init__(self, config: H3Config, layer_idx: int) -> None:

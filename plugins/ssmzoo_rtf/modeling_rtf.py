@@ -94,6 +94,8 @@ class RTFMixer(SSMMixer):
 
     param_group_names: ClassVar[Mapping[str, str]] = dict.fromkeys(_SSM_PARAMETERS, "ssm")
     written_in_place = frozenset({"ring"})  # a step fills its free place
+    # not what modes owe to the next token, which follows from them
+    startable_states = frozenset({"ring", "position", "modes", "inputs", "conv"})
     config: RTFConfig
 
     def __init__(self, config: RTFConfig, layer_idx: int) -> None:

@@ -456,12 +456,24 @@ class LogSection(Section):
     curves: bool = True
 
 
+class AdapterSection(Section):
+    """What is trained in place of the weights of ``model.init_from``, which stay as they are.
+
+    Attributes:
+        kind: ``state``, the states that the model starts every sequence from. A classifier's head
+            is trained beside it. The run's folder ``adapter/`` holds it.
+    """
+
+    kind: Literal["state"]
+
+
 class Recipe(Section):
     """A whole run."""
 
     model: ModelSection
     data: DataSection
     train: TrainSection
+    adapter: AdapterSection | None = None
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
@@ -480,6 +492,8 @@ class Recipe(Section):
             self._segments_fit(self.train.segments)
         if self.train.sequence_parallel > 1:
             self._pieces_fit(self.train.sequence_parallel)
+        if self.adapter is not None:
+            self._adapter_fits()
         if self.eval.lengths:
             self._lengths_fit()
         if self.supervised:
@@ -517,6 +531,16 @@ class Recipe(Section):
         if self.train.segments is not None:
             raise ValueError(
                 "train.sequence_parallel and train.segments both cut a row; give one of them"
+            )
+
+    def _adapter_fits(self) -> None:
+        if self.model.init_from is None:
+            raise ValueError("adapter needs model.init_from, whose weights stay as they are")
+        segments = self.train.segments
+        if self.train.sequence_parallel > 1 or (segments is not None and segments.carry):
+            raise ValueError(
+                "adapter must be absent with train.sequence_parallel and train.segments.carry, "
+                "whose rows do not start anew"
             )
 
     def _lengths_fit(self) -> None:
@@ -572,10 +596,13 @@ class Recipe(Section):
     def differences(self, now: Recipe, sections: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
         """Yield the fields of sections that another recipe has otherwise: name, ours, theirs."""
         for section in sections:
-            before, after = getattr(self, section).model_dump(), getattr(now, section).model_dump()
-            for field, value in after.items():
-                if value != before[field]:
-                    yield f"{section}.{field}", before[field], value
+            before, after = (
+                {} if s is None else s.model_dump()
+                for s in (getattr(self, section), getattr(now, section))
+            )
+            for field in {**before, **after}:
+                if (was := before.get(field)) != (value := after.get(field)):
+                    yield f"{section}.{field}", was, value
 
     def with_absolute_paths(self) -> Recipe:
         """Return the same recipe with every local path made absolute."""

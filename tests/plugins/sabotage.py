@@ -108,7 +108,7 @@ class RoundsFloat32Embeddings(LonghornModel):
 
 class CutsTheGraphBeforeLongChunks(LonghornMixer):
     def forward(self, hidden_states, state, packing=None):
-        if packing is None and hidden_states.shape[1] > 3:
+        if packing is None and hidden_states.shape[1] > 20:
             state.initial = {name: tensor.detach() for name, tensor in state.initial.items()}
         return super().forward(hidden_states, state, packing)
 
@@ -213,6 +213,23 @@ class LooksAcrossLanesOfEight(LonghornMixer):
     def forward(self, hidden_states, state, packing=None):
         if rows_of(hidden_states) % 8 == 0 and not state.initial:
             hidden_states = hidden_states * (1 + 1e-3 * hidden_states[:1, :1].detach())
+        return super().forward(hidden_states, state, packing)
+
+
+class StartsAnewBeforeItsFirstToken(LonghornMixer):
+    def forward(self, hidden_states, state, packing=None):
+        seen = state.get("seen")
+        if seen is not None:
+            went_on = state.initial["seen"] > 0  # of each row
+            state.initial = {
+                name: tensor * went_on.view(-1, *[1] * (tensor.dim() - 1)).to(tensor.dtype)
+                for name, tensor in state.initial.items()
+            }
+        if packing is None:
+            count = torch.full(hidden_states.shape[:1], hidden_states.shape[1])
+        else:
+            count = packing.offsets.diff().long()
+        state.put("seen", count if seen is None else seen + count)
         return super().forward(hidden_states, state, packing)
 
 
@@ -700,6 +717,7 @@ NARROW = {
         "rows", {"mixer": WritesAnotherToken}, fails=frozenset({"fused_steps", "batch"})
     ),
     "batch": narrow("rows", mixer=LooksAcrossLanesOfEight),
+    "state_adapter": narrow("does not start", mixer=StartsAnewBeforeItsFirstToken),
     "greedy": narrow("not the likeliest", causal_lm=ForbidsEveryOtherToken),
     "sampling": narrow("another seed", causal_lm=DrawsByItsOwnSeed),
     "beams": narrow("the beams hold other tokens", causal_lm=LeavesBeamsWhereTheyAre),
@@ -744,7 +762,7 @@ NARROW = {
 
 # those that carry a cache from one call to the next
 CACHED = {"chunks", "tokens", "batch", "greedy", "sampling", "beams", "assisted", "continuing"}
-CACHED |= {"chunked_prefill", "cache_rows", "prompt_state", "wrong_cache"}
+CACHED |= {"chunked_prefill", "cache_rows", "prompt_state", "wrong_cache", "state_adapter"}
 # those that lay several sequences into one row
 SEVERAL = {"padding", "packing", "flattening_collator", "sequence_classification", "bidirectional"}
 
@@ -765,6 +783,7 @@ MISTAKES = {
     "convolves across boundaries": broad(
         *SEVERAL,
         *("greedy", "sampling", "beams", "continuing", "chunked_prefill", "prompt_state"),
+        "state_adapter",
         mixer=ConvolvesAcrossBoundaries,
     ),
     "leaks the future": broad(
@@ -796,21 +815,24 @@ PLANTED = {
     "chunks": {
         "detached if more than 16 tokens go on": planted("chunks", mixer=DetachesBeforeMoreThan16),
         "ignored if two tokens go on": planted(
-            "chunks", "assisted", "wrong_cache", mixer=IgnoresTheStateBeforeTwoTokens
+            *("chunks", "assisted", "wrong_cache", "state_adapter"),
+            mixer=IgnoresTheStateBeforeTwoTokens,
         ),
     },
     "packing": {
-        "detached when packed": planted("packing", mixer=DetachesWhenPacked),
-        "ignored when packed": planted("packing", mixer=IgnoresTheStateWhenPacked),
+        "detached when packed": planted("packing", "state_adapter", mixer=DetachesWhenPacked),
+        "ignored when packed": planted("packing", "state_adapter", mixer=IgnoresTheStateWhenPacked),
         "half its gradient when packed": planted(
-            "packing", mixer=HalvesTheStatesGradientWhenPacked
+            "packing", "state_adapter", mixer=HalvesTheStatesGradientWhenPacked
         ),
         "a leak at the boundary at 64": planted("packing", mixer=LeaksAt64),
         "a leak at a boundary past 128": planted("packing", mixer=LeaksPast128),
     },
     "padding": {
-        "detached when padded": planted("padding", mixer=DetachesWhenPadded),
-        "ignored when padded": planted("padding", "prompt_state", mixer=IgnoresTheStateWhenPadded),
+        "detached when padded": planted("padding", "state_adapter", mixer=DetachesWhenPadded),
+        "ignored when padded": planted(
+            "padding", "prompt_state", "state_adapter", mixer=IgnoresTheStateWhenPadded
+        ),
         "lost in rows without a token": planted("padding", mixer=LosesIdleRows),
     },
     "batch": {

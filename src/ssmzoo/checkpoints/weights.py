@@ -15,6 +15,8 @@ WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 STATE = "state.safetensors"  # of PromptState.save_pretrained; no weights
 GOLDEN = "golden.safetensors"  # of ssmzoo.testing.golden; no weights
+# of a state adapter, which is a folder of its own
+ADAPTER_FILE, ADAPTER_CONFIG = "state_adapter.safetensors", "state_adapter.json"
 SHARDS = "shards"  # the folder, in a checkpoint, of what several processes wrote
 
 # a checkpoint's moments and a prompt's state are safetensors too
@@ -42,6 +44,16 @@ def read_tensors(path: Path) -> Tensors:
         raise ValueError(
             f"{path} is corrupt or truncated ({error}); save the model again"
         ) from error
+
+
+def holds_state_adapter(folder: str | Path) -> bool:
+    """Tell whether a folder holds a saved state adapter."""
+    return Path(folder, ADAPTER_CONFIG).is_file()
+
+
+def is_state_adapter(folder: str | Path) -> bool:
+    """Tell whether a folder holds a saved state adapter and no model."""
+    return holds_state_adapter(folder) and not Path(folder, "config.json").is_file()
 
 
 def is_sharded(folder: Path) -> bool:

@@ -9,6 +9,7 @@ import textwrap
 from typing import Any
 
 from ssmzoo.cli.options import (
+    ADAPTER,
     DEVICE,
     DTYPE,
     JSON,
@@ -151,6 +152,7 @@ def _generate(options: argparse.Namespace) -> int:
         state=options.state,
         save_state=options.save_state,
         stock=options.stock,
+        adapter=options.adapter,
         write=_write if streams else None,
     )
     print("" if streams else text)
@@ -199,6 +201,7 @@ GENERATE = Verb(
         DTYPE,
         TRUST,
         STOCK,
+        ADAPTER,
     ),
     _generate,
 )

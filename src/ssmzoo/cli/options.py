@@ -154,7 +154,10 @@ def in_folder(model: str) -> str:
         LookupError: As :func:`ssmzoo.checkpoints.load.model_folder`.
     """
     from ssmzoo.checkpoints.load import model_folder
+    from ssmzoo.checkpoints.weights import is_state_adapter
 
+    if is_state_adapter(model):  # which has a card and is published as a model is
+        return model
     folder = model_folder(model)
     if folder is None:
         raise ValueError(
@@ -203,5 +206,8 @@ STOCK = Option(
     "--stock",
     action="store_true",
     help="leave transformers' recurrent models as they are, without ssmzoo's kernels",
+)
+ADAPTER = Option(
+    "--adapter", metavar="DIR", type=Path, help="start from the state adapter in this folder"
 )
 JSON = Option("--json", action="store_true", help="print JSON instead of text")

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from ssmzoo.cli.options import (
+    ADAPTER,
     BATCH_SIZE,
     DEVICE,
     DTYPE,
@@ -45,6 +46,7 @@ def _eval(options: argparse.Namespace) -> int:
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
         stock=options.stock,
+        adapter=options.adapter,
     )
     if os.environ.get("RANK", "0") != "0":  # one of several processes: the first one reports
         return 0
@@ -80,6 +82,7 @@ EVAL = Verb(
         DTYPE,
         TRUST,
         STOCK,
+        ADAPTER,
         JSON,
     ),
     _eval,

@@ -58,6 +58,7 @@ def evaluate(
     dtype: Dtype = "auto",
     trust_remote_code: bool = False,
     stock: bool = False,
+    adapter: str | Path | None = None,
 ) -> Path:
     """Score a model and return its results file, ``<output_dir>/<name>.json``.
 
@@ -79,8 +80,11 @@ def evaluate(
         dtype: Type of the weights; "auto" is the checkpoint's own.
         trust_remote_code: Let a checkpoint run code of its own.
         stock: Leave transformers' recurrent models as they are, without our kernels.
+        adapter: A folder with a state adapter, from which the model starts; the results name it,
+            and are another model's than those without it.
 
     Raises:
+        FileNotFoundError: ``adapter`` holds no state adapter.
         ValueError: An argument, the checkpoint, or an existing results file is unusable.
         LookupError: No such task, suite, or model; close names are suggested.
         RuntimeError: lm-eval is not installed, a task's data cannot be had, or the results cannot
@@ -97,11 +101,15 @@ def evaluate(
     if text is not None:
         documents = read_documents(text)
         metadata |= {"text": str(text), "text_sha256": _digest_of(d.encode() for d in documents)}
-    target = _results_file(output_dir, name if name is not None else model_name(model))
+    own = model_name(model)
+    if adapter is not None:
+        own = f"{own}-{Path(adapter).resolve().name}"
+    target = _results_file(output_dir, own if name is None else name)
     earlier = read_results(target) if target.exists() else None
     _require_lm_eval()
 
     from ssmzoo.evaluation import scorer
+    from ssmzoo.modeling import load_state_adapter
     from ssmzoo.modeling.stock import choose_kernels
     from ssmzoo_kernels.machine import environment, hardware
 
@@ -122,6 +130,7 @@ def evaluate(
         cast("torch.nn.Module", network).to(place)
         check_vocabulary(network, tokenizer)
         choose_kernels(network, stock)
+        started = None if adapter is None else load_state_adapter(adapter, network).digest()
         lm = scorer.Scorer(network, tokenizer, batch_size=batch_size)
         results: Results = {
             "model": {
@@ -140,9 +149,13 @@ def evaluate(
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": _command(
                 model, tasks, suite, text, output_dir, name, batch_size, limit, seed, device, dtype,
-                trust_remote_code, stock,
+                trust_remote_code, stock, adapter,
             ),
         }  # fmt: skip
+        if started is not None:
+            described = results["model"]
+            described["source"] = f"{model} with {adapter}"
+            described["revision"] = f"{described['revision']}+{started[:12]}"
         if folder is not None and folder.resolve().name == "model":
             recipe = folder.resolve().parent / "recipe.yaml"
             if recipe.is_file():
@@ -252,6 +265,7 @@ def _command(
     dtype: str,
     trust_remote_code: bool,
     stock: bool,
+    adapter: str | Path | None,
 ) -> str:
     """Write down the command line that does the same again; defaults that decide are spelt out."""
     words = ["ssmzoo", "eval", model]
@@ -266,6 +280,7 @@ def _command(
         ("--seed", seed),
         ("--device", device),
         ("--dtype", dtype),
+        ("--adapter", adapter),
     ):
         words += [flag, str(value)] if value is not None else []
     words += ["--trust-remote-code"] if trust_remote_code else []

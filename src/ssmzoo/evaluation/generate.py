@@ -32,6 +32,7 @@ def generate(
     state: str | Path | None = None,
     save_state: str | Path | None = None,
     stock: bool = False,
+    adapter: str | Path | None = None,
     write: Callable[[str], None] | None = None,
 ) -> str:
     """Return the model's continuation of a prompt, without the prompt.
@@ -51,11 +52,13 @@ def generate(
         state: A folder that ``save_state`` wrote: go on from there; the prompt follows.
         save_state: Keep what was read, ``state`` and prompt, in this folder.
         stock: Leave transformers' recurrent models as they are, without our kernels.
+        adapter: A folder with a state adapter, from which the model starts.
         write: Called with each finished piece of text as it appears; not with beams.
 
     Raises:
         ValueError: An argument is out of range, the tokenizer cannot read the prompt, or the
             folder holds no readable model.
+        FileNotFoundError: ``adapter`` holds no state adapter, or ``state`` no state.
         LookupError: The Hub has no such model, or cannot be reached.
     """
     if temperature is None:
@@ -72,11 +75,14 @@ def generate(
     import torch
     from transformers import GenerationConfig
 
+    from ssmzoo.modeling import load_state_adapter
     from ssmzoo.modeling.stock import choose_kernels
 
     cast(torch.nn.Module, network).to(place)
 
     choose_kernels(network, stock)
+    if adapter is not None:
+        load_state_adapter(adapter, network)
     inputs = _inputs(network, tokenizer, prompt, state, save_state)
     own = network.generation_config
     ends = own.eos_token_id if own is not None else None

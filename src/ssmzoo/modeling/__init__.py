@@ -48,6 +48,12 @@ from ssmzoo.modeling.sequence_parallel import (
     sequence_cache,
     sequence_piece,
 )
+from ssmzoo.modeling.state_adapter import (
+    StateAdapter,
+    add_state_adapter,
+    load_state_adapter,
+    remove_state_adapter,
+)
 from ssmzoo.modeling.static_cache import StaticStateCache
 
 __all__ = [
@@ -80,18 +86,22 @@ __all__ = [
     "SSMModel",
     "SSMPreTrainedModel",
     "State",
+    "StateAdapter",
     "StateCache",
     "StaticStateCache",
     "Trajectories",
     "UnservedError",
+    "add_state_adapter",
     "check_weights",
     "flip",
     "hippo_legs",
     "is_token",
     "load_state",
+    "load_state_adapter",
     "packed_piece",
     "prefill",
     "recurrent",
+    "remove_state_adapter",
     "right_aligned",
     "rotary_angles",
     "rotary_turns",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,7 @@ from ssmzoo.modeling.norms import (
 )
 from ssmzoo.modeling.packing import PackedRow, find_packing, flip
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
-from ssmzoo.modeling.sequence_parallel import CutRows, SequenceParallelCache
+from ssmzoo.modeling.sequence_parallel import CutRows, PassingCache, SequenceParallelCache
 from ssmzoo.modeling.static_cache import StaticStateCache
 from ssmzoo_kernels.token_step import Program, Value
 
@@ -80,6 +80,8 @@ class SSMMixer(nn.Module):
         reads_both_ways: Whether :meth:`forward` itself reads in all of ``config.directions``; if
             not, the block also runs the mixer, or a second one, on the reversed sequence.
         written_in_place: The states that a step may write over, where no earlier token's are read.
+        startable_states: The states that a :class:`StateAdapter` gives a mixer to start from: it
+            trains those of real numbers, and counters are zero; None: all.
         writes_tokens: Whether :meth:`write_token` is of the class that :meth:`forward` is of.
     """
 
@@ -88,6 +90,7 @@ class SSMMixer(nn.Module):
     reads_residual: ClassVar[bool] = False
     reads_both_ways: ClassVar[bool] = False
     written_in_place: ClassVar[frozenset[str]] = frozenset()
+    startable_states: ClassVar[frozenset[str] | None] = None
     writes_tokens: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -468,9 +471,16 @@ class SSMModel(SSMPreTrainedModel):
             refuse_reentrant_checkpointing(self.layers)
         sequences = packed.sequences if packed else batch
         cache = self._cache(past_key_values, use_cache, sequences, length)
-        recorded = None
+        recorded, starts = None, None
         if cache is not None and cache.recording:
             recorded = cache.before(hidden_states, packing, token_inputs)
+        adapter: Any = self._modules.get("state_adapter")
+        if adapter is not None and (cache is None or not any(cache.get_states())):
+            refuse_no_start(self, cache)
+            starts = adapter(sequences, self.dtype)
+            if packing is None and length == 1:  # a prompt, not a step
+                ends = torch.arange(batch + 1, device=hidden_states.device)
+                packing = PackedRow(ends, batch, None, 1)
 
         if packing is not None:
             hidden_states = hidden_states.reshape(1, batch * length, width)
@@ -494,10 +504,12 @@ class SSMModel(SSMPreTrainedModel):
                 # the layer goes on from what is returned, so that a gradient can be retained there
                 all_hidden_states.append(hidden_states.view(batch, length, width))
                 hidden_states = all_hidden_states[-1].view_as(hidden_states)
-            initial = {} if cache is None else cache.layers[index].states
-            state = LayerState(
-                initial, cache is not None, packing, room, shared=shared, next_norm=next_norm
-            )
+            initial, keep = {}, cache is not None
+            if starts is not None:  # some mixers look at no state unless they leave one
+                initial, keep = starts.get(index, {}), True
+            elif cache is not None:
+                initial = cache.layers[index].states
+            state = LayerState(initial, keep, packing, room, shared=shared, next_norm=next_norm)
             if passing is not None:
                 passing.open_layer(index, state, hidden_states)
             hidden_states = layer(hidden_states, state, packing)
@@ -516,6 +528,8 @@ class SSMModel(SSMPreTrainedModel):
 
         if cache is not None:
             hidden_states = cache.take(states, hidden_states)
+            if starts is not None:
+                cache.adapter = adapter
             cache.advance(length if packed is None else packed.longest(), recorded)
         output = BaseModelOutputWithPast(
             last_hidden_state=hidden_states,
@@ -638,6 +652,11 @@ class SSMModel(SSMPreTrainedModel):
             )
         return embeddings
 
+    def startable_states(self, index: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return those of a layer's states that a state adapter holds, or counts from zero."""
+        names = cast(Any, self.layers[index]).mixer.startable_states
+        return {name: s for name, s in states.items() if names is None or name in names}
+
     def trajectories(self, input_ids: Tensor) -> Trajectories | None:
         """Return the model's path through a plane as it reads ``[B, L]``, or None without a plane.
 
@@ -663,10 +682,28 @@ class SSMModel(SSMPreTrainedModel):
         if given is not None:
             check_kind(given)
             given.check(self.config, sequences, tokens)
+            adapter: Any = self._modules.get("state_adapter")
+            if given.adapter is not adapter:
+                given.require_start(adapter)
             if given.pending is not None:
                 given.read_again(self)
             return given
         return StateCache(self.config) if use_cache else None
+
+
+def refuse_no_start(model: Any, cache: object) -> None:
+    """Fail where a call cannot begin from a state adapter.
+
+    Raises:
+        ValueError: Its row lies on several processes, or its gradients would be lost.
+    """
+    if isinstance(cache, PassingCache):
+        raise ValueError(
+            "sequence parallelism lets every row start from zeros, and this model starts from a "
+            "state adapter; remove one of the two"
+        )
+    if model.training and torch.is_grad_enabled():
+        refuse_reentrant_checkpointing(model.modules())
 
 
 def _check_token_input(name: str, given: object, batch: int, length: int) -> None:

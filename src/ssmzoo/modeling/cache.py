@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,6 +35,14 @@ if TYPE_CHECKING:
 
 _FORMAT = "ssmzoo-state-1"
 _OTHER = "other."  # before the names of tensors in the file that are no states
+
+
+class Start(Protocol):
+    """What a state may have begun from in place of zeros: a state adapter."""
+
+    def digest(self) -> str:
+        """Return the SHA-256 of its states."""
+        ...
 
 
 @dataclass
@@ -138,6 +146,7 @@ class RecurrentCache(Cache):
     """
 
     max_cache_len: int | None = None  # None: it has room for any number of tokens
+    adapter: Start | None = None  # what its states began from
 
     def __init__(self, config: PreTrainedConfig, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -201,6 +210,7 @@ class RecurrentCache(Cache):
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         memo[id(self.config)] = self.config
+        memo[id(self.adapter)] = self.adapter
         for name, value in self.__dict__.items():
             if name != "layers":
                 copied.__dict__[name] = copy.deepcopy(value, memo)
@@ -216,7 +226,7 @@ class RecurrentCache(Cache):
         """Forget everything; the next token starts a new sequence."""
         self.set_states([{} for _ in self.layers])
         self.seen_tokens = 0
-        self.pending, self._recorded = None, []
+        self.pending, self._recorded, self.adapter = None, [], None
 
     def activate_past_recording(self) -> None:
         """Take a snapshot before every call from now on, so that :meth:`crop` can roll it back.
@@ -351,6 +361,22 @@ class RecurrentCache(Cache):
                 "use its batch_repeat_interleave or batch_select_indices, or a new cache"
             )
 
+    def require_start(self, adapter: Start | None) -> None:
+        """Check that the states began where a model with this state adapter begins.
+
+        Raises:
+            ValueError: They began elsewhere.
+        """
+        began = self.adapter
+        if began is adapter or not any(self.get_states()):
+            return
+        made, has = (None if given is None else given.digest() for given in (began, adapter))
+        if made != has:
+            raise ValueError(
+                f"past_key_values began from {_start(made)}, and this model has {_start(has)}; "
+                "read the prompt again"
+            )
+
     def write(
         self,
         path: str | os.PathLike[str],
@@ -369,6 +395,7 @@ class RecurrentCache(Cache):
             "owner": json.dumps(self.owner),
             "states": json.dumps(sorted(tensors)),
             "seen_tokens": str(self.seen_tokens),
+            **({} if self.adapter is None else {"adapter": self.adapter.digest()}),
             **notes,
         }
         tensors |= {f"{_OTHER}{name}": tensor.contiguous() for name, tensor in others.items()}
@@ -392,12 +419,15 @@ class RecurrentCache(Cache):
         path: str | os.PathLike[str],
         config: PreTrainedConfig,
         device: str | torch.device = "cpu",
+        *,
+        adapter: Start | None = None,
         **options: Any,
     ) -> tuple[Self, dict[str, Tensor], dict[str, str]]:
         """Return state, other tensors and notes that :meth:`write` wrote.
 
         Raises:
-            ValueError: The file is not a saved state, is damaged, or belongs to another model.
+            ValueError: The file is not a saved state, is damaged, belongs to another model, or
+                holds a state that began from another state adapter than the given one.
             OSError: The file cannot be read.
         """
         cache = cls(config, **options)
@@ -422,6 +452,13 @@ class RecurrentCache(Cache):
             raise ValueError(f"{path} is a damaged StateCache: bad metadata {error}") from error
         if owner != cache.owner:
             raise ValueError(f"{path} belongs to another model: {_difference(owner, cache.owner)}")
+        began, has = metadata.get("adapter"), None if adapter is None else adapter.digest()
+        if began != has:
+            way = "load the adapter" if began is not None else "remove the adapter"
+            raise ValueError(
+                f"{path} holds a state that began from {_start(began)}, and the model has "
+                f"{_start(has)}; {way} first"
+            )
         others = {n.removeprefix(_OTHER): t for n, t in tensors.items() if n.startswith(_OTHER)}
         states = {name: tensor for name, tensor in tensors.items() if not name.startswith(_OTHER)}
         if sorted(states) != names:
@@ -438,7 +475,7 @@ class RecurrentCache(Cache):
             cache.set_states(held)
         except ValueError as error:
             raise ValueError(f"{path} is a damaged StateCache: {error}") from error
-        cache.seen_tokens = seen
+        cache.seen_tokens, cache.adapter = seen, adapter
         return cache, others, metadata
 
 
@@ -489,10 +526,18 @@ class StateCache(RecurrentCache):
 
         Args:
             rows: Row indices ``[R]``, or a boolean mask ``[B]``.
+
+        Raises:
+            ValueError: The states began from a state adapter.
         """
         rows = torch.as_tensor(rows)
         if not rows.numel():  # of an empty list, floating point
             return
+        if self.adapter is not None:
+            raise ValueError(
+                "reset_rows lets rows start from zeros, and these began from a state adapter; take "
+                "a new cache for new sequences"
+            )
         if rows.dtype is torch.bool:
             rows = rows.nonzero().flatten()
         # all zeros is where every family starts
@@ -535,6 +580,8 @@ class StateCache(RecurrentCache):
         path: str | os.PathLike[str],
         config: SSMConfig,
         device: str | torch.device = "cpu",
+        *,
+        adapter: Start | None = None,
         **options: Any,
     ) -> Self:
         """Load a state that :meth:`save` wrote.
@@ -543,13 +590,15 @@ class StateCache(RecurrentCache):
             path: The safetensors file.
             config: The configuration of the model that will continue from it.
             device: Where to put the tensors.
+            adapter: The state adapter of that model.
             **options: What else this class of cache is made with.
 
         Raises:
-            ValueError: The file is not a saved state, is damaged, or belongs to another model.
+            ValueError: The file is not a saved state, is damaged, belongs to another model, or
+                holds a state that began from another state adapter.
             OSError: The file cannot be read.
         """
-        return cls.read(path, config, device, **options)[0]
+        return cls.read(path, config, device, adapter=adapter, **options)[0]
 
 
 def check_kind(past_key_values: object, kind: type[RecurrentCache] = StateCache) -> None:
@@ -595,6 +644,10 @@ def refuse_reentrant_checkpointing(layers: Iterable[nn.Module]) -> None:
                 "{'use_reentrant': False}: reentrant checkpointing passes no gradient through "
                 "a state"
             )
+
+
+def _start(digest: str | None) -> str:
+    return "no state adapter" if digest is None else f"the state adapter {digest[:12]}"
 
 
 # fields that change neither what a state means nor its shape

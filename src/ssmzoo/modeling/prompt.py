@@ -213,8 +213,8 @@ def load_state(directory: str | os.PathLike[str], model: PreTrainedModel) -> Pro
 
     Raises:
         FileNotFoundError: The folder holds no saved prompt.
-        ValueError: The file is damaged, another model read the prompt, or the model keeps no state
-            that can be saved.
+        ValueError: The file is damaged, another model read the prompt, one with another state
+            adapter or none, or the model keeps no state that can be saved.
     """
     reader = reader_of(model)
     path = Path(directory) / FILE_NAME
@@ -223,7 +223,9 @@ def load_state(directory: str | os.PathLike[str], model: PreTrainedModel) -> Pro
             f"{directory} holds no {FILE_NAME}; save one with "
             "prefill(model, input_ids).save_pretrained(directory)"
         )
-    cache, others, notes = reader.cache_class.read(path, reader.config, model.device)
+    cache, others, notes = reader.cache_class.read(
+        path, reader.config, model.device, adapter=reader._modules.get("state_adapter")
+    )
     ids, mask = others.get("input_ids"), others.get("attention_mask")
     if ids is None or mask is None or ids.shape != mask.shape or "weights" not in notes:
         raise ValueError(
@@ -247,9 +249,14 @@ def load_state(directory: str | os.PathLike[str], model: PreTrainedModel) -> Pro
 
 @torch.no_grad()
 def weights_digest(module: nn.Module) -> str:
-    """Return the SHA-256 of all tensors that a checkpoint of this module holds."""
+    """Return the SHA-256 of all tensors that a checkpoint of this module holds.
+
+    Those of a state adapter, which has a digest of its own, are left out.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
+        if name.startswith("state_adapter."):
+            continue
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
         digest.update(data.numpy())

@@ -14,16 +14,18 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
+from ssmzoo.checkpoints.weights import ADAPTER_CONFIG, is_state_adapter
 from ssmzoo.environment.portable import portable, without_credentials
 from ssmzoo.evaluation.results import is_number
 from ssmzoo.family import Family, family_of, packages_of
-from ssmzoo.files import appears_whole, share, write_text, writing
+from ssmzoo.files import appears_whole, read_json, share, write_text, writing
 from ssmzoo.publishing.card_facts import (
     NOT_MEASURED,
     PICTURE,
@@ -89,7 +91,8 @@ def render_card(
     of model and run (``.json``); from that file it can be rendered again.
 
     Args:
-        model: A folder as ``save_pretrained`` writes it, or the ``.json`` beside a card.
+        model: A folder as ``save_pretrained`` writes it, of a model or of a state adapter, or the
+            ``.json`` beside a card.
         results: Files of ``ssmzoo eval``: this model's own, and those of models to stand beside.
         run_dir: The run that made the model. For ``RUN/model`` it is ``RUN`` if absent.
         output: The card's path; ``README.md`` in the model's folder, or beside the ``.json``, if
@@ -108,6 +111,13 @@ def render_card(
         ) from error
 
     place = Path(model)
+    if is_state_adapter(place):
+        if results or run_dir is not None:
+            raise ValueError(
+                f"results and run_dir must be absent with {place}, a state adapter, whose card "
+                "says what its files hold"
+            )
+        return _adapter_card(place, Path(output) if output is not None else place / CARD)
     read = [scored_model(Path(path)) for path in results]
     if place.suffix == ".json":
         if run_dir is not None:
@@ -138,6 +148,28 @@ def render_card(
         write_text(parts.enter_context(appears_whole(target)), text)
     if not alone and not entries:
         (target.parent / EVAL_RESULTS / _ENTRIES).unlink(missing_ok=True)  # of former weights
+    return target
+
+
+def _adapter_card(folder: Path, target: Path) -> Path:
+    """Write the card of a state adapter."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    config = read_json(folder / ADAPTER_CONFIG)
+    shapes: dict[str, list[int]] = config["states"]
+    data: Any = {"library_name": "ssmzoo", "tags": ["ssmzoo", "state-adapter"]}
+    card = ModelCard.from_template(
+        ModelCardData(**{**data, **_kept_metadata(target)}),
+        template_str=share("model_cards/adapter.md").read_text(encoding="utf-8"),
+        marker=MARKER,
+        name=_plain(folder.resolve().name),
+        model_type=config["model_type"],
+        base=config["base"][:12],
+        digest=config["digest"][:12],
+        shapes=shapes,
+        parameters=f"{sum(prod(shape) for shape in shapes.values()):,}",
+    )
+    write_text(target, without_credentials(str(card).rstrip()) + "\n")
     return target
 
 

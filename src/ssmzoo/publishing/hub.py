@@ -31,7 +31,15 @@ from urllib.parse import unquote
 import yaml
 
 from ssmzoo.checkpoints.trust import refuse_paths
-from ssmzoo.checkpoints.weights import GOLDEN, STATE, WEIGHTS_INDEX, listed, read_weights
+from ssmzoo.checkpoints.weights import (
+    ADAPTER_CONFIG,
+    GOLDEN,
+    STATE,
+    WEIGHTS_INDEX,
+    is_state_adapter,
+    listed,
+    read_weights,
+)
 from ssmzoo.environment.portable import find_credential
 from ssmzoo.family import claims, family_of, packages_of
 from ssmzoo.files import read_json, write_folder, writing
@@ -220,6 +228,11 @@ def _has_code(folder: Path) -> bool:
 def _how_to_load(folder: Path, place: str, code: bool) -> str:
     if code:
         return f"to load it: from_pretrained({place!r}, trust_remote_code=True)"
+    if is_state_adapter(folder):
+        return (
+            "to load it: download it, and load_state_adapter(folder, model) of ssmzoo.modeling, or "
+            "ssmzoo generate MODEL PROMPT --adapter FOLDER"
+        )
     config = read_json(folder / "config.json")
     kind = str(config.get("model_type"))
     name = kind.removeprefix("ssmzoo_")
@@ -297,13 +310,15 @@ def _plan(folder: Path, code: bool, state: bool) -> _Plan:
         elif name == STATE and not state:
             left_out.append(name)
         elif (
-            name in (*_CONFIGURATION, *_TOKENIZER, CARD, WEIGHTS_INDEX)
+            name in (*_CONFIGURATION, *_TOKENIZER, CARD, WEIGHTS_INDEX, ADAPTER_CONFIG)
             or path.suffix == ".safetensors"
         ):
             sources[name] = _inside(folder, path)
         else:
             left_out.append(name)
 
+    if is_state_adapter(folder):
+        return _finished_plan(folder, sources, left_out)
     if "config.json" not in sources:
         inside = folder / "model"
         hint = f", here {inside}" if (inside / "config.json").exists() else ""
@@ -320,13 +335,18 @@ def _plan(folder: Path, code: bool, state: bool) -> _Plan:
         )
     read_weights(folder)
     refuse_paths(folder)
-    if CARD not in sources:
-        raise ValueError(f"{folder} has no card {CARD}; write one with: ssmzoo card {folder}")
     if state and STATE not in sources:
         raise ValueError(
             f"{folder} holds no {STATE}; save a prompt with "
             "model.prefill(input_ids).save_pretrained(folder), or publish without --include-state"
         )
+    return _finished_plan(folder, sources, left_out)
+
+
+def _finished_plan(folder: Path, sources: dict[str, Path], left_out: list[str]) -> _Plan:
+    """Return the plan of what goes, with the pictures of the card, which must be there."""
+    if CARD not in sources:
+        raise ValueError(f"{folder} has no card {CARD}; write one with: ssmzoo card {folder}")
     for name in _pictures(folder):
         sources[name] = _inside(folder, folder / name)
     left_out = [name for name in left_out if name not in sources]

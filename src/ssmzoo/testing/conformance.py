@@ -51,6 +51,7 @@ CHECKS: tuple[Check, ...] = (
     forms.check_causality,
     forms.check_fused_steps,
     forms.check_batch,
+    forms.check_state_adapter,
     generation.check_greedy,
     generation.check_sampling,
     generation.check_beams,

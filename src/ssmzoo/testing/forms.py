@@ -5,13 +5,14 @@ The judge is each sequence run alone, in one piece, without a cache.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from transformers import DataCollatorWithFlattening
 
-from ssmzoo.modeling import SSMForCausalLM
+from ssmzoo.modeling import SSMForCausalLM, add_state_adapter, load_state_adapter
 from ssmzoo.testing.subject import (
     BUDGETS,
     FLOAT32_LOSS,
@@ -21,11 +22,13 @@ from ssmzoo.testing.subject import (
     Subject,
     gradients,
     probe,
+    relative,
     require,
 )
 from ssmzoo_kernels import use_backend
 from ssmzoo_kernels.dispatch import watch
 
+EXACT = BUDGETS[torch.float64]
 LENGTHS = (13, 8, 1, 5)  # of documents
 # a row each of three turns; packed, the first turn's boundaries lie at 63, 64, 128 and 133
 PACKED = ((63, 1, 64, 5, 67), (2, 66, 1, 3, 17), (3, 3, 3, 3, 3))
@@ -175,6 +178,56 @@ def check_causality(subject: Subject) -> Measured:
     leak = size[cut + 1 :] / size.max()
     measured.compare("gradient from later tokens", 1 + leak, torch.ones_like(leak), budget)
     require(bool((size[: cut + 1] > 0).all()), "the output does not depend on every token before")
+    return measured
+
+
+def check_state_adapter(subject: Subject) -> Measured:
+    """Trained initial states are learned, the same in all forms, and come back from a file."""
+    measured = Measured()
+    rows = _rows(subject, ((13, 8, 1, 5),))
+    whole, ends = torch.cat(rows)[None], torch.tensor([0, 13, 21, 22, 27])
+    for dtype, budget in BUDGETS.items():
+        model = subject.fresh(dtype)
+        with torch.no_grad():
+            before = model(rows[0][None], use_cache=False).logits
+        try:
+            adapter = add_state_adapter(model).to(dtype)  # with its float64 gradients
+        except ValueError as error:
+            raise NotApplicable(str(error)) from None
+        measured.compare(
+            f"{dtype} logits with states of zeros",
+            model(rows[0][None], use_cache=False).logits,
+            before,
+            budget,
+        )
+        generator = torch.Generator().manual_seed(SEED)
+        for parameter in adapter.parameters():
+            # float32 whatever the parameter, as a file holds it
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+        expected = alone(model, rows)
+        require(expected[0].requires_grad, "no gradient of the initial states comes through")
+        changed = relative("logits", expected[0], before[0])
+        require(changed > EXACT, "the model does not start from its initial states")
+        true = None
+        for side in ("left", "right"):
+            ids, mask = _padded(subject, rows, side)
+            output = model(ids, attention_mask=mask, use_cache=True)
+            got = output.logits[mask.bool()].split([len(row) for row in rows])
+            true = _compare(measured, model, f"{dtype} {side} padding:", got, expected, true)
+        got = model(whole, cu_seqlens=ends, use_cache=False).logits[0]
+        _compare(measured, model, f"{dtype} packed:", got, expected, true)
+        for what, sizes in (("chunks", [5, 1, 2, 5]), ("tokens", [1] * 13)):
+            got = _carried(model, rows[0][None], sizes)[0]
+            _compare(measured, model, f"{dtype} {what}:", got, expected[0])
+        for name, slope in gradients(model, (expected[0] * probe(expected[0])).sum()).items():
+            require(bool(slope.isfinite().all() and slope.any()), f"{name} learns nothing")
+        with tempfile.TemporaryDirectory() as folder:
+            adapter.save_pretrained(folder)
+            again = subject.fresh(dtype)
+            load_state_adapter(folder, again)
+            with torch.no_grad():
+                got = alone(again, rows[:1])[0]
+            measured.compare(f"{dtype} logits after loading", got, expected[0], budget)
     return measured
 
 

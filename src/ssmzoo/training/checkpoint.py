@@ -171,6 +171,10 @@ def _gather_whole(learner: Learner) -> Contents:
 
     model = learner.bare
     weights = {name: gathered(tensor) for name, tensor in weights_of(model).items()}
+    if learner.adapter is not None:  # which has files of its own
+        own = {id(parameter) for parameter in learner.adapter.parameters()}
+        mine = {n for n, p in model.named_parameters() if id(p) in own}
+        weights = {name: tensor for name, tensor in weights.items() if name not in mine}
     moments = {
         name: gathered(value).detach().cpu().contiguous()
         for name, value in optimizer_tensors(model, learner.optimizer).items()
@@ -180,6 +184,8 @@ def _gather_whole(learner: Learner) -> Contents:
     def write(folder: Path) -> None:
         with without_bars():
             model.save_pretrained(folder, state_dict=weights)
+        if learner.adapter is not None:
+            learner.adapter.save_pretrained(folder)
         save_file(moments, folder / "optimizer.safetensors")
         if carried:
             save_file(carried, folder / _carried_by(0))

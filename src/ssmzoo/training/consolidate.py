@@ -6,18 +6,20 @@ import shutil
 from importlib import import_module
 from pathlib import Path
 
-from ssmzoo.checkpoints.weights import SHARDS, is_sharded
+from ssmzoo.checkpoints.weights import ADAPTER_CONFIG, ADAPTER_FILE, SHARDS, is_sharded
 from ssmzoo.environment.messages import without_bars
 from ssmzoo.files import write_folder
 from ssmzoo.training.checkpoint import CONTENTS, damage_of
 
-_NOT_OF_THE_MODEL = {CONTENTS, SHARDS, "optimizer.safetensors", "state.json"}
+_ADAPTER = (ADAPTER_FILE, ADAPTER_CONFIG)
+_NOT_OF_THE_MODEL = {CONTENTS, SHARDS, "optimizer.safetensors", "state.json", *_ADAPTER}
 
 
 def consolidate(checkpoint: Path, output: Path) -> Path:
     """Write the model of a run's checkpoint into a new folder, and return it.
 
-    Whole weights are copied; shards are joined in the CPU's memory, weights alone.
+    Whole weights are copied; shards are joined in the CPU's memory, weights alone. A state adapter
+    goes along.
 
     Args:
         checkpoint: One of a run's ``checkpoints/``.
@@ -36,8 +38,20 @@ def consolidate(checkpoint: Path, output: Path) -> Path:
         raise ValueError(f"output must be a new or an empty folder, got {str(output)!r}")
     if damage := damage_of(checkpoint):
         raise RuntimeError(f"the checkpoint {checkpoint} is damaged: {damage}; take an earlier one")
-    write_folder(output, lambda folder: write_model(checkpoint, folder))
+
+    def write(folder: Path) -> None:
+        write_model(checkpoint, folder)
+        write_adapter(checkpoint, folder)
+
+    write_folder(output, write)
     return output
+
+
+def write_adapter(checkpoint: Path, folder: Path) -> None:
+    """Write the state adapter that a checkpoint holds, if it holds one."""
+    for name in _ADAPTER:
+        if (checkpoint / name).is_file():
+            shutil.copy2(checkpoint / name, folder)
 
 
 def write_model(checkpoint: Path, folder: Path) -> None:

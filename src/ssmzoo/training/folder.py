@@ -12,14 +12,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
-from ssmzoo.checkpoints.weights import weights_revision
+from ssmzoo.checkpoints.weights import holds_state_adapter, weights_revision
 from ssmzoo.environment.hardware import installed_versions
 from ssmzoo.environment.portable import portable, portable_command
 from ssmzoo.evaluation.results import Results, Score, recipe_of, write_results
 from ssmzoo.files import STDLIB, read_json, write_folder, write_json, write_text
 from ssmzoo.recipe import Recipe, load_recipe
 from ssmzoo.training.checkpoint import checkpoint_of, newest_checkpoint
-from ssmzoo.training.consolidate import write_model
+from ssmzoo.training.consolidate import write_adapter, write_model
 from ssmzoo.training.curves import draw_curves
 from ssmzoo.training.metrics import read_metrics
 
@@ -170,6 +170,8 @@ class RunFolder:
     def finish(self, final: Path, **facts: Any) -> None:
         """Write ``model/`` from a checkpoint, and the run's results into ``run.json``."""
         write_folder(self.path / "model", lambda folder: write_model(final, folder))
+        if holds_state_adapter(final):
+            write_folder(self.path / "adapter", lambda folder: write_adapter(final, folder))
         self._warn_of_the_clock()
         described = read_json(self.path / "run.json")
         last = {k: v for line in read_metrics(self.metrics) for k, v in line.items()}
@@ -209,7 +211,7 @@ def require_same_recipe(begun: Recipe, now: Recipe) -> None:
     Raises:
         ValueError: It does; the message names the field.
     """
-    for name, before, after in begun.differences(now, ("model", "data", "train")):
+    for name, before, after in begun.differences(now, ("model", "data", "train", "adapter")):
         if name not in _MAY_CHANGE and not (name in _PLACES and _is_moved(before, after)):
             raise ValueError(
                 f"{name} must stay as the run began to resume it, {before!r}, "

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from ssmzoo.data.rows import RowSource
+    from ssmzoo.modeling import StateAdapter
     from ssmzoo.tasks import Supervised
 
 
@@ -54,6 +55,7 @@ class Learner:
         model: The model as Accelerate prepared it.
         bare: The model itself.
         architecture: The name of its class, which sharding changes.
+        adapter: The states that the model starts from, where these are trained.
         recurrent: By name, what each recurrent layer of a transformers model runs on.
         rate: The learning rate of the last step, of the first group.
 
@@ -75,6 +77,7 @@ class Learner:
     ) -> None:
         from torch.nn.parallel import DistributedDataParallel
 
+        from ssmzoo.modeling import add_state_adapter
         from ssmzoo.modeling.stock import accelerated, choose_kernels
 
         self.processes, self.task, options = processes, task, recipe.train
@@ -91,6 +94,12 @@ class Learner:
         else:
             model = load_for_task(str(checkpoint), task=task)
         self.architecture = type(model).__name__
+        self.adapter: StateAdapter | None = None
+        if recipe.adapter is not None:
+            choose_kernels(model, stock)  # without which transformers' models start from zeros
+            self.adapter = add_state_adapter(model)
+            if checkpoint is not None:
+                self.adapter.read(checkpoint)
         if rank := processes.rank:  # the first one's weights, but its own dropout
             seed_all(int(np.random.SeedSequence([options.seed, rank]).generate_state(1)[0]))
         model.train()
@@ -109,7 +118,8 @@ class Learner:
         accelerator = self._accelerator = processes.accelerator
         if not accelerator.is_fsdp2:  # a model may be too large for a device until it is sharded
             cast("torch.nn.Module", model).to(accelerator.device)
-        choose_kernels(model, stock)
+        if self.adapter is None:
+            choose_kernels(model, stock)
         self.recurrent = accelerated(model)
         self.objective = _objective(model, recipe, task, processes.row)  # of what it runs on
         self.model, prepared = accelerator.prepare(model, optimizer)

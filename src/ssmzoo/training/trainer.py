@@ -79,6 +79,11 @@ class Run:
         self.recipe, self.folder, self.finished = recipe, folder, False
         processes = self.processes = Processes(accelerator, request)
         processes.require_same(recipe)  # before groups are made as the recipe says
+        if recipe.adapter is not None and processes.count > 1:
+            raise ValueError(
+                f"adapter needs one process, got {processes.count}; a state adapter is small, and "
+                "so is what it trains on"
+            )
         processes.share_rows(recipe.train.sequence_parallel)
         recipe.train.micro_batch(processes.readers)  # fails where it is no whole number
         checkpoint = processes.on_main(lambda: folder.starting_point(recipe, resume=resume))

@@ -50,12 +50,15 @@ def measure_checkpoint(
     learner: Learner, parts: Mapping[str, Iterable[Any]], checkpoint: Path
 ) -> dict[str, dict[str, float | int]]:
     """Return, by name, the metrics of a checkpoint's model; see :func:`measure_held_out`."""
+    from ssmzoo.modeling import load_state_adapter
     from ssmzoo.modeling.stock import accelerate
 
     model = load_for_task(str(checkpoint), task=learner.task)
     model = cast("nn.Module", model).to(learner.processes.accelerator.device)
     if any(not kernels.startswith("stock") for kernels in learner.recurrent.values()):
         accelerate(model)
+    if learner.adapter is not None:
+        load_state_adapter(checkpoint, model)
     return {name: measure_held_out(learner, some, model) for name, some in parts.items()}
 
 

@@ -25,13 +25,19 @@ from ssmzoo.modeling.cache import LayerState, refuse_reentrant_checkpointing
 from ssmzoo.modeling.layers import Linear
 from ssmzoo.modeling.sequence_parallel import CutRows, require_shifted
 from ssmzoo.modeling.stock import steps
-from ssmzoo.modeling.stock.cache import StockCache, StockSequenceParallelCache
+from ssmzoo.modeling.stock.cache import (
+    CONV_STATE,
+    SCAN_STATE,
+    StockCache,
+    StockSequenceParallelCache,
+)
 from ssmzoo.modeling.stock.calls import call, told_of
 from ssmzoo.modeling.stock.dynamics import dynamics
-from ssmzoo.modeling.stock.functions import FUNCTIONS
+from ssmzoo.modeling.stock.functions import FUNCTIONS, STARTED
 from ssmzoo.modeling.stock.generation import overrides
 from ssmzoo.modeling.stock.norms import OFFSETS, normalised
 from ssmzoo.modeling.stock.packed_calls import enter, positions
+from ssmzoo.modeling.stock.starting import of_mixers, start
 from ssmzoo_kernels.dispatch import decodes_on_cpu
 from ssmzoo_kernels.few_rows_linear import many_rows_linear
 from ssmzoo_kernels.layers import OPS
@@ -214,7 +220,7 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
             )
         if call.passing is not None:
             initial, final = call.passing.open_layer(self.layer_idx, hidden_states.device)
-            call.layer = LayerState(initial, keep=True, final=final)
+            call.layer = LayerState(initial, keep=True, packing=call.packing, final=final)
             try:
                 return run(self, hidden_states, None, attention_mask, **kwargs)
             finally:
@@ -238,6 +244,8 @@ def _states_of_one_token(
 ) -> tuple[Tensor, ...]:
     """Return the states that a token moves, of the convolution and the scan; none: as it comes."""
     if cache is None or call.packing is not None or torch.is_grad_enabled():
+        return ()
+    if call.passing is not None:
         return ()
     if attention_mask is not None and not bool(attention_mask[:, -1].all()):
         return ()
@@ -408,6 +416,11 @@ def _model(stock: type[nn.Module]) -> dict[str, Any]:
             if isinstance(output, ModelOutput):
                 output["past_key_values"] = cache
             return output
+        adapter = self._modules.get("state_adapter")
+        if adapter is not None and call.passing is None:
+            begun = start(adapter, self, stock_forward, {**given, **kwargs}, name_of_cache)
+            if begun is not None:
+                return begun
         packing, kwargs = enter(self, given, kwargs)
         if packing is not None:
             with told_of(packing, call.passing):
@@ -423,6 +436,7 @@ def _model(stock: type[nn.Module]) -> dict[str, Any]:
 
     body = {"forward": forward, "cache_class": StockCache, "prompt_reader": property(reader)}
     body["sequence_cache"] = _sequence_cache
+    body["startable_states"] = _startable_states
     body["counts_positions"] = "position_ids" in names
     return body | (overrides(stock) if issubclass(stock, GenerationMixin) else {})
 
@@ -452,9 +466,36 @@ def _sequence_cache(
     return StockSequenceParallelCache(self.config, group, rows)
 
 
+def _startable_states(self: Any, index: int, states: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return those of a layer's states that a state adapter holds, as its mixer takes them.
+
+    Raises:
+        ValueError: The layer's states do not go through one convolution and one scan of ours.
+    """
+    states = {name: state for name, state in states.items() if name not in ("keys", "values")}
+    if not states:
+        return {}
+    name = type(self).__name__
+    mixers = [m for m in self.modules() if getattr(m, "layer_idx", None) == index]
+    served = [m for m in mixers if isinstance(m, Accelerated) and functions_of(m.stock_class)]
+    called = {known for mixer in served for known in functions_of(mixer.stock_class)}
+    heads = "mamba_selective_scan" in called and states.get(SCAN_STATE, torch.empty(0)).dim() == 4
+    if states.keys() != {CONV_STATE, SCAN_STATE} or not called & STARTED or heads:
+        raise ValueError(
+            "a state adapter starts layers that have one convolution and one scan on ssmzoo's "
+            f"kernels, and layer {index} of {name} has others; take LoRA for this model"
+        )
+    return of_mixers(states)
+
+
 def _check_piece(model: Any, cache: StockSequenceParallelCache, given: dict[str, Any]) -> int:
     """Return how many tokens a row a call reads as its piece, or raise what it cannot."""
     config: Any = reader(model).config
+    if "state_adapter" in reader(model)._modules:
+        raise ValueError(
+            "sequence parallelism lets every row start from zeros, and this model starts from a "
+            "state adapter; remove one of the two"
+        )
     routes = given.get("output_router_logits")
     if getattr(config, "output_router_logits", False) if routes is None else routes:
         raise ValueError(

@@ -23,6 +23,8 @@ _STATES = {
     "mamba2_chunk_scan": (SCAN_STATE, "initial_states", "return_final_states"),
     "torch_chunk_gated_delta_rule": (SCAN_STATE, "initial_state", "output_final_state"),
 }
+# the scans among them
+STARTED = {name for name, (state, *_) in _STATES.items() if state == SCAN_STATE}
 
 
 def _told(function: Callable[..., Any]) -> Callable[..., Any]:

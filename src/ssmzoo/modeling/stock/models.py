@@ -88,6 +88,11 @@ def restore(model: nn.Module) -> None:
     _check_kind(model, "restore")
     if not _is_accelerated(model):
         raise ValueError(f"restore: {_name(model)} is not accelerated")
+    if any("state_adapter" in module._modules for module in model.modules()):
+        raise ValueError(
+            f"restore: {_name(model)} starts from a state adapter, which needs ssmzoo's kernels; "
+            "call remove_state_adapter(model) first"
+        )
     changed: list[tuple[str, Any]] = [
         (n, m) for n, m in model.named_modules() if isinstance(m, Accelerated)
     ]

@@ -1,0 +1,342 @@
+"""The initial state as an adapter: trained states that a frozen model starts every sequence from.
+
+A :class:`StateAdapter` holds one float32 tensor for each state that a layer keeps as real numbers:
+recurrent states, and the tails of convolutions where the family's state has them. Counters start at
+zero, and keys and values of attention are left out: nothing was read. It is a module of the model
+that it serves, so its tensors are trained, moved and saved by what trains, moves and saves that
+model.
+
+What surprises: a first call of one token goes the way of a prompt, not that of a step, because some
+families keep for a step what the prompt's way works out from the state itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ssmzoo.checkpoints.weights import ADAPTER_CONFIG, ADAPTER_FILE
+from ssmzoo.files import appears_whole, read_json, write_json, writing
+
+STATE_ADAPTER = "state_adapter"  # the module's name in the model around the layers
+_FORMAT = "ssmzoo-state-adapter-1"
+_FIELDS = {"format", "model_type", "base", "states", "digest"}
+
+
+class StateAdapter(nn.Module):
+    """Trained initial states, one for each state of each layer, without the batch's dimension.
+
+    They are zeros at first, with which a model computes what it computes without the adapter. No
+    cast to a lower precision touches them.
+
+    Args:
+        base: What a model must share with the one that it serves, a SHA-256 of its configuration.
+        model_type: The model's type.
+        states: By layer the states' shapes by name.
+        counters: By layer shapes and types of what starts at zero and is not trained.
+    """
+
+    param_group_names: Mapping[str, str]
+
+    def __init__(
+        self,
+        base: str,
+        model_type: str,
+        states: Mapping[int, Mapping[str, tuple[int, ...]]],
+        counters: Mapping[int, Mapping[str, tuple[tuple[int, ...], torch.dtype]]],
+    ) -> None:
+        super().__init__()
+        self.base, self.model_type = base, model_type
+        self._named = {
+            index: {name: _parameter_name(index, name) for name in shapes}
+            for index, shapes in states.items()
+        }
+        self._counters = counters
+        for index, shapes in states.items():
+            for name, shape in shapes.items():
+                parameter = nn.Parameter(torch.zeros(shape))
+                parameter._no_weight_decay = True  # pyright: ignore[reportAttributeAccessIssue]
+                self.register_parameter(self._named[index][name], parameter)
+        # the optimizer's group of a model of the zoo, which decays nothing
+        self.param_group_names = dict.fromkeys(self._parameters, "state")
+
+    def forward(self, rows: int, dtype: torch.dtype) -> dict[int, dict[str, Tensor]]:
+        """Return the states to start so many sequences from, by layer and name.
+
+        Args:
+            rows: How many sequences.
+            dtype: Of the model's weights; the states are float32, or float64 with float64 weights.
+        """
+        exact = torch.promote_types(torch.float32, dtype)
+        found: dict[int, dict[str, Tensor]] = {}
+        for index, names in self._named.items():
+            # copies: some steps write into a state's own memory
+            found[index] = {
+                name: parameter.to(exact).repeat(rows, *[1] * parameter.dim())
+                for name, parameter in ((n, self._parameters[own]) for n, own in names.items())
+                if parameter is not None
+            }
+            device = next(iter(found[index].values())).device
+            for name, (shape, kind) in self._counters.get(index, {}).items():
+                found[index][name] = torch.zeros((rows, *shape), dtype=kind, device=device)
+        return found
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the states."""
+        return _digest_of(self._tensors())
+
+    def save_pretrained(self, directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Write ``state_adapter.safetensors`` and ``state_adapter.json`` into a folder.
+
+        Each appears complete or not at all, and loading notices if only one of them did.
+
+        Raises:
+            RuntimeError: The folder cannot be written to.
+        """
+        folder, tensors = Path(directory), self._tensors()
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        with appears_whole(folder / ADAPTER_FILE) as path:
+            save_file(tensors, path)
+        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        described = {"format": _FORMAT, "model_type": self.model_type, "base": self.base}
+        write_json(
+            folder / ADAPTER_CONFIG, {**described, "states": shapes, "digest": self.digest()}
+        )
+
+    @torch.no_grad()
+    def read(self, directory: str | os.PathLike[str]) -> None:
+        """Take the states that :meth:`save_pretrained` wrote; of a folder that does not fit, none.
+
+        Raises:
+            FileNotFoundError: The folder holds no adapter.
+            ValueError: It is damaged, or was made for another model.
+        """
+        folder = Path(directory)
+        for name in (ADAPTER_CONFIG, ADAPTER_FILE):
+            if not (folder / name).is_file():
+                raise FileNotFoundError(
+                    f"{folder} holds no {name}; save a state adapter there with "
+                    "adapter.save_pretrained(directory)"
+                )
+        path, config = folder / ADAPTER_FILE, read_json(folder / ADAPTER_CONFIG)
+        where = folder / ADAPTER_CONFIG
+        if config.get("format") != _FORMAT or config.keys() != _FIELDS:
+            raise ValueError(
+                f"{where} must have the format {_FORMAT!r} and the fields "
+                f"{', '.join(sorted(_FIELDS))}, got {config.get('format')!r} and "
+                f"{', '.join(sorted(config))}; save the adapter again"
+            )
+        own = {name: list(tensor.shape) for name, tensor in self._tensors().items()}
+        if config["model_type"] != self.model_type:
+            raise ValueError(
+                f"{where} was made for a model of type {config['model_type']!r}, got one of type "
+                f"{self.model_type!r}; load the model that it was trained on"
+            )
+        _check_states(where, config["states"], own)
+        if config["base"] != self.base:
+            raise ValueError(
+                f"{where} was made for a model of another configuration: its digest must be "
+                f"{str(config['base'])[:12]}, got {self.base[:12]}; load the model that it was "
+                "trained on"
+            )
+        try:
+            tensors = load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+        _check_states(path, {name: list(t.shape) for name, t in tensors.items()}, own)
+        if strange := next((n for n, t in tensors.items() if t.dtype != torch.float32), None):
+            raise ValueError(f"{path}: {strange} must be float32, got {tensors[strange].dtype}")
+        if _digest_of(tensors) != config["digest"]:
+            raise ValueError(
+                f"{path} and {ADAPTER_CONFIG} beside it are not of one adapter: their digests "
+                "differ; save the adapter again"
+            )
+        for name, tensor in tensors.items():
+            self.get_parameter(name).copy_(tensor)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: p.detach().float().cpu().contiguous() for name, p in self.named_parameters()}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> StateAdapter:
+        def keep_precision(tensor: Tensor) -> Tensor:
+            out = fn(tensor)
+            lowered = out.is_floating_point() and out.dtype.itemsize < 4 <= tensor.dtype.itemsize
+            return tensor.to(out.device) if lowered else out
+
+        return super()._apply(keep_precision, recurse=recurse)  # pyright: ignore[reportReturnType]
+
+
+def add_state_adapter(model: nn.Module, *, freeze: bool = True) -> StateAdapter:
+    """Let a model start from trained states, zeros at first, and return them.
+
+    From now on every sequence that the model reads begins with them. Gradients flow into them.
+
+    Args:
+        model: A model of the zoo, or one of transformers that :func:`ssmzoo.accelerate` put on our
+            kernels; PEFT may be around it.
+        freeze: Train nothing else: weights of the layers and of a language model's head lose their
+            ``requires_grad``; a classifier's head is trained on. False where PEFT froze them.
+
+    Raises:
+        ValueError: The model has no state to start from, or an adapter already.
+    """
+    reader = _reader(model)
+    if STATE_ADAPTER in reader._modules:
+        raise ValueError(
+            f"{_named(model)} has a state adapter already; take it away first with "
+            "remove_state_adapter(model)"
+        )
+    adapter = _fresh(model, reader)
+    if freeze:
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        for module in (reader, *([] if head is None else [head])):
+            module.requires_grad_(False)
+    reader.add_module(STATE_ADAPTER, adapter)
+    return adapter
+
+
+def load_state_adapter(directory: str | os.PathLike[str], model: nn.Module) -> StateAdapter:
+    """Let a model start from the states that ``adapter.save_pretrained(directory)`` wrote.
+
+    Its weights stay as trainable as they are. A model that has an adapter keeps its module.
+
+    Raises:
+        FileNotFoundError: The folder holds no state adapter.
+        ValueError: It is damaged or was made for another model, which then stays as it was; or
+            what :func:`add_state_adapter` raises.
+    """
+    reader = _reader(model)
+    adapter = state_adapter_of(reader)
+    if adapter is None:
+        adapter = _fresh(model, reader)
+    adapter.read(directory)
+    reader.add_module(STATE_ADAPTER, adapter)
+    return adapter
+
+
+def remove_state_adapter(model: nn.Module) -> None:
+    """Let a model start from zeros again.
+
+    Raises:
+        ValueError: It has no state adapter.
+    """
+    reader = _reader(model)
+    if reader._modules.pop(STATE_ADAPTER, None) is None:
+        raise ValueError(f"{_named(model)} has no state adapter to remove")
+
+
+def state_adapter_of(reader: Any) -> StateAdapter | None:
+    """Return the adapter of a model's backbone, None if it has none."""
+    return reader._modules.get(STATE_ADAPTER)
+
+
+def _digest_of(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        data: Any = tensor.contiguous().flatten().view(torch.uint8).numpy()
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def _check_states(where: object, given: Any, own: dict[str, list[int]]) -> None:
+    if not isinstance(given, dict):
+        raise ValueError(f"{where}: states must map names to shapes, got {given!r}")
+    missing, extra = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    if missing or extra:
+        raise ValueError(
+            f"{where} must hold the model's {len(own)} states: it lacks {missing[:3]} and holds "
+            f"{extra[:3]} besides; load the model that it was trained on"
+        )
+    for name, shape in own.items():
+        if given[name] != shape:
+            raise ValueError(
+                f"{where}: {name} must have shape {shape}, got {given[name]}; load the model that "
+                "it was trained on"
+            )
+
+
+def _parameter_name(index: int, name: str) -> str:
+    return f"layer{index}_{name.partition('.')[0]}"
+
+
+def _named(model: Any) -> str:
+    return type(model).__name__
+
+
+def _reader(model: Any) -> Any:
+    """Return the model around the layers, of a classifier too.
+
+    Raises:
+        ValueError: It has none that we know.
+    """
+    from ssmzoo.modeling.cache import reader_of
+
+    base = getattr(model, "base_model", None)
+    # of our heads; PEFT's base_model holds the model in a part of its own
+    if hasattr(model, "prompt_reader") or not hasattr(base, "cache_class"):
+        return reader_of(model)
+    return base
+
+
+def _fresh(model: Any, reader: Any) -> StateAdapter:
+    config, name = reader.config, _named(model)
+    if not getattr(config, "causal", True):
+        raise ValueError(
+            f"a state adapter needs a model that reads forwards with a state, and {name} is "
+            f"bidirectional (directions = {config.directions!r}): it starts from no state"
+        )
+    try:
+        found = _states_after_two_tokens(reader)
+    except ValueError as error:
+        raise ValueError(
+            f"a state adapter needs a model that keeps a state, and {name} keeps none: {error}"
+        ) from error
+    states, counters = {}, {}
+    for index, tensors in enumerate(found):
+        given = reader.startable_states(index, tensors)
+        trained = {n: tuple(t.shape[1:]) for n, t in given.items() if t.is_floating_point()}
+        if trained:
+            states[index] = trained
+            counters[index] = {
+                n: (tuple(t.shape[1:]), t.dtype) for n, t in given.items() if n not in trained
+            }
+    if not states:
+        raise ValueError(
+            f"a state adapter needs a layer with a recurrent state of real numbers, and {name} has "
+            "none: its layers keep keys and values of tokens alone"
+        )
+    signature = json.dumps(reader.cache_class.signature(config), sort_keys=True, default=str)
+    base = hashlib.sha256(signature.encode()).hexdigest()
+    adapter = StateAdapter(base, config.model_type, states, counters)
+    weight = next(reader.parameters())
+    return adapter.to(weight.device)
+
+
+@torch.no_grad()
+def _states_after_two_tokens(reader: Any) -> list[dict[str, Tensor]]:
+    """Return a row of each layer's states; the model and the random numbers stay as they are."""
+    config, training = reader.config, reader.training
+    weight = next(p for p in reader.parameters() if p.is_floating_point())
+    x = torch.zeros(1, 2, config.get_text_config().hidden_size).to(weight)
+    others = {
+        name: torch.ones(1, 2, device=x.device) for name in getattr(config, "token_inputs", ())
+    }
+    cache = reader.cache_class(config)
+    reader.eval()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            reader(inputs_embeds=x, past_key_values=cache, use_cache=True, **others)
+    finally:
+        reader.train(training)
+    return cache.get_states()
