@@ -60,7 +60,7 @@ demo: $(INSTALLED) ## Train, score, publish, reload a small Longhorn, or go on (
 
 zoo: $(INSTALLED) ## Train, score and publish the models of eval/zoo.yaml, or go on (ONLY=name,name, STEPS=n, TEXT=path, HUB=organisation)
 	$(PY) -m ssmzoo.cli.zoo $(if $(ONLY),--only "$(ONLY)") $(if $(TEXT),--text "$(TEXT)") $(if $(STEPS),--steps "$(STEPS)") \
-	  $(if $(HUB),--hub "$(HUB)") $(if $(PUBLIC),--public) $(if $(DRY_RUN),--dry-run)
+	  $(if $(HUB),--hub "$(HUB)") $(if $(filter-out 0,$(PUBLIC)),--public) $(if $(filter-out 0,$(DRY_RUN)),--dry-run)
 
 small: $(INSTALLED) ## Train the models of eval/small.yaml into model_cards/small, or go on
 	$(PY) -m ssmzoo.cli.zoo --list eval/small.yaml --output runs/small --publish model_cards/small --no-code \

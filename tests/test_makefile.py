@@ -95,6 +95,9 @@ def test_the_zoo_takes_names_a_text_steps_and_a_place_on_the_hub(checkout, monke
         *("--only", "s4,s5", "--text", "my text", "--steps", "3"),
         *("--hub", "lab", "--public", "--dry-run"),
     ]
+    monkeypatch.setenv("PUBLIC", "0")
+    monkeypatch.setenv("DRY_RUN", "0")
+    assert words()[-2:] == ["--hub", "lab"]
 
 
 def test_ci_runs_the_two_commands_of_the_readme():
