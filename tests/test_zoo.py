@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -148,6 +149,23 @@ def test_a_small_model_scores_what_its_card_says(name):
         assert right.all()
 
 
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_card_of_a_small_model_has_the_command_that_makes_it(name, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        zoo, "run_zoo", lambda listed, *_, **options: made.append((listed, options))
+    )
+    text = (SHELF / name / "README.md").read_text()
+    monkeypatch.chdir(ROOT)
+    commands = {match[1] for match in re.finditer(r"(python -m ssmzoo\.cli\.zoo [^`\n]*)", text)}
+    assert commands
+    assert "zoo.py" not in text
+    for command in commands:
+        assert zoo.zoo(shlex.split(command)[3:]) == 0
+        listed, options = made.pop()
+        assert name in (options["only"] or load_zoo(listed))
+
+
 # making one
 
 
@@ -185,6 +203,11 @@ def trained(folder):
     """Return the steps that a run's metrics have."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [record["step"] for record in map(json.loads, lines) if "loss" in record]
+
+
+def contents(folder):
+    """Return the bytes of all files."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_zoo_that_is_killed_goes_on_to_its_table_and_is_not_made_twice(place, capsys):
@@ -310,6 +333,44 @@ def test_models_of_several_texts_are_refused(place, capsys):
     Path("list.yaml").write_text(other + "    train: {seq_len: 64}\n")
     assert zoo.zoo(["--list", "list.yaml"]) == 2
     refused("data.text must be the same for all models", capsys)
+
+
+def test_a_text_that_was_too_short_may_be_another_one(place, capsys):
+    Path("short.txt").write_text("too short\n")
+    command = ["--list", "list.yaml", "--only", "of-text", "--text"]
+    assert zoo.zoo([*command, "short.txt"]) == 2
+    assert "TEXT must hold some thousand characters" in capsys.readouterr().err
+    stages.require_same("zoo", Path("zoo"), {"text": "text.txt", "steps": None})
+
+
+def test_a_list_with_another_text_is_not_trained_on_the_earlier_one(place, capsys, monkeypatch):
+    monkeypatch.setattr(zoo, "make", lambda *_: None)
+    monkeypatch.setattr(zoo, "table", lambda _: "")
+    Path("other.txt").write_text(Path("text.txt").read_text().replace("no more", "more"))
+    listed = LIST.replace("python-stdlib", "text.txt")
+    Path("list.yaml").write_text(listed)
+    assert zoo.zoo(["--list", "list.yaml", "--only", "of-a-task"]) == 0  # which reads none
+    assert zoo.zoo(["--list", "list.yaml"]) == 0
+    before = contents(Path("zoo"))
+    Path("list.yaml").write_text(listed.replace("text.txt", "other.txt"))
+    capsys.readouterr()
+    assert zoo.zoo(["--list", "list.yaml"]) == 2
+    err = capsys.readouterr().err
+    assert re.search(
+        r"TEXT must stay as the zoo in zoo began, \S+/text.txt, got \S+/other.txt", err
+    )
+    assert contents(Path("zoo")) == before
+
+
+def test_a_model_that_was_published_with_its_code_is_published_without(place, capsys):
+    record, target = Path("record.json"), Path("out").absolute()
+    model = SHELF / "longhorn-induction"
+    zoo.publish_once("tiny", model, record, zoo.Place(target))
+    assert list((target / "tiny").glob("modeling_*.py"))
+    zoo.publish_once("tiny", model, record, zoo.Place(target, code=False))
+    assert not list((target / "tiny").glob("*.py"))
+    zoo.publish_once("tiny", model, record, zoo.Place(target, code=False))
+    assert capsys.readouterr().out.endswith("tiny is published\n")
 
 
 def test_a_folder_of_something_else_is_left_alone(place, capsys):

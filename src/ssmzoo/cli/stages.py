@@ -11,7 +11,7 @@ from statistics import median_high
 from typing import Any
 
 from ssmzoo.environment.portable import without_credentials
-from ssmzoo.files import read_json, write_folder
+from ssmzoo.files import STDLIB, read_json, write_folder
 
 HELD_OUT_BYTES = 120_000
 PIECE = 4_000  # characters of a piece, where the user's text is one long document
@@ -45,12 +45,14 @@ def whole_steps(steps: str | None) -> int | None:
 
 
 def place_of(text: str | None) -> str | None:
-    """Return which text is meant, from wherever it is asked for."""
-    return None if text is None else str(Path(text).expanduser().absolute())
+    """Return which text is meant, from wherever it is asked for; None for the default."""
+    return None if text in (None, STDLIB) else str(Path(text).expanduser().absolute())
 
 
 def require_same(name: str, output: Path, asked: Mapping[str, Any]) -> None:
     """Fail if a folder holds anything but an earlier call's work on the same task.
+
+    A call that ended before it had done anything binds nobody.
 
     Args:
         name: The program's; its facts lie in ``NAME.json``.
@@ -60,14 +62,14 @@ def require_same(name: str, output: Path, asked: Mapping[str, Any]) -> None:
     Raises:
         ValueError: It does.
     """
-    if not output.is_dir() or {path.name for path in output.iterdir()} <= {".lock"}:
-        return
     facts = output / f"{name}.json"
+    if not output.is_dir() or {path.name for path in output.iterdir()} <= {".lock", facts.name}:
+        return
     if not facts.exists():
         raise ValueError(f"{output} exists and holds no earlier {name}; choose another --output")
     earlier = read_json(facts)
     for field, now in asked.items():
-        before = earlier.get(field)
+        before = earlier.get(field, now)
         if before != now:
             default = "the default"
             raise ValueError(

@@ -27,7 +27,7 @@ from ssmzoo.cli.stages import (
     train_once,
     whole_steps,
 )
-from ssmzoo.files import read_json, share, write_json
+from ssmzoo.files import STDLIB, read_json, share, write_json
 
 if TYPE_CHECKING:
     from ssmzoo.recipe import Recipe
@@ -135,12 +135,15 @@ def run_zoo(
     place.check()
     recipes = chosen(listed, only, [] if steps is None else [f"train.steps={steps}"])
     sources = text_of(recipes, text)
-    asked = {"text": place_of(text), "steps": steps}
+    asked: dict[str, Any] = {"steps": steps}
+    if sources:
+        asked["text"] = ", ".join(place_of(source) or STDLIB for source in sources)
     require_same("zoo", output, asked)
     for name, recipe in recipes.items():
         require_as_trained(output / "runs" / name, recipe)
     with locked(output):
-        write_json(output / "zoo.json", asked)
+        facts = output / "zoo.json"
+        write_json(facts, {**(read_json(facts) if facts.exists() else {}), **asked})
         overrides = split_once(sources, output) if sources else []
         for name, recipe in recipes.items():
             make(name, recipe, output, place, overrides)
@@ -251,6 +254,7 @@ def publish_once(name: str, model: Path, record: Path, place: Place) -> None:
     from ssmzoo.publishing.hub import publish
 
     done: dict[str, Any] = {"target": place.of(name), "revision": weights_revision(model)}
+    done["code"] = place.code
     there = place.hub is not None or (place.folder / name).is_dir()
     if there and record.exists() and read_json(record) == done:
         say(f"{name} is published")
