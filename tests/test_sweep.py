@@ -24,7 +24,13 @@ from transformers import (
 )
 
 from ssmzoo.analysis.cost import flops_per_token, state_bytes
-from ssmzoo.analysis.ledger import best_rates, draw_problem, ledger_table, read_ledger
+from ssmzoo.analysis.ledger import (
+    best_rates,
+    draw_problem,
+    ledger_table,
+    read_ledger,
+    write_ledger,
+)
 from ssmzoo.analysis.sweep import Sweep, impossible, load_sweep, selection, sweep
 from ssmzoo.checkpoints.load import load_model
 from ssmzoo.cli.main import main
@@ -209,6 +215,14 @@ def test_a_ledger_alone_is_gone_on_with(finished, tmp_path):
     shutil.rmtree(tmp_path / "runs")
     assert sweep(rates, tmp_path) == ledger
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_hole_of_a_ledger_is_trained_once_its_model_can(finished, tmp_path):
+    (line,) = read_ledger(finished / "ledger.csv")
+    hole = {**dict.fromkeys(line), "problem": "pairs", "model": "Longhorn", "width": line["width"]}
+    write_ledger([{**hole, "note": "no head"}], tmp_path / "ledger.csv")
+    (done,) = sweep(one_run(), tmp_path)
+    assert done["value"] == line["value"]
 
 
 @pytest.mark.parametrize(

@@ -298,8 +298,9 @@ def sweep(
     missing = {run.folder for run in planned if not _has_result(run, output)}
     earlier = _earlier(planned, output)
     missing -= earlier.lines.keys()
-    sources = Sources()
-    holes = earlier.holes | impossible(wanted, sources)
+    sources, asked = Sources(), {run.cell for run in wanted}
+    holes = {cell: why for cell, why in earlier.holes.items() if cell not in asked}
+    holes |= impossible(wanted, sources)
     failed: list[str] = []
     todo = [run for run in wanted if run.folder in missing and run.cell not in holes]
     later = chosen.later_seeds if not (only or {}).get("lr") else []
