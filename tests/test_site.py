@@ -37,6 +37,7 @@ other
 tables
 eval/LOG
 model_cards/longhorn-demo
+model_cards/small/tiny/README
 eval/recipes/reference
 ```
 """
@@ -65,11 +66,12 @@ def repository(tmp_path):
         "eval/results/small.csv": "model,value\n<b>,0.123456\nssmzoo x,1000\n",
         "eval/results/small.png": "",
         "build/site/index.html": "the earlier site",
+        "build/site/objects.inv": "",
+        "model_cards/small/tiny/README.md": "---\nlibrary_name: x\n---\n# Tiny\n",
     }
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    (root / "model_cards").mkdir()
     for kind in ("md", "json", "png"):
         shutil.copy(ROOT / f"model_cards/longhorn-demo.{kind}", root / "model_cards")
     return root
@@ -89,6 +91,10 @@ BROKEN = {
     "a card's facts": (
         ("model_cards/longhorn-demo.json", "{", "{{"),
         r"longhorn-demo\.json is corrupt",
+    ),
+    "a small model's card": (
+        ("model_cards/small/tiny/README.md", "---\nlibrary_name: x\n---\n", ""),
+        r"tiny/README\.md: a card must begin with metadata",
     ),
     "a page that is not in the index": (
         ("eval/site/index.md", "other\n", ""),
@@ -137,7 +143,28 @@ def test_a_site_replaces_the_earlier_one_and_its_links_lead_somewhere(repository
     assert "<td>&lt;b&gt;</td>" in tables
     assert "<td><code>ssmzoo x</code></td>" in tables
     assert (built / "_images/small.png").exists()
-    assert "library_name" not in (built / "model_cards/longhorn-demo.html").read_text()
+    for card in ("longhorn-demo", "small/tiny/README"):
+        assert "library_name" not in (built / f"model_cards/{card}.html").read_text()
+
+
+def test_a_folder_of_something_else_is_no_earlier_site(repository, site, capsys):
+    thesis = repository / "thesis"
+    thesis.mkdir()
+    (thesis / "index.html").write_text("mine")
+    assert site.main(["--root", str(repository), "--output", str(thesis)]) == 1
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"site: output must be absent, empty or an earlier site, got .*\n", said)
+    assert [path.name for path in thesis.iterdir()] == ["index.html"]
+
+
+def test_a_root_that_is_no_repository_is_one_line(tmp_path, site, capsys):
+    assert site.main(["--root", str(tmp_path / "absent")]) == 1
+    assert re.fullmatch(r"site: .*pyproject\.toml.*\n", capsys.readouterr().err)
+
+
+def test_a_commit_that_looks_like_a_number_stays_a_word(site):
+    assert site._cell("12e4567") == "<td>12e4567</td>"
+    assert site._cell("nan") == "<td>nan</td>"
 
 
 def test_other_files_are_at_the_repositorys_address(repository, site):

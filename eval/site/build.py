@@ -11,6 +11,7 @@ import argparse
 import csv
 import html
 import io
+import math
 import posixpath
 import re
 import shutil
@@ -39,7 +40,9 @@ PATTERNS = (
 )
 RECIPE = "eval/recipes/reference.md"
 TABLES = "tables.md"
-INSTEAD = {"src/ssmzoo/recipe.py": RECIPE, "eval/results": TABLES}  # of a file, the page made of it
+CARDS = "cards.md"
+# of a file or folder, the page that shows it
+INSTEAD = {"src/ssmzoo/recipe.py": RECIPE, "eval/results": TABLES, "model_cards/small": CARDS}
 _FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.DOTALL | re.MULTILINE)
 _INDENTED = re.compile(r"(?<=\n\n)(?: {4,}.*\n|\n(?= {4}))+")
 _INLINE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
@@ -58,7 +61,8 @@ def build(root: Path, output: Path) -> int:
     """Build the site of a repository, replace an earlier one, and return how many pages it has.
 
     Raises:
-        ValueError: A card, link or picture is broken, or Sphinx warned; the first of it.
+        ValueError: ``output`` holds something else; a card, link or picture is broken, or Sphinx
+            warned; the first of it.
         RuntimeError: Sphinx or what it needs is not installed, or the site cannot be written.
     """
     try:
@@ -69,6 +73,8 @@ def build(root: Path, output: Path) -> int:
         raise RuntimeError(
             f"the site needs {error.name}; install it with: pip install '.[site]'"
         ) from None
+    if output.exists() and not is_replaceable(output):
+        raise ValueError(f"output must be absent, empty or an earlier site, got {output}")
     pages = gather(root)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "source")
@@ -78,6 +84,11 @@ def build(root: Path, output: Path) -> int:
             place.write_text(with_links(root, source, name, text, pages), encoding="utf-8")
         write_folder(output, lambda unfinished: _run_sphinx(source, unfinished, Path(folder)))
     return len(pages)
+
+
+def is_replaceable(output: Path) -> bool:
+    """Tell whether a folder is empty or a site, which has Sphinx's list of its headings."""
+    return output.is_dir() and ((output / "objects.inv").exists() or not any(output.iterdir()))
 
 
 def gather(root: Path) -> dict[str, str]:
@@ -95,20 +106,21 @@ def gather(root: Path) -> dict[str, str]:
     for path in sorted(own.rglob("*.md")):
         pages[path.relative_to(own).as_posix()] = _text(path)
     for path in sorted((root / "model_cards").glob("*.json")):
-        pages[f"model_cards/{path.stem}.md"] = card(path)
+        read_facts(path)
+        pages[f"model_cards/{path.stem}.md"] = card(path.with_suffix(".md"))
+    for path in sorted((root / "model_cards/small").glob("*/README.md")):
+        pages[path.relative_to(root).as_posix()] = card(path)
     pages[RECIPE] = recipe_reference()
     pages[TABLES] = tables(root)
     return pages
 
 
-def card(facts: Path) -> str:
+def card(path: Path) -> str:
     """Return a card without its metadata, which are for the Hub.
 
     Raises:
-        ValueError: The card, its metadata or what lies beside it is missing or broken.
+        ValueError: The card or its metadata are missing or broken.
     """
-    read_facts(facts)
-    path = facts.with_suffix(".md")
     text = _text(path)
     metadata = re.match(r"---\n(.*?\n)---\n", text, re.DOTALL)
     if metadata is None or not isinstance(parse_yaml(metadata[1], str(path)), dict):
@@ -319,6 +331,8 @@ def _cell(text: str) -> str:
     try:
         number = float(text)
     except ValueError:
+        number = math.nan
+    if not math.isfinite(number):  # a word; digits of a commit such as 12e4567 are one
         shown = html.escape(text)
         return f"<td>{f'<code>{shown}</code>' if text.startswith('ssmzoo ') else shown}</td>"
     shown = f"{number:,.0f}" if number.is_integer() and "." not in text else f"{number:.4g}"
@@ -353,7 +367,7 @@ def main(arguments: list[str] | None = None) -> int:
     output = given.output or given.root / "build/site"
     try:
         count = build(given.root, output)
-    except (ValueError, RuntimeError, LookupError) as error:
+    except (ValueError, RuntimeError, LookupError, OSError) as error:
         print(f"site: {error}; {output} is as it was", file=sys.stderr)
         return 1
     print(f"{count} pages: {output / 'index.html'}")
