@@ -217,6 +217,14 @@ def test_a_ledger_alone_is_gone_on_with(finished, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_ledger_with_a_run_twice_is_not_counted_twice(finished, tmp_path):
+    head, line = (finished / "ledger.csv").read_text().splitlines(keepends=True)
+    (tmp_path / "ledger.csv").write_text(head + line + line)
+    with pytest.raises(ValueError, match=r"each run once, got problem pairs, .* twice"):
+        sweep(one_run(), tmp_path)
+    assert (tmp_path / "ledger.csv").read_text() == head + line + line
+
+
 def test_a_hole_of_a_ledger_is_trained_once_its_model_can(finished, tmp_path):
     (line,) = read_ledger(finished / "ledger.csv")
     hole = {**dict.fromkeys(line), "problem": "pairs", "model": "Longhorn", "width": line["width"]}

@@ -422,19 +422,22 @@ def _earlier(planned: list[PlannedRun], output: Path) -> Earlier:
     """Return what the output's ledger has.
 
     Raises:
-        ValueError: It is cut, or another sweep's.
+        ValueError: It is cut, another sweep's, or has a run twice.
     """
     file = output / "ledger.csv"
     known = {_place_of(run.place): run for run in planned}
     cells = {run.cell for run in planned}
     found = Earlier({}, {})
     for line in read_ledger(file) if file.exists() else []:
+        shown = ", ".join(f"{name} {line[name]}" for name in _CHOICES if line[name] is not None)
         if line["lr"] is None and cell_of(line) in cells:
             found.holes[cell_of(line)] = line["note"]
         elif (run := known.get(_place_of(line))) and run.digest == line["recipe"]:
-            found.lines.setdefault(run.folder, []).append(line)
+            lines = found.lines.setdefault(run.folder, [])
+            if any(other["length"] == line["length"] for other in lines):
+                raise ValueError(f"{file} must have each run once, got {shown} twice; take one out")
+            lines.append(line)
         else:
-            shown = ", ".join(f"{name} {line[name]}" for name in _CHOICES if line[name] is not None)
             raise ValueError(
                 f"{file} is another sweep's: {shown} was trained by another recipe, or is none of "
                 "its runs; choose another folder, or take the line out"
