@@ -137,7 +137,8 @@ def run_zoo(
     sources = text_of(recipes, text)
     asked: dict[str, Any] = {"steps": steps}
     if sources:
-        asked["text"] = ", ".join(place_of(source) or STDLIB for source in sources)
+        places = [place_of(source) or STDLIB for source in sources]
+        asked["text"] = None if places == [STDLIB] else ", ".join(places)
     require_same("zoo", output, asked)
     for name, recipe in recipes.items():
         require_as_trained(output / "runs" / name, recipe)
