@@ -9,6 +9,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from tests.stock_models import VOCABULARY, tiny
 from tests.training import killed, write_texts
+from transformers import DynamicCache
 
 import ssmzoo
 from ssmzoo import load_family
@@ -462,6 +463,15 @@ def test_a_stock_model_starts_from_it_in_every_form(model_type, tmp_path):
     state.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="began from the state adapter"):
         load_state(tmp_path, ssmzoo.accelerate(tiny(model_type)).model)
+    plain = ssmzoo.accelerate(tiny(model_type)).model
+    for made, other in ((model, plain), (plain, model)):
+        for cache in (model.cache_class(model.config), DynamicCache(config=model.config)):
+            made(x, past_key_values=cache)
+            assert made(x[:, :1], past_key_values=copy.deepcopy(cache)).logits.isfinite().all()
+            with pytest.raises(ValueError, match=r"began from .* and this model has"):
+                other(x[:, :1], past_key_values=cache)
+    backbone, cache = model.base_model, model.cache_class(model.config)
+    assert backbone(x, past_key_values=cache)["past_key_values"] is cache
     with pytest.raises(ValueError, match="needs ssmzoo's kernels"):
         ssmzoo.restore(model)
     remove_state_adapter(model)
