@@ -163,7 +163,7 @@ WRONG = {
         lambda f: dropped(f, layer0_ssm=torch.zeros(3)),
         "layer0_ssm must have shape",
     ),
-    "half a file": (lambda f: (f / FILE).write_bytes(b"12"), "not a whole safetensors"),
+    "half a file": (lambda f: (f / FILE).write_bytes(b"12"), "corrupt or truncated"),
     "other states": (lambda f: changed(f, digest="0"), "not of one adapter"),
     "no JSON": (lambda f: (f / CONFIG).write_text("{"), "corrupt"),
 }

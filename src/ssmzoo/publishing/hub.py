@@ -33,11 +33,13 @@ import yaml
 from ssmzoo.checkpoints.trust import refuse_paths
 from ssmzoo.checkpoints.weights import (
     ADAPTER_CONFIG,
-    GOLDEN,
+    ADAPTER_FILE,
+    NO_WEIGHTS,
     STATE,
     WEIGHTS_INDEX,
     is_state_adapter,
     listed,
+    read_adapter_config,
     read_weights,
 )
 from ssmzoo.environment.portable import find_credential
@@ -156,6 +158,7 @@ def publish(
 
     Raises:
         ValueError: The model folder or the target is not fit; the message says why.
+        FileNotFoundError: The folder holds a part of a state adapter.
         RuntimeError: The disk, the network or the Hub refused.
     """
     kind, place = _parse_target(target)
@@ -317,7 +320,14 @@ def _plan(folder: Path, code: bool, state: bool) -> _Plan:
         else:
             left_out.append(name)
 
+    if not sources.keys().isdisjoint((ADAPTER_CONFIG, ADAPTER_FILE)):
+        read_adapter_config(folder)
     if is_state_adapter(folder):
+        if state:
+            raise ValueError(
+                f"include_state must be absent with {folder}, a state adapter: the state of a "
+                "prompt is published with the model that read it"
+            )
         return _finished_plan(folder, sources, left_out)
     if "config.json" not in sources:
         inside = folder / "model"
@@ -638,7 +648,7 @@ def _refuse_other_weights(remote: Iterable[str], plan: _Plan, repository: str) -
         name
         for name in remote
         if (name.endswith(".safetensors") or name == WEIGHTS_INDEX) and "/" not in name
-    } - {STATE, GOLDEN, *plan.sources}
+    } - {*NO_WEIGHTS, *plan.sources}
     if stale:
         raise _Refused(
             f"{repository} already holds {listed(stale)}, which this model does not replace; "
