@@ -504,6 +504,11 @@ def _training(facts: CardFacts, head: _Head) -> str:
         ["Versions", fact("versions")],
         ["Command", command if command == NOT_MEASURED else _code(command)],
     ]
+    if facts.recipe and (yaml.safe_load(facts.recipe) or {}).get("adapter"):
+        told = (
+            "a state adapter, which is a folder of its own; losses are those of the model with it"
+        )
+        rows.insert(1, ["Trained", told])
     return _table(["", ""], rows)
 
 

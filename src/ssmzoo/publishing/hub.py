@@ -503,13 +503,20 @@ def _why_foreign(folder: Path, target: Path) -> str | None:
     """Say why a filled target is not an earlier publication of this model; None if it is one."""
     try:
         earlier = _plan(target, code=True, state=(target / STATE).exists())
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         return str(error)
     present = {
         path.relative_to(target).as_posix() for path in target.rglob("*") if not path.is_dir()
     }
     if foreign := present - set(earlier.sources):
         return f"it holds {listed(foreign)}"
+    alone = is_state_adapter(folder)
+    if alone != is_state_adapter(target):
+        return "it holds a model" if alone else "it holds a state adapter without a model"
+    if alone:
+        one, other = read_adapter_config(target), read_adapter_config(folder)
+        same = all(one[name] == other[name] for name in ("model_type", "base", "states"))
+        return None if same else "it holds a state adapter of another model"
     old, new = (read_json(place / "config.json").get("model_type") for place in (target, folder))
     if old != new:
         return f"its model_type is {old!r}, this model's {new!r}"
