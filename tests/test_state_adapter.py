@@ -272,6 +272,27 @@ def test_a_cache_that_began_elsewhere_is_refused():
         model(x[:, :1], past_key_values=begun)
 
 
+def test_a_cache_that_is_cropped_to_nothing_begins_anew():
+    model, x = longhorn(), ids()
+    base = model(x).logits
+    drawn(model)
+    cache = StateCache(model.config)
+    cache.activate_past_recording()
+    model(x, past_key_values=cache)
+    cache.crop(-9)
+    remove_state_adapter(model)
+    got = [model(part, past_key_values=cache).logits for part in (x[:, :8], x[:, 8:])]
+    close(torch.cat(got, dim=1), base)
+
+
+def test_adding_one_leaves_every_module_in_its_mode():
+    model = longhorn().train()
+    model.model.layers[0].eval()
+    before = [module.training for module in model.modules()]
+    adapter = drawn(model)
+    assert [m.training for m in model.modules() if m is not adapter] == before
+
+
 @pytest.mark.parametrize("settings", [{"num_beams": 2}, {"prompt_lookup_num_tokens": 2}])
 def test_every_way_of_generating_starts_from_it(settings):
     model, x = longhorn(), ids(rows=1)
@@ -381,6 +402,8 @@ def test_our_trainer_trains_resumes_and_generates_from_it(recipe, tmp_path, caps
     assert capsys.readouterr().out != plain
     assert main([*command, "--adapter", str(tmp_path)]) != 0
     assert f"holds no {CONFIG}" in capsys.readouterr().err
+    assert main([*command, "--adapter", str(whole)]) != 0
+    assert f"did you mean {str(whole / 'adapter')!r}" in capsys.readouterr().err
     folder, digest = (
         RunFolder(whole),
         json.loads((whole / "adapter" / CONFIG).read_text())["digest"],

@@ -68,10 +68,10 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     """
     for name in (ADAPTER_CONFIG, ADAPTER_FILE):
         if not (folder / name).is_file():
-            raise FileNotFoundError(
-                f"{folder} holds no {name}; save a state adapter there with "
-                "adapter.save_pretrained(directory)"
-            )
+            way = "save a state adapter there with adapter.save_pretrained(directory)"
+            if (inside := folder / "adapter" / name).is_file():  # a run's
+                way = f"did you mean {str(inside.parent)!r}?"
+            raise FileNotFoundError(f"{folder} holds no {name}; {way}")
     where, path = folder / ADAPTER_CONFIG, folder / ADAPTER_FILE
     config = read_json(where)
     if config.get("format") != ADAPTER_FORMAT or config.keys() != _ADAPTER_FIELDS:

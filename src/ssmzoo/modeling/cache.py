@@ -316,6 +316,8 @@ class RecurrentCache(Cache):
             self.set_states(back.states)
             self.pending = pending if left else None
             self.seen_tokens -= remove
+            if not any(back.states):  # the next token starts a new sequence
+                self.adapter = None
         self._recorded = []
 
     def _settled(self) -> None:

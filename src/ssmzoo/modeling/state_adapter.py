@@ -308,7 +308,7 @@ def _fresh(model: Any, reader: Any) -> StateAdapter:
 @torch.no_grad()
 def _states_after_two_tokens(reader: Any) -> list[dict[str, Tensor]]:
     """Return a row of each layer's states; the model and the random numbers stay as they are."""
-    config, training = reader.config, reader.training
+    config, training = reader.config, [m for m in reader.modules() if m.training]
     weight = next(p for p in reader.parameters() if p.is_floating_point())
     x = torch.zeros(1, 2, config.get_text_config().hidden_size).to(weight)
     others = {
@@ -320,5 +320,6 @@ def _states_after_two_tokens(reader: Any) -> list[dict[str, Tensor]]:
         with torch.random.fork_rng(devices=[]):
             reader(inputs_embeds=x, past_key_values=cache, use_cache=True, **others)
     finally:
-        reader.train(training)
+        for module in training:
+            module.training = True
     return cache.get_states()
