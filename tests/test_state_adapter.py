@@ -9,9 +9,11 @@ import yaml
 from safetensors.torch import load_file, save_file
 from tests.stock_models import VOCABULARY, tiny
 from tests.training import killed, write_texts
+from transformers import DynamicCache
 
 import ssmzoo
 from ssmzoo import load_family
+from ssmzoo.checkpoints.weights import weights_revision
 from ssmzoo.modeling import (
     StateCache,
     add_state_adapter,
@@ -20,6 +22,7 @@ from ssmzoo.modeling import (
     prefill,
     remove_state_adapter,
 )
+from ssmzoo.training.folder import RunFolder
 from ssmzoo.training.run import train
 
 # PEFT calls what transformers renamed
@@ -162,7 +165,7 @@ WRONG = {
         lambda f: dropped(f, layer0_ssm=torch.zeros(3)),
         "layer0_ssm must have shape",
     ),
-    "half a file": (lambda f: (f / FILE).write_bytes(b"12"), "not a whole safetensors"),
+    "half a file": (lambda f: (f / FILE).write_bytes(b"12"), "corrupt or truncated"),
     "other states": (lambda f: changed(f, digest="0"), "not of one adapter"),
     "no JSON": (lambda f: (f / CONFIG).write_text("{"), "corrupt"),
 }
@@ -267,6 +270,27 @@ def test_a_cache_that_began_elsewhere_is_refused():
     remove_state_adapter(model)
     with pytest.raises(ValueError, match="and this model has no state adapter"):
         model(x[:, :1], past_key_values=begun)
+
+
+def test_a_cache_that_is_cropped_to_nothing_begins_anew():
+    model, x = longhorn(), ids()
+    base = model(x).logits
+    drawn(model)
+    cache = StateCache(model.config)
+    cache.activate_past_recording()
+    model(x, past_key_values=cache)
+    cache.crop(-9)
+    remove_state_adapter(model)
+    got = [model(part, past_key_values=cache).logits for part in (x[:, :8], x[:, 8:])]
+    close(torch.cat(got, dim=1), base)
+
+
+def test_adding_one_leaves_every_module_in_its_mode():
+    model = longhorn().train()
+    model.model.layers[0].eval()
+    before = [module.training for module in model.modules()]
+    adapter = drawn(model)
+    assert [m.training for m in model.modules() if m is not adapter] == before
 
 
 @pytest.mark.parametrize("settings", [{"num_beams": 2}, {"prompt_lookup_num_tokens": 2}])
@@ -378,6 +402,35 @@ def test_our_trainer_trains_resumes_and_generates_from_it(recipe, tmp_path, caps
     assert capsys.readouterr().out != plain
     assert main([*command, "--adapter", str(tmp_path)]) != 0
     assert f"holds no {CONFIG}" in capsys.readouterr().err
+    assert main([*command, "--adapter", str(whole)]) != 0
+    assert f"did you mean {str(whole / 'adapter')!r}" in capsys.readouterr().err
+    folder, digest = (
+        RunFolder(whole),
+        json.loads((whole / "adapter" / CONFIG).read_text())["digest"],
+    )
+    folder.write_results([], "ssmzoo_longhorn", 1)
+    scored = json.loads((whole / "results.json").read_text())["model"]
+    assert scored["source"] == "whole/model with whole/adapter"
+    assert scored["revision"] == f"{weights_revision(whole / 'model')}+{digest[:12]}"
+    assert main(["card", str(whole / "model")]) == 0
+    assert "a state adapter" in (whole / "model/README.md").read_text()
+
+
+def test_an_adapter_beside_weights_is_published_with_them(tmp_path, capsys):
+    from ssmzoo.cli.main import main
+
+    model = longhorn()
+    model.save_pretrained(tmp_path / "both")
+    adapter = drawn(model)
+    adapter.save_pretrained(tmp_path / "both")
+    assert main(["card", str(tmp_path / "both")]) == 0
+    assert main(["publish", str(tmp_path / "both"), str(tmp_path / "there")]) == 0
+    again = load_state_adapter(tmp_path / "there", longhorn())
+    assert again.digest() == adapter.digest()
+    (tmp_path / "both" / FILE).unlink()
+    assert main(["publish", str(tmp_path / "both"), str(tmp_path / "other")]) != 0
+    assert f"holds no {FILE}" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize(
@@ -410,6 +463,48 @@ def test_it_is_published_with_a_card(tmp_path, capsys):
     assert "load_state_adapter" in capsys.readouterr().out
     assert sorted(p.name for p in (tmp_path / "theirs").iterdir()) == ["README.md", CONFIG, FILE]
     assert load_state_adapter(there, longhorn()).digest() == adapter.digest()
+    adapter.layer0_ssm.data.add_(1)
+    adapter.save_pretrained(here)
+    assert main(["publish", here, there]) == 0
+    assert load_state_adapter(there, longhorn()).digest() == adapter.digest()
+    drawn(longhorn(d_state=8)).save_pretrained(tmp_path / "wider")
+    assert main(["card", str(tmp_path / "wider")]) == 0
+    assert main(["publish", str(tmp_path / "wider"), there]) != 0
+    assert "of another model" in capsys.readouterr().err
+    assert main(["publish", here, str(tmp_path / "new"), "--include-state"]) != 0
+    assert "include_state must be absent" in capsys.readouterr().err
+
+
+# what its own files cannot tell: the model is not there, and no tensor is read
+UNSEEN = ("another type", "another configuration", "other states")
+
+
+@pytest.mark.parametrize("name", [n for n in WRONG if n not in UNSEEN])
+def test_a_damaged_one_has_no_card_and_is_not_published(name, tmp_path, capsys):
+    from ssmzoo.cli.main import main
+
+    here = tmp_path / "mine"
+    drawn(longhorn()).save_pretrained(here)
+    assert main(["card", str(here)]) == 0
+    (here / "README.md").rename(tmp_path / "card")
+    WRONG[name][0](here)
+    assert main(["card", str(here)]) != 0
+    assert not (here / "README.md").exists()
+    (tmp_path / "card").rename(here / "README.md")
+    capsys.readouterr()
+    assert main(["publish", str(here), str(tmp_path / "theirs")]) != 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "unexpected" not in line
+    assert not (tmp_path / "theirs").exists()
+
+
+def test_a_graph_whose_states_begin_as_zeros_is_refused():
+    from ssmzoo.publishing.export_graphs import export_program
+
+    model = longhorn()
+    drawn(model)
+    with pytest.raises(ValueError, match="starts from a state adapter"):
+        export_program(model)
 
 
 @pytest.mark.slow
@@ -462,6 +557,15 @@ def test_a_stock_model_starts_from_it_in_every_form(model_type, tmp_path):
     state.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="began from the state adapter"):
         load_state(tmp_path, ssmzoo.accelerate(tiny(model_type)).model)
+    plain = ssmzoo.accelerate(tiny(model_type)).model
+    for made, other in ((model, plain), (plain, model)):
+        for cache in (model.cache_class(model.config), DynamicCache(config=model.config)):
+            made(x, past_key_values=cache)
+            assert made(x[:, :1], past_key_values=copy.deepcopy(cache)).logits.isfinite().all()
+            with pytest.raises(ValueError, match=r"began from .* and this model has"):
+                other(x[:, :1], past_key_values=cache)
+    backbone, cache = model.base_model, model.cache_class(model.config)
+    assert backbone(x, past_key_values=cache)["past_key_values"] is cache
     with pytest.raises(ValueError, match="needs ssmzoo's kernels"):
         ssmzoo.restore(model)
     remove_state_adapter(model)

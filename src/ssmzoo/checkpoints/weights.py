@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ssmzoo.files import file_digest, read_json
 
@@ -15,8 +15,11 @@ WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 STATE = "state.safetensors"  # of PromptState.save_pretrained; no weights
 GOLDEN = "golden.safetensors"  # of ssmzoo.testing.golden; no weights
-# of a state adapter, which is a folder of its own
+# of a state adapter, a folder of its own or beside the weights that it starts
 ADAPTER_FILE, ADAPTER_CONFIG = "state_adapter.safetensors", "state_adapter.json"
+ADAPTER_FORMAT = "ssmzoo-state-adapter-1"
+_ADAPTER_FIELDS = {"format", "model_type", "base", "states", "digest"}
+NO_WEIGHTS = {STATE, GOLDEN, ADAPTER_FILE}  # what may lie beside weights
 SHARDS = "shards"  # the folder, in a checkpoint, of what several processes wrote
 
 # a checkpoint's moments and a prompt's state are safetensors too
@@ -56,6 +59,53 @@ def is_state_adapter(folder: str | Path) -> bool:
     return holds_state_adapter(folder) and not Path(folder, "config.json").is_file()
 
 
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """Return what a state adapter's files say, and check that they are of one adapter.
+
+    Raises:
+        FileNotFoundError: One of them is missing.
+        ValueError: One of them is damaged, or they hold different states.
+    """
+    for name in (ADAPTER_CONFIG, ADAPTER_FILE):
+        if not (folder / name).is_file():
+            way = "save a state adapter there with adapter.save_pretrained(directory)"
+            if (inside := folder / "adapter" / name).is_file():  # a run's
+                way = f"did you mean {str(inside.parent)!r}?"
+            raise FileNotFoundError(f"{folder} holds no {name}; {way}")
+    where, path = folder / ADAPTER_CONFIG, folder / ADAPTER_FILE
+    config = read_json(where)
+    if config.get("format") != ADAPTER_FORMAT or config.keys() != _ADAPTER_FIELDS:
+        raise ValueError(
+            f"{where} must have the format {ADAPTER_FORMAT!r} and the fields "
+            f"{', '.join(sorted(_ADAPTER_FIELDS))}, got {config.get('format')!r} and "
+            f"{', '.join(sorted(config))}; save the adapter again"
+        )
+    for name in _ADAPTER_FIELDS - {"states"}:
+        if not isinstance(config[name], str):
+            raise ValueError(
+                f"{where}: {name} must be a text, got {config[name]!r}; save the adapter again"
+            )
+    states = config["states"]
+    if not isinstance(states, dict):
+        raise ValueError(
+            f"{where}: states must map names to shapes, got {states!r}; save the adapter again"
+        )
+    tensors = read_tensors(path)
+    missing, extra = sorted(states.keys() - tensors.keys()), sorted(tensors.keys() - states.keys())
+    if missing or extra:
+        raise ValueError(
+            f"{path} must hold the states that {ADAPTER_CONFIG} lists: it lacks {missing[:3]} and "
+            f"holds {extra[:3]} besides; save the adapter again"
+        )
+    for name, (dtype, shape) in tensors.items():
+        if (dtype, list(shape)) != ("F32", states[name]):
+            raise ValueError(
+                f"{path}: {name} must have shape {states[name]} in F32, got {list(shape)} in "
+                f"{dtype}; save the adapter again"
+            )
+    return config
+
+
 def is_sharded(folder: Path) -> bool:
     """Tell whether several processes wrote a checkpoint, each its parts of the tensors."""
     return (folder / SHARDS).is_dir()
@@ -64,13 +114,13 @@ def is_sharded(folder: Path) -> bool:
 def read_weights(folder: Path) -> Tensors:
     """Return dtype and shape of every tensor of a saved model, and check that none is missing.
 
-    A prompt's state and golden logits beside the weights are not looked at.
+    A prompt's state, a state adapter and golden logits beside the weights are not looked at.
 
     Raises:
         ValueError: There are no weights, a shard is missing or corrupt, or index and shards differ.
     """
     index_path = folder / WEIGHTS_INDEX
-    present = {path.name for path in folder.glob("*.safetensors")} - {STATE, GOLDEN}
+    present = {path.name for path in folder.glob("*.safetensors")} - NO_WEIGHTS
     if not index_path.exists():
         if WEIGHTS not in present:
             raise ValueError(

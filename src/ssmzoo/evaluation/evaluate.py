@@ -29,7 +29,15 @@ from ssmzoo.checkpoints.load import (
 from ssmzoo.checkpoints.weights import weights_revision
 from ssmzoo.environment.hardware import installed_versions, usable_device
 from ssmzoo.environment.portable import portable_command
-from ssmzoo.evaluation.results import Results, Score, merge, read_results, recipe_of, write_results
+from ssmzoo.evaluation.results import (
+    Results,
+    Score,
+    adapted,
+    merge,
+    read_results,
+    recipe_of,
+    write_results,
+)
 from ssmzoo.evaluation.scoring import TEXT_TASK, Library, score_task
 from ssmzoo.evaluation.suites import Suite, average_score, load_suite, suites
 from ssmzoo.evaluation.text import read_documents
@@ -154,8 +162,9 @@ def evaluate(
         }  # fmt: skip
         if started is not None:
             described = results["model"]
-            described["source"] = f"{model} with {adapter}"
-            described["revision"] = f"{described['revision']}+{started[:12]}"
+            described["source"], described["revision"] = adapted(
+                str(model), str(adapter), described["revision"], started
+            )
         if folder is not None and folder.resolve().name == "model":
             recipe = folder.resolve().parent / "recipe.yaml"
             if recipe.is_file():

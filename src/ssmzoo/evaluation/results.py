@@ -169,6 +169,11 @@ def recipe_of(path: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", portable(recipe))
 
 
+def adapted(source: str, adapter: str, revision: object, digest: str) -> tuple[str, str]:
+    """Return source and revision of a model that starts from a state adapter, as of another."""
+    return f"{source} with {adapter}", f"{revision}+{digest[:12]}"
+
+
 def write_results(path: str | Path, results: Results) -> None:
     """Write a results file; it appears under its name only when it is complete.
 

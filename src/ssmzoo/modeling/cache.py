@@ -316,6 +316,8 @@ class RecurrentCache(Cache):
             self.set_states(back.states)
             self.pending = pending if left else None
             self.seen_tokens -= remove
+            if not any(back.states):  # the next token starts a new sequence
+                self.adapter = None
         self._recorded = []
 
     def _settled(self) -> None:
@@ -367,15 +369,8 @@ class RecurrentCache(Cache):
         Raises:
             ValueError: They began elsewhere.
         """
-        began = self.adapter
-        if began is adapter or not any(self.get_states()):
-            return
-        made, has = (None if given is None else given.digest() for given in (began, adapter))
-        if made != has:
-            raise ValueError(
-                f"past_key_values began from {_start(made)}, and this model has {_start(has)}; "
-                "read the prompt again"
-            )
+        if self.adapter is not adapter and any(self.get_states()):
+            require_same_start(self.adapter, adapter)
 
     def write(
         self,
@@ -627,6 +622,20 @@ def reader_of(model: Any) -> Any:
             f"after ssmzoo.accelerate(model), got {type(model).__name__}"
         )
     return reader
+
+
+def require_same_start(began: Start | None, adapter: Start | None) -> None:
+    """Check that a cache's states began where a model with this state adapter begins.
+
+    Raises:
+        ValueError: They began elsewhere.
+    """
+    made, has = (None if given is None else given.digest() for given in (began, adapter))
+    if made != has:
+        raise ValueError(
+            f"past_key_values began from {_start(made)}, and this model has {_start(has)}; "
+            "read the prompt again"
+        )
 
 
 def refuse_reentrant_checkpointing(layers: Iterable[nn.Module]) -> None:

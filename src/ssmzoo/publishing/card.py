@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
-from ssmzoo.checkpoints.weights import ADAPTER_CONFIG, is_state_adapter
+from ssmzoo.checkpoints.weights import is_state_adapter, read_adapter_config
 from ssmzoo.environment.portable import portable, without_credentials
 from ssmzoo.evaluation.results import is_number
 from ssmzoo.family import Family, family_of, packages_of
-from ssmzoo.files import appears_whole, read_json, share, write_text, writing
+from ssmzoo.files import appears_whole, share, write_text, writing
 from ssmzoo.publishing.card_facts import (
     NOT_MEASURED,
     PICTURE,
@@ -101,6 +101,7 @@ def render_card(
 
     Raises:
         ValueError: A file is missing, corrupt, or not of this model; the message names it.
+        FileNotFoundError: The folder holds a part of a state adapter.
         RuntimeError: Jinja2 is not installed, or the card cannot be written.
     """
     try:
@@ -155,7 +156,7 @@ def _adapter_card(folder: Path, target: Path) -> Path:
     """Write the card of a state adapter."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    config = read_json(folder / ADAPTER_CONFIG)
+    config = read_adapter_config(folder)
     shapes: dict[str, list[int]] = config["states"]
     data: Any = {"library_name": "ssmzoo", "tags": ["ssmzoo", "state-adapter"]}
     card = ModelCard.from_template(
@@ -503,6 +504,11 @@ def _training(facts: CardFacts, head: _Head) -> str:
         ["Versions", fact("versions")],
         ["Command", command if command == NOT_MEASURED else _code(command)],
     ]
+    if facts.recipe and (yaml.safe_load(facts.recipe) or {}).get("adapter"):
+        told = (
+            "a state adapter, which is a folder of its own; losses are those of the model with it"
+        )
+        rows.insert(1, ["Trained", told])
     return _table(["", ""], rows)
 
 

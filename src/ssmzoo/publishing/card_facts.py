@@ -195,7 +195,8 @@ def scored_model(path: Path) -> ScoredModel:
 def _without_seed(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return what of a recipe decides which model comes out, but for the seed."""
     train = {name: value for name, value in recipe["train"].items() if name != "seed"}
-    return {"model": recipe.get("model"), "data": recipe.get("data"), "train": train}
+    others = {name: recipe.get(name) for name in ("model", "data", "adapter")}
+    return {**others, "train": train}
 
 
 def part_results(

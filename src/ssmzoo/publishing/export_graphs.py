@@ -25,6 +25,7 @@ from torch.export import Dim, ExportedProgram
 from ssmzoo.files import write_folder, write_json
 from ssmzoo.modeling import SSMForCausalLM, StateCache
 from ssmzoo.modeling.derived import constant_in_graphs
+from ssmzoo.modeling.state_adapter import state_adapter_of
 from ssmzoo_kernels.dispatch import use_backend
 
 States: TypeAlias = list[dict[str, Tensor]]
@@ -87,12 +88,18 @@ def initial_states(model: SSMForCausalLM, batch_size: int = 1) -> States:
 
     Raises:
         TypeError: No causal model of the zoo.
-        ValueError: The size of a state depends on the tokens seen.
+        ValueError: The size of a state depends on the tokens seen, or the model starts from a state
+            adapter.
     """
     if not isinstance(model, SSMForCausalLM):
         raise TypeError(
             f"model must be a causal language model of the zoo, got {type(model).__name__}; "
             "transformers.exporters exports others"
+        )
+    if state_adapter_of(model.model) is not None:
+        raise ValueError(
+            f"states of zeros begin a sequence in a graph, and this {type(model).__name__} starts "
+            "from a state adapter; call remove_state_adapter(model) first"
         )
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with torch.no_grad(), _evaluating(model):

@@ -33,11 +33,13 @@ import yaml
 from ssmzoo.checkpoints.trust import refuse_paths
 from ssmzoo.checkpoints.weights import (
     ADAPTER_CONFIG,
-    GOLDEN,
+    ADAPTER_FILE,
+    NO_WEIGHTS,
     STATE,
     WEIGHTS_INDEX,
     is_state_adapter,
     listed,
+    read_adapter_config,
     read_weights,
 )
 from ssmzoo.environment.portable import find_credential
@@ -156,6 +158,7 @@ def publish(
 
     Raises:
         ValueError: The model folder or the target is not fit; the message says why.
+        FileNotFoundError: The folder holds a part of a state adapter.
         RuntimeError: The disk, the network or the Hub refused.
     """
     kind, place = _parse_target(target)
@@ -317,7 +320,14 @@ def _plan(folder: Path, code: bool, state: bool) -> _Plan:
         else:
             left_out.append(name)
 
+    if not sources.keys().isdisjoint((ADAPTER_CONFIG, ADAPTER_FILE)):
+        read_adapter_config(folder)
     if is_state_adapter(folder):
+        if state:
+            raise ValueError(
+                f"include_state must be absent with {folder}, a state adapter: the state of a "
+                "prompt is published with the model that read it"
+            )
         return _finished_plan(folder, sources, left_out)
     if "config.json" not in sources:
         inside = folder / "model"
@@ -493,13 +503,20 @@ def _why_foreign(folder: Path, target: Path) -> str | None:
     """Say why a filled target is not an earlier publication of this model; None if it is one."""
     try:
         earlier = _plan(target, code=True, state=(target / STATE).exists())
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         return str(error)
     present = {
         path.relative_to(target).as_posix() for path in target.rglob("*") if not path.is_dir()
     }
     if foreign := present - set(earlier.sources):
         return f"it holds {listed(foreign)}"
+    alone = is_state_adapter(folder)
+    if alone != is_state_adapter(target):
+        return "it holds a model" if alone else "it holds a state adapter without a model"
+    if alone:
+        one, other = read_adapter_config(target), read_adapter_config(folder)
+        same = all(one[name] == other[name] for name in ("model_type", "base", "states"))
+        return None if same else "it holds a state adapter of another model"
     old, new = (read_json(place / "config.json").get("model_type") for place in (target, folder))
     if old != new:
         return f"its model_type is {old!r}, this model's {new!r}"
@@ -638,7 +655,7 @@ def _refuse_other_weights(remote: Iterable[str], plan: _Plan, repository: str) -
         name
         for name in remote
         if (name.endswith(".safetensors") or name == WEIGHTS_INDEX) and "/" not in name
-    } - {STATE, GOLDEN, *plan.sources}
+    } - {*NO_WEIGHTS, *plan.sources}
     if stale:
         raise _Refused(
             f"{repository} already holds {listed(stale)}, which this model does not replace; "

@@ -12,10 +12,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
-from ssmzoo.checkpoints.weights import holds_state_adapter, weights_revision
+from ssmzoo.checkpoints.weights import (
+    holds_state_adapter,
+    read_adapter_config,
+    weights_revision,
+)
 from ssmzoo.environment.hardware import installed_versions
 from ssmzoo.environment.portable import portable, portable_command
-from ssmzoo.evaluation.results import Results, Score, recipe_of, write_results
+from ssmzoo.evaluation.results import Results, Score, adapted, recipe_of, write_results
 from ssmzoo.files import STDLIB, read_json, write_folder, write_json, write_text
 from ssmzoo.recipe import Recipe, load_recipe
 from ssmzoo.training.checkpoint import checkpoint_of, newest_checkpoint
@@ -186,11 +190,15 @@ class RunFolder:
     def write_results(self, scores: list[Score], model_type: str, parameters: int) -> None:
         """Write ``results.json``: what ``ssmzoo eval`` writes, with the scores of a test split."""
         described = read_json(self.path / "run.json")
+        source, revision = f"{self.path.name}/model", weights_revision(self.path / "model")
+        if holds_state_adapter(adapter := self.path / "adapter"):
+            digest = read_adapter_config(adapter)["digest"]
+            source, revision = adapted(source, f"{self.path.name}/adapter", revision, digest)
         results: Results = {
             "model": {
                 "name": self.path.name,
-                "source": f"{self.path.name}/model",
-                "revision": weights_revision(self.path / "model"),
+                "source": source,
+                "revision": revision,
                 "model_type": model_type,
                 "parameters": parameters,
             },

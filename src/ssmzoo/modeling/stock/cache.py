@@ -95,8 +95,9 @@ class StockCache(RecurrentCache):
             given: Its arguments by name.
 
         Raises:
-            ValueError: The cache belongs to another model, holds another number of sequences, or
-                meets gradient checkpointing, for which transformers' layers drop their caches.
+            ValueError: The cache belongs to another model, began from another state adapter, holds
+                another number of sequences, or meets gradient checkpointing, for which
+                transformers' layers drop their caches.
         """
         name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
         if given.get(name) is None:
@@ -108,6 +109,7 @@ class StockCache(RecurrentCache):
                 "model.gradient_checkpointing_disable()"
             )
         self.check(model.config, len(given[name]))
+        self.require_start(model._modules.get("state_adapter"))
         self.read_again(model)
         places = {n: given[n] for n in _PLACES if given.get(n) is not None}
         whole = all(isinstance(place, Tensor) and place.dim() == 2 for place in places.values())

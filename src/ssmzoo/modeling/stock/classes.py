@@ -21,7 +21,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import ModelOutput
 
 from ssmzoo.modeling import decoding
-from ssmzoo.modeling.cache import LayerState, refuse_reentrant_checkpointing
+from ssmzoo.modeling.cache import (
+    LayerState,
+    refuse_reentrant_checkpointing,
+    require_same_start,
+)
 from ssmzoo.modeling.layers import Linear
 from ssmzoo.modeling.sequence_parallel import CutRows, require_shifted
 from ssmzoo.modeling.stock import steps
@@ -406,6 +410,12 @@ def _model(stock: type[nn.Module]) -> dict[str, Any]:
                 )
             kwargs = {**kwargs, name_of_cache: kwargs["past_key_values"]}
             del kwargs["past_key_values"]
+
+        def under_both_names(output: Any) -> Any:
+            if renamed and isinstance(output, ModelOutput) and name_of_cache in output:
+                output["past_key_values"] = output[name_of_cache]
+            return output
+
         cache = kwargs.get(name_of_cache, given.get(name_of_cache))
         if isinstance(cache, StockSequenceParallelCache):
             given |= {**kwargs, name_of_cache: None, "use_cache": False}
@@ -420,7 +430,10 @@ def _model(stock: type[nn.Module]) -> dict[str, Any]:
         if adapter is not None and call.passing is None:
             begun = start(adapter, self, stock_forward, {**given, **kwargs}, name_of_cache)
             if begun is not None:
-                return begun
+                return under_both_names(begun)
+        began = None if isinstance(cache, StockCache) else getattr(cache, "adapter", None)
+        if adapter is None and began is not None and reader(self) is self:
+            require_same_start(began, None)
         packing, kwargs = enter(self, given, kwargs)
         if packing is not None:
             with told_of(packing, call.passing):
@@ -430,9 +443,7 @@ def _model(stock: type[nn.Module]) -> dict[str, Any]:
             output = cache.run(self, passed, {**given, **kwargs})
         else:
             output = read(self, *args, **kwargs)
-        if renamed and isinstance(output, ModelOutput) and name_of_cache in output:
-            output["past_key_values"] = output[name_of_cache]
-        return output
+        return under_both_names(output)
 
     body = {"forward": forward, "cache_class": StockCache, "prompt_reader": property(reader)}
     body["sequence_cache"] = _sequence_cache

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
-from ssmzoo.modeling.cache import refuse_reentrant_checkpointing
+from ssmzoo.modeling.cache import refuse_reentrant_checkpointing, require_same_start
 from ssmzoo.modeling.packing import find_packing
 from ssmzoo.modeling.state_adapter import StateAdapter
 from ssmzoo.modeling.stock.cache import CONV_STATE, SCAN_STATE, StockCache, states_of
@@ -63,7 +63,6 @@ def start(
     """
     cache = given.get(name_of_cache)
     if isinstance(cache, StockCache):
-        cache.require_start(adapter)
         cache.read_again(model)
     ids = given.get("input_ids")
     inputs = given.get("inputs_embeds") if ids is None else ids
@@ -72,6 +71,10 @@ def start(
     batch, length = inputs.shape[:2]
     held = [] if cache is None else [states_of(layer) for layer in cache.layers]
     begins = not any(SCAN_STATE in states for states in held)
+    if not begins and not isinstance(cache, StockCache):  # which looks itself
+        began = getattr(cache, "adapter", None)
+        if began is not adapter:
+            require_same_start(began, adapter)
     mask = given.get("attention_mask")
     mask = mask[:, -length:] if isinstance(mask, Tensor) and mask.dim() == 2 else None
     padded = mask is not None and not bool(mask.all())
