@@ -428,6 +428,7 @@ def test_the_recorded_command_line_is_one_the_program_takes(models, tmp_path, mo
         "dtype": "float32",
         "trust_remote_code": True,
         "stock": True,
+        "adapter": "my states",
     }
     words = shlex.split(evaluation._command(*asked.values()))
     got = {}
@@ -442,6 +443,7 @@ def test_the_recorded_command_line_is_one_the_program_takes(models, tmp_path, mo
     assert words[0] == "ssmzoo"
     assert cli.main(words[1:]) == 0
     asked |= {"model": Path(asked["model"]).name, "output_dir": Path("out put")}
+    asked["adapter"] = Path("my states")
     assert got == asked  # no folder of this machine
 
 

@@ -240,17 +240,19 @@ class LinearAttentionPreTrainedModel(SSMPreTrainedModel):
         """Draw the mixer's own parameters; others as in every family.
 
         ``exp(A_log)``: U(1, 16). ``softplus(dt_bias)``: between 0.001 and 0.1, its logarithm
-        uniform. ``dt_bias`` with gate_logit_normalizer: 0. ``D``: 1.
+        uniform. ``dt_bias`` with gate_logit_normalizer: 0. ``D``: 1. Logarithms are float64's, which
+        round to the same float32 on every machine.
         """
         super()._init_weights(module)
         if isinstance(module, LinearAttentionMixer):
             if module.A_log is not None:
-                init.copy_(module.A_log, torch.empty_like(module.A_log).uniform_(1, 16).log())
+                rates = torch.empty_like(module.A_log).uniform_(1, 16)
+                init.copy_(module.A_log, rates.double().log())
             if module.D is not None:
                 init.ones_(module.D)
             if module.dt_bias is not None:
                 low, high = math.log(0.001), math.log(0.1)
-                dt = torch.empty_like(module.dt_bias).uniform_(low, high).exp()
+                dt = torch.empty_like(module.dt_bias).uniform_(low, high).double().exp()
                 start = dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus
                 init.copy_(module.dt_bias, 0 * dt if module.A_log is None else start)
 
