@@ -240,8 +240,8 @@ class LinearAttentionPreTrainedModel(SSMPreTrainedModel):
         """Draw the mixer's own parameters; others as in every family.
 
         ``exp(A_log)``: U(1, 16). ``softplus(dt_bias)``: between 0.001 and 0.1, its logarithm
-        uniform. ``dt_bias`` with gate_logit_normalizer: 0. ``D``: 1. Logarithms are float64's, which
-        round to the same float32 on every machine.
+        uniform. ``dt_bias`` with gate_logit_normalizer: 0. ``D``: 1. Logarithms are float64's,
+        which round to the same float32 on every machine.
         """
         super()._init_weights(module)
         if isinstance(module, LinearAttentionMixer):
