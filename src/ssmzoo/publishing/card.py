@@ -504,7 +504,7 @@ def _training(facts: CardFacts, head: _Head) -> str:
         ["Versions", fact("versions")],
         ["Command", command if command == NOT_MEASURED else _code(command)],
     ]
-    if facts.recipe and (yaml.safe_load(facts.recipe) or {}).get("adapter"):
+    if facts.recipe and re.search(r"^adapter:$", facts.recipe, re.MULTILINE):
         told = (
             "a state adapter, which is a folder of its own; losses are those of the model with it"
         )
