@@ -307,9 +307,10 @@ def sweep(
     if train:
         first = [run for run in todo if run.place["seed"] not in later]
         failed = _train_all(first, output, sources, keep=keep, stock=stock)
-        best = _searched(chosen, _collected(planned, holes, output, earlier))
-        todo = [run for run in todo if run not in first and best.get(run.cell) == run.place["lr"]]
-        failed += _train_all(todo, output, sources, keep=keep, stock=stock)
+        if rest := [run for run in todo if run.place["seed"] in later]:
+            best = _searched(chosen, _collected(planned, holes, output, earlier))
+            rest = [run for run in rest if best.get(run.cell) == run.place["lr"]]
+            failed += _train_all(rest, output, sources, keep=keep, stock=stock)
     ledger = _collected(planned, holes, output, earlier)
     _write(output, chosen, ledger)
     if failed:

@@ -21,9 +21,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ssmzoo.environment.messages import suggestion
 from ssmzoo.modeling.cache import (
+    STATE_ADAPTER,
     LayerState,
     StateCache,
     check_kind,
+    refuse_pieces,
     refuse_reentrant_checkpointing,
 )
 from ssmzoo.modeling.configuration import SSMConfig
@@ -474,7 +476,7 @@ class SSMModel(SSMPreTrainedModel):
         recorded, starts = None, None
         if cache is not None and cache.recording:
             recorded = cache.before(hidden_states, packing, token_inputs)
-        adapter: Any = self._modules.get("state_adapter")
+        adapter: Any = self._modules.get(STATE_ADAPTER)
         if adapter is not None and (cache is None or not any(cache.get_states())):
             refuse_no_start(self, cache)
             starts = adapter(sequences, self.dtype)
@@ -682,7 +684,7 @@ class SSMModel(SSMPreTrainedModel):
         if given is not None:
             check_kind(given)
             given.check(self.config, sequences, tokens)
-            adapter: Any = self._modules.get("state_adapter")
+            adapter: Any = self._modules.get(STATE_ADAPTER)
             if given.adapter is not adapter:
                 given.require_start(adapter)
             if given.pending is not None:
@@ -698,10 +700,7 @@ def refuse_no_start(model: Any, cache: object) -> None:
         ValueError: Its row lies on several processes, or its gradients would be lost.
     """
     if isinstance(cache, PassingCache):
-        raise ValueError(
-            "sequence parallelism lets every row start from zeros, and this model starts from a "
-            "state adapter; remove one of the two"
-        )
+        refuse_pieces()
     if model.training and torch.is_grad_enabled():
         refuse_reentrant_checkpointing(model.modules())
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 _FORMAT = "ssmzoo-state-1"
 _OTHER = "other."  # before the names of tensors in the file that are no states
+
+
+STATE_ADAPTER = "state_adapter"  # the name of a state adapter in the model around the layers
 
 
 class Start(Protocol):
@@ -653,6 +656,18 @@ def refuse_reentrant_checkpointing(layers: Iterable[nn.Module]) -> None:
                 "{'use_reentrant': False}: reentrant checkpointing passes no gradient through "
                 "a state"
             )
+
+
+def refuse_pieces() -> NoReturn:
+    """Fail where a model with a state adapter reads a row in pieces on several processes.
+
+    Raises:
+        ValueError: Always.
+    """
+    raise ValueError(
+        "sequence parallelism lets every row start from zeros, and this model starts from a state "
+        "adapter; remove one of the two"
+    )
 
 
 def _start(digest: str | None) -> str:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ssmzoo.modeling.cache import RecurrentCache, check_kind, reader_of
+from ssmzoo.modeling.cache import STATE_ADAPTER, RecurrentCache, check_kind, reader_of
 from ssmzoo.modeling.sequence_parallel import sequence_piece
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ def load_state(directory: str | os.PathLike[str], model: PreTrainedModel) -> Pro
             "prefill(model, input_ids).save_pretrained(directory)"
         )
     cache, others, notes = reader.cache_class.read(
-        path, reader.config, model.device, adapter=reader._modules.get("state_adapter")
+        path, reader.config, model.device, adapter=reader._modules.get(STATE_ADAPTER)
     )
     ids, mask = others.get("input_ids"), others.get("attention_mask")
     if ids is None or mask is None or ids.shape != mask.shape or "weights" not in notes:
@@ -255,7 +255,7 @@ def weights_digest(module: nn.Module) -> str:
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
-        if name.startswith("state_adapter."):
+        if name.startswith(f"{STATE_ADAPTER}."):
             continue
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)

@@ -30,8 +30,7 @@ from ssmzoo.checkpoints.weights import (
     read_adapter_config,
 )
 from ssmzoo.files import appears_whole, write_json, writing
-
-STATE_ADAPTER = "state_adapter"  # the module's name in the model around the layers
+from ssmzoo.modeling.cache import STATE_ADAPTER, reader_of
 
 
 class StateAdapter(nn.Module):
@@ -262,8 +261,6 @@ def _reader(model: Any) -> Any:
     Raises:
         ValueError: It has none that we know.
     """
-    from ssmzoo.modeling.cache import reader_of
-
     base = getattr(model, "base_model", None)
     # of our heads; PEFT's base_model holds the model in a part of its own
     if hasattr(model, "prompt_reader") or not hasattr(base, "cache_class"):

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from ssmzoo.modeling.cache import RecurrentCache, own_fields
+from ssmzoo.modeling.cache import STATE_ADAPTER, RecurrentCache, own_fields
 from ssmzoo.modeling.sequence_parallel import CutRows, PassingCache, StatePassing
 
 _ATTENTION = ("keys", "values")
@@ -109,7 +109,7 @@ class StockCache(RecurrentCache):
                 "model.gradient_checkpointing_disable()"
             )
         self.check(model.config, len(given[name]))
-        self.require_start(model._modules.get("state_adapter"))
+        self.require_start(model._modules.get(STATE_ADAPTER))
         self.read_again(model)
         places = {n: given[n] for n in _PLACES if given.get(n) is not None}
         whole = all(isinstance(place, Tensor) and place.dim() == 2 for place in places.values())

@@ -22,7 +22,9 @@ from transformers.utils.generic import ModelOutput
 
 from ssmzoo.modeling import decoding
 from ssmzoo.modeling.cache import (
+    STATE_ADAPTER,
     LayerState,
+    refuse_pieces,
     refuse_reentrant_checkpointing,
     require_same_start,
 )
@@ -426,7 +428,7 @@ def _model(stock: type[nn.Module]) -> dict[str, Any]:
             if isinstance(output, ModelOutput):
                 output["past_key_values"] = cache
             return output
-        adapter = self._modules.get("state_adapter")
+        adapter = self._modules.get(STATE_ADAPTER)
         if adapter is not None and call.passing is None:
             begun = start(adapter, self, stock_forward, {**given, **kwargs}, name_of_cache)
             if begun is not None:
@@ -502,11 +504,8 @@ def _startable_states(self: Any, index: int, states: dict[str, Tensor]) -> dict[
 def _check_piece(model: Any, cache: StockSequenceParallelCache, given: dict[str, Any]) -> int:
     """Return how many tokens a row a call reads as its piece, or raise what it cannot."""
     config: Any = reader(model).config
-    if "state_adapter" in reader(model)._modules:
-        raise ValueError(
-            "sequence parallelism lets every row start from zeros, and this model starts from a "
-            "state adapter; remove one of the two"
-        )
+    if STATE_ADAPTER in reader(model)._modules:
+        refuse_pieces()
     routes = given.get("output_router_logits")
     if getattr(config, "output_router_logits", False) if routes is None else routes:
         raise ValueError(

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ssmzoo.modeling.cache import STATE_ADAPTER
 from ssmzoo.modeling.decoding import KEPT_AS, stock_class
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 from ssmzoo.modeling.stock.classes import Accelerated, functions_of, subclass, unknown, writers_of
@@ -88,7 +89,7 @@ def restore(model: nn.Module) -> None:
     _check_kind(model, "restore")
     if not _is_accelerated(model):
         raise ValueError(f"restore: {_name(model)} is not accelerated")
-    if any("state_adapter" in module._modules for module in model.modules()):
+    if any(STATE_ADAPTER in module._modules for module in model.modules()):
         raise ValueError(
             f"restore: {_name(model)} starts from a state adapter, which needs ssmzoo's kernels; "
             "call remove_state_adapter(model) first"
