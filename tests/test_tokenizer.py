@@ -1,3 +1,7 @@
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -83,3 +87,10 @@ def test_a_missing_tokenizer_is_named(tmp_path, monkeypatch):
     # one that needs no file of its own
     (tmp_path / "config.json").write_text('{"model_type": "canine"}')
     assert named_tokenizer(str(tmp_path)).decode([104, 105]) == "hi"
+
+
+def test_the_tokenizer_of_a_model_of_the_zoo_loads_in_silence():
+    folder = Path(__file__).parents[1] / "model_cards/small/longhorn-text"
+    line = "import sys; from ssmzoo.data.tokenizer import named_tokenizer as f; f(sys.argv[1])"
+    ran = subprocess.run([sys.executable, "-c", line, folder], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")

@@ -62,6 +62,9 @@ def named_tokenizer(name: str, argument: str = "data.tokenizer") -> PreTrainedTo
 
     if name == "bytes":
         return byte_tokenizer()
+
+    import ssmzoo.auto  # noqa: F401  # a model's folder names its family
+
     local = is_local(name, argument)
     try:
         refuse_paths(name)
