@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from packaging.version import Version
 from torch import Tensor
 
 from ssmzoo_kernels.declaration import accumulator
@@ -26,6 +27,9 @@ from ssmzoo_kernels.launches import launch
 from ssmzoo_kernels.scan import chunk_slots, interval
 
 Row = Tensor | None
+
+# before 3.7 Triton does not compile a scan of one column that lies as a product's result does
+SCANS_A_COLUMN = tl.constexpr(Version(triton.__version__) >= Version("3.7"))
 
 
 @triton.jit
@@ -84,6 +88,15 @@ def strengths_of(beta, token, head, stride, count, ACC: tl.constexpr, C: tl.cons
         return tl.full((C,), 1.0, ACC)
     else:
         return tl.load(beta + (token + row) * stride + head, mask=row < count, other=0.0).to(ACC)
+
+
+@triton.jit
+def sums_down(logs, REVERSE: tl.constexpr, C: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Return sums of logarithms ``[C, BLOCK_E]`` from the first token on, or to the last."""
+    if BLOCK_E == 1 and not SCANS_A_COLUMN:
+        return tl.cumsum(tl.reshape(logs, (C,)), axis=0, reverse=REVERSE)[:, None]
+    else:
+        return tl.cumsum(logs, axis=0, reverse=REVERSE)
 
 
 @triton.jit
@@ -262,8 +275,8 @@ def march_kernel(
         )
         logs = logs_of(log_decay, token, head, 0, stride_g, count, E, ACC, C, BLOCK_E)
         later = logs_of(log_decay, token + 1, head, 0, stride_g, count - 1, E, ACC, C, BLOCK_E)
-        kept = tl.exp(tl.cumsum(logs, axis=0))
-        left = tl.exp(tl.cumsum(later, axis=0, reverse=True))
+        kept = tl.exp(sums_down(logs, False, C, BLOCK_E))
+        left = tl.exp(sums_down(later, True, C, BLOCK_E))
         at_pair = ((token + row) * H + head) * C + tl.arange(0, C)[None, :]
         if DELTA:
             inverse = tl.load(solved + at_pair, mask=row < count, other=0.0)
@@ -339,8 +352,8 @@ def march_back_kernel(
         keys = tile_of(k + group * K, token, stride_k, count, K, ACC, C, BLOCK_K)
         logs = logs_of(log_decay, token, head, 0, stride_g, count, E, ACC, C, BLOCK_E)
         later = logs_of(log_decay, token + 1, head, 0, stride_g, count - 1, E, ACC, C, BLOCK_E)
-        kept = tl.exp(tl.cumsum(logs, axis=0))
-        left = tl.exp(tl.cumsum(later, axis=0, reverse=True))
+        kept = tl.exp(sums_down(logs, False, C, BLOCK_E))
+        left = tl.exp(sums_down(later, True, C, BLOCK_E))
         at_token = ((token + row) * H + head) * V + n
         live = (row < count) & (n < V)
         at_pair = ((token + row) * H + head) * C + tl.arange(0, C)[None, :]
@@ -455,8 +468,8 @@ def gradients_kernel(
         i = tl.arange(0, C)
         if grad_beta is not None:
             tl.store(grad_beta + (token + i) * H + head, sums, mask=(i < count) & (part == 0))
-        kept = tl.exp(tl.cumsum(logs, axis=0))
-        left = tl.exp(tl.cumsum(later, axis=0, reverse=True))
+        kept = tl.exp(sums_down(logs, False, C, BLOCK_E))
+        left = tl.exp(sums_down(later, True, C, BLOCK_E))
         columns = first_row + tl.arange(0, BLOCK_C)[None, :]
         at_rows = (token + row) * (H * K) + head * K + columns
         live = (row < count) & (columns < K)
