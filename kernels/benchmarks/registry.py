@@ -69,6 +69,7 @@ class Entry:
         backward: Whether it has one.
         once: Peers so slow that they run once, without a warm-up.
         tests: Where its tests are.
+        dtype: Of the activations, that is of all inputs of more than two axes.
     """
 
     op: str
@@ -82,6 +83,7 @@ class Entry:
     backward: bool = True
     once: frozenset[str] = frozenset()
     tests: str | None = None
+    dtype: str = "float32"
 
 
 def _longhorn_inputs(B: int, L: int, D: int, N: int, **where) -> list[Tensor]:
@@ -392,5 +394,83 @@ ENTRIES = [
             ("exact", {"mode": "exact"}),
         )
         for order in (64, 1024)
+    ),
+    # of the size of large models, for GPUs alone
+    *(
+        Entry(op, shape, make, call, cpu=(), dtype="bfloat16", peers=peers)
+        for op, shape, make, call, peers in (
+            *(
+                (op, shape, make, call, {})
+                for op, make, call in (
+                    (
+                        "longhorn_scan",
+                        _longhorn_inputs,
+                        lambda *x, backend: longhorn_scan(*x, backend=backend)[0],
+                    ),
+                    (
+                        "selective_scan",
+                        _selective_inputs,
+                        lambda *x, backend: selective_scan(*x, backend=backend)[0],
+                    ),
+                    (
+                        "feedback_scan",
+                        _feedback_inputs,
+                        lambda *x, backend: feedback_scan(*x, backend=backend)[0],
+                    ),
+                )
+                for shape in ((8, 2048, 4096, 16), (32, 2048, 8192, 16), (1, 65536, 8192, 16))
+            ),
+            *(
+                (f"gated_linear_attention ({name})", (8, 2048, 4096, 128), make, call, peers)
+                for name, make, call, peers in (
+                    ("SSD", _ssd_inputs, _ssd, {"transformers, by chunks": transformers_ssd}),
+                    (
+                        "gated delta",
+                        _delta_inputs,
+                        _delta,
+                        {"transformers, by chunks": transformers_gated_delta},
+                    ),
+                    (
+                        "KDA",
+                        partial(_delta_inputs, rowwise=True),
+                        _delta,
+                        {"transformers, by chunks": transformers_kda},
+                    ),
+                )
+            ),
+        )
+    ),
+    Entry(
+        "eidetic_attention",
+        (4, 8064, 512, KEYS),
+        _attention_inputs,
+        _attend,
+        _attention_flops,
+        peers={"SDPA, window in blocks": blocked_window, "SDPA, window as mask": masked_window},
+        cpu=(),
+        gpu=("triton", "flex"),
+        dtype="bfloat16",
+    ),
+    *(
+        Entry(
+            name,
+            (8, 2048, 4096, 1),
+            lambda B, L, D, N, parts=parts, **where: [
+                *(torch.randn(B, L, D, **where) for _ in range(parts)),
+                torch.ones(D, **where),
+            ],
+            call,
+            peers={"torch": torch_norm},
+            cpu=(),
+            dtype="bfloat16",
+        )
+        for name, parts, call in (
+            ("rms_norm", 1, lambda x, w, backend: rms_norm(x, w, eps=1e-5, backend=backend)),
+            (
+                "add_rms_norm",
+                2,
+                lambda *x, backend: add_rms_norm(*x, eps=1e-5, backend=backend)[1],
+            ),
+        )
     ),
 ]

@@ -5,6 +5,7 @@ Usage: python kernels/benchmarks/run.py [--only NAME ...] [--output FILE]
 
 import argparse
 import csv
+import os
 import subprocess
 import sys
 import time
@@ -20,9 +21,9 @@ from ssmzoo_kernels.machine import circumstances, keep_freed_memory, measured_ap
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = [
     "what", "variant", "pass", "shape", "dtype", "milliseconds", "tokens_per_second", "runs",
-    "slowest", "fastest", "gflops", "share_of_peak", "peak_mib", "error", "device", "threads",
-    "torch", "transformers", "triton", "commit", "dirty", "cpu_vectors", "torch_vectors",
-    "kernel_vectors", "omp_num_threads", "date",
+    "slowest", "fastest", "gflops", "share_of_peak", "gbytes_per_second", "share_of_copy",
+    "peak_mib", "error", "device", "threads", "torch", "transformers", "triton", "commit", "dirty",
+    "cpu_vectors", "torch_vectors", "kernel_vectors", "omp_num_threads", "date",
 ]  # fmt: skip
 
 
@@ -46,26 +47,87 @@ def main() -> int:
     keep_freed_memory()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where = circumstances(device)
-    peak = matmul_peak(device)
-    print(f"{where['device']}: a large matrix product reaches {peak:.0f} GFLOP/s in float32")
+    peaks = Peaks(device)
+    print(
+        f"{where['device']}: a large matrix product reaches {peaks.product('float32'):.0f} "
+        f"GFLOP/s in float32, a copy {peaks.copy:.0f} GB/s, read and written"
+    )
     output = options.output or Path(__file__).parent / "results" / f"{where['slug']}.csv"
-    passed = set()
+    passed: set[tuple[str, ...]] = set()
+    failed = False
     for entry in ENTRIES:
-        if entry.op in wanted:
-            tests = entry.tests or f"tests/kernels/test_{entry.op}.py"
-            if tests not in passed and not tests_pass(tests):
+        if entry.op in wanted and backends(entry, device):
+            tests = tests_of(entry, device)
+            if tests not in passed and not tests_pass(*tests):
                 print(f"{entry.op}: its tests fail; nothing is timed", file=sys.stderr)
                 return 1
             passed.add(tests)
-            write(output, [{**row, **where} for row in time_entry(entry, device, peak)])
+            try:
+                write(output, [{**row, **where} for row in time_entry(entry, device, peaks)])
+            except (RuntimeError, TypeError, ValueError) as error:  # the others are timed
+                print(f"{entry.op} {text(entry.shape)}: {error}", file=sys.stderr)
+                failed = True
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
     print(f"written: {output}")
-    return 0
+    return int(failed)
 
 
-def tests_pass(path: str) -> bool:
-    """Run an op's tests quietly."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", path]
+def backends(entry: Entry, device: torch.device) -> tuple[str, ...]:
+    """Return what is timed on a device."""
+    return entry.gpu if device.type == "cuda" else entry.cpu
+
+
+def tests_of(entry: Entry, device: torch.device) -> tuple[str, ...]:
+    """Return what pytest must be told to run an op's tests; on a GPU those of all ops."""
+    if device.type == "cuda":
+        return ("-m", "gpu and not slow", "-n", str(min(8, os.cpu_count() or 1)), "tests/kernels")
+    return (entry.tests or f"tests/kernels/test_{entry.op}.py",)
+
+
+def tests_pass(*words: str) -> bool:
+    """Run tests quietly."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", *words]
     return subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 0
+
+
+class Peaks:
+    """What the device does at best: of arithmetic by a matrix product, of memory by a copy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._size = 8192 if device.type == "cuda" else 2048
+        self._found: dict[str, float] = {}
+        x, y = torch.empty(2, 2**28 if device.type == "cuda" else 2**25, device=device)
+        (seconds,) = typical_seconds([lambda: y.copy_(x)], device)
+        self.copy = 2 * x.nbytes / seconds / 1e9
+        """GB/s, read and written."""
+
+    def product(self, dtype: str) -> float:
+        """Return the GFLOP/s of a large matrix product."""
+        if dtype not in self._found:
+            kind = getattr(torch, dtype)
+            a, b = torch.randn(2, self._size, self._size, device=self._device).to(kind)
+            (seconds,) = typical_seconds([lambda: a @ b], self._device)
+            self._found[dtype] = 2 * self._size**3 / seconds / 1e9
+        return self._found[dtype]
+
+
+def drawn(entry: Entry, shape: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
+    """Draw an entry's inputs: activations in its dtype, parameters as they are."""
+    dtype = getattr(torch, entry.dtype)
+    inputs = entry.make(*shape, device=device)
+    narrow = dtype != torch.float32
+    return [x.to(dtype) if narrow and x.dim() > 2 else x for x in inputs]
+
+
+def least_bytes(entry: Entry, device: torch.device) -> dict[str, int]:
+    """Return the bytes that a pass must move: each input read once, each output written once."""
+    inputs = drawn(entry, entry.shape, device)
+    with torch.no_grad():
+        out = entry.call(*inputs, backend=backends(entry, device)[0]).nbytes
+    read = sum(x.nbytes for x in inputs)
+    return {"fwd": read + out, "fwd+bwd": 3 * read + 2 * out}
 
 
 def passes(
@@ -73,7 +135,7 @@ def passes(
 ) -> dict[str, Callable[[], object]]:
     """Return the calls to measure: a forward alone, and one with its backward."""
     torch.manual_seed(0)
-    inputs = [x.requires_grad_(entry.backward) for x in entry.make(*shape, device=device)]
+    inputs = [x.requires_grad_(entry.backward) for x in drawn(entry, shape, device)]
     if variant in entry.peers:
         return entry.peers[variant](shape, *inputs)
     call = entry.call
@@ -95,10 +157,10 @@ def passes(
     return {"fwd": one, "fwd+bwd": both}
 
 
-def print_peak(op: str, shape: str, variant: str, label: str) -> None:
+def print_peak(op: str, shape: str, dtype: str, variant: str, label: str) -> None:
     """Print the MiB by which one call raises the memory of a process that just began."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    entry = next(e for e in ENTRIES if (e.op, text(e.shape)) == (op, shape))
+    device = torch.device("cpu")
+    entry = next(e for e in ENTRIES if (e.op, text(e.shape), e.dtype) == (op, shape, dtype))
     _, length, *widths = entry.shape
     # builds and loads what it needs; a kernel must stay longer than its filter's order
     passes(entry, (1, max(1, length // 2), *widths), device, variant)[label]()
@@ -113,71 +175,71 @@ def peak_memory(*call: str) -> float:
     return measured_apart(program)
 
 
-def matmul_peak(device: torch.device, size: int = 2048) -> float:
-    """Return the GFLOP/s of a large float32 matrix product."""
-    a, b = torch.randn(2, size, size, device=device)
-    (seconds,) = least_seconds([lambda: a @ b], device)
-    return 2 * size**3 / seconds / 1e9
-
-
 def text(shape: tuple[int, ...]) -> str:
     """Write a shape as it stands in the table."""
     return "x".join(map(str, shape))
 
 
-def least_seconds(calls: list[Callable[[], object]], device: torch.device) -> list[float]:
-    """Time the calls in turns, so that what disturbs one disturbs all; return each one's least."""
+def typical_seconds(calls: list[Callable[[], object]], device: torch.device) -> list[float]:
+    """Time the calls: on a CPU in turns, each one's least; on a GPU by events, the median.
 
-    def once(call: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
+    What disturbs a CPU disturbs all calls alike. A GPU is given calls without waiting for each, and
+    its cache is emptied between them.
+    """
+    if device.type == "cuda":
+        from triton.testing import do_bench
 
+        return [do_bench(call, return_mode="median") / 1e3 for call in calls]
     # builds, loads, and tells how many calls make a measurement: 2 ms or more
-    warm = [(once(call), once(call))[1] for call in calls]
+    warm = [(timed(call, device), timed(call, device))[1] for call in calls]
     counts = [max(1, int(2e-3 / max(seconds, 1e-7))) for seconds in warm]
     least = [float("inf")] * len(calls)
     for _ in range(ROUNDS):
         for i, (call, count) in enumerate(zip(calls, counts, strict=True)):
-            least[i] = min(least[i], sum(once(call) for _ in range(count)) / count)
+            least[i] = min(least[i], sum(timed(call, device) for _ in range(count)) / count)
     return least
 
 
-def time_entry(entry: Entry, device: torch.device, peak: float) -> list[dict]:
-    """Measure one op: the device's fast backends and their peers, in turns."""
+def timed(call: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of one call."""
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def time_entry(entry: Entry, device: torch.device, peaks: Peaks) -> list[dict]:
+    """Measure one op: the device's fast backends and their peers."""
     work = {}
     if entry.flops is not None:
         forward, backward = entry.flops(*entry.shape)
         work = {"fwd": forward, "fwd+bwd": forward + backward}
-    backends = entry.gpu if device.type == "cuda" else entry.cpu
+    moved, peak = least_bytes(entry, device), peaks.product(entry.dtype)
     rows = []
     measured = {
         (variant, label): call
-        for variant in (*backends, *entry.peers)
+        for variant in (*backends(entry, device), *entry.peers)
         for label, call in passes(entry, entry.shape, device, variant).items()
     }
     repeated = [key for key in measured if key[0] not in entry.once]
     seconds = dict(
-        zip(repeated, least_seconds([measured[key] for key in repeated], device), strict=True)
+        zip(repeated, typical_seconds([measured[key] for key in repeated], device), strict=True)
     )
     for key in measured:
         if key not in seconds:
-            start = time.perf_counter()
-            measured[key]()
-            seconds[key] = time.perf_counter() - start
+            seconds[key] = timed(measured[key], device)
     errors = {}
     if entry.op in ERRORS:
         torch.manual_seed(0)
-        errors = ERRORS[entry.op](entry.shape, *entry.make(*entry.shape, device=device))
+        errors = ERRORS[entry.op](entry.shape, *drawn(entry, entry.shape, device))
     for (variant, label), took in seconds.items():
         row = {
             "what": entry.op,
             "variant": variant,
             "pass": label,
             "shape": text(entry.shape),
-            "dtype": "float32",
+            "dtype": entry.dtype,
             "milliseconds": round(took * 1e3, 4),
             "tokens_per_second": round(entry.shape[0] * entry.shape[1] / took),
         }
@@ -186,8 +248,15 @@ def time_entry(entry: Entry, device: torch.device, peak: float) -> list[dict]:
             gflops = work[label] / took / 1e9
             row |= {"gflops": round(gflops, 2), "share_of_peak": round(gflops / peak, 4)}
             line += f", {gflops:6.1f} GFLOP/s: {peak / gflops:.1f} times its time at matrix speed"
+        rate = moved[label] / took / 1e9
+        row |= {"gbytes_per_second": round(rate, 2), "share_of_copy": round(rate / peaks.copy, 4)}
+        line += f", {rate:7.1f} GB/s of what must be moved"
         if took < PATIENCE:
-            row["peak_mib"] = peak_memory(entry.op, text(entry.shape), variant, label)
+            if device.type == "cuda":
+                mib = memory_growth(measured[variant, label], device) / 2**20
+            else:
+                mib = peak_memory(entry.op, text(entry.shape), entry.dtype, variant, label)
+            row["peak_mib"] = round(mib, 1)
             line += f", {row['peak_mib']:.0f} MiB"
         if variant in errors:
             row["error"] = f"{errors[variant]:.2g}"
