@@ -12,8 +12,8 @@ An op is declared once, beside its public function::
     )
 
 and ``SCAN(a, b, state, cu_seqlens=..., backend=...)`` checks the arguments, chooses a backend and
-runs it: at once where nobody asks for gradients or traces, else as the op ``ssmzoo::linear_scan``
-of ``torch.library``, whose schema, fake and autograd are made here. The backward is an op of its
+runs it: at once where nobody traces or transforms, else as the op ``ssmzoo::linear_scan`` of
+``torch.library``, whose schema, fake and autograd are made here. The backward is an op of its
 own, ``ssmzoo::linear_scan_backward``.
 
 An input is its shape in letters, then what it holds if that is not floating point (``complex``,
@@ -54,6 +54,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ssmzoo_kernels.dispatch import ALL, Backend, choose, record
 from ssmzoo_kernels.validation import Packing, segment_offsets, transformed
@@ -66,6 +67,8 @@ _DTYPES = {
 }
 _MOST_SEEN = 1000
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
+# of `torch.autograd.grad(..., is_grads_batched=True)`, which transforms by other means
+_mapped_grad = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
 _declared: dict[str, Op] = {}
 
 
@@ -390,8 +393,10 @@ class Op:
         if options is not None:
             for name in self._told:
                 arguments = (*arguments, options[name])
-        if save or mapped or needs_library(tensors[0]):
+        if mapped or needs_library(tensors[0]) or (save and transformed()):
             found = self._forward(*arguments, backend)
+        elif save:
+            found = _Eager.apply(self, *arguments, backend)
         else:
             record(self.name, backend)
             kernels = self._kernels.get(backend) or self.kernels(backend)
@@ -526,12 +531,31 @@ class Op:
         grads = grads[: len(self.outputs)]
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.given)
-        found = self._backward(*grads, *ctx.saved_tensors, *ctx.options)
+        asked = [x for x in grads if x is not None]
+        traced = transformed() or any(needs_library(x) or _mapped_grad(x) for x in asked)
+        run = self._backward if traced else self._run_backward
+        found = run(*grads, *ctx.saved_tensors, *ctx.options)
         by_name = dict(zip(self._computed, _several(found), strict=True))
         by_name |= {x: by_name[other] for x, other in self._alike.items()}
         names = (*self.inputs, *[""] * (len(ctx.given) - len(self.inputs)))
         pairs = zip(names, ctx.given, strict=True)
         return tuple(by_name.get(name) if given else None for name, given in pairs)
+
+
+class _Eager(torch.autograd.Function):
+    """An op's gradients where nobody traces: those of ``torch.library``, without its dispatch."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Op, *arguments: Any) -> Any:
+        found = op._run_forward(*arguments)
+        op._setup_context(ctx, arguments, found)
+        ctx.op = op
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return None, *ctx.op._autograd(ctx, *grads)
 
 
 def accumulator(x: Tensor) -> torch.dtype:

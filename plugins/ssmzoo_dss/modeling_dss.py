@@ -120,7 +120,7 @@ class DSSMixer(SSMMixer):
         if self.training:
             self._tables.forget()
         u = hidden_states.to(torch.promote_types(torch.float32, hidden_states.dtype))
-        continues = bool(state.initial)
+        continues = len(state.initial) > 0
         if continues and u.shape[1] == 1 and packing is None and not torch.is_grad_enabled():
             y = self._step(u[:, 0], state)
         elif state.keep and self.config.max_kernel_length is not None:

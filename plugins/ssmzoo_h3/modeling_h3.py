@@ -125,7 +125,7 @@ class H3Mixer(SSMMixer):
             self._table.forget()
         exact = torch.promote_types(torch.float32, k.dtype)
         q, k, v = (x.to(exact) for x in (q, k, v))
-        goes_on = bool(state.initial) and packing is None and not torch.is_grad_enabled()
+        goes_on = len(state.initial) > 0 and packing is None and not torch.is_grad_enabled()
         one = goes_on and k.shape[1] == 1
         if one:
             taps, *tables = self._table.get(list(self.parameters(False)), None, self._tables)

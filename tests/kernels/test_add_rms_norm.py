@@ -93,4 +93,7 @@ def test_kernels_on_a_gpu_equal_a_sum_and_a_norm(dtypes):
     total, y = add_rms_norm(residual, x, weight, eps=1e-5)
     assert last_backend("add_rms_norm") == "triton"
     assert torch.equal(total, residual + x)
-    assert torch.equal(y, rms_norm(residual + x, weight, eps=1e-5))
+    # a tile of a sum is cut otherwise than a tensor, so that its squares add up in another order
+    exact = rms_norm((residual + x).double(), weight.double(), eps=1e-5)
+    step = torch.finfo(y.dtype).eps
+    assert (y.double() - exact).abs().max() <= max(step, 2e-6) * exact.abs().max()

