@@ -1,6 +1,6 @@
 """Models on a real GPU: equal forms, gradients, steps in a graph, stock models, training.
 
-A CPU in float64 is the judge. The kernels alone have tests of their own in ``kernels``.
+The references in float64 are the judge. The kernels alone have tests of their own in ``kernels``.
 """
 
 import copy
@@ -17,6 +17,7 @@ from ssmzoo.modeling import StaticStateCache
 from ssmzoo.testing.subject import BUDGETS, Subject
 from ssmzoo.training.metrics import read_metrics
 from ssmzoo.training.run import train
+from ssmzoo_kernels import use_backend
 from ssmzoo_kernels.dispatch import watch
 
 pytestmark = [
@@ -48,7 +49,7 @@ def rows(subject):
 
 @pytest.fixture(scope="module")
 def exact(subject, rows):
-    with torch.no_grad():
+    with torch.no_grad(), use_backend("reference"):
         return [subject.model()(row[None], use_cache=False).logits[0] for row in rows]
 
 
@@ -120,7 +121,8 @@ def assert_slopes_near(found, usual, truth):
 def test_gradients(model, subject):
     ids = subject.ids(2, 120)
     usual = slopes(subject.fresh(torch.float32), ids)
-    truth = slopes(subject.fresh(torch.float64), ids)
+    with use_backend("reference"):
+        truth = slopes(subject.fresh(torch.float64), ids)
     assert_slopes_near(slopes(model, ids.to(DEVICE)), usual, truth)
 
 

@@ -85,4 +85,14 @@ def like(arguments: Sequence[Any]) -> list[Any]:
     return found
 
 
+def cdiv(a: int, b: int) -> int:
+    """Return a / b rounded up; Triton's own takes microseconds, some in every launch."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
 _HERE = contextlib.nullcontext()

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ssmzoo_kernels.declaration import accumulator
-from ssmzoo_kernels.launches import launch
+from ssmzoo_kernels.launches import cdiv, launch, next_power_of_2
 from ssmzoo_kernels.scan import chunk_slots
 from ssmzoo_kernels.scan.triton import load_vector, locate, rows, sigmoid
 
@@ -203,7 +203,7 @@ def forward(
     block = _block(width)
     launch(
         causal_conv1d_fwd_kernel,
-        (chunk_slots(tokens, segments, CHUNK), triton.cdiv(width, block)),
+        (chunk_slots(tokens, segments, CHUNK), cdiv(width, block)),
         x,
         weight,
         bias,
@@ -252,7 +252,7 @@ def backward(
     block = _block(width)
     launch(
         causal_conv1d_bwd_kernel,
-        (slots, triton.cdiv(width, block)),
+        (slots, cdiv(width, block)),
         grad_out,
         grad_final,
         x,
@@ -288,4 +288,4 @@ _ACC = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 def _block(width: int) -> int:
     """Choose the channels of a program: one warp, up to 8 bytes a lane in bfloat16."""
-    return min(128, max(32, int(triton.next_power_of_2(width))))
+    return min(128, max(32, next_power_of_2(width)))

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssmzoo_kernels.launches import launch
+from ssmzoo_kernels.launches import cdiv, launch, next_power_of_2
 
 
 @triton.jit
@@ -68,10 +68,10 @@ def forward(
     if not y.numel():
         return y
     # neighbours fill whole sectors of memory, and few channels still fill many programs
-    block_d, block_n = 16, min(64, max(16, int(triton.next_power_of_2(max(order, 1)))))
+    block_d, block_n = 16, min(64, max(16, int(next_power_of_2(max(order, 1)))))
     launch(
         companion_step_kernel,
-        (batch, triton.cdiv(width, block_d)),
+        (batch, cdiv(width, block_d)),
         u,
         ring,
         position,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssmzoo_kernels.launches import launch
+from ssmzoo_kernels.launches import cdiv, launch, next_power_of_2
 from ssmzoo_kernels.scan.triton import unfold
 
 
@@ -76,11 +76,11 @@ def forward(
     exact = state.dtype.to_real()
     y = torch.empty(u.shape, dtype=exact, device=u.device)
     new_state = torch.empty(state.shape, dtype=state.dtype, device=u.device)
-    block = min(64, max(16, int(triton.next_power_of_2(modes))))
+    block = min(64, max(16, int(next_power_of_2(modes))))
     rows = 256 // block
     launch(
         diagonal_step_kernel,
-        (batch * triton.cdiv(heads, rows),),
+        (batch * cdiv(heads, rows),),
         u.contiguous(),
         _pairs(state, state.dtype),
         _pairs(decay, state.dtype),

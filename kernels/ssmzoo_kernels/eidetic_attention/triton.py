@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ssmzoo_kernels.declaration import accumulator
 from ssmzoo_kernels.eidetic_attention.arguments import Call, Tensors
-from ssmzoo_kernels.launches import launch
+from ssmzoo_kernels.launches import cdiv, launch, next_power_of_2
 
 UNBOUNDED = 1 << 30  # a window that no sequence fills
 LOG2_E = 1.4426950408889634
@@ -966,7 +966,7 @@ def backward(
         )
     if tensors.mem_k is not None:
         memories, rows, groups, _ = tensors.mem_k.shape
-        tiles = (memories, triton.cdiv(rows, shape.owned), groups)
+        tiles = (memories, cdiv(rows, shape.owned), groups)
         launch(
             eidetic_attention_bwd_memory_kernel,
             tiles,
@@ -1037,7 +1037,7 @@ def _constants(tensors: Tensors, call: Call, shape: Tile) -> dict:
         "G": tensors.k.shape[1],
         "D": width,
         "ACC": _ACC[accumulator(tensors.q)],
-        "BLOCK_D": max(16, triton.next_power_of_2(width)),
+        "BLOCK_D": max(16, next_power_of_2(width)),
         "num_warps": shape.num_warps,
         "num_stages": shape.num_stages,
     }

@@ -23,7 +23,7 @@ from triton import JITFunction
 
 from ssmzoo_kernels.declaration import accumulator
 from ssmzoo_kernels.feedback_scan.newton import LIMIT, NotConverged
-from ssmzoo_kernels.launches import launch_named
+from ssmzoo_kernels.launches import cdiv, launch_named, next_power_of_2
 from ssmzoo_kernels.scan import chunk_slots, interval
 from ssmzoo_kernels.scan.triton import (
     FILL,
@@ -474,10 +474,10 @@ def tile(segments: int, width: int, states: int, exact: torch.dtype, backward: b
 
     Fewer where that leaves a large GPU idle: a token's work is then shared by more threads.
     """
-    block_n = triton.next_power_of_2(states)
+    block_n = next_power_of_2(states)
     entries = 16 // (2 if backward else 1) // (2 if exact == torch.float64 else 1)
     block_d = min(32, max(1, 32 * entries // block_n))
-    while block_d > 8 and segments * triton.cdiv(width, block_d) < FILL // 4:
+    while block_d > 8 and segments * cdiv(width, block_d) < FILL // 4:
         block_d //= 2
     tokens = (2 if backward else 4) * (2 if block_n * block_d <= 16 * entries else 1)
     if exact == torch.float64:
@@ -529,7 +529,7 @@ def plan(
         "BLOCK_N": shape.block_n,
         "BLOCK_D": shape.block_d,
     }
-    return Plan(shape, triton.cdiv(width, shape.block_d), arguments)
+    return Plan(shape, cdiv(width, shape.block_d), arguments)
 
 
 def launch(
@@ -602,7 +602,7 @@ def newton(
     lanes = _LANES if final.dtype == torch.float32 else _LANES // 2
     block_d = max(1, lanes // block_n)
     block_l = min(CHUNK, max(4, lanes * CHUNK // (block_n * block_d)))
-    blocks = triton.cdiv(width, block_d)
+    blocks = cdiv(width, block_d)
     cap = 2 * block_l if max_iterations is None else max_iterations
     steps = torch.empty((segments, blocks), dtype=torch.int64, device=u.device)
     residuals = final.new_empty(segments, blocks)

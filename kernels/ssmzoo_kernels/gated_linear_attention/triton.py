@@ -23,7 +23,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from ssmzoo_kernels.declaration import accumulator
-from ssmzoo_kernels.launches import launch
+from ssmzoo_kernels.launches import cdiv, launch, next_power_of_2
 from ssmzoo_kernels.scan import chunk_slots, interval
 
 Row = Tensor | None
@@ -585,10 +585,10 @@ class Tile(NamedTuple):
 
 def tile(keys: int, width: int, rowwise: bool, dtype: torch.dtype, chunk: int) -> Tile:
     """Choose the programs' shape: what the registers of sm_80 and sm_90 hold."""
-    rows = max(16, triton.next_power_of_2(keys))
+    rows = max(16, next_power_of_2(keys))
     tokens = 16 if rowwise or rows > 128 or dtype != torch.bfloat16 else min(chunk, 32)
     numbers = 4096 if dtype == torch.bfloat16 else 1024
-    block_v = max(16, min(triton.next_power_of_2(max(1, width)), numbers // rows, 32))
+    block_v = max(16, min(next_power_of_2(max(1, width)), numbers // rows, 32))
     block_k = min(rows, 16 if dtype == torch.float64 else 32)
     return Tile(tokens, block_v, block_k, 4 if rows < 64 and tokens == 16 else 8)
 
@@ -615,7 +615,7 @@ def forward(
     saved = final.new_empty(slots, heads, keys, width)
     if not final.numel():
         return out, final, saved
-    blocks = (segments, heads, triton.cdiv(width, call.shape.block_v))
+    blocks = (segments, heads, cdiv(width, call.shape.block_v))
     if tokens <= segments and not save:
         launch(
             step_kernel,
@@ -678,7 +678,7 @@ def backward(
     grad_v = v.new_zeros(v.shape, dtype=exact)
     grad_q, grad_k = (v.new_zeros(tokens, heads, keys, dtype=exact) for _ in range(2))
     block = call.shape.block_k
-    parts = triton.cdiv(keys, block)
+    parts = cdiv(keys, block)
     grad_decay = parts_of_decay = None
     if log_decay is not None:
         grad_decay = parts_of_decay = v.new_zeros(log_decay.shape, dtype=exact)
@@ -696,7 +696,7 @@ def backward(
         slots = chunk_slots(tokens, segments, size)
         states, carries = v.new_empty(2, slots, heads, keys, width, dtype=exact)
         errors, grad_errors = v.new_empty(2, tokens, heads, width, dtype=exact)
-        blocks = triton.cdiv(width, call.shape.block_v)
+        blocks = cdiv(width, call.shape.block_v)
         spans = chunk_slots(tokens, segments, call.between)
         weights, solved, turned = call.pairs(backward=True)
         launch(
@@ -811,7 +811,7 @@ class _Call:
         """Return what is compiled into the kernels, without what one does not take."""
         q, k, v, log_decay, beta, _ = self.tensors
         keys = q.shape[2]
-        block = max(16, triton.next_power_of_2(keys))
+        block = max(16, next_power_of_2(keys))
         named = {
             "stride_q": q.stride(0),
             "stride_k": k.stride(0),

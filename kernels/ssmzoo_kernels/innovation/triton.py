@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ssmzoo_kernels.declaration import accumulator
-from ssmzoo_kernels.launches import launch
+from ssmzoo_kernels.launches import cdiv, launch, next_power_of_2
 from ssmzoo_kernels.scan import chunk_slots
 from ssmzoo_kernels.scan.triton import locate, rows
 
@@ -74,8 +74,8 @@ def forward(
     """Return the scores ``[T]``."""
     (tokens, width), segments, exact = y.shape, offsets.shape[0] - 1, accumulator(y)
     y = rows(y)
-    block = min(WIDEST, triton.next_power_of_2(width))
-    blocks = triton.cdiv(width, block)
+    block = min(WIDEST, next_power_of_2(width))
+    blocks = cdiv(width, block)
     errors = y.new_empty(blocks, tokens, dtype=exact)
     sizes = torch.empty_like(errors) if relative else None
     launch(

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ssmzoo_kernels.declaration import accumulator
-from ssmzoo_kernels.launches import launch_named
+from ssmzoo_kernels.launches import cdiv, launch_named
 from ssmzoo_kernels.scan import chunk_slots
 from ssmzoo_kernels.scan import triton as scan
 
@@ -435,7 +435,7 @@ def _arguments(a: Tensor, exact: torch.dtype, offsets: Tensor) -> dict[str, Any]
         "stride_a": a.stride(0),
         "offsets": offsets,
         "segments": segments,
-        "span": scan.span_of(tokens, segments, triton.cdiv(width, BLOCK_D), scan.CHUNK),
+        "span": scan.span_of(tokens, segments, cdiv(width, BLOCK_D), scan.CHUNK),
         "D": width,
         "PAIRS": exact.is_complex,
         "ACC": _ACC[exact.to_real()],
@@ -469,7 +469,7 @@ def _carries(
 
 
 def _launch(kernel: Any, programs: int, values: dict[str, Any]) -> None:
-    grid = (programs, triton.cdiv(values["D"], BLOCK_D))
+    grid = (programs, cdiv(values["D"], BLOCK_D))
     launch_named(kernel, grid, values, num_warps=1)
 
 

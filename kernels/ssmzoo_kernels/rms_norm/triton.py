@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ssmzoo_kernels.declaration import accumulator
-from ssmzoo_kernels.launches import launch
+from ssmzoo_kernels.launches import cdiv, launch, next_power_of_2
 from ssmzoo_kernels.scan.triton import rows
 
 WIDEST = 1024  # channels of a block
@@ -183,7 +183,7 @@ def normalise(
         block, tall = _tile(width)
         launch(
             rms_norm_fwd_kernel,
-            (triton.cdiv(count, tall),),
+            (cdiv(count, tall),),
             *(x, added, weight.contiguous(), total, y, inverses, count),
             stride=x.stride(0),
             stride_added=0 if added is None else added.stride(0),
@@ -212,15 +212,15 @@ def backward(
     x, grad_y, weight = rows(x), rows(grad_y), weight.contiguous()
     more = None if grad_x is None else rows(grad_x)
     grad_row = x.new_empty(count, width)
-    share = max(LEAST_ROWS, triton.cdiv(count, MOST_SHARES))
-    sums = x.new_empty(triton.cdiv(count, share), width, dtype=exact)
+    share = max(LEAST_ROWS, cdiv(count, MOST_SHARES))
+    sums = x.new_empty(cdiv(count, share), width, dtype=exact)
     if count:
         block, tall = _tile(width)
         sizes = {"stride_g": grad_y.stride(0), "stride": x.stride(0), "D": width}
         sizes |= {"ACC": _of(exact), "ROWS": tall, "BLOCK_D": block, "num_warps": 4}
         launch(
             rms_norm_bwd_kernel,
-            (triton.cdiv(count, tall),),
+            (cdiv(count, tall),),
             *(grad_y, x, weight, inverse, more, grad_row, count),
             stride_more=0 if more is None else more.stride(0),
             offset=offset,
@@ -228,7 +228,7 @@ def backward(
         )
         launch(
             rms_norm_weight_kernel,
-            (len(sums), triton.cdiv(width, block)),
+            (len(sums), cdiv(width, block)),
             *(grad_y, x, inverse, sums, count, share),
             **sizes,
         )
@@ -237,7 +237,7 @@ def backward(
 
 def _tile(width: int) -> tuple[int, int]:
     """Return the channels of a block, and the rows of a program."""
-    block = min(WIDEST, int(triton.next_power_of_2(width)))
+    block = min(WIDEST, next_power_of_2(width))
     return block, max(1, min(16, TILE // block))
 
 

@@ -35,7 +35,7 @@ from torch import Tensor
 from triton import JITFunction
 
 from ssmzoo_kernels.declaration import accumulator
-from ssmzoo_kernels.launches import launch_named
+from ssmzoo_kernels.launches import cdiv, launch_named, next_power_of_2
 from ssmzoo_kernels.scan import Gradients, Inputs, chunk_slots, interval, parts_of
 
 # Warps that keep a large GPU busy; a constant, so that results do not depend on the device.
@@ -77,7 +77,7 @@ def tile(states: int, exact: torch.dtype, entries: int, tokens: int) -> Tile:
         entries: 4, 8 or 16; beyond 256 of them a channel has more.
         tokens: How many are unrolled.
     """
-    block_n = triton.next_power_of_2(states)
+    block_n = next_power_of_2(states)
     wide = exact == torch.float64
     block_d = min(8 if wide else 2 * entries, max(1, 256 * entries // block_n))
     num_warps = min(8, max(1, block_n * block_d // (32 * entries)))
@@ -801,7 +801,7 @@ def plan(transition: Transition, inputs: Inputs, offsets: Tensor, entries: int, 
     exact = accumulator(u)
     (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1
     shape = tile(states, exact, entries, ahead)
-    blocks = triton.cdiv(width, shape.block_d)
+    blocks = cdiv(width, shape.block_d)
     between = interval(states, CHUNK)
     span = span_of(tokens, segments, blocks * shape.num_warps, between)
     matrices = {"u": rows(u), "q": rows(q), "k": rows(k), "dt": rows(dt)}

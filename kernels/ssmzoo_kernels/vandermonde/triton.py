@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssmzoo_kernels.launches import launch
+from ssmzoo_kernels.launches import cdiv, launch
 from ssmzoo_kernels.vandermonde.tables import Lags, layout
 
 # pi / 2 in parts; the first two have so few bits that their products with integers are exact
@@ -218,11 +218,11 @@ def synthesize(weight: Tensor, exponent: Tensor, lags: Lags) -> Tensor:
     for h in heads_at_once:
         for begin, count, columns, rise, fall in cuts:
             down, across = _tables(exponent, falling, h, (count, columns, rise, fall), out.dtype)
-            tiles = triton.cdiv(columns, _TILE)
+            tiles = cdiv(columns, _TILE)
             some = h.stop - h.start
             launch(
                 vandermonde_fwd_kernel,
-                (batch * some, triton.cdiv(count, _TILE) * tiles),
+                (batch * some, cdiv(count, _TILE) * tiles),
                 *(pairs, down, across, out, heads, h.start, some),
                 *(lags.length, begin, count, tiles),
                 N=modes,
@@ -253,7 +253,7 @@ def analyze(g: Tensor, exponent: Tensor, lags: Lags, moment: bool) -> tuple[Tens
             some = h.stop - h.start
             launch(
                 vandermonde_bwd_kernel,
-                (batch * some, triton.cdiv(modes, _MODES)),
+                (batch * some, cdiv(modes, _MODES)),
                 *(g, down, across, falling, torch.view_as_real(sums)),
                 None if moments is None else torch.view_as_real(moments),
                 *(heads, h.start, some, length, begin, count, rise, fall),
@@ -285,7 +285,7 @@ def _tables(
     found = []
     for count, step, least in ((rows, columns, (rise, fall)), (columns, 1, (0, 0))):
         table = torch.empty(some, count, modes, 2, dtype=dtype, device=exponent.device)
-        blocks = triton.cdiv(count * modes, _ENTRIES)
+        blocks = cdiv(count * modes, _ENTRIES)
         launch(
             vandermonde_table_kernel,
             (some * blocks,),
