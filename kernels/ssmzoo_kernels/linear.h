@@ -159,13 +159,14 @@ INLINE void product_block(int type, int count, int together, const REAL *x, int6
       UNROLL for (int m = 0; m < count; m++) values[m] = load(x + m * x_row + i);
       UNROLL for (int r = 0; r < together; r++) {
         vec weight = read(type, row[r], i, LANES);
-        UNROLL for (int m = 0; m < count; m++) sums[r][m] += weight * values[m];
+        UNROLL for (int m = 0; m < count; m++) sums[r][m] = multiply_add(weight, values[m], sums[r][m]);
       }
     }
     if (whole < inputs) UNROLL for (int r = 0; r < together; r++) {
       vec weight = read(type, row[r], whole, inputs - whole);
       UNROLL for (int m = 0; m < count; m++)
-        sums[r][m] += weight * load_some(x + m * x_row + whole, inputs - whole);
+        sums[r][m] =
+            multiply_add(weight, load_some(x + m * x_row + whole, inputs - whole), sums[r][m]);
     }
     UNROLL for (int r = 0; r < together; r++) if (o + r < last) {
       UNROLL for (int m = 0; m < count; m++) {

@@ -15,8 +15,10 @@
 #define REAL float
 #endif
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || defined(__FMA__)
 #include <immintrin.h>
+#endif
+#ifdef __AVX512F__
 #define VEC_BYTES 64
 #elif defined(__AVX__)
 #define VEC_BYTES 32
@@ -88,14 +90,39 @@ INLINE void transpose(vec *rows) {
   }
 }
 
+/* a b + c, rounded once where the CPU can. GCC 13 leaves it to the loop around an expression whether
+ * it rounds once or twice (Zen 4), and then a sum's bits depend on what is summed beside it. */
+INLINE vec multiply_add(vec a, vec b, vec c) {
+#ifdef __AVX512F__
+  if (sizeof(REAL) == 4) return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+  return (vec)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif defined(__FMA__)
+  if (sizeof(REAL) == 4) return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+  return (vec)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#else
+  return a * b + c;
+#endif
+}
+
 INLINE vec at_most(vec x, REAL bound) { return pick(x > splat(bound), splat(bound), x); }
 
+/* The sum of the lanes: upper halves are added to lower ones, vector by vector; where scalars are
+ * added so, GCC 13 takes wrong lanes (float64, AVX-512, two sums side by side). */
 INLINE REAL total(vec x) {
-  REAL sums[LANES];
-  store(sums, x);
-  UNROLL for (int half = LANES / 2; half; half /= 2)
-    UNROLL for (int i = 0; i < half; i++) sums[i] += sums[i + half];
-  return sums[0];
+  enum { LEAST = 16 / sizeof(REAL) };
+  typedef REAL least __attribute__((vector_size(16)));
+#ifdef __AVX512F__
+  typedef REAL pair __attribute__((vector_size(32)));
+  pair wide = (pair)_mm512_castpd512_pd256((__m512d)x);
+  wide += (pair)_mm512_extractf64x4_pd((__m512d)x, 1);
+#else
+  vec wide = x;
+#endif
+  least sums[sizeof wide / 16];
+  memcpy(sums, &wide, sizeof wide);
+  if (sizeof wide == 32) sums[0] += sums[sizeof wide / 16 - 1];
+  if (LEAST == 2) return sums[0][0] + sums[0][1];
+  return (sums[0][0] + sums[0][2 % LEAST]) + (sums[0][1] + sums[0][3 % LEAST]);
 }
 
 /* The sum of four vectors, as loops keep that add to each in turn. */
