@@ -88,12 +88,19 @@ def ops(monkeypatch):
 
 
 def test_the_peak_of_a_matrix_product_is_its_operations_over_its_time(ops, monkeypatch):
-    def least_seconds(calls, device):
-        assert [call().shape for call in calls] == [(100, 100)]
+    size = 2048
+    sizes = []
+
+    def typical_seconds(calls, device):
+        sizes.append([call().shape for call in calls])
         return [0.5]
 
-    monkeypatch.setattr(ops, "least_seconds", least_seconds)
-    assert ops.matmul_peak(torch.device("cpu"), size=100) == pytest.approx(2 * 100**3 / 0.5 / 1e9)
+    monkeypatch.setattr(ops, "typical_seconds", typical_seconds)
+    peaks = ops.Peaks(torch.device("cpu"))
+    assert peaks.copy == pytest.approx(2 * 4 * 2**25 / 0.5 / 1e9)
+    for _ in range(2):
+        assert peaks.product("float32") == pytest.approx(2 * size**3 / 0.5 / 1e9)
+    assert sizes == [[(2**25,)], [(size, size)]]
 
 
 def test_a_row_of_ops_replaces_its_earlier_one_and_leaves_those_of_models(ops, tmp_path):

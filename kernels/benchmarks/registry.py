@@ -423,7 +423,7 @@ ENTRIES = [
             *(
                 (f"gated_linear_attention ({name})", (8, 2048, 4096, 128), make, call, peers)
                 for name, make, call, peers in (
-                    ("SSD", _ssd_inputs, _ssd, {"transformers, by chunks": transformers_ssd}),
+                    ("SSD", _ssd_inputs, _ssd, {}),  # transformers' needs 128 GiB
                     (
                         "gated delta",
                         _delta_inputs,

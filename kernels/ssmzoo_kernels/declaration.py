@@ -56,7 +56,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ssmzoo_kernels.dispatch import ALL, Backend, choose, record
+from ssmzoo_kernels.dispatch import ALL, Backend, choose, is_legacy_batchedtensor, record
 from ssmzoo_kernels.validation import Packing, segment_offsets, transformed
 
 _SLOPED = ("float", "complex", "number")  # kinds that have gradients
@@ -67,8 +67,6 @@ _DTYPES = {
 }
 _MOST_SEEN = 1000
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
-# of `torch.autograd.grad(..., is_grads_batched=True)`, which transforms by other means
-_mapped_grad = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
 _declared: dict[str, Op] = {}
 
 
@@ -532,7 +530,8 @@ class Op:
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.given)
         asked = [x for x in grads if x is not None]
-        traced = transformed() or any(needs_library(x) or _mapped_grad(x) for x in asked)
+        # the last: of torch.autograd.grad(is_grads_batched=True)
+        traced = transformed() or any(needs_library(x) or is_legacy_batchedtensor(x) for x in asked)
         run = self._backward if traced else self._run_backward
         found = run(*grads, *ctx.saved_tensors, *ctx.options)
         by_name = dict(zip(self._computed, _several(found), strict=True))

@@ -40,8 +40,9 @@ def few_rows_linear(
     """Compute ``x @ weight.T + bias`` without gradients; the same as ``F.linear`` otherwise.
 
     Takes the C kernel where it is the faster one: on a CPU, at most ``MOST_ROWS`` rows, a kernel
-    that can be built, neither tracing nor autocast; else ``F.linear``. With bfloat16 and float16,
-    sums are float32. A weight may be torchao's int8 with a scale a row: see :func:`rows_of_int8`.
+    that can be built and that ``use_backend`` allows, neither tracing nor autocast; else
+    ``F.linear``. With bfloat16 and float16, sums are float32. A weight may be torchao's int8 with a
+    scale a row: see :func:`rows_of_int8`.
 
     Returns:
         ``[..., O]`` in x's dtype.
@@ -59,6 +60,7 @@ def few_rows_linear(
         and peek_interpreter_stack() is None  # no torch.func transforms
         and forward_ad._current_level < 0
         and not torch.is_autocast_enabled("cpu")
+        and dispatch.takes_kernels()
         and 0 < count <= MOST_ROWS
         and x.dtype in _WIDE
         and x.dtype is weight.dtype
@@ -131,6 +133,7 @@ def many_rows_linear(
         or (plain and x.dtype is torch.float32)
         or (x.dtype in cpu.HALVES and _multiplies(x.dtype))
         or not dispatch.decodes_on_cpu(x)
+        or not dispatch.takes_kernels()
         or weight.device.type != "cpu"
         or x.dtype is not weight.dtype
         or (bias is not None and bias.dtype is not x.dtype)
