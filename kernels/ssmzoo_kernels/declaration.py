@@ -56,8 +56,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ssmzoo_kernels.dispatch import ALL, Backend, choose, is_legacy_batchedtensor, record
-from ssmzoo_kernels.validation import Packing, segment_offsets, transformed
+from ssmzoo_kernels.dispatch import ALL, Backend, choose, record
+from ssmzoo_kernels.validation import Packing, batched_gradient, segment_offsets, transformed
 
 _SLOPED = ("float", "complex", "number")  # kinds that have gradients
 _DTYPES = {
@@ -530,8 +530,7 @@ class Op:
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.given)
         asked = [x for x in grads if x is not None]
-        # the last: of torch.autograd.grad(is_grads_batched=True)
-        traced = transformed() or any(needs_library(x) or is_legacy_batchedtensor(x) for x in asked)
+        traced = transformed() or any(needs_library(x) or batched_gradient(x) for x in asked)
         run = self._backward if traced else self._run_backward
         found = run(*grads, *ctx.saved_tensors, *ctx.options)
         by_name = dict(zip(self._computed, _several(found), strict=True))

@@ -25,12 +25,9 @@ from collections.abc import Iterator
 from typing import Literal, get_args
 
 import torch
-from torch._C._functorch import (
-    is_legacy_batchedtensor,  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
-)
 from torch.autograd import forward_ad
 
-from ssmzoo_kernels.validation import transformed
+from ssmzoo_kernels.validation import batched_gradient, transformed
 
 Backend = Literal["auto", "reference", "eager", "flex", "cpu", "triton"]
 
@@ -109,7 +106,7 @@ def is_plain(x: torch.Tensor) -> bool:
         and not torch._C._is_tracing()
         and not torch._C._len_torch_dispatch_stack()
         and not transformed()
-        and not is_legacy_batchedtensor(x)  # of torch.autograd.grad(is_grads_batched=True)
+        and not batched_gradient(x)
         and forward_ad._current_level < 0
     )
 

@@ -187,6 +187,8 @@ def transformed() -> bool:
     return _transforms() is not None
 
 
+# whether torch.autograd.grad(is_grads_batched=True) maps over a tensor
+batched_gradient = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
 _transforms = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 
 
