@@ -149,6 +149,13 @@ def test_the_verdict_depends_on_setting_noise_and_direction(row, value, expected
     assert word(row, named) == expected
 
 
+@pytest.mark.parametrize(("value", "ranks"), [(0.74, False), (0.76, True)])
+def test_a_metric_without_standard_errors_ranks_by_more_than_a_third(value, ranks):
+    row = replace(ROW, differs="smaller", better_than=("b",))
+    named = {"a": results(value, stderr=None), "b": results(0.5, stderr=None, name="b")}
+    assert word(row, named).startswith("*ranking*" if ranks else "*not reached*")
+
+
 def test_several_seeds_are_shown_by_median_and_range_and_judged_by_the_median():
     named = [results(v, name=n) for n, v in (("a", 0.1), ("b", 0.81), ("c", 0.9))]
     row = replace(ROW, results=("a", "b", "c"), paper_epochs="3")
