@@ -54,7 +54,6 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ssmzoo_kernels.dispatch import ALL, Backend, choose, record
 from ssmzoo_kernels.validation import Packing, batched_gradient, segment_offsets, transformed
@@ -66,6 +65,7 @@ _DTYPES = {
     "bool": (torch.bool,),
 }
 _MOST_SEEN = 1000
+_PLAIN = (Tensor, torch.nn.Parameter)
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 _declared: dict[str, Op] = {}
 
@@ -381,17 +381,22 @@ class Op:
         """
         mapped = self._maps and transformed()
         save = mapped and torch.is_grad_enabled()  # vmap's tensors do not tell who wants gradients
-        if self.gradients and not save and torch.is_grad_enabled():
-            for x in tensors:
-                if x is not None and x.requires_grad:
+        sloped = self.gradients and torch.is_grad_enabled()
+        library = mapped
+        for x in tensors:
+            if x is not None:
+                if sloped and x.requires_grad:
                     save = True
+                if type(x) not in _PLAIN:
+                    library = True
+        library = library or needs_library(tensors[0]) or (save and watched())
         arguments = tensors if self.packing is None else (*tensors, offsets)
         if self.saved is not None:
             arguments = (*arguments, save)
         if options is not None:
             for name in self._told:
                 arguments = (*arguments, options[name])
-        if mapped or needs_library(tensors[0]) or (save and transformed()):
+        if library:
             found = self._forward(*arguments, backend)
         elif save:
             found = _Eager.apply(self, *arguments, backend)
@@ -529,9 +534,12 @@ class Op:
         grads = grads[: len(self.outputs)]
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.given)
-        asked = [x for x in grads if x is not None]
-        traced = transformed() or any(needs_library(x) or batched_gradient(x) for x in asked)
-        run = self._backward if traced else self._run_backward
+        # with gradients enabled somebody wants those of gradients, which that op refuses
+        library = torch.is_grad_enabled() or watched()
+        for x in grads:
+            if x is not None and (needs_library(x) or batched_gradient(x)):
+                library = True
+        run = self._backward if library else self._run_backward
         found = run(*grads, *ctx.saved_tensors, *ctx.options)
         by_name = dict(zip(self._computed, _several(found), strict=True))
         by_name |= {x: by_name[other] for x, other in self._alike.items()}
@@ -551,7 +559,6 @@ class _Eager(torch.autograd.Function):
         return found
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         return None, *ctx.op._autograd(ctx, *grads)
 
@@ -559,6 +566,11 @@ class _Eager(torch.autograd.Function):
 def accumulator(x: Tensor) -> torch.dtype:
     """Return the dtype of states and sums: float32, or float64 for float64 inputs."""
     return torch.promote_types(torch.float32, x.dtype)
+
+
+def watched() -> bool:
+    """Tell whether a transform of ``torch.func`` or a dispatch mode wants to see what is done."""
+    return transformed() or bool(torch._C._len_torch_dispatch_stack())
 
 
 def needs_library(x: Tensor) -> bool:

@@ -80,7 +80,7 @@ static inline void add(REAL *to, int64_t to_row, const REAL *factor, int64_t fac
 
 INLINE REAL dot(const REAL *a, const REAL *b, int64_t columns) {
   vec sum = splat(0);
-  for (int64_t n = 0; n < columns; n += LANES) sum += load(a + n) * load(b + n);
+  for (int64_t n = 0; n < columns; n += LANES) sum = multiply_add(load(a + n), load(b + n), sum);
   return total(sum);
 }
 

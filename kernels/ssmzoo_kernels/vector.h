@@ -90,7 +90,7 @@ INLINE void transpose(vec *rows) {
   }
 }
 
-/* a b + c, rounded once where the CPU can. GCC 13 leaves it to the loop around an expression whether
+/* a b + c, rounded once with AVX-512 or FMA; elsewhere the compiler may choose. GCC 13 leaves it to the loop around an expression whether
  * it rounds once or twice (Zen 4), and then a sum's bits depend on what is summed beside it. */
 INLINE vec multiply_add(vec a, vec b, vec c) {
 #ifdef __AVX512F__

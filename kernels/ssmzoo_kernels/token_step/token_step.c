@@ -59,7 +59,7 @@ INLINE Span share(const Call *call, int64_t count, int64_t grain) {
 INLINE REAL sum_of_products(const REAL *a, const REAL *b, int64_t count) {
   vec sum = {0};
   for (int64_t i = 0; i < count; i += LANES)
-    sum += load_some(a + i, count - i) * load_some(b + i, count - i);
+    sum = multiply_add(load_some(a + i, count - i), load_some(b + i, count - i), sum);
   return total(sum);
 }
 

@@ -678,7 +678,7 @@ class OpContract:
         sloped = self.sloped(tensors)
         leaves = {n: x.detach().requires_grad_() if n in sloped else x for n, x in tensors.items()}
         given = {n: x if x is None or _is_integer(x) else change(x) for n, x in leaves.items()}
-        # also where nobody needs a gradient, so that a plain call would not be registered
+        # a plain call would not be registered
         always = mock.patch.object(declaration, "needs_library", return_value=True)
         with always, Watch(self.declaration) as watch:
             found = self.run(given, case, **options)

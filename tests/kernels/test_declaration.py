@@ -1,0 +1,58 @@
+"""How gradients of a declared op reach its kernels: at once, or through ``torch.library``."""
+
+import pytest
+import torch
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ssmzoo_kernels import linear_scan, longhorn_scan, rms_norm
+from ssmzoo_kernels.dispatch import watch
+
+
+def norm_inputs():
+    return torch.randn(3, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+
+
+def test_gradients_of_gradients_are_refused_also_of_a_sum(backend):
+    x, weight = norm_inputs()
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        (slope,) = torch.autograd.grad(
+            rms_norm(x, weight, eps=1e-5, backend=backend).sum(), x, create_graph=True
+        )
+        slope.square().sum().backward()
+
+
+def test_the_reference_has_gradients_of_gradients(backend):
+    u, k, dt = (torch.randn(1, 5, n, dtype=torch.float64, requires_grad=True) for n in (2, 3, 2))
+    loss = longhorn_scan(u, k, k, dt, backend="reference")[0].sum()
+    (slope,) = torch.autograd.grad(loss, k, create_graph=True)
+    assert torch.autograd.grad(slope.square().sum(), k)[0].any()
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_the_ops_of_a_step(backend):
+    a, b = torch.rand(2, 1, 4, 3).unbind()
+    with Seen() as seen:
+        linear_scan(a.requires_grad_(), b, backend=backend)[0].sum().backward()
+    assert {"ssmzoo.linear_scan.default", "ssmzoo.linear_scan_backward.default"} <= seen.names
+
+
+def test_a_wrapped_weight_beside_plain_numbers_is_unwrapped(backend):
+    """A kernel would read a wrapper's memory, of which there is none."""
+    x, weight = norm_inputs()
+    wrapped = TwoTensor(weight.detach(), weight.detach() * 2)
+    with watch() as kernels:
+        y = rms_norm(x, wrapped, eps=1e-5, backend=backend)
+    plain = rms_norm(x, weight, eps=1e-5, backend=backend)
+    assert kernels == [("rms_norm", backend)] * 2
+    assert torch.equal(y.a, plain)
+    assert torch.equal(y.b, 2 * plain)
