@@ -103,6 +103,42 @@ def test_the_peak_of_a_matrix_product_is_its_operations_over_its_time(ops, monke
     assert sizes == [[(2**25,)], [(size, size)]]
 
 
+def test_an_entry_that_fails_is_told_and_the_others_are_timed(ops, monkeypatch, tmp_path, capsys):
+    def time_entry(entry, device, peaks):
+        if entry.op == "rms_norm":
+            raise CompilerError("no layout")
+        return [{"what": entry.op}]
+
+    class CompilerError(Exception):
+        pass
+
+    class NoPeaks:
+        def __init__(self, device):
+            self.copy = 1.0
+
+        def product(self, dtype):
+            return 1.0
+
+    monkeypatch.setattr(ops, "time_entry", time_entry)
+    monkeypatch.setattr(ops, "tests_pass", lambda *words: True)
+    monkeypatch.setattr(ops, "Peaks", NoPeaks)
+    target = tmp_path / "cpu.csv"
+    monkeypatch.setattr(
+        ops.sys, "argv", ["run", "--only", "rms_norm", "add_rms_norm", "--output", str(target)]
+    )
+    assert ops.main() == 1
+    assert "rms_norm 1x4096x768x1: CompilerError('no layout')" in capsys.readouterr().err
+    written = csv.DictReader(target.read_text().splitlines())
+    assert [line["what"] for line in written] == ["add_rms_norm"]
+
+
+def test_bytes_that_must_be_moved_are_those_of_inputs_output_and_gradients(ops):
+    entry = next(x for x in ops.ENTRIES if x.op == "rms_norm" and x.cpu)
+    x, weight = 4096 * 768 * 4, 768 * 4
+    found = ops.least_bytes(entry, torch.device("cpu"))
+    assert found == {"fwd": 2 * x + weight, "fwd+bwd": 3 * (x + weight) + 2 * x}
+
+
 def test_a_row_of_ops_replaces_its_earlier_one_and_leaves_those_of_models(ops, tmp_path):
     row = {"what": "fft_conv", "variant": "cpu", "pass": "fwd", "shape": "1", "dtype": "float32"}
     for what, seconds in (("model", 1), ("fft_conv", 2), ("fft_conv", 3)):

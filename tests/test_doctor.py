@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,6 +32,15 @@ def test_the_machine_is_described_with_a_way_out_for_what_is_missing():
     assert found["compiler"] == "ok"
     assert found["extras"]["accelerate"] == "ok"
     assert found["families"]["longhorn"] == "ok"
+
+
+@pytest.mark.parametrize(("version", "said"), [("3.6.0", "from 3.7 on"), ("3.7.1+git1", None)])
+def test_a_triton_whose_scans_are_slow_is_told(monkeypatch, version, said):
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
+    told = examine_machine("cpu")["triton"]
+    assert (said in told) if said else told == "ok"
 
 
 def test_a_layer_is_shown_with_the_backends_that_ran():

@@ -28,6 +28,8 @@ DEVICE = "cuda"
 LENGTHS = (63, 1, 64, 5, 67)
 # one type of each kind of recurrent layer
 STOCK = ("mamba", "mamba2", "qwen3_next", "kimi_linear")
+# families whose own ops have Triton kernels
+SCANS = {f"ssmzoo_{name}" for name in ("bmojo", "coffee", "dss", "linear_attention", "longhorn")}
 BUDGET = BUDGETS[torch.float32]
 PROSE = "The cat sat on the mat. The dog sat on the cat, and the cat ran off. " * 200
 
@@ -68,7 +70,9 @@ def assert_near(got, judge):
 def test_whole_rows(model, rows, exact):
     with watch() as kernels:
         assert_near([model(row[None].to(DEVICE)).logits[0] for row in rows], exact)
-    assert {backend for _, backend in kernels} <= {"triton", "eager", "march"}
+    backends = {backend for _, backend in kernels}
+    assert backends <= {"triton", "eager", "march"}
+    assert "triton" in backends or model.config.model_type not in SCANS
 
 
 @torch.no_grad()
@@ -114,6 +118,7 @@ def assert_slopes_near(found, usual, truth):
     """Fail unless gradients are about as close to float64 as a CPU's in float32 are."""
     assert found.keys() == truth.keys()
     lost = max(distance(usual[name], x) for name, x in truth.items())
+    assert lost <= 1e-3  # or the judge of float32 is wrong itself
     for name, x in truth.items():
         assert distance(found[name], x) <= max(BUDGET, 2 * lost), name
 
@@ -129,6 +134,8 @@ def test_gradients(model, subject):
 @torch.no_grad()
 def test_recorded_steps(model, subject):
     """Steps that are recorded once and replayed give the logits of steps that are not."""
+    skips = torch._dynamo.utils.counters["inductor"]
+    skips.clear()
     ids = subject.ids(2, 40).to(DEVICE)
 
     def prompt():
@@ -145,6 +152,7 @@ def test_recorded_steps(model, subject):
         cache = prompt()
         found.append([function(t, cache).clone() for t in ids[:, 20:].split(1, dim=1)])
     assert_near(found[0], [x.cpu().double() for x in found[1]])
+    assert not skips["cudagraph_skips"]
 
 
 def test_generating_with_a_static_cache(model, subject):
@@ -154,7 +162,6 @@ def test_generating_with_a_static_cache(model, subject):
     options |= {"output_logits": True, "return_dict_in_generate": True}
     usual = model.generate(ids, **options)
     found = model.generate(ids, cache_implementation="static", **options)
-    assert torch.equal(found.sequences, usual.sequences)
     assert_near(found.logits, [x.cpu().double() for x in usual.logits])
 
 
@@ -165,7 +172,7 @@ def test_training_in_bfloat16(subject, tmp_path):
     recipe = {
         "model": {"family": subject.family.name, "config": config},
         "data": {"text": str(text), "validation": 0.1},
-        "train": {"steps": 30, "batch_size": 8, "seq_len": 64, "lr": 5e-3, "seed": 0},
+        "train": {"steps": 30, "batch_size": 8, "seq_len": 64, "lr": 5e-3, "dtype": "bfloat16"},
         "log": {"every": 1, "curves": False},
     }
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")

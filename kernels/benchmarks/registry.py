@@ -457,7 +457,7 @@ ENTRIES = [
             (8, 2048, 4096, 1),
             lambda B, L, D, N, parts=parts, **where: [
                 *(torch.randn(B, L, D, **where) for _ in range(parts)),
-                torch.ones(D, **where),
+                torch.ones(D, dtype=torch.bfloat16, **where),  # as torch's peer has it
             ],
             call,
             peers={"torch": torch_norm},
