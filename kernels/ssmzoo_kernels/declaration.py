@@ -381,14 +381,12 @@ class Op:
         """
         mapped = self._maps and transformed()
         save = mapped and torch.is_grad_enabled()  # vmap's tensors do not tell who wants gradients
-        sloped = self.gradients and torch.is_grad_enabled()
         library = mapped
-        for x in tensors:
-            if x is not None:
-                if sloped and x.requires_grad:
-                    save = True
-                if type(x) not in _PLAIN:
-                    library = True
+        if self.gradients and torch.is_grad_enabled():
+            for x in tensors:
+                if x is not None:
+                    save = save or x.requires_grad
+                    library = library or type(x) not in _PLAIN
         library = library or needs_library(tensors[0]) or (save and watched())
         arguments = tensors if self.packing is None else (*tensors, offsets)
         if self.saved is not None:

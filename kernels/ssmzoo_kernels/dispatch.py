@@ -35,7 +35,10 @@ _NAMES = get_args(Backend)
 ALL = ("reference", "eager", "cpu", "triton")
 
 _log = logging.getLogger("ssmzoo")
-_forced: contextvars.ContextVar[Backend | None] = contextvars.ContextVar("forced", default=None)
+WITH_C = (None, "auto", "cpu")  # what leaves room for C kernels
+forced_backend: contextvars.ContextVar[Backend | None] = contextvars.ContextVar(
+    "forced", default=None
+)
 _ran: dict[str, str] = {}
 _offered: dict[str, tuple[str, ...]] = {}  # by op, the backends that it has
 _failures: dict[tuple[str, str], None] = {}  # ops whose C kernel cannot be had, and why
@@ -91,11 +94,11 @@ def use_backend(backend: Backend) -> Iterator[None]:
     An op that has no such backend (``vandermonde`` has no C kernel) keeps its own choice.
     """
     _check_name("use_backend", backend)
-    token = _forced.set(backend)
+    token = forced_backend.set(backend)
     try:
         yield
     finally:
-        _forced.reset(token)
+        forced_backend.reset(token)
 
 
 def is_plain(x: torch.Tensor) -> bool:
@@ -123,7 +126,7 @@ def decodes_on_cpu(x: torch.Tensor) -> bool:
 
 def takes_kernels() -> bool:
     """Tell whether :func:`use_backend` leaves room for C kernels here."""
-    return _forced.get() in (None, "auto", "cpu")
+    return forced_backend.get() in WITH_C
 
 
 def choose(
@@ -174,7 +177,7 @@ def _decide(
         _check_name(op, backend)
     _offered[op] = offers
     if backend == "auto":
-        forced = _forced.get()
+        forced = forced_backend.get()
         backend = forced if forced in offers else "auto"
     elif backend not in offers:
         raise ValueError(

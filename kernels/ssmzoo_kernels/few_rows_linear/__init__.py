@@ -50,7 +50,7 @@ def few_rows_linear(
     rows = None
     inputs = weight.shape[1]
     count = x.numel() // inputs if inputs else 0
-    # dispatch.decodes_on_cpu, written out: a step of decoding asks for every linear map
+    # dispatch.decodes_on_cpu and takes_kernels, written out: a step asks for every linear map
     if not (
         not torch.is_grad_enabled()
         and type(x) is Tensor
@@ -60,7 +60,7 @@ def few_rows_linear(
         and peek_interpreter_stack() is None  # no torch.func transforms
         and forward_ad._current_level < 0
         and not torch.is_autocast_enabled("cpu")
-        and dispatch.takes_kernels()
+        and dispatch.forced_backend.get() in dispatch.WITH_C
         and 0 < count <= MOST_ROWS
         and x.dtype in _WIDE
         and x.dtype is weight.dtype

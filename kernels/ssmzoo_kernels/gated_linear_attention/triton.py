@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from packaging.version import Version
 from torch import Tensor
 
 from ssmzoo_kernels.declaration import accumulator
@@ -29,7 +28,7 @@ from ssmzoo_kernels.scan import chunk_slots, interval
 Row = Tensor | None
 
 # before 3.7 Triton does not compile a scan of one column that lies as a product's result does
-SCANS_A_COLUMN = tl.constexpr(Version(triton.__version__) >= Version("3.7"))
+SCANS_A_COLUMN = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7))
 
 
 @triton.jit
