@@ -133,12 +133,8 @@ def torch_loop(shape: tuple[int, ...], *inputs: Tensor) -> Passes:
 
 
 def torch_norm(shape: tuple[int, ...], *inputs: Tensor) -> Passes:
-    """Normalise by torch's own function: a tensor, or the sum of two.
-
-    Its weight has the tensor's dtype, or torch would not use its kernel.
-    """
+    """Normalise by torch's own function: a tensor, or the sum of two."""
     *parts, weight = inputs
-    weight = weight.detach().to(parts[0].dtype).requires_grad_()
     grad = torch.randn_like(parts[0])
 
     def normed() -> Tensor:
@@ -150,7 +146,7 @@ def torch_norm(shape: tuple[int, ...], *inputs: Tensor) -> Passes:
             normed()
 
     def both() -> None:
-        torch.autograd.grad(normed(), (*parts, weight), grad)
+        torch.autograd.grad(normed(), inputs, grad)
 
     return {"fwd": forward, "fwd+bwd": both}
 

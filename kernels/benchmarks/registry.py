@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -221,13 +222,24 @@ def _step_companion(u: Tensor, ring: Tensor, a: Tensor, b: Tensor, d: Tensor, ba
     return companion_step(u, ring, position, a, b, d, inplace=True, backend=backend)[0]  # type: ignore[arg-type]
 
 
+def _first_of(op: Callable[..., Any]) -> Callable[..., Tensor]:
+    """Return a call of an op that gives its first result."""
+    return lambda *x, backend: op(*x, backend=backend)[0]
+
+
+def _norm_inputs(B: int, L: int, D: int, N: int, *, parts: int, dtype: str, **where):
+    """Return what is added up and normalised, and a weight of its dtype, for torch's kernel."""
+    rows = (torch.randn(B, L, D, **where) for _ in range(parts))
+    return [*rows, torch.ones(D, dtype=getattr(torch, dtype), **where)]
+
+
 ENTRIES = [
     *(
         Entry(
             "linear_scan",
             shape,
             _linear_inputs,
-            lambda *x, backend: linear_scan(*x, backend=backend)[0],
+            _first_of(linear_scan),
             _linear_flops,
             peers={"torch loop, autograd": linear_loop, "scan by doubling": doubling_scan},
             once=frozenset({"torch loop, autograd"}),
@@ -238,7 +250,7 @@ ENTRIES = [
         "longhorn_scan",
         (4, 2048, 512, 16),
         _longhorn_inputs,
-        lambda *x, backend: longhorn_scan(*x, backend=backend)[0],
+        _first_of(longhorn_scan),
         _longhorn_flops,
     ),
     *(
@@ -246,7 +258,7 @@ ENTRIES = [
             "feedback_scan",
             shape,
             _feedback_inputs,
-            lambda *x, backend: feedback_scan(*x, backend=backend)[0],
+            _first_of(feedback_scan),
             peers={
                 "exp and division alone": gates_alone,
                 "torch loop, autograd": torch_loop,
@@ -343,22 +355,24 @@ ENTRIES = [
         cpu=("eager",),
         once=frozenset({"direct exp, 32 heads at a time"}),
     ),
-    Entry(
-        "rms_norm",
-        (1, 4096, 768, 1),
-        lambda B, L, D, N, **where: [torch.randn(B, L, D, **where), torch.ones(D, **where)],
-        lambda x, weight, backend: rms_norm(x, weight, eps=1e-5, backend=backend),
-        peers={"torch": torch_norm},
-    ),
-    Entry(
-        "add_rms_norm",
-        (1, 4096, 768, 1),
-        lambda B, L, D, N, **where: [
-            *(torch.randn(B, L, D, **where) for _ in range(2)),
-            torch.ones(D, **where),
-        ],
-        lambda *x, backend: add_rms_norm(*x, eps=1e-5, backend=backend)[1],
-        peers={"torch": torch_norm},
+    *(
+        Entry(
+            op,
+            shape,
+            partial(_norm_inputs, parts=parts, dtype=dtype),
+            call,
+            peers={"torch": torch_norm},
+            cpu=cpu,
+            dtype=dtype,
+        )
+        for op, parts, call in (
+            ("rms_norm", 1, lambda *x, backend: rms_norm(*x, eps=1e-5, backend=backend)),
+            ("add_rms_norm", 2, lambda *x, backend: add_rms_norm(*x, eps=1e-5, backend=backend)[1]),
+        )
+        for shape, dtype, cpu in (
+            ((1, 4096, 768, 1), "float32", ("cpu", "eager")),
+            ((8, 2048, 4096, 1), "bfloat16", ()),  # of a large model, for GPUs alone
+        )
     ),
     Entry(
         "diagonal_step",
@@ -402,21 +416,9 @@ ENTRIES = [
             *(
                 (op, shape, make, call, {})
                 for op, make, call in (
-                    (
-                        "longhorn_scan",
-                        _longhorn_inputs,
-                        lambda *x, backend: longhorn_scan(*x, backend=backend)[0],
-                    ),
-                    (
-                        "selective_scan",
-                        _selective_inputs,
-                        lambda *x, backend: selective_scan(*x, backend=backend)[0],
-                    ),
-                    (
-                        "feedback_scan",
-                        _feedback_inputs,
-                        lambda *x, backend: feedback_scan(*x, backend=backend)[0],
-                    ),
+                    ("longhorn_scan", _longhorn_inputs, _first_of(longhorn_scan)),
+                    ("selective_scan", _selective_inputs, _first_of(selective_scan)),
+                    ("feedback_scan", _feedback_inputs, _first_of(feedback_scan)),
                 )
                 for shape in ((8, 2048, 4096, 16), (32, 2048, 8192, 16), (1, 65536, 8192, 16))
             ),
@@ -450,27 +452,5 @@ ENTRIES = [
         cpu=(),
         gpu=("triton", "flex"),
         dtype="bfloat16",
-    ),
-    *(
-        Entry(
-            name,
-            (8, 2048, 4096, 1),
-            lambda B, L, D, N, parts=parts, **where: [
-                *(torch.randn(B, L, D, **where) for _ in range(parts)),
-                torch.ones(D, dtype=torch.bfloat16, **where),  # as torch's peer has it
-            ],
-            call,
-            peers={"torch": torch_norm},
-            cpu=(),
-            dtype="bfloat16",
-        )
-        for name, parts, call in (
-            ("rms_norm", 1, lambda x, w, backend: rms_norm(x, w, eps=1e-5, backend=backend)),
-            (
-                "add_rms_norm",
-                2,
-                lambda *x, backend: add_rms_norm(*x, eps=1e-5, backend=backend)[1],
-            ),
-        )
     ),
 ]

@@ -122,7 +122,7 @@ def drawn(entry: Entry, shape: tuple[int, ...], device: torch.device) -> list[to
 
 
 def least_bytes(entry: Entry, device: torch.device) -> dict[str, int]:
-    """Return the bytes that a pass must move: each input read once, each output written once."""
+    """Return the bytes that a pass must move: inputs, the output that is timed, gradients."""
     inputs = drawn(entry, entry.shape, device)
     with torch.no_grad():
         out = entry.call(*inputs, backend=backends(entry, device)[0]).nbytes

@@ -68,7 +68,7 @@ def forward(
     if not y.numel():
         return y
     # neighbours fill whole sectors of memory, and few channels still fill many programs
-    block_d, block_n = 16, min(64, max(16, int(next_power_of_2(max(order, 1)))))
+    block_d, block_n = 16, min(64, max(16, next_power_of_2(order)))
     launch(
         companion_step_kernel,
         (batch, cdiv(width, block_d)),

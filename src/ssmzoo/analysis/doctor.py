@@ -35,7 +35,7 @@ _EXTRAS = {
 }
 
 
-def triton_version() -> Version:
+def _triton_version() -> Version:
     """Return the version of the module, which several distributions have."""
     import triton
 
@@ -65,7 +65,7 @@ def examine_machine(device: str | None = None) -> dict[str, Any]:
         triton = 'not installed; pip install "ssmzoo[triton]" (GPUs only)'
     elif not torch.cuda.is_available():
         triton = "installed, but torch sees no CUDA device"
-    elif (older := triton_version()) < Version("3.7"):
+    elif (older := _triton_version()) < Version("3.7"):
         triton = f"ok, but from 3.7 on scans train about three times as fast; this is {older}"
     else:
         triton = "ok"
