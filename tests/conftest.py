@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+import zlib
 from datetime import date
 
 import pytest
@@ -21,7 +22,8 @@ def pytest_addoption(parser):
     )
 
 
-# the conformance kit's long checks: in `make test` each family runs them on one day of TURNS
+# what takes long takes turns: in `make test` a test marked `turns` runs on one day of TURNS, and so do
+# the long checks of the conformance kit, family by family
 LONG_PROMISES = ("assisted", "compile", "export", "fullgraph", "onnx", "standalone", "trainer")
 TURNS = 3
 
@@ -32,7 +34,7 @@ def pytest_configure():
 
 
 def pytest_report_header():
-    return f"long checks of the kit: SSMZOO_TURN={os.environ['SSMZOO_TURN']} (all, or any number)"
+    return f"tests that take turns: SSMZOO_TURN={os.environ['SSMZOO_TURN']} (all, or any number)"
 
 
 # a GPU backend joins where there is a GPU: tests/kernels/test_triton_gpu.py
@@ -94,23 +96,32 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-def _take_turns(promises):
-    """Mark the long checks of the families whose turn is another day as slow."""
+def _take_turns(items):
+    """Mark as slow what has its turn on another day."""
     turn = os.environ["SSMZOO_TURN"]
     if turn == "all":
         return
+    promises = [item for item in items if getattr(item, "originalname", "") == "test_promise"]
     suites = sorted({item.cls.__name__ for item in promises})
-    for item in promises:
-        waits = (suites.index(item.cls.__name__) - int(turn)) % TURNS
-        if waits and item.callspec.id in LONG_PROMISES:
+    turns = {item: suites.index(item.cls.__name__) for item in promises if _is_long(item)}
+    for item in items:
+        if item.get_closest_marker("turns"):
+            # by its name alone: any selection of tests runs it on the same day
+            turns[item] = zlib.crc32(item.name.encode())
+    for item, its in turns.items():
+        if (its - int(turn)) % TURNS:
             item.add_marker(pytest.mark.slow)
+
+
+def _is_long(promise):
+    return promise.callspec.id in LONG_PROMISES
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("variant") and item.name.endswith("[compile]"):
             item.add_marker(pytest.mark.slow)
-    _take_turns([item for item in items if getattr(item, "originalname", "") == "test_promise"])
+    _take_turns(items)
     if torch.cuda.is_available():
         return
     for item in items:

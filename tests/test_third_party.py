@@ -70,6 +70,7 @@ def model(environment):
     return environment.folder / "run" / "model"
 
 
+@pytest.mark.turns
 def test_it_passes_the_conformance_suite_from_the_command_line(environment):
     report = json.loads(environment.run("ssmzoo", "check", "toy", "--json"))
     outcomes = {row["name"]: row["status"] for row in report["checks"]}

@@ -19,6 +19,7 @@ PROCESSES = (
 )
 
 
+@pytest.mark.turns
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "files",
