@@ -1,10 +1,11 @@
-"""Write the tables of README, the plugins' pages and eval/papers.md again, from what was measured.
+"""Write the tables of README, the plugins' pages, eval/papers.md and eval/zoo.md again.
 
 Usage: python eval/pages.py
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``: ``speed`` from
 ``kernels/benchmarks/results/cpu.csv``, a family's name (what was run) and ``papers`` (all rows of
-the papers) from ``eval/papers.yaml`` and ``eval/results``. A test holds the pages to it.
+the papers) from ``eval/papers.yaml`` and ``eval/results``, and ``zoo`` from the ledger of the sweep
+of that name, ``eval/results/sweep.csv``. A test holds the pages to it.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import csv
 import math
 import re
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from ssmzoo.analysis.ledger import Line, best_rates, cell_of, markdown_table, read_ledger
+from ssmzoo.analysis.sweep import Sweep, load_sweep, searched_lines
 from ssmzoo.files import write_text
 from ssmzoo.publishing.card_facts import (
     Origin,
@@ -53,11 +57,23 @@ _TABLES = (
         ("after 100 tokens", "after 20,000 tokens"),
     ),
 )
+# the problems of the sweep ``zoo`` by the table that they stand in
+ZOO = {
+    "Recall": ("mqar 4", "mqar 8", "mqar 16", "noisy recall", "fuzzy recall"),
+    "Copying, compression, memorization": (
+        *("selective copying", "copying", "compression", "memorization"),
+    ),
+    "State tracking": ("parity", "sum modulo 3", "S3", "A5"),
+    "Lists, delays, digits": ("listops", "delay", "digits"),
+    "Text": ("text",),
+}
+_COSTS = ("parameters", "state_bytes", "flops_per_token")
 
 
 def pages() -> list[Path]:
     """Return the pages that hold tables."""
-    return [ROOT / "README.md", *sorted(ROOT.glob("plugins/*/README.md")), ROOT / "eval/papers.md"]
+    plugins = sorted(ROOT.glob("plugins/*/README.md"))
+    return [ROOT / "README.md", *plugins, ROOT / "eval/papers.md", ROOT / "eval/zoo.md"]
 
 
 def rendered(page: Path) -> str:
@@ -69,6 +85,9 @@ def rendered(page: Path) -> str:
             text = speed(cpu_rows())
         elif name == "papers":
             text = all_tables(papers(), results())
+        elif name == "zoo":
+            ledger = read_ledger(ROOT / "eval/results/sweep.csv")
+            text = zoo_tables(load_sweep("zoo"), ledger)
         else:
             text = paper_table(rows_of(name), results())
         return f"{match[1]}{text}\n{match[3]}"
@@ -129,6 +148,42 @@ def all_tables(papers: Mapping[str, Iterable[PaperTable]], results: Iterable[Sco
     words = ", ".join(f"{count} *{word}*" for word, count in found.items())
     count = f"{sum(found.values())} rows: {words}."
     return "\n\n".join([count, f"{MEANING} *not run*: why stands above the table.", *sections])
+
+
+def zoo_tables(sweep: Sweep, ledger: list[Line]) -> str:
+    """Return the tables of a sweep: what is searched at every rate, and what the models cost."""
+    lines = searched_lines(sweep, ledger)
+    done = {(cell_of(x), x["lr"], x["seed"]) for x in ledger if x["lr"] is not None}
+    cells = {cell_of(x) for x in lines if x["lr"] is not None}
+    grid = len(sweep.models) * len(sweep.problems) * len(sweep.widths)
+    sections = [f"{len(done):,} runs are done, and {len(cells)} of {grid} cells are searched."]
+    for title, problems in ZOO.items():
+        here = any(problem in problems for problem, _, _ in cells)
+        table = _sortable(markdown_table(lines, problems)) if here else "Not run yet."
+        sections += [f"## {title}", table]
+    sections += ["## What they cost", "On eight pairs of MQAR.", _sortable(_costs(lines, "mqar 8"))]
+    holes = defaultdict(list)
+    for line in lines:
+        if line["lr"] is None:
+            holes[line["problem"], line["note"]].append(line["model"])
+    if holes:
+        texts = [f"- {what}, {', '.join(who)}: {why}" for (what, why), who in holes.items()]
+        sections += ["## What cannot be", "\n".join(texts)]
+    return "\n\n".join(sections)
+
+
+def _sortable(table: str) -> str:
+    """Return a table that can be sorted and filtered in the site."""
+    return f'<div class="ledger">\n\n{table}\n\n</div>'
+
+
+def _costs(ledger: list[Line], problem: str) -> str:
+    """Return what every model costs on one problem."""
+    rows = [["model", "parameters", "bytes of state", "operations a token"], ["---", *["---:"] * 3]]
+    for (_, model, _), lines in best_rates([x for x in ledger if x["problem"] == problem]).items():
+        values = (lines[0][name] for name in _COSTS)
+        rows.append([model, *("none" if x is None else f"{x:,}" for x in values)])
+    return "\n".join(map(_line, rows))
 
 
 def speed(rows: Iterable[Mapping[str, str]]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ssmzoo.analysis.sweep import load_sweep
 from ssmzoo.publishing import papers
 from ssmzoo.publishing.card_facts import Origin, Row, ScoredModel, ShownScore
 from ssmzoo.publishing.papers import (
@@ -43,8 +44,26 @@ def test_the_tables_of_the_pages_are_what_was_measured(pages):
         assert pages.rendered(page) == page.read_text(encoding="utf-8"), f"{page}: run make pages"
     marked = [re.findall(r"<!-- table: (\S+) -->", p.read_text()) for p in pages.pages()]
     assert sorted(name for names in marked for name in names) == sorted(
-        [*FAMILIES, "papers", "speed"]
+        [*FAMILIES, "papers", "speed", "zoo"]
     )
+
+
+def test_every_problem_of_the_zoo_stands_in_one_of_its_tables(pages):
+    shown = [problem for problems in pages.ZOO.values() for problem in problems]
+    assert sorted(shown) == sorted(load_sweep("zoo").problems)
+
+
+def test_a_cell_of_the_zoo_is_shown_when_its_search_is_finished(pages):
+    zoo = load_sweep("zoo")
+    first, *others = zoo.learning_rates
+    line = {"problem": "parity", "model": "s4", "width": 64, "seed": 0, "length": 40}
+    line |= {"metric": "accuracy", **dict.fromkeys(("state_bytes", "flops_per_token"))}
+    lines = [{**line, "lr": rate, "validation": rate, "value": rate} for rate in others]
+    assert (
+        "Not run yet." in pages.zoo_tables(zoo, lines).split("## State tracking")[1].split("##")[0]
+    )
+    lines.append({**line, "lr": first, "validation": 0.9, "value": 0.625})
+    assert "| s4 | 0.625 |" in pages.zoo_tables(zoo, lines)
 
 
 def test_a_number_typed_by_hand_into_a_table_is_replaced(pages, tmp_path):

@@ -37,6 +37,7 @@ PAGES = sorted(
         "kernels/**/*.md",
         "eval/recipes/*.md",
         "eval/papers.md",
+        "eval/zoo.md",
     )
     for path in ROOT.glob(pattern)
     # records of what was done

@@ -147,6 +147,21 @@ def test_a_site_replaces_the_earlier_one_and_its_links_lead_somewhere(repository
         assert "library_name" not in (built / f"model_cards/{card}.html").read_text()
 
 
+def test_the_zoos_table_gets_a_picture_of_each_problem_that_is_searched(repository, site):
+    (repository / "eval/zoo.md").write_text("# Zoo\n")
+    change(repository, "eval/site/index.md", "other\n", "other\neval/zoo\n")
+    ledger = repository / "eval/results/sweep.csv"
+    head, *lines = (ROOT / "eval/results/sweep.csv").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if line.startswith(("mqar 8,s4,", "mqar 8,h3,64,0.001,"))]
+    ledger.write_text("".join([head, *kept]))
+    assert site.main(["--root", str(repository)]) == 0
+    page = (repository / "build/site/eval/zoo.html").read_text()
+    assert re.findall(r'src="\.\./_images/([\w-]+\.png)"', page) == ["mqar-8.png"]
+    ledger.write_text("".join([head, *kept])[:-40])
+    assert site.main(["--root", str(repository)]) == 1
+    assert (repository / "build/site/eval/zoo.html").read_text() == page
+
+
 def test_a_folder_of_something_else_is_no_earlier_site(repository, site, capsys):
     thesis = repository / "thesis"
     thesis.mkdir()

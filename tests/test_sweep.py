@@ -28,6 +28,7 @@ from ssmzoo.analysis.ledger import (
     best_rates,
     draw_problem,
     ledger_table,
+    markdown_table,
     read_ledger,
     write_ledger,
 )
@@ -629,6 +630,24 @@ def test_the_table_shows_number_mean_and_range_of_seeds():
     row = ledger_table(ledger).splitlines()[2].split()
     assert row == ["b", "8", "0.1", "3", "0.400", "(0.100", "to", "0.900)", "4", "3", "2"]
     assert "to" not in ledger_table(ledger[:1]).splitlines()[2].split()
+
+
+def test_a_comparison_has_models_by_problems_and_lengths():
+    ledger = [line_of(seed, value) for seed, value in enumerate((0.9, 0.1, 0.2))]
+    ledger += [line_of(0, 0.25, validation=0.9, length=16), line_of(0, 0.75, lr=0.2)]
+    ledger += [
+        line_of(0, 1.5, problem="q", metric="bits_per_byte"),
+        line_of(0, None, problem="q", model="c", metric=None),
+        line_of(None, None, problem="p", model="c", lr=None, metric=None, note="why"),
+        line_of(0, 0.5, model="d"),
+    ]
+    assert markdown_table(ledger, ("q", "absent", "p")).splitlines() == [
+        "| model | q, bits per byte | p | p at 16 |",
+        "| --- | ---: | ---: | ---: |",
+        "| b | 1.500 | 0.400 (0.100 to 0.900) | 0.250 |",
+        "| c | diverged | none | none |",
+        "| d |  | 0.500 |  |",
+    ]
 
 
 @pytest.mark.parametrize(

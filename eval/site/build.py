@@ -1,7 +1,8 @@
 """Build the site from the repository's pages: python eval/site/build.py.
 
 The pages keep their places, so that the links between them hold in both; those in ``eval/site``
-stand at the top. Two are made here: the recipe's reference and the tables of ``eval/results``.
+stand at the top. Two are made here: the recipe's reference and the tables of ``eval/results``. The
+zoo's table gets its pictures, too.
 Whatever Sphinx warns of ends the build in one line, and an earlier site stays.
 """
 
@@ -23,6 +24,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from ssmzoo.analysis.ledger import draw_problem, read_ledger
+from ssmzoo.analysis.sweep import load_sweep, searched_lines
 from ssmzoo.files import parse_yaml, write_folder
 from ssmzoo.publishing.card_facts import read_facts
 from ssmzoo.recipe import Recipe, Section
@@ -40,6 +43,7 @@ PATTERNS = (
 )
 RECIPE = "eval/recipes/reference.md"
 TABLES = "tables.md"
+ZOO, LEDGER = "eval/zoo.md", "eval/results/sweep.csv"
 CARDS = "cards.md"
 # of a file or folder, the page that shows it
 INSTEAD = {"src/ssmzoo/recipe.py": RECIPE, "eval/results": TABLES, "model_cards/small": CARDS}
@@ -81,7 +85,10 @@ def build(root: Path, output: Path) -> int:
         for name, text in pages.items():
             place = source / name
             place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text(with_links(root, source, name, text, pages), encoding="utf-8")
+            text = with_links(root, source, name, text, pages)
+            if name == ZOO:
+                text += pictures(root / LEDGER, place.parent)
+            place.write_text(text, encoding="utf-8")
         write_folder(output, lambda unfinished: _run_sphinx(source, unfinished, Path(folder)))
     return len(pages)
 
@@ -293,6 +300,22 @@ def tables(root: Path) -> str:
     return "\n".join(lines)
 
 
+def pictures(ledger: Path, folder: Path) -> str:
+    """Draw a picture of every problem of the sweep ``zoo``; return the section that shows them.
+
+    Raises:
+        ValueError: The ledger is cut.
+        RuntimeError: Matplotlib is not installed.
+    """
+    lines = [x for x in searched_lines(load_sweep("zoo"), read_ledger(ledger)) if x["value"]]
+    sections = ["", "## Pictures", ""]
+    for problem in dict.fromkeys(line["problem"] for line in lines):
+        name = f"{problem.replace(' ', '-')}.png"
+        draw_problem([line for line in lines if line["problem"] == problem], folder / name)
+        sections += [f"![{problem}: every model, and what its state buys]({name})", ""]
+    return "\n".join(sections)
+
+
 def _rows(path: Path) -> list[list[str]]:
     try:
         rows = list(csv.reader(io.StringIO(_text(path))))
@@ -310,20 +333,15 @@ def _rows(path: Path) -> list[list[str]]:
 
 
 def _table(name: str, head: list[str], rows: list[list[str]]) -> str:
-    heads = "".join(
-        f'<th scope="col"><button type="button">{html.escape(word)}</button></th>' for word in head
-    )
+    heads = "".join(f'<th scope="col">{html.escape(word)}</th>' for word in head)
     body = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
-    name = html.escape(name)
-    return f"""<div class="ledger" id="table-{name}">
-<input type="search" placeholder="words that a row must have" aria-label="filter {name}">
-<output></output>
-<div class="rows" tabindex="0"><table>
+    return f"""<div class="ledger" id="table-{html.escape(name)}">
+<table>
 <thead><tr>{heads}</tr></thead>
 <tbody>
 {body}
 </tbody>
-</table></div>
+</table>
 </div>"""
 
 

@@ -1,16 +1,24 @@
-// Tables of class "ledger": a click on a column's name sorts by it, typed words filter the rows.
+// Tables in a box of class "ledger": a click on a column's name sorts by it, typed words filter the rows.
+const number = (text) => Number(text.replaceAll(",", ""));
+const made = (tag, attributes) => Object.assign(document.createElement(tag), attributes);
+
 for (const box of document.querySelectorAll(".ledger")) {
-  const body = box.querySelector("tbody");
+  const table = box.querySelector("table");
+  const body = table.tBodies[0];
   const rows = [...body.rows];
-  const heads = [...box.querySelectorAll("th")];
-  const words = box.querySelector("input");
-  const shown = box.querySelector("output");
+  const heads = [...table.tHead.rows[0].cells];
+  const words = made("input", { type: "search", placeholder: "words that a row must have" });
+  words.ariaLabel = `filter ${box.id || "the table"}`;
+  const shown = made("output", {});
+  const frame = made("div", { className: "rows", tabIndex: 0 });
+  frame.append(table);
+  box.replaceChildren(words, shown, frame);
 
   const value = (row, column) => row.cells[column].dataset.value ?? row.cells[column].textContent;
 
   const compare = (first, second) => {
     if (first === "" || second === "") return (first === "") - (second === "");
-    const difference = Number(first) - Number(second);
+    const difference = number(first) - number(second);
     return Number.isNaN(difference) ? first.localeCompare(second, "en", { numeric: true }) : difference;
   };
 
@@ -24,7 +32,9 @@ for (const box of document.querySelectorAll(".ledger")) {
   };
 
   heads.forEach((head, column) => {
-    head.querySelector("button").addEventListener("click", () => {
+    const button = made("button", { type: "button", textContent: head.textContent });
+    head.replaceChildren(button);
+    button.addEventListener("click", () => {
       const sign = head.ariaSort === "ascending" ? -1 : 1;
       for (const other of heads) other.ariaSort = null;
       head.ariaSort = sign === 1 ? "ascending" : "descending";

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -132,6 +133,42 @@ def ledger_table(ledger: list[Line]) -> str:
                 texts.append(f"  {line['model']}: none, for {line['note']}")
         texts.append("")
     return "\n".join(texts).rstrip()
+
+
+def markdown_table(ledger: list[Line], problems: Sequence[str]) -> str:
+    """Return models by problems as Markdown, each at its best learning rate.
+
+    A cell is the mean over seeds and, of several, from the least to the greatest. A problem that is
+    judged at other lengths than it is trained at has a column for each.
+
+    Args:
+        ledger: The lines, which decide the order of the models.
+        problems: The columns, in this order; those without lines are left out.
+    """
+    found = {name: [x for x in ledger if x["problem"] == name] for name in problems}
+    best = {name: best_rates(lines) for name, lines in found.items() if lines}
+    columns: list[tuple[str, str, int]] = []
+    for name, cells in best.items():
+        lengths = by_length([line for lines in cells.values() for line in lines])
+        trained, *others = lengths or (0,)
+        metric = next((x["metric"] for x in found[name] if x["metric"]), "accuracy")
+        unit = "" if metric == "accuracy" else f", {metric.replace('_', ' ')}"
+        columns.append((f"{name}{unit}", name, trained))
+        columns += [(f"{name} at {length:,}{unit}", name, length) for length in others]
+    rows = [["model", *(head for head, _, _ in columns)], ["---", *["---:"] * len(columns)]]
+    for model, width in dict.fromkeys((line["model"], line["width"]) for line in ledger):
+        cells = []
+        for _, name, length in columns:
+            if (lines := best[name].get((name, model, width))) is None:
+                hole = any(cell_of(x) == (name, model, width) for x in found[name])
+                cells.append("none" if hole else "")
+            elif not (values := by_length(lines)):
+                cells.append("diverged")
+            else:
+                cells.append(_shown(values[length]) if length in values else "")
+        if any(cells):
+            rows.append([model, *cells])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _shown(lines: list[Line]) -> str:

@@ -450,6 +450,15 @@ def _place_of(line: Line) -> tuple[Any, ...]:
     return tuple(line[name] for name in _CHOICES)
 
 
+def searched_lines(chosen: Sweep, ledger: list[Line]) -> list[Line]:
+    """Return the holes of a ledger, and the lines of all cells whose search is finished.
+
+    That is: whose first seeds, ``search_seeds`` of them, are trained at every learning rate.
+    """
+    cells = _searched(chosen, ledger)
+    return [line for line in ledger if line["lr"] is None or cell_of(line) in cells]
+
+
 def _searched(chosen: Sweep, ledger: list[Line]) -> dict[Cell, float]:
     """Return the best learning rate of the cells whose search is finished."""
     first = [seed for seed in chosen.seeds if seed not in chosen.later_seeds]
