@@ -70,7 +70,7 @@ test: $(INSTALLED) $(OLDEST_DIR)/.installed $(TORCHAO_DIR)/.installed $(ONNX_DIR
 ifeq ($(TESTS),tests)
 	@echo "== model tests on the oldest supported transformers =="
 	$(if $(OLDEST_TESTS),,$(error no model tests found under tests/))
-	PYTHONPATH=$(OLDEST_DIR) $(PYTEST) -p tests.versions -m "not slow and not gpu and not variant" \
+	PYTHONPATH=$(OLDEST_DIR) $(PYTEST) -p tests.versions -m "not slow and not gpu and not variant and not waits" \
 	  -k "(promise or convert or modeling or compat or stock) and not compile" $(OLDEST_TESTS)
 endif
 	@echo "== all tests on the versions of constraints.txt =="

@@ -97,24 +97,22 @@ def pytest_collection_finish():
 
 
 def _take_turns(items):
-    """Mark as slow what has its turn on another day."""
+    """Mark as slow what has its turn on another day, and as `waits` a family's quick checks."""
     turn = os.environ["SSMZOO_TURN"]
     if turn == "all":
         return
-    promises = [item for item in items if getattr(item, "originalname", "") == "test_promise"]
+    promises = {item for item in items if getattr(item, "originalname", "") == "test_promise"}
     suites = sorted({item.cls.__name__ for item in promises})
-    turns = {item: suites.index(item.cls.__name__) for item in promises if _is_long(item)}
+    turns = {item: suites.index(item.cls.__name__) for item in promises}
     for item in items:
         if item.get_closest_marker("turns"):
-            # by its name alone: any selection of tests runs it on the same day
-            turns[item] = zlib.crc32(item.name.encode())
+            # by its name or that of the group that shares what it builds: alike in any selection
+            group = item.get_closest_marker("xdist_group")
+            turns[item] = zlib.crc32((group.args[0] if group else item.name).encode())
     for item, its in turns.items():
         if (its - int(turn)) % TURNS:
-            item.add_marker(pytest.mark.slow)
-
-
-def _is_long(promise):
-    return promise.callspec.id in LONG_PROMISES
+            quick = item in promises and item.callspec.id not in LONG_PROMISES
+            item.add_marker(pytest.mark.waits if quick else pytest.mark.slow)
 
 
 def pytest_collection_modifyitems(items):

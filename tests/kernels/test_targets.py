@@ -49,8 +49,11 @@ def forget():
 @pytest.fixture(
     scope="module",
     autouse=True,
-    # one worker builds all of a target's libraries
-    params=[pytest.param(x, marks=pytest.mark.xdist_group(f"target {x}")) for x in TARGETS],
+    params=[
+        # one worker builds all of a target's libraries
+        pytest.param(x, marks=(pytest.mark.turns, pytest.mark.xdist_group(f"target {x}")))
+        for x in TARGETS
+    ],
 )
 def built(request):
     """The names of the C files that were built for a target so far."""
