@@ -112,7 +112,7 @@ cards: $(INSTALLED) ## Render the cards in model_cards/ again, and one for each 
 	  $(PY) -m ssmzoo card $$card $(addprefix --results ,$(RESULTS)) || exit 1; \
 	done
 
-pages: $(INSTALLED) ## Write the tables of README and the plugins' pages from what was measured
+pages: $(INSTALLED) ## Write the tables of README, the plugins' pages, eval/papers.md and eval/zoo.md from what was measured
 	$(PY) eval/pages.py
 
 site: $(INSTALLED) ## Build the site of all pages into build/site

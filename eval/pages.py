@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ssmzoo.analysis.ledger import Line, best_rates, cell_of, markdown_table, read_ledger
+from ssmzoo.analysis.ledger import Line, best_rates, cell_of, markdown_table, shown_model
 from ssmzoo.analysis.sweep import Sweep, load_sweep, searched_lines
 from ssmzoo.files import write_text
 from ssmzoo.publishing.card_facts import (
@@ -86,8 +86,8 @@ def rendered(page: Path) -> str:
         elif name == "papers":
             text = all_tables(papers(), results())
         elif name == "zoo":
-            ledger = read_ledger(ROOT / "eval/results/sweep.csv")
-            text = zoo_tables(load_sweep("zoo"), ledger)
+            sweep = load_sweep("zoo")
+            text = zoo_tables(sweep, searched_lines(sweep, ROOT / "eval/results/sweep.csv"))
         else:
             text = paper_table(rows_of(name), results())
         return f"{match[1]}{text}\n{match[3]}"
@@ -151,24 +151,25 @@ def all_tables(papers: Mapping[str, Iterable[PaperTable]], results: Iterable[Sco
 
 
 def zoo_tables(sweep: Sweep, ledger: list[Line]) -> str:
-    """Return the tables of a sweep: what is searched at every rate, and what the models cost."""
-    lines = searched_lines(sweep, ledger)
-    done = {(cell_of(x), x["lr"], x["seed"]) for x in ledger if x["lr"] is not None}
-    cells = {cell_of(x) for x in lines if x["lr"] is not None}
-    grid = len(sweep.models) * len(sweep.problems) * len(sweep.widths)
-    sections = [f"{len(done):,} runs are done, and {len(cells)} of {grid} cells are searched."]
-    for title, problems in ZOO.items():
-        here = any(problem in problems for problem, _, _ in cells)
-        table = _sortable(markdown_table(lines, problems)) if here else "Not run yet."
-        sections += [f"## {title}", table]
-    sections += ["## What they cost", "On eight pairs of MQAR.", _sortable(_costs(lines, "mqar 8"))]
+    """Return the tables of a sweep's searched cells, what models cost, and what cannot be run."""
     holes = defaultdict(list)
-    for line in lines:
+    for line in ledger:
         if line["lr"] is None:
-            holes[line["problem"], line["note"]].append(line["model"])
+            holes[line["note"]].append(f"{line['model']} on {line['problem']}")
+    searched = {cell_of(line) for line in ledger if line["lr"] is not None}
+    cells = len(sweep.models) * len(sweep.problems) * len(sweep.widths)
+    possible = cells - sum(map(len, holes.values()))
+    sections = [f"{len(searched)} of {possible} cells are searched; the others are empty."]
+    for title, problems in ZOO.items():
+        done = any(problem in problems for problem, _, _ in searched)
+        table = markdown_table(ledger, problems, list(sweep.models))
+        sections += [f"## {title}", _sortable(table) if done else "Not run yet."]
+    costs = _costs(ledger)
+    if costs:
+        sections += ["## What they cost", "On eight pairs of MQAR.", _sortable(costs)]
     if holes:
-        texts = [f"- {what}, {', '.join(who)}: {why}" for (what, why), who in holes.items()]
-        sections += ["## What cannot be", "\n".join(texts)]
+        texts = [f"- {', '.join(where)}: {why}." for why, where in holes.items()]
+        sections += ["## What could not be run", "\n".join(texts)]
     return "\n\n".join(sections)
 
 
@@ -177,13 +178,17 @@ def _sortable(table: str) -> str:
     return f'<div class="ledger">\n\n{table}\n\n</div>'
 
 
-def _costs(ledger: list[Line], problem: str) -> str:
-    """Return what every model costs on one problem."""
-    rows = [["model", "parameters", "bytes of state", "operations a token"], ["---", *["---:"] * 3]]
-    for (_, model, _), lines in best_rates([x for x in ledger if x["problem"] == problem]).items():
+def _costs(ledger: list[Line], problem: str = "mqar 8") -> str:
+    """Return what every model costs on one problem; empty if there is nothing of it."""
+    best = best_rates([line for line in ledger if line["problem"] == problem])
+    places = [(model, width) for _, model, width in best]
+    rows = []
+    for (_, model, width), lines in best.items():
         values = (lines[0][name] for name in _COSTS)
-        rows.append([model, *("none" if x is None else f"{x:,}" for x in values)])
-    return "\n".join(map(_line, rows))
+        shown = ("not bounded" if x is None else f"{x:,}" for x in values)
+        rows.append(_line([shown_model(model, width, places), *shown]))
+    heads = ["model", "parameters", "bytes of state", "operations a token"]
+    return "\n".join([_line(heads), _line(["---", *["---:"] * 3]), *rows]) if rows else ""
 
 
 def speed(rows: Iterable[Mapping[str, str]]) -> str:

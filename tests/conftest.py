@@ -96,22 +96,19 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-def _take_turns(items):
+def take_turns(items, turn):
     """Mark as slow what has its turn on another day, and as `waits` a family's quick checks."""
-    turn = os.environ["SSMZOO_TURN"]
     if turn == "all":
         return
-    promises = {item for item in items if getattr(item, "originalname", "") == "test_promise"}
-    suites = sorted({item.cls.__name__ for item in promises})
-    turns = {item: suites.index(item.cls.__name__) for item in promises}
     for item in items:
-        if item.get_closest_marker("turns"):
-            # by its name or that of the group that shares what it builds: alike in any selection
-            group = item.get_closest_marker("xdist_group")
-            turns[item] = zlib.crc32((group.args[0] if group else item.name).encode())
-    for item, its in turns.items():
-        if (its - int(turn)) % TURNS:
-            quick = item in promises and item.callspec.id not in LONG_PROMISES
+        promise = getattr(item, "originalname", "") == "test_promise"
+        if not promise and not item.get_closest_marker("turns"):
+            continue
+        group = item.get_closest_marker("xdist_group")  # its tests share what they build
+        own = item.cls.__name__ if promise else f"{item.path.stem}{item.name}"
+        # the name alone decides: any selection of tests runs the same ones
+        if (zlib.crc32((group.args[0] if group else own).encode()) - int(turn)) % TURNS:
+            quick = promise and item.callspec.id not in LONG_PROMISES
             item.add_marker(pytest.mark.waits if quick else pytest.mark.slow)
 
 
@@ -119,7 +116,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("variant") and item.name.endswith("[compile]"):
             item.add_marker(pytest.mark.slow)
-    _take_turns(items)
+    take_turns(items, os.environ["SSMZOO_TURN"])
     if torch.cuda.is_available():
         return
     for item in items:

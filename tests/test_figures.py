@@ -53,17 +53,26 @@ def test_every_problem_of_the_zoo_stands_in_one_of_its_tables(pages):
     assert sorted(shown) == sorted(load_sweep("zoo").problems)
 
 
-def test_a_cell_of_the_zoo_is_shown_when_its_search_is_finished(pages):
+def test_the_zoos_tables_have_what_was_searched_and_what_could_not_be_run(pages):
     zoo = load_sweep("zoo")
-    first, *others = zoo.learning_rates
-    line = {"problem": "parity", "model": "s4", "width": 64, "seed": 0, "length": 40}
-    line |= {"metric": "accuracy", **dict.fromkeys(("state_bytes", "flops_per_token"))}
-    lines = [{**line, "lr": rate, "validation": rate, "value": rate} for rate in others]
-    assert (
-        "Not run yet." in pages.zoo_tables(zoo, lines).split("## State tracking")[1].split("##")[0]
-    )
-    lines.append({**line, "lr": first, "validation": 0.9, "value": 0.625})
-    assert "| s4 | 0.625 |" in pages.zoo_tables(zoo, lines)
+    cells = len(zoo.models) * len(zoo.problems)
+    none = dict.fromkeys(("lr", "seed", "metric", "value", "validation", "note"))
+    place = {**none, "problem": "parity", "model": "s4", "width": 64, "length": 40}
+    sizes = {"parameters": 5000, "state_bytes": None, "flops_per_token": 3}
+    line = {**place, **sizes, "lr": 0.01, "seed": 0, "metric": "accuracy", "validation": 0.9}
+    lines = [
+        {**line, "value": 0.0},
+        {**line, "problem": "mqar 8", "value": 1.0},
+        *({**place, "problem": p, "model": "mamba", "note": "why"} for p in ("delay", "digits")),
+    ]
+    text = pages.zoo_tables(zoo, lines)
+    assert text.startswith(f"2 of {cells - 2} cells are searched")
+    tables = dict(re.findall(r"^## (.*?)\n\n(.*?)(?=\n\n##|\Z)", text, re.DOTALL | re.MULTILINE))
+    assert "| s4 | 0.000 |" in tables["State tracking"]
+    assert tables["Text"] == tables["Lists, delays, digits"] == "Not run yet."
+    assert "| s4 | 5,000 | not bounded | 3 |" in tables["What they cost"]
+    assert tables["What could not be run"] == "- mamba on delay, mamba on digits: why."
+    assert "cost" not in pages.zoo_tables(zoo, lines[:1])
 
 
 def test_a_number_typed_by_hand_into_a_table_is_replaced(pages, tmp_path):

@@ -32,7 +32,14 @@ from ssmzoo.analysis.ledger import (
     read_ledger,
     write_ledger,
 )
-from ssmzoo.analysis.sweep import Sweep, impossible, load_sweep, selection, sweep
+from ssmzoo.analysis.sweep import (
+    Sweep,
+    impossible,
+    load_sweep,
+    searched_lines,
+    selection,
+    sweep,
+)
 from ssmzoo.checkpoints.load import load_model
 from ssmzoo.cli.main import main
 from ssmzoo.family import load_family
@@ -285,6 +292,12 @@ def test_later_seeds_run_at_the_best_rate_alone(tmp_path):
         *((1e-9, 0), (0.03, 0)),
         *((best, 1), (best, 2)),
     ]
+    assert searched_lines(searched, tmp_path / "ledger.csv") == ledger
+    write_ledger(ledger[1:], tmp_path / "part.csv")
+    assert searched_lines(searched, tmp_path / "part.csv") == []
+    write_ledger([{**ledger[0], "recipe": "0" * 12}], tmp_path / "other.csv")
+    with pytest.raises(ValueError, match=r"other\.csv is another sweep's: .*seed 0"):
+        searched_lines(searched, tmp_path / "other.csv")
     asked = sweep(searched, tmp_path, only={"lr": [1e-9, 0.03], "seed": [2]})
     assert {(x["lr"], x["seed"]) for x in asked} == {
         *((1e-9, 0), (0.03, 0), (best, 1)),
@@ -638,15 +651,23 @@ def test_a_comparison_has_models_by_problems_and_lengths():
     ledger += [
         line_of(0, 1.5, problem="q", metric="bits_per_byte"),
         line_of(0, None, problem="q", model="c", metric=None),
-        line_of(None, None, problem="p", model="c", lr=None, metric=None, note="why"),
-        line_of(0, 0.5, model="d"),
+        line_of(None, None, model="c", lr=None, metric=None, note="why"),
+        line_of(0, 0.0, model="d"),
+        line_of(1, None, model="d", metric=None),
+        line_of(None, None, problem="r", model="e", lr=None, metric=None, note="why"),
     ]
-    assert markdown_table(ledger, ("q", "absent", "p")).splitlines() == [
+    assert markdown_table(ledger, ("q", "absent", "r", "p"), "edcb").splitlines() == [
         "| model | q, bits per byte | p | p at 16 |",
         "| --- | ---: | ---: | ---: |",
+        "| d |  | 0.000, 1 diverged | diverged |",
+        "| c | diverged | - | - |",
         "| b | 1.500 | 0.400 (0.100 to 0.900) | 0.250 |",
-        "| c | diverged | none | none |",
-        "| d |  | 0.500 |  |",
+    ]
+    wide = [line_of(0, 0.5), line_of(0, 0.75, width=16), line_of(0, 1.0, model="own", width=None)]
+    assert markdown_table(wide, "p", ("own", "b")).splitlines()[2:] == [
+        "| own | 1.000 |",
+        "| b 8 | 0.500 |",
+        "| b 16 | 0.750 |",
     ]
 
 

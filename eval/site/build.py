@@ -24,7 +24,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from ssmzoo.analysis.ledger import draw_problem, read_ledger
+from ssmzoo.analysis.ledger import draw_problem
 from ssmzoo.analysis.sweep import load_sweep, searched_lines
 from ssmzoo.files import parse_yaml, write_folder
 from ssmzoo.publishing.card_facts import read_facts
@@ -71,6 +71,7 @@ def build(root: Path, output: Path) -> int:
     """
     try:
         import furo  # noqa: F401
+        import matplotlib  # noqa: F401
         import myst_parser  # noqa: F401
         import sphinx  # noqa: F401
     except ImportError as error:
@@ -301,19 +302,18 @@ def tables(root: Path) -> str:
 
 
 def pictures(ledger: Path, folder: Path) -> str:
-    """Draw a picture of every problem of the sweep ``zoo``; return the section that shows them.
+    """Draw a picture of every searched problem of the sweep ``zoo``; return what shows them.
 
     Raises:
-        ValueError: The ledger is cut.
-        RuntimeError: Matplotlib is not installed.
+        ValueError: The ledger is cut, or another sweep's.
     """
-    lines = [x for x in searched_lines(load_sweep("zoo"), read_ledger(ledger)) if x["value"]]
-    sections = ["", "## Pictures", ""]
-    for problem in dict.fromkeys(line["problem"] for line in lines):
+    lines = searched_lines(load_sweep("zoo"), ledger)
+    sections = []
+    for problem in dict.fromkeys(x["problem"] for x in lines if x["value"] is not None):
         name = f"{problem.replace(' ', '-')}.png"
         draw_problem([line for line in lines if line["problem"] == problem], folder / name)
-        sections += [f"![{problem}: every model, and what its state buys]({name})", ""]
-    return "\n".join(sections)
+        sections.append(f"![{problem}: every model, and what its state buys]({name})\n")
+    return "\n".join(["\n## Pictures\n", *sections]) if sections else ""
 
 
 def _rows(path: Path) -> list[list[str]]:

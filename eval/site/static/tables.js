@@ -1,5 +1,6 @@
 // Tables in a box of class "ledger": a click on a column's name sorts by it, typed words filter the rows.
-const number = (text) => Number(text.replaceAll(",", ""));
+// of "1,234", "1e-05", and of a mean as in "0.400 (0.100 to 0.900)"; of words NaN
+const number = (text) => parseFloat(/^-?[\d.,]+(e[-+]?\d+)?(?= \(|, |$)/.exec(text)?.[0].replaceAll(",", ""));
 const made = (tag, attributes) => Object.assign(document.createElement(tag), attributes);
 
 for (const box of document.querySelectorAll(".ledger")) {
@@ -8,18 +9,20 @@ for (const box of document.querySelectorAll(".ledger")) {
   const rows = [...body.rows];
   const heads = [...table.tHead.rows[0].cells];
   const words = made("input", { type: "search", placeholder: "words that a row must have" });
-  words.ariaLabel = `filter ${box.id || "the table"}`;
+  const title = box.closest("section")?.querySelector("h1, h2, h3")?.firstChild.textContent ?? "the table";
+  words.ariaLabel = `filter ${title}`;
   const shown = made("output", {});
-  const frame = made("div", { className: "rows", tabIndex: 0 });
+  const frame = made("div", { className: "rows", tabIndex: 0, role: "region", ariaLabel: title });
   frame.append(table);
   box.replaceChildren(words, shown, frame);
 
   const value = (row, column) => row.cells[column].dataset.value ?? row.cells[column].textContent;
 
-  const compare = (first, second) => {
-    if (first === "" || second === "") return (first === "") - (second === "");
-    const difference = number(first) - number(second);
-    return Number.isNaN(difference) ? first.localeCompare(second, "en", { numeric: true }) : difference;
+  // a word where others have numbers says why there is none: it comes last, whichever way
+  const compare = (sign, counts) => (first, second) => {
+    if (!counts) return sign * first.localeCompare(second, "en", { numeric: true });
+    const [one, other] = [number(first), number(second)];
+    return Number.isNaN(one) - Number.isNaN(other) || sign * (one - other) || 0;
   };
 
   const filter = () => {
@@ -33,12 +36,15 @@ for (const box of document.querySelectorAll(".ledger")) {
 
   heads.forEach((head, column) => {
     const button = made("button", { type: "button", textContent: head.textContent });
+    head.scope = "col";
     head.replaceChildren(button);
     button.addEventListener("click", () => {
       const sign = head.ariaSort === "ascending" ? -1 : 1;
       for (const other of heads) other.ariaSort = null;
       head.ariaSort = sign === 1 ? "ascending" : "descending";
-      rows.sort((a, b) => sign * compare(value(a, column), value(b, column)));
+      const said = rows.map((row) => value(row, column)).filter((text) => text !== "");
+      const order = compare(sign, 2 * said.filter((text) => !Number.isNaN(number(text))).length > said.length);
+      rows.sort((a, b) => order(value(a, column), value(b, column)));
       body.append(...rows);
     });
   });

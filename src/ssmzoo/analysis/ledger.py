@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -116,8 +116,7 @@ def ledger_table(ledger: list[Line]) -> str:
             ["model", "width", "lr", "seeds", *heads, "state bytes", "flops/token", "parameters"]
         ]
         for (_, model, width), found in best_rates(lines).items():
-            values = by_length(found)
-            shown = [_shown(values[length]) if length in values else "none" for length in lengths]
+            shown = [_shown(found, length) or "none" for length in lengths]
             sizes = [found[0][name] for name in ("state_bytes", "flops_per_token", "parameters")]
             sizes = ["none" if size is None else f"{size:,}" for size in sizes]
             seeds = len({line["seed"] for line in found})
@@ -135,45 +134,56 @@ def ledger_table(ledger: list[Line]) -> str:
     return "\n".join(texts).rstrip()
 
 
-def markdown_table(ledger: list[Line], problems: Sequence[str]) -> str:
+def markdown_table(ledger: list[Line], problems: Sequence[str], models: Sequence[str]) -> str:
     """Return models by problems as Markdown, each at its best learning rate.
 
-    A cell is the mean over seeds and, of several, from the least to the greatest. A problem that is
-    judged at other lengths than it is trained at has a column for each.
+    A cell is the mean over seeds and, of several, from the least to the greatest; it says how many
+    diverged. ``-`` is a hole. A problem that is judged at other lengths than it is trained at has a
+    column for each.
 
     Args:
-        ledger: The lines, which decide the order of the models.
-        problems: The columns, in this order; those without lines are left out.
+        ledger: The lines.
+        problems: The columns, in this order; those of which nothing was trained are left out.
+        models: The rows, in this order, one for each width; likewise.
     """
-    found = {name: [x for x in ledger if x["problem"] == name] for name in problems}
-    best = {name: best_rates(lines) for name, lines in found.items() if lines}
+    best = best_rates(ledger)
+    widths = dict.fromkeys((line["model"], line["width"]) for line in ledger)
     columns: list[tuple[str, str, int]] = []
-    for name, cells in best.items():
-        lengths = by_length([line for lines in cells.values() for line in lines])
-        trained, *others = lengths or (0,)
-        metric = next((x["metric"] for x in found[name] if x["metric"]), "accuracy")
+    for name in problems:
+        runs = [line for place, lines in best.items() if place[0] == name for line in lines]
+        metric = next((line["metric"] for line in runs if line["metric"]), "accuracy")
         unit = "" if metric == "accuracy" else f", {metric.replace('_', ' ')}"
-        columns.append((f"{name}{unit}", name, trained))
-        columns += [(f"{name} at {length:,}{unit}", name, length) for length in others]
+        for number, length in enumerate(by_length(runs)):
+            where = f" at {length:,}" if number else ""
+            columns.append((f"{name}{where}{unit}", name, length))
     rows = [["model", *(head for head, _, _ in columns)], ["---", *["---:"] * len(columns)]]
-    for model, width in dict.fromkeys((line["model"], line["width"]) for line in ledger):
-        cells = []
-        for _, name, length in columns:
-            if (lines := best[name].get((name, model, width))) is None:
-                hole = any(cell_of(x) == (name, model, width) for x in found[name])
-                cells.append("none" if hole else "")
-            elif not (values := by_length(lines)):
-                cells.append("diverged")
-            else:
-                cells.append(_shown(values[length]) if length in values else "")
-        if any(cells):
-            rows.append([model, *cells])
+    holes = {cell_of(line) for line in ledger if line["lr"] is None}
+    for model, width in sorted(widths, key=lambda place: models.index(place[0])):
+        places = [((name, model, width), length) for _, name, length in columns]
+        cells = [
+            "-" if place in holes else _shown(best[place], length) if place in best else ""
+            for place, length in places
+        ]
+        if any(cell.strip("-") for cell in cells):
+            rows.append([shown_model(model, width, widths), *cells])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _shown(lines: list[Line]) -> str:
-    mean, least, greatest = spread(lines)
-    return f"{mean:.3f}" if len(lines) == 1 else f"{mean:.3f} ({least:.3f} to {greatest:.3f})"
+def shown_model(model: str, width: int | None, places: Iterable[tuple[str, int | None]]) -> str:
+    """Return a model's name, with its width where models of several widths are shown."""
+    many = len({other for _, other in places}) > 1
+    return f"{model} {width}" if many and width is not None else model
+
+
+def _shown(lines: list[Line], length: int) -> str:
+    """Return the mean and range at one length of the lines of a learning rate."""
+    found = by_length(lines).get(length, [])
+    diverged = sum(line["value"] is None for line in lines)
+    if not found:
+        return "diverged" if diverged else ""
+    mean, least, greatest = spread(found)
+    text = f"{mean:.3f}" if len(found) == 1 else f"{mean:.3f} ({least:.3f} to {greatest:.3f})"
+    return f"{text}, {diverged} diverged" if diverged else text
 
 
 def draw_problem(lines: list[Line], target: Path) -> None:
@@ -189,13 +199,13 @@ def draw_problem(lines: list[Line], target: Path) -> None:
     except ImportError as error:
         raise RuntimeError("pictures need matplotlib: pip install 'ssmzoo[train]'") from error
     best = {place: found for place, found in best_rates(lines).items() if by_length(found)}
-    many = len({width for _, _, width in best}) > 1
+    places = [(model, width) for _, model, width in best]
     figure = Figure(figsize=(11, 2 + 0.26 * len(best)), dpi=110, layout="constrained")
     left, right = figure.subplots(1, 2, sharex=False)
     names, sizes, markers = [], [], "osD^vP*Xhd<"
     known = list(dict.fromkeys(model for _, model, _ in best))
     for row, ((_, model, width), found) in enumerate(best.items()):
-        names.append(f"{model} {width}" if many else model)
+        names.append(shown_model(model, width, places))
         number = known.index(model)
         style = {"color": f"C{number % 10}", "marker": markers[number % len(markers)]}
         for place, seeds in enumerate(by_length(found).values()):

@@ -296,7 +296,7 @@ def sweep(
     wanted = _selected(chosen, planned, only or {})
     output = Path(output_dir)
     missing = {run.folder for run in planned if not _has_result(run, output)}
-    earlier = _earlier(planned, output)
+    earlier = _earlier(planned, output / "ledger.csv")
     missing -= earlier.lines.keys()
     sources, asked = Sources(), {run.cell for run in wanted}
     holes = {cell: why for cell, why in earlier.holes.items() if cell not in asked}
@@ -419,13 +419,17 @@ class Earlier(NamedTuple):
     holes: Holes
 
 
-def _earlier(planned: list[PlannedRun], output: Path) -> Earlier:
-    """Return what the output's ledger has.
+def _hole(cell: Cell, why: str) -> Line:
+    place = dict(zip(("problem", "model", "width"), cell, strict=True))
+    return {**dict.fromkeys(COLUMNS), **place, "note": why}
+
+
+def _earlier(planned: list[PlannedRun], file: Path) -> Earlier:
+    """Return what a ledger has, if there is one.
 
     Raises:
         ValueError: It is cut, another sweep's, or has a run twice.
     """
-    file = output / "ledger.csv"
     known = {_place_of(run.place): run for run in planned}
     cells = {run.cell for run in planned}
     found = Earlier({}, {})
@@ -450,13 +454,21 @@ def _place_of(line: Line) -> tuple[Any, ...]:
     return tuple(line[name] for name in _CHOICES)
 
 
-def searched_lines(chosen: Sweep, ledger: list[Line]) -> list[Line]:
-    """Return the holes of a ledger, and the lines of all cells whose search is finished.
+def searched_lines(chosen: Sweep, ledger: str | Path) -> list[Line]:
+    """Return a ledger's holes, and the lines of all cells whose search is finished.
 
     That is: whose first seeds, ``search_seeds`` of them, are trained at every learning rate.
+
+    Raises:
+        ValueError: The ledger is cut, or another sweep's.
     """
-    cells = _searched(chosen, ledger)
-    return [line for line in ledger if line["lr"] is None or cell_of(line) in cells]
+    found = _earlier(chosen.runs(), Path(ledger))
+    lines = [line for lines in found.lines.values() for line in lines]
+    cells = _searched(chosen, lines)
+    return [
+        *(line for line in lines if cell_of(line) in cells),
+        *(_hole(cell, why) for cell, why in found.holes.items()),
+    ]
 
 
 def _searched(chosen: Sweep, ledger: list[Line]) -> dict[Cell, float]:
@@ -689,12 +701,11 @@ def _collected(
     planned: Iterable[PlannedRun], holes: Holes, output: Path, earlier: Earlier
 ) -> list[Line]:
     """Return the lines of all runs that have left a result, and of the holes."""
-    empty, lines, seen = dict.fromkeys(COLUMNS), [], set()
+    lines, seen = [], set()
     for run in planned:
         if run.cell in holes:
             if run.cell not in seen:
-                place = dict(zip(("problem", "model", "width"), run.cell, strict=True))
-                lines.append({**empty, **place, "note": holes[run.cell]})
+                lines.append(_hole(run.cell, holes[run.cell]))
             seen.add(run.cell)
             continue
         result = _result_of(output / "runs" / run.folder)
