@@ -22,6 +22,8 @@ RESULTS = ROOT / "eval/results/families.csv"
 COLUMNS = ("cell", "metric", "value", "parameters", "hardware", "date", "command")
 ROWS = {  # by row: the family, and the settings in which it is not the recipe's
     "dss": ("dss", {"kernel_variant": "exp"}),
+    "dss-softmax": ("dss", {"kernel_variant": "softmax"}),
+    "dss-no-scale": ("dss", {"kernel_variant": "exp_no_scale"}),
     "rtf": ("rtf", {}),
     "s4": ("s4", {}),
     "s5": ("s5", {}),
@@ -29,6 +31,8 @@ ROWS = {  # by row: the family, and the settings in which it is not the recipe's
     "h3": ("h3", {}),
     "spacetime": ("spacetime", {}),
 }
+# variants that their paper compares on one task
+ALONE = {"dss-softmax": "listops", "dss-no-scale": "listops"}
 # by task: a filter alone, where a family has one
 OWN = {
     "delay": {"rtf": {"block": "filter"}, "s4": {"block": "filter"}},
@@ -41,9 +45,14 @@ def cells():
     """Yield row, task, order and seed of every cell, the first seed of all rows first."""
     for task, orders in ORDERS.items():
         for seed in SEEDS[task]:
-            for row in ROWS:
+            for row in rows_of(task):
                 for order in orders:
                     yield row, task, order, seed
+
+
+def rows_of(task):
+    """Return the rows that a task has."""
+    return [row for row in ROWS if ALONE.get(row, task) == task]
 
 
 def name_of(row, task, order, seed):
@@ -95,7 +104,8 @@ def table():
             cells = (name_of(row, task, order, seed) for seed in SEEDS[task])
             values = [float(found[cell]["value"]) for cell in cells if cell in found]
             several = f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else ""
-            shown.append(f"{mean(values):.3f}{several}" if values else "not measured")
+            missing = "not measured" if row in rows_of(task) else ""
+            shown.append(f"{mean(values):.3f}{several}" if values else missing)
         lines.append(f"| {' | '.join(shown)} |")
     return "\n".join(lines)
 
