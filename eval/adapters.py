@@ -45,6 +45,14 @@ BASE_STEPS, BASE_RATE = 600, 3e-3
 HELD_OUT = 16  # rows of ROWS
 # PEFT refuses the other layers of Mamba2, whose mixer may read their weights itself
 LORA = {"mamba2": ["in_proj"]}
+
+
+def texts():
+    """Return code, and prose of the same library, as tensors of bytes, each in two parts."""
+    library = Path(sysconfig.get_path("stdlib"))
+    code = b"\n".join(path.read_bytes() for path in sorted(library.glob("*.py"))[:120])
+    prose = "\n".join(pydoc_data.topics.topics.values()).encode()
+    found = {"code": code, "prose": prose, "capitals": code.upper()}
     tensors = {name: torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
                for name, text in found.items()}  # fmt: skip
     return {
