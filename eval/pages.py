@@ -162,10 +162,10 @@ def zoo_tables(sweep: Sweep, ledger: list[Line]) -> str:
     sections = [f"{len(searched)} of {possible} cells are searched; the others are empty."]
     for title, problems in ZOO.items():
         done = any(problem in problems for problem, _, _ in searched)
-        table = markdown_table(ledger, problems, list(sweep.models))
-        sections += [f"## {title}", _sortable(table) if done else "Not run yet."]
-    costs = _costs(ledger)
-    if costs:
+        models = list(sweep.models)
+        table = _sortable(markdown_table(ledger, problems, models)) if done else "Not run yet."
+        sections += [f"## {title}", table]
+    if costs := _costs([line for line in ledger if line["problem"] == "mqar 8"]):
         sections += ["## What they cost", "On eight pairs of MQAR.", _sortable(costs)]
     if holes:
         texts = [f"- {', '.join(where)}: {why}." for why, where in holes.items()]
@@ -178,13 +178,13 @@ def _sortable(table: str) -> str:
     return f'<div class="ledger">\n\n{table}\n\n</div>'
 
 
-def _costs(ledger: list[Line], problem: str = "mqar 8") -> str:
-    """Return what every model costs on one problem; empty if there is nothing of it."""
-    best = best_rates([line for line in ledger if line["problem"] == problem])
+def _costs(lines: list[Line]) -> str:
+    """Return what every model costs on one problem, whose lines these are; empty without any."""
+    best = best_rates(lines)
     places = [(model, width) for _, model, width in best]
     rows = []
-    for (_, model, width), lines in best.items():
-        values = (lines[0][name] for name in _COSTS)
+    for (_, model, width), runs in best.items():
+        values = (runs[0][name] for name in _COSTS)
         shown = ("not bounded" if x is None else f"{x:,}" for x in values)
         rows.append(_line([shown_model(model, width, places), *shown]))
     heads = ["model", "parameters", "bytes of state", "operations a token"]

@@ -1,9 +1,9 @@
 """Build the site from the repository's pages: python eval/site/build.py.
 
 The pages keep their places, so that the links between them hold in both; those in ``eval/site``
-stand at the top. Two are made here: the recipe's reference and the tables of ``eval/results``. The
-zoo's table gets its pictures, too.
-Whatever Sphinx warns of ends the build in one line, and an earlier site stays.
+stand at the top. Two are made here, the recipe's reference and the tables of ``eval/results``, and
+the pictures of the zoo's table. Whatever Sphinx warns of ends the build in one line, and an earlier
+site stays.
 """
 
 from __future__ import annotations
@@ -333,7 +333,7 @@ def _rows(path: Path) -> list[list[str]]:
 
 
 def _table(name: str, head: list[str], rows: list[list[str]]) -> str:
-    heads = "".join(f'<th scope="col">{html.escape(word)}</th>' for word in head)
+    heads = "".join(f"<th>{html.escape(word)}</th>" for word in head)
     body = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f"""<div class="ledger" id="table-{html.escape(name)}">
 <table>

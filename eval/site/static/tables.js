@@ -1,5 +1,6 @@
 // Tables in a box of class "ledger": a click on a column's name sorts by it, typed words filter the rows.
-// of "1,234", "1e-05", and of a mean as in "0.400 (0.100 to 0.900)"; of words NaN
+
+// the number of "1,234", "1e-05", and of a mean as in "0.400 (0.100 to 0.900)"; of words NaN
 const number = (text) => parseFloat(/^-?[\d.,]+(e[-+]?\d+)?(?= \(|, |$)/.exec(text)?.[0].replaceAll(",", ""));
 const made = (tag, attributes) => Object.assign(document.createElement(tag), attributes);
 
@@ -18,11 +19,11 @@ for (const box of document.querySelectorAll(".ledger")) {
 
   const value = (row, column) => row.cells[column].dataset.value ?? row.cells[column].textContent;
 
-  // a word where others have numbers says why there is none: it comes last, whichever way
+  // whichever way: last comes what is empty, and a word where others have numbers, which says why there is none
   const compare = (sign, counts) => (first, second) => {
-    if (!counts) return sign * first.localeCompare(second, "en", { numeric: true });
-    const [one, other] = [number(first), number(second)];
-    return Number.isNaN(one) - Number.isNaN(other) || sign * (one - other) || 0;
+    const missing = (text) => (counts ? Number.isNaN(number(text)) : text === "");
+    const difference = counts ? number(first) - number(second) : first.localeCompare(second, "en", { numeric: true });
+    return missing(first) - missing(second) || sign * difference || 0;
   };
 
   const filter = () => {

@@ -147,7 +147,7 @@ def markdown_table(ledger: list[Line], problems: Sequence[str], models: Sequence
         models: The rows, in this order, one for each width; likewise.
     """
     best = best_rates(ledger)
-    widths = dict.fromkeys((line["model"], line["width"]) for line in ledger)
+    places = dict.fromkeys((line["model"], line["width"]) for line in ledger)
     columns: list[tuple[str, str, int]] = []
     for name in problems:
         runs = [line for place, lines in best.items() if place[0] == name for line in lines]
@@ -158,14 +158,13 @@ def markdown_table(ledger: list[Line], problems: Sequence[str], models: Sequence
             columns.append((f"{name}{where}{unit}", name, length))
     rows = [["model", *(head for head, _, _ in columns)], ["---", *["---:"] * len(columns)]]
     holes = {cell_of(line) for line in ledger if line["lr"] is None}
-    for model, width in sorted(widths, key=lambda place: models.index(place[0])):
-        places = [((name, model, width), length) for _, name, length in columns]
-        cells = [
-            "-" if place in holes else _shown(best[place], length) if place in best else ""
-            for place, length in places
-        ]
-        if any(cell.strip("-") for cell in cells):
-            rows.append([shown_model(model, width, widths), *cells])
+    for model, width in sorted(places, key=lambda place: models.index(place[0])):
+        cells = []
+        for _, name, length in columns:
+            cell = (name, model, width)
+            cells.append("-" if cell in holes else _shown(best.get(cell, []), length))
+        if any(text.strip("-") for text in cells):
+            rows.append([shown_model(model, width, places), *cells])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

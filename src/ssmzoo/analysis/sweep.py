@@ -454,7 +454,7 @@ def _place_of(line: Line) -> tuple[Any, ...]:
     return tuple(line[name] for name in _CHOICES)
 
 
-def searched_lines(chosen: Sweep, ledger: str | Path) -> list[Line]:
+def searched_lines(chosen: Sweep, ledger: Path) -> list[Line]:
     """Return a ledger's holes, and the lines of all cells whose search is finished.
 
     That is: whose first seeds, ``search_seeds`` of them, are trained at every learning rate.
@@ -462,7 +462,7 @@ def searched_lines(chosen: Sweep, ledger: str | Path) -> list[Line]:
     Raises:
         ValueError: The ledger is cut, or another sweep's.
     """
-    found = _earlier(chosen.runs(), Path(ledger))
+    found = _earlier(chosen.runs(), ledger)
     lines = [line for lines in found.lines.values() for line in lines]
     cells = _searched(chosen, lines)
     return [
