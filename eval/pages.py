@@ -19,7 +19,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ssmzoo.analysis.ledger import Line, best_rates, cell_of, markdown_table, shown_model
-from ssmzoo.analysis.sweep import Sweep, load_sweep, searched_lines
+from ssmzoo.analysis.sweep import searched_lines
+from ssmzoo.analysis.sweep_plan import Sweep, load_sweep
 from ssmzoo.files import write_text
 from ssmzoo.publishing.card_facts import (
     Origin,

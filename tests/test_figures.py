@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ssmzoo.analysis.sweep import load_sweep
+from ssmzoo.analysis.sweep_plan import load_sweep
 from ssmzoo.publishing import papers
 from ssmzoo.publishing.card_facts import Origin, Row, ScoredModel, ShownScore
 from ssmzoo.publishing.papers import (

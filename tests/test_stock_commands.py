@@ -280,7 +280,8 @@ def test_the_command_that_goes_on_with_a_stock_run_asks_for_stock():
 
 
 def test_a_sweep_trains_on_our_kernels_or_stock(said, tmp_path):
-    from ssmzoo.analysis.sweep import Sweep, sweep
+    from ssmzoo.analysis.sweep import sweep
+    from ssmzoo.analysis.sweep_plan import Sweep
 
     fields = {name: value for name, value in MAMBA2.items() if name != "hidden_size"}
     task = {"num_pairs": 2, "vocab_size": 16, "seq_len": 12}

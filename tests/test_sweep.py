@@ -32,14 +32,8 @@ from ssmzoo.analysis.ledger import (
     read_ledger,
     write_ledger,
 )
-from ssmzoo.analysis.sweep import (
-    Sweep,
-    impossible,
-    load_sweep,
-    searched_lines,
-    selection,
-    sweep,
-)
+from ssmzoo.analysis.sweep import impossible, searched_lines, sweep
+from ssmzoo.analysis.sweep_plan import Sweep, load_sweep, selection
 from ssmzoo.checkpoints.load import load_model
 from ssmzoo.cli.main import main
 from ssmzoo.family import load_family

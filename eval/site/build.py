@@ -25,7 +25,8 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from ssmzoo.analysis.ledger import draw_problem
-from ssmzoo.analysis.sweep import load_sweep, searched_lines
+from ssmzoo.analysis.sweep import searched_lines
+from ssmzoo.analysis.sweep_plan import load_sweep
 from ssmzoo.files import parse_yaml, write_folder
 from ssmzoo.publishing.card_facts import read_facts
 from ssmzoo.recipe import Recipe, Section

@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MambaConfig, MambaForCausalLM
 
-from ssmzoo.analysis.sweep import load_sweep, sweep
+from ssmzoo.analysis.sweep import sweep
+from ssmzoo.analysis.sweep_plan import load_sweep
 from ssmzoo.modeling import LayerState, StateCache
 from ssmzoo.recipe import SegmentsSection, load_recipe
 from ssmzoo.testing import FamilyConformance

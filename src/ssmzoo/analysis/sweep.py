@@ -13,22 +13,18 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import inspect
-import json
 import logging
 import math
 import os
-import re
 import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ssmzoo.analysis.cost import flops_per_token, state_bytes
 from ssmzoo.analysis.ledger import (
@@ -41,20 +37,13 @@ from ssmzoo.analysis.ledger import (
     read_ledger,
     write_ledger,
 )
+from ssmzoo.analysis.sweep_plan import CHOICES, COMPARED, PlannedRun, Sweep, load_sweep, selected
 from ssmzoo.data.labelled import Examples
 from ssmzoo.data.sources import DataSource, data_source
 from ssmzoo.environment.hardware import installed_versions
 from ssmzoo.environment.messages import first_line
-from ssmzoo.family import suggestion
-from ssmzoo.files import CannotWriteError, read_json, share, write_json
-from ssmzoo.recipe import (
-    DataSection,
-    ModelSection,
-    Recipe,
-    Section,
-    load_recipe,
-    read_sections,
-)
+from ssmzoo.files import CannotWriteError, read_json, write_json
+from ssmzoo.recipe import Recipe, load_recipe, read_sections
 from ssmzoo.tasks import SUPERVISED_TASKS, length_argument, symbol_tokenizer, task_arguments
 from ssmzoo.tasks.supervised import SPLITS
 from ssmzoo.training.checkpoint import InUseError, locked
@@ -66,145 +55,11 @@ from ssmzoo.training.trainer import NotFiniteError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-try:
-    from pydantic import Field
-except ImportError as error:
-    raise RuntimeError("sweeps need pydantic: pip install 'ssmzoo[train]'") from error
-
 logger = logging.getLogger("ssmzoo")
 
 Holes: TypeAlias = dict[Cell, str]
 
 MOST_TOKENS = 4096  # of the sequence that state and operations are measured on
-NEVER = 1_000_000_000  # steps
-COMPARED = ("model", "data", "train", "eval")  # the sections that say what a run is
-_CHOICES = {"problem": "problems", "model": "models", "width": "widths"}
-_CHOICES |= {"lr": "learning_rates", "seed": "seeds"}
-
-
-class Problem(Section):
-    """One problem of a sweep.
-
-    Attributes:
-        data: A recipe's section.
-        train: A recipe's section without ``lr`` and ``seed``.
-        eval: A recipe's section. If absent, all that is held out is judged, once, at the end.
-    """
-
-    data: DataSection
-    train: dict[str, Any]
-    eval: dict[str, Any] = {}
-
-
-class Sweep(Section):
-    """What ``ssmzoo sweep`` reads: a closed YAML file.
-
-    Attributes:
-        models: By the name that the ledger shows, a recipe's ``model`` section without
-            ``hidden_size``: families of the zoo and foreign ones, model types of transformers, and
-            saved models, which have a width of their own.
-        problems: By the name that the ledger shows, what is learned.
-        widths: What ``hidden_size`` runs through.
-        learning_rates: What ``train.lr`` runs through.
-        seeds: What ``train.seed`` runs through.
-        search_seeds: The number of first seeds that run at every learning rate; the others run at
-            the best of them alone, once these are finished. If absent, all run at every rate.
-    """
-
-    models: Annotated[dict[str, ModelSection], Field(min_length=1)]
-    problems: Annotated[dict[str, Problem], Field(min_length=1)]
-    widths: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
-    learning_rates: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
-    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-    search_seeds: Annotated[int, Field(ge=1)] | None = None
-
-    @property
-    def later_seeds(self) -> list[int]:
-        """The seeds that run at the best learning rate alone."""
-        return [] if self.search_seeds is None else self.seeds[self.search_seeds :]
-
-    def runs(self) -> list[PlannedRun]:
-        """Return every run that may be, in the order in which they are trained.
-
-        Raises:
-            LookupError: A field that a recipe does not have.
-            ValueError: Runs that cannot be.
-        """
-        self._check()
-        grid = product(self.seeds, self.problems.items(), self.models.items())
-        found: dict[str, PlannedRun] = {}
-        for seed, (problem, said), (model, section) in grid:
-            # a saved model has its own width
-            widths = self.widths if section.init_from is None else [None]
-            for width, lr in product(widths, self.learning_rates):
-                place = {"problem": problem, "model": model, "width": width}
-                place |= {"lr": lr, "seed": seed}
-                recipe = _recipe(said, section, place)
-                run = PlannedRun(place, recipe.with_absolute_paths(), _digest(recipe))
-                if run.folder in found:
-                    raise ValueError(
-                        "problems, models, widths, learning_rates and seeds must not repeat, got "
-                        f"{run.folder} twice"
-                    )
-                found[run.folder] = run
-        return list(found.values())
-
-    def _check(self) -> None:
-        if self.search_seeds is not None and self.search_seeds > len(self.seeds):
-            raise ValueError(
-                f"search_seeds must be at most the {len(self.seeds)} seeds, got {self.search_seeds}"
-            )
-        for name in (*self.models, *self.problems):
-            if not re.fullmatch(r"[^\W_][^/\\:*?\"<>|,=]*", name) or not name.isprintable():
-                raise ValueError(
-                    "models and problems must have names that begin with a letter or digit and "
-                    f'hold none of /\\:*?"<>|,=, for folders are called by them, got {name!r}'
-                )
-        for model, section in self.models.items():
-            if "hidden_size" in section.config:
-                raise ValueError(
-                    f"hidden_size must be left out of models.{model}.config, since widths say it, "
-                    f"got {section.config['hidden_size']!r}"
-                )
-        for problem, said in self.problems.items():
-            for name in ("lr", "seed"):
-                if name in said.train:
-                    raise ValueError(
-                        f"{name} must be left out of problems.{problem}.train, since "
-                        f"{_CHOICES[name]} say it, got {said.train[name]!r}"
-                    )
-
-
-@dataclass(frozen=True)
-class PlannedRun:
-    """One run of a sweep.
-
-    Attributes:
-        place: Its ``problem``, ``model``, ``width`` (None of a saved model), ``lr`` and ``seed``.
-        recipe: What it trains.
-        digest: Tells its recipe from others in the ledger.
-    """
-
-    place: Line
-    recipe: Recipe
-    digest: str
-
-    @property
-    def folder(self) -> str:
-        """Where it lies in the folder of runs."""
-        place = self.place
-        width = "own" if place["width"] is None else place["width"]
-        name = f"{place['model']}-{width}-{place['lr']:g}-{place['seed']}"
-        return f"{place['problem']}/{name}".replace(" ", "-")
-
-    @property
-    def cell(self) -> Cell:
-        """What has one configuration: problem, model and width."""
-        return cell_of(self.place)
-
-    def __str__(self) -> str:
-        shown = (f"{name} {value}" for name, value in self.place.items() if value is not None)
-        return ", ".join(shown)
 
 
 class Sources:
@@ -226,28 +81,6 @@ class Sources:
         if run.cell not in self._costs:
             self._costs[run.cell] = _costs(run.recipe, self.of(run), min(length, MOST_TOKENS))
         return self._costs[run.cell]
-
-
-def load_sweep(path: str | Path) -> Sweep:
-    """Read and check a sweep and all of its recipes.
-
-    Args:
-        path: A YAML file, or the name of a shipped sweep.
-
-    Raises:
-        LookupError: No such file, or a field that a sweep or a recipe does not have.
-        ValueError: A wrong value, or a file that is not YAML.
-    """
-    shipped = share("eval/sweeps") / f"{path}.yaml"
-    file = shipped if shipped.is_file() else Path(path)
-    if not file.exists():
-        names = sorted(sweep.stem for sweep in shipped.parent.glob("*.yaml"))
-        raise LookupError(
-            f"no sweep {str(path)!r}{suggestion(str(path), names)}; shipped: {', '.join(names)}"
-        )
-    found = read_sections(Sweep, file, file.name)
-    found.runs()
-    return found
 
 
 def sweep(
@@ -293,7 +126,7 @@ def sweep(
     """
     chosen = source if isinstance(source, Sweep) else load_sweep(source)
     planned = chosen.runs()
-    wanted = _selected(chosen, planned, only or {})
+    wanted = selected(chosen, planned, only or {})
     output = Path(output_dir)
     missing = {run.folder for run in planned if not _has_result(run, output)}
     earlier = _earlier(planned, output / "ledger.csv")
@@ -338,80 +171,6 @@ def impossible(runs: Iterable[PlannedRun], sources: Sources | None = None) -> Ho
     return found
 
 
-def _recipe(said: Problem, section: ModelSection, place: Line) -> Recipe:
-    model = section.model_dump(exclude_none=True)
-    if place["width"] is not None:
-        model["config"] = {**section.config, "hidden_size": place["width"]}
-    fields = {
-        "model": model,
-        "data": said.data.model_dump(exclude_none=True),
-        "train": {**said.train, "lr": place["lr"], "seed": place["seed"]},
-        "eval": {"every": NEVER, "batches": "all", **said.eval},
-        "checkpoint": {"every": NEVER, "keep": 1},
-        "log": {"every": 100, "curves": False},
-    }
-    recipe = read_sections(Recipe, fields, f"problems.{place['problem']}")
-    if not recipe.supervised and recipe.data.validation is None:
-        raise ValueError(f"problems.{place['problem']}.data needs validation to judge by")
-    return recipe
-
-
-def _digest(recipe: Recipe) -> str:
-    """Return twelve hexadecimal digits that tell what a recipe trains from what others do."""
-    text = {
-        name: getattr(recipe, name).model_dump(exclude_defaults=True, mode="json")
-        for name in COMPARED
-    }
-    return hashlib.sha256(json.dumps(text, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def selection(terms: Iterable[str]) -> dict[str, list[Any]]:
-    """Return what ``problem=NAME``, ``model=NAME``, ``width=N``, ``lr=RATE``, ``seed=N`` choose.
-
-    Raises:
-        LookupError: No such field.
-        ValueError: A term of another form.
-    """
-    kinds = {"width": int, "lr": float, "seed": int}
-    found: dict[str, list[Any]] = {}
-    for term in terms:
-        field, equals, value = term.partition("=")
-        if not equals:
-            raise ValueError(f"only must look like problem=NAME,model=NAME,seed=0, got {term!r}")
-        try:
-            found.setdefault(field, []).append(kinds.get(field, str)(value))
-        except ValueError:
-            raise ValueError(f"only must have a number for {field}, got {term!r}") from None
-    return found
-
-
-def _selected(
-    chosen: Sweep, planned: list[PlannedRun], only: Mapping[str, Sequence[Any]]
-) -> list[PlannedRun]:
-    """Return the runs that are asked for.
-
-    Raises:
-        LookupError: A name or number that the sweep does not have.
-    """
-    for field, values in only.items():
-        if field not in _CHOICES:
-            raise LookupError(f"only has no field {field!r}{suggestion(field, _CHOICES)}")
-        known = list(getattr(chosen, _CHOICES[field]))
-        for value in values:
-            if value not in known:
-                texts = [f"{x:g}" if isinstance(x, float) else str(x) for x in known]
-                near = suggestion(value, texts) if isinstance(value, str) else ""
-                raise LookupError(
-                    f"the sweep has no {field} {value!r}{near}; "
-                    f"{_CHOICES[field]}: {', '.join(texts)}"
-                )
-    return [
-        run
-        for run in planned
-        if all(run.place[field] in values for field, values in only.items() if values)
-    ]
-
-
 class Earlier(NamedTuple):
     """What a ledger has of earlier: the lines of runs, by the run's folder, and holes."""
 
@@ -434,7 +193,7 @@ def _earlier(planned: list[PlannedRun], file: Path) -> Earlier:
     cells = {run.cell for run in planned}
     found = Earlier({}, {})
     for line in read_ledger(file) if file.exists() else []:
-        shown = ", ".join(f"{name} {line[name]}" for name in _CHOICES if line[name] is not None)
+        shown = ", ".join(f"{name} {line[name]}" for name in CHOICES if line[name] is not None)
         if line["lr"] is None and cell_of(line) in cells:
             found.holes[cell_of(line)] = line["note"]
         elif (run := known.get(_place_of(line))) and run.digest == line["recipe"]:
@@ -451,7 +210,7 @@ def _earlier(planned: list[PlannedRun], file: Path) -> Earlier:
 
 
 def _place_of(line: Line) -> tuple[Any, ...]:
-    return tuple(line[name] for name in _CHOICES)
+    return tuple(line[name] for name in CHOICES)
 
 
 def searched_lines(chosen: Sweep, ledger: Path) -> list[Line]:

@@ -131,7 +131,8 @@ DISTILL = Verb(
 
 def _sweep(options: argparse.Namespace) -> int:
     from ssmzoo.analysis.ledger import ledger_table
-    from ssmzoo.analysis.sweep import selection, sweep
+    from ssmzoo.analysis.sweep import sweep
+    from ssmzoo.analysis.sweep_plan import selection
 
     ledger = sweep(
         options.sweep,
