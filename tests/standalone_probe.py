@@ -53,8 +53,8 @@ def answers(model):
         found["logits"] = model(tokens).logits
         found["left padding"] = model(tokens, attention_mask=mask).logits[mask.bool()]
         first = model(tokens[:, :7], use_cache=True)
-        rest = model(tokens[:, 7:], past_key_values=first.past_key_values)
-        step = model(tokens[:, :1], past_key_values=rest.past_key_values)
+        rest = model(tokens[:, 7:], cache=first.cache)
+        step = model(tokens[:, :1], cache=rest.cache)
         found["state hand-over"] = torch.cat([first.logits, rest.logits, step.logits], dim=1)
         found["generation"] = model.generate(
             tokens, attention_mask=mask, max_new_tokens=6, do_sample=False

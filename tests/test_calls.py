@@ -79,8 +79,8 @@ def test_a_layer_and_a_decoding_step_take_few_calls(name):
     model = language_model(name, layers=1)
     forward = count(lambda: model(ids, use_cache=False))
     model = language_model(name, layers=4)
-    cache = model(ids, use_cache=True).past_key_values
-    step = count(lambda: model(ids[:, :1], past_key_values=cache))
+    cache = model(ids, use_cache=True).cache
+    step = count(lambda: model(ids[:, :1], cache=cache))
     calls, files, steps = MOST[name]
     assert len(forward) <= calls
     assert len(set(forward)) <= files

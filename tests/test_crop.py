@@ -7,6 +7,7 @@ import torch
 
 from ssmzoo import load_family
 from ssmzoo.family import families
+from ssmzoo.modeling.compat import CACHE
 
 
 def build(name):
@@ -27,14 +28,14 @@ def ids():
 
 def read(model, cache, ids):
     with torch.no_grad():
-        return model(ids, past_key_values=cache, use_cache=True).past_key_values
+        return model(ids, cache=cache, use_cache=True).cache
 
 
 def goes_on(model, cache, ids, kept):
     """Compare going on after ``kept`` tokens with reading all at once."""
     assert cache.get_seq_length() == kept
     with torch.no_grad():
-        got = model(ids[:, kept:], past_key_values=cache).logits
+        got = model(ids[:, kept:], cache=cache).logits
         whole = model(ids, use_cache=False).logits[:, kept:]
     torch.testing.assert_close(got, whole, rtol=1e-10, atol=1e-10)
 
@@ -61,7 +62,7 @@ def test_after_assisted_decoding_a_cache_is_as_after_any_other(model, ids, retur
     ids, cache = ids[:1].repeat(1, 2), model.prefill(ids[:1]).cache
     got = model.generate(
         ids,
-        past_key_values=cache,
+        cache=cache,
         prompt_lookup_num_tokens=3,
         return_dict_in_generate=returned,
         **settings,
@@ -71,7 +72,7 @@ def test_after_assisted_decoding_a_cache_is_as_after_any_other(model, ids, retur
     assert cache.pending is None
     cache.save(tmp_path / "state.safetensors")
     assert torch.equal(
-        model.generate(ids, past_key_values=cache, num_beams=2, **settings),
+        model.generate(ids, cache=cache, num_beams=2, **settings),
         model.generate(ids, num_beams=2, **settings),
     )
 
@@ -80,9 +81,9 @@ def test_a_prompt_read_from_a_cropped_cache_can_be_saved(model, ids, tmp_path):
     cache = read(model, None, ids[:, :4])
     cache.activate_past_recording()
     read(model, cache, ids[:, 4:12]).crop(7)
-    prompt = model.prefill(ids[:, :8], past_key_values=cache)
+    prompt = model.prefill(ids[:, :8], cache=cache)
     prompt.save_pretrained(tmp_path)
-    goes_on(model, prompt.inputs()["past_key_values"], ids, 7)
+    goes_on(model, prompt.inputs()[CACHE], ids, 7)
     goes_on(model, cache, ids, 7)
 
 
@@ -147,9 +148,9 @@ def test_part_of_a_padded_call_can_be_rolled_back(model, ids, side, kept):
     cache = read(model, None, ids[:, :4])
     cache.activate_past_recording()
     with torch.no_grad():
-        model(ids[:, 4:9], attention_mask=mask[:, :9], past_key_values=cache)
+        model(ids[:, 4:9], attention_mask=mask[:, :9], cache=cache)
         cache.crop(kept - 9)
-        got = model(ids[:, kept:], past_key_values=cache).logits
+        got = model(ids[:, kept:], cache=cache).logits
         for row, real in enumerate(mask[:, :kept].bool()):
             whole = torch.cat([ids[row, :kept][real], ids[row, kept:]])[None]
             expected = model(whole, use_cache=False).logits[0, -got.shape[1] :]
@@ -160,7 +161,7 @@ def test_a_packed_call_is_rolled_back_only_as_a_whole(model, ids):
     cache = read(model, None, ids[:, :4])
     cache.activate_past_recording()
     with torch.no_grad():
-        model(ids[:1, :9], cu_seqlens=torch.tensor([0, 4, 9]), past_key_values=cache)
+        model(ids[:1, :9], cu_seqlens=torch.tensor([0, 4, 9]), cache=cache)
     with pytest.raises(RuntimeError, match=r"as a whole, got 2 of its 5 tokens"):
         cache.crop(-2)
     assert cache.get_seq_length() == 9
@@ -298,7 +299,7 @@ def test_after_an_error_in_generate_the_model_is_as_before(model, ids):
     def stop(*_):
         raise InterruptedError("now")
 
-    given = state["past_key_values"]
+    given = state[CACHE]
     for inputs in ({"input_ids": ids[:1]}, state):
         hook = model.model.norm.register_forward_hook(stop)
         with pytest.raises(InterruptedError):

@@ -156,8 +156,8 @@ def test_a_hyena_becomes_a_checkpoint_that_decodes_by_recurrence(tmp_path):
     assert loaded.generation_config.max_length == 77
     with torch.no_grad():
         out = loaded(ids[:, :12], use_cache=True)
-        assert out.past_key_values.layers[0].states["ring"].shape == (1, 25, 6)
-        rest = loaded(ids[:, 12:], past_key_values=out.past_key_values).logits
+        assert out.cache.layers[0].states["ring"].shape == (1, 25, 6)
+        rest = loaded(ids[:, 12:], cache=out.cache).logits
         assert torch.allclose(rest, student(ids).logits[:, 12:], atol=1e-5)
 
 
@@ -205,8 +205,8 @@ def test_modal_filters_of_any_order_distil_and_decode_in_five_forms(order, tmp_p
         for name, sizes in (("chunks", [1, 20, 19]), ("tokens", [1] * 40)):
             cache, parts = None, []
             for piece in rows[0].split(sizes, dim=1):
-                out = loaded(piece, past_key_values=cache, use_cache=True)
-                cache = out.past_key_values
+                out = loaded(piece, cache=cache, use_cache=True)
+                cache = out.cache
                 parts.append(out.logits)
             found[name] = torch.cat(parts, dim=1)
         assert cache.layers[0].states["modes"].shape == (1, 6, order // 2, 2)

@@ -27,12 +27,12 @@ from transformers import (
 from ssmzoo import load_family
 from ssmzoo.analysis.inspect import inspect_model
 from ssmzoo.modeling import backbone, flip
+from ssmzoo.modeling.compat import enable_gradient_checkpointing
 from ssmzoo.modeling.layers import DropPath
 from ssmzoo.modeling.packing import find_packing
 from ssmzoo.publishing.hub import publish
 from ssmzoo.tasks import load_task
 from ssmzoo.testing import check
-from ssmzoo.training.compat import enable_gradient_checkpointing
 from ssmzoo.training.run import train
 
 DSS, LONGHORN = load_family("dss"), load_family("longhorn")

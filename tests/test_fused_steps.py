@@ -89,9 +89,9 @@ def ids(rows: int = 2, length: int = 12) -> Tensor:
 def decode(model: Any, x: Tensor, cache: Any = None, prompt: int = 4) -> Tensor:
     """Return the logits of tokens, one at a time, behind a prompt or a cache."""
     if cache is None:
-        cache = model(x[:, :prompt], use_cache=True).past_key_values
+        cache = model(x[:, :prompt], use_cache=True).cache
         x = x[:, prompt:]
-    steps = [model(token, past_key_values=cache).logits for token in x.split(1, dim=1)]
+    steps = [model(token, cache=cache).logits for token in x.split(1, dim=1)]
     return torch.cat(steps, dim=1)
 
 
@@ -258,7 +258,7 @@ def test_a_call_that_fails_leaves_the_states() -> None:
     model, x = model_of("longhorn"), ids()
     decode(model, x)
     with torch.no_grad():
-        cache = model(x[:, :4], use_cache=True).past_key_values
+        cache = model(x[:, :4], use_cache=True).cache
     before = copy.deepcopy(cache)
 
     def fail(*_: Any) -> None:
@@ -279,7 +279,7 @@ def test_a_learned_state_gets_no_other_numbers() -> None:
     model, x = model_of("rtf"), ids()
     decode(model, x)
     with torch.no_grad():
-        cache = model(x[:, :4], use_cache=True).past_key_values
+        cache = model(x[:, :4], use_cache=True).cache
     ring = cache.layers[0].states["ring"].requires_grad_()
     before = ring.detach().clone()
     decode(model, x[:, 4:5], cache)
@@ -288,9 +288,9 @@ def test_a_learned_state_gets_no_other_numbers() -> None:
 
 def test_training_and_gradients_go_layer_by_layer() -> None:
     model, x = model_of("longhorn"), ids()
-    cache = model(x[:, :4], use_cache=True).past_key_values
+    cache = model(x[:, :4], use_cache=True).cache
     with watch() as ran:
-        model(x[:, 4:5], past_key_values=cache).logits.sum().backward()
+        model(x[:, 4:5], cache=cache).logits.sum().backward()
     assert "token_step" not in dict(ran)
     model.train()
     with watch() as ran:

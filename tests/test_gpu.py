@@ -100,8 +100,8 @@ def test_padded_rows(model, subject, rows, exact, side):
 def test_pieces_with_a_cache(model, rows, exact, pieces):
     cache, found = None, []
     for piece in rows[-1][None].to(DEVICE).split(pieces, dim=1):
-        output = model(piece, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = model(piece, cache=cache, use_cache=True)
+        cache = output.cache
         found.append(output.logits[0])
     assert_near([torch.cat(found)], exact[-1:])
 
@@ -141,11 +141,11 @@ def test_recorded_steps(model, subject):
     def prompt():
         room = 64 if model.config.state_grows else None
         cache = StaticStateCache(model.config, room)
-        model(ids[:, :20], past_key_values=cache)
+        model(ids[:, :20], cache=cache)
         return cache
 
     def step(token, cache):
-        return model(token, past_key_values=cache).logits
+        return model(token, cache=cache).logits
 
     found = []
     for function in (torch.compile(step, fullgraph=True, mode="reduce-overhead"), step):

@@ -10,8 +10,8 @@ from transformers import AutoModelForTokenClassification
 from ssmzoo import load_family
 from ssmzoo.modeling import BatchNorm, Dropout, LayerState, PackedRow, SSMMixer
 from ssmzoo.modeling.classifiers import pool
+from ssmzoo.modeling.compat import enable_gradient_checkpointing
 from ssmzoo.modeling.packing import find_packing
-from ssmzoo.training.compat import enable_gradient_checkpointing
 
 FAMILY = load_family("longhorn")
 SHAPES = [
@@ -61,13 +61,13 @@ def test_every_block_shape_keeps_the_five_forms(fields):
 
     cache, stepped = None, []
     for token in rows[0]:
-        output = model(token.view(1, 1), past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = model(token.view(1, 1), cache=cache, use_cache=True)
+        cache = output.cache
         stepped.append(output.logits[0])
     assert near(torch.cat(stepped), singly[0])
 
     output = model(rows[0][None, :4], use_cache=True)
-    rest = model(rows[0][None, 4:], past_key_values=output.past_key_values).logits
+    rest = model(rows[0][None, 4:], cache=output.cache).logits
     assert near(torch.cat([output.logits, rest], dim=1)[0], singly[0])
 
     ids, mask = left_padded(rows)
@@ -187,9 +187,9 @@ def test_mean_pooling_trains_alike_padded_and_packed():
 def test_mean_pooling_refuses_a_cache():
     model = build("sequence_classification", pooling="mean")
     (row,) = documents(5)
-    cache = model(row[None], use_cache=True).past_key_values
+    cache = model(row[None], use_cache=True).cache
     with pytest.raises(ValueError, match="whole sequence"):
-        model(row[None], past_key_values=cache)
+        model(row[None], cache=cache)
 
 
 def test_regression_of_sequences_is_the_mean_squared_error():
@@ -321,15 +321,15 @@ def test_named_groups_do_not_decay_and_take_their_own_rate(monkeypatch):
 def test_reset_rows_start_anew_and_the_others_continue():
     model = build("causal_lm")
     rows = torch.stack(documents(6, 6, 6))
-    cache = model(rows[:, :3], use_cache=True).past_key_values
+    cache = model(rows[:, :3], use_cache=True).cache
     cache.reset_rows(torch.tensor([1]))
-    logits = model(rows[:, 3:], past_key_values=cache).logits
+    logits = model(rows[:, 3:], cache=cache).logits
     whole = model(rows).logits[:, 3:]
     assert near(logits[[0, 2]], whole[[0, 2]])
     assert near(logits[1], model(rows[1:2, 3:]).logits[0])
     cache.reset_rows([True, False, True])
     cache.reset_rows([])
-    logits = model(rows[:, :2], past_key_values=cache).logits
+    logits = model(rows[:, :2], cache=cache).logits
     assert near(logits[[0, 2]], model(rows[:, :2]).logits[[0, 2]])
 
 
@@ -356,7 +356,7 @@ def test_heads_without_a_cache_take_use_cache_false_and_refuse_true(kind):
 def test_a_bidirectional_model_has_no_cache_and_generates_nothing():
     config = _LooksAhead(**FAMILY.tiny)
     model = FAMILY.model_class(config)
-    assert model(torch.tensor([[3, 4]])).past_key_values is None
+    assert model(torch.tensor([[3, 4]])).cache is None
     with pytest.raises(ValueError, match="bidirectional and cannot have a cache"):
         model(torch.tensor([[3, 4]]), use_cache=True)
     with pytest.raises(ValueError, match="is bidirectional"):

@@ -31,6 +31,7 @@ from ssmzoo import load_family
 from ssmzoo.checkpoints.weights import weights_revision
 from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.modeling import load_state
+from ssmzoo.modeling.compat import CACHE
 from ssmzoo.publishing.card import render_card
 from ssmzoo.publishing.hub import publish
 
@@ -118,7 +119,7 @@ with torch.no_grad():
     logits["pushed"] = read("pushed")(input_ids).logits.numpy()
     state = load_state(snapshot_download("tester/stateful"), read("stateful"))
     inputs = state.inputs(input_ids[:1])
-    inputs["input_ids"] = inputs["input_ids"][:, inputs["past_key_values"].seen_tokens :]
+    inputs["input_ids"] = inputs["input_ids"][:, inputs[CACHE].seen_tokens :]
     logits["stateful"] = state.model(**inputs).logits.numpy()
 
 for version in ("v1", "main"):
@@ -405,7 +406,7 @@ def test_a_saved_prompt_continues_after_loading(loaded, narrow):
     state = load_state(narrow, model)
     inputs = state.inputs(torch.arange(12)[None])
     whole = expected(narrow, inputs["input_ids"])
-    seen = inputs["past_key_values"].seen_tokens
+    seen = inputs[CACHE].seen_tokens
     assert seen == 6
     inputs["input_ids"] = inputs["input_ids"][:, seen:]
     with torch.no_grad():

@@ -317,7 +317,7 @@ def test_every_family_gets_a_report_and_pictures_that_show_something(model, pict
     x = torch.zeros(1, 5, 1) if values else torch.zeros(1, 5, dtype=torch.int64)
     with torch.no_grad():
         cache = backbone(**{"input_values" if values else "input_ids": x}, use_cache=True)
-    assert report["state_bytes"] == cache.past_key_values.nbytes
+    assert report["state_bytes"] == cache.cache.nbytes
     assert report["parameters"] == sum(p.numel() for p in backbone.parameters())
 
 

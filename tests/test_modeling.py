@@ -12,6 +12,7 @@ from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATION
 from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.family import families, load_family
 from ssmzoo.modeling import LayerState, StateCache
+from ssmzoo.modeling.compat import CACHE
 from ssmzoo.modeling.packing import PackedRow, find_packing
 from ssmzoo_kernels import use_backend
 from ssmzoo_longhorn import FAMILY
@@ -44,7 +45,7 @@ def ids():
 @pytest.fixture
 def cache(model, ids):
     with torch.no_grad():
-        return model(ids, use_cache=True).past_key_values
+        return model(ids, use_cache=True).cache
 
 
 # --- inputs ------------------------------------------------------------------------------------
@@ -87,7 +88,7 @@ def test_ids_that_are_not_integers_are_refused(model, ids, dtype):
 def test_no_tokens_are_refused_and_the_cache_survives(model, cache, packed):
     empty = torch.zeros(2, 0, dtype=torch.long)
     with pytest.raises(ValueError, match="at least one token, got L = 0"):
-        model(empty, past_key_values=cache)
+        model(empty, cache=cache)
     with pytest.raises(ValueError, match="at least one token, got L = 0"):
         model(inputs_embeds=torch.zeros(1 if packed else 2, 0, 32))
     assert cache.get_seq_length() == 7
@@ -308,26 +309,26 @@ def test_positions_of_padding_mean_nothing():
 
 
 def test_the_cache_of_another_model_is_refused(ids, cache):
-    with pytest.raises(ValueError, match="past_key_values belongs to another model"):
-        build(d_state=5)(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="cache belongs to another model"):
+        build(d_state=5)(ids, cache=cache)
 
 
 def test_the_cache_of_another_batch_is_refused_and_stays_as_it_was(model, ids, cache):
     before = copy.deepcopy(cache)
     with pytest.raises(ValueError, match="holds 2 sequences, the input has 3"):
-        model(torch.zeros(3, 1, dtype=torch.long), past_key_values=cache)
+        model(torch.zeros(3, 1, dtype=torch.long), cache=cache)
     with torch.no_grad():
-        after, expected = (model(ids, past_key_values=c).logits for c in (cache, before))
+        after, expected = (model(ids, cache=c).logits for c in (cache, before))
     assert torch.equal(after, expected)
 
 
 def test_the_cache_of_another_kind_is_refused(model, ids):
-    with pytest.raises(TypeError, match="past_key_values must be a StateCache, got DynamicCache"):
-        model(ids, past_key_values=DynamicCache())
-    with pytest.raises(TypeError, match="past_key_values must be a StateCache, got DynamicCache"):
-        model.generate(ids, max_new_tokens=2, pad_token_id=0, past_key_values=DynamicCache())
-    with pytest.raises(TypeError, match="past_key_values must be a StateCache, got tuple"):
-        model.prefill(ids, past_key_values=((ids, ids),))
+    with pytest.raises(TypeError, match="cache must be a StateCache, got DynamicCache"):
+        model(ids, cache=DynamicCache())
+    with pytest.raises(TypeError, match="cache must be a StateCache, got DynamicCache"):
+        model.generate(ids, max_new_tokens=2, pad_token_id=0, cache=DynamicCache())
+    with pytest.raises(TypeError, match="cache must be a StateCache, got tuple"):
+        model.prefill(ids, cache=((ids, ids),))
 
 
 def test_a_reset_cache_starts_a_new_sequence_of_any_batch_size(model, ids, cache):
@@ -336,12 +337,12 @@ def test_a_reset_cache_starts_a_new_sequence_of_any_batch_size(model, ids, cache
     one = ids[:1]
     with torch.no_grad():
         fresh = model(one, use_cache=True)
-        again = model(one, past_key_values=cache)
+        again = model(one, cache=cache)
         assert torch.equal(again.logits, fresh.logits)
-        assert again.past_key_values is cache
+        assert again.cache is cache
         assert (cache.get_seq_length(), cache.batch_size) == (7, 1)
         token = ids[1:, :1]
-        following = [model(token, past_key_values=x.past_key_values) for x in (fresh, again)]
+        following = [model(token, cache=x.cache) for x in (fresh, again)]
     assert torch.equal(following[0].logits, following[1].logits)
 
 
@@ -630,7 +631,7 @@ def test_generate_reads_stop_strings_with_a_tokenizer():
     assert stopped[0, 2:].tolist() == said[:2].tolist()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of torch's own
+@pytest.mark.filterwarnings("ignore:.*torch.jit")  # of torch's own
 @pytest.mark.parametrize("name", sorted(families()))
 def test_the_reference_has_all_derivatives_of_a_model(name, ids):
     family = load_family(name)
@@ -666,10 +667,10 @@ def test_the_reference_has_all_derivatives_of_a_model(name, ids):
 def test_reentrant_checkpointing_with_a_given_state_is_refused(ids):
     model = build()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-    state = model(ids[:, :3], use_cache=True).past_key_values
-    with pytest.raises(ValueError, match=r"past_key_values in training needs .*'use_reentrant'"):
-        model.train()(ids[:, 3:], past_key_values=state)
-    model.eval()(ids[:, 3:], past_key_values=state)
+    state = model(ids[:, :3], use_cache=True).cache
+    with pytest.raises(ValueError, match=r"cache in training needs .*'use_reentrant'"):
+        model.train()(ids[:, 3:], cache=state)
+    model.eval()(ids[:, 3:], cache=state)
 
 
 def test_attributes_that_are_not_fields_are_not_saved(tmp_path, caplog):
@@ -684,11 +685,11 @@ def test_attributes_that_are_not_fields_are_not_saved(tmp_path, caplog):
 
 
 def test_a_copied_cache_goes_back_to_before(model, ids):
-    cache = model(ids[:, :4], use_cache=True).past_key_values  # with a graph, as in training
+    cache = model(ids[:, :4], use_cache=True).cache  # with a graph, as in training
     kept = copy.deepcopy(cache)
-    expected = model(ids[:, 4:], past_key_values=cache).logits
+    expected = model(ids[:, 4:], cache=cache).logits
     assert kept.get_seq_length() == 4
-    got = model(ids[:, 4:], past_key_values=kept).logits
+    got = model(ids[:, 4:], cache=kept).logits
     assert torch.equal(got, expected)
 
 
@@ -698,7 +699,7 @@ def test_a_damaged_state_file_is_refused(model, ids, tmp_path):
     from safetensors.torch import save_file
 
     path = tmp_path / "state.safetensors"
-    model(ids, use_cache=True).past_key_values.save(path)
+    model(ids, use_cache=True).cache.save(path)
     with safe_open(path, "pt") as file:
         metadata, names = file.metadata(), list(file.keys())
         tensors = {name: file.get_tensor(name) for name in names}
@@ -716,16 +717,16 @@ def test_a_damaged_state_file_is_refused(model, ids, tmp_path):
 
 @torch.no_grad()
 def test_a_cache_of_another_width_is_refused(model, ids):
-    cache = model(ids, use_cache=True).past_key_values
+    cache = model(ids, use_cache=True).cache
     other = build(expand=3)
-    with pytest.raises(ValueError, match="past_key_values belongs to another model"):
-        other(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="cache belongs to another model"):
+        other(ids, cache=cache)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"past_key_values": ((1,),)}, TypeError, "must be a StateCache, got tuple"),
+        ({CACHE: ((1,),)}, TypeError, "must be a StateCache, got tuple"),
         ({"attention_mask": [[1] * 7] * 2}, TypeError, "attention_mask must be a tensor"),
         ({"labels": torch.zeros(7).long()}, ValueError, r"labels must have shape \[B, L\]"),
         ({"output_attentions": True}, ValueError, "no attention weights are kept"),
@@ -793,13 +794,13 @@ def test_prefill_and_steps_with_a_cache_that_counts_or_grows_are_three_graphs(na
         with torch.no_grad():
             found = [compiled(ids[:, :10], use_cache=True)]
             for token in ids[:, 10:14].split(1, dim=1):
-                found.append(compiled(token, past_key_values=found[0].past_key_values))
+                found.append(compiled(token, cache=found[0].cache))
             expected = model(ids[:, :14]).logits
     finally:
         torch._dynamo.reset()
     logits = torch.cat([output.logits for output in found], dim=1)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-    assert found[0].past_key_values.seen_tokens == 14
+    assert found[0].cache.seen_tokens == 14
     assert len(graphs) <= 3, "prefill, a step, and one that knows that the count of tokens changes"
 
 

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ssmzoo.modeling import StateCache, load_state
+from ssmzoo.modeling.compat import CACHE
 from ssmzoo_dss import FAMILY as DSS
 from ssmzoo_longhorn import FAMILY
 
@@ -40,9 +41,9 @@ def folder(model, ids, tmp_path_factory):
 
 def logits(model, inputs):
     """Return the logits ``[B, V]`` of the next token."""
-    past = inputs["past_key_values"]
+    past = inputs[CACHE]
     with torch.no_grad():
-        return model(inputs["input_ids"][:, past.seen_tokens :], past_key_values=past).logits[:, -1]
+        return model(inputs["input_ids"][:, past.seen_tokens :], cache=past).logits[:, -1]
 
 
 def test_a_saved_prompt_continues_bitwise_equal_in_another_process(model, ids, folder, tmp_path):
@@ -56,9 +57,9 @@ torch.set_num_threads({torch.get_num_threads()})
 model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r})
 state = load_state({str(folder)!r}, model)
 inputs = state.inputs(torch.tensor([[5, 6], [7, 8]]))
-past = inputs["past_key_values"]
+past = inputs[{CACHE!r}]
 with torch.no_grad():
-    out = model(inputs["input_ids"][:, past.seen_tokens:], past_key_values=past)
+    out = model(inputs["input_ids"][:, past.seen_tokens:], cache=past)
 save_file({{"logits": out.logits[:, -1].contiguous()}}, {str(tmp_path / "logits.safetensors")!r})
 """
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -158,7 +159,7 @@ def test_loading_a_prompt_tells_missing_bare_and_damaged_files_apart(model, ids,
         load_state(tmp_path, model)
     path = tmp_path / "state.safetensors"
     with torch.no_grad():
-        model(ids, use_cache=True).past_key_values.save(path)
+        model(ids, use_cache=True).cache.save(path)
     with pytest.raises(ValueError, match=r"a cache without its prompt; read it with StateCache"):
         load_state(tmp_path, model)
     whole = (folder / "state.safetensors").read_bytes()
@@ -193,13 +194,13 @@ def test_invalid_prompts_are_refused(model, ids, arguments, message):
         model.prefill(**{"input_ids": ids, **arguments})
 
 
-def test_past_key_values_that_are_no_prefix_of_the_prompt_are_refused(model, ids):
+def test_a_state_that_is_no_prefix_of_the_prompt_is_refused(model, ids):
     state = model.prefill(ids)
-    with pytest.raises(ValueError, match=r"past_key_values has seen 6 tokens.* got"):
-        model.prefill(ids[:, :6], past_key_values=state.cache)
+    with pytest.raises(ValueError, match=r"cache has seen 6 tokens.* got"):
+        model.prefill(ids[:, :6], cache=state.cache)
     with pytest.raises(ValueError, match="holds 2 sequences, the input has 1"):
-        model.prefill(ids[:1], past_key_values=state.cache)
+        model.prefill(ids[:1], cache=state.cache)
     with pytest.raises(ValueError, match=r"shape \[2, M\], as many rows as the prompt, got \[1, 3"):
         state.inputs(ids[:1, :3])
     with pytest.raises(ValueError, match="made for"):
-        model.prefill(ids, past_key_values=StateCache(build(d_state=3).config))
+        model.prefill(ids, cache=StateCache(build(d_state=3).config))

@@ -63,9 +63,9 @@ from ssmzoo_kernels.dispatch import watch
 
 def decoded(model, ids):
     with torch.no_grad():
-        cache = model(ids[:, :4], use_cache=True).past_key_values
+        cache = model(ids[:, :4], use_cache=True).cache
         tokens = ids[:, 4:].split(1, dim=1)
-        return torch.cat([model(t, past_key_values=cache).logits for t in tokens], dim=1)
+        return torch.cat([model(t, cache=cache).logits for t in tokens], dim=1)
 
 
 for name in ("longhorn", "coffee", "rtf"):

@@ -75,7 +75,7 @@ def test_ddp_and_fully_shard_have_the_gradients_of_one_process(found):
     [
         *[("both ways", "directions"), ("batch norm", "norm_type"), ("grows", "attend")],
         *[("stock", "accelerate"), ("short", "input_ids"), ("short prompt", "input_ids")],
-        *[("other model", "past_key_values"), ("labels LonghornForCausalLM", "shift_labels")],
+        *[("other model", "cache"), ("labels LonghornForCausalLM", "shift_labels")],
         *[("labels MambaForCausalLM", "shift_labels")],
         *[("again LonghornForCausalLM", "new one"), ("again MambaForCausalLM", "new one")],
     ],
@@ -94,7 +94,7 @@ def test_a_quarter_of_a_row_needs_less_than_two_sevenths_of_its_memory(family):
     model = found.causal_lm_class(found.config(**{**found.tiny, **settings}))
     ids = torch.randint(model.config.vocab_size, (1, 1 << 15))
     with torch.no_grad():
-        begun = model(ids[:, :8], past_key_values=StateCache(model.config)).past_key_values
+        begun = model(ids[:, :8], cache=StateCache(model.config)).cache
 
     def whole(length):
         logits = model(ids[:, :length], use_cache=False).logits[0]
@@ -109,7 +109,7 @@ def test_a_quarter_of_a_row_needs_less_than_two_sevenths_of_its_memory(family):
                 for held in begun.get_states()
             ]
         )
-        logits = model(ids[:, :length], past_key_values=cache, use_cache=True).logits[0]
+        logits = model(ids[:, :length], cache=cache, use_cache=True).logits[0]
         ends = [s for held in cache.get_states() for s in held.values() if s.requires_grad]
         assert ends
         loss = cross_entropy(logits, ids[0, :length])

@@ -22,6 +22,7 @@ from ssmzoo.modeling import (
     prefill,
     remove_state_adapter,
 )
+from ssmzoo.modeling.compat import cache_name
 from ssmzoo.training.folder import RunFolder
 from ssmzoo.training.run import train
 
@@ -259,17 +260,17 @@ def test_a_prompt_goes_on_with_its_adapter_alone(tmp_path):
 
 def test_a_cache_that_began_elsewhere_is_refused():
     model, x = longhorn(), ids()
-    cache = model(x, use_cache=True).past_key_values
+    cache = model(x, use_cache=True).cache
     adapter = drawn(model)
     with pytest.raises(ValueError, match="began from no state adapter"):
-        model(x[:, :1], past_key_values=cache)
-    begun = model(x, past_key_values=StateCache(model.config)).past_key_values
+        model(x[:, :1], cache=cache)
+    begun = model(x, cache=StateCache(model.config)).cache
     assert copy.deepcopy(begun).adapter is adapter
     with pytest.raises(ValueError, match="began from a state adapter"):
         begun.reset_rows([0])
     remove_state_adapter(model)
     with pytest.raises(ValueError, match="and this model has no state adapter"):
-        model(x[:, :1], past_key_values=begun)
+        model(x[:, :1], cache=begun)
 
 
 def test_a_cache_that_is_cropped_to_nothing_begins_anew():
@@ -278,10 +279,10 @@ def test_a_cache_that_is_cropped_to_nothing_begins_anew():
     drawn(model)
     cache = StateCache(model.config)
     cache.activate_past_recording()
-    model(x, past_key_values=cache)
+    model(x, cache=cache)
     cache.crop(-9)
     remove_state_adapter(model)
-    got = [model(part, past_key_values=cache).logits for part in (x[:, :8], x[:, 8:])]
+    got = [model(part, cache=cache).logits for part in (x[:, :8], x[:, 8:])]
     close(torch.cat(got, dim=1), base)
 
 
@@ -540,8 +541,8 @@ def test_a_stock_model_starts_from_it_in_every_form(model_type, tmp_path):
         for piece in padded.split(sizes, dim=1):
             seen += piece.shape[1]
             output = model(piece, attention_mask=mask[:, :seen], use_cache=True, **state)
-            kept = output.get("past_key_values")
-            state = {"past_key_values": output["cache_params"] if kept is None else kept}
+            name = cache_name(output.keys())
+            state = {name: output[name]}
             got.append(output.logits)
         for row, length in enumerate(lengths):
             close(torch.cat(got, dim=1)[row, 17 - length :], whole[row, :length])
@@ -560,12 +561,12 @@ def test_a_stock_model_starts_from_it_in_every_form(model_type, tmp_path):
     plain = ssmzoo.accelerate(tiny(model_type)).model
     for made, other in ((model, plain), (plain, model)):
         for cache in (model.cache_class(model.config), DynamicCache(config=model.config)):
-            made(x, past_key_values=cache)
-            assert made(x[:, :1], past_key_values=copy.deepcopy(cache)).logits.isfinite().all()
+            made(x, cache=cache)
+            assert made(x[:, :1], cache=copy.deepcopy(cache)).logits.isfinite().all()
             with pytest.raises(ValueError, match=r"began from .* and this model has"):
-                other(x[:, :1], past_key_values=cache)
+                other(x[:, :1], cache=cache)
     backbone, cache = model.base_model, model.cache_class(model.config)
-    assert backbone(x, past_key_values=cache)["past_key_values"] is cache
+    assert backbone(x, cache=cache).cache is cache
     with pytest.raises(ValueError, match="needs ssmzoo's kernels"):
         ssmzoo.restore(model)
     remove_state_adapter(model)

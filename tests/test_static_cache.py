@@ -14,6 +14,7 @@ from transformers import CompileConfig
 from ssmzoo import load_family
 from ssmzoo.family import families
 from ssmzoo.modeling import StateCache, StaticStateCache
+from ssmzoo.modeling.compat import CACHE
 from ssmzoo_kernels.dispatch import watch
 
 ATTENTION = {"num_hidden_layers": 2, "mixer_types": ["mamba", "attention"], "use_rope": True}
@@ -57,7 +58,7 @@ def static(model, room=ROOM):
 def read(model, cache, ids, *lengths):
     """Return the logits of pieces read one after the other."""
     pieces = ids[:, : sum(lengths)].split(lengths, dim=1)
-    return torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], dim=1)
+    return torch.cat([model(piece, cache=cache).logits for piece in pieces], dim=1)
 
 
 def places(cache):
@@ -190,8 +191,8 @@ def test_a_file_is_continued_in_a_cache_of_either_kind(model, ids, kind, room, t
 
 
 def test_a_prompt_is_read_into_a_given_cache(longhorn, ids):
-    state = longhorn.prefill(ids[:, :9], past_key_values=static(longhorn), chunk_size=4)
-    assert type(state.inputs()["past_key_values"]) is StaticStateCache
+    state = longhorn.prefill(ids[:, :9], cache=static(longhorn), chunk_size=4)
+    assert type(state.inputs()[CACHE]) is StaticStateCache
     got = longhorn.generate(**state.inputs(), do_sample=False, max_new_tokens=4, pad_token_id=0)
     usual = longhorn.prefill(ids[:, :9], chunk_size=4).inputs()
     expected = longhorn.generate(**usual, do_sample=False, max_new_tokens=4, pad_token_id=0)
@@ -230,7 +231,7 @@ def test_generate_gives_the_same_by_either_cache(model, ids, options):
         ids, mask = ids[:1].repeat(1, 2), None
     usual = generate(model, ids, mask, **options)
     got = generate(model, ids, mask, cache_implementation="static", **options)
-    assert type(got.past_key_values) is StaticStateCache
+    assert type(got[CACHE]) is StaticStateCache
     assert torch.equal(got.sequences, usual.sequences)
     assert all(torch.equal(a, b) for a, b in zip(got.logits, usual.logits, strict=True))
 
@@ -243,25 +244,25 @@ def test_a_lookup_that_proposes_past_the_end_has_room(attention, ids):
     options |= {"cache_implementation": "static", "return_dict_in_generate": True}
     for new in range(3, 12):
         got = model.generate(prompt, max_new_tokens=new, **options)
-        assert got.past_key_values.max_cache_len == 9 + new + 2
+        assert got[CACHE].max_cache_len == 9 + new + 2
         assert got.sequences.tolist() == [[0] * (9 + new)]
         small = static(model, 9 + new + 1)
         with pytest.raises(ValueError, match=f"room .* generate may read {9 + new + 2}"):
-            model.generate(prompt, past_key_values=small, max_new_tokens=new, **options)
+            model.generate(prompt, cache=small, max_new_tokens=new, **options)
 
 
 def test_generate_writes_into_a_given_cache_again_and_again(model, ids):
     prompt, cache = ids[:, :9], static(model)
-    first = generate(model, prompt, do_sample=False, past_key_values=cache)
+    first = generate(model, prompt, do_sample=False, cache=cache)
     where = places(cache)
     for begin in (0, 40):
         cache.reset()
         prompt = ids[:, begin : begin + 9]
-        got = generate(model, prompt, do_sample=False, past_key_values=cache)
+        got = generate(model, prompt, do_sample=False, cache=cache)
         assert torch.equal(got.sequences, generate(model, prompt, do_sample=False).sequences)
-        assert got.past_key_values is cache
+        assert got[CACHE] is cache
         assert places(cache) == where
-    assert first.past_key_values is cache
+    assert first[CACHE] is cache
 
 
 def compiling(backend):
@@ -329,7 +330,7 @@ def test_a_cache_that_is_too_small_is_named(attention, ids):
         read(attention, cache, ids, 1)
     cache.reset()
     with pytest.raises(ValueError, match="max_cache_len = 12 tokens, and generate may read 18"):
-        generate(attention, ids[:, :9], past_key_values=cache)
+        generate(attention, ids[:, :9], cache=cache)
     assert read(attention, cache, ids, 12).shape[1] == 12
 
 
@@ -342,7 +343,7 @@ def test_a_graph_refuses_a_cache_that_is_too_small(ids):
     try:
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         read(compiled, cache, ids, 1, 1)
-        with pytest.raises(RuntimeError, match="past_key_values got more tokens than its max_cach"):
+        with pytest.raises(RuntimeError, match="cache got more tokens than its max_cach"):
             read(compiled, cache, ids, 1)
     finally:
         torch._dynamo.reset()
@@ -353,9 +354,9 @@ def test_other_models_and_batches_are_refused(longhorn, ids):
     cache = static(longhorn)
     read(longhorn, cache, ids, 5)
     cache.reset()
-    with pytest.raises(ValueError, match="past_key_values holds 3 sequences, the input has 2"):
+    with pytest.raises(ValueError, match="cache holds 3 sequences, the input has 2"):
         read(longhorn, cache, ids[:2], 5)
-    with pytest.raises(ValueError, match=r"past_key_values belongs to another model: .*num_hidden"):
+    with pytest.raises(ValueError, match=r"cache belongs to another model: .*num_hidden"):
         read(build("longhorn", num_hidden_layers=3), cache, ids, 5)
     with pytest.raises(ValueError, match="an empty StateCache cannot be saved"):
         cache.save("nowhere.safetensors")
@@ -369,7 +370,7 @@ def test_other_models_and_batches_are_refused(longhorn, ids):
 def test_a_gradient_through_memory_that_is_written_over_is_refused(longhorn, ids):
     cache = static(longhorn)
     with pytest.raises(ValueError, match=r"must be used under torch.no_grad\(\), got state 'conv'"):
-        longhorn(ids, past_key_values=cache)
+        longhorn(ids, cache=cache)
     assert cache.seen_tokens == 0
     assert cache.batch_size == -1
 
@@ -377,7 +378,7 @@ def test_a_gradient_through_memory_that_is_written_over_is_refused(longhorn, ids
 def test_generate_refuses_a_usual_cache_where_a_static_one_is_asked_for(longhorn, ids):
     past = longhorn.prefill(ids[:, :4]).cache
     with pytest.raises(ValueError, match="cache_implementation='static' needs a StaticStateCache"):
-        generate(longhorn, ids[:, :9], past_key_values=past, cache_implementation="static")
+        generate(longhorn, ids[:, :9], cache=past, cache_implementation="static")
 
 
 def test_generate_says_that_a_room_is_of_no_use(longhorn, ids, caplog):

@@ -18,6 +18,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import ssmzoo
+from ssmzoo.modeling.compat import cache_name
 from ssmzoo.modeling.decoding import kept
 from ssmzoo.modeling.stock import functions, norms
 from ssmzoo.modeling.stock.classes import Accelerated, writers_of
@@ -93,7 +94,7 @@ def assert_as_near(
 
 def cached(model: PreTrainedModel, x: Tensor, cache: Any, **inputs: Any) -> Any:
     output = model(x, use_cache=True, **cache, **inputs)
-    name = "cache_params" if "cache_params" in output else "past_key_values"
+    name = cache_name(output.keys())
     return output.logits, {name: output[name]}
 
 

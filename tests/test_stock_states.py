@@ -16,6 +16,7 @@ import ssmzoo
 from ssmzoo.analysis.measure import measure_layers
 from ssmzoo.modeling import load_state, prefill
 from ssmzoo.modeling.cache import RecurrentCache
+from ssmzoo.modeling.compat import CACHE, CACHES, MIXER_CACHE
 from ssmzoo.modeling.stock.cache import StockCache
 from ssmzoo_kernels.layers import linear_attention, selective_scan
 
@@ -104,24 +105,22 @@ def test_a_trained_model_does_not_save_an_old_prompt(tmp_path: Path) -> None:
         state.save_pretrained(tmp_path)
 
 
-def test_a_state_has_either_name_where_a_model_calls_it_cache_params() -> None:
+def test_a_state_has_every_name_that_versions_of_transformers_have_for_it() -> None:
     model, x = ours("mamba"), ids()
     state, whole = prefill(model, x), logits(ours("mamba"), input_ids=x)
     inputs = state.inputs()
-    cache = inputs.pop("past_key_values")
+    cache = inputs.pop(CACHE)
     assert_close(logits(model, **inputs, cache_params=cache), whole)
     with torch.no_grad():
-        by_name = [
-            model(x[:, -1:], **{name: state.inputs()["past_key_values"]})
-            for name in ("cache_params", "past_key_values")
-        ]
-        assert torch.equal(by_name[0].logits, by_name[1].logits)
-        assert by_name[1].past_key_values is by_name[1].cache_params
-        with pytest.raises(ValueError, match="past_key_values must be left out beside cache_par"):
-            model(x, past_key_values=cache, cache_params=cache)
+        by_name = [model(x[:, -1:], **{name: state.inputs()[CACHE]}) for name in CACHES]
+        for name, output in zip(CACHES, by_name, strict=True):
+            assert torch.equal(output.logits, by_name[0].logits)
+            assert getattr(output, name) is output[MIXER_CACHE]
+        with pytest.raises(ValueError, match="cache_params must be left out beside cache"):
+            model(x, cache=cache, cache_params=cache)
         with pytest.raises(ValueError, match="holds 2 sequences, the input has 1"):
-            model(x[:1], past_key_values=cache)
-    model.train()(x[:, -1:], past_key_values=state.inputs()["past_key_values"])
+            model(x[:1], cache=cache)
+    model.train()(x[:, -1:], cache=state.inputs()[CACHE])
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
@@ -148,12 +147,12 @@ def test_what_keeps_no_state_is_refused() -> None:
         with pytest.raises(ValueError, match=r"after ssmzoo\.accelerate\(model\), got"):
             prefill(model, torch.ones(1, 4, dtype=torch.long))
     hybrid, x = ours("jamba"), ids()
-    with pytest.raises(TypeError, match="past_key_values must be a StockCache, got DynamicCache"):
-        prefill(hybrid, x, past_key_values=DynamicCache(config=hybrid.config))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="cache must be a StockCache, got DynamicCache"):
+        prefill(hybrid, x, cache=DynamicCache(config=hybrid.config))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="belongs to another model"):
-        prefill(hybrid, x, past_key_values=prefill(ours("bamba"), x).cache)
+        prefill(hybrid, x, cache=prefill(ours("bamba"), x).cache)
     with pytest.raises(ValueError, match=r"has seen 20 tokens, and input_ids .* must have more"):
-        hybrid.generate(x[:, :20], past_key_values=prefill(hybrid, x).cache, **SETTINGS)
+        hybrid.generate(x[:, :20], cache=prefill(hybrid, x).cache, **SETTINGS)
     windows = LlamaConfig(num_hidden_layers=1, sliding_window=4, **fields)
     with pytest.raises(ValueError, match="to be saved or rolled back, got DynamicSlidingWindow"):
         StockCache(windows)
@@ -175,11 +174,11 @@ def test_gradient_checkpointing_which_writes_into_no_cache_is_refused() -> None:
     model = ours("jamba").train()
     model.gradient_checkpointing_enable()
     cache = StockCache(model.prompt_reader.config)
-    with pytest.raises(ValueError, match="past_key_values must be left out where JambaModel"):
-        model(ids(), past_key_values=cache)
+    with pytest.raises(ValueError, match="cache must be left out where JambaModel"):
+        model(ids(), cache=cache)
     assert cache.seen_tokens == 0
     with torch.no_grad():
-        model.eval()(ids(), past_key_values=cache)
+        model.eval()(ids(), cache=cache)
     assert cache.seen_tokens == LENGTH
 
 
@@ -187,7 +186,7 @@ def test_gradient_checkpointing_which_writes_into_no_cache_is_refused() -> None:
 def test_a_call_without_input_gets_the_stock_error(model_type: str) -> None:
     model = ours(model_type)
     with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
-        model(past_key_values=StockCache(model.prompt_reader.config))
+        model(cache=StockCache(model.prompt_reader.config))
 
 
 # --- tokens that are taken back -------------------------------------------------------------------
@@ -208,14 +207,14 @@ def test_a_cropped_cache_goes_on_as_if_the_rest_was_never_read(model_type: str, 
     with torch.no_grad():
         whole = read(0, LENGTH, x)
         cache = prefill(model, x[:, :5], mask[:, :5]).cache
-        read(4, 6, x, past_key_values=cache)
+        read(4, 6, x, cache=cache)
         cache.activate_past_recording()
         wrong = torch.where(torch.arange(LENGTH) < kept, x, (x + 1) % VOCABULARY)
         for begin, end in ((6, 9), (9, 10), (10, 14), (14, 17)):  # one token runs as a program
-            read(begin, end, wrong, past_key_values=cache)
+            read(begin, end, wrong, cache=cache)
         cache.crop(kept - 17)
         assert cache.get_seq_length() == kept
-        assert_close(read(kept, LENGTH, x, past_key_values=cache)[1], whole[1, kept:])
+        assert_close(read(kept, LENGTH, x, cache=cache)[1], whole[1, kept:])
         with pytest.raises(RuntimeError, match="crop needs recorded calls"):
             copy.deepcopy(cache).crop(-LENGTH)
 
@@ -247,10 +246,10 @@ def test_assisted_decoding_chooses_what_greedy_decoding_chooses(
         assert_close(logits(model, **begun.inputs(x[:, 30:]), **how), greedy)
         # the cache that comes back has read all but the last token
         out = model.generate(x, **SETTINGS, return_dict_in_generate=True, **how)
-        cache, tokens = out.past_key_values, out.sequences
+        cache, tokens = out[CACHE], out.sequences
         assert cache.get_seq_length() == tokens.shape[1] - 1
         with torch.no_grad():
-            step = model(tokens[:, -1:], past_key_values=cache).logits[:, -1]
+            step = model(tokens[:, -1:], cache=cache).logits[:, -1]
             assert_close(step, model(tokens, use_cache=False).logits[:, -1])
 
 
@@ -276,14 +275,17 @@ def test_assisted_decoding_refuses_what_it_cannot_roll_back() -> None:
     pure, hybrid, x = ours("mamba"), ours("jamba"), ids(rows=1)
     lookup = {"prompt_lookup_num_tokens": 3, **SETTINGS}
     with torch.no_grad():
-        other = hybrid(x[:, :5], use_cache=True).past_key_values
+        other = hybrid(x[:, :5], use_cache=True)[CACHE]
     cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-        (hybrid, {"past_key_values": other, **lookup}, ValueError, "prefill read, or none, got a"),
-        (hybrid, {"cache_implementation": "offloaded", **lookup}, ValueError, "cache_implementati"),
-        (pure, {"past_key_values": other, **SETTINGS}, TypeError, "must be the cache of a prompt"),
+        (hybrid, {CACHE: other, **lookup}, ValueError, "prefill read, or none, got a"),
         (pure, {"assistant_early_exit": 1, **SETTINGS}, ValueError, "assistant_early_exit must be"),
         (pure, {"use_cache": False, **lookup}, ValueError, "use_cache=True"),
     ]
+    if not torch.backends.cuda.is_built():  # which has no stream to offload in without a GPU
+        offloaded = {"cache_implementation": "offloaded", **lookup}
+        cases.append((hybrid, offloaded, ValueError, "cache_implementation"))
+    if MIXER_CACHE != CACHE:
+        cases.append((pure, {CACHE: other, **SETTINGS}, TypeError, "must be the cache of a prompt"))
     for model, inputs, kind, message in cases:
         with pytest.raises(kind, match=message):
             model.generate(x, **inputs)
@@ -298,7 +300,7 @@ def test_a_call_with_a_mask_of_another_shape_is_rolled_back_as_a_whole_only() ->
         model(
             x[:, 10:15],
             attention_mask={"full_attention": mask, "linear_attention": None},
-            past_key_values=cache,
+            cache=cache,
         )
     with pytest.raises(RuntimeError, match="as a whole, got 2 of its 5 tokens"):
         cache.crop(-2)

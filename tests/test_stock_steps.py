@@ -20,6 +20,7 @@ from torch.nn.utils.parametrize import register_parametrization, remove_parametr
 from torch.utils.flop_counter import FlopCounterMode
 
 import ssmzoo
+from ssmzoo.modeling.compat import CACHE, cache_name
 from ssmzoo.modeling.decoding import KEPT_AS
 from ssmzoo.modeling.stock import classes, norms
 from ssmzoo_kernels import use_backend
@@ -28,7 +29,7 @@ from ssmzoo_kernels.dispatch import watch
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*_pattern keys did not match:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit"),
 ]
 # MLPs with other activations or other parts
 OTHER_MLPS = {"ZambaMLP", "Zamba2MLP", "GraniteMoeHybridMLP", "NemotronHMLP"}
@@ -43,7 +44,7 @@ def prompt(model: Any, x: Tensor) -> dict[str, Any]:
     """Return a cache behind a prompt, by the name that the model takes it by."""
     with torch.no_grad():
         output = model(x, use_cache=True)
-    name = "cache_params" if "cache_params" in output else "past_key_values"
+    name = cache_name(output.keys())
     return {name: output[name]}
 
 
@@ -539,9 +540,9 @@ def test_arguments_come_by_place_or_by_name() -> None:
             ssmzoo.accelerate(model)
         with torch.no_grad():
             norm = inner.final_layernorm(hidden_states=torch.ones(1, 1, 32))
-            cache = inner(x[:, :3], use_cache=True).past_key_values
+            cache = inner(x[:, :3], use_cache=True)[CACHE]
             mask = torch.ones(1, 4, dtype=torch.long)
-            last = inner(x[:, 3:], mask, places[:, 3:], past_key_values=cache)
+            last = inner(x[:, 3:], mask, places[:, 3:], **{CACHE: cache})
         found.append((norm, last.last_hidden_state))
     for ours, stock in zip(found[1], found[0], strict=True):
         assert distance(ours, stock) <= 1e-5

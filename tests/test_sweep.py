@@ -554,7 +554,7 @@ def test_the_cache_size_is_counted_for_any_model():
     family = load_family("dss")
     ours = family.causal_lm_class(family.config(**family.tiny)).eval()
     with torch.no_grad():
-        cache = ours(torch.zeros(1, 10, dtype=torch.long), use_cache=True).past_key_values
+        cache = ours(torch.zeros(1, 10, dtype=torch.long), use_cache=True).cache
     assert state_bytes(ours, 10) == cache.nbytes
     assert flops_per_token(ours, 10) > 0
 

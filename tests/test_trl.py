@@ -15,7 +15,7 @@ from ssmzoo.family import families, load_family
 
 pytestmark = [
     pytest.mark.xdist_group("trl"),  # importing TRL costs seconds
-    # TRL 1.16 asks for checkpointing under the name that transformers 5.23 calls old
+    # TRL 1.16 asks for checkpointing under the name that transformers calls old since 5.23
     pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing.* deprecated:FutureWarning"),
     # transformers' trainer pins memory, whether there is a GPU or not
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),

@@ -17,6 +17,7 @@ import torch
 from report import draw, write_table
 
 from ssmzoo import load_family
+from ssmzoo.modeling.compat import CACHE
 from ssmzoo_kernels.machine import circumstances, keep_freed_memory
 
 RESULTS = Path(__file__).resolve().parents[2] / "kernels" / "benchmarks" / "results"
@@ -50,7 +51,7 @@ def layer(name: str, length: int) -> tuple[Callable[[], None], Callable[[], int]
 
     def cached() -> int:
         with torch.no_grad():
-            return model(input_ids=ids, use_cache=True).past_key_values.nbytes
+            return model(input_ids=ids, use_cache=True)[CACHE].nbytes
 
     return step, cached
 

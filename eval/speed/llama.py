@@ -33,6 +33,7 @@ from transformers.utils import logging
 
 import ssmzoo
 from ssmzoo import load_family
+from ssmzoo.modeling.compat import cache_name
 from ssmzoo_kernels.machine import circumstances, read_bandwidth
 
 RESULTS = Path(__file__).resolve().parents[2] / "kernels" / "benchmarks" / "results"
@@ -148,7 +149,7 @@ class Torch:
         start = time.perf_counter()
         for piece in [ids] if at_once else ids.split(1, dim=1):
             found = self._model(piece, use_cache=True, logits_to_keep=1, **self._cache)
-            name = "cache_params" if "cache_params" in found else "past_key_values"
+            name = cache_name(found.keys())
             self._cache, self._last = {name: found[name]}, found.logits
         return time.perf_counter() - start
 

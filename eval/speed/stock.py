@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 import ssmzoo
+from ssmzoo.modeling.compat import cache_name
 from ssmzoo_kernels.machine import (
     circumstances,
     measured_apart,
@@ -104,7 +105,7 @@ def decode(model: Any) -> Callable[[], None]:
     model.eval()
     with torch.no_grad():
         output = model(ids, use_cache=True)
-    name = "cache_params" if "cache_params" in output else "past_key_values"
+    name = cache_name(output.keys())
     cache = output[name]
 
     def tokens() -> None:

@@ -52,6 +52,6 @@ def test_the_contract(contract, check, case):
 
 
 @pytest.mark.filterwarnings("ignore:.*complex operators:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of torch's own
+@pytest.mark.filterwarnings("ignore:.*torch.jit")  # of torch's own
 def test_gradients_compiled_by_inductor_are_the_references():
     assert_compiled_gradients_are_the_references("triton")

@@ -15,7 +15,7 @@ def test_every_declared_op_has_a_contract():
     assert known == {name for name in declared() if hasattr(ssmzoo_kernels, name)}
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of torch's own
+@pytest.mark.filterwarnings("ignore:.*torch.jit")  # of torch's own
 def test_tensors_of_torch_func_transforms_are_not_cached():
     y = torch.randn(2, 23, 5)  # a batch and length of no other test
     with pytest.raises(NotImplementedError, match="innovation"):
@@ -26,7 +26,7 @@ def test_tensors_of_torch_func_transforms_are_not_cached():
 @pytest.mark.turns
 @pytest.mark.timeout(1200)
 @pytest.mark.filterwarnings("ignore:.*complex operators:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of torch's own
+@pytest.mark.filterwarnings("ignore:.*torch.jit")  # of torch's own
 @pytest.mark.xdist_group("inductor")
 @pytest.mark.parametrize("backend", ["eager", "cpu"])
 def test_gradients_compiled_by_inductor_are_the_references(backend):

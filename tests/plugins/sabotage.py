@@ -17,6 +17,7 @@ from tests.oracles import longhorn as oracle
 from torch import nn
 
 from ssmzoo.modeling import CausalConv1d, LayerState, Linear, PromptState, StateCache
+from ssmzoo.modeling.compat import CACHE
 from ssmzoo.testing import Report, check, standalone
 from ssmzoo_longhorn import FAMILY, LonghornConfig, modeling_longhorn
 from ssmzoo_longhorn.modeling_longhorn import (
@@ -141,8 +142,8 @@ class MixesUpPackedStates(LonghornMixer):
 
 
 class IgnoresSeqIdx(LonghornModel):
-    def find_packing(self, inputs, past_key_values, mask, position_ids, seq_idx, cu_seqlens):
-        return super().find_packing(inputs, past_key_values, mask, position_ids, None, cu_seqlens)
+    def find_packing(self, inputs, cache, mask, position_ids, seq_idx, cu_seqlens):
+        return super().find_packing(inputs, cache, mask, position_ids, None, cu_seqlens)
 
 
 class LetsGradientsLeak(LonghornModel):
@@ -249,14 +250,14 @@ class DrawsByItsOwnSeed(LonghornForCausalLM):
 
 
 class LeavesBeamsWhereTheyAre(LonghornForCausalLM):
-    def _reorder_cache(self, past_key_values, beam_idx):
-        return past_key_values
+    def _reorder_cache(self, cache, beam_idx):
+        return cache
 
 
 class HandsBackACacheThatForgot(LonghornForCausalLM):
     def generate(self, *args, **options):
         output = super().generate(*args, **options)
-        cache = getattr(output, "past_key_values", None)
+        cache = output.get(CACHE)
         if cache is not None:
             cache.reset_rows(torch.tensor([0]))
         return output
@@ -286,7 +287,7 @@ def loaded_coarsely(cls, *args):
 
 
 def with_the_state_itself(prompt, input_ids=None, inputs=PromptState.inputs):
-    return {**inputs(prompt, input_ids), "past_key_values": prompt.cache}
+    return {**inputs(prompt, input_ids), CACHE: prompt.cache}
 
 
 class KeepsALowState(LonghornMixer):
@@ -297,8 +298,8 @@ class KeepsALowState(LonghornMixer):
 
 
 class TakesAForeignCacheForNone(LonghornModel):
-    def segments(self, inputs, past_key_values, *others):
-        return super().segments(inputs, ours(past_key_values), *others)
+    def segments(self, inputs, cache, *others):
+        return super().segments(inputs, ours(cache), *others)
 
     def _cache(self, given, *others):
         return super()._cache(ours(given), *others)
@@ -545,12 +546,12 @@ class NamesTwoKindsOfLabels(LonghornForCausalLM):
         self,
         input_ids=None,
         attention_mask=None,
-        past_key_values=None,
+        cache=None,
         labels=None,
         shift_labels=None,
         **others,
     ):
-        others |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
+        others |= {"attention_mask": attention_mask, "cache": cache}
         return super().forward(input_ids, labels=labels, shift_labels=shift_labels, **others)
 
 

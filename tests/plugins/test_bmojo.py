@@ -123,11 +123,11 @@ def test_any_split_into_calls_gives_the_same_logits_and_the_same_cache(name, tot
             if length == 0 or at >= total:
                 continue
             part = ids[:, at : at + length]
-            output = model(part, past_key_values=cache, use_cache=True)
-            cache, at = output.past_key_values, at + length
+            output = model(part, cache=cache, use_cache=True)
+            cache, at = output.cache, at + length
             logits.append(output.logits)
         assert error(torch.cat(logits, dim=1), whole.logits) < 1e-10
-        for one, two in zip(cache.layers, whole.past_key_values.layers, strict=True):
+        for one, two in zip(cache.layers, whole.cache.layers, strict=True):
             assert one.states.keys() == two.states.keys()
             for state, value in two.states.items():
                 assert torch.allclose(one.states[state], value, rtol=1e-9, atol=1e-11), state
@@ -138,27 +138,27 @@ def test_any_split_into_calls_gives_the_same_logits_and_the_same_cache(name, tot
 def test_a_window_in_the_order_of_positions_is_read_too(cut):
     """As files have it that were written before windows were rings."""
     model, ids = tiny(), tokens(2, 12)
-    cache = model(ids[:, :cut], use_cache=True).past_key_values
+    cache = model(ids[:, :cut], use_cache=True).cache
     for layer in cache.layers:
         for name in ("keys", "values"):
             layer.states[name] = layer.states.pop(f"{name}_ring").roll(-cut, dims=1)
-    steps = [model(x, past_key_values=cache).logits for x in ids[:, cut:].split(1, dim=1)]
+    steps = [model(x, cache=cache).logits for x in ids[:, cut:].split(1, dim=1)]
     assert relative(torch.cat(steps, dim=1), model(ids).logits[:, cut:]) < 1e-10
 
 
 @torch.no_grad()
 def test_a_step_whose_score_is_not_finite_names_the_innovations_and_changes_nothing():
     model, ids = tiny().float(), tokens(2, 9)
-    cache = model(ids[:, :5], use_cache=True).past_key_values
-    model(ids[:, 5:6], past_key_values=cache)  # from here on in one call
+    cache = model(ids[:, :5], use_cache=True).cache
+    model(ids[:, 5:6], cache=cache)  # from here on in one call
     before = copy.deepcopy(cache)
     embedding = model.get_input_embeddings().weight
     kept = embedding.clone()
     embedding.fill_(math.inf)
     with pytest.raises(ValueError, match="innovations must be finite"):
-        model(ids[:, 6:7], past_key_values=cache)
+        model(ids[:, 6:7], cache=cache)
     embedding.copy_(kept)
-    found = [model(ids[:, 6:9], past_key_values=x).logits for x in (cache, before)]
+    found = [model(ids[:, 6:9], cache=x).logits for x in (cache, before)]
     assert torch.equal(*found)
 
 
@@ -167,10 +167,10 @@ def test_rows_of_mixed_lengths_cross_their_chunks_at_different_steps():
     model = tiny()
     ids, lengths = tokens(3, 11), (11, 6, 9)
     mask = torch.stack([torch.arange(11) >= 11 - n for n in lengths]).long()
-    cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
+    cache = model(ids, attention_mask=mask, use_cache=True).cache
     new, got = tokens(3, 13, seed=2), []
     for t in range(13):
-        output = model(new[:, t : t + 1], past_key_values=cache)
+        output = model(new[:, t : t + 1], cache=cache)
         got.append(output.logits)
     for row, n in enumerate(lengths):
         alone = model(torch.cat([ids[row : row + 1, 11 - n :], new[row : row + 1]], dim=1)).logits
@@ -182,9 +182,9 @@ def test_rows_of_mixed_lengths_cross_their_chunks_at_different_steps():
 def test_a_rows_state_does_not_depend_on_other_rows(name):
     model, ids, lengths = tiny(**VARIANTS[name]), tokens(3, 11), (11, 3, 6)
     mask = torch.stack([torch.arange(11) >= 11 - n for n in lengths]).long()
-    together = model(ids, attention_mask=mask, use_cache=True).past_key_values
+    together = model(ids, attention_mask=mask, use_cache=True).cache
     for row, n in enumerate(lengths):
-        alone = model(ids[row : row + 1, 11 - n :], use_cache=True).past_key_values
+        alone = model(ids[row : row + 1, 11 - n :], use_cache=True).cache
         for one, two in zip(together.layers, alone.layers, strict=True):
             for state, value in two.states.items():
                 beside = one.states[state][row : row + 1]
@@ -198,11 +198,11 @@ def test_a_rows_state_does_not_depend_on_other_rows(name):
 def test_a_reordered_cache_is_the_cache_of_reordered_rows():
     model, ids = tiny(), tokens(3, 10)
     order = torch.tensor([2, 0, 0])
-    cache = model(ids, use_cache=True).past_key_values
+    cache = model(ids, use_cache=True).cache
     cache.reorder_cache(order)
     new = tokens(3, 6, seed=3)
     expected = model(torch.cat([ids[order], new], dim=1)).logits[:, 10:]
-    assert error(model(new, past_key_values=cache).logits, expected) < 1e-10
+    assert error(model(new, cache=cache).logits, expected) < 1e-10
 
 
 @torch.no_grad()
@@ -211,7 +211,7 @@ def test_the_cache_has_one_size_from_the_first_token_on():
     window, sizes = model.config.sliding_window, []
     cache = StateCache(model.config)
     for _ in range(10 * window):
-        model(tokens(2, 1), past_key_values=cache)
+        model(tokens(2, 1), cache=cache)
         sizes.append(cache.nbytes)
     assert len(set(sizes)) == 1
 
@@ -236,14 +236,14 @@ class Watched(TorchDispatchMode):
 def test_a_decoding_step_needs_no_more_memory_after_64k_tokens():
     model = tiny(sliding_window=64, num_fading_tokens=16, num_eidetic_tokens=16).float()
     ids, sizes, bytes_ = tokens(1, 1 << 16), [], []
-    end = model(ids[:, :192], use_cache=True).past_key_values
+    end = model(ids[:, :192], use_cache=True).cache
     far = None
     for part in ids.split(1 << 13, dim=1):
-        far = model(part, past_key_values=far, use_cache=True, logits_to_keep=1).past_key_values
+        far = model(part, cache=far, use_cache=True, logits_to_keep=1).cache
     for cache in (end, far):
         for _ in range(3):
             with Watched() as watched:
-                model(ids[:, :1], past_key_values=cache)
+                model(ids[:, :1], cache=cache)
         sizes.append(watched.sizes)
         bytes_.append(cache.nbytes)
     assert far.get_seq_length() == (1 << 16) + 3
@@ -260,7 +260,7 @@ def test_layers_share_what_does_not_depend_on_them(monkeypatch):
         lambda *args, **options: made.append(Call(*args, **options)) or made[-1],
     )
     model = tiny(mixer_types=["bmojo", "swa", "bmojo", "attention"], num_hidden_layers=4)
-    cache = model(tokens(2, 9), use_cache=True).past_key_values
+    cache = model(tokens(2, 9), use_cache=True).cache
     assert [call.window for call in made] == [4, 1]  # no window: chunks of one token
     seen = [layer.states["seen"] for layer in cache.layers]
     assert len({x.data_ptr() for x in seen}) == 4  # a file of a cache holds no tensor twice
@@ -289,8 +289,8 @@ def test_shapes_that_are_bounds_change_neither_logits_nor_cache(name, monkeypatc
     def run():
         cache, logits = None, []
         for call in calls:
-            output = model(**call, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+            output = model(**call, cache=cache, use_cache=True)
+            cache = output.cache
             logits.append(output.logits)
         logits[0] = logits[0] * mask[..., None]
         return logits, [layer.states for layer in cache.layers]
@@ -359,7 +359,7 @@ def test_the_memory_of_a_chunk_depends_on_earlier_chunks_only(name):
             model(torch.cat([ids, tokens(2, count, seed=seed)], dim=1), use_cache=True)
             for seed in (8, 9)
         )
-        states = [x.past_key_values.layers[0].states for x in (one, other)]
+        states = [x.cache.layers[0].states for x in (one, other)]
         for state in (x for x in states[0] if x.startswith(("eidetic", "fading"))):
             assert torch.equal(*(x[state] for x in states)) == (count < 4), (state, count)
 
@@ -462,8 +462,8 @@ def test_segments_across_chunks_have_the_unsplit_rows_gradients(name):
 def test_in_float32_nothing_is_rounded_to_less():
     model, ids = tiny(use_rope=True).float(), tokens(2, 11)
     with Watched() as watched:
-        cache = model(ids, use_cache=True).past_key_values
-        model(ids[:, :1], past_key_values=cache)
+        cache = model(ids, use_cache=True).cache
+        model(ids[:, :1], cache=cache)
     assert torch.float32 in watched.dtypes
     assert not watched.dtypes & {torch.bfloat16, torch.float16}
 
@@ -476,8 +476,8 @@ def test_other_arithmetic_remembers_other_tokens_only_where_scores_nearly_tie(de
     model, ids = tiny(**fields).float(), tokens(4, 121)
     other = tiny(**fields).to(device, dtype)
     model.load_state_dict({name: x.float() for name, x in other.state_dict().items()})
-    expected = model(ids, use_cache=True).past_key_values.layers[0].states
-    got = other(ids.to(device), use_cache=True).past_key_values.layers[0].states
+    expected = model(ids, use_cache=True).cache.layers[0].states
+    got = other(ids.to(device), use_cache=True).cache.layers[0].states
     for row in range(4):
         one, two = (
             dict(
@@ -581,8 +581,8 @@ def test_a_mamba_of_transformers_has_the_same_logits_here_and_decodes_on():
         ours, ids = from_mamba(theirs), tokens(2, 21) % 64
         expected = theirs(ids).logits
         assert error(ours(ids).logits, expected) < 1e-5
-        cache = ours(ids[:, :13], use_cache=True).past_key_values
-        assert error(ours(ids[:, 13:], past_key_values=cache).logits, expected[:, 13:]) < 1e-5
+        cache = ours(ids[:, :13], use_cache=True).cache
+        assert error(ours(ids[:, 13:], cache=cache).logits, expected[:, 13:]) < 1e-5
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -784,11 +784,11 @@ def test_innovations_that_are_not_finite_are_named_by_token():
     values[0, 6, 3] = math.nan
     with pytest.raises(ValueError, match=r"innovations must be finite .* got nan at token 6"):
         model(inputs_embeds=values)
-    cache = model(ids, use_cache=True).past_key_values
+    cache = model(ids, use_cache=True).cache
     before = copy.deepcopy(cache)
     with pytest.raises(ValueError, match=r"got nan at token 0 of the call"):
-        model(inputs_embeds=values[:, 6:7], past_key_values=cache)
-    again, expected = (model(ids[:, :1], past_key_values=x).logits for x in (cache, before))
+        model(inputs_embeds=values[:, 6:7], cache=cache)
+    again, expected = (model(ids[:, :1], cache=x).logits for x in (cache, before))
     assert torch.equal(again, expected)  # what was refused has left nothing
     model.model.layers[0].mixer.ssm.out_proj.weight *= 1e25
     with pytest.raises(ValueError, match=r"innovations must be finite.*, got inf at token 0"):
@@ -805,7 +805,7 @@ def test_a_row_with_nonfinite_values_does_not_affect_other_rows(kind):
     values[0] = math.nan
     output = model(inputs_embeds=values, attention_mask=mask, use_cache=True)
     new = tokens(2, 6, seed=5)
-    got = model(new, past_key_values=output.past_key_values).logits[1]
+    got = model(new, cache=output.cache).logits[1]
     assert error(got, model(torch.cat([ids[1:, 4:], new[1:]], dim=1)).logits[0, 5:]) < 1e-10
     assert error(output.logits[1, 4:], model(ids[1:, 4:]).logits[0]) < 1e-10
 
@@ -820,8 +820,8 @@ def test_packed_sequences_may_be_empty(name):
         alone = model(ids[:, begin:end]).logits
         assert error(output.logits[:, begin:end], alone) < 1e-10
     new = tokens(1, 15, seed=4)
-    cache, more = output.past_key_values, torch.tensor([0, 5, 8, 8, 10, 15])
-    got = model(new, cu_seqlens=more, past_key_values=cache).logits
+    cache, more = output.cache, torch.tensor([0, 5, 8, 8, 10, 15])
+    got = model(new, cu_seqlens=more, cache=cache).logits
     pasts = (ids[:, :0], ids[:, :7], ids[:, :0], ids[:, 7:], ids[:, :0])
     for past, (begin, end) in zip(pasts, itertools.pairwise(more.tolist()), strict=True):
         if begin < end:
@@ -836,10 +836,10 @@ def test_a_batch_may_have_no_rows(name):
     assert output.logits.shape == (0, 9, 96)
     output.logits.sum().backward()
     with torch.no_grad():
-        cache = output.past_key_values
+        cache = output.cache
         cache.detach()
-        assert model(ids[:0, :1], past_key_values=cache).logits.shape == (0, 1, 96)
-        whole = model(ids, use_cache=True).past_key_values
+        assert model(ids[:0, :1], cache=cache).logits.shape == (0, 1, 96)
+        whole = model(ids, use_cache=True).cache
         for one, two in zip(cache.layers, whole.layers, strict=True):
             shapes = {state: value.shape[2:] for state, value in two.states.items()}
             assert {state: value.shape[2:] for state, value in one.states.items()} == shapes
@@ -853,25 +853,25 @@ def test_rows_of_padding_alone_change_nothing():
     output = model(ids, attention_mask=mask, use_cache=True)
     assert error(output.logits[0], model(ids[:1]).logits[0]) < 1e-10
     new = tokens(2, 6, seed=5)
-    got = model(new, past_key_values=output.past_key_values).logits
+    got = model(new, cache=output.cache).logits
     assert error(got[1], model(new[1:]).logits[0]) < 1e-10
 
 
 @torch.no_grad()
 def test_a_cache_of_another_layout_is_refused():
     model, other = tiny(), tiny(sliding_window=8)
-    cache = other(tokens(1, 5), use_cache=True).past_key_values
+    cache = other(tokens(1, 5), use_cache=True).cache
     with pytest.raises(ValueError, match=r"sliding_window = 8, got sliding_window = 4$"):
-        model(tokens(1, 1), past_key_values=cache)
+        model(tokens(1, 1), cache=cache)
 
 
 @torch.no_grad()
 def test_a_copied_cache_replays_what_the_first_one_did():
     model, ids = tiny(), tokens(1, 10)
-    cache = model(ids, use_cache=True).past_key_values
+    cache = model(ids, use_cache=True).cache
     snapshot = copy.deepcopy(cache)
-    first = model(tokens(1, 9, seed=7), past_key_values=cache).logits
-    again = model(tokens(1, 9, seed=7), past_key_values=snapshot).logits
+    first = model(tokens(1, 9, seed=7), cache=cache).logits
+    again = model(tokens(1, 9, seed=7), cache=snapshot).logits
     assert torch.equal(first, again)
 
 

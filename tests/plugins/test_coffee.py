@@ -846,8 +846,8 @@ def test_padding_and_packing_do_not_change_the_papers_module():
 
     alone = [model(row, use_cache=True) for row in rows]
     logits = torch.cat([o.logits[0] for o in alone])
-    states = torch.cat([o.past_key_values.layers[0].states["ssm"] for o in alone])
-    slopes = [results(o.logits[0], o.past_key_values) for o in alone]
+    states = torch.cat([o.cache.layers[0].states["ssm"] for o in alone])
+    slopes = [results(o.logits[0], o.cache) for o in alone]
     expected = [sum(parts) for parts in zip(*slopes, strict=True)]
     padded = torch.cat([torch.nn.functional.pad(r, (12 - r.shape[1], 0), value=7) for r in rows])
     mask = torch.tensor([[0] * (12 - n) + [1] * n for n in lengths])
@@ -857,7 +857,7 @@ def test_padding_and_packing_do_not_change_the_papers_module():
         (model(torch.cat(rows, dim=1), **packed, use_cache=True), torch.ones(1, 18).bool()),
     ):
         assert relative(output.logits[own].detach(), logits.detach()) <= 1e-10
-        cache = output.past_key_values
+        cache = output.cache
         assert relative(cache.layers[0].states["ssm"].detach(), states.detach()) <= 1e-10
         for got, want in zip(results(output.logits[own], cache), expected, strict=True):
             assert relative(got, want) <= 1e-10
@@ -885,7 +885,7 @@ def test_a_bfloat16_model_keeps_a_float32_recurrence():
     for name, parameter in mixer.named_parameters():
         kept = name in modeling.SSM_PARAMETERS
         assert parameter.dtype == (torch.float32 if kept else torch.bfloat16), name
-    cache = model(tokens(1, 5), use_cache=True).past_key_values
+    cache = model(tokens(1, 5), use_cache=True).cache
     assert cache.layers[0].states["ssm"].dtype == torch.float32
     assert cache.layers[0].states["ssm"].shape == (1, 16, 4)
 
@@ -910,11 +910,11 @@ def test_the_papers_module_saves_generates_and_reorders(tmp_path):
             for cached in (True, False)
         ]
         assert torch.equal(*written)
-        cache = model(input_ids, use_cache=True).past_key_values
+        cache = model(input_ids, use_cache=True).cache
         order = torch.tensor([2, 0, 2])
         cache.reorder_cache(order)
         more = tokens(3, 4, seed=2, vocab_size=9)
-        got = model(more, past_key_values=cache).logits
+        got = model(more, cache=cache).logits
         whole = model(torch.cat([input_ids[order], more], dim=1)).logits[:, -4:]
     assert relative(got, whole) <= 1e-5
 

@@ -112,8 +112,8 @@ def judged(model, input_ids, form="convolution"):
 @torch.no_grad()
 def run(model, input_ids, cache=None, **kwargs):
     """Logits as float64, and the cache."""
-    out = model(input_ids, past_key_values=cache, use_cache=True, **kwargs)
-    return out.logits.double(), out.past_key_values
+    out = model(input_ids, cache=cache, use_cache=True, **kwargs)
+    return out.logits.double(), out.cache
 
 
 @torch.no_grad()
@@ -1090,10 +1090,7 @@ def test_training_forgets_the_tables_even_where_no_version_counts():
     def decoded():
         model.eval()
         output = model(ids[:, :3], use_cache=True)
-        steps = [
-            model(ids[:, t : t + 1], past_key_values=output.past_key_values).logits
-            for t in range(3, 6)
-        ]
+        steps = [model(ids[:, t : t + 1], cache=output.cache).logits for t in range(3, 6)]
         return torch.cat(steps, dim=1)
 
     decoded()
@@ -1134,5 +1131,5 @@ def test_nan_in_one_row_of_a_padded_batch_reaches_no_other():
 @torch.no_grad()
 def test_a_batch_without_rows_goes_on_from_its_cache():
     model, ids = build(**FIXED), tokens(2, 7)[:0]
-    cache = model(ids[:, :5], use_cache=True).past_key_values
-    assert model(ids[:, 5:], past_key_values=cache).logits.shape == (0, 2, 61)
+    cache = model(ids[:, :5], use_cache=True).cache
+    assert model(ids[:, 5:], cache=cache).logits.shape == (0, 2, 61)

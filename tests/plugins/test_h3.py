@@ -154,9 +154,9 @@ def test_the_cache_grows_only_where_a_layer_attends():
     sizes = {}
     for name, fields in (("pure", {}), ("hybrid", HYBRID)):
         model, ids = build(torch.float32, **fields), torch.arange(24).view(2, 12)
-        cache = model(ids, use_cache=True).past_key_values
+        cache = model(ids, use_cache=True).cache
         before = cache.nbytes
-        model(ids[:, :3], past_key_values=cache)
+        model(ids[:, :3], cache=cache)
         sizes[name] = cache.nbytes - before
     # three keys and values of 12 features for each of two rows
     assert sizes == {"pure": 0, "hybrid": 3 * 2 * 12 * 2 * 4}

@@ -118,9 +118,9 @@ def test_mamba2_is_that_of_transformers_and_decodes_as_it():
     ids = torch.randint(0, 96, (2, 40), generator=torch.Generator().manual_seed(1))
     expected = theirs(ids).logits
     assert relative(model(ids).logits, expected) <= 1e-5
-    cache = model(ids[:, :38], use_cache=True).past_key_values
+    cache = model(ids[:, :38], use_cache=True).cache
     for t in (38, 39):
-        logits = model(ids[:, t : t + 1], past_key_values=cache).logits
+        logits = model(ids[:, t : t + 1], cache=cache).logits
         assert relative(logits[:, 0], expected[:, t]) <= 1e-5
 
 

@@ -339,8 +339,8 @@ def judged(model, input_ids):
 @torch.no_grad()
 def run(model, input_ids, cache=None, **kwargs):
     """Logits as float64, and the cache."""
-    out = model(input_ids, past_key_values=cache, use_cache=True, **kwargs)
-    return out.logits.double(), out.past_key_values
+    out = model(input_ids, cache=cache, use_cache=True, **kwargs)
+    return out.logits.double(), out.cache
 
 
 def states(cache):

@@ -27,5 +27,5 @@ def test_training_runs_on_the_meta_device(model):
 def test_a_prompt_and_a_decoding_step_run_on_the_meta_device(model):
     prompt = model(tokens(9), use_cache=True, logits_to_keep=1)
     assert prompt.logits.shape == (2, 1, model.config.vocab_size)
-    step = model(tokens(1), past_key_values=prompt.past_key_values, use_cache=True)
+    step = model(tokens(1), cache=prompt.cache, use_cache=True)
     assert step.logits.is_meta

@@ -196,8 +196,8 @@ def judged(model, input_ids, form="convolution"):
 @torch.no_grad()
 def run(model, input_ids, cache=None, **kwargs):
     """Logits as float64, and the cache."""
-    out = model(input_ids, past_key_values=cache, use_cache=True, **kwargs)
-    return out.logits.double(), out.past_key_values
+    out = model(input_ids, cache=cache, use_cache=True, **kwargs)
+    return out.logits.double(), out.cache
 
 
 @torch.no_grad()
@@ -681,9 +681,9 @@ def test_decoding_under_inference_mode_leaves_a_model_that_trains():
         model, input_ids = build(**fields), tokens(1, 12)
         with torch.inference_mode():
             first = model(input_ids[:, :8], use_cache=True)
-            model(input_ids[:, 8:9], past_key_values=first.past_key_values)
+            model(input_ids[:, 8:9], cache=first.cache)
         first = model(input_ids[:, :8], use_cache=True)
-        rest = model(input_ids[:, 8:], past_key_values=first.past_key_values)
+        rest = model(input_ids[:, 8:], cache=first.cache)
         rest.logits.square().sum().backward()
         expected = judged_any(model, input_ids)[:, 8:]
         assert relative(rest.logits.detach(), expected) <= 1e-10
@@ -762,8 +762,8 @@ def slopes(model, input_ids, cuts=()):
     """Gradients of a fixed sum of the logits, by name, of one sequence fed in pieces."""
     cache, outputs = None, []
     for piece in torch.tensor_split(input_ids, cuts, dim=1):
-        out = model(piece, past_key_values=cache, use_cache=bool(cuts))
-        cache = out.past_key_values
+        out = model(piece, cache=cache, use_cache=bool(cuts))
+        cache = out.cache
         outputs.append(out.logits)
     logits = torch.cat(outputs, dim=1)
     names, parameters = zip(*model.named_parameters(), strict=True)
@@ -1367,8 +1367,8 @@ def test_dropout_in_front_of_the_filter_acts_while_training_only():
 def test_a_batch_without_rows_has_empty_logits_and_goes_on(fields):
     model = build(**fields)
     none = torch.zeros(0, 5, dtype=torch.long)
-    cache = model(none, use_cache=True).past_key_values
+    cache = model(none, use_cache=True).cache
     for more in (3, 1):
-        assert model(none[:, :more], past_key_values=cache).logits.shape == (0, more, 61)
+        assert model(none[:, :more], cache=cache).logits.shape == (0, more, 61)
     model.train()(none).logits.sum().backward()
     assert all(x.grad is None or not x.grad.any() for x in model.parameters())

@@ -110,8 +110,8 @@ def test_a_converted_model_computes_what_the_official_formulas_say(montel):
         assert (got - expected).abs().max() <= 1e-10 * expected.abs().max()
         cache, steps = None, []
         for token in ids:
-            out = model(token.view(1, 1), past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = model(token.view(1, 1), cache=cache, use_cache=True)
+            cache = out.cache
             steps.append(out.logits[0])
         # b is deployed in float64 and the rest of the way is exact
         assert (torch.cat(steps) - expected).abs().max() <= 1e-10 * expected.abs().max()

@@ -220,7 +220,7 @@ def test_a_state_is_marched_span_by_span_as_in_one_with_its_gradients(monkeypatc
         monkeypatch.setattr(modeling_s4, "SPAN", span)
         cache, outputs = StateCache(model.config), []
         for columns in (slice(0, 16), slice(16, 30)):
-            given = {"attention_mask": mask[:, columns], "past_key_values": cache}
+            given = {"attention_mask": mask[:, columns], "cache": cache}
             outputs.append(model(ids[:, columns], **given, use_cache=True).logits)
         outputs = [torch.cat(outputs, 1)[mask], *(layer.states["ssm"] for layer in cache.layers)]
         loss = sum(y.mul(torch.linspace(-1, 1, y.numel()).view_as(y)).sum() for y in outputs)

@@ -227,7 +227,7 @@ def test_irregular_steps_give_the_same_logits_in_every_form():
         cache, outputs = StateCache(model.config), []
         pieces = (torch.tensor_split(x, cuts, dim=1) for x in (ids, steps))
         for tokens, own in zip(*pieces, strict=True):
-            outputs.append(model(tokens, time_steps=own, past_key_values=cache).logits)
+            outputs.append(model(tokens, time_steps=own, cache=cache).logits)
         torch.testing.assert_close(torch.cat(outputs, 1), whole, rtol=0, atol=1e-5)
     mask = torch.ones(2, 20, dtype=torch.long)
     mask[1, :8] = 0
@@ -258,9 +258,9 @@ def test_a_cache_that_is_rolled_back_reads_its_steps_again():
     ids, steps = draw(1, 12)
     cache = StateCache(model.config)
     cache.activate_past_recording()
-    model(ids[:, :9], time_steps=steps[:, :9], past_key_values=cache)
+    model(ids[:, :9], time_steps=steps[:, :9], cache=cache)
     cache.crop(6)
-    got = model(ids[:, 6:], time_steps=steps[:, 6:], past_key_values=cache).logits
+    got = model(ids[:, 6:], time_steps=steps[:, 6:], cache=cache).logits
     whole = model(ids, time_steps=steps, use_cache=False).logits
     assert relative(got, whole[:, 6:]) <= 1e-12
 

@@ -17,14 +17,13 @@ def state_bytes(model: torch.nn.Module, length: int) -> int | None:
     """Return the size of what a model keeps of one sequence to go on from; None if nothing."""
     import torch
 
+    from ssmzoo.modeling.compat import cache_name
+
     ids = torch.zeros(1, length, dtype=torch.long)
     with torch.no_grad():
         output = model(ids, use_cache=True)
-        kept = getattr(output, "past_key_values", None)
-        if kept is None:
-            kept = getattr(output, "cache_params", None)
-        if kept is None:
-            kept = _not_returned(model, ids)
+        name = cache_name(output.keys())
+        kept = _not_returned(model, ids) if name is None else output[name]
     sizes = [tensor.numel() * tensor.element_size() for tensor in _tensors(kept, set())]
     return sum(sizes) if sizes else None
 
@@ -37,14 +36,16 @@ def _not_returned(model: Any, ids: torch.Tensor) -> list[Any]:
     import torch
     from transformers import DynamicCache
 
+    from ssmzoo.modeling.compat import cache_name
+
     def attributes() -> list[torch.Tensor]:
         values = (value for module in model.modules() for value in vars(module).values())
         return [value for value in values if isinstance(value, torch.Tensor)]
 
     cache: Any = None
     options: dict[str, Any] = {}
-    if "past_key_values" in inspect.signature(model.forward).parameters:
-        options["past_key_values"] = cache = DynamicCache(config=model.config)
+    if (name := cache_name(inspect.signature(model.forward).parameters)) is not None:
+        options[name] = cache = DynamicCache(config=model.config)
     model(ids, use_cache=False)
     before = attributes()
     model(ids, use_cache=True, **options)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from ssmzoo.modeling import Dynamics, LayerState, SSMMixer, SSMModel, Trajectories
+from ssmzoo.modeling.compat import CACHE, cache_name
 from ssmzoo.modeling.stock import mixers_of, states_of
 
 ENERGY = 0.95
@@ -246,8 +247,9 @@ def cache_after(
     except ValueError as error:
         if not own:
             raise
-        return "past_key_values", None, None, str(error)
-    name = "cache_params" if "cache_params" in output else "past_key_values"
+        return CACHE, None, None, str(error)
+    name = cache_name(output.keys())
+    assert name is not None  # of a recurrent model
     cache = output[name]
     if own:
         return name, cache, cache.nbytes, None

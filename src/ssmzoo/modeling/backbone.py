@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ssmzoo.environment.messages import suggestion
 from ssmzoo.modeling.cache import (
@@ -28,6 +27,7 @@ from ssmzoo.modeling.cache import (
     refuse_pieces,
     refuse_reentrant_checkpointing,
 )
+from ssmzoo.modeling.compat import BaseModelOutputWithPast, one_cache, with_cache
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.decoding import (
     ModuleParts,
@@ -389,7 +389,7 @@ class SSMModel(SSMPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: StateCache | None = None,
+        cache: StateCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -400,6 +400,7 @@ class SSMModel(SSMPreTrainedModel):
         input_values: Tensor | None = None,
         packing: PackedRow | Literal[False] | None = None,
         pixel_values: Tensor | None = None,
+        past_key_values: StateCache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """Run the backbone over tokens or values.
@@ -410,7 +411,7 @@ class SSMModel(SSMPreTrainedModel):
                 ``[B, past + L]``. Padding before or after a row's tokens does not change them.
             position_ids: ``[B, L]``; only used to find packed sequences: one begins where positions
                 do not go up by one, as in batches of transformers' flattening collator.
-            past_key_values: The cache to go on from; updated in place.
+            cache: The cache to go on from; updated in place.
             inputs_embeds: ``[B, L, D]`` instead of ``input_ids``.
             use_cache: Return a cache. Default: the configuration's, but never while training or for
                 packed batches.
@@ -426,6 +427,7 @@ class SSMModel(SSMPreTrainedModel):
                 pass it instead of them.
             pixel_values: Images ``[B, C, H, W]`` of a model with ``image_size``; L is one more than
                 an image has patches.
+            past_key_values: The name of ``cache`` before transformers 5.24.
             **kwargs: What ``config.token_inputs`` names, and what transformers' own collators and
                 trainer add.
 
@@ -433,6 +435,7 @@ class SSMModel(SSMPreTrainedModel):
             ValueError: Inputs that contradict each other or do not fit the cache.
             TypeError: An argument this model does not have.
         """
+        cache = one_cache(cache, past_key_values)
         token_inputs: dict[str, Tensor] = {}
         for name in self.token_inputs:
             token_inputs[name] = kwargs.pop(name, None)
@@ -450,7 +453,7 @@ class SSMModel(SSMPreTrainedModel):
         if packing is None:
             packing = self.find_packing(
                 (None, hidden_states),
-                past_key_values,
+                cache,
                 attention_mask,
                 position_ids,
                 seq_idx,
@@ -461,7 +464,7 @@ class SSMModel(SSMPreTrainedModel):
         packed = None if packing is None or packing.padded else packing
         causal = self.causal
         if use_cache is None:
-            use_cache = past_key_values is not None or (
+            use_cache = cache is not None or (
                 bool(config.use_cache) and not self.training and packed is None and causal
             )
         if use_cache and not causal:
@@ -469,10 +472,10 @@ class SSMModel(SSMPreTrainedModel):
                 f"{type(self).__name__} is bidirectional and cannot have a cache: later tokens "
                 "change earlier outputs; pass whole sequences with use_cache=False"
             )
-        if past_key_values is not None and self.training and torch.is_grad_enabled():
+        if cache is not None and self.training and torch.is_grad_enabled():
             refuse_reentrant_checkpointing(self.layers)
         sequences = packed.sequences if packed else batch
-        cache = self._cache(past_key_values, use_cache, sequences, length)
+        cache = self._cache(cache, use_cache, sequences, length)
         recorded, starts = None, None
         if cache is not None and cache.recording:
             recorded = cache.before(hidden_states, packing, token_inputs)
@@ -533,9 +536,10 @@ class SSMModel(SSMPreTrainedModel):
             if starts is not None:
                 cache.adapter = adapter
             cache.advance(length if packed is None else packed.longest(), recorded)
-        output = BaseModelOutputWithPast(
+        output = with_cache(
+            BaseModelOutputWithPast,
+            cache,
             last_hidden_state=hidden_states,
-            past_key_values=cache,
             hidden_states=tuple(all_hidden_states) if output_hidden_states else None,
         )
         return output if return_dict else output.to_tuple()
@@ -543,7 +547,7 @@ class SSMModel(SSMPreTrainedModel):
     def find_packing(
         self,
         inputs: tuple[Tensor | None, ...],
-        past_key_values: StateCache | None,
+        cache: StateCache | None,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         seq_idx: Tensor | None,
@@ -553,7 +557,7 @@ class SSMModel(SSMPreTrainedModel):
 
         Args:
             inputs: ``input_ids``, ``inputs_embeds`` and ``input_values``, of which one is given.
-            past_key_values: As for :meth:`forward`, like the rest.
+            cache: As for :meth:`forward`, like the rest.
             attention_mask: See there.
             position_ids: See there.
             seq_idx: See there.
@@ -569,14 +573,14 @@ class SSMModel(SSMPreTrainedModel):
         plain = attention_mask is None and position_ids is None
         if plain and seq_idx is None and cu_seqlens is None:
             return False
-        check_kind(past_key_values)
+        check_kind(cache)
         batch, length = given_inputs(*inputs).shape[:2]
-        if attention_mask is None or past_key_values is None:
+        if attention_mask is None or cache is None:
             past_length = 0
-        elif torch.compiler.is_compiling() and isinstance(past_key_values, StaticStateCache):
+        elif torch.compiler.is_compiling() and isinstance(cache, StaticStateCache):
             past_length = attention_mask.shape[1] - length  # the count has no value in a graph
         else:
-            past_length = past_key_values.seen_tokens
+            past_length = cache.seen_tokens
         told = (attention_mask, position_ids, seq_idx, cu_seqlens)
         return find_packing(batch, length, past_length, *told) or False
 

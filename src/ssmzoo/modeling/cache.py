@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig
 
+from ssmzoo.modeling.compat import CACHE
 from ssmzoo.modeling.packing import PackedRow
 
 if TYPE_CHECKING:
@@ -271,12 +272,17 @@ class RecurrentCache(Cache):
         self.pending, self.seen_tokens = None, seen - ids.shape[1]
         recording, self.recording = self.recording, False
         try:
-            model(**pending, past_key_values=self)
+            model(**pending, **{CACHE: self})
         except BaseException:
             self.pending, self.seen_tokens = pending, seen
             raise
         finally:
             self.recording = recording
+
+    @property
+    def is_croppable(self) -> bool:
+        """Return whether what is read from now on can be rolled back."""
+        return self.recording
 
     def crop(self, max_length: int) -> None:
         """Roll back tokens that were read while calls were recorded.
@@ -357,12 +363,10 @@ class RecurrentCache(Cache):
         """
         # most steps are of the model that made the cache
         if self.config is not config and self.owner != (wanted := self.signature(config)):
-            raise ValueError(
-                f"past_key_values belongs to another model: {_difference(self.owner, wanted)}"
-            )
+            raise ValueError(f"cache belongs to another model: {_difference(self.owner, wanted)}")
         if self.batch_size not in (-1, batch_size):
             raise ValueError(
-                f"past_key_values holds {self.batch_size} sequences, the input has {batch_size}; "
+                f"cache holds {self.batch_size} sequences, the input has {batch_size}; "
                 "use its batch_repeat_interleave or batch_select_indices, or a new cache"
             )
 
@@ -480,7 +484,7 @@ class RecurrentCache(Cache):
 class StateCache(RecurrentCache):
     """The states of all layers, one row per sequence, and the number of tokens seen.
 
-    Recurrent states are float32 whatever the weights are. Pass it as ``past_key_values``; a forward
+    Recurrent states are float32 whatever the weights are. Pass it as ``cache``; a forward
     pass that uses it updates it in place and returns it.
 
     Args:
@@ -599,15 +603,15 @@ class StateCache(RecurrentCache):
         return cls.read(path, config, device, adapter=adapter, **options)[0]
 
 
-def check_kind(past_key_values: object, kind: type[RecurrentCache] = StateCache) -> None:
+def check_kind(cache: object, kind: type[RecurrentCache] = StateCache) -> None:
     """Fail unless this is None or a cache of a kind.
 
     Raises:
         TypeError: It is another cache, as transformers makes them for attention.
     """
-    if past_key_values is not None and not isinstance(past_key_values, kind):
+    if cache is not None and not isinstance(cache, kind):
         raise TypeError(
-            f"past_key_values must be a {kind.__name__}, got {type(past_key_values).__name__}; "
+            f"cache must be a {kind.__name__}, got {type(cache).__name__}; "
             "leave it out, or take the cache of a prompt that prefill read"
         )
 
@@ -636,7 +640,7 @@ def require_same_start(began: Start | None, adapter: Start | None) -> None:
     made, has = (None if given is None else given.digest() for given in (began, adapter))
     if made != has:
         raise ValueError(
-            f"past_key_values began from {_start(made)}, and this model has {_start(has)}; "
+            f"cache began from {_start(made)}, and this model has {_start(has)}; "
             "read the prompt again"
         )
 
@@ -652,7 +656,7 @@ def refuse_reentrant_checkpointing(layers: Iterable[nn.Module]) -> None:
         options = getattr(checkpoint, "keywords", {})
         if getattr(layer, "gradient_checkpointing", False) and options.get("use_reentrant"):
             raise ValueError(
-                "past_key_values in training needs gradient_checkpointing_kwargs="
+                "a cache in training needs gradient_checkpointing_kwargs="
                 "{'use_reentrant': False}: reentrant checkpointing passes no gradient through "
                 "a state"
             )

@@ -9,12 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
-from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from ssmzoo.modeling.backbone import SSMModel
 from ssmzoo.modeling.cache import RecurrentCache, StateCache, check_kind
+from ssmzoo.modeling.compat import (
+    CACHE,
+    CausalLMOutputWithPast,
+    one_cache,
+    renamed_cache,
+    with_cache,
+)
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.inputs import named_indices
 from ssmzoo.modeling.layers import Linear
@@ -28,8 +34,7 @@ _LOGGER = logging.get_logger("ssmzoo")
 
 # what `generate` passes along in a decoding step, and this model has a use for or none at all
 _STEP_ARGUMENTS = frozenset(
-    {"past_key_values", "next_sequence_length", "use_cache", "logits_to_keep", "position_ids"}
-    | {"attention_mask"}
+    {CACHE, "next_sequence_length", "use_cache", "logits_to_keep", "position_ids", "attention_mask"}
 )
 
 
@@ -77,7 +82,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: StateCache | None = None,
+        cache: StateCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -87,6 +92,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         cu_seqlens: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
+        past_key_values: StateCache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Predict the next token at every position.
@@ -95,7 +101,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
             input_ids: See :meth:`SSMModel.forward`, as for all arguments not named here.
             attention_mask: See there.
             position_ids: See there.
-            past_key_values: See there.
+            cache: See there.
             inputs_embeds: See there.
             labels: ``[B, L]``, the tokens themselves; the shift happens inside, -100 does not
                 count, and no token is predicted across the boundary of packed sequences.
@@ -106,25 +112,27 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
             cu_seqlens: See there.
             cu_seq_lens_q: See there.
             seq_idx: See there.
+            past_key_values: See there.
             **kwargs: For the loss: ``shift_labels [B, L]``, the token after each position, or -100,
                 taken as they are in place of ``labels``; and ``num_items_in_batch``, all that
                 Trainer counts, of which first tokens that nothing predicts are taken off.
 
         Returns:
-            ``loss`` (mean cross-entropy in nats), ``logits [B, L, V]``, ``past_key_values``.
+            ``loss`` (mean cross-entropy in nats), ``logits [B, L, V]``, ``cache``.
         """
+        cache = one_cache(cache, past_key_values)
         items = kwargs.get("num_items_in_batch")
         loss_kwargs = {} if items is None else {"num_items_in_batch": items}
         # not in the signature: Trainer takes the loss of an evaluated batch only if it holds every
         # argument with "label" in its name
         shift_labels: Tensor | None = kwargs.pop("shift_labels", None)
-        if isinstance(past_key_values, SequenceParallelCache):
+        if isinstance(cache, SequenceParallelCache):
             require_shifted(labels, shift_labels)
         if return_dict is None:
             return_dict = self.config.return_dict
         packing = self.model.find_packing(
             (input_ids, inputs_embeds),
-            past_key_values,
+            cache,
             attention_mask,
             position_ids,
             seq_idx,
@@ -132,7 +140,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         )
         outputs = self.model(
             input_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
@@ -171,10 +179,11 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
                     shift_labels=shift_labels,
                     **loss_kwargs,
                 )
-        output = CausalLMOutputWithPast(
+        output = with_cache(
+            CausalLMOutputWithPast,
+            outputs.cache,
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
         )
         return output if return_dict else output.to_tuple()
@@ -183,15 +192,15 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: StateCache | None = None,
+        cache: StateCache | None = None,
         *,
+        past_key_values: StateCache | None = None,
         chunk_size: int | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> PromptState:
         """See :func:`ssmzoo.modeling.prefill`."""
-        return prefill(
-            self, input_ids, attention_mask, past_key_values, chunk_size=chunk_size, group=group
-        )
+        cache = one_cache(cache, past_key_values)
+        return prefill(self, input_ids, attention_mask, cache, chunk_size=chunk_size, group=group)
 
     def prepare_inputs_for_generation(
         self,
@@ -202,19 +211,19 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """Drop the inputs that are already in the state."""
         kwargs.pop("tokenizer", None)  # of stop strings, which generate hands on
-        one = kwargs.get("next_sequence_length") == 1 and kwargs.get("past_key_values") is not None
+        one = kwargs.get("next_sequence_length") == 1 and kwargs.get(CACHE) is not None
         if one and not is_first_iteration and kwargs.keys() <= _STEP_ARGUMENTS:
             # a plain decoding step, by far the most frequent call
-            token, past = input_ids[:, -1:], kwargs["past_key_values"]
+            token, past = input_ids[:, -1:], kwargs[CACHE]
             if isinstance(past, StaticStateCache):  # a graph is for strides that do not change
                 token = token.clone(memory_format=torch.contiguous_format)
             return {
                 "input_ids": token,
-                "past_key_values": past,
+                CACHE: past,
                 "use_cache": kwargs.get("use_cache"),
                 "logits_to_keep": kwargs.get("logits_to_keep") or 0,
             }
-        given: StateCache | None = kwargs.get("past_key_values")
+        given: StateCache | None = kwargs.get(CACHE)
         if is_first_iteration and given is not None and given.input_holds_seen:
             given.input_holds_seen = False
             kwargs["next_sequence_length"] = input_ids.shape[1] - given.seen_tokens
@@ -236,7 +245,8 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         self, generation_config: GenerationConfig | None, **kwargs: Any
     ) -> tuple[GenerationConfig, dict[str, Any]]:
         """Check the arguments of ``generate`` before it begins, and set the cache it must use."""
-        check_kind(kwargs.get("past_key_values"))
+        renamed_cache(kwargs)
+        check_kind(kwargs.get(CACHE))
         # as transformers does: an argument first, then the given configuration, then the model's
         places = kwargs, vars(generation_config or self.generation_config)
         places = *places, vars(self.generation_config)
@@ -286,7 +296,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
 
         However it ends, the configuration is as it was, and the state records no more.
         """
-        given = kwargs.get("past_key_values")
+        given = kwargs.get(CACHE)
         length = prompt_length(generation_config, kwargs)
         generation_config.cache_implementation = None  # transformers refuses its own static caches
         if given is not None and given.seen_tokens and length == input_ids.shape[1]:
@@ -314,31 +324,29 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         max_cache_length: int,
     ) -> None:
         """Give ``generate`` our cache; transformers' own would not count the tokens."""
-        given = model_kwargs.get("past_key_values")
+        given = model_kwargs.get(CACHE)
         static = generation_config.cache_implementation == "static"
         # a prompt's lookup proposes past the end, at most after all tokens but the last two
         most = max_cache_length + max((generation_config.prompt_lookup_num_tokens or 0) - 1, 0)
         if given is not None:
             if static and not isinstance(given, StaticStateCache):
                 raise ValueError(
-                    "cache_implementation='static' needs a StaticStateCache as past_key_values, "
+                    "cache_implementation='static' needs a StaticStateCache as cache, "
                     f"or none, got a {type(given).__name__}; leave one of the two out"
                 )
             room = given.max_cache_len
             if room is not None and room < most:
                 raise ValueError(
-                    f"past_key_values has room for max_cache_len = {room} tokens, and generate may "
+                    f"cache has room for max_cache_len = {room} tokens, and generate may "
                     f"read {most}; make it with a longer max_cache_len"
                 )
-            model_kwargs["past_key_values"] = given_state(
-                given, generation_config, model_kwargs, batch_size
-            )
+            model_kwargs[CACHE] = given_state(given, generation_config, model_kwargs, batch_size)
         elif generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = (
+            model_kwargs[CACHE] = (
                 self._static_cache(generation_config, most) if static else StateCache(self.config)
             )
             if generation_config.is_assistant:  # its proposals may be taken back
-                model_kwargs["past_key_values"].activate_past_recording()
+                model_kwargs[CACHE].activate_past_recording()
 
     def _static_cache(self, generation_config: Any, most: int) -> StaticStateCache:
         asked = getattr(generation_config, "max_cache_len", None)
@@ -372,7 +380,7 @@ def given_state(
     length = prompt_length(generation_config, model_kwargs)
     if length is not None and length <= given.get_seq_length():
         raise ValueError(
-            f"past_key_values has seen {given.get_seq_length()} tokens, and input_ids (or "
+            f"cache has seen {given.get_seq_length()} tokens, and input_ids (or "
             "attention_mask, where they are the new ones alone) must have more, got "
             f"{length}; ssmzoo.modeling.prefill keeps a prompt that generate can go on from"
         )

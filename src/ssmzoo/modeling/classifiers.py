@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers.modeling_outputs import (
     ImageClassifierOutput,
     SequenceClassifierOutput,
-    SequenceClassifierOutputWithPast,
     TokenClassifierOutput,
 )
 
 from ssmzoo.modeling.backbone import SSMModel, refuse_unknown
 from ssmzoo.modeling.cache import StateCache
+from ssmzoo.modeling.compat import SequenceClassifierOutputWithPast, one_cache, with_cache
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.inputs import given_inputs, named_indices
 from ssmzoo.modeling.layers import Linear
@@ -59,7 +59,7 @@ class SSMForSequenceClassification(_LinearClassifier):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: StateCache | None = None,
+        cache: StateCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -69,6 +69,7 @@ class SSMForSequenceClassification(_LinearClassifier):
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
         input_values: Tensor | None = None,
+        past_key_values: StateCache | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutputWithPast | tuple[Any, ...]:
         """Classify each sequence.
@@ -80,7 +81,7 @@ class SSMForSequenceClassification(_LinearClassifier):
             input_ids: See :meth:`SSMModel.forward`, as for all arguments not named here.
             attention_mask: See there.
             position_ids: See there.
-            past_key_values: See there.
+            cache: See there.
             inputs_embeds: See there.
             labels: ``[B]`` classes or, for regression, values; ``[S]`` for packed sequences.
             use_cache: See there.
@@ -90,17 +91,17 @@ class SSMForSequenceClassification(_LinearClassifier):
             cu_seq_lens_q: See there.
             seq_idx: See there.
             input_values: See there.
+            past_key_values: See there.
             **kwargs: See there.
 
         Returns:
-            ``loss``, ``logits [B, num_labels]`` (``[S, num_labels]``), ``past_key_values``.
+            ``loss``, ``logits [B, num_labels]`` (``[S, num_labels]``), ``cache``.
         """
+        cache = one_cache(cache, past_key_values)
         if return_dict is None:
             return_dict = self.config.return_dict
-        if self.config.pooling == "mean" and past_key_values is not None:
-            raise ValueError(
-                'pooling="mean" needs the whole sequence in one call, got past_key_values'
-            )
+        if self.config.pooling == "mean" and cache is not None:
+            raise ValueError('pooling="mean" needs the whole sequence in one call, got a cache')
         cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
         # positions say where sequences begin, not where they end
         open_ended = attention_mask is None and seq_idx is None and cu_seqlens is None
@@ -108,7 +109,7 @@ class SSMForSequenceClassification(_LinearClassifier):
             attention_mask = _mask_of_padding(input_ids, self.config.pad_token_id)
         packing = self.model.find_packing(
             (input_ids, inputs_embeds, input_values),
-            past_key_values,
+            cache,
             attention_mask,
             position_ids,
             seq_idx,
@@ -116,7 +117,7 @@ class SSMForSequenceClassification(_LinearClassifier):
         )
         outputs = self.model(
             input_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
@@ -129,10 +130,11 @@ class SSMForSequenceClassification(_LinearClassifier):
         loss = None
         if labels is not None:
             loss = _loss_of_classes(self, logits, labels)
-        output = SequenceClassifierOutputWithPast(
+        output = with_cache(
+            SequenceClassifierOutputWithPast,
+            outputs.cache,
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
         )
         return output if return_dict else output.to_tuple()

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ssmzoo.modeling.cache import STATE_ADAPTER, RecurrentCache, check_kind, reader_of
+from ssmzoo.modeling.compat import CACHE, one_cache
 from ssmzoo.modeling.sequence_parallel import sequence_piece
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class PromptState:
         return {
             "input_ids": ids,
             "attention_mask": mask,
-            "past_key_values": copy.deepcopy(self.cache),
+            CACHE: copy.deepcopy(self.cache),
         }
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
@@ -108,8 +109,9 @@ def prefill(
     model: PreTrainedModel,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
-    past_key_values: RecurrentCache | None = None,
+    cache: RecurrentCache | None = None,
     *,
+    past_key_values: RecurrentCache | None = None,
     chunk_size: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> PromptState:
@@ -123,8 +125,9 @@ def prefill(
             put on our kernels.
         input_ids: ``[B, L]``.
         attention_mask: ``[B, L]``, 0 where a row is padded on the left.
-        past_key_values: The state after a prefix of ``input_ids``; only the tokens after the prefix
+        cache: The state after a prefix of ``input_ids``; only the tokens after the prefix
             are read, and the given state is not changed.
+        past_key_values: The name of ``cache`` before transformers 5.24.
         chunk_size: Read this many tokens at a time, to bound memory; None: all at once.
         group: The processes that read the prompt together, each a piece of it; all call this alike
             and get the same state (:func:`ssmzoo.modeling.sequence_piece`). None: this one alone.
@@ -132,11 +135,11 @@ def prefill(
     Raises:
         ValueError: ``input_ids`` has no token, another argument does not fit its shape, or the
             model keeps no state that we can save. With ``group``: the prompt has no more tokens
-            than processes, or comes with ``past_key_values`` or ``chunk_size``, or the model's
+            than processes, or comes with ``cache`` or ``chunk_size``, or the model's
             state cannot be passed on.
-        TypeError: ``past_key_values`` is another kind of cache.
+        TypeError: ``cache`` is of another kind.
     """
-    reader = reader_of(model)
+    reader, given = reader_of(model), one_cache(cache, past_key_values)
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise ValueError(
             f"input_ids must have shape [B, L] and hold a token, got {list(input_ids.shape)}"
@@ -151,27 +154,27 @@ def prefill(
             f"got {list(attention_mask.shape)}"
         )
     if group is not None:
-        for name, given in (("past_key_values", past_key_values), ("chunk_size", chunk_size)):
-            if given is not None:
+        for name, value in (("cache", given), ("chunk_size", chunk_size)):
+            if value is not None:
                 raise ValueError(
                     f"{name} must be left out where a group reads a prompt, which reads all of it "
                     f"in one call, got {name} and group"
                 )
-        cache = _read_together(model, input_ids, attention_mask, group)
-        return PromptState(cache, input_ids, attention_mask, model, _versions(model))
-    cache = reader.cache_class(reader.config)
-    check_kind(past_key_values, reader.cache_class)
+        together = _read_together(model, input_ids, attention_mask, group)
+        return PromptState(together, input_ids, attention_mask, model, _versions(model))
+    check_kind(given, reader.cache_class)
     start, end = 0, input_ids.shape[1] - 1
-    if past_key_values is not None:
-        start = past_key_values.seen_tokens
-        past_key_values.check(reader.config, len(input_ids), end - start)
-        cache = copy.deepcopy(past_key_values)
+    state = reader.cache_class(reader.config)
+    if given is not None:
+        start = given.seen_tokens
+        given.check(reader.config, len(input_ids), end - start)
+        state = copy.deepcopy(given)
     if start > end:
         raise ValueError(
-            f"past_key_values has seen {start} tokens, so input_ids must be those and at least "
+            f"cache has seen {start} tokens, so input_ids must be those and at least "
             f"one more, got {end + 1}"
         )
-    cache.read_again(reader)  # where there is nothing more to read
+    state.read_again(reader)  # where there is nothing more to read
     step = chunk_size or max(end, 1)
     places = (attention_mask.long().cumsum(1) - 1).clamp_min(0)
     with torch.no_grad():
@@ -181,10 +184,10 @@ def prefill(
             reader(
                 input_ids[:, begin:stop],
                 attention_mask=attention_mask[:, :stop],
-                past_key_values=cache,
+                **{CACHE: state},
                 **named,
             )
-    return PromptState(cache, input_ids, attention_mask, model, _versions(model))
+    return PromptState(state, input_ids, attention_mask, model, _versions(model))
 
 
 @torch.no_grad()
@@ -200,7 +203,7 @@ def _read_together(
         )
     piece = sequence_piece(model, input_ids[:, :-1], attention_mask[:, :-1], group=group)
     reader_of(model)(**piece)
-    return piece["past_key_values"].whole()
+    return piece[CACHE].whole()
 
 
 def load_state(directory: str | os.PathLike[str], model: PreTrainedModel) -> PromptState:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ssmzoo.modeling.cache import LayerState, RecurrentCache, StateCache, reader_of
+from ssmzoo.modeling.compat import CACHE
 from ssmzoo.modeling.packing import PackedRow
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class StatePassing:
         """
         if self._opened:
             raise ValueError(
-                "past_key_values has read its piece of the row already; take a new one for every "
+                "cache has read its piece of the row already; take a new one for every "
                 "call, of sequence_piece or sequence_cache"
             )
 
@@ -264,7 +265,7 @@ def packed_piece(starts: Tensor, begin: int, end: int) -> tuple[Tensor, CutRows]
 def sequence_cache(
     model: Any, group: dist.ProcessGroup | None = None, *, rows: CutRows | None = None
 ) -> RecurrentCache:
-    """Return the ``past_key_values`` with which a model reads its piece of a row.
+    """Return the cache with which a model reads its piece of a row.
 
     Args:
         model: A language model of the zoo, or one of transformers after ``ssmzoo.accelerate``, as
@@ -319,7 +320,7 @@ def sequence_piece(
         starts[0, PackedRow.of(cu_seqlens, length, "model").offsets[:-1]] = True
         piece["cu_seqlens"], rows = packed_piece(starts, begin, end)
     cache = sequence_cache(model, group, rows=rows)
-    return {**piece, "past_key_values": cache, "use_cache": True}
+    return {**piece, CACHE: cache, "use_cache": True}
 
 
 class _Line:

@@ -31,6 +31,7 @@ from ssmzoo.checkpoints.weights import (
 )
 from ssmzoo.files import appears_whole, write_json, writing
 from ssmzoo.modeling.cache import STATE_ADAPTER, reader_of
+from ssmzoo.modeling.compat import CACHE
 
 
 class StateAdapter(nn.Module):
@@ -315,7 +316,7 @@ def _states_after_two_tokens(reader: Any) -> list[dict[str, Tensor]]:
     reader.eval()
     try:
         with torch.random.fork_rng(devices=[]):
-            reader(inputs_embeds=x, past_key_values=cache, use_cache=True, **others)
+            reader(inputs_embeds=x, use_cache=True, **{CACHE: cache}, **others)
     finally:
         for module in training:
             module.training = True

@@ -140,13 +140,13 @@ class StaticStateCache(StateCache):
         if self._seen is None or not torch.compiler.is_compiling():
             if self.seen_tokens + tokens > room:
                 raise ValueError(
-                    f"past_key_values has room for max_cache_len = {room} tokens, got "
+                    f"cache has room for max_cache_len = {room} tokens, got "
                     f"{self.seen_tokens} and {tokens} more; make it with a longer max_cache_len"
                 )
         else:
             torch._assert_async(  # pyright: ignore[reportPrivateImportUsage]
                 self._seen + tokens <= room,
-                "past_key_values got more tokens than its max_cache_len; make it with a longer one",
+                "cache got more tokens than its max_cache_len; make it with a longer one",
             )
 
     def take(self, states: list[LayerState], hidden_states: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class Prefill(nn.Module):
     def forward(self, input_ids: Tensor) -> tuple[Tensor, States]:
         """Read from the first token; states by layer and name, a row a sequence."""
         output = self.model(input_ids, use_cache=True)
-        return output.logits, [layer.states for layer in output.past_key_values.layers]
+        return output.logits, [layer.states for layer in output.cache.layers]
 
 
 class DecodeStep(Prefill):
@@ -55,8 +55,8 @@ class DecodeStep(Prefill):
         cache = StateCache(self.model.config)
         for layer, given in zip(cache.layers, states, strict=True):
             layer.states = dict(given)
-        output = self.model(input_ids, past_key_values=cache)
-        pairs = zip(states, output.past_key_values.layers, strict=True)
+        output = self.model(input_ids, cache=cache)
+        pairs = zip(states, output.cache.layers, strict=True)
         return output.logits, [{name: la.states[name] for name in given} for given, la in pairs]
 
 

@@ -130,8 +130,8 @@ def check_quantized(subject: Subject) -> Measured:
             measured.compare(f"{bits}: logits", whole, plain(ids).logits, BUDGETS[torch.float32])
             cache, steps = None, []
             for token in ids.split(1, dim=1):
-                output = loaded(token, past_key_values=cache, use_cache=True)
-                cache = output.past_key_values
+                output = loaded(token, cache=cache, use_cache=True)
+                cache = output.cache
                 steps.append(output.logits)
         measured.compare(f"{bits}: steps", torch.cat(steps, dim=1), whole, BUDGETS[torch.float32])
     return measured

@@ -99,8 +99,8 @@ def check_packing(subject: Subject) -> Measured:
             else:
                 ends = torch.tensor([0, *lengths]).cumsum(0).int()
                 given = {"input_ids": torch.cat(pieces)[None], "cu_seqlens": ends}
-            output = model(**given, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+            output = model(**given, cache=cache, use_cache=True)
+            cache = output.cache
             turns.append(output.logits.flatten(0, 1).split(lengths))
         got = [torch.cat(parts) for parts in zip(*turns, strict=True)]
         _compare(measured, model, f"{dtype} packed turns:", got, alone(model, rows))
@@ -121,8 +121,8 @@ def check_padding(subject: Subject) -> Measured:
                 masks.append(mask)
                 # a mask of all tokens, or of the new ones
                 given = torch.cat(masks, dim=1) if side == "left" else mask
-                output = model(ids, attention_mask=given, past_key_values=cache, use_cache=True)
-                cache = output.past_key_values
+                output = model(ids, attention_mask=given, cache=cache, use_cache=True)
+                cache = output.cache
                 turns.append(output.logits[mask.bool()].split(lengths))
             got = [torch.cat(parts) for parts in zip(*turns, strict=True)]
             true = _compare(measured, model, f"{dtype} {side} padding:", got, expected, true)
@@ -276,8 +276,8 @@ def check_batch(subject: Subject) -> Measured:
 @torch.no_grad()
 def _in_tokens(model: SSMForCausalLM, ids: Tensor) -> Tensor:
     """Return the logits of a prompt's continuation, token by token."""
-    cache = model(ids[:, :4], use_cache=True).past_key_values
-    steps = [model(token, past_key_values=cache).logits for token in ids[:, 4:].split(1, dim=1)]
+    cache = model(ids[:, :4], use_cache=True).cache
+    steps = [model(token, cache=cache).logits for token in ids[:, 4:].split(1, dim=1)]
     return torch.cat(steps, dim=1)
 
 
@@ -347,8 +347,8 @@ def _carried(model: SSMForCausalLM, ids: Tensor, sizes: list[int]) -> Tensor:
     """Return the logits ``[B, L, V]`` of pieces read one after the other with a cache."""
     cache, parts, seen = None, [], 0
     for piece in ids.split(sizes, dim=1):
-        output = model(piece, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = model(piece, cache=cache, use_cache=True)
+        cache = output.cache
         parts.append(output.logits)
         seen += piece.shape[1]
         require(

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
 from ssmzoo.modeling import SSMForCausalLM, StateCache, StaticStateCache, load_state
+from ssmzoo.modeling.compat import CACHE
 from ssmzoo.testing.subject import BUDGETS, Measured, Subject, require
 from ssmzoo_kernels import use_backend
 
@@ -101,9 +102,7 @@ def check_assisted(subject: Subject) -> Measured:
         for name, more in ways.items():
             caches = {"": Counts(model.config), " from a state": model.prefill(ids, mask).cache}
             for start, past in caches.items():
-                got = _generate(
-                    model, ids, mask, new=12, past_key_values=past, pad_token_id=pad, **more
-                )
+                got = _generate(model, ids, mask, new=12, cache=past, pad_token_id=pad, **more)
                 what = f"{name}{start}"
                 require(torch.equal(got.sequences, plain.sequences), f"{what}: other tokens")
                 measured.compare(f"{what} logits", _logits(got), _logits(plain), ROUNDED)
@@ -118,7 +117,7 @@ def check_continuing(subject: Subject) -> Measured:
     first = _generate(model, ids, mask)
     longer = torch.cat([first.sequences, subject.ids(len(ids), 4, seed=7)], dim=1)
     covering = torch.cat([mask, mask.new_ones(len(ids), NEW + 4)], dim=1)
-    second = _generate(model, longer, covering, past_key_values=first.past_key_values)
+    second = _generate(model, longer, covering, cache=first[CACHE])
     measured.compare("logits", _logits(second), _recomputed(model, second.sequences), ROUNDED)
     return measured
 
@@ -151,14 +150,14 @@ def check_cache_rows(subject: Subject) -> Measured:
     }
     with torch.no_grad():
         for method, (argument, rows) in changes.items():
-            cache = model(ids, use_cache=True).past_key_values
+            cache = model(ids, use_cache=True).cache
             getattr(cache, method)(argument)
-            got = model(more[: len(rows)], past_key_values=cache).logits
+            got = model(more[: len(rows)], cache=cache).logits
             whole = model(torch.cat([ids[rows], more[: len(rows)]], dim=1)).logits
             measured.compare(method, got, whole[:, -3:], EXACT)
-        cache = model(ids, use_cache=True).past_key_values
+        cache = model(ids, use_cache=True).cache
         cache.reset_rows(torch.tensor([1]))
-        got = model(more[:3], past_key_values=cache).logits[1:2]
+        got = model(more[:3], cache=cache).logits[1:2]
         measured.compare("reset_rows", got, model(more[1:2]).logits, EXACT)
     return measured
 
@@ -169,14 +168,14 @@ def check_cache_file(subject: Subject) -> Measured:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         model = subject.model(dtype)
         with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-            cache = model(subject.ids(2, 9), use_cache=True).past_key_values
+            cache = model(subject.ids(2, 9), use_cache=True).cache
             path = Path(folder) / "state.safetensors"
             cache.save(path)
             loaded = StateCache.load(path, model.config)
             require(loaded.get_seq_length() == 9, "the loaded cache forgot its length")
             more = subject.ids(2, 3, seed=5)
-            expected = model(more, past_key_values=cache).logits
-            got = model(more, past_key_values=loaded).logits
+            expected = model(more, cache=cache).logits
+            got = model(more, cache=loaded).logits
         measured.same(f"{dtype} logits", got, expected)
     return measured
 
@@ -208,7 +207,7 @@ def check_prompt_state(subject: Subject) -> Measured:
     for way in ("num_beams", "num_return_sequences"):
         options = {way: 3, "do_sample": way == "num_return_sequences"}
         outputs = []
-        for past in ({}, {"past_key_values": state.inputs()["past_key_values"]}):
+        for past in ({}, {"cache": state.inputs()[CACHE]}):
             torch.manual_seed(0)
             outputs.append(_generate(model, ids, mask, **past, **options))
         plain, kept = outputs
@@ -218,10 +217,10 @@ def check_prompt_state(subject: Subject) -> Measured:
     plain = _generate(model, ids, mask)
     for seen in (3, 12):
         past = model.prefill(ids[:, : seen + 1]).cache
-        kept = _generate(model, ids[:, seen:], mask, past_key_values=past)
+        kept = _generate(model, ids[:, seen:], mask, cache=past)
         measured.compare("logits of new tokens alone", _logits(kept), _logits(plain), ROUNDED)
     read = model.prefill(torch.cat([ids, ids[:, :1]], dim=1)).cache  # all of the prompt
-    _refused(ValueError, _generate, model, ids, mask, past_key_values=read)
+    _refused(ValueError, _generate, model, ids, mask, cache=read)
     return measured
 
 
@@ -232,9 +231,9 @@ def check_cache_precision(subject: Subject) -> Measured:
         lowered = torch.autocast("cpu", torch.bfloat16, enabled=model is None)
         model = model or subject.model(torch.float32)
         with torch.no_grad(), lowered:
-            cache = model(ids, use_cache=True).past_key_values
+            cache = model(ids, use_cache=True).cache
             size, before = cache.nbytes, _states(cache)
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], cache=cache)
         require(cache.nbytes == size, f"{name}: the cache grew from {size} to {cache.nbytes} bytes")
         for state, now in _states(cache).items():
             require(
@@ -264,13 +263,13 @@ def check_wrong_cache(subject: Subject) -> Measured:
     model, ids = subject.model(), subject.ids(2, 6)
     deeper = subject.fresh(torch.float64, num_hidden_layers=model.config.num_hidden_layers + 1)
     with torch.no_grad():
-        theirs = deeper(ids, use_cache=True).past_key_values
-        ours = model(ids, use_cache=True).past_key_values
-        _refused(ValueError, model, ids, past_key_values=theirs)
-        _refused(ValueError, model, subject.ids(3, 2), past_key_values=ours)
-        _refused(TypeError, model, ids, past_key_values=DynamicCache())
+        theirs = deeper(ids, use_cache=True).cache
+        ours = model(ids, use_cache=True).cache
+        _refused(ValueError, model, ids, cache=theirs)
+        _refused(ValueError, model, subject.ids(3, 2), cache=ours)
+        _refused(TypeError, model, ids, cache=DynamicCache())
         _refused(RuntimeError, ours.crop, 3)
-        kept = model(ids[:, :2], past_key_values=ours).logits
+        kept = model(ids[:, :2], cache=ours).logits
         whole = model(torch.cat([ids, ids[:, :2]], dim=1)).logits[:, -2:]
     measured = Measured()
     measured.compare("logits after all refusals", kept, whole, EXACT)
@@ -284,7 +283,7 @@ def check_fullgraph(subject: Subject) -> Measured:
     parts = ids.split([8, *[1] * STEPS], dim=1)
     plain = StateCache(model.config)
     with torch.no_grad(), use_backend("eager"):  # layer by layer, as the graph
-        expected = torch.cat([model(x, past_key_values=plain).logits for x in parts], dim=1)
+        expected = torch.cat([model(x, cache=plain).logits for x in parts], dim=1)
     grows = model.config.state_grows
     static = StaticStateCache(model.config, ids.shape[1] if grows else None)
     caches: list[Any] = [static] if grows else [static, StateCache(model.config)]  # sizes change
@@ -300,7 +299,7 @@ def check_fullgraph(subject: Subject) -> Measured:
             compiled = torch.compile(model, backend=count, fullgraph=True)
             with torch.no_grad():
                 for tokens in parts:
-                    got.append(compiled(tokens, past_key_values=cache).logits)
+                    got.append(compiled(tokens, cache=cache).logits)
                     held = [state for layer in cache.layers for state in layer.states.values()]
                     places.add(tuple(state.data_ptr() for state in held))
         finally:
@@ -337,7 +336,7 @@ def _prompts(subject: Subject) -> tuple[Tensor, Tensor]:
 def _generate(
     model: SSMForCausalLM, ids: Tensor, mask: Tensor, new: int = NEW, **options: Any
 ) -> Any:
-    past = {k: options.pop(k) for k in ("past_key_values", "assistant_model") if k in options}
+    past = {k: options.pop(k) for k in ("cache", "assistant_model") if k in options}
     config = GenerationConfig(
         max_new_tokens=new,
         min_new_tokens=new,

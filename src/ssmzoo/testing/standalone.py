@@ -70,8 +70,8 @@ def _answers(model: SSMForCausalLM, subject: Subject) -> dict[str, Tensor]:
     with torch.no_grad():
         logits = model(ids).logits
         whole = model(ids[:, :7])
-        after = model(ids[:, 7:], past_key_values=whole.past_key_values)
-        step = model(ids[:, :1], past_key_values=after.past_key_values)
+        after = model(ids[:, 7:], cache=whole.cache)
+        step = model(ids[:, :1], cache=after.cache)
         padded = model(ids, attention_mask=mask).logits
     return {
         "logits": logits,

@@ -67,10 +67,10 @@ class SegmentedLM(CausalLM):
             state = self._state(part, segment)
             output = forward(
                 {name: segment[name] for name in ("input_ids", "cu_seqlens")},
-                past_key_values=state,
+                cache=state,
                 use_cache=True,
             )
-            self._carried[part] = output.past_key_values
+            self._carried[part] = output.cache
             self._carried[part].batch_select_indices(segment["leaving"])
             total = total + _loss(output, segment)
         # a step that follows may begin where this one ends, but without its graph
@@ -169,12 +169,13 @@ class SequenceParallelLM(CausalLM):
 
     def _read(self, forward: Callable[..., Any], piece: dict[str, torch.Tensor]) -> Any:
         from ssmzoo.modeling import CutRows, sequence_cache
+        from ssmzoo.modeling.compat import CACHE
 
         device = self._model.device
         rows = CutRows(*(piece[name].to(device) for name in CutRows._fields))
         cache = sequence_cache(self._model, self._group, rows=rows)
         batch = {name: piece[name] for name in ("input_ids", "cu_seqlens")}
-        return forward(batch, past_key_values=cache, use_cache=True)
+        return forward(batch, **{CACHE: cache}, use_cache=True)
 
 
 def columns_of(part: Rows, begin: int, width: int) -> dict[str, torch.Tensor]:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from ssmzoo.checkpoints.weights import is_sharded
+from ssmzoo.modeling.compat import enable_gradient_checkpointing
 from ssmzoo.recipe import Recipe
-from ssmzoo.training.compat import enable_gradient_checkpointing
 from ssmzoo.training.distributed import Processes, gathered, seed_all, settle_buckets
 from ssmzoo.training.metrics import read_gauges
 from ssmzoo.training.model import build_model, load_for_task

@@ -54,6 +54,15 @@ class StockCache(RecurrentCache):
         """Return False: ``generate`` compiles only what was compiled without this cache too."""
         return False
 
+    @property
+    def is_linear(self) -> list[bool]:
+        """Return which layers keep no tokens, but none of a model of such layers alone.
+
+        There ``generate`` would not cut off a prompt what the state has seen.
+        """
+        linear = super().is_linear
+        return [False] * len(linear) if all(linear) else linear
+
     @staticmethod
     def signature(config: Any) -> dict[str, Any]:
         """Return what two models must share for a state of one to be the other's, too."""
@@ -104,7 +113,7 @@ class StockCache(RecurrentCache):
             return forward()  # which says what is missing
         if model.training and model.is_gradient_checkpointing:
             raise ValueError(
-                f"past_key_values must be left out where {type(model).__name__} trains with "
+                f"cache must be left out where {type(model).__name__} trains with "
                 "gradient checkpointing, whose layers write into no cache; call model.eval() or "
                 "model.gradient_checkpointing_disable()"
             )

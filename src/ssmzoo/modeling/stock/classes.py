@@ -28,6 +28,7 @@ from ssmzoo.modeling.cache import (
     refuse_reentrant_checkpointing,
     require_same_start,
 )
+from ssmzoo.modeling.compat import CACHE, MIXER_CACHE, cache_name, renamed_cache
 from ssmzoo.modeling.layers import Linear
 from ssmzoo.modeling.sequence_parallel import CutRows, require_shifted
 from ssmzoo.modeling.stock import steps
@@ -50,7 +51,7 @@ from ssmzoo_kernels.layers import OPS
 
 _NORMS = tuple(steps.rms_norm(offset) for offset in OFFSETS)
 _SCANS = ("selective_scan", "gated_linear_attention")
-_MIXER = ("self", "hidden_states", "cache_params", "attention_mask")
+_MIXER = ("self", "hidden_states", MIXER_CACHE, "attention_mask")
 
 
 class Accelerated:
@@ -180,27 +181,28 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
     def forward(
         self: Any,
         hidden_states: Tensor,
-        cache_params: Any = None,
+        cache: Any = None,
         attention_mask: Tensor | None = None,
+        cache_params: Any = None,
         **kwargs: Any,
     ) -> Any:
-        length = hidden_states.shape[1]
+        length, cache = hidden_states.shape[1], cache_params if cache is None else cache
         if length == 1 and writers and not torch.compiler.is_compiling():
-            states = _states_of_one_token(self, hidden_states, cache_params, attention_mask)
+            states = _states_of_one_token(self, hidden_states, cache, attention_mask)
             if states:
                 return decoding.token(
                     self,
                     writers,
                     hidden_states,
                     states,
-                    lambda: layered(self, hidden_states, cache_params, attention_mask, **kwargs),
+                    lambda: layered(self, hidden_states, cache, attention_mask, **kwargs),
                 )
-        return layered(self, hidden_states, cache_params, attention_mask, **kwargs)
+        return layered(self, hidden_states, cache, attention_mask, **kwargs)
 
     def layered(
         self: Any,
         hidden_states: Tensor,
-        cache_params: Any,
+        cache: Any,
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> Any:
@@ -213,7 +215,7 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
             self, call.fused = _WithProjection(self, projection), False
         elif fuses:
             call.fused = (
-                cache_params is None
+                cache is None
                 and call.passing is None  # whose states the fused function does not take
                 and attention_mask is None  # which the fused function does not take
                 and self.activation in ("silu", "swish")
@@ -231,14 +233,14 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
                 return run(self, hidden_states, None, attention_mask, **kwargs)
             finally:
                 call.layer = None
-        if not continues or cache_params is None or length == 1:
-            return run(self, hidden_states, cache_params, attention_mask, **kwargs)
-        layer = cache_params.layers[self.layer_idx]
+        if not continues or cache is None or length == 1:
+            return run(self, hidden_states, cache, attention_mask, **kwargs)
+        layer = cache.layers[self.layer_idx]
         if layer.has_previous_state[0]:
             state = layer.recurrent_states[0]  # Zamba scans head by head
             call.states = state.unbind(1) if state.dim() == 4 else (state,)
         try:
-            return run(self, hidden_states, cache_params, attention_mask, **kwargs)
+            return run(self, hidden_states, cache, attention_mask, **kwargs)
         finally:
             call.states = ()
 
@@ -385,7 +387,7 @@ def _model(stock: type[nn.Module]) -> dict[str, Any]:
     # some count positions from 0 in every call, whatever their cache has seen
     used = inspect.unwrap(stock_forward).__code__.co_names
     forgets = "position_ids" in names and "arange" in used and "get_seq_length" not in used
-    name_of_cache = "past_key_values" if "past_key_values" in names else "cache_params"
+    name_of_cache = cache_name(names) or CACHE
 
     def read(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = stock_forward(self, *args, **kwargs)
@@ -400,25 +402,23 @@ def _model(stock: type[nn.Module]) -> dict[str, Any]:
     @functools.wraps(stock_forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False))
-        told = kwargs.get("position_ids", given.get("position_ids")) is not None
-        if forgets and not told and kwargs.get("past_key_values") is not None:
-            kwargs = {**kwargs, "position_ids": positions(given, kwargs)}
         # as generate and our own code call it, whatever the model does
-        renamed = name_of_cache != "past_key_values" and kwargs.get("past_key_values") is not None
-        if renamed:
-            if kwargs.get(name_of_cache, given.get(name_of_cache)) is not None:
-                raise ValueError(
-                    f"past_key_values must be left out beside {name_of_cache}, got both"
-                )
-            kwargs = {**kwargs, name_of_cache: kwargs["past_key_values"]}
-            del kwargs["past_key_values"]
+        asked = renamed_cache(kwargs, name_of_cache)
+        cache, positional = kwargs.get(name_of_cache), given.get(name_of_cache)
+        if asked is not None and positional is not None:
+            raise ValueError(f"{asked} must be left out beside {name_of_cache}, got both")
+        told = kwargs.get("position_ids", given.get("position_ids")) is not None
+        if forgets and not told and cache is not None:
+            seen = cache.get_seq_length()
+            kwargs["position_ids"] = positions({**given, **kwargs}, seen)
+        cache = positional if cache is None else cache
 
         def under_both_names(output: Any) -> Any:
-            if renamed and isinstance(output, ModelOutput) and name_of_cache in output:
-                output["past_key_values"] = output[name_of_cache]
+            # whose class may know both
+            if asked and isinstance(output, ModelOutput) and not hasattr(type(output), asked):
+                output[asked] = output.get(name_of_cache)
             return output
 
-        cache = kwargs.get(name_of_cache, given.get(name_of_cache))
         if isinstance(cache, StockSequenceParallelCache):
             given |= {**kwargs, name_of_cache: None, "use_cache": False}
             tokens = _check_piece(self, cache, given)
@@ -426,8 +426,8 @@ def _model(stock: type[nn.Module]) -> dict[str, Any]:
                 output = forward(self, **given)
             cache.take(tokens)
             if isinstance(output, ModelOutput):
-                output["past_key_values"] = cache
-            return output
+                output[name_of_cache] = cache
+            return under_both_names(output)
         adapter = self._modules.get(STATE_ADAPTER)
         if adapter is not None and call.passing is None:
             begun = start(adapter, self, stock_forward, {**given, **kwargs}, name_of_cache)

@@ -1,8 +1,8 @@
 """What ``generate`` asks of an accelerated model: to go on from a state, to take tokens back.
 
 transformers refuses assisted decoding for recurrent models, since its caches of their states cannot
-be cropped; :class:`StockCache` can. It is called ``past_key_values`` here, also where the model
-calls its cache ``cache_params``: transformers looks for lengths and crops under that name alone.
+be cropped; :class:`StockCache` can. It is called :data:`CACHE` here, also where the model
+calls it ``cache_params``: transformers looks for lengths and crops under that name alone.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from ssmzoo.modeling.causal_lm import given_state, prompt_length
+from ssmzoo.modeling.compat import CACHE, CACHES
 from ssmzoo.modeling.stock.cache import StockCache, states_of
 
 _REPLACED = (
     *("prepare_inputs_for_generation", "_prepare_cache_for_generation"),
     *("_assisted_decoding", "_is_stateful"),
 )
-_CACHE = "past_key_values"
-_NAMES = (_CACHE, "cache_params")
 
 
 def overrides(stock: type[nn.Module]) -> dict[str, Any]:
@@ -36,7 +35,7 @@ def overrides(stock: type[nn.Module]) -> dict[str, Any]:
     stock_inputs = theirs.prepare_inputs_for_generation
 
     def prepare_inputs_for_generation(self: Any, input_ids: Tensor, **kwargs: Any) -> Any:
-        cache = kwargs.get(_CACHE)
+        cache = kwargs.get(CACHE)
         if isinstance(cache, StockCache) and cache.input_holds_seen:
             cache.input_holds_seen = False
             kwargs["next_sequence_length"] = input_ids.shape[1] - cache.seen_tokens
@@ -46,8 +45,8 @@ def overrides(stock: type[nn.Module]) -> dict[str, Any]:
     # generate accepts the arguments that it finds named here
     signature = inspect.signature(stock_inputs)
     named = list(signature.parameters.values())
-    if _CACHE not in signature.parameters:
-        ours = inspect.Parameter(_CACHE, inspect.Parameter.KEYWORD_ONLY, default=None)
+    for name in {CACHE, "cache"} - signature.parameters.keys():
+        ours = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
         named.insert(len(named) - (named[-1].kind is inspect.Parameter.VAR_KEYWORD), ours)
     prepare_inputs_for_generation.__signature__ = signature.replace(parameters=named)
 
@@ -60,17 +59,18 @@ def overrides(stock: type[nn.Module]) -> dict[str, Any]:
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        for name in _NAMES:
-            if isinstance(model_kwargs.get(name), StockCache):
-                model_kwargs[_CACHE] = model_kwargs.pop(name)
-        given = model_kwargs.get(_CACHE)
+        for name in CACHES:
+            given = model_kwargs.get(name)
+            if isinstance(given, StockCache) or (name == "cache" and given is not None):
+                model_kwargs[CACHE] = model_kwargs.pop(name)
+        given = model_kwargs.get(CACHE)
         if isinstance(given, StockCache):
-            model_kwargs[_CACHE] = given_state(given, generation_config, model_kwargs, batch_size)
+            model_kwargs[CACHE] = given_state(given, generation_config, model_kwargs, batch_size)
             return
         arguments = generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-        if given is not None and _CACHE not in inspect.signature(self.forward).parameters:
+        if given is not None and CACHE not in inspect.signature(self.forward).parameters:
             raise TypeError(
-                f"past_key_values of {type(self).__name__} must be the cache of a prompt that "
+                f"cache of {type(self).__name__} must be the cache of a prompt that "
                 f"ssmzoo.modeling.prefill read, got {type(given).__name__}; call it cache_params"
             )
         theirs._prepare_cache_for_generation(self, *arguments)
@@ -119,7 +119,7 @@ def _record(model: Any, model_kwargs: dict[str, Any]) -> StockCache | None:
     Raises:
         ValueError: It holds tokens, or is of a kind whose tensors we do not know.
     """
-    name = next((name for name in _NAMES if model_kwargs.get(name) is not None), None)
+    name = next((name for name in CACHES if model_kwargs.get(name) is not None), None)
     if name is None:
         return None
     cache = model_kwargs.pop(name)
@@ -133,5 +133,5 @@ def _record(model: Any, model_kwargs: dict[str, Any]) -> StockCache | None:
             )
         cache = fresh
     cache.activate_past_recording()
-    model_kwargs[_CACHE] = cache
+    model_kwargs[CACHE] = cache
     return cache

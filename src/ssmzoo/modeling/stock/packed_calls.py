@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import create_causal_mask
 
+from ssmzoo.modeling.compat import CACHE, CACHES
 from ssmzoo.modeling.packing import PackedRow, find_packing
 from ssmzoo.modeling.stock.calls import call
 
 _BOUNDARIES = ("cu_seqlens", "cu_seq_lens_q")
 # kinds of layers whose masks we know
 _MASKED = {"full_attention", "linear_attention", "hybrid", "mlp", "moe"}
-_CACHES = ("past_key_values", "cache_params")
 
 
 def enter(
@@ -41,7 +41,7 @@ def enter(
     given = {**positional, **kwargs}
     cu_seqlens = next((given[n] for n in _BOUNDARIES if given.get(n) is not None), None)
     seq_idx, positions = given.get("seq_idx"), given.get("position_ids")
-    cache = next((given[n] for n in _CACHES if given.get(n) is not None), None)
+    cache = next((given[n] for n in CACHES if given.get(n) is not None), None)
     explicit = cu_seqlens is not None or seq_idx is not None
     if not explicit and (not isinstance(positions, Tensor) or cache is not None):
         return None, kwargs
@@ -77,11 +77,12 @@ def enter(
             )
         places = _positions(found, batch, length)
         # what transformers makes of positions that begin anew; some models do not pass them on
+        nothing: dict[str, Any] = {CACHE: None}
         apart = create_causal_mask(
             config,
             inputs_embeds=torch.empty(batch, length, 1, dtype=model.dtype, device=inputs.device),
             attention_mask=None,
-            past_key_values=None,
+            **nothing,
             position_ids=places,
         )
         masks = {"full_attention": apart, "linear_attention": None}
@@ -89,10 +90,9 @@ def enter(
     return found, given | {"use_cache": False}
 
 
-def positions(positional: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return ``position_ids`` that go on from what a call's cache has seen."""
-    given = {**positional, **kwargs}
-    inputs, seen = _inputs(given), given["past_key_values"].get_seq_length()
+def positions(given: Mapping[str, Any], seen: int) -> Any:
+    """Return ``position_ids`` that go on from the tokens that a call's cache has seen."""
+    inputs = _inputs(given)
     return torch.arange(seen, seen + inputs.shape[1], device=inputs.device)[None]
 
 

@@ -1,0 +1,94 @@
+"""What differs between versions of transformers, and is known nowhere else: 5.17 to 5.24.
+
+5.24 calls ``cache`` what models take and return as ``past_key_values`` before it, or
+``cache_params``. Our models take both names, and their outputs have both, with every version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from transformers import modeling_outputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Given = TypeVar("Given")
+Output = TypeVar("Output")
+
+_FIELDS = {field.name for field in fields(modeling_outputs.CausalLMOutputWithPast)}
+CACHE = "cache" if "cache" in _FIELDS else "past_key_values"  # of an attention model
+MIXER_CACHE = "cache" if CACHE == "cache" else "cache_params"  # of a recurrent layer
+CACHES = ("cache", "past_key_values", "cache_params")
+
+if TYPE_CHECKING or CACHE == "cache":
+    BaseModelOutputWithPast = modeling_outputs.BaseModelOutputWithPast
+    CausalLMOutputWithPast = modeling_outputs.CausalLMOutputWithPast
+    SequenceClassifierOutputWithPast = modeling_outputs.SequenceClassifierOutputWithPast
+else:
+
+    class _Named:
+        cache = property(lambda output: output.past_key_values)
+
+    class BaseModelOutputWithPast(_Named, modeling_outputs.BaseModelOutputWithPast):
+        """Of a model without head."""
+
+    class CausalLMOutputWithPast(_Named, modeling_outputs.CausalLMOutputWithPast):
+        """Of a language model."""
+
+    class SequenceClassifierOutputWithPast(
+        _Named, modeling_outputs.SequenceClassifierOutputWithPast
+    ):
+        """Of a classifier."""
+
+
+def with_cache(kind: Callable[..., Output], cache: Any, **others: Any) -> Output:
+    """Return an output that holds a cache, under the name that its class has."""
+    return kind(**others, **{CACHE: cache})
+
+
+def cache_name(names: Container[str]) -> str | None:
+    """Return what the cache is called among a function's parameters, or an output's keys."""
+    return next((name for name in CACHES if name in names), None)
+
+
+def one_cache(cache: Given | None, past_key_values: Given | None) -> Given | None:
+    """Return the cache that a call got, by either name.
+
+    Raises:
+        ValueError: It got two.
+    """
+    if past_key_values is None:
+        return cache
+    if cache is not None:
+        raise ValueError("past_key_values must be left out beside cache, its new name, got both")
+    return past_key_values
+
+
+def renamed_cache(arguments: dict[str, Any], name: str = CACHE) -> str | None:
+    """Give the cache among a call's arguments, in place, the name that transformers' code has.
+
+    Returns:
+        The name that it had, or None where that is ``name`` or there is none.
+
+    Raises:
+        ValueError: There are two.
+    """
+    found = [known for known in CACHES if arguments.get(known) is not None]
+    if len(found) > 1:
+        raise ValueError(f"{found[1]} must be left out beside {found[0]}, got both")
+    for known in CACHES:
+        if known != name and known in arguments:
+            value = arguments.pop(known)
+            if value is not None or name not in arguments:
+                arguments[name] = value
+    return found[0] if found and found[0] != name else None
+
+
+def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    """Let a model compute its activations again in the backward pass, without reentrance."""
+    # 5.23 has renamed it and warns about the old name
+    renamed = getattr(model, "activation_checkpointing_enable", None)
+    (renamed or model.gradient_checkpointing_enable)({"use_reentrant": False})
