@@ -119,7 +119,7 @@ with torch.no_grad():
     logits["pushed"] = read("pushed")(input_ids).logits.numpy()
     state = load_state(snapshot_download("tester/stateful"), read("stateful"))
     inputs = state.inputs(input_ids[:1])
-    inputs["input_ids"] = inputs["input_ids"][:, inputs[CACHE].seen_tokens :]
+    inputs["input_ids"] = inputs["input_ids"][:, state.cache.seen_tokens :]
     logits["stateful"] = state.model(**inputs).logits.numpy()
 
 for version in ("v1", "main"):

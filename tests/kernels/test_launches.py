@@ -39,6 +39,7 @@ class Driver:
         self.launched = []
         self.utils = SimpleNamespace(
             load_binary=lambda *_: (1, 2, 32, 0, 1024),
+            unload_module=lambda *_: None,
             get_device_properties=lambda _: {"max_shared_mem": 2**18},
         )
 

@@ -27,7 +27,7 @@ from ssmzoo.modeling.cache import (
     refuse_pieces,
     refuse_reentrant_checkpointing,
 )
-from ssmzoo.modeling.compat import BaseModelOutputWithPast, one_cache, with_cache
+from ssmzoo.modeling.compat import CACHE, BaseModelOutputWithPast, one_cache
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.decoding import (
     ModuleParts,
@@ -435,7 +435,8 @@ class SSMModel(SSMPreTrainedModel):
             ValueError: Inputs that contradict each other or do not fit the cache.
             TypeError: An argument this model does not have.
         """
-        cache = one_cache(cache, past_key_values)
+        if past_key_values is not None:
+            cache = one_cache(cache, past_key_values)
         token_inputs: dict[str, Tensor] = {}
         for name in self.token_inputs:
             token_inputs[name] = kwargs.pop(name, None)
@@ -536,9 +537,9 @@ class SSMModel(SSMPreTrainedModel):
             if starts is not None:
                 cache.adapter = adapter
             cache.advance(length if packed is None else packed.longest(), recorded)
-        output = with_cache(
-            BaseModelOutputWithPast,
-            cache,
+        kept: dict[str, Any] = {CACHE: cache}
+        output = BaseModelOutputWithPast(
+            **kept,
             last_hidden_state=hidden_states,
             hidden_states=tuple(all_hidden_states) if output_hidden_states else None,
         )

@@ -19,7 +19,6 @@ from ssmzoo.modeling.compat import (
     CausalLMOutputWithPast,
     one_cache,
     renamed_cache,
-    with_cache,
 )
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.inputs import named_indices
@@ -120,7 +119,8 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         Returns:
             ``loss`` (mean cross-entropy in nats), ``logits [B, L, V]``, ``cache``.
         """
-        cache = one_cache(cache, past_key_values)
+        if past_key_values is not None:
+            cache = one_cache(cache, past_key_values)
         items = kwargs.get("num_items_in_batch")
         loss_kwargs = {} if items is None else {"num_items_in_batch": items}
         # not in the signature: Trainer takes the loss of an evaluated batch only if it holds every
@@ -179,9 +179,9 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
                     shift_labels=shift_labels,
                     **loss_kwargs,
                 )
-        output = with_cache(
-            CausalLMOutputWithPast,
-            outputs.cache,
+        kept: dict[str, Any] = {CACHE: outputs.cache}
+        output = CausalLMOutputWithPast(
+            **kept,
             loss=loss,
             logits=logits,
             hidden_states=outputs.hidden_states,
@@ -199,7 +199,8 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         group: dist.ProcessGroup | None = None,
     ) -> PromptState:
         """See :func:`ssmzoo.modeling.prefill`."""
-        cache = one_cache(cache, past_key_values)
+        if past_key_values is not None:
+            cache = one_cache(cache, past_key_values)
         return prefill(self, input_ids, attention_mask, cache, chunk_size=chunk_size, group=group)
 
     def prepare_inputs_for_generation(

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import (
 
 from ssmzoo.modeling.backbone import SSMModel, refuse_unknown
 from ssmzoo.modeling.cache import StateCache
-from ssmzoo.modeling.compat import SequenceClassifierOutputWithPast, one_cache, with_cache
+from ssmzoo.modeling.compat import CACHE, SequenceClassifierOutputWithPast, one_cache
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.inputs import given_inputs, named_indices
 from ssmzoo.modeling.layers import Linear
@@ -97,7 +97,8 @@ class SSMForSequenceClassification(_LinearClassifier):
         Returns:
             ``loss``, ``logits [B, num_labels]`` (``[S, num_labels]``), ``cache``.
         """
-        cache = one_cache(cache, past_key_values)
+        if past_key_values is not None:
+            cache = one_cache(cache, past_key_values)
         if return_dict is None:
             return_dict = self.config.return_dict
         if self.config.pooling == "mean" and cache is not None:
@@ -130,9 +131,9 @@ class SSMForSequenceClassification(_LinearClassifier):
         loss = None
         if labels is not None:
             loss = _loss_of_classes(self, logits, labels)
-        output = with_cache(
-            SequenceClassifierOutputWithPast,
-            outputs.cache,
+        kept: dict[str, Any] = {CACHE: outputs.cache}
+        output = SequenceClassifierOutputWithPast(
+            **kept,
             loss=loss,
             logits=logits,
             hidden_states=outputs.hidden_states,

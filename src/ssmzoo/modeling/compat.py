@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Given = TypeVar("Given")
-Output = TypeVar("Output")
 
 _FIELDS = {field.name for field in fields(modeling_outputs.CausalLMOutputWithPast)}
 CACHE = "cache" if "cache" in _FIELDS else "past_key_values"  # of an attention model
@@ -44,11 +43,6 @@ else:
         """Of a classifier."""
 
 
-def with_cache(kind: Callable[..., Output], cache: Any, **others: Any) -> Output:
-    """Return an output that holds a cache, under the name that its class has."""
-    return kind(**others, **{CACHE: cache})
-
-
 def cache_name(names: Container[str]) -> str | None:
     """Return what the cache is called among a function's parameters, or an output's keys."""
     return next((name for name in CACHES if name in names), None)
@@ -60,11 +54,9 @@ def one_cache(cache: Given | None, past_key_values: Given | None) -> Given | Non
     Raises:
         ValueError: It got two.
     """
-    if past_key_values is None:
-        return cache
-    if cache is not None:
-        raise ValueError("past_key_values must be left out beside cache, its new name, got both")
-    return past_key_values
+    if cache is None or past_key_values is None:
+        return past_key_values if cache is None else cache
+    raise ValueError("past_key_values must be left out beside cache, its new name, got both")
 
 
 def renamed_cache(arguments: dict[str, Any], name: str = CACHE) -> str | None:
