@@ -21,7 +21,7 @@ VERSION ?=
 VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
-# the oldest transformers that pyproject.toml admits, and what of it 5.23's own set does not serve
+# the oldest transformers that pyproject.toml admits, and what of it the newest's own set does not serve
 OLDEST := transformers==5.17.0 huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
 OLDEST_DIR := $(VENV)/transformers-5.17.0
 # the torchao of constraints.txt, beside the rest: where it is installed, every import of transformers loads it

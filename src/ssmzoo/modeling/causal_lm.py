@@ -33,7 +33,7 @@ _LOGGER = logging.get_logger("ssmzoo")
 
 # what `generate` passes along in a decoding step, and this model has a use for or none at all
 _STEP_ARGUMENTS = frozenset(
-    {CACHE, "next_sequence_length", "use_cache", "logits_to_keep", "position_ids", "attention_mask"}
+    {"next_sequence_length", "use_cache", "logits_to_keep", "position_ids", "attention_mask"}
 )
 
 
@@ -138,9 +138,10 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
             seq_idx,
             cu_seq_lens_q if cu_seqlens is None else cu_seqlens,
         )
+        passed: dict[str, Any] = {CACHE: cache}  # as a family that overrides this expects it
         outputs = self.model(
             input_ids,
-            cache=cache,
+            **passed,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
@@ -179,7 +180,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
                     shift_labels=shift_labels,
                     **loss_kwargs,
                 )
-        kept: dict[str, Any] = {CACHE: outputs.cache}
+        kept: dict[str, Any] = {CACHE: getattr(outputs, CACHE)}
         output = CausalLMOutputWithPast(
             **kept,
             loss=loss,
@@ -208,27 +209,34 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         input_ids: Tensor,
         inputs_embeds: Tensor | None = None,
         is_first_iteration: bool = False,
+        cache: StateCache | None = None,
+        past_key_values: StateCache | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Drop the inputs that are already in the state."""
+        """Drop the inputs that are already in the state.
+
+        ``generate`` accepts embeddings, and a cache for a family whose ``forward`` does not name
+        it, only from a model whose signature here names them.
+        """
         kwargs.pop("tokenizer", None)  # of stop strings, which generate hands on
-        one = kwargs.get("next_sequence_length") == 1 and kwargs.get(CACHE) is not None
+        given = past_key_values if cache is None else cache
+        one = kwargs.get("next_sequence_length") == 1 and given is not None
         if one and not is_first_iteration and kwargs.keys() <= _STEP_ARGUMENTS:
             # a plain decoding step, by far the most frequent call
-            token, past = input_ids[:, -1:], kwargs[CACHE]
-            if isinstance(past, StaticStateCache):  # a graph is for strides that do not change
+            token = input_ids[:, -1:]
+            if isinstance(given, StaticStateCache):  # a graph is for strides that do not change
                 token = token.clone(memory_format=torch.contiguous_format)
             return {
                 "input_ids": token,
-                CACHE: past,
+                CACHE: given,
                 "use_cache": kwargs.get("use_cache"),
                 "logits_to_keep": kwargs.get("logits_to_keep") or 0,
             }
-        given: StateCache | None = kwargs.get(CACHE)
+        if given is not None:
+            kwargs[CACHE] = given
         if is_first_iteration and given is not None and given.input_holds_seen:
             given.input_holds_seen = False
             kwargs["next_sequence_length"] = input_ids.shape[1] - given.seen_tokens
-        # generate accepts embeddings only from a model whose signature here names them
         kwargs |= {"inputs_embeds": inputs_embeds, "is_first_iteration": is_first_iteration}
         prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         inputs = prepare(input_ids, **kwargs)

@@ -116,9 +116,10 @@ class SSMForSequenceClassification(_LinearClassifier):
             seq_idx,
             cu_seqlens,
         )
+        passed: dict[str, Any] = {CACHE: cache}  # as a family that overrides this expects it
         outputs = self.model(
             input_ids,
-            cache=cache,
+            **passed,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
@@ -131,7 +132,7 @@ class SSMForSequenceClassification(_LinearClassifier):
         loss = None
         if labels is not None:
             loss = _loss_of_classes(self, logits, labels)
-        kept: dict[str, Any] = {CACHE: outputs.cache}
+        kept: dict[str, Any] = {CACHE: getattr(outputs, CACHE)}
         output = SequenceClassifierOutputWithPast(
             **kept,
             loss=loss,

@@ -1,7 +1,8 @@
 """What differs between versions of transformers, and is known nowhere else: 5.17 to 5.24.
 
 5.24 calls ``cache`` what models take and return as ``past_key_values`` before it, or
-``cache_params``. Our models take both names, and their outputs have both, with every version.
+``cache_params``. With every version our models take ``cache`` and ``past_key_values``, and their
+outputs have both as attributes; outputs of ``generate`` have the version's name.
 """
 
 from __future__ import annotations

@@ -62,15 +62,17 @@ class SegmentedLM(CausalLM):
         targets: int,
     ) -> torch.Tensor:
         """Return a piece's share of the mean over its part's ``targets``."""
+        from ssmzoo.modeling.compat import CACHE
+
         total: Any = 0.0
         for segment in piece:
             state = self._state(part, segment)
             output = forward(
                 {name: segment[name] for name in ("input_ids", "cu_seqlens")},
-                cache=state,
+                **{CACHE: state},
                 use_cache=True,
             )
-            self._carried[part] = output.cache
+            self._carried[part] = output[CACHE]
             self._carried[part].batch_select_indices(segment["leaving"])
             total = total + _loss(output, segment)
         # a step that follows may begin where this one ends, but without its graph

@@ -2,7 +2,8 @@
 
 transformers refuses assisted decoding for recurrent models, since its caches of their states cannot
 be cropped; :class:`StockCache` can. It is called :data:`CACHE` here, also where the model
-calls it ``cache_params``: transformers looks for lengths and crops under that name alone.
+calls it ``cache_params``, before 5.24: transformers looks for lengths and crops under that name
+alone.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def overrides(stock: type[nn.Module]) -> dict[str, Any]:
     # generate accepts the arguments that it finds named here
     signature = inspect.signature(stock_inputs)
     named = list(signature.parameters.values())
-    for name in {CACHE, "cache"} - signature.parameters.keys():
+    for name in sorted({CACHE, "cache"} - signature.parameters.keys()):
         ours = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
         named.insert(len(named) - (named[-1].kind is inspect.Parameter.VAR_KEYWORD), ours)
     prepare_inputs_for_generation.__signature__ = signature.replace(parameters=named)
@@ -59,9 +60,11 @@ def overrides(stock: type[nn.Module]) -> dict[str, Any]:
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        for name in CACHES:
-            given = model_kwargs.get(name)
-            if isinstance(given, StockCache) or (name == "cache" and given is not None):
+        found = [name for name in CACHES if model_kwargs.get(name) is not None]
+        if len(found) > 1:
+            raise ValueError(f"{found[1]} must be left out beside {found[0]}, got both")
+        for name in found:
+            if name == "cache" or isinstance(model_kwargs[name], StockCache):
                 model_kwargs[CACHE] = model_kwargs.pop(name)
         given = model_kwargs.get(CACHE)
         if isinstance(given, StockCache):
@@ -70,7 +73,7 @@ def overrides(stock: type[nn.Module]) -> dict[str, Any]:
         arguments = generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         if given is not None and CACHE not in inspect.signature(self.forward).parameters:
             raise TypeError(
-                f"cache of {type(self).__name__} must be the cache of a prompt that "
+                f"{CACHE} of {type(self).__name__} must be the state of a prompt that "
                 f"ssmzoo.modeling.prefill read, got {type(given).__name__}; call it cache_params"
             )
         theirs._prepare_cache_for_generation(self, *arguments)
