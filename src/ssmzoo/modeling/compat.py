@@ -7,7 +7,7 @@ outputs have both as attributes; outputs of ``generate`` have the version's name
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -60,6 +60,18 @@ def one_cache(cache: Given | None, past_key_values: Given | None) -> Given | Non
     raise ValueError("past_key_values must be left out beside cache, its new name, got both")
 
 
+def given_cache(arguments: Mapping[str, Any]) -> str | None:
+    """Return the name under which a call got a cache, if it did.
+
+    Raises:
+        ValueError: It got two.
+    """
+    found = [name for name in CACHES if arguments.get(name) is not None]
+    if len(found) > 1:
+        raise ValueError(f"{found[1]} must be left out beside {found[0]}, got both")
+    return found[0] if found else None
+
+
 def renamed_cache(arguments: dict[str, Any], name: str = CACHE) -> str | None:
     """Give the cache among a call's arguments, in place, the name that transformers' code has.
 
@@ -69,15 +81,13 @@ def renamed_cache(arguments: dict[str, Any], name: str = CACHE) -> str | None:
     Raises:
         ValueError: There are two.
     """
-    found = [known for known in CACHES if arguments.get(known) is not None]
-    if len(found) > 1:
-        raise ValueError(f"{found[1]} must be left out beside {found[0]}, got both")
+    found = given_cache(arguments)
     for known in CACHES:
         if known != name and known in arguments:
             value = arguments.pop(known)
             if value is not None or name not in arguments:
                 arguments[name] = value
-    return found[0] if found and found[0] != name else None
+    return found if found != name else None
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from ssmzoo.modeling.causal_lm import given_state, prompt_length
-from ssmzoo.modeling.compat import CACHE, CACHES
+from ssmzoo.modeling.compat import CACHE, given_cache
 from ssmzoo.modeling.stock.cache import StockCache, states_of
 
 _REPLACED = (
@@ -60,12 +60,9 @@ def overrides(stock: type[nn.Module]) -> dict[str, Any]:
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        found = [name for name in CACHES if model_kwargs.get(name) is not None]
-        if len(found) > 1:
-            raise ValueError(f"{found[1]} must be left out beside {found[0]}, got both")
-        for name in found:
-            if name == "cache" or isinstance(model_kwargs[name], StockCache):
-                model_kwargs[CACHE] = model_kwargs.pop(name)
+        name = given_cache(model_kwargs)
+        if name == "cache" or isinstance(model_kwargs.get(name), StockCache):
+            model_kwargs[CACHE] = model_kwargs.pop(name)
         given = model_kwargs.get(CACHE)
         if isinstance(given, StockCache):
             model_kwargs[CACHE] = given_state(given, generation_config, model_kwargs, batch_size)
@@ -122,7 +119,7 @@ def _record(model: Any, model_kwargs: dict[str, Any]) -> StockCache | None:
     Raises:
         ValueError: It holds tokens, or is of a kind whose tensors we do not know.
     """
-    name = next((name for name in CACHES if model_kwargs.get(name) is not None), None)
+    name = given_cache(model_kwargs)
     if name is None:
         return None
     cache = model_kwargs.pop(name)
