@@ -283,7 +283,7 @@ def test_assisted_decoding_refuses_what_it_cannot_roll_back() -> None:
     if not torch.backends.cuda.is_built():  # which has no stream to offload in without a GPU
         offloaded = {"cache_implementation": "offloaded", **lookup}
         cases.append((hybrid, offloaded, ValueError, "cache_implementation"))
-    with pytest.raises((ValueError, RuntimeError), match="use_cache=True|requires a cache"):
+    with pytest.raises((ValueError, RuntimeError), match=r"use_cache=True|requires a cache"):
         pure.generate(x, use_cache=False, **lookup)  # transformers' own words, by its version
     if MIXER_CACHE != CACHE:
         cases.append((pure, {CACHE: other, **SETTINGS}, TypeError, "must be the state of a prompt"))

@@ -61,7 +61,8 @@ def overrides(stock: type[nn.Module]) -> dict[str, Any]:
         max_cache_length: int,
     ) -> None:
         name = given_cache(model_kwargs)
-        if name == "cache" or isinstance(model_kwargs.get(name), StockCache):
+        given = None if name is None else model_kwargs[name]
+        if name is not None and (name == "cache" or isinstance(given, StockCache)):
             model_kwargs[CACHE] = model_kwargs.pop(name)
         given = model_kwargs.get(CACHE)
         if isinstance(given, StockCache):
