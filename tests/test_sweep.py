@@ -762,3 +762,9 @@ def test_a_missing_sweep_is_one_line(tmp_path, capsys):
     assert main(["sweep", "bmojo-mqar-toyy", "--output", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "no sweep 'bmojo-mqar-toyy'; did you mean 'bmojo-mqar-toy'?; shipped: " in line
+
+
+def test_what_reads_a_recipe_or_a_sweep_does_not_wait_for_torch():
+    line = "import sys, ssmzoo.analysis.sweep, ssmzoo.training.run; print('torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True)
+    assert ran.stdout == "False\n"

@@ -200,9 +200,15 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         group: dist.ProcessGroup | None = None,
     ) -> PromptState:
         """See :func:`ssmzoo.modeling.prefill`."""
-        if past_key_values is not None:
-            cache = one_cache(cache, past_key_values)
-        return prefill(self, input_ids, attention_mask, cache, chunk_size=chunk_size, group=group)
+        return prefill(
+            self,
+            input_ids,
+            attention_mask,
+            cache,
+            past_key_values=past_key_values,
+            chunk_size=chunk_size,
+            group=group,
+        )
 
     def prepare_inputs_for_generation(
         self,

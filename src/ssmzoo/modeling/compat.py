@@ -55,9 +55,8 @@ def one_cache(cache: Given | None, past_key_values: Given | None) -> Given | Non
     Raises:
         ValueError: It got two.
     """
-    if cache is None or past_key_values is None:
-        return past_key_values if cache is None else cache
-    raise ValueError("past_key_values must be left out beside cache, its new name, got both")
+    given_cache({"cache": cache, "past_key_values": past_key_values})
+    return past_key_values if cache is None else cache
 
 
 def given_cache(arguments: Mapping[str, Any]) -> str | None:

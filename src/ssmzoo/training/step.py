@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from ssmzoo.checkpoints.weights import is_sharded
-from ssmzoo.modeling.compat import enable_gradient_checkpointing
 from ssmzoo.recipe import Recipe
 from ssmzoo.training.distributed import Processes, gathered, seed_all, settle_buckets
 from ssmzoo.training.metrics import read_gauges
@@ -104,6 +103,8 @@ class Learner:
             seed_all(int(np.random.SeedSequence([options.seed, rank]).generate_state(1)[0]))
         model.train()
         if options.gradient_checkpointing:
+            from ssmzoo.modeling.compat import enable_gradient_checkpointing
+
             enable_gradient_checkpointing(model)
         beta1, beta2 = options.betas
         optimizer = make_optimizer(

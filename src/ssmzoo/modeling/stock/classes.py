@@ -436,7 +436,7 @@ def _model(stock: type[nn.Module]) -> dict[str, Any]:
         began = None if isinstance(cache, StockCache) else getattr(cache, "adapter", None)
         if adapter is None and began is not None and reader(self) is self:
             require_same_start(began, None)
-        packing, kwargs = enter(self, given, kwargs)
+        packing, kwargs = enter(self, cache, given, kwargs)
         if packing is not None:
             with told_of(packing, call.passing):
                 return read(self, **kwargs)

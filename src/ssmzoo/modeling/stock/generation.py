@@ -61,8 +61,7 @@ def overrides(stock: type[nn.Module]) -> dict[str, Any]:
         max_cache_length: int,
     ) -> None:
         name = given_cache(model_kwargs)
-        given = None if name is None else model_kwargs[name]
-        if name is not None and (name == "cache" or isinstance(given, StockCache)):
+        if name is not None and (name == "cache" or isinstance(model_kwargs[name], StockCache)):
             model_kwargs[CACHE] = model_kwargs.pop(name)
         given = model_kwargs.get(CACHE)
         if isinstance(given, StockCache):

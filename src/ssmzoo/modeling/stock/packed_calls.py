@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import create_causal_mask
 
-from ssmzoo.modeling.compat import CACHE, CACHES
+from ssmzoo.modeling.compat import CACHE
 from ssmzoo.modeling.packing import PackedRow, find_packing
 from ssmzoo.modeling.stock.calls import call
 
@@ -19,12 +19,13 @@ _MASKED = {"full_attention", "linear_attention", "hybrid", "mlp", "moe"}
 
 
 def enter(
-    model: Any, positional: Mapping[str, Any], kwargs: dict[str, Any]
+    model: Any, cache: Any, positional: Mapping[str, Any], kwargs: dict[str, Any]
 ) -> tuple[PackedRow | None, dict[str, Any]]:
     """Find the packed sequences of a call.
 
     Args:
         model: The model that is called.
+        cache: The cache among its arguments, or None.
         positional: Its positional arguments by name.
         kwargs: The others.
 
@@ -41,7 +42,6 @@ def enter(
     given = {**positional, **kwargs}
     cu_seqlens = next((given[n] for n in _BOUNDARIES if given.get(n) is not None), None)
     seq_idx, positions = given.get("seq_idx"), given.get("position_ids")
-    cache = next((given[n] for n in CACHES if given.get(n) is not None), None)
     explicit = cu_seqlens is not None or seq_idx is not None
     if not explicit and (not isinstance(positions, Tensor) or cache is not None):
         return None, kwargs

@@ -82,7 +82,7 @@ def start(
         return None
     if model.training and torch.is_grad_enabled():
         refuse_reentrant_checkpointing(model.modules())
-    packing, given = enter(model, {}, given)
+    packing, given = enter(model, cache, {}, given)
     packing = packing or call.packing
     if packing is None:
         if padded:
