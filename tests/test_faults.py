@@ -539,9 +539,10 @@ def test_a_hostile_checkpoint_is_refused_by_every_command(case, place, model, tm
         line = fails(*command)
         assert message in line, (command, line)
     for kind in (AutoModel, AutoModelForCausalLM):
-        with pytest.raises((ValueError, LookupError)) as caught:
-            kind.from_pretrained(model, trust_remote_code=False)
-        assert message in str(caught.value)
+        for options in ({}, {"use_safetensors": None}):
+            with pytest.raises((ValueError, LookupError)) as caught:
+                kind.from_pretrained(model, trust_remote_code=False, **options)
+            assert message in str(caught.value)
     line = fails("publish", model, f"folder:{out}")
     assert str(model) in line, line
     assert fails("check", model).startswith(f"no family named '{model}'")

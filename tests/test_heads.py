@@ -10,7 +10,7 @@ from transformers import AutoModelForTokenClassification
 from ssmzoo import load_family
 from ssmzoo.modeling import BatchNorm, Dropout, LayerState, PackedRow, SSMMixer
 from ssmzoo.modeling.classifiers import pool
-from ssmzoo.modeling.compat import enable_gradient_checkpointing
+from ssmzoo.modeling.compat import CACHE, enable_gradient_checkpointing
 from ssmzoo.modeling.packing import find_packing
 
 FAMILY = load_family("longhorn")
@@ -270,6 +270,12 @@ def test_a_pair_is_judged_by_both_documents_difference_and_product():
         model(first[None], pair_input_ids=padded.repeat(2, 1))
     with pytest.raises(ValueError, match="got none"):
         model(first[None])
+    assert output.hidden_states is None
+    shown = model(first[None], pair_input_ids=second[None], output_hidden_states=True)
+    assert [tuple(x.shape[:2]) for x in shown.hidden_states] == [(2, 9)] * 3
+    places = torch.arange(9)[None]
+    with pytest.raises(TypeError, match="takes no position_ids: each row is one document"):
+        model(first[None], pair_input_ids=second[None], position_ids=places)
 
 
 @pytest.mark.parametrize(
@@ -285,6 +291,8 @@ def test_a_label_outside_the_classes_is_named(kind, inputs, shape):
     ids = dict.fromkeys(inputs, torch.stack(documents(5, 5)))
     labels = torch.full(shape, 2)
     assert model(**ids, labels=labels).loss.isfinite()
+    with pytest.raises(TypeError, match=r"labels must be int64, got torch.int32"):
+        model(**ids, labels=labels.int())
     labels[-1] = 3
     with pytest.raises(ValueError, match=r"labels must be in \[0, 2\], or -100, got 3"):
         model(**ids, labels=labels)
@@ -341,6 +349,12 @@ class _LooksAhead(FAMILY.config_class):
         return False
 
 
+def test_a_model_without_an_embedding_has_none_to_resize():
+    model = build("sequence_classification", input_channels=2, num_labels=3)
+    with pytest.raises(ValueError, match=r"needs an embedding of tokens.*input_channels is 2"):
+        model.resize_token_embeddings(10)
+
+
 @pytest.mark.parametrize("kind", ["token_classification", "pair_classification"])
 def test_heads_without_a_cache_take_use_cache_false_and_refuse_true(kind):
     family = load_family("s4")
@@ -351,6 +365,13 @@ def test_heads_without_a_cache_take_use_cache_false_and_refuse_true(kind):
     assert model(**ids, use_cache=False).logits.equal(model(**ids).logits)
     with pytest.raises(ValueError, match="use_cache must be None or False, got True"):
         model(**ids, use_cache=True)
+    given = model.model(ids["input_ids"], use_cache=True)
+    cache = getattr(given, CACHE)
+    for name in ("cache", "past_key_values"):
+        assert model(**ids, **{name: None}).logits.equal(model(**ids).logits)
+        with pytest.raises(ValueError, match=f"{name} must be left out, got a StateCache"):
+            model(**ids, **{name: cache})
+    assert cache.seen_tokens == 2
 
 
 def test_a_bidirectional_model_has_no_cache_and_generates_nothing():

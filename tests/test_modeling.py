@@ -148,6 +148,13 @@ def test_an_argument_the_model_lacks_is_refused_with_a_suggestion(model, ids):
         model(ids, atention_mask=torch.ones_like(ids))
 
 
+def test_labels_of_another_integer_type_are_named(model, ids):
+    assert model(ids.int(), labels=ids).loss.isfinite()
+    for name in ("labels", "shift_labels"):
+        with pytest.raises(TypeError, match=f"^{name} must be int64, got torch.int32"):
+            model(ids, **{name: ids.int()})
+
+
 def test_labels_with_only_some_logits_are_refused(model, ids):
     with pytest.raises(ValueError, match="labels need all logits"):
         model(ids, labels=ids, logits_to_keep=1)
@@ -377,6 +384,8 @@ def test_cache_implementations_do_not_change_tokens(model, ids, kind, caplog):
 def test_continuous_batching_is_refused(model, ids):
     with pytest.raises(ValueError, match="cache_implementation must be left out, got 'paged'"):
         model.generate(ids, max_new_tokens=2, pad_token_id=0, cache_implementation="paged")
+    with pytest.raises(ValueError, match="no keys and values for continuous batching to page"):
+        model.generate_batch([[4, 5, 6]])
 
 
 def test_generation_from_embeddings_equals_generation_from_ids(model, ids):

@@ -138,6 +138,12 @@ def test_other_weights_another_dtype_and_another_shape_are_refused(model, folder
         load_state(folder, DSS.causal_lm_class(DSS.config(**DSS.tiny)))
 
 
+def test_special_tokens_and_dropout_change_no_state(model, folder):
+    other = build(dropout=0.1, drop_path_rate=0.1, eos_token_id=5)
+    other.config.pad_token_id = other.config.bos_token_id = 1
+    assert load_state(folder, other).cache.seen_tokens == 6
+
+
 def test_another_head_may_continue_the_prompt(folder):
     other = build()
     other.lm_head = torch.nn.Linear(other.config.hidden_size, 3, bias=False)

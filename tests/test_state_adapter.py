@@ -153,7 +153,11 @@ def dropped(folder, name="layer0_ssm", **more):
 
 WRONG = {
     "another type": (lambda f: changed(f, model_type="rtf"), "of type 'rtf'"),
-    "another configuration": (lambda f: changed(f, base="0" * 64), "another configuration"),
+    "another configuration": (
+        lambda f: changed(f, base={"model_type": "ssmzoo_longhorn", "d_conv": 3}),
+        "belongs to another model: made for .*d_conv = 3.*, got .*d_conv = 4",
+    ),
+    "no configuration": (lambda f: changed(f, base="0" * 64), "base must map fields to values"),
     "another format": (lambda f: changed(f, format="x"), "must have the format"),
     "an unknown field": (lambda f: changed(f, more=1), "the fields"),
     "no shapes": (lambda f: changed(f, states=3), "must map names to shapes"),
@@ -192,6 +196,13 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(name, tmp_path):
 def test_a_folder_without_an_adapter_says_so(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"holds no {CONFIG}"):
         load_state_adapter(tmp_path, longhorn())
+
+
+def test_special_tokens_change_nothing(tmp_path):
+    model = longhorn()
+    adapter = drawn(model)
+    adapter.save_pretrained(tmp_path)
+    assert load_state_adapter(tmp_path, longhorn(pad_token_id=1)).digest() == adapter.digest()
 
 
 def test_a_wider_model_refuses_it(tmp_path):

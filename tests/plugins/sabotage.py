@@ -257,9 +257,8 @@ class LeavesBeamsWhereTheyAre(LonghornForCausalLM):
 class HandsBackACacheThatForgot(LonghornForCausalLM):
     def generate(self, *args, **options):
         output = super().generate(*args, **options)
-        cache = output.get(CACHE)
-        if cache is not None:
-            cache.reset_rows(torch.tensor([0]))
+        if not isinstance(output, torch.Tensor) and output.get(CACHE) is not None:
+            output[CACHE].reset_rows(torch.tensor([0]))
         return output
 
 

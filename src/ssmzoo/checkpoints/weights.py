@@ -80,16 +80,17 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
             f"{', '.join(sorted(_ADAPTER_FIELDS))}, got {config.get('format')!r} and "
             f"{', '.join(sorted(config))}; save the adapter again"
         )
-    for name in _ADAPTER_FIELDS - {"states"}:
+    for name in _ADAPTER_FIELDS - {"base", "states"}:
         if not isinstance(config[name], str):
             raise ValueError(
                 f"{where}: {name} must be a text, got {config[name]!r}; save the adapter again"
             )
+    for name, what in (("base", "fields to values"), ("states", "names to shapes")):
+        if not isinstance(config[name], dict):
+            raise ValueError(
+                f"{where}: {name} must map {what}, got {config[name]!r}; save the adapter again"
+            )
     states = config["states"]
-    if not isinstance(states, dict):
-        raise ValueError(
-            f"{where}: states must map names to shapes, got {states!r}; save the adapter again"
-        )
     tensors = read_tensors(path)
     missing, extra = sorted(states.keys() - tensors.keys()), sorted(tensors.keys() - states.keys())
     if missing or extra:

@@ -63,7 +63,7 @@ def _eval(options: argparse.Namespace) -> int:
 EVAL = Verb(
     "eval",
     "score a model with lm-eval",
-    "ssmzoo eval runs/longhorn-demo/model --suite zoo-recall --limit 20",
+    "ssmzoo eval runs/longhorn-demo/model --suite zoo-recall --limit 20 --output results",
     (
         SAVED_MODEL,
         Option(
@@ -103,7 +103,7 @@ def _card(options: argparse.Namespace) -> int:
 CARD = Verb(
     "card",
     "write a model card from measured results",
-    "ssmzoo card runs/longhorn-demo/model --results eval/results/longhorn-demo.json",
+    "ssmzoo card runs/longhorn-demo/model --results results/longhorn-demo.json",
     (
         LOCAL_MODEL.but(
             help="a folder with a saved model, or the .json beside a card written elsewhere"

@@ -363,7 +363,7 @@ class RecurrentCache(Cache):
         """
         # most steps are of the model that made the cache
         if self.config is not config and self.owner != (wanted := self.signature(config)):
-            raise ValueError(f"cache belongs to another model: {_difference(self.owner, wanted)}")
+            raise ValueError(f"cache belongs to another model: {difference(self.owner, wanted)}")
         if self.batch_size not in (-1, batch_size):
             raise ValueError(
                 f"cache holds {self.batch_size} sequences, the input has {batch_size}; "
@@ -453,7 +453,7 @@ class RecurrentCache(Cache):
         except (KeyError, ValueError) as error:
             raise ValueError(f"{path} is a damaged StateCache: bad metadata {error}") from error
         if owner != cache.owner:
-            raise ValueError(f"{path} belongs to another model: {_difference(owner, cache.owner)}")
+            raise ValueError(f"{path} belongs to another model: {difference(owner, cache.owner)}")
         began, has = metadata.get("adapter"), None if adapter is None else adapter.digest()
         if began != has:
             way = "load the adapter" if began is not None else "remove the adapter"
@@ -680,12 +680,14 @@ def _start(digest: str | None) -> str:
 
 # fields that change neither what a state means nor its shape
 _STATELESS = frozenset(
-    {"vocab_size", "initializer_range", "tie_word_embeddings", "use_cache", "pooling", "dropout"}
-    | {"embedding_dropout", "tie_dropout", "classifier_bias", "residual_in_fp32"}
+    {"vocab_size", "initializer_range", "tie_word_embeddings", "use_cache", "pooling"}
+    | {"bos_token_id", "eos_token_id", "pad_token_id"}
+    | {"dropout", "embedding_dropout", "tie_dropout", "attention_dropout", "hidden_dropout"}
+    | {"drop_path_rate", "classifier_bias", "residual_in_fp32"}
 )
 
 
-def _difference(before: Any, now: dict[str, Any]) -> str:
+def difference(before: Any, now: dict[str, Any]) -> str:
     """Return in words what two signatures do not share; of two families, their names."""
     if not isinstance(before, dict):  # of a file
         return f"made for {before!r}, got {now}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -114,7 +114,8 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
             past_key_values: See there.
             **kwargs: For the loss: ``shift_labels [B, L]``, the token after each position, or -100,
                 taken as they are in place of ``labels``; and ``num_items_in_batch``, all that
-                Trainer counts, of which first tokens that nothing predicts are taken off.
+                Trainer counts in a step, of which this call's share of first tokens that nothing
+                predicts is taken off: exact where all calls of the step have the same share.
 
         Returns:
             ``loss`` (mean cross-entropy in nats), ``logits [B, L, V]``, ``cache``.
@@ -251,6 +252,17 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         if tokens is not None and tokens.shape[1] == 1 and not is_first_iteration:
             inputs.pop("attention_mask", None)
         return inputs
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse ``generate_batch``, which pages attention's keys and values.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            f"{type(self).__name__} has no keys and values for continuous batching to page: its "
+            "state has a fixed size; use generate, with left-padded prompts"
+        )
 
     def create_masks_for_generate(self, attention_mask: Tensor | None, **_: Any) -> Tensor | None:
         """Return the mask as it is, where transformers would make one for attention."""

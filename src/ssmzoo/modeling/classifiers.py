@@ -355,12 +355,17 @@ class SSMForPairClassification(SSMPreTrainedModel):
             return_dict: Return an output object (default) or a tuple.
             input_values: Continuous first documents ``[B, L1, C]`` instead.
             pair_input_values: The second ones.
-            **kwargs: As for :meth:`SSMModel.forward`.
+            **kwargs: As for :meth:`SSMModel.forward`, but no packed sequences.
 
         Returns:
-            ``loss`` and ``logits [B, num_labels]``.
+            ``loss``, ``logits [B, num_labels]`` and, if asked for, ``hidden_states [2 * B, L, D]``,
+            the first documents' before the second ones'.
+
+        Raises:
+            TypeError: An argument that pairs do not have.
         """
         _refuse_cache(kwargs)
+        _refuse_packing(kwargs)
         if return_dict is None:
             return_dict = self.config.return_dict
         name = "input_ids" if input_values is None else "input_values"
@@ -395,17 +400,30 @@ class SSMForPairClassification(SSMPreTrainedModel):
         loss = None
         if labels is not None:
             loss = _loss_of_classes(self, logits, labels)
-        output = SequenceClassifierOutput(loss=loss, logits=logits)
+        output = SequenceClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states
+        )
         return output if return_dict else output.to_tuple()
 
 
 def _refuse_cache(kwargs: dict[str, Any]) -> None:
-    """Take ``use_cache`` out of what the backbone gets; these heads read whole sequences."""
+    """Take caches out of what the backbone gets; these heads read whole sequences."""
+    why = "classifiers of tokens and of pairs read whole sequences and return no cache"
     if kwargs.pop("use_cache", None):
-        raise ValueError(
-            "use_cache must be None or False, got True: classifiers of tokens and of pairs read "
-            "whole sequences and return no cache"
-        )
+        raise ValueError(f"use_cache must be None or False, got True: {why}")
+    for name in ("cache", "past_key_values"):
+        if (given := kwargs.pop(name, None)) is not None:
+            raise ValueError(f"{name} must be left out, got a {type(given).__name__}: {why}")
+
+
+def _refuse_packing(kwargs: dict[str, Any]) -> None:
+    """Take out what says where packed sequences lie; each row of a pair is one document."""
+    for name in ("position_ids", "seq_idx", "cu_seqlens", "cu_seq_lens_q"):
+        if kwargs.pop(name, None) is not None:
+            raise TypeError(
+                f"a classifier of pairs takes no {name}: each row is one document, whose padding "
+                "attention_mask and pair_attention_mask tell"
+            )
 
 
 def _loss_of_classes(model: Any, logits: Tensor, labels: Tensor) -> Tensor:

@@ -40,12 +40,20 @@ def check_indices(name: str, indices: Tensor, size: int, ignored: int | None = N
 
 @contextlib.contextmanager
 def named_indices(name: str, indices: Tensor, size: int, ignored: int) -> Iterator[None]:
-    """Replace an ``IndexError`` inside the block by an error that names the wrong index.
+    """Replace what torch says of indices inside the block by an error that names them.
 
     Args as of :func:`check_indices`.
+
+    Raises:
+        ValueError: One is outside the table.
+        TypeError: They are integers of another type than int64.
     """
     try:
         yield
+    except RuntimeError as error:
+        if indices.is_floating_point() or indices.dtype == torch.int64:
+            raise
+        raise TypeError(f"{name} must be int64, got {indices.dtype}") from error
     except IndexError:
         check_indices(name, indices, size, ignored)
         raise

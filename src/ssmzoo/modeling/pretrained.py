@@ -42,7 +42,8 @@ class SSMPreTrainedModel(PreTrainedModel):
             OSError: A file is missing.
         """
         source = pretrained_model_name_or_path
-        kwargs.setdefault("use_safetensors", True)
+        if kwargs.get("use_safetensors") is None:  # transformers' own default, which wrappers give
+            kwargs["use_safetensors"] = True
         try:
             if not kwargs["use_safetensors"]:
                 return super().from_pretrained(source, *args, **kwargs)
@@ -51,6 +52,21 @@ class SSMPreTrainedModel(PreTrainedModel):
         except SafetensorError as error:
             damaged = next((p for p in Path(source).glob("*.safetensors") if not _whole(p)), source)
             raise ValueError(f"{damaged} is not a whole safetensors file: {error}") from error
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """Give the embedding another number of rows, as transformers does.
+
+        Raises:
+            ValueError: The model reads continuous values or images, and has no embedding.
+        """
+        if self.get_input_embeddings() is None:
+            fields = ("input_channels", "image_size")
+            name = next(name for name in fields if getattr(self.config, name) is not None)
+            raise ValueError(
+                f"resize_token_embeddings needs an embedding of tokens, and this "
+                f"{type(self).__name__} has none: its {name} is {getattr(self.config, name)}"
+            )
+        return super().resize_token_embeddings(*args, **kwargs)
 
     @classmethod
     def maybe_distribute_model(

@@ -30,7 +30,7 @@ from ssmzoo.checkpoints.weights import (
     read_adapter_config,
 )
 from ssmzoo.files import appears_whole, write_json, writing
-from ssmzoo.modeling.cache import STATE_ADAPTER, reader_of
+from ssmzoo.modeling.cache import STATE_ADAPTER, difference, reader_of
 from ssmzoo.modeling.compat import CACHE
 
 
@@ -41,7 +41,7 @@ class StateAdapter(nn.Module):
     cast to a lower precision touches them.
 
     Args:
-        base: What a model must share with the one that it serves, a SHA-256 of its configuration.
+        base: What a model must share with the one that it serves: fields of its configuration.
         model_type: The model's type.
         states: By layer the states' shapes by name.
         counters: By layer shapes and types of what starts at zero and is not trained.
@@ -51,7 +51,7 @@ class StateAdapter(nn.Module):
 
     def __init__(
         self,
-        base: str,
+        base: Mapping[str, Any],
         model_type: str,
         states: Mapping[int, Mapping[str, tuple[int, ...]]],
         counters: Mapping[int, Mapping[str, tuple[tuple[int, ...], torch.dtype]]],
@@ -135,9 +135,8 @@ class StateAdapter(nn.Module):
         _check_states(where, config["states"], own)
         if config["base"] != self.base:
             raise ValueError(
-                f"{where} was made for a model of another configuration: its digest must be "
-                f"{str(config['base'])[:12]}, got {self.base[:12]}; load the model that it was "
-                "trained on"
+                f"{where} belongs to another model: {difference(config['base'], self.base)}; load "
+                "the model that it was trained on"
             )
         tensors = load_file(path)
         if _digest_of(tensors) != config["digest"]:
@@ -296,8 +295,8 @@ def _fresh(model: Any, reader: Any) -> StateAdapter:
             f"a state adapter needs a layer with a recurrent state of real numbers, and {name} has "
             "none: its layers keep keys and values of tokens alone"
         )
-    signature = json.dumps(reader.cache_class.signature(config), sort_keys=True, default=str)
-    base = hashlib.sha256(signature.encode()).hexdigest()
+    # as it reads in a file
+    base = json.loads(json.dumps(reader.cache_class.signature(config), default=str))
     adapter = StateAdapter(base, config.model_type, states, counters)
     weight = next(reader.parameters())
     return adapter.to(weight.device)

@@ -165,7 +165,7 @@ def _adapter_card(folder: Path, target: Path) -> Path:
         marker=MARKER,
         name=_plain(folder.resolve().name),
         model_type=config["model_type"],
-        base=config["base"][:12],
+        base=config["base"],
         digest=config["digest"][:12],
         shapes=shapes,
         parameters=f"{sum(prod(shape) for shape in shapes.values()):,}",
