@@ -39,7 +39,8 @@ def launch(kernel: Any, grid: Sequence[int], *arguments: Any, **constants: Any) 
             compiled, values = _prepared[key]
             compiled[(*grid, 1, 1)[:3]](*arguments, *values)
             return
-        compiled = kernel[grid](*arguments, **constants)
+        # Triton 3.10 will multiply and add in two steps where nothing is said, and 3.9 says so
+        compiled = kernel[grid](*arguments, **constants, enable_fp_fusion=True)
     # the interpreter compiles nothing; a hook wants to see every launch
     if compiled is not None and not kernel.pre_run_hooks and torch.version.hip is None:
         if len(_prepared) >= _MOST:

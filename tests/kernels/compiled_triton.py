@@ -40,7 +40,7 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 # what a record counts in NVIDIA's assembly: products from shared memory, those from registers, and
 # asynchronous copies
 PTX = {"wgmma": r"wgmma\.mma_async", "mma": r"mma\.sync", "copies": r"cp\.async\.c[ag]"}

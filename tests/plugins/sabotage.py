@@ -109,7 +109,8 @@ class RoundsFloat32Embeddings(LonghornModel):
 
 class CutsTheGraphBeforeLongChunks(LonghornMixer):
     def forward(self, hidden_states, state, packing=None):
-        if packing is None and hidden_states.shape[1] > 20:
+        exporting = torch.compiler.is_exporting()  # with any length, so no length may be asked
+        if packing is None and not exporting and hidden_states.shape[1] > 20:
             state.initial = {name: tensor.detach() for name, tensor in state.initial.items()}
         return super().forward(hidden_states, state, packing)
 
@@ -762,12 +763,15 @@ NARROW = {
 
 # those that carry a cache from one call to the next
 CACHED = {"chunks", "tokens", "batch", "greedy", "sampling", "beams", "assisted", "continuing"}
-CACHED |= {"chunked_prefill", "cache_rows", "prompt_state", "wrong_cache", "state_adapter"}
+CACHED |= {"chunked_prefill", "cache_rows", "prompt_state", "wrong_cache"}
+CACHED |= {"state_adapter", "export"}
 # those that lay several sequences into one row
 SEVERAL = {"padding", "packing", "flattening_collator", "sequence_classification", "bidirectional"}
 
 MISTAKES = {
-    "forgets after 64 tokens": broad("chunks", "packing", "padding", mixer=ForgetsAfter64Tokens),
+    "forgets after 64 tokens": broad(
+        "chunks", "packing", "padding", "export", mixer=ForgetsAfter64Tokens
+    ),
     "rounds its state": broad(
         *CACHED, "padding", "packing", "cache_precision", "quantized", mixer=RoundsItsState
     ),
@@ -813,9 +817,11 @@ PLANTED = {
         "angles in float32": planted("precision", "gradients", mixer=HasAnglesInFloat32),
     },
     "chunks": {
-        "detached if more than 16 tokens go on": planted("chunks", mixer=DetachesBeforeMoreThan16),
+        "detached if more than 16 tokens go on": planted(
+            "chunks", "export", mixer=DetachesBeforeMoreThan16
+        ),
         "ignored if two tokens go on": planted(
-            *("chunks", "assisted", "wrong_cache", "state_adapter"),
+            *("chunks", "assisted", "wrong_cache", "state_adapter", "export"),
             mixer=IgnoresTheStateBeforeTwoTokens,
         ),
     },
