@@ -63,7 +63,7 @@ def _eval(options: argparse.Namespace) -> int:
 EVAL = Verb(
     "eval",
     "score a model with lm-eval",
-    "ssmzoo eval runs/longhorn-demo/model --suite zoo-recall --limit 20 --output results",
+    "ssmzoo eval runs/longhorn-demo/model --suite zoo-recall --output results",
     (
         SAVED_MODEL,
         Option(
