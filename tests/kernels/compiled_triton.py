@@ -64,7 +64,7 @@ CASES = {
     "states1_spans": ("longhorn_scan", torch.bfloat16, 1536, 1, 2048, 1),
     "states64_spans": ("longhorn_scan", torch.bfloat16, 1536, 64, 2048, 1),
     "states128_spans": ("longhorn_scan", torch.bfloat16, 1536, 128, 2048, 1),
-    "states256_spans": ("longhorn_scan", torch.bfloat16, 1536, 256, 2048, 1),
+    "states256_spans": ("longhorn_scan", torch.bfloat16, 768, 256, 2048, 1),
     "selective_spans": ("euler", torch.bfloat16, 1536, 16, 2048, 1),
     "selective_whole": ("euler", torch.bfloat16, 1536, 16, 65536, 64),
     "selective_decode": ("euler", torch.bfloat16, 1536, 16, 64, 64),
