@@ -687,7 +687,7 @@ _STATELESS = frozenset(
 )
 
 
-def difference(before: Any, now: dict[str, Any]) -> str:
+def difference(before: Any, now: Mapping[str, Any]) -> str:
     """Return in words what two signatures do not share; of two families, their names."""
     if not isinstance(before, dict):  # of a file
         return f"made for {before!r}, got {now}"
