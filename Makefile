@@ -36,9 +36,11 @@ MODELS = $(wildcard $(RUNS)/*/model)
 RESULTS = $(sort $(wildcard eval/results/*.json))
 OLDEST_TESTS := $(wildcard tests/plugins tests/test_compat.py tests/test_modeling*.py tests/test_stock.py tests/test_stock_states.py)
 
+# bytecode is kept, whatever the shell says: each process would compile torch and transformers anew, 15 s
+export PYTHONDONTWRITEBYTECODE :=
+
 # one thread per worker: workers that share cores with each other's threads wait for them
-# bytecode is kept, whatever the shell says: each process that a test starts would compile our code
-PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
+PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
 	SSMZOO_TEST_TORCHAO=$(abspath $(TORCHAO_DIR)) SSMZOO_TEST_ONNX=$(abspath $(ONNX_DIR)) \
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup
 

@@ -25,7 +25,7 @@ def pytest_addoption(parser):
 # what takes long takes turns: in `make test` a test marked `turns` runs on one day of TURNS, and so
 # do the long checks of the conformance kit, family by family
 LONG_PROMISES = ("assisted", "compile", "export", "fullgraph", "onnx", "standalone", "trainer")
-TURNS = 4
+TURNS = 5
 
 
 def pytest_configure():

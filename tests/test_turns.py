@@ -1,4 +1,4 @@
-"""Tests that take turns run on one day of four, whatever else is selected."""
+"""Tests that take turns run on one day of five, whatever else is selected."""
 
 from pathlib import Path
 from types import SimpleNamespace
