@@ -73,6 +73,19 @@ def test_the_peak_memory_of_a_training_step_is_printed(capsys, monkeypatch):
         bench.print_peak("longhron", 32)
 
 
+@pytest.mark.parametrize("output", ["notes.md", "notes.csv", "absent/x.csv", "absent"])
+def test_what_no_rows_can_be_written_to_is_refused_before_anything_is_timed(
+    output, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(bench, "_decode_seconds", None)
+    for name in ("notes.md", "notes.csv"):
+        (tmp_path / name).write_text("my notes, of today\nand more\n")
+    with pytest.raises(ValueError, match=f"output must .* got '.*{output}'"):
+        bench.bench(["longhorn"], peers=False, output=tmp_path / output)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.csv", "notes.md"]
+    assert (tmp_path / "notes.csv").read_text() == "my notes, of today\nand more\n"
+
+
 def test_an_unknown_family_is_refused_before_anything_is_timed():
     with pytest.raises(LookupError, match="did you mean 'longhorn'"):
         bench.bench(["longhron"], report=lambda _: pytest.fail("timed"))

@@ -19,6 +19,7 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard, parse_eval_result_entries
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ssmzoo import family, load_family
@@ -286,11 +287,44 @@ def test_a_card_asks_no_package_index_for_ssmzoo(run):
 def test_a_checkpoint_is_not_credited_with_later_steps(run):
     checkpoint = run / "checkpoints" / "step-00000010"
     shutil.copytree(run / "model", checkpoint)
+    save_file({"m": torch.zeros(3)}, checkpoint / "optimizer.safetensors")
     text = render_card(checkpoint, run_dir=run).read_text()
     assert "| Tokens | 5,120 |" in text
     assert "| Last training loss | 5.4322 nats per token |" in text
     assert "| Time | 1.2 s |" in text
     assert "| Last validation loss | not measured |" in text
+    publish(checkpoint, run.parent / "published")
+    assert not (run.parent / "published" / "optimizer.safetensors").exists()
+
+
+def test_a_model_made_of_the_best_step_is_not_credited_with_later_ones(run):
+    best = {"step": 10, "tokens": 5120, "validation_loss": 3.5, "validation_accuracy": 0.5}
+    lines = [METRICS[0], best, *METRICS[1:]]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    finished = {**FACTS, "finished": {"step": 37, "best": {"step": 10, "loss": 3.5}}}
+    (run / "run.json").write_text(json.dumps(finished))
+    assert "| Steps | 37 |" in render_card(run / "model").read_text()  # made of the last step
+    with (run / "recipe.yaml").open("a") as recipe:
+        recipe.write("checkpoint:\n  best: true\n")
+    text = render_card(run / "model").read_text()
+    assert "| Steps | 10 |" in text
+    assert "| Tokens | 5,120 |" in text
+    assert "| Last validation loss | 3.5000" in text
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.png"])
+def test_a_card_beside_no_model_replaces_nothing_but_a_cards_own(name, run, scored, tmp_path):
+    mine = tmp_path / name
+    mine.write_bytes(scored.read_bytes())
+    with pytest.raises(ValueError, match=re.escape(f"{mine} would be replaced, and is of no card")):
+        render_card(run / "model", output=tmp_path / "x.md")
+    assert [path.name for path in tmp_path.glob("x.*")] == [name]
+    assert mine.read_bytes() == scored.read_bytes()
+    mine.unlink()
+    for _ in range(2):
+        render_card(run / "model", output=tmp_path / "x.md")
+    with pytest.raises(ValueError, match=r"output must end in a name of its own, got '\.'"):
+        render_card(run / "model", output="")
 
 
 def test_scores_of_other_examples_stand_in_another_row(run, scored):

@@ -142,10 +142,11 @@ def test_half_precision_weights_keep_their_dtype_between_codes(tmp_path, capsys)
         ),
         (
             "theirs.safetensors --to rtf --output model",
-            "must be a new or empty folder, got 'model'",
+            "must be a new or an empty folder, got 'model'",
         ),
         ("cut.safetensors --to rtf --output o", "cut.safetensors is corrupt or truncated"),
         ("model --to official --output o.bin", "output must end in .safetensors, got 'o.bin'"),
+        ("model --to official --output model/model.safetensors", "output must be a new file, got"),
         ("nix --to official --output o.safetensors", "no model 'nix'"),
         ("a/b --to official --output o.safetensors", "a folder with a saved model, got 'a/b'"),
         (

@@ -158,6 +158,24 @@ def test_a_copy_of_a_held_out_document_is_held_out_too(texts, tmp_path):
     assert set(contents.values()) == {2}
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_held_out_files_are_not_trained_on_where_the_text_covers_them(streaming, tmp_path):
+    for name, text in (("a", "ant " * 30), ("b", "bee " * 30)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    held_out = str(tmp_path / "b.jsonl")
+    recipe = make_recipe(
+        jsonl=[str(tmp_path / "*.jsonl")], validation=held_out, streaming=streaming
+    )
+    data = opened(recipe, tmp_path / "cache")
+    trained = {i for ids in data.train.take(6).input_ids for i in ids.tolist()}
+    assert {chr(i) for i in trained if i < 128} == set("ant ")
+    judged = {i for rows in data.validation for i in rows.input_ids.ravel().tolist()}
+    assert {chr(i) for i in judged if i < 128} == set("be ")
+    recipe = make_recipe(jsonl=[held_out], validation=held_out, streaming=streaming)
+    with pytest.raises(ValueError, match=r"data\.(validation must leave documents|jsonl)"):
+        opened(recipe, tmp_path / "other").train.take(1)
+
+
 def test_the_end_of_a_single_document_is_held_out(tmp_path):
     (tmp_path / "book.txt").write_text("a" * 900 + "b" * 100, encoding="utf-8")
     recipe = make_recipe(text=[str(tmp_path / "book.txt")], validation=0.1)
@@ -377,6 +395,16 @@ def test_missing_empty_and_unreadable_data_is_named(tmp_path):
     bad.write_text('{"text": 5}\n', encoding="utf-8")
     with pytest.raises(ValueError, match="'text' must be text, got int"):
         prepared(cache, jsonl=[str(bad)])
+    bad.write_text('{"text": "whole"}\n{"text": "half \\ud83d"}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"bad\.jsonl:2: 'text' must be whole .* \\ud83d of one"):
+        prepared(cache, jsonl=[str(bad)])
+    packed = bytearray(gzip.compress(b'{"text": "a"}\n' * 999))
+    packed[12:20] = bytes(8 * [255])
+    (tmp_path / "bad.jsonl.gz").write_bytes(packed)
+    with pytest.raises(ValueError, match=r"bad\.jsonl\.gz: cannot be read after line 0: "):
+        prepared(cache, jsonl=[str(tmp_path / "bad.jsonl.gz")])
+    with pytest.raises(ValueError, match=r"data\.text must name files or folders, got ''"):
+        prepared(cache, text=[""])
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(ValueError, match=r"bad\.parquet must be a parquet file"):
         prepared(cache, parquet=[str(tmp_path / "bad.parquet")])

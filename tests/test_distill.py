@@ -1,6 +1,7 @@
 """Distillation: long filters become filters of small order, and the model stays itself."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -276,3 +277,10 @@ def test_impossible_distillations_are_refused(tmp_path):
     with pytest.raises(TypeError, match="distill needs a causal model with long filters"):
         distill(other, 4, output_dir=tmp_path / "none")
     assert not (tmp_path / "none").exists()
+    mine = tmp_path / "thesis" / "chapter.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    for folder in (mine.parent, mine, Path("..")):
+        with pytest.raises(ValueError, match="output_dir must be a new or an empty folder"):
+            distill(hyena(), 4, output_dir=folder)
+    assert mine.read_text() == "mine"

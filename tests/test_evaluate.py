@@ -510,6 +510,20 @@ def test_a_second_call_merges_by_task_and_metric(models, tmp_path):
     assert all("command" not in row for row in new)
 
 
+def test_what_another_call_wrote_meanwhile_is_kept(models, tmp_path, monkeypatch):
+    model, score_task = models("recall"), evaluation.score_task
+
+    def beside(*given, **options):
+        monkeypatch.setattr(evaluation, "score_task", score_task)
+        evaluate(model, tasks=TEXT_TASKS[:1], output_dir=tmp_path, limit=2)
+        return score_task(*given, **options)
+
+    monkeypatch.setattr(evaluation, "score_task", beside)
+    path = evaluate(model, tasks=TEXT_TASKS[1:2], output_dir=tmp_path, limit=3)
+    found = {row["task"]: row["n"] for row in read_results(path)["results"]}
+    assert found == dict(zip(TEXT_TASKS[:2], (2, 3), strict=True))
+
+
 RESULTS = {
     "model": {"name": "m", "source": "a/m", "revision": "1", "model_type": "x", "parameters": 1},
     "results": [{"task": "t", "metric": "acc", "value": 0.5}],
@@ -539,6 +553,19 @@ def test_kept_scores_keep_their_own_versions_through_several_calls():
     third = {**RESULTS, "versions": {"torch": "4"}, "results": [{**row, "task": "v"}]}
     merged = merge(merge(RESULTS, second), third)
     assert [r.get("versions") for r in merged["results"]] == [{"torch": "2"}, {"torch": "3"}, None]
+
+
+def test_an_average_goes_with_a_score_that_it_was_made_of():
+    rows = [
+        {"task": "t", "metric": "acc", "value": 0.5, "suite": "s"},
+        {"task": "s", "metric": "average", "value": 0.5, "suite": "s"},
+        {"task": "other", "metric": "average", "value": 0.1, "suite": "other"},
+    ]
+    earlier = {**RESULTS, "results": rows}
+    again = merge(earlier, {**RESULTS, "results": [{"task": "t", "metric": "acc", "value": 0.9}]})
+    assert [row["value"] for row in again["results"]] == [0.9, 0.1]
+    beside = merge(earlier, {**RESULTS, "results": [{"task": "u", "metric": "acc", "value": 0.9}]})
+    assert [row["value"] for row in beside["results"]] == [0.5, 0.5, 0.1, 0.9]
 
 
 def test_kept_scores_of_a_call_that_recorded_no_environment_say_so():
@@ -649,6 +676,19 @@ def test_a_checkpoint_whose_tensors_are_not_the_models_is_not_scored(damage, ans
     save_file(tensors, weights, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=answer):
         evaluate(folder, tasks=TEXT_TASKS, output_dir=tmp_path)
+
+
+def test_tensors_that_a_model_has_no_place_for_are_told(tmp_path, caplog):
+    from ssmzoo.checkpoints.load import load_model
+
+    saved = save(tmp_path / "two", MAMBA2)
+    config = json.loads((tmp_path / "two" / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    config["num_hidden_layers"] = layers - 1
+    (tmp_path / "two" / "config.json").write_text(json.dumps(config))
+    load_model(str(saved), tmp_path / "two", "auto", False)
+    assert "tensors that a Mamba2ForCausalLM has no place for" in caplog.text
+    assert f"layers.{layers - 1}." in caplog.text
 
 
 def test_a_prompt_beyond_the_models_limit_is_cut_with_a_warning(tmp_path, caplog):
@@ -822,6 +862,22 @@ def test_the_average_of_a_suite_has_the_direction_of_its_metrics(directions, exp
     ]
     found = average_score(Suite("s", entries, True), rows)
     assert (found["value"], found["n"], found["higher_is_better"]) == (1.5, 10, expected)
+
+
+def test_an_average_takes_each_tasks_first_filter_and_is_none_where_one_is_missing():
+    entries = tuple({"task": task, "metric_list": [{"metric": "acc"}]} for task in ("a", "b"))
+    rows = [
+        {
+            "task": task, "metric": metric, "value": value, "stderr": None, "n": 5, "seed": 7,
+            "num_fewshot": 0, "higher_is_better": True, "settings": {},
+        }
+        for task, metric, value in (
+            ("a", "acc,strict", 0.2), ("a", "acc,flexible", 0.8), ("b", "acc,strict", 0.4),
+        )
+    ]  # fmt: skip
+    assert average_score(Suite("s", entries, True), rows)["value"] == pytest.approx(0.3)
+    missing = average_score(Suite("s", entries, True), rows[:1])
+    assert (missing["value"], missing["seed"]) == (None, 7)
 
 
 def test_every_task_file_is_named_after_its_task():

@@ -159,8 +159,9 @@ def test_a_failure_midway_leaves_the_earlier_publication_whole(model, tmp_path, 
             "its tensors have other",
         ),
         (lambda out: (out / "model.safetensors").write_bytes(b"short"), "corrupt or truncated"),
+        (lambda out: (out.parent / "run.json").write_text("{}"), "it is what a run has trained"),
     ],
-    ids=["foreign file", "foreign folder", "other family", "other shapes", "corrupt"],
+    ids=["foreign file", "foreign folder", "other family", "other shapes", "corrupt", "a run's"],
 )
 def test_a_filled_foreign_folder_is_refused_and_untouched(model, tmp_path, change, reason):
     target = tmp_path / "out"

@@ -76,7 +76,7 @@ Path("file").write_text("mine")
 Path("folder").mkdir()
 Path("folder", CONTENTS).write_text("{}")
 Path("folder", "notes").write_text("mine")
-for folder, rule in (("file", "is a file"), ("folder", "holds files"), (".", "own name")):
+for folder, rule in (("file", "is a file"), ("folder", "holds files"), (".", "a name of its own")):
     try:
         export_onnx(model, folder)
     except ValueError as error:

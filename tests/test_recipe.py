@@ -83,6 +83,8 @@ def test_an_unknown_section_is_named_with_a_suggestion(written):
         ("data__jsonl", "b.jsonl", "got text and jsonl"),
         ("data__text", ["a.txt", "b.jsonl.gz"], "give 'b.jsonl.gz' as data.jsonl"),
         ("data__text", "b.parquet", "give 'b.parquet' as data.parquet"),
+        ("data__validation", "b.jsonl", "data.validation must be text, too, got 'b.jsonl'"),
+        ("train__seed", 2**64, "train.seed must be less than 9223372036854775808"),
         ("data__streaming", True, "data.streaming must be false with data.text"),
         ("data__validation", 0.0, "data.validation must be a share between 0 and 1"),
         ("data__config", "en", "data.config needs data.dataset"),

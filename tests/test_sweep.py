@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -38,6 +39,7 @@ from ssmzoo.checkpoints.load import load_model
 from ssmzoo.cli.main import main
 from ssmzoo.family import load_family
 from ssmzoo.files import share
+from ssmzoo.training import validation
 from ssmzoo.training.checkpoint import locked
 from ssmzoo.training.trainer import NotFiniteError, Run
 
@@ -440,6 +442,37 @@ def test_longer_rows_are_judged_after_the_training(tmp_path):
     assert "at 20" in ledger_table(ledger)
 
 
+def test_a_length_without_a_finite_loss_is_a_line_without_a_value(tmp_path, monkeypatch):
+    measure = validation.measure_held_out
+
+    def lost_at_20(learner, parts, *given):
+        found = measure(learner, parts, *given)
+        return found | {"loss": math.nan} if found["targets"] == 16 * 20 else found
+
+    monkeypatch.setattr(validation, "measure_held_out", lost_at_20)
+    short, long = sweep(one_run(problems={"parity": TRACKING}), tmp_path)
+    assert (short["length"], long["length"]) == (8, 20)
+    assert short["value"] is not None
+    assert (long["value"], long["metric"], long["note"]) == (None, "accuracy", None)
+    assert ledger_table([short, long]).splitlines()[2].split()[4] == f"{short['value']:.3f}"
+
+
+def test_errors_of_forecasts_are_judged(tmp_path):
+    series = "date,a,b\n" + "".join(f"{i},{i % 7},{i % 5}\n" for i in range(200))
+    (tmp_path / "series.csv").write_text(series)
+    task = {"data": str(tmp_path / "series.csv"), "columns": ["a", "b"], "lag": 12, "horizon": 4}
+    problem = {
+        "data": {"task": "forecast", "task_args": task},
+        "train": {"steps": 1, "batch_size": 4},
+    }
+    models = {
+        "SpaceTime": {"family": "spacetime", "config": {"num_hidden_layers": 1, "n_kernels": 2}}
+    }
+    (line,) = sweep(one_run(models=models, problems={"p": problem}), tmp_path / "out")
+    assert line["metric"] == "mse"
+    assert line["value"] > 0
+
+
 def test_rows_without_end_are_judged_at_other_lengths_too(tmp_path):
     rows = {
         "data": {
@@ -484,6 +517,22 @@ def test_a_run_that_diverges_is_a_line_and_the_worst_rate(tmp_path, monkeypatch)
     assert ledger[0]["value"] is None
     assert ledger[0]["note"] == "diverged: the loss must be finite, got loss nan"
     assert best_rates(ledger)["pairs", "Longhorn", 16] == [ledger[1]]
+
+
+def test_a_run_whose_validation_is_no_number_is_finished_and_diverged(tmp_path):
+    """The step itself had a finite loss: only what is measured after it has none."""
+    runs = one_run(
+        learning_rates=[0.01, 1e30],
+        problems=with_pairs(train={"steps": 1, "batch_size": 8, "clip": 0}),
+        seeds=[0, 1],
+        search_seeds=1,
+    )
+    ledger = sweep(runs, tmp_path)
+    diverged = [line for line in ledger if line["value"] is None]
+    assert [(line["lr"], line["seed"]) for line in diverged] == [(1e30, 0)]
+    assert diverged[0]["note"] == "diverged: its loss on held-out examples is no finite number"
+    others = [(line["lr"], line["seed"]) for line in ledger if line not in diverged]
+    assert others == [(0.01, 0), (0.01, 1)]
 
 
 def test_a_run_that_fails_is_reported_and_the_others_go_on(tmp_path, monkeypatch):
@@ -637,6 +686,15 @@ def test_the_table_shows_number_mean_and_range_of_seeds():
     row = ledger_table(ledger).splitlines()[2].split()
     assert row == ["b", "8", "0.1", "3", "0.400", "(0.100", "to", "0.900)", "4", "3", "2"]
     assert "to" not in ledger_table(ledger[:1]).splitlines()[2].split()
+
+
+def test_a_table_says_that_all_diverged_and_at_which_length():
+    lost = line_of(0, None, metric=None, validation=None)
+    title, heads, row = ledger_table([lost]).splitlines()
+    assert (title, heads.split()[3:5]) == ("p", ["seeds", "at"])
+    assert row.split()[3:5] == ["1", "diverged"]
+    longer = [line_of(0, 0.5), line_of(0, None, length=16), line_of(1, 0.7, length=16)]
+    assert ledger_table(longer).splitlines()[2].split()[4:8] == ["0.500", "0.700,", "1", "diverged"]
 
 
 def test_a_comparison_has_models_by_problems_and_lengths():

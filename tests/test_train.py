@@ -259,6 +259,14 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(
     assert all(torch.isfinite(tensor).all() for tensor in weights(resumed).values())
 
 
+def test_a_model_without_so_many_positions_is_refused_before_the_first_step(recipe, tmp_path):
+    small = {"n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    gpt2 = {"config_of": "gpt2", "config": small}
+    for changes in ({"train__seq_len": 64}, {"eval__lengths": [64]}):
+        with pytest.raises(ValueError, match=r"eval\.lengths, got 32 and 64"):
+            train(recipe(model=gpt2, **changes), output_dir=tmp_path / "run")
+
+
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [

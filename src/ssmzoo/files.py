@@ -86,6 +86,7 @@ def appears_whole(target: Path) -> Iterator[Path]:
     Raises:
         CannotWriteError: The machine refused.
     """
+    require_name(target)
     # by process, so that two which write the same file do not write into one another
     unfinished = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
     try:
@@ -99,6 +100,27 @@ def appears_whole(target: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             unfinished.unlink()
+
+
+def require_name(target: Path, argument: str = "what is written") -> None:
+    """Check that a path ends in a name, and not in ``..``, nor is ``.`` or empty.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if target.name in ("", ".."):
+        raise ValueError(f"{argument} must end in a name of its own, got {str(target)!r}")
+
+
+def require_new(target: Path, argument: str) -> None:
+    """Check that a folder can be written that is not there yet, or empty.
+
+    Raises:
+        ValueError: It is a file, or holds something, or has no name.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{argument} must be a new or an empty folder, got {str(target)!r}")
+    require_name(target, argument)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -193,6 +215,7 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
     Raises:
         CannotWriteError: The machine refused.
     """
+    require_name(target)
     unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.unfinished")
     with writing(target, unfinished):
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -168,10 +168,16 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _one_source(self) -> DataSection:
         _exactly_one(self, "data", ("text", "jsonl", "parquet", "dataset", "task"))
-        for path in self.text or []:
+        held_out = self.validation if isinstance(self.validation, list) else []
+        for path in [*self.text, *held_out] if self.text is not None else ():
             kind = path.removesuffix(".gz").rpartition(".")[2]
             if kind in ("jsonl", "parquet"):  # as text it would be one document, braces and all
-                raise ValueError(f"data.text reads plain text; give {path!r} as data.{kind}")
+                way_out = (
+                    f"give {path!r} as data.{kind}"
+                    if path in self.text
+                    else f"data.validation must be text, too, got {path!r}"
+                )
+                raise ValueError(f"data.text reads plain text; {way_out}")
         if self.streaming and self.source in ("text", "task"):
             raise ValueError(f"data.streaming must be false with data.{self.source}")
         if self.streaming and isinstance(self.validation, float):
@@ -317,7 +323,7 @@ class TrainSection(Section):
     betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.95]
     clip: Annotated[float, Field(ge=0)] = 1.0
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     gradient_checkpointing: bool = False
 
     @model_validator(mode="before")

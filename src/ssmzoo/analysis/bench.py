@@ -23,6 +23,7 @@ from ssmzoo.files import write_text
 
 HIDDEN, LAYERS, STATE, BATCH, VOCABULARY = 256, 4, 16, 4, 1000
 DECODED = 400
+_KEY = ("what", "variant", "pass", "shape", "dtype")  # what tells two rows apart
 _NO_COLUMN = ("slug", "python")  # of the circumstances, in the table of speeds
 SHAPE = f"hidden {HIDDEN}, {LAYERS} layers, state {STATE}, batch {BATCH}"
 
@@ -72,7 +73,7 @@ def bench(
 
     Raises:
         LookupError: An unknown family.
-        ValueError: ``runs`` is below 1.
+        ValueError: ``runs`` is below 1, or ``output`` is neither.
     """
     import torch
 
@@ -81,6 +82,8 @@ def bench(
     if runs < 1:
         raise ValueError(f"runs must be at least 1, got {runs}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    facts = circumstances(device)
+    target = None if output is None else _target(Path(output), facts["slug"])
     models = {name: Peer(_family(name)) for name in families}
     if peers:
         models |= {
@@ -114,9 +117,8 @@ def bench(
     for name in families:
         for line in _ratios(rows, name):
             report(line)
-    facts = circumstances(device)
-    if output is not None:
-        _write(Path(output), rows, facts)
+    if target is not None:
+        _write(target, rows, facts)
     for row in rows if memory else ():
         kind, peer = row["pass"], models[row["variant"]]
         if kind.startswith("train") and not peer.slow:
@@ -128,8 +130,8 @@ def bench(
                 report(f"{row['variant']:40s} {kind:18s} not measured: {error}")
                 continue
             report(f"{row['variant']:40s} {kind:18s} {row['peak_mib']:10.1f} MiB")
-    if memory and output is not None:
-        _write(Path(output), rows, facts)
+    if memory and target is not None:
+        _write(target, rows, facts)
     return rows
 
 
@@ -347,20 +349,37 @@ def _ratios(rows: Sequence[dict[str, Any]], name: str) -> list[str]:
     return lines
 
 
+def _target(output: Path, slug: str) -> Path:
+    """Return the CSV file that ``output`` means.
+
+    Raises:
+        ValueError: It cannot be one, or holds something else than a benchmark's rows.
+    """
+    path = output / f"{slug}.csv" if output.is_dir() else output
+    if path.suffix != ".csv" or not path.parent.is_dir():
+        raise ValueError(
+            "output must be a .csv file in a folder that is there, or a folder, got "
+            f"{str(output)!r}"
+        )
+    if path.exists():
+        with path.open(newline="", encoding="utf-8", errors="replace") as file:
+            columns = next(csv.reader(file), [])
+        if not set(_KEY) <= set(columns):
+            raise ValueError(f"output must hold a benchmark's rows or be new, got {str(path)!r}")
+    return path
+
+
 def _write(path: Path, rows: Sequence[dict[str, Any]], facts: dict[str, Any]) -> None:
     """Write rows with the facts that all share; what a file there has of other things stays."""
-    if path.is_dir():
-        path = path / f"{facts['slug']}.csv"
     rows = [{**row, **{k: v for k, v in facts.items() if k not in _NO_COLUMN}} for row in rows]
-    key = ("what", "variant", "pass", "shape", "dtype")
-    fresh = {tuple(row[name] for name in key) for row in rows}
+    fresh = {tuple(row[name] for name in _KEY) for row in rows}
     columns: list[str] = []
     kept: list[dict[str, Any]] = []
     if path.exists():
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
             columns = list(reader.fieldnames or ())
-            kept = [row for row in reader if tuple(row.get(name) for name in key) not in fresh]
+            kept = [row for row in reader if tuple(row.get(name) for name in _KEY) not in fresh]
     columns += [name for row in rows for name in row]
     text = io.StringIO()
     writer = csv.DictWriter(text, list(dict.fromkeys(columns)))

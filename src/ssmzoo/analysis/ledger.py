@@ -110,7 +110,9 @@ def ledger_table(ledger: list[Line]) -> str:
     for problem in dict.fromkeys(line["problem"] for line in ledger):
         lines = [line for line in ledger if line["problem"] == problem]
         metric = next((line["metric"] for line in lines if line["metric"]), None)
-        lengths = sorted({line["length"] for line in lines if line["value"] is not None})
+        runs = [line for line in lines if line["lr"] is not None]  # a hole has none
+        judged = [line for line in runs if line["value"] is not None]
+        lengths = sorted({line["length"] for line in judged or runs})
         heads = [f"at {length:,}" for length in lengths]
         rows = [
             ["model", "width", "lr", "seeds", *heads, "state bytes", "flops/token", "parameters"]
@@ -123,7 +125,7 @@ def ledger_table(ledger: list[Line]) -> str:
             rows.append([model, str(width or "own"), f"{found[0]['lr']:g}", str(seeds), *shown])
             rows[-1] += sizes
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        texts.append(f"{problem}: {metric}")
+        texts.append(f"{problem}: {metric}" if metric else problem)
         for first, *rest in rows:
             cells = [f"{cell:>{room}}" for cell, room in zip(rest, widths[1:], strict=True)]
             texts.append(f"  {first:<{widths[0]}}  {'  '.join(cells)}")
@@ -177,7 +179,9 @@ def shown_model(model: str, width: int | None, places: Iterable[tuple[str, int |
 def _shown(lines: list[Line], length: int) -> str:
     """Return the mean and range at one length of the lines of a learning rate."""
     found = by_length(lines).get(length, [])
-    diverged = sum(line["value"] is None for line in lines)
+    lost = [line for line in lines if line["value"] is None]
+    # a run that diverged has one line, for all lengths
+    diverged = sum(line["metric"] is None or line["length"] == length for line in lost)
     if not found:
         return "diverged" if diverged else ""
     mean, least, greatest = spread(found)

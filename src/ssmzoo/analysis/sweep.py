@@ -352,15 +352,17 @@ def _trained(run: PlannedRun, folder: Path, sources: Sources, *, keep: bool, sto
         "cpu_seconds": cpu_seconds,
         "hardware": facts["hardware"],
         "date": facts["date"],
-        "note": note,
+        "recipe": run.digest,
     }
+    judged: list[Line] = []
     if note is None:
         judged = _judged(facts["finished"], place / "metrics.jsonl", run.recipe, length)
-    else:
+        if None in (judged[0]["value"], judged[0]["validation"]):
+            note = "diverged: its loss on held-out examples is no finite number"
+    if note is not None:
         judged = [{"length": length, "metric": None, "value": None, "validation": None}]
     empty = dict.fromkeys(COLUMNS)
-    shared["recipe"] = run.digest
-    lines = [{**empty, **run.place, **shared, **line} for line in judged]
+    lines = [{**empty, **run.place, **shared, **line, "note": note} for line in judged]
     if keep and note is None:
         shutil.rmtree(folder / "model", ignore_errors=True)
         os.replace(place / "model", folder / "model")
@@ -387,12 +389,17 @@ def _judged(finished: Line, metrics: Path, recipe: Recipe, length: int) -> list[
     by_length = {length: test}
     by_length |= {int(other): found for other, found in finished.get("lengths", {}).items()}
     name, field, factor = _metric_of(test, recipe)
+
+    def scaled(metrics: Line) -> float | None:
+        # of logits that are no numbers there are still so many right
+        return None if None in (metrics["loss"], metrics[field]) else metrics[field] * factor
+
     return [
         {
             "length": other,
             "metric": name,
-            "validation": validation[field] * factor,
-            "value": found[field] * factor,
+            "validation": scaled(validation),
+            "value": scaled(found),
             "last": found.get("last_accuracy"),
             "targets": found["targets"],
             "seconds": finished["seconds"],
@@ -407,7 +414,7 @@ def _metric_of(test: Line, recipe: Recipe) -> tuple[str, str, float]:
     Text of bytes is judged by bits a byte, of which the end of a document is one, too.
     """
     if recipe.data.task is not None:
-        name = "rmse" if "rmse" in test else "accuracy"
+        name = next(name for name in ("rmse", "mse", "accuracy") if name in test)
         return name, name, 1.0
     if recipe.data.tokenizer in (None, "bytes") and recipe.model.init_from is None:
         return "bits_per_byte", "loss", 1 / math.log(2)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ssmzoo.checkpoints.load import model_folder
 from ssmzoo.checkpoints.weights import WEIGHTS, WEIGHTS_INDEX, read_tensors, read_weights
 from ssmzoo.family import Converter, claims, family_of, load_family
-from ssmzoo.files import appears_whole, parse_yaml, read_json, write_folder, writing
+from ssmzoo.files import appears_whole, parse_yaml, read_json, require_new, write_folder, writing
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -50,8 +50,7 @@ def to_family(
     if converter is None:
         raise ValueError(_none(family))
     target = Path(output_dir)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"output_dir must be a new or empty folder, got {str(target)!r}")
+    require_new(target, "output_dir")
     weights = _read(Path(source).expanduser())
     beside = Path(source).expanduser()
     beside = (beside if beside.is_dir() else beside.parent) / "config.json"
@@ -75,7 +74,7 @@ def to_official(model: str | Path, output: str | Path) -> Path:
 
     Args:
         model: A folder with a saved model.
-        output: A ``.safetensors`` file.
+        output: A ``.safetensors`` file that is not there yet.
 
     Returns:
         The file.
@@ -91,6 +90,8 @@ def to_official(model: str | Path, output: str | Path) -> Path:
         raise ValueError(f"source must be a folder with a saved model, got {str(model)!r}")
     if target.suffix != ".safetensors":
         raise ValueError(f"output must end in .safetensors, got {str(output)!r}")
+    if target.exists():
+        raise ValueError(f"output must be a new file, got {str(output)!r}, which is there")
     config = read_json(folder / "config.json")
     family = family_of(config)
     if family is None:

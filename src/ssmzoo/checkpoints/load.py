@@ -251,6 +251,14 @@ def load_model(
             f"the weights of {model!r} do not fit its configuration: {tensor!r} is {list(stored)} "
             f"in the file, the model needs {list(needed)}"
         )
+    if left := sorted(loading["unexpected_keys"]):
+        logger.warning(
+            "%r has %d tensors that a %s has no place for, and goes without them; the first is %r",
+            model,
+            len(left),
+            type(network).__name__,
+            left[0],
+        )
     missing = sorted(loading["missing_keys"])
     lacks = f"the weights of {model!r} lack {len(missing)} tensors that the model needs"
     if missing and not new_head:

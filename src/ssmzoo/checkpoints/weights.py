@@ -19,7 +19,8 @@ GOLDEN = "golden.safetensors"  # of ssmzoo.testing.golden; no weights
 ADAPTER_FILE, ADAPTER_CONFIG = "state_adapter.safetensors", "state_adapter.json"
 ADAPTER_FORMAT = "ssmzoo-state-adapter-1"
 _ADAPTER_FIELDS = {"format", "model_type", "base", "states", "digest"}
-NO_WEIGHTS = {STATE, GOLDEN, ADAPTER_FILE}  # what may lie beside weights
+OPTIMIZER = "optimizer.safetensors"  # of a run's checkpoint
+NO_WEIGHTS = {STATE, GOLDEN, ADAPTER_FILE, OPTIMIZER}  # what may lie beside weights
 SHARDS = "shards"  # the folder, in a checkpoint, of what several processes wrote
 
 # a checkpoint's moments and a prompt's state are safetensors too

@@ -12,6 +12,7 @@ import gzip
 import json
 import logging
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -252,10 +253,12 @@ def expand(paths: Sequence[str], field: str) -> list[Path]:
     """Return the files that paths, folders and globs stand for, in a stable order, none twice.
 
     Raises:
-        ValueError: A path that does not exist, or a glob that matches nothing.
+        ValueError: A path that does not exist, an empty one, or a glob that matches nothing.
     """
     found: dict[Path, None] = {}
     for pattern in paths:
+        if not pattern.strip():  # as a path it would be this folder, with all that is in it
+            raise ValueError(f"{field} must name files or folders, got {pattern!r}")
         path = Path(pattern).expanduser()
         if pattern == STDLIB:
             matches = _standard_library()
@@ -439,7 +442,7 @@ def _read_jsonl(file: Path, text_field: str) -> Iterator[tuple[int, str]]:
             for number, line in enumerate(lines, 1):
                 for text in _text_of_line(line, text_field, f"{file}:{number}"):
                     yield number, text
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{file}: cannot be read after line {number}: {error}") from None
 
 
@@ -507,6 +510,14 @@ def _checked(record: Any, text_field: str, place: str) -> Iterator[str]:
     text = record[text_field]
     if text is not None and not isinstance(text, str):
         raise ValueError(f"{place}: {text_field!r} must be text, got {type(text).__name__}")
+    if text and not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{place}: {text_field!r} must be whole characters, got the half "
+                f"\\u{ord(text[error.start]):04x} of one"
+            ) from None
     if text:
         yield text
 

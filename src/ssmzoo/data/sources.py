@@ -218,13 +218,16 @@ class StoredText(_Text):
         """Open rows that are all at hand."""
         train, store = self.recipe.train, read_store(cache)
         pieces, _, rest = store.split(self.recipe.data.validation)
+        named = self._named_held_out(manifest)
+        if named is not None:
+            pieces = store.without(named)
         given = store.tokens, pieces, self._seq_len
         if train.segments is not None and train.segments.carry:
             lanes = train.batch_size
             rows = ConsecutiveRows(*given, lanes, train.seed, rank=rank, world=world)
         else:
             rows = PackedRows(*given, train.seed, rank=rank, world=world)
-        held_out = self._named_held_out(manifest) if rest is None else store
+        held_out = named if rest is None else store
         validation, lengths = self._packed_held_out(held_out, rest, rank, world)
         return Data(rows, validation, len(rows), lengths=lengths)
 
@@ -237,11 +240,10 @@ class StreamedText(_Text):
         data, documents = self.recipe.data, self._documents
         encode, held_out = encoder(self.tokenizer), self._named_held_out(manifest)
         pieces = documents.pieces(manifest)
-        hashes: frozenset[int] = frozenset()
         if isinstance(data.validation, int):
             texts = chain.from_iterable(open_piece(None) for open_piece in pieces)
             held_out = tokens_of(islice(texts, data.validation), encode, None)
-            hashes = frozenset(held_out.hashes.tolist())
+        hashes = frozenset(held_out.hashes.tolist() if held_out is not None else ())
         workers = Workers(self.tokenizer, data.workers)
         rows = StreamedRows(
             pieces,

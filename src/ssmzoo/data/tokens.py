@@ -76,7 +76,8 @@ class TokenStore:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Return the pieces to train on, the held-out documents, and their pieces if there are any.
 
-        Too few documents for the wanted share: the end of each document is held out instead.
+        Too few documents for the wanted share: the end of each document is held out instead. What
+        lies elsewhere is not held out here; see :meth:`without`.
 
         Raises:
             ValueError: Nothing would be left to train on.
@@ -101,6 +102,20 @@ class TokenStore:
             f"data.validation must leave documents to train on: {validation} holds out all of the "
             f"{documents} there are"
         )
+
+    def without(self, held_out: TokenStore) -> np.ndarray:
+        """Return the pieces to train on, which are no copies of documents of another store.
+
+        Raises:
+            ValueError: Nothing would be left to train on.
+        """
+        copies = np.isin(self.hashes, held_out.hashes)
+        if copies.all():
+            raise ValueError(
+                f"data.validation must leave documents to train on: it names all of the "
+                f"{len(copies)} there are"
+            )
+        return self.pieces[~copies]
 
 
 def tokens_of(texts: Iterator[str], encode: Encoder, need: int | None) -> TokenStore:

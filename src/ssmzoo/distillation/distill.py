@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ssmzoo.checkpoints.load import holds_tokenizer, load_model, load_tokenizer, model_folder
-from ssmzoo.files import write_folder
+from ssmzoo.files import require_new, write_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,8 +91,8 @@ def distill(
         order: n, what a channel's state will hold.
         kind: "rational" fits coefficients; "modal" fits n / 2 damped oscillations a channel, as
             Laughing Hyena does.
-        output_dir: Where to save the model and its report; what is there is replaced when all is
-            done. None saves nothing.
+        output_dir: Where to save the model and its report: a new or an empty folder, or that of an
+            earlier call, which is replaced when all is done. None saves nothing.
         steps: Steps of descent after the initial fit.
         lr: Their first rate.
         length: Taps to fit; all by default. Needed for filters without a last tap.
@@ -102,7 +102,7 @@ def distill(
         The new model, and the errors.
 
     Raises:
-        ValueError: An order or length that does not fit.
+        ValueError: An order or length that does not fit, or the folder holds something.
         LookupError: No such kind, or the Hub has no such model.
         TypeError: The model's family has no long filters that could be replaced, or a number that
             is not whole.
@@ -118,6 +118,8 @@ def distill(
             raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if steps < 0:
         raise ValueError(f"steps must be at least 0, got {steps}")
+    if output_dir is not None and not (Path(output_dir) / REPORT).is_file():
+        require_new(Path(output_dir), "output_dir")
     source = str(model) if isinstance(model, str | Path) else None
     teacher: Any = model
     tokenizer = None

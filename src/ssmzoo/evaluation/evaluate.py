@@ -170,20 +170,24 @@ def evaluate(
             if recipe.is_file():
                 results["recipe"] = recipe_of(recipe)
         results = merge(earlier, results)
+
+        def add(new: list[Score]) -> None:
+            nonlocal results
+            # another call may have written since
+            now = read_results(target) if main and target.exists() else results
+            results = merge(now, {**results, "results": new})
+            if main:
+                write_results(target, results)
+
         scores: list[Score] = []
         for spec in specs:
             new = score_task(lm, library.load(spec), limit=limit, seed=seed, symbols=symbols)
             if not isinstance(spec, str):
                 new = [cast("Score", {**score, "suite": spec["group"]}) for score in new]
             scores += new
-            results = merge(results, {**results, "results": new})
-            if main:
-                write_results(target, results)
+            add(new)
         if chosen is not None and chosen.average:
-            row = average_score(chosen, [s for s in scores if s.get("suite") == chosen.name])
-            results = merge(results, {**results, "results": [row]})
-            if main:
-                write_results(target, results)
+            add([average_score(chosen, [s for s in scores if s.get("suite") == chosen.name])])
     return target
 
 

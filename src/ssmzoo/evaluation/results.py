@@ -186,7 +186,8 @@ def merge(earlier: Results | None, new: Results) -> Results:
     """Return ``new`` with the earlier scores that it does not replace.
 
     Those that stay keep the versions, hardware, environment, date and command of their own call.
-    Scores of other weights from the same source are dropped, with a warning.
+    Scores of other weights from the same source are dropped, with a warning, and so is a suite's
+    average when a score that it averages is replaced.
 
     Raises:
         ValueError: The earlier scores are another model's.
@@ -206,8 +207,12 @@ def merge(earlier: Results | None, new: Results) -> Results:
             )
         return new
     replaced = {(row["task"], row["metric"]): row for row in new["results"]}
+    again = [row for row in earlier["results"] if (row["task"], row["metric"]) in replaced]
+    stale = {row["suite"] for row in again if "suite" in row}  # averages of what is replaced
     rows = []
     for row in earlier["results"]:
+        if row["metric"] == "average" and row["task"] in stale and row not in again:
+            continue
         kept = replaced.pop((row["task"], row["metric"]), None)
         if kept is None:
             own = {

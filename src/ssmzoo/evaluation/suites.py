@@ -67,10 +67,13 @@ def load_suite(name: str) -> Suite:
 def average_score(suite: Suite, rows: list[Score]) -> Score:
     """Average a suite's tasks, every one counting alike, as the papers' tables do."""
     metrics = suite.metrics
-    counted = [row for row in rows if metrics.get(row["task"]) == row["metric"]]
-    values = [row["value"] for row in counted if row["value"] is not None]
-    errors = [row["stderr"] for row in counted if row["stderr"] is not None]
-    directions = {row["higher_is_better"] for row in counted}
+    counted: dict[str, Score] = {}
+    for row in rows:  # lm-eval names a metric "acc,FILTER"; the first filter's counts
+        if metrics.get(row["task"]) == row["metric"].partition(",")[0]:
+            counted.setdefault(row["task"], row)
+    values = [row["value"] for row in counted.values() if row["value"] is not None]
+    errors = [row["stderr"] for row in counted.values() if row["stderr"] is not None]
+    directions = {row["higher_is_better"] for row in counted.values()}
     whole = len(values) == len(suite.entries)
     stderr = math.hypot(*errors) / len(errors) if whole and len(errors) == len(values) else None
     return {
@@ -78,9 +81,9 @@ def average_score(suite: Suite, rows: list[Score]) -> Score:
         "metric": "average",
         "value": float(np.mean(values)) if whole else None,
         "stderr": stderr,
-        "n": sum(row["n"] for row in counted),
-        "seed": counted[0]["seed"],
-        "num_fewshot": max(row["num_fewshot"] for row in counted),
+        "n": sum(row["n"] for row in counted.values()),
+        "seed": rows[0]["seed"],
+        "num_fewshot": max(row["num_fewshot"] for row in counted.values()),
         "higher_is_better": directions.pop() if len(directions) == 1 else None,
         "settings": {"tasks": len(counted)},
         "suite": suite.name,

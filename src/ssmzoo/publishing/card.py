@@ -25,7 +25,7 @@ from ssmzoo.checkpoints.weights import is_state_adapter, read_adapter_config
 from ssmzoo.environment.portable import portable, without_credentials
 from ssmzoo.evaluation.results import is_number
 from ssmzoo.family import Family, family_of, packages_of
-from ssmzoo.files import appears_whole, share, write_text, writing
+from ssmzoo.files import appears_whole, require_name, share, write_text, writing
 from ssmzoo.publishing.card_facts import (
     NOT_MEASURED,
     PICTURE,
@@ -132,8 +132,11 @@ def render_card(
         facts, picture = facts_of(place, run_dir)
         target = Path(output) if output is not None else place / CARD
         own, others = part_results(facts.revision, place, read)
+    require_name(target, "output")
     alone = target.resolve().parent != place.resolve()
     shown = target.with_suffix(".png") if alone else target.with_name(PICTURE)
+    if alone:
+        _require_ours(target, shown)
     text = _render(facts, own, others, kept=_kept_metadata(target), picture=shown.name)
     with ExitStack() as parts:  # none appears before all are written
         if facts.picture and picture is not None and picture.resolve() != shown.resolve():
@@ -150,6 +153,27 @@ def render_card(
     if not alone and not entries:
         (target.parent / EVAL_RESULTS / _ENTRIES).unlink(missing_ok=True)  # of former weights
     return target
+
+
+def _require_ours(target: Path, picture: Path) -> None:
+    """Check that what a card beside no model brings along replaces nothing but an earlier card's.
+
+    Raises:
+        ValueError: The message names the file.
+    """
+    facts, found = target.with_suffix(".json"), None
+    if facts.exists():
+        try:
+            read_facts(facts)
+        except ValueError:
+            found = facts
+    elif picture.exists():
+        found = picture
+    if found is not None:
+        raise ValueError(
+            f"{found} would be replaced, and is of no card; give the card another name than "
+            f"{target}, or move that file away"
+        )
 
 
 def _adapter_card(folder: Path, target: Path) -> Path:

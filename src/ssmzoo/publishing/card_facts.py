@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -355,9 +355,11 @@ def _run_of(
         if real.name != "model" or not (real.parent / "run.json").exists():
             return None
         run_dir = real.parent
-    # a checkpoint knows nothing of what was recorded after it
+    # a checkpoint knows nothing of what was recorded after it, nor does a model made of the best
     step = re.fullmatch(r"step-(\d+)", real.name) if real.parent.name == "checkpoints" else None
     run = read_run(Path(run_dir), until_step=int(step[1]) if step else None)
+    if real.name == "model" and (best := _best_step(run)) is not None:
+        run = replace(run, records=[r for r in run.records if r.get("step", 0) <= best])
     trained = run.facts.get("model_type")
     if trained not in (None, config.get("model_type")):
         raise ValueError(
@@ -365,6 +367,16 @@ def _run_of(
             f"{config.get('model_type')!r}; give the run that made it"
         )
     return run
+
+
+def _best_step(run: RecordedRun) -> int | None:
+    """Return the step of which a run's model was made, None if that is its last."""
+    best: Any = run.facts.get("finished")
+    keeps: Any = run.recipe
+    for parent in ("checkpoint", "best"):
+        keeps = keeps.get(parent) if isinstance(keeps, Mapping) else None
+    best = best.get("best") if isinstance(best, Mapping) else None
+    return best.get("step") if keeps is True and isinstance(best, Mapping) else None
 
 
 def family_words(name: str, *, encoder: bool = False) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from ssmzoo.files import write_folder, write_json
+from ssmzoo.files import require_name, write_folder, write_json
 from ssmzoo.modeling import SSMForCausalLM, StateCache
 from ssmzoo.modeling.derived import constant_in_graphs
 from ssmzoo.modeling.state_adapter import state_adapter_of
@@ -185,8 +185,7 @@ def export_onnx(model: SSMForCausalLM, directory: str | Path) -> list[Path]:
         if importlib.util.find_spec(name) is None:
             raise ImportError(f"ONNX needs {name}; install it with: pip install 'ssmzoo[onnx]'")
     directory = Path(directory)
-    if directory.name in ("", ".."):
-        raise ValueError(f"directory must end in a folder's own name, got {str(directory)!r}")
+    require_name(directory, "directory")
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file; choose another folder")
     if directory.is_dir():

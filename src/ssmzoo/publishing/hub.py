@@ -35,6 +35,7 @@ from ssmzoo.checkpoints.weights import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     NO_WEIGHTS,
+    OPTIMIZER,
     STATE,
     WEIGHTS_INDEX,
     is_state_adapter,
@@ -310,7 +311,7 @@ def _plan(folder: Path, code: bool, state: bool) -> _Plan:
             sources[name] = _inside(folder, path)
         elif path.suffix in _CODE:
             raise ValueError(f"{path} is code, which is not published with a model; move it away")
-        elif name == STATE and not state:
+        elif name == OPTIMIZER or (name == STATE and not state):
             left_out.append(name)
         elif (
             name in (*_CONFIGURATION, *_TOKENIZER, CARD, WEIGHTS_INDEX, ADAPTER_CONFIG)
@@ -501,6 +502,8 @@ def _check_folder(folder: Path, target: Path) -> None:
 
 def _why_foreign(folder: Path, target: Path) -> str | None:
     """Say why a filled target is not an earlier publication of this model; None if it is one."""
+    if (target.resolve().parent / "run.json").is_file():
+        return "it is what a run has trained"
     try:
         earlier = _plan(target, code=True, state=(target / STATE).exists())
     except (ValueError, FileNotFoundError) as error:

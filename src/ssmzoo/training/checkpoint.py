@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ssmzoo.checkpoints.weights import SHARDS, is_sharded
+from ssmzoo.checkpoints.weights import OPTIMIZER, SHARDS, is_sharded
 from ssmzoo.environment.messages import without_bars
 from ssmzoo.files import (
     CannotWriteError,
@@ -186,7 +186,7 @@ def _gather_whole(learner: Learner) -> Contents:
             model.save_pretrained(folder, state_dict=weights)
         if learner.adapter is not None:
             learner.adapter.save_pretrained(folder)
-        save_file(moments, folder / "optimizer.safetensors")
+        save_file(moments, folder / OPTIMIZER)
         if carried:
             save_file(carried, folder / _carried_by(0))
 

@@ -6,13 +6,13 @@ import shutil
 from importlib import import_module
 from pathlib import Path
 
-from ssmzoo.checkpoints.weights import ADAPTER_CONFIG, ADAPTER_FILE, SHARDS, is_sharded
+from ssmzoo.checkpoints.weights import ADAPTER_CONFIG, ADAPTER_FILE, OPTIMIZER, SHARDS, is_sharded
 from ssmzoo.environment.messages import without_bars
-from ssmzoo.files import write_folder
+from ssmzoo.files import require_new, write_folder
 from ssmzoo.training.checkpoint import CONTENTS, damage_of
 
 _ADAPTER = (ADAPTER_FILE, ADAPTER_CONFIG)
-_NOT_OF_THE_MODEL = {CONTENTS, SHARDS, "optimizer.safetensors", "state.json", *_ADAPTER}
+_NOT_OF_THE_MODEL = {CONTENTS, SHARDS, OPTIMIZER, "state.json", *_ADAPTER}
 
 
 def consolidate(checkpoint: Path, output: Path) -> Path:
@@ -34,8 +34,7 @@ def consolidate(checkpoint: Path, output: Path) -> Path:
             f"checkpoint must be one of a run's checkpoints/, which hold {CONTENTS}, got "
             f"{str(checkpoint)!r}"
         )
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"output must be a new or an empty folder, got {str(output)!r}")
+    require_new(output, "output")
     if damage := damage_of(checkpoint):
         raise RuntimeError(f"the checkpoint {checkpoint} is damaged: {damage}; take an earlier one")
 

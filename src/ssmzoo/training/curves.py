@@ -26,7 +26,7 @@ def draw_curves(metrics: Path, target: Path, *, title: str, loss: str) -> None:
         ("loss", "training", {"color": "#9bb8d3", "linewidth": 1.2}),
         ("validation_loss", "validation", {"color": "#b5482a", "linewidth": 1.6, "marker": "o"}),
     ):
-        points = [(line["tokens"], line[key]) for line in lines if key in line]
+        points = [(line["tokens"], line[key]) for line in lines if line.get(key) is not None]
         if points:
             last = f"{label}, last {points[-1][1]:.3f}"
             axes.plot(*zip(*points, strict=True), label=last, markersize=3, **style)

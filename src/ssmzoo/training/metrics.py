@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,7 @@ class MetricsFile:
         with writing(path):
             self._file = path.open("ab", buffering=0)
 
-    def write(self, **values: float | int | dict[str, list[float]]) -> None:
+    def write(self, **values: float | int | dict[str, list[float]] | None) -> None:
         """Append one line, whole or not at all.
 
         Raises:
@@ -65,6 +66,11 @@ class MetricsFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def finite(metrics: Mapping[str, float | int]) -> dict[str, float | int | None]:
+    """Return metrics with None for what is no finite number, which JSON does not have."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -174,7 +174,7 @@ class Labelled(Objective):
         super().__init__(model)
         self._kind = task.kind
         self._by_token = task.objective.startswith("token_") or task.objective == "causal_lm"
-        self._positions = _most_positions(model)
+        self._positions = most_positions(model)
         self.independent = not self._by_token
 
     def batch(self, part: Examples) -> dict[str, torch.Tensor]:
@@ -432,7 +432,7 @@ def _mask(lengths: np.ndarray, width: int) -> np.ndarray:
     return (np.arange(width) < lengths[:, None]).astype(np.int64)
 
 
-def _most_positions(model: nn.Module) -> int | None:
+def most_positions(model: nn.Module) -> int | None:
     """Return how many positions a model has embeddings of, None if it has no table of them."""
     from torch import nn
 

@@ -16,7 +16,7 @@ from ssmzoo.recipe import Recipe
 from ssmzoo.training.distributed import Processes, gathered, seed_all, settle_buckets
 from ssmzoo.training.metrics import read_gauges
 from ssmzoo.training.model import build_model, load_for_task
-from ssmzoo.training.objectives import CausalLM, Objective, labelled
+from ssmzoo.training.objectives import CausalLM, Objective, labelled, most_positions
 from ssmzoo.training.optimizer import Plan, Schedule, make_optimizer
 from ssmzoo.training.segments import SegmentedLM, SequenceParallelLM
 
@@ -219,6 +219,13 @@ def _objective(
     model: PreTrainedModel, recipe: Recipe, task: Supervised | None, row: Any
 ) -> Objective:
     packs, segments, stop = recipe.data.task is None, recipe.train.segments, recipe.train.stop_at
+    longest = max([recipe.train.seq_len or 0, *(recipe.eval.lengths if task is None else ())])
+    positions = most_positions(model)
+    if positions is not None and longest > positions:
+        raise ValueError(
+            "model.config.max_position_embeddings must be at least train.seq_len and all of "
+            f"eval.lengths, got {positions} and {longest}"
+        )
     if segments is not None:
         objective = SegmentedLM(model, segments, packs=packs)
     elif row is not None:

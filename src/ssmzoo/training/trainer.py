@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from ssmzoo.training.checkpoint import (
 )
 from ssmzoo.training.distributed import Processes, Sums
 from ssmzoo.training.folder import RunFolder
-from ssmzoo.training.metrics import MetricsFile
+from ssmzoo.training.metrics import MetricsFile, finite
 from ssmzoo.training.model import build_config
 from ssmzoo.training.optimizer import Plan, require_ahead
 from ssmzoo.training.step import Learner, Step
@@ -41,8 +42,10 @@ if TYPE_CHECKING:
 
     from ssmzoo.training.shards import Background
 
+logger = logging.getLogger("ssmzoo")
+
 T = TypeVar("T")
-Metrics: TypeAlias = dict[str, float | int]
+Metrics: TypeAlias = dict[str, float | int | None]
 
 
 class NotFiniteError(RuntimeError):
@@ -286,13 +289,14 @@ class Run:
         """Measure what is held out; return whether the model is the best so far."""
         progress, objective = self.progress, self.learner.objective
         metrics = measure_held_out(self.learner, self.data.validation.after(progress.step))
-        line = {f"validation_{name}": value for name, value in metrics.items()}
+        line = {f"validation_{name}": value for name, value in finite(metrics).items()}
         self._write({"step": progress.step, "tokens": progress.tokens, **line})
         progress.validation_due = False
         self.learner.schedule.judge(metrics[objective.metric])
         best = is_best(metrics, progress.best, objective)
         if best:
-            progress.best = {"step": progress.step, **metrics}
+            known = {name: value for name, value in finite(metrics).items() if value is not None}
+            progress.best = {"step": progress.step, **known}
         stop = self.recipe.train.stop_at
         progress.stopped = stop is not None and stop.reached(metrics)
         return best
@@ -339,7 +343,12 @@ class Run:
         if not parts:
             return None, {}
         final = self.folder.final(self.progress.best_step(self.recipe))
-        lengths: dict[str, Metrics] = measure_checkpoint(self.learner, parts, final)
+        measured = measure_checkpoint(self.learner, parts, final)
+        lengths: dict[str, Metrics] = {name: finite(found) for name, found in measured.items()}
+        for name, found in lengths.items():
+            if None in found.values():
+                where = "of the test split" if name == "test" else f"at {name} tokens"
+                logger.warning("the metrics %s are not all finite numbers", where)
         test = lengths.pop("test", None)
         return test and {"step": step_of(final), **test}, lengths
 

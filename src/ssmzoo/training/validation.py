@@ -72,23 +72,26 @@ def is_best(
     return before is None or sign * value > sign * before[objective.metric]
 
 
-def scores_of_test(test: Mapping[str, float], objective: Objective, recipe: Recipe) -> list[Score]:
+def scores_of_test(
+    test: Mapping[str, float | None], objective: Objective, recipe: Recipe
+) -> list[Score]:
     """Return a test's metrics in the form of ``ssmzoo eval``."""
     scores: list[Score] = []
     for metric in objective.scored:
-        value, n = float(test[metric]), int(test["targets"])
-        if metric == "exact_match":
-            n = int(test["examples"])
+        value, n = test[metric], test["examples" if metric == "exact_match" else "targets"]
+        assert n is not None  # a count
         # answers of several labels are not independent of one another, examples are
         single = objective.independent or n == test.get("examples")
-        binomial = metric in ("accuracy", "exact_match") and single and n > 1
+        stderr = None
+        if metric in ("accuracy", "exact_match") and single and n > 1 and value is not None:
+            stderr = math.sqrt(value * (1 - value) / (n - 1))
         scores.append(
             {
                 "task": str(recipe.data.task),
                 "metric": metric,
                 "value": value,
-                "stderr": math.sqrt(value * (1 - value) / (n - 1)) if binomial else None,
-                "n": n,
+                "stderr": stderr,
+                "n": int(n),
                 "seed": recipe.train.seed,
                 "num_fewshot": 0,
                 "higher_is_better": metric in HIGHER_IS_BETTER,
