@@ -322,7 +322,7 @@ def unmet_need(point: EntryPoint) -> str | None:
 def conflict(name: str, points: Sequence[EntryPoint]) -> str:
     """Return the sentence that names everyone who claims a family name."""
     return (
-        f"the family name {name!r} is claimed by {' and by '.join(map(owner, points))}; "
+        f"the family name {name!r} is claimed by {' and by '.join(sorted(map(owner, points)))}; "
         "uninstall all but one"
     )
 
