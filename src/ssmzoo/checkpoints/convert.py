@@ -80,8 +80,8 @@ def to_official(model: str | Path, output: str | Path) -> Path:
         The file.
 
     Raises:
-        ValueError: No such folder, the family has no way back, the model is not of the class that
-            the official code has, or it has what the official model has not.
+        ValueError: No such folder, the file is there, the family has no way back, the model is not
+            of the class that the official code has, or it has what the official model has not.
     """
     from safetensors.torch import save_file
 

@@ -207,13 +207,14 @@ def merge(earlier: Results | None, new: Results) -> Results:
             )
         return new
     replaced = {(row["task"], row["metric"]): row for row in new["results"]}
-    again = [row for row in earlier["results"] if (row["task"], row["metric"]) in replaced]
-    stale = {row["suite"] for row in again if "suite" in row}  # averages of what is replaced
+    stale = {  # suites of what is replaced
+        row.get("suite") for row in earlier["results"] if (row["task"], row["metric"]) in replaced
+    }
     rows = []
     for row in earlier["results"]:
-        if row["metric"] == "average" and row["task"] in stale and row not in again:
-            continue
         kept = replaced.pop((row["task"], row["metric"]), None)
+        if kept is None and row["metric"] == "average" and row["task"] in stale:
+            continue
         if kept is None:
             own = {
                 key: earlier.get(key)

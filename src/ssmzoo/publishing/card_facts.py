@@ -119,6 +119,20 @@ class RecordedRun:
         values = [r[name] for r in self.records if is_number(r.get(name))]
         return max(values, default=None)
 
+    @property
+    def best(self) -> int | None:
+        """The step of which the run's model was made, None if that is its last."""
+        finished, recipe = self.facts.get("finished"), self.recipe
+        kept = isinstance(recipe, dict) and (recipe.get("checkpoint") or {}).get("best")
+        best = (finished or {}).get("best")
+        return best["step"] if kept and best else None
+
+    def until(self, step: int | None) -> RecordedRun:
+        """Return it with what was recorded up to a step; with all if None."""
+        if step is None:
+            return self
+        return replace(self, records=[r for r in self.records if r.get("step", 0) <= step])
+
 
 @dataclass(frozen=True)
 class CardFacts:
@@ -246,8 +260,8 @@ def merged(results: Iterable[ScoredModel]) -> dict[Row, ShownScore]:
     return {row: score for entry in results for row, score in entry.scores.items()}
 
 
-def read_run(path: Path, *, until_step: int | None = None) -> RecordedRun:
-    """Read a run directory, with what was recorded up to a step, or all of it.
+def read_run(path: Path) -> RecordedRun:
+    """Read a run directory.
 
     Raises:
         ValueError: A file of it is missing or corrupt; the message names the file and the line.
@@ -276,8 +290,7 @@ def read_run(path: Path, *, until_step: int | None = None) -> RecordedRun:
             raise ValueError(f"{where} is corrupt: {error}") from error
         if not isinstance(record, dict):
             raise ValueError(f"{where} must be an object, got {line!r}")
-        if until_step is None or record.get("step", 0) <= until_step:
-            records.append(record)
+        records.append(record)
     picture = path / PICTURE
     return RecordedRun(facts, recipe, records, picture if picture.is_file() else None)
 
@@ -355,11 +368,13 @@ def _run_of(
         if real.name != "model" or not (real.parent / "run.json").exists():
             return None
         run_dir = real.parent
+    run = read_run(Path(run_dir))
     # a checkpoint knows nothing of what was recorded after it, nor does a model made of the best
     step = re.fullmatch(r"step-(\d+)", real.name) if real.parent.name == "checkpoints" else None
-    run = read_run(Path(run_dir), until_step=int(step[1]) if step else None)
-    if real.name == "model" and (best := _best_step(run)) is not None:
-        run = replace(run, records=[r for r in run.records if r.get("step", 0) <= best])
+    if step is not None:
+        run = run.until(int(step[1]))
+    elif real.name == "model":
+        run = run.until(run.best)
     trained = run.facts.get("model_type")
     if trained not in (None, config.get("model_type")):
         raise ValueError(
@@ -367,16 +382,6 @@ def _run_of(
             f"{config.get('model_type')!r}; give the run that made it"
         )
     return run
-
-
-def _best_step(run: RecordedRun) -> int | None:
-    """Return the step of which a run's model was made, None if that is its last."""
-    best: Any = run.facts.get("finished")
-    keeps: Any = run.recipe
-    for parent in ("checkpoint", "best"):
-        keeps = keeps.get(parent) if isinstance(keeps, Mapping) else None
-    best = best.get("best") if isinstance(best, Mapping) else None
-    return best.get("step") if keeps is True and isinstance(best, Mapping) else None
 
 
 def family_words(name: str, *, encoder: bool = False) -> dict[str, Any] | None:

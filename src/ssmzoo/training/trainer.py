@@ -289,14 +289,15 @@ class Run:
         """Measure what is held out; return whether the model is the best so far."""
         progress, objective = self.progress, self.learner.objective
         metrics = measure_held_out(self.learner, self.data.validation.after(progress.step))
-        line = {f"validation_{name}": value for name, value in finite(metrics).items()}
+        known = finite(metrics)
+        line = {f"validation_{name}": value for name, value in known.items()}
         self._write({"step": progress.step, "tokens": progress.tokens, **line})
         progress.validation_due = False
         self.learner.schedule.judge(metrics[objective.metric])
         best = is_best(metrics, progress.best, objective)
         if best:
-            known = {name: value for name, value in finite(metrics).items() if value is not None}
-            progress.best = {"step": progress.step, **known}
+            progress.best = {"step": progress.step}
+            progress.best |= {name: value for name, value in known.items() if value is not None}
         stop = self.recipe.train.stop_at
         progress.stopped = stop is not None and stop.reached(metrics)
         return best
