@@ -127,10 +127,10 @@ def test_transformers_serve_answers_with_a_model_of_the_zoo(model, tmp_path):
             json.dumps(asked).encode(),
             {"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=600) as answer:
             found = json.load(answer)
         assert found["usage"]["completion_tokens"] == 4, (tmp_path / "log").read_text()
     finally:
         server.send_signal(signal.SIGINT)
-        server.wait(timeout=60)
+        server.wait(timeout=600)
     assert "Finished server process" in (tmp_path / "log").read_text()

@@ -136,7 +136,7 @@ def isolated(models, tasks, tmp_path_factory):
             cwd=out,
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=600,
         )
     assert done.returncode == 0, done.stderr[-6000:]
     return out, json.loads((out / "facts.json").read_text()), done.stderr
@@ -280,7 +280,7 @@ def beside_ssmzoo(models, foreign, tmp_path_factory):
         env=environment(out / "home", HF_HUB_OFFLINE="1", PYTHONPATH=path),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-6000:]
     return out, json.loads((out / "facts.json").read_text()), done.stderr

@@ -163,7 +163,7 @@ def alone(script, *arguments, **more):
         env=kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **more},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.strip() == "equal"

@@ -205,7 +205,7 @@ def run_python(
         text=True,
     )
     started(process)
-    out, log = process.communicate(timeout=240)
+    out, log = process.communicate(timeout=600)
     assert process.returncode in (0, -signal.SIGKILL), log
     for secret in {token, *server.accounts} - {None}:
         assert secret not in out + log

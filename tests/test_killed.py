@@ -62,7 +62,6 @@ def test_runs_told_to_stop_anywhere_are_saved_and_end_as_one_left_alone(counts):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_a_hundred_stopped_runs_resume_to_the_same_weights(tmp_path):
     [counts] = killed(tmp_path, "110 1 SIGTERM SIGUSR1 SIGINT")
     sys.stdout.write(f"{counts}\n")
@@ -71,7 +70,6 @@ def test_a_hundred_stopped_runs_resume_to_the_same_weights(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_a_hundred_killed_runs_resume_to_the_same_weights_and_lines(tmp_path):
     [counts] = killed(tmp_path, "110 1")
     sys.stdout.write(f"{counts}\n")

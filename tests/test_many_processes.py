@@ -817,7 +817,6 @@ def test_a_process_killed_while_it_saves_loses_no_whole_checkpoint(folder, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("processes", [2, 4])
 def test_any_of_several_processes_is_killed_at_any_point_of_a_save(processes, folder, tmp_path):
     points = ("before", "opening", "written")
@@ -828,14 +827,12 @@ def test_any_of_several_processes_is_killed_at_any_point_of_a_save(processes, fo
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_a_process_that_hangs_in_a_step_or_a_save_ends_the_run_in_time(folder, tmp_path):
     cases = [f"{rank}:{point}:hang" for rank in (0, 1) for point in ("step", "opening")]
     killed_while_saving(folder, tmp_path, 2, *cases)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_four_processes_share_weights_and_rows_in_a_mesh(copies, pieces, folder, tmp_path):

@@ -150,14 +150,12 @@ def test_the_page_on_export_says_what_runs(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_every_family_is_exact_in_onnx():
     done = run(CHECKED, *OURS)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", OURS)
 def test_a_thousand_tokens_are_the_models(name):
     done = run(TOKENS, 1000, name)

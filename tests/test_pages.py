@@ -239,7 +239,6 @@ def run(piece, page, names, capsys):
     assert status == 0, f"{place}: {piece.text}: {capsys.readouterr().err}"
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", [page for page in PAGES if pieces(page)])
 def test_commands_of_a_page_run_as_written(page, reader, capsys):
     names = reader(page)

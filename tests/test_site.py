@@ -245,7 +245,6 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_whole_site_is_built_and_asks_no_other_host(whole):
     pages = sorted(whole.rglob("*.html"))
     assert len(pages) > 50
@@ -258,7 +257,6 @@ def test_the_whole_site_is_built_and_asks_no_other_host(whole):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 def test_pages_fit_phones_and_desktops_and_tables_sort_and_filter(whole, tmp_path):
     pages = [path.relative_to(whole).as_posix() for path in sorted(whole.rglob("*.html"))]

@@ -21,7 +21,7 @@ from tests.training import quick_runs  # noqa: F401
 
 from ssmzoo.training.checkpoint import damage_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.slow
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 # no control groups: the machines share a kernel; a machine that is silent for 10 seconds is lost

@@ -233,7 +233,7 @@ def test_a_signal_to_all_its_processes_stops_a_run_with_workers_and_saves_it(
         time.sleep(0.05)
     children = [int(pid) for pid in children_of(run.pid)]
     os.killpg(run.pid, number)
-    _, errors = run.communicate(timeout=120)
+    _, errors = run.communicate(timeout=600)
     assert run.returncode == status, errors
     assert "which is saved" in errors
     assert children

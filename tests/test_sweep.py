@@ -506,6 +506,20 @@ def test_text_is_judged_by_bits_a_byte_at_two_lengths(tmp_path):
     assert long["targets"] > 0.8 * short["targets"]
 
 
+def test_a_run_on_text_that_was_changed_since_is_not_used_again(tmp_path):
+    texts = write_texts(tmp_path / "texts")
+    data = {"text": str(texts), "validation": 0.2}
+    rows = one_run(problems={"text": {"data": data, "train": {**ROWS, "steps": 1}}})
+    (line,) = sweep(rows, tmp_path / "out")
+    file = next(file for file in texts.rglob("*") if file.is_file())
+    before = file.read_text()
+    file.write_text(before[:-2] + "?\n")
+    with pytest.raises(ValueError, match=r"trained on other text: .*problems\.text\.data were chang"):
+        sweep(rows, tmp_path / "out")
+    file.write_text(before)
+    assert sweep(rows, tmp_path / "out") == [line]
+
+
 def test_a_run_that_diverges_is_a_line_and_the_worst_rate(tmp_path, monkeypatch):
     def diverge(run):
         raise NotFiniteError("the loss must be finite, got loss nan; no checkpoint yet")

@@ -30,7 +30,7 @@ from ssmzoo.recipe import Recipe
 from ssmzoo.training.checkpoint import damage_of
 from ssmzoo.training.run import train
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[1] / "eval/recipes/clusters.md"
 HOSTS = "127.0.0.1 localhost\n10.0.0.1 one\n10.0.0.2 two\n"

@@ -26,7 +26,7 @@ from ssmzoo.testing.golden import check_golden, write_golden
 from ssmzoo.training.model import build_config, build_model
 
 # one worker makes the small zoo once
-pytestmark = [pytest.mark.xdist_group("zoo"), pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.xdist_group("zoo")
 
 ROOT = Path(__file__).resolve().parents[1]
 SHELF = ROOT / "model_cards" / "small"

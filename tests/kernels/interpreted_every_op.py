@@ -9,10 +9,7 @@ from tests.kernels.every_op import DISTINCT, assert_compiled_gradients_are_the_r
 from tests.kernels.interpreter import repair
 
 # numpy warns where a GPU goes to infinity, as the formulas mean it to
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.timeout(1200),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 SMALL = {"L": 2, "D": 2, "N": 2, "n": 2, "H": 2}
 
 repair()

@@ -62,13 +62,11 @@ def test_kernels_of_model_shapes_compile_without_spills():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_kernels_of_every_other_kind_compile_without_spills():
     check(OTHERS)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_kernels_compile_for_other_gpus():
     check(QUICK + OTHERS, ("gfx942",))
     check(("model128", "wide"), [x for x in OTHER_GPUS if x != "gfx942"])

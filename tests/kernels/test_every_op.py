@@ -24,7 +24,6 @@ def test_tensors_of_torch_func_transforms_are_not_cached():
 
 
 @pytest.mark.turns
-@pytest.mark.timeout(1200)
 @pytest.mark.filterwarnings("ignore:.*complex operators:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit")  # of torch's own
 @pytest.mark.xdist_group("inductor")

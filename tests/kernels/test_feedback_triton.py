@@ -37,12 +37,10 @@ def test_kernels_of_model_shapes_compile_without_spills_and_lanes_lie_along_chan
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_kernels_of_every_other_kind_compile_without_spills():
     check(FURTHER)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_kernels_compile_for_other_gpus():
     check(QUICK + FURTHER, OTHERS, ON_OTHERS)

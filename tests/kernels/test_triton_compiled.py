@@ -80,13 +80,11 @@ def test_kernels_of_model_shapes_compile_without_spills_and_a_lane_has_a_channel
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_kernels_of_every_other_bucket_compile_without_spills():
     check(FULL)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_kernels_of_large_models_compile_for_other_gpus():
     cases = ("large_spans", "selective_large_spans", "zoh_large_spans")
     check(cases, OTHERS, ON_OTHERS)

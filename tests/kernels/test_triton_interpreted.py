@@ -20,7 +20,6 @@ PROCESSES = (
 
 
 @pytest.mark.turns
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "files",
     [

@@ -38,8 +38,9 @@ from ssmzoo.analysis.ledger import (
     write_ledger,
 )
 from ssmzoo.analysis.sweep_plan import CHOICES, COMPARED, PlannedRun, Sweep, load_sweep, selected
+from ssmzoo.data.documents import documents_of
 from ssmzoo.data.labelled import Examples
-from ssmzoo.data.sources import DataSource, data_source
+from ssmzoo.data.sources import DataSource, data_source, files_digest
 from ssmzoo.environment.hardware import installed_versions
 from ssmzoo.environment.messages import first_line
 from ssmzoo.files import CannotWriteError, read_json, write_json
@@ -68,6 +69,7 @@ class Sources:
     def __init__(self) -> None:
         self._found: dict[tuple[str, str | None], DataSource] = {}
         self._costs: dict[Cell, Line] = {}
+        self._files: dict[str, str | None] = {}
 
     def of(self, run: PlannedRun) -> DataSource:
         """Return a run's, or that of the same problem with another seed or model."""
@@ -75,6 +77,14 @@ class Sources:
         if key not in self._found:
             self._found[key] = data_source(with_few_examples(run.recipe))
         return self._found[key]
+
+    def files(self, run: PlannedRun) -> str | None:
+        """Return a digest of the local files that a run reads its text from, if it does."""
+        data, problem = run.recipe.data, run.place["problem"]
+        if problem not in self._files:
+            local = data.task is None and data.dataset is None
+            self._files[problem] = files_digest(documents_of(data).find(None)) if local else None
+        return self._files[problem]
 
     def costs(self, run: PlannedRun, length: int) -> Line:
         """Return what a model costs, which no rate and no seed changes."""
@@ -95,9 +105,9 @@ def sweep(
     """Train a sweep's models; write ``ledger.json``, ``ledger.csv`` and a picture a problem.
 
     Runs that are finished, or stand in ``ledger.csv``, are not run again; those that were killed
-    go on; those that another process is at are left to it. Runs of another sweep are none of these:
-    they are an error, which is raised before anything is trained. A run that fails is reported, and
-    the others go on.
+    go on; those that another process is at are left to it. Runs of another sweep, or on files that
+    were changed since, are none of these: they are an error, which is raised before anything is
+    trained. A run that fails is reported, and the others go on.
 
     Args:
         source: A YAML file, the name of a shipped sweep, or a sweep.
@@ -121,17 +131,19 @@ def sweep(
 
     Raises:
         LookupError: A field, family, preset, model type or name that does not exist.
-        ValueError: A wrong value, a folder with runs of another sweep, or a ledger that is cut.
+        ValueError: A wrong value, a folder with runs of another sweep or on other text, or a ledger
+            that is cut.
         RuntimeError: The machine, or runs that failed.
     """
     chosen = source if isinstance(source, Sweep) else load_sweep(source)
     planned = chosen.runs()
     wanted = selected(chosen, planned, only or {})
     output = Path(output_dir)
-    missing = {run.folder for run in planned if not _has_result(run, output)}
+    sources = Sources()
+    missing = {run.folder for run in planned if not _has_result(run, output, sources)}
     earlier = _earlier(planned, output / "ledger.csv")
     missing -= earlier.lines.keys()
-    sources, asked = Sources(), {run.cell for run in wanted}
+    asked = {run.cell for run in wanted}
     holes = {cell: why for cell, why in earlier.holes.items() if cell not in asked}
     holes |= impossible(wanted, sources)
     failed: list[str] = []
@@ -242,11 +254,11 @@ def _searched(chosen: Sweep, ledger: list[Line]) -> dict[Cell, float]:
     return {cell: best[cell][0]["lr"] for cell, runs in finished.items() if runs == asked}
 
 
-def _has_result(run: PlannedRun, output: Path) -> bool:
+def _has_result(run: PlannedRun, output: Path, sources: Sources) -> bool:
     """Return whether a run's folder has its result.
 
     Raises:
-        ValueError: What was begun in its folder is another sweep's.
+        ValueError: What was begun in its folder is another sweep's, or was trained on other text.
     """
     folder, recipe = output / "runs" / run.folder, run.recipe
     begun: Recipe | None = None
@@ -262,6 +274,11 @@ def _has_result(run: PlannedRun, output: Path) -> bool:
                 f"{folder} was trained for another sweep: {name} was {before!r}, is {now!r} now; "
                 "choose another folder, or remove the run"
             )
+    if result is not None and result.get("files") not in (None, sources.files(run)):
+        raise ValueError(
+            f"{folder} was trained on other text: the files of problems.{run.place['problem']}.data "
+            "were changed since; put them back, choose another folder, or remove the run"
+        )
     return result is not None
 
 
@@ -370,6 +387,7 @@ def _trained(run: PlannedRun, folder: Path, sources: Sources, *, keep: bool, sto
         "place": run.place,
         "recipe": run.recipe.model_dump(exclude_none=True, mode="json"),
         "lines": lines,
+        "files": sources.files(run),
         "versions": facts["versions"],
         "environment": facts.get("environment"),
         "recurrent_layers": facts.get("recurrent_layers"),

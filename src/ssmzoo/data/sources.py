@@ -369,6 +369,15 @@ def json_digest(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
+def files_digest(manifest: dict[str, Any]) -> str | None:
+    """Return the sha256 of what the files of a manifest hold; None where there are none.
+
+    Neither where the files lie nor when they came there counts.
+    """
+    files = {key: value for key, value in manifest.items() if key.endswith("files")}
+    return json_digest(_without_places(files)) if files else None
+
+
 def _without_places(manifest: dict[str, Any]) -> dict[str, Any]:
     """Return what of a manifest is content: not where files lie, nor when they came there."""
     return {
