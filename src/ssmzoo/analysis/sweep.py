@@ -276,8 +276,8 @@ def _has_result(run: PlannedRun, output: Path, sources: Sources) -> bool:
             )
     if result is not None and result.get("files") not in (None, sources.files(run)):
         raise ValueError(
-            f"{folder} was trained on other text: the files of problems.{run.place['problem']}.data "
-            "were changed since; put them back, choose another folder, or remove the run"
+            f"{folder} was trained on other text: problems.{run.place['problem']}.data names files "
+            "that were changed since; put them back, choose another folder, or remove the run"
         )
     return result is not None
 
