@@ -88,6 +88,7 @@ def test_a_missing_program_prints_one_line(arguments, answer, capsys):
     assert (out, err.count("\n")) == ("", 1)
 
 
+@pytest.mark.turns
 def test_trl_trains_a_model_of_the_zoo_in_the_process_that_it_launches(model, tmp_path):
     rows = [json.dumps({"text": text}) for text in ("one two", "three four", "five", "six")]
     (tmp_path / "data").mkdir()
@@ -100,6 +101,7 @@ def test_trl_trains_a_model_of_the_zoo_in_the_process_that_it_launches(model, tm
     ]
 
 
+@pytest.mark.turns
 def test_transformers_serve_answers_with_a_model_of_the_zoo(model, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -87,6 +87,7 @@ class Ranks:
         return [json.loads(json.dumps(rank.position())) for rank in self.ranks]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", ["jsonl", "gz", "parquet", "hub"])
 def test_any_number_of_ranks_reads_each_token_of_an_epoch_once_through_resumes(kind, tmp_path):
     """Each pair of 1 to 4 ranks is a resume, in both directions, and the rows are those of one."""
@@ -204,6 +205,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert gone(int(done.stdout))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("number", "status"),
     [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],

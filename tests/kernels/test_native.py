@@ -123,6 +123,7 @@ def test_another_source_flag_or_macro_is_another_library(fresh, tmp_path):
     assert len(list(fresh.glob("answer-*.so"))) == 4
 
 
+@pytest.mark.turns
 def test_processes_that_build_at_the_same_time_all_get_a_whole_library(fresh):
     """And one OpenMP runtime: torch's threads and ours would wait for each other's cores."""
     environment = os.environ | {"XDG_CACHE_HOME": str(fresh.parent), "OMP_NUM_THREADS": "1"}
