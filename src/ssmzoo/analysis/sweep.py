@@ -40,7 +40,7 @@ from ssmzoo.analysis.ledger import (
 from ssmzoo.analysis.sweep_plan import CHOICES, COMPARED, PlannedRun, Sweep, load_sweep, selected
 from ssmzoo.data.documents import documents_of
 from ssmzoo.data.labelled import Examples
-from ssmzoo.data.sources import DataSource, data_source, files_digest
+from ssmzoo.data.sources import DataSource, data_source, json_digest, without_places
 from ssmzoo.environment.hardware import installed_versions
 from ssmzoo.environment.messages import first_line
 from ssmzoo.files import CannotWriteError, read_json, write_json
@@ -79,11 +79,10 @@ class Sources:
         return self._found[key]
 
     def files(self, run: PlannedRun) -> str | None:
-        """Return a digest of the local files that a run reads its text from, if it does."""
-        data, problem = run.recipe.data, run.place["problem"]
+        """Return the digest of a problem's files as they were when it was first asked for."""
+        problem = run.place["problem"]
         if problem not in self._files:
-            local = data.task is None and data.dataset is None
-            self._files[problem] = files_digest(documents_of(data).find(None)) if local else None
+            self._files[problem] = _files_digest(run.recipe)
         return self._files[problem]
 
     def costs(self, run: PlannedRun, length: int) -> Line:
@@ -282,6 +281,13 @@ def _has_result(run: PlannedRun, output: Path, sources: Sources) -> bool:
     return result is not None
 
 
+def _files_digest(recipe: Recipe) -> str | None:
+    """Return a digest of the local files that a recipe reads its text from, if it does."""
+    if recipe.data.task is not None or recipe.data.dataset is not None:
+        return None
+    return json_digest(without_places(documents_of(recipe.data).find(None)))
+
+
 def _result_of(folder: Path, *, warns: bool = False) -> Line | None:
     """Return what a run has left; None if there is nothing, or a file that was cut.
 
@@ -358,6 +364,7 @@ def _trained(run: PlannedRun, folder: Path, sources: Sources, *, keep: bool, sto
     begun, place = time.process_time(), folder / "run"
     length = _length_of(run.recipe, sources.of(run))
     costs, note = sources.costs(run, length), None  # what fails, fails before the training
+    files = _files_digest(run.recipe)  # read anew: a sweep may take days
     try:
         train(run.recipe, output_dir=place, resume=place.exists(), stock=stock)
     except NotFiniteError as error:
@@ -387,7 +394,7 @@ def _trained(run: PlannedRun, folder: Path, sources: Sources, *, keep: bool, sto
         "place": run.place,
         "recipe": run.recipe.model_dump(exclude_none=True, mode="json"),
         "lines": lines,
-        "files": sources.files(run),
+        "files": files,
         "versions": facts["versions"],
         "environment": facts.get("environment"),
         "recurrent_layers": facts.get("recurrent_layers"),

@@ -161,7 +161,7 @@ class _Text(_OfRows):
         """Find and check the documents."""
         data = self.recipe.data
         manifest = {"source": data.source, **self._documents.find(before)}
-        manifest["digest"] = json_digest(_without_places(manifest), data.text_field)
+        manifest["digest"] = json_digest(without_places(manifest), data.text_field)
         digest = tokenizer_digest(self.tokenizer)
         manifest["tokenizer"] = {"name": data.tokenizer, "digest": digest}
         was = manifest["tokenizer"] if before is None else before.get("tokenizer")
@@ -369,16 +369,7 @@ def json_digest(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def files_digest(manifest: dict[str, Any]) -> str | None:
-    """Return the sha256 of what the files of a manifest hold; None where there are none.
-
-    Neither where the files lie nor when they came there counts.
-    """
-    files = {key: value for key, value in manifest.items() if key.endswith("files")}
-    return json_digest(_without_places(files)) if files else None
-
-
-def _without_places(manifest: dict[str, Any]) -> dict[str, Any]:
+def without_places(manifest: dict[str, Any]) -> dict[str, Any]:
     """Return what of a manifest is content: not where files lie, nor when they came there."""
     return {
         key: [[Path(f["path"]).name, f["bytes"], f["sha256"]] for f in value]
