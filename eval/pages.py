@@ -4,8 +4,9 @@ Usage: python eval/pages.py
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``: ``speed`` from
 ``kernels/benchmarks/results/cpu.csv``, a family's name (what was run) and ``papers`` (all rows of
-the papers) from ``eval/papers.yaml`` and ``eval/results``, and ``zoo`` from the ledger of the sweep
-of that name, ``eval/results/sweep.csv``. A test holds the pages to it.
+the papers) from ``eval/papers.yaml`` and ``eval/results``, ``zoo`` and ``zoo:FAMILY`` (a family's
+models) from the ledger of the sweep of that name, ``eval/results/sweep.csv``. A test holds the
+pages to it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,19 @@ import csv
 import math
 import re
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
-from ssmzoo.analysis.ledger import Line, best_rates, cell_of, markdown_table, shown_model
+from ssmzoo.analysis.ledger import (
+    Line,
+    beside_table,
+    best_rates,
+    cell_of,
+    markdown_table,
+    shown_model,
+)
 from ssmzoo.analysis.sweep import searched_lines
 from ssmzoo.analysis.sweep_plan import Sweep, load_sweep
 from ssmzoo.files import write_text
@@ -87,13 +96,21 @@ def rendered(page: Path) -> str:
         elif name == "papers":
             text = all_tables(papers(), results())
         elif name == "zoo":
-            sweep = load_sweep("zoo")
-            text = zoo_tables(sweep, searched_lines(sweep, ROOT / "eval/results/sweep.csv"))
+            text = zoo_tables(*zoo())
+        elif name.startswith("zoo:"):
+            text = family_table(*zoo(), name.removeprefix("zoo:"))
         else:
             text = paper_table(rows_of(name), results())
         return f"{match[1]}{text}\n{match[3]}"
 
     return _TABLE.sub(table, page.read_text(encoding="utf-8"))
+
+
+@cache
+def zoo() -> tuple[Sweep, list[Line]]:
+    """Return the sweep ``zoo``, and of its committed ledger what is searched."""
+    sweep = load_sweep("zoo")
+    return sweep, searched_lines(sweep, ROOT / "eval/results/sweep.csv")
 
 
 def cpu_rows() -> list[dict[str, str]]:
@@ -172,6 +189,24 @@ def zoo_tables(sweep: Sweep, ledger: list[Line]) -> str:
         texts = [f"- {', '.join(where)}: {why}." for why, where in holes.items()]
         sections += ["## What could not be run", "\n".join(texts)]
     return "\n\n".join(sections)
+
+
+def family_table(sweep: Sweep, ledger: list[Line], family: str) -> str:
+    """Return a family's models on the sweep's problems, beside two of transformers and the best.
+
+    Models that few problems have seen are left out, if another of the family's is further.
+    """
+    seen = Counter(model for _, model, _ in {cell_of(x) for x in ledger if x["lr"] is not None})
+    own = [name for name, section in sweep.models.items() if section.family == family]
+    most = max(seen[name] for name in own)
+    models = [name for name in own if 2 * seen[name] > most] + ["mamba2", "llama"]
+    problems = [
+        problem
+        for problems in ZOO.values()
+        for problem in problems
+        if any(line["problem"] == problem and line["model"] in own for line in ledger)
+    ]
+    return beside_table(ledger, problems, models)
 
 
 def _sortable(table: str) -> str:

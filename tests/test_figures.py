@@ -23,7 +23,8 @@ from ssmzoo.publishing.papers import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-FAMILIES = ("coffee", "dss", "rtf")
+FAMILIES = ("coffee", "dss", "rtf")  # of the papers' tables
+SHIPPED = [p.name.removeprefix("ssmzoo_") for p in ROOT.glob("plugins/ssmzoo_*") if p.is_dir()]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def test_the_tables_of_the_pages_are_what_was_measured(pages):
         assert pages.rendered(page) == page.read_text(encoding="utf-8"), f"{page}: run make pages"
     marked = [re.findall(r"<!-- table: (\S+) -->", p.read_text()) for p in pages.pages()]
     assert sorted(name for names in marked for name in names) == sorted(
-        [*FAMILIES, "papers", "speed", "zoo"]
+        [*FAMILIES, "papers", "speed", "zoo", *(f"zoo:{family}" for family in SHIPPED)]
     )
 
 
@@ -73,6 +74,25 @@ def test_the_zoos_tables_have_what_was_searched_and_what_could_not_be_run(pages)
     assert "| s4 | 5,000 | not bounded | 3 |" in tables["What they cost"]
     assert tables["What could not be run"] == "- mamba on delay, mamba on digits: why."
     assert "cost" not in pages.zoo_tables(zoo, lines[:1])
+
+
+def test_a_familys_table_leaves_out_models_that_few_problems_have_seen(pages):
+    ledger = [
+        {"problem": problem, "model": model, "width": 64, "lr": 0.1, "seed": 0, "length": 40,
+         "metric": "accuracy", "value": value, "validation": value}
+        for problem, model, value in (
+            ("parity", "s5", 0.5), ("S3", "s5", 0.25), ("S3", "lru", 0.75), ("delay", "dss", 1.0)
+        )
+    ]  # fmt: skip
+    zoo = load_sweep("zoo")
+    assert pages.family_table(zoo, ledger, "s5").splitlines() == [
+        "| problem | s5 | mamba2 | llama | the best of all |",
+        "| --- | ---: | ---: | ---: | ---: |",
+        "| parity | 0.500 |  |  | 0.500 (s5) |",
+        "| S3 | 0.250 |  |  | 0.750 (lru) |",
+    ]
+    ledger = [line for line in ledger if line["problem"] != "parity"]
+    assert pages.family_table(zoo, ledger, "s5").startswith("| problem | s5 | lru | mamba2 |")
 
 
 def test_a_number_typed_by_hand_into_a_table_is_replaced(pages, tmp_path):

@@ -26,6 +26,7 @@ from transformers import (
 
 from ssmzoo.analysis.cost import flops_per_token, state_bytes
 from ssmzoo.analysis.ledger import (
+    beside_table,
     best_rates,
     draw_problem,
     ledger_table,
@@ -735,6 +736,27 @@ def test_a_comparison_has_models_by_problems_and_lengths():
         "| own | 1.000 |",
         "| b 8 | 0.500 |",
         "| b 16 | 0.750 |",
+    ]
+
+
+def test_the_table_of_some_models_names_the_best_of_all():
+    def lines(problem, model, *values, **changes):
+        place = {"problem": problem, "model": model, "width": 8, "lr": 0.1, "length": 8}
+        place |= {"metric": "accuracy", "validation": 0, **changes}
+        return [{**place, "seed": seed, "value": value} for seed, value in enumerate(values)]
+
+    bits = {"metric": "bits_per_byte"}
+    ledger = [
+        *lines("p", "a", 0.25, 0.75), *lines("p", "b", 0.5, 0.5001), *lines("p", "c", 1.0),
+        *lines("p", "a", 0.25, 0.75, length=16), *lines("p", "b", 0.5, 0.75, length=16),
+        *lines("q", "a", 2.0, **bits), *lines("q", "c", 3.0, **bits), *lines("q", "b", None),
+    ]  # fmt: skip
+    assert beside_table(ledger, ("q", "absent", "p"), ("b", "a")).splitlines() == [
+        "| problem | b | a | the best of all |",
+        "| --- | ---: | ---: | ---: |",
+        "| q, bits per byte | diverged | 2.000 | 2.000 (a) |",
+        "| p | 0.500 (0.500 to 0.500) | 0.500 (0.250 to 0.750) | 0.500 (2 models) |",
+        "| p at 16 | 0.625 (0.500 to 0.750) | 0.500 (0.250 to 0.750) | 0.625 (b) |",
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -150,14 +150,7 @@ def markdown_table(ledger: list[Line], problems: Sequence[str], models: Sequence
     """
     best = best_rates(ledger)
     places = dict.fromkeys((line["model"], line["width"]) for line in ledger)
-    columns: list[tuple[str, str, int]] = []
-    for name in problems:
-        runs = [line for place, lines in best.items() if place[0] == name for line in lines]
-        metric = next((line["metric"] for line in runs if line["metric"]), "accuracy")
-        unit = "" if metric == "accuracy" else f", {metric.replace('_', ' ')}"
-        for number, length in enumerate(by_length(runs)):
-            where = f" at {length:,}" if number else ""
-            columns.append((f"{name}{where}{unit}", name, length))
+    columns = _judged(best, problems)
     rows = [["model", *(head for head, _, _ in columns)], ["---", *["---:"] * len(columns)]]
     holes = {cell_of(line) for line in ledger if line["lr"] is None}
     for model, width in sorted(places, key=lambda place: models.index(place[0])):
@@ -168,6 +161,51 @@ def markdown_table(ledger: list[Line], problems: Sequence[str], models: Sequence
         if any(text.strip("-") for text in cells):
             rows.append([shown_model(model, width, places), *cells])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def beside_table(ledger: list[Line], problems: Sequence[str], models: Sequence[str]) -> str:
+    """Return problems by models as Markdown, and the best of all models of the ledger.
+
+    Cells and rows are the cells and columns of :func:`markdown_table`. The best is of the models
+    that have the most seeds there, and named where it is one.
+
+    Args:
+        ledger: The lines, all of one width.
+        problems: The rows, in this order; those of which nothing was trained are left out.
+        models: The columns, in this order.
+    """
+    best = {(problem, model): lines for (problem, model, _), lines in best_rates(ledger).items()}
+    rows = [["problem", *models, "the best of all"], ["---", *["---:"] * (len(models) + 1)]]
+    for head, problem, length in _judged(best, problems):
+        cells = [_shown(best.get((problem, model), []), length) for model in models]
+        there = {
+            model: found
+            for (name, model), lines in best.items()
+            if name == problem and (found := by_length(lines).get(length))
+        }
+        most = max(map(len, there.values()))
+        means = {
+            model: f"{spread(found)[0]:.3f}" for model, found in there.items() if len(found) == most
+        }
+        higher = next(iter(there.values()))[0]["metric"] in HIGHER_IS_BETTER
+        first = (max if higher else min)(means.values(), key=float)
+        names = [model for model, mean in means.items() if mean == first]
+        whose = names[0] if len(names) == 1 else f"{len(names)} models"
+        rows.append([head, *cells, f"{first} ({whose})"])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _judged(best: Mapping[Any, list[Line]], problems: Sequence[str]) -> list[tuple[str, str, int]]:
+    """Return what problems are judged by: a heading, the problem and a length, for each length."""
+    columns = []
+    for name in problems:
+        runs = [line for place, lines in best.items() if place[0] == name for line in lines]
+        metric = next((line["metric"] for line in runs if line["metric"]), "accuracy")
+        unit = "" if metric == "accuracy" else f", {metric.replace('_', ' ')}"
+        for number, length in enumerate(by_length(runs)):
+            where = f" at {length:,}" if number else ""
+            columns.append((f"{name}{where}{unit}", name, length))
+    return columns
 
 
 def shown_model(model: str, width: int | None, places: Iterable[tuple[str, int | None]]) -> str:
