@@ -166,8 +166,8 @@ def markdown_table(ledger: list[Line], problems: Sequence[str], models: Sequence
 def beside_table(ledger: list[Line], problems: Sequence[str], models: Sequence[str]) -> str:
     """Return problems by models as Markdown, and the best of all models of the ledger.
 
-    Cells and rows are the cells and columns of :func:`markdown_table`. The best is of the models
-    that have the most seeds there, and named where it is one.
+    Rows are the columns of :func:`markdown_table`, cells its means. The best is of the models that
+    have the most seeds there, and named where it is one.
 
     Args:
         ledger: The lines, all of one width.
@@ -177,7 +177,7 @@ def beside_table(ledger: list[Line], problems: Sequence[str], models: Sequence[s
     best = {(problem, model): lines for (problem, model, _), lines in best_rates(ledger).items()}
     rows = [["problem", *models, "the best of all"], ["---", *["---:"] * (len(models) + 1)]]
     for head, problem, length in _judged(best, problems):
-        cells = [_shown(best.get((problem, model), []), length) for model in models]
+        cells = [_shown(best.get((problem, model), []), length, ranges=False) for model in models]
         there = {
             model: found
             for (name, model), lines in best.items()
@@ -214,8 +214,8 @@ def shown_model(model: str, width: int | None, places: Iterable[tuple[str, int |
     return f"{model} {width}" if many and width is not None else model
 
 
-def _shown(lines: list[Line], length: int) -> str:
-    """Return the mean and range at one length of the lines of a learning rate."""
+def _shown(lines: list[Line], length: int, *, ranges: bool = True) -> str:
+    """Return the mean and, of several, range at one length of the lines of a learning rate."""
     found = by_length(lines).get(length, [])
     lost = [line for line in lines if line["value"] is None]
     # a run that diverged has one line, for all lengths
@@ -223,7 +223,9 @@ def _shown(lines: list[Line], length: int) -> str:
     if not found:
         return "diverged" if diverged else ""
     mean, least, greatest = spread(found)
-    text = f"{mean:.3f}" if len(found) == 1 else f"{mean:.3f} ({least:.3f} to {greatest:.3f})"
+    text = f"{mean:.3f}"
+    if ranges and len(found) > 1:
+        text += f" ({least:.3f} to {greatest:.3f})"
     return f"{text}, {diverged} diverged" if diverged else text
 
 
