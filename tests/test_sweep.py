@@ -409,6 +409,21 @@ def test_what_a_model_cannot_do_is_a_hole_with_its_reason(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+def test_examples_of_many_lengths_count_as_equally_long_at_every_seed(tmp_path):
+    args = {"min_length": 3, "max_length": 40, "num_train": 16, "num_validation": 8, "num_test": 8}
+    problem = {
+        "data": {"task": "listops", "task_args": args},
+        "train": {"steps": 1, "batch_size": 4},
+        "eval": {"batches": 2},
+    }
+    chosen = one_run(problems={"p": problem}, seeds=[0, 1, 2])
+    for seed in (2, 1, 0):  # as three processes would
+        ledger = sweep(chosen, tmp_path, only={"seed": [seed]})
+    assert [line["seed"] for line in ledger] == [0, 1, 2]
+    for name in ("length", "state_bytes", "flops_per_token"):
+        assert len({line[name] for line in ledger}) == 1, name
+
+
 @pytest.mark.parametrize(
     ("task", "args"),
     [

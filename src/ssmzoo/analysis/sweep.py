@@ -64,7 +64,7 @@ MOST_TOKENS = 4096  # of the sequence that state and operations are measured on
 
 
 class Sources:
-    """The data of a problem, opened once to ask what its examples are."""
+    """The data of a problem, opened once to ask what its examples are: at any seed those of 0."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str | None], DataSource] = {}
@@ -75,7 +75,9 @@ class Sources:
         """Return a run's, or that of the same problem with another seed or model."""
         key = run.place["problem"], run.recipe.model.init_from  # which may bring a tokenizer
         if key not in self._found:
-            self._found[key] = data_source(with_few_examples(run.recipe))
+            recipe = with_few_examples(run.recipe)
+            section = recipe.train.model_copy(update={"seed": 0})
+            self._found[key] = data_source(recipe.model_copy(update={"train": section}))
         return self._found[key]
 
     def files(self, run: PlannedRun) -> str | None:
@@ -447,7 +449,7 @@ def _metric_of(test: Line, recipe: Recipe) -> tuple[str, str, float]:
 
 
 def _length_of(recipe: Recipe, source: DataSource) -> int:
-    """Return how long the examples are that a run trains on; where that differs, the first one."""
+    """Return how long the examples are that a run trains on; where they differ, the first."""
     if recipe.train.seq_len is not None:
         return recipe.train.seq_len
     name = str(recipe.data.task)
