@@ -15,7 +15,7 @@ import csv
 import math
 import re
 import textwrap
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -194,19 +194,31 @@ def zoo_tables(sweep: Sweep, ledger: list[Line]) -> str:
 def family_table(sweep: Sweep, ledger: list[Line], family: str) -> str:
     """Return a family's models on the sweep's problems, beside two of transformers and the best.
 
-    Models that few problems have seen are left out, if another of the family's is further.
+    Models that have seen less than half as many problems as the family's furthest are left out.
+
+    Raises:
+        ValueError: The sweep has no model of the family.
     """
-    seen = Counter(model for _, model, _ in {cell_of(x) for x in ledger if x["lr"] is not None})
     own = [name for name, section in sweep.models.items() if section.family == family]
-    most = max(seen[name] for name in own)
-    models = [name for name in own if 2 * seen[name] > most] + ["mamba2", "llama"]
-    problems = [
-        problem
-        for problems in ZOO.values()
-        for problem in problems
-        if any(line["problem"] == problem and line["model"] in own for line in ledger)
-    ]
-    return beside_table(ledger, problems, models)
+    if not own:
+        raise ValueError(f"the sweep must have a model of the family {family!r}, and has none")
+    seen = {name: {x["problem"] for x in ledger if x["model"] == name and x["lr"]} for name in own}
+    most = max(map(len, seen.values()))
+    shown = [name for name in own if seen[name] and 2 * len(seen[name]) >= most]
+    if not shown:
+        return "Not run yet."
+    done = set().union(*(seen[name] for name in shown))
+    problems = [problem for part in ZOO.values() for problem in part if problem in done]
+    few = [name for name in own if name not in shown]
+    words = (
+        "Small models, each at its best learning rate: means over seeds, with a star where the "
+        "seeds differ by more than 0.1; `-` could not be run. The best of all is one of the models "
+        "that have the most seeds there. The page of [all families](../../eval/zoo.md) has the "
+        "ranges, the problems, and how all were trained."
+        f"{' Not shown, with few problems so far: ' + ', '.join(few) + '.' if few else ''}"
+    )
+    table = beside_table(ledger, problems, [*shown, "mamba2", "llama"])
+    return "\n".join([*textwrap.wrap(words, width=120), "", table])
 
 
 def _sortable(table: str) -> str:

@@ -81,18 +81,26 @@ def test_a_familys_table_leaves_out_models_that_few_problems_have_seen(pages):
         {"problem": problem, "model": model, "width": 64, "lr": 0.1, "seed": 0, "length": 40,
          "metric": "accuracy", "value": value, "validation": value}
         for problem, model, value in (
-            ("parity", "s5", 0.5), ("S3", "s5", 0.25), ("S3", "lru", 0.75), ("delay", "dss", 1.0)
+            ("parity", "s5", 0.5), ("S3", "s5", 0.25), ("digits", "s5", 0.5), ("S3", "lru", 0.75),
+            ("delay", "dss", 1.0),
         )
     ]  # fmt: skip
     zoo = load_sweep("zoo")
-    assert pages.family_table(zoo, ledger, "s5").splitlines() == [
+    text = pages.family_table(zoo, ledger, "s5")
+    assert "Not shown, with few problems so far: lru." in " ".join(text.split())
+    assert text.splitlines()[-5:] == [
         "| problem | s5 | mamba2 | llama | the best of all |",
         "| --- | ---: | ---: | ---: | ---: |",
         "| parity | 0.500 |  |  | 0.500 (s5) |",
         "| S3 | 0.250 |  |  | 0.750 (lru) |",
+        "| digits | 0.500 |  |  | 0.500 (s5) |",
     ]
-    ledger = [line for line in ledger if line["problem"] != "parity"]
-    assert pages.family_table(zoo, ledger, "s5").startswith("| problem | s5 | lru | mamba2 |")
+    fewer = [line for line in ledger if line["problem"] in ("S3", "delay")]
+    assert "| problem | s5 | lru | mamba2 |" in pages.family_table(zoo, fewer, "s5")
+    assert "Not shown" not in pages.family_table(zoo, fewer, "s5")
+    assert pages.family_table(zoo, ledger, "rtf") == "Not run yet."
+    with pytest.raises(ValueError, match="must have a model of the family 'mine'"):
+        pages.family_table(zoo, ledger, "mine")
 
 
 def test_a_number_typed_by_hand_into_a_table_is_replaced(pages, tmp_path):

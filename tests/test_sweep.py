@@ -765,14 +765,18 @@ def test_the_table_of_some_models_names_the_best_of_all():
         *lines("p", "a", 0.25, 0.75), *lines("p", "b", 0.5, 0.5001), *lines("p", "c", 1.0),
         *lines("p", "a", 0.25, 0.75, length=16), *lines("p", "b", 0.5, 0.75, length=16),
         *lines("q", "a", 2.0, **bits), *lines("q", "c", 3.0, **bits), *lines("q", "b", None),
+        *lines("r", "a", 0.25, 0.5, None), *lines("r", "b", None, lr=None),
     ]  # fmt: skip
-    assert beside_table(ledger, ("q", "absent", "p"), ("b", "a")).splitlines() == [
+    assert beside_table(ledger, ("q", "absent", "p", "r"), ("b", "a")).splitlines() == [
         "| problem | b | a | the best of all |",
         "| --- | ---: | ---: | ---: |",
         "| q, bits per byte | diverged | 2.000 | 2.000 (a) |",
-        "| p | 0.500 | 0.500 | 0.500 (2 models) |",
-        "| p at 16 | 0.625 | 0.500 | 0.625 (b) |",
+        "| p | 0.500 | 0.500* | 0.500 (2 models) |",
+        "| p at 16 | 0.625* | 0.500* | 0.625 (b) |",
+        "| r | - | 0.375 (0.250 to 0.500), 1 diverged | 0.375 (a) |",
     ]
+    with pytest.raises(ValueError, match=r"must have models of one width, got \[8, 16\]"):
+        beside_table([*ledger, *lines("p", "a", 0.5, width=16)], "p", "a")
 
 
 @pytest.mark.parametrize(

@@ -166,18 +166,29 @@ def markdown_table(ledger: list[Line], problems: Sequence[str], models: Sequence
 def beside_table(ledger: list[Line], problems: Sequence[str], models: Sequence[str]) -> str:
     """Return problems by models as Markdown, and the best of all models of the ledger.
 
-    Rows are the columns of :func:`markdown_table`, cells its means. The best is of the models that
-    have the most seeds there, and named where it is one.
+    Rows are the columns of :func:`markdown_table`, cells its means, with a star where the seeds
+    differ by more than 0.1. The best is of the models that have the most seeds there, and named
+    where it is one.
 
     Args:
-        ledger: The lines, all of one width.
+        ledger: The lines.
         problems: The rows, in this order; those of which nothing was trained are left out.
         models: The columns, in this order.
+
+    Raises:
+        ValueError: Models of several widths.
     """
+    widths = {line["width"] for line in ledger}
+    if len(widths) > 1:
+        raise ValueError(f"the ledger must have models of one width, got {sorted(widths)}")
     best = {(problem, model): lines for (problem, model, _), lines in best_rates(ledger).items()}
+    holes = {(line["problem"], line["model"]) for line in ledger if line["lr"] is None}
     rows = [["problem", *models, "the best of all"], ["---", *["---:"] * (len(models) + 1)]]
     for head, problem, length in _judged(best, problems):
-        cells = [_shown(best.get((problem, model), []), length, ranges=False) for model in models]
+        cells = [
+            "-" if (problem, model) in holes else _brief(best.get((problem, model), []), length)
+            for model in models
+        ]
         there = {
             model: found
             for (name, model), lines in best.items()
@@ -193,6 +204,15 @@ def beside_table(ledger: list[Line], problems: Sequence[str], models: Sequence[s
         whose = names[0] if len(names) == 1 else f"{len(names)} models"
         rows.append([head, *cells, f"{first} ({whose})"])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _brief(lines: list[Line], length: int) -> str:
+    """Return the mean at one length of the lines of a learning rate, with a star if it is wide."""
+    found = by_length(lines).get(length, [])
+    if not found or len(found) < len({line["seed"] for line in lines}):
+        return _shown(lines, length)
+    mean, least, greatest = spread(found)
+    return f"{mean:.3f}{'*' if greatest - least > 0.1 else ''}"
 
 
 def _judged(best: Mapping[Any, list[Line]], problems: Sequence[str]) -> list[tuple[str, str, int]]:
@@ -214,7 +234,7 @@ def shown_model(model: str, width: int | None, places: Iterable[tuple[str, int |
     return f"{model} {width}" if many and width is not None else model
 
 
-def _shown(lines: list[Line], length: int, *, ranges: bool = True) -> str:
+def _shown(lines: list[Line], length: int) -> str:
     """Return the mean and, of several, range at one length of the lines of a learning rate."""
     found = by_length(lines).get(length, [])
     lost = [line for line in lines if line["value"] is None]
@@ -223,9 +243,7 @@ def _shown(lines: list[Line], length: int, *, ranges: bool = True) -> str:
     if not found:
         return "diverged" if diverged else ""
     mean, least, greatest = spread(found)
-    text = f"{mean:.3f}"
-    if ranges and len(found) > 1:
-        text += f" ({least:.3f} to {greatest:.3f})"
+    text = f"{mean:.3f}" if len(found) == 1 else f"{mean:.3f} ({least:.3f} to {greatest:.3f})"
     return f"{text}, {diverged} diverged" if diverged else text
 
 

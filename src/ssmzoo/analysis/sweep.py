@@ -64,7 +64,7 @@ MOST_TOKENS = 4096  # of the sequence that state and operations are measured on
 
 
 class Sources:
-    """The data of a problem, opened once to ask what its examples are: at any seed those of 0."""
+    """The data of a problem, opened once to ask what its examples are."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str | None], DataSource] = {}
@@ -72,7 +72,7 @@ class Sources:
         self._files: dict[str, str | None] = {}
 
     def of(self, run: PlannedRun) -> DataSource:
-        """Return a run's, or that of the same problem with another seed or model."""
+        """Return the data of a run's problem, as it is at seed 0."""
         key = run.place["problem"], run.recipe.model.init_from  # which may bring a tokenizer
         if key not in self._found:
             recipe = with_few_examples(run.recipe)
