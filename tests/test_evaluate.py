@@ -541,6 +541,18 @@ def test_scores_of_other_weights_are_dropped_with_a_warning(caplog):
     assert "dropped 1 results of a/m" in caplog.text
 
 
+def test_a_score_of_another_text_is_replaced_with_a_warning(caplog):
+    row = {"task": "b", "metric": "bits", "value": 0.1, "settings": {"text": "a.txt"}}
+    earlier = {**RESULTS, "results": [row, *RESULTS["results"]]}
+    with caplog.at_level(logging.WARNING, "ssmzoo"):
+        merge(earlier, earlier)
+        assert not caplog.text
+        other = {**row, "value": 0.2, "settings": {"text": "c.txt"}}
+        assert merge(earlier, {**RESULTS, "results": [other]})["results"][0] == other
+    (line,) = caplog.messages
+    assert line.startswith("replaced bits of b with {'text': 'a.txt'} by one with {'text': 'c")
+
+
 def test_scores_of_another_model_under_the_same_name_are_refused():
     new = {**RESULTS, "model": {**RESULTS["model"], "revision": "2", "source": "b/m"}}
     with pytest.raises(ValueError, match="of another model, 'a/m'"):

@@ -473,6 +473,18 @@ def test_the_finished_model_is_measured_at_other_lengths(tmp_path):
     assert not (run / "loss.png").exists()
 
 
+def test_a_length_beyond_the_table_of_positions_is_refused_before_the_training(tmp_path):
+    config = {**BERT["config"], "max_position_embeddings": 16}
+    asked = {
+        "model": {**BERT, "config": config},
+        "data": {"task": "copying", "task_args": {"vocab_size": 4, "length": 3}},
+        "train__epochs": 1,
+    }
+    with pytest.raises(ValueError, match="max_position_embeddings must be at least the length"):
+        train(recipe(**asked, eval__lengths=[5, 90]), output_dir=tmp_path / "run")
+    assert [p.name for p in (tmp_path / "run").iterdir()] == [".lock"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -186,8 +186,9 @@ def merge(earlier: Results | None, new: Results) -> Results:
     """Return ``new`` with the earlier scores that it does not replace.
 
     Those that stay keep the versions, hardware, environment, date and command of their own call.
-    Scores of other weights from the same source are dropped, with a warning, and so is a suite's
-    average when a score that it averages is replaced.
+    Scores of other weights from the same source are dropped, and a score of other settings
+    (another text) is replaced, each with a warning. A suite's average goes when a score that it
+    averages is replaced.
 
     Raises:
         ValueError: The earlier scores are another model's.
@@ -222,5 +223,10 @@ def merge(earlier: Results | None, new: Results) -> Results:
                 if key not in row and earlier.get(key) != new.get(key)
             }
             kept = cast("Score", {**row, **own})
+        elif row.get("settings") != kept.get("settings"):
+            LOG.warning(
+                "replaced %s of %s with %s by one with %s; another name keeps both",
+                *(row["metric"], row["task"], row.get("settings"), kept.get("settings")),
+            )
         rows.append(kept)
     return {**new, "results": [*rows, *replaced.values()]}

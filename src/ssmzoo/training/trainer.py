@@ -113,6 +113,8 @@ class Run:
         self.learner = Learner(
             processes, recipe, self.config, self.plan, source.task, checkpoint, stock=stock
         )
+        for examples in self.data.lengths.values():
+            self.learner.objective.batch(next(iter(examples)))  # fails where they are too long
         if checkpoint is not None:
             restore_run(checkpoint, self.learner, self.progress, recipe, self.data.train)
         self._background: Background | None = None
