@@ -118,7 +118,9 @@ def test_no_credential_gets_into_a_card_the_file_beside_it_or_results(model, tmp
     assert not holds_a_secret((tmp_path / "card.json").read_text())
 
 
-@pytest.mark.parametrize("file", ["config.json", "README.md", "tokenizer_config.json", "escaped"])
+@pytest.mark.parametrize(
+    "file", ["config.json", "README.md", "tokenizer_config.json", "escaped", "linked"]
+)
 @pytest.mark.parametrize("kind", PLANTED)
 def test_a_credential_is_not_published_and_not_shown(kind, file, tmp_path, capsys):
     secret = "".join(PLANTED[kind])
@@ -129,8 +131,8 @@ def test_a_credential_is_not_published_and_not_shown(kind, file, tmp_path, capsy
         "tokenizer_config.json": "{}",
         "README.md": "---\nlibrary_name: transformers\n---\n\n# tiny\n",
     }
-    if file == "README.md":
-        texts[file] += secret
+    if file in ("README.md", "linked"):
+        texts["README.md"] += secret
     elif file == "escaped":
         written = "".join(f"\\u{ord(character):04x}" for character in secret)
         texts["config.json"] = f'{{"model_type": "gpt2", "note": "{written}"}}'
@@ -138,12 +140,16 @@ def test_a_credential_is_not_published_and_not_shown(kind, file, tmp_path, capsy
         texts[file] = json.dumps({"model_type": "gpt2", "note": [secret]}, indent=1)
     for name, text in texts.items():
         (folder / name).write_text(text)
+    if file == "linked":  # to what by its own name is no text
+        (folder / "README.md").rename(folder / "card")
+        (folder / "README.md").symlink_to("card")
     save_file({"x": torch.zeros(2)}, folder / "model.safetensors")
     for options in (["--dry-run"], []):
         assert main(["publish", str(folder), f"folder:{tmp_path / 'out'}", *options]) == 2
         out, err = capsys.readouterr()
-        name = "config.json" if file == "escaped" else file
-        place = {"escaped": "with escaped characters", "README.md": "line 6"}.get(file, "line 4")
+        name = {"escaped": "config.json", "linked": "README.md"}.get(file, file)
+        place = "line 6" if name == "README.md" else "line 4"
+        place = "with escaped characters" if file == "escaped" else place
         assert f"{name} must hold no credential, got {kind} ({place}); take it out" in err
         assert err.count("\n") == 1
         assert not holds_a_secret(out + err)

@@ -469,13 +469,13 @@ def pickled_adapter(model, harm):
     return "adapter_model.bin must be safetensors, got pickles"
 
 
-def shards_from(name):
+def shards_from(name, index="model.safetensors.index.json"):
     def change(model, harm):
         tensors = load_file(model / "model.safetensors")
         (model / "model.safetensors").rename(model.parent / "others.safetensors")
         shard = name.format(model.parent)
         weights = dict.fromkeys(tensors, shard)
-        change_json(model / "model.safetensors.index.json", weight_map=weights, metadata={})
+        change_json(model / index, weight_map=weights, metadata={})
         return f"{shard!r}" if "\\" not in shard else "others.safetensors"
 
     return change
@@ -515,6 +515,7 @@ HOSTILE = {
     "pickled adapter": pickled_adapter,
     "a shard above": shards_from("../others.safetensors"),
     "a shard anywhere": shards_from("{}/others.safetensors"),
+    "a variant's shard": shards_from("../others.safetensors", "model.safetensors.index.fp16.json"),
     "a tokenizer above": tokenizer_from("tokenizer_file", "../tokenizer.json"),
     "a vocabulary anywhere": tokenizer_from("vocab_file", "HERE/vocab.json"),
     "tokenizers by version": tokenizer_from("fast_tokenizer_files", ["../tokenizer.4.0.0.json"]),

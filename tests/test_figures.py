@@ -198,6 +198,16 @@ ROW = PaperRow("x", ("a",), {"accuracy": "0.80"}, "3")
             0.8,
             "*figure*, loss not reached",
         ),
+        (
+            replace(ROW, paper={"loss": "0.002", "accuracy": "0.70"}),
+            0.8,
+            "*figure*",
+        ),
+        (
+            replace(ROW, paper={"loss": "0.002", "accuracy": "0.90"}),
+            0.8,
+            "*figure*, accuracy not reached",
+        ),
     ],
 )
 def test_the_verdict_depends_on_setting_noise_and_direction(row, value, expected):

@@ -64,7 +64,8 @@ PUBLISH = (
 from ssmzoo.cli.main import main
 
 for folder, target in zip(sys.argv[1::2], sys.argv[2::2]):
-    print(main(["publish", folder, target, "--no-code"]))
+    target, *options = target.split()
+    print(main(["publish", folder, target, "--no-code", *options]))
 print(json.dumps(waits))
 """
 )
@@ -83,7 +84,7 @@ for options in (
     ["tester/published", "--no-code"],
     ["tester/stateful", "--no-code", "--include-state", "--dry-run"],
     ["tester/stateful", "--no-code", "--include-state"],
-    ["tester/published", "--no-code", "--revision", "second/try", "--private"],
+    ["tester/published", "--no-code", "--revision", "second/try"],
     ["tester/private", "--private"],
 ):
     assert main(["publish", folder, *options, "--json"]) == 0
@@ -353,7 +354,7 @@ def test_a_revision_that_changes_nothing_is_a_branch_without_a_commit(server, pu
     repo = server.repos["tester/published"]
     assert set(repo.branches) == {"main", "second/try"}
     assert repo.branches["second/try"] == pushed["second"]["commit"] == pushed["real"]["commit"]
-    assert not repo.private  # although the second publication asked for it
+    assert not repo.private
     assert server.repos["tester/private"].private
 
 
@@ -601,6 +602,20 @@ def test_the_way_out_of_each_refusal_of_the_hub_is_named(server, small, run, tmp
     (nowhere,) = done.errors
     assert "at http://127.0.0.1:1 failed: the Hub cannot be reached; run the same" in nowhere
     assert json.loads(done.out[-1]) == [1, 2, 4, 8]
+
+
+def test_what_must_be_private_does_not_go_to_a_public_repository(server, small, run):
+    server.repos["tester/open"] = repo = Repo(private=False)
+    repo.commit("main", {})
+    done = run(PUBLISH, small, "tester/open --private", small, "tester/closed --private")
+    (line,) = done.errors
+    assert done.out[0] == "2"
+    assert "tester/open is there already and public" in line
+    assert "publish without --private" in line
+    assert held(server, "tester/open") == {}
+    assert server.repos["tester/closed"].private
+    again = run(PUBLISH, small, "tester/closed --private")
+    assert again.errors == []
 
 
 def test_a_push_succeeds_despite_temporary_failures(server, small, run):

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from tests.zoo import OURS
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
@@ -14,6 +15,7 @@ from ssmzoo.family import families, load_family
 from ssmzoo.modeling import LayerState, StateCache
 from ssmzoo.modeling.compat import CACHE
 from ssmzoo.modeling.packing import PackedRow, find_packing
+from ssmzoo.testing.subject import Subject
 from ssmzoo_kernels import use_backend
 from ssmzoo_longhorn import FAMILY
 
@@ -471,6 +473,27 @@ def test_a_saved_state_is_synced_before_it_is_renamed(cache, tmp_path, monkeypat
     assert done == ["fsync", "replace"]
 
 
+@pytest.mark.parametrize("name", OURS)
+@torch.no_grad()
+def test_every_form_follows_weights_that_are_written_through_data(name):
+    """As helpers of averaged weights write them; no version counter goes up."""
+    subject = Subject(load_family(name))
+    model, ids = subject.fresh(torch.float64), subject.ids(2, 9)
+
+    def forms(model):
+        cache, steps = model(ids[:, :6], use_cache=True).cache, []
+        for token in ids[:, 6:].split(1, dim=1):
+            steps.append(model(token, cache=cache).logits)
+        return torch.cat([model(ids, use_cache=False).logits, *steps], dim=1)
+
+    before = forms(model)
+    for parameter in model.parameters():
+        parameter.data.mul_(0.9)
+    after = forms(model)
+    assert not torch.allclose(after, before, atol=1e-3)
+    assert torch.equal(after, forms(copy.deepcopy(model)))  # a copy keeps nothing
+
+
 # --- checkpoints -------------------------------------------------------------------------------
 
 
@@ -523,6 +546,19 @@ def test_vmap_does_not_use_the_few_rows_kernel(model):
     with torch.no_grad():
         mapped = torch.vmap(layer)(x)
     torch.testing.assert_close(mapped, layer(x))
+
+
+@torch.no_grad()
+def test_what_goes_on_from_a_cache_is_no_padding(classifier):
+    classifier.config.pad_token_id = 0
+    ids, mask = torch.tensor([[5, 3, 0, 0, 7, 0]]), torch.ones(1, 6, dtype=torch.long)
+    expected = classifier(ids, attention_mask=mask).logits
+    for parts in ([3, 2, 1], [2, 2, 2]):
+        first, *others = ids.split(parts, dim=1)
+        output = classifier(first, attention_mask=mask[:, : parts[0]], use_cache=True)
+        for part in others:
+            output = classifier(part, cache=output.cache)
+        torch.testing.assert_close(output.logits, expected)
 
 
 @torch.no_grad()

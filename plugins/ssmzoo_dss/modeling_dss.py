@@ -117,8 +117,7 @@ class DSSMixer(SSMMixer):
                 "depends on the whole input's length, got None; set config.kernel_norm_length to "
                 "the longest total length, or pass use_cache=False"
             )
-        if self.training:
-            self._tables.forget()
+        self._tables.refresh(hidden_states, state)
         u = hidden_states.to(torch.promote_types(torch.float32, hidden_states.dtype))
         continues = len(state.initial) > 0
         if continues and u.shape[1] == 1 and packing is None and not torch.is_grad_enabled():

@@ -121,8 +121,7 @@ class H3Mixer(SSMMixer):
         self, q: Tensor, k: Tensor, v: Tensor, state: LayerState, packing: PackedRow | None
     ) -> Tensor:
         """Filter keys, then their products with values; all are ``[B, L, D]``."""
-        if self.training:
-            self._table.forget()
+        self._table.refresh(k, state)
         exact = torch.promote_types(torch.float32, k.dtype)
         q, k, v = (x.to(exact) for x in (q, k, v))
         goes_on = len(state.initial) > 0 and packing is None and not torch.is_grad_enabled()

@@ -7,11 +7,20 @@ from typing import Any
 
 from torch import Tensor
 
-from ssmzoo.modeling import check_weights
+from ssmzoo.modeling import check_weights, require_fields
 
 from .configuration_longhorn import LonghornConfig
 from .modeling_longhorn import LonghornForCausalLM
 
+_AS_OFFICIAL = {
+    "out_norm": False,
+    "transition": "diagonal",
+    "use_bias": False,
+    "intermediate_size": None,
+    "norm_type": "rms",
+    "prenorm": True,
+    "residual": True,
+}
 _PREFIXES = ("_orig_mod.", "module.", "transformer.")
 # in this order in both directions: the general rule comes last
 _OFFICIAL_AND_OURS = (
@@ -68,12 +77,7 @@ def to_official(state_dict: dict[str, Tensor], config: LonghornConfig) -> dict[s
     Raises:
         ValueError: The configuration uses a feature that the official model lacks.
     """
-    if config.out_norm or config.transition != "diagonal" or config.use_bias:
-        raise ValueError(
-            "the official model has no out_norm, no exact transition and no use_bias, got "
-            f"out_norm={config.out_norm}, transition={config.transition!r}, "
-            f"use_bias={config.use_bias}"
-        )
+    require_fields(config, _AS_OFFICIAL)
     official = {}
     for name, tensor in state_dict.items():
         for theirs, own in _OFFICIAL_AND_OURS:

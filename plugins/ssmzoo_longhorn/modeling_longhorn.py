@@ -217,7 +217,9 @@ class LonghornPreTrainedModel(SSMPreTrainedModel):
                              key_init_scale and query_init_scale
         ``dt_proj``          U(+-1/sqrt(R))
         ``dt_bias``          dt_bias_init
-        ``out_proj``         U(+-1/sqrt(E)) / sqrt(num_hidden_layers)
+        ``out_proj``         U(+-1/sqrt(E)), with
+                             rescale_prenorm_residual divided by
+                             sqrt(num_hidden_layers)
         other biases         0
         ==================== =======================================
         """

@@ -12,11 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssmzoo.modeling import check_weights
+from ssmzoo.modeling import check_weights, require_fields
 
 from .configuration_rtf import RTFConfig
 from .modeling_rtf import RTFForCausalLM
 
+_AS_OFFICIAL = {
+    "block": "hyena",
+    "filter": "rational",
+    "kernel_mode": "truncated",
+    "legacy_double_h0": True,
+    "prenorm": True,
+    "residual": True,
+    "norm_type": "layer",
+    "mlp_type": "gelu",
+}
 _PREFIXES = ("_orig_mod.", "module.", "model.")
 _TOP = (
     ("backbone.embeddings.word_embeddings.", "model.embed_tokens."),
@@ -108,19 +118,7 @@ def to_official(state_dict: dict[str, Tensor], config: RTFConfig) -> dict[str, T
     Raises:
         ValueError: The configuration uses a feature that the official model lacks.
     """
-    wanted = {
-        "block": "hyena",
-        "filter": "rational",
-        "kernel_mode": "truncated",
-        "legacy_double_h0": True,
-        "prenorm": True,
-        "norm_type": "layer",
-    }
-    for field, value in wanted.items():
-        if getattr(config, field) != value:
-            raise ValueError(
-                f"the official model has {field}={value!r}, got {getattr(config, field)!r}"
-            )
+    require_fields(config, _AS_OFFICIAL)
     if config.denominator_constraint == "l1_montel" and config.constraint_margin != 0:
         raise ValueError(
             "the official model has constraint_margin=0, "

@@ -201,8 +201,7 @@ class RTFMixer(SSMMixer):
 
     def filtered(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
         """Filter ``[B, L, D]`` from the cached state; cache the final state."""
-        if self.training:
-            self._kept.forget()
+        self._kept.refresh(u, state)
         kind = u.device.type
         known = kind != "meta"  # which has no autocast
         if known and (torch.compiler.is_compiling() or torch.is_autocast_enabled(kind)):

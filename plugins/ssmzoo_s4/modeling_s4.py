@@ -71,8 +71,7 @@ class S4Mixer(SSMMixer):
         self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
     ) -> Tensor:
         """Map ``[B, L, H]`` to ``[B, L, H]``; the state is ``ssm [B, H, N, 2]``."""
-        if self.training:
-            self._table.forget()
+        self._table.refresh(hidden_states, state)
         u = hidden_states.to(torch.promote_types(torch.float32, hidden_states.dtype))
         one = u.shape[1] == 1 and packing is None and not torch.is_grad_enabled()
         y = self._step(u[:, 0], state) if one and state.initial else self._filter(u, state, packing)

@@ -112,8 +112,7 @@ class S5Mixer(SSMMixer):
 
     def _filtered(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
         """Run the state space over ``[B, L, H]``."""
-        if self.training:
-            self._derived.forget()
+        self._derived.refresh(u, state)
         if torch.is_grad_enabled():
             pole, read_in, readout = self._matrices()
         else:

@@ -83,8 +83,7 @@ class SpaceTimeMixer(SSMMixer):
 
         The state is ``ring [B, d + 1, H]`` and ``position [B]``, and of fixed filters ``past``.
         """
-        if self.training:
-            self._table.forget()
+        self._table.refresh(hidden_states, state)
         u = x = hidden_states.to(torch.promote_types(torch.float32, hidden_states.dtype))
         if self.preprocesses:
             u, past = causal_conv1d(x, self.fixed, None, state.get("past"), cu_seqlens=packing)

@@ -147,7 +147,17 @@ def test_a_checkpoint_of_another_model_is_refused():
 
 
 @pytest.mark.parametrize(
-    "field", [{"out_norm": True}, {"transition": "exact"}, {"use_bias": True}], ids=str
+    "field",
+    [
+        {"out_norm": True},
+        {"transition": "exact"},
+        {"use_bias": True},
+        {"intermediate_size": 48},
+        {"norm_type": "layer"},
+        {"prenorm": False},
+        {"residual": False},
+    ],
+    ids=str,
 )
 def test_a_model_that_the_official_code_cannot_run_is_not_exported(field):
     model = FAMILY.causal_lm_class(

@@ -160,12 +160,20 @@ def test_an_incomplete_checkpoint_is_refused():
         split_ab(torch.zeros(11, N), D)
 
 
+OFFICIAL = {
+    **{"kernel_mode": "truncated", "trunc_len": M, "legacy_double_h0": True},
+    **{"norm_type": "layer", "intermediate_size": 8},
+}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "kernel_mode='truncated', got 'exact'"),
-        ({"block": "s4", "mixer_rank": None}, "block='hyena', got 's4'"),
-        ({"kernel_mode": "truncated", "trunc_len": M}, "legacy_double_h0=True, got False"),
+        ({}, "kernel_mode='truncated' only, got 'exact'"),
+        ({"block": "s4", "mixer_rank": None}, "block='hyena' only, got 's4'"),
+        ({"kernel_mode": "truncated", "trunc_len": M}, "legacy_double_h0=True only, got False"),
+        ({**OFFICIAL, "residual": False}, "residual=True only, got False"),
+        ({**OFFICIAL, "mlp_type": "swiglu"}, "mlp_type='gelu' only, got 'swiglu'"),
     ],
 )
 def test_a_model_unknown_to_the_official_code_is_refused(fields, message):

@@ -193,6 +193,11 @@ def test_padding_and_packing_change_no_forecast_and_no_loss():
         )
         <= 1e-12
     )
+    # as transformers' flattening collator says it
+    packed, places = torch.cat([one, two])[None], torch.cat([torch.arange(30), torch.arange(17)])
+    ends = torch.tensor([0, 30, 47], dtype=torch.int32)
+    assert relative(model(packed, position_ids=places[None]).logits, logits) <= 1e-12
+    assert relative(model(packed, cu_seq_lens_q=ends).logits, logits) <= 1e-12
     padded = torch.stack([one, torch.cat([torch.full((13, 3), 7.0), two]).double()])
     mask = torch.ones(2, 30, dtype=torch.long)
     mask[1, :13] = 0
@@ -324,3 +329,13 @@ def test_a_forecaster_refuses_what_it_cannot_foretell():
         model()
     with pytest.raises(TypeError, match="labls"):
         model(series, labls=series)
+    with pytest.raises(ValueError, match="use_cache must be None or False, got True"):
+        model(series, use_cache=True)
+
+
+@torch.no_grad()
+def test_a_forecaster_returns_what_enters_its_blocks_if_asked():
+    model, series = build("forecasting"), torch.randn(2, 9, 3).double()
+    hidden = model(series, output_hidden_states=True).hidden_states
+    assert len(hidden) == model.config.num_hidden_layers + 1
+    assert model(series).hidden_states is None

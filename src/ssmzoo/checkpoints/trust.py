@@ -14,7 +14,7 @@ from typing import Any
 
 # without it transformers has a service convert a repository's pickles, which offers them in public
 _NO_CONVERSION = "DISABLE_SAFETENSORS_CONVERSION"
-_INDEX = "model.safetensors.index.json"
+_INDICES = "model.safetensors.index*.json"  # a variant has one of its own
 # by their names, and what is read instead where it is there
 _PICKLES = {
     "pytorch_model*.bin": "model*.safetensors",
@@ -73,9 +73,10 @@ def refuse_paths(source: object, subfolder: str = "") -> None:
     if folder is None:
         return
     named: dict[str, Any] = {}
-    index = _read(folder / _INDEX).get("weight_map")
-    if isinstance(index, dict):
-        named[_INDEX] = list(index.values())
+    for file in sorted(folder.glob(_INDICES)):
+        index = _read(file).get("weight_map")
+        if isinstance(index, dict):
+            named[file.name] = list(index.values())
     tokenizer = "tokenizer_config.json"
     for field, value in _read(folder / tokenizer).items():
         if field.endswith(("_file", "_files")) and field not in _UNREAD:

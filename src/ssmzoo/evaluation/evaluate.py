@@ -36,6 +36,7 @@ from ssmzoo.evaluation.results import (
     merge,
     read_results,
     recipe_of,
+    require_same_model,
     write_results,
 )
 from ssmzoo.evaluation.scoring import TEXT_TASK, Library, score_task
@@ -169,7 +170,8 @@ def evaluate(
             recipe = folder.resolve().parent / "recipe.yaml"
             if recipe.is_file():
                 results["recipe"] = recipe_of(recipe)
-        results = merge(earlier, results)
+        if earlier is not None:
+            require_same_model(earlier, results)
 
         def add(new: list[Score]) -> None:
             nonlocal results

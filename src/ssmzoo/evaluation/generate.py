@@ -45,7 +45,8 @@ def generate(
         temperature: 0 takes the likeliest token each time. None is 0 with beams, else 0.8.
         top_p: Sample among the likeliest tokens that hold this much probability together.
         beams: Search this wide for the likeliest text.
-        seed: Same seed, same text; the process's own random state stays as it was.
+        seed: Same seed, same text; the random state of the CPU and of the model's GPU stays as
+            it was.
         device: Where to run; the GPU if there is one.
         dtype: Of the weights; "auto" is as saved.
         trust_remote_code: Let the checkpoint bring its own Python code.

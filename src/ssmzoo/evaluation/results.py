@@ -182,6 +182,16 @@ def write_results(path: str | Path, results: Results) -> None:
     write_json(Path(path), without_credentials(results), indent=2)
 
 
+def require_same_model(earlier: Results, new: Results) -> None:
+    """Fail if scores of one name are of two models; one model's may be of other weights."""
+    old, now = earlier["model"], new["model"]
+    if old["revision"] != now["revision"] and old["source"] != now["source"]:
+        raise ValueError(
+            f"results named {now['name']!r} are of another model, {old['source']!r}; "
+            f"give those of {now['source']!r} another name"
+        )
+
+
 def merge(earlier: Results | None, new: Results) -> Results:
     """Return ``new`` with the earlier scores that it does not replace.
 
@@ -195,16 +205,12 @@ def merge(earlier: Results | None, new: Results) -> Results:
     """
     if earlier is None:
         return new
+    require_same_model(earlier, new)
     if earlier["model"]["revision"] != new["model"]["revision"]:
-        old, now = earlier["model"]["source"], new["model"]["source"]
-        if old != now:
-            raise ValueError(
-                f"results named {new['model']['name']!r} are of another model, {old!r}; "
-                f"give those of {now!r} another name"
-            )
         if earlier["results"]:
             LOG.warning(
-                "dropped %d results of %s: they are of other weights", len(earlier["results"]), now
+                "dropped %d results of %s: they are of other weights",
+                *(len(earlier["results"]), new["model"]["source"]),
             )
         return new
     replaced = {(row["task"], row["metric"]): row for row in new["results"]}

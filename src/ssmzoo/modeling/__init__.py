@@ -40,7 +40,7 @@ from ssmzoo.modeling.layers import (
 from ssmzoo.modeling.loops import scan
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, RMSNorm
 from ssmzoo.modeling.packing import AlignedRows, PackedRow, flip, right_aligned, token_positions
-from ssmzoo.modeling.pretrained import SSMPreTrainedModel, check_weights
+from ssmzoo.modeling.pretrained import SSMPreTrainedModel, check_weights, require_fields
 from ssmzoo.modeling.prompt import PromptState, load_state, prefill
 from ssmzoo.modeling.sequence_parallel import (
     CutRows,
@@ -102,6 +102,7 @@ __all__ = [
     "prefill",
     "recurrent",
     "remove_state_adapter",
+    "require_fields",
     "right_aligned",
     "rotary_angles",
     "rotary_turns",

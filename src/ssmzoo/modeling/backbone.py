@@ -722,6 +722,16 @@ def _check_token_input(name: str, given: object, batch: int, length: int) -> Non
         )
 
 
+def refuse_cache(kwargs: dict[str, Any]) -> None:
+    """Take caches out of what the backbone gets, for a head that reads whole sequences."""
+    why = "this head reads whole sequences and returns no cache"
+    if kwargs.pop("use_cache", None):
+        raise ValueError(f"use_cache must be None or False, got True: {why}")
+    for name in ("cache", "past_key_values"):
+        if (given := kwargs.pop(name, None)) is not None:
+            raise ValueError(f"{name} must be left out, got a {type(given).__name__}: {why}")
+
+
 def refuse_unknown(
     kwargs: dict[str, Any], forward: Callable[..., Any], others: Iterable[str] = ()
 ) -> None:

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import (
     TokenClassifierOutput,
 )
 
-from ssmzoo.modeling.backbone import SSMModel, refuse_unknown
+from ssmzoo.modeling.backbone import SSMModel, refuse_cache, refuse_unknown
 from ssmzoo.modeling.cache import StateCache
 from ssmzoo.modeling.compat import CACHE, SequenceClassifierOutputWithPast, one_cache
 from ssmzoo.modeling.configuration import SSMConfig
@@ -75,7 +75,8 @@ class SSMForSequenceClassification(_LinearClassifier):
         """Classify each sequence.
 
         Its tokens are those of ``attention_mask``, of each packed sequence, or, without either, all
-        but the ``pad_token_id`` around them.
+        but the ``pad_token_id`` around them. What goes on from a cache are tokens, whatever their
+        ids; of the first part of a sequence that may end in that id, a mask must say so.
 
         Args:
             input_ids: See :meth:`SSMModel.forward`, as for all arguments not named here.
@@ -106,7 +107,7 @@ class SSMForSequenceClassification(_LinearClassifier):
         cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
         # positions say where sequences begin, not where they end
         open_ended = attention_mask is None and seq_idx is None and cu_seqlens is None
-        if open_ended and input_ids is not None:
+        if open_ended and input_ids is not None and cache is None:
             attention_mask = _mask_of_padding(input_ids, self.config.pad_token_id)
         packing = self.model.find_packing(
             (input_ids, inputs_embeds, input_values),
@@ -181,7 +182,7 @@ class SSMForTokenClassification(_LinearClassifier):
             ``loss`` (mean cross-entropy in nats, or mean squared error) and
             ``logits [B, L, num_labels]``.
         """
-        _refuse_cache(kwargs)
+        refuse_cache(kwargs)
         if return_dict is None:
             return_dict = self.config.return_dict
         packing = self.model.find_packing(
@@ -364,7 +365,7 @@ class SSMForPairClassification(SSMPreTrainedModel):
         Raises:
             TypeError: An argument that pairs do not have.
         """
-        _refuse_cache(kwargs)
+        refuse_cache(kwargs)
         _refuse_packing(kwargs)
         if return_dict is None:
             return_dict = self.config.return_dict
@@ -404,16 +405,6 @@ class SSMForPairClassification(SSMPreTrainedModel):
             loss=loss, logits=logits, hidden_states=outputs.hidden_states
         )
         return output if return_dict else output.to_tuple()
-
-
-def _refuse_cache(kwargs: dict[str, Any]) -> None:
-    """Take caches out of what the backbone gets; these heads read whole sequences."""
-    why = "classifiers of tokens and of pairs read whole sequences and return no cache"
-    if kwargs.pop("use_cache", None):
-        raise ValueError(f"use_cache must be None or False, got True: {why}")
-    for name in ("cache", "past_key_values"):
-        if (given := kwargs.pop(name, None)) is not None:
-            raise ValueError(f"{name} must be left out, got a {type(given).__name__}: {why}")
 
 
 def _refuse_packing(kwargs: dict[str, Any]) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from ssmzoo.modeling.cache import LayerState
 
 T = TypeVar("T")
 _constant = False  # no context variable: torch.compile traces `get`
@@ -31,12 +34,13 @@ class DerivedValue(Generic[T]):
     """A value computed from parameters, recomputed when one of them has changed.
 
     A parameter has changed if another tensor is in its place or its version counter went up.
-    Sharding (FSDP) and writes through ``.data`` do not count versions, so a mixer calls
-    :meth:`forget` whenever it trains. The value has no graph and is left out of copies and files.
+    Sharding (FSDP) and writes through ``.data``, as of averaged weights, do not count versions, so
+    a mixer calls :meth:`refresh` wherever it reads. The value has no graph and is left out of
+    copies and files.
     """
 
     def __init__(self) -> None:
-        self._seen: list[tuple[Tensor, int]] = []
+        self._seen: list[tuple[Tensor, int, Tensor]] = []
         self._settings: object = None
         self._value: T | None = None
 
@@ -56,14 +60,14 @@ class DerivedValue(Generic[T]):
             if p.is_inference():  # it counts no versions
                 return make()
             if fits:
-                seen, version = self._seen[place]
+                seen, version, _ = self._seen[place]
                 same = p._version == version and p.data_ptr() == seen.data_ptr()
                 fits = same and p.dtype == seen.dtype
         if not fits or self._value is None:
             self.forget()
-            # holds on to the parameters' memory, so that no other tensor gets the same address
-            seen = [(p.detach(), p._version) for p in parameters]
             with torch.inference_mode(False), torch.no_grad():
+                # holds on to the parameters' memory, so that no other tensor gets the same address
+                seen = [(p.detach(), p._version, p.detach().clone()) for p in parameters]
                 self._value = make()
             self._seen, self._settings = seen, settings
         return self._value
@@ -72,6 +76,25 @@ class DerivedValue(Generic[T]):
     def is_constant(self) -> bool:
         """Whether a graph that is traced now holds the value as it was computed before."""
         return _constant and self._value is not None
+
+    def refresh(self, hidden_states: Tensor, state: LayerState) -> None:
+        """Drop the value if the parameters' numbers are not those that it was computed from.
+
+        One token that goes on from a state is not worth the look, nor does a graph look.
+
+        Args:
+            hidden_states: What the mixer reads, ``[B, L, D]``.
+            state: What it goes on from.
+        """
+        if torch.compiler.is_compiling() or self._value is None:
+            return
+        if hidden_states.shape[1] == 1 and state.initial and not torch.is_grad_enabled():
+            return
+        for seen, _, numbers in self._seen:
+            freed = not seen.untyped_storage().size()  # by sharding
+            if not seen.is_meta and (freed or not seen.equal(numbers)):
+                self.forget()
+                return
 
     def forget(self) -> None:
         """Drop the value, but not while a graph is traced."""

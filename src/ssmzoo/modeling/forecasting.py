@@ -9,7 +9,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor
 from transformers.modeling_outputs import TokenClassifierOutput
 
-from ssmzoo.modeling.backbone import SSMMixer, SSMModel
+from ssmzoo.modeling.backbone import SSMMixer, SSMModel, refuse_cache
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.layers import Dropout, Linear
 from ssmzoo.modeling.packing import PackedRow
@@ -94,8 +94,11 @@ class SSMForForecasting(SSMPreTrainedModel):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         horizon: int | None = None,
+        output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
         **kwargs: Any,
     ) -> TokenClassifierOutput | tuple[Any, ...]:
@@ -106,8 +109,11 @@ class SSMForForecasting(SSMPreTrainedModel):
             attention_mask: 1 for values, 0 for padding around them, ``[B, L]``.
             labels: The values that followed, ``[B, horizon, C]``; nan does not count.
             horizon: Steps to foretell; default: the configuration's.
+            output_hidden_states: Return what enters the blocks and the decoder, too.
             return_dict: Return an output object (default) or a tuple.
+            position_ids: ``[B, L]``; where they do not go up by one, a new series begins.
             cu_seqlens: Boundaries of series packed into one row (B = 1), ``[S + 1]``.
+            cu_seq_lens_q: The same, as transformers' collators call it.
             seq_idx: ``[B, L]`` number of the series that each value belongs to.
             **kwargs: As for :meth:`SSMModel.forward`.
 
@@ -117,15 +123,29 @@ class SSMForForecasting(SSMPreTrainedModel):
             decoder's next input, wherever the values before fill its state.
 
         Raises:
-            ValueError: A horizon below 1, or labels of another shape.
+            ValueError: A horizon below 1, labels of another shape, or a cache.
         """
+        refuse_cache(kwargs)
         steps: int = self.config.horizon if horizon is None else horizon
         if steps < 1:
             raise ValueError(f"horizon must be at least 1, got {steps}")
-        given = (None, None, input_values)
-        packing = self.model.find_packing(given, None, attention_mask, None, seq_idx, cu_seqlens)
-        more = {"use_cache": False, "return_dict": True, "packing": packing, **kwargs}
-        hidden = self.model(input_values=input_values, **more).last_hidden_state
+        packing = self.model.find_packing(
+            (None, None, input_values),
+            None,
+            attention_mask,
+            position_ids,
+            seq_idx,
+            cu_seq_lens_q if cu_seqlens is None else cu_seqlens,
+        )
+        outputs = self.model(
+            input_values=input_values,
+            use_cache=False,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            packing=packing,
+            **kwargs,
+        )
+        hidden = outputs.last_hidden_state
         hidden = hidden.to(torch.promote_types(torch.float32, hidden.dtype))
         if packing:  # as one flat row
             hidden = hidden.flatten(0, 1)[None]
@@ -146,7 +166,9 @@ class SSMForForecasting(SSMPreTrainedModel):
                 loss = loss + self.config.open_loop_weight * self._errors(hidden, values, packing)
         if return_dict is None:
             return_dict = self.config.return_dict
-        output = TokenClassifierOutput(loss=loss, logits=logits)
+        output = TokenClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states
+        )
         return output if return_dict else output.to_tuple()
 
     def _read(self, y: Tensor) -> Tensor:

@@ -232,6 +232,17 @@ class SSMPreTrainedModel(PreTrainedModel):
         return [g for (name, _), g in decaying.items() if g["params"] or not name]
 
 
+def require_fields(config: SSMConfig, wanted: Mapping[str, Any]) -> None:
+    """Fail unless a configuration says what an official model is, where that is but one thing.
+
+    Raises:
+        ValueError: A field has another value.
+    """
+    for field, value in wanted.items():
+        if (got := getattr(config, field)) != value:
+            raise ValueError(f"the official model has {field}={value!r} only, got {got!r}")
+
+
 def check_weights(
     what: str,
     weights: dict[str, Tensor],

@@ -153,7 +153,7 @@ def publish(
             is loaded to see that it goes on from it. A reader downloads the repository and calls
             :func:`ssmzoo.modeling.load_state`.
         dry_run: Check everything that can be checked here and report; write and send nothing.
-        private: Create the repository private. An existing one keeps its visibility.
+        private: Create the repository private. An existing one that is public is refused.
         revision: The branch to commit to, created if absent; the main branch if None.
         commit_message: The commit's title on the Hub.
 
@@ -264,12 +264,13 @@ def _refuse_credentials(folder: Path, plan: _Plan) -> None:
         ValueError: It does; the message says where.
     """
     for name, path in plan.sources.items():
-        if path.suffix not in _TEXTS:
+        suffix = PurePosixPath(name).suffix  # a link's target may have another
+        if suffix not in _TEXTS:
             continue
         text = path.read_text(encoding="utf-8", errors="replace")
         found = find_credential(text)
         where = f"line {found[1]}" if found else ""
-        if found is None and path.suffix == ".json":  # where characters may be escaped
+        if found is None and suffix == ".json":  # where characters may be escaped
             plain = json.dumps(json.loads(text), ensure_ascii=False)
             found, where = find_credential(plain), "with escaped characters"
         if found is not None:
@@ -555,6 +556,12 @@ def _publish_hub(
     try:
         with _quiet_off_terminal():
             _insist(lambda: api.create_repo(repository, private=private, exist_ok=True))
+            if private and not _insist(lambda: api.model_info(repository)).private:
+                raise _Refused(
+                    f"{repository} is there already and public, so what goes there is not private; "
+                    "make it private in its settings on the Hub, or publish without --private "
+                    "(private=True)"
+                )
             if revision is not None:
                 _insist(lambda: api.create_branch(repository, branch=revision, exist_ok=True))
             remote = _insist(lambda: api.list_repo_files(repository, revision=revision))

@@ -229,11 +229,7 @@ def word(row: PaperRow, named: Mapping[str, ScoredModel]) -> str:
     first, *others = row.paper
     same = row.differs is None and row.paper_epochs in (None, row.epochs)
     if same and _agrees(row.paper[first], *_middle(row.results, first, named)):
-        short = [
-            metric
-            for metric in others
-            if _middle(row.results, metric, named)[0] > _number(row.paper[metric])[1]
-        ]
+        short = [metric for metric in others if _falls_short(row, metric, named)]
         return f"*figure*, {' and '.join(map(_words, short))} not reached" if short else "*figure*"
     better = [_better(first, row.results, (name,), named) for name in row.better_than]
     worse = [_better(first, (name,), row.results, named) for name in row.worse_than]
@@ -242,6 +238,13 @@ def word(row: PaperRow, named: Mapping[str, ScoredModel]) -> str:
     sides = [("better than", row.better_than), ("worse than", row.worse_than)]
     told = [f"{side} {', '.join(f'`{n}`' for n in names)}" for side, names in sides if names]
     return f"*ranking*: {'; '.join(told)}"
+
+
+def _falls_short(row: PaperRow, metric: str, named: Mapping[str, ScoredModel]) -> bool:
+    low, high = _number(row.paper[metric])
+    value = _middle(row.results, metric, named)[0]
+    rises = _score(named[row.results[0]], metric).higher_is_better
+    return value < low if rises else value > high
 
 
 def _agrees(told: str, value: float, stderr: float) -> bool:
