@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ssmzoo.auto  # noqa: F401
 from ssmzoo.checkpoints.load import holds_tokenizer
 from ssmzoo.data.tokenizer import byte_tokenizer
+from ssmzoo.distillation import fit as fitting
 from ssmzoo.distillation.distill import REPORT, distill
 from ssmzoo.distillation.fit import ModalFit, fit_modal, fit_rational
 from ssmzoo_rtf import RTFConfig, RTFForCausalLM
@@ -55,6 +56,13 @@ def test_an_order_that_is_enough_gives_the_filters_back(fit, order):
     # float32 coefficients of poles this far apart move the response by no more
     assert found.error.max() <= 1e-5
     assert torch.allclose(response(found, 200), taps, atol=1e-4)
+
+
+def test_a_realization_of_a_lower_order_loses_nothing():
+    taps = oscillations(pairs=2)
+    found = fitting._pairs(*fitting._modes(taps, 4), taps, 4)
+    # the least squares of poles exact to float64 leave rounding; half of each residue leaves 0.5
+    assert fitting.relative_error(fitting._modal_response(*found, 200), taps).max() <= 1e-9
 
 
 @pytest.mark.parametrize("fit", [fit_rational, fit_modal])

@@ -274,16 +274,14 @@ def _pairs(poles: Tensor, residues: Tensor, taps: Tensor, count: int) -> tuple[T
         poles.imag < -1e-12, -1.0, torch.where(poles.imag > 1e-12, 2 * share, share)
     )
     loudest = share.argsort(dim=1, descending=True)[:, :count]
-    chosen = poles.gather(1, loudest)
-    absent = share.gather(1, loudest) < 0  # conjugates of others
+    others = share.gather(1, loudest) < 0  # conjugates of the ones chosen
+    chosen = poles.gather(1, loudest).masked_fill(others, 0.5)
     both = torch.cat([chosen, chosen.conj()], dim=1)
     pairs = zip(both.split(CHUNK), taps.split(CHUNK), strict=True)
     found = 2 * torch.cat([_residues(*some)[:, : chosen.shape[1]] for some in pairs])
     short = (0, count - chosen.shape[1])
     pad = torch.nn.functional.pad
-    return pad(chosen.masked_fill(absent, 0.5), short, value=0.5), pad(
-        found.masked_fill(absent, 0.0), short
-    )
+    return pad(chosen, short, value=0.5), pad(found, short)
 
 
 def _modal_response(poles: Tensor, residues: Tensor, count: int) -> Tensor:
