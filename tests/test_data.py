@@ -186,6 +186,15 @@ def test_the_end_of_a_single_document_is_held_out(tmp_path):
     assert held_out <= {ord("b"), EOS}
 
 
+def test_records_in_a_folder_of_text_are_not_read_as_text(tmp_path):
+    (tmp_path / "a.txt").write_text("abc" * 400, encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('{"text": "abc"}\n' * 40, encoding="utf-8")
+    recipe = make_recipe(text=[str(tmp_path)])
+    with pytest.raises(ValueError, match=r"data\.text reads plain text, and .*b\.jsonl is jsonl"):
+        data_source(recipe).prepare(tmp_path / "cache")
+    opened(make_recipe(text=[str(tmp_path / "**" / "*.txt")]), tmp_path / "cache")
+
+
 def write_records(folder):
     folder.mkdir()
     records = [{"body": text, "id": i} for i, text in enumerate(documents(40))]

@@ -64,6 +64,16 @@ def relative(one, two):
     return float((one - two).norm() / two.norm().clamp(min=1e-30))
 
 
+def test_columns_that_no_count_divides_are_read_by_the_last_segment():
+    """Rows of induction heads have their answers after ``train.seq_len`` tokens."""
+    model, part = tiny("longhorn"), some_rows(50)
+    whole_loss, _ = run(model, CausalLM(model, packs=True), part)
+    objective = SegmentedLM(model, SegmentsSection(count=5, gradients="keep"), packs=True)
+    (segments,) = objective.pieces(part)
+    assert [segment["input_ids"].shape[1] // 3 for segment in segments] == [4, 4, 4, 4, 8]
+    assert run(model, objective, part)[0] == pytest.approx(whole_loss, rel=1e-5)
+
+
 @pytest.mark.parametrize("name", sorted(families()))
 def test_kept_gradients_through_segments_are_those_of_the_unsplit_row(name):
     model = tiny(name)

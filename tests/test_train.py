@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from ssmzoo.training.checkpoint import locked
 from ssmzoo.training.curves import draw_curves
-from ssmzoo.training.metrics import read_metrics
+from ssmzoo.training.metrics import Meter, read_metrics
 from ssmzoo.training.objectives import CausalLM
 from ssmzoo.training.run import make_optimizer, param_groups, train
 
@@ -204,6 +204,12 @@ def test_a_folder_with_anything_in_it_is_refused(whole, recipe, tmp_path):
     with pytest.raises(ValueError, match="output_dir must be empty or new"):
         train(recipe(), output_dir=whole)
     assert before == {p: p.stat().st_mtime_ns for p in whole.rglob("*") if p.name != ".lock"}
+    theirs = tmp_path / "mine" / "cache" / "drawn.npy"
+    theirs.parent.mkdir(parents=True)
+    theirs.touch()
+    with pytest.raises(ValueError, match="output_dir must be empty or new"):
+        train(recipe(), output_dir=tmp_path / "mine")
+    assert theirs.exists()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").touch()
     with pytest.raises(ValueError, match=r"must hold a run.*, got .* without recipe\.yaml"):
@@ -265,6 +271,19 @@ def test_a_model_without_so_many_positions_is_refused_before_the_first_step(reci
     for changes in ({"train__seq_len": 64}, {"eval__lengths": [64]}):
         with pytest.raises(ValueError, match=r"eval\.lengths, got 32 and 64"):
             train(recipe(model=gpt2, **changes), output_dir=tmp_path / "run")
+
+
+def test_what_is_saved_while_the_clock_stands_still_has_no_pause_in_it(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("ssmzoo.training.metrics.time.perf_counter", lambda: now[0])
+    meter = Meter()
+    meter.start(0)
+    now[0] = 3.0
+    with meter.paused():
+        now[0] = 10.0
+        assert meter.state()["seconds"] == 3.0
+    now[0] = 11.0
+    assert meter.state()["seconds"] == 4.0
 
 
 @pytest.mark.parametrize(

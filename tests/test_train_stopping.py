@@ -296,7 +296,7 @@ def test_a_run_resumes_after_its_text_was_moved(finished, recipe, tmp_path):
     run = killed(recipe, tmp_path / "run", 8, overrides=[f"data.text={old}"])
     shutil.copytree(old, new)
     shutil.rmtree(old)
-    shutil.rmtree(run / "cache")
+    shutil.rmtree(run / ".cache")
     train(recipe, output_dir=run, resume=True, overrides=[f"data.text={new}"])
     assert_same_run(finished, run)
     assert changes_of(run) == [{"step": 6, "field": "data.text", "from": ["old"], "to": ["deeper"]}]

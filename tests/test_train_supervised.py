@@ -24,17 +24,21 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
 )
 
 from ssmzoo.data.labelled import Examples, ExampleSource, Share
+from ssmzoo.data.rows import Rows
 from ssmzoo.environment.portable import portable
 from ssmzoo.family import load_family
 from ssmzoo.files import share
 from ssmzoo.recipe import Recipe, load_recipe, read_sections
 from ssmzoo.tasks import IGNORED, SUPERVISED_TASKS, Batch, Supervised, load_task
+from ssmzoo.training.folder import RunFolder
 from ssmzoo.training.model import build_config, model_class
-from ssmzoo.training.objectives import Classification, labelled
+from ssmzoo.training.objectives import CausalLM, Classification, labelled
 from ssmzoo.training.optimizer import Plan, Schedule, make_optimizer
 from ssmzoo.training.run import train
 
@@ -311,6 +315,15 @@ def test_the_best_checkpoint_is_kept_published_and_tested(tmp_path, monkeypatch)
     facts = finished(run)
     assert (facts["best"]["step"], facts["best"]["accuracy"]) == (12, 0.9)
     assert (facts["test"]["step"], facts["test"]["accuracy"]) == (12, 0.3)
+
+
+def test_a_best_checkpoint_that_is_damaged_does_not_become_the_model(tmp_path):
+    run = train(recipe(), output_dir=tmp_path / "run")
+    folder, best = RunFolder(run), finished(run)["best"]["step"]
+    path = folder.final(best) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(RuntimeError, match=r"the run's best, is damaged: model\.safe"):
+        folder.final(best)
 
 
 def test_without_best_the_last_checkpoint_is_tested(tmp_path):
@@ -916,6 +929,62 @@ def test_an_example_longer_than_the_table_of_positions_is_named(tmp_path):
     short = {**BERT, "config": {**BERT["config"], "max_position_embeddings": 8}}
     with pytest.raises(ValueError, match=r"max_position_embeddings must be at least .* got 8"):
         train(recipe(model=short), output_dir=tmp_path / "run")
+
+
+def test_what_is_longer_than_the_table_of_positions_is_counted_as_it_is_read():
+    """Rows of induction heads are longer than ``seq_len``; a row's last answer is not read."""
+    family, positions = GPT2Config(n_positions=17, n_embd=8, n_layer=1, n_head=2), 17
+    model = GPT2LMHeadModel(family)
+    tokens = np.ones((2, positions + 1), int)
+    rows = Rows(tokens, tokens, np.zeros(tokens.shape, bool))
+    with pytest.raises(ValueError, match="got 17 and 18 tokens"):
+        CausalLM(model, packs=False).batch(rows)
+    task = load_task("state_tracking", "train", 0, seq_len=positions)
+    batch = labelled(model, task).batch(Examples(task.batch(range(2))))
+    assert batch["input_ids"].shape == (2, positions)
+    longer = load_task("state_tracking", "train", 0, seq_len=positions + 1)
+    with pytest.raises(ValueError, match="got 17 and 18 tokens"):
+        labelled(model, longer).batch(Examples(longer.batch(range(2))))
+
+
+def test_a_prediction_that_is_no_number_is_no_small_error():
+    task = mean("train", 0)
+    part = Examples(task.batch(np.arange(4)))
+    goal = labelled(torch.nn.Linear(1, 1), task)
+    logits = torch.tensor([[0.0], [float("nan")], [0.0], [0.0]])
+    output = type("Output", (), {"logits": logits, "loss": torch.tensor(float("nan"))})
+    batch = {"labels": torch.from_numpy(part.batch.labels)}
+    assert np.isnan(goal.metrics(goal.measure(output, batch, part))["rmse"])
+
+
+def test_rows_that_ask_nothing_are_no_examples():
+    task = load_task("noisy_recall", "train", 0, seq_len=16, num_train=400)
+    part = Examples(task.batch(range(400)))
+    asking = int((part.batch.labels[:, 1:] != IGNORED).any(1).sum())
+    assert 0 < asking < 400
+    family = load_family("longhorn")
+    model = family.causal_lm_class(family.config(**LONGHORN["config"], vocab_size=32))
+    goal = labelled(model, task)
+    wanted, _ = goal._wanted(part)
+    logits = torch.zeros(*wanted.shape, 32)
+    logits[..., 0] = 1.0  # filler, which is never an answer
+    output = type("Output", (), {"logits": logits})
+    found = goal.metrics(goal.measure(output, {}, part))
+    assert (found["exact_match"], found["examples"]) == (0.0, asking)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_part_of_a_split_in_the_order_of_its_classes_has_all_classes(world):
+    def make(indices, _epoch):
+        return Batch(indices[:, None], (indices >= 500).astype(int), np.ones(len(indices), int))
+
+    task = Supervised("tokens", "classification", 1000, make, vocab_size=1000, num_labels=2)
+    shares = [Share(task, 320, 16, rank=rank, world=world) for rank in range(world)]
+    seen = np.concatenate([part.batch.labels for share in shares for part in share])
+    assert len(seen) == 320
+    assert 100 < seen.sum() < 220
+    whole = [part.batch.inputs[:, 0] for part in Share(task, 1000, 16)]
+    assert np.concatenate(whole).tolist() == list(range(1000))
 
 
 def test_a_data_set_that_changed_does_not_resume(tmp_path, monkeypatch):

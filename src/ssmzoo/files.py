@@ -225,6 +225,7 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
             with ExitStack() as held:
                 with suppress(OSError):  # some file systems have no locks
                     held.enter_context(_locked(unfinished))
+                unfinished.mkdir(exist_ok=True)  # before the lock it looked like remains
                 write(unfinished)
                 open_up(unfinished)
                 for path in [*unfinished.rglob("*"), unfinished]:
@@ -264,9 +265,14 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _put(unfinished: Path, target: Path) -> None:
     """Give a folder its name; ``unfinished`` may then hold what had the name before."""
-    if not target.exists():
-        os.replace(unfinished, target)
-    elif not _exchange(unfinished, target):
+    try:
+        os.replace(unfinished, target)  # which leaves a folder that is not empty
+    except OSError:
+        if not target.exists():
+            raise
+    else:
+        return
+    if not _exchange(unfinished, target):
         replaced = unfinished.with_suffix(".replaced")
         os.replace(target, replaced)
         try:

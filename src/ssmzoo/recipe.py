@@ -624,9 +624,13 @@ class Recipe(Section):
             changed["dataset"] = _absolute(data.dataset)
         if data.tokenizer is not None and Path(data.tokenizer).is_dir():
             changed["tokenizer"] = _absolute(data.tokenizer)
-        place = data.task_args.get("data")
+        arguments = dict(data.task_args)
+        place, cache = arguments.get("data"), arguments.get("cache")
         if isinstance(place, str) and Path(place).expanduser().exists():
-            changed["task_args"] = {**data.task_args, "data": _absolute(place)}
+            arguments["data"] = _absolute(place)
+        if isinstance(cache, str):  # a folder, made where there is none
+            arguments["cache"] = _absolute(cache)
+        changed["task_args"] = arguments
         model = self.model
         if model.init_from is not None and Path(model.init_from).is_dir():
             model = model.model_copy(update={"init_from": _absolute(model.init_from)})

@@ -85,6 +85,8 @@ class _Documents:
         root: Path | None = None,
     ) -> dict[str, Any]:
         files = expand(paths, field)
+        if self._data.text is not None:
+            _refuse_tables(files, field)
         if before is not None:
             return {key: same_files(before[key], files, root)}
         return {key: file_manifest(files, content=not self._data.streaming)}
@@ -100,7 +102,8 @@ class FileDocuments(_Documents):
             before: What this method returned when the run began.
 
         Raises:
-            ValueError: Files that are missing, or changed since the run began.
+            ValueError: Files that are missing, or changed since the run began; a folder of text
+                with files of other kinds in it.
         """
         data = self._data
         found = self._find_files("files", self.field, getattr(data, data.source), before)
@@ -247,6 +250,17 @@ def _commit(name: str, revision: str | None) -> str:
     except OSError as error:
         raise RuntimeError(f"data.dataset: the Hub cannot be reached: {error}") from error
     return commit or "main"
+
+
+def _refuse_tables(files: Sequence[Path], field: str) -> None:
+    """Fail for jsonl or parquet among files of text: as text they are not what they hold."""
+    for file in files:
+        kind = file.name.removesuffix(".gz").rpartition(".")[2]
+        if kind in ("jsonl", "parquet"):
+            raise ValueError(
+                f"{field} reads plain text, and {file} is {kind}; give such files as data.{kind}, "
+                "or name the others by a pattern, as in 'folder/**/*.txt'"
+            )
 
 
 def expand(paths: Sequence[str], field: str) -> list[Path]:

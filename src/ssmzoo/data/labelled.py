@@ -80,7 +80,8 @@ class Share:
 
     Args:
         task: The split.
-        count: So many of its examples, over all processes.
+        count: So many of its examples, over all processes. Fewer than all are drawn, always the
+            same ones: many splits lie in the order of their classes.
         n: Examples a batch.
         epoch: Which examples, where a split is drawn anew.
     """
@@ -96,6 +97,9 @@ class Share:
         epoch: int = 0,
     ) -> None:
         self._task, self._count, self._n = task, count, n
+        self._order = np.arange(count)
+        if count < len(task) and not task.fresh:
+            self._order = np.random.default_rng(0).permutation(len(task))[:count]
         self._rank, self._world, self._epoch = rank, world, epoch
 
     def after(self, step: int) -> Share:
@@ -113,7 +117,7 @@ class Share:
         """Make the batches."""
         for i in range(len(self)):
             begin = (i * self._world + self._rank) * self._n
-            mine = np.arange(begin, min(begin + self._n, self._count))
+            mine = self._order[begin : begin + self._n]
             yield _examples(self._task, mine, np.zeros(1, np.int64), self._epoch)
 
 

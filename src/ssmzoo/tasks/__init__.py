@@ -9,8 +9,8 @@ From outside: every name in ``__all__``.
 - ``*_documents`` wrap the same problems as lm-eval data sets; ``eval/tasks/*.yaml`` name them.
 - Labels follow Hugging Face's convention: ``labels[:, t]`` is what position ``t - 1`` must predict,
   -100 where nothing is asked.
-- In every problem but IH0 (``induction_heads_zero``), which has none, id 0 is filler: never a key,
-  a value, a trigger or noise.
+- Where a problem has filler, it is id 0: never a key, a value or a trigger. IH0
+  (``induction_heads_zero``) has none, nor have the tokens that ``copying`` copies.
 """
 
 from ssmzoo.tasks.common import IGNORED

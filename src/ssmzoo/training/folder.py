@@ -22,7 +22,7 @@ from ssmzoo.environment.portable import portable, portable_command
 from ssmzoo.evaluation.results import Results, Score, adapted, recipe_of, write_results
 from ssmzoo.files import STDLIB, read_json, write_folder, write_json, write_text
 from ssmzoo.recipe import Recipe, load_recipe
-from ssmzoo.training.checkpoint import checkpoint_of, newest_checkpoint
+from ssmzoo.training.checkpoint import checkpoint_of, damage_of, newest_checkpoint
 from ssmzoo.training.consolidate import write_adapter, write_model
 from ssmzoo.training.curves import draw_curves
 from ssmzoo.training.metrics import read_metrics
@@ -30,7 +30,7 @@ from ssmzoo.training.metrics import read_metrics
 logger = logging.getLogger("ssmzoo")
 
 # what a run that was killed before it began may have left
-_DONT_COUNT = re.compile(r"\.lock|cache|\..+\.(unfinished|replaced)")
+_DONT_COUNT = re.compile(r"\.(lock|cache)|\..+\.(unfinished|replaced)")
 _DRAW_SECONDS = 30  # at least, between two pictures of one run
 _PACKAGES = ("ssmzoo", "torch", "transformers", "accelerate", "datasets", "numpy")
 _MAY_CHANGE = {
@@ -51,7 +51,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.cache = path / "cache"
+        self.cache = path / ".cache"
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
         self._drawn = time.perf_counter()
@@ -166,10 +166,22 @@ class RunFolder:
             self._drawn = time.perf_counter()
 
     def final(self, best: int | None) -> Path:
-        """Return the checkpoint that becomes the model: that of the step ``best``, or the last."""
-        final = newest_checkpoint(self.checkpoints)
-        assert final is not None
-        return final if best is None else checkpoint_of(self.checkpoints, best)
+        """Return the checkpoint that becomes the model: that of the step ``best``, or the last.
+
+        Raises:
+            RuntimeError: It is damaged.
+        """
+        if best is None:
+            final = newest_checkpoint(self.checkpoints)
+            assert final is not None
+            return final
+        final = checkpoint_of(self.checkpoints, best)
+        if (damage := damage_of(final)) is not None:
+            raise RuntimeError(
+                f"the checkpoint {final}, the run's best, is damaged: {damage}; put it back as it "
+                "was, or start the run again"
+            )
+        return final
 
     def finish(self, final: Path, **facts: Any) -> None:
         """Write ``model/`` from a checkpoint, and the run's results into ``run.json``."""
@@ -231,7 +243,7 @@ def _is_moved(before: Any, after: Any) -> bool:
     """Return whether both are local: one path, several, or a task's arguments but for its data."""
     if isinstance(before, dict) and isinstance(after, dict):
         return before.keys() == after.keys() and all(
-            value == after[key] or (key == "data" and _is_moved(value, after[key]))
+            value == after[key] or (key in ("data", "cache") and _is_moved(value, after[key]))
             for key, value in before.items()
         )
     paths = [*(before if isinstance(before, list) else [before])]

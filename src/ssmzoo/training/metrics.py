@@ -86,6 +86,7 @@ class Meter:
         self._window: list[tuple[float, float]] = []
         self._tokens = 0
         self._clock = time.perf_counter()
+        self._paused: float | None = None  # since when
 
     def start(self, tokens: int) -> None:
         """Start the clock, after so many tokens."""
@@ -94,9 +95,10 @@ class Meter:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave the time of a block out."""
-        pause = time.perf_counter()
+        self._paused = time.perf_counter()
         yield
-        self._clock += time.perf_counter() - pause
+        self._clock += time.perf_counter() - self._paused
+        self._paused = None
 
     def add(self, pairs: Sequence[tuple[float, float]]) -> None:
         """Add the losses and gradient norms of some steps."""
@@ -120,8 +122,8 @@ class Meter:
 
     def state(self) -> dict[str, Any]:
         """Return, as JSON, what a resumed run needs to write the same lines."""
-        spent = self.seconds + time.perf_counter() - self._clock
-        return {"seconds": spent, "window": self._window}
+        now = time.perf_counter() if self._paused is None else self._paused
+        return {"seconds": self.seconds + now - self._clock, "window": self._window}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what :meth:`state` returned."""

@@ -60,7 +60,7 @@ def build_config(
                 section.init_from, trust_remote_code=False, local_files_only=local, **given
             )
         except (OSError, ValueError) as error:
-            raise _not_found(section.init_from, error) from error
+            raise _not_found("model.init_from", section.init_from, error) from error
     else:
         if section.preset is None and tokenizer is not None:
             given.setdefault("vocab_size", len(tokenizer))
@@ -112,12 +112,17 @@ def build_model(
 
 
 def load_for_task(
-    source: str, config: PreTrainedConfig | None = None, task: Supervised | None = None
+    source: str,
+    config: PreTrainedConfig | None = None,
+    task: Supervised | None = None,
+    *,
+    what: str = "model.init_from",
 ) -> PreTrainedModel:
     """Return the model of a folder or Hub id in float32, with the head of a task.
 
     With a configuration, of a model to train, its head may be new; without one all must be there.
-    A checkpoint of several processes keeps the precision that it was saved in.
+    A checkpoint of several processes keeps the precision that it was saved in. Errors call the
+    source ``what``.
 
     Raises:
         LookupError: There is none.
@@ -126,7 +131,7 @@ def load_for_task(
 
     import ssmzoo.auto  # noqa: F401
 
-    local, given = is_local(source, "model.init_from"), config is not None
+    local, given = is_local(source, what), config is not None
     try:
         config = config or AutoConfig.from_pretrained(
             source, trust_remote_code=False, local_files_only=local
@@ -139,7 +144,7 @@ def load_for_task(
             source, folder, "float32", False, kind=kind, config=config, new_head=given
         )
     except (OSError, ValueError) as error:
-        raise _not_found(source, error) from error
+        raise _not_found(what, source, error) from error
 
 
 def load_shards(
@@ -260,6 +265,6 @@ def _known_class(
     return config_class
 
 
-def _not_found(source: str, error: Exception) -> LookupError:
+def _not_found(what: str, source: str, error: Exception) -> LookupError:
     ask_again()
-    return LookupError(f"model.init_from: no model loads from {source!r}: {first_line(error)}")
+    return LookupError(f"{what}: no model loads from {source!r}: {first_line(error)}")

@@ -119,6 +119,7 @@ class CausalLM(Objective):
 
     def __init__(self, model: nn.Module, *, packs: bool) -> None:
         super().__init__(model)
+        self._positions = most_positions(model)
         takes_boundaries = "cu_seqlens" in inspect.signature(model.forward).parameters
         self.packed = packs and takes_boundaries
         if packs and not takes_boundaries:
@@ -128,9 +129,14 @@ class CausalLM(Objective):
             )
 
     def batch(self, part: Rows) -> dict[str, torch.Tensor]:
-        """Return a model's arguments: packed into one row [1, n * L], or rows [n, L]."""
+        """Return a model's arguments: packed into one row [1, n * L], or rows [n, L].
+
+        Raises:
+            ValueError: A row longer than the model's table of positions.
+        """
         import torch
 
+        _require_positions(self._positions, part.input_ids.shape[1])
         arrays = {"input_ids": part.input_ids, "labels": part.labels}
         if self.packed:
             arrays = {name: array.reshape(1, -1) for name, array in arrays.items()}
@@ -183,14 +189,18 @@ class Labelled(Objective):
         Raises:
             ValueError: An example longer than the model's table of positions.
         """
+        return self._in_reach(self._arguments(part))
+
+    def _in_reach(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for name in ("input_ids", "pair_input_ids", "input_values"):
+            if name in batch:
+                _require_positions(self._positions, batch[name].shape[1])
+        return batch
+
+    def _arguments(self, part: Examples) -> dict[str, torch.Tensor]:
         import torch
 
         inputs, lengths = part.batch.inputs, part.batch.lengths
-        if self._positions is not None and inputs.shape[-1] > self._positions:
-            raise ValueError(
-                f"model.config.max_position_embeddings must be at least the length of every "
-                f"example, got {self._positions} and an example of {inputs.shape[-1]}"
-            )
         if self._kind == "token_pairs":
             arrays = {}
             for side, prefix in enumerate(("", "pair_")):
@@ -288,8 +298,10 @@ class Regression(_ByTheModelsLoss):
         return float("nan")
 
     def _judge(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        import torch
+
         error = logits.double().reshape(labels.shape) - labels
-        return error.nan_to_num().square().sum()
+        return torch.where(labels.isnan(), 0.0, error).square().sum()
 
 
 class Forecast(Regression):
@@ -341,17 +353,17 @@ class LabelledLM(Labelled):
         """Return a model's arguments.
 
         Raises:
-            ValueError: A part where nothing is asked.
+            ValueError: A part where nothing is asked, or as for all tasks.
         """
         import torch
 
         self.targets(part)
-        arrays, (_, columns) = super().batch(part), self._wanted(part)
+        arrays, (_, columns) = self._arguments(part), self._wanted(part)
         del arrays["labels"]
         batch = {name: x[:, : columns[-1] + 1] for name, x in arrays.items()}
         if self._chooses:
             batch["logits_to_keep"] = torch.from_numpy(columns)
-        return batch
+        return self._in_reach(batch)
 
     def pieces(self, part: Examples) -> list[dict[str, torch.Tensor]]:
         """Return a model's arguments and, for us, what its logits must say."""
@@ -383,10 +395,11 @@ class LabelledLM(Labelled):
             right, asked = logits.argmax(-1) == wanted, wanted != IGNORED
             sums[0] = _cross_entropy(logits, wanted)
             sums[1], sums[2] = right.sum(), asked.sum()
-            sums[3] = (right | ~asked).all(dim=1).sum()
+            asking = asked.any(dim=1)  # a row that asks nothing is no example
+            sums[3] = ((right | ~asked).all(dim=1) & asking).sum()
             last = asked.shape[1] - 1 - asked.flip(1).byte().argmax(dim=1)
             sums[4] = (right & asked)[torch.arange(len(right)), last].sum()
-            sums[5] = len(right)
+            sums[5] = asking.sum()
         return sums
 
     def metrics(self, sums: torch.Tensor) -> dict[str, float | int]:
@@ -430,6 +443,14 @@ def _cross_entropy(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 def _mask(lengths: np.ndarray, width: int) -> np.ndarray:
     return (np.arange(width) < lengths[:, None]).astype(np.int64)
+
+
+def _require_positions(most: int | None, length: int) -> None:
+    if most is not None and length > most:
+        raise ValueError(
+            "model.config.max_position_embeddings must be at least the length of what the model "
+            f"reads, got {most} and {length} tokens"
+        )
 
 
 def most_positions(model: nn.Module) -> int | None:

@@ -50,8 +50,8 @@ class SegmentedLM(CausalLM):
 
     def pieces(self, part: Rows) -> list[list[dict[str, torch.Tensor]]]:
         """Return the segments of some rows: all in one piece, or each in its own."""
-        width = part.input_ids.shape[1] // self._segments.count
-        segments = [columns_of(part, i * width, width) for i in range(self._segments.count)]
+        count = self._segments.count
+        segments = [columns_of(part, *_columns(part, i, count)) for i in range(count)]
         return [segments] if self._segments.gradients == "keep" else [[s] for s in segments]
 
     def loss_of(
@@ -166,8 +166,7 @@ class SequenceParallelLM(CausalLM):
 
     def _columns(self, part: Rows) -> tuple[int, int]:
         """Return the first column of this process's piece, and how many it has."""
-        width = part.input_ids.shape[1] // self._count
-        return self._place * width, width
+        return _columns(part, self._place, self._count)
 
     def _read(self, forward: Callable[..., Any], piece: dict[str, torch.Tensor]) -> Any:
         from ssmzoo.modeling import CutRows, sequence_cache
@@ -178,6 +177,13 @@ class SequenceParallelLM(CausalLM):
         cache = sequence_cache(self._model, self._group, rows=rows)
         batch = {name: piece[name] for name in ("input_ids", "cu_seqlens")}
         return forward(batch, **{CACHE: cache}, use_cache=True)
+
+
+def _columns(part: Rows, place: int, count: int) -> tuple[int, int]:
+    """Return the first column of a piece and how many it has; the last one takes what is over."""
+    length = part.input_ids.shape[1]
+    begin = place * (length // count)
+    return begin, length - begin if place == count - 1 else length // count
 
 
 def columns_of(part: Rows, begin: int, width: int) -> dict[str, torch.Tensor]:

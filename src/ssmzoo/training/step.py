@@ -91,7 +91,7 @@ class Learner:
             fresh = recipe.model.model_copy(update={"init_from": None})
             model = build_model(fresh, config, task)
         else:
-            model = load_for_task(str(checkpoint), task=task)
+            model = load_for_task(str(checkpoint), task=task, what="the checkpoint")
         self.architecture = type(model).__name__
         self.adapter: StateAdapter | None = None
         if recipe.adapter is not None:

@@ -38,6 +38,8 @@ from ssmzoo.training.stopping import Stopped, StopRequest, told_by
 from ssmzoo.training.validation import is_best, measure_checkpoint, measure_held_out, scores_of_test
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from accelerate import Accelerator
 
     from ssmzoo.training.shards import Background
@@ -168,8 +170,10 @@ class Run:
             self._bar.close()
             if self._metrics is not None:
                 self._metrics.close()
-        test, lengths = self._test()
-        self.processes.on_main(lambda: self._finish(test, lengths))
+        best = progress.best_step(self.recipe)
+        final = self.processes.on_main(lambda: self.folder.final(best))
+        test, lengths = self._test(final)
+        self.processes.on_main(lambda: self._finish(final, test, lengths))
         self.finished = True
         self.processes.stop_if_told()
 
@@ -338,14 +342,13 @@ class Run:
             self._background.start(save, part, rest)
         self._saved = time.monotonic()
 
-    def _test(self) -> tuple[Metrics | None, dict[str, Metrics]]:
+    def _test(self, final: Path) -> tuple[Metrics | None, dict[str, Metrics]]:
         """Measure the checkpoint that becomes the model: the test split, and other lengths."""
         parts: dict[str, Any] = {str(length): rows for length, rows in self.data.lengths.items()}
         if self.data.test is not None:
             parts["test"] = self.data.test
         if not parts:
             return None, {}
-        final = self.folder.final(self.progress.best_step(self.recipe))
         measured = measure_checkpoint(self.learner, parts, final)
         lengths: dict[str, Metrics] = {name: finite(found) for name, found in measured.items()}
         for name, found in lengths.items():
@@ -355,14 +358,14 @@ class Run:
         test = lengths.pop("test", None)
         return test and {"step": step_of(final), **test}, lengths
 
-    def _finish(self, test: Metrics | None, lengths: dict[str, Metrics]) -> None:
+    def _finish(self, final: Path, test: Metrics | None, lengths: dict[str, Metrics]) -> None:
         progress, objective = self.progress, self.learner.objective
         parameters = self.learner.bare.num_parameters()
         if self.recipe.log.curves:
             self.folder.draw(self._title(), objective.loss, now=True)
         judged = {"best": progress.best, "test": test, "lengths": lengths or None}
         self.folder.finish(
-            self.folder.final(progress.best_step(self.recipe)),
+            final,
             step=progress.step,
             tokens=progress.tokens,
             parameters=parameters,

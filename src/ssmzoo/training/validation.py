@@ -53,7 +53,7 @@ def measure_checkpoint(
     from ssmzoo.modeling import load_state_adapter
     from ssmzoo.modeling.stock import accelerate
 
-    model = load_for_task(str(checkpoint), task=learner.task)
+    model = load_for_task(str(checkpoint), task=learner.task, what="the checkpoint")
     model = cast("nn.Module", model).to(learner.processes.accelerator.device)
     if any(not kernels.startswith("stock") for kernels in learner.recurrent.values()):
         accelerate(model)
