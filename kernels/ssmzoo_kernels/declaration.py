@@ -381,13 +381,14 @@ class Op:
         """
         mapped = self._maps and transformed()
         save = mapped and torch.is_grad_enabled()  # vmap's tensors do not tell who wants gradients
-        library = mapped
-        if self.gradients and torch.is_grad_enabled():
-            for x in tensors:
-                if x is not None:
-                    save = save or x.requires_grad
-                    library = library or type(x) not in _PLAIN
-        library = library or needs_library(tensors[0]) or (save and watched())
+        library = mapped or needs_library(tensors[0])
+        sloped = self.gradients and torch.is_grad_enabled()
+        for x in tensors:
+            if x is not None:
+                save = save or (sloped and x.requires_grad)
+                # kernels read memory: of wrappers there is none, and negation may be yet to come
+                library = library or type(x) not in _PLAIN or x.is_neg()
+        library = library or (save and watched())
         arguments = tensors if self.packing is None else (*tensors, offsets)
         if self.saved is not None:
             arguments = (*arguments, save)

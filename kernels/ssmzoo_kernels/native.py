@@ -135,16 +135,30 @@ def whole(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def address(x: Tensor | None) -> int | None:
-    """Return where a tensor's numbers lie, or None for None: a null pointer."""
-    return None if x is None else x.data_ptr()
+    """Return where a tensor's numbers lie, or None for None: a null pointer.
+
+    Raises:
+        TypeError: A tensor whose numbers lie nowhere, as a wrapper's; kernels take it for None.
+    """
+    place = None if x is None else x.data_ptr()
+    if not place and x is not None and x.numel():
+        raise _without_memory(x)
+    return place
 
 
 def addresses(tensors: Iterable[Tensor | None]) -> list[int | None]:
     """Return where the numbers of each tensor lie, as :func:`address` does."""
     found: list[int | None] = []
-    for x in tensors:
-        found.append(None if x is None else x.data_ptr())
+    for x in tensors:  # written out: a call for each takes as long as a small kernel
+        place = None if x is None else x.data_ptr()
+        if not place and x is not None and x.numel():
+            raise _without_memory(x)
+        found.append(place)
     return found
+
+
+def _without_memory(x: Tensor) -> TypeError:
+    return TypeError(f"kernels read tensors that have memory, got a {type(x).__name__}")
 
 
 @functools.cache
@@ -393,8 +407,13 @@ def _users_folder() -> Path:
 
 @functools.cache
 def _private_folder() -> Path:
-    private = tempfile.mkdtemp(prefix="ssmzoo-")
-    atexit.register(shutil.rmtree, private, ignore_errors=True)
+    private, owner = tempfile.mkdtemp(prefix="ssmzoo-"), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # and not a process that it forked
+            shutil.rmtree(private, ignore_errors=True)
+
+    atexit.register(remove)
     return Path(private)
 
 

@@ -138,6 +138,7 @@ def segment_offsets(op: str, like: Tensor, cu_seqlens: Tensor | Packing | None) 
             and type(like) is Tensor
             and not torch.compiler.is_compiling()
             and _transforms() is None
+            and not torch._C._len_torch_dispatch_stack()  # a mode may make other tensors
         ):
             if device.type == "cpu":
                 return _batch_offsets(batch, length)

@@ -345,6 +345,10 @@ def test_wrong_arguments_of_a_scan_are_named():
         with pytest.raises(ValueError, match=f"companion_scan: {name} must"):
             companion_scan(**given | {name: wrong}, kernel=x["b"])
 
+    half = {name: value.bfloat16() for name, value in given.items()}
+    with pytest.raises(TypeError, match="companion_scan: u must be float32 or float64"):
+        companion_scan(**half, kernel=x["b"].bfloat16())
+
 
 def test_scanning_from_a_state_keeps_no_more_than_from_none():
     x = draw(5, batch=1, length=1000)

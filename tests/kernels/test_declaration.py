@@ -2,10 +2,18 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ssmzoo_kernels import linear_scan, longhorn_scan, rms_norm
+from ssmzoo_kernels import (
+    causal_conv1d,
+    linear_scan,
+    longhorn_scan,
+    native,
+    rms_norm,
+    selective_scan,
+)
 from ssmzoo_kernels.dispatch import watch
 
 
@@ -55,3 +63,42 @@ def test_a_wrapped_weight_beside_plain_numbers_is_unwrapped(backend):
     assert kernels == [("rms_norm", backend)] * 2
     assert torch.equal(y.a, plain)
     assert torch.equal(y.b, 2 * plain)
+
+
+@torch.no_grad()
+def test_wrapped_tensors_are_unwrapped_without_gradients_wherever_they_stand(backend):
+    x, weight = torch.randn(2, 5, 3), torch.randn(3, 4)
+    (y, _), plain = (
+        causal_conv1d(x, w, backend=backend) for w in (TwoTensor(weight, 2 * weight), weight)
+    )
+    assert torch.equal(y.a, plain[0])
+    u, dt, A, B, C = (
+        torch.rand(shape) for shape in ((2, 5, 3), (2, 5, 3), (3, 4), *[(2, 5, 4)] * 2)
+    )
+    (y, _), plain = (
+        selective_scan(u, dt, -a, B, C, backend=backend) for a in (TwoTensor(A, 2 * A), A)
+    )
+    assert torch.equal(y.a, plain[0])
+    assert not torch.equal(y.b, plain[0])
+
+
+@torch.no_grad()
+def test_a_negation_that_is_yet_to_come_is_seen(backend):
+    x, weight = torch.randn(2, 5, 3), torch.randn(3, 4)
+    lazy, known = (causal_conv1d(u, weight, backend=backend)[0] for u in (torch._neg_view(x), -x))
+    torch.testing.assert_close(lazy, known)
+
+
+def test_what_has_no_memory_is_not_taken_for_what_is_absent():
+    with pytest.raises(TypeError, match="tensors that have memory, got a Tensor"):
+        native.addresses([None, torch.empty(3, device="meta")])
+    assert native.address(torch.empty(0)) == 0
+    assert native.address(None) is None
+
+
+def test_a_mode_leaves_nothing_behind(backend):
+    a, b = torch.rand(2, 3, 11, 2).unbind()  # a batch that no other test has
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        linear_scan(a, b, backend=backend)
+    known = linear_scan(a, b, backend="reference")[0]
+    torch.testing.assert_close(linear_scan(a, b, backend=backend)[0], known)

@@ -645,3 +645,20 @@ def test_heads_need_a_column():
     empty = torch.zeros(1, 3, 2, 0)
     with pytest.raises(ValueError, match="at least one column"):
         eidetic_attention(empty, empty, empty, window=2)
+
+
+def test_a_graph_checks_the_numbers_of_its_indices():
+    """They are not known where it is traced, and a kernel would read beyond what is there."""
+    q, k, v = (torch.randn(1, 12, heads, 8) for heads in (4, 2, 2))
+
+    def attend(memories, count):
+        memory = torch.ones(memories, 3, 2, 8)
+        counts = torch.full((memories,), count)
+        return eidetic_attention(q, k, v, memory, memory, counts, window=2)
+
+    graph = torch.compile(attend, backend="eager", fullgraph=True)
+    torch.testing.assert_close(graph(6, 3), attend(6, 3))
+    with pytest.raises(ValueError, match="a memory for each of the 6 chunks, got 2"):
+        graph(2, 3)
+    with pytest.raises(ValueError, match="from 0 to m = 3, got 4 to 4"):
+        graph(6, 4)

@@ -381,3 +381,17 @@ def test_a_model_trains_with_it_where_there_is_much_to_do(slow_torch, monkeypatc
     model(ids, labels=ids).loss.backward()
     for grad, parameter in zip(own, model.parameters(), strict=True):
         assert_close(grad, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+@torch.no_grad()
+def test_a_bias_of_another_shape_or_place_is_left_to_torch():
+    x, weight = torch.randn(2, 5), torch.randn(7, 5)
+    one = torch.randn(1)
+    assert_close(few_rows_linear(x, weight, one), F.linear(x, weight, one))
+    for bias in (torch.randn(3), torch.randn(7, device="meta")):
+        with pytest.raises(RuntimeError):
+            few_rows_linear(x, weight, bias)
+    with pytest.raises(RuntimeError):
+        few_rows_linear(x, torch.randn(2, 7, 5))
+    assert_close(few_rows_linear(x, weight[0]), F.linear(x, weight[0]))
+    assert last_backend("few_rows_linear") is None

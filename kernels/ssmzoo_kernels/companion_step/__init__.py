@@ -225,12 +225,14 @@ def companion_scan(
 
     Raises:
         ValueError: Shapes or devices that do not fit.
-        TypeError: Not a tensor, or not floating point.
+        TypeError: Not a tensor, or of a wrong dtype.
     """
     op = "companion_scan"
     check_leading(op, "u", u, "[B, L, D]")
     check_polynomials(op, a, b)
     check_tensor(op, "b", b, (u.shape[2], a.shape[1]), u, "[D, n]")
+    if u.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{op}: u must be float32 or float64, got {u.dtype}")
     offsets = segment_offsets(op, u, cu_seqlens)
     if initial_state is not None:
         rule = "[B, n, D]" if cu_seqlens is None else "[S, n, D]"

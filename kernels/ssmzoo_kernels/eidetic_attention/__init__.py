@@ -10,7 +10,7 @@ from torch import Tensor
 from ssmzoo_kernels.declaration import Op
 from ssmzoo_kernels.dispatch import Backend, record
 from ssmzoo_kernels.eidetic_attention import reference
-from ssmzoo_kernels.eidetic_attention.arguments import Call, Kernels, Tensors
+from ssmzoo_kernels.eidetic_attention.arguments import Call, Kernels, Tensors, check_values
 from ssmzoo_kernels.eidetic_attention.chunks import Chunks, chunk_table
 from ssmzoo_kernels.validation import Packing
 
@@ -149,9 +149,6 @@ def eidetic_attention(
     if mem_positions is not None and mem_k is None:
         raise ValueError(f"{OP}: mem_positions needs mem_k")
 
-    if q.device.type == "cpu" and not torch.compiler.is_compiling():
-        _check_values(offsets, seen, window, late_span, mem_k, mem_count, past_k, late_past_k)
-
     window = None if window is None else min(window, _LONGEST)
     late_span = min(late_span, _LONGEST)
     factor = float(width) ** -0.5 if scale is None else scale
@@ -170,6 +167,9 @@ def eidetic_attention(
             )
         offers = ("reference", "eager", "flex", "cpu")
     chosen = ATTENTION.choose(backend, q, dtype=dtype, offers=offers)
+    call = Call(mem_count, mem_positions, offsets, seen, window, late_span, factor)
+    if chosen in ("reference", "flex") and not torch.compiler.is_compiling():
+        check_values(Tensors(*given), call)
     if chosen == "reference":
         record(OP, "reference")
         late = None
@@ -182,7 +182,6 @@ def eidetic_attention(
     tensors = Tensors(*(None if x is None else x.to(dtype) for x in given))  # pyright: ignore[reportArgumentType]
     rows = {name: getattr(tensors, name) for name in ("q", "k", "v", "late_k", "late_v")}
     flat = {name: x.flatten(0, 1) for name, x in rows.items() if x is not None}
-    call = Call(mem_count, mem_positions, offsets, seen, window, late_span, factor)
     tensors = tensors._replace(**flat)
     if chosen == "flex":  # torch's op, with gradients of its own
         out = _module("flex").eidetic_attention(tensors, call)
@@ -191,50 +190,6 @@ def eidetic_attention(
         indices = (mem_count, mem_positions, seen)
         out = ATTENTION.run(chosen, (*tensors, *indices), options, offsets)
     return out.view(q.shape).to(q.dtype)
-
-
-def _check_values(
-    offsets: Tensor,
-    seen: Tensor,
-    window: int | None,
-    late_span: int,
-    mem_k: Tensor | None,
-    mem_count: Tensor | None,
-    past_k: Tensor | None,
-    late_past_k: Tensor | None,
-) -> None:
-    """Check what is in the index tensors; a GPU would have to be waited for."""
-    before = seen.tolist()
-    if min(before, default=0) < 0:
-        raise ValueError(f"{OP}: seen must not be negative, got {min(before)}")
-    tokens = max(before, default=0)
-    needed = {"past_k": (past_k, tokens if window is None else min(tokens, window - 1))}
-    if late_span and window is not None:
-        needed["late_past_k"] = late_past_k, min(tokens, window + late_span - 1)
-    for name, (past, count) in needed.items():
-        rows = 0 if past is None else past.shape[1]
-        if rows < count:
-            raise ValueError(
-                f"{OP}: {name} must hold the {count} tokens before this call that its queries "
-                f"see, got {rows}"
-            )
-    if mem_k is None or mem_count is None or window is None:
-        return
-    memories, size = mem_k.shape[:2]
-    chunks = sum(
-        (old + new - 1) // window - old // window + 1
-        for old, new in zip(before, offsets.diff().tolist(), strict=True)
-        if new
-    )
-    if memories < chunks:
-        raise ValueError(
-            f"{OP}: mem_k must hold a memory for each of the {chunks} chunks, got {memories}"
-        )
-    held = mem_count.tolist()
-    if held and not 0 <= min(held) <= max(held) <= size:
-        raise ValueError(
-            f"{OP}: mem_count must be from 0 to m = {size}, got {min(held)} to {max(held)}"
-        )
 
 
 __all__ = ["Chunks", "chunk_table", "eidetic_attention"]

@@ -34,6 +34,43 @@ class Call(NamedTuple):
     scale: float
 
 
+def check_values(tensors: Tensors, call: Call) -> None:
+    """Check what is in the index tensors; a GPU would have to be waited for."""
+    if tensors.q.device.type != "cpu":
+        return
+    op, window, before = "eidetic_attention", call.window, call.seen.tolist()
+    if min(before, default=0) < 0:
+        raise ValueError(f"{op}: seen must not be negative, got {min(before)}")
+    tokens = max(before, default=0)
+    needed = {"past_k": (tensors.past_k, tokens if window is None else min(tokens, window - 1))}
+    if call.late_span and window is not None:
+        needed["late_past_k"] = tensors.late_past_k, min(tokens, window + call.late_span - 1)
+    for name, (past, count) in needed.items():
+        rows = 0 if past is None else past.shape[1]
+        if rows < count:
+            raise ValueError(
+                f"{op}: {name} must hold the {count} tokens before this call that its queries "
+                f"see, got {rows}"
+            )
+    if tensors.mem_k is None or call.mem_count is None or window is None:
+        return
+    memories, size = tensors.mem_k.shape[:2]
+    chunks = sum(
+        (old + new - 1) // window - old // window + 1
+        for old, new in zip(before, call.offsets.diff().tolist(), strict=True)
+        if new
+    )
+    if memories < chunks:
+        raise ValueError(
+            f"{op}: mem_k must hold a memory for each of the {chunks} chunks, got {memories}"
+        )
+    held = call.mem_count.tolist()
+    if held and not 0 <= min(held) <= max(held) <= size:
+        raise ValueError(
+            f"{op}: mem_count must be from 0 to m = {size}, got {min(held)} to {max(held)}"
+        )
+
+
 class Kernels:
     """A backend's functions of ``Tensors`` and ``Call``, for the declaration."""
 
@@ -45,6 +82,7 @@ class Kernels:
         count = len(Tensors._fields)
         mem_count, mem_positions, seen, offsets, _save, *how = arguments[count:]
         call = Call(mem_count, mem_positions, offsets, seen, *how)
+        check_values(Tensors(*arguments[:count]), call)  # here, where a graph has values, too
         return self.module.forward(Tensors(*arguments[:count]), call)
 
     def backward(self, grad_out: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> Tensors:

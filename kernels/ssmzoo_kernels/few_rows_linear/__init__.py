@@ -48,7 +48,7 @@ def few_rows_linear(
         ``[..., O]`` in x's dtype.
     """
     rows = None
-    inputs = weight.shape[1]
+    inputs = weight.shape[-1]
     count = x.numel() // inputs if inputs else 0
     # dispatch.decodes_on_cpu and takes_kernels, written out: a step asks for every linear map
     if not (
@@ -67,11 +67,21 @@ def few_rows_linear(
         and x.layout is weight.layout is torch.strided
         and x.device.type == weight.device.type == "cpu"
         and x.shape[-1] == inputs
+        and weight.dim() == 2
         and (
             (type(weight) in (Tensor, torch.nn.Parameter) and weight.is_contiguous())
             or (rows := rows_of_int8(weight)) is not None
         )
-        and (bias is None or (bias.dtype is x.dtype and bias.is_contiguous()))
+        and (
+            bias is None
+            or (
+                type(bias) in (Tensor, torch.nn.Parameter)
+                and bias.dtype is x.dtype
+                and bias.is_cpu
+                and bias.shape == weight.shape[:1]
+                and bias.is_contiguous()
+            )
+        )
         and not dispatch.kernel_missing(OP, _WIDE[x.dtype])
     ):
         return F.linear(x, weight, bias)

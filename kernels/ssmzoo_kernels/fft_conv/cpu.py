@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,10 +61,10 @@ def load(dtype: torch.dtype) -> None:
 
 
 @functools.cache
-def _kernel(name: str, dtype: torch.dtype) -> Callable[..., None]:
+def _kernel(name: str, dtype: torch.dtype) -> Callable[..., Any]:
     kernel = getattr(native.library(_SOURCE, dtype), name)
     kernel.argtypes = (ctypes.c_void_p, ctypes.c_int)
-    kernel.restype = None
+    kernel.restype = ctypes.c_int if name.endswith("taps") else None  # whether it failed
     return kernel
 
 
@@ -180,7 +181,8 @@ class _Room:
             kernel.stride(0),
             0 if future is None else future.stride(0),
         )
-        _kernel(name, self.exact)(ctypes.byref(job), native.threads(z.numel()))
+        if _kernel(name, self.exact)(ctypes.byref(job), native.threads(z.numel())):
+            raise MemoryError("fft_conv: no memory for a row of taps")
 
 
 def _forward(

@@ -172,13 +172,20 @@ void unfold(const Sequences *s, int threads) {
     for (int64_t m = 0; m < s->half; m += LANES) unfold_tile(s, b, m);
 }
 
-/* Filters lie along time already; the taps that look ahead go backwards from the far end. */
-void fold_taps(const Taps *t, int threads) {
+/* Filters lie along time already; the taps that look ahead go backwards from the far end. Return
+   whether memory ran out. */
+int fold_taps(const Taps *t, int threads) {
   const int64_t half = t->half;
+  int failed = 0;
   const REAL *wr = t->turn, *wi = t->turn + half;
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
   for (int64_t d = 0; d < t->rows; d++) {
     REAL *x = scratch(2 * half * sizeof(REAL)), *y = x + half, *z = t->z + 2 * d * t->z_row;
+    if (!x) {
+#pragma omp atomic write
+      failed = 1;
+      continue;
+    }
     memcpy(x, t->taps + d * t->taps_row, (size_t)t->count * sizeof(REAL));
     memset(x + t->count, 0, (size_t)(2 * half - t->count) * sizeof(REAL));
     for (int64_t j = 0; j < t->count_ahead; j++)
@@ -189,14 +196,21 @@ void fold_taps(const Taps *t, int threads) {
     }
     free(x);
   }
+  return failed;
 }
 
-void unfold_taps(const Taps *t, int threads) {
+int unfold_taps(const Taps *t, int threads) {
   const int64_t half = t->half;
+  int failed = 0;
   const REAL *wr = t->turn, *wi = t->turn + half;
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
   for (int64_t d = 0; d < t->rows; d++) {
     REAL *x = scratch(2 * half * sizeof(REAL)), *y = x + half, *z = t->z + 2 * d * t->z_row;
+    if (!x) {
+#pragma omp atomic write
+      failed = 1;
+      continue;
+    }
     for (int64_t m = 0; m < half; m++) {
       x[m] = z[2 * m] * wr[m] + z[2 * m + 1] * wi[m];
       y[m] = z[2 * m + 1] * wr[m] - z[2 * m] * wi[m];
@@ -206,6 +220,7 @@ void unfold_taps(const Taps *t, int threads) {
       t->ahead[d * t->ahead_row + j] = -x[2 * half - 1 - j];
     free(x);
   }
+  return failed;
 }
 
 typedef struct {

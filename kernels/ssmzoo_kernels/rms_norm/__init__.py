@@ -36,7 +36,7 @@ def rms_norm(
     Gradients flow to both tensors.
 
     Args:
-        x: Rows to normalise, each on its own.
+        x: Rows to normalise, each on its own; a single one is ``[1, D]``.
         weight: A factor for each channel, from ``offset`` on.
         eps: Added to the mean square, at least 0.
         offset: 1 where weights are stored as their distance from 1.

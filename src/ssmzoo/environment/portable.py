@@ -36,7 +36,7 @@ _ABSOLUTE = re.compile(r"(^|[=\[,] ?)(['\"]?)([/~][^,\]=]*)")
 def find_credential(text: str) -> tuple[str, int] | None:
     """Return the kind of a credential in a text and its line, from 1; None if there is none."""
     for kind, pattern in _PATTERNS.items():
-        if (found := pattern.search(text)) and found[0] != _STRUCK_OUT:
+        if found := pattern.search(text):
             return kind, text.count("\n", 0, found.start()) + 1
     return None
 
