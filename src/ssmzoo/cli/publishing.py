@@ -69,7 +69,11 @@ PUBLISH = Verb(
             help="publish the state of a prompt, too: state.safetensors in MODEL",
         ),
         Option("--dry-run", action="store_true", help="show what would go; write nothing"),
-        Option("--private", action="store_true", help="create the repository private"),
+        Option(
+            "--private",
+            action="store_true",
+            help="create the repository private, or refuse a public one",
+        ),
         Option("--revision", metavar="NAME", help="the branch (default: main)"),
         Option("--message", metavar="TEXT", help="the commit's title"),
         JSON,
