@@ -75,9 +75,9 @@ def in_float64():
             model.loss_function = loss_in_its_own_dtype
         return model.double()
 
-    def load(source, task):
+    def load(source, task, what):
         if is_sharded(Path(source)):
-            return load_for_task(source, task=task)
+            return load_for_task(source, task=task, what=what)
         kind = AutoModelForSequenceClassification if task else AutoModelForCausalLM
         return double(kind.from_pretrained(source, dtype=torch.float64))
 

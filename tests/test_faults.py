@@ -203,7 +203,7 @@ def test_the_file_written_when_the_disk_is_full_is_named(
 def test_a_new_run_names_the_tokens_that_cannot_be_finished(place, tmp_path, fails):
     with no_file_longer_than(1200):
         line = fails("train", place / "recipe.yaml", "--output", tmp_path / "new")
-    assert f"{tmp_path}/new/cache cannot be written: File too large" in line
+    assert f"{tmp_path}/new/.cache cannot be written: File too large" in line
     assert tree(tmp_path / "new") == {}
 
 

@@ -606,7 +606,7 @@ def test_the_way_out_of_each_refusal_of_the_hub_is_named(server, small, run, tmp
 
 def test_what_must_be_private_does_not_go_to_a_public_repository(server, small, run):
     server.repos["tester/open"] = repo = Repo(private=False)
-    repo.commit("main", {})
+    repo.commit("main", {".gitattributes": Blob(b"", lfs=False)})
     done = run(PUBLISH, small, "tester/open --private", small, "tester/closed --private")
     (line,) = done.errors
     assert done.out[0] == "2"

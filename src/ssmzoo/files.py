@@ -265,13 +265,14 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _put(unfinished: Path, target: Path) -> None:
     """Give a folder its name; ``unfinished`` may then hold what had the name before."""
-    try:
-        os.replace(unfinished, target)  # which leaves a folder that is not empty
-    except OSError:
-        if not target.exists():
-            raise
-    else:
-        return
+    if not target.exists():
+        try:
+            os.replace(unfinished, target)
+        except OSError:  # perhaps another process was here first
+            if not target.exists():
+                raise
+        else:
+            return
     if not _exchange(unfinished, target):
         replaced = unfinished.with_suffix(".replaced")
         os.replace(target, replaced)
