@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ssmzoo.modeling import check_weights
+from ssmzoo.modeling import check_weights, require_fields
 
 from .configuration_dss import DSSConfig
 from .modeling_dss import DSSForSequenceClassification
@@ -86,8 +86,7 @@ def to_official(state_dict: dict[str, Tensor], config: DSSConfig) -> dict[str, T
             "the official model has no MLP and here batch norms only, got "
             f"intermediate_size={config.intermediate_size}, norm_type={config.norm_type!r}"
         )
-    if config.block != "linear":
-        raise ValueError(f"the official model has block='linear' only, got {config.block!r}")
+    require_fields(config, {"block": "linear"})
     if config.conjugate_pairs:
         raise ValueError("the official model has no conjugate_pairs; double W and turn them off")
     official: dict[str, Tensor] = {}

@@ -321,6 +321,15 @@ def file_digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def kind_of_records(path: str) -> str | None:
+    """Return "jsonl" or "parquet" for a file of records by its name; None for all others.
+
+    Read as text it would be one document, braces and all.
+    """
+    kind = path.removesuffix(".gz").rpartition(".")[2]
+    return kind if kind in ("jsonl", "parquet") else None
+
+
 def is_utf8(path: str) -> bool:
     """Return whether a path is text, and not bytes of another encoding."""
     return not any("\ud800" <= character <= "\udfff" for character in path)

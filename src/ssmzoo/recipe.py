@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 import yaml
 
 from ssmzoo.family import suggestion
-from ssmzoo.files import STDLIB, is_utf8, parse_yaml, share
+from ssmzoo.files import STDLIB, is_utf8, kind_of_records, parse_yaml, share
 
 try:
     from pydantic import (
@@ -170,8 +170,7 @@ class DataSection(Section):
         _exactly_one(self, "data", ("text", "jsonl", "parquet", "dataset", "task"))
         held_out = self.validation if isinstance(self.validation, list) else []
         for path in [*self.text, *held_out] if self.text is not None else ():
-            kind = path.removesuffix(".gz").rpartition(".")[2]
-            if kind in ("jsonl", "parquet"):  # as text it would be one document, braces and all
+            if (kind := kind_of_records(path)) is not None:
                 way_out = (
                     f"give {path!r} as data.{kind}"
                     if path in self.text

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ssmzoo.environment.messages import first_line
-from ssmzoo.files import STDLIB, file_digest, is_utf8
+from ssmzoo.files import STDLIB, file_digest, is_utf8, kind_of_records
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -86,7 +86,7 @@ class _Documents:
     ) -> dict[str, Any]:
         files = expand(paths, field)
         if self._data.text is not None:
-            _refuse_tables(files, field)
+            _refuse_records(files, field)
         if before is not None:
             return {key: same_files(before[key], files, root)}
         return {key: file_manifest(files, content=not self._data.streaming)}
@@ -252,11 +252,10 @@ def _commit(name: str, revision: str | None) -> str:
     return commit or "main"
 
 
-def _refuse_tables(files: Sequence[Path], field: str) -> None:
-    """Fail for jsonl or parquet among files of text: as text they are not what they hold."""
+def _refuse_records(files: Sequence[Path], field: str) -> None:
+    """Fail for files of records among files of text."""
     for file in files:
-        kind = file.name.removesuffix(".gz").rpartition(".")[2]
-        if kind in ("jsonl", "parquet"):
+        if (kind := kind_of_records(file.name)) is not None:
             raise ValueError(
                 f"{field} reads plain text, and {file} is {kind}; give such files as data.{kind}, "
                 "or name the others by a pattern, as in 'folder/**/*.txt'"
