@@ -20,6 +20,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard, parse_eval_result_entries
 from safetensors.torch import save_file
+from tests.stock_models import tiny
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ssmzoo import family, load_family
@@ -564,6 +565,20 @@ def test_a_model_of_another_library_gets_a_card_without_family(tmp_path):
     assert "ssmzoo.auto" not in text
     assert "## Citation" not in text
     assert _metadata_errors(text) == []
+
+
+# peft reads properties that transformers has renamed
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("model_type", ["falcon_h1", "falcon_mamba", "mamba", "mamba2"])
+def test_a_card_of_mamba_adapts_what_peft_takes(model_type, tmp_path):
+    model = tiny(model_type)
+    model.save_pretrained(tmp_path / "m")
+    (snippet,) = re.findall(
+        r"```python\n(from peft.*?)```", render_card(tmp_path / "m").read_text(), flags=re.DOTALL
+    )
+    names = {"model": model}
+    exec(snippet, names)
+    assert any("in_proj.lora" in name for name, _ in names["model"].named_parameters())
 
 
 def test_the_card_is_what_publish_asks_for(run, tmp_path):

@@ -63,6 +63,7 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     ("bmojo", {"mixer_types": ["bmojo"], "wiring": "parallel", "use_rope": True}),
     ("bmojo", {"mixer_types": ["bmojo"], "innovation_error": "relative", "sliding_window": 3}),
 ]
+SERVED += [(name, {"d_conv": 1}) for name in ("longhorn", "coffee", "bmojo", "linear_attention")]
 LAYER_BY_LAYER: list[tuple[str, dict[str, Any]]] = [
     ("longhorn", {"norm_type": "layer"}),
     ("dss", {"kernel_variant": "exp", "max_kernel_length": 8}),

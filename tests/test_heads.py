@@ -255,6 +255,17 @@ def test_regression_of_tokens_leaves_out_padding_and_nan():
         model(input_values=values, labels=labels[:, :5])
 
 
+def test_regression_in_half_precision_sums_in_float32():
+    model = build("token_classification", num_labels=1, problem_type="regression", input_channels=2)
+    values = torch.randn(4, 3000, 2, dtype=torch.float64)
+    labels = 30 * torch.ones(4, 3000, dtype=torch.float64)  # squares of 900: a sum beyond 65,504
+    with torch.no_grad():
+        exact = model(input_values=values, labels=labels).loss
+        half = model.half()(input_values=values.half(), labels=labels.half()).loss
+    assert half.dtype is torch.float32
+    assert abs(half - exact) <= 2e-3 * exact
+
+
 def test_a_pair_is_judged_by_both_documents_difference_and_product():
     model = build("pair_classification", pooling="mean", num_labels=2)
     first, second = documents(9, 5)

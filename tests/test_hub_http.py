@@ -572,7 +572,8 @@ def test_a_refused_token_is_named_as_the_cause_and_never_shown(server, small, ru
 
 def test_the_way_out_of_each_refusal_of_the_hub_is_named(server, small, run, tmp_path):
     repo = Repo(private=False)
-    repo.commit("main", {"model-00001-of-00002.safetensors": Blob(b"old", lfs=True)})
+    former = ("model-00001-of-00002.safetensors", "golden.safetensors", ".eval_results/ssmzoo.yaml")
+    repo.commit("main", {name: Blob(b"old", lfs=True) for name in (*former, "state.safetensors")})
     server.repos["tester/sharded"] = repo
     odd = tmp_path / "odd"
     odd.mkdir()
@@ -589,7 +590,7 @@ def test_the_way_out_of_each_refusal_of_the_hub_is_named(server, small, run, tmp
     assert done.out == ["2", "2", "2", "2", "[]"]
     assert busy.startswith(f"publishing to tester/busy at {server.url} failed: the Hub is busy")
     assert "(429); run the same command again in 3600 s: " in busy
-    assert "already holds model-00001-of-00002.safetensors" in stale
+    assert f"already holds {', '.join(sorted(former))}, which" in stale
     assert "hf repos delete-files tester/sharded" in stale
     assert "may not write there (403)" in forbidden
     assert "pipeline_tag must be a string" in refused

@@ -96,9 +96,53 @@ def test_no_tokens_are_refused_and_the_cache_survives(model, cache, packed):
     assert cache.get_seq_length() == 7
 
 
-def test_an_empty_batch_gives_no_rows(model):
-    with torch.no_grad():
-        assert model(torch.zeros(0, 5, dtype=torch.long)).logits.shape == (0, 5, 96)
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("grad", [False, True])
+def test_an_empty_batch_gives_no_rows(name, grad):
+    family, none = load_family(name), torch.zeros(0, 5, dtype=torch.long)
+    model = family.causal_lm_class(family.config(**family.tiny))
+    with torch.set_grad_enabled(grad):
+        output = model.eval()(none, use_cache=True)
+        assert output.logits.shape == (0, 5, 96)
+        for length in (1, 3):
+            assert model(none[:, :length], cache=output.cache).logits.shape == (0, length, 96)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_other_names_of_fields_come_before_what_follows_from_them(name):
+    family = load_family(name)
+    named = family.config(d_model=192, n_layer=3, vocab_size=9)
+    plain = family.config(hidden_size=192, num_hidden_layers=3, vocab_size=9)
+    assert named.to_dict() == plain.to_dict()
+    assert family.config(next(iter(family.presets)), d_model=384).hidden_size == 384
+    with pytest.raises(ValueError, match="d_model is another name of hidden_size; .* 32 and 16"):
+        family.config(hidden_size=16, d_model=32)
+    if name == "dss":
+        assert not family.config(version="softmax").use_cache
+    if name == "longhorn":
+        assert type(family.config(beta_bias_init=1).dt_bias_init) is float
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_offloaded_parameters_are_fetched(name):
+    from accelerate import cpu_offload
+
+    family = load_family(name)
+    ids, fields = torch.randint(96, (2, 7)), {**family.tiny, "directions": "both-separate"}
+    cases = [
+        (family.causal_lm_class, family.tiny, {"input_ids": ids}),
+        (family.sequence_classification_class, fields, {"input_ids": ids}),
+    ]
+    if family.forecasting_class is not None:
+        series = {**family.tiny, "input_channels": 2}
+        values = {"input_values": torch.randn(2, 9, 2), "labels": torch.randn(2, 1, 2)}
+        cases.append((family.forecasting_class, series, values))
+    for kind, chosen, inputs in cases:
+        model = kind(family.config(**chosen)).eval()
+        with torch.no_grad():
+            own = model(**inputs).logits
+            cpu_offload(model, execution_device=torch.device("cpu"))
+            assert torch.equal(model(**inputs).logits, own)
 
 
 def test_a_single_token_is_a_sequence(model, ids):

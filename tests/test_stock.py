@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from tests.stock_models import DELTA, HYBRID, SCAN, TYPES, VOCABULARY, tiny
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import ssmzoo
 from ssmzoo.modeling.compat import cache_name
@@ -247,6 +249,28 @@ def test_checkpointing_keeps_packed_sequences_apart(model_type: str) -> None:
     for name, parameter in model.named_parameters():
         if name in plain:
             assert distance(parameter.grad, plain[name]) <= 1e-5, name
+
+
+@every_kind
+def test_checkpointing_runs_what_stock_code_runs_again(model_type: str) -> None:
+    stock = runs_of_blocks(tiny(model_type))
+    model = tiny(model_type)
+    ssmzoo.accelerate(model)
+    assert runs_of_blocks(model) == stock
+    assert min(stock) > 1
+
+
+def runs_of_blocks(model: nn.Module) -> list[int]:
+    """Return how often each block's part that ran most has run in one step of training."""
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    counts: list[Counter[nn.Module]] = [Counter() for _ in blocks]
+    for block, count in zip(blocks, counts, strict=True):
+        for part in block.modules():
+            if part is not block:
+                part.register_forward_hook(lambda module, *_, count=count: count.update([module]))
+    model(input_ids=ids(rows=1), use_cache=False).logits.square().mean().backward()
+    return [max(count.values()) for count in counts]
 
 
 @every_kind

@@ -87,8 +87,7 @@ class BMojoConfig(SSMConfig):
     mlp_type: Literal["gelu", "swiglu"] = "swiglu"
 
     def __post_init__(self, **kwargs: object) -> None:
-        """Work out what was left open; see :class:`SSMConfig`."""
-        self.check_sizes()
+        """Take ``layer_types`` for ``mixer_types``; see :class:`SSMConfig`."""
         named = kwargs.pop("layer_types", None)
         if named is not None:
             if self.mixer_types not in ("bmojo", named):
@@ -97,6 +96,10 @@ class BMojoConfig(SSMConfig):
                     f"{named!r} and {self.mixer_types!r}"
                 )
             self.mixer_types = named  # type: ignore[assignment]
+        super().__post_init__(**kwargs)
+
+    def complete(self) -> None:
+        """Work out what was left open."""
         pattern = [self.mixer_types] if isinstance(self.mixer_types, str) else self.mixer_types
         if pattern and len(pattern) < self.num_hidden_layers:
             pattern = [pattern[i % len(pattern)] for i in range(self.num_hidden_layers)]
@@ -109,7 +112,6 @@ class BMojoConfig(SSMConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.fading_norm is None:
             self.fading_norm = self.wiring == "serial"
-        super().__post_init__(**kwargs)
 
     def check(self) -> None:
         """Fail unless the fields fit each other.

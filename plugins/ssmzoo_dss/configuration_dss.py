@@ -1,6 +1,6 @@
 """Configuration of DSS (arXiv 2203.14343)."""
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
 
@@ -65,11 +65,10 @@ class DSSConfig(SSMConfig):
     legacy_detached_shift: bool = False
     tie_dropout: bool = True
 
-    def __post_init__(self, **kwargs: Any) -> None:
-        """Turn ``use_cache`` off where a cache is impossible; then as for every family."""
+    def complete(self) -> None:
+        """Turn ``use_cache`` off where a cache is impossible."""
         if self.causal and not self.decodable:
             self.use_cache = False
-        super().__post_init__(**kwargs)
 
     def check(self) -> None:
         """Fail unless the fields fit each other."""

@@ -14,6 +14,13 @@ from ssmzoo.modeling import check_weights, require_fields
 from .configuration_dss import DSSConfig
 from .modeling_dss import DSSForSequenceClassification
 
+_AS_OFFICIAL = {
+    "block": "linear",
+    "directions": "forward",
+    "residual": True,
+    "image_size": None,
+    "rms_norm_eps": 1e-5,
+}
 _PREFIXES = ("_orig_mod.", "module.")
 _EMBEDDING = "model.embed_tokens.weight"
 _VALUES = "model.embed_values."
@@ -86,7 +93,7 @@ def to_official(state_dict: dict[str, Tensor], config: DSSConfig) -> dict[str, T
             "the official model has no MLP and here batch norms only, got "
             f"intermediate_size={config.intermediate_size}, norm_type={config.norm_type!r}"
         )
-    require_fields(config, {"block": "linear"})
+    require_fields(config, _AS_OFFICIAL)
     if config.conjugate_pairs:
         raise ValueError("the official model has no conjugate_pairs; double W and turn them off")
     official: dict[str, Tensor] = {}

@@ -377,7 +377,7 @@ class DSSMixer(SSMMixer):
         assert tables.decay is not None
         assert tables.growing is not None
         positions = cast(list[int], position.tolist())
-        self._check_reach(max(positions) + 1, modes)
+        self._check_reach(max(positions, default=-1) + 1, modes)
         if len(set(positions)) == 1:
             positions = positions[:1]
         drive = torch.ones_like(tables.decay).repeat(len(positions), 1, 1)

@@ -177,7 +177,7 @@ class H3Mixer(SSMMixer):
         per_head = u.view(-1, decay.shape[0])
         y, new = diagonal_step(per_head, z.flatten(0, 1), decay, None, readout, self.D)
         state.put("ssm", torch.view_as_real(new.view(z.shape)))
-        return y.view(u.shape[0], 1, -1)
+        return y.view(u.shape[0], 1, u.shape[1])
 
     def _tables(self) -> list[Tensor]:
         """Return what a token multiplies: taps [N, D], the first one last, decay and read-out."""

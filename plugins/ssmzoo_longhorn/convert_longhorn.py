@@ -20,6 +20,7 @@ _AS_OFFICIAL = {
     "norm_type": "rms",
     "prenorm": True,
     "residual": True,
+    "rms_norm_eps": 1e-5,
 }
 _PREFIXES = ("_orig_mod.", "module.", "transformer.")
 # in this order in both directions: the general rule comes last

@@ -61,6 +61,13 @@ class LonghornScan(SSMMixer):
         self.splits = [config.step_rank, config.d_state, config.d_state]
         self.transition: Literal["diagonal", "exact"] = config.transition
 
+    def forward(  # a call, before which offloaded parameters are fetched
+        self, x: Tensor, z: Tensor, state: LayerState, packing: PackedRow | None
+    ) -> Tensor:
+        """Return the gated scan of ``x``, ``scan(x) * SiLU(z)``, all ``[B, L, E]``."""
+        inputs = self.scan_inputs(x, state, packing)
+        return self.scan(inputs, z, self.out_norm, state, packing)
+
     def scan_inputs(
         self, x: Tensor, state: LayerState, packing: PackedRow | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -133,9 +140,7 @@ class LonghornMixer(LonghornScan):
                 u, q, k, dt = (flip(given, packing) for given in inputs)
                 back = self.scan((u, q, k, dt), z, self.reverse_norm, fresh, packing)
             else:
-                other = self.reverse
-                given = other.scan_inputs(flip(x, packing), fresh, packing)
-                back = other.scan(given, z, other.out_norm, fresh, packing)
+                back = self.reverse(flip(x, packing), z, fresh, packing)
             o = o + flip(back, packing)
         return self.out_proj(o)
 

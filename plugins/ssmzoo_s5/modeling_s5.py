@@ -118,7 +118,8 @@ class S5Mixer(SSMMixer):
         else:
             own = list(self.parameters(recurse=False))
             pole, read_in, readout = self._derived.get(own, None, self._matrices)
-        drive = torch.view_as_complex(F.linear(u, read_in).view(*u.shape[:2], -1, 2))  # [B, L, N]
+        drive = F.linear(u, read_in).view(*u.shape[:2], len(read_in) // 2, 2)
+        drive = torch.view_as_complex(drive)  # [B, L, N]
         if self.config.irregular_steps:
             steps = state.shared["time_steps"].to(u.dtype).unsqueeze(-1)
             log_pole = pole * (steps * self.log_dt.exp())

@@ -39,3 +39,6 @@ class SpaceTimeConfig(SSMForecastingConfig):
         if self.preprocess and (self.norm_type != "none" or not self.residual or width % 8):
             rule = "preprocess needs norm_type 'none', residual True and hidden_size divisible by 8"
             raise ValueError(f"{rule}, got {self.norm_type!r}, {self.residual} and {width}")
+        for name in ("dropout", "drop_path_rate"):  # which would drop the residual path's part
+            if self.preprocess and (got := getattr(self, name)):
+                raise ValueError(f"preprocess needs {name} 0, got {got}; mixer_dropout may be more")

@@ -112,8 +112,11 @@ class Family:
                 f"{self.name} has no preset {preset!r}{suggestion(preset, self.presets)}; "
                 f"presets: {', '.join(sorted(self.presets))}"
             )
-        chosen = dict(self.presets[preset]) if preset is not None else {}
-        return self.config_class(**{**chosen, **fields})
+        others: Mapping[str, str] = self.config_class.attribute_map
+        given = {others.get(name, name) for name in fields}
+        chosen = self.presets[preset] if preset is not None else {}
+        kept = {name: value for name, value in chosen.items() if name not in given}
+        return self.config_class(**kept, **fields)
 
     @property
     def auto_classes(self) -> dict[str, type[PreTrainedConfig] | type[PreTrainedModel]]:

@@ -1061,11 +1061,21 @@ def test_a_classifier_goes_to_official_names_and_back(fields):
         assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
 
 
-def test_official_models_have_no_gated_output():
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block": "glu"}, "block='linear' only, got 'glu'"),
+        ({"directions": "both-shared"}, "directions='forward' only, got 'both-shared'"),
+        ({"residual": False}, "residual=True only, got False"),
+        ({"rms_norm_eps": 0.01}, r"rms_norm_eps=1e-05 only, got 0\.01"),
+    ],
+    ids=str,
+)
+def test_a_model_that_the_official_code_cannot_run_is_not_exported(fields, message):
     model = build(
-        torch.float32, FAMILY.sequence_classification_class, norm_type="batch", block="glu"
+        torch.float32, FAMILY.sequence_classification_class, norm_type="batch", **fields
     )
-    with pytest.raises(ValueError, match="block='linear' only, got 'glu'"):
+    with pytest.raises(ValueError, match=message):
         to_official(model.state_dict(), model.config)
 
 

@@ -156,6 +156,7 @@ def test_a_checkpoint_of_another_model_is_refused():
         {"norm_type": "layer"},
         {"prenorm": False},
         {"residual": False},
+        {"rms_norm_eps": 1e-2},
     ],
     ids=str,
 )

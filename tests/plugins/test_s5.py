@@ -286,6 +286,9 @@ def test_gradients_reach_steps_through_a_head_and_checkpointed_layers():
     assert float((high - low) / 2e-6) == pytest.approx(float(found[0][:, 3].sum()), rel=1e-6)
 
 
+IMAGES = {"image_size": 16, "pooling": "mean"}
+
+
 def test_bad_steps_are_one_error():
     irregular, regular = build(**IRREGULAR), build()
     ids, steps = draw(2, 5)
@@ -301,6 +304,10 @@ def test_bad_steps_are_one_error():
         regular(ids, time_steps=steps)
     with pytest.raises(ValueError, match="time_steps must be given"):
         irregular.generate(ids, max_new_tokens=2)
+    config = FAMILY.config_class(**{**FAMILY.tiny, **IRREGULAR, **IMAGES})
+    for kind in (FAMILY.image_classification_class, FAMILY.pair_classification_class):
+        with pytest.raises(ValueError, match=f"{kind.__name__} cannot give .* time_steps"):
+            kind(config)
 
 
 # --- presets -------------------------------------------------------------------------------------

@@ -285,6 +285,8 @@ def test_the_forecasting_preset_is_that_of_the_official_script():
 
 # --- bad input ----------------------------------------------------------------------------------
 
+PREPROCESSED = {"preprocess": True, "norm_type": "none"}
+
 
 @pytest.mark.parametrize(
     ("fields", "message"),
@@ -300,6 +302,8 @@ def test_the_forecasting_preset_is_that_of_the_official_script():
             {"preprocess": True, "norm_type": "none", "hidden_size": 12},
             "preprocess needs .* got 'none', True and 12",
         ),
+        ({**PREPROCESSED, "dropout": 0.1}, "preprocess needs dropout 0, got 0.1"),
+        ({**PREPROCESSED, "drop_path_rate": 0.1}, "preprocess needs drop_path_rate 0, got 0.1"),
         ({"block": "gated"}, "gated"),
         ({"kernel_init": "zeros"}, "zeros"),
     ],

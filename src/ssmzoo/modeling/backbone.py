@@ -410,7 +410,8 @@ class SSMModel(SSMPreTrainedModel):
             attention_mask: 1 for tokens, 0 for padding, ``[B, L]`` or, with a cache,
                 ``[B, past + L]``. Padding before or after a row's tokens does not change them.
             position_ids: ``[B, L]``; only used to find packed sequences: one begins where positions
-                do not go up by one, as in batches of transformers' flattening collator.
+                do not go up by one, as in batches of transformers' flattening collator. A cache's
+                sequence goes on with the first token, whatever its position.
             cache: The cache to go on from; updated in place.
             inputs_embeds: ``[B, L, D]`` instead of ``input_ids``.
             use_cache: Return a cache. Default: the configuration's, but never while training or for

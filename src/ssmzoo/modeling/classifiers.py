@@ -28,6 +28,14 @@ from ssmzoo.modeling.packing import PackedRow
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 
 
+def squared_error(found: Tensor, wanted: Tensor, counts: Tensor) -> Tensor:
+    """Return the mean squared error where it counts, 0 where none does."""
+    exact = torch.promote_types(torch.float32, found.dtype)  # of whose sums float16 has no numbers
+    counts = counts.expand_as(found)
+    error = torch.where(counts, found.to(exact) - wanted.nan_to_num().to(exact), 0)
+    return error.square().sum() / counts.sum().clamp(min=1)
+
+
 class _LinearClassifier(SSMPreTrainedModel):
     """A backbone and a linear map."""
 
@@ -231,8 +239,7 @@ class SSMForTokenClassification(_LinearClassifier):
         counts = ~labels.isnan()
         if real is not None:
             counts = counts & real.view(*labels.shape[:2], 1)
-        error = torch.where(counts, logits - labels.nan_to_num().to(logits.dtype), 0)
-        return error.square().sum() / counts.sum()
+        return squared_error(logits, labels, counts)
 
 
 class SSMForImageClassification(_LinearClassifier):
@@ -259,6 +266,7 @@ class SSMForImageClassification(_LinearClassifier):
                 f"{type(self).__name__} chooses one class: problem_type must be None or "
                 f"'single_label_classification', got {config.problem_type!r}"
             )
+        _refuse_token_inputs(type(self).__name__, config)
         super().__init__(config)
 
     def forward(
@@ -323,6 +331,7 @@ class SSMForPairClassification(SSMPreTrainedModel):
     accepts_loss_kwargs = False
 
     def __init__(self, config: SSMConfig) -> None:
+        _refuse_token_inputs(type(self).__name__, config)
         super().__init__(config)
         # transformers would guess by the class's name, and has no pairs
         self.loss_type = "ForSequenceClassification"
@@ -405,6 +414,15 @@ class SSMForPairClassification(SSMPreTrainedModel):
             loss=loss, logits=logits, hidden_states=outputs.hidden_states
         )
         return output if return_dict else output.to_tuple()
+
+
+def _refuse_token_inputs(name: str, config: SSMConfig) -> None:
+    if config.token_inputs:
+        raise ValueError(
+            f"{name} cannot give its backbone {', '.join(config.token_inputs)}, which this "
+            "configuration asks for with every token; turn that off, or take a classifier of "
+            "sequences or tokens"
+        )
 
 
 def _refuse_packing(kwargs: dict[str, Any]) -> None:

@@ -106,11 +106,11 @@ class SSMConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Refuse unknown fields, let transformers take its own, and check the rest.
+        """Refuse unknown fields, let transformers take its own, complete and check the rest.
 
         Raises:
             LookupError: A field that this configuration does not have.
-            ValueError: A field out of its range, or kernels from the Hub.
+            ValueError: A field out of its range or given twice, or kernels from the Hub.
         """
         for name in self._unknown(kwargs):
             raise LookupError(
@@ -122,11 +122,14 @@ class SSMConfig(PreTrainedConfig):
                     f"{name} must not be set, got {kwargs[name]!r}; remove it: these models run "
                     "their own kernels, none from the Hub"
                 )
+        for name in [name for name in kwargs if name in self.attribute_map]:
+            self._take(name, kwargs.pop(name))
         for field in dataclasses.fields(self):
             value = getattr(self, field.name, None)
             if type(value) is int and float in get_args(field.type):
                 setattr(self, field.name, float(value))
         self.check_sizes()
+        self.complete()
         _check_dtype(kwargs.get("torch_dtype") if self.dtype is None else self.dtype)
         for name in ("id2label", "label2id"):
             labels = kwargs.get(name, getattr(self, name, None))
@@ -137,6 +140,20 @@ class SSMConfig(PreTrainedConfig):
         # code of the checkpoint's own, by Auto class: TRL reads it, transformers writes into it
         self.auto_map: dict[str, str] = vars(self).get("auto_map") or {}
         self.check()
+
+    def _take(self, other: str, value: Any) -> None:
+        """Set a field by its other name, unless it has got another value by its own."""
+        name = self.attribute_map[other]
+        (field,) = (field for field in dataclasses.fields(self) if field.name == name)
+        given = getattr(self, name)
+        if given not in (field.default, value):
+            raise ValueError(
+                f"{other} is another name of {name}; give one of them, got {value!r} and {given!r}"
+            )
+        setattr(self, name, value)
+
+    def complete(self) -> None:
+        """Work out what was left open; a family that leaves something open overrides it."""
 
     def check_sizes(self) -> None:
         """Check that no integer field is too large for a tensor's size.

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.modeling_outputs import TokenClassifierOutput
 
 from ssmzoo.modeling.backbone import SSMMixer, SSMModel, refuse_cache
+from ssmzoo.modeling.classifiers import squared_error
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.layers import Dropout, Linear
 from ssmzoo.modeling.packing import PackedRow
@@ -50,6 +51,14 @@ class SSMDecoder(SSMMixer):
     """
 
     warm_up: int
+
+    def forward(  # a call, before which offloaded parameters are fetched
+        self, hidden_states: Tensor, packing: PackedRow | None, horizon: int | None = None
+    ) -> Any:
+        """Return :meth:`forecast`, without a horizon :meth:`open_loop`."""
+        if horizon is None:
+            return self.open_loop(hidden_states, packing)
+        return self.forecast(hidden_states, packing, horizon)
 
     def forecast(self, hidden_states: Tensor, packing: PackedRow | None, horizon: int) -> Tensor:
         """Map ``[B, L, D]`` to the ``[B, horizon, D]`` that follow, ``[S, horizon, D]`` if packed.
@@ -149,7 +158,7 @@ class SSMForForecasting(SSMPreTrainedModel):
         hidden = hidden.to(torch.promote_types(torch.float32, hidden.dtype))
         if packing:  # as one flat row
             hidden = hidden.flatten(0, 1)[None]
-        later = self.decoder.forecast(hidden, packing or None, steps)
+        later = self.decoder(hidden, packing or None, steps)
         if packing and packing.rows is not None:
             later = later[packing.rows]
         logits = self._read(later)
@@ -159,7 +168,7 @@ class SSMForForecasting(SSMPreTrainedModel):
                 raise ValueError(
                     f"labels must have shape {list(logits.shape)}, got {list(labels.shape)}"
                 )
-            loss = _squared_error(logits, labels, ~labels.isnan())
+            loss = squared_error(logits, labels, ~labels.isnan())
             if self.config.open_loop_weight:
                 assert input_values is not None
                 values = input_values.reshape(*hidden.shape[:2], -1)
@@ -178,7 +187,7 @@ class SSMForForecasting(SSMPreTrainedModel):
         self, hidden: Tensor, values: Tensor, packing: PackedRow | Literal[False]
     ) -> Tensor:
         """Return the errors of the next value and of the next input."""
-        output, expected = self.decoder.open_loop(hidden, packing or None)
+        output, expected = self.decoder(hidden, packing or None)
         later = torch.arange(1, hidden.shape[1], device=hidden.device)
         counts = later >= self.decoder.warm_up
         if packing:
@@ -186,11 +195,5 @@ class SSMForForecasting(SSMPreTrainedModel):
             counts = later - packing.offsets[packing.numbers()[1:]] >= self.decoder.warm_up
             counts = counts if real is None else counts & real[1:]
         counts = counts[None, :, None]
-        error = _squared_error(self._read(output[:, :-1]), values[:, 1:], counts)
-        return error + _squared_error(expected[:, :-1], hidden[:, 1:], counts)
-
-
-def _squared_error(found: Tensor, wanted: Tensor, counts: Tensor) -> Tensor:
-    counts = counts.expand_as(found)
-    error = torch.where(counts, found - wanted.nan_to_num().to(found.dtype), 0)
-    return error.square().sum() / counts.sum().clamp(min=1)
+        error = squared_error(self._read(output[:, :-1]), values[:, 1:], counts)
+        return error + squared_error(expected[:, :-1], hidden[:, 1:], counts)

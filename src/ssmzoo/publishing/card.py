@@ -42,7 +42,7 @@ from ssmzoo.publishing.card_facts import (
     recorded,
     scored_model,
 )
-from ssmzoo.publishing.hub import CARD, EVAL_RESULTS
+from ssmzoo.publishing.hub import CARD, ENTRIES
 from ssmzoo.publishing.papers import paper_table, rows_of
 
 if TYPE_CHECKING:
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
 MARKER = "Rendered by `ssmzoo card` from measured results; edits are lost when it runs again."
 
-_ENTRIES = "ssmzoo.yaml"  # in the folder that the Hub's leaderboards read
 _MANY = 4  # other models whose scores stand in a table in any case
 # What a person decided about the model survives a new rendering.
 _KEPT = ("license", "license_name", "license_link", "language", "datasets", "base_model")
@@ -73,6 +72,8 @@ _ARCHITECTURE = (
 # What every configuration of a family names, and a block without a convolution does not have.
 _OF_CONVOLUTIONS = ("Expansion", "Convolution width")
 _OF_IMAGES = ("Image size", "Patch size")
+# of which PEFT refuses the output projection and the convolution
+_MAMBAS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 _OF_TEXT = ("Vocabulary", "Tied embeddings")
 
 
@@ -145,13 +146,13 @@ def render_card(
             facts.write(parts.enter_context(appears_whole(target.with_suffix(".json"))))
         entries = None if alone else _eval_results(own)
         if entries:
-            beside = target.parent / EVAL_RESULTS / _ENTRIES
+            beside = target.parent / ENTRIES
             with writing(beside):
                 beside.parent.mkdir(exist_ok=True)
             write_text(parts.enter_context(appears_whole(beside)), entries)
         write_text(parts.enter_context(appears_whole(target)), text)
     if not alone and not entries:
-        (target.parent / EVAL_RESULTS / _ENTRIES).unlink(missing_ok=True)  # of former weights
+        (target.parent / ENTRIES).unlink(missing_ok=True)  # of former weights
     return target
 
 
@@ -239,7 +240,7 @@ def _render(
     family = family_of(facts.config)
     encoder = _is_encoder(facts.config)
     words = family_words(family.name, encoder=encoder) if family else None
-    targets = [x for x in family.lora_targets if x in facts.modules] if family else []
+    targets = _lora_targets(family, facts)
     card = ModelCard.from_template(
         _metadata(name, family, own, kept, head),
         template_str=share("model_cards/template.md").read_text(encoding="utf-8"),
@@ -265,6 +266,16 @@ def _render(
         recipe=_fenced("yaml", facts.recipe.strip()) if facts.recipe else None,
     )
     return without_credentials(str(card).rstrip()) + "\n"
+
+
+def _lora_targets(family: Family | None, facts: CardFacts) -> list[str]:
+    """Return the modules to adapt; none for a model whose linear layers PEFT takes all."""
+    if family:
+        return [name for name in family.lora_targets if name in facts.modules]
+    if facts.config.get("model_type") not in _MAMBAS:
+        return []
+    projections = {name for name in facts.modules if name.endswith("_proj")}
+    return sorted(projections - {"out_proj", "dt_proj"})
 
 
 def _is_encoder(config: Mapping[str, Any]) -> bool:

@@ -250,12 +250,13 @@ def _with_buffers(program: ExportedProgram) -> nn.Module:
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = model.training
+    training = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        for module, was in training:
+            module.training = was
 
 
 @contextlib.contextmanager

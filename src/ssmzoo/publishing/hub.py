@@ -34,6 +34,7 @@ from ssmzoo.checkpoints.trust import refuse_paths
 from ssmzoo.checkpoints.weights import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
+    GOLDEN,
     NO_WEIGHTS,
     OPTIMIZER,
     STATE,
@@ -56,8 +57,10 @@ logger = logging.getLogger(__name__)
 
 CARD = "README.md"
 EVAL_RESULTS = ".eval_results"  # what the Hub's leaderboards read
+ENTRIES = f"{EVAL_RESULTS}/ssmzoo.yaml"  # ours there
 
 _CONFIGURATION = ("config.json", "generation_config.json", "preprocessor_config.json")
+_OF_WEIGHTS = {*_CONFIGURATION, GOLDEN, ENTRIES}  # untrue beside others
 _TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -661,11 +664,13 @@ class _Refused(Exception):
 
 def _refuse_other_weights(remote: Iterable[str], plan: _Plan, repository: str) -> None:
     # A loader takes model.safetensors before an index: stale weights would win over new shards.
-    stale = {
+    remote = {*remote}
+    weights = {
         name
-        for name in remote
+        for name in remote - NO_WEIGHTS
         if (name.endswith(".safetensors") or name == WEIGHTS_INDEX) and "/" not in name
-    } - {*NO_WEIGHTS, *plan.sources}
+    }
+    stale = (weights | remote & _OF_WEIGHTS) - plan.sources.keys()
     if stale:
         raise _Refused(
             f"{repository} already holds {listed(stale)}, which this model does not replace; "

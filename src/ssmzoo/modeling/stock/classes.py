@@ -59,6 +59,12 @@ class Accelerated:
 
     stock_class: type[nn.Module]
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Make a stock module: a class is not accelerated, what it made is."""
+        made: Any = self
+        made.__class__ = self.stock_class
+        made.__init__(*args, **kwargs)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return how to make the module again: pickle cannot find a class made at run time."""
         kept = {name: held for name, held in self.__dict__.items() if name != decoding.KEPT_AS}
@@ -369,7 +375,7 @@ def _block(stock: type[nn.Module]) -> dict[str, Any]:
         now = call.packing, call.passing
         if now != (None, None):  # for when checkpointing calls the forward again, alone
             kwargs["told_by_call"] = now
-        return nn.Module.__call__(self, *args, **kwargs)
+        return stock.__call__(self, *args, **kwargs)  # before 5.23 it checkpoints
 
     @functools.wraps(stock_forward)
     def forward(self: Any, *args: Any, told_by_call: Any = None, **kwargs: Any) -> Any:
