@@ -43,6 +43,15 @@ def reads(program, model, portions):
 SLOW = ("bmojo", "rtf", "spiral", "window")
 
 
+def test_what_evaluates_goes_on_doing_so_after_an_export():
+    family = load_family("longhorn")
+    model = family.causal_lm_class(family.config(**family.tiny)).train()
+    model.model.layers[0].eval()
+    before = [module.training for module in model.modules()]
+    initial_states(model, 2)
+    assert [module.training for module in model.modules()] == before
+
+
 @pytest.mark.parametrize(
     "name",
     ["coffee", "dss", "gru", "longhorn", *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)],

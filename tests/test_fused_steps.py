@@ -18,8 +18,11 @@ from torch.nn.utils.parametrize import register_parametrization
 from ssmzoo import load_family
 from ssmzoo.modeling import UnservedError
 from ssmzoo.modeling.decoding import KEPT_AS
+from ssmzoo.testing.forms import check_fused_steps
+from ssmzoo.testing.subject import NotApplicable, Subject
 from ssmzoo_kernels import use_backend
 from ssmzoo_kernels.dispatch import watch
+from ssmzoo_longhorn.modeling_longhorn import LonghornMixer
 
 # what PEFT calls of transformers that it will drop
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
@@ -313,3 +316,24 @@ def test_a_mixer_with_another_forward_goes_by_that() -> None:
     assert LonghornMixer.writes_tokens
     assert not Halved.writes_tokens
     assert not Written.writes_tokens
+
+
+def test_the_kit_tells_a_wrong_program_from_one_that_is_not_there(monkeypatch: Any) -> None:
+    family = load_family("longhorn")
+    right = LonghornMixer.write_token
+
+    def larger(self: Any, program: Any, *given: Any) -> Any:
+        y = right(self, program, *given)
+        return program.linear(y, 1.5 * torch.eye(y.width, dtype=program.dtype))
+
+    def mistyped(self: Any, program: Any, parts: Any, x: Any, states: Any) -> Any:
+        return parts.linear(program, x, "in_prj")
+
+    monkeypatch.setattr(LonghornMixer, "write_token", larger)
+    with pytest.raises(AssertionError, match="write_token: its program gave other numbers"):
+        check_fused_steps(Subject(family))
+    monkeypatch.setattr(LonghornMixer, "write_token", mistyped)
+    with pytest.raises(
+        NotApplicable, match="layer by layer: .* LonghornMixer has no layer 'in_prj'"
+    ):
+        check_fused_steps(Subject(family))

@@ -115,7 +115,7 @@ def test_other_names_of_fields_come_before_what_follows_from_them(name):
     plain = family.config(hidden_size=192, num_hidden_layers=3, vocab_size=9)
     assert named.to_dict() == plain.to_dict()
     assert family.config(next(iter(family.presets)), d_model=384).hidden_size == 384
-    with pytest.raises(ValueError, match="d_model is another name of hidden_size; .* 32 and 16"):
+    with pytest.raises(ValueError, match=r"d_model is another name of hidden_size; .* 32 and 16"):
         family.config(hidden_size=16, d_model=32)
     if name == "dss":
         assert not family.config(version="softmax").use_cache

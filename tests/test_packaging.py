@@ -1,5 +1,6 @@
 """The wheel, as a user gets it: what is in it, and that it works away from the checkout."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -203,9 +204,12 @@ for name in families():
 
 
 def test_shipped_files_are_found_from_an_installed_wheel(installed):
-    code = """
+    texts = [path.read_text(encoding="utf-8") for path in ROOT.glob("src/ssmzoo/**/*.py")]
+    names = {name for text in texts for name in re.findall(r'share\("([^"]+)"\)', text)}
+    assert {"eval/tasks", "eval/zoo.yaml", "model_cards/adapter.md"} <= names
+    code = f"""
 from ssmzoo.files import share
-for name in ("eval/tasks", "eval/suites", "eval/recipes", "model_cards/template.md"):
+for name in {sorted(names)}:
     print(share(name))
 """
     assert all(path.startswith(str(installed.folder)) for path in python(installed, code).split())

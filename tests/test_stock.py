@@ -428,6 +428,8 @@ def test_copies_pickles_and_checkpoints(model_type: str, tmp_path: Any) -> None:
         model.save_pretrained(tmp_path)
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
         assert not any(isinstance(module, Accelerated) for module in loaded.modules())
+        loaded = type(model).from_pretrained(tmp_path).eval()  # as trainers do
+        assert not any(isinstance(module, Accelerated) for module in loaded.modules())
         assert distance(loaded(x, use_cache=False).logits, stock) <= 1e-6
         ssmzoo.restore(model)
         assert [type(module) for module in model.modules()] == classes

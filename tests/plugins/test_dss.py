@@ -1072,9 +1072,7 @@ def test_a_classifier_goes_to_official_names_and_back(fields):
     ids=str,
 )
 def test_a_model_that_the_official_code_cannot_run_is_not_exported(fields, message):
-    model = build(
-        torch.float32, FAMILY.sequence_classification_class, norm_type="batch", **fields
-    )
+    model = build(torch.float32, FAMILY.sequence_classification_class, norm_type="batch", **fields)
     with pytest.raises(ValueError, match=message):
         to_official(model.state_dict(), model.config)
 

@@ -34,6 +34,8 @@ _ROUNDING = {
 }
 
 
+GAVE_OTHER_NUMBERS = "its program gave other numbers than its forward"
+
 T = TypeVar("T")
 
 
@@ -45,10 +47,15 @@ class State(NamedTuple):
 
 
 class UnservedError(Exception):
-    """The module has something that no program is written for; ``lasts``: whether still so."""
+    """The module has something that no program is written for.
 
-    def __init__(self, lasts: Callable[[], bool] = lambda: True) -> None:
-        super().__init__()
+    Args:
+        lasts: Tells whether that is still so.
+        why: What it is.
+    """
+
+    def __init__(self, lasts: Callable[[], bool] = lambda: True, why: str = "") -> None:
+        super().__init__(why)
         self.lasts = lasts
 
 
@@ -88,7 +95,7 @@ class ModuleParts:
     def _take(self, owner: nn.Module, name: str) -> nn.Module:
         layer = owner._modules.get(name)
         if layer is None:
-            raise UnservedError
+            raise UnservedError(why=f"{type(owner).__name__} has no layer {name!r}")
         if is_watched(layer):
             raise UnservedError(lambda: owner._modules.get(name) is layer and is_watched(layer))
         self._held.append((owner._modules, name, layer))
@@ -271,6 +278,7 @@ class Decoding:
 
     step: _Step | None = None
     refused: Callable[[Tensor], bool] | None = None  # whether an input is still its own code's
+    why: str | None = None  # in words; None while a program serves it, or none was tried
     offset: float | None = None  # of a norm's weight, NaN if it is another norm: see ``norms``
 
     def __reduce__(self) -> Any:
@@ -429,17 +437,19 @@ def _prove(
         try:
             step = _Step(module, writer, x, states, y, matrices)
         except UnservedError as error:
+            known.why = f"no program is written for it: {error}".removesuffix(": ")
             lasting.append(error.lasts)
             continue
         changed = [state.clone() for state in before]
         ours = step(x, changed)
         pairs = zip((ours, *changed), (y, *after()), strict=True)
         if all(agree(a, b, matrices) for a, b in pairs):
-            known.step, known.refused = step, None
+            known.step, known.refused, known.why = step, None, None
             return ours, changed
         differs = True
         lasting.append(step.parts.unchanged)
     if differs:
+        known.why = GAVE_OTHER_NUMBERS
         _log.info("%s decodes by its own code: programs gave other numbers", type(module).__name__)
     kind = x.dtype
     if len(lasting) == 1:

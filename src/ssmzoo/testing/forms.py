@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import DataCollatorWithFlattening
 
 from ssmzoo.modeling import SSMForCausalLM, add_state_adapter, load_state_adapter
+from ssmzoo.modeling.decoding import GAVE_OTHER_NUMBERS, KEPT_AS
 from ssmzoo.testing.subject import (
     BUDGETS,
     FLOAT32_LOSS,
@@ -241,7 +242,11 @@ def check_fused_steps(subject: Subject) -> Measured:
             with watch() as ran:
                 fused = _in_tokens(model, ids)
             if ("token_step", "cpu") not in ran:
-                raise NotApplicable("its tokens go layer by layer, or no C compiler is here")
+                known = [m.__dict__[KEPT_AS].why for m in model.modules() if KEPT_AS in m.__dict__]
+                reasons = {why for why in known if why is not None}
+                require(GAVE_OTHER_NUMBERS not in reasons, f"write_token: {GAVE_OTHER_NUMBERS}")
+                why = "; ".join(sorted(reasons)) or "no write_token, or no C compiler is here"
+                raise NotApplicable(f"its tokens go layer by layer: {why}")
             with use_backend("eager"):
                 layered = _in_tokens(model, ids)
             measured.compare(f"{dtype} logits of {rows} rows", fused, layered, budget)
