@@ -26,6 +26,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Mamba2Config, Mamba2ForCausalLM
 
 import ssmzoo.auto
+from ssmzoo.files import write_folder
 from ssmzoo.modeling import add_state_adapter
 from ssmzoo_kernels.machine import hardware
 
@@ -133,7 +134,7 @@ def base(name, runs, found):
             fields = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 256}
             model = family.causal_lm_class(family.config(**fields))
         train(model, "code", found, BASE_RATE, 0, BASE_STEPS)
-        model.save_pretrained(folder)
+        write_folder(folder, model.save_pretrained)
     model = AutoModelForCausalLM.from_pretrained(folder)
     if name == "mamba2":
         ssmzoo.accelerate(model)

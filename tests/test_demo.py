@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -285,3 +286,15 @@ def test_a_folder_that_is_no_demo_is_left_alone_and_a_text_too_short_is_named(tm
     arguments = ["--text", str(tmp_path / "short.txt"), "--output", str(tmp_path / "demo")]
     assert demo.demo(arguments) == 2
     assert "TEXT must hold some thousand characters" in capsys.readouterr().err
+
+
+def test_a_text_of_one_long_line_is_cut_too(tmp_path):
+    text = tmp_path / "text8"
+    text.write_text("word " * 40_000)
+    stages.split_text([str(text)], tmp_path / "parts")
+    parts = {
+        name: [path.read_text() for path in sorted((tmp_path / "parts" / name).iterdir())]
+        for name in ("train", "held-out")
+    }
+    assert sum(map(len, chain(*parts.values()))) == 200_000
+    assert 0 < sum(map(len, parts["held-out"])) < 100_000

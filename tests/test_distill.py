@@ -14,6 +14,7 @@ from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.distillation import fit as fitting
 from ssmzoo.distillation.distill import REPORT, distill
 from ssmzoo.distillation.fit import ModalFit, fit_modal, fit_rational
+from ssmzoo.modeling import add_state_adapter
 from ssmzoo_rtf import RTFConfig, RTFForCausalLM
 
 TINY = {"vocab_size": 31, "hidden_size": 6, "num_hidden_layers": 2, "d_conv": 3}
@@ -292,3 +293,30 @@ def test_impossible_distillations_are_refused(tmp_path):
         with pytest.raises(ValueError, match="output_dir must be a new or an empty folder"):
             distill(hyena(), 4, output_dir=folder)
     assert mine.read_text() == "mine"
+
+
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)  # peft
+def test_what_was_put_on_a_model_is_not_lost_in_silence(tmp_path):
+    peft = pytest.importorskip("peft")
+    hyena().save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=2, target_modules=["in_proj"], init_lora_weights=False)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    adapted = peft.get_peft_model(base, config)
+    with pytest.raises(TypeError, match=r"PeftModel; merge .* model\.merge_and_unload\(\)"):
+        distill(adapted, 4, steps=0)
+    adapted.save_pretrained(tmp_path / "lora")
+    for given in (tmp_path / "lora", base):
+        with pytest.raises(TypeError, match=r"own weights alone.*model\.merge_and_unload\(\)"):
+            distill(given, 4, steps=0, output_dir=tmp_path / "small")
+    started = hyena()
+    started = distill(started, 4, steps=0)[0]
+    add_state_adapter(started)
+    with pytest.raises(TypeError, match=r"remove_state_adapter\(model\)"):
+        distill(started, 2, steps=0, length=20)
+    merged = adapted.merge_and_unload()
+    student, _ = distill(merged, 4, steps=0)
+    for name, weight in student.state_dict().items():
+        if name.endswith("in_proj.weight"):
+            assert torch.equal(weight, merged.state_dict()[name])

@@ -29,10 +29,12 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutput
 
+from ssmzoo import accelerate, load_family
 from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.evaluation import evaluate as evaluation
 from ssmzoo.evaluation.evaluate import evaluate, load_suite, suites
 from ssmzoo.evaluation.results import merge, read_results, write_results
+from ssmzoo.evaluation.scoring import _settings
 from ssmzoo.evaluation.suites import Suite, average_score
 from ssmzoo.evaluation.text import text_documents
 from ssmzoo.tasks import symbol_tokenizer
@@ -105,6 +107,12 @@ MAMBA2 = Mamba2Config(
 LLAMA = LlamaConfig(**TINY, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2)
 
 
+def softmax():
+    family = load_family("dss")
+    family.register()
+    return family.config(**TINY, kernel_variant="softmax")
+
+
 def save(folder, config, tokenizer=None):
     torch.manual_seed(0)
     network = AutoModelForCausalLM.from_config(config)
@@ -124,6 +132,8 @@ def models(tmp_path_factory):
     recipes = {
         "mamba2": lambda: (MAMBA2,),
         "llama": lambda: (LLAMA,),
+        # a kernel that the length of a row changes
+        "softmax": lambda: (softmax(),),
         **{r: lambda r=r: (RuleConfig(rule=r),) for r in ("recall", "off_by_one", "even")},
         **{
             f"{r}_symbols": lambda r=r: (RuleConfig(rule=r, vocab_size=40), symbols)
@@ -332,15 +342,37 @@ def test_loglikelihoods_do_not_depend_on_the_batch_size(config):
     assert np.abs(by_eight - alone).max() < 1e-4
 
 
+def test_whole_texts_are_read_from_a_state_and_score_as_in_one_piece():
+    from ssmzoo.evaluation.scorer import Scorer, tamed
+
+    torch.manual_seed(0)
+    _, rolling = ragged_requests()
+    zoo = load_family("longhorn")
+    zoo = zoo.causal_lm_class(zoo.config(**{**zoo.tiny, "vocab_size": 259}))
+    stock = accelerate(AutoModelForCausalLM.from_config(MAMBA2)).model
+    for network in (zoo.eval(), stock.eval()):
+        with tamed():
+            lm = Scorer(network, byte_tokenizer(), batch_size=3)
+            assert lm.reads_any_length()
+            once = lm.loglikelihood_rolling(rolling)
+            lm._DEFAULT_MAX_LENGTH, lm.whole = 16, True
+            assert lm.loglikelihood_rolling(rolling) == pytest.approx(once, rel=1e-5)
+    llama = AutoModelForCausalLM.from_config(LLAMA)
+    with tamed():
+        assert not Scorer(llama, byte_tokenizer(), batch_size=1).reads_any_length()
+
+
 def test_a_model_that_sees_padding_depends_on_the_batch_size():
     config = RuleConfig(rule="padding")
     assert np.abs(loglikelihoods(config, 8) - loglikelihoods(config, 1)).max() > 1e-2
 
 
-@pytest.mark.parametrize("model", ["mamba2", "llama"])
+@pytest.mark.parametrize("model", ["mamba2", "llama", "softmax"])
 def test_scores_do_not_depend_on_the_batch(models, tmp_path, model):
-    text = tmp_path / "text.txt"
-    text.write_text("words of several lengths; " * 300)
+    text = tmp_path / "text"
+    text.mkdir()
+    for size in (7, 30, 100, 7800):
+        (text / f"{size}.txt").write_text(("words of several lengths; " * 300)[:size])
     found = []
     for size in (1, 3, 8):
         path = evaluate(
@@ -553,10 +585,25 @@ def test_a_score_of_another_text_is_replaced_with_a_warning(caplog):
     assert line.startswith("replaced bits of b with {'text': 'a.txt'} by one with {'text': 'c")
 
 
+def test_settings_tell_texts_and_problems_apart():
+    text = {"version": 1.0, "window": 512, "text": "some/a.txt", "text_sha256": "12ab"}
+    problem = {"version": 1.0, "problem": "memorization", "arguments": {"dictionary": 3}}
+    for name, metadata, shown in (
+        ("ssmzoo_bits_per_byte_512", text, {**text, "text": "a.txt"}),
+        ("mine", {**problem, "text": "some/a.txt"}, problem),
+    ):
+        assert _settings(name, metadata) == shown
+
+
 def test_scores_of_another_model_under_the_same_name_are_refused():
     new = {**RESULTS, "model": {**RESULTS["model"], "revision": "2", "source": "b/m"}}
     with pytest.raises(ValueError, match="of another model, 'a/m'"):
         merge(RESULTS, new)
+    unknown = {**RESULTS, "model": {**RESULTS["model"], "revision": None}}
+    other = {**RESULTS, "model": {**RESULTS["model"], "revision": None, "source": "b/m"}}
+    with pytest.raises(ValueError, match="of another model, 'a/m'"):
+        merge(unknown, other)
+    assert merge(unknown, unknown) == unknown
 
 
 def test_kept_scores_keep_their_own_versions_through_several_calls():
@@ -624,7 +671,11 @@ def test_an_unwritable_output_folder_is_refused_before_scoring(models, tmp_path)
         ({"dtype": "float31"}, ValueError, "did you mean 'float32'"),
         ({"device": "gpu"}, ValueError, "device must be one that torch can use here"),
         ({"name": "a/b"}, ValueError, "name must be letters"),
+        ({"seed": 2**33}, ValueError, "seed must be between 0 and 4294967295, got 8589934592"),
+        ({"seed": -1}, ValueError, "seed must be between 0 and 4294967295, got -1"),
         ({"tasks": ["ssmzoo_bits_per_byte"]}, ValueError, "needs text"),
+        ({"tasks": ["ssmzoo_bits_per_byte_512"]}, ValueError, r"_512' needs text, .* \(--text\)"),
+        ({"suite": "zoo-context"}, ValueError, r"needs text, .* \(--text\)"),
         ({"text": "no such file"}, ValueError, "there is none at 'no such file'"),
         ({"suite": "zoo-recal"}, LookupError, "no suite named 'zoo-recal'; did you mean 'zoo-rec"),
         ({"tasks": ["ssmzoo_mqar"]}, ValueError, "written in symbols"),
@@ -795,6 +846,9 @@ def test_the_tables_of_bmojo_name_tasks_that_run(models, tmp_path, monkeypatch):
     found = {row["task"]: row["metric"] for row in read_results(path)["results"]}
     assert found.items() <= BMOJO["bmojo-table2"].items()
     assert set(found) == set(tasks)
+    for name, own in (("mamba2", {"whole": True}), ("llama", {"window_tokens": 2048})):
+        path = evaluate(models(name), tasks=tasks[:1], output_dir=tmp_path, name=name)
+        assert scores(path)["ssmzoo_pg19", "bits_per_byte"]["settings"] == {"version": 1.0, **own}
 
 
 def test_table2_names_lm_evals_tasks_and_scores_each_by_the_papers_metric(
@@ -845,6 +899,36 @@ def test_a_suite_file_that_states_no_metric_is_refused(tmp_path, content):
     path.write_text(content)
     with pytest.raises(ValueError, match=r"must be an lm-eval group|must hold 'task'"):
         load_suite(str(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("task: [{task: 7, metric_list: [{metric: acc}]}]", "task must be a name, got 7"),
+        ("task: [{task: a, metric_list: acc}]", "metric_list of 'a' must be a list .* got 'acc'"),
+        ("task: [{task: a, metric_list: [acc]}]", r"metric_list of 'a' must be .* got \['acc'\]"),
+        ("task: [{task: a, metric_list: [{aggregation: mean}]}]", "each with 'metric', got"),
+        (
+            "task: [{task: a, metric_list: [{metric: b}]}, {task: a, metric_list: [{metric: c}]}]",
+            "names task 'a' twice",
+        ),
+        ("task: [{task: a, metric_list: [{metric: b}]}]\nmetadata: [1]", r"a mapping, got \[1\]"),
+    ],
+)
+def test_a_wrong_entry_of_a_suite_is_named_with_its_file(tmp_path, content, message):
+    path = tmp_path / "s.yaml"
+    path.write_text(f"group: x\n{content}")
+    with pytest.raises(ValueError, match=message) as caught:
+        load_suite(str(path))
+    assert "s.yaml" in str(caught.value)
+
+
+def test_a_suites_entry_names_no_tag_of_several_tasks(models, tmp_path):
+    path = tmp_path / "s.yaml"
+    metric = "{metric: acc, aggregation: mean, higher_is_better: true}"
+    path.write_text(f"group: x\ntask: [{{task: ssmzoo_text, metric_list: [{metric}]}}]")
+    with pytest.raises(ValueError, match="suite 'x': 'ssmzoo_text' is a tag of several tasks"):
+        evaluate(models("recall"), suite=str(path), output_dir=tmp_path / "out")
 
 
 def test_a_suite_file_that_is_no_yaml_is_refused(tmp_path):

@@ -334,6 +334,6 @@ def test_the_kit_tells_a_wrong_program_from_one_that_is_not_there(monkeypatch: A
         check_fused_steps(Subject(family))
     monkeypatch.setattr(LonghornMixer, "write_token", mistyped)
     with pytest.raises(
-        NotApplicable, match="layer by layer: .* LonghornMixer has no layer 'in_prj'"
+        NotApplicable, match=r"layer by layer: .* LonghornMixer has no layer 'in_prj'"
     ):
         check_fused_steps(Subject(family))

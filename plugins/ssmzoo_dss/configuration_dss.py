@@ -102,7 +102,7 @@ class DSSConfig(SSMConfig):
 
     @property
     def decodable(self) -> bool:
-        """Whether the kernel is the same however long the input is, so that a state can go on."""
+        """Whether the kernel is the same however long the input is."""
         free = self.kernel_norm_length is None and self.max_kernel_length is None
         return self.kernel_variant != "softmax" or not free
 

@@ -168,11 +168,18 @@ def parameter_count(tensors: Tensors) -> int:
 
 
 def weights_revision(folder: Path) -> str:
-    """Return a digest of a saved model's configuration and weights, ``sha256:`` and 16 digits."""
+    """Return a digest of a saved model's configuration and weights, ``sha256:`` and 16 digits.
+
+    That of an adapter of PEFT counts its base, if that is a folder.
+    """
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if _OF_THE_MODEL.fullmatch(path.name):
             digest.update(bytes.fromhex(file_digest(path)))
+    if (folder / "adapter_config.json").is_file():
+        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+        if isinstance(base, str) and Path(base, "config.json").is_file():
+            digest.update(weights_revision(Path(base)).encode())
     return f"sha256:{digest.hexdigest()[:16]}"
 
 

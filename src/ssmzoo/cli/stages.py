@@ -127,9 +127,10 @@ def split_text(sources: Sequence[str], target: Path) -> None:
 
 
 def pieces(content: str) -> list[str]:
-    """Cut a long document at line ends into pieces of about ``PIECE`` characters."""
+    """Cut a long document at line ends, and lines that are longer, into pieces of ``PIECE`` up."""
     cut, size = [[]], 0
-    for line in content.splitlines(keepends=True):
+    whole = content.splitlines(keepends=True)
+    for line in (part[i : i + PIECE] for part in whole for i in range(0, len(part), PIECE)):
         if size > PIECE:
             cut.append([])
             size = 0

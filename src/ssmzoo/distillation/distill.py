@@ -104,8 +104,8 @@ def distill(
     Raises:
         ValueError: An order or length that does not fit, or the folder holds something.
         LookupError: No such kind, or the Hub has no such model.
-        TypeError: The model's family has no long filters that could be replaced, or a number that
-            is not whole.
+        TypeError: The model's family has no long filters that could be replaced, it has adapters or
+            other parts that its class has not, or a number is not whole.
     """
     import torch
 
@@ -129,6 +129,7 @@ def distill(
         if output_dir is not None:
             tokenizer = _tokenizer(source, folder)
     mixers = _mixers(teacher)
+    _require_own_weights(teacher)
     taps = getattr(teacher.config, "taps", None)
     count = taps if length is None else length
     if count is None:
@@ -177,12 +178,30 @@ def _tokenizer(source: str, folder: Path | None) -> PreTrainedTokenizerBase | No
 def _mixers(model: Any) -> list[Any]:
     wanted = ("kernel", "gain", "set_filters", "set_modes")
     mixers = [m for m in model.modules() if all(hasattr(m, name) for name in wanted)]
+    if hasattr(model, "get_base_model"):
+        raise TypeError(
+            f"distill needs a model with its own weights alone, got a {type(model).__name__}; "
+            "merge its adapter first: model.merge_and_unload()"
+        )
     if not mixers or not hasattr(model.config, "distilled") or not model.config.causal:
         raise TypeError(
             "distill needs a causal model with long filters, e.g. of the preset 'hyena-125m', got "
             f"{type(model).__name__} of type {model.config.model_type!r}"
         )
     return mixers
+
+
+def _require_own_weights(model: Any) -> None:
+    import torch
+
+    with torch.device("meta"):
+        plain = type(model)(model.config)
+    if strange := sorted(model.state_dict().keys() ^ plain.state_dict().keys()):
+        raise TypeError(
+            f"distill needs a {type(model).__name__} with its own weights alone, got one that "
+            f"differs in {strange[0]} and {len(strange) - 1} others; merge an adapter first "
+            "(model.merge_and_unload()), or remove_state_adapter(model)"
+        )
 
 
 def _errors(teacher: Any, student: Any, count: int) -> tuple[float, ...]:

@@ -104,6 +104,8 @@ def evaluate(
     for argument, value in (("batch_size", batch_size), ("limit", limit)):
         if value is not None and value < 1:
             raise ValueError(f"{argument} must be at least 1, got {value}")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be between 0 and {2**32 - 1}, got {seed}")
     check_dtype(dtype)
     folder = model_folder(model)
     metadata: dict[str, Any] = {"seed": seed}
@@ -140,6 +142,8 @@ def evaluate(
         check_vocabulary(network, tokenizer)
         choose_kernels(network, stock)
         started = None if adapter is None else load_state_adapter(adapter, network).digest()
+        if not getattr(network.config, "decodable", True):
+            batch_size = 1  # its rows' padding would count
         lm = scorer.Scorer(network, tokenizer, batch_size=batch_size)
         results: Results = {
             "model": {
@@ -229,13 +233,15 @@ def _plan(
     names = list(dict.fromkeys(tasks))
     if text is not None and TEXT_TASK not in names:
         names.append(TEXT_TASK)
-    if text is None and TEXT_TASK in names:
-        raise ValueError(f"task {TEXT_TASK!r} needs text, a file or folder to score")
+    found = load_suite(suite) if suite is not None else None
+    for task in [*names, *(found.metrics if found else [])]:
+        if text is None and task.startswith(TEXT_TASK):
+            raise ValueError(f"task {task!r} needs text, a file or folder to score (--text)")
     if not names and suite is None:
         raise ValueError(
             f"nothing to score: give tasks, a suite or a text; suites: {', '.join(suites())}"
         )
-    return names, load_suite(suite) if suite is not None else None
+    return names, found
 
 
 def _results_file(output_dir: str | Path, name: str) -> Path:

@@ -185,7 +185,8 @@ def write_results(path: str | Path, results: Results) -> None:
 def require_same_model(earlier: Results, new: Results) -> None:
     """Fail if scores of one name are of two models; one model's may be of other weights."""
     old, now = earlier["model"], new["model"]
-    if old["revision"] != now["revision"] and old["source"] != now["source"]:
+    unequal = old["revision"] != now["revision"] or now["revision"] is None
+    if unequal and old["source"] != now["source"]:
         raise ValueError(
             f"results named {now['name']!r} are of another model, {old['source']!r}; "
             f"give those of {now['source']!r} another name"

@@ -21,12 +21,16 @@ from typing import Any
 
 import lm_eval
 import lm_eval.api.task
+import torch
 import torch.distributed as dist
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import resolve_max_length
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
+
+from ssmzoo.modeling.cache import reader_of
+from ssmzoo.modeling.compat import CACHE
 
 LOG = logging.getLogger("ssmzoo")
 # what lm-eval warns of in every run like ours, where nothing is wrong
@@ -77,10 +81,11 @@ def shared_answers(
 
 
 class Scorer(HFLM):
-    """lm-eval's ``HFLM`` around a loaded model, with four differences.
+    """lm-eval's ``HFLM`` around a loaded model, with five differences.
 
     Log-softmax is float32 whatever the weights are; a tokenizer that opens every text with BOS is
-    not charged for predicting it in rolling scores; progress bars keep to terminals; requests are
+    not charged for predicting it in rolling scores; where a task asks for whole texts, a model
+    that reads any length does, its state carried on; progress bars keep to terminals; requests are
     shared among the processes that a launcher started. lm-eval itself does not know of the others:
     every process gets all answers.
     """
@@ -96,6 +101,13 @@ class Scorer(HFLM):
             softmax_dtype="float32",
         )
         self._silent = not sys.stderr.isatty()
+        self.whole = False  # whether the texts of the next task are read whole
+
+    def reads_any_length(self) -> bool:
+        """Tell whether the model declares no limit and goes on from a state of any text."""
+        limit = resolve_max_length(self.config, self.tokenizer, default=0)
+        keeps = getattr(self.config, "decodable", True)
+        return not limit and keeps and getattr(self.model, "prompt_reader", None) is not None
 
     def make_room(self, tokens: int) -> None:
         """Let prompts be as long as a task needs where the model declares no limit of its own.
@@ -128,13 +140,28 @@ class Scorer(HFLM):
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Score whole texts; see ``HFLM``."""
         adds_bos, self.add_bos_token = self.add_bos_token, False
-        answer = super().loglikelihood_rolling
+        windows = super().loglikelihood_rolling
+        answer = self._of_whole_texts if self.whole else lambda mine: windows(mine, self._silent)
         try:
-            return shared_answers(
-                requests, self._batches(requests), lambda mine: answer(mine, self._silent)
-            )
+            return shared_answers(requests, self._batches(requests), answer)
         finally:
             self.add_bos_token = adds_bos
+
+    @torch.no_grad()
+    def _of_whole_texts(self, requests: list[Any]) -> list[float]:
+        """Score each text from its first token to its last, a piece at a time."""
+        found = []
+        for request in requests:
+            (text,) = request.args
+            tokens = torch.tensor([[self.prefix_token_id, *self.tok_encode(text)]])
+            cache, total = reader_of(self.model).cache_class(self.config), 0.0
+            for begin in range(0, tokens.shape[1] - 1, self._DEFAULT_MAX_LENGTH):
+                piece = tokens[:, begin : begin + self._DEFAULT_MAX_LENGTH + 1].to(self.device)
+                logits = self.model(piece[:, :-1], **{CACHE: cache}).logits.float()
+                answers = logits.log_softmax(-1).gather(2, piece[:, 1:, None])
+                total += answers.double().sum().item()
+            found.append(total)
+        return found
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Generate; see ``HFLM``.

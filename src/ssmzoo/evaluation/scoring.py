@@ -47,12 +47,19 @@ class Library:
         )
 
     def check(self, specs: Iterable[str | dict[str, Any]]) -> None:
-        """Refuse names that neither we nor lm-eval know."""
-        for name in map(_task_of, specs):
-            if name in self._ours.task_index or _is_yaml(name):
+        """Refuse names that neither we nor lm-eval know, and several tasks in a suite's entry."""
+        for spec in specs:
+            name = _task_of(spec)
+            if _is_yaml(name):
                 continue
-            theirs = _lm_eval_tasks().task_index
-            if name not in theirs:
+            found = self._ours.task_index.get(name) or _lm_eval_tasks().task_index.get(name)
+            if found is not None and not isinstance(spec, str) and "TASK" not in found.kind.name:
+                raise ValueError(
+                    f"suite {spec['group']!r}: {name!r} is a {found.kind.name.lower()} of several "
+                    "tasks, of which an entry scores one; name them one by one"
+                )
+            if found is None:
+                theirs = _lm_eval_tasks().task_index
                 ours = self._ours.all_subtasks
                 known = [*ours, *theirs]
                 raise LookupError(
@@ -95,6 +102,16 @@ def score_task(
     needed = [s.get(key, 0) for s in settings.values() for key in ("seq_len", "window")]
     # in characters a symbol and its blank may be two tokens
     lm.make_room(2 * max([n for n in needed if isinstance(n, int)], default=0))
+    lm.whole = any(s.get("whole") for s in settings.values()) and lm.reads_any_length()
+    for name, shown in settings.items():
+        if shown.get("whole") and not lm.whole:
+            del shown["whole"]
+            shown["window_tokens"] = lm.max_length
+            LOG.warning(
+                "%s: the model cannot read a text of any length whole; texts are cut into windows "
+                "of %d tokens",
+                *(name, lm.max_length),
+            )
     set_seed(seed)
     rolling = any(t.OUTPUT_TYPE == "loglikelihood_rolling" for t in loaded["tasks"].values())
     outcome = lm.run(loaded, limit=limit, bootstrap_draws=BOOTSTRAP_DRAWS, keep_samples=rolling)
@@ -157,14 +174,15 @@ def _benchmark(config: Any) -> Benchmark | None:
 
 def _settings(task: str, metadata: dict[str, Any]) -> dict[str, Any]:
     """Return what defines a task's data, without what lm-eval and we hang on to all tasks."""
-    shown = {k: v for k, v in metadata.items() if isinstance(v, str | int | float | bool | list)}
+    kinds = (str, int, float, bool, list, dict)
+    shown = {name: value for name, value in metadata.items() if isinstance(value, kinds)}
     for key in ("config_source", "alphabet", "seed"):
         shown.pop(key, None)
     if metadata.get("alphabet") != "symbols":
         shown.pop("vocab_size", None)
     text = shown.pop("text", None)
     digest = shown.pop("text_sha256", None)
-    if task == TEXT_TASK:
+    if task.startswith(TEXT_TASK):
         shown |= {"text": Path(str(text)).name, "text_sha256": digest}
     return shown
 

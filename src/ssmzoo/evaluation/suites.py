@@ -51,17 +51,37 @@ def load_suite(name: str) -> Suite:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"suite {str(path)!r} cannot be read: {error}") from error
+    where = f"suite {str(path)!r}"
     entries = content.get("task") if isinstance(content, dict) else None
     if not isinstance(entries, list) or "group" not in content:
-        raise ValueError(f"suite {str(path)!r} must be an lm-eval group: keys 'group' and 'task'")
+        raise ValueError(f"{where} must be an lm-eval group: keys 'group' and 'task'")
     for entry in entries:
-        if not (isinstance(entry, dict) and "task" in entry and entry.get("metric_list")):
-            raise ValueError(
-                f"every entry of suite {str(path)!r} must hold 'task' and 'metric_list', "
-                f"got {entry!r}"
-            )
-    average = bool((content.get("metadata") or {}).get("average"))
-    return Suite(content["group"], tuple(entries), average)
+        _check_entry(where, entry)
+    names = [entry["task"] for entry in entries]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"{where} names task {twice!r} twice; an entry's metric counts alone")
+    metadata = content.get("metadata") or {}
+    if not isinstance(metadata, dict):
+        raise ValueError(f"metadata of {where} must be a mapping, got {metadata!r}")
+    return Suite(content["group"], tuple(entries), bool(metadata.get("average")))
+
+
+def _check_entry(where: str, entry: Any) -> None:
+    """Fail unless a suite's entry names a task and how its metrics are computed."""
+    if not (isinstance(entry, dict) and "task" in entry and entry.get("metric_list")):
+        raise ValueError(
+            f"every entry of {where} must hold 'task' and 'metric_list', got {entry!r}"
+        )
+    if not isinstance(entry["task"], str):
+        raise ValueError(f"{where}: task must be a name, got {entry['task']!r}")
+    metrics = entry["metric_list"]
+    if not isinstance(metrics, list) or not all(
+        isinstance(metric, dict) and isinstance(metric.get("metric"), str) for metric in metrics
+    ):
+        raise ValueError(
+            f"{where}: metric_list of {entry['task']!r} must be a list of mappings, each with "
+            f"'metric', got {metrics!r}"
+        )
 
 
 def average_score(suite: Suite, rows: list[Score]) -> Score:

@@ -259,6 +259,11 @@ class SSMConfig(PreTrainedConfig):
         return self.directions == "forward"
 
     @property
+    def decodable(self) -> bool:
+        """Whether outputs are the same however long the input is, so that a state can go on."""
+        return True
+
+    @property
     def token_inputs(self) -> tuple[str, ...]:
         """Names of further arguments that a forward pass needs, numbers ``[B, L]``.
 

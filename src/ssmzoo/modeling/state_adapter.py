@@ -295,8 +295,9 @@ def _fresh(model: Any, reader: Any) -> StateAdapter:
             f"a state adapter needs a layer with a recurrent state of real numbers, and {name} has "
             "none: its layers keep keys and values of tokens alone"
         )
-    # as it reads in a file
-    base = json.loads(json.dumps(reader.cache_class.signature(config), default=str))
+    # as it reads in a file, which has no infinity
+    signature = json.dumps(reader.cache_class.signature(config), default=str)
+    base = json.loads(signature, parse_constant=str)
     adapter = StateAdapter(base, config.model_type, states, counters)
     weight = next(reader.parameters())
     return adapter.to(weight.device)

@@ -62,8 +62,9 @@ def load_forecast(
             )
     trained, place = values[: counts[0]], SPLITS.index(split)
     mean, deviation = trained.mean(axis=0), trained.std(axis=0)
-    if not deviation.all():
-        constant = columns[int((deviation == 0).argmax())]
+    varies = np.ptp(trained, axis=0) > 0  # the deviation of equal numbers may be a rounding
+    if not varies.all():
+        constant = columns[int(varies.argmin())]
         raise ValueError(f"column {constant!r} of {data!r} must vary over the training rows")
     end = sum(counts[: place + 1])
     begin = end - counts[place] - (lag if place else 0)
