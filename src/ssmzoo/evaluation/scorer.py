@@ -109,6 +109,11 @@ class Scorer(HFLM):
         keeps = getattr(self.config, "decodable", True)
         return not limit and keeps and getattr(self.model, "prompt_reader", None) is not None
 
+    @property
+    def window(self) -> int:
+        """Tokens that the model reads at once."""
+        return int(self.max_length)
+
     def make_room(self, tokens: int) -> None:
         """Let prompts be as long as a task needs where the model declares no limit of its own.
 

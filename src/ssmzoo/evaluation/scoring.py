@@ -106,11 +106,11 @@ def score_task(
     for name, shown in settings.items():
         if shown.get("whole") and not lm.whole:
             del shown["whole"]
-            shown["window_tokens"] = lm.max_length
+            shown["window_tokens"] = lm.window
             LOG.warning(
                 "%s: the model cannot read a text of any length whole; texts are cut into windows "
                 "of %d tokens",
-                *(name, lm.max_length),
+                *(name, lm.window),
             )
     set_seed(seed)
     rolling = any(t.OUTPUT_TYPE == "loglikelihood_rolling" for t in loaded["tasks"].values())
