@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM
 from ssmzoo import families
 from ssmzoo.cli import stages, zoo
 from ssmzoo.data.tokenizer import byte_tokenizer
+from ssmzoo.evaluation.evaluate import evaluate
+from ssmzoo.evaluation.results import read_results
 from ssmzoo.recipe import load_zoo
 from ssmzoo.tasks import load_task
 from ssmzoo.testing.golden import check_golden, write_golden
@@ -147,6 +149,13 @@ def test_a_small_model_scores_what_its_card_says(name):
         assert accuracy == 1
         assert recipe.data.task_args["seq_len"] == 40
         assert right.all()
+
+
+@pytest.mark.filterwarnings("default::FutureWarning", "default::DeprecationWarning")  # of lm-eval
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name.endswith("-induction")])
+def test_a_small_model_of_induction_answers_the_task_of_that_name(name, tmp_path):
+    path = evaluate(SHELF / name, tasks=["ssmzoo_induction"], limit=50, output_dir=tmp_path)
+    assert {row["value"] for row in read_results(path)["results"]} == {1.0}
 
 
 @pytest.mark.parametrize("name", SHIPPED)
