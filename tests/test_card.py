@@ -19,7 +19,7 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard, parse_eval_result_entries
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tests.stock_models import tiny
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -283,6 +283,15 @@ def test_a_card_asks_no_package_index_for_ssmzoo(run):
     text = render_card(run / "model").read_text()
     assert "# no package index has ssmzoo: " in text
     assert re.findall(r"pip install (.*)", text) == ["./ssmzoo", "peft`):"]
+
+
+def test_a_run_is_not_credited_with_weights_that_it_did_not_make(run, tmp_path):
+    copy = Path(shutil.copytree(run / "model", tmp_path / "copy"))
+    assert "| Last training loss |" in render_card(copy, run_dir=run).read_text()
+    weights = load_file(copy / "model.safetensors")
+    save_file({name: 2 * weight for name, weight in weights.items()}, copy / "model.safetensors")
+    with pytest.raises(ValueError, match=r"run_dir .* made other weights than those of .*copy"):
+        render_card(copy, run_dir=run)
 
 
 def test_a_checkpoint_is_not_credited_with_later_steps(run):

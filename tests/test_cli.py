@@ -432,7 +432,7 @@ def test_generate_names_a_prompt_that_the_tokenizer_cannot_read(fails, tmp_path)
     )
     symbol_tokenizer(8).save_pretrained(tmp_path)
     line = fails("generate", tmp_path, "t1 t9")
-    assert line.startswith("the model's tokenizer cannot read the prompt: ")
+    assert line.startswith("the model's tokenizer cannot read the prompt 't1 t9': ")
 
 
 def test_generate_streams_what_it_returns_and_leaves_the_random_state_alone(model):
@@ -457,6 +457,27 @@ def test_generate_from_an_empty_prompt_starts_at_the_first_token(prints, model):
     assert prints("generate", model, "", "--max-new-tokens", 4)
 
 
+def test_names_may_stand_behind_several_options(fails):
+    parser, _ = parsers()
+    for line, field in (
+        ("sweep zoo --output x --only model=a,seed=0 --only seed=1", "only"),
+        ("eval m --tasks model=a,seed=0 --tasks seed=1", "tasks"),
+        ("check f --only model=a,seed=0 --only seed=1", "only"),
+        ("check f --skip model=a,seed=0 --skip seed=1", "skip"),
+    ):
+        assert getattr(parser.parse_args(line.split()), field) == ["model=a", "seed=0", "seed=1"]
+    assert parser.parse_args(["eval", "m"]).tasks == []
+    told = fails("generate", "m", "--", "x", "--seed")
+    assert "--seed stands behind --, where all is text" in told
+
+
+def test_what_symbols_a_model_reads_is_told(fails):
+    small = Path(__file__).parents[1] / "model_cards/small/longhorn-induction"
+    told = fails("generate", small, "x")
+    assert "cannot read the prompt 'x'" in told
+    assert "it reads symbols with blanks between, t0 .. t8" in told
+
+
 @pytest.mark.parametrize(
     ("options", "answer"),
     [
@@ -470,7 +491,7 @@ def test_generate_from_an_empty_prompt_starts_at_the_first_token(prints, model):
         ("--seed -1", "seed must be from 0 to 2**64 - 1, got -1"),
         ("--seed 18446744073709551616", "seed must be from 0 to 2**64 - 1, got 184467440737095516"),
         ("--beams 2 --top-p 0.5", "top_p needs a temperature above 0"),
-        ("--device cdua", "device must be one that torch can use here"),
+        ("--device cdua", "device must be one that torch can use here (cpu"),
         ("--device cuda:99", "device must be one that torch can use here"),
     ],
 )
@@ -565,7 +586,7 @@ def test_eval_passes_its_arguments_on_and_prints_scores_and_the_files_place(
     ]
     assert seen == {
         "model": "m",
-        "tasks": ("a", "b"),
+        "tasks": ["a", "b"],
         "suite": None,
         "text": "t.txt",
         "output_dir": Path("eval/results"),
@@ -581,7 +602,7 @@ def test_eval_passes_its_arguments_on_and_prints_scores_and_the_files_place(
     }
     command = ("eval", "m", "--suite", "s", "--json", "--stock")
     assert json.loads(prints(*command)) == {"results": [row]}
-    assert (seen["tasks"], seen["suite"], seen["stock"]) == ((), "s", True)
+    assert (seen["tasks"], seen["suite"], seen["stock"]) == ([], "s", True)
 
 
 def test_card_passes_its_arguments_on_and_prints_the_cards_place(prints, monkeypatch):

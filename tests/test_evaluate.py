@@ -448,7 +448,7 @@ def test_the_recorded_command_line_is_one_the_program_takes(models, tmp_path, mo
 
     asked = {
         "model": models("mamba2"),
-        "tasks": ("a", "b"),
+        "tasks": ["a", "b"],
         "suite": "zoo-recall",
         "text": "some text.txt",
         "output_dir": "out put",
@@ -581,8 +581,11 @@ def test_a_score_of_another_text_is_replaced_with_a_warning(caplog):
         assert not caplog.text
         other = {**row, "value": 0.2, "settings": {"text": "c.txt"}}
         assert merge(earlier, {**RESULTS, "results": [other]})["results"][0] == other
-    (line,) = caplog.messages
+        fewer = {**row, "n": 1}
+        merge(earlier, {**RESULTS, "results": [fewer]})
+    line, other = caplog.messages
     assert line.startswith("replaced bits of b with {'text': 'a.txt'} by one with {'text': 'c")
+    assert other.startswith("replaced bits of b with {'n': None} by one with {'n': 1}; another")
 
 
 def test_settings_tell_texts_and_problems_apart():
@@ -685,6 +688,12 @@ def test_bad_arguments_are_one_clear_error(models, tmp_path, arguments, error, m
     with pytest.raises(error, match=message):
         evaluate(models("recall"), **{"tasks": TEXT_TASKS, "output_dir": tmp_path, **arguments})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_task_that_a_models_symbols_do_not_fit_is_named(tmp_path):
+    folder = save(tmp_path / "few", RuleConfig(vocab_size=4), symbol_tokenizer(4))
+    with pytest.raises(ValueError, match="task 'ssmzoo_induction' cannot be asked: num_symbols"):
+        evaluate(folder, tasks=["ssmzoo_induction"], output_dir=tmp_path)
 
 
 def test_text_cannot_be_asked_of_a_model_of_symbols(models, tmp_path):

@@ -204,6 +204,8 @@ def test_labels_of_another_integer_type_are_named(model, ids):
 def test_labels_with_only_some_logits_are_refused(model, ids):
     with pytest.raises(ValueError, match="labels need all logits"):
         model(ids, labels=ids, logits_to_keep=1)
+    with pytest.raises(ValueError, match=r"labels must have shape \[B, L\] = \[2, 7\], got \[2, 6"):
+        model(ids, labels=ids[:, 1:])
 
 
 # --- padding and packing -----------------------------------------------------------------------

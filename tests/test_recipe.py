@@ -145,6 +145,18 @@ def test_exponents_are_numbers(tmp_path):
     assert (recipe.train.lr, recipe.train.steps) == (3e-4, 1000)
 
 
+def test_a_section_is_overridden_as_a_whole(written):
+    recipe = load_recipe(written(), ["log={every: 3, curves: false}"])
+    assert (recipe.log.every, recipe.log.curves) == (3, False)
+    assert "log must be" in refusal((LookupError, ValueError), written(), ["log=3"])
+
+
+def test_a_recipe_of_nearly_that_name_beside_is_suggested(written, tmp_path):
+    written()
+    told = refusal(LookupError, str(tmp_path / "recipe.yml"))
+    assert f"neither a file nor a shipped one; did you mean '{tmp_path / 'recipe.yaml'}'" in told
+
+
 def test_overrides_win_and_are_checked_like_the_file(written):
     recipe = load_recipe(
         written(), ["train.lr=3e-4", "model.config.hidden_size=64", "eval.every=7"]

@@ -451,6 +451,7 @@ def test_an_adapter_beside_weights_is_published_with_them(tmp_path, capsys):
         ("adapter.kind=lora", "adapter.kind"),
         ("adapter.rank=2", "no field 'rank'"),
         ("train.sequence_parallel=2", "adapter must be absent"),
+        ("train.segments.count=2", "adapter must be absent with .* train.segments"),
     ],
 )
 def test_a_recipe_with_a_wrong_adapter_is_refused(recipe, change, says, tmp_path):

@@ -380,6 +380,13 @@ def test_one_command_runs_one_cell_and_a_table_runs_none(tmp_path, capsys):
     assert isinstance(AutoModelForCausalLM.from_pretrained(model), LlamaForCausalLM)
     assert main([*command, "--table"]) == 0
     assert json.loads(capsys.readouterr().out) == [line]
+    shutil.rmtree(model)
+    assert main([*command, "--only", chosen, "--keep"]) == 0
+    assert "1 runs were finished before and kept no model" in capsys.readouterr().err
+    command[3] = str(tmp_path / "other")
+    assert main([*command, "--table"]) == 2
+    assert "other holds neither runs nor a ledger" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
 
 
 def test_what_a_model_cannot_do_is_a_hole_with_its_reason(tmp_path):

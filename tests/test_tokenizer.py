@@ -14,6 +14,7 @@ from ssmzoo.data.tokenizer import (
     named_tokenizer,
     tokenizer_digest,
 )
+from ssmzoo.tasks import symbol_tokenizer
 
 TEXTS = [
     "",
@@ -94,3 +95,9 @@ def test_the_tokenizer_of_a_model_of_the_zoo_loads_in_silence():
     line = "import sys; from ssmzoo.data.tokenizer import named_tokenizer as f; f(sys.argv[1])"
     ran = subprocess.run([sys.executable, "-c", line, folder], capture_output=True, text=True)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+
+
+def test_a_text_that_a_tokenizer_cannot_read_is_its_error(tmp_path):
+    symbol_tokenizer(4).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"the tokenizer cannot read the text: .*UNK"):
+        encoder(AutoTokenizer.from_pretrained(tmp_path))(["no symbols"])

@@ -374,7 +374,7 @@ def test_text_that_is_missing_or_too_short_leaves_the_folder_free(recipe, tmp_pa
         (
             {"model__config": {"hiden_size": 8}},
             LookupError,
-            "LlamaConfig has no field 'hiden_size'; did you mean 'hidden_size'?",
+            "model.config: LlamaConfig has no field 'hiden_size'; did you mean 'hidden_size'?",
         ),
         ({"model": {"config_of": "lama"}}, LookupError, "did you mean 'llama'?"),
         ({"model": {"config_of": "vit"}}, LookupError, "no causal language model of type 'vit'"),

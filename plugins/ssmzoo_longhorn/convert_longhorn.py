@@ -91,7 +91,10 @@ def to_official(state_dict: dict[str, Tensor], config: LonghornConfig) -> dict[s
 def _configuration(weights: dict[str, Tensor], config: dict[str, Any]) -> LonghornConfig:
     needed = ("d_model", "n_layer", "vocab_size")
     if missing := [name for name in needed if name not in config]:
-        raise LookupError(f"config must have {', '.join(needed)}; it lacks {', '.join(missing)}")
+        raise LookupError(
+            f"config must have {', '.join(needed)}; it lacks {', '.join(missing)}; give the "
+            f"official config.json, or numbers: ssmzoo convert --set {missing[0]}=N"
+        )
     ssm = {**config, **config.get("ssm_cfg", {})}
     fields = {name: ssm[name] for name in ("d_state", "d_conv", "expand", "dt_rank") if name in ssm}
     if "d_state" not in fields and "model.layers.0.mixer.x_proj.weight" in weights:

@@ -541,11 +541,10 @@ class Recipe(Section):
     def _adapter_fits(self) -> None:
         if self.model.init_from is None:
             raise ValueError("adapter needs model.init_from, whose weights stay as they are")
-        segments = self.train.segments
-        if self.train.sequence_parallel > 1 or (segments is not None and segments.carry):
+        if self.train.sequence_parallel > 1 or self.train.segments is not None:
             raise ValueError(
-                "adapter must be absent with train.sequence_parallel and train.segments.carry, "
-                "whose rows do not start anew"
+                "adapter must be absent with train.sequence_parallel and train.segments, whose "
+                "pieces of a row do not start anew"
             )
 
     def _lengths_fit(self) -> None:
@@ -736,17 +735,20 @@ def _find(source: str | Path) -> Path:
         shipped = {}
     if str(source) in shipped:
         return shipped[str(source)]
-    near = difflib.get_close_matches(path.stem, shipped, n=1)
+    beside = [str(file) for file in path.parent.glob("*.yaml")]
+    near = difflib.get_close_matches(str(source), beside, n=1)
+    near = near or difflib.get_close_matches(path.stem, shipped, n=1)
     raise LookupError(
-        f"no recipe {str(source)!r}{f'; did you mean {near[0]!r}?' if near else ''}; "
-        f"shipped: {', '.join(shipped) or 'none'}"
+        f"no recipe {str(source)!r}, neither a file nor a shipped one"
+        f"{f'; did you mean {near[0]!r}?' if near else ''}; shipped: "
+        f"{', '.join(shipped) or 'none'}"
     )
 
 
 def _override(fields: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     parts = key.strip().split(".")
-    if not equals or len(parts) < 2 or not all(parts):
+    if not equals or not all(parts):
         raise ValueError(f"an override must look like train.lr=3e-4, got {override!r}")
     here = fields
     for part in parts[:-1]:

@@ -140,6 +140,8 @@ def sweep(
     planned = chosen.runs()
     wanted = selected(chosen, planned, only or {})
     output = Path(output_dir)
+    if not train and not (output / "runs").is_dir() and not (output / "ledger.csv").is_file():
+        raise ValueError(f"{output} holds neither runs nor a ledger; without --table it is trained")
     sources = Sources()
     missing = {run.folder for run in planned if not _has_result(run, output, sources)}
     earlier = _earlier(planned, output / "ledger.csv")
@@ -157,6 +159,14 @@ def sweep(
             best = _searched(chosen, _collected(planned, holes, output, earlier))
             rest = [run for run in rest if best.get(run.cell) == run.place["lr"]]
             failed += _train_all(rest, output, sources, keep=keep, stock=stock)
+    if keep and (gone := [r for r in wanted if r not in todo and r.cell not in holes]):
+        bare = [run for run in gone if not (output / run.folder / "model").is_dir()]
+        if bare:
+            logger.warning(
+                "%d runs were finished before and kept no model, the first: %s; remove their "
+                "folders and their lines in ledger.csv to train them again",
+                *(len(bare), bare[0]),
+            )
     ledger = _collected(planned, holes, output, earlier)
     _write(output, chosen, ledger)
     if failed:
@@ -204,7 +214,7 @@ def _earlier(planned: list[PlannedRun], file: Path) -> Earlier:
     """
     known = {_place_of(run.place): run for run in planned}
     cells = {run.cell for run in planned}
-    found = Earlier({}, {})
+    found, strange = Earlier({}, {}), []
     for line in read_ledger(file) if file.exists() else []:
         shown = ", ".join(f"{name} {line[name]}" for name in CHOICES if line[name] is not None)
         if line["lr"] is None and cell_of(line) in cells:
@@ -215,10 +225,13 @@ def _earlier(planned: list[PlannedRun], file: Path) -> Earlier:
                 raise ValueError(f"{file} must have each run once, got {shown} twice; take one out")
             lines.append(line)
         else:
-            raise ValueError(
-                f"{file} is another sweep's: {shown} was trained by another recipe, or is none of "
-                "its runs; choose another folder, or take the line out"
-            )
+            strange.append(shown)
+    if strange:
+        raise ValueError(
+            f"{file} is another sweep's: {strange[0]} was trained by another recipe, or is none of "
+            f"its runs, and so are {len(strange) - 1} other lines; choose another folder, or take "
+            "them out"
+        )
     return found
 
 
@@ -273,7 +286,7 @@ def _has_result(run: PlannedRun, output: Path, sources: Sources) -> bool:
         for name, before, now in begun.differences(recipe, COMPARED):
             raise ValueError(
                 f"{folder} was trained for another sweep: {name} was {before!r}, is {now!r} now; "
-                "choose another folder, or remove the run"
+                "choose another folder, or remove the run, and its lines in ledger.csv"
             )
     if result is not None and result.get("files") not in (None, sources.files(run)):
         raise ValueError(

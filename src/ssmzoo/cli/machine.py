@@ -13,12 +13,12 @@ from ssmzoo.cli.options import (
     JSON,
     LENGTH,
     MODEL,
+    NAMES,
     OUTPUT,
     STOCK,
     Option,
     Verb,
     lengths,
-    names,
 )
 from ssmzoo.cli.show import in_bytes, print_json, print_table, quieten_bars
 
@@ -137,8 +137,8 @@ CHECK = Verb(
             "config, input_ids): numpy arrays by parameter name, the configuration's fields, "
             "ids [B, L]; it returns logits [B, L, V] (default: none, and that check is skipped)",
         ),
-        Option("--only", metavar="NAME,NAME", type=names, help="run these checks alone"),
-        Option("--skip", metavar="NAME,NAME", type=names, default=(), help="leave these out"),
+        NAMES.but("--only", default=None, help="run these checks alone"),
+        NAMES.but("--skip", help="leave these out"),
         JSON,
     ),
     _check,

@@ -25,9 +25,9 @@ class Option:
     def __init__(self, *flags: str, **settings: Any) -> None:
         self.flags, self.settings = flags, settings
 
-    def but(self, **settings: Any) -> Option:
+    def but(self, *flags: str, **settings: Any) -> Option:
         """Return the same option with other settings, such as a default or a help text."""
-        return Option(*self.flags, **{**self.settings, **settings})
+        return Option(*(flags or self.flags), **{**self.settings, **settings})
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,8 @@ class Parser(argparse.ArgumentParser):
         if instead is not None:
             self.error(f"no option {option!r}: {instead}")
         known = self.known_options
+        if option in known:
+            self.error(f"{option} stands behind --, where all is text; give options before it")
         self.error(f"no option {option!r}{suggestion(option, known)}; options: {', '.join(known)}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -141,7 +143,9 @@ def _name(text: str) -> str:
     return text.strip()
 
 
-names = comma_separated(_name, "names")
+NAMES = Option(
+    metavar="NAME,NAME", type=comma_separated(_name, "names"), action="extend", default=[]
+)
 whole_numbers = comma_separated(int, "whole numbers")
 lengths = comma_separated(int, "whole numbers", least=1)
 

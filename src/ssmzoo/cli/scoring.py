@@ -14,6 +14,7 @@ from ssmzoo.cli.options import (
     DTYPE,
     JSON,
     LOCAL_MODEL,
+    NAMES,
     OUTPUT,
     SAVED_MODEL,
     SEED,
@@ -23,7 +24,6 @@ from ssmzoo.cli.options import (
     Option,
     Verb,
     in_folder,
-    names,
 )
 from ssmzoo.cli.show import print_json, print_table, quieten_bars
 
@@ -66,9 +66,7 @@ EVAL = Verb(
     "ssmzoo eval runs/longhorn-demo/model --suite zoo-recall --output results",
     (
         SAVED_MODEL,
-        Option(
-            "--tasks", metavar="A,B", type=names, default=(), help="lm-eval tasks, ours included"
-        ),
+        NAMES.but("--tasks", metavar="A,B", help="lm-eval tasks, ours included"),
         Option("--suite", metavar="NAME", help="a named set of tasks"),
         TEXT.but(help="a text whose bits per byte are measured: a file or a folder"),
         OUTPUT.but(

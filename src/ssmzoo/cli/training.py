@@ -7,7 +7,7 @@ import dataclasses
 import os
 from pathlib import Path
 
-from ssmzoo.cli.options import JSON, LENGTH, OUTPUT, SAVED_MODEL, SET, STOCK, Option, Verb, names
+from ssmzoo.cli.options import JSON, LENGTH, NAMES, OUTPUT, SAVED_MODEL, SET, STOCK, Option, Verb
 from ssmzoo.cli.show import print_json, quieten_bars
 
 
@@ -122,7 +122,7 @@ DISTILL = Verb(
             help="rational (default) or modal",
         ),
         Option("--steps", metavar="N", type=int, default=300, help="of descent (default: 300)"),
-        LENGTH.but(help="taps of each filter to fit (default: all)"),
+        LENGTH.but(help="taps of each filter to fit (default: all, where filters end)"),
         JSON,
     ),
     _distill,
@@ -156,12 +156,10 @@ SWEEP = Verb(
     (
         Option("sweep", metavar="SWEEP", help="a YAML file, or the name of a shipped one"),
         OUTPUT.but(required=True, help="a folder for the runs, the ledger and its pictures"),
-        Option(
+        NAMES.but(
             "--only",
-            metavar="NAME,NAME",
-            type=names,
-            default=(),
-            help="run these alone: problem=NAME, model=NAME, width=N, lr=RATE, seed=N; may repeat",
+            metavar="FIELD=VALUE,...",
+            help="run these alone: problem=NAME, model=NAME, width=N, lr=RATE, seed=N",
         ),
         Option("--table", action="store_true", help="train nothing: the ledger of what is there"),
         Option("--keep", action="store_true", help="keep the trained models"),

@@ -98,13 +98,18 @@ def encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
         return documents
 
     def encode(texts: Sequence[str]) -> list[np.ndarray]:
-        ids = tokenizer(
-            list(texts),
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )["input_ids"]
+        try:
+            ids = tokenizer(
+                list(texts),
+                add_special_tokens=False,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )["input_ids"]
+        except ValueError:
+            raise
+        except Exception as error:  # of the tokenizers library, which raises nothing narrower
+            raise ValueError(f"the tokenizer cannot read the text: {error}") from error
         return [np.array([*bos, *document, *eos], dtype) for document in ids]
 
     return encode_bytes if is_byte_tokenizer(tokenizer) else encode

@@ -133,7 +133,10 @@ def distill(
     taps = getattr(teacher.config, "taps", None)
     count = taps if length is None else length
     if count is None:
-        raise ValueError("length must be given: these filters have no last tap")
+        raise ValueError(
+            "length must be given: these filters have no last tap; the length of the rows that the "
+            "model was trained on is a start"
+        )
     if count < 3 or (taps is not None and count > taps):
         most = "" if taps is None else f" and at most {taps}, the taps there are"
         raise ValueError(f"length must be at least 3{most}, got {count}")

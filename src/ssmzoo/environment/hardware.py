@@ -33,6 +33,8 @@ def usable_device(name: str | None) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
+        found = torch.accelerator.current_accelerator()
+        here = "cpu" if found is None else f"cpu, {found.type}"
         raise ValueError(
-            f"device must be one that torch can use here, such as 'cpu' or 'cuda', got {name!r}"
+            f"device must be one that torch can use here ({here}), got {name!r}"
         ) from error

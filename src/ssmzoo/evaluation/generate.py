@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ssmzoo.checkpoints.load import Dtype, check_dtype, load_model, load_tokenizer, model_folder
 from ssmzoo.environment.hardware import usable_device
 from ssmzoo.files import writing
+from ssmzoo.tasks import symbol_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
@@ -171,7 +172,11 @@ def _encode(
     except ValueError:
         raise
     except Exception as error:  # tokenizers without a token for the unknown raise nothing narrower
-        raise ValueError(f"the model's tokenizer cannot read the prompt: {error}") from error
+        count = symbol_count(tokenizer)
+        reads = f"; it reads symbols with blanks between, t0 .. t{count - 1}" if count else ""
+        raise ValueError(
+            f"the model's tokenizer cannot read the prompt {prompt!r:.60}: {error}{reads}"
+        ) from error
     if not ids:
         if tokenizer.bos_token_id is None:
             raise ValueError("prompt must not be empty: this tokenizer has no token to start from")

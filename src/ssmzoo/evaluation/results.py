@@ -193,6 +193,12 @@ def require_same_model(earlier: Results, new: Results) -> None:
         )
 
 
+def _asked(row: Score) -> dict[str, Any]:
+    """Return what scores must agree in to be of one question."""
+    settings = row.get("settings") or {}
+    return {**settings, **{name: row.get(name) for name in ("n", "num_fewshot", "seed")}}
+
+
 def merge(earlier: Results | None, new: Results) -> Results:
     """Return ``new`` with the earlier scores that it does not replace.
 
@@ -230,10 +236,12 @@ def merge(earlier: Results | None, new: Results) -> Results:
                 if key not in row and earlier.get(key) != new.get(key)
             }
             kept = cast("Score", {**row, **own})
-        elif row.get("settings") != kept.get("settings"):
+        elif (was := _asked(row)) != (now := _asked(kept)):
+            other = [name for name in was | now if was.get(name) != now.get(name)]
             LOG.warning(
                 "replaced %s of %s with %s by one with %s; another name keeps both",
-                *(row["metric"], row["task"], row.get("settings"), kept.get("settings")),
+                *(row["metric"], row["task"]),
+                *({name: found.get(name) for name in other} for found in (was, now)),
             )
         rows.append(kept)
     return {**new, "results": [*rows, *replaced.values()]}

@@ -71,7 +71,10 @@ class Library:
         """Load a task with its data, as lm-eval's evaluator takes it."""
         name = _task_of(spec)
         if name in self._ours.task_index:
-            loaded = self._ours.load([spec])
+            try:
+                loaded = self._ours.load([spec])
+            except ValueError as error:  # settings of its own that the model's symbols do not fit
+                raise ValueError(f"task {name!r} cannot be asked: {error}") from error
         else:
             try:
                 loaded = (self._ours if _is_yaml(name) else _lm_eval_tasks()).load([spec])
@@ -211,7 +214,8 @@ def _check_alphabet(task: str, alphabet: str, symbols: int | None) -> None:
     if alphabet != "symbols" and symbols is not None:
         raise ValueError(
             f"task {task!r} is written in text, and the model's tokenizer holds only the symbols "
-            f"t0 .. t{symbols - 1}; score it with 'ssmzoo_mqar' or 'ssmzoo_induction'"
+            f"t0 .. t{symbols - 1}; score it with a task of symbols, such as 'ssmzoo_induction', "
+            "or with the one that it was trained on"
         )
 
 

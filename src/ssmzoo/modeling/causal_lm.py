@@ -163,6 +163,9 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
             if targets.dim() != 2:
                 raise ValueError(f"{name} must have shape [B, L], got {list(targets.shape)}")
             if logits.shape[1] != targets.shape[1]:
+                if isinstance(logits_to_keep, int) and not logits_to_keep:
+                    wanted, got = list(logits.shape[:2]), list(targets.shape)
+                    raise ValueError(f"{name} must have shape [B, L] = {wanted}, got {got}")
                 raise ValueError(f"{name} need all logits; leave logits_to_keep at 0")
         if shift_labels is not None:
             read = "shift_labels", shift_labels

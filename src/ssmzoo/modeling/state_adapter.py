@@ -235,9 +235,11 @@ def _digest_of(tensors: Mapping[str, Tensor]) -> str:
 def _check_states(where: object, given: Mapping[str, Any], own: dict[str, list[int]]) -> None:
     missing, extra = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
     if missing or extra:
+        lacks = [f"lacks {', '.join(missing[:3])}"] if missing else []
+        holds = [f"holds {', '.join(extra[:3])} besides"] if extra else []
         raise ValueError(
-            f"{where} must hold the model's {len(own)} states: it lacks {missing[:3]} and holds "
-            f"{extra[:3]} besides; load the model that it was trained on"
+            f"{where} must hold the model's {len(own)} states: it {' and '.join(lacks + holds)}; "
+            "load the model that it was trained on"
         )
     for name, shape in own.items():
         if given[name] != shape:

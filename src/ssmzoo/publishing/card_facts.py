@@ -368,7 +368,7 @@ def _run_of(
         if real.name != "model" or not (real.parent / "run.json").exists():
             return None
         run_dir = real.parent
-    run = read_run(Path(run_dir))
+    run, place = read_run(Path(run_dir)), Path(run_dir).resolve()
     # a checkpoint knows nothing of what was recorded after it, nor does a model made of the best
     step = re.fullmatch(r"step-(\d+)", real.name) if real.parent.name == "checkpoints" else None
     if step is not None:
@@ -381,6 +381,14 @@ def _run_of(
             f"run_dir {run_dir} trained a {trained!r}, but {folder} holds a "
             f"{config.get('model_type')!r}; give the run that made it"
         )
+    made = [path for path in (place / "model", *place.glob("checkpoints/*")) if path.is_dir()]
+    if made and place not in real.parents:  # a copy of what the run made
+        own = weights_revision(real)
+        if all(weights_revision(path) != own for path in made):
+            raise ValueError(
+                f"run_dir {run_dir} made other weights than those of {folder}; give the run that "
+                "made them"
+            )
     return run
 
 

@@ -69,6 +69,13 @@ def build_config(
                 config = load_family(section.family).config(section.preset, **given)
             else:
                 config = _known_class(str(section.config_of), section.config, task)(**given)
+        except LookupError as error:
+            if " has no field " not in str(error):
+                raise
+            raise LookupError(
+                f"model.config: {error}; the fields of another family are replaced all by "
+                "--set 'model.config={...}'"
+            ) from error
         except (TypeError, ValueError, StrictDataclassError) as error:
             raise ValueError(f"model.config: {' '.join(str(error).split())}") from error
         for name in _SPECIAL:
