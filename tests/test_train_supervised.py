@@ -298,23 +298,34 @@ def test_a_ragged_batch_has_the_gradients_of_its_examples_alone(name, build):
         torch.testing.assert_close(gradient, alone[key], rtol=1e-9, atol=1e-12, msg=key)
 
 
-def test_the_best_checkpoint_is_kept_published_and_tested(tmp_path, monkeypatch):
-    accuracies = iter([0.5, 0.9, 0.7, 0.9, 0.3])
+@pytest.mark.parametrize(
+    ("losses", "stop_at", "step"),
+    [
+        ([0.9, 0.4, 0.2, 0.4, 0.8], None, 12),
+        ([0.9, 0.4, 0.2, 0.3, 0.8], None, 24),  # as accurate, and with a lower loss
+        ([0.9, 0.4, 0.2, 0.3, 0.8], {"metric": "loss", "value": 0.1}, 18),
+    ],
+)
+def test_the_best_checkpoint_is_kept_published_and_tested(
+    losses, stop_at, step, tmp_path, monkeypatch
+):
+    found = iter(zip([0.5, 0.9, 0.7, 0.9, 0.3], losses, strict=True))
     metrics = Classification.metrics
 
     def told(goal, sums):
-        return metrics(goal, sums) | {"accuracy": next(accuracies)}
+        return metrics(goal, sums) | dict(zip(("accuracy", "loss"), next(found), strict=True))
 
     monkeypatch.setattr(Classification, "metrics", told)
-    run = train(recipe(train__epochs=4), output_dir=tmp_path / "run")
+    stop = {} if stop_at is None else {"train__stop_at": stop_at, "train__schedule": "constant"}
+    run = train(recipe(train__epochs=4, **stop), output_dir=tmp_path / "run")
     kept = sorted(p.name for p in (run / "checkpoints").iterdir())
-    assert kept == ["step-00000012", "step-00000024"]
-    best = load_file(run / "checkpoints/step-00000012/model.safetensors")
+    assert kept == sorted({f"step-{step:08d}", "step-00000024"})
+    best = load_file(run / f"checkpoints/step-{step:08d}/model.safetensors")
     model = load_file(run / "model/model.safetensors")
     assert all(torch.equal(best[name], model[name]) for name in best)
     facts = finished(run)
-    assert (facts["best"]["step"], facts["best"]["accuracy"]) == (12, 0.9)
-    assert (facts["test"]["step"], facts["test"]["accuracy"]) == (12, 0.3)
+    assert facts["best"]["step"] == step
+    assert (facts["test"]["step"], facts["test"]["accuracy"]) == (step, 0.3)
 
 
 def test_a_best_checkpoint_that_is_damaged_does_not_become_the_model(tmp_path):

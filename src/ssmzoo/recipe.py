@@ -426,7 +426,8 @@ class CheckpointSection(Section):
         minutes: A checkpoint after the first step that ends so long after the last checkpoint, by
             the clock of the first process.
         keep: How many of the newest stay.
-        best: Keep that of the best validation beside them. ``model/`` is made of it, and the test
+        best: Keep that of the best validation beside them: by the metric of ``train.stop_at``, else
+            by the task's first, of equal ones by the loss. ``model/`` is made of it, and the test
             split judges it.
     """
 

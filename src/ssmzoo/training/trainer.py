@@ -300,11 +300,11 @@ class Run:
         self._write({"step": progress.step, "tokens": progress.tokens, **line})
         progress.validation_due = False
         self.learner.schedule.judge(metrics[objective.metric])
-        best = is_best(metrics, progress.best, objective)
+        stop = self.recipe.train.stop_at
+        best = is_best(metrics, progress.best, stop.metric if stop else objective.metric)
         if best:
             progress.best = {"step": progress.step}
             progress.best |= {name: value for name, value in known.items() if value is not None}
-        stop = self.recipe.train.stop_at
         progress.stopped = stop is not None and stop.reached(metrics)
         return best
 

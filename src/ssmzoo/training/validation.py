@@ -62,14 +62,16 @@ def measure_checkpoint(
     return {name: measure_held_out(learner, some, model) for name, some in parts.items()}
 
 
-def is_best(
-    metrics: Mapping[str, float], before: Mapping[str, float] | None, objective: Objective
-) -> bool:
-    """Return whether a validation is better than the best one before, by the objective's metric."""
-    value, sign = metrics[objective.metric], 1 if objective.higher else -1
-    if not math.isfinite(value):
+def is_best(metrics: Mapping[str, float], before: Mapping[str, float] | None, metric: str) -> bool:
+    """Return whether a validation is better than the best one before, of equal ones by the loss."""
+    if not math.isfinite(metrics[metric]):
         return False
-    return before is None or sign * value > sign * before[objective.metric]
+    return before is None or _rank(metrics, metric) > _rank(before, metric)
+
+
+def _rank(metrics: Mapping[str, float], metric: str) -> tuple[float, float]:
+    sign = 1 if metric in HIGHER_IS_BETTER else -1
+    return sign * metrics[metric], -metrics.get("loss", math.inf)
 
 
 def scores_of_test(
