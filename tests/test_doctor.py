@@ -154,7 +154,7 @@ def test_the_command_prints_machine_and_layers(prints):
         (["longhron"], "did you mean 'longhorn'?"),
         (["longhorn", "--length", "0"], "length must be at least 1, got 0"),
         (["longhorn", "--batch-size", "0"], "batch_size must be at least 1, got 0"),
-        (["longhorn", "--device", "gpu"], "such as 'cpu' or 'cuda', got 'gpu'"),
+        (["longhorn", "--device", "gpu"], "that torch can use here (cpu"),
         (["longhorn:longhorn-1b"], "longhorn-1.3b"),
     ],
 )
