@@ -33,7 +33,7 @@ MEANING = """\
 *ranking*: another setting or other epochs, or another figure, and the order to the models that are
 named is the paper's, by more than two standard errors (where a metric has none, RMSE, by more than
 a third of the larger value). *not reached*: neither."""
-ALIKE = 1 / 3  # three seeds of one model on Delay lie as far apart
+ALIKE = 1 / 3  # seeds of one model on Delay lie as far apart
 
 
 @dataclass(frozen=True)
