@@ -90,12 +90,7 @@ class BMojoConfig(SSMConfig):
         """Take ``layer_types`` for ``mixer_types``; see :class:`SSMConfig`."""
         named = kwargs.pop("layer_types", None)
         if named is not None:
-            if self.mixer_types not in ("bmojo", named):
-                raise ValueError(
-                    "layer_types is another name of mixer_types; give one of them, got "
-                    f"{named!r} and {self.mixer_types!r}"
-                )
-            self.mixer_types = named  # type: ignore[assignment]
+            self.take("layer_types", "mixer_types", named)
         super().__post_init__(**kwargs)
 
     def complete(self) -> None:

@@ -159,14 +159,13 @@ def sweep(
             best = _searched(chosen, _collected(planned, holes, output, earlier))
             rest = [run for run in rest if best.get(run.cell) == run.place["lr"]]
             failed += _train_all(rest, output, sources, keep=keep, stock=stock)
-    if keep and (gone := [r for r in wanted if r not in todo and r.cell not in holes]):
-        bare = [run for run in gone if not (output / run.folder / "model").is_dir()]
-        if bare:
-            logger.warning(
-                "%d runs were finished before and kept no model, the first: %s; remove their "
-                "folders and their lines in ledger.csv to train them again",
-                *(len(bare), bare[0]),
-            )
+    done = [run for run in wanted if run.folder not in missing and run.cell not in holes]
+    if keep and (bare := [run for run in done if not (output / run.folder / "model").is_dir()]):
+        logger.warning(
+            "%d runs were finished before and kept no model, the first: %s; remove their folders "
+            "and their lines in ledger.csv to train them again",
+            *(len(bare), bare[0]),
+        )
     ledger = _collected(planned, holes, output, earlier)
     _write(output, chosen, ledger)
     if failed:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -78,6 +79,21 @@ def named_tokenizer(name: str, argument: str = "data.tokenizer") -> PreTrainedTo
         ) from error
 
 
+@contextmanager
+def reading(failure: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Turn what a tokenizer raises, without a token for the unknown say, into a ValueError."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        from ssmzoo.tasks import symbol_count
+
+        count = symbol_count(tokenizer)
+        reads = f"; it reads symbols with blanks between, t0 .. t{count - 1}" if count else ""
+        raise ValueError(f"{failure}: {error}{reads}") from error
+
+
 def encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
     """Return a function from texts to token arrays, one each, as documents.
 
@@ -98,7 +114,7 @@ def encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
         return documents
 
     def encode(texts: Sequence[str]) -> list[np.ndarray]:
-        try:
+        with reading("the tokenizer cannot read the text", tokenizer):
             ids = tokenizer(
                 list(texts),
                 add_special_tokens=False,
@@ -106,10 +122,6 @@ def encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
                 return_token_type_ids=False,
                 verbose=False,
             )["input_ids"]
-        except ValueError:
-            raise
-        except Exception as error:  # of the tokenizers library, which raises nothing narrower
-            raise ValueError(f"the tokenizer cannot read the text: {error}") from error
         return [np.array([*bos, *document, *eos], dtype) for document in ids]
 
     return encode_bytes if is_byte_tokenizer(tokenizer) else encode

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ssmzoo.checkpoints.load import Dtype, check_dtype, load_model, load_tokenizer, model_folder
+from ssmzoo.data.tokenizer import reading
 from ssmzoo.environment.hardware import usable_device
 from ssmzoo.files import writing
-from ssmzoo.tasks import symbol_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
@@ -167,16 +167,8 @@ def _encode(
 ) -> dict[str, Any]:
     import torch
 
-    try:
+    with reading(f"the model's tokenizer cannot read the prompt {prompt!r:.60}", tokenizer):
         ids = cast(list[int], tokenizer.encode(prompt, add_special_tokens=special))
-    except ValueError:
-        raise
-    except Exception as error:  # tokenizers without a token for the unknown raise nothing narrower
-        count = symbol_count(tokenizer)
-        reads = f"; it reads symbols with blanks between, t0 .. t{count - 1}" if count else ""
-        raise ValueError(
-            f"the model's tokenizer cannot read the prompt {prompt!r:.60}: {error}{reads}"
-        ) from error
     if not ids:
         if tokenizer.bos_token_id is None:
             raise ValueError("prompt must not be empty: this tokenizer has no token to start from")

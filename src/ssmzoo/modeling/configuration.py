@@ -123,7 +123,7 @@ class SSMConfig(PreTrainedConfig):
                     "their own kernels, none from the Hub"
                 )
         for name in [name for name in kwargs if name in self.attribute_map]:
-            self._take(name, kwargs.pop(name))
+            self.take(name, self.attribute_map[name], kwargs.pop(name))
         for field in dataclasses.fields(self):
             value = getattr(self, field.name, None)
             if type(value) is int and float in get_args(field.type):
@@ -141,9 +141,12 @@ class SSMConfig(PreTrainedConfig):
         self.auto_map: dict[str, str] = vars(self).get("auto_map") or {}
         self.check()
 
-    def _take(self, other: str, value: Any) -> None:
-        """Set a field by its other name, unless it has got another value by its own."""
-        name = self.attribute_map[other]
+    def take(self, other: str, name: str, value: Any) -> None:
+        """Set a field that came by another name.
+
+        Raises:
+            ValueError: It came by its own, too, with another value.
+        """
         (field,) = (field for field in dataclasses.fields(self) if field.name == name)
         given = getattr(self, name)
         if given not in (field.default, value):

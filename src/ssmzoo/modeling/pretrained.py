@@ -1,6 +1,7 @@
 """What transformers must know of every model of the zoo."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -230,6 +231,18 @@ class SSMPreTrainedModel(PreTrainedModel):
                 decaying[named.get(parameter, ""), decays]["params"].append(parameter)
         # a family's groups may hold nothing of one kind, the two usual ones are always there
         return [g for (name, _), g in decaying.items() if g["params"] or not name]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and each of its modules back at the end."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def require_fields(config: SSMConfig, wanted: Mapping[str, Any]) -> None:

@@ -32,6 +32,7 @@ from ssmzoo.checkpoints.weights import (
 from ssmzoo.files import appears_whole, write_json, writing
 from ssmzoo.modeling.cache import STATE_ADAPTER, difference, reader_of
 from ssmzoo.modeling.compat import CACHE
+from ssmzoo.modeling.pretrained import evaluating
 
 
 class StateAdapter(nn.Module):
@@ -308,18 +309,13 @@ def _fresh(model: Any, reader: Any) -> StateAdapter:
 @torch.no_grad()
 def _states_after_two_tokens(reader: Any) -> list[dict[str, Tensor]]:
     """Return a row of each layer's states; the model and the random numbers stay as they are."""
-    config, training = reader.config, [m for m in reader.modules() if m.training]
+    config = reader.config
     weight = next(p for p in reader.parameters() if p.is_floating_point())
     x = torch.zeros(1, 2, config.get_text_config().hidden_size).to(weight)
     others = {
         name: torch.ones(1, 2, device=x.device) for name in getattr(config, "token_inputs", ())
     }
     cache = reader.cache_class(config)
-    reader.eval()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            reader(inputs_embeds=x, use_cache=True, **{CACHE: cache}, **others)
-    finally:
-        for module in training:
-            module.training = True
+    with evaluating(reader), torch.random.fork_rng(devices=[]):
+        reader(inputs_embeds=x, use_cache=True, **{CACHE: cache}, **others)
     return cache.get_states()

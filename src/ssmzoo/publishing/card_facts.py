@@ -306,7 +306,8 @@ def facts_of(folder: Path, run_dir: str | Path | None) -> tuple[CardFacts, Path 
     config = read_json(folder / "config.json")
     family_of(config)  # of a family that is not installed nothing can be said
     tensors = read_weights(folder)
-    run = _run_of(folder, config, run_dir)
+    revision = weights_revision(folder)
+    run = _run_of(folder, config, revision, run_dir)
     measured: dict[str, float | int | None] = {}
     if run is not None:
         found = {name: run.total(name) for name in _TOTALS}
@@ -314,7 +315,7 @@ def facts_of(folder: Path, run_dir: str | Path | None) -> tuple[CardFacts, Path 
         measured = {name: value if is_number(value) else None for name, value in found.items()}
     facts = CardFacts(
         name=model_name(str(folder)),
-        revision=weights_revision(folder),
+        revision=revision,
         config=config,
         parameters=parameter_count(tensors),
         dtypes=sorted({dtype for dtype, _ in tensors.values()}),
@@ -361,7 +362,7 @@ def _recipe(recipe: Any) -> str:
 
 
 def _run_of(
-    folder: Path, config: Mapping[str, Any], run_dir: str | Path | None
+    folder: Path, config: Mapping[str, Any], revision: str, run_dir: str | Path | None
 ) -> RecordedRun | None:
     real = folder.resolve()
     if run_dir is None:
@@ -382,13 +383,12 @@ def _run_of(
             f"{config.get('model_type')!r}; give the run that made it"
         )
     made = [path for path in (place / "model", *place.glob("checkpoints/*")) if path.is_dir()]
-    if made and place not in real.parents:  # a copy of what the run made
-        own = weights_revision(real)
-        if all(weights_revision(path) != own for path in made):
-            raise ValueError(
-                f"run_dir {run_dir} made other weights than those of {folder}; give the run that "
-                "made them"
-            )
+    is_copy = place not in real.parents
+    if is_copy and made and all(weights_revision(path) != revision for path in made):
+        raise ValueError(
+            f"run_dir {run_dir} made other weights than those of {folder}; give the run that "
+            "made them"
+        )
     return run
 
 

@@ -25,6 +25,7 @@ from torch.export import Dim, ExportedProgram
 from ssmzoo.files import require_name, write_folder, write_json
 from ssmzoo.modeling import SSMForCausalLM, StateCache
 from ssmzoo.modeling.derived import constant_in_graphs
+from ssmzoo.modeling.pretrained import evaluating
 from ssmzoo.modeling.state_adapter import state_adapter_of
 from ssmzoo_kernels.dispatch import use_backend
 
@@ -102,7 +103,7 @@ def initial_states(model: SSMForCausalLM, batch_size: int = 1) -> States:
             "from a state adapter; call remove_state_adapter(model) first"
         )
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    with torch.no_grad(), _evaluating(model):
+    with torch.no_grad(), evaluating(model):
         _, states = Prefill(model)(token)
         _, after = DecodeStep(model)(token, states)
     for number, (one, two) in enumerate(zip(states, after, strict=True)):
@@ -124,7 +125,7 @@ def export_step(model: SSMForCausalLM, *, portable: bool = False) -> ExportedPro
     states = initial_states(model, 2)
     token = torch.zeros(2, 1, dtype=torch.int64, device=model.device)
     shapes = {0: Dim("rows")}, _moving(states)
-    with torch.no_grad(), _evaluating(model), _tracing(model, portable):
+    with torch.no_grad(), evaluating(model), _tracing(model, portable):
         program = torch.export.export(
             DecodeStep(model), (token, states), dynamic_shapes=shapes, strict=False
         )
@@ -155,7 +156,7 @@ def export_program(model: SSMForCausalLM, *, portable: bool = False) -> Exported
         reader: nn.Module = Reader(_with_buffers(export_step(model, portable=True)))
     else:
         reader = DecodeStep(model)
-    with torch.no_grad(), _evaluating(model), _tracing(model, portable):
+    with torch.no_grad(), evaluating(model), _tracing(model, portable):
         program = torch.export.export(reader, (tokens, states), dynamic_shapes=shapes, strict=False)
     return _without_gradients(program)
 
@@ -246,17 +247,6 @@ def _with_buffers(program: ExportedProgram) -> nn.Module:
             delattr(part, name)
             part.register_buffer(name, value, persistent=False)
     return module
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, was in training:
-            module.training = was
 
 
 @contextlib.contextmanager

@@ -144,6 +144,7 @@ def read_gauges(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, l
     import torch
 
     from ssmzoo.modeling import SSMMixer
+    from ssmzoo.modeling.pretrained import evaluating
 
     mixers = [m for m in model.modules() if isinstance(m, SSMMixer)]
     mixers = [m for m in mixers if type(m).gauges is not SSMMixer.gauges]
@@ -157,7 +158,7 @@ def read_gauges(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, l
 
     device = next(model.parameters()).device
     some = {name: tensor.to(device) for name, tensor in few_tokens(batch).items()}
-    with torch.no_grad(), _evaluating(model), _hooked(mixers, look):
+    with torch.no_grad(), evaluating(model), _hooked(mixers, look):
         model(**some)
     return {
         name: torch.stack([gauges[name].double() for gauges in found if name in gauges]).tolist()
@@ -188,17 +189,6 @@ def few_tokens(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: some}
     mask = some.new_ones(some.shape[:2], dtype=torch.long)
     return {p + n: x for p in ("", "pair_") for n, x in ((name, some), ("attention_mask", mask))}
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @contextmanager
