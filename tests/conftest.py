@@ -23,9 +23,9 @@ def pytest_addoption(parser):
 
 
 # what takes long takes turns: in `make test` a test marked `turns` runs on one day of TURNS, and so
-# do the long checks of the conformance kit, family by family
+# does each long check of the conformance kit of each family
 LONG_PROMISES = ("assisted", "compile", "export", "fullgraph", "onnx", "standalone", "trainer")
-TURNS = 5
+TURNS = 7
 
 
 def pytest_configure():
@@ -105,10 +105,10 @@ def take_turns(items, turn):
         if not promise and not item.get_closest_marker("turns"):
             continue
         group = item.get_closest_marker("xdist_group")  # its tests share what they build
-        own = item.cls.__name__ if promise else f"{item.path.stem}{item.name}"
+        quick = promise and item.callspec.id not in LONG_PROMISES
+        own = f"{item.cls.__name__ if promise else item.path.stem}{'' if quick else item.name}"
         # the name alone decides: any selection of tests runs the same ones
         if (zlib.crc32((group.args[0] if group else own).encode()) - int(turn)) % TURNS:
-            quick = promise and item.callspec.id not in LONG_PROMISES
             item.add_marker(pytest.mark.waits if quick else pytest.mark.slow)
 
 
