@@ -56,7 +56,13 @@ import torch
 from torch import Tensor
 
 from ssmzoo_kernels.dispatch import ALL, Backend, choose, record
-from ssmzoo_kernels.validation import Packing, batched_gradient, segment_offsets, transformed
+from ssmzoo_kernels.validation import (
+    Packing,
+    batched_gradient,
+    segment_offsets,
+    transformed,
+    transforms,
+)
 
 _SLOPED = ("float", "complex", "number")  # kinds that have gradients
 _DTYPES = {
@@ -176,7 +182,6 @@ class Op:
             self._rows = [i for i, x in enumerate(arguments) if x.is_row]
             results = enumerate(self.outputs.values())
             self._output_rows = [(i, x.dims == arguments[0].dims) for i, x in results if x.is_row]
-        self._maps = False
         self._seen: set[Any] = set()  # shapes, dtypes and devices that fitted
         self._register(keeps)
         _declared[name] = self
@@ -352,7 +357,9 @@ class Op:
         """Run the reference, on tensors as the public op has them; packed sequences one by one."""
         record(self.name, "reference")
         if cu_seqlens is None:
-            return self.reference(*tensors, **options)
+            found = _several(self.reference(*tensors, **options))
+            # of no tokens the last state is the first: the caller's own memory
+            return _alone([x.clone() if any(x is y for y in tensors) else x for x in found])
         parts = []
         for number, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
             own = []
@@ -379,10 +386,10 @@ class Op:
         Returns:
             The outputs, a tuple if there are several.
         """
-        mapped = self._maps and transformed()
-        save = mapped and torch.is_grad_enabled()  # vmap's tensors do not tell who wants gradients
-        library = mapped or needs_library(tensors[0])
+        library = transforms() is not None
         sloped = self.gradients and torch.is_grad_enabled()
+        save = library and sloped  # vmap's tensors do not tell who wants gradients
+        library = library or needs_library(tensors[0])
         for x in tensors:
             if x is not None:
                 save = save or (sloped and x.requires_grad)
@@ -456,7 +463,6 @@ class Op:
 
     def register_vmap(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
         """Let ``torch.vmap`` map over the op, by functions as ``torch.library`` describes them."""
-        self._maps = True
         self.registered.register_vmap(forward)
         self.registered_backward.register_vmap(backward)
 

@@ -208,7 +208,13 @@ def _check_target(target: str) -> None:
 
 @functools.cache
 def _compiler() -> tuple[str, ...]:
-    wanted = shlex.split(os.environ.get("CC", ""))
+    named = os.environ.get("CC", "")
+    try:
+        wanted = shlex.split(named)
+    except ValueError as error:
+        raise RuntimeError(
+            f"no compiler found: CC must be a command, got {named!r}: {error}; correct or unset it"
+        ) from error
     if wanted:
         if shutil.which(wanted[0]) is None:
             raise RuntimeError(
@@ -357,7 +363,7 @@ def _seconds() -> float:
             f"SSMZOO_BUILD_SECONDS must be a number of seconds above 0, got {given!r}; unset it "
             "for 300"
         )
-    return seconds
+    return min(seconds, 1e6)  # the longest that poll waits is 24 days
 
 
 def _reason(run: subprocess.CompletedProcess[str]) -> str:
@@ -405,12 +411,17 @@ def _users_folder() -> Path:
     return folder
 
 
-@functools.cache
 def _private_folder() -> Path:
-    private, owner = tempfile.mkdtemp(prefix="ssmzoo-"), os.getpid()
+    """Return this process's own folder; a process that it forks outlives it and needs another."""
+    return _folder_of(os.getpid())
+
+
+@functools.cache
+def _folder_of(owner: int) -> Path:
+    private = tempfile.mkdtemp(prefix="ssmzoo-")
 
     def remove() -> None:
-        if os.getpid() == owner:  # and not a process that it forked
+        if os.getpid() == owner:
             shutil.rmtree(private, ignore_errors=True)
 
     atexit.register(remove)

@@ -134,6 +134,17 @@ def test_blocks_are_narrower_where_there_are_few_programs():
     assert wide.block_d > narrow.block_d == 8
 
 
+@pytest.mark.parametrize(("batch", "width"), [(0, 3), (1, 0)])
+def test_nothing_has_gradients_of_its_shape(batch, width):
+    inputs = draw(batch, 5, width, 2, segments=None, absent=())
+    leaves = [x.requires_grad_() for x in inputs]
+    on("triton")(*leaves)[0].sum().backward()
+    for x in leaves:
+        assert x.grad is not None
+        assert x.grad.shape == x.shape
+        assert not x.grad.any()
+
+
 def test_no_tokens_pass_the_state_through():
     inputs = draw(2, 0, 3, 2)
     out, final_state = feedback_scan(*inputs, backend="triton")

@@ -191,6 +191,16 @@ def test_intervals_of_several_chunks_equal_the_reference(monkeypatch, small_chun
     assert_as_accurate(longhorn_scan, inputs, cu_seqlens=bounds(0, 26, 1))
 
 
+@pytest.mark.parametrize(("batch", "width"), [(0, 3), (1, 0)])
+def test_nothing_has_gradients_of_its_shape(batch, width):
+    leaves = [x.detach().requires_grad_() for x in scan_inputs(batch, 5, width, 2).values()]
+    longhorn_scan(*leaves, backend="triton")[0].sum().backward()
+    for x in leaves:
+        assert x.grad is not None
+        assert x.grad.shape == x.shape
+        assert not x.grad.any()
+
+
 def test_blocks_that_take_turns_at_a_partial_sum_equal_the_reference(monkeypatch):
     monkeypatch.setattr(skeleton, "parts_of", lambda blocks, width, states: 2)
     assert_as_accurate(longhorn_scan, scan_inputs(1, 5, 90, 3))

@@ -348,6 +348,24 @@ def test_wrong_arguments_of_a_scan_are_named():
     half = {name: value.bfloat16() for name, value in given.items()}
     with pytest.raises(TypeError, match="companion_scan: u must be float32 or float64"):
         companion_scan(**half, kernel=x["b"].bfloat16())
+    kernel = rational_kernel(x["a"], x["b"], x["u"].shape[1])
+    with pytest.raises(TypeError, match="companion_scan: initial_state must have u's dtype"):
+        companion_scan(**given | {"initial_state": x["state"].float()}, kernel=kernel)
+    with pytest.raises(ValueError, match=r"companion_scan: kernel must have shape \[D, L\]"):
+        companion_scan(**given, kernel=kernel[:, :-1])
+
+
+def test_a_kernel_of_packed_sequences_is_as_long_as_the_longest():
+    x = draw(4, length=9)
+    given = {name: x[name][:1] if name == "u" else x[name] for name in ("u", "a", "b", "d")}
+    bounds, kernel = torch.tensor([0, 4, 9]), rational_kernel(x["a"], x["b"], 9)
+    full, cut = (
+        companion_scan(**given, initial_state=None, kernel=kernel[:, :n], cu_seqlens=bounds)[0]
+        for n in (9, 5)
+    )
+    close(full, cut, 1e-14)
+    with pytest.raises(ValueError, match="companion_scan: kernel must have shape"):
+        companion_scan(**given, initial_state=None, kernel=kernel[:, :4], cu_seqlens=bounds)
 
 
 def test_scanning_from_a_state_keeps_no_more_than_from_none():

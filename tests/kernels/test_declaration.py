@@ -89,6 +89,46 @@ def test_a_negation_that_is_yet_to_come_is_seen(backend):
     torch.testing.assert_close(lazy, known)
 
 
+def some_ops(x, backend):
+    """Return what ops of one, two and many tensors give for ``[B, L, 3]``."""
+    taps, A, C = torch.ones(3, 4), -torch.ones(3, 2), torch.ones(*x.shape[:2], 2)
+    y, last = causal_conv1d(x, taps, backend=backend)
+    z, state = selective_scan(y, x, A, C, C, backend=backend)
+    return rms_norm(z, taps[:, 0], eps=1e-5, backend=backend), last, state
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_functionalized_calls_read_memory_that_is_there(backend, graph):
+    x = torch.randn(1, 6, 3)
+    with torch.set_grad_enabled(graph):
+        got = torch.func.functionalize(lambda x: some_ops(x, backend))(x)
+    for one, other in zip(got, some_ops(x, backend), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_vmap_gives_what_a_loop_gives_with_gradients(backend):
+    x = torch.randn(4, 2, 6, 3, requires_grad=True)
+    got = torch.vmap(lambda x: some_ops(x, backend))(x)
+    known = [
+        torch.stack(parts) for parts in zip(*(some_ops(row, backend) for row in x), strict=True)
+    ]
+    weights = [torch.randn_like(y) for y in known]
+    for one, other in zip(got, known, strict=True):
+        assert torch.equal(one, other)
+    slopes = [torch.autograd.grad(found, x, weights)[0] for found in (got, known)]
+    torch.testing.assert_close(*slopes)
+
+
+def test_a_last_state_is_not_the_first_ones_memory(backend):
+    state, none = torch.randn(1, 3, 2), torch.zeros(1, 0, 3)
+    rows = torch.zeros(1, 0, 2)
+    for by in (backend, "reference"):
+        _, last = longhorn_scan(none, rows, rows, none, initial_state=state, backend=by)
+        assert torch.equal(last, state)
+        assert last.data_ptr() != state.data_ptr()
+
+
 def test_what_has_no_memory_is_not_taken_for_what_is_absent():
     with pytest.raises(TypeError, match="tensors that have memory, got a Tensor"):
         native.addresses([None, torch.empty(3, device="meta")])

@@ -94,10 +94,11 @@ def draw(layout, *, late=False, mask=False, window=WINDOW, memory=MEMORY, dtype=
     return call
 
 
-def run(call, backend):
+def run(call, backend, *, autocast=False):
     """Outputs and the gradients of everything that floats, by name."""
     tensors = {n: x for n, x in call.items() if isinstance(x, torch.Tensor) and x.requires_grad}
-    out = eidetic_attention(**call, backend=backend)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = eidetic_attention(**call, backend=backend)
     assert last_backend("eidetic_attention") == backend
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype)
@@ -118,6 +119,23 @@ def assert_same(got, expected, budget):
 
 def assert_equals_the_loop(call, backend):
     assert_same(run(call, backend), run(call, "reference"), 1e-12)
+
+
+def test_positions_may_be_any_number(backend):
+    """As a mark of rows that no query or every query sees."""
+    most = torch.iinfo(torch.int64)
+    call = draw("batch that goes on", memory=4)
+    call["mem_positions"] = torch.tensor([most.min, most.max, 0, most.max - 1])
+    call["mem_positions"] = call["mem_positions"].expand(call["mem_count"].shape[0], -1)
+    assert_equals_the_loop(call, backend)
+
+
+@pytest.mark.parametrize("by", ["reference", "eager"])
+def test_scores_are_float32_under_autocast(by, monkeypatch):
+    call = draw("batch that goes on", memory=4, dtype=torch.float32)
+    plain = run(call, "reference")
+    monkeypatch.setattr(eager, "_has_fused", lambda q: False)  # as on a GPU
+    assert_same(run(call, by, autocast=True), plain, 1e-5)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["", "late"])

@@ -114,7 +114,16 @@ def test_strided_rows_give_what_contiguous_rows_give():
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize(
     "case",
-    ["gradients", "many rows", "no rows", "mixed", "strided weight", "sparse weight", "autocast"],
+    [
+        "gradients",
+        "many rows",
+        "no rows",
+        "mixed",
+        "strided weight",
+        "sparse weight",
+        "autocast",
+        "negated",
+    ],
 )
 def test_torch_runs_where_the_kernel_does_not_apply(case):
     x, weight = torch.randn(4, 1, 32), torch.randn(9, 32)
@@ -129,6 +138,8 @@ def test_torch_runs_where_the_kernel_does_not_apply(case):
         weight = torch.randn(32, 9).T
     elif case == "sparse weight":
         weight = weight.to_sparse_csr()
+    elif case == "negated":
+        x = torch._neg_view(x)
     with (
         torch.set_grad_enabled(case in ("gradients", "mixed")),
         torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"),

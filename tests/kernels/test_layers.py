@@ -8,6 +8,11 @@ import torch
 from transformers.integrations import hub_kernels
 
 from ssmzoo_kernels import layers
+from ssmzoo_kernels.layers.linear_attention import (
+    mamba2_chunk_scan,
+    mamba2_selective_state_update,
+)
+from ssmzoo_kernels.layers.selective_scan import mamba_inner_fn
 
 # by slot, where transformers' own function for it stands, and a second one that shares the slot
 THEIRS = {
@@ -173,3 +178,22 @@ def test_what_the_functions_do_not_serve_is_refused():
         layers.selective_scan_fn()(**{**scan_inputs(), "delta_softplus": False})
     with pytest.raises(NotImplementedError, match="dt_softplus must be True"):
         layers.selective_state_update()(**{**step_inputs(), "dt_softplus": False})
+    x, weight = torch.ones(1, 4, 3), torch.ones(2, 3)
+    mixer = x, weight[:, None], None, torch.ones(4, 2), torch.ones(2, 2), torch.ones(2, 2), None
+    for name, wrong in (("delta_softplus", False), ("B", x), ("C", x)):
+        with pytest.raises(NotImplementedError, match=f"mamba_inner_fn: .*{name}"):
+            mamba_inner_fn(*mixer, -torch.ones(2, 1), **{name: wrong})
+    rows, step = torch.ones(1, 3, 2, 2), torch.ones(1, 3, 2)
+    with pytest.raises(NotImplementedError, match="mamba2_chunk_scan: z must be None"):
+        mamba2_chunk_scan(rows, step, -torch.ones(2), rows, rows, 2, z=rows)
+
+
+def test_a_step_of_mamba2_takes_tensors_whose_rows_lie_apart():
+    state, x, dt = torch.randn(2, 4, 3, 5), torch.randn(2, 3, 4).mT, torch.rand(2, 4, 3)
+    A, keys = -torch.rand(4, 3, 5), torch.randn(2, 5, 2).mT
+    results = []
+    for given in ((x, dt, A, keys, keys), (x.contiguous(), dt, A, *[keys.contiguous()] * 2)):
+        own = state.clone()
+        results.append((mamba2_selective_state_update(own, *given), own))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)

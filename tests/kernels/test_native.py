@@ -21,7 +21,7 @@ from ssmzoo_kernels.scan import cpu
 PACKAGE = Path(native.__file__).parent
 CACHED = (
     native.missing, native.library, native._flags, native._compiler, native._machine,
-    native._private_folder, native._tell_of_the_private_folder, dispatch.compiler_missing,
+    native._folder_of, native._tell_of_the_private_folder, dispatch.compiler_missing,
     dispatch._best, dispatch._why_no_kernel, dispatch.kernel_missing, dispatch._warn_of_slowness,
     cpu.load, predictor.load,
 )  # fmt: skip
@@ -335,6 +335,26 @@ def test_a_full_cache_is_left_for_a_private_folder(fresh, monkeypatch, tmp_path,
     assert caplog.messages == [f"C kernels are built anew for this process: {words}: {fresh}"]
     assert native.cache_folder() == native._private_folder()
     assert not list(fresh.iterdir())
+
+
+def test_a_forked_process_has_a_private_folder_of_its_own():
+    own, of_a_child = native._private_folder(), native._folder_of(-1)
+    assert own != of_a_child
+    assert own.is_dir()
+    assert of_a_child.is_dir()
+    of_a_child.rmdir()  # which its own process would do
+    native._folder_of.cache_clear()
+
+
+def test_a_limit_longer_than_the_system_waits_is_no_limit(fresh, monkeypatch):
+    monkeypatch.setenv("SSMZOO_BUILD_SECONDS", "1e300")
+    assert native._run(["true"], "nothing").returncode == 0
+
+
+def test_a_compiler_that_is_no_command_is_named(fresh, monkeypatch):
+    monkeypatch.setenv("CC", 'gcc "')
+    with pytest.raises(RuntimeError, match="CC must be a command, got 'gcc \"': No closing"):
+        innovation(torch.randn(1, 5, 2), [0.5], backend="cpu")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

@@ -58,15 +58,13 @@ def add_rms_norm(
     """
     check_numbers(OP, eps, offset)
     pair = [residual, x]
-    if isinstance(residual, Tensor) and residual.dim() > 2 and residual.shape[-1]:
+    if isinstance(residual, Tensor) and residual.dim() > 2:
         if isinstance(x, Tensor) and x.shape != residual.shape:
             raise ValueError(
                 f"{OP}: x must have the residual's shape {list(residual.shape)}, "
                 f"got {list(x.shape)}"
             )
-        pair = [
-            part.reshape(-1, part.shape[-1]) if isinstance(part, Tensor) else part for part in pair
-        ]
+        pair = [part.flatten(0, -2) if isinstance(part, Tensor) else part for part in pair]
     total, y = SUM(*pair, weight, backend=backend, eps=float(eps), offset=float(offset))
     if pair[0] is residual:
         return total, y

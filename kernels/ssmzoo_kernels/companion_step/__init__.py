@@ -238,6 +238,14 @@ def companion_scan(
         rule = "[B, n, D]" if cu_seqlens is None else "[S, n, D]"
         shape = (offsets.shape[0] - 1, a.shape[1], u.shape[2])
         check_tensor(op, "initial_state", initial_state, shape, u, rule)
+    longest = u.shape[1]
+    if cu_seqlens is not None and u.is_cpu and not torch.compiler.is_compiling():
+        longest = int(offsets.diff().max())
+    _check_series(op, "kernel", kernel, (u.shape[2], longest), u, "[D, L]")
+    others = {"a": a, "b": b, "d": d, "initial_state": initial_state, "kernel": kernel}
+    for name, x in others.items():
+        if x is not None and x.dtype != u.dtype:
+            raise TypeError(f"{op}: {name} must have u's dtype {u.dtype}, got {x.dtype}")
     packed = None if cu_seqlens is None else offsets
     judged = _judged(op, "auto", u)
     if initial_state is None or judged:

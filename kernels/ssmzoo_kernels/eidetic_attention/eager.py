@@ -113,12 +113,13 @@ def attend(
         return out, lse
     exact = accumulator(q)
     out, lse = torch.empty_like(q, dtype=exact), q.new_empty(q.shape[:3], dtype=exact)
-    for rows in _slices(q, k):
-        scores = _scores(q, k, stream, rows, scale)  # [N, G, R, M, K]
-        total = scores.logsumexp(dim=-1, keepdim=True)
-        weights = torch.exp(scores - total.masked_fill(total.isneginf(), 0.0))
-        out[:, rows] = torch.einsum("ngrmk,nkgd->nmgrd", weights, v.to(exact)).flatten(2, 3)
-        lse[:, rows] = total.squeeze(-1).flatten(1, 2).transpose(1, 2)
+    with torch.autocast(q.device.type, enabled=False):
+        for rows in _slices(q, k):
+            scores = _scores(q, k, stream, rows, scale)  # [N, G, R, M, K]
+            total = scores.logsumexp(dim=-1, keepdim=True)
+            weights = torch.exp(scores - total.masked_fill(total.isneginf(), 0.0))
+            out[:, rows] = torch.einsum("ngrmk,nkgd->nmgrd", weights, v.to(exact)).flatten(2, 3)
+            lse[:, rows] = total.squeeze(-1).flatten(1, 2).transpose(1, 2)
     return out, lse
 
 
@@ -142,16 +143,17 @@ def attend_backward(
     grad_q = torch.empty_like(q, dtype=exact)
     grad_k, grad_v = (torch.zeros_like(x, dtype=exact) for x in (k, v))
     k, v = k.to(exact), v.to(exact)
-    for rows in _slices(q, k):
-        one, g, o = (x[:, rows].to(exact).unflatten(2, (groups, -1)) for x in (q, grad, out))
-        total = lse[:, rows].unflatten(2, (groups, -1)).permute(0, 2, 3, 1).unsqueeze(-1)
-        weights = torch.exp(_scores(q, k, stream, rows, scale) - total)  # [N, G, R, M, K]
-        grad_v += torch.einsum("ngrmk,nmgrd->nkgd", weights, g)
-        change = torch.einsum("nmgrd,nkgd->ngrmk", g, v)
-        change -= (g * o).sum(dim=-1).permute(0, 2, 3, 1).unsqueeze(-1)
-        change *= weights * scale
-        grad_q[:, rows] = torch.einsum("ngrmk,nkgd->nmgrd", change, k).flatten(2, 3)
-        grad_k += torch.einsum("ngrmk,nmgrd->nkgd", change, one)
+    with torch.autocast(q.device.type, enabled=False):
+        for rows in _slices(q, k):
+            one, g, o = (x[:, rows].to(exact).unflatten(2, (groups, -1)) for x in (q, grad, out))
+            total = lse[:, rows].unflatten(2, (groups, -1)).permute(0, 2, 3, 1).unsqueeze(-1)
+            weights = torch.exp(_scores(q, k, stream, rows, scale) - total)  # [N, G, R, M, K]
+            grad_v += torch.einsum("ngrmk,nmgrd->nkgd", weights, g)
+            change = torch.einsum("nmgrd,nkgd->ngrmk", g, v)
+            change -= (g * o).sum(dim=-1).permute(0, 2, 3, 1).unsqueeze(-1)
+            change *= weights * scale
+            grad_q[:, rows] = torch.einsum("ngrmk,nkgd->nmgrd", change, k).flatten(2, 3)
+            grad_k += torch.einsum("ngrmk,nmgrd->nkgd", change, one)
     return grad_q, grad_k, grad_v
 
 

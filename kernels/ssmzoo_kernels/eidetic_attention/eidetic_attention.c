@@ -106,6 +106,13 @@ static int64_t find_runs(const Inputs *in, const Block *x, Run *runs) {
   return found;
 }
 
+/* The first query of a block that sees a memory's row of a position, which may be any number. */
+static int64_t seen_from(int64_t position, int64_t window, const Block *x) {
+  int64_t last = x->position - window; /* what the first query of the block sees */
+  if (position <= last) return 0;
+  return position >= last + x->count ? x->count : position - last;
+}
+
 /* Read the next keys that some query sees, up to a tile of them; `run` and `at` say how far it is. */
 static void read_keys(const Inputs *in, const Block *x, const Run *runs, int64_t found,
                       int64_t *run, int64_t *at, int64_t group, Tile *tile, Work *w) {
@@ -120,7 +127,7 @@ static void read_keys(const Inputs *in, const Block *x, const Run *runs, int64_t
       }
       int64_t row = here->row + *at, from = here->first + *at, to = from + here->reach;
       if (here->table == MEMORY) {
-        from = in->mem_positions ? in->mem_positions[row] + in->window - x->position : 0;
+        from = in->mem_positions ? seen_from(in->mem_positions[row], in->window, x) : 0;
         to = x->count;
       }
       from = from < 0 ? 0 : from;

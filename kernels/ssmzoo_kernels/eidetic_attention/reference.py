@@ -65,9 +65,10 @@ def eidetic_attention(
             values.append(mem_v[i].to(exact))
             sees.append(visible)
         key, value = (torch.cat(x).repeat_interleave(copies, dim=1) for x in (keys, values))
-        scores = torch.einsum("thd,shd->hts", flat_q[here], key) * scale
-        scores = scores.masked_fill(~torch.cat(sees, dim=1), -torch.inf)
-        out[here] = torch.einsum("hts,shd->thd", scores.softmax(dim=-1), value)
+        with torch.autocast(q.device.type, enabled=False):
+            scores = torch.einsum("thd,shd->hts", flat_q[here], key) * scale
+            scores = scores.masked_fill(~torch.cat(sees, dim=1), -torch.inf)
+            out[here] = torch.einsum("hts,shd->thd", scores.softmax(dim=-1), value)
     return out.view(q.shape).to(q.dtype)
 
 

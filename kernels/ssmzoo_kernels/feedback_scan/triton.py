@@ -668,7 +668,7 @@ def backward(
     if initial_state is not None:
         grads["grad_initial"] = u.new_empty(segments, width, states, dtype=exact)
     # a scratch for states: where all programs at once would want too much, launches share it
-    at_once = min(segments, max(1, 4 * FILL // blocks))
+    at_once = max(1, min(segments, 4 * FILL // max(1, blocks)))
     box = CHUNK // shape.tokens * shape.block_n * shape.block_d
     scratch = u.new_empty(at_once * blocks * box, dtype=exact)
     for first_segment in range(0, segments, at_once):

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack  # pyright: ignore[reportMissingImports]
 from torch.autograd import forward_ad
 
 from ssmzoo_kernels import dispatch, native
 from ssmzoo_kernels.few_rows_linear import cpu
+from ssmzoo_kernels.validation import transforms
 
 OP = "few_rows_linear"
 MOST_ROWS = 8
@@ -57,7 +57,7 @@ def few_rows_linear(
         and not torch.compiler.is_compiling()
         and not torch._C._is_tracing()
         and not torch._C._len_torch_dispatch_stack()
-        and peek_interpreter_stack() is None  # no torch.func transforms
+        and transforms() is None
         and forward_ad._current_level < 0
         and not torch.is_autocast_enabled("cpu")
         and dispatch.forced_backend.get() in dispatch.WITH_C
@@ -65,6 +65,7 @@ def few_rows_linear(
         and x.dtype in _WIDE
         and x.dtype is weight.dtype
         and x.layout is weight.layout is torch.strided
+        and not x.is_neg()  # nor are weights, which own their numbers
         and x.device.type == weight.device.type == "cpu"
         and x.shape[-1] == inputs
         and weight.dim() == 2

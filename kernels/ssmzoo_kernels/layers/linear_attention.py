@@ -64,7 +64,12 @@ def mamba2_chunk_scan(
     Returns:
         The outputs ``[B, L, H, V]``, and with ``return_final_states`` the state ``[B, H, V, K]``,
         float32 whatever the inputs are.
+
+    Raises:
+        NotImplementedError: A gate z, which no mixer gives.
     """
+    if kwargs.get("z") is not None:
+        raise NotImplementedError("mamba2_chunk_scan: z must be None; gate the outputs instead")
     packing = boundaries(hidden_states, kwargs)
     step = _step_size(dt, dt_bias, dt_softplus, dt_limit)
     y, state = gated_linear_attention(
@@ -105,12 +110,12 @@ def mamba2_selective_state_update(
     heads, (batch, groups, keys) = hidden_states.shape[1], B.shape
     by_group = (batch, groups, heads // groups, state.shape[2], keys)
     x = hidden_states.to(step.dtype)
-    written = (step[..., None] * x).view(*by_group[:-1], 1) * B.view(batch, groups, 1, 1, keys)
+    written = (step[..., None] * x).reshape(*by_group[:-1], 1) * B[:, :, None, None]
     decay = torch.exp(step * _wide(A[:, 0, 0]))
-    new = torch.addcmul(written.view(state.shape), state, decay[..., None, None].to(state.dtype))
+    new = torch.addcmul(written.reshape(state.shape), state, decay[..., None, None].to(state.dtype))
     state.copy_(new)
-    y = new.view(batch, groups, -1, keys) @ C.to(new.dtype).unsqueeze(-1)
-    y = y.view(hidden_states.shape)
+    y = new.reshape(batch, groups, -1, keys) @ C.to(new.dtype).unsqueeze(-1)
+    y = y.reshape(hidden_states.shape)
     if D is not None:
         y = torch.addcmul(y, x, D[:, :1].to(y.dtype))
     if z is not None:

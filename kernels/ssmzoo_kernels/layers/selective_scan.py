@@ -89,7 +89,15 @@ def mamba_inner_fn(
 
     It reads the weights of projections: for layers that nothing wraps. With ``dt_rms_weight`` it
     normalises dt, B and C before ``dt``'s projection and without weights, as Falcon-Mamba's layers.
+
+    Raises:
+        NotImplementedError: B or C that do not come from the input, or step sizes without softplus,
+            which no mixer has.
     """
+    if B is not None or C is not None:
+        raise NotImplementedError("mamba_inner_fn: B and C must be None: they are projections of x")
+    if not delta_softplus:
+        raise NotImplementedError("mamba_inner_fn: delta_softplus must be True, got False")
     rows, gate = xz.transpose(1, 2).chunk(2, dim=-1)
     packing = boundaries(rows, kwargs)
     x, _ = causal_conv1d(

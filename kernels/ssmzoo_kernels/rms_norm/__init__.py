@@ -52,8 +52,8 @@ def rms_norm(
     """
     check_numbers(OP, eps, offset)
     flat = x
-    if isinstance(x, Tensor) and x.dim() > 2 and x.shape[-1]:
-        flat = x.reshape(-1, x.shape[-1])
+    if isinstance(x, Tensor) and x.dim() > 2:
+        flat = x.flatten(0, -2)
     y = NORM(flat, weight, backend=backend, eps=float(eps), offset=float(offset))
     return y if flat is x else y.view(x.shape)
 

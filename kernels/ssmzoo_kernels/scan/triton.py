@@ -950,8 +950,8 @@ def backward(
         )
     # partial sums of q and k, and a scratch for states: where all blocks and programs at once
     # would want more of either than is bounded, several launches share it
-    parts = parts_of(blocks, width, states)
-    at_once = min(programs, max(1, 4 * FILL // (parts * shape.num_warps)))
+    parts = max(1, parts_of(blocks, width, states))
+    at_once = max(1, min(programs, 4 * FILL // (parts * shape.num_warps)))
     box = shape.block_n * shape.block_d
     part_q = q.new_empty(parts, tokens, states, dtype=exact)
     part_k = torch.empty_like(part_q)
