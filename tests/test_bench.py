@@ -3,13 +3,16 @@
 import ast
 import csv
 import importlib.util
+import os
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ssmzoo.analysis import bench
+from ssmzoo.modeling import SSMConfig
 
 KERNELS = Path(__file__).resolve().parents[1] / "kernels"
 
@@ -84,6 +87,66 @@ def test_what_no_rows_can_be_written_to_is_refused_before_anything_is_timed(
         bench.bench(["longhorn"], peers=False, output=tmp_path / output)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.csv", "notes.md"]
     assert (tmp_path / "notes.csv").read_text() == "my notes, of today\nand more\n"
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_timed(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(bench, "_decode_seconds", None)
+    access = os.access  # root may write anywhere
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path and access(path, mode))
+    with pytest.raises(RuntimeError, match=f"output must .*{tmp_path}"):
+        bench.bench(["longhorn"], peers=False, output=tmp_path / "x.csv")
+
+
+class Stateless(SSMConfig):
+    model_type = "stateless"
+
+
+class Refusing(Stateless):
+    def check(self):
+        raise ValueError("hidden_size must be odd")
+
+
+@pytest.fixture
+def family_of(monkeypatch):
+    def install(kind):
+        family = SimpleNamespace(config_class=kind, config=kind, causal_lm_class=lambda c: c)
+        monkeypatch.setattr("ssmzoo.family.load_family", lambda name: family)
+
+    return install
+
+
+def test_a_family_is_given_the_sizes_that_it_has(family_of):
+    assert bench._family("linear_attention")().config.d_state == bench.STATE
+    family_of(Stateless)
+    config = bench._family("stateless")()
+    assert (config.hidden_size, config.num_hidden_layers) == (bench.HIDDEN, bench.LAYERS)
+
+
+def test_a_family_that_refuses_the_sizes_is_known_before_anything_is_timed(family_of, monkeypatch):
+    peer = bench.Peer(lambda: pytest.fail("built"))
+    monkeypatch.setattr(bench, "_peers", lambda: {"peer": peer})
+    family_of(Refusing)
+    with pytest.raises(ValueError, match="hidden_size"):
+        bench.bench(["refusing"], report=lambda _: pytest.fail("timed"))
+
+
+def test_rows_of_stock_models_that_are_not_timed_now_stay(tmp_path, monkeypatch):
+    folder = KERNELS.parent / "eval" / "speed"
+    monkeypatch.syspath_prepend(folder)
+    spec = importlib.util.spec_from_file_location("speed_of_stock", folder / "stock.py")
+    stock = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stock)
+    row = {"model": "mamba", "pass": "train", "milliseconds": 2}
+    table = tmp_path / "stock.csv"
+    stock.write_rows([{**row, "variant": name} for name in ("default", "ours")], table)
+    stock.write_rows([{**row, "variant": "ours", "milliseconds": 1}], table)
+    written = csv.DictReader(table.read_text().splitlines())
+    assert [(line["variant"], line["milliseconds"]) for line in written] == [
+        ("default", "2"),
+        ("ours", "1"),
+    ]
 
 
 def test_an_unknown_family_is_refused_before_anything_is_timed():

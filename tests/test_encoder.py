@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from ssmzoo import load_family
+from ssmzoo.analysis.doctor import examine_model
 from ssmzoo.analysis.inspect import inspect_model
 from ssmzoo.modeling import backbone, flip
 from ssmzoo.modeling.compat import enable_gradient_checkpointing
@@ -225,13 +226,17 @@ def test_what_does_not_fit_a_model_is_refused_in_one_line():
         assert "\n" not in str(raised.value)
 
 
-def test_inspect_measures_an_encoder_and_refuses_a_model_of_images(tmp_path):
+def test_inspect_measures_an_encoder_and_like_the_doctor_refuses_a_model_of_images(tmp_path):
     build(kind="model", directions="both-separate").save_pretrained(tmp_path / "encoder")
     build().save_pretrained(tmp_path / "images")
     report = inspect_model(tmp_path / "encoder", tmp_path / "seen", length=16, sequences=1)
     assert report["layers"]
-    with pytest.raises(ValueError, match="takes images"):
-        inspect_model(tmp_path / "images", tmp_path / "unseen")
+    for call in (
+        lambda: inspect_model(tmp_path / "images", tmp_path / "unseen"),
+        lambda: examine_model(tmp_path / "images"),
+    ):
+        with pytest.raises(ValueError, match=r"^model must be .*takes images; name another"):
+            call()
 
 
 def test_trainer_trains_on_images(tmp_path):

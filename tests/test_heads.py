@@ -169,6 +169,22 @@ def test_a_sequence_is_classified_alike_alone_padded_and_packed(pooling):
         assert near(singly[1:], model.score(hidden.mean(dim=1)))
 
 
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_packed_rows_with_padding_are_classified_sequence_by_sequence(pooling):
+    model = build("sequence_classification", pooling=pooling, num_labels=4)
+    rows = documents(5, 3, 6)
+    singly = torch.cat([model(row[None]).logits for row in rows])
+    ids = torch.zeros(2, 9, dtype=torch.long)
+    ids[0, :8], ids[1, 3:] = torch.cat(rows[:2]), rows[2]
+    mask = torch.tensor([[1] * 8 + [0], [0] * 3 + [1] * 6])
+    positions = torch.tensor([[*range(5), *range(3), 0], [0] * 3 + [*range(6)]])
+    assert near(model(ids, attention_mask=mask, position_ids=positions).logits, singly)
+    given = {"attention_mask": mask[:1], "position_ids": positions[:1]}
+    assert near(model(ids[:1], **given).logits, singly[:2])
+    whole = model(ids[:1, :8].repeat(2, 1), position_ids=positions[:1, :8].repeat(2, 1)).logits
+    assert near(whole, singly[:2].repeat(2, 1))
+
+
 def test_mean_pooling_trains_alike_padded_and_packed():
     model = build("sequence_classification", pooling="mean", num_labels=4)
     rows, labels = documents(6, 3), torch.tensor([1, 3])

@@ -331,6 +331,20 @@ def test_a_model_without_a_state_says_why(tmp_path):
     assert layer["future_lags"] == 32
 
 
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("h3", {"attn_layer_idx": [1]}),
+        ("bmojo", {"mixer_types": ["mamba", "attention"], "num_hidden_layers": 2}),
+    ],
+)
+def test_a_state_that_grows_has_no_size(family, fields):
+    model = built(family, **fields)
+    found = measure_layers(model, torch.zeros(1, 40, dtype=torch.int64), layers=[0])
+    assert found.state_bytes is None
+    assert found.state_note == "grows by every token in 1 of 2 layers"
+
+
 def test_without_a_length_the_model_decides(tmp_path):
     assert inspect_model("dss", tmp_path / "a")["input"]["length"] == 128
     assert inspect_model("dss", tmp_path / "b", length=77)["input"]["length"] == 77
@@ -477,6 +491,14 @@ def test_inspect_does_not_overwrite_foreign_folders(tmp_path):
     with pytest.raises(RuntimeError, match="is no folder to write into"):
         inspect_model("longhorn", tmp_path / "file" / "below")
     assert (tmp_path / "full" / "thesis.tex").read_text() == "mine"
+
+
+@pytest.mark.parametrize("place", [".", ""])
+def test_inspect_does_not_replace_the_working_directory(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="output_dir must end in a name"):
+        inspect_model("longhorn", place)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_text_must_fill_a_sequence_and_fit_the_vocabulary(saved, tmp_path):

@@ -6,13 +6,15 @@ import os
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tests.zoo import OURS
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+from torch.nn.utils import parametrize
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
 from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.family import families, load_family
-from ssmzoo.modeling import LayerState, StateCache
+from ssmzoo.modeling import LayerState, SSMMixer, StateCache
 from ssmzoo.modeling.compat import CACHE
 from ssmzoo.modeling.packing import PackedRow, find_packing
 from ssmzoo.testing.subject import Subject
@@ -26,6 +28,12 @@ def build(**fields):
     torch.manual_seed(0)
     config = FAMILY.config(**{**FAMILY.tiny, **fields})
     return FAMILY.causal_lm_class(config).eval()
+
+
+def tiny_model(name):
+    torch.manual_seed(0)
+    family = load_family(name)
+    return family.causal_lm_class(family.config(**family.tiny)).eval()
 
 
 @pytest.fixture(scope="module")
@@ -543,6 +551,108 @@ def test_every_form_follows_weights_that_are_written_through_data(name):
 # --- checkpoints -------------------------------------------------------------------------------
 
 
+def ssm_parameters(model):
+    mixers = (module for module in model.modules() if isinstance(module, SSMMixer))
+    return {id(p): p for mixer in mixers for p in mixer.parameters(recurse=False)}.values()
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_what_a_checkpoint_lacks_is_float32_in_a_model_loaded_in_bfloat16(name, tmp_path):
+    made = tiny_model(name)
+    made.save_pretrained(tmp_path)
+    layers = made.config.num_hidden_layers + 1
+    longer = type(made).from_pretrained(tmp_path, dtype="bfloat16", num_hidden_layers=layers)
+    assert len(longer.model.layers) == layers
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        built = type(made)(made.config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for model in (longer, built):
+        assert {p.dtype for p in ssm_parameters(model)} == {torch.float32}
+        assert model.lm_head.weight.dtype == torch.bfloat16
+
+
+class Scaled(torch.nn.Module):
+    """Makes of a parameter what a number of its own says."""
+
+    def __init__(self):
+        super().__init__()
+        self.by = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x * self.by
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_form_follows_a_parametrization(name, ids):
+    model, plain = tiny_model(name), tiny_model(name)
+    mixers = (m for m in model.modules() if isinstance(m, SSMMixer))
+    mixer = next(m for m in mixers if any(True for _ in m.parameters(recurse=False)))
+    field, parameter = max(mixer.named_parameters(recurse=False), key=lambda item: item[1].numel())
+    other = next(m for m in plain.modules() if type(m) is type(mixer))
+    parametrize.register_parametrization(mixer, field, Scaled())
+    for by in (1.0, 0.9):
+        with torch.no_grad():
+            mixer.parametrizations[field][0].by.fill_(by)
+            getattr(other, field).copy_(parameter * by)
+            for x, kept in ((ids, False), (ids, True), (ids[:, :1], True)):
+                outputs = []
+                for each in (model, plain):
+                    cache = each(ids, use_cache=True).cache if x.shape[1] == 1 else None
+                    outputs.append(each(x, cache=cache, use_cache=kept).logits)
+                torch.testing.assert_close(*outputs)
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *given, **more):
+        return self.module(*given, **more)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", OURS)
+def test_a_mixer_may_be_wrapped(name, ids):
+    model = tiny_model(name)
+    known = model.generate(ids, max_new_tokens=3, do_sample=False), model(ids).logits
+    for layer in model.model.layers:
+        layer.mixer = Wrapper(layer.mixer)
+    assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), known[0])
+    torch.testing.assert_close(model(ids).logits, known[1])
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_lora_reaches_ssm_parameters(ids):
+    model = tiny_model("s5")
+    with torch.no_grad():
+        before = model(ids).logits
+        by_lora = LoraConfig(r=2, target_modules=[], target_parameters=["mixer.B", "mixer.C"])
+        tuned = get_peft_model(model, by_lora)
+        torch.testing.assert_close(tuned(input_ids=ids).logits, before)
+        for name, parameter in tuned.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+        quiet = tuned(input_ids=ids).logits
+        assert (quiet - before).abs().max() > 1e-3
+    torch.testing.assert_close(tuned(input_ids=ids).logits, quiet)
+
+
+def test_layers_that_the_configuration_does_not_count_are_refused(ids):
+    model = tiny_model("longhorn")
+    count = model.config.num_hidden_layers
+    model.model.layers.append(copy.deepcopy(model.model.layers[0]))
+    with pytest.raises(ValueError, match=f"num_hidden_layers must be .*, {count + 1}, got {count}"):
+        model(ids)
+    model.config.num_hidden_layers = count + 1
+    assert model(ids, use_cache=False).logits.shape[:2] == ids.shape
+    model.model.layers = model.model.layers[:1]
+    with pytest.raises(ValueError, match=f"num_hidden_layers must be .*, 1, got {count + 1}"):
+        model.generate(ids, max_new_tokens=2)
+
+
 @pytest.mark.parametrize("size", [0, 4, 1000, -1])
 def test_a_truncated_checkpoint_is_refused_and_named(model, tmp_path, size):
     model.save_pretrained(tmp_path)
@@ -565,6 +675,30 @@ def test_a_misspelt_field_in_a_checkpoint_is_refused(model, tmp_path):
     path.write_text(path.read_text().replace('"d_state"', '"d_sttae"'))
     with pytest.raises(LookupError, match="no field 'd_sttae'; did you mean 'd_state'"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_fields_given_while_loading_are_checked_and_complete_others(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"num_hidden_layers must be .* got -1"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=-1)
+    with pytest.raises(ValueError, match=r"hidden_size must be .* got 0"):
+        AutoConfig.from_pretrained(tmp_path, d_model=0)
+    assert AutoConfig.from_pretrained(tmp_path, d_model=64).hidden_size == 64
+    bmojo = load_family("bmojo")
+    bmojo.config(**bmojo.tiny).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path, num_hidden_layers=5)
+    assert len(config.mixer_types) == 5
+
+
+def test_dtypes_may_be_given_by_part_and_a_classifier_has_a_label(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    for given in ("bfloat16", {"": "bfloat16"}):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=given)
+        assert loaded.lm_head.weight.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="dtype must be a floating-point dtype"):
+        FAMILY.config(dtype={"": "int8"})
+    with pytest.raises(ValueError, match="num_labels must be at least 1, got 0"):
+        FAMILY.config(num_labels=0)
 
 
 # --- classification ----------------------------------------------------------------------------

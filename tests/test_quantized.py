@@ -30,7 +30,11 @@ import copy
 
 import torch
 from tests.stock_models import tiny
-from torchao.quantization import Int8WeightOnlyConfig, quantize_
+from torchao.quantization import (
+    Int8DynamicActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+    quantize_,
+)
 
 from ssmzoo import accelerate
 
@@ -67,6 +71,13 @@ def decoded(model, ids):
         tokens = ids[:, 4:].split(1, dim=1)
         return torch.cat([model(t, cache=cache).logits for t in tokens], dim=1)
 
+
+family = load_family("bmojo")  # whose memories are often of no tokens
+model = family.causal_lm_class(family.config(**family.tiny)).eval()
+ids = torch.arange(3, 23)[None]
+exact = decoded(model, ids)
+quantize_(model, Int8DynamicActivationInt8WeightConfig())
+assert (decoded(model, ids) - exact).abs().max() <= 0.1 * exact.abs().max()
 
 for name in ("longhorn", "coffee", "rtf"):
     family = load_family(name)

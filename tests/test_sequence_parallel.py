@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.kernels.memory import peak_bytes
 from torch.nn.functional import cross_entropy
 
 from ssmzoo import families, load_family
-from ssmzoo.modeling import StateCache
+from ssmzoo.modeling import StateCache, sequence_parallel, sequence_piece
 
 pytestmark = [pytest.mark.xdist_group("sequence_parallel"), pytest.mark.turns]
 
@@ -84,6 +85,33 @@ def test_what_cannot_be_passed_on_is_refused(found, case, name):
     for said in found("refused"):
         assert name in said[case]
         assert "\n" not in said[case]
+
+
+@pytest.fixture
+def piece_of(monkeypatch):
+    """Return the piece that one of two processes would read of a batch."""
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(sequence_parallel, "sequence_cache", lambda model, group, rows: rows)
+
+    def piece(rank, *given, **named):
+        monkeypatch.setattr(dist, "get_rank", lambda group: rank)
+        return sequence_piece(None, *given, **named)
+
+    return piece
+
+
+@pytest.mark.parametrize("ends", [[0, 2, 5], [0, 2, 2, 5], [0, 2, 5, 5], [0, 0, 2, 5, 5, 5]])
+def test_packed_sequences_without_tokens_are_in_no_piece(piece_of, ends):
+    ids, cu_seqlens = torch.arange(5)[None], torch.tensor(ends)
+    cut = [piece_of(rank, ids, cu_seqlens=cu_seqlens)["cu_seqlens"] for rank in (0, 1)]
+    assert [piece.tolist() for piece in cut] == [[0, 2], [0, 3]]
+
+
+@pytest.mark.parametrize("shape", [(1, 9), (1, 3), (2, 5), (5,)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_process_refuses_a_mask_of_another_shape(piece_of, shape, rank):
+    with pytest.raises(ValueError, match=r"attention_mask must .*\[1, 5\], got"):
+        piece_of(rank, torch.arange(5)[None], torch.ones(shape))
 
 
 @pytest.mark.parametrize("family", sorted(families()))

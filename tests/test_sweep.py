@@ -380,6 +380,8 @@ def test_one_command_runs_one_cell_and_a_table_runs_none(tmp_path, capsys):
     assert isinstance(AutoModelForCausalLM.from_pretrained(model), LlamaForCausalLM)
     assert main([*command, "--table"]) == 0
     assert json.loads(capsys.readouterr().out) == [line]
+    assert main([*command, "--only", chosen, "--keep"]) == 0
+    assert "kept no model" not in capsys.readouterr().err
     shutil.rmtree(model)
     assert main([*command, "--only", chosen, "--keep"]) == 0
     assert "1 runs were finished before and kept no model" in capsys.readouterr().err
@@ -387,6 +389,14 @@ def test_one_command_runs_one_cell_and_a_table_runs_none(tmp_path, capsys):
     assert main([*command, "--table"]) == 2
     assert "other holds neither runs nor a ledger" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_file_in_the_way_of_a_sweep_is_named_before_any_run(place, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(RuntimeError, match=r"output_dir must be .*/file' is no folder"):
+        sweep(one_run(), tmp_path / place)
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_what_a_model_cannot_do_is_a_hole_with_its_reason(tmp_path):

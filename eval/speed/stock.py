@@ -10,18 +10,19 @@ timed once, and last, since it leaves the process's memory in pieces. A step's m
 it raises a process of its own; of that loop, which takes the most, it is not measured. The
 allocator is as Python has it: the loop waits for fresh pages most of its time. Floors: the products
 of the linear layers at the speed of a large one here, or a decoded token's weights at the speed of
-a copy. Writes kernels/benchmarks/results/stock.csv; rows there of other models stay.
+a copy. Writes kernels/benchmarks/results/stock.csv; rows there of what is not timed now stay, and
+with --no-memory a row that is timed anew has no memory.
 """
 
 import argparse
 import csv
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from report import write_table
+from report import Rows, write_table
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
@@ -172,6 +173,18 @@ def decoded_bytes(model: Any) -> int:
     return sum(p.numel() * p.element_size() for p in read)
 
 
+def write_rows(rows: Rows, table: Path) -> None:
+    """Write rows into a table, in which they replace earlier ones of the same thing."""
+
+    def key(row: Mapping[str, object]) -> tuple[object, ...]:
+        return row["model"], row["pass"], row["variant"]
+
+    text = table.read_text(encoding="utf-8") if table.exists() else ""
+    before = list(csv.DictReader(text.splitlines()))
+    timed = {key(row) for row in rows}
+    write_table([*(row for row in before if key(row) not in timed), *rows], table)
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -224,9 +237,7 @@ def main() -> None:
                     )
                 rows.append({**row, **where})
                 print(*(f"{value}" for value in row.values()), sep="  ", flush=True)
-    table, timed = options.output / "stock.csv", options.models.split(",")
-    before = list(csv.DictReader(table.open(newline=""))) if table.exists() else []
-    write_table([*(row for row in before if row["model"] not in timed), *rows], table)
+    write_rows(rows, options.output / "stock.csv")
 
 
 if __name__ == "__main__":

@@ -391,7 +391,7 @@ class DSSMixer(SSMMixer):
         """Return what a step reads, computed once for one state of the parameters."""
         config = self.config
         settings = (config.kernel_norm_length, config.max_kernel_length, config.softmax_eps)
-        return self._tables.get(list(self.parameters(recurse=False)), settings, self._make_tables)
+        return self._tables.get(self, settings, self._make_tables)
 
     @torch.no_grad()
     def _make_tables(self) -> _Tables:

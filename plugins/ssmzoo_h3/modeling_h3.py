@@ -127,7 +127,7 @@ class H3Mixer(SSMMixer):
         goes_on = len(state.initial) > 0 and packing is None and not torch.is_grad_enabled()
         one = goes_on and k.shape[1] == 1
         if one:
-            taps, *tables = self._table.get(list(self.parameters(False)), None, self._tables)
+            taps, *tables = self._table.get(self, None, self._tables)
             past = state.initial["shift"]
             last = torch.cat([past[:, 1:], k], dim=1)
             k = (past * taps[:-1]).sum(1, keepdim=True) + taps[-1] * k

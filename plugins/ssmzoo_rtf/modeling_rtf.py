@@ -400,11 +400,11 @@ class RTFMixer(SSMMixer):
         """
         if torch.compiler.is_compiling() and not self._kept.is_constant:
             return self._deploy()
-        parameters = [p for p in self._parameters.values() if p is not None]
         # every step asks, and a configuration's own attribute access is slow
         settings = _DEPLOYED_BY(vars(self.config))
-        kept = self._kept.get(parameters, settings, self._deploy)
-        if torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
+        kept = self._kept.get(self, settings, self._deploy)
+        own = self._parameters.values()
+        if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in own):
             return self._deployed(kept.recurrent, kept.windowed, kept.recurrence is None)
         return kept
 

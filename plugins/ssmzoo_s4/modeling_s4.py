@@ -149,7 +149,7 @@ class S4Mixer(SSMMixer):
 
     def _step(self, u: Tensor, state: LayerState) -> Tensor:
         """Advance by one token ``[B, H]`` without gradients; ``[B, 1, H]``."""
-        tables = self._table.get(list(self.parameters(recurse=False)), None, self._tables)
+        tables = self._table.get(self, None, self._tables)
         decay, drive, feedback, probe, readout, echo = tables
         x = torch.view_as_complex(state.initial["ssm"])
         w = (probe * x).real.sum(-1)

@@ -116,8 +116,7 @@ class S5Mixer(SSMMixer):
         if torch.is_grad_enabled():
             pole, read_in, readout = self._matrices()
         else:
-            own = list(self.parameters(recurse=False))
-            pole, read_in, readout = self._derived.get(own, None, self._matrices)
+            pole, read_in, readout = self._derived.get(self, None, self._matrices)
         drive = F.linear(u, read_in).view(*u.shape[:2], len(read_in) // 2, 2)
         drive = torch.view_as_complex(drive)  # [B, L, N]
         if self.config.irregular_steps:

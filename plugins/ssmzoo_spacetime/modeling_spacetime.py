@@ -127,7 +127,7 @@ class SpaceTimeMixer(SSMMixer):
             own = (x.repeat_interleave(self.heads, dim=0).T.contiguous().T for x in pair)
             return [*own, gain]
 
-        return self._table.get([self.a, self.B, self.C, self.D], None, make)
+        return self._table.get(self, None, make)
 
     def dynamics(self, hidden_states: Tensor) -> Dynamics:
         """Return kernels without direct terms and, up to order 128, the eigenvalues of A."""

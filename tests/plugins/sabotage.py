@@ -392,9 +392,9 @@ class TakesTheMeanImageAway(LonghornForImageClassification):
 
 
 class ReadsTheLastColumn(LonghornForSequenceClassification):
-    def forward(self, input_ids, attention_mask=None, labels=None, cu_seqlens=None):
-        if cu_seqlens is not None:
-            return super().forward(input_ids, labels=labels, cu_seqlens=cu_seqlens)
+    def forward(self, input_ids, attention_mask=None, labels=None, **packed):
+        if packed:
+            return super().forward(input_ids, attention_mask, labels=labels, **packed)
         mask = torch.ones_like(input_ids)
         return super().forward(input_ids, attention_mask=mask, labels=labels)
 

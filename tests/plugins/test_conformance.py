@@ -18,6 +18,7 @@ from tests.plugins.sabotage import (
 from ssmzoo.testing import FamilyConformance, Report, check
 from ssmzoo.testing.conformance import CHECKS, name_of
 from ssmzoo.testing.subject import Subject
+from ssmzoo_longhorn import LonghornConfig
 from ssmzoo_longhorn.modeling_longhorn import LonghornMixer
 
 
@@ -56,6 +57,78 @@ def test_buffers_and_projected_parameters_pass_the_checks():
     assert check(family, only=only).ok
     biases = [p for n, p in Subject(family).fresh().named_parameters() if n.endswith("dt_bias")]
     assert max(float(p.detach().max()) for p in biases) <= -3
+
+
+class Sums(LonghornMixer):
+    """Keeps a sum of all tokens beside its state."""
+
+    def kept(self, hidden_states):
+        """Return what is added ``[B, ...]``."""
+        return hidden_states.sum(dim=1)
+
+    def forward(self, hidden_states, state, packing=None):
+        if packing is None:
+            added, seen = self.kept(hidden_states), state.get("sum")
+            state.put("sum", added if seen is None else seen + added)
+        return super().forward(hidden_states, state, packing)
+
+
+class SumsInOneRow(Sums):
+    def kept(self, hidden_states):
+        return super().kept(hidden_states).unsqueeze(1)
+
+
+class SumsInOneNumber(Sums):
+    def kept(self, hidden_states):
+        return super().kept(hidden_states).sum(dim=1)
+
+
+class CountsTokens(Sums):
+    def kept(self, hidden_states):
+        return torch.full(hidden_states.shape[:1], float(hidden_states.shape[1]))
+
+
+@pytest.mark.parametrize("mixer", [Sums, SumsInOneRow, SumsInOneNumber])
+def test_a_sum_in_low_precision_is_found_in_every_shape(mixer):
+    (result,) = check(broken(mixer=mixer), only=["cache_precision"]).results
+    assert "state 'sum' of layer 0 is torch.bfloat16, and it accumulates" in result.detail
+
+
+def test_a_count_in_float32_is_not_taken_for_rounded():
+    report = check(broken(mixer=CountsTokens), only=["cache_precision"])
+    assert report.ok, report.table()
+
+
+def test_a_wrong_program_of_one_layer_is_found():
+    class IsWrongInOne(LonghornMixer):
+        def forward(self, hidden_states, state, packing=None):
+            return super().forward(hidden_states, state, packing)
+
+        def write_token(self, program, parts, x, states):
+            y = super().write_token(program, parts, x, states)
+            return program.add(y, y) if self.layer_idx == 1 else y
+
+    (result,) = check(broken(mixer=IsWrongInOne), only=["fused_steps"]).results
+    assert "gave other numbers" in result.detail
+
+
+class TwoLayersConfig(LonghornConfig):
+    model_type = "two_layers"
+
+    def check(self):
+        super().check()
+        if self.num_hidden_layers != 2:
+            raise ValueError("num_hidden_layers must be 2: a field has an entry for each")
+
+
+def test_a_family_of_a_fixed_depth_refuses_another_models_cache():
+    report = check(broken(config=TwoLayersConfig), only=["wrong_cache"])
+    assert report.ok, report.table()
+
+
+def test_a_family_may_leave_out_its_targets_of_lora():
+    report = check(broken(lora_targets=()), only=["lora", "lora_all_linear"])
+    assert [result.status for result in report.results] == ["skipped", "passed"]
 
 
 def test_an_error_names_the_familys_own_line():

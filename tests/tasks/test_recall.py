@@ -165,6 +165,7 @@ def test_symbol_tokenizer_loads_without_our_code_and_means_its_ids(tmp_path):
     assert tokenizer.decode(ids) == "t7 t0 t299 t10 t1"
     assert len(tokenizer) == tasks.symbol_count(tokenizer) == 300
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 0
+    assert tokenizer.padding_side == "left"  # where generate goes on
 
 
 def test_symbol_tokenizer_names_what_is_no_symbol_of_it():

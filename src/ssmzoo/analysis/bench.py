@@ -15,10 +15,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ssmzoo.analysis.places import require_place
 from ssmzoo.files import write_text
 
 HIDDEN, LAYERS, STATE, BATCH, VOCABULARY = 256, 4, 16, 4, 1000
@@ -73,7 +74,8 @@ def bench(
 
     Raises:
         LookupError: An unknown family.
-        ValueError: ``runs`` is below 1, or ``output`` is neither.
+        ValueError: ``runs`` is below 1, ``output`` is neither, or a family refuses the sizes.
+        RuntimeError: ``output`` lies in a folder that cannot be written to.
     """
     import torch
 
@@ -174,14 +176,13 @@ def _family(name: str) -> Callable[[], Any]:
     from ssmzoo.family import load_family
 
     family = load_family(name)
-
-    def build() -> Any:
-        config = family.config(
-            hidden_size=HIDDEN, num_hidden_layers=LAYERS, d_state=STATE, vocab_size=VOCABULARY
-        )
-        return family.causal_lm_class(config)
-
-    return build
+    kind = family.config_class
+    sizes: dict[str, Any] = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS}
+    sizes["vocab_size"] = VOCABULARY
+    if "d_state" in {*kind.attribute_map, *(field.name for field in fields(kind))}:
+        sizes["d_state"] = STATE
+    config = family.config(**sizes)  # what the family refuses, it refuses before any timing
+    return lambda: family.causal_lm_class(config)
 
 
 def _peers() -> dict[str, Peer]:
@@ -354,6 +355,7 @@ def _target(output: Path, slug: str) -> Path:
 
     Raises:
         ValueError: It cannot be one, or holds something else than a benchmark's rows.
+        RuntimeError: Its folder cannot be written to.
     """
     path = output / f"{slug}.csv" if output.is_dir() else output
     if path.suffix != ".csv" or not path.parent.is_dir():
@@ -361,6 +363,7 @@ def _target(output: Path, slug: str) -> Path:
             "output must be a .csv file in a folder that is there, or a folder, got "
             f"{str(output)!r}"
         )
+    require_place(path.parent, "output")
     if path.exists():
         with path.open(newline="", encoding="utf-8", errors="replace") as file:
             columns = next(csv.reader(file), [])

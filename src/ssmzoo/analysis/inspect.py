@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from ssmzoo.analysis.measure import ENERGY, LayerInspection, as_arguments, measure_layers
 from ssmzoo.analysis.pictures import PICTURES, draw_pictures, require_matplotlib
+from ssmzoo.analysis.places import require_place
 from ssmzoo.analysis.subject import (
     LoadedBackbone,
     given_ids,
@@ -20,7 +20,7 @@ from ssmzoo.analysis.subject import (
     reference_inputs,
     text_tokens,
 )
-from ssmzoo.files import write_folder, write_json
+from ssmzoo.files import require_name, write_folder, write_json
 
 REPORT = "inspection.json"
 FORMAT = "ssmzoo-inspection-1"
@@ -75,6 +75,7 @@ def inspect_model(
         raise ValueError("ids must be given without text and length, got both")
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed must be from 0 to 2**63 - 1, got {seed}")
+    require_name(Path(output_dir), "output_dir")  # a working directory would be replaced, too
     target = Path(output_dir).expanduser().absolute()
     require_matplotlib()  # before minutes of measuring
     _check_target(target)
@@ -155,13 +156,7 @@ def _check_target(target: Path) -> None:
                 f"output_dir must be new, empty or an earlier inspection: {str(target)!r} holds "
                 f"{min(others)!r}; name a folder inside it"
             )
-    parent = target.parent
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise RuntimeError(
-            f"output_dir {str(target)!r} cannot be made: {str(parent)!r} is no folder to write into"
-        )
+    require_place(target.parent, "output_dir")
 
 
 def _layer_report(layer: LayerInspection) -> dict[str, Any]:

@@ -17,14 +17,21 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from ssmzoo.modeling import Dynamics, LayerState, SSMMixer, SSMModel, Trajectories
+from ssmzoo.modeling import (
+    Dynamics,
+    LayerState,
+    SSMMixer,
+    SSMModel,
+    StateCache,
+    Trajectories,
+)
 from ssmzoo.modeling.compat import CACHE, cache_name
 from ssmzoo.modeling.stock import mixers_of, states_of
 
 ENERGY = 0.95
 MOST_FEATURES = 64  # rows of a measured response: each costs a backward pass of the mixer
 MOST_PATHS, MOST_STEPS = 8, 32  # of the trajectories: more would hide each other
-_PROMPT = 16  # positions read to see a state, whose size does not grow with them
+_PROMPT = 16  # positions read to see a state, whose size they do not change unless it grows
 _CHUNK = 2**22  # numbers of input that one backward pass sees
 
 Source = Literal["exact", "input", "measured"]
@@ -68,8 +75,9 @@ class Inspection:
     Attributes:
         length: Positions of each reference sequence.
         sequences: How many there were.
-        state_bytes: Size of the state of one sequence, all layers together; None if there is none.
-        state_note: Why there is none.
+        state_bytes: Size of the state of one sequence, all layers together; None if there is none,
+            or if it grows.
+        state_note: Why it is None.
         layers: The inspected layers.
         others: By number, the kind of layers without a recurrent mixer, or with one and attention.
         trajectories: Of the first sequences' first tokens; None if the model has none to show.
@@ -147,7 +155,9 @@ def measure_layers(
     model.eval()
     with torch.no_grad():
         seen = _mixer_inputs(model, inputs, {layer: mixers[layer] for layer in chosen})
-        _, _, state_bytes, note = cache_after(model, inputs[:1, :_PROMPT])
+        _, cache, state_bytes, note = cache_after(model, inputs[:1, :_PROMPT])
+        if isinstance(cache, StateCache) and cache.config.state_grows:
+            state_bytes, note = None, _growth(model, cache, inputs[:1, :1])
         found = []
         for layer in chosen:
             found.append(_inspect_layer(mixers[layer], layer, seen.pop(layer), measured))
@@ -256,8 +266,24 @@ def cache_after(
     held = [states_of(layer) for layer in cache.layers]
     growing = sum("keys" in tensors for tensors in held)
     if growing:
-        return name, cache, None, f"grows by every token in {growing} of {len(held)} layers"
+        return name, cache, None, _grows(growing, len(held))
     return name, cache, sum(s.nbytes for tensors in held for s in tensors.values()), None
+
+
+def _growth(model: PreTrainedModel, cache: StateCache, token: Tensor) -> str:
+    """Tell in how many layers one more token makes the state larger."""
+
+    def sizes() -> list[int]:
+        return [sum(state.nbytes for state in held.values()) for held in cache.get_memory()]
+
+    before = sizes()
+    model(**as_arguments(model, token), **{CACHE: cache})
+    growing = sum(now > then for now, then in zip(sizes(), before, strict=True))
+    return _grows(growing, len(before))
+
+
+def _grows(growing: int, layers: int) -> str:
+    return f"grows by every token in {growing} of {layers} layers"
 
 
 def _inspect_layer(

@@ -62,8 +62,6 @@ def load_subject(
     from ssmzoo.modeling.stock import choose_kernels, mixers_of
 
     subject = load_backbone(name, seed=seed, device=device)
-    if isinstance(subject.model, SSMModel) and subject.model.config.image_size is not None:
-        raise ValueError(f"inspect needs a model of tokens or of values: {name!r} takes images")
     if not isinstance(subject.model, SSMModel):
         if not mixers_of(subject.model):
             raise ValueError(
@@ -75,23 +73,29 @@ def load_subject(
 
 
 def load_backbone(name: str, *, seed: int, device: str | None) -> LoadedBackbone:
-    """Return the same of any model that transformers loads.
+    """Return the same of any model of tokens or of values that transformers loads.
 
     Raises:
         LookupError: There is no such model, family or preset.
-        ValueError: The folder holds no complete model, or the device is not there.
+        ValueError: The folder holds no complete model, or one of images, or the device is not
+            there.
         RuntimeError: The family's plugin cannot be loaded.
     """
     place = usable_device(device)
     source = model_source(name)
+    untrained, shown = source.family is not None, name
     if source.family is not None:
         model = _untrained(source.family, source.preset, seed)
-        return LoadedBackbone(_placed(model, place), name, True)
-    from transformers import AutoModel
+    else:
+        from transformers import AutoModel
 
-    shown = name if source.folder is None else model_name(name) or name
-    model = load_model(name, source.folder, "float32", False, kind=AutoModel)
-    return LoadedBackbone(_placed(model, place), shown, False)
+        shown = name if source.folder is None else model_name(name) or name
+        model = load_model(name, source.folder, "float32", False, kind=AutoModel)
+    if isinstance(model, SSMModel) and model.config.image_size is not None:
+        raise ValueError(
+            f"model must be one of tokens or of values, {name!r} takes images; name another one"
+        )
+    return LoadedBackbone(_placed(model, place), shown, untrained)
 
 
 def reference_inputs(

@@ -37,6 +37,7 @@ from ssmzoo.analysis.ledger import (
     read_ledger,
     write_ledger,
 )
+from ssmzoo.analysis.places import require_place
 from ssmzoo.analysis.sweep_plan import CHOICES, COMPARED, PlannedRun, Sweep, load_sweep, selected
 from ssmzoo.data.documents import documents_of
 from ssmzoo.data.labelled import Examples
@@ -134,12 +135,13 @@ def sweep(
         LookupError: A field, family, preset, model type or name that does not exist.
         ValueError: A wrong value, a folder with runs of another sweep or on other text, or a ledger
             that is cut.
-        RuntimeError: The machine, or runs that failed.
+        RuntimeError: The machine, a place that cannot be written to, or runs that failed.
     """
     chosen = source if isinstance(source, Sweep) else load_sweep(source)
     planned = chosen.runs()
     wanted = selected(chosen, planned, only or {})
     output = Path(output_dir)
+    require_place(output, "output_dir")
     if not train and not (output / "runs").is_dir() and not (output / "ledger.csv").is_file():
         raise ValueError(f"{output} holds neither runs nor a ledger; without --table it is trained")
     sources = Sources()
@@ -160,7 +162,8 @@ def sweep(
             rest = [run for run in rest if best.get(run.cell) == run.place["lr"]]
             failed += _train_all(rest, output, sources, keep=keep, stock=stock)
     done = [run for run in wanted if run.folder not in missing and run.cell not in holes]
-    if keep and (bare := [run for run in done if not (output / run.folder / "model").is_dir()]):
+    kept = output / "runs"
+    if keep and (bare := [run for run in done if not (kept / run.folder / "model").is_dir()]):
         logger.warning(
             "%d runs were finished before and kept no model, the first: %s; remove their folders "
             "and their lines in ledger.csv to train them again",

@@ -69,8 +69,9 @@ _Norm: TypeAlias = RMSNorm | LayerNorm | BatchNorm | NoNorm
 class SSMMixer(nn.Module):
     """Base class of a family's mixer: ``[B, L, D] -> [B, L, D]`` with a state.
 
-    Parameters that belong to the mixer itself, not to a submodule of it, are SSM parameters: no
-    cast to a lower precision (``.to(bfloat16)``, ``.half()``) touches them.
+    Parameters that belong to the mixer itself, not to a submodule of it, are SSM parameters: they
+    are float32 at least, and no cast to a lower precision (``.to(bfloat16)``, ``.half()``) touches
+    them.
 
     Attributes:
         param_group_names: Maps a parameter's name to its optimizer group. Parameters in these
@@ -169,6 +170,15 @@ class SSMMixer(nn.Module):
         """
         return {}
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Take an SSM parameter: of lower precision where the default dtype is, as while loading.
+
+        Loading in bfloat16 makes what a checkpoint lacks after what was registered.
+        """
+        if param is not None and param.is_floating_point() and param.dtype.itemsize < 4:
+            param = nn.Parameter(param.detach().float(), param.requires_grad)
+        super().register_parameter(name, param)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SSMMixer:
         if recurse:
             for child in self.children():
@@ -200,6 +210,7 @@ class SSMBlock(GradientCheckpointingLayer):
         self.both_ways = config.directions != "forward" and not mixer.reads_both_ways
         self.residual_in_fp32 = config.residual_in_fp32
         self.prenorm = config.prenorm
+        self.reads_residual = mixer.reads_residual
         self.residual = config.residual
         self.counts_tokens = config.norm_type == "batch"
         self.norm = make_norm(config)
@@ -218,12 +229,14 @@ class SSMBlock(GradientCheckpointingLayer):
         self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``."""
+        mixer = self.mixer
         if (
-            self.mixer.writes_tokens
+            getattr(mixer, "writes_tokens", False)  # not so if something wraps it, as PEFT does
             and state.initial
+            and "parametrizations" not in mixer._modules
             and is_token(self, hidden_states, packing)
             # programs are for CPUs; elsewhere nobody waits for a number
-            and (not hidden_states.is_cpu or self.mixer.next_is_written(state))
+            and (not hidden_states.is_cpu or mixer.next_is_written(state))
         ):
             return token_of_layer(
                 self,
@@ -232,7 +245,7 @@ class SSMBlock(GradientCheckpointingLayer):
                 state,
                 lambda: self._layered(hidden_states, state, None),
                 self.norm.weight.dtype,
-                in_place=self.mixer.written_in_place,
+                in_place=mixer.written_in_place,
             )
         return self._layered(hidden_states, state, packing)
 
@@ -242,7 +255,7 @@ class SSMBlock(GradientCheckpointingLayer):
         given, y = state.shared.pop("normed", _NOTHING)
         if given is not x or y is None:
             y = self.norm(x, *real) if self.prenorm else x.to(self.norm.weight.dtype)
-        more = {"residual": x} if self.mixer.reads_residual else {}
+        more = {"residual": x} if self.reads_residual else {}
         mixed = self.mixer(y, state, packing, **more)
         if not torch.compiler.is_compiling() and getattr(mixed, "shape", None) != x.shape:
             got = list(mixed.shape) if isinstance(mixed, Tensor) else f"a {type(mixed).__name__}"
@@ -358,6 +371,7 @@ class SSMModel(SSMPreTrainedModel):
             SSMBlock(config, kind(config, index), kind(config, index) if second else None)
             for index in range(config.num_hidden_layers)
         )
+        self.layers_built = len(self.layers)
         self.norm = make_norm(config) if config.prenorm else None
         self.gradient_checkpointing = False
         self.post_init()
@@ -505,7 +519,14 @@ class SSMModel(SSMPreTrainedModel):
         if not torch.is_grad_enabled() and not output_hidden_states and takes_op(hidden_states):
             next_norms = self._next_norms()
         # generate lowers the number for a while to propose by the first layers alone
-        numbered = zip(range(config.num_hidden_layers), self.layers, next_norms, strict=False)
+        layers = self.layers
+        wanted, present = config.num_hidden_layers, len(layers._modules)
+        if wanted != present and (wanted > present or present != self.layers_built):
+            raise ValueError(
+                f"config.num_hidden_layers must be the number of layers, {present}, got {wanted}; "
+                "set it where layers are added or taken away"
+            )
+        numbered = zip(range(wanted), layers, next_norms, strict=False)
         for index, layer, next_norm in numbered:
             if output_hidden_states:
                 # the layer goes on from what is returned, so that a gradient can be retained there
@@ -713,7 +734,10 @@ def refuse_no_start(model: Any, cache: object) -> None:
 
 def _check_token_input(name: str, given: object, batch: int, length: int) -> None:
     if given is None:
-        raise ValueError(f"{name} must be given, [B, L] = [{batch}, {length}]: this model needs it")
+        raise ValueError(
+            f"{name} must be given, [B, L] = [{batch}, {length}]: this model needs it; "
+            "transformers' Trainer passes it on with remove_unused_columns=False"
+        )
     if not isinstance(given, Tensor) or not given.is_floating_point():
         kind = given.dtype if isinstance(given, Tensor) else type(given).__name__
         raise TypeError(f"{name} must be a floating-point tensor [B, L], got {kind}")

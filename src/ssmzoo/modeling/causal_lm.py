@@ -275,6 +275,9 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         self, generation_config: GenerationConfig | None, **kwargs: Any
     ) -> tuple[GenerationConfig, dict[str, Any]]:
         """Check the arguments of ``generate`` before it begins, and set the cache it must use."""
+        if self.config.token_inputs:
+            names = " and ".join(self.config.token_inputs)
+            raise ValueError(f"generate has no {names} for new tokens, which this model needs")
         renamed_cache(kwargs)
         check_kind(kwargs.get(CACHE))
         # as transformers does: an argument first, then the given configuration, then the model's

@@ -470,14 +470,16 @@ def pool(hidden_states: Tensor, packing: PackedRow | Literal[False], pooling: st
         return hidden_states.flatten(0, 1)[(ends - 1).clamp(min=0)]
     # a sum of many half-precision numbers overflows
     exact = hidden_states.to(torch.promote_types(torch.float32, hidden_states.dtype))
-    if packing.rows is None:
-        offsets = packing.offsets.to(exact.device)
-        mean = torch.segment_reduce(exact[0], "mean", offsets=offsets, axis=0)
-    else:
+    if packing.padded:
         real = packing.real()
         assert real is not None
         weight = real.view(*exact.shape[:2], 1).to(exact.dtype)
         mean = (exact * weight).sum(dim=1) / lengths.unsqueeze(1)
+    else:
+        offsets = packing.offsets.to(exact.device)
+        mean = torch.segment_reduce(exact.flatten(0, 1), "mean", offsets=offsets, axis=0)
+        if packing.rows is not None:
+            mean = mean[packing.rows]
     return mean.to(hidden_states.dtype)
 
 

@@ -136,10 +136,24 @@ class SSMConfig(PreTrainedConfig):
             if not isinstance(labels, dict | None):
                 kind = type(labels).__name__
                 raise TypeError(f"{name} must be a dictionary or None, got {kind}")
+        if (labels := kwargs.get("num_labels")) is not None and not labels >= 1:
+            raise ValueError(f"num_labels must be at least 1, got {labels}")
         super().__post_init__(**kwargs)
         # code of the checkpoint's own, by Auto class: TRL reads it, transformers writes into it
         self.auto_map: dict[str, str] = vars(self).get("auto_map") or {}
         self.check()
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Return a configuration of a dictionary and of fields that replace some of it.
+
+        As in the constructor, what follows from a field is completed and all is checked;
+        transformers sets such fields on what it has built.
+        """
+        names = {field.name for field in dataclasses.fields(cls)}
+        replaced = {name: cls.attribute_map.get(name, name) for name in kwargs}
+        given = {own: kwargs.pop(name) for name, own in replaced.items() if own in names}
+        return super().from_dict({**config_dict, **given}, **kwargs)
 
     def take(self, other: str, name: str, value: Any) -> None:
         """Set a field that came by another name.
@@ -290,9 +304,16 @@ _MOST_LAYERS = 10_000
 
 
 def _check_dtype(given: Any) -> None:
-    """Fail unless this is None or a kind of weights, which transformers would look up unseen."""
+    """Fail unless this is None or a kind of weights, which transformers would look up unseen.
+
+    Or such kinds by the names of parts of a model, as transformers takes them.
+    """
     import torch
 
+    if isinstance(given, dict):
+        for kind in given.values():
+            _check_dtype(kind)
+        return
     found = getattr(torch, given, None) if isinstance(given, str) else given
     if given is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
@@ -44,30 +44,37 @@ class DerivedValue(Generic[T]):
         self._settings: object = None
         self._value: T | None = None
 
-    def get(self, parameters: Sequence[nn.Parameter], settings: object, make: Callable[[], T]) -> T:
+    def get(self, owner: nn.Module, settings: object, make: Callable[[], T]) -> T:
         """Return the value.
 
         Args:
-            parameters: What it is computed from.
+            owner: The module whose own parameters it is computed from. Where one of them is
+                parametrized (``torch.nn.utils.parametrize``), the value is computed in every call.
             settings: What else it depends on; compared by ``==``.
             make: Computes it; called only if a parameter or the settings changed.
         """
         if torch.compiler.is_compiling():
             return self._value if _constant and self._value is not None else make()
+        if "parametrizations" in owner._modules:  # which hold what nobody can compare
+            return make()
         fits = self._value is not None and self._settings == settings
-        fits = fits and len(parameters) == len(self._seen)
-        for place, p in enumerate(parameters):
+        count = 0
+        for p in owner._parameters.values():  # no list: at one token, calls are what time goes into
+            if p is None:
+                continue
             if p.is_inference():  # it counts no versions
                 return make()
-            if fits:
-                seen, version, _ = self._seen[place]
+            if fits := fits and count < len(self._seen):
+                seen, version, _ = self._seen[count]
                 same = p._version == version and p.data_ptr() == seen.data_ptr()
                 fits = same and p.dtype == seen.dtype
-        if not fits or self._value is None:
+            count += 1
+        if not fits or count < len(self._seen) or self._value is None:
             self.forget()
             with torch.inference_mode(False), torch.no_grad():
                 # holds on to the parameters' memory, so that no other tensor gets the same address
-                seen = [(p.detach(), p._version, p.detach().clone()) for p in parameters]
+                own = [p for p in owner._parameters.values() if p is not None]
+                seen = [(p.detach(), p._version, p.detach().clone()) for p in own]
                 self._value = make()
             self._seen, self._settings = seen, settings
         return self._value

@@ -299,14 +299,19 @@ def sequence_piece(
         group: The processes that share the batch; None: all of them.
 
     Raises:
-        ValueError: Fewer tokens a row than processes, boundaries of more than one row, or what
-            :func:`sequence_cache` raises.
+        ValueError: Fewer tokens a row than processes, a mask of another shape, boundaries of more
+            than one row, or what :func:`sequence_cache` raises.
     """
     rank, count = dist.get_rank(group), dist.get_world_size(group)
     batch, length = input_ids.shape
     if length < count:
         raise ValueError(
             f"input_ids must have a token for each of the {count} processes, got L = {length}"
+        )
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask must have the shape of input_ids, {list(input_ids.shape)}, got "
+            f"{list(attention_mask.shape)}; give the whole batch's mask in every process"
         )
     begin, end = rank * length // count, (rank + 1) * length // count
     piece: dict[str, Any] = {"input_ids": input_ids[:, begin:end]}
@@ -317,7 +322,8 @@ def sequence_piece(
         if batch != 1:
             raise ValueError(f"cu_seqlens needs one packed row, got a batch of {batch}")
         starts = torch.zeros_like(input_ids, dtype=torch.bool)
-        starts[0, PackedRow.of(cu_seqlens, length, "model").offsets[:-1]] = True
+        offsets = PackedRow.of(cu_seqlens, length, "model").offsets
+        starts[0, offsets[offsets < length]] = True  # an empty last sequence begins nowhere
         piece["cu_seqlens"], rows = packed_piece(starts, begin, end)
     cache = sequence_cache(model, group, rows=rows)
     return {**piece, CACHE: cache, "use_cache": True}

@@ -25,7 +25,9 @@ def symbol_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     at_least("vocab_size", vocab_size, 1)
     tokenizer = Tokenizer(WordLevel({f"t{i}": i for i in range(vocab_size)}))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    return StrictSymbols(tokenizer_object=tokenizer, pad_token="t0", eos_token="t0")
+    return StrictSymbols(
+        tokenizer_object=tokenizer, padding_side="left", pad_token="t0", eos_token="t0"
+    )
 
 
 def symbol_count(tokenizer: PreTrainedTokenizerBase) -> int | None:

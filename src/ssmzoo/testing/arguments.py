@@ -74,18 +74,13 @@ def check_outputs(subject: Subject) -> Measured:
 
 
 def check_sequence_classification(subject: Subject) -> Measured:
-    """The classifier reads each sequence's last token: alone, padded on any side, or packed."""
+    """The classifier reads each sequence's last token, or mean: alone, padded, packed, or both."""
     measured = Measured()
     pad, lengths = 1, (9, 4, 6)
-    model = subject.classifier(torch.float64, num_labels=3, pad_token_id=pad)
     rows = [subject.ids(1, length, seed=length)[0] for length in lengths]
     for row in rows:
         row[row == pad] = pad + 1
     classes = torch.tensor([2, 0, 1])
-    expected = torch.cat([model(row[None]).logits for row in rows])
-    loss = torch.nn.functional.cross_entropy(expected, classes)
-    slopes = gradients(model, loss)
-
     ends = torch.tensor([0, *lengths]).cumsum(0)
     batches = {"packed": {"input_ids": torch.cat(rows)[None], "cu_seqlens": ends}}
     for side in ("left", "right"):
@@ -94,11 +89,27 @@ def check_sequence_classification(subject: Subject) -> Measured:
             ids[i, slice(len(row)) if side == "right" else slice(-len(row), None)] = row
         batches[f"{side} padding, found"] = {"input_ids": ids}
         batches[f"{side} padding, masked"] = {"input_ids": ids, "attention_mask": ids != pad}
-    for name, batch in batches.items():
-        output = model(**batch, labels=classes)
-        measured.compare(f"{name}: logits", output.logits, expected, EXACT)
-        measured.compare(f"{name}: loss", output.loss, loss, EXACT)
-        measured.compare_all(f"{name}: gradient of", gradients(model, output.loss), slopes, EXACT)
+    for name, packs in (("one row", [rows]), ("two rows", [rows[:1], rows[1:]])):
+        width = 2 + max(sum(map(len, pack)) for pack in packs)
+        ids, positions = torch.full((len(packs), width), pad), torch.zeros(len(packs), width)
+        for i, pack in enumerate(packs):
+            ids[i, : sum(map(len, pack))] = torch.cat(pack)
+            positions[i, : sum(map(len, pack))] = torch.cat([torch.arange(len(r)) for r in pack])
+        given = {"input_ids": ids, "position_ids": positions.long()}
+        batches[f"packed in {name} with padding, found"] = given
+        batches[f"packed in {name} with padding, masked"] = {**given, "attention_mask": ids != pad}
+    for pooling in ("last", "mean"):
+        model = subject.classifier(torch.float64, num_labels=3, pad_token_id=pad, pooling=pooling)
+        expected = torch.cat([model(row[None]).logits for row in rows])
+        loss = torch.nn.functional.cross_entropy(expected, classes)
+        slopes = gradients(model, loss)
+        for name, batch in batches.items():
+            what = f"pooling={pooling!r}, {name}"
+            output = model(**batch, labels=classes)
+            measured.compare(f"{what}: logits", output.logits, expected, EXACT)
+            measured.compare(f"{what}: loss", output.loss, loss, EXACT)
+            found = gradients(model, output.loss)
+            measured.compare_all(f"{what}: gradient of", found, slopes, EXACT)
     return measured
 
 

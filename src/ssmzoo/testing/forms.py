@@ -241,10 +241,10 @@ def check_fused_steps(subject: Subject) -> Measured:
             ids = subject.ids(rows, 12)
             with watch() as ran:
                 fused = _in_tokens(model, ids)
+            known = [m.__dict__[KEPT_AS].why for m in model.modules() if KEPT_AS in m.__dict__]
+            reasons = {why for why in known if why is not None}  # of some layers, or of all
+            require(GAVE_OTHER_NUMBERS not in reasons, f"write_token: {GAVE_OTHER_NUMBERS}")
             if ("token_step", "cpu") not in ran:
-                known = [m.__dict__[KEPT_AS].why for m in model.modules() if KEPT_AS in m.__dict__]
-                reasons = {why for why in known if why is not None}
-                require(GAVE_OTHER_NUMBERS not in reasons, f"write_token: {GAVE_OTHER_NUMBERS}")
                 why = "; ".join(sorted(reasons)) or "no write_token, or no C compiler is here"
                 raise NotApplicable(f"its tokens go layer by layer: {why}")
             with use_backend("eager"):
