@@ -8,10 +8,13 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tests.test_tokenizer import word_tokenizer
 
+from ssmzoo.data.documents import read_files
 from ssmzoo.data.rows import IGNORED, PackedRows
 from ssmzoo.data.sources import data_source
 from ssmzoo.data.tokenizer import byte_tokenizer, encoder
+from ssmzoo.data.tokens import TokenStore
 from ssmzoo.recipe import Recipe
 
 BOS, EOS = 257, 258
@@ -184,6 +187,57 @@ def test_the_end_of_a_single_document_is_held_out(tmp_path):
     assert trained <= {BOS, ord("a"), ord("b")}
     held_out = {i for rows in data.validation for i in rows.input_ids.ravel().tolist()}
     assert held_out <= {ord("b"), EOS}
+
+
+@pytest.mark.parametrize("share", [0.001, 0.02])
+def test_a_small_share_of_several_documents_is_whole_documents(share, texts, tmp_path):
+    source = data_source(make_recipe(text=[str(texts)], validation=share))
+    manifest = source.prepare(tmp_path / "cache")
+    assert len(manifest["held_out"]) == 1
+    data = source.open(tmp_path / "cache", manifest)
+    rows = data.train.take(data.epoch_rows)
+    assert (rows.input_ids == EOS).sum() > 30  # of 39 documents, but for the last row
+
+
+def test_of_a_document_and_its_copies_the_ends_are_held_out():
+    store = TokenStore(np.arange(20), np.array([10, 10, 20]), np.array([5, 7, 5], np.uint64), [])
+    kept, _, held_out = store.split(0.2)
+    assert kept.tolist() == [[0, 8], [10, 18]]
+    assert held_out.tolist() == [[8, 10], [18, 20]]
+
+
+def test_of_a_few_long_documents_the_ends_are_held_out():
+    hashes = np.array([5, 7], np.uint64)
+    kept, _, held_out = TokenStore(np.arange(2000), np.array([800, 2000]), hashes, []).split(0.1)
+    assert kept.tolist() == [[0, 720], [800, 1880]]
+    assert held_out.tolist() == [[720, 800], [1880, 2000]]
+    short = TokenStore(np.arange(2000), np.array([600, 2000]), hashes, [])
+    assert short.split(0.1)[1].tolist() == [0]  # whole, where an end would be of 60 tokens
+
+
+@pytest.mark.parametrize("validation", [0.5, 1])
+def test_documents_without_tokens_are_not_held_out(validation):
+    hashes = np.array([9, 1, 8], np.uint64)
+    kept, chosen, held_out = TokenStore(np.arange(9), np.array([5, 5, 9]), hashes, []).split(
+        validation
+    )
+    assert chosen.tolist() == [2]
+    assert held_out.tolist() == [[5, 9]]
+    assert kept.tolist() == [[0, 5], [5, 5]]
+
+
+def test_held_out_rows_without_anything_to_predict_are_refused(tmp_path):
+    word_tokenizer().save_pretrained(tmp_path / "words")
+    for name, text in (("a", "one two " * 40), ("b", "one")):
+        lines = json.dumps({"text": text}) + "\n"
+        (tmp_path / f"{name}.jsonl").write_text(lines * 20, encoding="utf-8")
+    recipe = make_recipe(
+        jsonl=[str(tmp_path / "a.jsonl")],
+        validation=[str(tmp_path / "b.jsonl")],
+        tokenizer=str(tmp_path / "words"),
+    )
+    with pytest.raises(ValueError, match=r"data\.validation must hold out .* to predict, got none"):
+        opened(recipe, tmp_path / "cache")
 
 
 def test_records_in_a_folder_of_text_are_not_read_as_text(tmp_path):
@@ -451,6 +505,78 @@ def test_a_missing_split_is_named(tmp_path, offline):
     recipe = make_recipe(dataset=str(hub), text_field="body", split="validation")
     with pytest.raises(LookupError, match=r"data\.dataset: .*validation"):
         opened(recipe, tmp_path / "cache")
+
+
+def test_another_split_of_a_folder_is_other_data(tmp_path, offline):
+    folder, cache = tmp_path / "folder", tmp_path / "cache"
+    folder.mkdir()
+    for split, count in (("train", 12), ("test", 3)):
+        lines = [json.dumps({"text": text}) + "\n" for text in documents(count)]
+        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+    test = prepared(cache, dataset=str(folder), split="test")
+    train = prepared(cache, dataset=str(folder))
+    assert (test["documents"], train["documents"]) == (3, 12)
+    assert test["digest"] != train["digest"]
+    # of a run that was begun before the split was written down
+    before = {key: value for key, value in train.items() if key not in ("split", "config")}
+    assert prepared(cache, before, dataset=str(folder)) == train
+
+
+def test_a_revision_of_a_folder_is_refused(tmp_path, offline):
+    (tmp_path / "train.jsonl").write_text('{"text": "ant"}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"data\.revision needs a data set on the Hub"):
+        prepared(tmp_path / "cache", dataset=str(tmp_path), revision="v1")
+
+
+def test_what_is_neither_a_folder_nor_a_hub_id_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"data\.dataset must be a folder or a Hub id.*missing'"):
+        prepared(tmp_path / "cache", dataset="./missing")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_damaged_parquet_names_file_and_row(streaming, tmp_path):
+    file = tmp_path / "bad.parquet"
+    table = pyarrow.table({"text": documents(2000)})
+    pyarrow.parquet.write_table(table, file, compression="none", use_dictionary=False)
+    content = bytearray(file.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 3000] = b"\xff" * 3000
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"bad\.parquet: cannot be read after row \d+: "):
+        opened(
+            make_recipe(parquet=[str(file)], streaming=streaming), tmp_path / "cache"
+        ).train.take(4000)
+
+
+@pytest.mark.parametrize(
+    "value", ["1" * 5000, "[" * 100_000 + "]" * 100_000], ids=["digits", "depth"]
+)
+def test_json_that_python_cannot_read_is_named_with_its_line(value, tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(f'{{"text": "a"}}\n{{"text": "b", "n": {value}}}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"bad\.jsonl:2 must be JSON"):
+        prepared(tmp_path / "cache", jsonl=[str(bad)])
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
+def test_an_error_of_reading_is_no_error_of_writing(kind, tmp_path, monkeypatch):
+    file = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": ["ant"]}), file)
+    else:
+        file.write_text('{"text": "ant"}\n', encoding="utf-8")
+    read = Path.read_bytes
+
+    def fail(path, *given, **named):
+        if path == file:
+            raise OSError(5, "Input/output error")
+        return read(path, *given, **named)
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    monkeypatch.setattr("builtins.open", fail)
+    monkeypatch.setattr("pyarrow.parquet.ParquetFile.iter_batches", lambda *_, **__: fail(file))
+    with pytest.raises(ValueError, match=rf"a\.{kind}: cannot be read.*Input/output"):
+        list(read_files(kind, [file], "text", skip_binary=False))
 
 
 def test_changed_data_is_noticed_and_a_touched_file_is_not_a_change(texts, tmp_path):

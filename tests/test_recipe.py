@@ -1,6 +1,9 @@
+from pathlib import Path
+
 import pytest
 import yaml
 
+from ssmzoo.data.documents import expand
 from ssmzoo.files import share
 from ssmzoo.recipe import Recipe, load_recipe
 
@@ -38,6 +41,15 @@ def refusal(kind, path, overrides=()):
 
 def test_a_recipe_reads_back_equal_to_itself(written, tmp_path):
     recipe = load_recipe(written(data__validation=0.1, train__warmup=3))
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(recipe.to_yaml(), encoding="utf-8")
+    assert load_recipe(copy) == recipe
+
+
+@pytest.mark.parametrize("text", ["1e3", "12e4567", "-1E+5", "1_0e2", "0x1F", "null", "1.5"])
+def test_text_that_looks_like_a_number_stays_text(text, written, tmp_path):
+    recipe = load_recipe(written(data__text=None), [f"data.jsonl='{text}'"])
+    recipe = load_recipe(recipe, [f"data.text_field='{text}'"])
     copy = tmp_path / "copy.yaml"
     copy.write_text(recipe.to_yaml(), encoding="utf-8")
     assert load_recipe(copy) == recipe
@@ -180,6 +192,51 @@ def test_a_kept_recipe_does_not_depend_on_the_working_directory(written, tmp_pat
     recipe = load_recipe(written(data__validation="held/*.txt")).with_absolute_paths()
     assert recipe.data.text == [str(tmp_path / "a.txt")]
     assert recipe.data.validation == [str(tmp_path / "held" / "*.txt")]
+
+
+def test_a_relative_glob_matches_in_a_folder_with_brackets(written, tmp_path, monkeypatch):
+    here = tmp_path / "project [v2]"
+    (here / "texts").mkdir(parents=True)
+    for name in ("a.txt", "b[1].txt"):
+        (here / "texts" / name).write_text("ant")
+    monkeypatch.chdir(here)
+    recipe = load_recipe(written(data__text=["texts/*.txt"], data__validation="texts/b[1].txt"))
+    data = recipe.with_absolute_paths().data
+    assert expand(data.text, "data.text") == [here / "texts/a.txt", here / "texts/b[1].txt"]
+    assert data.validation == [str(here / "texts/b[1].txt")]
+
+
+def test_a_tilde_is_the_home_in_every_field(written, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = str(tmp_path / "folder")
+    (tmp_path / "folder").mkdir()
+    changes = {"model": {"init_from": "~/folder"}, "data": {"dataset": "~/folder"}}
+    changes["data"]["tokenizer"] = "~/folder"
+    recipe = Recipe.model_validate({**SMALL, **changes}).with_absolute_paths()
+    assert recipe.model.init_from == recipe.data.dataset == recipe.data.tokenizer == folder
+    beside = load_recipe(written(data__text="~of-nobody.txt")).with_absolute_paths()
+    assert beside.data.text == [str(Path.cwd() / "~of-nobody.txt")]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("data.text", ""),
+        ("data.jsonl", ["a.jsonl", " "]),
+        ("data.dataset", ""),
+        ("data.validation", ""),
+        ("data.tokenizer", ""),
+        ("model.init_from", ""),
+    ],
+)
+def test_a_blank_name_is_refused(field, value, written):
+    section, _, name = field.partition(".")
+    fields = {"model": dict(SMALL["model"]), "data": {}, "train": SMALL["train"]}
+    if name in ("validation", "tokenizer") or section == "model":
+        fields["data"]["text"] = "a.txt"
+    fields[section] = {name: value} if section == "model" else {**fields["data"], name: value}
+    with pytest.raises(ValueError, match=rf"{field} must .*, got '"):
+        Recipe.model_validate(fields)
 
 
 def test_an_unknown_recipe_lists_the_shipped_ones():

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tests.test_tokenizer import word_tokenizer
 
 from ssmzoo.data import documents
 from ssmzoo.data.rows import Rows
@@ -301,6 +302,28 @@ def test_a_stream_without_text_is_refused(content, tmp_path):
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(ValueError, match=r"data\.jsonl: .* must hold documents, got none"):
         Ranks(recipe(jsonl=str(tmp_path / "a.jsonl")), tmp_path, 1).step()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_documents_without_tokens_are_passed_over(workers, tmp_path):
+    word_tokenizer().save_pretrained(tmp_path / "words")
+    texts = ["one two " * 9, " ", " "] * 20
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    (tmp_path / "a.jsonl").write_text("".join(lines), encoding="utf-8")
+    fields = {"jsonl": str(tmp_path / "a.jsonl"), "tokenizer": str(tmp_path / "words")}
+    stream = Ranks(recipe(**fields, shuffle_buffer=2, workers=workers), tmp_path, 2)
+    rows = [stream.step() for _ in range(20)]
+    assert {int(token) for part in rows for token in part.input_ids.ravel()} == {3, 4}
+    for close in stream.close:
+        close()
+
+
+def test_a_stream_of_documents_without_tokens_is_refused(tmp_path):
+    word_tokenizer().save_pretrained(tmp_path / "words")
+    (tmp_path / "a.jsonl").write_text('{"text": " "}\n' * 300, encoding="utf-8")
+    fields = {"jsonl": str(tmp_path / "a.jsonl"), "tokenizer": str(tmp_path / "words")}
+    with pytest.raises(ValueError, match=r"data\.jsonl: the training stream must hold text"):
+        Ranks(recipe(**fields), tmp_path, 1).step()
 
 
 def test_a_file_that_shrank_is_named(tmp_path):

@@ -2,6 +2,7 @@ import itertools
 import json
 import os
 import shutil
+import sys
 
 import pytest
 import torch
@@ -18,11 +19,15 @@ from tests.training import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from ssmzoo.training.checkpoint import locked
+from ssmzoo.data.tokenizer import byte_tokenizer
+from ssmzoo.training.checkpoint import locked, save_checkpoint
+from ssmzoo.training.consolidate import write_model
 from ssmzoo.training.curves import draw_curves
+from ssmzoo.training.distributed import _stays_on_the_cpu, _uses_bfloat16
 from ssmzoo.training.metrics import Meter, read_metrics
 from ssmzoo.training.objectives import CausalLM
 from ssmzoo.training.run import make_optimizer, param_groups, train
+from ssmzoo.training.shards import share_of, weights_of
 
 TINY = {
     "hidden_size": 32,
@@ -158,6 +163,105 @@ def test_resuming_a_finished_run_changes_nothing(whole, recipe):
     train(recipe(), output_dir=whole, resume=True)
     assert_same_tensors(before[0], weights(whole))
     assert before[1] == lines(whole)
+
+
+def test_files_of_others_in_a_finished_runs_model_stay(whole, recipe):
+    model = whole / "model"
+    (model / "README.md").write_text("a card")
+    (model / "extra").mkdir()
+    (model / "extra/notes.txt").write_text("notes")
+    (model / "model-00001-of-00002.safetensors").write_text("of an earlier model")
+    with (model / "generation_config.json").open("a") as file:
+        file.write("\n")
+    before = {path: path.stat().st_ino for path in model.rglob("*")}
+    train(recipe(), output_dir=whole, resume=True)
+    assert {path: path.stat().st_ino for path in model.rglob("*")} == before
+    train(recipe(), output_dir=whole, resume=True, overrides=["train.steps=14"])
+    saved = load_file(whole / "checkpoints/step-00000014/model.safetensors")
+    assert_same_tensors(weights(whole), saved)
+    assert (model / "README.md").read_text() == "a card"
+    assert (model / "extra/notes.txt").read_text() == "notes"
+    assert not (model / "model-00001-of-00002.safetensors").exists()
+
+
+def test_the_model_is_written_before_its_picture(whole, recipe, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("no picture")
+
+    shutil.rmtree(whole / "model")
+    monkeypatch.setattr("ssmzoo.training.folder.draw_curves", fail)
+    with pytest.raises(RuntimeError, match="no picture"):
+        train(recipe(), output_dir=whole, resume=True)
+    assert weights(whole)
+
+
+def test_a_missing_matplotlib_is_told_before_anything_is_trained(recipe, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(RuntimeError, match=r"log\.curves needs matplotlib .*ssmzoo\[train\]"):
+        train(recipe(), output_dir=tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+
+
+def test_a_tokenizers_further_chat_templates_are_part_of_the_model(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ messages }} t"}
+    tokenizer.save_pretrained(tmp_path / "checkpoint")
+    assert any(path.is_dir() for path in (tmp_path / "checkpoint").iterdir())
+    (tmp_path / "model").mkdir()
+    write_model(tmp_path / "checkpoint", tmp_path / "model")
+    saved = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert saved.chat_template == tokenizer.chat_template
+
+
+def test_the_first_process_writes_all_buffers():
+    norm = torch.nn.BatchNorm1d(4)
+    model, count = torch.nn.Sequential(norm, torch.nn.Linear(4, 4)), 3
+    buffers = {name for name, _ in model.named_buffers()}
+    shares = [share_of(weights_of(model), rank, count, buffers) for rank in range(count)]
+    assert buffers <= shares[0].keys()
+    names = [name for share in shares for name in share]
+    assert sorted(names) == sorted(model.state_dict())
+    assert all(shares)
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_warned_of(tmp_path, monkeypatch, caplog):
+    def write(folder):
+        (folder / "a").touch()
+
+    def busy(path, *_, **__):
+        raise OSError(39, "Directory not empty")
+
+    save_checkpoint(tmp_path, 1, write, keep=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("ssmzoo.training.checkpoint.remove_folder", busy)
+        assert save_checkpoint(tmp_path, 2, write, keep=1).is_dir()
+    assert "step-00000001 cannot be removed: Directory not empty" in caplog.text
+    save_checkpoint(tmp_path, 3, write, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+@pytest.mark.parametrize(("found", "stays"), [("mps", True), ("cuda", False), (None, True)])
+def test_an_accelerator_without_float64_is_left_alone(found, stays, monkeypatch):
+    place = None if found is None else torch.device(found)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda **_: place)
+    assert _stays_on_the_cpu() == stays
+
+
+def test_auto_is_bfloat16_only_on_gpus_that_do_not_emulate_it(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    # what torch says of a T4
+    monkeypatch.setattr(
+        "torch.cuda.is_bf16_supported", lambda including_emulation=True: including_emulation
+    )
+    assert not _uses_bfloat16("auto")
+    assert _uses_bfloat16("bfloat16")
+
+
+def test_a_tilde_in_output_dir_is_the_home(recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "file").touch()
+    with pytest.raises(RuntimeError, match=f"output_dir must be .*{tmp_path}/file"):
+        train(recipe(), output_dir="~/file")
 
 
 def test_a_finished_run_can_be_made_longer(whole, recipe):

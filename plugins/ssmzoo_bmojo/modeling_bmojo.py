@@ -456,7 +456,8 @@ class BMojoAttention(nn.Module):
         self, x: Tensor, turns: Turns | None, k_proj: nn.Module, v_proj: nn.Module
     ) -> tuple[Tensor, Tensor]:
         shape = (*x.shape[:-1], self.groups, self.size)
-        if not (x.numel() or torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        plain = torch.compiler.is_compiling() or type(k_proj.weight) in (Tensor, nn.Parameter)
+        if not plain and not x.numel():
             none = x.new_empty(shape)
             return none, none  # torchao quantises no input without rows
         return self._rotated(k_proj(x).view(shape), turns), v_proj(x).view(shape)

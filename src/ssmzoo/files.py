@@ -36,6 +36,12 @@ _WAYS_OUT = {
     errno.EACCES: _READ_ONLY,
     errno.EPERM: _READ_ONLY,
 }
+# numbers of YAML 1.2 that are text in YAML 1.1: the tag, its form, and how one begins
+_EXPONENTS = (
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
 # how libraries written in Rust, safetensors and tokenizers, quote the system in errors of their own
 _NATIVE = re.compile(r"\(os error (\d+)\)")
 
@@ -154,6 +160,13 @@ def parse_yaml(text: str, name: str) -> Any:
         raise ValueError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
+def dump_yaml(value: Any) -> str:
+    """Return YAML that :func:`parse_yaml` reads back: text that it takes for a number is quoted."""
+    import yaml
+
+    return yaml.dump(value, Dumper=_yaml_dumper(), sort_keys=False, allow_unicode=True)
+
+
 @cache
 def _yaml_loader() -> Any:
     import yaml
@@ -169,12 +182,19 @@ def _yaml_loader() -> Any:
                 )
             return super().construct_mapping(node, deep=deep)
 
-    Loader.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-        list("-+0123456789"),
-    )
+    Loader.add_implicit_resolver(*_EXPONENTS)
     return Loader
+
+
+@cache
+def _yaml_dumper() -> Any:
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    Dumper.add_implicit_resolver(*_EXPONENTS)
+    return Dumper
 
 
 def write_text(target: Path, text: str) -> None:

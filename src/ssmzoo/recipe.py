@@ -7,15 +7,15 @@ absolute ones. Numbers such as ``3e-4`` are numbers here, although YAML 1.1 read
 from __future__ import annotations
 
 import difflib
+import glob
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-import yaml
-
 from ssmzoo.family import suggestion
-from ssmzoo.files import STDLIB, is_utf8, kind_of_records, parse_yaml, share
+from ssmzoo.files import STDLIB, dump_yaml, is_utf8, kind_of_records, parse_yaml, share
 
 try:
     from pydantic import (
@@ -24,6 +24,7 @@ try:
         ConfigDict,
         Field,
         ValidationError,
+        ValidationInfo,
         field_validator,
         model_validator,
     )
@@ -61,6 +62,15 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Paths = Annotated[list[str], BeforeValidator(_several), Field(min_length=1)]
 
 
+def _not_blank(value: object, name: str) -> object:
+    several = isinstance(value, list)
+    for path in value if several else [value]:
+        if isinstance(path, str) and not path.strip():  # as a path it would be this folder
+            rule = "must name files or folders" if several else "must be a name or a folder"
+            raise ValueError(f"{name} {rule}, got {path!r}")
+    return value
+
+
 class Section(BaseModel):
     """A closed part of a YAML file."""
 
@@ -85,6 +95,11 @@ class ModelSection(Section):
     config_of: str | None = None
     init_from: str | None = None
     config: dict[str, Any] = {}
+
+    @field_validator("init_from")
+    @classmethod
+    def _named(cls, value: object) -> object:
+        return _not_blank(value, "model.init_from")
 
     @model_validator(mode="after")
     def _one_origin(self) -> ModelSection:
@@ -121,9 +136,9 @@ class DataSection(Section):
         text_field: Where the text is in a record.
         tokenizer: ``bytes``, a name or a folder. If absent, ``model.init_from``'s, else bytes.
             A task needs none: its tokens are numbers.
-        validation: What is held out. A number below 1: that share of the documents; a whole number:
-            so many documents (the first ones when streaming); otherwise paths, or a split's name
-            for ``dataset``.
+        validation: What is held out. A number below 1: that share of the documents, at least one,
+            and of a single document, or a few long ones, the end; a whole number: so many documents
+            (the first ones when streaming); otherwise paths, or a split's name for ``dataset``.
     """
 
     text: Paths | None = None
@@ -147,6 +162,11 @@ class DataSection(Section):
         """Which of the five kinds of source is used."""
         kinds = ("text", "jsonl", "parquet", "dataset", "task")
         return next(kind for kind in kinds if getattr(self, kind) is not None)
+
+    @field_validator("text", "jsonl", "parquet", "dataset", "tokenizer", "validation")
+    @classmethod
+    def _named(cls, value: object, info: ValidationInfo) -> object:
+        return _not_blank(value, f"data.{info.field_name}")
 
     @field_validator("validation")
     @classmethod
@@ -594,9 +614,7 @@ class Recipe(Section):
 
     def to_yaml(self) -> str:
         """Return the recipe as a YAML text that :func:`load_recipe` reads back to an equal one."""
-        return yaml.safe_dump(
-            self.model_dump(exclude_none=True), sort_keys=False, allow_unicode=True
-        )
+        return dump_yaml(self.model_dump(exclude_none=True))
 
     def differences(self, now: Recipe, sections: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
         """Yield the fields of sections that another recipe has otherwise: name, ours, theirs."""
@@ -619,19 +637,19 @@ class Recipe(Section):
         }
         if isinstance(data.validation, list) and data.source != "dataset":
             changed["validation"] = [_absolute(path) for path in data.validation]
-        if data.dataset is not None and Path(data.dataset).is_dir():
-            changed["dataset"] = _absolute(data.dataset)
-        if data.tokenizer is not None and Path(data.tokenizer).is_dir():
-            changed["tokenizer"] = _absolute(data.tokenizer)
+        for name in ("dataset", "tokenizer"):
+            place = getattr(data, name)
+            if place is not None and _expanded(place).is_dir():
+                changed[name] = _absolute(place)
         arguments = dict(data.task_args)
         place, cache = arguments.get("data"), arguments.get("cache")
-        if isinstance(place, str) and Path(place).expanduser().exists():
+        if isinstance(place, str) and _expanded(place).exists():
             arguments["data"] = _absolute(place)
         if isinstance(cache, str):  # a folder, made where there is none
             arguments["cache"] = _absolute(cache)
         changed["task_args"] = arguments
         model = self.model
-        if model.init_from is not None and Path(model.init_from).is_dir():
+        if model.init_from is not None and _expanded(model.init_from).is_dir():
             model = model.model_copy(update={"init_from": _absolute(model.init_from)})
         return self.model_copy(update={"data": data.model_copy(update=changed), "model": model})
 
@@ -809,7 +827,14 @@ def _require_task(name: str) -> None:
         )
 
 
+def _expanded(path: str) -> Path:
+    return Path(os.path.expanduser(path))  # pathlib refuses ~name of a user who is not there
+
+
 def _absolute(path: str) -> str:
     if path == STDLIB:
         return path
-    return str(Path(path).expanduser().absolute())
+    place = _expanded(path)
+    if place.is_absolute() or place.exists() or not glob.has_magic(path):
+        return str(place.absolute())
+    return str(Path(glob.escape(str(Path.cwd()))) / place)  # which may have brackets in its name

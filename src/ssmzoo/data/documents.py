@@ -156,18 +156,27 @@ class DatasetDocuments(_Documents):
     def find(self, before: dict[str, Any] | None) -> dict[str, Any]:
         """Return, as JSON, a folder's ``files``, or the Hub's data set and the commit found first.
 
+        Configuration and split belong to both: they say which documents are read.
+
         Args:
             before: What this method returned when the run began.
 
         Raises:
             LookupError: No such data set.
-            ValueError: Files that were changed since the run began.
+            ValueError: Files that were changed since the run began; a revision of a folder; a name
+                that is neither a folder nor a Hub id.
         """
         data, name = self._data, str(self._data.dataset)
+        chosen = {"config": data.config, "split": data.split}
         if Path(name).is_dir():
-            return self._find_files("files", self.field, [name], before, Path(name))
+            if data.revision is not None and before is None:  # runs begun before ignored it
+                raise ValueError(
+                    f"data.revision needs a data set on the Hub, got {data.revision!r} with the "
+                    f"folder {name!r}; leave it out"
+                )
+            return {**self._find_files("files", self.field, [name], before, Path(name)), **chosen}
         revision = before["revision"] if before else _commit(name, data.revision)
-        return {"dataset": name, "config": data.config, "split": data.split, "revision": revision}
+        return {"dataset": name, **chosen, "revision": revision}
 
     def training(self, found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         """Yield each document to train on, without a name."""
@@ -235,10 +244,14 @@ def _open(field: str, files: Sequence[str], *given: Any, **named: Any) -> Iterab
 def _commit(name: str, revision: str | None) -> str:
     """Return the commit that the Hub data set has now, so that a resume reads the same."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RevisionNotFoundError
 
     try:
         commit = HfApi().dataset_info(name, revision=revision).sha
+    except HFValidationError as error:
+        raise ValueError(
+            f"data.dataset must be a folder or a Hub id, owner/name, got {name!r}, which is neither"
+        ) from error
     except RevisionNotFoundError as error:
         raise LookupError(
             f"data.revision: the data set {name!r} has no branch, tag or commit {revision!r}"
@@ -308,6 +321,8 @@ def read_files(
         if kind == "text":
             try:
                 text = file.read_bytes().decode("utf-8")
+            except OSError as error:
+                raise ValueError(f"{file}: cannot be read: {error.strerror or error}") from None
             except UnicodeDecodeError as error:
                 if not skip_binary:
                     raise ValueError(
@@ -455,7 +470,7 @@ def _read_jsonl(file: Path, text_field: str) -> Iterator[tuple[int, str]]:
             for number, line in enumerate(lines, 1):
                 for text in _text_of_line(line, text_field, f"{file}:{number}"):
                     yield number, text
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+    except (UnicodeDecodeError, EOFError, OSError, zlib.error) as error:
         raise ValueError(f"{file}: cannot be read after line {number}: {error}") from None
 
 
@@ -468,6 +483,8 @@ def _text_of_line(line: str | bytes, text_field: str, place: str) -> Iterator[st
         raise ValueError(f"{place} must be UTF-8 text: {error.reason}") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{place} must be JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, brackets in brackets
+        raise ValueError(f"{place} must be JSON that Python can read: {error}") from None
     yield from _checked(record, text_field, place)
 
 
@@ -482,7 +499,7 @@ def _parquet(file: Path) -> Iterator[ParquetFile]:
         try:
             # with a buffer it does not read a row group's column whole
             table = pyarrow.parquet.ParquetFile(stream, buffer_size=1 << 20)
-        except pyarrow.ArrowInvalid as error:
+        except (pyarrow.ArrowException, OSError) as error:
             raise ValueError(f"{file} must be a parquet file: {error}") from None
         yield table
 
@@ -497,6 +514,8 @@ def _read_parquet(
 ) -> Iterator[tuple[int, str]]:
     """Yield row and text of all row groups, or of neighbouring ones."""
     with _parquet(file) as table:
+        from pyarrow import ArrowException
+
         names = table.schema_arrow.names
         if text_field not in names:
             raise LookupError(
@@ -505,11 +524,16 @@ def _read_parquet(
             )
         before = range(groups[0]) if groups else ()
         row = sum(table.metadata.row_group(group).num_rows for group in before)
-        for batch in table.iter_batches(256, columns=[text_field], row_groups=groups):
-            for text in batch.column(0).to_pylist():
-                row += 1
-                for checked in _checked({text_field: text}, text_field, f"{file}:{row}"):
-                    yield row, checked
+        try:
+            for batch in table.iter_batches(256, columns=[text_field], row_groups=groups):
+                for text in batch.column(0).to_pylist():
+                    row += 1
+                    for checked in _checked({text_field: text}, text_field, f"{file}:{row}"):
+                        yield row, checked
+        except (ArrowException, OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{file}: cannot be read after row {row}: {first_line(error)}"
+            ) from None
 
 
 def _checked(record: Any, text_field: str, place: str) -> Iterator[str]:

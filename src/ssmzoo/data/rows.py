@@ -306,7 +306,7 @@ class StreamedRows(NumberedRows):
         field: The recipe's field that names the documents, for errors.
 
     Raises:
-        ValueError: No document at all, noticed on reading.
+        ValueError: No text at all, noticed on reading.
     """
 
     def __init__(
@@ -327,7 +327,7 @@ class StreamedRows(NumberedRows):
         most = min(LANES, max(1, len(pieces) // PIECES))
         self.lanes = max(n for n in range(1, most + 1) if batch_size % n == 0)
         self._batch_size, self._each = batch_size, batch_size // self.lanes
-        self._documents = _DealtPieces(pieces, self.lanes, seed, keep, field)
+        self._documents = _DealtPieces(pieces, self.lanes, seed, keep, workers, field)
         self._workers, self._seq_len = workers, seq_len
         self._block = -(-block // self.lanes)
         self._opened: dict[int, _Lane] = {}
@@ -397,10 +397,11 @@ class _DealtPieces:
         lanes: int,
         seed: int,
         keep: Callable[[str], bool],
+        workers: Workers,
         field: str,
     ) -> None:
         self.pieces, self.seed, self.field = pieces, seed, field
-        self._lanes, self._keep = lanes, keep
+        self._lanes, self._keep, self._workers = lanes, keep, workers
         self._orders: dict[int, np.ndarray] = {}
         if not pieces:
             self.require_any()
@@ -421,9 +422,14 @@ class _DealtPieces:
         return self._kept(self.pieces[piece](place))
 
     def require_any(self) -> None:
-        """Raise if no piece has a document to train on."""
-        if not any(True for open_piece in self.pieces for _ in self._kept(open_piece(None))):
-            raise ValueError(f"{self.field}: the training stream must hold documents, got none")
+        """Raise if no piece has a document with tokens to train on."""
+        texts = (text for open_piece in self.pieces for text in self._kept(open_piece(None)))
+        missing = "documents, got none"
+        for text in texts:
+            missing = "text, got only documents without tokens"
+            if len(self._workers.submit(encoded, [text])()[0]):
+                return
+        raise ValueError(f"{self.field}: the training stream must hold {missing}")
 
     def _kept(self, piece: Piece) -> Piece:
         return Piece(filter(self._keep, piece), piece.place)
@@ -452,6 +458,7 @@ class _Lane:
         self._documents, self._number, self._workers = documents, number, workers
         self._seq_len, self._size = seq_len, block
         self._turn, self._block = self.position["turn"], self.position["block"]
+        self._last = self._turn  # that gave a token
         self._piece = documents.open(number, self._turn, self.position["place"])
         self._first, self._carry = self.position["first"], np.array(self.position["carry"], int)
         self._seams = np.zeros(len(self._carry), bool)
@@ -477,7 +484,15 @@ class _Lane:
         self._ahead = self._read() if self._workers.count else None
         rng = np.random.default_rng([self._documents.seed, self._number, block.begin["block"]])
         documents = block.tokens()
-        self._pack([documents[i] for i in rng.permutation(len(documents))], rng)
+        order = rng.permutation(len(documents))
+        with_tokens = [documents[i] for i in order if len(documents[i])]
+        self._pack(with_tokens, rng)
+        turn = block.begin["turn"]
+        if with_tokens:
+            self._last = turn
+        elif turn - self._last >= len(self._documents.pieces):
+            self._documents.require_any()
+            self._last = turn
 
     def _read(self) -> _Block:
         """Read the next documents, of one epoch, and have them tokenised."""

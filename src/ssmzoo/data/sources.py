@@ -99,7 +99,7 @@ class DataSource(ABC):
         """Open one process's share of what :meth:`prepare` made ready.
 
         Raises:
-            ValueError: Too little text for one row.
+            ValueError: Too little text for one row, or held-out rows with nothing to predict.
         """
 
     @property
@@ -133,12 +133,20 @@ class _OfRows(DataSource):
 
         Of rows of another length there are as few as have as many tokens. Where there are no rows
         left for one, the first stands in, with nothing to predict.
+
+        Raises:
+            ValueError: No row has anything to predict.
         """
         wanted, micro = (
             max(1, number * self._seq_len // length)
             for number in (self._wanted, self.recipe.train.micro_batch(world))
         )
         numbers = range(min(wanted, count))
+        if numbers and not any(rows(range(i, i + 1)).targets for i in numbers):
+            raise ValueError(
+                f"data.validation must hold out rows with tokens to predict, got none in "
+                f"{len(numbers)} rows; documents of one token have none; hold out others"
+            )
         each = -(-len(numbers) // world)
         mine = numbers[rank * each : (rank + 1) * each]
         parts = [mine[i : i + micro] for i in range(0, each, micro)]

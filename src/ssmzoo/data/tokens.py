@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BATCH_CHARACTERS = 4_000_000
+_SHORTEST_END = 64  # tokens: of shorter ends the mark of the end is much
 
 
 class TokensOnDisk:
@@ -76,8 +77,9 @@ class TokenStore:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Return the pieces to train on, the held-out documents, and their pieces if there are any.
 
-        Too few documents for the wanted share: the end of each document is held out instead. What
-        lies elsewhere is not held out here; see :meth:`without`.
+        Of several documents at least one is held out. Of a single one, of its copies, and of a few
+        long ones, of which one would be much more than the share, the ends are. Documents without
+        tokens are not counted. What lies elsewhere is not held out here; see :meth:`without`.
 
         Raises:
             ValueError: Nothing would be left to train on.
@@ -85,18 +87,21 @@ class TokenStore:
         pieces, none = self.pieces, np.empty(0, np.int64)
         if validation is None or isinstance(validation, list):
             return pieces, none, None
-        documents = len(pieces)
+        with_tokens = np.flatnonzero(pieces[:, 0] < pieces[:, 1])
+        documents, hashes = len(with_tokens), self.hashes[with_tokens]
         share = isinstance(validation, float)
-        if share and validation * documents < 1:
-            lengths = pieces[:, 1] - pieces[:, 0]
-            cuts = pieces[:, 1] - np.maximum(1, (lengths * validation).astype(np.int64))
-            kept = np.stack([pieces[:, 0], cuts], axis=1)
-            held_out = np.stack([cuts, pieces[:, 1]], axis=1)
-            return kept[kept[:, 0] < kept[:, 1]], none, held_out
-        count = round(validation * documents) if share else int(validation)
+        if share and documents:
+            begins, ends = pieces[with_tokens].T
+            cuts = ends - np.maximum(1, ((ends - begins) * validation).astype(np.int64))
+            few_long = documents * validation < 0.5 and (ends - cuts).min() >= _SHORTEST_END
+            if few_long or (hashes == hashes[0]).all():
+                kept, held_out = (np.stack(x, axis=1) for x in ((begins, cuts), (cuts, ends)))
+                return kept[kept[:, 0] < kept[:, 1]], none, held_out
+        count = max(1, round(validation * documents)) if share else int(validation)
         if count < documents:
-            chosen = self.hashes <= np.partition(self.hashes, count - 1)[count - 1]
-            if not chosen.all():
+            chosen = np.zeros(len(pieces), bool)
+            chosen[with_tokens] = hashes <= np.partition(hashes, count - 1)[count - 1]
+            if chosen.sum() < documents:
                 return pieces[~chosen], np.flatnonzero(chosen), pieces[chosen]
         raise ValueError(
             f"data.validation must leave documents to train on: {validation} holds out all of the "

@@ -201,7 +201,8 @@ def _gather_shards(learner: Learner) -> Contents:
 
     model, processes = learner.bare, learner.processes
     tensors = {**weights_of(model), **optimizer_tensors(model, learner.optimizer)}
-    copies = Copies(share_of(tensors, processes.rank, processes.count))
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    copies = Copies(share_of(tensors, processes.rank, processes.count, buffers))
     carried = {name: tensor.clone() for name, tensor in learner.objective.carried().items()}
     config = copy.deepcopy(model.config)
     config.architectures, config.dtype = [learner.architecture], model.dtype
@@ -322,6 +323,8 @@ def save_checkpoint(
 ) -> Path:
     """Write the checkpoint of a step and remove all but the newest ``keep`` and that of ``spare``.
 
+    One that cannot be removed is warned of.
+
     Args:
         root: The run's checkpoints.
         step: The step.
@@ -349,8 +352,14 @@ def save_checkpoint(
         raise RuntimeError(f"the checkpoint {error}, then resume the run") from error
     for old in checkpoints(root)[:-keep]:
         if step_of(old) != spare:
-            with writing(old):
+            try:
                 remove_folder(old)
+            except OSError as error:  # a reader on another machine holds a file, say
+                logger.warning(
+                    "the old checkpoint %s cannot be removed: %s; the next save tries again",
+                    old,
+                    error.strerror or error,
+                )
     return target
 
 

@@ -46,17 +46,32 @@ def consolidate(checkpoint: Path, output: Path) -> Path:
     return output
 
 
+def adapter_files(checkpoint: Path) -> list[Path]:
+    """Return the files of the state adapter that a checkpoint holds, if it holds one."""
+    return [checkpoint / name for name in _ADAPTER if (checkpoint / name).is_file()]
+
+
+def model_files(checkpoint: Path) -> list[Path]:
+    """Return what a checkpoint holds of the model as it is saved: all but the weights in shards."""
+    return [
+        path
+        for path in checkpoint.iterdir()
+        if path.name not in _NOT_OF_THE_MODEL and not path.name.startswith("carried-")
+    ]
+
+
 def write_adapter(checkpoint: Path, folder: Path) -> None:
     """Write the state adapter that a checkpoint holds, if it holds one."""
-    for name in _ADAPTER:
-        if (checkpoint / name).is_file():
-            shutil.copy2(checkpoint / name, folder)
+    for path in adapter_files(checkpoint):
+        shutil.copy2(path, folder)
 
 
 def write_model(checkpoint: Path, folder: Path) -> None:
     """Write what a checkpoint holds of the model: weights, configuration, tokenizer."""
-    for path in checkpoint.iterdir():
-        if path.name not in _NOT_OF_THE_MODEL and not path.name.startswith("carried-"):
+    for path in model_files(checkpoint):
+        if path.is_dir():  # a tokenizer's further chat templates
+            shutil.copytree(path, folder / path.name)
+        else:
             shutil.copy2(path, folder)
     if is_sharded(checkpoint):
         import ssmzoo.auto  # noqa: F401

@@ -4,8 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ssmzoo.environment.messages import first_line
 from ssmzoo.files import appears_whole
 from ssmzoo.training.metrics import read_metrics
+
+
+def require_curves() -> None:
+    """Fail where curves cannot be drawn.
+
+    Raises:
+        RuntimeError: matplotlib is missing, or does not import.
+    """
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise RuntimeError(
+            f"log.curves needs matplotlib ({first_line(error)}): pip install 'ssmzoo[train]', or "
+            "set log.curves to false"
+        ) from error
 
 
 def draw_curves(metrics: Path, target: Path, *, title: str, loss: str) -> None:
@@ -15,10 +31,9 @@ def draw_curves(metrics: Path, target: Path, *, title: str, loss: str) -> None:
     The target, a PNG file, appears complete or not at all. With nothing measured yet nothing is
     drawn.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RuntimeError("curves need matplotlib: pip install 'ssmzoo[train]'") from error
+    require_curves()
+    from matplotlib.figure import Figure
+
     lines = read_metrics(metrics)
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.add_subplot()

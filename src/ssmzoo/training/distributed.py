@@ -274,19 +274,14 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
         RuntimeError: Not as many processes as ``WORLD_SIZE`` asks for, or another way to share a
             model among them than was asked for or than we know.
     """
-    import torch
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
-    dtype = recipe.train.dtype
-    bfloat16 = dtype == "bfloat16" or (
-        dtype == "auto" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-    )
     sharding = _sharding()
     _require_mesh()
     accelerator = Accelerator(
-        mixed_precision="bf16" if bfloat16 else "no",
-        cpu=not torch.accelerator.is_available(),
+        mixed_precision="bf16" if _uses_bfloat16(recipe.train.dtype) else "no",
+        cpu=_stays_on_the_cpu(),
         fsdp_plugin=sharding,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=STEP)],
     )
@@ -308,6 +303,23 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
             "change distributed_type in the configuration of accelerate launch"
         )
     return accelerator
+
+
+def _stays_on_the_cpu() -> bool:
+    """Tell whether no accelerator computes: there is none, or Apple's, which has no float64."""
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found is None or found.type == "mps"
+
+
+def _uses_bfloat16(dtype: str) -> bool:
+    """Tell whether a run computes in bfloat16: ``auto`` does on GPUs that do so themselves."""
+    import torch
+
+    if dtype != "auto":
+        return dtype == "bfloat16"
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def _sharding() -> FullyShardedDataParallelPlugin | None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import time
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -20,10 +21,10 @@ from ssmzoo.checkpoints.weights import (
 from ssmzoo.environment.hardware import installed_versions
 from ssmzoo.environment.portable import portable, portable_command
 from ssmzoo.evaluation.results import Results, Score, adapted, recipe_of, write_results
-from ssmzoo.files import STDLIB, read_json, write_folder, write_json, write_text
+from ssmzoo.files import STDLIB, file_digest, read_json, write_folder, write_json, write_text
 from ssmzoo.recipe import Recipe, load_recipe
 from ssmzoo.training.checkpoint import checkpoint_of, damage_of, newest_checkpoint
-from ssmzoo.training.consolidate import write_adapter, write_model
+from ssmzoo.training.consolidate import adapter_files, model_files, write_adapter, write_model
 from ssmzoo.training.curves import draw_curves
 from ssmzoo.training.metrics import read_metrics
 
@@ -184,10 +185,13 @@ class RunFolder:
         return final
 
     def finish(self, final: Path, **facts: Any) -> None:
-        """Write ``model/`` from a checkpoint, and the run's results into ``run.json``."""
-        write_folder(self.path / "model", lambda folder: write_model(final, folder))
+        """Write ``model/`` from a checkpoint, and the run's results into ``run.json``.
+
+        Files that others put there, a card say, stay; of the same weights nothing is written.
+        """
+        _renew(self.path / "model", model_files(final), lambda f: write_model(final, f))
         if holds_state_adapter(final):
-            write_folder(self.path / "adapter", lambda folder: write_adapter(final, folder))
+            _renew(self.path / "adapter", adapter_files(final), lambda f: write_adapter(final, f))
         self._warn_of_the_clock()
         described = read_json(self.path / "run.json")
         last = {k: v for line in read_metrics(self.metrics) for k, v in line.items()}
@@ -237,6 +241,25 @@ def require_same_recipe(begun: Recipe, now: Recipe) -> None:
                 f"{name} must stay as the run began to resume it, {before!r}, "
                 f"got {after!r}; start a new run to change it"
             )
+
+
+def _renew(target: Path, files: Sequence[Path], write: Callable[[Path], None]) -> None:
+    """Let ``write`` fill a folder, unless it holds the files already and their weights."""
+    there = {path.name: path for path in target.iterdir()} if target.is_dir() else {}
+    weights = [path for path in files if path.suffix == ".safetensors"]  # none where in shards
+    holds_all = weights and there.keys() >= {path.name for path in files}
+    if holds_all and all(file_digest(x) == file_digest(there[x.name]) for x in weights):
+        return
+
+    def write_and_keep(folder: Path) -> None:
+        write(folder)
+        for name, path in there.items():
+            # weights under other names are of an earlier model
+            if not (folder / name).exists() and not path.match("model*.safetensors*"):
+                copy = shutil.copytree if path.is_dir() else shutil.copy2
+                copy(path, folder / name)
+
+    write_folder(target, write_and_keep)
 
 
 def _is_moved(before: Any, after: Any) -> bool:

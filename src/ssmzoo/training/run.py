@@ -77,7 +77,7 @@ def train(
     require_launched()
     request = StopRequest()
     with request.heard():
-        return _train(chosen, Path(output_dir).absolute(), resume, request, stock)
+        return _train(chosen, Path(output_dir).expanduser().absolute(), resume, request, stock)
 
 
 def _train(recipe: Recipe, folder: Path, resume: bool, request: StopRequest, stock: bool) -> Path:

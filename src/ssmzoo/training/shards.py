@@ -8,7 +8,7 @@ tensors' shapes alone; what is written are copies in the CPU's memory, so that t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -73,12 +73,19 @@ def read_into(folder: Path, tensors: Tensors) -> None:
             raise ValueError(f"{folder} does not fit the model: {_cause(error)}") from error
 
 
-def share_of(tensors: Tensors, rank: int, count: int) -> dict[str, torch.Tensor]:
-    """Return what a process writes: its part of what is sharded, and an equal share of the rest."""
+def share_of(
+    tensors: Tensors, rank: int, count: int, buffers: Container[str] = ()
+) -> dict[str, torch.Tensor]:
+    """Return what a process writes: its part of what is sharded, and an equal share of the rest.
+
+    Of ``buffers`` the first process writes all: DDP gives its own to the others before each step.
+    """
     mine, sizes = {}, [0] * count
     for name, tensor in tensors.items():
-        owner = rank if isinstance(tensor, DTensor) else sizes.index(min(sizes))
-        if not isinstance(tensor, DTensor):
+        if isinstance(tensor, DTensor):
+            owner = rank
+        else:
+            owner = 0 if name in buffers else sizes.index(min(sizes))
             sizes[owner] += tensor.nbytes
         if owner == rank:
             mine[name] = tensor

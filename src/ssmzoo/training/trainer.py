@@ -28,6 +28,7 @@ from ssmzoo.training.checkpoint import (
     save_checkpoint,
     step_of,
 )
+from ssmzoo.training.curves import require_curves
 from ssmzoo.training.distributed import Processes, Sums
 from ssmzoo.training.folder import RunFolder
 from ssmzoo.training.metrics import MetricsFile, finite
@@ -91,6 +92,8 @@ class Run:
             )
         processes.share_rows(recipe.train.sequence_parallel)
         recipe.train.micro_batch(processes.readers)  # fails where it is no whole number
+        if recipe.log.curves:
+            processes.on_main(require_curves)
         checkpoint = processes.on_main(lambda: folder.starting_point(recipe, resume=resume))
         processes.require_shared(folder.path)
         done = 0 if checkpoint is None else step_of(checkpoint)
@@ -361,8 +364,6 @@ class Run:
     def _finish(self, final: Path, test: Metrics | None, lengths: dict[str, Metrics]) -> None:
         progress, objective = self.progress, self.learner.objective
         parameters = self.learner.bare.num_parameters()
-        if self.recipe.log.curves:
-            self.folder.draw(self._title(), objective.loss, now=True)
         judged = {"best": progress.best, "test": test, "lengths": lengths or None}
         self.folder.finish(
             final,
@@ -375,6 +376,8 @@ class Run:
         if test is not None:
             scores = scores_of_test(test, objective, self.recipe)
             self.folder.write_results(scores, self.config.model_type, parameters)
+        if self.recipe.log.curves:
+            self.folder.draw(self._title(), objective.loss, now=True)
 
     def _title(self) -> str:
         return f"{self.config.model_type}, {self.learner.bare.num_parameters():,} parameters"
