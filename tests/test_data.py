@@ -211,8 +211,21 @@ def test_of_a_few_long_documents_the_ends_are_held_out():
     kept, _, held_out = TokenStore(np.arange(2000), np.array([800, 2000]), hashes, []).split(0.1)
     assert kept.tolist() == [[0, 720], [800, 1880]]
     assert held_out.tolist() == [[720, 800], [1880, 2000]]
-    short = TokenStore(np.arange(2000), np.array([600, 2000]), hashes, [])
-    assert short.split(0.1)[1].tolist() == [0]  # whole, where an end would be of 60 tokens
+    short = TokenStore(np.arange(1000), np.array([450, 1000]), hashes, [])
+    assert short.split(0.1)[1].tolist() == [0]  # whole, where ends would be of 45 and 55 tokens
+    uneven = TokenStore(np.arange(9_010), np.array([9_000, 9_010]), hashes, [])
+    assert uneven.takes_ends(0.3)
+    assert not uneven.takes_ends(0.5)  # of as many documents as there are
+
+
+def test_what_a_run_held_out_stays_held_out(tmp_path, texts):
+    source = data_source(make_recipe(text=[str(texts)], validation=0.02))
+    manifest = source.prepare(tmp_path / "cache")
+    assert (manifest["ends"], len(manifest["held_out"])) == (False, 1)
+    del manifest["ends"]  # as of a run that was begun when ends of any few documents were taken
+    again = source.prepare(tmp_path / "cache", manifest)
+    assert (again["ends"], again["held_out"]) == (True, [])
+    assert source.prepare(tmp_path / "cache", again)["ends"]
 
 
 @pytest.mark.parametrize("validation", [0.5, 1])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tests.zoo import OURS
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
@@ -591,6 +591,8 @@ def test_every_form_follows_a_parametrization(name, ids):
     mixer = next(m for m in mixers if any(True for _ in m.parameters(recurse=False)))
     field, parameter = max(mixer.named_parameters(recurse=False), key=lambda item: item[1].numel())
     other = next(m for m in plain.modules() if type(m) is type(mixer))
+    with torch.no_grad():
+        model.generate(ids, max_new_tokens=2)  # after which values are kept
     parametrize.register_parametrization(mixer, field, Scaled())
     for by in (1.0, 0.9):
         with torch.no_grad():
@@ -637,7 +639,35 @@ def test_lora_reaches_ssm_parameters(ids):
                 parameter.fill_(0.1)
         quiet = tuned(input_ids=ids).logits
         assert (quiet - before).abs().max() > 1e-3
-    torch.testing.assert_close(tuned(input_ids=ids).logits, quiet)
+        cache = tuned(input_ids=ids[:, :4], use_cache=True).cache
+        steps = [tuned(input_ids=i, cache=cache).logits for i in ids[:, 4:].split(1, dim=1)]
+        torch.testing.assert_close(torch.cat(steps, dim=1), quiet[:, 4:])
+    output = tuned(input_ids=ids, labels=ids)
+    torch.testing.assert_close(output.logits, quiet)
+    output.loss.backward()
+    assert all(p.grad.any() for n, p in tuned.named_parameters() if "lora_A" in n)
+
+
+@pytest.mark.parametrize("name", ["s5", "spacetime", "dss"])
+@torch.no_grad()
+def test_steps_follow_a_pruned_parameter(name, ids):
+    model = tiny_model(name)
+    model.generate(ids, max_new_tokens=2)
+    mixer = model.model.layers[0].mixer
+    field = next(iter(dict(mixer.named_parameters(recurse=False))))
+    prune.identity(mixer, field)
+    mixer.get_buffer(f"{field}_mask").zero_()
+    cache = model(ids[:, :4], use_cache=True).cache
+    steps = [model(i, cache=cache).logits for i in ids[:, 4:].split(1, dim=1)]
+    torch.testing.assert_close(torch.cat(steps, dim=1), model(ids).logits[:, 4:])
+
+
+def test_a_model_that_was_cut_proposes_by_its_first_layers(ids):
+    model = build(num_hidden_layers=3)
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:2], 2
+    options = {"max_new_tokens": 4, "do_sample": False}
+    early = model.generate(ids[:1], assistant_early_exit=1, **options)
+    assert torch.equal(early, model.generate(ids[:1], **options))
 
 
 def test_layers_that_the_configuration_does_not_count_are_refused(ids):
@@ -684,6 +714,14 @@ def test_fields_given_while_loading_are_checked_and_complete_others(model, tmp_p
     with pytest.raises(ValueError, match=r"hidden_size must be .* got 0"):
         AutoConfig.from_pretrained(tmp_path, d_model=0)
     assert AutoConfig.from_pretrained(tmp_path, d_model=64).hidden_size == 64
+    with pytest.raises(ValueError, match="hidden_size must be given once, got 64 and 32"):
+        AutoConfig.from_pretrained(tmp_path, d_model=64, hidden_size=32)
+    assert (
+        AutoConfig.from_pretrained(tmp_path, dtype="auto").hidden_size == FAMILY.tiny["hidden_size"]
+    )
+    file = tmp_path / "config.json"
+    file.write_text(file.read_text().replace('"hidden_size"', '"d_model"'))
+    assert AutoConfig.from_pretrained(tmp_path, hidden_size=64).hidden_size == 64
     bmojo = load_family("bmojo")
     bmojo.config(**bmojo.tiny).save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path, num_hidden_layers=5)

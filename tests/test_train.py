@@ -165,7 +165,7 @@ def test_resuming_a_finished_run_changes_nothing(whole, recipe):
     assert before[1] == lines(whole)
 
 
-def test_files_of_others_in_a_finished_runs_model_stay(whole, recipe):
+def test_files_of_others_in_a_finished_runs_model_stay(whole, recipe, caplog):
     model = whole / "model"
     (model / "README.md").write_text("a card")
     (model / "extra").mkdir()
@@ -176,7 +176,13 @@ def test_files_of_others_in_a_finished_runs_model_stay(whole, recipe):
     before = {path: path.stat().st_ino for path in model.rglob("*")}
     train(recipe(), output_dir=whole, resume=True)
     assert {path: path.stat().st_ino for path in model.rglob("*")} == before
+    (model / "config.json").write_text("")  # as a disk that was full leaves it
+    (model / "nowhere").symlink_to("nowhere at all")
+    train(recipe(), output_dir=whole, resume=True)
+    assert (model / "config.json").read_text()
+    assert "new weights" not in caplog.text
     train(recipe(), output_dir=whole, resume=True, overrides=["train.steps=14"])
+    assert "these files are kept, which may speak of the earlier ones: README.md," in caplog.text
     saved = load_file(whole / "checkpoints/step-00000014/model.safetensors")
     assert_same_tensors(weights(whole), saved)
     assert (model / "README.md").read_text() == "a card"

@@ -59,9 +59,9 @@ from ssmzoo_kernels.dispatch import ALL, Backend, choose, record
 from ssmzoo_kernels.validation import (
     Packing,
     batched_gradient,
+    innermost_transform,
     segment_offsets,
     transformed,
-    transforms,
 )
 
 _SLOPED = ("float", "complex", "number")  # kinds that have gradients
@@ -386,7 +386,7 @@ class Op:
         Returns:
             The outputs, a tuple if there are several.
         """
-        library = transforms() is not None
+        library = innermost_transform() is not None
         sloped = self.gradients and torch.is_grad_enabled()
         save = library and sloped  # vmap's tensors do not tell who wants gradients
         library = library or needs_library(tensors[0])

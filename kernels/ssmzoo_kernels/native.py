@@ -15,13 +15,13 @@ Settings, from the environment:
 ======================== =======================================================================
 """
 
-import atexit
 import ctypes
 import errno
 import functools
 import hashlib
 import logging
 import math
+import multiprocessing.util
 import os
 import platform
 import re
@@ -412,7 +412,7 @@ def _users_folder() -> Path:
 
 
 def _private_folder() -> Path:
-    """Return this process's own folder; a process that it forks outlives it and needs another."""
+    """Return this process's own folder: one that it forks may outlive it, and has another."""
     return _folder_of(os.getpid())
 
 
@@ -420,11 +420,9 @@ def _private_folder() -> Path:
 def _folder_of(owner: int) -> Path:
     private = tempfile.mkdtemp(prefix="ssmzoo-")
 
-    def remove() -> None:
-        if os.getpid() == owner:
-            shutil.rmtree(private, ignore_errors=True)
-
-    atexit.register(remove)
+    # at the end of this process and no other; multiprocessing's skip what atexit calls
+    remove = functools.partial(shutil.rmtree, private, ignore_errors=True)
+    multiprocessing.util.Finalize(None, remove, exitpriority=0)
     return Path(private)
 
 

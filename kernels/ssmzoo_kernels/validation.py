@@ -138,7 +138,7 @@ def segment_offsets(op: str, like: Tensor, cu_seqlens: Tensor | Packing | None) 
             device.type in ("cpu", "cuda")
             and type(like) is Tensor
             and not torch.compiler.is_compiling()
-            and transforms() is None
+            and innermost_transform() is None
             and not torch._C._len_torch_dispatch_stack()  # a mode may make other tensors
         ):
             if device.type == "cpu":
@@ -186,13 +186,13 @@ def _(cu_seqlens, length, op):
 
 def transformed() -> bool:
     """Tell whether ``torch.func`` transforms: its tensors have no address and die with it."""
-    return transforms() is not None
+    return innermost_transform() is not None
 
 
 # whether torch.autograd.grad(is_grads_batched=True) maps over a tensor
 batched_gradient = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
 # the innermost transform or None, by a call of C: for what runs at every token
-transforms = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
+innermost_transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @functools.lru_cache(maxsize=64)

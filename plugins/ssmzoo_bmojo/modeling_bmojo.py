@@ -456,10 +456,11 @@ class BMojoAttention(nn.Module):
         self, x: Tensor, turns: Turns | None, k_proj: nn.Module, v_proj: nn.Module
     ) -> tuple[Tensor, Tensor]:
         shape = (*x.shape[:-1], self.groups, self.size)
-        plain = torch.compiler.is_compiling() or type(k_proj.weight) in (Tensor, nn.Parameter)
-        if not plain and not x.numel():
-            none = x.new_empty(shape)
-            return none, none  # torchao quantises no input without rows
+        if not x.numel() and not torch.compiler.is_compiling():
+            plain = type(getattr(k_proj, "weight", None)) in (Tensor, nn.Parameter)
+            if not plain:  # torchao quantises no input without rows
+                none = x.new_empty(shape)
+                return none, none
         return self._rotated(k_proj(x).view(shape), turns), v_proj(x).view(shape)
 
     def _rotated(self, x: Tensor, turns: Turns | None) -> Tensor:

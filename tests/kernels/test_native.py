@@ -337,13 +337,26 @@ def test_a_full_cache_is_left_for_a_private_folder(fresh, monkeypatch, tmp_path,
     assert not list(fresh.iterdir())
 
 
-def test_a_forked_process_has_a_private_folder_of_its_own():
-    own, of_a_child = native._private_folder(), native._folder_of(-1)
+FORK = """
+import multiprocessing
+from ssmzoo_kernels import native
+print(native._private_folder(), flush=True)
+child = lambda: print(native._private_folder(), flush=True)
+process = multiprocessing.get_context("fork").Process(target=child)
+process.start()
+process.join()
+print(native._private_folder().is_dir())
+"""
+
+
+def test_a_forked_process_has_a_private_folder_of_its_own_and_removes_it():
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    own, of_a_child, still_there = done.stdout.split()
     assert own != of_a_child
-    assert own.is_dir()
-    assert of_a_child.is_dir()
-    of_a_child.rmdir()  # which its own process would do
-    native._folder_of.cache_clear()
+    assert still_there == "True"
+    assert not Path(own).exists()
+    assert not Path(of_a_child).exists()
 
 
 def test_a_limit_longer_than_the_system_waits_is_no_limit(fresh, monkeypatch):

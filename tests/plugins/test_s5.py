@@ -302,7 +302,7 @@ def test_bad_steps_are_one_error():
         irregular(ids, time_steps=steps, time_step=steps)
     with pytest.raises(TypeError, match="no argument 'time_steps'"):
         regular(ids, time_steps=steps)
-    with pytest.raises(ValueError, match="generate has no time_steps for new tokens"):
+    with pytest.raises(ValueError, match="cannot generate: it needs time_steps of every token"):
         irregular.generate(ids, time_steps=steps, max_new_tokens=2)
     config = FAMILY.config_class(**{**FAMILY.tiny, **IRREGULAR, **IMAGES})
     for kind in (FAMILY.image_classification_class, FAMILY.pair_classification_class):

@@ -106,9 +106,9 @@ static int64_t find_runs(const Inputs *in, const Block *x, Run *runs) {
   return found;
 }
 
-/* The first query of a block that sees a memory's row of a position, which may be any number. */
+/* Return the first query of a block that sees a memory's row. Its position may be any int64. */
 static int64_t seen_from(int64_t position, int64_t window, const Block *x) {
-  int64_t last = x->position - window; /* what the first query of the block sees */
+  int64_t last = x->position - window; /* the last position that the block's first query sees */
   if (position <= last) return 0;
   return position >= last + x->count ? x->count : position - last;
 }

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from ssmzoo_kernels import dispatch, native
 from ssmzoo_kernels.few_rows_linear import cpu
-from ssmzoo_kernels.validation import transforms
+from ssmzoo_kernels.validation import innermost_transform
 
 OP = "few_rows_linear"
 MOST_ROWS = 8
@@ -57,7 +57,7 @@ def few_rows_linear(
         and not torch.compiler.is_compiling()
         and not torch._C._is_tracing()
         and not torch._C._len_torch_dispatch_stack()
-        and transforms() is None
+        and innermost_transform() is None
         and forward_ad._current_level < 0
         and not torch.is_autocast_enabled("cpu")
         and dispatch.forced_backend.get() in dispatch.WITH_C
@@ -65,7 +65,7 @@ def few_rows_linear(
         and x.dtype in _WIDE
         and x.dtype is weight.dtype
         and x.layout is weight.layout is torch.strided
-        and not x.is_neg()  # nor are weights, which own their numbers
+        and not x.is_neg()  # weights are not either
         and x.device.type == weight.device.type == "cpu"
         and x.shape[-1] == inputs
         and weight.dim() == 2

@@ -31,7 +31,7 @@ from ssmzoo.modeling.stock import mixers_of, states_of
 ENERGY = 0.95
 MOST_FEATURES = 64  # rows of a measured response: each costs a backward pass of the mixer
 MOST_PATHS, MOST_STEPS = 8, 32  # of the trajectories: more would hide each other
-_PROMPT = 16  # positions read to see a state, whose size they do not change unless it grows
+_PROMPT = 16  # positions that are read to see a state
 _CHUNK = 2**22  # numbers of input that one backward pass sees
 
 Source = Literal["exact", "input", "measured"]

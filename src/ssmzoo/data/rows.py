@@ -458,7 +458,7 @@ class _Lane:
         self._documents, self._number, self._workers = documents, number, workers
         self._seq_len, self._size = seq_len, block
         self._turn, self._block = self.position["turn"], self.position["block"]
-        self._last = self._turn  # that gave a token
+        self._last = self._turn  # the last turn whose documents had tokens
         self._piece = documents.open(number, self._turn, self.position["place"])
         self._first, self._carry = self.position["first"], np.array(self.position["carry"], int)
         self._seams = np.zeros(len(self._carry), bool)

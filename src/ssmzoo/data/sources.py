@@ -217,15 +217,22 @@ class StoredText(_Text):
             field, workers = self._documents.field, data.workers
             write_store(documents, self.tokenizer, cache, key, field, workers)
         store = read_store(cache)
-        _, held_out, _ = store.split(data.validation)
-        manifest |= {"documents": len(store.ends), "tokens": len(store.tokens)}
+        ends = store.takes_ends(data.validation)
+        if (
+            before is not None
+        ):  # what was held out stays so; runs once took ends of any few documents
+            share = isinstance(data.validation, float)
+            few = share and data.validation * len(store.ends) < 1
+            ends = before.get("ends", few)
+        _, held_out, _ = store.split(data.validation, ends=ends)
+        manifest |= {"documents": len(store.ends), "tokens": len(store.tokens), "ends": ends}
         manifest["held_out"] = [store.names[i] for i in held_out] if store.names else []
         return manifest
 
     def open(self, cache: Path, manifest: dict[str, Any], *, rank: int = 0, world: int = 1) -> Data:
         """Open rows that are all at hand."""
         train, store = self.recipe.train, read_store(cache)
-        pieces, _, rest = store.split(self.recipe.data.validation)
+        pieces, _, rest = store.split(self.recipe.data.validation, ends=manifest["ends"])
         named = self._named_held_out(manifest)
         if named is not None:
             pieces = store.without(named)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BATCH_CHARACTERS = 4_000_000
-_SHORTEST_END = 64  # tokens: of shorter ends the mark of the end is much
+_SHORTEST_END = 64  # tokens; where ends would be shorter, whole documents are held out
 
 
 class TokensOnDisk:
@@ -73,13 +73,16 @@ class TokenStore:
         return np.stack([np.concatenate([[0], self.ends[:-1]]), self.ends], axis=1)
 
     def split(
-        self, validation: float | int | list[str] | None
+        self, validation: float | int | list[str] | None, *, ends: bool | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Return the pieces to train on, the held-out documents, and their pieces if there are any.
 
-        Of several documents at least one is held out. Of a single one, of its copies, and of a few
-        long ones, of which one would be much more than the share, the ends are. Documents without
-        tokens are not counted. What lies elsewhere is not held out here; see :meth:`without`.
+        Documents without tokens are not counted. What lies elsewhere is not held out here; see
+        :meth:`without`.
+
+        Args:
+            validation: The recipe's ``data.validation``.
+            ends: Whether a share is the end of every document; None: as :meth:`takes_ends` says.
 
         Raises:
             ValueError: Nothing would be left to train on.
@@ -87,26 +90,51 @@ class TokenStore:
         pieces, none = self.pieces, np.empty(0, np.int64)
         if validation is None or isinstance(validation, list):
             return pieces, none, None
-        with_tokens = np.flatnonzero(pieces[:, 0] < pieces[:, 1])
-        documents, hashes = len(with_tokens), self.hashes[with_tokens]
-        share = isinstance(validation, float)
-        if share and documents:
-            begins, ends = pieces[with_tokens].T
-            cuts = ends - np.maximum(1, ((ends - begins) * validation).astype(np.int64))
-            few_long = documents * validation < 0.5 and (ends - cuts).min() >= _SHORTEST_END
-            if few_long or (hashes == hashes[0]).all():
-                kept, held_out = (np.stack(x, axis=1) for x in ((begins, cuts), (cuts, ends)))
-                return kept[kept[:, 0] < kept[:, 1]], none, held_out
-        count = max(1, round(validation * documents)) if share else int(validation)
-        if count < documents:
-            chosen = np.zeros(len(pieces), bool)
-            chosen[with_tokens] = hashes <= np.partition(hashes, count - 1)[count - 1]
-            if chosen.sum() < documents:
-                return pieces[~chosen], np.flatnonzero(chosen), pieces[chosen]
+        if isinstance(validation, float) and (
+            self.takes_ends(validation) if ends is None else ends
+        ):
+            begins, stops = pieces[pieces[:, 0] < pieces[:, 1]].T
+            cuts = stops - np.maximum(1, ((stops - begins) * validation).astype(np.int64))
+            kept, held_out = (np.stack(x, axis=1) for x in ((begins, cuts), (cuts, stops)))
+            return kept[kept[:, 0] < kept[:, 1]], none, held_out
+        chosen = self._chosen(validation)
+        rest = pieces[~chosen]
+        if (rest[:, 0] < rest[:, 1]).any():
+            return rest, np.flatnonzero(chosen), pieces[chosen]
         raise ValueError(
             f"data.validation must leave documents to train on: {validation} holds out all of the "
-            f"{documents} there are"
+            f"{(pieces[:, 0] < pieces[:, 1]).sum()} there are"
         )
+
+    def takes_ends(self, validation: float | int | list[str] | None) -> bool:
+        """Tell whether the ends of documents are held out, and not whole ones.
+
+        A single document, or copies of one, gives its end. So do several if the share is less than
+        one of them, and the one that would be held out has more than twice the share of the tokens.
+        Short documents do not: training would never see the mark of their end.
+        """
+        pieces = self.pieces
+        lengths = pieces[:, 1] - pieces[:, 0]
+        hashes, documents = self.hashes[lengths > 0], np.count_nonzero(lengths)
+        if not isinstance(validation, float) or not documents:
+            return False
+        if (hashes == hashes[0]).all():
+            return True
+        share = validation * lengths.sum()
+        ends = np.median(validation * lengths[lengths > 0])
+        too_much = lengths[self._chosen(validation)].sum() > 2 * share
+        return bool(documents * validation < 1 and too_much and ends >= _SHORTEST_END)
+
+    def _chosen(self, validation: float | int) -> np.ndarray:
+        """Return which documents are held out whole [n]: those of the least hashes."""
+        with_tokens = np.flatnonzero(np.diff(self.pieces, axis=1)[:, 0])
+        hashes, documents = self.hashes[with_tokens], len(with_tokens)
+        share = isinstance(validation, float)
+        count = max(1, round(validation * documents)) if share else int(validation)
+        chosen = np.zeros(len(self.ends), bool)
+        least = hashes if count >= documents else np.partition(hashes, count - 1)[:count]
+        chosen[with_tokens] = hashes <= least.max(initial=0)
+        return chosen
 
     def without(self, held_out: TokenStore) -> np.ndarray:
         """Return the pieces to train on, which are no copies of documents of another store.

@@ -171,9 +171,10 @@ class SSMMixer(nn.Module):
         return {}
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Take an SSM parameter: of lower precision where the default dtype is, as while loading.
+        """Register an SSM parameter, in float32 at least.
 
-        Loading in bfloat16 makes what a checkpoint lacks after what was registered.
+        transformers loads under a default dtype, bfloat16 say, and makes parameters that a
+        checkpoint lacks in the dtype that was registered.
         """
         if param is not None and param.is_floating_point() and param.dtype.itemsize < 4:
             param = nn.Parameter(param.detach().float(), param.requires_grad)
@@ -211,6 +212,7 @@ class SSMBlock(GradientCheckpointingLayer):
         self.residual_in_fp32 = config.residual_in_fp32
         self.prenorm = config.prenorm
         self.reads_residual = mixer.reads_residual
+        self.startable_states = mixer.startable_states
         self.residual = config.residual
         self.counts_tokens = config.norm_type == "batch"
         self.norm = make_norm(config)
@@ -683,7 +685,7 @@ class SSMModel(SSMPreTrainedModel):
 
     def startable_states(self, index: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return those of a layer's states that a state adapter holds, or counts from zero."""
-        names = cast(Any, self.layers[index]).mixer.startable_states
+        names = cast(Any, self.layers[index]).startable_states
         return {name: s for name, s in states.items() if names is None or name in names}
 
     def trajectories(self, input_ids: Tensor) -> Trajectories | None:

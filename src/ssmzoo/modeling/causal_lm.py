@@ -277,7 +277,10 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         """Check the arguments of ``generate`` before it begins, and set the cache it must use."""
         if self.config.token_inputs:
             names = " and ".join(self.config.token_inputs)
-            raise ValueError(f"generate has no {names} for new tokens, which this model needs")
+            raise ValueError(
+                f"{type(self).__name__} cannot generate: it needs {names} of every token, and a "
+                "new token has none; call it on whole sequences"
+            )
         renamed_cache(kwargs)
         check_kind(kwargs.get(CACHE))
         # as transformers does: an argument first, then the given configuration, then the model's
@@ -335,6 +338,8 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         if given is not None and given.seen_tokens and length == input_ids.shape[1]:
             given.input_holds_seen = True  # candidates are added before its next input is prepared
         layers = self.config.num_hidden_layers
+        if len(self.model.layers) == layers:  # of which fewer may be asked to propose
+            self.model.layers_built = layers
         decode = super()._assisted_decoding  # pyright: ignore[reportAttributeAccessIssue]
         try:
             output = decode(input_ids, *args, generation_config=generation_config, **kwargs)

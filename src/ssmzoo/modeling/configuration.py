@@ -149,11 +149,21 @@ class SSMConfig(PreTrainedConfig):
 
         As in the constructor, what follows from a field is completed and all is checked;
         transformers sets such fields on what it has built.
+
+        Raises:
+            ValueError: A field came by two names with two values, or :meth:`check` fails.
         """
-        names = {field.name for field in dataclasses.fields(cls)}
-        replaced = {name: cls.attribute_map.get(name, name) for name in kwargs}
-        given = {own: kwargs.pop(name) for name, own in replaced.items() if own in names}
-        return super().from_dict({**config_dict, **given}, **kwargs)
+        names = {field.name for field in dataclasses.fields(cls)} - {"dtype"}  # which may be "auto"
+        given: dict[str, Any] = {}
+        for name in list(kwargs):
+            own = cls.attribute_map.get(name, name)
+            if own not in names:
+                continue
+            value = kwargs.pop(name)
+            if given.setdefault(own, value) != value:
+                raise ValueError(f"{own} must be given once, got {given[own]!r} and {value!r}")
+        kept = {k: v for k, v in config_dict.items() if cls.attribute_map.get(k, k) not in given}
+        return super().from_dict({**kept, **given}, **kwargs)
 
     def take(self, other: str, name: str, value: Any) -> None:
         """Set a field that came by another name.
@@ -304,10 +314,7 @@ _MOST_LAYERS = 10_000
 
 
 def _check_dtype(given: Any) -> None:
-    """Fail unless this is None or a kind of weights, which transformers would look up unseen.
-
-    Or such kinds by the names of parts of a model, as transformers takes them.
-    """
+    """Fail unless this is None, a dtype of weights, or such dtypes by the parts of a model."""
     import torch
 
     if isinstance(given, dict):

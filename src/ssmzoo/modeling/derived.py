@@ -49,14 +49,16 @@ class DerivedValue(Generic[T]):
 
         Args:
             owner: The module whose own parameters it is computed from. Where one of them is
-                parametrized (``torch.nn.utils.parametrize``), the value is computed in every call.
+                parametrized or pruned (``torch.nn.utils``), every call computes the value.
             settings: What else it depends on; compared by ``==``.
             make: Computes it; called only if a parameter or the settings changed.
         """
+        # what a parametrization or a pruning hook makes of a parameter, nobody can compare
+        if "parametrizations" in owner._modules or owner._forward_pre_hooks:
+            self.forget()
+            return make()
         if torch.compiler.is_compiling():
             return self._value if _constant and self._value is not None else make()
-        if "parametrizations" in owner._modules:  # which hold what nobody can compare
-            return make()
         fits = self._value is not None and self._settings == settings
         count = 0
         for p in owner._parameters.values():  # no list: at one token, calls are what time goes into

@@ -187,7 +187,7 @@ class RunFolder:
     def finish(self, final: Path, **facts: Any) -> None:
         """Write ``model/`` from a checkpoint, and the run's results into ``run.json``.
 
-        Files that others put there, a card say, stay; of the same weights nothing is written.
+        Files that others put there, a card say, stay.
         """
         _renew(self.path / "model", model_files(final), lambda f: write_model(final, f))
         if holds_state_adapter(final):
@@ -244,22 +244,39 @@ def require_same_recipe(begun: Recipe, now: Recipe) -> None:
 
 
 def _renew(target: Path, files: Sequence[Path], write: Callable[[Path], None]) -> None:
-    """Let ``write`` fill a folder, unless it holds the files already and their weights."""
-    there = {path.name: path for path in target.iterdir()} if target.is_dir() else {}
+    """Let ``write`` fill a folder, unless it has these files and weights.
+
+    What others put there is kept, and so are edited files; empty ones are written anew.
+    """
+    present = target.iterdir() if target.is_dir() else ()
+    there = {path.name: path for path in present if path.exists()}  # no link that leads nowhere
     weights = [path for path in files if path.suffix == ".safetensors"]  # none where in shards
-    holds_all = weights and there.keys() >= {path.name for path in files}
-    if holds_all and all(file_digest(x) == file_digest(there[x.name]) for x in weights):
+    full = {name for name, path in there.items() if path.is_dir() or path.stat().st_size}
+    same = full >= {path.name for path in weights} and all(
+        file_digest(path) == file_digest(there[path.name]) for path in weights
+    )
+    if weights and same and full >= {path.name for path in files}:
         return
+
+    kept: list[str] = []
 
     def write_and_keep(folder: Path) -> None:
         write(folder)
         for name, path in there.items():
             # weights under other names are of an earlier model
-            if not (folder / name).exists() and not path.match("model*.safetensors*"):
-                copy = shutil.copytree if path.is_dir() else shutil.copy2
-                copy(path, folder / name)
+            if (folder / name).exists() or path.match("model*.safetensors*"):
+                continue
+            copy = shutil.copytree if path.is_dir() else shutil.copy2
+            copy(path, folder / name)
+            kept.append(name)
 
     write_folder(target, write_and_keep)
+    if kept and weights and not same:
+        logger.warning(
+            "%s has new weights; these files are kept, which may speak of the earlier ones: %s",
+            target,
+            ", ".join(sorted(kept)),
+        )
 
 
 def _is_moved(before: Any, after: Any) -> bool:
