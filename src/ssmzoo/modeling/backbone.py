@@ -171,12 +171,13 @@ class SSMMixer(nn.Module):
         return {}
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register an SSM parameter, in float32 at least.
+        """Register an SSM parameter; one that was made in a low default dtype, in float32.
 
         transformers loads under a default dtype, bfloat16 say, and makes parameters that a
         checkpoint lacks in the dtype that was registered.
         """
-        if param is not None and param.is_floating_point() and param.dtype.itemsize < 4:
+        made_low = param is not None and param.dtype == torch.get_default_dtype()
+        if made_low and param.dtype.itemsize < 4:
             param = nn.Parameter(param.detach().float(), param.requires_grad)
         super().register_parameter(name, param)
 
