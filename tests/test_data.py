@@ -189,6 +189,10 @@ def test_the_end_of_a_single_document_is_held_out(tmp_path):
     assert held_out <= {ord("b"), EOS}
 
 
+def split(store, validation):
+    return store.split(validation, ends=store.takes_ends(validation))
+
+
 @pytest.mark.parametrize("share", [0.001, 0.02])
 def test_a_small_share_of_several_documents_is_whole_documents(share, texts, tmp_path):
     source = data_source(make_recipe(text=[str(texts)], validation=share))
@@ -201,18 +205,18 @@ def test_a_small_share_of_several_documents_is_whole_documents(share, texts, tmp
 
 def test_of_a_document_and_its_copies_the_ends_are_held_out():
     store = TokenStore(np.arange(20), np.array([10, 10, 20]), np.array([5, 7, 5], np.uint64), [])
-    kept, _, held_out = store.split(0.2)
+    kept, _, held_out = split(store, 0.2)
     assert kept.tolist() == [[0, 8], [10, 18]]
     assert held_out.tolist() == [[8, 10], [18, 20]]
 
 
 def test_of_a_few_long_documents_the_ends_are_held_out():
     hashes = np.array([5, 7], np.uint64)
-    kept, _, held_out = TokenStore(np.arange(2000), np.array([800, 2000]), hashes, []).split(0.1)
+    kept, _, held_out = split(TokenStore(np.arange(2000), np.array([800, 2000]), hashes, []), 0.1)
     assert kept.tolist() == [[0, 720], [800, 1880]]
     assert held_out.tolist() == [[720, 800], [1880, 2000]]
     short = TokenStore(np.arange(1000), np.array([450, 1000]), hashes, [])
-    assert short.split(0.1)[1].tolist() == [0]  # whole, where ends would be of 45 and 55 tokens
+    assert split(short, 0.1)[1].tolist() == [0]  # whole, where ends would be of 45 and 55 tokens
     uneven = TokenStore(np.arange(9_010), np.array([9_000, 9_010]), hashes, [])
     assert uneven.takes_ends(0.3)
     assert not uneven.takes_ends(0.5)  # of as many documents as there are
@@ -231,9 +235,8 @@ def test_what_a_run_held_out_stays_held_out(tmp_path, texts):
 @pytest.mark.parametrize("validation", [0.5, 1])
 def test_documents_without_tokens_are_not_held_out(validation):
     hashes = np.array([9, 1, 8], np.uint64)
-    kept, chosen, held_out = TokenStore(np.arange(9), np.array([5, 5, 9]), hashes, []).split(
-        validation
-    )
+    store = TokenStore(np.arange(9), np.array([5, 5, 9]), hashes, [])
+    kept, chosen, held_out = split(store, validation)
     assert chosen.tolist() == [2]
     assert held_out.tolist() == [[5, 9]]
     assert kept.tolist() == [[0, 5], [5, 5]]

@@ -160,6 +160,17 @@ def parse_yaml(text: str, name: str) -> Any:
         raise ValueError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
+def refuse_blank(path: str, rule: str) -> None:
+    """Fail for a blank path: it would be this folder, with all that is in it.
+
+    Args:
+        path: What was given.
+        rule: What it must be, with the argument's name, for the error.
+    """
+    if not path.strip():
+        raise ValueError(f"{rule}, got {path!r}")
+
+
 def dump_yaml(value: Any) -> str:
     """Return YAML that :func:`parse_yaml` reads back: text that it takes for a number is quoted."""
     import yaml

@@ -15,7 +15,15 @@ from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from ssmzoo.family import suggestion
-from ssmzoo.files import STDLIB, dump_yaml, is_utf8, kind_of_records, parse_yaml, share
+from ssmzoo.files import (
+    STDLIB,
+    dump_yaml,
+    is_utf8,
+    kind_of_records,
+    parse_yaml,
+    refuse_blank,
+    share,
+)
 
 try:
     from pydantic import (
@@ -64,10 +72,10 @@ Paths = Annotated[list[str], BeforeValidator(_several), Field(min_length=1)]
 
 def _not_blank(value: object, name: str) -> object:
     several = isinstance(value, list)
+    rule = "must name files or folders" if several else "must be a name or a folder"
     for path in value if several else [value]:
-        if isinstance(path, str) and not path.strip():  # as a path it would be this folder
-            rule = "must name files or folders" if several else "must be a name or a folder"
-            raise ValueError(f"{name} {rule}, got {path!r}")
+        if isinstance(path, str):
+            refuse_blank(path, f"{name} {rule}")
     return value
 
 

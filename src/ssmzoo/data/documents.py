@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ssmzoo.environment.messages import first_line
-from ssmzoo.files import STDLIB, file_digest, is_utf8, kind_of_records
+from ssmzoo.files import STDLIB, file_digest, is_utf8, kind_of_records, refuse_blank
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -283,8 +283,7 @@ def expand(paths: Sequence[str], field: str) -> list[Path]:
     """
     found: dict[Path, None] = {}
     for pattern in paths:
-        if not pattern.strip():  # as a path it would be this folder, with all that is in it
-            raise ValueError(f"{field} must name files or folders, got {pattern!r}")
+        refuse_blank(pattern, f"{field} must name files or folders")
         path = Path(pattern).expanduser()
         if pattern == STDLIB:
             matches = _standard_library()

@@ -217,12 +217,10 @@ class StoredText(_Text):
             field, workers = self._documents.field, data.workers
             write_store(documents, self.tokenizer, cache, key, field, workers)
         store = read_store(cache)
-        ends = store.takes_ends(data.validation)
-        if (
-            before is not None
-        ):  # what was held out stays so; runs once took ends of any few documents
-            share = isinstance(data.validation, float)
-            few = share and data.validation * len(store.ends) < 1
+        if before is None:
+            ends = store.takes_ends(data.validation)
+        else:  # what was held out stays so; runs once took ends of any few documents
+            few = isinstance(data.validation, float) and data.validation * len(store.ends) < 1
             ends = before.get("ends", few)
         _, held_out, _ = store.split(data.validation, ends=ends)
         manifest |= {"documents": len(store.ends), "tokens": len(store.tokens), "ends": ends}

@@ -72,8 +72,13 @@ class TokenStore:
         """Beginning and end of each document [n, 2]."""
         return np.stack([np.concatenate([[0], self.ends[:-1]]), self.ends], axis=1)
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document [n]."""
+        return np.diff(self.ends, prepend=0)
+
     def split(
-        self, validation: float | int | list[str] | None, *, ends: bool | None = None
+        self, validation: float | int | list[str] | None, *, ends: bool
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Return the pieces to train on, the held-out documents, and their pieces if there are any.
 
@@ -82,7 +87,7 @@ class TokenStore:
 
         Args:
             validation: The recipe's ``data.validation``.
-            ends: Whether a share is the end of every document; None: as :meth:`takes_ends` says.
+            ends: Whether a share is the end of every document; see :meth:`takes_ends`.
 
         Raises:
             ValueError: Nothing would be left to train on.
@@ -90,20 +95,17 @@ class TokenStore:
         pieces, none = self.pieces, np.empty(0, np.int64)
         if validation is None or isinstance(validation, list):
             return pieces, none, None
-        if isinstance(validation, float) and (
-            self.takes_ends(validation) if ends is None else ends
-        ):
-            begins, stops = pieces[pieces[:, 0] < pieces[:, 1]].T
+        if ends:
+            begins, stops = pieces[self.lengths > 0].T
             cuts = stops - np.maximum(1, ((stops - begins) * validation).astype(np.int64))
             kept, held_out = (np.stack(x, axis=1) for x in ((begins, cuts), (cuts, stops)))
             return kept[kept[:, 0] < kept[:, 1]], none, held_out
         chosen = self._chosen(validation)
-        rest = pieces[~chosen]
-        if (rest[:, 0] < rest[:, 1]).any():
-            return rest, np.flatnonzero(chosen), pieces[chosen]
+        if self.lengths[~chosen].any():
+            return pieces[~chosen], np.flatnonzero(chosen), pieces[chosen]
         raise ValueError(
             f"data.validation must leave documents to train on: {validation} holds out all of the "
-            f"{(pieces[:, 0] < pieces[:, 1]).sum()} there are"
+            f"{np.count_nonzero(self.lengths)} there are"
         )
 
     def takes_ends(self, validation: float | int | list[str] | None) -> bool:
@@ -113,8 +115,7 @@ class TokenStore:
         one of them, and the one that would be held out has more than twice the share of the tokens.
         Short documents do not: training would never see the mark of their end.
         """
-        pieces = self.pieces
-        lengths = pieces[:, 1] - pieces[:, 0]
+        lengths = self.lengths
         hashes, documents = self.hashes[lengths > 0], np.count_nonzero(lengths)
         if not isinstance(validation, float) or not documents:
             return False
@@ -127,7 +128,7 @@ class TokenStore:
 
     def _chosen(self, validation: float | int) -> np.ndarray:
         """Return which documents are held out whole [n]: those of the least hashes."""
-        with_tokens = np.flatnonzero(np.diff(self.pieces, axis=1)[:, 0])
+        with_tokens = np.flatnonzero(self.lengths)
         hashes, documents = self.hashes[with_tokens], len(with_tokens)
         share = isinstance(validation, float)
         count = max(1, round(validation * documents)) if share else int(validation)
