@@ -14,6 +14,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
+from ssmzoo.environment.messages import missing
 from ssmzoo.family import suggestion
 from ssmzoo.files import (
     STDLIB,
@@ -37,7 +38,7 @@ try:
         model_validator,
     )
 except ImportError as error:
-    raise RuntimeError("recipes need pydantic: pip install 'ssmzoo[train]'") from error
+    raise missing("recipes need pydantic", "train", error) from error
 
 
 def _whole(value: object) -> object:

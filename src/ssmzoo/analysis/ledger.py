@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ssmzoo.environment.messages import missing
 from ssmzoo.files import appears_whole, write_text
 from ssmzoo.recipe import HIGHER_IS_BETTER
 
@@ -258,7 +259,7 @@ def draw_problem(lines: list[Line], target: Path) -> None:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
-        raise RuntimeError("pictures need matplotlib: pip install 'ssmzoo[train]'") from error
+        raise missing("pictures need matplotlib", "train", error) from error
     best = {place: found for place, found in best_rates(lines).items() if by_length(found)}
     places = [(model, width) for _, model, width in best]
     figure = Figure(figsize=(11, 2 + 0.26 * len(best)), dpi=110, layout="constrained")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ssmzoo.analysis.measure import ENERGY, Inspection, LayerInspection
+from ssmzoo.environment.messages import missing
 from ssmzoo.modeling import Trajectories
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise RuntimeError("inspect needs matplotlib: pip install 'ssmzoo[inspect]'") from error
+        raise missing("pictures need matplotlib", "inspect", error) from error
 
 
 def draw_pictures(found: Inspection, folder: Path, *, title: str) -> list[str]:

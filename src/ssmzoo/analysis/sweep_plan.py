@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ssmzoo.analysis.ledger import Cell, Line, cell_of
+from ssmzoo.environment.messages import missing
 from ssmzoo.family import suggestion
 from ssmzoo.files import share
 from ssmzoo.recipe import DataSection, ModelSection, Recipe, Section, read_sections
@@ -19,7 +20,7 @@ from ssmzoo.recipe import DataSection, ModelSection, Recipe, Section, read_secti
 try:
     from pydantic import Field
 except ImportError as error:
-    raise RuntimeError("sweeps need pydantic: pip install 'ssmzoo[train]'") from error
+    raise missing("sweeps need pydantic", "train", error) from error
 
 NEVER = 1_000_000_000  # steps
 COMPARED = ("model", "data", "train", "eval")  # the sections that say what a run is

@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ssmzoo.environment.messages import first_line
+from ssmzoo.environment.messages import first_line, missing
 from ssmzoo.files import STDLIB, file_digest, is_utf8, kind_of_records, refuse_blank
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ def _open(field: str, files: Sequence[str], *given: Any, **named: Any) -> Iterab
         import datasets
         from datasets.exceptions import DatasetNotFoundError
     except ImportError as error:
-        raise RuntimeError("data sets need datasets: pip install 'ssmzoo[train]'") from error
+        raise missing("data sets need datasets", "train", error) from error
     odd = next((file for file in files if not is_utf8(file)), None)
     if odd is not None:
         raise ValueError(f"{field} must have file names in UTF-8, got {odd!a}; rename it")
@@ -493,7 +493,7 @@ def _parquet(file: Path) -> Iterator[ParquetFile]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise RuntimeError("parquet files need pyarrow: pip install 'ssmzoo[train]'") from error
+        raise missing("parquet files need pyarrow", "train", error) from error
     with file.open("rb") as stream:  # pyarrow takes names in UTF-8 only
         try:
             # with a buffer it does not read a row group's column whole

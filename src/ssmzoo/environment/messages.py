@@ -15,6 +15,14 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def missing(need: str, extra: str, error: ImportError) -> RuntimeError:
+    """Return the error to raise where a package of an extra cannot be imported.
+
+    ``need`` is a clause, as "recipes need pydantic".
+    """
+    return RuntimeError(f"{need} ({first_line(error)}): pip install 'ssmzoo[{extra}]'")
+
+
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest of the known names, or nothing."""
     close = difflib.get_close_matches(name, list(known), n=1)

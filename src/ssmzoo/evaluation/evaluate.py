@@ -28,6 +28,7 @@ from ssmzoo.checkpoints.load import (
 )
 from ssmzoo.checkpoints.weights import weights_revision
 from ssmzoo.environment.hardware import installed_versions, usable_device
+from ssmzoo.environment.messages import missing
 from ssmzoo.environment.portable import portable_command
 from ssmzoo.evaluation.results import (
     Results,
@@ -267,9 +268,7 @@ def _require_lm_eval() -> None:
         import lm_eval.evaluator
         import lm_eval.models.huggingface  # noqa: F401
     except ImportError as error:
-        raise RuntimeError(
-            f"scoring needs lm-eval ({error}); install it with: pip install 'ssmzoo[eval]'"
-        ) from error
+        raise missing("scoring needs lm-eval", "eval", error) from error
 
 
 def _command(

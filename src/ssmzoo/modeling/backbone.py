@@ -176,8 +176,8 @@ class SSMMixer(nn.Module):
         transformers loads under a default dtype, bfloat16 say, and makes parameters that a
         checkpoint lacks in the dtype that was registered.
         """
-        made_low = param is not None and param.dtype == torch.get_default_dtype()
-        if made_low and param.dtype.itemsize < 4:
+        default = torch.get_default_dtype()
+        if param is not None and param.dtype == default and default.itemsize < 4:
             param = nn.Parameter(param.detach().float(), param.requires_grad)
         super().register_parameter(name, param)
 

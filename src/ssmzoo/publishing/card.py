@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 
 from ssmzoo.checkpoints.weights import is_state_adapter, read_adapter_config
+from ssmzoo.environment.messages import missing
 from ssmzoo.environment.portable import portable, without_credentials
 from ssmzoo.evaluation.results import is_number
 from ssmzoo.family import Family, family_of, packages_of
@@ -108,9 +109,7 @@ def render_card(
     try:
         import jinja2  # noqa: F401
     except ImportError as error:
-        raise RuntimeError(
-            "writing a card needs Jinja2; install it with: pip install 'ssmzoo[publish]'"
-        ) from error
+        raise missing("a card needs Jinja2", "publish", error) from error
 
     place = Path(model)
     if is_state_adapter(place):

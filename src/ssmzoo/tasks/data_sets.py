@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from ssmzoo.environment.messages import first_line
+from ssmzoo.environment.messages import first_line, missing
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -79,7 +79,7 @@ def require_datasets():
     try:
         import datasets
     except ImportError as error:
-        raise RuntimeError("data sets need datasets: pip install 'ssmzoo[train]'") from error
+        raise missing("data sets need datasets", "train", error) from error
     return datasets
 
 
@@ -88,7 +88,7 @@ def require_pillow() -> None:
     try:
         import PIL  # noqa: F401
     except ImportError as error:
-        raise RuntimeError("images need Pillow: pip install 'ssmzoo[train]'") from error
+        raise missing("images need Pillow", "train", error) from error
 
 
 def grey_images(data: str, rows: Dataset, column: str, size: int) -> tuple[np.ndarray, np.ndarray]:

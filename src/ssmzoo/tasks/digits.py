@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ssmzoo.environment.messages import missing
 from ssmzoo.tasks.supervised import (
     DIGITS,
     SPLITS,
@@ -41,9 +42,7 @@ def load_digits(split: str, seed: int, *, rgb: bool = False, pixels: bool = Fals
     try:
         from sklearn import datasets
     except ImportError as error:
-        raise RuntimeError(
-            "the digits come with scikit-learn: pip install 'ssmzoo[digits]'"
-        ) from error
+        raise missing("the digits need scikit-learn", "digits", error) from error
     greys, labels = map(np.asarray, datasets.load_digits(return_X_y=True))
     order = np.random.default_rng(_SPLIT_SEED).permutation(len(labels))
     parts = np.split(order, [len(order) - 2 * _HELD_OUT, len(order) - _HELD_OUT])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from ssmzoo.environment.messages import first_line
+from ssmzoo.environment.messages import first_line, missing
 from ssmzoo.files import is_utf8
 from ssmzoo.recipe import Recipe, load_recipe
 from ssmzoo.training.checkpoint import checkpoints, locked, step_of
@@ -84,7 +84,7 @@ def _train(recipe: Recipe, folder: Path, resume: bool, request: StopRequest, sto
     try:
         from accelerate.state import AcceleratorState
     except ImportError as error:
-        raise RuntimeError("training needs accelerate: pip install 'ssmzoo[train]'") from error
+        raise missing("training needs accelerate", "train", error) from error
     if not is_utf8(str(folder)):
         raise ValueError(f"output_dir must be a path in UTF-8, got {str(folder)!a}")
     ours = not AcceleratorState._shared_state
