@@ -140,6 +140,23 @@ def test_tied_dropout_drops_whole_features_of_each_sequence():
     assert torch.equal(dropout.eval()(torch.ones(1, 2, 3)), torch.ones(1, 2, 3))
 
 
+@torch.no_grad()
+def test_others_turn_dropout_on_and_off():
+    fields = {"dropout": 0.5, "embedding_dropout": 0.5, "drop_path_rate": 0.5}
+    model, (row,) = build("causal_lm", **fields), documents(12)
+    exact = model(row[None]).logits
+    layers = [m for m in model.modules() if isinstance(m, nn.Dropout)]
+    assert len(layers) == 5  # of the embedding, and two of each block
+    for layer in layers:  # as for an estimate of uncertainty
+        layer.train()
+        dropped = [not near(model(row[None]).logits, exact) for _ in range(40)]
+        assert any(dropped) == (layer.p > 0)
+        layer.eval()
+    for layer in layers:  # as TRL does it
+        layer.p = 0
+    assert near(model.train()(row[None]).logits, exact)
+
+
 def test_values_come_in_through_a_linear_layer():
     model = build("sequence_classification", input_channels=1, num_labels=3)
     values = torch.randn(2, 8, dtype=torch.float64)

@@ -295,7 +295,7 @@ class SSMBlock(GradientCheckpointingLayer):
         packing: PackedRow | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Add what a branch made of ``x`` to it; also return the norm after it if it was had."""
-        if self.training:
+        if self.dropout.training or self.drop_path.training:
             y = self.drop_path(self.dropout(y, packing), packing)
         normed = None
         if self.residual:
@@ -508,7 +508,7 @@ class SSMModel(SSMPreTrainedModel):
 
         if packing is not None:
             hidden_states = hidden_states.reshape(1, batch * length, width)
-        if self.training:
+        if self.dropout.training:
             hidden_states = self.dropout(hidden_states, packing)
         all_hidden_states: list[Tensor] = []
         states: list[LayerState] = []

@@ -89,16 +89,19 @@ class CausalConv1d(nn.Module):
         )
 
 
-class Dropout(nn.Module):
-    """Dropout of single entries or, ``tied``, of whole features over all tokens of a sequence."""
+class Dropout(nn.Dropout):
+    """Dropout of single entries or, ``tied``, of whole features over all tokens of a sequence.
+
+    Libraries that look for ``nn.Dropout``, to turn it off or on, find it.
+    """
 
     def __init__(self, p: float, tied: bool) -> None:
-        super().__init__()
-        self.p = p
+        super().__init__(p)
         self.tied = tied
 
-    def forward(self, x: Tensor, packing: Packing | None = None) -> Tensor:
+    def forward(self, input: Tensor, packing: Packing | None = None) -> Tensor:
         """Drop from ``[B, L, D]``; packed sequences are dropped from one by one."""
+        x = input
         if not self.training or self.p == 0:
             return x
         if not self.tied:
