@@ -128,7 +128,7 @@ release: $(INSTALLED) $(TORCHAO_DIR)/.installed $(ONNX_DIR)/.installed $(TWINE) 
 
 upload: $(TWINE) ## Upload what `make release` built, if TWINE_PASSWORD has a token
 	@test -n "$$TWINE_PASSWORD" || { echo "upload: TWINE_PASSWORD must hold a token" >&2; exit 1; }
-	@git tag --list --format='%(contents:body)' v$(VERSION) | (cd dist && sha256sum --check --strict) || { \
+	@git tag --list --format='%(contents:body)' v$(VERSION) | (cd dist && sha256sum --check --strict --ignore-missing) || { \
 	  echo "upload: dist/ must have the files that the tag v$(VERSION) names" >&2; exit 1; }
 	$(TWINE) upload --non-interactive \
 	  dist/ssmzoo-$(VERSION)-py3-none-any.whl dist/ssmzoo-$(VERSION).tar.gz
@@ -144,7 +144,8 @@ $(PY):
 	@echo "== making $(VENV) with $$($(PYTHON) --version) =="
 	$(PYTHON) -m venv $(VENV)
 
-$(INSTALLED): pyproject.toml constraints.txt | $(PY)
+# src/ssmzoo/__init__.py has the version, which an installation writes down
+$(INSTALLED): pyproject.toml constraints.txt src/ssmzoo/__init__.py | $(PY)
 	@echo "== installing ssmzoo and all it needs into $(VENV): about 2 GB, a few minutes, once =="
 	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_ARGS) -e '.[dev]' -c constraints.txt
 	@touch $@

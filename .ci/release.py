@@ -28,6 +28,7 @@ from urllib.parse import quote
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from ssmzoo.files import file_digest, write_json
 
@@ -53,7 +54,7 @@ def main() -> int:
 
 
 def release(version: str, twine: str) -> None:
-    """Cut, build and check a version; then move the branch, fill ``dist`` and set the tag.
+    """Cut, build and check a version; then set the tag, move the branch and fill ``dist``.
 
     Raises:
         Refused: The version cannot be released, or a step failed.
@@ -80,13 +81,17 @@ def release(version: str, twine: str) -> None:
             run(sys.executable, *tests, at=tree, **told)
         finally:
             git("worktree", "remove", "--force", tree)
-        files = (wheel, sdist, parts)
+        files, tag = (wheel, sdist, parts), f"v{version}"
         digests = "".join(f"{file_digest(path)}  {path.name}\n" for path in files)
+        git("tag", "--annotate", tag, "--message", f"ssmzoo {version}\n\n{digests}", commit)
+        try:
+            git("merge", "--quiet", "--ff-only", commit)
+        except Refused:  # main was moved meanwhile
+            git("tag", "--delete", tag)
+            raise
         (ROOT / "dist").mkdir(exist_ok=True)
         for path in files:
             shutil.copy(path, ROOT / "dist")
-    git("merge", "--quiet", "--ff-only", commit)
-    git("tag", "--annotate", f"v{version}", "--message", f"ssmzoo {version}\n\n{digests}", commit)
     print(f"v{version} is tagged on main, and dist/ has:\n{digests}Nothing was pushed or uploaded.")
 
 
@@ -234,7 +239,7 @@ def _component(dist: Distribution) -> dict[str, object]:
 
 
 def _purl(dist: Distribution) -> str:
-    return f"pkg:pypi/{_name(dist)}@{quote(dist.version)}"
+    return f"pkg:pypi/{_name(dist)}@{quote(Version(dist.version).public)}"
 
 
 def _name(dist: Distribution) -> str:
@@ -250,7 +255,7 @@ def git(*arguments: object, at: Path = ROOT) -> str:
     command = ["git", *map(str, arguments)]
     done = subprocess.run(command, cwd=at, stdout=subprocess.PIPE, text=True, encoding="utf-8")
     if done.returncode:
-        raise Refused(f"git {arguments[0]} failed, as said above")
+        raise Refused(f"nothing was changed; git {arguments[0]} failed, as said above")
     return done.stdout.strip()
 
 

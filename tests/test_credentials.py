@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 
 import pytest
 import torch
@@ -28,6 +29,10 @@ PLANTED = {
     "a Hugging Face token": ("https://", "hf" + "_aBcDeFgHiJkLmNoPqRsTuVwXyZ01234567", "@host"),
     "a GitHub token": ("git+https://", "gh" + "p_0123456789abcdefghij0123456789abcdef", "@host"),
     "an API key": ("key ", "sk" + "-proj-abc_DEF-0123456789abcdefghijklmn", " here"),
+    "a GitLab token": ("https://oauth2@", "gl" + "pat-aB3_dE5-gH7jK9mN1pQ2", "@host"),
+    "a Slack token": ("", "xo" + "xb-123456789012-abcdefghijkl", " here"),
+    "a Google key": ("?key ", "AI" + "za" + "Sy0123456789-_abcdefghijklmnopqrstu", "&x"),
+    "a token of a package index": ("", "py" + "pi-AgEIcHlwaS5vcmcC" + "aB3_" * 10, " here"),
     "an AWS key": ("key ", "AK" + "IAIOSFODNN7EXAMPLE", " here"),
     "an AWS secret": (
         "aws_secret_access_key=",
@@ -64,6 +69,26 @@ def test_every_kind_of_credential_is_found_named_and_struck_out(kind):
     assert find_credential(shown) is None
     assert portable(text) == shown
     assert secret not in portable_command(["ssmzoo", "train", f"data.text={before}{secret}{after}"])
+
+
+@pytest.mark.parametrize(
+    ("word", "portable_word"),
+    [
+        ("/home/me/data/x.csv", "x.csv"),
+        ("data.text=[/home/me/a.txt, '/home/me/b.txt']", "data.text=[a.txt, 'b.txt']"),
+        ("data.task_args={data: /home/me/x.csv, lag: 8}", "data.task_args={data: x.csv, lag: 8}"),
+        ('data.task_args={"data":"~/d/x.csv"}', 'data.task_args={"data":"x.csv"}'),
+        ("{a: {b:   '/home/me/x'}}", "{a: {b:   'x'}}"),
+        ("{/home/me/x: 1}", "{x: 1}"),
+        ("folder:/home/me/out", "folder:out"),
+        ("file:///home/me/x.txt", "file://x.txt"),
+        ("https://host/me/x", "https://host/me/x"),
+        ("you/repo", "you/repo"),
+        ("s5:s5-lra", "s5:s5-lra"),
+    ],
+)
+def test_a_command_that_is_told_names_no_folder_of_this_machine(word, portable_word):
+    assert portable_command([word]) == shlex.join([portable_word])
 
 
 def test_a_key_with_its_secret_is_struck_out_whole():
@@ -164,6 +189,10 @@ def test_a_commit_message_and_an_error_show_no_credential(tmp_path, capsys):
     assert main(["train", f"{secret}.yaml"]) == 2
     err = capsys.readouterr().err
     assert "no recipe 'https://***@host.yaml'" in err
+    assert main(["train", f"{secret}.yaml", "--debug"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert not holds_a_secret(err)
 
 
 def test_a_card_escapes_html_and_markdown(model, tmp_path):

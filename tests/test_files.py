@@ -38,6 +38,16 @@ def test_a_failed_write_leaves_the_earlier_file_and_no_rest(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
 
 
+def test_two_writers_of_one_file_do_not_disturb_each_other(tmp_path):
+    target = tmp_path / "a.txt"
+    # of one number, as processes of two containers may be
+    with appears_whole(target) as first, appears_whole(target) as second:
+        second.write_text("second")
+        first.write_text("first")
+    assert target.read_text() == "first"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+
+
 def test_a_file_gets_the_permissions_of_any_other(tmp_path):
     write_text(tmp_path / "ours", "x")
     (tmp_path / "any").write_text("x")

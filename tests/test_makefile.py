@@ -13,13 +13,15 @@ TARGETS = (
     "install", "demo", "zoo", "small", "test", "test-transformers", "lint", "types", "bench",
     "pages", "site", "wheel", "release", "upload",
 )  # fmt: skip
+NEEDED = ("pyproject.toml", "constraints.txt", "src/ssmzoo/__init__.py")
 
 
 @pytest.fixture
 def checkout(tmp_path):
     """A checkout after `make test`: the environment's stamps are there, newest of all."""
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
-        shutil.copy2(ROOT / name, tmp_path)
+    (tmp_path / "src" / "ssmzoo").mkdir(parents=True)
+    for name in ("Makefile", *NEEDED):
+        shutil.copy2(ROOT / name, tmp_path / name)
         os.utime(tmp_path / name, (1_000, 1_000))
     (tmp_path / "tests" / "plugins").mkdir(parents=True)
     stamps = (
@@ -66,7 +68,7 @@ def test_a_first_call_makes_the_environment_once_and_then_does_its_work(target, 
     assert commands.count("pip download") == (target == "test-transformers")
 
 
-@pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt"])
+@pytest.mark.parametrize("changed", NEEDED)
 def test_a_changed_requirement_updates_the_environment(changed, checkout):
     os.utime(checkout / changed)
     commands = would_run(checkout, "install")

@@ -24,6 +24,7 @@ for name in sys.argv[1:]:
 
 TOKENS = """
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -49,6 +50,9 @@ with tempfile.TemporaryDirectory() as folder:
     assert main(["export", f"{folder}/model", "--to", "onnx", "--output", f"{folder}/model"]) == 2
     session = onnxruntime.InferenceSession(f"{out}/model.onnx")
     told = json.loads(Path(out, "ssmzoo_onnx.json").read_text())
+    written = [path.read_bytes() for path in Path(out).iterdir()]
+    for place in (sys.prefix, os.getcwd()):  # as in where torch's exporter met each operator
+        assert not any(place.encode() in content for content in written)
 states = {
     f"past.{state['name']}": np.zeros((2, *state["shape"]), state["dtype"])
     for state in told["states"]

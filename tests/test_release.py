@@ -150,10 +150,13 @@ def check_upload(project):
     wheel, sdist = "dist/ssmzoo-1.2.0-py3-none-any.whl", "dist/ssmzoo-1.2.0.tar.gz"
     sent = f"upload --non-interactive {wheel} {sdist}\n"
     assert (project / "twine.log").read_text() == sent
+    (project / "dist/ssmzoo-1.2.0.cdx.json").unlink()  # dist was built again
+    assert upload(TWINE_PASSWORD="secret")[0] == 0
+    assert (project / "twine.log").read_text() == sent * 2
     (project / wheel).write_bytes(b"another build")
     code, said = upload(TWINE_PASSWORD="secret")
     assert (code, "files that the tag v1.2.0 names" in said) == (2, True)
-    assert (project / "twine.log").read_text() == sent
+    assert (project / "twine.log").read_text() == sent * 2
 
 
 def check_sbom(bom, digest):
@@ -227,6 +230,24 @@ def test_a_step_that_fails_changes_nothing(step, project):
     assert done.returncode == 1
     assert step in done.stderr.splitlines()[-1]
     assert state(project) == before
+
+
+def test_a_tag_that_git_cannot_set_changes_nothing(project):
+    git(project, "config", "tag.gpgSign", "true")
+    git(project, "config", "gpg.program", "/bin/false")
+    before = state(project)
+    done = release(project)
+    assert done.stderr.endswith("release: nothing was changed; git tag failed, as said above\n")
+    assert state(project) == before
+
+
+def test_main_may_move_meanwhile(project):
+    write(project, {"twine": "#!/bin/sh\ngit commit --quiet --allow-empty --message Meanwhile\n"})
+    done = release(project)
+    assert done.stderr.endswith("release: nothing was changed; git merge failed, as said above\n")
+    assert git(project, "log", "-1", "--format=%s") == "Meanwhile\n"
+    assert git(project, "tag", "--list") == ""
+    assert not (project / "dist").exists()
 
 
 def test_what_is_not_installed_is_named(project):

@@ -159,6 +159,13 @@ def test_a_killed_worker_is_told_in_one_line():
     assert "\n" not in str(caught.value)
 
 
+def test_a_worker_runs_nothing_of_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "random.py").write_text("raise SystemExit(7)\n")
+    monkeypatch.chdir(tmp_path)
+    with closing(Workers(byte_tokenizer(), 1)) as workers:
+        assert workers.submit(encoded, ["ab"])()[0].tolist() == [257, 97, 98, 258]
+
+
 def test_a_worker_works_on_when_all_of_a_jobs_processes_are_told_to_stop():
     with closing(Workers(byte_tokenizer(), 1)) as workers:
         pid = workers.submit(pid_of)()

@@ -208,7 +208,7 @@ def measured_apart(program: str) -> float:
     """
     kept = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-P", "-c", program],
         env=kept | {"MALLOC_MMAP_THRESHOLD_": "65536"},
         capture_output=True,
         text=True,

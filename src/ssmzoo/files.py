@@ -93,11 +93,11 @@ def appears_whole(target: Path) -> Iterator[Path]:
         CannotWriteError: The machine refused.
     """
     require_name(target)
-    # by process, so that two which write the same file do not write into one another
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
+    # a name of its own: two that write the same file, on two machines even, do not meet
+    unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.unfinished")
     try:
         with writing(target, unfinished):
-            unfinished.touch()
+            unfinished.touch(exist_ok=False)
             mode = unfinished.stat().st_mode
             yield unfinished
             unfinished.chmod(mode)  # some libraries make files that nobody else may read

@@ -104,7 +104,7 @@ def work(text: str | None, output: Path, steps: int | None) -> None:
     publish(model, published)
     say("loading what was published in a fresh process")
     sample = subprocess.run(
-        [sys.executable, "-c", LOAD, str(published.absolute()), PROMPT],
+        [sys.executable, "-P", "-c", LOAD, str(published.absolute()), PROMPT],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if lost is not None and isinstance(error, OSError):
             error = lost
         if "--debug" in arguments:
-            traceback.print_exc()
+            sys.stderr.write(without_credentials(traceback.format_exc()))
         return _report(error)
     finally:
         logger.removeHandler(handler)

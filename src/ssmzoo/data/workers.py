@@ -97,7 +97,7 @@ class Workers:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-c", _START],
+                [sys.executable, "-P", "-c", _START],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=environment,

@@ -23,14 +23,18 @@ _KINDS = {
     "a GitHub token": r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,})\b",
     # of its parts one is long and has a digit, unlike a name's
     "an API key": r"(?<![\w-])sk-(?:[\w-]*[-_])?(?=[A-Za-z]*\d)[A-Za-z0-9]{16,}[\w-]*",
+    "a GitLab token": r"\bglpat-[\w-]{20,}",
+    "a Slack token": r"\bxox[abeprs]-[\w-]{20,}",
+    "a Google key": r"\bAIza[\w-]{35}(?![\w-])",
+    "a token of a package index": r"\b(?:pypi-AgEI[\w-]{40,}|npm_[A-Za-z0-9]{36}\b)",
     "an AWS key": r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b(?::[A-Za-z0-9/+=]{40})?",
     "an AWS secret": r"(?i)(?<=secret_access_key)['\"]?\s*[=:]\s*['\"]?[a-z0-9/+=]{40}",
     "a JSON web token": r"\beyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,}",
     "a private key": r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.*?-----END [A-Z ]*-----)?",
 }
 _PATTERNS = {kind: re.compile(pattern) for kind, pattern in _KINDS.items()}
-# at the beginning of a word, of KEY=VALUE's value, or of a list's entry
-_ABSOLUTE = re.compile(r"(^|[=\[,] ?)(['\"]?)([/~][^,\]=]*)")
+# at the beginning of a word, of KEY=VALUE's value, or of an entry of a list or of a mapping
+_ABSOLUTE = re.compile(r"(^|[=\[{,]\s*|file://|:(?!//)\s*)(['\"]?)([/~][^,\]}=]*)")
 
 
 def find_credential(text: str) -> tuple[str, int] | None:

@@ -218,6 +218,9 @@ def export_onnx(model: SSMForCausalLM, directory: str | Path) -> list[Path]:
         for name, x in zip(names, pytree.tree_leaves(states), strict=True)
     ]
 
+    for node in graph.model.graph.all_nodes():  # it names the folders of this machine
+        node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)
+
     def write(folder: Path) -> None:
         graph.save(str(folder / MODEL))
         contents = {"format": "ssmzoo-onnx-1", "model_type": model.config.model_type}
