@@ -14,7 +14,7 @@ from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATION
 
 from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.family import families, load_family
-from ssmzoo.modeling import LayerState, SSMMixer, StateCache
+from ssmzoo.modeling import LayerState, SSMMixer, StateCache, add_state_adapter
 from ssmzoo.modeling.compat import CACHE
 from ssmzoo.modeling.packing import PackedRow, find_packing
 from ssmzoo.testing.subject import Subject
@@ -385,6 +385,11 @@ def test_the_cache_of_another_batch_is_refused_and_stays_as_it_was(model, ids, c
     assert torch.equal(after, expected)
 
 
+def test_a_cache_is_initialized_once_it_has_states(model, ids, cache):
+    assert not StateCache(model.config).is_initialized
+    assert cache.is_initialized
+
+
 def test_the_cache_of_another_kind_is_refused(model, ids):
     with pytest.raises(TypeError, match="cache must be a StateCache, got DynamicCache"):
         model(ids, cache=DynamicCache())
@@ -546,6 +551,44 @@ def test_every_form_follows_weights_that_are_written_through_data(name):
     after = forms(model)
     assert not torch.allclose(after, before, atol=1e-3)
     assert torch.equal(after, forms(copy.deepcopy(model)))  # a copy keeps nothing
+
+
+def replica(model):
+    """Return a copy with the same parameters as plain attributes, as DataParallel and FSDP1 do."""
+    copied = copy.deepcopy(model)
+    for module, original in zip(copied.modules(), model.modules(), strict=True):
+        for name, parameter in original._parameters.items():
+            if parameter is not None:
+                del module._parameters[name]
+                vars(module)[name] = parameter
+    return copied
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_form_follows_parameters_that_are_plain_attributes(name):
+    subject = Subject(load_family(name))
+    model, ids = subject.fresh(torch.float64), subject.ids(2, 9)
+    if name != "coffee":  # whose state begins at zero, as its fixed point wants it
+        add_state_adapter(model, freeze=False)
+    plain = replica(model)
+
+    def forms(model):
+        cache, pieces = model(ids[:, :3], use_cache=True).cache, []
+        for piece in ids[:, 3:].split((3, 1, 1, 1), dim=1):
+            pieces.append(model(piece, cache=cache).logits)
+        return torch.cat([model(ids, use_cache=False).logits, *pieces], dim=1)
+
+    with torch.no_grad():
+        forms(plain)
+        for parameter in model.parameters():
+            parameter.data.mul_(0.9)
+        torch.testing.assert_close(forms(plain), forms(copy.deepcopy(model)))
+    gradients = []
+    for one in (plain, copy.deepcopy(model)):
+        forms(one).square().sum().backward()
+        held = model if one is plain else one
+        gradients.append({n: p.grad for n, p in held.named_parameters()})
+    torch.testing.assert_close(*gradients)
 
 
 # --- checkpoints -------------------------------------------------------------------------------
@@ -726,6 +769,19 @@ def test_fields_given_while_loading_are_checked_and_complete_others(model, tmp_p
     bmojo.config(**bmojo.tiny).save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path, num_hidden_layers=5)
     assert len(config.mixer_types) == 5
+
+
+@pytest.mark.parametrize("name", ["s5", "coffee", "longhorn"])
+def test_a_variant_may_name_weight_files(name, tmp_path):
+    model = tiny_model(name)
+    model.save_pretrained(tmp_path, variant="fp16")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, variant="fp16")
+    assert again.config.to_diff_dict() == model.config.to_diff_dict()
+    assert (tmp_path / "model.fp16.safetensors").is_file()
+    config = AutoConfig.from_pretrained(tmp_path, variant="fp16")
+    assert getattr(config, "variant", None) == getattr(model.config, "variant", None)
+    if name == "coffee":
+        assert AutoConfig.from_pretrained(tmp_path, variant="token_gate").variant == "token_gate"
 
 
 def test_dtypes_may_be_given_by_part_and_a_classifier_has_a_label(model, tmp_path):

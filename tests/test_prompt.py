@@ -6,10 +6,12 @@ import sys
 
 import pytest
 import torch
+from accelerate import disk_offload
+from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ssmzoo.modeling import StateCache, load_state
+from ssmzoo.modeling import StateCache, load_state, prefill
 from ssmzoo.modeling.compat import CACHE
 from ssmzoo_dss import FAMILY as DSS
 from ssmzoo_longhorn import FAMILY
@@ -149,6 +151,29 @@ def test_another_head_may_continue_the_prompt(folder):
     other = build()
     other.lm_head = torch.nn.Linear(other.config.hidden_size, 3, bias=False)
     assert load_state(folder, other).num_tokens == 7
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_a_prompt_belongs_to_the_adapter_that_was_active(ids, tmp_path):
+    lora = LoraConfig(r=2, target_modules=["in_proj"], init_lora_weights=False)
+    model = get_peft_model(build(), lora, adapter_name="one").eval()
+    model.add_adapter("two", lora)
+    state = prefill(model, ids)
+    state.save_pretrained(tmp_path)
+    load_state(tmp_path, model)
+    with model.disable_adapter(), pytest.raises(ValueError, match="made by other weights"):
+        load_state(tmp_path, model)
+    model.set_adapter("two")
+    with pytest.raises(ValueError, match="made by other weights"):
+        load_state(tmp_path, model)
+    with pytest.raises(RuntimeError, match="weights changed since it read this prompt"):
+        state.save_pretrained(tmp_path)
+
+
+def test_the_prompt_of_an_offloaded_model_is_not_saved(ids, tmp_path):
+    model = disk_offload(build(), tmp_path / "weights", execution_device="cpu")
+    with pytest.raises(ValueError, match=r"must be in memory, and .* is offloaded; load the model"):
+        model.prefill(ids).save_pretrained(tmp_path)
 
 
 def test_a_prompt_is_not_saved_after_its_weights_changed(ids, tmp_path):

@@ -345,6 +345,20 @@ def test_lora_and_the_states_train_together(tmp_path):
     close(again.merge_and_unload()(x).logits, expected)
 
 
+def test_a_classifier_of_peft_takes_one():
+    peft = pytest.importorskip("peft")
+    family, x = load_family("longhorn"), ids()
+    fields = {**family.tiny, "num_labels": 3, "pad_token_id": 0}
+    model = family.sequence_classification_class(family.config_class(**fields))
+    targets = list(family.lora_targets)
+    tuned = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", target_modules=targets))
+    before = tuned.eval()(input_ids=x).logits
+    drawn(tuned, freeze=False)
+    assert (tuned(input_ids=x).logits - before).abs().max() > 1e-3
+    remove_state_adapter(tuned)
+    close(tuned(input_ids=x).logits, before)
+
+
 def test_trainer_trains_and_resumes_it(tmp_path):
     from transformers import Trainer, TrainingArguments
 

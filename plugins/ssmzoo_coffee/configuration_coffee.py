@@ -4,13 +4,11 @@ What surprises: the defaults are a language model's, which the paper leaves open
 module is a preset.
 """
 
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
 
 from ssmzoo.modeling import SSMConfig
-
-_Variant = Literal["coffee", "input_matrix", "no_feedback", "token_gate", "linear_feedback", "s6"]
 
 
 @strict
@@ -61,7 +59,9 @@ class CoffeeConfig(SSMConfig):
     expand: int = 2
     d_conv: int = 4
     conv_bias: bool = True
-    variant: _Variant = "coffee"
+    variant: Literal[
+        "coffee", "input_matrix", "no_feedback", "token_gate", "linear_feedback", "s6"
+    ] = "coffee"
     lambda_param: Literal["sigmoid", "clamp"] = "sigmoid"
     lambda_max: float | int = 1.0
     output_filter: bool = False
@@ -73,17 +73,6 @@ class CoffeeConfig(SSMConfig):
     solver: Literal["auto", "march", "newton"] = "auto"
     newton_tol: float | int | None = None
     newton_iters: int | None = None
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Build from a dictionary; a ``variant`` that names weight files is not the field."""
-        files = kwargs.get("variant")
-        if not kwargs.get("return_unused_kwargs") or files is None or files in get_args(_Variant):
-            return super().from_dict(config_dict, **kwargs)
-        rest = {key: value for key, value in kwargs.items() if key != "variant"}
-        loaded: Any = super().from_dict(config_dict, **rest)
-        config, unused = loaded
-        return config, {**unused, "variant": files}
 
     def check(self) -> None:
         """Fail unless the fields fit each other."""

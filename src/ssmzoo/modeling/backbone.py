@@ -501,7 +501,7 @@ class SSMModel(SSMPreTrainedModel):
         adapter: Any = self._modules.get(STATE_ADAPTER)
         if adapter is not None and (cache is None or not any(cache.get_states())):
             refuse_no_start(self, cache)
-            starts = adapter(sequences, self.dtype)
+            starts = adapter(sequences, hidden_states.dtype)
             if packing is None and length == 1:  # a prompt, not a step
                 ends = torch.arange(batch + 1, device=hidden_states.device)
                 packing = PackedRow(ends, batch, None, 1)

@@ -125,6 +125,7 @@ class CacheLayer:
     is_compileable = False
     is_croppable = False
     is_sliding = False
+    supports_early_init = False
     record_past = False
 
     def __init__(self) -> None:
@@ -160,6 +161,11 @@ class RecurrentCache(Cache):
         self.input_holds_seen = False  # in generate: whether its first input repeats what was seen
         self.recording = False
         self._recorded: list[Recorded] = []
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether any layer holds a state."""
+        return any(self.get_states())
 
     def get_states(self) -> list[dict[str, Tensor]]:
         """Return what each layer holds, by name; not copies."""

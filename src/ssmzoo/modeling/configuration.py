@@ -148,12 +148,17 @@ class SSMConfig(PreTrainedConfig):
         """Return a configuration of a dictionary and of fields that replace some of it.
 
         As in the constructor, what follows from a field is completed and all is checked;
-        transformers sets such fields on what it has built.
+        transformers sets such fields on what it has built. A ``variant`` that is no value of the
+        field names weight files.
 
         Raises:
             ValueError: A field came by two names with two values, or :meth:`check` fails.
         """
-        names = {field.name for field in dataclasses.fields(cls)} - {"dtype"}  # which may be "auto"
+        types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(cls)}
+        variants, files = get_args(types.get("variant")), {}
+        if variants and kwargs.get("variant") not in (None, *variants):
+            files = {"variant": kwargs.pop("variant")}
+        names = types.keys() - {"dtype"}  # which may be "auto"
         given: dict[str, Any] = {}
         for name in list(kwargs):
             own = cls.attribute_map.get(name, name)
@@ -163,7 +168,8 @@ class SSMConfig(PreTrainedConfig):
             if given.setdefault(own, value) != value:
                 raise ValueError(f"{own} must be given once, got {given[own]!r} and {value!r}")
         kept = {k: v for k, v in config_dict.items() if cls.attribute_map.get(k, k) not in given}
-        return super().from_dict({**kept, **given}, **kwargs)
+        built: Any = super().from_dict({**kept, **given}, **kwargs)
+        return (built[0], built[1] | files) if kwargs.get("return_unused_kwargs") else built
 
     def take(self, other: str, name: str, value: Any) -> None:
         """Set a field that came by another name.

@@ -49,7 +49,8 @@ class DerivedValue(Generic[T]):
 
         Args:
             owner: The module whose own parameters it is computed from. Where one of them is
-                parametrized or pruned (``torch.nn.utils``), every call computes the value.
+                parametrized or pruned (``torch.nn.utils``), or where they are plain attributes
+                (``nn.DataParallel``, the first FSDP), every call computes the value.
             settings: What else it depends on; compared by ``==``.
             make: Computes it; called only if a parameter or the settings changed.
         """
@@ -71,6 +72,8 @@ class DerivedValue(Generic[T]):
                 same = p._version == version and p.data_ptr() == seen.data_ptr()
                 fits = same and p.dtype == seen.dtype
             count += 1
+        if not count:  # whoever made them plain attributes gives others at every call
+            return make()
         if not fits or count < len(self._seen) or self._value is None:
             self.forget()
             with torch.inference_mode(False), torch.no_grad():

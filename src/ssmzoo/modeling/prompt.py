@@ -44,7 +44,7 @@ class PromptState:
     input_ids: Tensor
     attention_mask: Tensor
     model: PreTrainedModel
-    versions: tuple[int, ...]  # of the model's tensors, to see whether it was trained since
+    versions: tuple[object, ...]  # of the model's tensors, to see whether it was trained since
 
     @property
     def num_tokens(self) -> int:
@@ -254,18 +254,40 @@ def load_state(directory: str | os.PathLike[str], model: PreTrainedModel) -> Pro
 def weights_digest(module: nn.Module) -> str:
     """Return the SHA-256 of all tensors that a checkpoint of this module holds.
 
-    Those of a state adapter, which has a digest of its own, are left out.
+    Those of a state adapter, which has a digest of its own, are left out. Which of PEFT's adapters
+    are active counts.
+
+    Raises:
+        ValueError: Weights are not in memory.
     """
     digest = hashlib.sha256()
+    for line in _adapters(module):
+        digest.update(line.encode())
     for name, tensor in sorted(module.state_dict().items()):
         if name.startswith(f"{STATE_ADAPTER}."):
             continue
+        if tensor.is_meta:
+            raise ValueError(
+                f"the model's weights must be in memory, and {name} is offloaded; load the model "
+                "without offloading, and read the prompt with that"
+            )
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
         digest.update(data.numpy())
     return digest.hexdigest()
 
 
-def _versions(model: nn.Module) -> tuple[int, ...]:
+def _adapters(model: nn.Module) -> list[str]:
+    """Return which adapters each layer of PEFT's applies."""
+    fields = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+    return [
+        f"{name} {[getattr(layer, field, None) for field in fields]}"
+        for name, layer in model.named_modules()
+        if isinstance(getattr(layer, "disable_adapters", None), bool)  # a method of transformers'
+    ]
+
+
+def _versions(model: nn.Module) -> tuple[object, ...]:
     """Return how often each tensor was written to; those made under inference_mode do not count."""
-    return tuple(0 if t.is_inference() else t._version for t in model.state_dict().values())
+    counts = (0 if t.is_inference() else t._version for t in model.state_dict().values())
+    return (*counts, *_adapters(model))

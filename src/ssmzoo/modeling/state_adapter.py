@@ -85,8 +85,7 @@ class StateAdapter(nn.Module):
             # copies: some steps write into a state's own memory
             found[index] = {
                 name: parameter.to(exact).repeat(rows, *[1] * parameter.dim())
-                for name, parameter in ((n, self._parameters[own]) for n, own in names.items())
-                if parameter is not None
+                for name, parameter in ((n, getattr(self, own)) for n, own in names.items())
             }
             device = next(iter(found[index].values())).device
             for name, (shape, kind) in self._counters.get(index, {}).items():
@@ -264,8 +263,9 @@ def _reader(model: Any) -> Any:
     Raises:
         ValueError: It has none that we know.
     """
+    if hasattr(model, "get_base_model"):  # PEFT's, whose base_model holds it in a part of its own
+        model = model.get_base_model()
     base = getattr(model, "base_model", None)
-    # of our heads; PEFT's base_model holds the model in a part of its own
     if hasattr(model, "prompt_reader") or not hasattr(base, "cache_class"):
         return reader_of(model)
     return base

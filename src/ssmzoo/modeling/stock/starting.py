@@ -94,7 +94,8 @@ def start(
             cache = DynamicCache(config=model.config.get_text_config(decoder=True))
             given |= {name_of_cache: cache, "use_cache": True}
     if begins:
-        initial = adapter(batch if packing is None else packing.sequences, model.dtype)
+        weight = model.get_input_embeddings().weight  # a replica has no parameters to ask
+        initial = adapter(batch if packing is None else packing.sequences, weight.dtype)
     else:
         initial = {i: of_mixers(states) for i, states in enumerate(held) if SCAN_STATE in states}
     states = StartingStates(initial)
