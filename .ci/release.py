@@ -86,7 +86,7 @@ def release(version: str, twine: str) -> None:
         git("tag", "--annotate", tag, "--message", f"ssmzoo {version}\n\n{digests}", commit)
         try:
             git("merge", "--quiet", "--ff-only", commit)
-        except Refused:  # main was moved meanwhile
+        except BaseException:  # main was moved meanwhile, or Ctrl-C
             git("tag", "--delete", tag)
             raise
         (ROOT / "dist").mkdir(exist_ok=True)

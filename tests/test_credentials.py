@@ -82,6 +82,8 @@ def test_every_kind_of_credential_is_found_named_and_struck_out(kind):
         ("{/home/me/x: 1}", "{x: 1}"),
         ("folder:/home/me/out", "folder:out"),
         ("file:///home/me/x.txt", "file://x.txt"),
+        ("data=('/home/me/a','/home/me/b')", "data=('a','b')"),
+        ("prompt=What is 3: / 4, or ~1/2", "prompt=What is 3: / 4, or ~1/2"),
         ("https://host/me/x", "https://host/me/x"),
         ("you/repo", "you/repo"),
         ("s5:s5-lra", "s5:s5-lra"),
@@ -89,6 +91,11 @@ def test_every_kind_of_credential_is_found_named_and_struck_out(kind):
 )
 def test_a_command_that_is_told_names_no_folder_of_this_machine(word, portable_word):
     assert portable_command([word]) == shlex.join([portable_word])
+
+
+def test_values_and_names_that_are_paths_are_cut():
+    told = {"/home/me/a": ["file:///home/me/b", "~/c", "you/d", "half: ~1/2"]}
+    assert portable(told) == {"a": ["b", "c", "you/d", "half: ~1/2"]}
 
 
 def test_a_key_with_its_secret_is_struck_out_whole():

@@ -266,12 +266,15 @@ def test_records_in_a_folder_of_text_are_not_read_as_text(tmp_path):
 
 
 def write_records(folder):
-    folder.mkdir()  # with the mark that Windows puts at the beginning of a file
+    folder.mkdir()  # of files that were put together, with the mark that Windows begins one with
     records = [{"body": text, "id": i} for i, text in enumerate(documents(40))]
     lines = [json.dumps(record) + "\n" for record in records]
-    (folder / "a.jsonl").write_text("".join(lines[:15]) + "\n", encoding="utf-8-sig")
-    with gzip.open(folder / "b.jsonl.gz", "wt", encoding="utf-8-sig") as file:
-        file.writelines(lines[15:])
+    for name, opener, part in (
+        ("a.jsonl", open, lines[:15]),
+        ("b.jsonl.gz", gzip.open, lines[15:]),
+    ):
+        with opener(folder / name, "wt", encoding="utf-8") as file:
+            file.writelines(["\ufeff\n", *part[:5], "\ufeff", *part[5:], "\n"])
     table = pyarrow.Table.from_pylist(records)
     pyarrow.parquet.write_table(table.slice(0, 15), folder / "a.parquet")
     pyarrow.parquet.write_table(table.slice(15), folder / "b.parquet", row_group_size=7)

@@ -1,5 +1,6 @@
 """What every family has around its mixer: norms, dropout, continuous inputs, heads, groups."""
 
+import copy
 import math
 
 import pytest
@@ -152,9 +153,36 @@ def test_others_turn_dropout_on_and_off():
         dropped = [not near(model(row[None]).logits, exact) for _ in range(40)]
         assert any(dropped) == (layer.p > 0)
         layer.eval()
+    before = model(row[None, :-1], use_cache=True).cache
+    for layer in layers:
+        layer.train()
+        steps = [model(row[None, -1:], cache=copy.deepcopy(before)).logits for _ in range(40)]
+        assert any(not near(step, exact[:, -1:]) for step in steps) == (layer.p > 0)
+        layer.eval()
     for layer in layers:  # as TRL does it
         layer.p = 0
     assert near(model.train()(row[None]).logits, exact)
+
+
+@pytest.mark.parametrize("name", ["longhorn", "rtf"])
+@torch.no_grad()
+def test_steps_on_kernels_drop_too(name):
+    torch.manual_seed(0)
+    family = load_family(name)
+    more = {"block": "hyena"} if name == "rtf" else {}
+    config = family.config_class(**{**family.tiny, **more, "dropout": 0.5})
+    model, (row,) = family.causal_lm_class(config).eval(), documents(12)
+    before = model(row[None, :-1], use_cache=True).cache
+
+    def step():
+        return model(row[None, -1:], cache=copy.deepcopy(before)).logits
+
+    exact = step()
+    for layer in (m for m in model.modules() if isinstance(m, nn.Dropout) and m.p):
+        layer.train()
+        assert any(not torch.allclose(step(), exact, atol=1e-3) for _ in range(40)), layer
+        layer.eval()
+        assert torch.allclose(step(), exact, atol=1e-5)
 
 
 def test_values_come_in_through_a_linear_layer():

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tests.zoo import OURS
+from tests.zoo import OURS, replica
 from torch.nn.utils import parametrize, prune
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
@@ -553,17 +553,6 @@ def test_every_form_follows_weights_that_are_written_through_data(name):
     assert torch.equal(after, forms(copy.deepcopy(model)))  # a copy keeps nothing
 
 
-def replica(model):
-    """Return a copy with the same parameters as plain attributes, as DataParallel and FSDP1 do."""
-    copied = copy.deepcopy(model)
-    for module, original in zip(copied.modules(), model.modules(), strict=True):
-        for name, parameter in original._parameters.items():
-            if parameter is not None:
-                del module._parameters[name]
-                vars(module)[name] = parameter
-    return copied
-
-
 @pytest.mark.parametrize("name", OURS)
 def test_every_form_follows_parameters_that_are_plain_attributes(name):
     subject = Subject(load_family(name))
@@ -780,7 +769,14 @@ def test_a_variant_may_name_weight_files(name, tmp_path):
     assert (tmp_path / "model.fp16.safetensors").is_file()
     config = AutoConfig.from_pretrained(tmp_path, variant="fp16")
     assert getattr(config, "variant", None) == getattr(model.config, "variant", None)
+    assert (
+        AutoConfig.from_pretrained(tmp_path, variant=None).to_diff_dict() == config.to_diff_dict()
+    )
     if name == "coffee":
+        with pytest.raises(
+            ValueError, match="or name weight files, got 'no_fedback'; did you mean"
+        ):
+            AutoConfig.from_pretrained(tmp_path, variant="no_fedback")
         assert AutoConfig.from_pretrained(tmp_path, variant="token_gate").variant == "token_gate"
 
 

@@ -173,7 +173,8 @@ def test_a_prompt_belongs_to_the_adapter_that_was_active(ids, tmp_path):
 def test_the_prompt_of_an_offloaded_model_is_not_saved(ids, tmp_path):
     model = disk_offload(build(), tmp_path / "weights", execution_device="cpu")
     with pytest.raises(ValueError, match=r"must be in memory, and .* is offloaded; load the model"):
-        model.prefill(ids).save_pretrained(tmp_path)
+        model.prefill(ids).save_pretrained(tmp_path / "prompt")
+    assert not (tmp_path / "prompt").exists()
 
 
 def test_a_prompt_is_not_saved_after_its_weights_changed(ids, tmp_path):

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from tests.stock_models import DELTA, HYBRID, SCAN, TYPES, VOCABULARY, tiny
+from tests.zoo import replica
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -224,6 +225,8 @@ def test_packed_sequences_do_not_see_each_other(model_type: str) -> None:
                 assert distance(packed, torch.cat(alone, 1)) <= 1e-5, how
         rows = model(x.expand(2, -1), **packed_in("seq_idx", lengths) | two_rows(lengths)).logits
         assert distance(rows[:1], torch.cat(alone, 1)) <= 1e-5
+        copied = replica(model)(x, **packed_in("seq_idx", lengths)).logits
+        assert distance(copied, torch.cat(alone, 1)) <= 1e-5
 
 
 def two_rows(lengths: list[int]) -> dict[str, Tensor]:

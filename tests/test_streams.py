@@ -166,6 +166,25 @@ def test_a_worker_runs_nothing_of_the_working_directory(tmp_path, monkeypatch):
         assert workers.submit(encoded, ["ab"])()[0].tolist() == [257, 97, 98, 258]
 
 
+def test_a_worker_finds_a_tokenizer_beside_the_script(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n\n"
+        "class Own(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    (tmp_path / "script.py").write_text(
+        "from own import Own\n"
+        "from ssmzoo.data.tokenizer import byte_tokenizer\n"
+        "from ssmzoo.data.workers import Workers, encoded\n\n"
+        "tokenizer = byte_tokenizer()\n"
+        "tokenizer.__class__ = Own\n"
+        "print(Workers(tokenizer, 1).submit(encoded, ['ab'])()[0].tolist())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, cwd="/"
+    )
+    assert done.stdout == "[257, 97, 98, 258]\n", done.stderr
+
+
 def test_a_worker_works_on_when_all_of_a_jobs_processes_are_told_to_stop():
     with closing(Workers(byte_tokenizer(), 1)) as workers:
         pid = workers.submit(pid_of)()

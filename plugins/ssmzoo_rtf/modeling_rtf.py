@@ -154,9 +154,7 @@ class RTFMixer(SSMMixer):
             wide, conv = self.short_conv(self.in_proj(hidden_states), state.get("conv"), packing)
             state.put("conv", conv)
             x0, x1, v = wide.to(exact).chunk(3, dim=-1)  # [B, L, D] each
-            u = v * x1
-            if self.training:
-                u = self.dropout(u, packing)
+            u = self.dropout(v * x1, packing)
             y = self.filtered(u, state, packing) * x0
             if self.filter_norm is None:
                 return self.out_proj(y.to(dtype))
@@ -376,7 +374,7 @@ class RTFMixer(SSMMixer):
     def _check_parameters(self) -> None:
         """Fail with layer, row and what came unless all parameters of the filters are finite."""
         for name in _SSM_PARAMETERS:
-            parameter = self._parameters.get(name)
+            parameter = getattr(self, name, None)
             wrong = None if parameter is None else first_not_finite(parameter)
             if wrong is not None:
                 raise ValueError(

@@ -465,7 +465,7 @@ def _read_jsonl(file: Path, text_field: str) -> Iterator[tuple[int, str]]:
     opener = gzip.open if file.suffix == ".gz" else open
     number = 0
     try:
-        with opener(file, "rt", encoding="utf-8-sig") as lines:
+        with opener(file, "rt", encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 for text in _text_of_line(line, text_field, f"{file}:{number}"):
                     yield number, text
@@ -474,10 +474,12 @@ def _read_jsonl(file: Path, text_field: str) -> Iterator[tuple[int, str]]:
 
 
 def _text_of_line(line: str | bytes, text_field: str, place: str) -> Iterator[str]:
-    if not line.strip():
-        return
     try:
-        record = json.loads(line if isinstance(line, str) else line.decode("utf-8-sig"))
+        text = line if isinstance(line, str) else line.decode("utf-8")
+        text = text.removeprefix("\ufeff")  # a byte order mark, where a file begins
+        if not text.strip():
+            return
+        record = json.loads(text)
     except UnicodeDecodeError as error:
         raise ValueError(f"{place} must be UTF-8 text: {error.reason}") from None
     except json.JSONDecodeError as error:

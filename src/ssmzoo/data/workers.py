@@ -29,7 +29,13 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 _SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
-_START = "from ssmzoo.data.workers import serve_calls; serve_calls()"
+# on the path of this process: a tokenizer's class may lie beside the script that made it
+_START = """
+import sys
+sys.path[:] = sys.argv[1:]
+from ssmzoo.data.workers import serve_calls
+serve_calls()
+"""
 
 
 class Workers:
@@ -97,7 +103,7 @@ class Workers:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _START],
+                [sys.executable, "-P", "-c", _START, *sys.path],  # noqa: TID251  # it is read
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=environment,

@@ -23,10 +23,10 @@ _KINDS = {
     "a GitHub token": r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,})\b",
     # of its parts one is long and has a digit, unlike a name's
     "an API key": r"(?<![\w-])sk-(?:[\w-]*[-_])?(?=[A-Za-z]*\d)[A-Za-z0-9]{16,}[\w-]*",
-    "a GitLab token": r"\bglpat-[\w-]{20,}",
-    "a Slack token": r"\bxox[abeprs]-[\w-]{20,}",
+    "a GitLab token": r"\bgl(?:pat|rt|dt|ptt|cbt)-[\w-]{20,}",
+    "a Slack token": r"\b(?:xox[abeprs]|xapp)-[\w-]{20,}",
     "a Google key": r"\bAIza[\w-]{35}(?![\w-])",
-    "a token of a package index": r"\b(?:pypi-AgEI[\w-]{40,}|npm_[A-Za-z0-9]{36}\b)",
+    "a token of a package index": r"\b(?:pypi-AgE[\w-]{40,}|npm_[A-Za-z0-9]{36}\b)",
     "an AWS key": r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b(?::[A-Za-z0-9/+=]{40})?",
     "an AWS secret": r"(?i)(?<=secret_access_key)['\"]?\s*[=:]\s*['\"]?[a-z0-9/+=]{40}",
     "a JSON web token": r"\beyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,}",
@@ -34,7 +34,9 @@ _KINDS = {
 }
 _PATTERNS = {kind: re.compile(pattern) for kind, pattern in _KINDS.items()}
 # at the beginning of a word, of KEY=VALUE's value, or of an entry of a list or of a mapping
-_ABSOLUTE = re.compile(r"(^|[=\[{,]\s*|file://|:(?!//)\s*)(['\"]?)([/~][^,\]}=]*)")
+_ABSOLUTE = re.compile(
+    r"(^|[=\[({,]\s*|file://|:(?!//)\s*)(['\"]?)((?:/|~[\w.-]*/)[^\s,\])}=][^,\])}=]*)"
+)
 
 
 def find_credential(text: str) -> tuple[str, int] | None:
@@ -64,10 +66,11 @@ def portable(value: object) -> object:
     Credentials are struck out.
     """
     if isinstance(value, str):
-        value = PurePath(value).name or value if value.startswith(("/", "~")) else value
+        if value.startswith(("/", "~", "file:///")):
+            value = PurePath(value).name or value
         return without_credentials(value)
     if isinstance(value, dict):
-        return {key: portable(part) for key, part in value.items()}
+        return {portable(key): portable(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [portable(part) for part in value]
     return value

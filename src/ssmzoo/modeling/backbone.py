@@ -317,6 +317,8 @@ def _write_block(
 ) -> Value:
     """Write a block's token."""
     block: Any = parts.root
+    if any(parts.setting(drop, "training") for drop in (block.dropout, block.drop_path)):
+        raise UnservedError(parts.unchanged)
     prenorm, adds = parts.setting(block, "prenorm"), parts.setting(block, "residual")
     for norm, name in (("norm", "mixer"), ("mlp_norm", "mlp")):
         if getattr(block, name) is None:

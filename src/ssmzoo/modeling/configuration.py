@@ -156,8 +156,13 @@ class SSMConfig(PreTrainedConfig):
         """
         types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(cls)}
         variants, files = get_args(types.get("variant")), {}
-        if variants and kwargs.get("variant") not in (None, *variants):
+        if variants and "variant" in kwargs and kwargs["variant"] not in variants:
             files = {"variant": kwargs.pop("variant")}
+            if meant := suggestion(str(files["variant"]), variants):
+                raise ValueError(
+                    f"variant must be one of {', '.join(variants)}, or name weight files, got "
+                    f"{files['variant']!r}{meant}"
+                )
         names = types.keys() - {"dtype"}  # which may be "auto"
         given: dict[str, Any] = {}
         for name in list(kwargs):

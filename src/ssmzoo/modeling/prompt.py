@@ -85,6 +85,7 @@ class PromptState:
 
         Raises:
             RuntimeError: The weights changed since they read the prompt.
+            ValueError: Weights are offloaded.
             OSError: The folder cannot be written to.
         """
         if _versions(self.model) != self.versions:
@@ -92,13 +93,13 @@ class PromptState:
                 "the model's weights changed since it read this prompt, so its state is out of "
                 "date; call prefill again"
             )
-        folder = Path(directory)
+        digest, folder = weights_digest(reader_of(self.model)), Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         self.cache.write(
             folder / FILE_NAME,
             {"input_ids": self.input_ids, "attention_mask": self.attention_mask},
             {
-                "weights": weights_digest(reader_of(self.model)),
+                "weights": digest,
                 "dtype": str(self.model.dtype).removeprefix("torch."),
                 "tokens": str(self.num_tokens),
             },
@@ -245,7 +246,7 @@ def load_state(directory: str | os.PathLike[str], model: PreTrainedModel) -> Pro
     if notes["weights"] != digest:
         raise ValueError(
             f"{path} was made by other weights: their digest must be {notes['weights'][:12]}, got "
-            f"{digest[:12]}; load the checkpoint that read the prompt"
+            f"{digest[:12]}; load the checkpoint that read the prompt, with the adapter that did"
         )
     return PromptState(cache, ids, mask, model, _versions(model))
 

@@ -21,6 +21,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule
 
 from ssmzoo.files import require_name, write_folder, write_json
 from ssmzoo.modeling import SSMForCausalLM, StateCache
@@ -218,9 +219,6 @@ def export_onnx(model: SSMForCausalLM, directory: str | Path) -> list[Path]:
         for name, x in zip(names, pytree.tree_leaves(states), strict=True)
     ]
 
-    for node in graph.model.graph.all_nodes():  # it names the folders of this machine
-        node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)
-
     def write(folder: Path) -> None:
         graph.save(str(folder / MODEL))
         contents = {"format": "ssmzoo-onnx-1", "model_type": model.config.model_type}
@@ -234,6 +232,9 @@ def _without_gradients(program: ExportedProgram) -> ExportedProgram:
     for name, value in program.constants.items():
         if isinstance(value, Tensor):  # some are parameters as they stand
             program.constants[name] = value.detach()
+    for part in program.graph_module.modules():
+        for node in part.graph.nodes if isinstance(part, GraphModule) else ():
+            node.meta.pop("stack_trace", None)  # it names folders of this machine
     return program
 
 

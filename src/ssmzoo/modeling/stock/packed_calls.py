@@ -78,9 +78,10 @@ def enter(
         places = _positions(found, batch, length)
         # what transformers makes of positions that begin anew; some models do not pass them on
         nothing: dict[str, Any] = {CACHE: None}
+        weight = model.get_input_embeddings().weight  # a replica has no parameters to ask
         apart = create_causal_mask(
             config,
-            inputs_embeds=torch.empty(batch, length, 1, dtype=model.dtype, device=inputs.device),
+            inputs_embeds=torch.empty(batch, length, 1, dtype=weight.dtype, device=inputs.device),
             attention_mask=None,
             **nothing,
             position_ids=places,
