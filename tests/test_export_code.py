@@ -21,6 +21,7 @@ from tests.zoo import OURS
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
+import ssmzoo
 from ssmzoo import families, load_family
 from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.publishing.export_code import code_of, export_code
@@ -349,7 +350,7 @@ def test_releases_of_the_same_series_take_over(made_with, have, fits, models, mo
 
 def test_both_releases_of_a_foreign_family_are_asked_for(models):
     text = (models / "toy" / LM / "modeling_toy.py").read_text()
-    assert 'MADE_WITH = {"ssmzoo": "0.1.0", "ssmzoo-toy": "0.4.2"}' in text
+    assert f'MADE_WITH = {{"ssmzoo": "{ssmzoo.__version__}", "ssmzoo-toy": "0.4.2"}}' in text
 
 
 def test_too_old_a_torch_is_one_clear_error(models, tmp_path):
@@ -378,8 +379,9 @@ def test_the_code_hides_nothing_and_says_where_it_is_from(name, models):
     for path in (models / name / LM).glob("*.py"):
         first, second = path.read_text(encoding="utf-8").splitlines()[:2]
         toy = "toy" in path.name
-        assert first.startswith("# Exported by ssmzoo 0.1.0: ssmzoo")
-        assert first.endswith(" of ssmzoo-toy 0.4.2" if toy else " of ssmzoo 0.1.0")
+        ours = f"ssmzoo {ssmzoo.__version__}"
+        assert first.startswith(f"# Exported by {ours}: ssmzoo")
+        assert first.endswith(f" of {'ssmzoo-toy 0.4.2' if toy else ours}")
         assert second == f"# SPDX-License-Identifier: {'MIT' if toy else 'Apache-2.0'}"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             called = node.func.id if isinstance(getattr(node, "func", None), ast.Name) else None

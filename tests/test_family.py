@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+import ssmzoo
+
 PLUGIN = """
 from types import SimpleNamespace
 from ssmzoo import Family, Paper
@@ -204,7 +206,7 @@ def test_a_plugin_made_for_another_version_is_shown_as_broken_and_not_imported(t
     distribution(tmp_path, "fit-family", {"fit": "fit_family:FAMILY"}, fit, **fitting)
     rows = listing(tmp_path)
     assert rows["new"][0]["status"] == (
-        "broken: the plugin (new-family) needs ssmzoo<8,>=7, this is 0.1.0; "
+        f"broken: the plugin (new-family) needs ssmzoo<8,>=7, this is {ssmzoo.__version__}; "
         "install a version of either that fits the other"
     )
     assert rows["fit"][0]["status"] == rows["longhorn"][0]["status"] == "installed"
