@@ -325,6 +325,11 @@ class LoadsLow(LonghornModel):
     _keep_in_fp32_modules_strict = []
 
 
+class MakesLow(LonghornMixer):
+    def register_parameter(self, name, param):
+        torch.nn.Module.register_parameter(self, name, param)
+
+
 class LoadsAllBits(LonghornForCausalLM):
     @classmethod
     def from_pretrained(cls, *args, quantization_config=None, **options):
@@ -734,7 +739,7 @@ NARROW = {
     "cache_precision": narrow("it accumulates", mixer=KeepsALowState),
     "wrong_cache": narrow("TypeError was not raised", model=TakesAForeignCacheForNone),
     "save_and_load": narrow("embed_tokens", causal_lm=ClearsARowOnSaving),
-    "load_in_bfloat16": narrow("bfloat16 instead of torch.float32", model=LoadsLow),
+    "load_in_bfloat16": narrow("bfloat16 instead of torch.float32", model=LoadsLow, mixer=MakesLow),
     "quantized": narrow("in full precision", causal_lm=LoadsAllBits),
     "closed_config": narrow("accepted in silence", config=OpenConfig),
     "resized_embeddings": narrow("old logits", causal_lm=DrawsAllAnewOnResizing),

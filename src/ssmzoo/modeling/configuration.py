@@ -149,20 +149,16 @@ class SSMConfig(PreTrainedConfig):
 
         As in the constructor, what follows from a field is completed and all is checked;
         transformers sets such fields on what it has built. A ``variant`` that is no value of the
-        field names weight files.
+        field names weight files where a model is loaded, which then looks for them.
 
         Raises:
             ValueError: A field came by two names with two values, or :meth:`check` fails.
         """
         types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(cls)}
         variants, files = get_args(types.get("variant")), {}
-        if variants and "variant" in kwargs and kwargs["variant"] not in variants:
+        other = variants and "variant" in kwargs and kwargs["variant"] not in variants
+        if other and (kwargs["variant"] is None or kwargs.get("return_unused_kwargs")):
             files = {"variant": kwargs.pop("variant")}
-            if meant := suggestion(str(files["variant"]), variants):
-                raise ValueError(
-                    f"variant must be one of {', '.join(variants)}, or name weight files, got "
-                    f"{files['variant']!r}{meant}"
-                )
         names = types.keys() - {"dtype"}  # which may be "auto"
         given: dict[str, Any] = {}
         for name in list(kwargs):
