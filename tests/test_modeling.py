@@ -533,6 +533,14 @@ def test_a_saved_state_is_synced_before_it_is_renamed(cache, tmp_path, monkeypat
     assert done == ["fsync", "replace"]
 
 
+def forms(model, ids):
+    """Return the logits of a whole row of 9 tokens and of its pieces, two of them and steps."""
+    cache, pieces = model(ids[:, :3], use_cache=True).cache, []
+    for piece in ids[:, 3:].split((3, 1, 1, 1), dim=1):
+        pieces.append(model(piece, cache=cache).logits)
+    return torch.cat([model(ids, use_cache=False).logits, *pieces], dim=1)
+
+
 @pytest.mark.parametrize("name", OURS)
 @torch.no_grad()
 def test_every_form_follows_weights_that_are_written_through_data(name):
@@ -540,18 +548,12 @@ def test_every_form_follows_weights_that_are_written_through_data(name):
     subject = Subject(load_family(name))
     model, ids = subject.fresh(torch.float64), subject.ids(2, 9)
 
-    def forms(model):
-        cache, steps = model(ids[:, :6], use_cache=True).cache, []
-        for token in ids[:, 6:].split(1, dim=1):
-            steps.append(model(token, cache=cache).logits)
-        return torch.cat([model(ids, use_cache=False).logits, *steps], dim=1)
-
-    before = forms(model)
+    before = forms(model, ids)
     for parameter in model.parameters():
         parameter.data.mul_(0.9)
-    after = forms(model)
+    after = forms(model, ids)
     assert not torch.allclose(after, before, atol=1e-3)
-    assert torch.equal(after, forms(copy.deepcopy(model)))  # a copy keeps nothing
+    assert torch.equal(after, forms(copy.deepcopy(model), ids))  # a copy keeps nothing
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -562,20 +564,14 @@ def test_every_form_follows_parameters_that_are_plain_attributes(name):
         add_state_adapter(model, freeze=False)
     plain = replica(model)
 
-    def forms(model):
-        cache, pieces = model(ids[:, :3], use_cache=True).cache, []
-        for piece in ids[:, 3:].split((3, 1, 1, 1), dim=1):
-            pieces.append(model(piece, cache=cache).logits)
-        return torch.cat([model(ids, use_cache=False).logits, *pieces], dim=1)
-
     with torch.no_grad():
-        forms(plain)
+        forms(plain, ids)
         for parameter in model.parameters():
             parameter.data.mul_(0.9)
-        torch.testing.assert_close(forms(plain), forms(copy.deepcopy(model)))
+        torch.testing.assert_close(forms(plain, ids), forms(copy.deepcopy(model), ids))
     gradients = []
     for one in (plain, copy.deepcopy(model)):
-        forms(one).square().sum().backward()
+        forms(one, ids).square().sum().backward()
         held = model if one is plain else one
         gradients.append({n: p.grad for n, p in held.named_parameters()})
     torch.testing.assert_close(*gradients)

@@ -1,4 +1,4 @@
-"""The families of this repository, by name: what its own pyproject.toml registers."""
+"""The families of this repository, by name, as its own pyproject.toml registers them; replicas."""
 
 import copy
 import tomllib

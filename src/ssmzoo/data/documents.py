@@ -227,11 +227,11 @@ def _open(field: str, files: Sequence[str], *given: Any, **named: Any) -> Iterab
         LookupError: No such data set, configuration or split.
         ValueError: A file name that ``datasets`` cannot open.
     """
-    try:
-        import datasets
-        from datasets.exceptions import DatasetNotFoundError
-    except ImportError as error:
-        raise missing("data sets need datasets", "train", error) from error
+    from ssmzoo.tasks.data_sets import require_datasets
+
+    datasets = require_datasets()
+    from datasets.exceptions import DatasetNotFoundError
+
     odd = next((file for file in files if not is_utf8(file)), None)
     if odd is not None:
         raise ValueError(f"{field} must have file names in UTF-8, got {odd!a}; rename it")

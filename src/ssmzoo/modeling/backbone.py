@@ -501,7 +501,7 @@ class SSMModel(SSMPreTrainedModel):
         if cache is not None and cache.recording:
             recorded = cache.before(hidden_states, packing, token_inputs)
         adapter: Any = self._modules.get(STATE_ADAPTER)
-        if adapter is not None and (cache is None or not any(cache.get_states())):
+        if adapter is not None and (cache is None or not cache.is_initialized):
             refuse_no_start(self, cache)
             starts = adapter(sequences, hidden_states.dtype)
             if packing is None and length == 1:  # a prompt, not a step

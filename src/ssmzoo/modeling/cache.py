@@ -382,7 +382,7 @@ class RecurrentCache(Cache):
         Raises:
             ValueError: They began elsewhere.
         """
-        if self.adapter is not adapter and any(self.get_states()):
+        if self.adapter is not adapter and self.is_initialized:
             require_same_start(self.adapter, adapter)
 
     def write(
@@ -578,7 +578,7 @@ class StateCache(RecurrentCache):
             ValueError: The cache is still empty.
             OSError: The file cannot be written.
         """
-        if not any(self.get_states()):
+        if not self.is_initialized:
             raise ValueError("an empty StateCache cannot be saved; run the model on a prompt first")
         self.write(path, {}, {})
 

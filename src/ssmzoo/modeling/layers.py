@@ -101,17 +101,16 @@ class Dropout(nn.Dropout):
 
     def forward(self, input: Tensor, packing: Packing | None = None) -> Tensor:
         """Drop from ``[B, L, D]``; packed sequences are dropped from one by one."""
-        x = input
         if not self.training or self.p == 0:
-            return x
+            return input
         if not self.tied:
-            return F.dropout(x, self.p)
-        width = self.drawn(x.shape[2])
+            return F.dropout(input, self.p)
+        width = self.drawn(input.shape[2])
         if packing is None:
-            return x * F.dropout(x.new_ones(x.shape[0], width), self.p).unsqueeze(1)
+            return input * F.dropout(input.new_ones(input.shape[0], width), self.p).unsqueeze(1)
         lengths = packing.offsets.diff()  # [S]
-        kept = F.dropout(x.new_ones(lengths.shape[0], width), self.p)
-        return x * kept.repeat_interleave(lengths, dim=0, output_size=x.shape[1])
+        kept = F.dropout(input.new_ones(lengths.shape[0], width), self.p)
+        return input * kept.repeat_interleave(lengths, dim=0, output_size=input.shape[1])
 
     def drawn(self, features: int) -> int:
         """Return how many numbers are drawn for a sequence of so many features."""

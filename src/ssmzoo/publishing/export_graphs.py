@@ -131,7 +131,7 @@ def export_step(model: SSMForCausalLM, *, portable: bool = False) -> ExportedPro
             DecodeStep(model), (token, states), dynamic_shapes=shapes, strict=False
         )
         program = program.run_decompositions(_portable_forms() if portable else {})
-    return _without_gradients(program)
+    return _fit_for_a_file(program)
 
 
 def export_program(model: SSMForCausalLM, *, portable: bool = False) -> ExportedProgram:
@@ -159,7 +159,7 @@ def export_program(model: SSMForCausalLM, *, portable: bool = False) -> Exported
         reader = DecodeStep(model)
     with torch.no_grad(), evaluating(model), _tracing(model, portable):
         program = torch.export.export(reader, (tokens, states), dynamic_shapes=shapes, strict=False)
-    return _without_gradients(program)
+    return _fit_for_a_file(program)
 
 
 def export_onnx(model: SSMForCausalLM, directory: str | Path) -> list[Path]:
@@ -228,13 +228,14 @@ def export_onnx(model: SSMForCausalLM, directory: str | Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if path.is_file())
 
 
-def _without_gradients(program: ExportedProgram) -> ExportedProgram:
+def _fit_for_a_file(program: ExportedProgram) -> ExportedProgram:
+    """Take from a program the gradients of its constants and the folders of this machine."""
     for name, value in program.constants.items():
         if isinstance(value, Tensor):  # some are parameters as they stand
             program.constants[name] = value.detach()
     for part in program.graph_module.modules():
         for node in part.graph.nodes if isinstance(part, GraphModule) else ():
-            node.meta.pop("stack_trace", None)  # it names folders of this machine
+            node.meta.pop("stack_trace", None)
     return program
 
 

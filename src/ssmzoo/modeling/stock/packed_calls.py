@@ -78,10 +78,10 @@ def enter(
         places = _positions(found, batch, length)
         # what transformers makes of positions that begin anew; some models do not pass them on
         nothing: dict[str, Any] = {CACHE: None}
-        weight = model.get_input_embeddings().weight  # a replica has no parameters to ask
+        dtype = dtype_of(model)
         apart = create_causal_mask(
             config,
-            inputs_embeds=torch.empty(batch, length, 1, dtype=weight.dtype, device=inputs.device),
+            inputs_embeds=torch.empty(batch, length, 1, dtype=dtype, device=inputs.device),
             attention_mask=None,
             **nothing,
             position_ids=places,
@@ -89,6 +89,11 @@ def enter(
         masks = {"full_attention": apart, "linear_attention": None}
         given |= {"attention_mask": masks, "position_ids": places}
     return found, given | {"use_cache": False}
+
+
+def dtype_of(model: Any) -> torch.dtype:
+    """Return the dtype of a model's embedding; a replica has no parameters to ask."""
+    return model.get_input_embeddings().weight.dtype
 
 
 def positions(given: Mapping[str, Any], seen: int) -> Any:

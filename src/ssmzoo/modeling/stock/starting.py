@@ -21,7 +21,7 @@ from ssmzoo.modeling.packing import find_packing
 from ssmzoo.modeling.state_adapter import StateAdapter
 from ssmzoo.modeling.stock.cache import CONV_STATE, SCAN_STATE, StockCache, states_of
 from ssmzoo.modeling.stock.calls import call, told_of
-from ssmzoo.modeling.stock.packed_calls import enter
+from ssmzoo.modeling.stock.packed_calls import dtype_of, enter
 
 
 class StartingStates:
@@ -94,8 +94,7 @@ def start(
             cache = DynamicCache(config=model.config.get_text_config(decoder=True))
             given |= {name_of_cache: cache, "use_cache": True}
     if begins:
-        weight = model.get_input_embeddings().weight  # a replica has no parameters to ask
-        initial = adapter(batch if packing is None else packing.sequences, weight.dtype)
+        initial = adapter(batch if packing is None else packing.sequences, dtype_of(model))
     else:
         initial = {i: of_mixers(states) for i, states in enumerate(held) if SCAN_STATE in states}
     states = StartingStates(initial)
