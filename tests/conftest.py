@@ -25,7 +25,7 @@ def pytest_addoption(parser):
 # what takes long takes turns: in `make test` a test marked `turns` runs on one day of TURNS, and so
 # does each long check of the conformance kit of each family
 LONG_PROMISES = ("assisted", "compile", "export", "fullgraph", "onnx", "standalone", "trainer")
-TURNS = 7
+TURNS = 14
 
 
 def pytest_configure():

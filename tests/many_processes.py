@@ -1,7 +1,7 @@
 """What two processes do together, for ``test_many_processes.py``, which judges what they leave.
 
-``python -m tests.many_processes FOLDER``, with the variables that a launcher sets for both, splits
-into two processes when all is imported, which takes as long as half of the scenes.
+``python -m tests.many_processes FOLDER [SCENE ...]``, with the variables that a launcher sets for
+both, splits into two processes when all is imported, which takes as long as half of the scenes.
 """
 
 import errno
@@ -143,16 +143,19 @@ def read_in_pieces(folder, rank):
             train(folder / "mamba.yaml", output_dir=folder / "pieces-mamba", overrides=pieces)
 
 
-def resumed_after_a_death(folder, rank):
-    """The run whose second process was killed, beside one that was left alone."""
-    recipe = folder / "dropout.yaml"
-    train(recipe, output_dir=folder / "left-alone")
-    train(recipe, output_dir=folder / "died", resume=True)
+def left_alone(folder, rank):
+    """The run that others, which were stopped or killed, must equal when they are resumed."""
+    train(folder / "dropout.yaml", output_dir=folder / "left-alone")
+
+
+def resumed(folder, rank):
+    """The runs of ``test_killed_processes.py``: a process was killed, a launcher told to stop."""
+    for run in ("died", "told-by-launcher"):
+        train(folder / "dropout.yaml", output_dir=folder / run, resume=True)
 
 
 def told_to_stop(folder, rank):
     """A run that is told to stop four times: by the first process, by the second, and by both."""
-    train(folder / "dropout.yaml", output_dir=folder / "told-by-launcher", resume=True)
     said = []
     for receivers, number, owner, name, call in (
         ((0,), signal.SIGINT, ssmzoo.data.tokens, "text_hash", 1),
@@ -581,7 +584,7 @@ def patient(folder, rank):
 SCENES = (
     trained_alike,
     read_in_pieces,
-    resumed_after_a_death,
+    left_alone,
     told_to_stop,
     read_from_a_stream,
     other_ways_to_train,
@@ -606,7 +609,8 @@ def play(rank):
     # one group for all runs, and no pictures
     patch.setattr(PartialState, "destroy_process_group", lambda *_: None)
     patch.setattr(RunFolder, "draw", lambda *_, **__: None)
-    for scene in SCENES:
+    scenes = [globals()[name] for name in sys.argv[2:]] or SCENES
+    for scene in scenes:
         scene(Path(sys.argv[1]), rank)
     dist.destroy_process_group()
 

@@ -10,7 +10,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -183,10 +182,8 @@ metadata: {version: 1.0, alphabet: text, num_examples: 3, num_pairs: 2, seed: 1}
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The recipes, and what this process trains alone."""
-    folder = tmp_path_factory.mktemp("many")
+def write_recipes(folder):
+    """Write the recipes, what they train on, and what launchers and lm-eval are told."""
     fields = {**RECIPE, "data": {"text": str(write_texts(folder / "texts")), "validation": 0.2}}
     (stream,) = write_stream(folder, 1)
     for name, changes in CHANGES.items():
@@ -196,6 +193,20 @@ def folder(tmp_path_factory):
     (folder / "drawn.yaml").write_text(DRAWN)
     (folder / "page.yaml").write_text(page_configurations()["FSDP"], encoding="utf-8")
     (folder / "fsdp2.json").write_text(json.dumps(environment_of(folder / "page.yaml")[1]))
+    return folder
+
+
+def play(folder, *scenes):
+    """Let two processes act in the named scenes of ``many_processes.py``, or in all."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    done = ran(sys.executable, "-m", "tests.many_processes", folder, *scenes, **place)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The recipes, and what this process trains alone."""
+    folder = write_recipes(tmp_path_factory.mktemp("many"))
     recipe = folder / "recipe.yaml"
     train(recipe, output_dir=folder / "one-single")
     with in_float64():
@@ -211,51 +222,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def death(folder):
-    """A run on two machines, of which the second one's process is killed in the middle of a step.
-
-    The page's configuration, with both machines here and a process on each.
-    """
-    (folder / "die.py").write_text(DIE)
-    (folder / "ddp.yaml").write_text(page_configurations()["MULTI_GPU"], encoding="utf-8")
-    place = ["--main_process_ip", "127.0.0.1", "--main_process_port", free_port()]
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    command += [folder / "ddp.yaml", "--num_processes", 2, *place]
-    run = [folder / "die.py", "train", folder / "dropout.yaml", "--output", folder / "died"]
-    begin = time.monotonic()
-    machines = [
-        subprocess.Popen(
-            [*map(str, [*command, "--machine_rank", rank, *run])],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=ENVIRONMENT,
-        )
-        for rank in (0, 1)
-    ]
-    first, second = (
-        subprocess.CompletedProcess([], machine.wait(600), stderr=said)
-        for machine in machines
-        for _, said in [machine.communicate(timeout=600)]
-    )
-    assert time.monotonic() - begin < 600  # torch's own patience is 1,800
-    return first, second, [path.name for path in (folder / "died" / "checkpoints").iterdir()]
-
-
-@pytest.fixture(scope="module")
-def told(folder):
-    """A run whose launcher is told to stop, and what that leaves."""
-    (folder / "tell.py").write_text(TELL)
-    run = ["train", folder / "dropout.yaml", "--output", folder / "told-by-launcher"]
-    done = ran(*LAUNCH, folder / "tell.py", *run)
-    return done, [path.name for path in (folder / "told-by-launcher" / "checkpoints").iterdir()]
-
-
-@pytest.fixture(scope="module")
-def together(folder, death, told):
+def together(folder):
     """The folder with all that two processes did in it, on from what one process left there."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    done = ran(sys.executable, "-m", "tests.many_processes", folder, **place)
-    assert done.returncode == 0, done.stdout + done.stderr
+    play(folder)
     return folder
 
 
@@ -314,6 +283,10 @@ def saved(run):
     tensors = {n: torch.empty(x.size, dtype=x.properties.dtype) for n, x in stored.items()}
     read_into(folder, tensors)
     return tensors
+
+
+def said_by_us(stderr):
+    return [line for line in stderr.splitlines() if line.startswith("ssmzoo")]
 
 
 def curve(run):
@@ -419,95 +392,7 @@ def test_each_process_has_its_own_dropout(together):
     assert random_states(together / "one-then-two") == [first, second]
 
 
-# -- a process that ends ---------------------------------------------------------------------
-
-DIE = """
-import os, signal, sys, time
-from pathlib import Path
-from ssmzoo.cli.main import main
-from ssmzoo.training.folder import RunFolder
-from ssmzoo.training.objectives import CausalLM
-
-loss_of, calls = CausalLM.loss_of, []
-
-def die(goal, *given):
-    loss = loss_of(goal, *given)
-    calls.append(1)
-    # between the two micro-batches of step 7, when the checkpoint of step 4 is written
-    if len(calls) == 14 and os.environ["RANK"] == "1":
-        while not Path(sys.argv[-1], "checkpoints/step-00000004").exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)
-    return loss
-
-CausalLM.loss_of = die
-RunFolder.draw = lambda *_, **__: None
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def said_by_us(stderr):
-    return [line for line in stderr.splitlines() if line.startswith("ssmzoo")]
-
-
-def assert_killed(done, rank):
-    """Fail unless a launcher names the process that was killed, and no other reason."""
-    assert done.returncode != 0
-    cause = done.stderr.partition("Root Cause")[2]
-    assert re.search(rf"rank +: {rank} .*\n +exitcode +: -9 .*SIGKILL", cause), done.stderr
-
-
-def test_a_killed_process_ends_the_run_on_both_machines(death):
-    first, second, checkpoints = death
-    assert_killed(second, 1)
-    assert first.returncode != 0
-    assert checkpoints == ["step-00000004"]
-
-
-def test_the_other_machine_reports_the_failure_and_the_checkpoint(death):
-    first, _, _ = death
-    (said,) = said_by_us(first.stderr)
-    assert "another process of this run has ended, or hangs: see the launcher's report" in said
-    assert said.endswith("checkpoints/step-00000004")
-    assert "gloo" not in first.stderr
-
-
-def test_a_run_whose_process_was_killed_resumes_bit_for_bit(together):
-    assert_same(together / "left-alone", together / "died")
-
-
 # -- a run that is told to stop --------------------------------------------------------------
-
-TELL = """
-import os, signal, sys, time
-from ssmzoo.cli.main import main
-from ssmzoo.training.folder import RunFolder
-from ssmzoo.training.trainer import Run
-
-take_step = Run.take_step
-
-def tell(run, read):
-    if run.progress.step == 2:
-        if os.environ["RANK"] == "1":
-            os.kill(os.getppid(), signal.SIGTERM)  # the launcher, which tells its processes
-        while run.processes.request.signal is None:
-            time.sleep(0.01)
-    return take_step(run, read)
-
-Run.take_step = tell
-RunFolder.draw = lambda *_, **__: None
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_a_launcher_that_is_told_to_stop_leaves_its_run_saved(told, together):
-    done, checkpoints = told
-    assert done.returncode != 0
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("stopped by")]
-    assert line.startswith("stopped by SIGTERM after step 3, which is saved; to go on: under the ")
-    assert line.endswith("/told-by-launcher --resume")
-    assert checkpoints == ["step-00000003"]
-    assert_same(together / "left-alone", together / "told-by-launcher")
 
 
 def test_a_signal_to_one_or_both_processes_stops_and_saves_the_run(together):
@@ -802,34 +687,6 @@ def test_a_sharded_bfloat16_run_keeps_the_same_parameters_in_float32(together):
     copied, sharded = curve(together / "bfloat16-copied"), curve(together / "bfloat16-sharded")
     torch.testing.assert_close(sharded, copied, rtol=1e-5, atol=0)
     assert {t.dtype for t in weights(together / "bfloat16-sharded").values()} == {torch.float32}
-
-
-def killed_while_saving(folder, path, processes, *cases):
-    (path / "runs").mkdir()
-    run = ["-m", "tests.killing_many", folder / "recipe.yaml", path / "runs", processes, *cases]
-    done = ran(sys.executable, *run)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == len(cases)
-
-
-def test_a_process_killed_while_it_saves_loses_no_whole_checkpoint(folder, tmp_path):
-    killed_while_saving(folder, tmp_path, 2, "1:opening", "0:naming")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
-def test_any_of_several_processes_is_killed_at_any_point_of_a_save(processes, folder, tmp_path):
-    points = ("before", "opening", "written")
-    cases = [f"{rank}:{point}" for rank in range(processes) for point in points]
-    recipe = load_recipe(folder / "recipe.yaml", ["train.accumulate=1"])
-    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
-    killed_while_saving(tmp_path, tmp_path, processes, *cases, "0:naming", "0:named")
-
-
-@pytest.mark.slow
-def test_a_process_that_hangs_in_a_step_or_a_save_ends_the_run_in_time(folder, tmp_path):
-    cases = [f"{rank}:{point}:hang" for rank in (0, 1) for point in ("step", "opening")]
-    killed_while_saving(folder, tmp_path, 2, *cases)
 
 
 @pytest.mark.slow

@@ -142,6 +142,7 @@ def test_the_command_writes_a_graph_that_generates_the_models_tokens():
     assert "holds files that no export wrote; choose another folder" in done.stderr
 
 
+@pytest.mark.turns
 def test_an_export_replaces_nothing_but_an_export(tmp_path):
     done = run(KEPT, tmp_path)
     assert done.returncode == 0, done.stderr

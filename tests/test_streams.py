@@ -147,6 +147,7 @@ def test_workers_change_no_row_of_a_stream_and_no_position(tmp_path):
     helped.close[0]()
 
 
+@pytest.mark.turns
 def test_a_killed_worker_is_told_in_one_line():
     with closing(Workers(byte_tokenizer(), 1)) as workers:
         assert workers.submit(encoded, ["ab"])()[0].tolist() == [257, 97, 98, 258]
@@ -185,6 +186,7 @@ def test_a_worker_finds_a_tokenizer_beside_the_script(tmp_path):
     assert done.stdout == "[257, 97, 98, 258]\n", done.stderr
 
 
+@pytest.mark.turns
 def test_a_worker_works_on_when_all_of_a_jobs_processes_are_told_to_stop():
     with closing(Workers(byte_tokenizer(), 1)) as workers:
         pid = workers.submit(pid_of)()
@@ -218,6 +220,7 @@ def gone(pid):
     return False
 
 
+@pytest.mark.turns
 def test_no_worker_outlives_a_run_that_was_killed():
     script = """
 import os, signal, sys

@@ -78,6 +78,7 @@ def test_it_passes_the_conformance_suite_from_the_command_line(environment):
     assert set(outcomes.values()) <= {"passed", "skipped"}
 
 
+@pytest.mark.turns
 def test_it_trains_generates_inspects_and_loads_by_auto_classes(environment, model):
     losses = [
         row["loss"]
