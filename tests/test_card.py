@@ -99,7 +99,7 @@ def write_results(run, name="first-try", *rows, revision=None, source=None, **ot
     content = {
         "model": {
             "name": name,
-            "source": source or str(run / "model"),
+            "source": source or f"{run.name}/model",
             "revision": revision or weights_revision(run / "model"),
             "model_type": "ssmzoo_longhorn",
             "parameters": 1,
@@ -726,8 +726,22 @@ def test_missing_folders_and_files_are_named(run, tmp_path):
         render_card(run / "model", results=[tmp_path / "absent.json"])
     with pytest.raises(ValueError, match="must be the folder of a run"):
         render_card(run / "model", run_dir=tmp_path / "absent")
-    with pytest.raises(RuntimeError, match=r"absent/card.* cannot be written"):
-        render_card(run / "model", output=tmp_path / "absent" / "card.md")
+    (tmp_path / "file").touch()
+    with pytest.raises(RuntimeError, match=r"file/card.* cannot be written"):
+        render_card(run / "model", output=tmp_path / "file" / "card.md")
+
+
+def test_the_folder_of_a_card_is_made(run, tmp_path):
+    path = render_card(run / "model", output=tmp_path / "new" / "shelf" / "card.md")
+    assert card.MARKER in path.read_text()
+    assert path.with_suffix(".json").is_file()
+
+
+@pytest.mark.parametrize("name", ["card.json", "card.png", "card"])
+def test_a_card_is_not_written_where_its_facts_or_its_picture_go(name, run, tmp_path):
+    with pytest.raises(ValueError, match=rf"output must end in \.md, got '.*/{name}'"):
+        render_card(run / "model", output=tmp_path / name)
+    assert not (tmp_path / name).exists()
 
 
 def test_a_failed_write_leaves_the_earlier_card(run, scored, monkeypatch):

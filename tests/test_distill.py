@@ -295,6 +295,23 @@ def test_impossible_distillations_are_refused(tmp_path):
     assert mine.read_text() == "mine"
 
 
+def test_an_earlier_distillation_is_replaced_and_nothing_that_was_put_beside_it(tmp_path):
+    hyena().save_pretrained(tmp_path / "hyena")
+    byte_tokenizer().save_pretrained(tmp_path / "hyena")
+    target = tmp_path / "rtf"
+    for order in (2, 4):
+        distill(tmp_path / "hyena", order, output_dir=target, steps=0)
+    card = target / "README.md"
+    card.write_text("mine")
+    way_out = (
+        "output_dir must be new, empty or of an earlier distillation: .* holds 'README.md'; name"
+    )
+    with pytest.raises(ValueError, match=way_out):
+        distill(tmp_path / "hyena", 6, output_dir=target, steps=0)
+    assert card.read_text() == "mine"
+    assert json.loads((target / REPORT).read_text())["order"] == 4
+
+
 @pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 )  # peft

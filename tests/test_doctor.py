@@ -4,14 +4,19 @@ import json
 import os
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import requires, version
 from types import SimpleNamespace
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from safetensors.torch import load_file, save_file
 
 from ssmzoo import load_family
+from ssmzoo.analysis import doctor
+from ssmzoo.analysis.describe import describe_checkpoint
 from ssmzoo.analysis.doctor import examine_machine, examine_model
+from ssmzoo.analysis.inspect import inspect_model
 from ssmzoo.cli.main import main
 from ssmzoo_kernels import dispatch, longhorn_scan, use_backend
 
@@ -33,6 +38,16 @@ def test_the_machine_is_described_with_a_way_out_for_what_is_missing():
     assert found["compiler"] == "ok"
     assert found["extras"]["accelerate"] == "ok"
     assert found["families"]["longhorn"] == "ok"
+
+
+def test_every_requirement_of_training_is_looked_for(monkeypatch):
+    monkeypatch.setattr(doctor, "installed_versions", lambda *names: {})
+    extras = examine_machine("cpu")["extras"]
+    needed = [line for line in requires("ssmzoo") or [] if "extra == 'train'" in line]
+    assert needed
+    for requirement in needed:
+        assert Requirement(requirement).name in extras
+    assert extras["pydantic"] == 'missing; pip install "ssmzoo[train]"'
 
 
 @pytest.mark.parametrize(("version", "said"), [("3.6.0", "from 3.7 on"), ("3.7.1+git1", None)])
@@ -79,6 +94,41 @@ def test_what_the_memory_allows_is_by_the_bytes_of_each_precision():
     read = sum(p.numel() * p.element_size() for p in network.parameters() if p is not table)
     bandwidth = 1e9 * facts["memory"]["read_gb_s"]
     assert rates["float32"] == pytest.approx(bandwidth / read, rel=0.01)
+
+
+@pytest.mark.parametrize("head", ["causal_lm_class", "sequence_classification_class"])
+def test_a_saved_model_is_counted_with_its_head(head, tmp_path, caplog):
+    family = load_family("longhorn")
+    config = family.config(**family.tiny, tie_word_embeddings=False)
+    getattr(family, head)(config).save_pretrained(tmp_path / "model")
+    count = describe_checkpoint(tmp_path / "model")["parameters"]
+    facts = examine_model(tmp_path / "model", length=16, device="cpu")
+    assert (facts["parameters"], facts["parameter_bytes"]) == (count, 4 * count)
+    report = inspect_model(tmp_path / "model", tmp_path / "seen", length=16, device="cpu")
+    assert report["parameters"] == count
+    assert not caplog.records
+
+
+def test_tensors_that_belong_to_no_head_are_told(tmp_path, caplog):
+    family = load_family("longhorn")
+    family.causal_lm_class(family.config(**family.tiny)).save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    save_file({**load_file(weights), "lm_haed.weight": torch.ones(3)}, weights, {"format": "pt"})
+    examine_model(tmp_path, length=16, device="cpu")
+    assert "1 tensors that a LonghornForCausalLM has no place for" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["longhorn", "linear_attention"])
+def test_a_saved_model_is_measured_in_its_own_dtype(family, dtype, tmp_path):
+    found = load_family(family)
+    whole = found.causal_lm_class(found.config(**found.tiny)).to(dtype)
+    whole.save_pretrained(tmp_path)
+    facts = examine_model(tmp_path, length=16, device="cpu")
+    assert facts["parameter_bytes"] == sum(p.nbytes for p in whole.parameters())
+    with torch.no_grad():
+        cache = whole.eval()(torch.zeros(1, 16, dtype=torch.int64), use_cache=True).cache
+    assert facts["state_bytes"] == cache.nbytes
 
 
 def test_layers_of_several_kinds_are_told_apart():
@@ -141,6 +191,7 @@ def test_watching_collects_runs_inside_the_block_only():
 def test_the_command_prints_machine_and_layers(prints):
     assert "compiler:     ok" in prints()
     out = prints("longhorn", "--length", 8, "--batch-size", 3)
+    assert "longhorn (random weights, without the head): " in out
     assert "state after 8 tokens, batch 3: " in out
     assert "0-1     LonghornMixer  longhorn_scan  cpu" in out
     assert "0-1     LonghornMixer  token_step              cpu" in out

@@ -410,7 +410,8 @@ def test_the_results_file_says_what_was_measured_and_how(models, tmp_path):
     ]  # fmt: skip
     assert content["environment"]["threads"] == torch.get_num_threads()
     assert content["model"]["name"] == "mine"
-    assert content["model"]["source"] == models("recall_symbols")
+    assert content["model"]["source"] == Path(models("recall_symbols")).name
+    assert str(tmp_path) not in path.read_text()
     assert content["model"]["model_type"] == "ssmzoo_test_rule"
     assert content["model"]["parameters"] == 40
     assert content["model"]["revision"].startswith("sha256:")
@@ -662,6 +663,18 @@ def test_an_unwritable_output_folder_is_refused_before_scoring(models, tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(RuntimeError, match=r"output_dir .* cannot be written"):
         evaluate(models("recall"), tasks=TEXT_TASKS[:1], output_dir=tmp_path / "file")
+
+
+def test_the_output_folder_appears_with_the_first_scores(models, tmp_path, monkeypatch):
+    folder = tmp_path / "new" / "results"
+    with pytest.raises(LookupError, match="ssmzoo_recal_text"):
+        evaluate(models("recall"), tasks=["ssmzoo_recal_text"], output_dir=folder)
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "lm_eval.evaluator", None)
+        with pytest.raises(RuntimeError, match="scoring needs lm-eval"):
+            evaluate(models("recall"), tasks=TEXT_TASKS[:1], output_dir=folder)
+    assert list(tmp_path.iterdir()) == []
+    assert evaluate(models("recall"), tasks=TEXT_TASKS[:1], output_dir=folder, limit=2).is_file()
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,13 @@ def test_a_missing_program_prints_one_line(arguments, answer, capsys):
     assert (out, err.count("\n")) == ("", 1)
 
 
+def test_debug_may_stand_before_exec(tmp_path):
+    (tmp_path / "tell.py").write_text("import sys\nprint(sys.argv)\n")
+    command = [*SSMZOO, "--debug", "exec", "tell.py", "--model", "hf"]
+    out = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    assert out == "['tell.py', '--model', 'hf']\n"
+
+
 @pytest.mark.turns
 def test_trl_trains_a_model_of_the_zoo_in_the_process_that_it_launches(model, tmp_path):
     rows = [json.dumps({"text": text}) for text in ("one two", "three four", "five", "six")]

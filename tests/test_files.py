@@ -119,6 +119,30 @@ def test_two_writers_of_one_folder_do_not_disturb_each_other(tmp_path, swap):
     assert names(tmp_path) == ["folder"]
 
 
+@pytest.mark.parametrize("there", [True, False], ids=["there", "dangling"])
+def test_the_folder_that_a_link_names_is_written_and_the_link_stays(tmp_path, there, swap):
+    disk, work = tmp_path / "disk", tmp_path / "work"
+    disk.mkdir()
+    work.mkdir()
+    (work / "folder").symlink_to(os.path.join("..", "disk", "folder"))
+    if there:
+        (disk / "folder").mkdir()
+        (disk / "folder" / "old").touch()
+    write_folder(work / "folder", lambda folder: write_text(folder / "new", "x"))
+    assert names(disk / "folder") == ["new"]
+    assert names(disk) == names(work) == ["folder"]
+    assert (work / "folder").is_symlink()
+
+
+def test_a_file_that_a_link_names_stays_as_it_was(tmp_path):
+    """As in the Hub's cache, where several revisions share a file."""
+    (tmp_path / "shared").write_text("theirs")
+    (tmp_path / "file").symlink_to("shared")
+    write_text(tmp_path / "file", "mine")
+    assert (tmp_path / "file").read_text() == "mine"
+    assert (tmp_path / "shared").read_text() == "theirs"
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path

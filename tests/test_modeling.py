@@ -334,6 +334,17 @@ def test_whole_rows_need_no_packing():
     assert find_packing(2, 5, 3, torch.ones(2, 8), positions + 3, None, None) is None
 
 
+@torch.no_grad()
+def test_a_pad_token_between_others_is_content_where_no_mask_is_given(model):
+    ids = torch.tensor([[0, 0, 6, 0, 8, 9, 0], [5, 6, 0, 0, 9, 10, 3]])
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1]])
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    wanted = model.generate(ids, attention_mask=mask, **options)
+    assert torch.equal(model.generate(ids, **options), wanted)
+    with pytest.raises(ValueError, match="attention_mask must have contiguous ones"):
+        model.generate(ids, attention_mask=(ids != 0).long(), **options)
+
+
 def test_padding_becomes_sequences_of_its_own():
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0], [0, 0, 0, 0]])
     packing = find_packing(3, 4, 0, mask, None, None, None)

@@ -365,6 +365,25 @@ def test_a_norm_of_zeros_keeps_its_gradients(monkeypatch: pytest.MonkeyPatch) ->
     assert norm.weight.grad is not None
 
 
+@pytest.mark.parametrize("length", [1, 24], ids=["a token", "a sequence"])
+@pytest.mark.parametrize("others", [0.0, 90.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_great_weight_of_a_norm_does_not_hide_the_others(
+    dtype: torch.dtype, others: float, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen's norms multiply by 1 + weight: a channel of 200 must not stand for all of them."""
+    monkeypatch.setattr(norms, "MANY", 0)
+    model: Any = tiny("qwen3_next").to(dtype).eval()
+    norm = model.base_model.layers[0].input_layernorm
+    with torch.no_grad():
+        norm.weight.fill_(others)[3] = 200
+        x = torch.randn(2, length, 32, dtype=dtype)
+        expected = norm(x)
+        ssmzoo.accelerate(model)
+        found = norm(x)
+    torch.testing.assert_close(found, expected, rtol=4 * torch.finfo(dtype).eps, atol=0)
+
+
 def test_copies_prove_anew_and_nothing_stays_behind(mamba: Any) -> None:
     x = ids(seed=3)
     expected = decode(mamba, x, prompt(mamba, x))

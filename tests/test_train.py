@@ -396,6 +396,23 @@ def test_what_is_saved_while_the_clock_stands_still_has_no_pause_in_it(monkeypat
     assert meter.state()["seconds"] == 4.0
 
 
+def test_a_line_that_is_written_while_the_clock_stands_still_has_no_pause_in_it(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("ssmzoo.training.metrics.time.perf_counter", lambda: now[0])
+    meter = Meter()
+    meter.start(0)
+    meter.add([(1.0, 2.0)])
+    now[0] = 3.0
+    with meter.paused():
+        now[0] = 10.0
+        line = meter.line(12)
+        now[0] = 13.0
+    assert (line["tokens_per_second"], line["seconds"]) == (4.0, 3.0)
+    meter.add([(1.0, 2.0)])
+    now[0] = 15.0
+    assert meter.line(12) == {"loss": 1.0, "grad_norm": 2.0, "seconds": 5.0}  # no new tokens
+
+
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [

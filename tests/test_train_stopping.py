@@ -25,8 +25,10 @@ from tests.training import (
 )
 
 from ssmzoo.cli.main import main
+from ssmzoo.cli.stages import is_trained
 from ssmzoo.data.sources import LabelledExamples
 from ssmzoo.data.tokenizer import byte_tokenizer
+from ssmzoo.evaluation.results import read_results
 from ssmzoo.files import write_folder
 from ssmzoo.recipe import Recipe, load_recipe
 from ssmzoo.tasks import load_task
@@ -385,6 +387,102 @@ def test_a_tasks_data_may_move_but_its_other_arguments_may_not_change():
     for other in (described("/new/home", num_pairs=1), described("user/hub")):
         with pytest.raises(ValueError, match=r"data\.task_args must stay as the run began"):
             require_same_recipe(old, other)
+
+
+# -- runs that end between two lines of the metrics ------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def early(recipe, tmp_path_factory):
+    """A run that ends with its first validation, after step 4, and how it was asked for."""
+    ends = {"metric": "loss", "value": 100.0}
+    asked = ["train.schedule=constant", f"train.stop_at={json.dumps(ends)}", "log.every=100"]
+    run = train(recipe, output_dir=tmp_path_factory.mktemp("early") / "run", overrides=asked)
+    return run, asked
+
+
+def finish_of(run):
+    return json.loads((run / "run.json").read_text())["finished"]
+
+
+def test_a_run_that_ends_early_logs_its_last_steps_once(early, recipe, tmp_path):
+    run, asked = early
+    trained, validated = lines(run)
+    assert (trained["step"], validated["step"]) == (4, 4)
+    assert trained["tokens"] == validated["tokens"] == 4 * 4 * 32
+    assert finish_of(run)["loss"] == trained["loss"]
+    again = shutil.copytree(run, tmp_path / "again")
+    train(recipe, output_dir=again, resume=True, overrides=asked)
+    assert_same_run(run, again)
+    assert finish_of(again)["seconds"] == finish_of(run)["seconds"]
+
+
+def test_a_run_told_to_stop_before_its_early_end_has_the_same_lines(
+    early, recipe, tmp_path, interruptible, monkeypatch
+):
+    run, asked = early
+    told = tmp_path / "told"
+    with monkeypatch.context() as patch:
+        signalled_at(patch, CausalLM, "measure", 1, signal.SIGINT)
+        with pytest.raises(Stopped, match="after step 4"):
+            train(recipe, output_dir=told, overrides=asked)
+    # killed after it wrote the lines, and before it saved
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "save", lambda *_: fail(KilledError()))
+        with pytest.raises(KilledError):
+            train(recipe, output_dir=told, resume=True, overrides=asked)
+    train(recipe, output_dir=told, resume=True, overrides=asked)
+    assert_same_run(run, told)
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_a_run_shortened_to_what_it_has_done_is_validated_and_logged(
+    held_out, recipe, tmp_path, monkeypatch
+):
+    asked = ["log.every=100", "train.schedule=constant"]
+    asked += ["checkpoint.best=true"] if held_out else ["data.validation=null"]
+    run = killed(recipe, tmp_path / "run", 7, overrides=asked)
+    assert [step_of(path) for path in checkpoints(run / "checkpoints")][-1] == 6
+    asked.append("train.steps=6")
+    before = lines(run)
+    for _ in range(2):  # killed at its end
+        with monkeypatch.context() as patch:
+            patch.setattr(Run, "save" if held_out else "_finish", lambda *_: fail(KilledError()))
+            with pytest.raises(KilledError):
+                train(recipe, output_dir=run, resume=True, overrides=asked)
+    for _ in range(2):
+        train(recipe, output_dir=run, resume=True, overrides=asked)
+        trained, *validated = lines(run)[len(before) :]
+        assert (trained["step"], trained["tokens"], trained["lr"]) == (6, 6 * 4 * 32, 0.01)
+        assert [line["step"] for line in validated] == [6] * held_out
+        assert finish_of(run)["loss"] == trained["loss"]
+        if held_out:
+            assert finish_of(run)["validation_loss"] == validated[0]["validation_loss"]
+            best = min(
+                (line for line in lines(run) if "validation_loss" in line),
+                key=lambda line: line["validation_loss"],
+            )
+            assert finish_of(run)["best"]["step"] == best["step"]
+
+
+def test_a_run_whose_results_cannot_be_written_is_not_finished(recipe, tmp_path, monkeypatch):
+    sizes = {"seq_len": 16, "vocab_size": 16, "num_train": 9, "num_validation": 3, "num_test": 3}
+    task = {"num_pairs": 2, **sizes}
+    asked = ["data.text=null", "data.validation=null", "train.seq_len=null", "data.task=mqar"]
+    asked += [f"data.task_args={json.dumps(task)}", "train.steps=3"]
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        full = lambda *_: fail(OSError("the disk is full"))  # noqa: E731
+        patch.setattr("ssmzoo.training.folder.write_results", full)
+        with pytest.raises(OSError, match="the disk is full"):
+            train(recipe, output_dir=run, overrides=asked)
+    assert (run / "model").exists()
+    assert not is_trained(run)
+    for _ in range(2):
+        train(recipe, output_dir=run, resume=True, overrides=asked)
+        assert is_trained(run)
+        assert read_results(run / "results.json")["results"]
+        (run / "results.json").unlink()
 
 
 # -- memory ----------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from ssmzoo.files import share
 from ssmzoo.recipe import Recipe, load_recipe, read_sections
 from ssmzoo.tasks import IGNORED, SUPERVISED_TASKS, Batch, Supervised, load_task
 from ssmzoo.training.folder import RunFolder
+from ssmzoo.training.metrics import read_metrics
 from ssmzoo.training.model import build_config, model_class
 from ssmzoo.training.objectives import CausalLM, Classification, labelled
 from ssmzoo.training.optimizer import Plan, Schedule, make_optimizer
@@ -623,12 +624,55 @@ def test_logits_are_computed_only_where_asked_and_the_loss_is_the_models_own(nam
     assert goal.targets(stand_in) == 0
     assert goal.loss_of(lambda b: model(**b, **goal.options), piece, 0, 0).isfinite()
     part.batch.labels[:] = -100
-    with pytest.raises(ValueError, match="a batch must have labels, got none"):
-        goal.batch(part)
+    (piece,) = goal.pieces(part)
+    assert goal.targets(part) == 0
+    assert goal.loss_of(lambda b: model(**b, **goal.options), piece, 0, 0) == 0
     for one, two in zip(*gradients, strict=True):
         assert (one is None) == (two is None)
         if one is not None:
             torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+
+
+SPARSE = {
+    "task": "fuzzy_recall",
+    "task_args": {"seq_len": 16, "num_train": 64, "num_validation": 65, "num_test": 65},
+}
+
+
+def asking(split):
+    """Return which rows ask anything."""
+    task = load_task("fuzzy_recall", split, recipe().train.seed, **SPARSE["task_args"])
+    return (task.batch(range(len(task))).labels[:, 1:] != IGNORED).any(axis=1)
+
+
+def test_parts_where_nothing_is_asked_change_no_mean(tmp_path):
+    """With batches of eight rows, and of one."""
+    assert not any(asking(split).all() for split in ("train", "validation", "test"))
+    changes = {"data": SPARSE, "train__epochs": None, "train__steps": 6, "train__batch_size": 8}
+    runs = [
+        train(
+            recipe(**changes, eval__batches="all", train__accumulate=accumulate),
+            output_dir=tmp_path / str(accumulate),
+        )
+        for accumulate in (1, 8)
+    ]
+    one, eight = (read_metrics(run / "metrics.jsonl") for run in runs)
+    assert [line.keys() for line in one] == [line.keys() for line in eight]
+    for before, after in zip(one, eight, strict=True):
+        for name in before.keys() & {"loss", "validation_loss", "validation_accuracy"}:
+            assert after[name] == pytest.approx(before[name], rel=1e-4), name
+    found = json.loads((runs[1] / "results.json").read_text())["results"]
+    assert {row["n"] for row in found if row["metric"] == "exact_match"} == {asking("test").sum()}
+
+
+def test_a_step_or_a_validation_that_asks_nothing_is_one_line(tmp_path):
+    silent = {"seq_len": 2, "num_train": 8, "num_validation": 8, "num_test": 8}
+    changes = {"train__epochs": None, "train__steps": 2, "train__batch_size": 2}
+    with pytest.raises(ValueError, match="a step must have something to predict, got none"):
+        train(
+            recipe(data={"task": "fuzzy_recall", "task_args": silent}, **changes),
+            output_dir=tmp_path / "run",
+        )
 
 
 def test_a_problem_drawn_while_training_resumes_and_is_scored_on_whole_answers(tmp_path):

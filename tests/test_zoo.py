@@ -393,9 +393,10 @@ def test_a_folder_of_something_else_is_left_alone(place, capsys):
 
 def test_a_table_leaves_what_was_not_measured_empty(tmp_path):
     rows = []
-    for name, task in (("a", "mqar"), ("b", "ssmzoo_recall_text")):
+    for name, task in (("a", "mqar"), ("b", "ssmzoo_recall_text"), ("c", "mqar")):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text('{"tokens_per_second": 5.0}\n')
+        speed = '{"tokens_per_second": 5.0}\n' if name != "c" else ""
+        (tmp_path / name / "metrics.jsonl").write_text(speed + '{"step": 1}\n')
         score = {"task": task, "value": 0.25}
         found = {"model": {"parameters": 1234}, "results": [score]}
         (tmp_path / f"{name}.json").write_text(json.dumps(found))
@@ -404,4 +405,5 @@ def test_a_table_leaves_what_was_not_measured_empty(tmp_path):
         ["parameters", "tokens/s", "mqar", "recall"],
         ["a", "1,234", "5", "0.250"],
         ["b", "1,234", "5", "0.250"],
+        ["c", "1,234", "0.250"],
     ]

@@ -91,7 +91,8 @@ def why_not_faster(op: str, backend: str, device: str) -> str | None:
 def use_backend(backend: Backend) -> Iterator[None]:
     """Make every call with ``backend="auto"`` inside the block take this backend.
 
-    An op that has no such backend (``vandermonde`` has no C kernel) keeps its own choice.
+    An op that has no such backend (``vandermonde`` has no C kernel) keeps its own choice. A
+    compiled function keeps the backend that it was compiled with.
     """
     _check_name("use_backend", backend)
     token = forced_backend.set(backend)

@@ -108,13 +108,17 @@ class Packing:
                 f"{op}: cu_seqlens must have shape [S + 1] with S >= 1, "
                 f"got {list(cu_seqlens.shape)}"
             )
-        if cu_seqlens.device.type != "cpu":
-            return cls(cu_seqlens.to(torch.int64).contiguous(), length)
+        on_cpu = cu_seqlens.device.type == "cpu"
         if torch.compiler.is_compiling():  # values are there when the graph runs
-            return cls(_checked_offsets(cu_seqlens, length, op), length)
-        check_boundaries(op, cu_seqlens, length)
+            if on_cpu:
+                return cls(_checked_offsets(cu_seqlens, length, op), length)
+            return cls(cu_seqlens.to(torch.int64).contiguous(), length)
+        if on_cpu:
+            check_boundaries(op, cu_seqlens, length)
         # a copy: what was checked stays, whatever the caller writes into his
-        return cls(cu_seqlens.to(torch.int64, copy=True).contiguous(), length)
+        copy = on_cpu or cu_seqlens.is_inference()
+        with torch.inference_mode(False):  # what is made inside it cannot be saved for a backward
+            return cls(cu_seqlens.to(torch.int64, copy=copy).contiguous(), length)
 
 
 def segment_offsets(op: str, like: Tensor, cu_seqlens: Tensor | Packing | None) -> Tensor:
@@ -151,9 +155,9 @@ def segment_offsets(op: str, like: Tensor, cu_seqlens: Tensor | Packing | None) 
     if batch != 1:
         raise ValueError(f"{op}: cu_seqlens needs one packed row, B = 1, got B = {batch}")
     checked = isinstance(cu_seqlens, Packing)
-    device = cu_seqlens.offsets.device if checked else getattr(cu_seqlens, "device", like.device)
-    if device != like.device:
-        raise ValueError(f"{op}: cu_seqlens must be on {like.device}, got {device}")
+    offsets = cu_seqlens.offsets if checked else cu_seqlens
+    if isinstance(offsets, Tensor) and offsets.device != like.device:
+        raise ValueError(f"{op}: cu_seqlens must be on {like.device}, got {offsets.device}")
     if not checked:
         return Packing.of(cu_seqlens, length, op).offsets
     if cu_seqlens.length != length:

@@ -9,7 +9,7 @@ Dimensions: B batch, L length, H hidden, N modes, C channels, K taps, S sequence
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, cast
 
 import torch
@@ -128,6 +128,8 @@ class DSSMixer(SSMMixer):
             y = self._convolve(u, state, None, packing)
         else:
             rows = packing.aligned()
+            if not self.config.decodable:  # the kernel depends on the longest, not on its padding
+                rows = replace(rows, width=max(1, int(rows.lengths.max())))
             y = self._convolve(rows.gather(u), state, rows.lengths, None)
             y = rows.scatter(y, u.shape[1])
         y = self.out_proj(self.dropout(F.gelu(y).to(hidden_states.dtype), packing))

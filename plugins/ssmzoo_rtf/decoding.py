@@ -75,8 +75,11 @@ class Oscillations:
 
     def decay(self) -> Tensor:
         """Return lambda, in the residues' dtype."""
-        if self.multipliers is None or self.exponent.requires_grad:
-            self.multipliers = self.exponent.exp().to(self.residues.dtype)
+        if self.exponent.requires_grad:
+            return self.exponent.exp().to(self.residues.dtype)
+        if self.multipliers is None:
+            with torch.inference_mode(False):
+                self.multipliers = self.exponent.exp().to(self.residues.dtype)
         return self.multipliers
 
     def read(self, modes: Tensor) -> Tensor:
@@ -137,8 +140,11 @@ class Deployment:
     def last_tap_first(self) -> Tensor:
         """Return the taps as one step needs them, ``[M, D_w]``."""
         assert self.taps is not None
-        if self.flipped is None or self.taps.requires_grad:
-            self.flipped = self.taps.flip(1).T.contiguous()
+        if self.taps.requires_grad:
+            return self.taps.flip(1).T.contiguous()
+        if self.flipped is None:
+            with torch.inference_mode(False):
+                self.flipped = self.taps.flip(1).T.contiguous()
         return self.flipped
 
     def merge(self, recurrent: Tensor, windowed: Tensor) -> Tensor:

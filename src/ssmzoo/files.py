@@ -87,7 +87,8 @@ def writing(target: Path, unfinished: Path | None = None) -> Iterator[None]:
 def appears_whole(target: Path) -> Iterator[Path]:
     """Give a path to write to, whose file becomes ``target`` if the block succeeds.
 
-    It is flushed to the disk before; if the block fails, the earlier file stays as it was.
+    It is flushed to the disk before; if the block fails, the earlier file stays as it was. A link
+    is replaced: what it names may be shared, as files of the Hub's cache are.
 
     Raises:
         CannotWriteError: The machine refused.
@@ -116,6 +117,23 @@ def require_name(target: Path, argument: str = "what is written") -> None:
     """
     if target.name in ("", ".."):
         raise ValueError(f"{argument} must end in a name of its own, got {str(target)!r}")
+
+
+def existing_part(folder: Path) -> Path:
+    """Return the folder, or else the nearest of those around it that is there."""
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    return folder
+
+
+def make_folder_of(target: Path) -> None:
+    """Make the folder that a file goes into, where there is none.
+
+    Raises:
+        CannotWriteError: The machine refused.
+    """
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
 
 
 def require_new(target: Path, argument: str) -> None:
@@ -241,12 +259,15 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
 
     Where the system can exchange two folders, the older one is there until then; elsewhere there is
     none for an instant. Several processes may write the same target: each fills a folder of its
-    own, and the last one stays. What killed processes left is removed.
+    own, and the last one stays. What killed processes left is removed. Of a link it is the folder
+    that the link names.
 
     Raises:
         CannotWriteError: The machine refused.
     """
     require_name(target)
+    if target.is_symlink():
+        target = Path(os.path.realpath(target))
     unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.unfinished")
     with writing(target, unfinished):
         target.parent.mkdir(parents=True, exist_ok=True)

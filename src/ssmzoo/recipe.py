@@ -244,7 +244,8 @@ class GroupSection(Section):
 
     Attributes:
         lr: Its peak learning rate; ``train.lr`` if absent.
-        weight_decay: For its parameters that decay at all; ``train.weight_decay`` if absent.
+        weight_decay: Of all its parameters; if absent, ``train.weight_decay`` for those that decay
+            and 0 for the others.
     """
 
     lr: Annotated[float, Field(ge=0)] | None = None

@@ -2,11 +2,14 @@
 
 import functools
 
+import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from tests.kernels import contracts
 
 from ssmzoo_kernels import causal_conv1d
+from ssmzoo_kernels.validation import Packing
 
 
 class TestCausalConv1d(contracts.CausalConv1d):
@@ -57,3 +60,18 @@ def test_silu_has_its_limits_exactly(backend):
     leaf = x.clone().requires_grad_()
     causal_conv1d(leaf, torch.ones(1, 1), activation="silu", backend=backend)[0].sum().backward()
     torch.testing.assert_close(leaf.grad.flatten(), torch.tensor([0.0, 0.0, 0.5, 1.0, 1.0]))
+
+
+def test_boundaries_that_were_checked_under_inference_mode_serve_a_gradient():
+    x, weight = torch.randn(1, 6, 4, requires_grad=True), torch.randn(4, 3)
+    with torch.inference_mode():
+        packing = Packing.of(torch.tensor([0, 3, 6]), 6)
+    causal_conv1d(x, weight, cu_seqlens=packing)[0].sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("boundaries", [[0, 3, 6], np.array([0, 3, 6])], ids=["list", "numpy"])
+def test_boundaries_that_are_no_tensor_are_named(boundaries):
+    kind = type(boundaries).__name__
+    with pytest.raises(TypeError, match=rf"cu_seqlens must be an int32 .* tensor .*got {kind}"):
+        causal_conv1d(torch.randn(1, 6, 4), torch.randn(4, 3), cu_seqlens=boundaries)

@@ -1021,6 +1021,22 @@ def test_a_packed_row_has_the_kernel_of_its_longest_document(fields, monkeypatch
     assert relative(got[:, :9], judged(model, whole_row[:, :9])) <= 1e-10
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("fields", [EXP[0], FIXED, FREE], ids=label)
+@pytest.mark.parametrize("left", [0, 3])
+def test_padding_of_all_rows_is_no_length(fields, left):
+    model, real = build(**fields), [12, 9]
+    rows = tokens(2, 12)
+    padded, mask = torch.zeros(2, 20, dtype=torch.long), torch.zeros(2, 20, dtype=torch.long)
+    for i, length in enumerate(real):
+        padded[i, left : left + length] = rows[i, :length]
+        mask[i, left : left + length] = 1
+    packed = torch.cat([row[:length] for row, length in zip(rows, real, strict=True)])[None]
+    expected = model(packed, cu_seqlens=torch.tensor([0, 12, 21]), use_cache=False).logits
+    got = model(padded, attention_mask=mask, use_cache=False).logits
+    assert relative(got[mask.bool()], expected[0]) <= 1e-10
+
+
 @pytest.mark.parametrize("length", [1, 2, 3, 11])
 def test_float16_weights_take_any_length(length):
     model, exact = build(torch.float16, **FIXED), build(torch.float32, **FIXED)

@@ -690,6 +690,22 @@ def test_decoding_under_inference_mode_leaves_a_model_that_trains():
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [MODAL, IMPLICIT, HYENA_TRUNCATED, {**HYENA_TRUNCATED, "decode_mode": "fir"}],
+    ids=["modal", "implicit", "truncated", "fir"],
+)
+def test_frozen_filters_that_decoded_under_inference_mode_pass_a_gradient_on(fields):
+    model, input_ids = build(**fields), tokens(1, 12)
+    model.requires_grad_(False).model.embed_tokens.requires_grad_(True)
+    with torch.inference_mode():
+        first = model(input_ids[:, :8], use_cache=True)
+        model(input_ids[:, 8:9], cache=first.cache)
+    first = model(input_ids[:, :8], use_cache=True)
+    model(input_ids[:, 8:9], cache=first.cache).logits.square().sum().backward()
+    assert model.model.embed_tokens.weight.grad.any()
+
+
 # --- which way a filter decodes ------------------------------------------------------------------
 
 

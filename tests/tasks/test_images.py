@@ -14,6 +14,7 @@ from PIL import Image
 from torch.nn import functional as F
 from transformers import AutoImageProcessor
 
+from ssmzoo.family import load_family
 from ssmzoo.tasks import load_task
 from ssmzoo.tasks.mnist import turned
 
@@ -96,6 +97,37 @@ def test_training_images_are_turned_anew_every_epoch_and_no_others_are(mnist):
         task = load_task("mnist", split, 3, **arguments)
         assert not task.fresh
         assert (task.batch([1], 1).inputs == task.batch([1], 2).inputs).all()
+
+
+def made_by_the_processor(task, images, folder):
+    (folder / "preprocessor_config.json").write_text(json.dumps(task.processor))
+    processor = AutoImageProcessor.from_pretrained(folder)
+    return processor([Image.fromarray(x) for x in images], return_tensors="pt")["pixel_values"]
+
+
+@pytest.mark.parametrize("crop", [28, 27, 26, 24, 23, 2])
+def test_mnist_is_what_the_image_processor_makes_of_it(crop, mnist, tmp_path):
+    folder, pixels = mnist
+    task = load_task("mnist", "test", 0, data=folder, crop=crop)
+    found = made_by_the_processor(task, pixels["test"], tmp_path).numpy()
+    assert found.shape == (6, 1, crop, crop)
+    assert np.abs(found - task.batch(range(6)).inputs).max() <= 1e-6
+
+
+@pytest.mark.parametrize("crop", [25, 21, 1])
+def test_coffee_cuts_what_the_image_processor_cannot_cut_as_the_task(crop, mnist, tmp_path):
+    folder, pixels = mnist
+    task = load_task("mnist", "test", 0, data=folder, crop=crop)
+    family = load_family("coffee")
+    config = family.config_class(**{**family.presets["coffee-mnist"], "hidden_size": crop})
+    model = family.image_classification_class(config).eval()
+    found = made_by_the_processor(task, pixels["test"], tmp_path)
+    wanted = torch.from_numpy(task.batch(range(6)).inputs)
+    with torch.no_grad():
+        assert torch.allclose(model(found).logits, model(wanted).logits, atol=1e-6)
+    start = round((28 - crop) / 2)
+    window = slice(start, start + crop)
+    assert (found[:, :, window, window] - wanted).abs().max() <= 1e-6
 
 
 @pytest.mark.parametrize("crop", [28, 25, 1])

@@ -31,7 +31,7 @@ def linear_scan(
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence ``h[t] = a[t] * h[t-1] + b[t]`` along the sequence.
 
-    States are float32 (float64, complex64, complex128 where an input is); only the returned
+    States are float32 (float64, complex64, complex128 where ``a`` or ``b`` is); only the returned
     sequence takes b's dtype. Where the loop over time stays finite every backend does, however far
     products of ``a`` overflow or underflow on the way.
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _EXTRAS = {
     "accelerate": "train",
     "datasets": "train",
+    "pydantic": "train",
     "lm-eval": "eval",
     "peft": "peft",
     "torchao": "quantize",
@@ -105,6 +106,8 @@ def examine_model(
 ) -> dict[str, Any]:
     """Run a backbone once over a text and once over one more token; return what ran.
 
+    Saved weights are those of the file, in its dtype.
+
     Args:
         model: A folder with a saved model, a Hub id, ``family`` for its smallest configuration, or
             ``family:preset``, both with random weights.
@@ -114,7 +117,8 @@ def examine_model(
         stock: Leave transformers' recurrent models as they are, without our kernels.
 
     Returns:
-        ``parameters``, ``parameter_bytes``, ``state_bytes`` (None: it has none, and
+        ``parameters`` and ``parameter_bytes``, with the head of a saved model and without one of
+        an untrained family, ``state_bytes`` (None: it has none, and
         ``state_reason`` says why), on a CPU ``memory``: its bandwidth for reading in GB/s, and how
         many tokens a second that allows one by one, with linear layers in each precision,
         ``seconds`` and ``tokens_per_second`` for reading and for a
@@ -139,11 +143,11 @@ def examine_model(
     from ssmzoo.modeling import SSMModel
     from ssmzoo_kernels.machine import hardware
 
-    subject = load_backbone(str(model), seed=0, device=device)
+    subject = load_backbone(str(model), seed=0, device=device, dtype="auto")
     network = subject.model.eval()
     own = isinstance(network, SSMModel)
     layers = _layers(network) if own else _recurrent_layers(network, subject.name, stock)
-    place = network.device
+    place, weights = network.device, list(subject.whole.parameters())
     inputs = reference_inputs(subject, length, batch_size, tokens=None, seed=0)
     with torch.inference_mode():
         name, cache, state, reason = cache_after(network, inputs)
@@ -168,8 +172,8 @@ def examine_model(
         "device": hardware(place),
         "batch_size": batch_size,
         "length": length,
-        "parameters": sum(p.numel() for p in network.parameters()),
-        "parameter_bytes": sum(p.numel() * p.element_size() for p in network.parameters()),
+        "parameters": sum(p.numel() for p in weights),
+        "parameter_bytes": sum(p.numel() * p.element_size() for p in weights),
         "state_bytes": state,
         "state_reason": reason,
         "memory": _memory(network) if place.type == "cpu" and cache is not None else None,

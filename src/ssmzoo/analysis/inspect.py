@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ssmzoo.analysis.measure import ENERGY, LayerInspection, as_arguments, measure_layers
 from ssmzoo.analysis.pictures import PICTURES, draw_pictures, require_matplotlib
-from ssmzoo.analysis.places import require_place
+from ssmzoo.analysis.places import require_ours, require_place
 from ssmzoo.analysis.subject import (
     LoadedBackbone,
     given_ids,
@@ -78,7 +78,8 @@ def inspect_model(
     require_name(Path(output_dir), "output_dir")  # a working directory would be replaced, too
     target = Path(output_dir).expanduser().absolute()
     require_matplotlib()  # before minutes of measuring
-    _check_target(target)
+    require_ours(target, (REPORT, *PICTURES), "output_dir", "an earlier inspection")
+    require_place(target.resolve().parent, "output_dir")
     subject = load_subject(str(model), seed=seed, device=device, stock=stock)
     if ids is not None:
         inputs = given_ids(subject, ids)
@@ -94,7 +95,7 @@ def inspect_model(
         "model": subject.name,
         "model_type": subject.model.config.model_type,
         "untrained": subject.untrained,
-        "parameters": sum(p.numel() for p in subject.model.parameters()),
+        "parameters": sum(p.numel() for p in subject.whole.parameters()),
         "input": {
             "kind": kind,
             "length": found.length,
@@ -143,20 +144,6 @@ def _references(
             length //= 2
         else:
             return inputs
-
-
-def _check_target(target: Path) -> None:
-    """Fail early where a folder cannot appear, or would replace something that is not ours."""
-    if target.exists():
-        if not target.is_dir():
-            raise ValueError(f"output_dir must be a folder, {str(target)!r} is a file")
-        others = {path.name for path in target.iterdir()} - {REPORT, *PICTURES}
-        if others:
-            raise ValueError(
-                f"output_dir must be new, empty or an earlier inspection: {str(target)!r} holds "
-                f"{min(others)!r}; name a folder inside it"
-            )
-    require_place(target.parent, "output_dir")
 
 
 def _layer_report(layer: LayerInspection) -> dict[str, Any]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
+
+from ssmzoo.files import existing_part
 
 
 def require_place(folder: Path, argument: str) -> None:
@@ -12,11 +15,32 @@ def require_place(folder: Path, argument: str) -> None:
     Raises:
         RuntimeError: A file is in its way, or the system does not let us write there.
     """
-    place = folder
-    while not os.path.lexists(place):
-        place = place.parent
+    place = existing_part(folder)
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         raise RuntimeError(
             f"{argument} must be a place that can be written to, {str(place)!r} is no folder to "
             "write into; choose another place"
         )
+
+
+def require_ours(folder: Path, names: Iterable[str], argument: str, earlier: str) -> None:
+    """Check that a folder is not there yet, or holds nothing but what is to be replaced.
+
+    Args:
+        folder: The folder, which will be written anew.
+        names: What an earlier call wrote into it.
+        argument: What names the folder, for the error.
+        earlier: What it would then be, for the error.
+
+    Raises:
+        ValueError: It is a file, or holds something else.
+    """
+    if folder.exists():
+        if not folder.is_dir():
+            raise ValueError(f"{argument} must be a folder, {str(folder)!r} is a file")
+        others = {path.name for path in folder.iterdir()} - set(names)
+        if others:
+            raise ValueError(
+                f"{argument} must be new, empty or {earlier}: {str(folder)!r} holds "
+                f"{min(others)!r}; name a folder inside it"
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ssmzoo.checkpoints.load import (
+    Dtype,
     load_model,
     load_tokenizer,
     model_folder,
@@ -29,9 +31,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedBackbone:
-    """A backbone in float32 and where it came from."""
+    """A backbone and where it came from.
+
+    Attributes:
+        model: The backbone.
+        whole: What was saved, with the head; of an untrained model the backbone alone.
+        name: The model's name in reports.
+        untrained: Whether its weights are random.
+    """
 
     model: PreTrainedModel
+    whole: PreTrainedModel
     name: str
     untrained: bool
 
@@ -72,8 +82,12 @@ def load_subject(
     return subject
 
 
-def load_backbone(name: str, *, seed: int, device: str | None) -> LoadedBackbone:
+def load_backbone(
+    name: str, *, seed: int, device: str | None, dtype: Dtype = "float32"
+) -> LoadedBackbone:
     """Return the same of any model of tokens or of values that transformers loads.
+
+    Saved weights have the given dtype, untrained ones that of the configuration.
 
     Raises:
         LookupError: There is no such model, family or preset.
@@ -85,17 +99,35 @@ def load_backbone(name: str, *, seed: int, device: str | None) -> LoadedBackbone
     source = model_source(name)
     untrained, shown = source.family is not None, name
     if source.family is not None:
-        model = _untrained(source.family, source.preset, seed)
+        whole = _untrained(source.family, source.preset, seed)
     else:
-        from transformers import AutoModel
-
         shown = name if source.folder is None else model_name(name) or name
-        model = load_model(name, source.folder, "float32", False, kind=AutoModel)
+        whole = load_model(name, source.folder, dtype, False, kind=_AsSaved)
+    model = cast("PreTrainedModel", whole.base_model)
     if isinstance(model, SSMModel) and model.config.image_size is not None:
         raise ValueError(
             f"model must be one of tokens or of values, {name!r} takes images; name another one"
         )
-    return LoadedBackbone(_placed(model, place), shown, untrained)
+    nn.Module.to(whole, place)
+    return LoadedBackbone(model.eval(), whole.eval(), shown, untrained)
+
+
+class _AsSaved:
+    """An Auto class for the class that a model was saved as: its head has a place there, too."""
+
+    @staticmethod
+    def from_pretrained(model: str | Path, **options: Any) -> Any:
+        import transformers
+
+        kind: Any = transformers.AutoModel
+        with suppress(OSError, ValueError):  # an adapter has no configuration, say
+            asked = {name: options[name] for name in ("local_files_only", "trust_remote_code")}
+            config = transformers.AutoConfig.from_pretrained(model, **asked)
+            saved: Any = getattr(transformers, (config.architectures or [""])[0], None)
+            models = isinstance(saved, type) and issubclass(saved, transformers.PreTrainedModel)
+            if models and saved.config_class is type(config):
+                kind = saved
+        return kind.from_pretrained(model, **options)
 
 
 def reference_inputs(
@@ -186,8 +218,3 @@ def _untrained(name: str, preset: str | None, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return family.model_class(cast(Any, config))
-
-
-def _placed(model: PreTrainedModel, place: torch.device) -> PreTrainedModel:
-    nn.Module.to(model, place)
-    return model.eval()

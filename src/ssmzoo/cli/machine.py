@@ -51,7 +51,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _print_examined(facts: dict[str, Any]) -> None:
     print()
-    weights = "random weights" if facts["untrained"] else "saved weights"
+    weights = "random weights, without the head" if facts["untrained"] else "saved weights"
     size = in_bytes(facts["parameter_bytes"])
     print(f"{facts['model']} ({weights}): {facts['parameters']:,} parameters, {size}")
     state = facts["state_reason"] or in_bytes(facts["state_bytes"])

@@ -93,9 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    if arguments[:1] == ["exec"] and len(arguments) > 1 and not arguments[1].startswith("-"):
+    words = arguments[arguments[:1] == ["--debug"] :]
+    if words[:1] == ["exec"] and len(words) > 1 and not words[1].startswith("-"):
         # all that follows the program is the program's, --help and --debug too
-        options = argparse.Namespace(program=arguments[1], arguments=arguments[2:])
+        options = argparse.Namespace(program=words[1], arguments=words[2:])
         return machine.EXEC.run(options)
     parser, commands = parsers()
     try:

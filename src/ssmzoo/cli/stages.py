@@ -208,7 +208,8 @@ def table(rows: Iterable[tuple[str, Path, Path]]) -> str:
             for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
             if "tokens_per_second" in row
         ]
-        found.append((name, measured["model"]["parameters"], median_high(speeds), scores))
+        speed = f"{median_high(speeds):,.0f}" if speeds else ""
+        found.append((name, measured["model"]["parameters"], speed, scores))
     heads = list(dict.fromkeys(head for *_, scores in found for head in scores))
     room = max([10, *(len(name) for name, *_ in found)])
     lines = [f"{'':{room}s} {'parameters':>11s} {'tokens/s':>9s} "]
@@ -216,7 +217,7 @@ def table(rows: Iterable[tuple[str, Path, Path]]) -> str:
     for name, parameters, speed, scores in found:
         shown = [f"{scores[head]:.3f}" if head in scores else "" for head in heads]
         cells = (f"{text:>{max(9, len(head))}s}" for text, head in zip(shown, heads, strict=True))
-        lines.append(f"{name:{room}s} {parameters:11,d} {speed:9,.0f} {' '.join(cells)}".rstrip())
+        lines.append(f"{name:{room}s} {parameters:11,d} {speed:>9s} {' '.join(cells)}".rstrip())
     return "\n".join(lines)
 
 

@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from ssmzoo.analysis.places import require_ours
 from ssmzoo.checkpoints.load import holds_tokenizer, load_model, load_tokenizer, model_folder
-from ssmzoo.files import require_new, write_folder
+from ssmzoo.files import read_json, require_name, require_new, write_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,7 +93,8 @@ def distill(
         kind: "rational" fits coefficients; "modal" fits n / 2 damped oscillations a channel, as
             Laughing Hyena does.
         output_dir: Where to save the model and its report: a new or an empty folder, or that of an
-            earlier call, which is replaced when all is done. None saves nothing.
+            earlier call to which nothing was added, which is replaced when all is done. None saves
+            nothing.
         steps: Steps of descent after the initial fit.
         lr: Their first rate.
         length: Taps to fit; all by default. Needed for filters without a last tap.
@@ -118,8 +120,8 @@ def distill(
             raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if steps < 0:
         raise ValueError(f"steps must be at least 0, got {steps}")
-    if output_dir is not None and not (Path(output_dir) / REPORT).is_file():
-        require_new(Path(output_dir), "output_dir")
+    if output_dir is not None:
+        _check_target(Path(output_dir))
     source = str(model) if isinstance(model, str | Path) else None
     teacher: Any = model
     tokenizer = None
@@ -165,6 +167,17 @@ def distill(
     if output_dir is not None:
         _save(student, report, tokenizer, Path(output_dir))
     return student, report
+
+
+def _check_target(target: Path) -> None:
+    """Fail early where the folder cannot be written, or holds what no earlier call wrote."""
+    report = target / REPORT
+    if not report.is_file():
+        require_new(target, "output_dir")
+        return
+    require_name(target, "output_dir")
+    written = read_json(report).get("files", ())
+    require_ours(target, (REPORT, *written), "output_dir", "of an earlier distillation")
 
 
 def _tokenizer(source: str, folder: Path | None) -> PreTrainedTokenizerBase | None:
@@ -244,7 +257,9 @@ def _save(
         student.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        (folder / REPORT).write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
+        # which of them the next call may replace
+        told = {**asdict(report), "files": sorted(path.name for path in folder.iterdir())}
+        (folder / REPORT).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
     write_folder(target, write)
 

@@ -38,11 +38,13 @@ from ssmzoo.evaluation.results import (
     read_results,
     recipe_of,
     require_same_model,
+    source_of,
     write_results,
 )
 from ssmzoo.evaluation.scoring import TEXT_TASK, Library, score_task
 from ssmzoo.evaluation.suites import Suite, average_score, load_suite, suites
 from ssmzoo.evaluation.text import read_documents
+from ssmzoo.files import existing_part, make_folder_of
 from ssmzoo.tasks import symbol_count
 
 if TYPE_CHECKING:
@@ -149,7 +151,7 @@ def evaluate(
         results: Results = {
             "model": {
                 "name": target.stem,
-                "source": model,
+                "source": str(model) if folder is None else source_of(folder),
                 "revision": weights_revision(folder)
                 if folder is not None
                 else getattr(network.config, "_commit_hash", None),
@@ -169,7 +171,10 @@ def evaluate(
         if started is not None:
             described = results["model"]
             described["source"], described["revision"] = adapted(
-                str(model), str(adapter), described["revision"], started
+                described["source"],
+                source_of(Path(str(adapter))),
+                described["revision"],
+                started,
             )
         if folder is not None and folder.resolve().name == "model":
             recipe = folder.resolve().parent / "recipe.yaml"
@@ -184,6 +189,7 @@ def evaluate(
             now = read_results(target) if main and target.exists() else results
             results = merge(now, {**results, "results": new})
             if main:
+                make_folder_of(target)
                 write_results(target, results)
 
         scores: list[Score] = []
@@ -252,9 +258,8 @@ def _results_file(output_dir: str | Path, name: str) -> Path:
         )
     folder = Path(output_dir)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # ask by doing, before hours of scoring
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{name}."):
+        # ask by doing, before hours of scoring; the folder is made when there are scores
+        with tempfile.NamedTemporaryFile(dir=existing_part(folder), prefix=f".{name}."):
             pass
     except OSError as error:
         raise RuntimeError(

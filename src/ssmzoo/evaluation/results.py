@@ -169,6 +169,12 @@ def recipe_of(path: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", portable(recipe))
 
 
+def source_of(folder: Path) -> str:
+    """Return what results call the model in a folder: its last part, of a run's ``RUN/model``."""
+    place = folder.resolve()
+    return "/".join(place.parts[-2:] if place.name in ("model", "adapter") else place.parts[-1:])
+
+
 def adapted(source: str, adapter: str, revision: object, digest: str) -> tuple[str, str]:
     """Return source and revision of a model that starts from a state adapter, as of another."""
     return f"{source} with {adapter}", f"{revision}+{digest[:12]}"

@@ -75,9 +75,10 @@ class SSMMixer(nn.Module):
 
     Attributes:
         param_group_names: Maps a parameter's name to its optimizer group. Parameters in these
-            groups have no weight decay and may have a learning rate of their own.
-        param_branch: The group that all other parameters of it and its submodules belong to; their
-            matrices decay as usual.
+            groups have no weight decay unless their group is given one, and may have a learning
+            rate of their own.
+        param_branch: The group that all other parameters of it and its submodules belong to; if it
+            is given no weight decay, their matrices decay as usual.
         reads_residual: Whether :meth:`forward` and :meth:`write_token` also get the block's input
             before the norm, as ``residual``.
         reads_both_ways: Whether :meth:`forward` itself reads in all of ``config.directions``; if

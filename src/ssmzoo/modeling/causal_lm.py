@@ -23,7 +23,7 @@ from ssmzoo.modeling.compat import (
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.inputs import named_indices
 from ssmzoo.modeling.layers import Linear
-from ssmzoo.modeling.packing import PackedRow
+from ssmzoo.modeling.packing import PackedRow, without_holes
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 from ssmzoo.modeling.prompt import PromptState, prefill
 from ssmzoo.modeling.sequence_parallel import SequenceParallelCache, require_shifted
@@ -315,7 +315,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
     def _prepare_attention_mask_for_generation(
         self, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
     ) -> Tensor:
-        """Find padding in a prompt, but not in what an assistant gets to go on from.
+        """Find padding around a prompt, but not in what an assistant gets to go on from.
 
         There transformers leaves the mask out if nothing is padded, and a pad token is a token that
         the model chose.
@@ -323,7 +323,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         if generation_config.is_assistant:
             return inputs_tensor.new_ones(inputs_tensor.shape[:2], dtype=torch.long)
         prepare = super()._prepare_attention_mask_for_generation  # pyright: ignore[reportAttributeAccessIssue]
-        return prepare(inputs_tensor, generation_config, model_kwargs)
+        return without_holes(prepare(inputs_tensor, generation_config, model_kwargs))
 
     def _assisted_decoding(
         self, input_ids: Tensor, *args: Any, generation_config: Any, **kwargs: Any

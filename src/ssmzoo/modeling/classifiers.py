@@ -24,7 +24,7 @@ from ssmzoo.modeling.compat import CACHE, SequenceClassifierOutputWithPast, one_
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.inputs import given_inputs, named_indices
 from ssmzoo.modeling.layers import Linear
-from ssmzoo.modeling.packing import PackedRow
+from ssmzoo.modeling.packing import PackedRow, without_holes
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 
 
@@ -486,11 +486,7 @@ def pool(hidden_states: Tensor, packing: PackedRow | Literal[False], pooling: st
 def _mask_of_padding(input_ids: Tensor, pad: int | None) -> Tensor | None:
     if pad is None:
         return None
-    real = (input_ids != pad).int()
-    # padding is what lies outside the outermost other tokens; the same token inside is content
-    started = real.cumsum(dim=1) > 0
-    unfinished = real.flip(1).cumsum(dim=1).flip(1) > 0
-    return (started & unfinished).to(torch.long)
+    return without_holes((input_ids != pad).long())
 
 
 def _lengthened(x: Tensor, length: int) -> Tensor:

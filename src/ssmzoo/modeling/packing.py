@@ -256,6 +256,16 @@ def _starts(
     return torch.cat([first, breaks.expand(batch, -1)], dim=1)
 
 
+def without_holes(mask: Tensor) -> Tensor:
+    """Return a mask ``[B, L]`` that was read off tokens, with ones between the outermost ones.
+
+    Padding lies outside all other tokens; the same token between them is content.
+    """
+    started = mask.cumsum(dim=1) > 0
+    unfinished = mask.flip(1).cumsum(dim=1).flip(1) > 0
+    return (started & unfinished).to(mask.dtype)
+
+
 def _padded(mask: Tensor) -> PackedRow:
     batch, length = mask.shape
     count = mask.sum(dim=1)

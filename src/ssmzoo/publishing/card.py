@@ -26,7 +26,7 @@ from ssmzoo.environment.messages import missing
 from ssmzoo.environment.portable import portable, without_credentials
 from ssmzoo.evaluation.results import is_number
 from ssmzoo.family import Family, family_of, packages_of
-from ssmzoo.files import appears_whole, require_name, share, write_text, writing
+from ssmzoo.files import appears_whole, make_folder_of, require_name, share, write_text
 from ssmzoo.publishing.card_facts import (
     NOT_MEASURED,
     PICTURE,
@@ -98,11 +98,13 @@ def render_card(
         results: Files of ``ssmzoo eval``: this model's own, and those of models to stand beside.
         run_dir: The run that made the model. For ``RUN/model`` it is ``RUN`` if absent.
         output: The card's path; ``README.md`` in the model's folder, or beside the ``.json``, if
-            absent. A file there that ``ssmzoo card`` did not write is never overwritten. Licence,
-            language, data sets and base model in an earlier card's metadata are kept.
+            absent. It ends in ``.md``, and its folder is made. A file there that ``ssmzoo card``
+            did not write is never overwritten. Licence, language, data sets and base model in an
+            earlier card's metadata are kept.
 
     Raises:
-        ValueError: A file is missing, corrupt, or not of this model; the message names it.
+        ValueError: A file is missing, corrupt, or not of this model, and the message names it; or
+            ``output`` does not end in ``.md``.
         FileNotFoundError: The folder holds a part of a state adapter.
         RuntimeError: Jinja2 is not installed, or the card cannot be written.
     """
@@ -111,6 +113,10 @@ def render_card(
     except ImportError as error:
         raise missing("a card needs Jinja2", "publish", error) from error
 
+    if output is not None:
+        require_name(Path(output), "output")
+        if Path(output).suffix != ".md":  # the names of what lies beside a card, say
+            raise ValueError(f"output must end in .md, got {str(output)!r}; name a Markdown file")
     place = Path(model)
     if is_state_adapter(place):
         if results or run_dir is not None:
@@ -132,12 +138,12 @@ def render_card(
         facts, picture = facts_of(place, run_dir)
         target = Path(output) if output is not None else place / CARD
         own, others = part_results(facts.revision, place, read)
-    require_name(target, "output")
     alone = target.resolve().parent != place.resolve()
     shown = target.with_suffix(".png") if alone else target.with_name(PICTURE)
     if alone:
         _require_ours(target, shown)
     text = _render(facts, own, others, kept=_kept_metadata(target), picture=shown.name)
+    make_folder_of(target)
     with ExitStack() as parts:  # none appears before all are written
         if facts.picture and picture is not None and picture.resolve() != shown.resolve():
             shutil.copyfile(picture, parts.enter_context(appears_whole(shown)))
@@ -146,8 +152,7 @@ def render_card(
         entries = None if alone else _eval_results(own)
         if entries:
             beside = target.parent / ENTRIES
-            with writing(beside):
-                beside.parent.mkdir(exist_ok=True)
+            make_folder_of(beside)
             write_text(parts.enter_context(appears_whole(beside)), entries)
         write_text(parts.enter_context(appears_whole(target)), text)
     if not alone and not entries:
@@ -194,6 +199,7 @@ def _adapter_card(folder: Path, target: Path) -> Path:
         shapes=shapes,
         parameters=f"{sum(prod(shape) for shape in shapes.values()):,}",
     )
+    make_folder_of(target)
     write_text(target, without_credentials(str(card).rstrip()) + "\n")
     return target
 

@@ -70,6 +70,8 @@ class Progress:
         best: Step and metrics of the best validation, None before the first.
         stopped: Whether the last validation was as good as ``train.stop_at`` asks.
         validation_due: Whether a validation is due after the last step and not done.
+        validated: The step of the last validation.
+        rate: The learning rate of the last step; None if an earlier version saved it.
         meter: Losses and time since the last line.
     """
 
@@ -78,11 +80,17 @@ class Progress:
     best: dict[str, float | int] | None = None
     stopped: bool = False
     validation_due: bool = False
+    validated: int = 0
+    rate: float | None = None
     meter: Meter = field(default_factory=Meter)
 
     def best_step(self, recipe: Recipe) -> int | None:
         """Return the step whose checkpoint is kept for its validation."""
         return int(self.best["step"]) if self.best is not None and recipe.checkpoint.best else None
+
+    def lacks_last_validation(self, total: int) -> bool:
+        """Return whether ``total`` steps are done and the model of the last was not validated."""
+        return self.step == total != self.validated
 
     def state(self, recipe: Recipe) -> dict[str, Any]:
         """Return it as JSON."""
@@ -94,6 +102,8 @@ class Progress:
             "best": self.best,
             "stopped": stop.model_dump() if stop is not None and self.stopped else None,
             "unjudged": self.validation_due,
+            "validated": self.validated,
+            "rate": self.rate,
         }
 
     def restore(self, state: dict[str, Any], recipe: Recipe, root: Path) -> None:
@@ -106,6 +116,8 @@ class Progress:
             self.best = None
         self.stopped = stop is not None and state["stopped"] == stop.model_dump()
         self.validation_due = state.get("unjudged", False)
+        # an earlier version saved neither
+        self.validated, self.rate = state.get("validated", self.step), state.get("rate")
 
 
 class Contents(NamedTuple):

@@ -20,7 +20,14 @@ from ssmzoo.checkpoints.weights import (
 )
 from ssmzoo.environment.hardware import installed_versions
 from ssmzoo.environment.portable import portable, portable_command
-from ssmzoo.evaluation.results import Results, Score, adapted, recipe_of, write_results
+from ssmzoo.evaluation.results import (
+    Results,
+    Score,
+    adapted,
+    recipe_of,
+    source_of,
+    write_results,
+)
 from ssmzoo.files import STDLIB, file_digest, read_json, write_folder, write_json, write_text
 from ssmzoo.recipe import Recipe, load_recipe
 from ssmzoo.training.checkpoint import checkpoint_of, damage_of, newest_checkpoint
@@ -184,14 +191,24 @@ class RunFolder:
             )
         return final
 
-    def finish(self, final: Path, **facts: Any) -> None:
-        """Write ``model/`` from a checkpoint, and the run's results into ``run.json``.
+    def finish(
+        self,
+        final: Path,
+        *,
+        scores: list[Score] | None,
+        model_type: str,
+        parameters: int,
+        **facts: Any,
+    ) -> None:
+        """Write ``model/`` from a checkpoint, the scores if any, and last that the run is finished.
 
         Files that others put there, a card say, stay.
         """
         _renew(self.path / "model", model_files(final), lambda f: write_model(final, f))
         if holds_state_adapter(final):
             _renew(self.path / "adapter", adapter_files(final), lambda f: write_adapter(final, f))
+        if scores is not None:
+            self.write_results(scores, model_type, parameters)
         self._warn_of_the_clock()
         described = read_json(self.path / "run.json")
         last = {k: v for line in read_metrics(self.metrics) for k, v in line.items()}
@@ -199,17 +216,19 @@ class RunFolder:
         for name in ("validation_rmse", "validation_mse"):
             if name in last:
                 keys[2] = name
-        described["finished"] = {"date": _now(), **facts, **{key: last.get(key) for key in keys}}
+        facts = {"date": _now(), "parameters": parameters, **facts}
+        described["finished"] = facts | {key: last.get(key) for key in keys}
         write_json(self.path / "run.json", described)
         shutil.rmtree(self.cache, ignore_errors=True)
 
     def write_results(self, scores: list[Score], model_type: str, parameters: int) -> None:
         """Write ``results.json``: what ``ssmzoo eval`` writes, with the scores of a test split."""
         described = read_json(self.path / "run.json")
-        source, revision = f"{self.path.name}/model", weights_revision(self.path / "model")
+        model = self.path / "model"
+        source, revision = source_of(model), weights_revision(model)
         if holds_state_adapter(adapter := self.path / "adapter"):
             digest = read_adapter_config(adapter)["digest"]
-            source, revision = adapted(source, f"{self.path.name}/adapter", revision, digest)
+            source, revision = adapted(source, source_of(adapter), revision, digest)
         results: Results = {
             "model": {
                 "name": self.path.name,
@@ -223,7 +242,7 @@ class RunFolder:
             "versions": described["versions"],
             "hardware": described["hardware"],
             "environment": described.get("environment"),
-            "date": described["finished"]["date"],
+            "date": _now(),
             "command": described["command"],
         }
         write_results(self.path / "results.json", results)

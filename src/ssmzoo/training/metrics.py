@@ -24,12 +24,16 @@ _INPUTS = ("input_ids", "input_values", "pixel_values")
 class MetricsFile:
     """``metrics.jsonl``: one JSON object a line, each written at once."""
 
-    def __init__(self, path: Path, *, after_step: int, judged: bool = True) -> None:
+    def __init__(
+        self, path: Path, *, after_step: int, logged: bool = True, judged: bool = True
+    ) -> None:
         """Open the file, without the lines after the step that the run resumes from.
 
         Args:
             path: The file.
             after_step: The step; 0 to begin.
+            logged: Whether the last steps had their line before they were saved; otherwise a line
+                after that step is dropped too.
             judged: Whether a validation that was due after that step was finished before it was
                 saved; otherwise its line is dropped too.
 
@@ -38,7 +42,7 @@ class MetricsFile:
         """
         self._path = path
         if path.exists():
-            write_text(path, "".join(_lines_until(path, after_step, judged)))
+            write_text(path, "".join(_lines_until(path, after_step, logged, judged)))
         with writing(path):
             self._file = path.open("ab", buffering=0)
 
@@ -104,11 +108,18 @@ class Meter:
         """Add the losses and gradient norms of some steps."""
         self._window += pairs
 
+    @property
+    def waiting(self) -> bool:
+        """Whether there were steps since the last line."""
+        return bool(self._window)
+
     def line(self, tokens: int) -> dict[str, float]:
-        """Return the means since the last line, the speed, and the seconds; and start over."""
-        now = time.perf_counter()
-        spent = now - self._clock
-        speed = (tokens - self._tokens) / spent
+        """Return the means since the last line, the speed, and the seconds; and start over.
+
+        There is no speed where all tokens were trained on before the clock started.
+        """
+        now = self._now()
+        spent, trained = now - self._clock, tokens - self._tokens
         self.seconds += spent
         self._clock, self._tokens = now, tokens
         losses, norms = zip(*self._window, strict=True)
@@ -116,19 +127,21 @@ class Meter:
         return {
             "loss": sum(losses) / len(losses),
             "grad_norm": sum(norms) / len(norms),
-            "tokens_per_second": round(speed, 1),
+            **({"tokens_per_second": round(trained / spent, 1)} if trained else {}),
             "seconds": round(self.seconds, 3),
         }
 
     def state(self) -> dict[str, Any]:
         """Return, as JSON, what a resumed run needs to write the same lines."""
-        now = time.perf_counter() if self._paused is None else self._paused
-        return {"seconds": self.seconds + now - self._clock, "window": self._window}
+        return {"seconds": self.seconds + self._now() - self._clock, "window": self._window}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what :meth:`state` returned."""
         self.seconds = state["seconds"]
         self._window = [(loss, norm) for loss, norm in state["window"]]
+
+    def _now(self) -> float:
+        return time.perf_counter() if self._paused is None else self._paused
 
 
 def read_gauges(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, list[float]]:
@@ -203,13 +216,14 @@ def _hooked(
             hook.remove()
 
 
-def _lines_until(path: Path, step: int, judged: bool) -> Iterator[str]:
+def _lines_until(path: Path, step: int, logged: bool, judged: bool) -> Iterator[str]:
     text = path.read_text(encoding="utf-8", errors="replace")
     for number, line in enumerate(text.splitlines(keepends=True), 1):
         try:
             measured = json.loads(line)
             later = measured["step"] > step
-            again = measured["step"] == step and not judged and "validation_loss" in measured
+            kept = judged if "validation_loss" in measured else logged
+            again = measured["step"] == step and not kept
         except (ValueError, LookupError, TypeError):
             if not line.endswith("\n"):  # it was cut off when the run was killed
                 return

@@ -74,7 +74,8 @@ class Objective(ABC):
             part: Which of a step's micro-batches it comes from.
             targets: Of that micro-batch.
         """
-        return forward(piece).loss
+        loss = forward(piece).loss
+        return loss if targets else loss.nan_to_num()  # the mean of nothing is not a number
 
     def carried(self) -> dict[str, torch.Tensor]:
         """Return, by name, what of this step the next one begins with."""
@@ -86,7 +87,7 @@ class Objective(ABC):
 
     @abstractmethod
     def targets(self, part: Any) -> int:
-        """Return what the loss of this part is a mean over."""
+        """Return how many targets the loss of this part is a mean over; it may be none."""
 
     def judged(self, forward: Callable[..., Any], part: Any) -> torch.Tensor:
         """Return :meth:`measure` of a part, on which ``forward`` runs the model that is judged."""
@@ -145,15 +146,7 @@ class CausalLM(Objective):
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def targets(self, part: Rows) -> int:
-        """Return how many tokens are predicted.
-
-        Raises:
-            ValueError: Nothing at all, where there is no mean.
-        """
-        if not part.targets:
-            raise ValueError(
-                "a batch must have tokens to predict; documents of one token have none"
-            )
+        """Return how many tokens are predicted."""
         return part.targets
 
     def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Rows) -> torch.Tensor:
@@ -220,15 +213,8 @@ class Labelled(Objective):
         return {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in arrays.items()}
 
     def targets(self, part: Examples) -> int:
-        """Return how many labels count; none of a stand-in's does.
-
-        Raises:
-            ValueError: A part without labels, where there is no mean.
-        """
-        count = int(self._counted(self._labels(part)).sum())
-        if not count:
-            raise ValueError("a batch must have labels, got none; raise train.batch_size")
-        return count if part.counts else 0
+        """Return how many labels count; none of a stand-in's does."""
+        return int(self._counted(self._labels(part)).sum()) if part.counts else 0
 
     def _labels(self, part: Examples) -> np.ndarray:
         """Return the labels, those of padding marked as not counting."""
@@ -254,8 +240,7 @@ class _ByTheModelsLoss(Labelled):
         """Return what a validation adds up: loss, the metric's sum, targets."""
         logits: torch.Tensor = output.logits
         sums = self.zeros(logits.device)
-        if part.counts:
-            count = self.targets(part)
+        if count := self.targets(part):
             sums[0] = output.loss.double() * count
             sums[1] = self._judge(logits, batch["labels"].to(logits.device))
             sums[2] = count
@@ -353,11 +338,10 @@ class LabelledLM(Labelled):
         """Return a model's arguments.
 
         Raises:
-            ValueError: A part where nothing is asked, or as for all tasks.
+            ValueError: As for all tasks.
         """
         import torch
 
-        self.targets(part)
         arrays, (_, columns) = self._arguments(part), self._wanted(part)
         del arrays["labels"]
         batch = {name: x[:, : columns[-1] + 1] for name, x in arrays.items()}
@@ -376,7 +360,7 @@ class LabelledLM(Labelled):
     ) -> torch.Tensor:
         """Return the mean over a part's ``targets``."""
         logits = forward({name: x for name, x in piece.items() if name != "wanted"}).logits
-        return _cross_entropy(logits, piece["wanted"]) / max(1, targets)  # 0 of a stand-in
+        return _cross_entropy(logits, piece["wanted"]) / max(1, targets)  # 0 where nothing counts
 
     def zeros(self, device: torch.device) -> torch.Tensor:
         """Return the sums of no batch."""
@@ -415,9 +399,13 @@ class LabelledLM(Labelled):
         return labels[:, 1:] != IGNORED
 
     def _wanted(self, part: Examples) -> tuple[np.ndarray, np.ndarray]:
-        """Return what the logits must say [B, K], and the columns where something is asked."""
+        """Return what the logits must say [B, K], and the columns where something is asked.
+
+        Where nothing is asked, the first one stands for them.
+        """
         labels = self._labels(part)[:, 1:]
         columns = np.flatnonzero((labels != IGNORED).any(axis=0))
+        columns = columns if columns.size else np.zeros(1, np.int64)
         return labels[:, columns if self._chooses else slice(columns[-1] + 1)], columns
 
 

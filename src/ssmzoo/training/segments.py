@@ -77,7 +77,7 @@ class SegmentedLM(CausalLM):
             total = total + _loss(output, segment)
         # a step that follows may begin where this one ends, but without its graph
         self._carried[part].detach()
-        return total / targets
+        return total / max(1, targets)
 
     def _state(self, part: int, segment: dict[str, torch.Tensor]) -> StateCache:
         """Return the state that each sequence of a segment begins with."""
@@ -135,7 +135,6 @@ class SequenceParallelLM(CausalLM):
 
     def targets(self, part: Rows) -> int:
         """Return how many tokens are predicted in this process's piece, where it may be none."""
-        super().targets(part)
         begin, width = self._columns(part)
         return int((part.labels[:, begin + 1 : begin + width + 1] != IGNORED).sum())
 

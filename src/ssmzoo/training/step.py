@@ -138,9 +138,18 @@ class Learner:
         self._pending: list[torch.Tensor] = []
 
     def read(self, source: RowSource[Any]) -> Step:
-        """Read one step's micro-batches; this runs in a thread, ahead of the training."""
+        """Read one step's micro-batches; this runs in a thread, ahead of the training.
+
+        Raises:
+            ValueError: Nothing to predict, where there is no mean.
+        """
         parts = [source.take(self.micro_batch) for _ in range(self.accumulate)]
         targets = [self.objective.targets(part) for part in parts]
+        if self.processes.count == 1 and not sum(targets):  # others may have some
+            raise ValueError(
+                "a step must have something to predict, got none: labels that count, or documents "
+                "of two tokens and more; raise train.batch_size"
+            )
         pieces = [self.objective.pieces(part) for part in parts]
         if self._accelerator.device.type == "cuda":
             pieces = _pinned(pieces)

@@ -122,6 +122,8 @@ class Run:
             self.learner.objective.batch(next(iter(examples)))  # fails where they are too long
         if checkpoint is not None:
             restore_run(checkpoint, self.learner, self.progress, recipe, self.data.train)
+            if self.data.validation and self.progress.lacks_last_validation(self.plan.total):
+                self.progress.validation_due = True
         self._background: Background | None = None
         if processes.count > 1:
             from ssmzoo.training.shards import Background
@@ -157,7 +159,10 @@ class Run:
         self._metrics = None
         if main:
             self._metrics = MetricsFile(
-                self.folder.metrics, after_step=progress.step, judged=not progress.validation_due
+                self.folder.metrics,
+                after_step=progress.step,
+                logged=not progress.meter.waiting,
+                judged=not progress.validation_due,
             )
         self._bar = tqdm(
             total=self.plan.total,
@@ -185,6 +190,8 @@ class Run:
         progress.meter.start(progress.tokens)
         self._saved = time.monotonic()
         self.processes.stop_if_told()
+        if progress.step == plan.total:  # and was not when the checkpoint was saved
+            self._log_rest()
         if progress.validation_due:
             with progress.meter.paused():
                 position = self.data.train.position()
@@ -223,6 +230,7 @@ class Run:
             total = sums.values[0]
         self.learner.take(read, total)
         self.progress.step += 1
+        self.progress.rate = self.learner.rate
         self._new_tokens += read.tokens
         self._bar.update()
         return self._requests() if sums is None else sums.read()[1:]
@@ -278,17 +286,27 @@ class Run:
                 )
         progress.meter.add(pairs)
 
-    def _log(self, read: Step) -> None:
+    def _log_rest(self) -> None:
+        """Log the steps since the last line, if there are any, without gauges.
+
+        A resumed run has no step at hand to read them from, and must write the same line.
+        """
+        if self.progress.meter.waiting:
+            self._log(None)
+
+    def _log(self, read: Step | None) -> None:
         progress = self.progress
         line: dict[str, Any] = progress.meter.line(progress.tokens)
-        line = {"step": progress.step, "tokens": progress.tokens, "lr": self.learner.rate, **line}
+        line = {"step": progress.step, "tokens": progress.tokens, "lr": progress.rate, **line}
         if self.plan.epoch_steps is not None:
             line["epoch"] = round(progress.step / self.plan.epoch_steps, 6)
-        if gauges := self.learner.gauges(read):
+        if read is not None and (gauges := self.learner.gauges(read)):
             line["gauges"] = gauges
         self._write(line)
-        speed = f"{line['tokens_per_second']:,.0f}"
-        self._bar.set_postfix({"loss": f"{line['loss']:.3f}", "tok/s": speed})
+        shown = {"loss": f"{line['loss']:.3f}"}
+        if "tokens_per_second" in line:
+            shown["tok/s"] = f"{line['tokens_per_second']:,.0f}"
+        self._bar.set_postfix(shown)
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._metrics is not None:
@@ -298,17 +316,19 @@ class Run:
         """Measure what is held out; return whether the model is the best so far."""
         progress, objective = self.progress, self.learner.objective
         metrics = measure_held_out(self.learner, self.data.validation.after(progress.step))
+        stop = self.recipe.train.stop_at
+        progress.stopped = stop is not None and stop.reached(metrics)
+        if progress.stopped:
+            self._log_rest()
         known = finite(metrics)
         line = {f"validation_{name}": value for name, value in known.items()}
         self._write({"step": progress.step, "tokens": progress.tokens, **line})
-        progress.validation_due = False
+        progress.validation_due, progress.validated = False, progress.step
         self.learner.schedule.judge(metrics[objective.metric])
-        stop = self.recipe.train.stop_at
         best = is_best(metrics, progress.best, stop.metric if stop else objective.metric)
         if best:
             progress.best = {"step": progress.step}
             progress.best |= {name: value for name, value in known.items() if value is not None}
-        progress.stopped = stop is not None and stop.reached(metrics)
         return best
 
     def save(self, position: dict[str, Any]) -> None:
@@ -363,19 +383,17 @@ class Run:
 
     def _finish(self, final: Path, test: Metrics | None, lengths: dict[str, Metrics]) -> None:
         progress, objective = self.progress, self.learner.objective
-        parameters = self.learner.bare.num_parameters()
         judged = {"best": progress.best, "test": test, "lengths": lengths or None}
         self.folder.finish(
             final,
+            scores=None if test is None else scores_of_test(test, objective, self.recipe),
+            model_type=self.config.model_type,
+            parameters=self.learner.bare.num_parameters(),
             step=progress.step,
             tokens=progress.tokens,
-            parameters=parameters,
             seconds=round(progress.meter.seconds, 1),
             **{name: value for name, value in judged.items() if value is not None},
         )
-        if test is not None:
-            scores = scores_of_test(test, objective, self.recipe)
-            self.folder.write_results(scores, self.config.model_type, parameters)
         if self.recipe.log.curves:
             self.folder.draw(self._title(), objective.loss, now=True)
 

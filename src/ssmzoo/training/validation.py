@@ -31,6 +31,7 @@ def measure_held_out(
 
     Raises:
         Stopped: A process was told to stop.
+        ValueError: Nothing is held out that could be predicted.
     """
     import torch
 
@@ -43,7 +44,10 @@ def measure_held_out(
             sums += objective.judged(partial(learner.forward, judged), part)
             processes.stop_if_told()
     learner.model.train()
-    return objective.metrics(processes.sum(sums))
+    sums = processes.sum(sums)
+    if not sums.any():
+        raise ValueError("what is held out must have something to predict, got none")
+    return objective.metrics(sums)
 
 
 def measure_checkpoint(
