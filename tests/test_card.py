@@ -99,7 +99,7 @@ def write_results(run, name="first-try", *rows, revision=None, source=None, **ot
     content = {
         "model": {
             "name": name,
-            "source": source or f"{run.name}/model",
+            "source": source or str(run / "model"),
             "revision": revision or weights_revision(run / "model"),
             "model_type": "ssmzoo_longhorn",
             "parameters": 1,

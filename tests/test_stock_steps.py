@@ -365,6 +365,22 @@ def test_a_norm_of_zeros_keeps_its_gradients(monkeypatch: pytest.MonkeyPatch) ->
     assert norm.weight.grad is not None
 
 
+def test_norms_in_float16_are_on_our_op_where_stock_code_rounds_the_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is subnormal is rounded before the weight: no entry is to be judged by itself."""
+    monkeypatch.setattr(norms, "MANY", 0)
+    model: Any = tiny("mamba").half().eval()
+    norm = model.backbone.layers[0].norm
+    with torch.no_grad():
+        norm.weight.fill_(32)
+        ssmzoo.accelerate(model)
+        x = torch.randn(4, 24, 32).half()
+        x[..., 0] *= 2.0**-14
+        norm(x)
+    assert norm.__dict__[KEPT_AS].offset == 0.0
+
+
 @pytest.mark.parametrize("length", [1, 24], ids=["a token", "a sequence"])
 @pytest.mark.parametrize("others", [0.0, 90.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

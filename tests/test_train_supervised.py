@@ -665,7 +665,20 @@ def test_parts_where_nothing_is_asked_change_no_mean(tmp_path):
     assert {row["n"] for row in found if row["metric"] == "exact_match"} == {asking("test").sum()}
 
 
-def test_a_step_or_a_validation_that_asks_nothing_is_one_line(tmp_path):
+def test_a_part_without_labels_passes_no_gradient_on():
+    task = dataclasses.replace(load_task("odd", "test", 1), objective="regression", num_labels=1)
+    family = load_family("longhorn")
+    config = family.config(**LONGHORN["config"], vocab_size=8, num_labels=1)
+    model = family.sequence_classification_class(config)
+    goal, batch = labelled(model, task), task.batch([0, 1])
+    part = Examples(dataclasses.replace(batch, labels=np.full(2, np.nan, np.float32)))
+    (piece,) = goal.pieces(part)
+    assert goal.targets(part) == 0
+    goal.loss_of(lambda batch: model(**batch), piece, 0, 0).backward()
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+def test_a_step_that_asks_nothing_is_one_line(tmp_path):
     silent = {"seq_len": 2, "num_train": 8, "num_validation": 8, "num_test": 8}
     changes = {"train__epochs": None, "train__steps": 2, "train__batch_size": 2}
     with pytest.raises(ValueError, match="a step must have something to predict, got none"):

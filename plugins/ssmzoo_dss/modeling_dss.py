@@ -9,7 +9,7 @@ Dimensions: B batch, L length, H hidden, N modes, C channels, K taps, S sequence
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, cast
 
 import torch
@@ -127,9 +127,8 @@ class DSSMixer(SSMMixer):
         elif packing is None or (packing.rows is None and not continues):
             y = self._convolve(u, state, None, packing)
         else:
-            rows = packing.aligned()
-            if not self.config.decodable:  # the kernel depends on the longest, not on its padding
-                rows = replace(rows, width=max(1, int(rows.lengths.max())))
+            # a kernel that depends on the longest must not see padding that all rows share
+            rows = packing.aligned(tight=not self.config.decodable)
             y = self._convolve(rows.gather(u), state, rows.lengths, None)
             y = rows.scatter(y, u.shape[1])
         y = self.out_proj(self.dropout(F.gelu(y).to(hidden_states.dtype), packing))

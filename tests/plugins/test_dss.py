@@ -1037,6 +1037,16 @@ def test_padding_of_all_rows_is_no_length(fields, left):
     assert relative(got[mask.bool()], expected[0]) <= 1e-10
 
 
+@torch.no_grad()
+def test_a_padded_row_is_one_graph_where_the_kernel_depends_on_the_longest():
+    model, rows, mask = build(**FREE), tokens(2, 8), torch.ones(2, 8, dtype=torch.long)
+    mask[1, 5:] = 0
+    expected = model(rows, attention_mask=mask, use_cache=False).logits
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    got = compiled(rows, attention_mask=mask, use_cache=False).logits
+    assert relative(got[mask.bool()], expected[mask.bool()]) <= 1e-10
+
+
 @pytest.mark.parametrize("length", [1, 2, 3, 11])
 def test_float16_weights_take_any_length(length):
     model, exact = build(torch.float16, **FIXED), build(torch.float32, **FIXED)

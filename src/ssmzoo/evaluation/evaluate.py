@@ -151,7 +151,7 @@ def evaluate(
         results: Results = {
             "model": {
                 "name": target.stem,
-                "source": str(model) if folder is None else source_of(folder),
+                "source": source_of(model),
                 "revision": weights_revision(folder)
                 if folder is not None
                 else getattr(network.config, "_commit_hash", None),
@@ -171,10 +171,7 @@ def evaluate(
         if started is not None:
             described = results["model"]
             described["source"], described["revision"] = adapted(
-                described["source"],
-                source_of(Path(str(adapter))),
-                described["revision"],
-                started,
+                described["source"], source_of(str(adapter)), described["revision"], started
             )
         if folder is not None and folder.resolve().name == "model":
             recipe = folder.resolve().parent / "recipe.yaml"

@@ -169,9 +169,14 @@ def recipe_of(path: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", portable(recipe))
 
 
-def source_of(folder: Path) -> str:
-    """Return what results call the model in a folder: its last part, of a run's ``RUN/model``."""
-    place = folder.resolve()
+def source_of(model: str | Path) -> str:
+    """Return what results call a model: as it was named, an absolute path by its last part.
+
+    Of a run's model that is ``RUN/model``.
+    """
+    place = Path(model).expanduser()
+    if not place.is_absolute():
+        return str(model)
     return "/".join(place.parts[-2:] if place.name in ("model", "adapter") else place.parts[-1:])
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -302,7 +301,7 @@ def token(
     states: Sequence[Tensor],
     own: Callable[[], Tensor],
     *,
-    by_entry: bool = False,
+    by_column: bool = False,
 ) -> Tensor:
     """Return a module's output for few rows, in one call where it may be.
 
@@ -312,14 +311,14 @@ def token(
         x: ``[..., width]``, a token of each row.
         states: What the call changes, ``[B, ...]`` each.
         own: Its forward.
-        by_entry: Whether that must hold of every entry by itself; then the nearest writer counts.
+        by_column: Whether the nearest counts of those that give it, columns judged by themselves.
     """
     if not _may_decode(module, x, states):
         return own()
     step = kept(module).step  # which another thread may replace meanwhile
     if step is None or not step.fits(x, states):
         y, after = _prove(
-            module, writers, x, states, own, lambda: states, x.dtype, by_entry=by_entry
+            module, writers, x, states, own, lambda: states, x.dtype, by_column=by_column
         )
         for state, new in zip(states, after, strict=True):
             if state is not new:
@@ -427,7 +426,7 @@ def _prove(
     after: Callable[[], Sequence[Tensor]],
     matrices: torch.dtype,
     *,
-    by_entry: bool = False,
+    by_column: bool = False,
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """Run a module's own code, and find a program that gives the same.
 
@@ -440,7 +439,7 @@ def _prove(
     y = own()
     if not y.any() or not y.isfinite().all():
         return y, after()  # from which nothing can be told
-    lasting, found = [], {}
+    lasting, differs, fitting = [], False, []
     for writer in writers:
         try:
             step = _Step(module, writer, x, states, y, matrices)
@@ -451,19 +450,18 @@ def _prove(
         changed = [state.clone() for state in before]
         ours = step(x, changed)
         pairs = zip((ours, *changed), (y, *after()), strict=True)
-        same = all(agree(a, b, matrices) for a, b in pairs)
-        far = 0.0 if same else math.inf
-        if same and by_entry:
-            far = apart(ours, y, matrices)
-        found[far] = step, ours, changed
-        lasting.append(step.parts.unchanged)
-        if far == 0.0:
-            break
-    nearest = min(found, default=math.inf)
-    if nearest < math.inf:
-        known.step, known.refused, known.why = found[nearest][0], None, None
-        return found[nearest][1:]
-    if found:
+        if all(agree(a, b, matrices) for a, b in pairs):
+            fitting.append((step, ours, changed))
+            if not by_column:
+                break
+        else:
+            differs = True
+            lasting.append(step.parts.unchanged)
+    if fitting:
+        known.step, ours, changed = min(fitting, key=lambda found: apart(found[1], y))
+        known.refused = known.why = None
+        return ours, changed
+    if differs:
         known.why = GAVE_OTHER_NUMBERS
         _log.info("%s decodes by its own code: programs gave other numbers", type(module).__name__)
     kind = x.dtype
@@ -490,13 +488,8 @@ def agree(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
     return not b.numel() or bool(((a - b).abs() <= rounding * b.abs().max()).all())
 
 
-def apart(a: Tensor, b: Tensor, dtype: torch.dtype) -> float:
-    """Return how far two results are apart, entry by entry.
-
-    Returns:
-        The mean over entries relative to those of ``b``; infinity if one of them is further away
-        than the roundings of ``dtype``.
-    """
-    size = b.double().abs().clamp(min=torch.finfo(b.dtype).tiny)
-    difference = (a.double() - b.double()).abs() / size
-    return difference.mean().item() if (difference <= _ROUNDING[dtype]).all() else math.inf
+def apart(a: Tensor, b: Tensor) -> float:
+    """Return how far ``a`` is from ``b``, relative to it in each column, as the columns' mean."""
+    kind = torch.promote_types(b.dtype, torch.float32)
+    difference, size = (x.reshape(-1, x.shape[-1]).abs().sum(0, dtype=kind) for x in (a - b, b))
+    return (difference / size.clamp(min=torch.finfo(kind).tiny)).mean().item()

@@ -82,13 +82,18 @@ class PackedRow(Packing):
         """
         return max(1, self.length if torch.compiler.is_compiling() else self.longest())
 
-    def aligned(self) -> AlignedRows:
+    def aligned(self, *, tight: bool = False) -> AlignedRows:
         """Return the sequences that are no padding as rows of a batch.
 
         They are as long as the longest sequence or, where it would have to be looked up in a
         graph, as the whole row.
+
+        Args:
+            tight: Whether the longest is looked up for a padded batch, too, which otherwise stays
+                as wide as it was given.
         """
-        found = self._known.get("aligned")
+        known_as = "tight" if tight else "aligned"
+        found = self._known.get(known_as)
         if found is None:
             starts, lengths = self.offsets[:-1], self.offsets.diff()
             if self.rows is not None:
@@ -96,9 +101,11 @@ class PackedRow(Packing):
             compiling, width = torch.compiler.is_compiling(), self.row_length
             if width is None:
                 width = self.length if compiling else self.longest()
+            elif tight and not compiling:
+                width = max(1, int(lengths.max()))
             found = AlignedRows(starts, lengths, width)
             if not compiling:  # a graph would have to carry it out of a checkpointed layer
-                self._known["aligned"] = found
+                self._known[known_as] = found
         return found
 
 

@@ -19,7 +19,7 @@ import yaml
 from ssmzoo.checkpoints.load import model_name
 from ssmzoo.checkpoints.weights import parameter_count, read_weights, weights_revision
 from ssmzoo.environment.portable import portable
-from ssmzoo.evaluation.results import is_number, read_results, source_of
+from ssmzoo.evaluation.results import is_number, read_results
 from ssmzoo.family import family_of
 from ssmzoo.files import read_json, share, write_json
 
@@ -232,7 +232,7 @@ def part_results(
     own = [entry for entry in results if entry.revision == revision]
     others = [entry for entry in results if entry.revision != revision]
     for entry in others:
-        if entry.source == source_of(place):
+        if Path(entry.source).is_dir() and Path(entry.source).resolve() == place.resolve():
             raise ValueError(
                 f"{entry.path} was measured on other weights ({entry.revision}) than {place} "
                 f"holds now ({revision}); measure again with: ssmzoo eval {place}"

@@ -20,14 +20,7 @@ from ssmzoo.checkpoints.weights import (
 )
 from ssmzoo.environment.hardware import installed_versions
 from ssmzoo.environment.portable import portable, portable_command
-from ssmzoo.evaluation.results import (
-    Results,
-    Score,
-    adapted,
-    recipe_of,
-    source_of,
-    write_results,
-)
+from ssmzoo.evaluation.results import Results, Score, adapted, recipe_of, write_results
 from ssmzoo.files import STDLIB, file_digest, read_json, write_folder, write_json, write_text
 from ssmzoo.recipe import Recipe, load_recipe
 from ssmzoo.training.checkpoint import checkpoint_of, damage_of, newest_checkpoint
@@ -224,11 +217,10 @@ class RunFolder:
     def write_results(self, scores: list[Score], model_type: str, parameters: int) -> None:
         """Write ``results.json``: what ``ssmzoo eval`` writes, with the scores of a test split."""
         described = read_json(self.path / "run.json")
-        model = self.path / "model"
-        source, revision = source_of(model), weights_revision(model)
+        source, revision = f"{self.path.name}/model", weights_revision(self.path / "model")
         if holds_state_adapter(adapter := self.path / "adapter"):
             digest = read_adapter_config(adapter)["digest"]
-            source, revision = adapted(source, source_of(adapter), revision, digest)
+            source, revision = adapted(source, f"{self.path.name}/adapter", revision, digest)
         results: Results = {
             "model": {
                 "name": self.path.name,

@@ -74,8 +74,10 @@ class Objective(ABC):
             part: Which of a step's micro-batches it comes from.
             targets: Of that micro-batch.
         """
-        loss = forward(piece).loss
-        return loss if targets else loss.nan_to_num()  # the mean of nothing is not a number
+        output = forward(piece)
+        if not targets:  # the mean of nothing is not a number; other processes wait for gradients
+            return 0.0 * output.logits.float().sum()
+        return output.loss
 
     def carried(self) -> dict[str, torch.Tensor]:
         """Return, by name, what of this step the next one begins with."""

@@ -29,6 +29,12 @@ if TYPE_CHECKING:
     from ssmzoo.tasks import Supervised
 
 
+NOTHING_TO_PREDICT = (
+    "a step must have something to predict, got none: labels that count, or documents of two "
+    "tokens and more; raise train.batch_size"
+)
+
+
 class Step(NamedTuple):
     """What an optimizer step reads."""
 
@@ -146,10 +152,7 @@ class Learner:
         parts = [source.take(self.micro_batch) for _ in range(self.accumulate)]
         targets = [self.objective.targets(part) for part in parts]
         if self.processes.count == 1 and not sum(targets):  # others may have some
-            raise ValueError(
-                "a step must have something to predict, got none: labels that count, or documents "
-                "of two tokens and more; raise train.batch_size"
-            )
+            raise ValueError(NOTHING_TO_PREDICT)
         pieces = [self.objective.pieces(part) for part in parts]
         if self._accelerator.device.type == "cuda":
             pieces = _pinned(pieces)

@@ -34,7 +34,7 @@ from ssmzoo.training.folder import RunFolder
 from ssmzoo.training.metrics import MetricsFile, finite
 from ssmzoo.training.model import build_config
 from ssmzoo.training.optimizer import Plan, require_ahead
-from ssmzoo.training.step import Learner, Step
+from ssmzoo.training.step import NOTHING_TO_PREDICT, Learner, Step
 from ssmzoo.training.stopping import Stopped, StopRequest, told_by
 from ssmzoo.training.validation import is_best, measure_checkpoint, measure_held_out, scores_of_test
 
@@ -233,7 +233,12 @@ class Run:
         self.progress.rate = self.learner.rate
         self._new_tokens += read.tokens
         self._bar.update()
-        return self._requests() if sums is None else sums.read()[1:]
+        if sums is None:
+            return self._requests()
+        targets, *requests = sums.read()
+        if not targets:
+            raise ValueError(NOTHING_TO_PREDICT)
+        return requests
 
     def _requests(self) -> list[int]:
         """Return 1 for each request of this process: to stop, by signal, and to save."""

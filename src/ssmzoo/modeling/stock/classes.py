@@ -283,7 +283,7 @@ def _part(stock: type[nn.Module], writers: tuple[decoding.Writer, ...]) -> dict[
             return stock_forward(self, *args, **kwargs)
         (x,) = args
         layered = functools.partial(whole, self, x, lambda: stock_forward(self, x))
-        return decoding.token(self, writers, x, (), layered, by_entry=writers is _NORMS)
+        return decoding.token(self, writers, x, (), layered, by_column=writers is _NORMS)
 
     return {"forward": forward}
 

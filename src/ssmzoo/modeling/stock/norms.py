@@ -50,9 +50,9 @@ def normalised(module: Any, x: Tensor, stock: Callable[[], Tensor]) -> Tensor:
         with torch.no_grad():
             y = stock()
             if y.any() and y.isfinite().all():  # else nothing can be told from it
-                far = {o: decoding.apart(ours(o), y, x.dtype) for o in OFFSETS}
-                nearest = min(OFFSETS, key=far.__getitem__)
-                known.offset = nearest if far[nearest] < math.inf else math.nan
+                fit = [o for o in OFFSETS if decoding.agree(ours(o), y, x.dtype)]
+                far = {o: decoding.apart(ours(o), y) for o in fit}
+                known.offset = min(fit, key=far.__getitem__, default=math.nan)
                 if math.isnan(known.offset):
                     _log.info("%s stays stock: its numbers are others", type(module).__name__)
     # also the first time: what checkpointing runs again must be what ran before
