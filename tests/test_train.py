@@ -396,6 +396,14 @@ def test_what_is_saved_while_the_clock_stands_still_has_no_pause_in_it(monkeypat
     assert meter.state()["seconds"] == 4.0
 
 
+def test_what_a_checkpoint_holds_of_the_losses_does_not_grow_while_it_is_written():
+    meter = Meter()
+    meter.add([(1.0, 2.0)])
+    saved = meter.state()
+    meter.add([(3.0, 4.0)])
+    assert saved["window"] == [(1.0, 2.0)]
+
+
 def test_a_line_that_is_written_while_the_clock_stands_still_has_no_pause_in_it(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("ssmzoo.training.metrics.time.perf_counter", lambda: now[0])

@@ -133,7 +133,8 @@ class Meter:
 
     def state(self) -> dict[str, Any]:
         """Return, as JSON, what a resumed run needs to write the same lines."""
-        return {"seconds": self.seconds + self._now() - self._clock, "window": self._window}
+        # a copy: it may be written while the training goes on
+        return {"seconds": self.seconds + self._now() - self._clock, "window": [*self._window]}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what :meth:`state` returned."""
