@@ -12,7 +12,7 @@ from ssmzoo.family import Converter, Family, Paper, families, load_family
 if TYPE_CHECKING:
     from ssmzoo.modeling.stock import accelerate, accelerated, restore
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Converter",
