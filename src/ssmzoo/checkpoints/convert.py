@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 from ssmzoo.checkpoints.load import model_folder
 from ssmzoo.checkpoints.weights import WEIGHTS, WEIGHTS_INDEX, read_tensors, read_weights
 from ssmzoo.family import Converter, claims, family_of, load_family
-from ssmzoo.files import appears_whole, parse_yaml, read_json, require_new, write_folder, writing
+from ssmzoo.files import (
+    appears_whole,
+    make_folder_of,
+    parse_yaml,
+    read_json,
+    require_new,
+    write_folder,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -105,8 +112,7 @@ def to_official(model: str | Path, output: str | Path) -> Path:
             f"the official code has a {kind} only, {folder} holds {config['architectures'][0]}"
         )
     theirs = converter.to_official(_read(folder), family.config_class.from_pretrained(str(folder)))
-    with writing(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder_of(target)
     with appears_whole(target) as unfinished:
         # a tied head shares its memory, which safetensors refuses
         save_file({name: tensor.clone() for name, tensor in theirs.items()}, str(unfinished))

@@ -163,12 +163,15 @@ class Learner:
             source.position(),
         )
 
-    def take(self, step: Step, total: torch.Tensor | int) -> None:
+    def take(self, step: Step, total: torch.Tensor | int) -> float:
         """Take a step: forward, backward, clip, update, project.
 
         Args:
             step: What :meth:`read` gave.
             total: The step's targets over all processes.
+
+        Returns:
+            Its learning rate.
         """
         import torch
 
@@ -191,10 +194,11 @@ class Learner:
         self.optimizer.step()
         if self._project is not None:
             self._project()
-        self.rate = self.optimizer.param_groups[0]["lr"]
+        rate: float = self.optimizer.param_groups[0]["lr"]
         self.schedule.step()
         self.optimizer.zero_grad()
         self._pending.append(torch.stack([torch.as_tensor(loss_of_step), gathered(norm)]))
+        return rate
 
     def collect(self) -> list[tuple[float, float]]:
         """Bring loss and gradient norm of each step since the last call from the device."""

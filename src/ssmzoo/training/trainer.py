@@ -228,9 +228,8 @@ class Run:
         if self.processes.count > 1:
             sums = Sums(self.processes.accelerator, [total, *self._requests()])
             total = sums.values[0]
-        self.learner.take(read, total)
+        self.progress.rate = self.learner.take(read, total)
         self.progress.step += 1
-        self.progress.rate = self.learner.rate
         self._new_tokens += read.tokens
         self._bar.update()
         if sums is None:
