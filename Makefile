@@ -47,7 +47,7 @@ PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
 # the C library keeps what is freed: no call pays for pages that another gave back
 STEADY = MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=2147483647
 
-.PHONY: help install demo zoo small test test-kit test-gpu test-transformers lint format types bench cards pages site wheel release upload clean
+.PHONY: help install demo zoo small test quick test-kit test-gpu test-transformers lint format types bench cards pages site wheel release upload clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -72,14 +72,17 @@ test: $(INSTALLED) $(OLDEST_DIR)/.installed $(TORCHAO_DIR)/.installed $(ONNX_DIR
 ifeq ($(TESTS),tests)
 	@echo "== model tests on the oldest supported transformers =="
 	$(if $(OLDEST_TESTS),,$(error no model tests found under tests/))
-	PYTHONPATH=$(OLDEST_DIR) $(PYTEST) -p tests.versions -m "not slow and not gpu and not variant and not waits" \
+	PYTHONPATH=$(OLDEST_DIR) $(PYTEST) -p tests.versions -m "not slow and not gpu and not variant" \
 	  -k "(promise or convert or modeling or compat or stock) and not compile" $(OLDEST_TESTS)
 endif
 	@echo "== all tests on the versions of constraints.txt =="
-	$(PYTEST) -p tests.versions -p tests.skip_guard -m "not slow" $(TESTS)
+	$(PYTEST) -p tests.versions -p tests.skip_guard -m "not slow and not gpu" $(TESTS)
+
+quick: $(INSTALLED) ## Run the tests of a few minutes, for the inner loop of a change
+	$(PYTEST) -m "not slow and not gpu and not long" $(TESTS)
 
 test-kit: $(INSTALLED) $(TORCHAO_DIR)/.installed $(ONNX_DIR)/.installed ## Run every check of the conformance kit on every family; write tests/kit.csv
-	PYTHONPATH=$(TORCHAO_DIR):$(ONNX_DIR) SSMZOO_TURN=all $(PYTEST) -p tests.versions -p tests.kit_report -k promise tests
+	PYTHONPATH=$(TORCHAO_DIR):$(ONNX_DIR) $(PYTEST) -p tests.versions -p tests.kit_report -k promise tests
 
 test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
 	$(PY) -m pytest -p tests.versions -m gpu $(TESTS)

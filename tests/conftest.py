@@ -4,8 +4,6 @@ import gc
 import os
 import signal
 import sys
-import zlib
-from datetime import date
 
 import pytest
 import torch
@@ -22,19 +20,8 @@ def pytest_addoption(parser):
     )
 
 
-# what takes long takes turns: in `make test` a test marked `turns` runs on one day of TURNS, and so
-# does each long check of the conformance kit of each family
+# checks of the conformance kit that `make quick` leaves out, as it does tests marked `long`
 LONG_PROMISES = ("assisted", "compile", "export", "fullgraph", "onnx", "standalone", "trainer")
-TURNS = 14
-
-
-def pytest_configure():
-    # the day is read once: pytest-xdist's workers inherit it, and must collect the same tests
-    os.environ.setdefault("SSMZOO_TURN", str(date.today().toordinal()))
-
-
-def pytest_report_header():
-    return f"tests that take turns: SSMZOO_TURN={os.environ['SSMZOO_TURN']} (all, or any number)"
 
 
 # a GPU backend joins where there is a GPU: tests/kernels/test_triton_gpu.py
@@ -96,27 +83,13 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-def take_turns(items, turn):
-    """Mark as slow what has its turn on another day, and as `waits` a family's quick checks."""
-    if turn == "all":
-        return
-    for item in items:
-        promise = getattr(item, "originalname", "") == "test_promise"
-        if not promise and not item.get_closest_marker("turns"):
-            continue
-        group = item.get_closest_marker("xdist_group")  # its tests share what they build
-        quick = promise and item.callspec.id not in LONG_PROMISES
-        own = f"{item.cls.__name__ if promise else item.path.stem}{'' if quick else item.name}"
-        # the name alone decides: any selection of tests runs the same ones
-        if (zlib.crc32((group.args[0] if group else own).encode()) - int(turn)) % TURNS:
-            item.add_marker(pytest.mark.waits if quick else pytest.mark.slow)
-
-
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("variant") and item.name.endswith("[compile]"):
             item.add_marker(pytest.mark.slow)
-    take_turns(items, os.environ["SSMZOO_TURN"])
+        promise = getattr(item, "originalname", "") == "test_promise"
+        if promise and item.callspec.id in LONG_PROMISES:
+            item.add_marker(pytest.mark.long)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -9,7 +9,7 @@ import pytest
 LARGE = pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])
 
 
-@pytest.mark.turns
+@pytest.mark.long
 @pytest.mark.parametrize("megabytes", [20, LARGE])
 @pytest.mark.parametrize("form", ["stored", "streamed"])
 def test_a_corpus_is_read_within_a_gigabyte(form, megabytes, tmp_path):

@@ -150,7 +150,7 @@ def test_inspect_says_why_a_model_has_no_state(tmp_path):
     assert facts["layers"][0]["read"]
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_without_a_compiler_each_op_names_it_and_the_way_out(tmp_path):
     environment = {**os.environ, "CC": "no-such-compiler"}
     command = [sys.executable, "-m", "ssmzoo", "doctor", "longhorn", "--length", "8", "--json"]

@@ -328,7 +328,7 @@ with torch.no_grad():
 """
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_a_published_classifier_of_images_loads_where_nothing_of_ours_is(run, tmp_path):
     (run / "model" / "README.md").write_text("---\nlicense: apache-2.0\n---\n# ViL\n")
     publish(run / "model", str(tmp_path / "public"))

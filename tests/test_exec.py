@@ -95,7 +95,7 @@ def test_debug_may_stand_before_exec(tmp_path):
     assert out == "['tell.py', '--model', 'hf']\n"
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_trl_trains_a_model_of_the_zoo_in_the_process_that_it_launches(model, tmp_path):
     rows = [json.dumps({"text": text}) for text in ("one two", "three four", "five", "six")]
     (tmp_path / "data").mkdir()
@@ -108,7 +108,7 @@ def test_trl_trains_a_model_of_the_zoo_in_the_process_that_it_launches(model, tm
     ]
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_transformers_serve_answers_with_a_model_of_the_zoo(model, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -33,7 +33,7 @@ from ssmzoo.testing.subject import Subject
 # one worker makes the models and runs the processes
 pytestmark = [
     pytest.mark.xdist_group("export_code"),
-    pytest.mark.turns,
+    pytest.mark.long,
     # lm-eval and its many imports warn of their own affairs
     pytest.mark.filterwarnings("default::DeprecationWarning"),
     pytest.mark.filterwarnings("default::FutureWarning"),

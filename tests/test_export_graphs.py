@@ -75,7 +75,7 @@ def test_a_prompt_of_any_length_is_read_at_once(name):
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.turns
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "portable"), [("gru", False), ("longhorn", True)])
 @torch.no_grad()
 def test_a_program_reads_prompts_and_goes_on_with_any_batch_and_length(name, portable, tmp_path):

@@ -169,7 +169,7 @@ def alone(script, *arguments, **more):
     assert done.stdout.strip() == "equal"
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_triton_kernels_run_where_ssmzoo_is_not_installed(repository):
     variant = repository / "build" / "torch-cuda"
     alone(ALONE % AS_THE_LOADER_DOES, variant, "triton", "eager", TRITON_INTERPRET="1")

@@ -166,7 +166,7 @@ BROKEN = {  # by distribution: the entry point, the module, the status
 }
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_broken_plugins_break_no_other_plugin(tmp_path):
     for name, (value, module, _) in BROKEN.items():
         distribution(tmp_path, name, {name.removesuffix("-family"): value}, module)

@@ -153,7 +153,7 @@ def begun(place, tmp_path_factory):
     return target
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_a_run_names_the_file_that_cannot_be_finished_and_resumes(place, begun, tmp_path, fails):
     run = place / "run"
     sizes = sorted({path.stat().st_size for path in run.rglob("*") if path.is_file()})
@@ -282,7 +282,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_a_read_only_folder_is_one_line_and_stays_as_it_was(place, tmp_path):
     shut = tmp_path / "shut"
     shut.mkdir()

@@ -83,7 +83,7 @@ with hub_server.HubServer() as hub:
 """
 
 
-pytestmark = [pytest.mark.xdist_group("hub_data"), pytest.mark.turns]
+pytestmark = [pytest.mark.xdist_group("hub_data"), pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

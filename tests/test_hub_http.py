@@ -516,7 +516,7 @@ for name in sys.argv[1:]:
 )
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_pickles_and_names_outside_are_refused_of_a_repository_too(server, narrow, run, tmp_path):
     harm = tmp_path / "harm"
     whole = {path.name: path.read_bytes() for path in narrow.iterdir()}

@@ -279,7 +279,7 @@ def read(folder):
     return json.loads((folder / REPORT).read_text(encoding="utf-8"))
 
 
-@pytest.mark.turns
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "pictures"),
     [

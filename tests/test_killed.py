@@ -50,7 +50,7 @@ def counts(tmp_path_factory):
     return killed(tmp_path_factory.mktemp("killed"), "8 0", "4 0 SIGTERM SIGUSR1 SIGINT")
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_runs_killed_anywhere_end_with_the_weights_and_lines_of_one_left_alone(counts):
     assert counts[0]["kills"] >= 8
     assert counts[0]["while_resuming"] >= 1

@@ -22,7 +22,7 @@ from tests.training import quick_runs  # noqa: F401
 from ssmzoo.recipe import load_recipe
 
 # every launcher and its processes import all anew
-pytestmark = [pytest.mark.turns, pytest.mark.xdist_group("killed_processes")]
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("killed_processes")]
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = (
-    "install", "demo", "zoo", "small", "test", "test-transformers", "lint", "types", "bench",
-    "pages", "site", "wheel", "release", "upload",
+    "install", "demo", "zoo", "small", "test", "quick", "test-transformers", "lint", "types",
+    "bench", "pages", "site", "wheel", "release", "upload",
 )  # fmt: skip
 NEEDED = ("pyproject.toml", "constraints.txt", "src/ssmzoo/__init__.py")
 

@@ -1078,7 +1078,7 @@ def test_packed_batches_compile_to_one_graph_by_boundaries_even_with_a_mask(mode
     torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.turns
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", sorted(families()))
 def test_compile_to_one_graph_under_a_default_device(name, ids):

@@ -128,13 +128,13 @@ def run(code, *arguments):
     )
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_an_operator_that_onnx_lacks_is_found():
     done = run(CHECKED, "onnx")
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_the_command_writes_a_graph_that_generates_the_models_tokens():
     done = run(TOKENS, 50, "coffee")
     assert done.returncode == 0, done.stderr
@@ -142,13 +142,13 @@ def test_the_command_writes_a_graph_that_generates_the_models_tokens():
     assert "holds files that no export wrote; choose another folder" in done.stderr
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_an_export_replaces_nothing_but_an_export(tmp_path):
     done = run(KEPT, tmp_path)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_the_page_on_export_says_what_runs(tmp_path):
     done = run(PAGE, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -48,7 +48,7 @@ def logits(model, inputs):
         return model(inputs["input_ids"][:, past.seen_tokens :], cache=past).logits[:, -1]
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_a_saved_prompt_continues_bitwise_equal_in_another_process(model, ids, folder, tmp_path):
     model.save_pretrained(tmp_path / "model")
     code = f"""

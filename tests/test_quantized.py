@@ -103,7 +103,7 @@ for name in ("longhorn", "coffee", "rtf"):
 """
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_every_family_loads_in_8_and_4_bits_and_those_that_cannot_are_found():
     folder = os.environ.get("SSMZOO_TEST_TORCHAO")
     if folder is None and importlib.util.find_spec("torchao") is None:

@@ -95,7 +95,7 @@ def state(folder):
     )
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_a_release_is_a_commit_a_tag_and_checked_files(project):
     before = git(project, "rev-parse", "HEAD")
     done = release(project)
@@ -217,7 +217,7 @@ def test_a_release_is_refused_in_one_line(problem, message, project):
     assert state(project) == before
 
 
-@pytest.mark.turns
+@pytest.mark.long
 @pytest.mark.parametrize("step", ["two builds of one tree differ", "twine check", "pytest"])
 def test_a_step_that_fails_changes_nothing(step, project):
     if step == "twine check":
@@ -234,7 +234,7 @@ def test_a_step_that_fails_changes_nothing(step, project):
     assert state(project) == before
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_a_tag_that_git_cannot_set_changes_nothing(project):
     git(project, "config", "tag.gpgSign", "true")
     git(project, "config", "gpg.program", "/bin/false")
@@ -244,7 +244,7 @@ def test_a_tag_that_git_cannot_set_changes_nothing(project):
     assert state(project) == before
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_main_may_move_meanwhile(project):
     write(project, {"twine": "#!/bin/sh\ngit commit --quiet --allow-empty --message Meanwhile\n"})
     done = release(project)
@@ -254,7 +254,7 @@ def test_main_may_move_meanwhile(project):
     assert not (project / "dist").exists()
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_what_is_not_installed_is_named(project):
     commit(
         project,

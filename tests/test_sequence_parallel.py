@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from ssmzoo import families, load_family
 from ssmzoo.modeling import StateCache, sequence_parallel, sequence_piece
 
-pytestmark = [pytest.mark.xdist_group("sequence_parallel"), pytest.mark.turns]
+pytestmark = [pytest.mark.xdist_group("sequence_parallel"), pytest.mark.long]
 
 BUDGET = 1e-12  # of float64: some thousand sums of 1e-16, relative
 

@@ -88,7 +88,7 @@ class Ranks:
         return [json.loads(json.dumps(rank.position())) for rank in self.ranks]
 
 
-@pytest.mark.turns
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["jsonl", "gz", "parquet", "hub"])
 def test_any_number_of_ranks_reads_each_token_of_an_epoch_once_through_resumes(kind, tmp_path):
     """Each pair of 1 to 4 ranks is a resume, in both directions, and the rows are those of one."""
@@ -147,7 +147,7 @@ def test_workers_change_no_row_of_a_stream_and_no_position(tmp_path):
     helped.close[0]()
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_a_killed_worker_is_told_in_one_line():
     with closing(Workers(byte_tokenizer(), 1)) as workers:
         assert workers.submit(encoded, ["ab"])()[0].tolist() == [257, 97, 98, 258]
@@ -186,7 +186,7 @@ def test_a_worker_finds_a_tokenizer_beside_the_script(tmp_path):
     assert done.stdout == "[257, 97, 98, 258]\n", done.stderr
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_a_worker_works_on_when_all_of_a_jobs_processes_are_told_to_stop():
     with closing(Workers(byte_tokenizer(), 1)) as workers:
         pid = workers.submit(pid_of)()
@@ -220,7 +220,7 @@ def gone(pid):
     return False
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_no_worker_outlives_a_run_that_was_killed():
     script = """
 import os, signal, sys
@@ -235,7 +235,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert gone(int(done.stdout))
 
 
-@pytest.mark.turns
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "status"),
     [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],

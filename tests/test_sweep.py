@@ -312,7 +312,7 @@ def test_a_cut_ledger_is_not_read(finished, tmp_path):
         read_ledger(cut)
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_two_processes_share_a_folder_and_lose_no_line(tmp_path, said):
     path, output = tmp_path / "sweep.yaml", tmp_path / "out"
     rates = [0.01, 0.02, 0.03]

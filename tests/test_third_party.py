@@ -70,7 +70,7 @@ def model(environment):
     return environment.folder / "run" / "model"
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_it_passes_the_conformance_suite_from_the_command_line(environment):
     report = json.loads(environment.run("ssmzoo", "check", "toy", "--json"))
     outcomes = {row["name"]: row["status"] for row in report["checks"]}
@@ -78,7 +78,7 @@ def test_it_passes_the_conformance_suite_from_the_command_line(environment):
     assert set(outcomes.values()) <= {"passed", "skipped"}
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_it_trains_generates_inspects_and_loads_by_auto_classes(environment, model):
     losses = [
         row["loss"]

@@ -19,7 +19,7 @@ class TestToy(FamilyConformance):
     family = import_package(TOY / "ssmzoo_toy").FAMILY
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_three_files_make_a_package_that_pip_installs_and_the_zoo_lists(tmp_path):
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index"]
     command += ["--no-build-isolation", "--target", tmp_path, TOY]

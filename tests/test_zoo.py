@@ -219,7 +219,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_a_zoo_that_is_killed_goes_on_to_its_table_and_is_not_made_twice(place, capsys):
     command = [sys.executable, "-m", "ssmzoo.cli.zoo", *COMMAND]
     killed = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)

@@ -9,7 +9,7 @@ from ssmzoo_kernels import companion_step, last_backend
 pytest.importorskip("triton", reason="triton is not installed")
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_the_kernel_compiles_without_spills():
     records = compiled("compiled_companion.py")
     assert {(r["case"], r["target"]) for r in records} == {

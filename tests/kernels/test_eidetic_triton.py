@@ -56,7 +56,7 @@ def check_instructions(record):
     assert (record["mma"] > 0) == ("float32" not in case and record["wgmma"] == 0), record
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_kernels_of_model_shapes_compile_without_spills():
     check(QUICK)
 

@@ -23,7 +23,7 @@ def test_tensors_of_torch_func_transforms_are_not_cached():
     assert innovation(y, [0.5])[0].shape == (2, 23)
 
 
-@pytest.mark.turns
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*complex operators:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit")  # of torch's own
 @pytest.mark.xdist_group("inductor")

@@ -28,7 +28,7 @@ def check(cases, shared=SHARED, options=()):
     return records
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_kernels_of_model_shapes_compile_without_spills_and_lanes_lie_along_channels():
     found = {(r["case"], r["kernel"], r["target"]): r["layouts"] for r in check(QUICK)}
     for (case, kind), lanes in LANES.items():

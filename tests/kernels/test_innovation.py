@@ -320,7 +320,7 @@ def test_an_infinite_score_is_kept():
 # --- Triton -----------------------------------------------------------------------------------
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_the_kernel_compiles_without_spills():
     pytest.importorskip("triton", reason="triton is not installed")
     records = compiled("compiled_innovation.py")

@@ -30,7 +30,7 @@ def check(cases):
     assert_no_spills(records)
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_kernels_of_model_shapes_compile_without_spills():
     check(QUICK)
 

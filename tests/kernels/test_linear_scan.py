@@ -150,7 +150,7 @@ def test_real_and_complex_tensors_do_not_mix(name, other):
 # --- the Triton kernels -----------------------------------------------------------------------
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_the_kernels_compile_without_spills_and_a_lane_has_a_column():
     pytest.importorskip("triton", reason="triton is not installed")
     runs = {"linear_scan_fwd_kernel", "linear_scan_bwd_kernel"}

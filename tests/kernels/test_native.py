@@ -123,7 +123,7 @@ def test_another_source_flag_or_macro_is_another_library(fresh, tmp_path):
     assert len(list(fresh.glob("answer-*.so"))) == 4
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_processes_that_build_at_the_same_time_all_get_a_whole_library(fresh):
     """And one OpenMP runtime: torch's threads and ours would wait for each other's cores."""
     environment = os.environ | {"XDG_CACHE_HOME": str(fresh.parent), "OMP_NUM_THREADS": "1"}
@@ -169,7 +169,7 @@ def test_a_cache_folder_that_others_may_write_is_refused(fresh, caplog):
     assert "writable by others" in caplog.text
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_a_compiler_without_openmp_still_builds(fresh, monkeypatch, tmp_path):
     script = (
         'for x in "$@"; do [ "$x" = -fopenmp ] && echo "error: no openmp" >&2 && exit 1; done\n'
@@ -183,7 +183,7 @@ def test_a_compiler_without_openmp_still_builds(fresh, monkeypatch, tmp_path):
     torch.testing.assert_close(out, expected)
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_a_compiler_that_knows_no_native_tuning_still_builds(fresh, monkeypatch, tmp_path):
     script = (
         'for x in "$@"; do [ "$x" = -march=native ] && echo "error: what" >&2 && exit 1; done\n'
@@ -351,7 +351,7 @@ print(native._private_folder().is_dir())
 """
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_a_forked_process_has_a_private_folder_of_its_own_and_removes_it():
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -427,7 +427,7 @@ def test_noexec_folders_are_blamed_instead_of_the_compiler(fresh, monkeypatch, c
     assert "gcc" not in native.missing()
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_a_limit_on_the_size_of_files_does_not_end_a_model(fresh):
     command = f"ulimit -f 4; exec {sys.executable} -c '{RUN}'"
     environment = os.environ | {"XDG_CACHE_HOME": str(fresh.parent), "OMP_NUM_THREADS": "1"}
@@ -481,7 +481,7 @@ def test_a_target_that_the_cpu_cannot_run_is_one_error(fresh, monkeypatch, tmp_p
         scan()
 
 
-@pytest.mark.turns
+@pytest.mark.long
 @pytest.mark.parametrize("source", sorted(PACKAGE.rglob("*.c")), ids=lambda path: path.stem)
 def test_the_sources_compile_without_warnings(source, tmp_path):
     command = [

@@ -85,7 +85,7 @@ def test_wrong_arguments_are_named(changes, kind, message):
         rms_norm(**arguments)
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_kernels_compile_without_spills():
     pytest.importorskip("triton", reason="triton is not installed")
     records = compiled("compiled_rms_norm.py")

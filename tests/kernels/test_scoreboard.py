@@ -53,7 +53,7 @@ def worse(now, committed):
     return [x for x in bounded if now[x] > committed[x] * slack.get(x, 1)]
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_kernels_take_no_more_than_the_committed_table_says():
     pytest.importorskip("triton", reason="triton is not installed")
     committed = read(TABLE.read_text())

@@ -51,7 +51,7 @@ def forget():
     autouse=True,
     params=[
         # one worker builds all of a target's libraries
-        pytest.param(x, marks=(pytest.mark.turns, pytest.mark.xdist_group(f"target {x}")))
+        pytest.param(x, marks=(pytest.mark.long, pytest.mark.xdist_group(f"target {x}")))
         for x in TARGETS
     ],
 )

@@ -72,7 +72,7 @@ def check(cases, shared=SHARED, options=()):
     return records
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_kernels_of_model_shapes_compile_without_spills_and_a_lane_has_a_channel():
     for record in check(QUICK):
         if record["case"] in A_CHANNEL_A_LANE:

@@ -19,7 +19,7 @@ PROCESSES = (
 )
 
 
-@pytest.mark.turns
+@pytest.mark.long
 @pytest.mark.parametrize(
     "files",
     [

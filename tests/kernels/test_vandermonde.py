@@ -319,7 +319,7 @@ def test_wrong_arguments_are_named(change, error, message):
         vandermonde(**arguments)
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_kernels_compile_for_absent_gpus_without_spills():
     pytest.importorskip("triton", reason="triton is not installed")
     cases = ("vandermonde", "vandermonde_ragged", "step", "step_ragged", "step_float64")

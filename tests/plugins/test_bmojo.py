@@ -924,7 +924,7 @@ def test_recall_from_behind_the_window_takes_eidetic_memory(tmp_path):
         assert accuracy[name] < 0.5, name
 
 
-@pytest.mark.turns
+@pytest.mark.long
 @torch.no_grad()
 def test_one_graph_takes_sizes_that_vary():
     torch._dynamo.reset()

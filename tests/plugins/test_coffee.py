@@ -86,7 +86,7 @@ def conforms(fields, only):
     assert report.ok, report.table()
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_the_papers_module_keeps_all_promises_that_its_head_allows():
     # its logits depend on all tokens there are, and are larger than the loss, which transformers
     # takes of them in float32; it has no linear layer, and is always tied; ONNX has no cdist

@@ -295,7 +295,7 @@ def test_decoding_past_the_norm_length_is_refused_for_growing_modes_only():
     assert relative(cut(model, longer, 20, 24, 25, 31), expected) <= 1e-10
 
 
-@pytest.mark.turns
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own
 def test_a_graph_refuses_what_growing_modes_do_not_reach():
     model, input_ids = build(**{**FIXED, "num_hidden_layers": 1}), tokens(2, 24)

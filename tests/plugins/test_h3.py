@@ -40,12 +40,12 @@ def conforms(fields, **chosen):
     assert report.ok, report.table()
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_hybrids_keep_all_promises_that_a_growing_cache_allows():
     conforms(ROTARY, skip=["cache_precision", "export", "onnx", *SAME])
 
 
-@pytest.mark.turns
+@pytest.mark.long
 def test_hybrids_without_positions_keep_the_promises_of_values():
     """The bias of their keys cancels in the softmax: its gradient is zero, all else rounding."""
     names = ["oracle", "precision", "causality", "batch", "beams", "assisted", "chunked_prefill"]

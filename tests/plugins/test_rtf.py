@@ -868,7 +868,7 @@ def test_a_growing_recurrence_is_said_with_layer_row_and_radius(mode):
     assert len(caught) == 2  # a layer
 
 
-@pytest.mark.turns
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own
 def test_a_graph_looks_at_the_filters_once_as_it_is_traced():
     """What is unstable decodes from its last inputs, the rest by recurrence; others are said."""

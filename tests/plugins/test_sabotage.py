@@ -35,7 +35,7 @@ def test_every_check_has_a_sabotage_of_its_own():
     assert list(NARROW) == NAMES
 
 
-@pytest.mark.turns
+@pytest.mark.long
 @pytest.mark.parametrize("name", HIDDEN)
 def test_the_first_check_that_a_hidden_fault_fails_names_it(name):
     up_to = NAMES[: NAMES.index(BY_NAME[name]) + 1]
@@ -43,7 +43,7 @@ def test_the_first_check_that_a_hidden_fault_fails_names_it(name):
     assert report.failed == (BY_NAME[name],), report.table()
 
 
-@pytest.mark.turns
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*NARROW, *MISTAKES])
 def test_a_family_that_is_sabotaged_fails_what_it_breaks(name):
     assert_fails(name, QUICK | (ROWS[name].fails or {name}))
