@@ -43,7 +43,11 @@ The kernels of a backend are two functions whose arguments come by position, in 
 
 A backend ``cpu`` also has ``load(dtype)``, or ``load(dtype, variant)`` for an op that declares a
 ``variant``. It builds and loads the C file and raises ``OSError`` or ``RuntimeError`` where that
-fails; then ``eager`` stands in. ``offers`` names the backends that an op has, if it lacks some.
+fails; then ``eager`` stands in. ``offers`` names the backends that an op brings, if it lacks some.
+An op without an ``eager`` of its own gets one that runs the reference (``derived``).
+
+Any package may declare ops. Their names are one space, ``ssmzoo::`` of ``torch.library``: begin
+yours with your package's name.
 """
 
 from __future__ import annotations
@@ -55,7 +59,8 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from ssmzoo_kernels.dispatch import ALL, Backend, choose, record
+from ssmzoo_kernels.derived import FromReference
+from ssmzoo_kernels.dispatch import ALL, Backend, c_kernels, choose, record
 from ssmzoo_kernels.validation import (
     Packing,
     batched_gradient,
@@ -135,11 +140,14 @@ class Op:
         keeps: What the backward reads of inputs, ``offsets``, outputs and ``saved``; None for all
             inputs, ``offsets`` and ``saved``. The gradient of an input that is not kept is like the
             first one that is.
-        offers: The backends there are, see ``dispatch.choose``.
+        offers: The backends there are, see ``dispatch.choose``. Without ``"eager"`` it is derived.
         variant: The option that says which C kernel is needed, where there are several.
         alike: Inputs whose gradient is that of another one, which alone is computed.
         has_backward: Whether gradients flow at all.
         writes: The input that kernels write to.
+
+    Raises:
+        ValueError: Another package's op has this name, or ``eager`` cannot be derived.
     """
 
     def __init__(
@@ -161,7 +169,21 @@ class Op:
         has_backward: bool = True,
         writes: str | None = None,
     ) -> None:
-        self.name, self.packing, self.saved, self.offers = name, packing, saved, offers
+        self.declarer = kernels.__module__
+        other = _declared.get(name)
+        if other and other.declarer.partition(".")[0] != self.declarer.partition(".")[0]:
+            raise ValueError(
+                f"{name}: {self.declarer} must give its op a name of its own, this one is of "
+                f"{other.declarer}; begin it with your package's name"
+            )
+        self._derived = "eager" not in offers
+        if self._derived and (saved or keeps or writes):
+            raise ValueError(
+                f"{name}: offers must have 'eager' where saved, keeps or writes is given, got "
+                f"{offers}: none can be derived from the reference; write eager.py"
+            )
+        self.name, self.packing, self.saved = name, packing, saved
+        self.offers = (*offers, "eager") if self._derived else offers
         self.inputs = {x: _argument(x, text) for x, text in inputs.items()}
         self.outputs = {x: _argument(x, text) for x, text in outputs.items()}
         self.options, self.least = dict(options or {}), dict(least or {})
@@ -169,7 +191,7 @@ class Op:
         arguments = [*self.inputs.values()]
         self.gradients = [x.name for x in arguments if has_backward and x.kind in _SLOPED]
         self._alike = dict(alike or {})
-        self._computed = [x for x in self.gradients if x not in self._alike]
+        self.computed = [x for x in self.gradients if x not in self._alike]
         self._make_kernels, self._kernels = kernels, {}
         self._choices = [(x, c) for x, c in self.options.items() if isinstance(c, Choice)]
         self._told = [
@@ -185,6 +207,7 @@ class Op:
         self._seen: set[Any] = set()  # shapes, dtypes and devices that fitted
         self._register(keeps)
         _declared[name] = self
+        c_kernels[name] = lambda: self.kernels("cpu")
 
     # --- a call ---------------------------------------------------------------------------------
 
@@ -354,8 +377,14 @@ class Op:
     def judge(
         self, tensors: Sequence[Any], options: Mapping[str, Any], cu_seqlens: Tensor | None = None
     ) -> Any:
-        """Run the reference, on tensors as the public op has them; packed sequences one by one."""
+        """Run the reference as a backend, as :meth:`formula` does."""
         record(self.name, "reference")
+        return self.formula(tensors, options, cu_seqlens)
+
+    def formula(
+        self, tensors: Sequence[Any], options: Mapping[str, Any], cu_seqlens: Tensor | None = None
+    ) -> Any:
+        """Run the reference, on tensors as the public op has them; packed sequences one by one."""
         if cu_seqlens is None:
             found = _several(self.reference(*tensors, **options))
             # of no tokens the last state is the first: the caller's own memory
@@ -417,8 +446,14 @@ class Op:
     def kernels(self, backend: str) -> Any:
         """Return the kernels of a backend."""
         if backend not in self._kernels:
-            self._kernels[backend] = self._make_kernels(backend)
+            derived = self._derived and backend == "eager"
+            self._kernels[backend] = FromReference(self) if derived else self._make_kernels(backend)
         return self._kernels[backend]
+
+    def complete(self, told: Sequence[Any]) -> dict[str, Any]:
+        """Return all options, from those that kernels are told, in order."""
+        only = {name: choice.values[0] for name, choice in self._choices}
+        return only | dict(zip(self._told, told, strict=True))
 
     # --- registration ---------------------------------------------------------------------------
 
@@ -447,7 +482,7 @@ class Op:
         if keeps is None:
             keeps = [x for x in everything if x not in self.outputs]
         self._kept = [[*everything].index(x) for x in keeps]
-        likes = [keeps.index(x) if x in keeps else 0 for x in self._computed]
+        likes = [keeps.index(x) if x in keeps else 0 for x in self.computed]
         self._likes = [len(self.outputs) + i for i in likes]
         arguments = {f"grad_{x}": "Tensor?" for x in self.outputs}
         arguments |= {x: everything[x] for x in keeps} | options
@@ -455,7 +490,7 @@ class Op:
             f"ssmzoo::{self.name}_backward",
             self._run_backward,
             mutates_args=(),
-            schema=_schema(arguments, len(self._computed)),
+            schema=_schema(arguments, len(self.computed)),
         )
         self.registered_backward.register_fake(self._fake_backward)
         self._backward = self.registered_backward._opoverload
@@ -546,7 +581,7 @@ class Op:
                 library = True
         run = self._backward if library else self._run_backward
         found = run(*grads, *ctx.saved_tensors, *ctx.options)
-        by_name = dict(zip(self._computed, _several(found), strict=True))
+        by_name = dict(zip(self.computed, _several(found), strict=True))
         by_name |= {x: by_name[other] for x, other in self._alike.items()}
         names = (*self.inputs, *[""] * (len(ctx.given) - len(self.inputs)))
         pairs = zip(names, ctx.given, strict=True)

@@ -18,11 +18,10 @@ under ``"auto"``, op by op, before the call begins, with one warning for each ca
 import contextlib
 import contextvars
 import functools
-import importlib
 import importlib.util
 import logging
-from collections.abc import Iterator
-from typing import Literal, get_args
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, get_args
 
 import torch
 from torch.autograd import forward_ad
@@ -39,6 +38,8 @@ WITH_C = (None, "auto", "cpu")  # what leaves room for C kernels
 forced_backend: contextvars.ContextVar[Backend | None] = contextvars.ContextVar(
     "forced", default=None
 )
+# by op, of any package, what returns its C kernels: an object with a function `load`
+c_kernels: dict[str, Callable[[], Any]] = {}
 _ran: dict[str, str] = {}
 _offered: dict[str, tuple[str, ...]] = {}  # by op, the backends that it has
 _failures: dict[tuple[str, str], None] = {}  # ops whose C kernel cannot be had, and why
@@ -229,8 +230,9 @@ def kernel_missing(op: str, *kernel: object) -> str:
     """Return why an op's C kernel cannot be built or loaded, or an empty string; warn of it once.
 
     Args:
-        op: The op, which has a module ``cpu`` with a function ``load``.
-        kernel: Arguments of ``load``: what the call computes in and, where it matters, a variant.
+        op: An op of ``c_kernels``.
+        kernel: Arguments of its ``load``: what the call computes in and, where it matters, a
+            variant.
     """
     missing = _why_no_kernel(op, *kernel)
     if missing:
@@ -245,8 +247,7 @@ def _why_no_kernel(op: str, dtype: torch.dtype, *variant: str) -> str:
     if missing:
         return missing
     try:
-        module = importlib.import_module(f"ssmzoo_kernels.{op}.cpu")
-        module.load(torch.promote_types(torch.float32, dtype), *variant)
+        c_kernels[op]().load(torch.promote_types(torch.float32, dtype), *variant)
     except (OSError, RuntimeError, AttributeError) as error:  # AttributeError: half a library
         return str(error)
     return ""

@@ -5,9 +5,10 @@ import itertools
 import pytest
 import torch
 
+import ssmzoo_kernels
 from ssmzoo.testing import OpContract
-from ssmzoo_kernels import declaration
-from ssmzoo_kernels.declaration import Op
+from ssmzoo_kernels import declaration, dispatch, last_backend
+from ssmzoo_kernels.declaration import Choice, Op
 
 
 def reference(x, decay, initial_state=None, *, cu_seqlens=None):
@@ -94,6 +95,117 @@ class LeakySum(OpContract):
 
 class TestLeakySum(LeakySum):
     """Every check."""
+
+
+def no_kernels(name):
+    raise AssertionError(f"an op without kernels was asked for {name}")
+
+
+def formula_alone(name, *, packing="flat"):
+    """Declare the sum with nothing but its formula, from which eager is derived."""
+    return Op(
+        name,
+        inputs={"x": "B L D", "decay": "D", "initial_state": "S D?"},
+        outputs={"y": "B L D", "final_state": "S D as exact"},
+        kernels=no_kernels,
+        reference=reference,
+        packing=packing,
+        offers=("reference",),
+    )
+
+
+def public(op):
+    def call(*, cu_seqlens=None, backend="auto", **given):
+        tensors = [given.pop(name, None) for name in op.inputs]
+        return op(*tensors, cu_seqlens=cu_seqlens, backend=backend, **given)
+
+    return staticmethod(call)
+
+
+class TestFormulaAlone(LeakySum):
+    """Every check of an op whose eager is derived."""
+
+    declaration = formula_alone("leaky_sum_flat")
+    op = public(declaration)
+
+
+class TestFormulaOfRows(LeakySum):
+    declaration = formula_alone("leaky_sum_rows", packing="rows")
+    op = public(declaration)
+
+
+def turned(x, angle, shift=None, *, way, kind):
+    """Turn complex numbers, and shift them; the choice of one value is not told to kernels."""
+    assert kind == "this"
+    angle = angle.to(x.dtype.to_real())
+    y = x * torch.polar(torch.ones_like(angle), angle if way == "left" else -angle)
+    y = y if shift is None else y + shift
+    return y, y.real.sum(dim=-1)
+
+
+TURN = Op(
+    "turn",
+    inputs={"x": "B D complex", "angle": "B D", "shift": "D?"},
+    outputs={"y": "B D as x", "sums": "B as real"},
+    kernels=no_kernels,
+    reference=turned,
+    options={"way": Choice("left", "right"), "kind": Choice("this")},
+    offers=("reference",),
+)
+
+
+class TestFormulaOfComplexNumbers(OpContract):
+    declaration = TURN
+    op = public(declaration)
+    forms = {way: {"way": way, "kind": "this"} for way in ("left", "right")}
+    sizes = {"B": 4, "D": 6}
+    shapes = ({"B": 1, "D": 1}, {"B": 3, "D": 17})
+    many = {"B": 30, "D": 200}
+    ragged = {"B": 5, "D": 7}
+    dtypes = (torch.float64,)
+
+
+def test_a_formula_alone_runs_under_auto_and_keeps_only_its_inputs():
+    sums = TestFormulaAlone.declaration
+    x, decay = torch.randn(2, 9, 3, requires_grad=True), torch.full((3,), 0.5)
+    for backend, ran in (("auto", "eager"), ("reference", "reference")):
+        y, _ = sums(x, decay, None, backend=backend)
+        assert last_backend(sums.name) == ran
+        (slope,) = torch.autograd.grad(y.square().sum(), x)
+        assert slope.isfinite().all()
+    with pytest.raises(ValueError, match="backend must be one of auto, reference, eager"):
+        sums(x, decay, None, backend="cpu")
+
+
+def declare(name, module=__name__, **more):
+    def kernels(_):
+        return Kernels
+
+    kernels.__module__ = module
+    shapes = {"inputs": {"x": "B L D"}, "outputs": {"y": "B L D"}}
+    return Op(name, **shapes, kernels=kernels, reference=reference, **more)
+
+
+def test_a_name_of_another_packages_op_is_refused_and_leaves_it_as_it_was():
+    with pytest.raises(ValueError, match=r"linear_scan: stranger.ops .* of ssmzoo_kernels"):
+        declare("linear_scan", "stranger.ops")
+    y, _ = ssmzoo_kernels.linear_scan(torch.ones(1, 3, 2), torch.ones(1, 3, 2))
+    assert y[0, :, 0].tolist() == [1, 2, 3]
+    assert declare("declared_again").name == declare("declared_again").name
+
+
+@pytest.mark.parametrize("more", [{"saved": "B L"}, {"keeps": ("x",)}, {"writes": "x"}], ids=str)
+def test_an_op_whose_kernels_keep_more_needs_an_eager_of_its_own(more):
+    with pytest.raises(ValueError, match="offers must have 'eager'"):
+        declare("keeps_more", offers=("reference", "cpu"), **more)
+
+
+def test_each_declared_c_kernel_is_loaded_where_its_declaration_says():
+    ours = (op for op in declaration.declared().values() if "ssmzoo_kernels" in op.declarer)
+    with_c = [op for op in ours if "cpu" in op.offers]
+    assert len(with_c) > 9
+    for op in with_c:
+        assert callable(dispatch.c_kernels[op.name]().load), op.name
 
 
 def strided(right):

@@ -77,6 +77,10 @@ class Kernels:
     def __init__(self, module: ModuleType) -> None:
         self.module = module
 
+    def load(self, *kernel: Any) -> Any:
+        """Build and load the C kernels, where the module has such."""
+        return self.module.load(*kernel)
+
     def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Return outputs ``[T, H, d]`` and the logarithms of every query's sum ``[T, H]``."""
         count = len(Tensors._fields)

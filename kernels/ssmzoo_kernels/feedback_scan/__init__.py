@@ -41,6 +41,9 @@ class _Kernels:
         self.module = module
         self.CHUNK = module.CHUNK
 
+    def load(self, *kernel: Any) -> Any:
+        return self.module.load(*kernel)
+
     def forward(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         *given, solver, tolerance, max_iterations, damping = arguments
         if solver == "newton":

@@ -20,6 +20,7 @@ from ssmzoo_kernels.few_rows_linear import cpu
 from ssmzoo_kernels.validation import innermost_transform
 
 OP = "few_rows_linear"
+dispatch.c_kernels[OP] = lambda: cpu
 MOST_ROWS = 8
 MUCH_WORK = 2**21  # products of numbers; with fewer the call of a kernel for many rows costs more
 TILE = 256  # outputs whose weights are widened at once, so that they are read from the cache

@@ -47,6 +47,10 @@ class Kernels:
         self._given = itemgetter(*(roles.index(x) if x in roles else self.count for x in ROLES))
         self._own = itemgetter(*map(ROLES.index, roles))
 
+    def load(self, *kernel: Any) -> Any:
+        """Build and load the C kernels, where the module has such."""
+        return self.module.load(*kernel)
+
     @property
     def CHUNK(self) -> int:
         """Return how many tokens' states are recomputed at once."""

@@ -23,6 +23,7 @@ from ssmzoo_kernels.few_rows_linear.cpu import HALVES, INT8
 from ssmzoo_kernels.token_step import cpu
 
 OP = "token_step"
+dispatch.c_kernels[OP] = lambda: cpu
 MOST_ROWS = 8
 (
     _INPUT,

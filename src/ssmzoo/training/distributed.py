@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import random
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -205,9 +206,10 @@ def _what_must_agree(recipe: Recipe) -> dict[str, str]:
             found[f"{section}.{field}" if field else section] = text
     roots = [Path(__file__).parents[1], Path(ssmzoo_kernels.__path__[0])]
     for name in [recipe.model.family] if recipe.model.family else families():
-        roots.append(Path(inspect.getfile(load_family(name).causal_lm_class)).parent)
+        package = load_family(name).causal_lm_class.__module__.partition(".")[0]
+        roots.append(Path(inspect.getfile(sys.modules[package])).parent)
     for root in roots:
-        for path in (*root.rglob("*.py"), *root.rglob("*.c")):
+        for path in (*root.rglob("*.py"), *root.rglob("*.[ch]")):
             name = f"the file {root.name}/{path.relative_to(root).as_posix()}"
             found[name] = _digest(path.read_bytes())
     versions = installed_versions("torch", "transformers", "accelerate")

@@ -5,7 +5,8 @@ It stands in for ``ssmzoo_kernels.dispatch`` beside a checkpoint, which brings n
 
 import functools
 import logging
-from typing import Literal, get_args
+from collections.abc import Callable
+from typing import Any, Literal, get_args
 
 import torch
 from torch.autograd import forward_ad
@@ -15,6 +16,7 @@ Backend = Literal["auto", "reference", "eager", "flex", "cpu", "triton"]
 ALL = ("reference", "eager")
 
 _log = logging.getLogger("ssmzoo")
+c_kernels: dict[str, Callable[[], Any]] = {}  # ops tell what theirs are; none is built here
 _ran: dict[str, str] = {}
 
 
