@@ -4,12 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from tests.environments import build_wheel, make_environment
 
 # one worker builds one wheel of ours
 pytestmark = pytest.mark.xdist_group("packaging")
 
-TOY = Path(__file__).with_name("toy_family")
+HERE = Path(__file__).parent
+TOY, GOOSE = HERE / "toy_family", HERE / "foreign_families" / "goose"
 RECIPE = """
 model:
   family: toy
@@ -92,3 +95,105 @@ def test_it_trains_generates_inspects_and_loads_by_auto_classes(environment, mod
     assert found["model_type"] == "ssmzoo_toy"
     assert found["generated"]
     assert found["doctor"]["model"]["layers"][0]["read"] == {"causal_conv1d": "cpu"}
+
+
+# --- a package whose op is in C ------------------------------------------------------------------
+
+SMALL = "{hidden_size: 32, num_hidden_layers: 2, head_dim: 16}"
+SWEEP = """
+models:
+  Goose: {family: goose, config: {num_hidden_layers: 1, head_dim: 8}}
+problems:
+  pairs:
+    data:
+      task: mqar
+      task_args: {num_pairs: 2, vocab_size: 16, seq_len: 12,
+                  num_train: 16, num_validation: 8, num_test: 8}
+    train: {steps: 2, batch_size: 4}
+widths: [16]
+learning_rates: [0.01]
+seeds: [0]
+"""
+WORK = """
+import contextlib, io, json
+import torch
+from pathlib import Path
+from safetensors.torch import save_file
+from ssmzoo.cli.main import main
+
+def told(*command):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main([*command]) == 0, command
+    return out.getvalue()
+
+told("train", "goose.yaml", "--output", "run")
+found = {"doctor": json.loads(told("doctor", "run/model", "--length", "8", "--json"))}
+told("inspect", "run/model", "--output", "pictures", "--length", "16", "--sequences", "1")
+told("sweep", "sweep.yaml", "--output", "sweep")
+told("card", "run/model")
+told("publish", "run/model", "./published")
+found["files"] = sorted(path.name for path in Path("published").iterdir())
+
+import ssmzoo.auto
+from transformers import AutoModelForCausalLM
+
+ids = torch.arange(40).view(2, 20)
+with torch.no_grad():
+    logits = AutoModelForCausalLM.from_pretrained("run/model").eval()(ids).logits
+save_file({"logits": logits}, "ours.safetensors")
+print(json.dumps(found))
+"""
+ALONE = """
+import sys
+import torch
+sys.path.insert(0, sys.argv[1])
+from standalone_probe import hide_ours
+hide_ours()
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("published", trust_remote_code=True).eval()
+with torch.no_grad():
+    save_file({"logits": model(torch.arange(40).view(2, 20)).logits}, "alone.safetensors")
+"""
+
+
+@pytest.fixture(scope="module")
+def flock(wheel, tmp_path_factory):
+    """An environment with the wheel of a family whose op is in C, and what ``WORK`` found there."""
+    theirs = build_wheel(GOOSE, tmp_path_factory.mktemp("goose"))
+    environment = make_environment(tmp_path_factory.mktemp("venv"), wheel, theirs)
+    recipe = RECIPE.replace("toy", "goose").replace(
+        "{hidden_size: 16, num_hidden_layers: 1}", SMALL
+    )
+    (environment.folder / "goose.yaml").write_text(recipe)
+    (environment.folder / "sweep.yaml").write_text(SWEEP)
+    lines = [f"line {i} of a text that repeats itself\n" for i in range(400)]
+    (environment.folder / "text.txt").write_text("".join(lines))
+    found = environment.run("python", "-c", WORK, HF_HUB_OFFLINE="1")
+    return environment, json.loads(found.splitlines()[-1])
+
+
+@pytest.mark.long
+def test_an_op_in_c_of_another_wheel_runs_wherever_ours_do(flock):
+    environment, found = flock
+    for layer in found["doctor"]["layers"]:
+        assert layer["read"]["goose_delta_rule"] == layer["step"]["goose_delta_rule"] == "cpu"
+    folder = environment.folder
+    rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert losses[-1] < losses[0]
+    assert "Goose" in (folder / "sweep" / "ledger.csv").read_text()
+    assert any(path.suffix == ".png" for path in (folder / "pictures").rglob("*"))
+
+
+@pytest.mark.long
+def test_it_is_published_with_its_formula_and_loads_where_nothing_of_ours_is(flock):
+    environment, found = flock
+    op = {name for name in found["files"] if name.startswith("ssmzoo_goose_delta_rule")}
+    assert op == {"ssmzoo_goose_delta_rule.py", "ssmzoo_goose_delta_rule_reference.py"}
+    environment.run("python", "-c", ALONE, HERE, HF_HUB_OFFLINE="1")
+    ours, alone = (
+        load_file(environment.folder / f"{name}.safetensors")["logits"] for name in ("ours", "alone")
+    )
+    torch.testing.assert_close(alone, ours, rtol=1e-5, atol=1e-5 * float(ours.abs().max()))

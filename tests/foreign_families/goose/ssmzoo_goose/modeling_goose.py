@@ -1,0 +1,208 @@
+"""RWKV-7 "Goose": a matrix state under the generalised delta rule, then channel mixing.
+
+What surprises: a block of RWKV-7 has two branches, and both look at the token before. A block of
+the zoo has one mixer, so this one computes both and returns their sum; for the second branch it
+reads the residual stream. Values of the first layer reach the others through ``state.shared``.
+RWKV-7's norm right behind the embedding is left out.
+
+Dimensions: B batch, L length, D hidden, H heads, N head.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ssmzoo.modeling import (
+    LayerNorm,
+    LayerState,
+    Linear,
+    PackedRow,
+    SSMConfig,
+    SSMForCausalLM,
+    SSMForSequenceClassification,
+    SSMMixer,
+    SSMModel,
+    SSMPreTrainedModel,
+    split_heads,
+)
+from ssmzoo_kernels import causal_conv1d
+
+from .delta_rule import delta_rule
+
+# what time mixing makes of a token, and where the initial weight of the token before comes from
+_SHIFTS = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
+_OWN = ("time_shift", "channel_shift", "decay_bias", "rate_bias", "value_bias", "removal_scale")
+_OWN += ("rate_scale", "bonus", "norm_weight", "norm_bias")
+
+
+@strict
+class GooseConfig(SSMConfig):
+    """Fields beyond those that every family has; the ranks are the paper's for 768 features.
+
+    Attributes:
+        head_dim: N, rows and columns of a head's state; it divides the hidden size.
+        d_channel: Inner width of channel mixing; None: four times the hidden size.
+        decay_rank: Rank of the decays' projection.
+        rate_rank: Of the in-context learning rates'.
+        value_rank: Of the mixture with the first layer's values.
+        gate_rank: Of the output gate's.
+    """
+
+    model_type = "ssmzoo_goose"
+    norm_type: Literal["rms", "layer", "batch", "none"] = "layer"
+    head_dim: int = 64
+    d_channel: int | None = None
+    decay_rank: int = 64
+    rate_rank: int = 64
+    value_rank: int = 32
+    gate_rank: int = 128
+
+    def check(self) -> None:
+        super().check()
+        if self.head_dim < 1 or self.hidden_size % self.head_dim:
+            raise ValueError(
+                f"head_dim must divide hidden_size, got {self.head_dim} and {self.hidden_size}"
+            )
+
+
+class LowRank(nn.Module):
+    """``up(activation(down(x)))``."""
+
+    def __init__(self, width: int, rank: int, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.down = Linear(width, rank, bias=False)
+        self.up = Linear(rank, width, bias=False)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.activation(self.down(x)))
+
+
+class GooseMixer(SSMMixer):
+    """Time mixing and channel mixing: the two branches of a block of RWKV-7."""
+
+    param_group_names = dict.fromkeys(_OWN, "ssm")
+    reads_residual = True
+
+    def __init__(self, config: GooseConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        width, inner = config.hidden_size, config.d_channel or 4 * config.hidden_size
+        self.size, self.heads = config.head_dim, width // config.head_dim
+        self.r_proj = Linear(width, width, bias=False)
+        self.k_proj = Linear(width, width, bias=False)
+        self.v_proj = Linear(width, width, bias=False)
+        self.decay = LowRank(width, config.decay_rank, torch.tanh)
+        self.rate = LowRank(width, config.rate_rank, nn.Identity())
+        self.value = LowRank(width, config.value_rank, nn.Identity()) if layer_idx else None
+        self.gate = LowRank(width, config.gate_rank, torch.sigmoid)
+        self.out_proj = Linear(width, width, bias=False)
+        self.channel_norm = LayerNorm(width, eps=config.rms_norm_eps)
+        self.up_proj = Linear(width, inner, bias=False)
+        self.down_proj = Linear(inner, width, bias=False)
+        self.time_shift = nn.Parameter(torch.empty(len(_SHIFTS), width))
+        for name in _OWN[1:]:
+            present = name != "value_bias" or layer_idx
+            self.register_parameter(name, nn.Parameter(torch.empty(width)) if present else None)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        state: LayerState,
+        packing: PackedRow | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Map ``[B, L, D]`` to ``[B, L, D]``; without ``residual`` the input stands in for it."""
+        y = self.mix_time(hidden_states, state, packing)
+        stream = hidden_states if residual is None else residual
+        return y + self.mix_channels(self.channel_norm(stream + y), state, packing)
+
+    def mix_time(self, x: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
+        """Return the first branch; the state is ``delta_rule [B, H, N, N]``, transposed."""
+        before = token_before(x, "time_shift", state, packing)
+        exact = torch.promote_types(torch.float32, x.dtype)
+        shifts = self.time_shift.to(exact).unbind()
+        xr, xw, xk, xv, xa, xg = (torch.lerp(x.to(exact), before, s).to(x.dtype) for s in shifts)
+        r, k, v = (y.to(exact) for y in (self.r_proj(xr), self.k_proj(xk), self.v_proj(xv)))
+        decay = torch.sigmoid(self.decay_bias.to(exact) + self.decay(xw))
+        rate = torch.sigmoid(self.rate_bias.to(exact) + self.rate(xa))
+        if self.value is None:
+            state.shared["first_values"] = v
+        else:
+            mixture = torch.sigmoid(self.value_bias.to(exact) + self.value(xv))
+            v = torch.lerp(v, state.shared.get("first_values", v), mixture)
+        removal = split_heads(k * self.removal_scale.to(exact), self.heads)
+        removal = F.normalize(removal, dim=-1)
+        k = k * (1 + (rate - 1) * self.rate_scale.to(exact))
+        r, w, k, v, rate = (split_heads(y, self.heads) for y in (r, decay, k, v, rate))
+        w = torch.exp(-math.exp(-0.5) * w)
+        tensors = (r, w, k, v, -removal, removal * rate, state.get("delta_rule"))
+        y, final = delta_rule(*tensors, cu_seqlens=packing)
+        state.put("delta_rule", final)
+
+        y = F.layer_norm(y, (self.size,), eps=self.size * self.config.rms_norm_eps)
+        y = y.flatten(2) * self.norm_weight.to(exact) + self.norm_bias.to(exact)
+        bonus = split_heads(self.bonus.to(exact).expand_as(y), self.heads)
+        y = y + ((r * k * bonus).sum(-1, keepdim=True) * v).flatten(2)
+        return self.out_proj(y.to(x.dtype) * self.gate(xg))
+
+    def mix_channels(self, x: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
+        """Return the second branch."""
+        before = token_before(x, "channel_shift", state, packing)
+        exact = torch.promote_types(torch.float32, x.dtype)
+        mixed = torch.lerp(x.to(exact), before, self.channel_shift.to(exact)).to(x.dtype)
+        return self.down_proj(F.relu(self.up_proj(mixed)).square())
+
+
+def token_before(x: Tensor, name: str, state: LayerState, packing: PackedRow | None) -> Tensor:
+    """Return the token before each of ``[B, L, D]``, zeros before the first, float32 at least."""
+    exact = x.to(torch.promote_types(torch.float32, x.dtype))
+    taps = exact.new_tensor([1.0, 0.0]).expand(x.shape[2], 2)  # of the last token, and of this one
+    before, last = causal_conv1d(exact, taps, None, state.get(name), cu_seqlens=packing)
+    state.put(name, last)
+    return before
+
+
+class GoosePreTrainedModel(SSMPreTrainedModel):
+    config: GooseConfig
+    _keep_in_fp32_modules_strict = [f"mixer.{name}" for name in _OWN]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw the mixer's own parameters, simpler than the authors' code does.
+
+        Later features and earlier layers begin with less of the token before, and slow decays are
+        spread over the features.
+        """
+        super()._init_weights(module)
+        if not isinstance(module, GooseMixer):
+            return
+        width = module.time_shift.shape[1]
+        place = torch.arange(width, device=module.time_shift.device) / width
+        left = 1 - module.layer_idx / self.config.num_hidden_layers
+        shifts = [1 - place ** (power * left) for power in _SHIFTS.values()]
+        init.copy_(module.time_shift, torch.stack(shifts))
+        init.copy_(module.channel_shift, 1 - place ** (left**4))
+        init.copy_(module.decay_bias, 6 * place - 6)
+        for name, value in (("removal_scale", 0.7), ("rate_scale", 1.0), ("norm_weight", 1.0)):
+            init.constant_(getattr(module, name), value)
+        for name in ("rate_bias", "value_bias", "bonus", "norm_bias"):
+            if getattr(module, name) is not None:
+                init.zeros_(getattr(module, name))
+
+
+class GooseModel(GoosePreTrainedModel, SSMModel):
+    mixer_class = GooseMixer
+
+
+class GooseForCausalLM(GoosePreTrainedModel, SSMForCausalLM):
+    model_class = GooseModel
+
+
+class GooseForSequenceClassification(GoosePreTrainedModel, SSMForSequenceClassification):
+    model_class = GooseModel
