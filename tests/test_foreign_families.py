@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import re
 import tomllib
 from pathlib import Path
 
@@ -14,9 +13,11 @@ from tests.oracles import goose as oracle
 from tests.oracles.judging import numbers, relative
 
 from ssmzoo.cli.main import main
+from ssmzoo.recipe import Recipe
 from ssmzoo.testing import FamilyConformance, OpContract
 from ssmzoo.testing.conformance import name_of
 from ssmzoo.testing.subject import Subject
+from ssmzoo.training.distributed import _what_must_agree
 from ssmzoo_kernels import use_backend
 from ssmzoo_kernels.dispatch import watch
 
@@ -99,14 +100,44 @@ def test_each_is_a_package_that_names_its_family_in_an_entry_point(name):
     assert project["entry-points"]["ssmzoo.families"] == {name: f"ssmzoo_{name}:FAMILY"}
 
 
-def test_the_page_on_adding_a_family_shows_their_mixers_as_they_are():
-    page = Path(__file__).parents[1].joinpath("plugins", "README.md").read_text(encoding="utf-8")
-    shown = {"gru": ("forward",), "spiral": ("forward",), "window": ("attend",)}
-    shown["goose"] = ("forward",)
-    for name, methods in shown.items():
-        for method in methods:
-            mixer = FAMILIES[name].model_class.mixer_class
-            assert inspect.getsource(getattr(mixer, method)) in page
+GOOSE, CPU = (
+    importlib.import_module(f"ssmzoo_goose.{x}") for x in ("modeling_goose", "delta_rule.cpu")
+)
+SHOWN = {
+    "plugins": (
+        *(FAMILIES[name].model_class.mixer_class.forward for name in ("gru", "spiral", "goose")),
+        FAMILIES["window"].model_class.mixer_class.attend,
+        GOOSE.token_before,
+    ),
+    "kernels": (CPU.load,),
+}
+
+
+@pytest.mark.parametrize("folder", SHOWN)
+def test_the_pages_show_their_code_as_it_is(folder):
+    page = Path(__file__).parents[1].joinpath(folder, "README.md").read_text(encoding="utf-8")
+    for function in SHOWN[folder]:
+        assert inspect.getsource(function) in page
+
+
+def test_the_page_on_ops_shows_a_strangers_declaration_as_it_is():
+    page = Path(__file__).parents[1].joinpath("kernels", "README.md").read_text(encoding="utf-8")
+    source = inspect.getsource(DELTA_RULE)
+    assert source[source.index("DELTA_RULE = Op(") : source.index("\n\n\ndef ")] in page
+
+
+def test_processes_of_one_run_must_agree_on_the_code_of_an_op(monkeypatch):
+    recipe = Recipe.model_validate(
+        {
+            "model": {"family": "goose"},
+            "data": {"text": "x"},
+            "train": {"steps": 1, "batch_size": 1, "lr": 0.1},
+        }
+    )
+    monkeypatch.setattr("ssmzoo.family.load_family", FAMILIES.get)
+    found = _what_must_agree(recipe)
+    files = ("ssmzoo_goose/delta_rule/delta_rule.c", "ssmzoo_kernels/vector.h")
+    assert {f"the file {path}" for path in files} <= {*found}
 
 
 def test_the_doctor_shows_layers_without_an_op_of_ours(tmp_path, capsys):

@@ -177,7 +177,7 @@ def flock(wheel, tmp_path_factory):
 @pytest.mark.long
 def test_an_op_in_c_of_another_wheel_runs_wherever_ours_do(flock):
     environment, found = flock
-    for layer in found["doctor"]["layers"]:
+    for layer in found["doctor"]["model"]["layers"]:
         assert layer["read"]["goose_delta_rule"] == layer["step"]["goose_delta_rule"] == "cpu"
     folder = environment.folder
     rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
@@ -194,6 +194,7 @@ def test_it_is_published_with_its_formula_and_loads_where_nothing_of_ours_is(flo
     assert op == {"ssmzoo_goose_delta_rule.py", "ssmzoo_goose_delta_rule_reference.py"}
     environment.run("python", "-c", ALONE, HERE, HF_HUB_OFFLINE="1")
     ours, alone = (
-        load_file(environment.folder / f"{name}.safetensors")["logits"] for name in ("ours", "alone")
+        load_file(environment.folder / f"{name}.safetensors")["logits"]
+        for name in ("ours", "alone")
     )
     torch.testing.assert_close(alone, ours, rtol=1e-5, atol=1e-5 * float(ours.abs().max()))
