@@ -131,7 +131,7 @@ def test_processes_of_one_run_must_agree_on_the_code_of_an_op(monkeypatch):
         {
             "model": {"family": "goose"},
             "data": {"text": "x"},
-            "train": {"steps": 1, "batch_size": 1, "lr": 0.1},
+            "train": {"steps": 1, "batch_size": 1, "seq_len": 8, "lr": 0.1},
         }
     )
     monkeypatch.setattr("ssmzoo.family.load_family", FAMILIES.get)

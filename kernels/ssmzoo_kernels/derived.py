@@ -63,7 +63,7 @@ class FromReference:
         """Return the reference's outputs, on arguments and in shapes as kernels have them."""
         op = self.op
         tensors, rest = [*arguments[: len(op.inputs)]], [*arguments[len(op.inputs) :]]
-        offsets = rest.pop(0) if op.packing is not None else None
+        offsets: Any = rest.pop(0) if op.packing is not None else None
         if op.packing == "flat":
             lengths = offsets.diff().tolist()
             alike = len({*lengths}) < 2  # a batch, or what may pass for one

@@ -105,10 +105,15 @@ class GooseMixer(SSMMixer):
         self.channel_norm = LayerNorm(width, eps=config.rms_norm_eps)
         self.up_proj = Linear(width, inner, bias=False)
         self.down_proj = Linear(inner, width, bias=False)
-        self.time_shift = nn.Parameter(torch.empty(len(_SHIFTS), width))
-        for name in _OWN[1:]:
-            present = name != "value_bias" or layer_idx
-            self.register_parameter(name, nn.Parameter(torch.empty(width)) if present else None)
+
+        def own(*size: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*size))
+
+        self.time_shift, self.channel_shift = own(len(_SHIFTS), width), own(width)
+        self.decay_bias, self.rate_bias = own(width), own(width)
+        self.value_bias = own(width) if layer_idx else None
+        self.removal_scale, self.rate_scale, self.bonus = own(width), own(width), own(width)
+        self.norm_weight, self.norm_bias = own(width), own(width)
 
     def forward(
         self,
@@ -131,7 +136,7 @@ class GooseMixer(SSMMixer):
         r, k, v = (y.to(exact) for y in (self.r_proj(xr), self.k_proj(xk), self.v_proj(xv)))
         decay = torch.sigmoid(self.decay_bias.to(exact) + self.decay(xw))
         rate = torch.sigmoid(self.rate_bias.to(exact) + self.rate(xa))
-        if self.value is None:
+        if self.value is None or self.value_bias is None:
             state.shared["first_values"] = v
         else:
             mixture = torch.sigmoid(self.value_bias.to(exact) + self.value(xv))
