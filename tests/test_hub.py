@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ssmzoo import load_family
+from ssmzoo.checkpoints.weights import WEIGHTS_INDEX
 from ssmzoo.modeling import load_state
 from ssmzoo.publishing import hub
 
@@ -134,14 +136,14 @@ def test_a_failure_midway_leaves_the_earlier_publication_whole(model, tmp_path, 
     publish(model, str(tmp_path / "out"))
     before = tree(tmp_path / "out")
     (model / "README.md").write_text("# second\n")
-    copy = hub._copy
+    put = hub._put
 
-    def fail_at_the_weights(source, destination, size):
-        if destination.name == "model.safetensors":
+    def fail_at_the_weights(content, place, digest):
+        if place.name == "model.safetensors":
             raise OSError(28, "No space left on device")
-        copy(source, destination, size)
+        put(content, place, digest)
 
-    monkeypatch.setattr(hub, "_copy", fail_at_the_weights)
+    monkeypatch.setattr(hub, "_put", fail_at_the_weights)
     with pytest.raises(RuntimeError, match="what was there is unchanged"):
         publish(model, str(tmp_path / "out"))
     assert tree(tmp_path / "out") == before
@@ -266,7 +268,7 @@ def _shard(model: Path, *, index: dict[str, str]) -> None:
     (model / "model.safetensors").unlink()
     for number in (1, 2):
         save_file({f"t{number}": np.zeros(4)}, model / f"model-0000{number}-of-00002.safetensors")
-    (model / hub.WEIGHTS_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (model / WEIGHTS_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
 GOOD_INDEX = {"t1": "model-00001-of-00002.safetensors", "t2": "model-00002-of-00002.safetensors"}
@@ -275,7 +277,7 @@ GOOD_INDEX = {"t1": "model-00001-of-00002.safetensors", "t2": "model-00002-of-00
 def test_shards_go_with_their_index(model, tmp_path):
     _shard(model, index=GOOD_INDEX)
     report = publish(model, str(tmp_path / "out"))
-    weights = {*GOOD_INDEX.values(), hub.WEIGHTS_INDEX}
+    weights = {*GOOD_INDEX.values(), WEIGHTS_INDEX}
     assert {f.path for f in report.files} == EXPECTED - {"model.safetensors"} | weights
 
 
@@ -332,7 +334,8 @@ BAD_FOLDERS = {
         lambda m: _shard(m, index={"t1": "../model.safetensors"}),
         "names files outside the folder",
     ),
-    "index is empty": (_write(hub.WEIGHTS_INDEX, "{}"), "must hold a weight_map"),
+    "index is empty": (_write(WEIGHTS_INDEX, "{}"), "must hold a weight_map"),
+    "a pickle as golden logits": (_write("golden.safetensors", pickle.dumps({})), "corrupt or"),
     "pickle": (_write("training_args.bin", b"\x80"), "is a pickle"),
     "code": (_write("modeling_tiny.py", "print()"), "is code"),
     "no card": (lambda m: (m / "README.md").unlink(), "write one with: ssmzoo card"),
@@ -387,24 +390,31 @@ def test_pictures_on_the_web_are_not_copied(model, tmp_path):
     assert {file.path for file in report.files} == EXPECTED - {"loss.png"}
 
 
-def test_a_file_that_changes_while_it_is_copied_stops_the_publication(model, tmp_path, monkeypatch):
-    plan = hub._plan
+def test_what_was_checked_is_what_goes(model, tmp_path, monkeypatch):
+    """A text that changes after the check goes as it was, and weights that change do not go."""
+    checked = (model / "tokenizer.json").read_bytes()
+    plan_of = hub.plan_of
+    changes = [lambda: (model / "tokenizer.json").write_bytes(b"[]")]
 
-    def then_grow(folder, **asked):
-        made = plan(folder, **asked)
-        (model / "tokenizer.json").write_text('{"grown": true}')
+    def then_change(folder, **asked):
+        made = plan_of(folder, **asked)
+        changes[-1]()
         return made
 
-    monkeypatch.setattr(hub, "_plan", then_grow)
-    with pytest.raises(RuntimeError, match=r"tokenizer.json changed while it was published"):
-        publish(model, str(tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(hub, "plan_of", then_change)
+    publish(model, str(tmp_path / "out"))
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == checked
+    weights = (model / "model.safetensors").read_bytes()
+    changes.append(lambda: (model / "model.safetensors").write_bytes(weights[:-1] + b"!"))
+    (model / "tokenizer.json").write_bytes(checked)
+    with pytest.raises(RuntimeError, match=r"model.safetensors changed while it was published"):
+        publish(model, str(tmp_path / "second"))
+    assert not (tmp_path / "second").exists()
 
 
 def test_without_its_code_a_family_of_another_package_names_that_package(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text('{"model_type": "lru"}')
     monkeypatch.setattr(hub, "family_of", lambda _: SimpleNamespace(name="my-lru"))
     monkeypatch.setattr(hub, "packages_of", lambda name: ["ssmzoo", f"ssmzoo-{name}"])
-    assert "index has it) and ssmzoo-my-lru, import ssmzoo.auto" in hub._how_to_load(
-        tmp_path, "x", code=False
-    )
+    told = hub._how_to_load(tmp_path, "x", code=False)
+    assert "index has it) and ssmzoo-my-lru from its authors, not by its name alone" in told

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +33,7 @@ from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.modeling import load_state
 from ssmzoo.modeling.compat import CACHE
 from ssmzoo.publishing.card import render_card
+from ssmzoo.publishing.export_code import MARK
 from ssmzoo.publishing.hub import publish
 
 # what was pushed once is read by many tests
@@ -573,8 +574,11 @@ def test_a_refused_token_is_named_as_the_cause_and_never_shown(server, small, ru
 
 def test_the_way_out_of_each_refusal_of_the_hub_is_named(server, small, run, tmp_path):
     repo = Repo(private=False)
-    former = ("model-00001-of-00002.safetensors", "golden.safetensors", ".eval_results/ssmzoo.yaml")
-    repo.commit("main", {name: Blob(b"old", lfs=True) for name in (*former, "state.safetensors")})
+    former = (
+        "model-00001-of-00002.safetensors", "golden.safetensors", ".eval_results/ssmzoo.yaml",
+        "state.safetensors",
+    )  # fmt: skip
+    repo.commit("main", {name: Blob(b"old", lfs=True) for name in former})
     server.repos["tester/sharded"] = repo
     odd = tmp_path / "odd"
     odd.mkdir()
@@ -604,6 +608,82 @@ def test_the_way_out_of_each_refusal_of_the_hub_is_named(server, small, run, tmp
     (nowhere,) = done.errors
     assert "at http://127.0.0.1:1 failed: the Hub cannot be reached; run the same" in nowhere
     assert json.loads(done.out[-1]) == [1, 2, 4, 8]
+
+
+OF_SMALL = b'{"model_type": "ssmzoo_longhorn"}'
+BROUGHT = {  # by an earlier publication of the same model, and not by the next
+    "added_tokens.json", "chat_template.jinja", "special_tokens_map.json", "tokenizer.model",
+    "vocab.txt", "merges.txt", "preprocessor_config.json", "generation_config.json",
+    "golden.safetensors", "state.safetensors", "model-00001-of-00002.safetensors",
+    "model.safetensors.index.json", ".eval_results/ssmzoo.yaml", "modeling_longhorn.py",
+}  # fmt: skip
+FOREIGN = (  # what somebody put there, and a loader may read
+    "adapter_config.json", "additional_chat_templates/rag.jinja", "custom_generate/generate.py",
+    "modeling_theirs.py", "processor_config.json", "pytorch_model.bin", "tf_model.h5",
+    "tiny.gguf",
+)  # fmt: skip
+DOCUMENTS = {".gitattributes", "LICENSE", "NOTES.md", "loss.png", ".eval_results/theirs.yaml"}
+
+
+def repository(
+    server: HubServer, name: str, names: Iterable[str], config: bytes = OF_SMALL
+) -> Repo:
+    """Make a repository that holds an earlier publication, and files of these names."""
+    code = Blob(MARK.encode(), lfs=False)
+    blobs = {n: code if n in BROUGHT and n.endswith(".py") else Blob(b"old", False) for n in names}
+    server.repos[name] = repo = Repo(private=False)
+    repo.commit("main", {**blobs, "config.json": Blob(config, lfs=False)})
+    return repo
+
+
+def test_a_publication_replaces_an_earlier_one_as_a_whole_in_one_commit(server, small, run):
+    """What the earlier one brought is deleted, also if the Hub's answer is lost; documents stay."""
+    repo = repository(server, "tester/whole", BROUGHT | DOCUMENTS)
+    server.faults.append(Fault("POST /api/models/tester/whole/commit/main", cut="answer"))
+    done = run(PUBLISH, small, "tester/whole --json")
+    assert done.errors == []
+    assert server.files("tester/whole").keys() == shown(small).keys() | DOCUMENTS
+    assert len(repo.trees) == 2
+    report = json.loads("\n".join(done.out[: done.out.index("0")]))
+    assert report["deleted"] == sorted(BROUGHT)
+
+
+@pytest.mark.parametrize(
+    ("way", "there", "config"),
+    [
+        ("foreign", FOREIGN, OF_SMALL),
+        ("other", BROUGHT, b'{"model_type": "llama"}'),
+        ("damaged", BROUGHT, b"{"),
+        ("adapter", ("state_adapter.json", "state_adapter.safetensors"), None),
+    ],
+)
+def test_what_a_publication_does_not_replace_is_refused_by_name(
+    server, small, run, way, there, config
+):
+    repo = repository(server, f"tester/{way}", there, config or b"")
+    if config is None:
+        del repo.trees[repo.branches["main"]]["config.json"]
+    before = server.files(f"tester/{way}")
+    (line,) = run(PUBLISH, small, f"tester/{way}").errors
+    assert f"already holds {', '.join(sorted(there)[:8])}" in line
+    assert (f" and {len(there) - 8} more, which" in line) == (len(there) > 8)
+    assert server.files(f"tester/{way}") == before
+
+
+def test_weights_that_change_while_they_are_sent_are_not_published(server, small, run):
+    weights = small / "model.safetensors"
+    content = weights.read_bytes()
+    server.lfs.pop(oid(weights), None)  # of other tests
+    server.faults.append(
+        Fault(
+            f"POST /lfs/{oid(weights)}/verify",
+            cut="answer",
+            then=lambda: weights.write_bytes(content[:-1] + b"!"),
+        )
+    )
+    (line,) = run(PUBLISH, small, "tester/changed").errors
+    assert f"{weights} changed while it was published; nothing was published" in line
+    assert held(server, "tester/changed") == {}
 
 
 def test_what_must_be_private_does_not_go_to_a_public_repository(server, small, run):

@@ -154,10 +154,19 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: The file is missing, corrupt, or holds something else; the message names it.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
     except FileNotFoundError as error:
         raise ValueError(f"{path} does not exist") from error
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ValueError(f"{path} is corrupt: {error}") from error
+    return parse_json(content, path)
+
+
+def parse_json(content: bytes, path: Path) -> dict[str, Any]:
+    """Return the JSON object in what was read from a file; see :func:`read_json`."""
+    try:
+        value = json.loads(content.decode("utf-8"))
+    except ValueError as error:
         raise ValueError(f"{path} is corrupt: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")

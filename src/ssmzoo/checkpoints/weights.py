@@ -50,6 +50,12 @@ def read_tensors(path: Path) -> Tensors:
         ) from error
 
 
+def read_header(path: Path) -> bytes:
+    """Return the header of a safetensors file that :func:`read_tensors` reads: JSON."""
+    with path.open("rb") as file:
+        return file.read(int.from_bytes(file.read(8), "little"))
+
+
 def holds_state_adapter(folder: str | Path) -> bool:
     """Tell whether a folder holds a saved state adapter."""
     return Path(folder, ADAPTER_CONFIG).is_file()

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from ssmzoo.cli import machine, models, publishing, scoring, training
 from ssmzoo.cli.options import Parser, UsageError
-from ssmzoo.environment.portable import without_credentials
+from ssmzoo.environment.credentials import without_credentials
 
 # in the order of a day's work
 VERBS = (

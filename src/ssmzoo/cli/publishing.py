@@ -41,6 +41,8 @@ def _publish(options: argparse.Namespace) -> int:
     print_table({"file": file.path, "size": in_bytes(file.size)} for file in report.files)
     if report.left_out:
         print(f"left out: {', '.join(report.left_out)}")
+    if report.deleted:
+        print(f"deleted there: {', '.join(report.deleted)}")
     done = "would go to" if report.dry_run else "published to"
     size = in_bytes(report.size)
     print(f"{len(report.files)} files, {size}, {done} {report.url or report.target}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any
 
-from ssmzoo.environment.portable import without_credentials
+from ssmzoo.environment.credentials import without_credentials
 from ssmzoo.files import STDLIB, read_json, write_folder
 
 HELD_OUT_BYTES = 120_000

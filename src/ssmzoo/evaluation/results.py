@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeGuard, cast
 
 import yaml
 
-from ssmzoo.environment.portable import portable, without_credentials
+from ssmzoo.environment.credentials import without_credentials
+from ssmzoo.environment.portable import portable
 from ssmzoo.files import read_json, write_json
 
 if TYPE_CHECKING:

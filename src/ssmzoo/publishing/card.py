@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 
 from ssmzoo.checkpoints.weights import is_state_adapter, read_adapter_config
+from ssmzoo.environment.credentials import without_credentials
 from ssmzoo.environment.messages import missing
-from ssmzoo.environment.portable import portable, without_credentials
+from ssmzoo.environment.portable import portable
 from ssmzoo.evaluation.results import is_number
 from ssmzoo.family import Family, family_of, packages_of
 from ssmzoo.files import appears_whole, make_folder_of, require_name, share, write_text
@@ -43,7 +44,7 @@ from ssmzoo.publishing.card_facts import (
     recorded,
     scored_model,
 )
-from ssmzoo.publishing.hub import CARD, ENTRIES
+from ssmzoo.publishing.contents import CARD, ENTRIES
 from ssmzoo.publishing.papers import paper_table, rows_of
 
 if TYPE_CHECKING:
