@@ -275,7 +275,8 @@ def test_the_card_of_a_foreign_family_names_its_package(run, monkeypatch):
     monkeypatch.setattr(family, "claims", lambda: claims)
     monkeypatch.setattr(family, "load_family", load)
     text = render_card(run / "model").read_text()
-    assert "pip install ./ssmzoo ssmzoo-lru\n" in text
+    assert "# ssmzoo-lru: from its authors only, since anybody may" in text
+    assert "pip install ./ssmzoo ./ssmzoo-lru\n" in text
     assert "- arxiv:1111.22222" in text
 
 

@@ -4,6 +4,7 @@ The models are rules in place of weights ("recall" looks back for the longest re
 just read; "even" gives every byte the same chance), so that the right score is known beforehand.
 """
 
+import itertools
 import json
 import logging
 import math
@@ -33,10 +34,11 @@ from ssmzoo import accelerate, load_family
 from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.evaluation import evaluate as evaluation
 from ssmzoo.evaluation.evaluate import evaluate, load_suite, suites
-from ssmzoo.evaluation.results import merge, read_results, write_results
+from ssmzoo.evaluation.results import merge, place_of, read_results, write_results
 from ssmzoo.evaluation.scoring import _settings
 from ssmzoo.evaluation.suites import Suite, average_score
 from ssmzoo.evaluation.text import text_documents
+from ssmzoo.publishing.card import render_card
 from ssmzoo.tasks import symbol_tokenizer
 
 pytestmark = [
@@ -610,6 +612,67 @@ def test_scores_of_another_model_under_the_same_name_are_refused():
     assert merge(unknown, unknown) == unknown
 
 
+def placed(target, *parts, revision="1", source="run/model"):
+    """Return results of a model at some place, of one score whose task is the revision."""
+    model = {**RESULTS["model"], "source": source, "revision": revision}
+    if any(isinstance(part, Path) for part in parts):
+        model["place"] = place_of(target, *parts)
+    return {**RESULTS, "model": model, "results": [{"task": revision, "metric": "acc", "value": 1}]}
+
+
+def test_models_of_two_places_are_kept_apart_however_they_are_named(tmp_path, monkeypatch):
+    """Of any two names, equal places may replace each other's scores, and others are refused."""
+    for name in ("a", "b"):
+        (tmp_path / name / "run" / "model").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    monkeypatch.chdir(tmp_path / "a")
+    names = {
+        Path("run/model"): "a", Path("run/model/"): "a", Path("../a/run/../run/model"): "a",
+        tmp_path / "a/run/model": "a", tmp_path / "link/run/model": "a",
+        tmp_path / "b/run/model": "b", Path("../b/run/model"): "b", "run/model": "the Hub's",
+    }  # fmt: skip
+    target = tmp_path / "results" / "run.json"
+    for first, second in itertools.product(names, repeat=2):
+        for adapters in ((), (tmp_path / "a/adapter",)):
+            earlier = placed(target, first, *adapters)
+            new = placed(Path("../results/run.json"), second, *adapters, revision="2")
+            if names[first] == names[second]:
+                assert merge(earlier, new) == new
+            else:
+                with pytest.raises(ValueError, match="are of another model"):
+                    merge(earlier, new)
+            same = placed(target, second, *adapters)
+            assert merge(earlier, same)["results"] == same["results"]
+    base = placed(target, tmp_path / "a/run/model")
+    for other in (
+        placed(target, tmp_path / "a/run/model", tmp_path / "x/adapter", revision="2"),
+        {**base, "model": {**RESULTS["model"], "source": "run/model", "revision": "2"}},
+    ):
+        with pytest.raises(ValueError, match="of another model"):
+            merge(base, other)
+
+
+def test_two_runs_of_one_name_do_not_drop_each_others_scores(models, tmp_path):
+    source = Path(models("llama"))
+    name = "L\u00e4ufe 3: U\u0308ber"  # a blank, a colon, an umlaut and one in two parts
+    paths = [tmp_path / place / name / "model" for place in ("a", "b")]
+    for path in paths:
+        shutil.copytree(source, path)
+    config = json.loads((paths[1] / "config.json").read_text())
+    (paths[1] / "config.json").write_text(json.dumps(config, indent=7))  # another revision
+    options = {"tasks": TEXT_TASKS[:1], "output_dir": tmp_path, "limit": 2}
+    written = evaluate(paths[0], **options)
+    assert written.name == f"{name}.json"
+    before = written.read_bytes()
+    assert str(tmp_path).encode() not in before
+    with pytest.raises(ValueError, match="of another folder; give those of"):
+        evaluate(paths[1], **options)
+    assert written.read_bytes() == before
+    evaluate(paths[1], **options, name=f"{name} b")
+    card = render_card(paths[0], results=[written, tmp_path / f"{name} b.json"])
+    assert f"| **{name}** | {name} b |" in card.read_text()
+
+
 def test_kept_scores_keep_their_own_versions_through_several_calls():
     row = {"task": "u", "metric": "acc", "value": 0.1}
     second = {**RESULTS, "versions": {"torch": "3"}, "results": [row]}
@@ -686,7 +749,9 @@ def test_the_output_folder_appears_with_the_first_scores(models, tmp_path, monke
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
         ({"dtype": "float31"}, ValueError, "did you mean 'float32'"),
         ({"device": "gpu"}, ValueError, "device must be one that torch can use here"),
-        ({"name": "a/b"}, ValueError, "name must be letters"),
+        ({"name": "a/b"}, ValueError, "name must be a file's"),
+        ({"name": ".a"}, ValueError, "name must be a file's"),
+        ({"name": "a\nb"}, ValueError, "name must be a file's"),
         ({"seed": 2**33}, ValueError, "seed must be between 0 and 4294967295, got 8589934592"),
         ({"seed": -1}, ValueError, "seed must be between 0 and 4294967295, got -1"),
         ({"tasks": ["ssmzoo_bits_per_byte"]}, ValueError, "needs text"),

@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -46,7 +48,8 @@ def distribution(folder, name, families, module="", needs=()):
 
 
 def run(folder, *command):
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    paths = [str(folder), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     return subprocess.run(
         [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=600
     )
@@ -339,6 +342,33 @@ def test_every_family_accepts_integers_for_float_fields():
         for found, expected in ((given.dropout, 0.0), (given.initializer_range, 1.0)):
             assert type(found) is float
             assert found == expected
+
+
+VERSIONS = """
+import json
+from transformers import AutoConfig, GPT2Config
+from ssmzoo import load_family
+from ssmzoo.family import foreign_versions
+configs = [load_family(name).config(**load_family(name).tiny) for name in ("toy", "longhorn")]
+print(json.dumps([foreign_versions(config) for config in (*configs, GPT2Config())]))
+"""
+
+
+def test_results_tell_the_version_and_commit_of_a_foreign_familys_package(tmp_path):
+    """That of its distribution, whose code makes the numbers, beside ssmzoo's own."""
+    toy = Path(__file__).with_name("toy_family")
+    shutil.copytree(toy / "ssmzoo_toy", tmp_path / "ssmzoo_toy")
+    distribution(tmp_path, "ssmzoo-toy", {"toy": "ssmzoo_toy:FAMILY"})
+    assert json.loads(python(tmp_path, VERSIONS)) == [{"ssmzoo-toy": "1.2"}, {}, {}]
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x"]
+    for words in (["init", "-q"], ["add", "ssmzoo_toy"], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *words], check=True, capture_output=True)
+    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
+    told = f"1.2 (commit {head.stdout.strip()}"
+    assert json.loads(python(tmp_path, VERSIONS))[0] == {"ssmzoo-toy": f"{told})"}
+    with (tmp_path / "ssmzoo_toy" / "__init__.py").open("a") as file:
+        file.write("# changed\n")
+    assert json.loads(python(tmp_path, VERSIONS))[0] == {"ssmzoo-toy": f"{told}, changed since)"}
 
 
 @pytest.mark.parametrize("value", [True, "0", None])

@@ -89,6 +89,7 @@ def test_it_trains_generates_inspects_and_loads_by_auto_classes(environment, mod
         if "loss" in row
     ]
     assert losses[-1] < losses[0]
+    assert json.loads((model.parent / "run.json").read_text())["versions"]["ssmzoo-toy"] == "0.1.0"
     found = json.loads(environment.run("python", "-c", USE, model))
     assert found["file"].startswith(str(environment.folder))
     assert found["classes"] == ["ToyForCausalLM", "ToyForSequenceClassification"]

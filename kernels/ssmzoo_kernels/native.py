@@ -28,6 +28,7 @@ import re
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import tempfile
 from collections.abc import Iterable
@@ -280,7 +281,9 @@ def _words(error: Exception) -> str:
 
 def _cached(folder: Path, key: str) -> ctypes.CDLL | None:
     for path in sorted(folder.glob(f"{key}-*.so")):
-        if path.stem.endswith(_digest(path)):
+        if _is_of_another(path.stat(follow_symlinks=False)):
+            _log.info("building %s again: it belongs to another user", path.name)
+        elif path.stem.endswith(_digest(path)):
             try:
                 return _opened(path)
             except RuntimeError as error:
@@ -400,15 +403,45 @@ def _users_folder() -> Path:
     folder = (base if base.is_absolute() else Path("~/.cache").expanduser()) / "ssmzoo"
     if folder in _failed:
         raise RuntimeError(_failed[folder])
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for part in (*reversed(folder.parents), folder):  # parents=True would ignore the mode
+        part.mkdir(mode=0o700, exist_ok=True)
     status = folder.stat()
-    if hasattr(os, "getuid") and status.st_uid != os.getuid():
+    if _is_of_another(status):
         raise PermissionError(f"{folder} belongs to another user")
     if status.st_mode & 0o022:
         raise PermissionError(f"{folder} is writable by others")
+    for part in folder.resolve().parents:
+        _require_safe(part)
     if os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0):
         raise PermissionError(errno.EACCES, "mounted noexec", str(folder))
     return folder
+
+
+def _require_safe(folder: Path) -> None:
+    """Fail if others may put another folder in the place of one that lies in this one."""
+    status = folder.stat()
+    if _is_of_another(status) and status.st_uid != 0:
+        raise PermissionError(f"{folder} belongs to another user")
+    shared = status.st_mode & 0o022
+    if shared == 0o020 and _is_own_group(status.st_gid):
+        return
+    if shared and not status.st_mode & stat.S_ISVTX:  # as in /tmp, where each moves only his own
+        raise PermissionError(f"{folder} is writable by others")
+
+
+def _is_of_another(status: os.stat_result) -> bool:
+    return hasattr(os, "getuid") and status.st_uid != os.getuid()
+
+
+def _is_own_group(group: int) -> bool:
+    """Tell whether a group is the user's alone: that of his name, as many systems make it."""
+    import grp
+    import pwd
+
+    try:
+        return grp.getgrgid(group).gr_name == pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return False
 
 
 def _private_folder() -> Path:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssmzoo.environment.messages import suggestion
@@ -289,6 +291,29 @@ def owner(point: EntryPoint) -> str:
 def packages_of(family: str) -> list[str]:
     """Return the distributions that a family's models need: ssmzoo, and that of its plugin."""
     return list(dict.fromkeys(["ssmzoo", *map(owner, claims().get(family, ()))]))
+
+
+def foreign_versions(config: PreTrainedConfig) -> dict[str, str]:
+    """Return the versions of other packages whose family a model is of, by their names.
+
+    A version says the commit of the git checkout that the code runs from, if it runs from one:
+    ``"0.3.0 (commit 0a1b2c3d4e5f, changed since)"``. Empty for a model of ssmzoo's own families, of
+    none, or with code of its own.
+    """
+    from ssmzoo_kernels.machine import checkout
+
+    try:
+        family = family_of(config)
+    except (RuntimeError, ValueError):  # not installed here, or broken: it ran from elsewhere
+        return {}
+    found = {}
+    for package in packages_of(family.name)[1:] if family is not None else ():
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+            commit, dirty = checkout(Path(sys.modules[type(config).__module__].__file__ or ""))
+            if commit is not None:
+                found[package] += f" (commit {commit}{', changed since' if dirty else ''})"
+    return found
 
 
 def malformed(point: EntryPoint) -> str | None:

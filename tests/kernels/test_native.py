@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -167,6 +169,63 @@ def test_a_cache_folder_that_others_may_write_is_refused(fresh, caplog):
     with caplog.at_level(logging.INFO, logger="ssmzoo"):
         assert native.cache_folder() != fresh
     assert "writable by others" in caplog.text
+
+
+def test_no_mask_makes_the_cache_or_its_parents_writable_by_others(fresh, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a" / "b"))
+    before = os.umask(0)
+    try:
+        folder = native.cache_folder()
+    finally:
+        os.umask(before)
+    assert folder == tmp_path / "a" / "b" / "ssmzoo"
+    for part in (folder, folder.parent, folder.parent.parent):
+        assert part.stat().st_mode & 0o777 == 0o700, part
+
+
+@pytest.mark.parametrize(
+    ("mode", "own_group", "safe"),
+    [
+        (0o755, False, True),
+        (0o777, True, False),
+        (0o1777, False, True),
+        (0o775, False, False),
+        (0o775, True, True),
+        (0o757, True, False),
+    ],
+)
+def test_a_parent_in_which_others_may_move_folders_is_refused(
+    fresh, monkeypatch, caplog, mode, own_group, safe
+):
+    fresh.mkdir(parents=True, mode=0o700)
+    fresh.parent.chmod(mode)
+    monkeypatch.setattr(native, "_is_own_group", lambda group: own_group)
+    with caplog.at_level(logging.INFO, logger="ssmzoo"):
+        assert (native.cache_folder() == fresh) == safe
+    assert (f"{fresh.parent} is writable by others" in caplog.text) != safe
+
+
+@pytest.mark.parametrize(("user", "safe"), [(os.getuid(), True), (0, True), (12345, False)])
+def test_a_parent_belongs_to_the_user_or_to_root(user, safe):
+    status = SimpleNamespace(st_uid=user, st_gid=0, st_mode=0o755)
+    folder = SimpleNamespace(stat=lambda: status)
+    with nullcontext() if safe else pytest.raises(PermissionError, match="to another user"):
+        native._require_safe(folder)
+
+
+def test_a_library_of_another_user_is_built_again(fresh, monkeypatch, tmp_path):
+    source = tmp_path / "answer.c"
+    source.write_text("int answer = 42;\n")
+    native.library(source, torch.float32)
+    [path] = fresh.glob("answer-*.so")
+    theirs = path.stat().st_ino
+    monkeypatch.setattr(native, "_is_of_another", lambda status: status.st_ino == theirs)
+    kept = path.rename(fresh / "kept")  # so that the new file has another number
+    os.link(kept, path)
+    native.library.cache_clear()
+    native.library(source, torch.float32)
+    [path] = fresh.glob("answer-*.so")
+    assert path.stat().st_ino != theirs
 
 
 @pytest.mark.long

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +34,7 @@ from ssmzoo.evaluation.results import (
     Score,
     adapted,
     merge,
+    place_of,
     read_results,
     recipe_of,
     require_same_model,
@@ -44,6 +44,7 @@ from ssmzoo.evaluation.results import (
 from ssmzoo.evaluation.scoring import TEXT_TASK, Library, score_task
 from ssmzoo.evaluation.suites import Suite, average_score, load_suite, suites
 from ssmzoo.evaluation.text import read_documents
+from ssmzoo.family import foreign_versions
 from ssmzoo.files import existing_part, make_folder_of
 from ssmzoo.tasks import symbol_count
 
@@ -159,7 +160,7 @@ def evaluate(
                 "parameters": network.num_parameters(),
             },
             "results": [],
-            "versions": installed_versions(*PACKAGES),
+            "versions": installed_versions(*PACKAGES) | foreign_versions(network.config),
             "hardware": hardware(place),
             "environment": environment(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -168,8 +169,11 @@ def evaluate(
                 trust_remote_code, stock, adapter,
             ),
         }  # fmt: skip
+        described = results["model"]
+        parts = [model if folder is None else folder, *([] if adapter is None else [Path(adapter)])]
+        if any(isinstance(part, Path) for part in parts):
+            described["place"] = place_of(target, *parts)
         if started is not None:
-            described = results["model"]
             described["source"], described["revision"] = adapted(
                 described["source"], source_of(str(adapter)), described["revision"], started
             )
@@ -249,9 +253,10 @@ def _plan(
 
 
 def _results_file(output_dir: str | Path, name: str) -> Path:
-    if not re.fullmatch(r"[\w.+-]+", name) or name.startswith("."):
+    if name.startswith(".") or "/" in name or not (name.strip() and name.isprintable()):
         raise ValueError(
-            f"name must be letters, digits and any of '_.+-', and start with no dot, got {name!r}"
+            "name must be a file's, without '/', a control character or a dot before it, got "
+            f"{name!r}; give another one (--name)"
         )
     folder = Path(output_dir)
     try:

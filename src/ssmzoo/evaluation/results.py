@@ -5,8 +5,10 @@ Read with :func:`read_results`, joined with :func:`merge`, written with :func:`w
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeGuard, cast
@@ -24,10 +26,15 @@ LOG = logging.getLogger("ssmzoo")
 
 
 class ModelInfo(TypedDict):
-    """Which model was scored; ``revision`` is the Hub commit, or a digest of the local weights."""
+    """Which model was scored.
+
+    ``revision`` is the Hub commit, or a digest of the local weights. ``place`` tells folders of one
+    name apart: a digest of the way to them from the results' folder; a model of the Hub has none.
+    """
 
     name: str
     source: str
+    place: NotRequired[str]
     revision: str | None
     model_type: str
     parameters: int
@@ -181,6 +188,21 @@ def source_of(model: str | Path) -> str:
     return "/".join(place.parts[-2:] if place.name in ("model", "adapter") else place.parts[-1:])
 
 
+def place_of(target: Path, *parts: Path | str) -> str:
+    """Return what tells the parts of a model from others, whatever names they are called by.
+
+    Args:
+        target: The results file.
+        parts: The folder or the Hub id of the model, and those of what it starts from.
+    """
+    around = target.expanduser().resolve().parent
+    ways = [
+        os.path.relpath(part.expanduser().resolve(), around) if isinstance(part, Path) else part
+        for part in parts
+    ]
+    return hashlib.sha256(os.fsencode("\0".join(ways))).hexdigest()[:16]
+
+
 def adapted(source: str, adapter: str, revision: object, digest: str) -> tuple[str, str]:
     """Return source and revision of a model that starts from a state adapter, as of another."""
     return f"{source} with {adapter}", f"{revision}+{digest[:12]}"
@@ -198,10 +220,13 @@ def require_same_model(earlier: Results, new: Results) -> None:
     """Fail if scores of one name are of two models; one model's may be of other weights."""
     old, now = earlier["model"], new["model"]
     unequal = old["revision"] != now["revision"] or now["revision"] is None
-    if unequal and old["source"] != now["source"]:
+    places = [model.get("place") for model in (old, now)]
+    same = places[0] == places[1] if any(places) else old["source"] == now["source"]
+    if unequal and not same:
+        where = "" if old["source"] != now["source"] else ", of another folder"
         raise ValueError(
-            f"results named {now['name']!r} are of another model, {old['source']!r}; "
-            f"give those of {now['source']!r} another name"
+            f"results named {now['name']!r} are of another model, {old['source']!r}{where}; "
+            f"give those of {now['source']!r} another name (--name), or remove the old file"
         )
 
 
@@ -215,7 +240,7 @@ def merge(earlier: Results | None, new: Results) -> Results:
     """Return ``new`` with the earlier scores that it does not replace.
 
     Those that stay keep the versions, hardware, environment, date and command of their own call.
-    Scores of other weights from the same source are dropped, and a score of other settings
+    Scores of other weights from the same place are dropped, and a score of other settings
     (another text) is replaced, each with a warning. A suite's average goes when a score that it
     averages is replaced.
 

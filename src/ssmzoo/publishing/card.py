@@ -262,6 +262,7 @@ def _render(
         paper=_paper(family, own, everything),
         origins=_origins([*own, *others]),
         packages=_packages(family),
+        foreign=packages_of(family.name)[1:] if family else [],
         prompt=json.dumps(facts.prompt) if facts.prompt else None,
         words=words,
         encoder=encoder,
@@ -401,10 +402,10 @@ def _summary(words: Mapping[str, Any] | None, facts: CardFacts, head: _Head) -> 
 
 
 def _packages(family: Family | None) -> str:
-    """Return what a reader must install."""
+    """Return what a reader must install: checkouts, since a name on an index may be anybody's."""
     if family is None:
         return "transformers torch"
-    return " ".join(["./ssmzoo", *packages_of(family.name)[1:]])
+    return " ".join(f"./{package}" for package in packages_of(family.name))
 
 
 def _results(name: str, own: Sequence[ScoredModel], others: Sequence[ScoredModel]) -> str:
@@ -413,6 +414,8 @@ def _results(name: str, own: Sequence[ScoredModel], others: Sequence[ScoredModel
         label = (
             entry.name if entry.name not in columns else f"{entry.name} ({portable(entry.source)})"
         )
+        while label in columns:  # of folders with one name
+            label += " again"
         columns[label] = dict(entry.scores)
     rows = dict.fromkeys(row for column in columns.values() for row in column)
     if not rows:

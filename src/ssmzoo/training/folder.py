@@ -20,7 +20,14 @@ from ssmzoo.checkpoints.weights import (
 )
 from ssmzoo.environment.hardware import installed_versions
 from ssmzoo.environment.portable import portable, portable_command
-from ssmzoo.evaluation.results import Results, Score, adapted, recipe_of, write_results
+from ssmzoo.evaluation.results import (
+    Results,
+    Score,
+    adapted,
+    place_of,
+    recipe_of,
+    write_results,
+)
 from ssmzoo.files import STDLIB, file_digest, read_json, write_folder, write_json, write_text
 from ssmzoo.recipe import Recipe, load_recipe
 from ssmzoo.training.checkpoint import checkpoint_of, damage_of, newest_checkpoint
@@ -107,6 +114,8 @@ class RunFolder:
     ) -> None:
         """Write what describes the run: recipe, data, and the facts beside time and versions.
 
+        ``facts["versions"]`` are those of packages that not every run needs.
+
         What is not as it was before ``step`` is added to the list ``changes`` in ``run.json``.
         """
         self._warn_of_the_clock()
@@ -121,7 +130,7 @@ class RunFolder:
                 **{key: manifest[key] for key in _DATA_FACTS if key in manifest},
             },
             **facts,
-            "versions": installed_versions(*_PACKAGES),
+            "versions": installed_versions(*_PACKAGES) | facts["versions"],
         }
         if changes:
             described["changes"] = changes
@@ -218,13 +227,16 @@ class RunFolder:
         """Write ``results.json``: what ``ssmzoo eval`` writes, with the scores of a test split."""
         described = read_json(self.path / "run.json")
         source, revision = f"{self.path.name}/model", weights_revision(self.path / "model")
+        target, parts = self.path / "results.json", [self.path / "model"]
         if holds_state_adapter(adapter := self.path / "adapter"):
             digest = read_adapter_config(adapter)["digest"]
             source, revision = adapted(source, f"{self.path.name}/adapter", revision, digest)
+            parts.append(adapter)
         results: Results = {
             "model": {
                 "name": self.path.name,
                 "source": source,
+                "place": place_of(target, *parts),
                 "revision": revision,
                 "model_type": model_type,
                 "parameters": parameters,
@@ -237,7 +249,7 @@ class RunFolder:
             "date": _now(),
             "command": described["command"],
         }
-        write_results(self.path / "results.json", results)
+        write_results(target, results)
 
 
 def require_same_recipe(begun: Recipe, now: Recipe) -> None:

@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ssmzoo.data.sources import data_source
+from ssmzoo.family import foreign_versions
 from ssmzoo.recipe import Recipe
 from ssmzoo.training.checkpoint import (
     Progress,
@@ -146,6 +147,7 @@ class Run:
             **({"recurrent_layers": recurrent} if recurrent else {}),
             "hardware": hardware(accelerator.device),
             "environment": environment(),
+            "versions": foreign_versions(self.config),
             "processes": self.processes.count,
             **({"sequence_parallel": self.processes.pieces} if self.processes.row else {}),
             "dtype": "bfloat16" if accelerator.mixed_precision == "bf16" else "float32",
