@@ -34,7 +34,7 @@ from ssmzoo import accelerate, load_family
 from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.evaluation import evaluate as evaluation
 from ssmzoo.evaluation.evaluate import evaluate, load_suite, suites
-from ssmzoo.evaluation.results import merge, place_of, read_results, write_results
+from ssmzoo.evaluation.results import merge, place_digest, read_results, write_results
 from ssmzoo.evaluation.scoring import _settings
 from ssmzoo.evaluation.suites import Suite, average_score
 from ssmzoo.evaluation.text import text_documents
@@ -616,7 +616,7 @@ def placed(target, *parts, revision="1", source="run/model"):
     """Return results of a model at some place, of one score whose task is the revision."""
     model = {**RESULTS["model"], "source": source, "revision": revision}
     if any(isinstance(part, Path) for part in parts):
-        model["place"] = place_of(target, *parts)
+        model["place"] = place_digest(target, *parts)
     return {**RESULTS, "model": model, "results": [{"task": revision, "metric": "acc", "value": 1}]}
 
 

@@ -393,15 +393,15 @@ def test_pictures_on_the_web_are_not_copied(model, tmp_path):
 def test_what_was_checked_is_what_goes(model, tmp_path, monkeypatch):
     """A text that changes after the check goes as it was, and weights that change do not go."""
     checked = (model / "tokenizer.json").read_bytes()
-    plan_of = hub.plan_of
+    publication_of = hub.publication_of
     changes = [lambda: (model / "tokenizer.json").write_bytes(b"[]")]
 
     def then_change(folder, **asked):
-        made = plan_of(folder, **asked)
+        made = publication_of(folder, **asked)
         changes[-1]()
         return made
 
-    monkeypatch.setattr(hub, "plan_of", then_change)
+    monkeypatch.setattr(hub, "publication_of", then_change)
     publish(model, str(tmp_path / "out"))
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == checked
     weights = (model / "model.safetensors").read_bytes()

@@ -34,7 +34,7 @@ from ssmzoo.evaluation.results import (
     Score,
     adapted,
     merge,
-    place_of,
+    place_digest,
     read_results,
     recipe_of,
     require_same_model,
@@ -172,7 +172,7 @@ def evaluate(
         described = results["model"]
         parts = [model if folder is None else folder, *([] if adapter is None else [Path(adapter)])]
         if any(isinstance(part, Path) for part in parts):
-            described["place"] = place_of(target, *parts)
+            described["place"] = place_digest(target, *parts)
         if started is not None:
             described["source"], described["revision"] = adapted(
                 described["source"], source_of(str(adapter)), described["revision"], started

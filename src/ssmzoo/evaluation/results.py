@@ -188,7 +188,7 @@ def source_of(model: str | Path) -> str:
     return "/".join(place.parts[-2:] if place.name in ("model", "adapter") else place.parts[-1:])
 
 
-def place_of(target: Path, *parts: Path | str) -> str:
+def place_digest(target: Path, *parts: Path | str) -> str:
     """Return what tells the parts of a model from others, whatever names they are called by.
 
     Args:

@@ -70,7 +70,7 @@ Content: TypeAlias = bytes | Path  # of weights the file, which is too large to 
 
 
 @dataclass(frozen=True)
-class Plan:
+class Publication:
     """What goes, and the names in the model's folder that do not.
 
     Attributes:
@@ -94,12 +94,12 @@ class Plan:
         assert isinstance(content, bytes)
         return content.decode("utf-8")
 
-    def with_code(self, texts: Mapping[str, str]) -> Plan:
-        """Return the plan with a model's code, written anew, in place of code that was there."""
+    def with_code(self, texts: Mapping[str, str]) -> Publication:
+        """Return it with a model's code, written anew, in place of code that was there."""
         sources = {name: x for name, x in self.sources.items() if not name.endswith(".py")}
         sources |= {name: text.encode() for name, text in texts.items()}
         left_out = {*self.left_out, *(self.sources.keys() - sources.keys())}
-        return Plan(dict(sorted(sources.items())), tuple(sorted(left_out)))
+        return Publication(dict(sorted(sources.items())), tuple(sorted(left_out)))
 
 
 def is_of_publications(name: str) -> bool:
@@ -112,7 +112,7 @@ def is_document(name: str) -> bool:
     return PurePosixPath(name).suffix.lower() in _DOCUMENTS | _PICTURES
 
 
-def plan_of(folder: Path, *, code: bool, state: bool) -> Plan:
+def publication_of(folder: Path, *, code: bool, state: bool) -> Publication:
     """List what goes of a model's folder, after checking every file of it.
 
     Args:
@@ -143,7 +143,7 @@ def plan_of(folder: Path, *, code: bool, state: bool) -> Plan:
     for name in _pictures(folder, sources[CARD]):
         sources[name] = _bytes(folder, folder / name)
     left_out = [name for name in left_out if name not in sources]
-    return Plan(dict(sorted(sources.items())), tuple(left_out))
+    return Publication(dict(sorted(sources.items())), tuple(left_out))
 
 
 def _collected(folder: Path, code: bool, state: bool) -> tuple[dict[str, Content], list[str]]:
@@ -210,7 +210,7 @@ def _check_model(folder: Path, sources: Mapping[str, Content], code: bool, state
         )
 
 
-def refuse_credentials(folder: Path, plan: Plan) -> None:
+def refuse_credentials(folder: Path, plan: Publication) -> None:
     """Fail if a file that is to go holds what looks like a credential; the error does not show it.
 
     Raises:

@@ -28,7 +28,13 @@ from ssmzoo.checkpoints.weights import (
 from ssmzoo.environment.credentials import find_credential
 from ssmzoo.family import claims, family_of, packages_of
 from ssmzoo.files import file_digest, read_json, write_folder
-from ssmzoo.publishing.contents import CARD, Content, Plan, plan_of, refuse_credentials
+from ssmzoo.publishing.contents import (
+    CARD,
+    Content,
+    Publication,
+    publication_of,
+    refuse_credentials,
+)
 
 
 @dataclass(frozen=True)
@@ -122,7 +128,7 @@ def publish(
         raise ValueError("commit_message must hold no credential, and holds one; write another")
     digests = {} if dry_run else _digests(folder)
     sends_code = code and _has_code(folder)
-    plan = plan_of(folder, code=sends_code, state=include_state)
+    plan = publication_of(folder, code=sends_code, state=include_state)
     if include_state:
         _check_state(folder)
     if sends_code:
@@ -221,7 +227,7 @@ def _digests(folder: Path) -> dict[str, str]:
     return {path.name: file_digest(path) for path in files if path.is_file()}
 
 
-def _with_code(folder: Path, plan: Plan) -> Plan:
+def _with_code(folder: Path, plan: Publication) -> Publication:
     """Return a plan with the model's code, written anew."""
     from ssmzoo.publishing.export_code import standalone_files
 
@@ -250,7 +256,11 @@ def _check_state(folder: Path) -> None:
 
 
 def _publish_folder(
-    folder: Path, plan: Plan, digests: Mapping[str, str], report: PublishReport, dry_run: bool
+    folder: Path,
+    plan: Publication,
+    digests: Mapping[str, str],
+    report: PublishReport,
+    dry_run: bool,
 ) -> PublishReport:
     target = Path(report.target)
     _check_folder(folder, target)
@@ -289,7 +299,7 @@ def _why_foreign(folder: Path, target: Path) -> str | None:
     if (target.resolve().parent / "run.json").is_file():
         return "it is what a run has trained"
     try:
-        earlier = plan_of(target, code=True, state=(target / STATE).exists())
+        earlier = publication_of(target, code=True, state=(target / STATE).exists())
     except (ValueError, FileNotFoundError) as error:
         return str(error)
     present = {

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ssmzoo.files import read_json
-from ssmzoo.publishing.contents import CARD, Plan, is_document, is_of_publications
+from ssmzoo.publishing.contents import CARD, Publication, is_document, is_of_publications
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
@@ -41,7 +41,7 @@ class Sent(NamedTuple):
 
 def upload(
     repository: str,
-    plan: Plan,
+    plan: Publication,
     digests: Mapping[str, str],
     *,
     private: bool,
@@ -107,14 +107,14 @@ class _Refused(Exception):
     """A reason of our own to stop an upload."""
 
 
-def _additions(plan: Plan, digests: Mapping[str, str]) -> list[CommitOperationAdd]:
+def _additions(plan: Publication, digests: Mapping[str, str]) -> list[CommitOperationAdd]:
     """Return what goes, after reading the weights anew to see that they are what was checked."""
     from huggingface_hub import CommitOperationAdd
 
     additions = []
     for name, content in plan.sources.items():
         addition = CommitOperationAdd(name, content)
-        if isinstance(content, Path) and addition.upload_info.sha256.hex() != digests[name]:
+        if isinstance(content, Path) and addition.upload_info.sha256.hex() != digests.get(name):
             raise _Refused(f"{content} changed while it was published; nothing was published")
         additions.append(addition)
     return additions
@@ -124,7 +124,7 @@ def _commit(
     api: HfApi,
     repository: str,
     revision: str | None,
-    plan: Plan,
+    plan: Publication,
     digests: Mapping[str, str],
     message: str,
 ) -> CommitInfo:
@@ -143,7 +143,7 @@ def _commit(
     return api.create_commit(repository, operations, commit_message=message, revision=revision)
 
 
-def _stale(api: HfApi, repository: str, revision: str | None, plan: Plan) -> list[str]:
+def _stale(api: HfApi, repository: str, revision: str | None, plan: Publication) -> list[str]:
     """Return what an earlier publication brought and this one does not replace.
 
     Raises:

@@ -24,7 +24,7 @@ from ssmzoo.evaluation.results import (
     Results,
     Score,
     adapted,
-    place_of,
+    place_digest,
     recipe_of,
     write_results,
 )
@@ -236,7 +236,7 @@ class RunFolder:
             "model": {
                 "name": self.path.name,
                 "source": source,
-                "place": place_of(target, *parts),
+                "place": place_digest(target, *parts),
                 "revision": revision,
                 "model_type": model_type,
                 "parameters": parameters,
