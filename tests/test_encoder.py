@@ -6,6 +6,7 @@ That a model of both directions keeps padding, packing and batches apart is a ch
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -27,7 +28,7 @@ from transformers import (
 from ssmzoo import load_family
 from ssmzoo.analysis.doctor import examine_model
 from ssmzoo.analysis.inspect import inspect_model
-from ssmzoo.modeling import backbone, flip
+from ssmzoo.modeling import backbone, flip, flip_steps
 from ssmzoo.modeling.compat import enable_gradient_checkpointing
 from ssmzoo.modeling.layers import DropPath
 from ssmzoo.modeling.packing import find_packing
@@ -36,7 +37,7 @@ from ssmzoo.tasks import load_task
 from ssmzoo.testing import check
 from ssmzoo.training.run import train
 
-DSS, LONGHORN = load_family("dss"), load_family("longhorn")
+DSS, LONGHORN, S5 = (load_family(name) for name in ("dss", "longhorn", "s5"))
 IMAGES = {"image_size": 8, "patch_size": 4, "num_labels": 10, "directions": "both-shared"}
 
 
@@ -54,6 +55,9 @@ def test_each_packed_sequence_is_reversed_within_itself():
     packing = find_packing(1, 6, 0, None, None, None, torch.tensor([0, 3, 3, 4, 6]))
     assert flip(x, packing).flatten().tolist() == [2, 1, 0, 3, 5, 4]
     assert flip(x, None).flatten().tolist() == [5, 4, 3, 2, 1, 0]
+    # each step is then that after its token, and the first 1
+    assert flip_steps(x[..., 0], packing).flatten().tolist() == [1, 2, 1, 1, 1, 5]
+    assert flip_steps(x[..., 0], None).flatten().tolist() == [1, 5, 4, 3, 2, 1]
 
 
 @torch.no_grad()
@@ -88,6 +92,15 @@ def test_the_kit_finds_a_block_that_reverses_wrongly(wrong, says):
         (result,) = check(DSS, only=["bidirectional"]).results
     assert result.status == "failed"
     assert says in result.detail
+
+
+def test_the_kit_finds_steps_that_are_reversed_as_tokens_are():
+    irregular = replace(S5, tiny={**S5.tiny, "irregular_steps": True})
+    for wrong, status in ((flip_steps, "passed"), (flip, "failed")):
+        with mock.patch.object(backbone, "flip_steps", wrong):
+            (result,) = check(irregular, only=["bidirectional"]).results
+        assert result.status == status, result.detail
+    assert "reversed outputs" in result.detail
 
 
 @pytest.mark.parametrize(
@@ -313,6 +326,7 @@ def test_a_recipe_of_another_image_size_is_refused(tmp_path):
 
 ALONE = """
 import sys
+from dataclasses import replace
 class Refuse:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("ssmzoo", "ssmzoo_kernels", "ssmzoo_longhorn", "triton"):

@@ -31,6 +31,7 @@ from ssmzoo.modeling import (
     SSMModel,
     SSMPreTrainedModel,
     flip,
+    flip_steps,
     hippo_legs,
 )
 from ssmzoo_kernels import linear_scan
@@ -119,22 +120,24 @@ class S5Mixer(SSMMixer):
             pole, read_in, readout = self._derived.get(self, None, self._matrices)
         drive = F.linear(u, read_in).view(*u.shape[:2], len(read_in) // 2, 2)
         drive = torch.view_as_complex(drive)  # [B, L, N]
-        if self.config.irregular_steps:
-            steps = state.shared["time_steps"].to(u.dtype).unsqueeze(-1)
-            log_pole = pole * (steps * self.log_dt.exp())
-            drive = drive * (torch.expm1(log_pole) / pole)
-            pole = log_pole.exp()
-        pole = pole.expand_as(drive)
+        steps = state.shared["time_steps"].to(u.dtype) if self.config.irregular_steps else None
         start = state.get("ssm")
-        x, final = linear_scan(
-            pole, drive, None if start is None else torch.view_as_complex(start), cu_seqlens=packing
-        )
+        start = None if start is None else torch.view_as_complex(start)
+        x, final = linear_scan(*self._held(pole, drive, steps), start, cu_seqlens=packing)
         state.put("ssm", torch.view_as_real(final))
         if self.config.bidirectional:
-            turned = (flip(given, packing) for given in (pole, drive))
+            steps = None if steps is None else flip_steps(steps, packing)
+            turned = self._held(pole, flip(drive, packing), steps)
             later, _ = linear_scan(*turned, cu_seqlens=packing)
             x = torch.cat([x, flip(later, packing)], dim=-1)
         return F.linear(torch.view_as_real(x).flatten(-2), readout) + self.D * u
+
+    def _held(self, pole: Tensor, drive: Tensor, steps: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return every token's poles and what enters, [B, L, N], held for its step if not None."""
+        if steps is None:
+            return pole.expand_as(drive), drive
+        log_pole = pole * (steps.unsqueeze(-1) * self.log_dt.exp())
+        return log_pole.exp(), drive * (torch.expm1(log_pole) / pole)
 
     def _matrices(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return Lbar [N] and Bbar [2 N, H], for irregular steps Lambda and B; C, [H, 2 R N]."""

@@ -77,9 +77,24 @@ def run(pole: Array, drive: Array) -> Array:
 
 
 def ssm(weights: Weights, config: Config, prefix: str, u: Array, steps: Array) -> Array:
-    """One sequence [L, H], whose time steps are multiplied by steps [L]."""
-    w = {name: weights[prefix + name] for name in ("B", "C", "D")}
-    B, C = (w[name] @ np.array([1, 1j]) for name in "BC")
+    """One sequence [L, H], whose time steps are multiplied by steps [L].
+
+    A state that looks back from what comes later holds an input until the token before it: its step
+    is the one after a token, and 1 at the last one.
+    """
+    x = states(weights, config, prefix, u, steps)
+    if config["bidirectional"]:
+        after = np.append(steps[1:], 1.0)
+        later = states(weights, config, prefix, u[::-1], after[::-1])[::-1]
+        x = np.concatenate([x, later], axis=1)
+    C = weights[prefix + "C"] @ np.array([1, 1j])
+    pairs = 2 if config["variant"] == "s5" else 1
+    return pairs * (x @ C.T).real + weights[prefix + "D"] * u
+
+
+def states(weights: Weights, config: Config, prefix: str, u: Array, steps: Array) -> Array:
+    """The states [L, N] after each token of one sequence read forwards."""
+    B = weights[prefix + "B"] @ np.array([1, 1j])
     if config["variant"] == "lru":  # the exponential parameters and gamma
         nu, theta, gamma = (np.exp(weights[prefix + n + "_log"]) for n in ("nu", "theta", "gamma"))
         poles = np.exp(-nu + 1j * theta)
@@ -93,11 +108,7 @@ def ssm(weights: Weights, config: Config, prefix: str, u: Array, steps: Array) -
         drive = np.array(
             [(factor - 1) / eigenvalues * (B @ row) for factor, row in zip(pole, u, strict=True)]
         )
-    x = run(pole, drive)
-    if config["bidirectional"]:
-        x = np.concatenate([x, run(pole[::-1], drive[::-1])[::-1]], axis=1)
-    pairs = 2 if config["variant"] == "s5" else 1
-    return pairs * (x @ C.T).real + w["D"] * u
+    return run(pole, drive)
 
 
 # --- the network ------------------------------------------------------------------------------

@@ -391,6 +391,25 @@ def flipped_whole(x, packing):
     return x.flip(1)
 
 
+class EncoderWithStepsConfig(LonghornConfig):
+    model_type = "broken_steps_config"
+
+    @property
+    def token_inputs(self):
+        encodes = self.directions != "forward" and self.image_size is None
+        return ("time_steps",) if encodes else ()
+
+
+class KeepsItsStepsForBothDirections(LonghornMixer):
+    reads_both_ways = False  # so that the block has it read backwards
+
+    def forward(self, hidden_states, state, packing=None):
+        if "time_steps" in state.shared:
+            steps = state.shared.setdefault("steps", state.shared["time_steps"].unsqueeze(-1))
+            hidden_states = hidden_states * steps.to(hidden_states.dtype)
+        return super().forward(hidden_states, state, packing)
+
+
 class TakesTheMeanImageAway(LonghornForImageClassification):
     def forward(self, pixel_values, labels=None, **options):
         return super().forward(pixel_values - pixel_values.mean(dim=0), labels, **options)
@@ -808,6 +827,11 @@ MISTAKES = {
         causal_lm=SavesHalf,
     ),
     "names two kinds of labels": broad("trainer", causal_lm=NamesTwoKindsOfLabels),
+    "keeps its steps for both directions": Sabotage(
+        "reversed outputs",
+        {"config": EncoderWithStepsConfig, "mixer": KeepsItsStepsForBothDirections},
+        fails=frozenset({"bidirectional"}),
+    ),
     "counts its calls": broad("gradient_checkpointing", "trainer", mixer=CountsItsCalls),
 }
 

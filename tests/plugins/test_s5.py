@@ -241,15 +241,55 @@ def test_irregular_steps_give_the_same_logits_in_every_form():
     torch.testing.assert_close(packed.logits.view(2, 20, -1), whole, rtol=0, atol=1e-5)
 
 
-@torch.no_grad()
-def test_steps_are_turned_with_the_tokens_where_the_block_reads_backwards():
-    model = build(**IRREGULAR, directions="both-shared", cls=FAMILY.model_class)
-    ids, steps = draw(2, 9)
-    there, back = (
-        model(x, time_steps=y).last_hidden_state
-        for x, y in ((ids, steps), (ids.flip(1), steps.flip(1)))
-    )
-    assert relative(back.flip(1), there) <= 1e-12
+def between(times):
+    """The steps [1, L] between tokens at these times, the first 1."""
+    return torch.cat([torch.ones_like(times[:, :1]), times.diff(dim=1)], dim=1)
+
+
+def swap_directions(model):
+    """Let what reads forwards read backwards, and the other way round."""
+    for block in model.layers:
+        if block.reverse is not None:
+            block.mixer, block.reverse["mixer"] = block.reverse["mixer"], block.mixer
+        if model.config.bidirectional:
+            C = block.mixer.C
+            C.data = torch.cat(C.data.chunk(2, dim=1)[::-1], dim=1)
+
+
+WAYS = [{"bidirectional": True}, {"directions": "both-separate"}, {"directions": "both-shared"}]
+
+
+@pytest.mark.parametrize("layout", ["alone", "padded", "packed"])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_signal_read_backwards_with_its_directions_swapped_gives_the_same(way, layout):
+    model = build(**IRREGULAR, **way, cls=FAMILY.model_class)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    ids, steps = draw(1, 9)
+    times = steps.cumsum(1).requires_grad_()
+
+    def read(tokens, times):
+        own, more = between(times), {}
+        if layout == "padded":  # beside steps that are none
+            tokens, own = (torch.nn.functional.pad(x, (3, 2)) for x in (tokens, own))
+            more["attention_mask"] = torch.nn.functional.pad(torch.ones(1, 9).long(), (3, 2))
+        elif layout == "packed":
+            tokens, own = (torch.cat([x[:, :4], x, x[:, 5:]], 1) for x in (tokens, own))
+            more["cu_seqlens"] = torch.tensor([0, 4, 13, 17])
+        y = model(tokens, time_steps=own, **more).last_hidden_state
+        return {"alone": y, "padded": y[:, 3:12], "packed": y[:, 4:13]}[layout]
+
+    there = read(ids, times)
+    weight = torch.randn(there.shape, dtype=there.dtype)
+    leaves = [times, *names]
+    slopes = torch.autograd.grad((weight * there).sum(), leaves)
+    swap_directions(model)
+    back = read(ids.flip(1), (times[:, -1:] - times).flip(1)).flip(1)
+    assert relative(back.detach(), there.detach()) <= 1e-12
+    found = torch.autograd.grad((weight * back).sum(), leaves)
+    for leaf, slope, other in zip(leaves, slopes, found, strict=True):
+        if way == WAYS[0] and names.get(leaf, "").endswith(".C"):
+            other = torch.cat(other.chunk(2, dim=1)[::-1], dim=1)
+        assert relative(other, slope) <= 1e-12, names.get(leaf, "times")
 
 
 @torch.no_grad()
@@ -298,6 +338,12 @@ def test_bad_steps_are_one_error():
         irregular(ids, time_steps=steps[:, 1:])
     with pytest.raises(TypeError, match=r"time_steps must be .* got torch\.int64"):
         irregular(ids, time_steps=ids)
+    for wrong in (0.0, -0.5, float("nan"), float("inf")):
+        bad = steps.index_fill(1, torch.tensor([2]), wrong)
+        with pytest.raises(ValueError, match=f"time_steps must be positive .*, got {wrong}"):
+            irregular(ids, time_steps=bad)
+        padding = torch.ones(2, 5).long().index_fill(1, torch.arange(3), 0)
+        assert irregular(ids, time_steps=bad, attention_mask=padding).logits[:, 3:].isfinite().all()
     with pytest.raises(TypeError, match="no argument 'time_step'; did you mean 'time_steps'"):
         irregular(ids, time_steps=steps, time_step=steps)
     with pytest.raises(TypeError, match="no argument 'time_steps'"):

@@ -39,7 +39,14 @@ from ssmzoo.modeling.layers import (
 )
 from ssmzoo.modeling.loops import scan
 from ssmzoo.modeling.norms import BatchNorm, LayerNorm, RMSNorm
-from ssmzoo.modeling.packing import AlignedRows, PackedRow, flip, right_aligned, token_positions
+from ssmzoo.modeling.packing import (
+    AlignedRows,
+    PackedRow,
+    flip,
+    flip_steps,
+    right_aligned,
+    token_positions,
+)
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel, check_weights, require_fields
 from ssmzoo.modeling.prompt import PromptState, load_state, prefill
 from ssmzoo.modeling.sequence_parallel import (
@@ -94,6 +101,7 @@ __all__ = [
     "add_state_adapter",
     "check_weights",
     "flip",
+    "flip_steps",
     "hippo_legs",
     "is_token",
     "load_state",

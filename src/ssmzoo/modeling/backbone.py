@@ -50,7 +50,7 @@ from ssmzoo.modeling.norms import (
     make_norm,
     takes_op,
 )
-from ssmzoo.modeling.packing import PackedRow, find_packing, flip
+from ssmzoo.modeling.packing import PackedRow, find_packing, flip, flip_steps
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 from ssmzoo.modeling.sequence_parallel import CutRows, PassingCache, SequenceParallelCache
 from ssmzoo.modeling.static_cache import StaticStateCache
@@ -272,7 +272,7 @@ class SSMBlock(GradientCheckpointingLayer):
             more = {name: flip(given, packing) for name, given in more.items()}
             shared = state.shared
             if self.token_inputs:
-                turned = {name: flip(shared[name], packing) for name in self.token_inputs}
+                turned = {name: flip_steps(shared[name], packing) for name in self.token_inputs}
                 shared = {**shared, **turned}
             fresh = LayerState(packing=packing, shared=shared)
             mixed = mixed + flip(other(flip(y, packing), fresh, packing, **more), packing)
@@ -482,6 +482,8 @@ class SSMModel(SSMPreTrainedModel):
                 cu_seq_lens_q if cu_seqlens is None else cu_seqlens,
             )
         packing = packing or None
+        for name, given in token_inputs.items():
+            token_inputs[name] = _real_steps(name, given, packing)
         # rows of the cache are the sequences: of a padded batch its rows, as without padding
         packed = None if packing is None or packing.padded else packing
         causal = self.causal
@@ -751,6 +753,21 @@ def _check_token_input(name: str, given: object, batch: int, length: int) -> Non
         raise ValueError(
             f"{name} must have shape [B, L] = [{batch}, {length}], got {list(given.shape)}"
         )
+
+
+def _real_steps(name: str, steps: Tensor, packing: PackedRow | None) -> Tensor:
+    """Return steps ``[B, L]`` with 1 for padding's; check on a CPU that all can be steps."""
+    real = None if packing is None else packing.real()
+    if real is not None:
+        steps = torch.where(real.view(steps.shape), steps, 1)
+    if steps.is_cpu and not torch.compiler.is_compiling():
+        wrong = ~((steps > 0) & steps.isfinite())
+        if wrong.any():
+            raise ValueError(
+                f"{name} must be positive and finite, got {float(steps[wrong][0])}; each is the "
+                "time since the token before, of a sequence's first token 1 if there is none"
+            )
+    return steps
 
 
 def refuse_cache(kwargs: dict[str, Any]) -> None:

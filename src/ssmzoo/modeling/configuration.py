@@ -299,9 +299,10 @@ class SSMConfig(PreTrainedConfig):
 
     @property
     def token_inputs(self) -> tuple[str, ...]:
-        """Names of further arguments that a forward pass needs, numbers ``[B, L]``.
+        """Names of further arguments that a forward pass needs: steps ``[B, L]``, positive numbers.
 
-        Mixers find them in ``state.shared``, laid out as their ``hidden_states``.
+        Each leads to its token from the one before, so that a call that reads backwards gets the
+        steps after tokens. Mixers find them in ``state.shared``, laid out as ``hidden_states``.
         """
         return ()
 

@@ -167,6 +167,16 @@ def flip(x: Tensor, packing: PackedRow | None) -> Tensor:
     return x.flip(1) if packing is None else x.index_select(1, packing.reversal())
 
 
+def flip_steps(steps: Tensor, packing: PackedRow | None) -> Tensor:
+    """Reverse the order of tokens, as :func:`flip` does, for steps ``[B, L]`` between them.
+
+    A step leads to its token from the one before. Backwards, the step after a token leads to it;
+    the first step of each sequence, which comes from nowhere, is 1.
+    """
+    moved = flip(steps, packing).roll(1, dims=1)
+    return torch.where(token_positions(steps, None, packing) == 0, 1, moved)
+
+
 def find_packing(
     batch: int,
     length: int,

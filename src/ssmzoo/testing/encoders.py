@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -26,7 +28,11 @@ IMAGES = {"image_size": 12, "patch_size": 4, "num_labels": 3}
 
 
 def check_bidirectional(subject: Subject) -> Measured:
-    """In both directions outputs depend on both sides, the same alone, padded and packed."""
+    """In both directions outputs depend on both sides, the same alone, padded and packed.
+
+    A row that is read backwards by layers whose directions are swapped has the same outputs, also
+    where a model needs ``token_inputs``: steps, which are uneven here, between the same times.
+    """
     measured = Measured()
     ways: tuple[Literal["both-shared", "both-separate"], ...] = ("both-shared", "both-separate")
     rows = [subject.ids(1, length, seed=length)[0] for length in LENGTHS]
@@ -34,10 +40,12 @@ def check_bidirectional(subject: Subject) -> Measured:
         classifier = subject.classifier(torch.float64, directions=directions, pooling="mean")
         model: SSMModel = classifier.model
         _refuses(lambda way=directions: subject.fresh(directions=way), "a language model")
-        _refuses(lambda m=model: m(rows[0][None], use_cache=True), "use_cache=True")
+        own = [_steps(model, _times(row)) for row in rows]
+        _refuses(lambda m=model, s=own[0]: m(rows[0][None], use_cache=True, **s), "use_cache=True")
 
         embeds = model.embed_tokens(rows[0][None]).detach().requires_grad_()
-        outputs = model(inputs_embeds=embeds).last_hidden_state
+        times = _times(rows[0]).requires_grad_()
+        outputs = model(inputs_embeds=embeds, **_steps(model, times)).last_hidden_state
         middle = LENGTHS[0] // 2
         (slope,) = torch.autograd.grad(
             (outputs[0, middle] * probe(outputs[0, middle])).sum(), embeds, retain_graph=True
@@ -47,13 +55,13 @@ def check_bidirectional(subject: Subject) -> Measured:
             # convolutions by FFT leave rounding
             seen = bool(tokens.max() > EXACT * influence.max())
             require(seen, f"{directions}: no token {side} an output changes it")
-        if directions == "both-shared" and not model.mixer_class.reads_both_ways:
-            turned = model(inputs_embeds=embeds.flip(1)).last_hidden_state
-            measured.compare("reversed outputs", turned, outputs.flip(1), EXACT)
+        if not model.mixer_class.reads_both_ways:
+            _compare_reversed(measured, directions, model, embeds, times, outputs)
 
-        alone = torch.cat([model(row[None]).last_hidden_state[0] for row in rows])
+        each = [model(row[None], **own[i]).last_hidden_state[0] for i, row in enumerate(rows)]
+        alone = torch.cat(each)
         slopes = gradients(model, (alone * probe(alone)).sum())
-        for name, batch, real in _batches(rows):
+        for name, batch, real in _batches(rows, own):
             got = model(**batch).last_hidden_state[real]
             measured.compare(f"{directions}, {name}: outputs", got, alone, EXACT)
             found = gradients(model, (got * probe(alone)).sum())
@@ -96,20 +104,85 @@ def check_images(subject: Subject) -> Measured:
     return measured
 
 
-def _batches(rows: list[Tensor]) -> list[tuple[str, dict[str, Tensor], tuple[Any, ...]]]:
+def _batches(
+    rows: list[Tensor], steps: list[dict[str, Tensor]]
+) -> list[tuple[str, dict[str, Tensor], tuple[Any, ...]]]:
     """Return batches of all rows, and where in ``[B, L]`` the rows' tokens then lie, in order."""
     found, widest = [], max(map(len, rows)) + 2
     for side in ("left", "right"):
         ids = torch.ones(len(rows), widest, dtype=torch.long)
         mask = torch.zeros_like(ids)
+        # what stands beside padding may be nothing
+        more = {name: torch.zeros(ids.shape, dtype=torch.float64) for name in steps[0]}
         for i, row in enumerate(rows):
             place = slice(len(row)) if side == "right" else slice(widest - len(row), None)
             ids[i, place], mask[i, place] = row, 1
-        batch = {"input_ids": ids, "attention_mask": mask}
+            for name in more:
+                more[name][i, place] = steps[i][name]
+        batch = {"input_ids": ids, "attention_mask": mask, **more}
         found.append((f"{side} padding", batch, (mask.bool(),)))
     ends = torch.tensor([0, *map(len, rows)]).cumsum(0)
-    packed = {"input_ids": torch.cat(rows)[None], "cu_seqlens": ends}
+    more = {name: torch.cat([own[name] for own in steps], dim=1) for name in steps[0]}
+    packed = {"input_ids": torch.cat(rows)[None], "cu_seqlens": ends, **more}
     return [*found, ("packed", packed, (0,))]
+
+
+def _times(row: Tensor) -> Tensor:
+    """Return uneven times of a row's tokens, ``[1, L]``: steps of a tenth to three."""
+    generator = torch.Generator().manual_seed(len(row))
+    steps = 0.1 + 2.9 * torch.rand(1, len(row), generator=generator, dtype=torch.float64)
+    return steps.cumsum(1)
+
+
+def _steps(model: SSMModel, times: Tensor) -> dict[str, Tensor]:
+    """Return what the model needs of tokens at these times: the steps between them, the first 1."""
+    first = torch.ones_like(times[:, :1])
+    names = enumerate(model.config.token_inputs, start=1)
+    return {name: torch.cat([first, scale * times.diff(dim=1)], dim=1) for scale, name in names}
+
+
+def _compare_reversed(
+    measured: Measured,
+    directions: str,
+    model: SSMModel,
+    embeds: Tensor,
+    times: Tensor,
+    outputs: Tensor,
+) -> None:
+    """Compare outputs and gradients with those of the row read backwards."""
+    parameters = {name: x for name, x in model.named_parameters() if x.requires_grad}
+    leaves = {"embeddings": embeds, "times": times, **parameters}
+    with _swapped_directions(model):
+        steps = _steps(model, (times[:, -1:] - times).flip(1))
+        turned = model(inputs_embeds=embeds.flip(1), **steps).last_hidden_state.flip(1)
+    measured.compare(f"{directions}: reversed outputs", turned, outputs, EXACT)
+    found, expected = (_slopes(leaves, (y * probe(y)).sum()) for y in (turned, outputs))
+    what = f"{directions}: reversed outputs' gradient of"
+    measured.compare_all(what, found, expected, EXACT)
+
+
+@contextlib.contextmanager
+def _swapped_directions(model: Any) -> Iterator[None]:
+    """Let the mixers that read backwards read forwards, and the others backwards."""
+
+    def swap() -> None:
+        for block in model.layers:
+            if block.reverse is not None:
+                block.mixer, block.reverse["mixer"] = block.reverse["mixer"], block.mixer
+
+    swap()
+    try:
+        yield
+    finally:
+        swap()
+
+
+def _slopes(leaves: dict[str, Tensor], loss: Tensor) -> dict[str, Tensor]:
+    """Return the gradient of a loss by leaf; zeros where none flows."""
+    grads = torch.autograd.grad(
+        loss, list(leaves.values()), retain_graph=True, materialize_grads=True
+    )
+    return dict(zip(leaves, grads, strict=True))
 
 
 def _refuses(call: Any, what: str, named: str = "") -> None:
