@@ -204,9 +204,24 @@ def test_padding_and_packing_change_no_forecast_and_no_loss():
     assert relative(model(padded, mask).logits, logits) <= 1e-12
     alone = model(padded[1:], mask[1:], labels=labels[1:])
     assert relative(alone.loss, singly[1].loss) <= 1e-12
+    # each term of a batch's loss is the mean over all values that count
+    parts = []
+    for x, y, alone in zip((one, two), labels, singly, strict=True):
+        hidden = model.model(input_values=x[None], use_cache=False).last_hidden_state
+        read, z = model.decoder.open_loop(hidden, None)
+        read = model.score(torch.nn.functional.gelu(read))[0, 4:]
+        after = torch.cat([x, y[:1]])
+        parts += [(alone.logits[0] - y, read - after[5:], (z[:, 4:-1] - hidden[:, 5:])[0])]
+    expected = sum(torch.cat(term).square().mean() for term in zip(*parts, strict=True))
+    for batch in (
+        {"input_values": padded, "attention_mask": mask},
+        {"input_values": packed, "cu_seqlens": ends},
+    ):
+        assert relative(model(**batch, labels=labels).loss, expected) <= 1e-12
 
 
 def test_the_loss_has_the_authors_three_terms():
+    """``train/step/informer.py``: outputs from d - 1 on foretell up to the first label."""
     model, d = build("forecasting"), 5
     series, labels = torch.randn(2, 20, 3).double(), torch.randn(2, 11, 3).double()
     labels[0, 3] = torch.nan  # was not observed
@@ -214,15 +229,25 @@ def test_the_loss_has_the_authors_three_terms():
     hidden = model.model(input_values=series, use_cache=False).last_hidden_state
     y, z = model.decoder.open_loop(hidden, None)
     read = model.score(torch.nn.functional.gelu(y))
+    after = torch.cat([series, labels[:, :1]], dim=1)
     terms = [
         ((output.logits - labels) ** 2)[~labels.isnan()].mean(),
-        ((read[:, d - 1 : -1] - series[:, d:]) ** 2).mean(),
+        ((read[:, d - 1 :] - after[:, d:]) ** 2).mean(),
         ((z[:, d - 1 : -1] - hidden[:, d:]) ** 2).mean(),
     ]
     assert relative(output.loss.detach(), sum(terms).detach()) <= 1e-12
     model.config.open_loop_weight = 0.0
     assert relative(model(series, labels=labels).loss.detach(), terms[0].detach()) <= 1e-12
     output.loss.backward()
+    model.config.open_loop_weight, labels[1, 0, 2] = 1.0, torch.nan  # the first one, too
+    counts = torch.ones_like(after[:, d:]).bool()
+    counts[1, -1, 2] = False
+    terms[:2] = [
+        ((output.logits - labels) ** 2)[~labels.isnan()].mean(),
+        ((read[:, d - 1 :] - after[:, d:]) ** 2)[counts].mean(),
+    ]
+    loss = model(series, labels=labels).loss
+    assert relative(loss.detach(), sum(terms).detach()) <= 1e-12
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
 
 

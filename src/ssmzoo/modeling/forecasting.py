@@ -128,8 +128,9 @@ class SSMForForecasting(SSMPreTrainedModel):
 
         Returns:
             ``logits [B, horizon, C]`` (``[S, horizon, C]``), the forecast, and ``loss``: its mean
-            squared error and, weighted by ``open_loop_weight``, those of the next value and of the
-            decoder's next input, wherever the values before fill its state.
+            squared error and, weighted by ``open_loop_weight``, those of the next value, after the
+            last one the first label, and of the decoder's next input, wherever the values before
+            fill its state.
 
         Raises:
             ValueError: A horizon below 1, labels of another shape, or a cache.
@@ -172,7 +173,8 @@ class SSMForForecasting(SSMPreTrainedModel):
             if self.config.open_loop_weight:
                 assert input_values is not None
                 values = input_values.reshape(*hidden.shape[:2], -1)
-                loss = loss + self.config.open_loop_weight * self._errors(hidden, values, packing)
+                errors = self._errors(hidden, values, labels[:, :1], packing)
+                loss = loss + self.config.open_loop_weight * errors
         if return_dict is None:
             return_dict = self.config.return_dict
         output = TokenClassifierOutput(
@@ -184,16 +186,33 @@ class SSMForForecasting(SSMPreTrainedModel):
         return self.score(self.dropout(F.gelu(y).to(self.score.weight.dtype)))
 
     def _errors(
-        self, hidden: Tensor, values: Tensor, packing: PackedRow | Literal[False]
+        self,
+        hidden: Tensor,
+        values: Tensor,
+        first: Tensor,
+        packing: PackedRow | Literal[False],
     ) -> Tensor:
-        """Return the errors of the next value and of the next input."""
+        """Return the errors of the next value and of the next input.
+
+        What follows a series' last value is the ``first`` of its labels, ``[S, 1, C]``.
+        """
         output, expected = self.decoder(hidden, packing or None)
-        later = torch.arange(1, hidden.shape[1], device=hidden.device)
-        counts = later >= self.decoder.warm_up
+        read, wanted, warm_up = self._read(output), values[:, 1:], self.decoder.warm_up
+        seen, real = torch.arange(1, hidden.shape[1], device=hidden.device), None
         if packing:
-            real = packing.real()
-            counts = later - packing.offsets[packing.numbers()[1:]] >= self.decoder.warm_up
-            counts = counts if real is None else counts & real[1:]
-        counts = counts[None, :, None]
-        error = squared_error(self._read(output[:, :-1]), values[:, 1:], counts)
+            seen = seen - packing.offsets[packing.numbers()[1:]]
+            ends, lengths, real = packing.offsets[1:], packing.offsets.diff(), packing.real()
+            if packing.rows is not None:
+                ends, lengths = ends[packing.rows], lengths[packing.rows]
+            last, first = read[:, (ends - 1).clamp(min=0)], first.transpose(0, 1)
+        else:
+            last, lengths = read[:, -1:], seen.new_tensor([hidden.shape[1]])
+        counts = seen >= warm_up
+        counts = (counts if real is None else counts & real[1:])[None, :, None]
+        known = (lengths >= warm_up)[None, :, None] & ~first.isnan()
+        error = squared_error(
+            torch.cat([read[:, :-1], last], dim=1),
+            torch.cat([wanted, first.to(wanted)], dim=1),
+            torch.cat([counts.expand_as(wanted), known], dim=1),
+        )
         return error + squared_error(expected[:, :-1], hidden[:, 1:], counts)
