@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureW
 
 SCALAR = {"decay": "scalar", "decay_rank": None}
 MAMBA2 = {**SCALAR, "delta_rule": False, "beta": "dt", "feature_map": "silu", "skip": True}
-MAMBA2 |= {"out_norm": "gated", "out_gate": "silu", "gate_rank": None}
+MAMBA2 |= {"out_norm": "gated_group", "out_gate": "silu", "gate_rank": None}
 
 # settings of every path that programs are written for
 SERVED: list[tuple[str, dict[str, Any]]] = [
@@ -59,6 +59,7 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     ("linear_attention", {**SCALAR, "out_gate": "silu", "gate_rank": None}),
     ("linear_attention", {**SCALAR, "out_gate": "none", "gate_rank": None}),
     ("linear_attention", MAMBA2),
+    ("linear_attention", {**MAMBA2, "out_norm": "gated"}),
     ("bmojo", {"mixer_types": ["mamba"]}),
     ("bmojo", {"mixer_types": ["swa"], "use_rope": True}),
     ("bmojo", {"mixer_types": ["bmojo_f"], "num_key_value_heads": 1}),

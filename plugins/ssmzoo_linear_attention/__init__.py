@@ -19,7 +19,7 @@ _GLA = {**_BARE, "decay": "channel", "gate_logit_normalizer": 16.0, "decay_rank"
 _DELTANET = {"decay": "none", "out_gate": "none"}
 _KDA = {"decay": "channel", "decay_rank": 128, "gate_rank": 128, "out_gate": "sigmoid"}
 _MAMBA2 = {"beta": "dt", "delta_rule": False, "num_key_heads": 1, "head_v_dim": 64, "skip": True}
-_MAMBA2 = {**_MAMBA2, "feature_map": "silu", "conv_bias": True, "out_norm": "gated"}
+_MAMBA2 = {**_MAMBA2, "feature_map": "silu", "conv_bias": True, "out_norm": "gated_group"}
 _MAMBA2 = {**_MAMBA2, "vocab_size": 50288, "num_hidden_layers": 48}
 
 _SMALL = {"hidden_size": 768, "num_hidden_layers": 12, "mlp_type": "swiglu"}

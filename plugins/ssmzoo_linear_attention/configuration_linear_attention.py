@@ -32,7 +32,8 @@ class LinearAttentionConfig(SSMConfig):
             that its decay is made of.
         beta_scale: Times the sigmoid. Up to 2 the delta rule is stable; above 1 it turns signs.
         skip: Add ``D`` times the value to a head's output.
-        out_norm: RMSNorm of each head before the gate, or of all heads after it ("gated").
+        out_norm: RMSNorm of each head before the gate, or after it of all heads ("gated") or of
+            those that share keys ("gated_group").
         out_gate: What gates the output.
         gate_rank: Rank of the gate's projection; None: full.
     """
@@ -58,7 +59,7 @@ class LinearAttentionConfig(SSMConfig):
     beta: Literal["none", "sigmoid", "dt"] = "sigmoid"
     beta_scale: float | int = 1.0
     skip: bool = False
-    out_norm: Literal["none", "head", "gated"] = "head"
+    out_norm: Literal["none", "head", "gated", "gated_group"] = "head"
     out_gate: Literal["none", "silu", "sigmoid"] = "silu"
     gate_rank: int | None = None
 
@@ -81,7 +82,7 @@ class LinearAttentionConfig(SSMConfig):
             ("gate_logit_normalizer", "decay 'scalar' or 'channel'", tau is None or depends),
             ("decay_rank", "decay 'scalar' or 'channel'", self.decay_rank is None or depends),
             ("gate_rank", "an out_gate", self.gate_rank is None or self.out_gate != "none"),
-            ("out_norm", "out_gate 'silu'", self.out_norm != "gated" or self.out_gate == "silu"),
+            ("out_norm", "out_gate 'silu'", not self.norms_gated or self.out_gate == "silu"),
             ("conv_bias", "d_conv", not self.conv_bias or self.d_conv is not None),
             ("delta_rule", "feature_map 'silu_l2'", not self.delta_rule or unit),
             ("delta_rule", "beta 'none' or 'sigmoid'", not self.delta_rule or self.beta != "dt"),
@@ -91,6 +92,11 @@ class LinearAttentionConfig(SSMConfig):
         ):
             if not met:
                 raise ValueError(f"{name} needs {needs}, got {name}={getattr(self, name)!r}")
+
+    @property
+    def norms_gated(self) -> bool:
+        """Whether what is normalised has gone through the gate."""
+        return self.out_norm.startswith("gated")
 
     @property
     def key_heads(self) -> int:

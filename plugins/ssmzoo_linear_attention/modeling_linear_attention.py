@@ -19,11 +19,11 @@ from transformers import initialization as init
 from ssmzoo.modeling import (
     CausalConv1d,
     Dynamics,
+    GroupRMSNorm,
     LayerState,
     Linear,
     ModuleParts,
     PackedRow,
-    RMSNorm,
     SSMForCausalLM,
     SSMForImageClassification,
     SSMForSequenceClassification,
@@ -77,8 +77,10 @@ class LinearAttentionMixer(SSMMixer):
         self.A_log = nn.Parameter(torch.empty(rates)) if rates else None
         self.dt_bias = nn.Parameter(torch.empty(decays)) if decays else None
         self.D = nn.Parameter(torch.empty(heads)) if config.skip else None
-        normed = {"none": 0, "head": config.head_v_dim, "gated": inner}[config.out_norm]
-        self.out_norm = RMSNorm(normed, config.rms_norm_eps) if normed else None
+        groups = {"head": config.head_v_dim, "gated": inner}
+        groups["gated_group"] = inner // config.key_heads
+        group, normed = groups.get(config.out_norm), inner if config.norms_gated else groups["head"]
+        self.out_norm = GroupRMSNorm(normed, config.rms_norm_eps, group) if group else None
         self.out_proj = Linear(inner, config.hidden_size, bias=False)
 
     def forward(
@@ -121,13 +123,15 @@ class LinearAttentionMixer(SSMMixer):
             y = (y[..., :-1] / (y[..., -1:] + _EPS)).to(v.dtype)
         if self.D is not None:
             y = (y.to(exact) + self.D.to(exact)[:, None] * v).to(v.dtype)
-        if self.out_norm is not None and config.out_norm == "head":
+        if self.out_norm is not None and not config.norms_gated:
             y = self.out_norm(y)
         y = y.flatten(2)
         if config.out_gate != "none":
             gate = gate if self.gate_proj is None else self.gate_proj(gate)
+            if config.out_norm == "gated_group":  # in float32, as Mamba2's code has it
+                gate = gate.to(exact)
             y = y * (F.silu(gate) if config.out_gate == "silu" else torch.sigmoid(gate))
-        if self.out_norm is not None and config.out_norm == "gated":
+        if self.out_norm is not None and config.norms_gated:
             y = self.out_norm(y)
         return self.out_proj(y)
 
@@ -159,9 +163,9 @@ class LinearAttentionMixer(SSMMixer):
         gating = {}
         if config.out_gate != "none":
             gate = gate if self.gate_proj is None else parts.linear(program, gate, "gate_proj")
-            when = "before" if config.out_norm == "gated" else "after"
+            when = "before" if config.norms_gated else "after"
             gating = {"gate": gate, "gating": f"{config.out_gate} {when}"}
-        y = parts.norm(program, y, "out_norm", group=self.out_norm.weight.numel(), **gating)
+        y = parts.norm(program, y, "out_norm", group=self.out_norm.group, **gating)
         return parts.linear(program, y, "out_proj")
 
     def dynamics(self, hidden_states: Tensor) -> Dynamics | None:

@@ -242,8 +242,12 @@ def mixer(weights: Weights, config: Config, prefix: str, x: Array) -> Array:
         out[:, h * V : (h + 1) * V] = y
     if gates:
         out = out * (silu(g) if config["out_gate"] == "silu" else sigmoid(g))
-    if config["out_norm"] == "gated":
-        out = rms_norm(out, weights[prefix + "out_norm.weight"], config["rms_norm_eps"])
+    if config["out_norm"].startswith("gated"):  # of all heads, or of those that share keys
+        groups = G if config["out_norm"] == "gated_group" else 1
+        apart = np.split(out, groups, axis=1)
+        own = np.split(weights[prefix + "out_norm.weight"], groups)
+        pairs = zip(apart, own, strict=True)
+        out = np.hstack([rms_norm(x, weight, config["rms_norm_eps"]) for x, weight in pairs])
     return out @ weights[prefix + "out_proj.weight"].T
 
 

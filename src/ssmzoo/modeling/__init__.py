@@ -38,7 +38,7 @@ from ssmzoo.modeling.layers import (
     split_heads,
 )
 from ssmzoo.modeling.loops import scan
-from ssmzoo.modeling.norms import BatchNorm, LayerNorm, RMSNorm
+from ssmzoo.modeling.norms import BatchNorm, GroupRMSNorm, LayerNorm, RMSNorm
 from ssmzoo.modeling.packing import (
     AlignedRows,
     PackedRow,
@@ -72,6 +72,7 @@ __all__ = [
     "DerivedValue",
     "Dropout",
     "Dynamics",
+    "GroupRMSNorm",
     "LayerNorm",
     "LayerState",
     "Linear",

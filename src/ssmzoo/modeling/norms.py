@@ -32,6 +32,23 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.to(exact), weight.shape, weight.to(exact), self.eps).to(weight.dtype)
 
 
+class GroupRMSNorm(RMSNorm):
+    """RMSNorm of each ``group`` of neighbouring columns, with a weight for every column."""
+
+    def __init__(self, size: int, eps: float, group: int) -> None:
+        super().__init__(size, eps)
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``[..., size]``; the result has the weight's dtype."""
+        if self.group == x.shape[-1]:
+            return super().forward(x)
+        exact = torch.promote_types(torch.float32, x.dtype)
+        wide = x.to(exact).unflatten(-1, (-1, self.group))
+        y = F.rms_norm(wide, (self.group,), None, self.eps).flatten(-2)
+        return (y * self.weight.to(exact)).to(self.weight.dtype)
+
+
 def add_and_norm(x: Tensor, y: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor | None]:
     """Return ``x + y`` and, where one kernel gives both, its norm; else None for the norm.
 
