@@ -391,6 +391,22 @@ def test_named_groups_do_not_decay_and_take_their_own_rate(monkeypatch):
     assert len(found["dt"]["params"]) == 2
     assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
     torch.optim.AdamW(groups)
+    apart = {
+        "ssm": {"lr": 0.5, "weight_decay": 0.3},
+        "D": {"lr": 2.0},
+        "A_log": {"weight_decay": 1},
+    }
+    with pytest.raises(LookupError, match=r"no parameter group 'A_log'"):
+        model.param_groups(lr=1.0, weight_decay=0.1, groups=apart)  # no parameter of it
+    del apart["A_log"]
+    assert [len(g["params"]) for g in model.param_groups(lr=1.0, weight_decay=0.1, groups={})] == [
+        len(g["params"]) for g in groups
+    ]
+    groups = model.param_groups(lr=1.0, weight_decay=0.1, groups=apart)
+    found = {g.get("name"): g for g in groups[2:]}
+    assert (found["D"]["lr"], found["D"]["weight_decay"]) == (2.0, 0.3)
+    assert found["D"]["params"] == [layer.mixer.D for layer in model.model.layers]
+    assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
     with pytest.raises(LookupError, match=r"no parameter group 'sm'; did you mean 'ssm'\?"):
         model.param_groups(lr=1.0, weight_decay=0.1, groups={"sm": {"lr": 0.5}})
     with pytest.raises(LookupError, match="no setting 'rate'"):

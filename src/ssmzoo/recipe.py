@@ -322,7 +322,8 @@ class TrainSection(Section):
         warmup: Linear warm-up: a share of the steps below 1, a number of steps from 1 on. If
             absent, 0.05, and 0 for ``plateau`` and ``drop``.
         weight_decay: For the parameters that decay at all. AdamW with 0 is Adam.
-        groups: By parameter group of the model, such as ``ssm``, its own ``lr``, ``weight_decay``.
+        groups: By parameter group of the model, such as ``ssm``, or by a parameter of its mixers,
+            such as ``B``, its own ``lr``, ``weight_decay``.
         betas: AdamW's.
         clip: Largest gradient norm; 0 does not clip.
         dtype: ``bfloat16`` computes in it under autocast and keeps float32 weights; ``auto`` does

@@ -251,6 +251,20 @@ def test_ssm_parameters_have_a_group_of_their_own_but_not_c():
     assert names == dict.fromkeys(("log_dt", "A_log", "A_imag", "P", "B"), "ssm")
 
 
+def test_dt_can_have_the_global_rate_as_in_the_later_configurations_of_three_tasks():
+    model = build()
+    groups = {"ssm": {"lr": 1e-3}, "log_dt": {"lr": 1e-2}}
+    names = {parameter: name.split(".")[-1] for name, parameter in model.named_parameters()}
+    found = {
+        names[parameter]: (group["lr"], group["weight_decay"])
+        for group in model.param_groups(lr=1e-2, weight_decay=0.05, groups=groups)
+        for parameter in group["params"]
+    }
+    slow = dict.fromkeys(("A_log", "A_imag", "P", "B"), (1e-3, 0.0))
+    assert found | slow == found
+    assert (found["log_dt"], found["C"]) == ((1e-2, 0.0), (1e-2, 0.05))
+
+
 # --- presets ------------------------------------------------------------------------------------
 
 # DSS's Table 4, which S4's runs share: depth, features, norm, pre-norm, dropout

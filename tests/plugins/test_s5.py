@@ -3,6 +3,7 @@
 The judge is ``tests/oracles/s5.py``, float64 numpy from the papers alone.
 """
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -201,6 +202,77 @@ def test_ssm_parameters_have_groups_of_their_own_but_not_c():
         }
         assert len(groups["ssm"]) == 2 * own
         assert len(groups.get("dt", [])) == 2 * (variant == "s5")
+
+
+SLOW, DECAY = {"lr": 1e-3}, {"weight_decay": 0.07}
+FAST = {"lr": 4e-3, **DECAY}
+ALL_SLOW = {"ssm": SLOW, "dt": SLOW}
+# by script of bin/run_experiments: groups of a recipe, what has the rate of the poles, what decays
+SCRIPTS = {
+    "listops, cifar": ({**ALL_SLOW, "B": FAST}, {"Lambda_re", "Lambda_im", "log_dt"}, {"B", "C"}),
+    "imdb, aan": ({"ssm": SLOW, "dt": FAST}, {"Lambda_re", "Lambda_im", "B"}, {"log_dt", "C"}),
+    "pathfinder": (ALL_SLOW, {"Lambda_re", "Lambda_im", "log_dt", "B"}, {"C"}),
+    "pathx": (
+        {**ALL_SLOW, "B": DECAY},
+        {"Lambda_re", "Lambda_im", "log_dt", "B"},
+        {"B", "C"},
+    ),
+    "speech35": (
+        {**ALL_SLOW, "C": {**SLOW, "weight_decay": 0.0}, "D": SLOW},
+        {"Lambda_re", "Lambda_im", "log_dt", "B", "C", "D"},
+        set(),
+    ),
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_recipe_can_have_the_rates_of_each_of_the_authors_scripts(script):
+    """``create_train_state`` of its ``opt_config`` and ``dt_global``; vectors never decay here."""
+    groups, slow, decaying = SCRIPTS[script]
+    model = build(blocks=2)
+    names = {parameter: name.split(".")[-1] for name, parameter in model.named_parameters()}
+    found = {"slow": set(), "decaying": set()}
+    for group in model.param_groups(lr=FAST["lr"], groups=groups, **DECAY):
+        assert group["lr"] in (1e-3, 4e-3)
+        assert group["weight_decay"] in (0.0, 0.07)
+        kinds = {names[parameter] for parameter in group["params"]}
+        found["slow"] |= kinds if group["lr"] == 1e-3 else set()
+        found["decaying"] |= kinds if group["weight_decay"] else set()
+    assert found == {"slow": slow, "decaying": {*decaying, "weight"}}
+
+
+@pytest.mark.parametrize("fields", [{}, LRU], ids=["s5", "lru"])
+def test_a_signal_at_another_rate_is_read_as_the_page_says(fields):
+    """For S5 the authors' ``step_rescale``; every value of the signal stands twice."""
+    mixers = [build(**fields).model.layers[0].mixer for _ in range(2)]
+    with torch.no_grad():
+        once, half = (mixers[0].poles()[0] * r for r in (1, 0.5))
+        for name in ("nu_log", "theta_log") if fields else ("log_dt",):
+            mixers[1].get_parameter(name).add_(math.log(0.5))
+        if fields:
+            factor = (half.exp() - 1) / (once.exp() - 1)
+            torch.view_as_complex(mixers[1].B).mul_(factor[:, None])
+        u = torch.randn(1, 9, 6, dtype=torch.float64)
+        there, twice = (
+            mixer._filtered(x, LayerState(), None)
+            for mixer, x in zip(mixers, (u, u.repeat_interleave(2, dim=1)), strict=True)
+        )
+    assert relative(twice[:, 1::2], there) <= 1e-12
+
+
+def test_modes_without_their_pairs_are_an_s5_of_twice_the_order_with_half_of_c():
+    """The authors' ``conj_sym=False``: ``y = Re(C x)`` of all modes."""
+    mixer = build(d_state=16).model.layers[0].mixer
+    u, C = torch.randn(1, 9, 6, dtype=torch.float64), torch.view_as_complex(mixer.C.detach())
+    log_pole, gain = (x.detach() for x in mixer.poles())
+    B, x, states = torch.view_as_complex(mixer.B.detach()), torch.zeros(8), []
+    for value in u[0]:
+        x = log_pole.exp() * x + gain * (B @ value.to(B.dtype))
+        states.append(x)
+    expected = (torch.stack(states) @ C.T).real + mixer.D.detach() * u[0]  # their 8 modes
+    with torch.no_grad():
+        mixer.C /= 2
+        assert relative(mixer._filtered(u, LayerState(), None)[0], expected) <= 1e-12
 
 
 # --- irregular steps -----------------------------------------------------------------------------

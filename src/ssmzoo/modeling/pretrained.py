@@ -185,7 +185,8 @@ class SSMPreTrainedModel(PreTrainedModel):
             lr: Learning rate.
             weight_decay: Decay of the matrices.
             groups: By group name what differs, e.g. ``{"ssm": {"lr": 1e-3}}``; keys ``lr`` and
-                ``weight_decay``.
+                ``weight_decay``. A parameter of a module with ``param_group_names`` may be named
+                itself, e.g. ``{"B": {"weight_decay": 0.1}}``; the rest is as in its group.
 
         Returns:
             Groups for ``torch.optim`` optimizers, each with ``params``, ``lr``, ``weight_decay``
@@ -196,20 +197,46 @@ class SSMPreTrainedModel(PreTrainedModel):
         """
         groups = groups or {}
         named: dict[nn.Parameter, str] = {}
+        alone: dict[nn.Parameter, str] = {}  # what groups names by the parameter's own name
         spared: set[nn.Parameter] = set()
         for module in self.modules():
             branch: str | None = getattr(module, "param_branch", None)
             if branch is not None:
                 named |= dict.fromkeys(module.parameters(), branch)
         for module in self.modules():
-            for name, group in getattr(module, "param_group_names", {}).items():
-                parameter = module._parameters.get(name)
-                if parameter is not None:
-                    named[parameter] = group
+            declared: Mapping[str, str] = getattr(module, "param_group_names", {})
+            for name, parameter in module._parameters.items() if declared else ():
+                if parameter is None:
+                    continue
+                if name in declared:
+                    named[parameter] = declared[name]
                     spared.add(parameter)
+                if name in groups:
+                    alone[parameter] = name
         known = sorted(set(named.values()))
+        alone = {parameter: name for parameter, name in alone.items() if name not in known}
+        self._check_groups(groups, known, set(alone.values()))
+        found: dict[tuple[str, str, bool], dict[str, Any]] = {}
+        pairs = {(named.get(parameter, ""), name) for parameter, name in alone.items()}
+        for group, name in [(x, "") for x in ("", *known)] + sorted(pairs):
+            for decays in (True, False):
+                usual = {"lr": lr, "weight_decay": weight_decay if decays else 0.0}
+                own = {**groups.get(group, {}), **groups.get(name, {})}
+                own |= {"name": name or group} if name or group else {}
+                found[group, name, decays] = {"params": [], **usual, **own}
+        for parameter in self.parameters():
+            if parameter.requires_grad:
+                decays = parameter.dim() >= 2 and parameter not in spared
+                key = named.get(parameter, ""), alone.get(parameter, ""), decays
+                found[key]["params"].append(parameter)
+        # a family's groups may hold nothing of one kind, the two usual ones are always there
+        return [g for (group, name, _), g in found.items() if g["params"] or not (group or name)]
+
+    def _check_groups(
+        self, groups: Mapping[str, Mapping[str, float]], known: list[str], alone: set[str]
+    ) -> None:
         for name, changes in groups.items():
-            if name not in known:
+            if name not in known and name not in alone:
                 raise LookupError(
                     f"{type(self).__name__} has no parameter group {name!r}"
                     f"{suggestion(name, known)}; groups: {', '.join(known) or 'none'}"
@@ -219,18 +246,6 @@ class SSMPreTrainedModel(PreTrainedModel):
                     f"a parameter group has no setting {key!r}{suggestion(key, _SETTINGS)}; "
                     f"settings: {', '.join(_SETTINGS)}"
                 )
-        decaying: dict[tuple[str, bool], dict[str, Any]] = {}
-        for name in ("", *known):
-            for decays in (True, False):
-                usual = {"lr": lr, "weight_decay": weight_decay if decays else 0.0}
-                own = {**groups.get(name, {}), "name": name} if name else {}
-                decaying[name, decays] = {"params": [], **usual, **own}
-        for parameter in self.parameters():
-            if parameter.requires_grad:
-                decays = parameter.dim() >= 2 and parameter not in spared
-                decaying[named.get(parameter, ""), decays]["params"].append(parameter)
-        # a family's groups may hold nothing of one kind, the two usual ones are always there
-        return [g for (name, _), g in decaying.items() if g["params"] or not name]
 
 
 @contextmanager
