@@ -23,6 +23,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 import ssmzoo
 from ssmzoo import families, load_family
+from ssmzoo.checkpoints.loader import AUTO_MAP, LOADER
 from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.publishing.export_code import code_of, export_code
 from ssmzoo.publishing.hub import publish
@@ -268,7 +269,7 @@ model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
 facts["registered"] = type(model).__module__
 model.save_pretrained(out / "again")
 config = json.loads((out / "again" / "config.json").read_text())
-facts["again"] = ["auto_map" in config, [path.name for path in (out / "again").glob("*.py")]]
+facts["again"] = [config["auto_map"], [path.name for path in (out / "again").glob("*.py")]]
 (out / "facts.json").write_text(json.dumps(facts))
 """
 
@@ -307,7 +308,7 @@ def test_an_installed_ssmzoo_provides_the_kernels(beside_ssmzoo):
 
 def test_a_saved_configuration_names_no_missing_code(beside_ssmzoo):
     assert beside_ssmzoo[1]["registered"] == "ssmzoo_toy.modeling_toy"
-    assert beside_ssmzoo[1]["again"] == [False, []]
+    assert beside_ssmzoo[1]["again"] == [AUTO_MAP, [LOADER]]
 
 
 def entry(folder, name):
@@ -547,7 +548,8 @@ def test_a_publication_holds_the_code_and_a_dry_run_shows_it(saved, models, tmp_
     assert dry.files == done.files
     held = {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
     assert held == {file.path: file.size for file in done.files}
-    assert held.keys() == before.keys() | {p.name for p in (models / "longhorn" / LM).glob("*.py")}
+    code = {p.name for p in (models / "longhorn" / LM).glob("*.py")}
+    assert held.keys() == before.keys() - {LOADER} | code
     assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.startswith(CARD)
@@ -573,7 +575,18 @@ def test_republishing_works_and_publishing_without_code_is_refused(saved, tmp_pa
     (tmp_path / "out" / "mine.py").unlink()
     report = publish(saved, f"{tmp_path}/out", code=False)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {f.path for f in report.files}
-    assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"] == AUTO_MAP
+    assert (tmp_path / "out" / LOADER).read_bytes() == (saved / LOADER).read_bytes()
+
+
+@pytest.mark.parametrize("text", ["", "x = 1\n"])
+def test_a_loader_that_is_lost_or_edited_is_not_published(text, saved, tmp_path):
+    (saved / LOADER).unlink()
+    if text:
+        (saved / LOADER).write_text(text)
+    with pytest.raises(ValueError, match=r"has an auto_map|is code, which is not published"):
+        publish(saved, f"{tmp_path}/out", code=False)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_of_no_family_has_no_code_to_publish(tmp_path):

@@ -10,6 +10,7 @@ from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ssmzoo.auto  # noqa: F401
+from ssmzoo.checkpoints.loader import AUTO_MAP
 from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.family import families, load_family
 
@@ -176,11 +177,11 @@ def test_rows_packed_by_trl_are_separate_sequences(family, folder, tmp_path):
             torch.testing.assert_close(together[:, start:end], alone, rtol=1e-9, atol=1e-9)
 
 
-def test_a_configuration_without_code_says_so_and_writes_nothing_of_it(family, folder, tmp_path):
+def test_a_configuration_writes_no_code_but_what_leads_to_ssmzoo(family, folder, tmp_path):
     config = AutoConfig.from_pretrained(folder)
     assert config.auto_map == {}
     config.auto_map["AutoModel"] = "another.Model"
     assert AutoConfig.from_pretrained(folder).auto_map == {}
     config.save_pretrained(tmp_path)
     for place in (tmp_path, folder):
-        assert "auto_map" not in json.loads((place / "config.json").read_text())
+        assert json.loads((place / "config.json").read_text())["auto_map"] == AUTO_MAP

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ssmzoo import families
+from ssmzoo.checkpoints.loader import LOADER
 from ssmzoo.cli import stages, zoo
 from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.evaluation.evaluate import evaluate
@@ -34,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SHELF = ROOT / "model_cards" / "small"
 SHIPPED = sorted(path.name for path in SHELF.iterdir())
 ALWAYS = {"README.md", "config.json", "generation_config.json", "golden.safetensors"}
-ALWAYS |= {"model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+ALWAYS |= {LOADER, "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
 
 # the lists

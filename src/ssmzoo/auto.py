@@ -14,7 +14,7 @@ from typing import Any
 import transformers.processing_utils  # noqa: F401
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-from ssmzoo.family import claims, load_family, owner
+from ssmzoo.family import claims, family_of, load_family, owner
 
 
 def _stand_in(family: str) -> type[PreTrainedConfig]:
@@ -32,6 +32,26 @@ def _stand_in(family: str) -> type[PreTrainedConfig]:
             return load_family(family).config_class.from_dict(config_dict, **kwargs)
 
     return StandIn
+
+
+class SavedConfig(PreTrainedConfig):
+    """What the file of :mod:`ssmzoo.checkpoints.loader` hands to transformers."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
+        """Return the configuration of the family that a ``config.json`` names.
+
+        Raises:
+            ValueError: Its family is not installed.
+        """
+        fields, kwargs = cls.get_config_dict(pretrained_model_name_or_path, **kwargs)
+        family = family_of(fields)
+        if family is None:
+            raise ValueError(
+                f"{pretrained_model_name_or_path} has model_type {fields.get('model_type')!r}, "
+                f"which no installed family has; installed: {', '.join(claims()) or 'none'}"
+            )
+        return family.config_class.from_dict(fields, **kwargs)
 
 
 for _name, _points in claims().items():

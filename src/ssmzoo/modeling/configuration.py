@@ -4,12 +4,14 @@ import copy
 import dataclasses
 import logging
 import math
+import os
 from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, get_args
 
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig, PreTrainedConfig
 
+from ssmzoo.checkpoints.loader import AUTO_MAP, write_loader
 from ssmzoo.environment.messages import suggestion
 
 _LOGGER = logging.getLogger("ssmzoo")
@@ -140,7 +142,8 @@ class SSMConfig(PreTrainedConfig):
             raise ValueError(f"num_labels must be at least 1, got {labels}")
         super().__post_init__(**kwargs)
         # code of the checkpoint's own, by Auto class: TRL reads it, transformers writes into it
-        self.auto_map: dict[str, str] = vars(self).get("auto_map") or {}
+        code: dict[str, str] = vars(self).get("auto_map") or {}
+        self.auto_map = {} if code == AUTO_MAP else code
         self.check()
 
     @classmethod
@@ -204,13 +207,12 @@ class SSMConfig(PreTrainedConfig):
     def save_pretrained(
         self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
-        """Write ``config.json``, with ``auto_map`` only where the checkpoint's code is saved too.
+        """Write ``config.json``, and beside it what leads transformers to the installed ssmzoo.
 
-        Attributes that are not fields are left out with a warning, because a file that has them
-        could not be loaded.
+        Where the checkpoint's own code is saved, ``auto_map`` names that instead. Attributes that
+        are not fields are left out with a warning, because a file that has them could not be
+        loaded.
         """
-        if self._auto_class is None:
-            self.auto_map = {}
         unknown = self._unknown(vars(self))
         if unknown:
             _LOGGER.warning(
@@ -218,12 +220,18 @@ class SSMConfig(PreTrainedConfig):
                 type(self).__name__,
                 ", ".join(unknown),
             )
-            written = copy.copy(self)
-            for name in unknown:
-                delattr(written, name)
-            written.save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
-        else:
-            super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+        written = copy.copy(self)
+        for name in unknown:
+            delattr(written, name)
+        if self._auto_class is None:
+            written.auto_map = dict(AUTO_MAP)
+        super(SSMConfig, written).save_pretrained(save_directory, push_to_hub, **kwargs)
+
+    def to_json_file(self, json_file_path: Any, use_diff: bool = True) -> None:
+        """Write the file, and beside it the code that only its ``auto_map`` names."""
+        if self.auto_map == AUTO_MAP:
+            write_loader(os.path.dirname(json_file_path))
+        super().to_json_file(json_file_path, use_diff=use_diff)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain values, ``auto_map`` only where it names code."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 
+from ssmzoo.checkpoints.loader import is_loader
 from ssmzoo.family import Family, claims, family_of
 from ssmzoo.files import write_texts, writing
 from ssmzoo.publishing.rewriting import (
@@ -146,7 +147,7 @@ def export_code(model_or_folder: PreTrainedModel | str | Path, directory: str | 
         directory.mkdir(parents=True, exist_ok=True)
     write_texts(directory, {**texts, "config.json": _told(config, family)})
     for path in directory.glob("*.py"):
-        if path.name not in texts and is_exported(path):
+        if path.name not in texts and (is_exported(path) or is_loader(path)):
             path.unlink()
     return [directory / name for name in (*texts, "config.json")]
 
@@ -385,7 +386,7 @@ def _travels(module: str, plugin: str) -> bool:
     parts = module.split(".")
     if parts[0] == "ssmzoo_kernels":
         return parts[-1] not in ("cpu", "triton", "native")
-    modules = ("modeling", "checkpoints.trust", "environment.messages")
+    modules = ("modeling", "checkpoints.loader", "checkpoints.trust", "environment.messages")
     return parts[0] == plugin or any(f"{module}.".startswith(f"ssmzoo.{m}.") for m in modules)
 
 

@@ -1,0 +1,183 @@
+"""What was saved and not published, in a program that does not import ssmzoo.auto."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import ssmzoo.auto
+from ssmzoo import families, load_family
+from ssmzoo.checkpoints.loader import AUTO_MAP, LOADER, is_loader
+from ssmzoo.data.tokenizer import byte_tokenizer
+
+pytestmark = [
+    pytest.mark.xdist_group("loader"),  # one worker saves the model
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+
+# Each case is a child of its own, with the answer to a question as its input; it prints one line.
+READER = """
+import json, logging, os, sys
+from importlib.abc import MetaPathFinder
+
+who, folder, adapter = sys.argv[1:4]
+
+class Absent(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0].startswith("ssmzoo"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+if who == "stranger":
+    sys.meta_path.insert(0, Absent())
+import torch
+import peft
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
+if who == "friend":
+    import ssmzoo.auto
+
+CALLS = {
+    "config": lambda given: AutoConfig.from_pretrained(folder, **given),
+    "model": lambda given: AutoModelForCausalLM.from_pretrained(folder, **given),
+    "tokenizer": lambda given: AutoTokenizer.from_pretrained(folder, **given),
+    "pipeline": lambda given: pipeline("text-generation", model=folder, **given).model,
+    "peft": lambda given: peft.AutoPeftModelForCausalLM.from_pretrained(
+        adapter, **given
+    ).get_base_model(),
+}
+
+def tell(call, given):
+    try:
+        got = CALLS[call](given)
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    if call == "model":
+        got.save_pretrained(f"{folder}-{who}")
+    remote = sorted(name for name in sys.modules if "load_with" in name)
+    return [type(got).__module__.split(".")[0], remote]
+
+for case in json.loads(sys.argv[4]):
+    call, trust, answer = case
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(reading, 0)
+        os.close(writing)
+        given = {} if trust is None else {"trust_remote_code": trust}
+        said = tell(call, given)
+        print(json.dumps([case, *said]), flush=True)
+        os._exit(0)
+    os.write(writing, answer.encode())
+    os.close(writing)
+    os.close(reading)
+    os.waitpid(child, 0)
+"""
+CALLS = ("config", "model", "tokenizer", "pipeline", "peft")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with a model and its tokenizer, and one with a LoRA adapter of it."""
+    from peft import LoraConfig, get_peft_model
+
+    folder = tmp_path_factory.mktemp("saved")
+    family = load_family("longhorn")
+    tokenizer = byte_tokenizer()
+    config = family.config(**{**family.tiny, "vocab_size": len(tokenizer)})
+    family.causal_lm_class(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=list(family.lora_targets))
+    get_peft_model(model, lora).save_pretrained(folder / "lora")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def read(saved, tmp_path_factory):
+    """Return a function: who reads and the cases, to what was got by case, and the log."""
+
+    def start(who, *cases):
+        done = subprocess.run(
+            [sys.executable, "-c", READER, who, *map(str, places), json.dumps(cases)],
+            env={**os.environ, "HF_HOME": str(tmp_path_factory.mktemp("home"))},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        lines = [line[line.index("[[") :] for line in done.stdout.splitlines() if "[[" in line]
+        told = {tuple(case): said for case, *said in map(json.loads, lines)}
+        assert len(told) == len(cases), done.stdout
+        return told, done.stdout + done.stderr
+
+    places = (saved / "model", saved / "lora")
+    return start
+
+
+def test_without_the_users_word_nothing_runs_and_no_upgrade_is_advised(read):
+    refused = [(call, trust, "") for call in CALLS for trust in (None, False)]
+    few = (("model", None, ""), ("tokenizer", None, ""))
+    for who, cases in (("owner", [*refused, ("model", None, "n\n")]), ("stranger", few)):
+        told, log = read(who, *cases)
+        for (call, *_), (kind, said) in told.items():
+            if call == "tokenizer":  # which needs no model
+                assert (kind, said) == ("transformers", [])
+            else:
+                assert kind == "ValueError"
+                assert "trust_remote_code=True" in said
+        assert "upgrade" not in log
+
+
+def test_with_it_the_installed_ssmzoo_loads_the_model(read, saved):
+    cases = [(call, True, "") for call in CALLS]
+    told, _ = read("owner", *cases, ("model", None, "y\n"))
+    for (call, *_), (module, _) in told.items():
+        assert module == ("transformers" if call == "tokenizer" else "ssmzoo_longhorn")
+    again = Path(f"{saved / 'model'}-owner")
+    assert is_loader(again / LOADER)
+    assert [path.name for path in again.glob("*.py")] == [LOADER]
+    assert json.loads((again / "config.json").read_text())["auto_map"] == AUTO_MAP
+
+
+def test_where_it_is_not_installed_one_line_names_it(read):
+    told, log = read("stranger", *[(call, True, "") for call in ("model", "tokenizer", "peft")])
+    for kind, said in told.values():
+        assert kind == "ImportError"
+        assert said.startswith("this model needs ssmzoo")
+        assert "\n" not in said
+    assert "pip install ssmzoo" not in log  # a name that anybody may take
+
+
+def test_after_importing_ssmzoo_auto_nothing_is_asked_warned_of_or_run(read):
+    calls = ("config", "model", "tokenizer")
+    told, log = read("friend", *[(call, trust, "") for call in calls for trust in (None, True)])
+    for (call, *_), (module, remote) in told.items():
+        assert module == ("transformers" if call == "tokenizer" else "ssmzoo_longhorn")
+        assert remote == []
+    lines = [line for line in log.splitlines() if "[[" not in line and "it/s]" not in line]
+    assert "".join(lines) == ""
+
+
+@pytest.mark.parametrize("name", sorted(families()))
+def test_every_familys_configuration_leads_to_it(name, tmp_path):
+    family = load_family(name)
+    config = family.config(**family.tiny)
+    config.save_pretrained(tmp_path)
+    assert is_loader(tmp_path / LOADER)
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == AUTO_MAP
+    assert config.auto_map == {}  # the model in memory needs no code
+    found = ssmzoo.auto.SavedConfig.from_pretrained(tmp_path)
+    assert type(found) is family.config_class
+    assert found.to_dict() == family.config_class.from_pretrained(tmp_path).to_dict()
+    assert found.auto_map == {}
+
+
+@pytest.mark.parametrize("model_type", ["ssmzoo_lost", "lost"])
+def test_a_family_that_is_not_installed_is_named(model_type, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(ValueError, match=rf"'{model_type}'.*installed: .*longhorn"):
+        ssmzoo.auto.SavedConfig.from_pretrained(tmp_path)
