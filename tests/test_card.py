@@ -11,6 +11,7 @@ import shutil
 import sys
 from dataclasses import replace
 from importlib.metadata import EntryPoint
+from itertools import pairwise
 from pathlib import Path
 from statistics import median_low
 from types import SimpleNamespace
@@ -19,18 +20,27 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard, parse_eval_result_entries
+from markdown_it import MarkdownIt
 from safetensors.torch import load_file, save_file
 from tests.stock_models import tiny
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ssmzoo import family, load_family
-from ssmzoo.checkpoints.weights import weights_revision
+from ssmzoo.checkpoints.weights import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    ADAPTER_FORMAT,
+    weights_revision,
+)
+from ssmzoo.cli.main import main
 from ssmzoo.data.tokenizer import byte_tokenizer
+from ssmzoo.environment import hub_metadata
 from ssmzoo.files import share
 from ssmzoo.publishing import card, card_facts
 from ssmzoo.publishing.card import render_card
 from ssmzoo.publishing.hub import publish
 from ssmzoo.publishing.papers import PaperRow
+from ssmzoo.recipe import load_recipe
 from ssmzoo.tasks.symbols import symbol_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -513,13 +523,200 @@ def test_scores_of_other_models_stay_out_of_the_metadata(run, scored):
     assert {r.metric_value for r in ModelCard(text).data.eval_results} == {3.14159265, 0.61803}
 
 
-def test_rendering_a_card_again_keeps_manual_edits(run, scored):
-    path = render_card(run / "model", results=[scored])
-    first = path.read_text()
-    path.write_text(first.replace("---\nlibrary_name", "---\nlicense: mit\nlibrary_name", 1))
-    second = render_card(run / "model", results=[scored]).read_text()
-    assert ModelCard(second).data.license == "mit"
-    assert second.replace("license: mit\n", "") == first
+# texts of others
+
+HOSTILE = "x` <script>alert(1)</script> ![p](http://evil/p) [l](http://evil) </code>|\n\n# A\n\n---"
+
+
+def shown(text):
+    """Return headings, and what else a card shows but text, code and tables."""
+    tokens = MarkdownIt("commonmark").enable("table").parse(ModelCard(text).text)
+    inner = [part for token in tokens for part in token.children or ()]
+    found = [token for token in (*tokens, *inner) if token.type in ("html_block", "html_inline")]
+    links = [dict(part.attrs) for part in inner if part.type in ("link_open", "image")]
+    heads = [
+        after.content
+        for token, after in pairwise(tokens)
+        if token.type == "heading_open" and token.tag in ("h1", "h2")
+    ]
+    return heads, [token.content for token in found if "!--" not in token.content], links
+
+
+def test_texts_of_others_are_shown_and_do_nothing(run, tmp_path):
+    facts = {**FACTS, "hardware": HOSTILE, "command": HOSTILE, "dtype": HOSTILE}
+    facts |= {"data": {"source": HOSTILE}, "versions": {HOSTILE: HOSTILE}, "model_type": HOSTILE}
+    (run / "run.json").write_text(json.dumps(facts))
+    recipe = {"model": {"init_from": f"/{HOSTILE.replace('/', '|')}"}, "data": {"text": [HOSTILE]}}
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    change_config(run, model_type=HOSTILE, vocab_size=HOSTILE)
+    row = {**BPB, "settings": {"text": HOSTILE}, "metric": HOSTILE}
+    results = write_results(run, "first-try", row, hardware=HOSTILE, versions={"a": HOSTILE})
+    content = json.loads(results.read_text())
+    content["model"]["name"] = HOSTILE
+    content["command"] = content["date"] = HOSTILE
+    results.write_text(json.dumps(content))
+    render_card(run / "model", results=[results], output=tmp_path / "a card).md")
+    heads, html, links = shown((tmp_path / "a card).md").read_text())
+    assert heads[1:] == ["Results", "Use", "Fine-tune", "Model", "Training"]
+    assert "alert(1)" in heads[0]
+    assert [text for text in html if "details" not in text and "summary" not in text] == []
+    assert [link.get("src") for link in links] == ["a%20card%29.png"]
+
+
+def test_a_state_adapters_texts_are_shown_and_do_nothing(tmp_path):
+    save_file({HOSTILE: torch.zeros(2)}, tmp_path / ADAPTER_FILE)
+    told = {"format": ADAPTER_FORMAT, "model_type": HOSTILE, "digest": HOSTILE}
+    told |= {"base": {HOSTILE: HOSTILE}, "states": {HOSTILE: [2]}}
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(told))
+    heads, html, links = shown(render_card(tmp_path).read_text())
+    assert heads == [tmp_path.name, "Use", "States"]
+    assert html == []
+    assert links == []
+
+
+def test_a_state_adapter_of_a_run_names_its_base_and_its_data(run):
+    folder = run / "adapter"
+    folder.mkdir()
+    save_file({"s": torch.zeros(2)}, folder / ADAPTER_FILE)
+    told = {"format": ADAPTER_FORMAT, "model_type": "x", "digest": "y", "base": {}}
+    (folder / ADAPTER_CONFIG).write_text(json.dumps({**told, "states": {"s": [2]}}))
+    recipe = {"model": {"init_from": "user/base"}, "data": {"dataset": "user/texts"}}
+    (run / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "card": {"license": "mit"}}))
+    data = ModelCard(render_card(folder, metadata={"language": "en"}).read_text()).data.to_dict()
+    assert (
+        data.items()
+        >= {
+            "license": "mit",
+            "language": ["en"],
+            "datasets": ["user/texts"],
+            "base_model": ["user/base"],
+            "base_model_relation": "adapter",
+        }.items()
+    )
+
+
+# what the Hub is told besides
+
+
+def test_a_cards_metadata_is_the_recipes_and_the_options_win(run, scored):
+    recipe = {
+        "card": {"license": "other", "license_name": "mine", "language": ["en"]},
+        "model": {"init_from": "user/base"},
+        "data": {"dataset": "user/texts"},
+        "train": {"lr": 0.003},
+    }
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    text = render_card(
+        run / "model", results=[scored], metadata={"license": "apache-2.0"}
+    ).read_text()
+    data = ModelCard(text).data
+    assert (data.license, data.license_name, data.language) == ("apache-2.0", None, ["en"])
+    assert (data.datasets, data.base_model) == (["user/texts"], ["user/base"])
+    assert "| Base | user/base |" in text
+    # edits of a card are lost, as it says
+    path = run / "model" / "README.md"
+    path.write_text(text.replace("license: apache-2.0", "license: wtfpl\na: ["))
+    again = ModelCard(render_card(run / "model", results=[scored]).read_text()).data
+    assert (again.license, again.license_name) == ("other", "mine")
+
+
+@pytest.mark.parametrize(
+    ("data", "datasets"),
+    [
+        ({"dataset": "/home/me/texts"}, None),
+        ({"dataset": "https://me:secret@host/texts"}, None),
+        ({"task": "mnist"}, ["ylecun/mnist"]),
+        ({"task": "mnist", "task_args": {"data": "user/digits"}}, ["user/digits"]),
+        ({"task": "mnist", "task_args": {"data": "/home/me/digits"}}, None),
+        ({"task": "listops"}, None),
+        ({"text": ["texts"]}, None),
+    ],
+)
+def test_a_card_names_data_on_the_hub_and_no_folder(data, datasets, run, scored):
+    recipe = {"data": data, "model": {"init_from": "/home/me/runs/first/model"}, "train": {"lr": 1}}
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    text = render_card(run / "model", results=[scored]).read_text()
+    card = ModelCard(text)
+    assert (card.data.datasets, card.data.base_model) == (datasets, None)
+    assert "| Base | first |" in text
+    assert "secret" not in text
+
+
+def test_a_card_says_that_its_texts_are_the_machines_own(run, scored):
+    there = "| From | files of the machine that trained it: no published data set |"
+    assert there in render_card(run / "model", results=[scored]).read_text()
+    named = render_card(run / "model", results=[scored], metadata={"datasets": "user/texts"})
+    assert there not in named.read_text()
+
+
+def test_a_card_apart_from_its_model_keeps_its_metadata(run, scored, tmp_path):
+    path = tmp_path / "apart.md"
+    render_card(run / "model", results=[scored], output=path, metadata={"license": "mit"})
+    render_card(path.with_suffix(".json"), results=[scored], metadata={"language": "en"})
+    data = ModelCard(render_card(path.with_suffix(".json"), results=[scored]).read_text()).data
+    assert (data.license, data.language) == ("mit", ["en"])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("license", "Apache 2.0", r"card\.license must be .* got 'Apache 2\.0'; did you mean 'apa"),
+        ("license_name", "mine", r"card\.license_name needs card\.license 'other', got None"),
+        ("language", "English", r"card\.language must be codes .* got 'English'"),
+        ("datasets", ["user/texts", "../texts"], r"card\.datasets must be ids .* got '\.\./texts'"),
+        (
+            "datasets",
+            "https://me:secret@host/x",
+            r"card\.datasets must hold no credential, got",
+        ),
+        (
+            "base_model",
+            f"user/hf_{'a1' * 12}",
+            r"card\.base_model must hold no credential",
+        ),
+        ("pipeline_tag", "text-gen", r"card\.pipeline_tag must be .*; did you mean 'text-gen"),
+        ("licence", "mit", r"card has no field 'licence'; did you mean 'license'"),
+        ("language", [3], r"card\.language must be a text, got 3"),
+    ],
+)
+def test_metadata_that_the_hub_refuses_is_one_line_and_loses_nothing(field, value, says, run):
+    before = render_card(run / "model").read_text()
+    with pytest.raises((LookupError, TypeError, ValueError), match=says) as error:
+        render_card(run / "model", metadata={field: value})
+    assert "\n" not in str(error.value)
+    assert "secret" not in str(error.value)
+    assert (run / "model" / "README.md").read_text() == before
+    if value != [3]:  # which pydantic says in its words
+        with pytest.raises((LookupError, ValueError), match=says):
+            load_recipe("longhorn-demo", [f"card.{field}={json.dumps(value)}"])
+
+
+def test_the_command_takes_the_metadata(run, capsys):
+    options = "--license other --license-name mine --language en --language code --dataset a/b"
+    given = [*options.split(), "--base-model", "c/d", "--pipeline-tag", "fill-mask"]
+    assert main(["card", str(run / "model"), *given]) == 0
+    data = ModelCard((run / "model" / "README.md").read_text()).data.to_dict()
+    for field, value in {
+        "license": "other",
+        "license_name": "mine",
+        "language": ["en", "code"],
+        "datasets": ["a/b"],
+        "base_model": ["c/d"],
+        "pipeline_tag": "fill-mask",
+    }.items():
+        assert data[field] == value
+    assert main(["card", str(run / "model"), "--license", "mine"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("given", [{}, {"license": "mit"}])
+def test_a_card_without_a_licence_is_published_with_a_warning(given, run, tmp_path, caplog):
+    render_card(run / "model", metadata=given)
+    publish(run / "model", tmp_path / "out", code=False)
+    assert (tmp_path / "out" / "README.md").exists()
+    said = [record.getMessage() for record in caplog.records if "licence" in record.getMessage()]
+    assert len(said) == (0 if given else 1)
+    assert all("--license" in line and "card.license" in line for line in said)
 
 
 # words
@@ -677,7 +874,6 @@ def test_results_of_other_weights_are_refused(run, scored):
         ("model/config.json", '{"model_type": "ssmzoo_none"}', "not installed; installed: "),
         ("model/model.safetensors", b"12345678", "corrupt or truncated"),
         ("model/README.md", "# Mine\n", "was not written by `ssmzoo card`"),
-        ("model/README.md", f"---\na: [\n---\n{card.MARKER}", "cannot be read as a card"),
     ],
 )
 def test_a_damaged_source_is_named_and_no_card_is_written(run, file, content, message):
@@ -796,7 +992,7 @@ def test_a_card_apart_from_its_model_is_rendered_again_without_the_weights(run, 
     with pytest.raises(ValueError, match=r"first-try\.png does not exist; it belongs to"):
         render_card(shelf / "first-try.json", results=[scored])
     (shelf / "first-try.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"first-try\.json must have exactly the fields config,"):
+    with pytest.raises(ValueError, match=r"first-try\.json must have exactly the fields card,"):
         render_card(shelf / "first-try.json", results=[scored])
 
 
@@ -838,6 +1034,32 @@ def test_the_committed_card_is_of_the_median_seed():
             assert values[0] == median_low(values), own.name
             judged += 1
     assert judged
+
+
+COMMITTED = [
+    path.relative_to(ROOT)
+    for path in (ROOT / "model_cards").rglob("*.md")
+    if path.with_suffix(".json").exists() or path.name == "README.md"
+]
+
+
+@pytest.mark.parametrize(
+    "path", sorted(COMMITTED), ids=lambda path: f"{path.parent.name}-{path.stem}"
+)
+def test_the_hub_takes_every_committed_card(path):
+    """Its check needs the Hub; what it looks at in a model's metadata is looked at here."""
+    data = ModelCard.load(ROOT / path).data.to_dict()
+    assert data["license"] == "apache-2.0"
+    own = {name: data[name] for name in hub_metadata.FIELDS if name in data}
+    assert hub_metadata.checked(own) == own
+    assert data.keys() - own.keys() == {"library_name", "model-index"} | (data.keys() & {"tags"})
+    assert all(isinstance(tag, str) for tag in data.get("tags", []))
+    for entry in data["model-index"]:
+        assert entry.keys() == {"name", "results"}
+        for result in entry["results"]:
+            assert result.keys() == {"task", "dataset", "metrics"}
+            assert result["dataset"].keys() >= {"type", "name"}
+            assert all(metric.keys() >= {"type", "value"} for metric in result["metrics"])
 
 
 def test_every_committed_card_has_its_sources():

@@ -613,11 +613,16 @@ def test_card_passes_its_arguments_on_and_prints_the_cards_place(prints, monkeyp
         return Path("card.md")
 
     monkeypatch.setattr("ssmzoo.publishing.card.render_card", render_card)
-    assert prints("card", "m.json", "--results", "a.json", "--results", "b.json", "--run", "r") == (
-        "card.md\n"
-    )
-    results = [Path("a.json"), Path("b.json")]
-    assert seen == {"model": "m.json", "results": results, "run_dir": Path("r"), "output": None}
+    given = ("--results", "a.json", "--results", "b.json", "--run", "r", "--license", "mit")
+    assert prints("card", "m.json", *given, "--language", "en") == "card.md\n"
+    results, metadata = [Path("a.json"), Path("b.json")], {"license": "mit", "language": ["en"]}
+    assert seen == {
+        "model": "m.json",
+        "results": results,
+        "run_dir": Path("r"),
+        "output": None,
+        "metadata": metadata,
+    }
 
 
 def test_publish_dry_run_shows_files_and_sizes_and_writes_nothing(prints, model, tmp_path):

@@ -62,6 +62,7 @@ EXPECTED = {
     "README.md",
     "config.json",
     "generation_config.json",
+    "load_with_ssmzoo.py",
     "loss.png",
     "model.safetensors",
     "tokenizer.json",

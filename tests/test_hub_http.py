@@ -28,6 +28,7 @@ from tests.test_faults import Harm
 from transformers import AutoModelForCausalLM
 
 from ssmzoo import load_family
+from ssmzoo.checkpoints.loader import AUTO_MAP, LOADER
 from ssmzoo.checkpoints.weights import weights_revision
 from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.modeling import load_state
@@ -267,7 +268,7 @@ def small(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "ssmzoo_longhorn"}')
     save_file({"x": np.arange(50_000, dtype=np.int32)}, folder / "model.safetensors")
-    (folder / "README.md").write_text("---\nlibrary_name: transformers\n---\n\n# small\n")
+    (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n\n# small\n")
     return folder
 
 
@@ -343,9 +344,9 @@ def test_publishing_includes_the_code_by_default(server, pushed):
     sent, plain = held(server, "tester/private"), held(server, "tester/published")
     code = {name for name in sent if name.endswith(".py")}
     assert "modeling_longhorn.py" in code
-    assert sent.keys() - code == plain.keys()
-    assert "auto_map" in json.loads(sent["config.json"])
-    assert "auto_map" not in json.loads(plain["config.json"])
+    assert sent.keys() - code == plain.keys() - {LOADER}
+    assert "AutoModelForCausalLM" in json.loads(sent["config.json"])["auto_map"]
+    assert json.loads(plain["config.json"])["auto_map"] == AUTO_MAP
     assert {name: len(raw) for name, raw in sent.items()} == {
         file["path"]: file["size"] for file in pushed["private"]["files"]
     }

@@ -16,6 +16,7 @@ from ssmzoo.data.tokenizer import byte_tokenizer
 
 pytestmark = [
     pytest.mark.xdist_group("loader"),  # one worker saves the model
+    pytest.mark.long,
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
+from ssmzoo.environment.hub_metadata import checked
 from ssmzoo.environment.messages import missing
 from ssmzoo.family import suggestion
 from ssmzoo.files import (
@@ -68,6 +69,7 @@ Checked = TypeVar("Checked", bound="Section")
 
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Names = Annotated[list[str], BeforeValidator(_several)]
 Paths = Annotated[list[str], BeforeValidator(_several), Field(min_length=1)]
 
 
@@ -504,6 +506,34 @@ class AdapterSection(Section):
     kind: Literal["state"]
 
 
+class CardSection(Section):
+    """What the model's card tells the Hub, which lists models by it.
+
+    Attributes:
+        license: The weights' licence, by its id on the Hub, e.g. ``apache-2.0``; ``other`` for one
+            that has none.
+        license_name: The name of another licence.
+        license_link: Where its text is.
+        language: Codes of the languages that the model reads, e.g. ``en``.
+        datasets: Data sets on the Hub that it was trained on; ``data.dataset`` if absent.
+        base_model: The models on the Hub that it was made of; ``model.init_from`` if absent.
+        pipeline_tag: The task on the Hub; that of the model's head if absent.
+    """
+
+    license: str | None = None
+    license_name: str | None = None
+    license_link: str | None = None
+    language: Names | None = None
+    datasets: Names | None = None
+    base_model: Names | None = None
+    pipeline_tag: str | None = None
+
+    @model_validator(mode="after")
+    def _as_the_hub_takes_it(self) -> CardSection:
+        checked(self.model_dump())
+        return self
+
+
 class Recipe(Section):
     """A whole run."""
 
@@ -511,6 +541,7 @@ class Recipe(Section):
     data: DataSection
     train: TrainSection
     adapter: AdapterSection | None = None
+    card: CardSection | None = None
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from ssmzoo.cli.options import (
     ADAPTER,
@@ -92,10 +93,37 @@ def _card(options: argparse.Namespace) -> int:
 
     beside = options.model.endswith(".json")
     model = options.model if beside else in_folder(options.model)
+    given = {name: getattr(options, name) for name in _METADATA}
     print(
-        render_card(model, results=options.results, run_dir=options.run_dir, output=options.output)
+        render_card(
+            model,
+            results=options.results,
+            run_dir=options.run_dir,
+            output=options.output,
+            metadata={name: value for name, value in given.items() if value not in (None, [])},
+        )
     )
     return 0
+
+
+_METADATA = {
+    "license": ("ID", "the weights' licence by its id on the Hub, apache-2.0 say, or other"),
+    "license_name": ("NAME", "the name of another licence"),
+    "license_link": ("LINK", "where its text is"),
+    "language": ("CODE", "a language of the model, en say; may be repeated"),
+    "datasets": ("ID", "a data set on the Hub that it was trained on; may be repeated"),
+    "base_model": ("ID", "the model on the Hub that it was made of; may be repeated"),
+    "pipeline_tag": ("TASK", "its task on the Hub (default: that of its head)"),
+}
+_REPEATED = ("language", "datasets", "base_model")
+
+
+def _metadata_option(name: str) -> Option:
+    """Return the option for a field of a recipe's section card."""
+    metavar, words = _METADATA[name]
+    flag = f"--{name.replace('_', '-').removesuffix('s')}"
+    several: dict[str, Any] = {"action": "append", "default": []} if name in _REPEATED else {}
+    return Option(flag, dest=name, metavar=metavar, help=words, **several)
 
 
 CARD = Verb(
@@ -118,6 +146,7 @@ CARD = Verb(
         OUTPUT.but(
             help="the card's file (default: README.md in the model's folder, or beside the .json)",
         ),
+        *map(_metadata_option, _METADATA),
     ),
     _card,
 )

@@ -11,23 +11,25 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote
 
 import yaml
 
-from ssmzoo.checkpoints.weights import is_state_adapter, read_adapter_config
+from ssmzoo.checkpoints.weights import is_state_adapter
 from ssmzoo.environment.credentials import without_credentials
+from ssmzoo.environment.hub_metadata import joined
 from ssmzoo.environment.messages import missing
 from ssmzoo.environment.portable import portable
 from ssmzoo.evaluation.results import is_number
 from ssmzoo.family import Family, family_of, packages_of
 from ssmzoo.files import appears_whole, make_folder_of, require_name, share, write_text
+from ssmzoo.publishing.adapter_card import adapter_card
 from ssmzoo.publishing.card_facts import (
     NOT_MEASURED,
     PICTURE,
@@ -45,6 +47,7 @@ from ssmzoo.publishing.card_facts import (
     scored_model,
 )
 from ssmzoo.publishing.contents import CARD, ENTRIES
+from ssmzoo.publishing.markdown import Markdown, as_table, code, fenced, plain
 from ssmzoo.publishing.papers import paper_table, rows_of
 
 if TYPE_CHECKING:
@@ -53,8 +56,6 @@ if TYPE_CHECKING:
 MARKER = "Rendered by `ssmzoo card` from measured results; edits are lost when it runs again."
 
 _MANY = 4  # other models whose scores stand in a table in any case
-# What a person decided about the model survives a new rendering.
-_KEPT = ("license", "license_name", "license_link", "language", "datasets", "base_model")
 # The first name that a configuration has; zoo names first, then those of other libraries.
 _ARCHITECTURE = (
     ("Hidden size", ("hidden_size", "n_embd", "d_model")),
@@ -85,6 +86,7 @@ def render_card(
     results: Sequence[str | Path] = (),
     run_dir: str | Path | None = None,
     output: str | Path | None = None,
+    metadata: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a model's card, and its loss curve beside it, and return the card's path.
 
@@ -100,12 +102,16 @@ def render_card(
         run_dir: The run that made the model. For ``RUN/model`` it is ``RUN`` if absent.
         output: The card's path; ``README.md`` in the model's folder, or beside the ``.json``, if
             absent. It ends in ``.md``, and its folder is made. A file there that ``ssmzoo card``
-            did not write is never overwritten. Licence, language, data sets and base model in an
-            earlier card's metadata are kept.
+            did not write is never overwritten.
+        metadata: Fields of a recipe's section ``card``, such as ``{"license": "apache-2.0"}``: what
+            the Hub is told besides. They win over what the run's recipe says, and the ``.json``
+            beside a card keeps them.
 
     Raises:
         ValueError: A file is missing, corrupt, or not of this model, and the message names it; or
-            ``output`` does not end in ``.md``.
+            ``output`` does not end in ``.md``; or the Hub would not take a field of the metadata.
+        LookupError: A field of the metadata that there is not.
+        TypeError: One that is no text.
         FileNotFoundError: The folder holds a part of a state adapter.
         RuntimeError: Jinja2 is not installed, or the card cannot be written.
     """
@@ -118,14 +124,19 @@ def render_card(
         require_name(Path(output), "output")
         if Path(output).suffix != ".md":  # the names of what lies beside a card, say
             raise ValueError(f"output must end in .md, got {str(output)!r}; name a Markdown file")
-    place = Path(model)
+    place, metadata = Path(model), metadata or {}
     if is_state_adapter(place):
         if results or run_dir is not None:
             raise ValueError(
                 f"results and run_dir must be absent with {place}, a state adapter, whose card "
                 "says what its files hold"
             )
-        return _adapter_card(place, Path(output) if output is not None else place / CARD)
+        target = Path(output) if output is not None else place / CARD
+        _require_card(target)
+        text = adapter_card(place, metadata, _template("adapter"), MARKER)
+        make_folder_of(target)
+        write_text(target, _finished(text))
+        return target
     read = [scored_model(Path(path)) for path in results]
     if place.suffix == ".json":
         if run_dir is not None:
@@ -134,21 +145,22 @@ def render_card(
         target = Path(output) if output is not None else place.with_suffix(".md")
         if facts.picture and not picture.is_file():
             raise ValueError(f"{picture} does not exist; it belongs to {place}")
-        own, others = part_results(facts.revision, place, read)
     else:
         facts, picture = facts_of(place, run_dir)
         target = Path(output) if output is not None else place / CARD
-        own, others = part_results(facts.revision, place, read)
+    facts = replace(facts, card=joined(facts.card, metadata))
+    own, others = part_results(facts.revision, place, read)
     alone = target.resolve().parent != place.resolve()
     shown = target.with_suffix(".png") if alone else target.with_name(PICTURE)
     if alone:
         _require_ours(target, shown)
-    text = _render(facts, own, others, kept=_kept_metadata(target), picture=shown.name)
+    _require_card(target)
+    text = _render(facts, own, others, picture=shown.name)
     make_folder_of(target)
     with ExitStack() as parts:  # none appears before all are written
         if facts.picture and picture is not None and picture.resolve() != shown.resolve():
             shutil.copyfile(picture, parts.enter_context(appears_whole(shown)))
-        if alone and target.with_suffix(".json").resolve() != place.resolve():
+        if alone:
             facts.write(parts.enter_context(appears_whole(target.with_suffix(".json"))))
         entries = None if alone else _eval_results(own)
         if entries:
@@ -182,29 +194,6 @@ def _require_ours(target: Path, picture: Path) -> None:
         )
 
 
-def _adapter_card(folder: Path, target: Path) -> Path:
-    """Write the card of a state adapter."""
-    from huggingface_hub import ModelCard, ModelCardData
-
-    config = read_adapter_config(folder)
-    shapes: dict[str, list[int]] = config["states"]
-    data: Any = {"library_name": "ssmzoo", "tags": ["ssmzoo", "state-adapter"]}
-    card = ModelCard.from_template(
-        ModelCardData(**{**data, **_kept_metadata(target)}),
-        template_str=share("model_cards/adapter.md").read_text(encoding="utf-8"),
-        marker=MARKER,
-        name=_plain(folder.resolve().name),
-        model_type=config["model_type"],
-        base=config["base"],
-        digest=config["digest"][:12],
-        shapes=shapes,
-        parameters=f"{sum(prod(shape) for shape in shapes.values()):,}",
-    )
-    make_folder_of(target)
-    write_text(target, without_credentials(str(card).rstrip()) + "\n")
-    return target
-
-
 def _eval_results(own: Sequence[ScoredModel]) -> str | None:
     """Return what the Hub reads from ``.eval_results``; None if no score is of a benchmark."""
     from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
@@ -227,7 +216,6 @@ def _render(
     own: Sequence[ScoredModel],
     others: Sequence[ScoredModel],
     *,
-    kept: Mapping[str, Any],
     picture: str,
 ) -> str:
     from huggingface_hub import ModelCard
@@ -248,15 +236,15 @@ def _render(
     words = family_words(family.name, encoder=encoder) if family else None
     targets = _lora_targets(family, facts)
     card = ModelCard.from_template(
-        _metadata(name, family, own, kept, head),
-        template_str=share("model_cards/template.md").read_text(encoding="utf-8"),
+        _metadata(name, family, own, facts, head),
+        template_str=_template("template"),
         marker=MARKER,
-        name=_plain(name),
+        name=plain(name),
         source=json.dumps(name, ensure_ascii=False),
         summary=_summary(words, facts, head),
         head=head,
         language_model=head.pipeline == "text-generation",
-        picture=picture if facts.picture else None,
+        picture=quote(picture) if facts.picture else None,
         results=_results(name, own, others),
         seeds=_seeds(own, seeds),
         paper=_paper(family, own, everything),
@@ -270,9 +258,17 @@ def _render(
         lora_targets=json.dumps(targets) if targets else None,
         architecture=_architecture(facts),
         training=_training(facts, head),
-        recipe=_fenced("yaml", facts.recipe.strip()) if facts.recipe else None,
+        recipe=fenced("yaml", facts.recipe.strip()) if facts.recipe else None,
     )
-    return without_credentials(str(card).rstrip()) + "\n"
+    return _finished(str(card))
+
+
+def _template(name: str) -> str:
+    return share(f"model_cards/{name}.md").read_text(encoding="utf-8")
+
+
+def _finished(text: str) -> str:
+    return without_credentials(text.rstrip()) + "\n"
 
 
 def _lora_targets(family: Family | None, facts: CardFacts) -> list[str]:
@@ -290,30 +286,29 @@ def _is_encoder(config: Mapping[str, Any]) -> bool:
     return config.get("directions", "forward") != "forward" or config.get("image_size") is not None
 
 
-def _kept_metadata(target: Path) -> dict[str, Any]:
-    """Return the metadata of an earlier card that a person may have set."""
-    from huggingface_hub import ModelCard
+def _require_card(target: Path) -> None:
+    """Check that a file which is there is a card that ``ssmzoo card`` wrote.
 
+    Raises:
+        ValueError: It is none.
+    """
     if not target.exists():
-        return {}
+        return
     try:
         text = target.read_text(encoding="utf-8")
-        card = ModelCard(text) if MARKER in text else None
-    except Exception as error:  # yaml.YAMLError, ValueError, OSError: all mean one thing here
+    except (OSError, ValueError) as error:
         raise ValueError(f"{target} cannot be read as a card: {error}; move it away") from error
-    if card is None:
+    if MARKER not in text:
         raise ValueError(
             f"{target} was not written by `ssmzoo card`; move it away or choose another output"
         )
-    metadata = card.data.to_dict()
-    return {key: metadata[key] for key in _KEPT if key in metadata}
 
 
 def _metadata(
     name: str,
     family: Family | None,
     own: Sequence[ScoredModel],
-    kept: Mapping[str, Any],
+    facts: CardFacts,
     head: _Head,
 ) -> ModelCardData:
     from huggingface_hub import EvalResult, ModelCardData
@@ -342,13 +337,13 @@ def _metadata(
     tags = []
     if family is not None:
         tags = ["ssmzoo", "state-space-model", family.name, f"arxiv:{family.paper.arxiv}"]
+    fields: dict[str, Any] = {"pipeline_tag": head.pipeline, **facts.card}
     return ModelCardData(
         library_name="transformers",
-        pipeline_tag=head.pipeline,
         tags=tags or None,
         model_name=name if evaluations else None,
         eval_results=evaluations or None,
-        **kept,
+        **fields,
     )
 
 
@@ -395,7 +390,7 @@ def _head(facts: CardFacts) -> _Head:
 
 
 def _summary(words: Mapping[str, Any] | None, facts: CardFacts, head: _Head) -> str:
-    kind = words["title"] if words else _code(facts.config.get("model_type"))
+    kind = words["title"] if words else code(facts.config.get("model_type"))
     tokens = facts.measured.get("tokens")
     trained = f", trained on {_number(tokens)} tokens" if tokens is not None else ""
     return f"A {kind} {head.words} of {_number(facts.parameters)} parameters{trained}."
@@ -434,12 +429,12 @@ def _results(name: str, own: Sequence[ScoredModel], others: Sequence[ScoredModel
         shown = [_score(score) for score in scores]
         lines.append([row.task, row.metric + arrow, *shown, *counts, row.settings])
     first, *rest = columns
-    names = [_Markdown(f"**{_plain(first)}**"), *rest]
+    names = [Markdown(f"**{plain(first)}**"), *rest]
     header = ["Task", "Metric", *names, "Examples", "Shots", "Seed", "Settings"]
     note = "↑ higher is better, ↓ lower is better; ± is the standard error."
     if others:
         note += " The scores in a row are of the same examples."
-    return f"{_table(header, lines)}\n\n{note}"
+    return f"{as_table(header, lines)}\n\n{note}"
 
 
 def _seeds(own: Sequence[ScoredModel], others: Sequence[ScoredModel]) -> str | None:
@@ -461,7 +456,7 @@ def _seeds(own: Sequence[ScoredModel], others: Sequence[ScoredModel]) -> str | N
     names = sorted({str(entry.seed()) for entry in (mine, *others)})
     text = f"The same recipe was trained with the seeds {', '.join(names)}; here is {mine.seed()}."
     header = ["Task", "Metric", "Seeds", "This one", "Median of all", "From", "To"]
-    return f"{text}\n\n{_table(header, lines)}"
+    return f"{text}\n\n{as_table(header, lines)}"
 
 
 def _paper(
@@ -492,14 +487,14 @@ def _origins(results: Sequence[ScoredModel]) -> str | None:
         for name, origin in origins
     ]
     header = ["Model", "Date", "Hardware", "Code, vectors and threads", "Versions"]
-    block = _fenced("bash", "\n".join(commands))
-    return f"To repeat them:\n\n{block}\n\n{_table(header, rows)}"
+    block = fenced("bash", "\n".join(commands))
+    return f"To repeat them:\n\n{block}\n\n{as_table(header, rows)}"
 
 
 def _architecture(facts: CardFacts) -> str:
     config = facts.config
     rows = [
-        ["Type", _code(config.get("model_type"))],
+        ["Type", code(config.get("model_type"))],
         ["Parameters", _number(facts.parameters)],
         ["Stored as", ", ".join(facts.dtypes)],
     ]
@@ -513,7 +508,7 @@ def _architecture(facts: CardFacts) -> str:
             rows.append([label, "yes" if value else "no"])
         elif value is not None:
             rows.append([label, str(value)])
-    return _table(["", ""], rows)
+    return as_table(["", ""], rows)
 
 
 def _training(facts: CardFacts, head: _Head) -> str:
@@ -546,14 +541,20 @@ def _training(facts: CardFacts, head: _Head) -> str:
         ["Hardware", fact("hardware")],
         ["Code, vectors and threads", recorded((facts.run or {}).get("environment"))],
         ["Versions", fact("versions")],
-        ["Command", command if command == NOT_MEASURED else _code(command)],
+        ["Command", command if command == NOT_MEASURED else code(command)],
     ]
     if facts.recipe and re.search(r"^adapter:$", facts.recipe, re.MULTILINE):
         told = (
             "a state adapter, which is a folder of its own; losses are those of the model with it"
         )
         rows.insert(1, ["Trained", told])
-    return _table(["", ""], rows)
+    data = (facts.run or {}).get("data")
+    source = data.get("source") if isinstance(data, dict) else None
+    if source in ("text", "jsonl", "parquet") and "datasets" not in facts.card:
+        rows.insert(1, ["From", "files of the machine that trained it: no published data set"])
+    if base := (facts.run or {}).get("base"):
+        rows.insert(0, ["Base", base])
+    return as_table(["", ""], rows)
 
 
 def _number(value: Any, places: int = 4) -> str:
@@ -562,35 +563,3 @@ def _number(value: Any, places: int = 4) -> str:
         return f"{value:,}"
     small = 0 < abs(value) < 10.0 ** (1 - places)
     return f"{value:.2e}" if small else f"{value:,.{places}f}"
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
-
-
-class _Markdown(str):
-    """A text that is written as Markdown already; any other shows its characters as they are."""
-
-
-def _cell(text: str) -> str:
-    return (text if isinstance(text, _Markdown) else _plain(text)).replace("|", "\\|")
-
-
-def _plain(text: str) -> str:
-    """Return Markdown, in one line, that shows a text's characters: neither HTML, code nor link."""
-    return re.sub(r"([\\`\[\]])", r"\\\1", " ".join(text.split())).replace("<", "&lt;")
-
-
-def _code(value: object) -> _Markdown:
-    """Return a value in a code span, in one line."""
-    text = " ".join(str(value).split())
-    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    space = " " if "`" in text else ""
-    return _Markdown(f"{fence}{space}{text}{space}{fence}")
-
-
-def _fenced(language: str, text: str) -> str:
-    """Return a text in a code block that nothing in it can end."""
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence}{language}\n{text}\n{fence}"

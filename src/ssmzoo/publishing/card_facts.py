@@ -22,6 +22,7 @@ from ssmzoo.environment.portable import portable
 from ssmzoo.evaluation.results import is_number, read_results
 from ssmzoo.family import family_of
 from ssmzoo.files import read_json, share, write_json
+from ssmzoo.publishing.card_metadata import base_of, of_recipe
 
 NOT_MEASURED = "not measured"
 NOT_RECORDED = "not recorded"  # what a run of an earlier version did not write down
@@ -150,6 +151,7 @@ class CardFacts:
         recipe: The run's recipe, as YAML.
         measured: What the run recorded last.
         picture: Whether there is a loss curve.
+        card: What the Hub is told besides, by the fields of a recipe's section ``card``.
     """
 
     name: str
@@ -163,6 +165,7 @@ class CardFacts:
     recipe: str | None
     measured: dict[str, float | int | None]
     picture: bool
+    card: dict[str, Any]
 
     def write(self, path: Path) -> None:
         """Write the file that :func:`read_facts` reads."""
@@ -313,6 +316,8 @@ def facts_of(folder: Path, run_dir: str | Path | None) -> tuple[CardFacts, Path 
         found = {name: run.total(name) for name in _TOTALS}
         found |= {name: run.last(name) for name in _LAST}
         measured = {name: value if is_number(value) else None for name, value in found.items()}
+    base = base_of(run.recipe) if run else None
+    told = {**run.facts, **({"base": base} if base else {})} if run else None
     facts = CardFacts(
         name=model_name(str(folder)),
         revision=revision,
@@ -321,10 +326,11 @@ def facts_of(folder: Path, run_dir: str | Path | None) -> tuple[CardFacts, Path 
         dtypes=sorted({dtype for dtype, _ in tensors.values()}),
         modules=sorted({name.split(".")[-2] for name in tensors if name.endswith(".weight")}),
         prompt=_prompt(folder),
-        run=dict(run.facts) if run else None,
+        run=told,
         recipe=_recipe(run.recipe) if run else None,
         measured=measured,
         picture=bool(run and run.picture),
+        card=of_recipe(run.recipe) if run else {},
     )
     # what is committed beside cards names no folder of the machine that trained
     plain: Any = portable(asdict(facts))
@@ -337,7 +343,7 @@ def read_facts(path: Path) -> CardFacts:
     Raises:
         ValueError: The file is missing, corrupt, or holds something else.
     """
-    content = read_json(path)
+    content = {"card": {}, **read_json(path)}  # of an earlier version without
     names = {field.name for field in fields(CardFacts)}
     if set(content) != names:
         raise ValueError(f"{path} must have exactly the fields {', '.join(sorted(names))}")

@@ -17,6 +17,7 @@ from urllib.parse import unquote
 
 import yaml
 
+from ssmzoo.checkpoints.loader import AUTO_MAP, LOADER, is_loader
 from ssmzoo.checkpoints.trust import refuse_paths
 from ssmzoo.checkpoints.weights import (
     ADAPTER_CONFIG,
@@ -98,7 +99,8 @@ class Publication:
         """Return it with a model's code, written anew, in place of code that was there."""
         sources = {name: x for name, x in self.sources.items() if not name.endswith(".py")}
         sources |= {name: text.encode() for name, text in texts.items()}
-        left_out = {*self.left_out, *(self.sources.keys() - sources.keys())}
+        gone = self.sources.keys() - sources.keys() - {LOADER}  # which the code takes the place of
+        left_out = {*self.left_out, *gone}
         return Publication(dict(sorted(sources.items())), tuple(sorted(left_out)))
 
 
@@ -167,6 +169,8 @@ def _collected(folder: Path, code: bool, state: bool) -> tuple[dict[str, Content
                 f"{path} is a pickle, which can run code on the reader's machine; move it away "
                 "(weights are published as safetensors only)"
             )
+        elif is_loader(path):
+            sources[name] = _bytes(folder, path)
         elif path.suffix == ".py" and path.is_file() and is_exported(path):
             if not code:
                 raise ValueError(
@@ -196,7 +200,8 @@ def _check_model(folder: Path, sources: Mapping[str, Content], code: bool, state
         )
     texts = {name: x for name, x in sources.items() if isinstance(x, bytes)}
     parsed = {n: parse_json(x, folder / n) for n, x in texts.items() if n.endswith(".json")}
-    if "auto_map" in parsed["config.json"] and not code:
+    named = parsed["config.json"].get("auto_map")
+    if not (code or named is None or (named == AUTO_MAP and LOADER in sources)):
         raise ValueError(
             f"{folder / 'config.json'} has an auto_map to code, which would stay behind; take it "
             "out, or, with a model of ssmzoo's families, publish without --no-code"

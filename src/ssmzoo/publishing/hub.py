@@ -9,6 +9,7 @@ earlier one as a whole.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -35,6 +36,8 @@ from ssmzoo.publishing.contents import (
     publication_of,
     refuse_credentials,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -138,20 +141,21 @@ def publish(
     load = _how_to_load(folder, place, sends_code)
     report = PublishReport(kind, place, files, plan.left_out, load, dry_run=True)
     if kind == "folder":
-        return _publish_folder(folder, plan, digests, report, dry_run)
-    if dry_run:
-        return report
-    from ssmzoo.publishing.upload import upload
+        report = _publish_folder(folder, plan, digests, report, dry_run)
+    elif not dry_run:
+        from ssmzoo.publishing.upload import upload
 
-    sent = upload(
-        place,
-        plan,
-        digests,
-        private=private,
-        revision=revision,
-        message=commit_message or f"Publish {place.split('/')[1]}",
-    )
-    return replace(report, dry_run=False, **sent._asdict())
+        sent = upload(
+            place,
+            plan,
+            digests,
+            private=private,
+            revision=revision,
+            message=commit_message or f"Publish {place.split('/')[1]}",
+        )
+        report = replace(report, dry_run=False, **sent._asdict())
+    _warn_without_license(folder, plan)
+    return report
 
 
 def _parse_target(target: str | Path) -> tuple[Literal["folder", "hub"], str]:
@@ -253,6 +257,17 @@ def _check_state(folder: Path) -> None:
             f"{type(model).__name__}; publish without --include-state"
         )
     load_state(folder, model)
+
+
+def _warn_without_license(folder: Path, plan: Publication) -> None:
+    from huggingface_hub import ModelCard
+
+    if ModelCard(plan.text(CARD)).data.to_dict().get("license") is None:
+        logger.warning(
+            "%s names no licence, and without one nobody may use the model; write it again with "
+            "the option --license of ssmzoo card, or with card.license in the recipe",
+            folder / CARD,
+        )
 
 
 def _publish_folder(

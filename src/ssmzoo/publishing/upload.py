@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from ssmzoo.checkpoints.loader import is_loader
 from ssmzoo.files import read_json
 from ssmzoo.publishing.contents import CARD, Publication, is_document, is_of_publications
 
@@ -156,7 +157,8 @@ def _stale(api: HfApi, repository: str, revision: str | None, plan: Publication)
 
     def was_ours(name: str) -> bool:
         if name.endswith(".py") and "/" not in name:
-            return is_exported(fetched(name))
+            path = fetched(name)
+            return is_loader(path) or is_exported(path)
         return is_of_publications(name)
 
     there = {*api.list_repo_files(repository, revision=revision)}

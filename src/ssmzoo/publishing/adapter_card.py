@@ -1,0 +1,55 @@
+"""Write the card of a state adapter, which says what its files hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ssmzoo.checkpoints.weights import read_adapter_config
+from ssmzoo.environment.hub_metadata import joined
+from ssmzoo.publishing.card_facts import read_run
+from ssmzoo.publishing.card_metadata import of_recipe
+from ssmzoo.publishing.markdown import as_table, code, plain
+
+
+def adapter_card(folder: Path, metadata: Mapping[str, Any], template: str, marker: str) -> str:
+    """Return the card of a folder as ``adapter.save_pretrained`` writes it, or ``ssmzoo train``.
+
+    Args:
+        folder: The adapter's; of a run's, the run's recipe tells base and data.
+        metadata: Fields of a recipe's section ``card``, which win over the recipe's.
+        template: Of Jinja2.
+        marker: The sentence that our cards are known by.
+
+    Raises:
+        FileNotFoundError: A part of the adapter is missing.
+        ValueError: A file is damaged, or the Hub would not take a field of the metadata.
+        LookupError: A field that there is not.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    config = read_adapter_config(folder)
+    shapes: dict[str, list[int]] = config["states"]
+    run = folder.resolve().parent
+    within = folder.resolve().name == "adapter" and (run / "run.json").is_file()
+    told = of_recipe(read_run(run).recipe) if within else {}
+    fields: dict[str, Any] = joined(told, metadata)
+    if "base_model" in fields:
+        fields["base_model_relation"] = "adapter"
+    card = ModelCard.from_template(
+        ModelCardData(library_name="ssmzoo", tags=["ssmzoo", "state-adapter"], **fields),
+        template_str=template,
+        marker=marker,
+        name=plain(folder.resolve().name),
+        model_type=code(config["model_type"]),
+        base=", ".join(code(f"{name} = {value}") for name, value in config["base"].items()),
+        digest=code(config["digest"][:12]),
+        states=as_table(
+            ["State", "Shape"],
+            [[code(name), " x ".join(map(str, shape))] for name, shape in shapes.items()],
+        ),
+        parameters=f"{sum(prod(shape) for shape in shapes.values()):,}",
+    )
+    return str(card)
