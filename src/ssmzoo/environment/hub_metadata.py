@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ssmzoo.environment.credentials import find_credential
 from ssmzoo.environment.messages import suggestion
-from ssmzoo.environment.portable import find_credential
 
 FIELDS = (
     "license",

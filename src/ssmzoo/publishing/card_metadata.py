@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
+from ssmzoo.environment.credentials import find_credential
 from ssmzoo.environment.hub_metadata import checked, is_hub_id
-from ssmzoo.environment.portable import find_credential
 
 
 def of_recipe(recipe: object) -> dict[str, Any]:
