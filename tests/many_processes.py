@@ -161,7 +161,7 @@ def told_to_stop(folder, rank):
         ((0,), signal.SIGINT, ssmzoo.data.tokens, "text_hash", 1),
         ((1,), signal.SIGTERM, CausalLM, "loss_of", 3),  # in step 2
         ((0,), signal.SIGUSR1, CausalLM, "measure", 2),
-        ((0, 1), signal.SIGTERM, Run, "save", 2),
+        ((0, 1), signal.SIGHUP, Run, "save", 2),
     ):
         before = signal.getsignal(number)
         with pytest.MonkeyPatch.context() as patch:

@@ -47,7 +47,7 @@ def killed(tmp_path, *series):
 @pytest.fixture(scope="module")
 def counts(tmp_path_factory):
     """What few runs counted that were killed, and what few that were told to stop."""
-    return killed(tmp_path_factory.mktemp("killed"), "8 0", "4 0 SIGTERM SIGUSR1 SIGINT")
+    return killed(tmp_path_factory.mktemp("killed"), "8 0", "4 0 SIGTERM SIGUSR1 SIGINT SIGHUP")
 
 
 @pytest.mark.long
@@ -64,7 +64,7 @@ def test_runs_told_to_stop_anywhere_are_saved_and_end_as_one_left_alone(counts):
 
 @pytest.mark.slow
 def test_a_hundred_stopped_runs_resume_to_the_same_weights(tmp_path):
-    [counts] = killed(tmp_path, "110 1 SIGTERM SIGUSR1 SIGINT")
+    [counts] = killed(tmp_path, "110 1 SIGTERM SIGUSR1 SIGINT SIGHUP SIGUSR2 SIGXCPU")
     sys.stdout.write(f"{counts}\n")
     assert counts["kills"] >= 110
     assert counts["while_resuming"] >= 20

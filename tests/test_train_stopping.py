@@ -6,7 +6,11 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,7 +41,7 @@ from ssmzoo.training.folder import require_same_recipe
 from ssmzoo.training.metrics import read_metrics
 from ssmzoo.training.objectives import CausalLM
 from ssmzoo.training.run import train
-from ssmzoo.training.stopping import Stopped, StopRequest
+from ssmzoo.training.stopping import SIGNALS, Stopped, StopRequest, told_by
 from ssmzoo.training.trainer import Run
 
 WORDS = ["ant bee cat dodo ", "elk fox gnu hen ", "ibis jay kiwi lark "]
@@ -151,25 +155,81 @@ def test_under_a_launcher_a_second_signal_repeats_the_first(clock, interruptible
     assert clock.now == 20.0
 
 
-def test_an_ignored_signal_stays_ignored():
-    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+@pytest.mark.parametrize("number", SIGNALS)
+def test_every_signal_is_a_request_unless_it_was_ignored_at_the_start(number, clock):
+    before = signal.signal(number, lambda *_: None)
     try:
         request = StopRequest()
         with request.heard():
-            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(number)
+            assert request.flags() == [int(other == number) for other in SIGNALS]
+            assert told_by(request.flags()) == number
+        signal.signal(number, signal.SIG_IGN)  # as `nohup` does of SIGHUP
+        request = StopRequest()
+        with request.heard():
+            signal.raise_signal(number)
         assert request.signal is None
-        seen = []
-
-        def elsewhere():
-            with StopRequest().heard():
-                seen.append(signal.getsignal(signal.SIGTERM))
-
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-        assert seen == [signal.getsignal(signal.SIGTERM)]
+        assert signal.getsignal(number) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(number, before)
+
+
+def test_a_limit_of_time_that_the_system_repeats_is_one_request(clock, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    before = signal.signal(signal.SIGXCPU, lambda *_: None)
+    try:
+        request = StopRequest()
+        with request.heard():
+            for clock.now in (0.0, 10.0, 20.0):
+                signal.raise_signal(signal.SIGXCPU)
+            assert signal.getsignal(signal.SIGXCPU) == request._hear
+    finally:
+        signal.signal(signal.SIGXCPU, before)
+
+
+def test_only_the_main_thread_hears_signals():
+    seen = []
+
+    def elsewhere():
+        with StopRequest().heard():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert seen == [signal.getsignal(signal.SIGTERM)]
+
+
+# a session of its own, whose terminal is standard input
+ON_A_TERMINAL = (
+    "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "os.execvp(sys.argv[1], sys.argv[1:])"
+)
+
+
+def test_a_run_whose_terminal_is_closed_is_saved(recipe, tmp_path):
+    """The system sends SIGHUP, and the bar of progress can no longer be drawn."""
+    ours, theirs = os.openpty()
+    words = [sys.executable, "-m", "ssmzoo", "train", recipe, "--output", tmp_path / "run"]
+    changes = ["train.steps=100000", "eval.every=100000", "checkpoint.every=100000"]
+    words += [word for change in changes for word in ("--set", change)]
+    run = subprocess.Popen(
+        [sys.executable, "-c", ON_A_TERMINAL, *map(str, words)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    os.set_blocking(ours, False)
+    shown, metrics = b"", tmp_path / "run" / "metrics.jsonl"
+    while run.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+        with suppress(BlockingIOError):
+            shown += os.read(ours, 1 << 16)
+        time.sleep(0.05)
+    os.close(ours)
+    assert run.wait(60) == 128 + signal.SIGHUP, shown
+    (saved,) = checkpoints(tmp_path / "run" / "checkpoints")
+    assert step_of(saved) >= read_metrics(metrics)[-1]["step"]
 
 
 def test_a_run_interrupted_from_python_raises_a_keyboard_interrupt_and_resumes(

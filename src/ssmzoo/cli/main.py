@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0 is success, 1 a failed check or a fault of ours, 2 a mistake in what was asked for or
     something the machine refused, 130 an interrupt, 141 a reader that went away. ``train`` that is
-    told to stop saves its work and ends with 143 for SIGTERM, 138 for SIGUSR1, 130 for SIGINT.
+    told to stop saves its work and ends with 128 and the signal's number, 143 for SIGTERM say.
 
     Args:
         arguments: What follows the program's name; the process's own if None.

@@ -1,7 +1,7 @@
 """Work on texts with a tokenizer, in this process or in worker processes.
 
 A worker is a fresh interpreter on two pipes. It ends when its pipe is closed, so none outlives the
-run, however that ends; it hears no signal that stops a run, so the run can finish its step.
+run, however that ends; it hears no signal, so a run that is told to stop can finish its step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 P = ParamSpec("P")
 
-_SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
 # on the path of this process: a tokenizer's class may lie beside the script that made it
 _START = """
 import sys
@@ -100,7 +99,7 @@ class Workers:
     def _start(self) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         # blocked signals stay so in the new process, from its beginning on
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _START, *sys.path],  # noqa: TID251  # it is read

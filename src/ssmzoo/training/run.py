@@ -46,8 +46,9 @@ def train(
     A supervised task's model has the head for the task, which the Auto class for it loads; the
     score of the test split is in ``run.json`` and ``results.json``.
 
-    SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) stop the run after the step, in all its processes: it is
-    saved, one line names the command that resumes it, and
+    SIGTERM, SIGHUP (a closed terminal), SIGUSR1, SIGUSR2, SIGXCPU and SIGINT (Ctrl-C) stop the run
+    after the step, in all its processes, unless the process ignored them at its start (``nohup``):
+    it is saved, one line names the command that resumes it, and
     :class:`ssmzoo.training.stopping.Stopped` is raised, a KeyboardInterrupt. A second signal, at
     least a second later, stops at once, unless a launcher started the process. Signals are handled
     only while this function runs in the main thread, and as before afterwards.

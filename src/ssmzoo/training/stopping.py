@@ -11,8 +11,16 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-# what clusters send before they take a machine, what their users ask them to send, and Ctrl-C
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# what clusters send before they take a machine or time is up, what their users ask them to send,
+# a terminal that is closed, and Ctrl-C; Ctrl-\\ (SIGQUIT) is left to end at once what hangs
+SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+    signal.SIGHUP,
+    signal.SIGINT,
+)
 _SAME_REQUEST = 1.0  # seconds within which a second signal repeats the first: `timeout` sends two
 
 
@@ -93,8 +101,13 @@ class StopRequest:
             self.signal, self._came = number, time.monotonic()
             if self._at_once:
                 raise Stopped(number)
-        # a launcher passes on what its processes have got already, and kills those that are slow
-        elif "WORLD_SIZE" not in os.environ and time.monotonic() - self._came > _SAME_REQUEST:
+        # the system repeats SIGXCPU every second; a launcher passes on what its processes have got
+        # already, and kills those that are slow
+        elif (
+            number != signal.SIGXCPU
+            and "WORLD_SIZE" not in os.environ
+            and time.monotonic() - self._came > _SAME_REQUEST
+        ):
             self._put_back()
             signal.raise_signal(number)
 
