@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ssmzoo.data.documents import expand
+from ssmzoo.data.paths import expand
 from ssmzoo.files import share
 from ssmzoo.recipe import Recipe, load_recipe
 

@@ -28,6 +28,7 @@ STDLIB = "python-stdlib"
 _PACKAGE = Path(__file__).resolve().parent
 _READ_ONLY = "choose a place that may be written to"
 _FULL = "free some space, or choose another place"
+_MORE_FILES = "raise the limit on open files (ulimit -n)"
 _WAYS_OUT = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL,
@@ -35,6 +36,8 @@ _WAYS_OUT = {
     errno.EROFS: _READ_ONLY,
     errno.EACCES: _READ_ONLY,
     errno.EPERM: _READ_ONLY,
+    errno.EMFILE: _MORE_FILES,
+    errno.ENFILE: _MORE_FILES,
 }
 # numbers of YAML 1.2 that are text in YAML 1.1: the tag, its form, and how one begins
 _EXPONENTS = (
@@ -59,6 +62,16 @@ class CannotWriteError(RuntimeError):
             way_out = _WAYS_OUT.get(self.number, way_out)
         kept = "what was there is unchanged"
         return f"{self.target} cannot be written: {self.reason}; {kept}; {way_out}"
+
+
+def reason_of(error: Exception) -> str:
+    """Return the first line of why something cannot be read, and what helps, where that is known.
+
+    Too many open files may be told by a library, in an error of its own.
+    """
+    reason = error.strerror if isinstance(error, OSError) else None
+    reason = reason or (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"{reason}; {_MORE_FILES}" if os.strerror(errno.EMFILE) in reason else reason
 
 
 @contextmanager

@@ -126,8 +126,9 @@ class DataSection(Section):
     """What it is trained on.
 
     Attributes:
-        text: Files, folders or globs; a file is a document. ``python-stdlib`` stands for the
-            sources and documentation of the running Python's standard library.
+        text: Files, folders or globs; a file is a document. Links are followed; what is hidden, and
+            in folders what is not UTF-8, is left out. ``python-stdlib`` stands for the sources and
+            documentation of the running Python's standard library.
         jsonl: Files or globs (``.gz`` too); a line is a document, its text under ``text_field``.
         parquet: Files or globs; a row is a document, its text in the column ``text_field``.
         dataset: A data set on the Hub, or a local folder that ``datasets`` can load.

@@ -19,7 +19,8 @@ from ssmzoo.checkpoints.load import (
     model_name,
     model_source,
 )
-from ssmzoo.data.documents import expand, read_files
+from ssmzoo.data.documents import read_files
+from ssmzoo.data.paths import expand
 from ssmzoo.environment.hardware import usable_device
 from ssmzoo.family import load_family
 from ssmzoo.modeling import SSMModel

@@ -193,7 +193,7 @@ def text_of(recipes: dict[str, Recipe], text: str | None) -> list[str]:
     Raises:
         ValueError: There is no such text, there are several, or no model reads it.
     """
-    from ssmzoo.data.documents import expand
+    from ssmzoo.data.paths import expand
 
     said = {tuple(recipe.data.text) for recipe in recipes.values() if recipe.data.text is not None}
     if text is not None and not said:

@@ -1,17 +1,17 @@
 """Documents in, as text: local files, or data sets through ``datasets``.
 
-A text file is a document; so is a line of a jsonl file and a row of a parquet file or a data set.
-What is streamed is read by pieces: some megabytes of a jsonl file, a compressed file, a row group
-of a parquet file, a shard of a data set.
+- A text file is a document; so is a line of a jsonl file and a row of a parquet file or a data set.
+  A byte order mark before its text is no part of it, and where no text is left, there is none.
+- What is streamed is read by pieces: some megabytes of a jsonl file, a compressed file, a row group
+  of a parquet file, a shard of a data set.
 """
 
 from __future__ import annotations
 
-import glob
 import gzip
+import io
 import json
 import logging
-import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,8 +20,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from ssmzoo.data.paths import expand, file_manifest, same_files, whole_folder
 from ssmzoo.environment.messages import first_line, missing
-from ssmzoo.files import STDLIB, file_digest, is_utf8, kind_of_records, refuse_blank
+from ssmzoo.files import is_utf8, kind_of_records, reason_of
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ssmzoo")
 
 PIECE = 4 << 20  # bytes of a jsonl file that are read in one go
+_MARK = "\ufeff"  # of the byte order, before a text
 
 
 class Piece(Iterator[str]):
@@ -144,7 +146,7 @@ class FileDocuments(_Documents):
         return pieces
 
     def _read(self, paths: list[str], files: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-        folders = any(Path(path).expanduser().is_dir() for path in paths)
+        folders = any(whole_folder(path) is not None for path in paths)
         names = [Path(file["path"]) for file in files]
         data = self._data
         return read_files(data.source, names, data.text_field, skip_binary=folders)
@@ -275,32 +277,6 @@ def _refuse_records(files: Sequence[Path], field: str) -> None:
             )
 
 
-def expand(paths: Sequence[str], field: str) -> list[Path]:
-    """Return the files that paths, folders and globs stand for, in a stable order, none twice.
-
-    Raises:
-        ValueError: A path that does not exist, an empty one, or a glob that matches nothing.
-    """
-    found: dict[Path, None] = {}
-    for pattern in paths:
-        refuse_blank(pattern, f"{field} must name files or folders")
-        path = Path(pattern).expanduser()
-        if pattern == STDLIB:
-            matches = _standard_library()
-        elif path.is_file():
-            matches = [path]
-        elif path.is_dir():
-            matches = [p for p in sorted(path.rglob("*")) if p.is_file() and not _hidden(p, path)]
-        else:
-            matches = sorted(Path(p) for p in glob.glob(str(path), recursive=True))
-            matches = [p for p in matches if p.is_file()]
-        if not matches:
-            why = "holds no file" if path.is_dir() else "does not exist and matches no file"
-            raise ValueError(f"{field}: {pattern!r} {why}")
-        found.update(dict.fromkeys(matches))
-    return list(found)
-
-
 def read_files(
     kind: str, files: Sequence[Path], text_field: str, *, skip_binary: bool
 ) -> Iterator[tuple[str, str]]:
@@ -319,9 +295,9 @@ def read_files(
     for file in files:
         if kind == "text":
             try:
-                text = file.read_bytes().decode("utf-8")
+                text = file.read_bytes().decode("utf-8").removeprefix(_MARK)
             except OSError as error:
-                raise ValueError(f"{file}: cannot be read: {error.strerror or error}") from None
+                raise ValueError(f"{file}: cannot be read: {reason_of(error)}") from None
             except UnicodeDecodeError as error:
                 if not skip_binary:
                     raise ValueError(
@@ -342,98 +318,19 @@ def read_files(
         )
 
 
-def file_manifest(files: Sequence[Path], *, content: bool) -> list[dict[str, Any]]:
-    """Return path, size, time and, if the content is to be read, sha256 of every file."""
-    manifest = []
-    for file in files:
-        status = file.stat()
-        manifest.append(
-            {
-                "path": str(file.absolute()),
-                "bytes": status.st_size,
-                "mtime_ns": status.st_mtime_ns,
-                "ctime_ns": status.st_ctime_ns,  # unlike mtime, nobody sets it
-                "sha256": file_digest(file) if content else None,
-            }
-        )
-    return manifest
-
-
-def same_files(
-    manifest: Sequence[dict[str, Any]], files: Sequence[Path], root: Path | None = None
-) -> list[dict[str, Any]]:
-    """Return the manifest of the same files where they lie now, in the same order.
-
-    A file at its place with its times is trusted. Others are the same when name and digest are; of
-    a stream, whose content is not read, when name, size and time are.
-
-    Args:
-        manifest: What :func:`file_manifest` found before.
-        files: What there is now.
-        root: A folder in which a file's name is its path, None where it is the path's last part.
-
-    Raises:
-        ValueError: A file was changed, removed or added; the message names it.
-    """
-    now = {str(file.absolute()): file for file in files}
-    found: list[dict[str, Any] | None] = [
-        _entry_if_same(entry, now.pop(entry["path"])) if entry["path"] in now else None
-        for entry in manifest
-    ]
-    hint = "since the run began; put it back as it was, or start a new run"
-    by_name: dict[str, list[int]] = {}
-    for i, entry in enumerate(manifest):
-        if found[i] is None:
-            by_name.setdefault(Path(entry["path"]).name, []).append(i)
-    for path, file in now.items():
-        name = str(file.relative_to(root)) if root is not None else file.name
-        gone = by_name.get(file.name, [])
-        gone = [i for i in gone if manifest[i]["path"].endswith(f"/{name}")]
-        if not gone:
-            raise ValueError(f"the data file {path} was added {hint}")
-        (moved,) = file_manifest([file], content=manifest[gone[0]]["sha256"] is not None)
-        same = "mtime_ns" if moved["sha256"] is None else "sha256"
-        keys = ("bytes", same)
-        match = next((i for i in gone if all(manifest[i][k] == moved[k] for k in keys)), None)
-        if match is None:
-            raise ValueError(f"the data file {path} was changed {hint}")
-        found[match] = moved
-        by_name[file.name].remove(match)
-    for entry, there in zip(manifest, found, strict=True):
-        if there is None:
-            raise ValueError(f"the data file {entry['path']} was removed {hint}")
-    return [there for there in found if there is not None]
-
-
-def _entry_if_same(before: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Return the entry of a file that is still at its place."""
-    status = file.stat()
-    same = (status.st_size, status.st_mtime_ns) == (before["bytes"], before["mtime_ns"])
-    if same and before["sha256"] is None:  # of a stream there is no more to compare
-        return before
-    if same and status.st_ctime_ns == before.get("ctime_ns"):
-        return before
-    if before["sha256"] is None or file_digest(file) != before["sha256"]:
-        raise ValueError(
-            f"the data file {file.absolute()} was changed since the run began; put it back as it "
-            "was, or start a new run"
-        )
-    return before
-
-
 def _lines(file: Path, text_field: str, begin: int, end: int, place: int | None = None) -> Piece:
     """Open the lines that begin in some bytes of a jsonl file; a place is the next line's byte."""
     offset = place
 
     def read() -> Iterator[str]:
         nonlocal offset
-        with file.open("rb") as lines:
-            if offset is None:
-                lines.seek(max(0, begin - 1))
-                offset = begin
-                if begin:  # to the end of the line before
-                    offset += len(lines.readline()) - 1
-            lines.seek(offset)
+        with file.open("rb") as content:
+            start = max(0, begin - 1) if offset is None else offset
+            content.seek(start)
+            # a character for each byte, to count them, and lines that end as in any text
+            lines = io.TextIOWrapper(content, encoding="latin-1", newline="")
+            if offset is None:  # to the end of the line before
+                offset = start + len(lines.readline()) if begin else 0
             while offset < end:
                 line, where = lines.readline(), f"{file}, byte {offset}"
                 if not line:
@@ -442,7 +339,7 @@ def _lines(file: Path, text_field: str, begin: int, end: int, place: int | None 
                         f"opened, got {file.stat().st_size}; put it back as it was"
                     )
                 offset += len(line)
-                yield from _text_of_line(line, text_field, where)
+                yield from _text_of_line(line.encode("latin-1"), text_field, where)
 
     return Piece(read(), lambda: offset)
 
@@ -470,13 +367,14 @@ def _read_jsonl(file: Path, text_field: str) -> Iterator[tuple[int, str]]:
                 for text in _text_of_line(line, text_field, f"{file}:{number}"):
                     yield number, text
     except (UnicodeDecodeError, EOFError, OSError, zlib.error) as error:
-        raise ValueError(f"{file}: cannot be read after line {number}: {error}") from None
+        why = reason_of(error)
+        raise ValueError(f"{file}: cannot be read after line {number}: {why}") from None
 
 
 def _text_of_line(line: str | bytes, text_field: str, place: str) -> Iterator[str]:
     try:
         text = line if isinstance(line, str) else line.decode("utf-8")
-        text = text.removeprefix("\ufeff")  # a byte order mark, where a file begins
+        text = text.removeprefix(_MARK)
         if not text.strip():
             return
         record = json.loads(text)
@@ -501,7 +399,7 @@ def _parquet(file: Path) -> Iterator[ParquetFile]:
             # with a buffer it does not read a row group's column whole
             table = pyarrow.parquet.ParquetFile(stream, buffer_size=1 << 20)
         except (pyarrow.ArrowException, OSError) as error:
-            raise ValueError(f"{file} must be a parquet file: {error}") from None
+            raise ValueError(f"{file} must be a parquet file: {reason_of(error)}") from None
         yield table
 
 
@@ -518,22 +416,23 @@ def _read_parquet(
         from pyarrow import ArrowException
 
         names = table.schema_arrow.names
-        if text_field not in names:
+        if (count := names.count(text_field)) != 1:
             raise LookupError(
-                f"{file} has no column {text_field!r}, it has {', '.join(names)}; "
-                "set data.text_field in the recipe"
+                f"{file} must have one column {text_field!r}, got {count} among "
+                f"{', '.join(names)}; set data.text_field in the recipe"
             )
         before = range(groups[0]) if groups else ()
         row = sum(table.metadata.row_group(group).num_rows for group in before)
         try:
             for batch in table.iter_batches(256, columns=[text_field], row_groups=groups):
-                for text in batch.column(0).to_pylist():
+                # beside it are fields of a struct whose names, joined by dots, are the same
+                for text in batch.column(text_field).to_pylist():
                     row += 1
                     for checked in _checked({text_field: text}, text_field, f"{file}:{row}"):
                         yield row, checked
         except (ArrowException, OSError, UnicodeDecodeError) as error:
             raise ValueError(
-                f"{file}: cannot be read after row {row}: {first_line(error)}"
+                f"{file}: cannot be read after row {row}: {reason_of(error)}"
             ) from None
 
 
@@ -556,16 +455,5 @@ def _checked(record: Any, text_field: str, place: str) -> Iterator[str]:
                 f"{place}: {text_field!r} must be whole characters, got the half "
                 f"\\u{ord(text[error.start]):04x} of one"
             ) from None
-    if text:
+    if text and (text := text.removeprefix(_MARK)):
         yield text
-
-
-def _hidden(path: Path, root: Path) -> bool:
-    parts = path.relative_to(root).parts
-    return any(part.startswith(".") or part == "__pycache__" for part in parts)
-
-
-def _standard_library() -> list[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
-    skipped = {"site-packages", "dist-packages", "test", "tests", "lib2to3", "__pycache__"}
-    return [f for f in sorted(root.rglob("*.py")) if not skipped & {*f.relative_to(root).parts}]

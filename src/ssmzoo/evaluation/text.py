@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ssmzoo.data.documents import expand, read_files
+from ssmzoo.data.documents import read_files
+from ssmzoo.data.paths import expand
+from ssmzoo.files import kind_of_records
 from ssmzoo.tasks.common import at_least, lm_eval_split
 
 if TYPE_CHECKING:
@@ -38,19 +40,20 @@ def text_documents(
 def read_documents(text: str | Path) -> list[str]:
     """Read a text file, or every text file below a folder in the order of their names.
 
-    A ``.jsonl`` file holds one document a line, in the field ``text``; any other file is one
-    document. Blank documents, hidden files, and files in a folder that are not UTF-8 are left out.
+    A ``.jsonl`` (or ``.jsonl.gz``) or ``.parquet`` file holds one document a line or row, in the
+    field ``text``; any other file is one document. Blank documents, hidden files, and files in a
+    folder that are not UTF-8 are left out.
 
     Raises:
         ValueError: There is no such file or folder, or no text in it.
-        LookupError: A line of a ``.jsonl`` file has no field ``text``.
+        LookupError: Records of a file have no field ``text``.
     """
     root = Path(text).expanduser()
     if not root.exists():
         raise ValueError(f"text must name a file or a folder, and there is none at {str(text)!r}")
     documents = []
     for file in expand([str(text)], "text"):
-        kind = "jsonl" if file.suffix == ".jsonl" else "text"
+        kind = kind_of_records(file.name) or "text"
         found = read_files(kind, [file], "text", skip_binary=root.is_dir())
         documents += [document for _, document in found if document.strip()]
     if not documents:

@@ -1,0 +1,176 @@
+"""The files that paths, folders and globs stand for: found, described, and found again unchanged.
+
+A folder stands for the files below it, through links too. A file with several names is one.
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ssmzoo.files import STDLIB, file_digest, reason_of, refuse_blank
+
+logger = logging.getLogger("ssmzoo")
+
+_COMPILED = "__pycache__"
+
+
+def expand(paths: Sequence[str], field: str) -> list[Path]:
+    """Return the files that paths, folders and globs stand for, in a stable order, none twice.
+
+    Links are followed; of several names of a file the first one counts. A warning tells of links
+    that lead nowhere.
+
+    Raises:
+        ValueError: A path that does not exist, an empty one, a glob that matches nothing, or a
+            folder that cannot be read.
+    """
+    found: dict[str, Path] = {}
+    lost: list[Path] = []
+    for pattern in paths:
+        refuse_blank(pattern, f"{field} must name files or folders")
+        path, folder = Path(pattern).expanduser(), whole_folder(pattern)
+        if pattern == STDLIB:
+            matches = _standard_library()
+        elif path.is_file():
+            matches = [path]
+        else:
+            matches = sorted(_matching(str(path if folder is None else folder / "**"), field))
+        files = [file for file in matches if file.is_file()]
+        lost += [file for file in matches if not file.exists()]
+        if not files:
+            why = "holds no file" if folder is not None else "does not exist and matches no file"
+            raise ValueError(f"{field}: {pattern!r} {why}")
+        for file in files:
+            found.setdefault(os.path.realpath(file), file)
+    if lost:
+        logger.warning("left out %d links that lead nowhere, the first is %s", len(lost), lost[0])
+    return list(found.values())
+
+
+def whole_folder(pattern: str) -> Path | None:
+    """Return the folder that a path names, also by ``folder/**``; None for any other path."""
+    folder = Path(pattern.removesuffix("/**/*").removesuffix("/**")).expanduser()
+    return folder if folder.is_dir() else None
+
+
+def _matching(pattern: str, field: str) -> Iterator[Path]:
+    """Yield what matches a glob; below ``**`` nothing that is hidden, and no folder twice."""
+    rooted = pattern if pattern.startswith("/") else f"./{pattern}"
+    base, _, rest = (f"{rooted}/*" if rooted.endswith("/**") else rooted).partition("/**/")
+    if not rest or "**" in rest or "/." in f"/{rest}":
+        yield from map(Path, glob.glob(pattern, recursive=True))
+        return
+    for folder in [base or "/"] if os.path.isdir(base or "/") else sorted(glob.glob(base)):
+        for file in _below(Path(folder), field):
+            if file.relative_to(folder).match(rest):
+                yield file
+
+
+def _below(folder: Path, field: str) -> Iterator[Path]:
+    """Yield what is no folder below a folder and is not hidden, no folder's content twice."""
+
+    def refuse(error: OSError) -> None:
+        raise ValueError(f"{field}: {error.filename} cannot be read: {reason_of(error)}")
+
+    seen: set[str] = set()
+    waiting = [folder]  # linked folders come last: a file has the name that needs no link
+    while waiting:
+        for here, folders, files in os.walk(waiting.pop(0), onerror=refuse):
+            if (place := os.path.realpath(here)) in seen:
+                folders.clear()
+                continue
+            seen.add(place)
+            folders[:] = sorted(name for name in folders if name[0] != "." and name != _COMPILED)
+            waiting += [p for name in folders if (p := Path(here, name)).is_symlink()]
+            yield from (Path(here, name) for name in files if name[0] != ".")
+
+
+def file_manifest(files: Sequence[Path], *, content: bool) -> list[dict[str, Any]]:
+    """Return path, size, time and, if the content is to be read, sha256 of every file."""
+    manifest = []
+    for file in files:
+        status = file.stat()
+        manifest.append(
+            {
+                "path": str(file.absolute()),
+                "bytes": status.st_size,
+                "mtime_ns": status.st_mtime_ns,
+                "ctime_ns": status.st_ctime_ns,  # unlike mtime, nobody sets it
+                "sha256": file_digest(file) if content else None,
+            }
+        )
+    return manifest
+
+
+def same_files(
+    manifest: Sequence[dict[str, Any]], files: Sequence[Path], root: Path | None = None
+) -> list[dict[str, Any]]:
+    """Return the manifest of the same files where they lie now, in the same order.
+
+    A file at its place with its times is trusted. Others are the same when name and digest are; of
+    a stream, whose content is not read, when name, size and time are.
+
+    Args:
+        manifest: What :func:`file_manifest` found before.
+        files: What there is now.
+        root: A folder in which a file's name is its path, None where it is the path's last part.
+
+    Raises:
+        ValueError: A file was changed, removed or added; the message names it.
+    """
+    now = {str(file.absolute()): file for file in files}
+    found: list[dict[str, Any] | None] = [
+        _entry_if_same(entry, now.pop(entry["path"])) if entry["path"] in now else None
+        for entry in manifest
+    ]
+    hint = "since the run began; put it back as it was, or start a new run"
+    by_name: dict[str, list[int]] = {}
+    for i, entry in enumerate(manifest):
+        if found[i] is None:
+            by_name.setdefault(Path(entry["path"]).name, []).append(i)
+    for path, file in now.items():
+        name = str(file.relative_to(root)) if root is not None else file.name
+        gone = by_name.get(file.name, [])
+        gone = [i for i in gone if manifest[i]["path"].endswith(f"/{name}")]
+        if not gone:
+            raise ValueError(f"the data file {path} was added {hint}")
+        (moved,) = file_manifest([file], content=manifest[gone[0]]["sha256"] is not None)
+        same = "mtime_ns" if moved["sha256"] is None else "sha256"
+        keys = ("bytes", same)
+        match = next((i for i in gone if all(manifest[i][k] == moved[k] for k in keys)), None)
+        if match is None:
+            raise ValueError(f"the data file {path} was changed {hint}")
+        found[match] = moved
+        by_name[file.name].remove(match)
+    for entry, there in zip(manifest, found, strict=True):
+        if there is None:
+            raise ValueError(f"the data file {entry['path']} was removed {hint}")
+    return [there for there in found if there is not None]
+
+
+def _entry_if_same(before: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Return the entry of a file that is still at its place."""
+    status = file.stat()
+    same = (status.st_size, status.st_mtime_ns) == (before["bytes"], before["mtime_ns"])
+    if same and before["sha256"] is None:  # of a stream there is no more to compare
+        return before
+    if same and status.st_ctime_ns == before.get("ctime_ns"):
+        return before
+    if before["sha256"] is None or file_digest(file) != before["sha256"]:
+        raise ValueError(
+            f"the data file {file.absolute()} was changed since the run began; put it back as it "
+            "was, or start a new run"
+        )
+    return before
+
+
+def _standard_library() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "test", "tests", "lib2to3", "__pycache__"}
+    return [f for f in sorted(root.rglob("*.py")) if not skipped & {*f.relative_to(root).parts}]
