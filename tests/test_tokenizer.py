@@ -7,6 +7,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from ssmzoo.checkpoints.load import vocabulary_size
 from ssmzoo.data.tokenizer import (
     byte_tokenizer,
     encoder,
@@ -14,6 +15,7 @@ from ssmzoo.data.tokenizer import (
     named_tokenizer,
     tokenizer_digest,
 )
+from ssmzoo.data.tokens import read_store, write_store
 from ssmzoo.tasks import symbol_tokenizer
 
 TEXTS = [
@@ -61,6 +63,26 @@ def word_tokenizer(**special):
     backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", **special)
+
+
+def tokenizer_with_gap(greatest):
+    """Return a tokenizer of six tokens, of which the last has an id beyond a gap."""
+    words = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", "one", "two"])}
+    backend = Tokenizer(models.WordLevel(words | {"rare": greatest}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+
+@pytest.mark.parametrize("greatest", [5, 300, 65_535, 65_536, 70_000])
+def test_ids_beyond_a_gap_are_stored_as_they_are(greatest, tmp_path):
+    tokenizer = tokenizer_with_gap(greatest)
+    assert vocabulary_size(tokenizer) == greatest + 1
+    (document,) = encoder(tokenizer)(["one rare"])
+    assert document.tolist() == [1, 3, greatest, 2]
+    write_store(iter([("", "one rare")]), tokenizer, tmp_path / "cache", "key", "data.text", 0)
+    assert read_store(tmp_path / "cache").tokens[0:4].tolist() == [1, 3, greatest, 2]
+    assert document.dtype == (np.uint16 if greatest < 1 << 16 else np.uint32)
 
 
 def test_documents_begin_and_end_with_the_special_tokens_there_are(reloaded):

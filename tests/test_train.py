@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from tests.test_tokenizer import tokenizer_with_gap
 from tests.training import (
     assert_same_run,
     assert_same_tensors,
@@ -505,7 +506,11 @@ def test_text_that_is_missing_or_too_short_leaves_the_folder_free(recipe, tmp_pa
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
-        ({"model__config": TINY | {"vocab_size": 100}}, ValueError, "tokenizer's 259, got 100"),
+        (
+            {"model__config": TINY | {"vocab_size": 100}},
+            ValueError,
+            "of the tokenizer 'bytes', got 100",
+        ),
         (
             {"model__config": {"hiden_size": 8}},
             LookupError,
@@ -523,6 +528,19 @@ def test_a_wrong_model_is_refused_before_any_work(changes, kind, message, recipe
         train(recipe(**changes), output_dir=tmp_path / "run")
     assert message in str(caught.value)
     assert [p.name for p in (tmp_path / "run").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_vocabulary_has_every_id_of_a_tokenizer_whose_ids_leave_gaps(streaming, recipe, tmp_path):
+    tokenizer_with_gap(70_000).save_pretrained(tmp_path / "gap")
+    lines = ['{"text": "one two one two one"}\n'] * 80 + ['{"text": "rare rare"}\n'] * 80
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    data = {"jsonl": str(tmp_path / "a.jsonl"), "tokenizer": str(tmp_path / "gap")}
+    path = recipe(data={**data, "streaming": streaming, "validation": 8}, train__steps=9)
+    run = train(path, output_dir=tmp_path / "run")
+    assert AutoModelForCausalLM.from_pretrained(run / "model").config.vocab_size == 70_001
+    with pytest.raises(ValueError, match=r"at least 70001, .* tokenizer '.*/gap', got 6"):
+        train(path, output_dir=tmp_path / "no", overrides=["model.config.vocab_size=6"])
 
 
 def test_training_starts_from_given_weights(whole, recipe, tmp_path):

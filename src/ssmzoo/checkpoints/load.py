@@ -126,18 +126,26 @@ def _folder(model: str) -> Path | None:
     return None
 
 
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the size of the least vocabulary that has every id of a tokenizer.
+
+    It is more than the tokenizer's length where its ids leave gaps, as added tokens' may.
+    """
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
+
+
 def check_vocabulary(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer that holds more tokens than the model embeds.
+    """Refuse a tokenizer with ids that the model does not embed.
 
     Raises:
         ValueError: It does.
     """
     embedding = network.get_input_embeddings()
     rows = getattr(embedding, "num_embeddings", None)
-    if rows is not None and len(tokenizer) > rows:
+    if rows is not None and (size := vocabulary_size(tokenizer)) > rows:
         raise ValueError(
-            f"the tokenizer holds {len(tokenizer)} tokens and the model embeds only {rows}; "
-            f"they do not belong together"
+            f"the tokenizer has ids up to {size - 1} and the model embeds only {rows} tokens; "
+            "they do not belong together"
         )
 
 

@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from ssmzoo.checkpoints.load import ask_again, check_holds_tokenizer, is_local
+from ssmzoo.checkpoints.load import (
+    ask_again,
+    check_holds_tokenizer,
+    is_local,
+    vocabulary_size,
+)
 from ssmzoo.checkpoints.trust import refuse_paths
 from ssmzoo.environment.messages import first_line
 
@@ -102,7 +107,7 @@ def encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
     """
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    dtype = token_dtype(len(tokenizer))
+    dtype = token_dtype(vocabulary_size(tokenizer))
 
     def encode_bytes(texts: Sequence[str]) -> list[np.ndarray]:
         documents = []

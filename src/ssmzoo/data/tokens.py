@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
+from ssmzoo.checkpoints.load import vocabulary_size
 from ssmzoo.data.tokenizer import Encoder, token_dtype
 from ssmzoo.data.workers import Workers
 from ssmzoo.files import write_folder
@@ -215,7 +216,7 @@ def write_store(
             raise ValueError(f"{field} must hold text, got none")
         np.save(folder / "ends.npy", np.cumsum(lengths, dtype=np.int64))
         np.save(folder / "hashes.npy", np.array(hashes, np.uint64))
-        dtype = np.dtype(token_dtype(len(tokenizer))).name
+        dtype = np.dtype(token_dtype(vocabulary_size(tokenizer))).name
         facts = {"key": key, "dtype": dtype, "tokens": sum(lengths), "names": names}
         (folder / "store.json").write_text(json.dumps(facts), encoding="utf-8")
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ssmzoo.checkpoints.load import ask_again, is_local, load_model
+from ssmzoo.checkpoints.load import ask_again, is_local, load_model, vocabulary_size
 from ssmzoo.checkpoints.weights import SHARDS, is_sharded
 from ssmzoo.environment.messages import first_line
 from ssmzoo.family import family_of, load_family, suggestion
@@ -36,9 +36,10 @@ def build_config(
 ) -> PreTrainedConfig:
     """Return the configuration of the model to train, checked against the tokenizer and the task.
 
-    ``vocab_size`` is the tokenizer's length unless the recipe or the preset gives it; the special
-    tokens are the tokenizer's unless the recipe gives them. Of a supervised task come vocabulary,
-    labels, channels and ``problem_type``; they win over a preset's, and the log says so.
+    ``vocab_size`` is enough for the tokenizer's ids unless the recipe or the preset gives it; the
+    special tokens are the tokenizer's unless the recipe gives them. Of a supervised task come
+    vocabulary, labels, channels and ``problem_type``; they win over a preset's, and the log says
+    so.
 
     Raises:
         LookupError: No such family, preset, model type, weights or field.
@@ -63,7 +64,7 @@ def build_config(
             raise _not_found("model.init_from", section.init_from, error) from error
     else:
         if section.preset is None and tokenizer is not None:
-            given.setdefault("vocab_size", len(tokenizer))
+            given.setdefault("vocab_size", vocabulary_size(tokenizer))
         try:
             if section.family is not None:
                 config = load_family(section.family).config(section.preset, **given)
@@ -81,10 +82,10 @@ def build_config(
         for name in _SPECIAL:
             if name not in given and tokenizer is not None:
                 setattr(config, name, getattr(tokenizer, name))
-    if tokenizer is not None and config.vocab_size < len(tokenizer):
+    if tokenizer is not None and config.vocab_size < (size := vocabulary_size(tokenizer)):
         raise ValueError(
-            f"the model's vocab_size must be at least the tokenizer's {len(tokenizer)}, "
-            f"got {config.vocab_size}"
+            f"the model's vocab_size must be at least {size}, for the ids of the tokenizer "
+            f"{tokenizer.name_or_path or 'bytes'!r}, got {config.vocab_size}"
         )
     channels = getattr(config, "input_channels", None)
     if task is not None and channels != task.input_channels:
