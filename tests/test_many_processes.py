@@ -715,6 +715,7 @@ def test_four_processes_share_weights_and_rows_in_a_mesh(copies, pieces, folder,
 # -- what cannot be ---------------------------------------------------------------------------
 
 MESH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+PLACE = {"WORLD_SIZE": "2", "RANK": "0"}
 
 
 @pytest.mark.parametrize(
@@ -743,6 +744,9 @@ def test_every_process_raises_the_same_error(name, message, together):
         ({"FSDP_VERSION": "1"}, "fsdp_version must be 2"),
         ({"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, "efficient_loading must be false"),
         ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "use train.gradient_checkpointing"),
+        ({"FSDP_IGNORED_MODULES": "lm_head"}, "fsdp_ignored_modules must be absent"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "sharded by FSDP2, got DEEPSPEED"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "sharded by FSDP2, got MEGATRON_LM"),
         ({**MESH, "PARALLELISM_CONFIG_CP_SIZE": "2"}, "cp_size must be 1 .* train.sequence_parall"),
         ({**MESH, "PARALLELISM_CONFIG_SP_SIZE": "2"}, "sp_size must be 1 .* train.sequence_parall"),
         ({**MESH, "PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size must be 1 "),
@@ -752,7 +756,7 @@ def test_every_process_raises_the_same_error(name, message, together):
 def test_a_configuration_that_is_not_done_is_refused(
     variables, message, folder, tmp_path, monkeypatch
 ):
-    told = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "WORLD_SIZE": "2", **variables}
+    told = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **PLACE, **variables}
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match=message):

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from contextlib import suppress
@@ -108,8 +109,11 @@ def test_a_stopped_run_prints_the_command_that_resumes_it_exactly(
     assert signal.getsignal(signal.SIGTERM) is before
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.count("\n") == 1, err
-    line, _, command = err.rstrip("\n").partition("; to go on: ")
+    *logged, last = err.splitlines()
+    assert [line.partition(":")[0] for line in logged] == [
+        *("step 2 of 12", "step 4 of 12", "step 4 of 12")  # the last is a validation's
+    ]
+    line, _, command = last.partition("; to go on: ")
     assert line == "stopped by SIGTERM after step 5, which is saved"
     assert [step_of(path) for path in checkpoints(run / "checkpoints")] == [3, 5]
     program, *arguments = shlex.split(command)
@@ -210,6 +214,7 @@ ON_A_TERMINAL = (
 def test_a_run_whose_terminal_is_closed_is_saved(recipe, tmp_path):
     """The system sends SIGHUP, and the bar of progress can no longer be drawn."""
     ours, theirs = os.openpty()
+    termios.tcsetwinsize(ours, (24, 80))
     words = [sys.executable, "-m", "ssmzoo", "train", recipe, "--output", tmp_path / "run"]
     changes = ["train.steps=100000", "eval.every=100000", "checkpoint.every=100000"]
     words += [word for change in changes for word in ("--set", change)]
@@ -222,12 +227,13 @@ def test_a_run_whose_terminal_is_closed_is_saved(recipe, tmp_path):
     os.close(theirs)
     os.set_blocking(ours, False)
     shown, metrics = b"", tmp_path / "run" / "metrics.jsonl"
-    while run.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+    while run.poll() is None and not (b"train:" in shown and metrics.stat().st_size):
         with suppress(BlockingIOError):
             shown += os.read(ours, 1 << 16)
         time.sleep(0.05)
     os.close(ours)
     assert run.wait(60) == 128 + signal.SIGHUP, shown
+    assert b"step 2 of" not in shown  # beside the bar
     (saved,) = checkpoints(tmp_path / "run" / "checkpoints")
     assert step_of(saved) >= read_metrics(metrics)[-1]["step"]
 
@@ -582,7 +588,8 @@ def test_out_of_memory_names_a_smaller_setting_that_resumes_the_run(
     monkeypatch.setattr(CausalLM, "loss_of", too_large)
     assert main(["train", str(recipe), "--output", str(run)]) == 2
     err = capsys.readouterr().err
-    assert err.count("\n") == 1
+    *logged, err = err.splitlines()
+    assert all(line.startswith("step ") for line in logged)
     assert err.startswith(f"ssmzoo: error: out of memory after 4 steps: {first}")
     for words in (
         "raise train.accumulate = 1, so that fewer of the train.batch_size = 4 rows",

@@ -29,6 +29,7 @@ _PACKAGE = Path(__file__).resolve().parent
 _READ_ONLY = "choose a place that may be written to"
 _FULL = "free some space, or choose another place"
 _MORE_FILES = "raise the limit on open files (ulimit -n)"
+_TOO_MANY = os.strerror(errno.EMFILE)
 _WAYS_OUT = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL,
@@ -71,7 +72,22 @@ def reason_of(error: Exception) -> str:
     """
     reason = error.strerror if isinstance(error, OSError) else None
     reason = reason or (str(error).strip() or type(error).__name__).splitlines()[0]
-    return f"{reason}; {_MORE_FILES}" if os.strerror(errno.EMFILE) in reason else reason
+    return f"{reason}; {_MORE_FILES}" if _TOO_MANY in reason else reason
+
+
+@contextmanager
+def few_files() -> Iterator[None]:
+    """Say of an error inside, if it is of too many open files, what helps.
+
+    Raises:
+        RuntimeError: It is, and did not say so itself.
+    """
+    try:
+        yield
+    except Exception as error:
+        if _TOO_MANY in str(error) and _MORE_FILES not in str(error):
+            raise RuntimeError(reason_of(error)) from error
+        raise
 
 
 @contextmanager

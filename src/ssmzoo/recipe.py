@@ -487,6 +487,8 @@ class CheckpointSection(Section):
 class LogSection(Section):
     """A line of ``metrics.jsonl`` every ``every`` steps, and their picture ``loss.png``.
 
+    Away from a terminal ``ssmzoo train`` prints each line, in words, on standard error.
+
     Attributes:
         every: Steps.
         curves: Whether the picture is drawn.

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from ssmzoo.cli import machine, models, publishing, scoring, training
 from ssmzoo.cli.options import Parser, UsageError
 from ssmzoo.environment.credentials import without_credentials
+from ssmzoo.files import few_files
 
 # in the order of a day's work
 VERBS = (
@@ -114,13 +115,14 @@ def _run(arguments: Sequence[str]) -> int:
         return OK
     if rest:
         commands[options.command].refuse(rest[0])
-    world = os.environ.get("WORLD_SIZE", "1")
+    world = os.environ.get("WORLD_SIZE") or "1"
     if world != "1" and options.command not in _FOR_MANY:
         raise RuntimeError(
             f"ssmzoo {options.command} runs in one process, and WORLD_SIZE asks for {world}; start "
             f"it without a launcher, or unset WORLD_SIZE"
         )
-    return options.run(options)
+    with few_files():
+        return options.run(options)
 
 
 # what several processes do together, or, of exec, what the other program makes of them

@@ -229,7 +229,7 @@ def _open(field: str, files: Sequence[str], *given: Any, **named: Any) -> Iterab
         LookupError: No such data set, configuration or split.
         ValueError: A file name that ``datasets`` cannot open.
     """
-    from ssmzoo.tasks.data_sets import require_datasets
+    from ssmzoo.tasks.data_sets import caching, require_datasets
 
     datasets = require_datasets()
     from datasets.exceptions import DatasetNotFoundError
@@ -238,7 +238,8 @@ def _open(field: str, files: Sequence[str], *given: Any, **named: Any) -> Iterab
     if odd is not None:
         raise ValueError(f"{field} must have file names in UTF-8, got {odd!a}; rename it")
     try:
-        return cast("Iterable[dict[str, Any]]", datasets.load_dataset(*given, **named))
+        with caching():
+            return cast("Iterable[dict[str, Any]]", datasets.load_dataset(*given, **named))
     except (DatasetNotFoundError, FileNotFoundError, ValueError) as error:
         raise LookupError(f"{field}: {first_line(error)}") from error
 

@@ -26,7 +26,7 @@ from ssmzoo.checkpoints.load import (
     model_name,
 )
 from ssmzoo.checkpoints.weights import weights_revision
-from ssmzoo.environment.hardware import installed_versions, usable_device
+from ssmzoo.environment.hardware import installed_versions, launched_processes, usable_device
 from ssmzoo.environment.messages import missing
 from ssmzoo.environment.portable import portable_command
 from ssmzoo.evaluation.results import (
@@ -210,7 +210,7 @@ def _processes() -> Iterator[bool]:
     """Join the processes that a launcher started; yield whether this one writes."""
     import torch.distributed as dist
 
-    joins = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
+    joins = launched_processes() > 1 and not dist.is_initialized()
     if joins:
         # the longest that one may score alone what another scores faster
         dist.init_process_group("gloo", timeout=timedelta(hours=6))
@@ -229,7 +229,7 @@ def _device_of_process() -> str | None:
     """Return the GPU of this process where a launcher started several, else None."""
     import torch
 
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and torch.cuda.is_available()
+    several = launched_processes() > 1 and torch.cuda.is_available()
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if several else None
 
 

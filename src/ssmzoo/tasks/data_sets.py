@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -53,7 +55,8 @@ def _opened(task: str, data: str, split: str | None, columns: Sequence[str]) -> 
         if (folder / "dataset_dict.json").is_file():
             saved = datasets.load_from_disk(str(folder))
             return saved if split is None else saved[split]
-        return datasets.load_dataset(str(folder) if folder.is_dir() else data, split=split)
+        with caching():
+            return datasets.load_dataset(str(folder) if folder.is_dir() else data, split=split)
     except (OSError, ValueError, KeyError, DatasetsError) as error:
         what = "data" if split is None else f"split {split!r} of the data"
         raise LookupError(
@@ -72,6 +75,38 @@ def _require_columns(task: str, data: str, rows: Dataset, columns: Sequence[str]
             )
     if not len(rows):
         raise LookupError(f"task {task}: the data {data!r} has an empty split")
+
+
+@contextmanager
+def caching() -> Iterator[None]:
+    """Say of an error inside, if it is about a cache of ``datasets`` or the Hub, what moves it.
+
+    Raises:
+        RuntimeError: The machine refused to write there.
+    """
+    try:
+        yield
+    except Exception as error:
+        from datasets import config
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        caches = {"HF_DATASETS_CACHE": config.HF_DATASETS_CACHE, "HF_HUB_CACHE": HF_HUB_CACHE}
+        causes = [error, error.__cause__, error.__context__]  # datasets' own error comes last
+        for refused in (cause for cause in causes if isinstance(cause, OSError)):
+            full = refused.errno in (errno.ENOSPC, errno.EDQUOT)
+            for name, place in caches.items():
+                if (full and refused.filename is None) or _around(refused.filename, str(place)):
+                    raise RuntimeError(
+                        f"the cache {place} cannot be written: {refused.strerror}; set {name} to a "
+                        "folder that can, or make it writable"
+                    ) from error
+        raise
+
+
+def _around(path: Any, folder: str) -> bool:
+    """Tell whether a path lies in a folder, or is one of those around it."""
+    path = path if isinstance(path, str) else "?"
+    return f"{path}/".startswith(f"{folder}/") or f"{folder}/".startswith(f"{path}/")
 
 
 def require_datasets():

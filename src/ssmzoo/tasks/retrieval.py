@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from ssmzoo.tasks.common import at_least
-from ssmzoo.tasks.data_sets import Characters, open_split, require_datasets, texts
+from ssmzoo.tasks.data_sets import Characters, caching, open_split, require_datasets, texts
 from ssmzoo.tasks.supervised import Batch, Ragged, Supervised, require_split
 
 if TYPE_CHECKING:
@@ -77,13 +77,14 @@ def _open(data: str, split: str) -> Dataset:
     if not files[split].is_file():
         raise LookupError(f"task aan: {files[split].name} is missing in {data!r}")
     # a quotation mark is a character like any other in these files: a line is a pair
-    opened = require_datasets().load_dataset(
-        "csv",
-        data_files=str(files[split]),
-        split="train",
-        delimiter="\t",
-        column_names=["label", "id1", "id2", "text1", "text2"],
-        quoting=csv.QUOTE_NONE,
-        keep_default_na=False,
-    )
+    with caching():
+        opened = require_datasets().load_dataset(
+            "csv",
+            data_files=str(files[split]),
+            split="train",
+            delimiter="\t",
+            column_names=["label", "id1", "id2", "text1", "text2"],
+            quoting=csv.QUOTE_NONE,
+            keep_default_na=False,
+        )
     return cast("Dataset", opened)

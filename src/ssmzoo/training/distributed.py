@@ -8,13 +8,13 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from ssmzoo.environment.hardware import installed_versions
+from ssmzoo.environment.hardware import installed_versions, launched_processes
 from ssmzoo.training.stopping import Stopped, StopRequest, told_by
 
 if TYPE_CHECKING:
@@ -259,7 +259,12 @@ def settle_buckets(model: DistributedDataParallel) -> None:
 
 
 def require_launched() -> None:
-    """Raise if a launcher was asked for several processes and started one."""
+    """Raise if several processes were asked for, and no launcher started them.
+
+    Raises:
+        RuntimeError: So it is.
+    """
+    launched_processes()
     alone = "WORLD_SIZE" not in os.environ
     # what `accelerate launch --cpu --num_processes N` leaves behind for N > 1
     if alone and "ACCELERATE_USE_CPU" in os.environ and "MASTER_ADDR" in os.environ:
@@ -272,22 +277,29 @@ def require_launched() -> None:
 def make_accelerator(recipe: Recipe) -> Accelerator:
     """Return Accelerate's engine for the recipe's dtype and the processes there are.
 
+    What the recipe says, or has no word for, is not the environment's to choose.
+
     Raises:
         RuntimeError: Not as many processes as ``WORLD_SIZE`` asks for, or another way to share a
             model among them than was asked for or than we know.
     """
     from accelerate import Accelerator
-    from accelerate.utils import InitProcessGroupKwargs
+    from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 
+    for engine in ("DEEPSPEED", "MEGATRON_LM"):
+        if _flag(f"ACCELERATE_USE_{engine}"):
+            raise RuntimeError(_ways_to_share(engine))
     sharding = _sharding()
     _require_mesh()
     accelerator = Accelerator(
         mixed_precision="bf16" if _uses_bfloat16(recipe.train.dtype) else "no",
         cpu=_stays_on_the_cpu(),
         fsdp_plugin=sharding,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        dynamo_backend="no",
         kwargs_handlers=[InitProcessGroupKwargs(timeout=STEP)],
     )
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    world = launched_processes()
     if accelerator.num_processes != world:
         raise RuntimeError(
             f"WORLD_SIZE asks for {world} processes, but this run has "
@@ -300,11 +312,35 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
             f"only, and this run is on {accelerator.device.type}; start it with torchrun instead"
         )
     if sharding is None and not (kind == "NO" or kind.startswith("MULTI_")):
-        raise RuntimeError(
-            f"the model must be copied to all processes (DDP) or sharded by FSDP2, got {kind}; "
-            "change distributed_type in the configuration of accelerate launch"
-        )
+        raise RuntimeError(_ways_to_share(kind))
     return accelerator
+
+
+def _ways_to_share(kind: str) -> str:
+    return (
+        f"the model must be copied to all processes (DDP) or sharded by FSDP2, got {kind}; "
+        "change distributed_type in the configuration of accelerate launch"
+    )
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Hide what all objects of Accelerate share, and put it back.
+
+    An ``Accelerator`` that a notebook made before neither changes the run inside nor is changed.
+    """
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    shared = [kind._shared_state for kind in (AcceleratorState, PartialState, GradientState)]
+    before = [dict(state) for state in shared]
+    for state in shared:
+        state.clear()
+    try:
+        yield
+    finally:
+        for state, kept in zip(shared, before, strict=True):
+            state.clear()
+            state.update(kept)
 
 
 def _stays_on_the_cpu() -> bool:
@@ -349,6 +385,11 @@ def _sharding() -> FullyShardedDataParallelPlugin | None:
                 f"fsdp_{name.lower()} must be false in the configuration of accelerate launch: "
                 f"{instead}"
             )
+    if os.environ.get("FSDP_IGNORED_MODULES"):
+        raise RuntimeError(
+            "fsdp_ignored_modules must be absent in the configuration of accelerate launch: nobody "
+            "sums the gradients of what is not sharded"
+        )
     return FullyShardedDataParallelPlugin(mixed_precision_policy=MixedPrecisionPolicy())
 
 
@@ -371,7 +412,7 @@ def _require_mesh() -> None:
                 f"{name(kind)} must be 1 in the configuration of accelerate launch, got {size}; "
                 "to read long rows in pieces use train.sequence_parallel in the recipe"
             )
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    world = launched_processes()
     if copies * shards != world:
         raise RuntimeError(
             f"{name('dp_replicate')} x {name('dp_shard')} must be the number of processes, "

@@ -143,7 +143,7 @@ class RunFolder:
         except ValueError:  # not there yet, or damaged and about to be replaced
             before = {}
         new = [{"step": step, **change} for change in self._changes]
-        for name in ("processes", "recurrent_layers"):
+        for name in ("processes", "recurrent_layers", "variables"):
             now = facts.get(name)
             if (was := before.get(name, now)) != now:
                 new.append({"step": step, "field": name, "from": was, "to": now})

@@ -82,6 +82,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def in_words(line: Mapping[str, Any], total: int) -> str:
+    """Return a line of ``metrics.jsonl`` for people, of a run of so many steps; without gauges."""
+    parts = []
+    for name, value in line.items():
+        if name not in ("step", "gauges") and value is not None:
+            whole = isinstance(value, int) or value >= 1000
+            parts.append(f"{name} {value:,.0f}" if whole else f"{name} {value:.4g}")
+    return f"step {line['step']} of {total}: {', '.join(parts)}"
+
+
 class Meter:
     """Losses and gradient norms since the last line, and the time spent on training alone."""
 

@@ -12,10 +12,11 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from ssmzoo.environment.messages import first_line, missing
-from ssmzoo.files import is_utf8
+from ssmzoo.files import few_files, is_utf8
 from ssmzoo.recipe import Recipe, load_recipe
 from ssmzoo.training.checkpoint import checkpoints, locked, step_of
 from ssmzoo.training.distributed import (
+    apart,
     is_of_another_process,
     is_out_of_memory,
     make_accelerator,
@@ -53,6 +54,9 @@ def train(
     least a second later, stops at once, unless a launcher started the process. Signals are handled
     only while this function runs in the main thread, and as before afterwards.
 
+    Away from a terminal the logger ``ssmzoo`` tells of every line of ``metrics.jsonl``, at INFO.
+    An ``Accelerator`` that was made before neither changes the run nor is changed by it.
+
     Args:
         recipe: A YAML file, the name of a shipped recipe, or a recipe.
         output_dir: The run's folder.
@@ -70,25 +74,28 @@ def train(
         LookupError: A recipe, field, family, data set or tokenizer that does not exist.
         ValueError: A wrong value in the recipe, or data that cannot be used.
         RuntimeError: The machine: a folder in use or not writable, a damaged checkpoint, too little
-            memory, a launcher that did not start what it should, another process that ended, a loss
-            that is not finite.
+            memory, too many open files, a launcher that did not start what it should, another
+            process that ended, a loss that is not finite.
         Stopped: A signal told the run to stop, and it is saved.
     """
     chosen = load_recipe(recipe, overrides).with_absolute_paths()
     require_launched()
     request = StopRequest()
-    with request.heard():
+    try:
+        import accelerate  # noqa: F401
+    except ImportError as error:
+        raise missing("training needs accelerate", "train", error) from error
+    with request.heard(), few_files(), apart():
         return _train(chosen, Path(output_dir).expanduser().absolute(), resume, request, stock)
 
 
 def _train(recipe: Recipe, folder: Path, resume: bool, request: StopRequest, stock: bool) -> Path:
-    try:
-        from accelerate.state import AcceleratorState
-    except ImportError as error:
-        raise missing("training needs accelerate", "train", error) from error
+    import torch
+
     if not is_utf8(str(folder)):
         raise ValueError(f"output_dir must be a path in UTF-8, got {str(folder)!a}")
-    ours = not AcceleratorState._shared_state
+    # the processes may have joined for more than this run
+    joined = torch.distributed.is_available() and torch.distributed.is_initialized()
     accelerator = make_accelerator(recipe)
     alone = accelerator.num_processes == 1
     # the process that failed says why before the others notice that it is gone
@@ -122,10 +129,8 @@ def _train(recipe: Recipe, folder: Path, resume: bool, request: StopRequest, sto
         if run is not None:
             run.data.close()
         accelerator.free_memory()
-        if ours:
-            if leave:
-                accelerator.end_training()
-            AcceleratorState._reset_state(reset_partial_state=True)
+        if leave and not joined:
+            accelerator.end_training()
     return folder
 
 

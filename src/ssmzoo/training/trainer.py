@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ssmzoo.data.sources import data_source
+from ssmzoo.environment.hardware import numeric_variables
 from ssmzoo.family import foreign_versions
 from ssmzoo.recipe import Recipe
 from ssmzoo.training.checkpoint import (
@@ -32,7 +33,7 @@ from ssmzoo.training.checkpoint import (
 from ssmzoo.training.curves import require_curves
 from ssmzoo.training.distributed import Processes, Sums
 from ssmzoo.training.folder import RunFolder
-from ssmzoo.training.metrics import MetricsFile, finite
+from ssmzoo.training.metrics import MetricsFile, finite, in_words
 from ssmzoo.training.model import build_config
 from ssmzoo.training.optimizer import Plan, require_ahead
 from ssmzoo.training.step import NOTHING_TO_PREDICT, Learner, Step
@@ -148,6 +149,7 @@ class Run:
             "hardware": hardware(accelerator.device),
             "environment": environment(),
             "versions": foreign_versions(self.config),
+            "variables": numeric_variables(),
             "processes": self.processes.count,
             **({"sequence_parallel": self.processes.pieces} if self.processes.row else {}),
             "dtype": "bfloat16" if accelerator.mixed_precision == "bf16" else "float32",
@@ -317,6 +319,8 @@ class Run:
     def _write(self, line: dict[str, Any]) -> None:
         if self._metrics is not None:
             self._metrics.write(**line)
+            if self._bar.disable:  # as away from a terminal
+                logger.info("%s", in_words(line, self.plan.total))
 
     def _validate(self) -> bool:
         """Measure what is held out; return whether the model is the best so far."""
