@@ -324,7 +324,7 @@ def _ways_to_share(kind: str) -> str:
 
 
 @contextmanager
-def apart() -> Iterator[None]:
+def separate_state() -> Iterator[None]:
     """Hide what all objects of Accelerate share, and put it back.
 
     An ``Accelerator`` that a notebook made before neither changes the run inside nor is changed.

@@ -16,11 +16,11 @@ from ssmzoo.files import few_files, is_utf8
 from ssmzoo.recipe import Recipe, load_recipe
 from ssmzoo.training.checkpoint import checkpoints, locked, step_of
 from ssmzoo.training.distributed import (
-    apart,
     is_of_another_process,
     is_out_of_memory,
     make_accelerator,
     require_launched,
+    separate_state,
 )
 from ssmzoo.training.folder import RunFolder
 from ssmzoo.training.optimizer import make_optimizer, param_groups
@@ -85,7 +85,7 @@ def train(
         import accelerate  # noqa: F401
     except ImportError as error:
         raise missing("training needs accelerate", "train", error) from error
-    with request.heard(), few_files(), apart():
+    with request.heard(), few_files(), separate_state():
         return _train(chosen, Path(output_dir).expanduser().absolute(), resume, request, stock)
 
 
