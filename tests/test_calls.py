@@ -53,18 +53,19 @@ def language_model(name, layers):
 
 # by family: calls and files of a forward pass of one layer without a cache, calls of a decoding
 # step of four layers (in one call each, but those of S4, S5 and H3, of DSS where modes grow, and of
-# B'MOJO with the last token of a chunk, which is not counted). Each may fall; a rise must pay
+# B'MOJO with the last token of a chunk, which is not counted). Each may fall; a rise must pay: DSS
+# asks for every token whether what has no program has changed
 MOST = {
-    "longhorn": (60, 14, 140),
-    "coffee": (75, 16, 130),
+    "longhorn": (60, 14, 120),
+    "coffee": (75, 16, 120),
     "h3": (205, 19, 255),
     "s4": (170, 21, 165),
     "s5": (50, 14, 190),
-    "dss": (100, 19, 235),
-    "rtf": (115, 21, 165),
-    "spacetime": (95, 18, 140),
+    "dss": (100, 19, 245),
+    "rtf": (115, 21, 140),
+    "spacetime": (95, 18, 135),
     "bmojo": (250, 26, 340),
-    "linear_attention": (80, 16, 140),
+    "linear_attention": (80, 16, 120),
 }
 
 

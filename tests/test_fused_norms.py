@@ -136,3 +136,22 @@ def test_a_hook_of_all_modules_is_heard():
     finally:
         hook.remove()
     assert seen.count("RMSNorm") == 4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [norms.RMSNorm, backbone.SSMBlock])
+def test_a_forward_put_into_a_class_is_called(kind, monkeypatch):
+    model, own, calls = build(intermediate_size=24), kind.forward, []
+
+    def forward(self, *args):
+        calls.append(self)
+        y = own(self, *args)
+        return y.mul_(2)
+
+    before = model(IDS).logits
+    monkeypatch.setattr(kind, "forward", forward)
+    logits = model(IDS).logits
+    each = 3 if kind is backbone.SSMBlock else 7  # two of each block, and the last
+    assert len(calls) == each
+    assert torch.equal(logits, apart(monkeypatch, lambda: model(IDS).logits))
+    assert not torch.equal(logits, before)

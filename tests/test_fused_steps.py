@@ -16,12 +16,15 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
 from ssmzoo import load_family
-from ssmzoo.modeling import UnservedError
+from ssmzoo.modeling import RMSNorm, UnservedError, layers
+from ssmzoo.modeling.backbone import SSMBlock
 from ssmzoo.modeling.decoding import KEPT_AS
+from ssmzoo.modeling.forward_code import ForwardCode
 from ssmzoo.testing.forms import check_fused_steps
 from ssmzoo.testing.subject import NotApplicable, Subject
 from ssmzoo_kernels import use_backend
 from ssmzoo_kernels.dispatch import watch
+from ssmzoo_longhorn import modeling_longhorn
 from ssmzoo_longhorn.modeling_longhorn import LonghornMixer
 
 # what PEFT calls of transformers that it will drop
@@ -217,6 +220,135 @@ def test_what_changes_later_takes_effect(change: Any) -> None:
     assert distance(after, before) > 1e-2
 
 
+# what a block of each family is made of, and where the code is that its token runs
+BLOCKS: list[tuple[str, dict[str, Any], set[str]]] = [
+    ("longhorn", {"out_norm": True}, {"LonghornMixer", "CausalConv1d"}),
+    ("longhorn", {"intermediate_size": 48, "mlp_type": "swiglu"}, {"LonghornMixer", "MLP"}),
+    ("coffee", {}, {"CoffeeMixer", "CausalConv1d"}),
+    ("dss", {"kernel_variant": "exp"}, {"DSSMixer", "MLP"}),
+    ("rtf", {}, {"RTFMixer", "CausalConv1d"}),
+    ("spacetime", {}, {"SpaceTimeMixer", "MLP"}),
+    ("linear_attention", {}, {"LinearAttentionMixer", "CausalConv1d"}),
+    ("bmojo", {"mixer_types": ["bmojo"]}, {"BMojoMixer", "BMojoSSM", "BMojoAttention", "MLP"}),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "own"), BLOCKS, ids=str)
+def test_a_forward_put_into_a_class_runs_from_the_next_token_on(
+    name: str, fields: dict[str, Any], own: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = model_of(name, **{"intermediate_size": 48, **fields}), ids()
+    before, kinds = decode(model, x), {type(layer) for layer in model.model.layers[0].modules()}
+    assert all(steps(model))
+    effective = set()
+    for kind in kinds:
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "forward", larger(kind.forward))
+            after = decode(model, x)
+            assert not any(steps(model))
+            assert distance(after, layered(model, x)) <= 1e-5
+            if distance(after, before) > 1e-5:
+                effective.add(kind.__name__)
+    assert effective >= {"SSMBlock", "RMSNorm", "Linear", *own}
+    assert distance(decode(model, x), before) <= 1e-6
+    assert all(steps(model))
+
+
+def larger(own: Any) -> Any:
+    """Return a function that returns numbers a quarter larger than another one's."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        y = own(*args, **kwargs)
+        return 1.25 * y if isinstance(y, Tensor) else (1.25 * y[0], *y[1:])
+
+    return forward
+
+
+def twice_the_eps(self: RMSNorm, x: Tensor) -> Tensor:
+    return nn.functional.rms_norm(x, self.weight.shape, self.weight, 0.5)
+
+
+class Louder(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return 1.5 * super().forward(x)
+
+
+# where somebody puts other code, and the code
+REPLACED: list[tuple[Any, str, Any]] = [
+    (LonghornMixer, "scan_inputs", larger(LonghornMixer.scan_inputs)),  # a method, not its own
+    (LonghornMixer, "__call__", larger(nn.Module.__call__)),
+    (SSMBlock, "_layered", larger(SSMBlock._layered)),
+    (RMSNorm.forward, "__code__", twice_the_eps.__code__),  # as autoreload does
+    (modeling_longhorn, "longhorn_scan", larger(modeling_longhorn.longhorn_scan)),
+    (layers, "few_rows_linear", larger(layers.few_rows_linear)),
+    (nn.functional, "silu", larger(nn.functional.silu)),
+    (nn.functional, "rms_norm", larger(nn.functional.rms_norm)),
+    (nn.Linear, "forward", larger(nn.Linear.forward)),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "code"), REPLACED)
+def test_code_that_a_forward_calls_is_the_code_that_runs(
+    owner: Any, name: str, code: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = model_of("longhorn", intermediate_size=48, mlp_type="swiglu"), ids()
+    before = decode(model, x)
+    assert all(steps(model))
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, code)
+        after = decode(model, x)
+        assert distance(after, layered(model, x)) <= 1e-5
+        assert distance(after, before) > 1e-3
+        assert not any(steps(model))
+    assert decode(model, x).equal(before)
+    assert all(steps(model))
+
+
+def test_an_objects_own_methods_are_the_ones_that_run() -> None:
+    model, x = model_of("longhorn"), ids()
+    before = decode(model, x)
+    mixer = model.model.layers[0].mixer
+    mixer.scan_inputs = larger(mixer.scan_inputs)
+    after = decode(model, x)
+    assert steps(model) == [False, True]
+    assert distance(after, layered(model, x)) <= 1e-5
+    assert distance(after, before) > 1e-3
+    del mixer.scan_inputs
+    assert decode(model, x).equal(before)
+    assert steps(model) == [True, True]
+
+
+def test_an_objects_own_class_is_the_one_that_runs() -> None:
+    model, x = model_of("longhorn"), ids()
+    before = decode(model, x)
+    model.model.layers[1].norm.__class__ = Louder
+    after = decode(model, x)
+    assert steps(model) == [True, False]
+    assert distance(after, layered(model, x)) <= 1e-5
+    assert distance(after, before) > 1e-3
+    model.model.layers[1].norm.__class__ = RMSNorm
+    assert decode(model, x).equal(before)
+    assert steps(model) == [True, True]
+
+
+def test_code_that_differs_for_some_tokens_alone_runs_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A first token proves nothing of a limit that only later ones reach."""
+    model, x, own = model_of("longhorn"), ids(1, 24), RMSNorm.forward
+    decode(model, x)
+
+    def limited(self: RMSNorm, x: Tensor) -> Tensor:
+        calls.append(x)
+        return own(self, x) if len(calls) < 10 else own(self, x).clamp(max=0.5)
+
+    calls: list[Tensor] = []
+    monkeypatch.setattr(RMSNorm, "forward", limited)
+    after = decode(model, x)
+    calls.clear()
+    assert distance(after, layered(model, x)) <= 1e-5
+
+
 @pytest.mark.parametrize("name", ["dss", "rtf"])
 def test_derived_tables_follow_their_parameters(name: str) -> None:
     fields = {"kernel_variant": "exp"} if name == "dss" else {}
@@ -330,6 +462,10 @@ def test_the_kit_tells_a_wrong_program_from_one_that_is_not_there(monkeypatch: A
     def mistyped(self: Any, program: Any, parts: Any, x: Any, states: Any) -> Any:
         return parts.linear(program, x, "in_prj")
 
+    with monkeypatch.context() as patch:
+        patch.setattr(ForwardCode, "unchanged", lambda *_: True)
+        with pytest.raises(AssertionError, match="later is not called at every token"):
+            check_fused_steps(Subject(family))
     monkeypatch.setattr(LonghornMixer, "write_token", larger)
     with pytest.raises(AssertionError, match="write_token: its program gave other numbers"):
         check_fused_steps(Subject(family))

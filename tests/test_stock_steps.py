@@ -606,3 +606,126 @@ def test_a_projection_without_parameters_is_effective(mamba: Any) -> None:
         delattr(layer, name)
         setattr(layer, name, kept)  # as sharded weights are
     assert distance(decode(mamba, x, prompt(mamba, x)), expected) <= 1e-5
+
+
+def larger(own: Any) -> Any:
+    """Return a function that returns numbers a quarter larger than another one's."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        y = own(*args, **kwargs)
+        if isinstance(y, Tensor):
+            return 1.25 * y
+        if isinstance(y, tuple) and y[0].is_floating_point():
+            return (1.25 * y[0], *y[1:])
+        return y  # a model's output, or what a router chose
+
+    return forward
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_forward_put_into_a_class_runs_from_the_next_token_on(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, whole = tiny(model_type), ids(2, 5)
+    stock, x, more = copy.deepcopy(model), whole[:, :3], whole[:, 3:]
+    ssmzoo.accelerate(model)
+    before, served = decode(model, more, prompt(model, x)), programs(model)
+    kinds = {type(layer) for layer in stock.modules()} - {type(stock), type(stock.base_model)}
+    effective = set()
+    for kind in kinds - {nn.ModuleList, nn.Embedding}:
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "forward", larger(kind.forward))
+            ours = decode(model, more, prompt(model, x))
+            with torch.no_grad():  # whole: stock Bamba counts positions behind a cache from 0
+                theirs = stock(whole).logits[:, 3:]
+        assert distance(ours, theirs) <= 1e-5, kind
+        if distance(ours, before) > 1e-5:
+            effective.add(kind)
+    mixers = {type(stock.get_submodule(name)) for name in ssmzoo.accelerated(model)}
+    assert effective >= {nn.Linear, *mixers}
+    assert effective >= {k for k in kinds if k.__name__.endswith(("MLP", "RMSNorm"))}
+    decode(model, more, prompt(model, x))  # writes the programs again
+    assert decode(model, more, prompt(model, x)).equal(before)
+    assert programs(model) == served
+
+
+def test_code_that_a_forward_calls_is_the_code_that_runs(
+    mamba: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, x = copy.deepcopy(mamba), ids(seed=3)
+    ssmzoo.restore(stock)
+    before = decode(mamba, x, prompt(mamba, x))
+    kinds = {type(m).__name__: type(m) for m in stock.modules()}
+    module = sys.modules[kinds["MambaMixer"].__module__]
+    norm = kinds["MambaRMSNorm"]
+    replaced = [
+        (module, name, larger(getattr(module, name)))
+        for name in ("apply_mask_to_padding_states", "mamba_selective_state_update")
+    ]
+    replaced += [
+        (norm.forward, "__code__", (lambda self, hidden_states: hidden_states).__code__),
+        (norm, "__call__", larger(norm.__call__)),
+        (nn.functional, "silu", larger(nn.functional.silu)),
+    ]
+    for place in replaced:
+        with monkeypatch.context() as patch:
+            patch.setattr(*place)
+            ours, theirs = (decode(m, x, prompt(m, x)) for m in (mamba, stock))
+        assert distance(ours, theirs) <= 1e-5, place
+        assert distance(ours, before) > 1e-3
+    inner = type(mixer_of_all(mamba))  # the class that accelerate() made
+    with monkeypatch.context() as patch:
+        patch.setattr(inner, "forward", larger(inner.forward))
+        ours = decode(mamba, x, prompt(mamba, x))
+        patch.setattr(kinds["MambaMixer"], "forward", larger(kinds["MambaMixer"].forward))
+        assert distance(ours, decode(stock, x, prompt(stock, x))) <= 1e-5
+    decode(mamba, x, prompt(mamba, x))
+    assert decode(mamba, x, prompt(mamba, x)).equal(before)
+
+
+def test_a_replaced_mixer_reads_no_packed_sequences_and_none_behind_a_cache(
+    mamba: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, kind = ids(2, 6, seed=3), mixer_of_all(mamba).stock_class
+    packed = {"cu_seqlens": torch.tensor([0, 4, 6]), "use_cache": False}
+    with torch.no_grad():
+        whole = mamba(x[:1], **packed).logits
+    cache = prompt(mamba, x)
+    states = copy.deepcopy(cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "forward", larger(kind.forward))
+        with torch.no_grad(), pytest.raises(RuntimeError, match="packed or padded sequences"):
+            mamba(x[:1], **packed)
+        with torch.no_grad(), pytest.raises(RuntimeError, match="several tokens behind a cache"):
+            mamba(x, **cache)
+    with torch.no_grad():
+        assert mamba(x[:1], **packed).logits.equal(whole)
+        assert mamba(x, **cache).logits.equal(mamba(x, **states).logits)
+
+
+def test_a_model_accelerated_after_a_change_has_it_on_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, model = ids(seed=3), tiny("mamba")
+    module = sys.modules[type(mixer_of_all(model)).__module__]
+    ssmzoo.accelerate(tiny("mamba"))
+    masked = larger(module.apply_mask_to_padding_states)
+    monkeypatch.setattr(module, "apply_mask_to_padding_states", masked)
+    stock = decode(model, x, prompt(model, x))
+    ssmzoo.accelerate(model)
+    with watch() as ran:
+        assert distance(decode(model, x, prompt(model, x)), stock) <= 1e-5
+    assert ("selective_scan", "cpu") in ran
+
+
+def test_whole_sequences_see_a_norm_that_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "MANY", 0)
+    model, x = tiny("jamba"), ids(seed=3)
+    stock = copy.deepcopy(model)
+    ssmzoo.accelerate(model)
+    with torch.no_grad():
+        before = model(x).logits
+        kind = type(stock.model.final_layernorm)
+        monkeypatch.setattr(kind, "forward", larger(kind.forward))
+        assert distance(model(x).logits, stock(x).logits) <= 1e-5
+        assert distance(model(x).logits, before) > 1e-2

@@ -138,11 +138,12 @@ class DSSMixer(SSMMixer):
         self, program: Program, parts: ModuleParts, x: Value, states: Mapping[str, State]
     ) -> Value:
         """Write one token of :meth:`forward`, of layers without cut kernels and growing modes."""
-        tables = parts.derived(self._decode_tables)
+        tables = self._decode_tables()
         if tables.decay is None or tables.growing is not None or "ssm" not in states:
-            raise UnservedError  # for good: to ask again before each token would cost more
+            raise UnservedError
+        tables = parts.derived(self._decode_tables)  # not before: growing ones often change
         if parts.setting(parts.layer("dropout"), "training"):
-            raise UnservedError(parts.unchanged)
+            raise UnservedError
         decay, readout = (
             torch.view_as_real(table.resolve_conj()).contiguous()
             for table in (tables.decay, tables.modes.readout)

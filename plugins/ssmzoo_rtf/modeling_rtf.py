@@ -172,9 +172,9 @@ class RTFMixer(SSMMixer):
         filters = parts.derived(self.deployment)
         recurrence = filters.recurrence
         if recurrence is None or filters.taps is not None:
-            raise UnservedError(parts.unchanged)
+            raise UnservedError
         if parts.setting(parts.layer("dropout"), "training"):
-            raise UnservedError(parts.unchanged)
+            raise UnservedError
         a, b = (table.T.contiguous() for table in recurrence.step_coefficients())
         ring, position = recurrent(program, states["ring"]), states["position"].number
         x0 = None

@@ -100,7 +100,7 @@ class SpaceTimeMixer(SSMMixer):
     ) -> Value:
         """Write one token of :meth:`forward`, of layers without fixed filters."""
         if self.preprocesses or parts.setting(parts.layer("dropout"), "training"):
-            raise UnservedError(parts.unchanged)
+            raise UnservedError
         a, b, gain = parts.derived(self.tables)
         ring, position = recurrent(program, states["ring"]), states["position"].number
         y = program.companion(x, a.T, b.T, gain, ring, position)

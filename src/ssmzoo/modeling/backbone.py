@@ -313,13 +313,16 @@ class SSMBlock(GradientCheckpointingLayer):
         return (norm(y, *real) if normed is None else normed), None
 
 
+_BLOCK = SSMBlock.forward
+
+
 def _write_block(
     program: Program, parts: ModuleParts, x: Value, states: Mapping[str, State]
 ) -> Value:
     """Write a block's token."""
     block: Any = parts.root
     if any(parts.setting(drop, "training") for drop in (block.dropout, block.drop_path)):
-        raise UnservedError(parts.unchanged)
+        raise UnservedError
     prenorm, adds = parts.setting(block, "prenorm"), parts.setting(block, "residual")
     for norm, name in (("norm", "mixer"), ("mlp_norm", "mlp")):
         if getattr(block, name) is None:
@@ -704,8 +707,8 @@ class SSMModel(SSMPreTrainedModel):
     def _next_norms(self) -> Iterable[nn.Module | None]:
         """Return for each layer the norm that its output goes to, nothing coming between."""
         layers: list[Any] = [*self.layers[: self.config.num_hidden_layers]]
-        known = SSMBlock.forward  # another might write into its input
-        if any(type(layer).forward is not known or is_watched(layer) for layer in layers):
+        # another forward might write into its input
+        if any(type(layer).forward is not _BLOCK or is_watched(layer) for layer in layers):
             return itertools.repeat(None)
         return [*(layer.norm for layer in layers[1:]), self.norm]
 

@@ -2,14 +2,19 @@
 
 A program stands for a module's forward only where it was written for what the module is made of:
 plain layers without hooks, in number formats that the kernel reads. It is used after it gave what
-the module's own code gave for a first token, so code that we do not know stays as it is.
+the module's own code gave for a first token, so code that we do not know stays as it is. Where a
+layer, a weight or a setting changes, the next token is a first one. Where code is replaced, of a
+class, of one object or of a function, it runs itself, as long as it is not what it was: one token
+cannot prove what somebody wrote to be different.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from ssmzoo.modeling.cache import LayerState
+from ssmzoo.modeling.forward_code import ForwardCode, current_code
 from ssmzoo.modeling.packing import PackedRow
 from ssmzoo_kernels.dispatch import decodes_on_cpu, takes_kernels
 from ssmzoo_kernels.few_rows_linear import rows_of_int8
@@ -33,6 +39,9 @@ _ROUNDING = {
     torch.float16: 2.0**-8,
 }
 
+_HOOKS = operator.itemgetter(
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+)
 
 GAVE_OTHER_NUMBERS = "its program gave other numbers than its forward"
 
@@ -47,16 +56,10 @@ class State(NamedTuple):
 
 
 class UnservedError(Exception):
-    """The module has something that no program is written for.
+    """The module has something that no program is written for; it is asked again when it changes.
 
-    Args:
-        lasts: Tells whether that is still so.
-        why: What it is.
+    Its text says what that is.
     """
-
-    def __init__(self, lasts: Callable[[], bool] = lambda: True, why: str = "") -> None:
-        super().__init__(why)
-        self.lasts = lasts
 
 
 class ModuleParts:
@@ -65,25 +68,40 @@ class ModuleParts:
     Args:
         module: What layers are looked for in.
         dtype: What matrices are.
+
+    Attributes:
+        watched: Whether a layer has hooks or methods of its own.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self.root, self.dtype = module, dtype
+        self._layers = [*module.modules()]
+        self._children = [
+            (layer._modules, [*layer._modules.values()]) for layer in self._layers if layer._modules
+        ]
+        self._attributes = [layer.__dict__ for layer in self._layers]
+        self._sizes = [*map(len, self._attributes)]
+        self._classes = [*map(type, self._layers)]
+        self._code = current_code(self._classes)
+        self._hooked = self._hooks()
+        # who watches the root sees its output; hooks of Accelerate are an object's own forward
+        own = any(not self._code.methods.isdisjoint(held) for held in self._attributes[1:])
+        inner = self._code.methods - {"forward"}
+        self.watched = self._hooked or own or not inner.isdisjoint(module.__dict__)
         self._held: list[tuple[dict[str, Any], str, Any]] = []
-        self._layers: list[nn.Module] = []
         self._weights: list[tuple[Tensor, int, torch.Size]] = []
         self._settings: list[tuple[Any, str, Any]] = []
         self._derived: list[tuple[Callable[[], Any], Any]] = []
 
     def layer(self, name: str, *kinds: type[nn.Module]) -> Any:
-        """Return a submodule that nothing watches, of one of some classes or of any."""
-        owner: Any = self.root
-        *path, last = name.split(".")
-        for part in path:
-            owner = self._take(owner, part)
-        layer = self._take(owner, last)
+        """Return a submodule, of one of some classes or of any."""
+        layer = self.root
+        for part in name.split("."):
+            owner, layer = layer, layer._modules.get(part)
+            if layer is None:
+                raise UnservedError(f"{type(owner).__name__} has no layer {part!r}")
         if kinds and stock_class(layer) not in kinds:
-            raise UnservedError(lambda: owner._modules.get(last) is layer)
+            raise UnservedError
         return layer
 
     def within(self, name: str) -> ModuleParts:
@@ -92,21 +110,11 @@ class ModuleParts:
         inner.root = self.layer(name)
         return inner
 
-    def _take(self, owner: nn.Module, name: str) -> nn.Module:
-        layer = owner._modules.get(name)
-        if layer is None:
-            raise UnservedError(why=f"{type(owner).__name__} has no layer {name!r}")
-        if is_watched(layer):
-            raise UnservedError(lambda: owner._modules.get(name) is layer and is_watched(layer))
-        self._held.append((owner._modules, name, layer))
-        self._layers.append(layer)
-        return layer
-
     def weight(self, owner: nn.Module, name: str = "weight", optional: bool = False) -> Any:
         """Return a parameter."""
         kept = owner._parameters.get(name)
+        self._held.append((owner._parameters, name, kept))
         if kept is None and optional and getattr(owner, name, None) is None:
-            self._held.append((owner._parameters, name, None))
             return None
         if (
             type(kept) is not nn.Parameter  # quantised or made anew for each call, perhaps
@@ -114,8 +122,7 @@ class ModuleParts:
             or kept.device.type != "cpu"
             or not kept.is_contiguous()
         ):
-            raise UnservedError(lambda: owner._parameters.get(name) is kept)
-        self._held.append((owner._parameters, name, kept))
+            raise UnservedError
         self._weights.append((kept, kept.data_ptr(), kept.shape))
         return kept.detach()
 
@@ -125,7 +132,7 @@ class ModuleParts:
         self._held.append((owner._buffers, name, held))
         if held is not None:
             if held.dtype not in FORMATS or held.device.type != "cpu" or not held.is_contiguous():
-                raise UnservedError(lambda: owner._buffers.get(name) is held)
+                raise UnservedError
             self._weights.append((held, held.data_ptr(), held.shape))
         return held
 
@@ -160,7 +167,7 @@ class ModuleParts:
             for name, part in zip(("qdata", "scale"), rows, strict=True):
                 self._derived.append((functools.partial(getattr, kept, name), part))
         if kept.dtype is not self.dtype:  # what its own code multiplies it with
-            raise UnservedError(self.unchanged)
+            raise UnservedError
         return weight, scale
 
     def linear(self, program: Program, x: Value, name: str, into: Value | None = None) -> Value:
@@ -168,7 +175,7 @@ class ModuleParts:
         layer = self.layer(name, nn.Linear)
         weight, scale = self.matrix(layer)
         if weight.shape[1] != x.width:
-            raise UnservedError(self.unchanged)
+            raise UnservedError
         return program.linear(x, weight, self.weight(layer, "bias", optional=True), into, scale)
 
     def norm(self, program: Program, x: Value, name: str, **gating: Any) -> Value:
@@ -179,13 +186,21 @@ class ModuleParts:
             weight = self.weight(layer)
         return program.rms_norm(x, weight, self.eps(layer), **gating)
 
+    def _hooks(self) -> bool:
+        """Return whether a layer but the root has hooks, in few calls."""
+        return any(map(any, map(_HOOKS, itertools.islice(self._attributes, 1, None))))
+
+    def same_code(self, looked: dict[Any, Any] | None) -> bool:
+        """Return whether the layers' classes, and what these run, are what they were."""
+        return [*map(type, self._layers)] == self._classes and self._code.unchanged(looked)
+
     def unchanged(self) -> bool:
-        """Return whether nothing was replaced, moved, or hooked since."""
+        """Return whether nothing was replaced, moved, hooked or added since, code aside."""
+        for held, kept in self._children:
+            if [*held.values()] != kept:
+                return False
         for holder, name, kept in self._held:
             if holder.get(name) is not kept:
-                return False
-        for layer in self._layers:
-            if is_watched(layer):
                 return False
         for owner, name, value in self._settings:
             if getattr(owner, name, None) != value:
@@ -193,17 +208,17 @@ class ModuleParts:
         for weight, address, shape in self._weights:
             if weight.data_ptr() != address or weight.shape != shape or not weight.is_contiguous():
                 return False
-        return all(make() is value for make, value in self._derived)
+        for make, value in self._derived:
+            if make() is not value:
+                return False
+        return self._hooks() is self._hooked and [*map(len, self._attributes)] == self._sizes
 
 
 def is_watched(layer: nn.Module) -> bool:
     """Return whether calling a layer does more than its class's forward."""
     held = layer.__dict__
     return bool(
-        held["_forward_hooks"]
-        or held["_forward_pre_hooks"]
-        or held["_backward_hooks"]
-        or held["_backward_pre_hooks"]
+        any(_HOOKS(held))
         or "forward" in held  # hooks of Accelerate
         or module_hooks._global_forward_hooks
         or module_hooks._global_forward_pre_hooks
@@ -226,27 +241,21 @@ class _Step:
     """A module's program, and what it was written for."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        write: Writer,
-        x: Tensor,
-        states: Sequence[Tensor],
-        y: Tensor,
-        matrices: torch.dtype,
+        self, parts: ModuleParts, write: Writer, x: Tensor, states: Sequence[Tensor], y: Tensor
     ) -> None:
-        self.parts = ModuleParts(module, matrices)
+        self.parts = parts
         self.format, self.width = x.dtype, x.shape[-1]
         self.states = [(s.dtype, s.shape[1:]) for s in states]
         self.program = Program(torch.float64 if x.dtype is torch.float64 else torch.float32)
-        if not self.program.applies(x):
-            raise UnservedError  # the kernel cannot be built
+        if parts.watched or not self.program.applies(x):  # or the kernel cannot be built
+            raise UnservedError
         numbered = [State(i + 2, state) for i, state in enumerate(states)]
         try:
             value = self.program.input(0, x.dtype, self.width)
             value = write(self.program, self.parts, value, numbered)
             self.program.output(value, 1, y.dtype)
         except ValueError as error:  # a dtype that the kernel does not read
-            raise UnservedError(self.parts.unchanged) from error
+            raise UnservedError from error
         self.outputs, self.dtype = value.width, y.dtype
 
     def fits(self, x: Tensor, states: Sequence[Tensor]) -> bool:
@@ -277,9 +286,11 @@ class Decoding:
     """How a module decodes: by a program, one still to be written, or by its own code."""
 
     step: _Step | None = None
-    refused: Callable[[Tensor], bool] | None = None  # whether an input is still its own code's
+    # whether an input is still its own code's
+    refused: Callable[[Tensor, dict[Any, Any] | None], bool] | None = None
     why: str | None = None  # in words; None while a program serves it, or none was tried
     offset: float | None = None  # of a norm's weight, NaN if it is another norm: see ``norms``
+    code: ForwardCode | None = None  # which gave it
 
     def __reduce__(self) -> Any:
         """Leave out of copies and files what has addresses of this module's weights."""
@@ -301,6 +312,7 @@ def token(
     states: Sequence[Tensor],
     own: Callable[[], Tensor],
     *,
+    looked: dict[Any, Any] | None = None,
     by_column: bool = False,
 ) -> Tensor:
     """Return a module's output for few rows, in one call where it may be.
@@ -311,11 +323,13 @@ def token(
         x: ``[..., width]``, a token of each row.
         states: What the call changes, ``[B, ...]`` each.
         own: Its forward.
+        looked: See :meth:`ForwardCode.unchanged`.
         by_column: Whether the nearest counts of those that give it, columns judged by themselves.
     """
-    if not _may_decode(module, x, states):
+    known = kept(module)
+    if not _may_decode(known, x, states, looked):
         return own()
-    step = kept(module).step  # which another thread may replace meanwhile
+    step = known.step  # which another thread may replace meanwhile
     if step is None or not step.fits(x, states):
         y, after = _prove(
             module, writers, x, states, own, lambda: states, x.dtype, by_column=by_column
@@ -352,9 +366,10 @@ def token_of_layer(
     """
     names = sorted(state.initial) if names is None else names
     states = [state.initial[name] for name in names]
-    if not _may_decode(module, x, states):
+    known = kept(module)
+    if not _may_decode(known, x, states, state.shared):
         return own()
-    step = kept(module).step
+    step = known.step
     if step is None or not step.fits(x, states):
 
         def write(
@@ -395,10 +410,11 @@ def _writable(state: Tensor) -> bool:
     return torch.is_inference_mode_enabled() or not state.is_inference()
 
 
-def _may_decode(module: nn.Module, x: Tensor, states: Sequence[Tensor]) -> bool:
+def _may_decode(
+    known: Decoding, x: Tensor, states: Sequence[Tensor], looked: dict[Any, Any] | None
+) -> bool:
     """Tell whether a module's token may go by a program, as things are now."""
-    known = kept(module)
-    if known.refused is not None and known.refused(x):
+    if known.refused is not None and known.refused(x, looked):
         return False
     if (
         not decodes_on_cpu(x)
@@ -411,10 +427,14 @@ def _may_decode(module: nn.Module, x: Tensor, states: Sequence[Tensor]) -> bool:
         if x.device.type != "cpu":
             known.step = None  # which would keep what was moved in memory
         return False
-    for state in states:  # noqa: SIM110 (a generator is a call a state)
+    for state in states:
         if not (state.is_cpu and state.is_contiguous()):
             return False
-    return True
+    if (step := known.step) is None or step.parts.same_code(looked):
+        return True
+    known.step, known.why = None, "its code was replaced"
+    known.refused = lambda _, looked: not step.parts.same_code(looked)
+    return False
 
 
 def _prove(
@@ -439,13 +459,13 @@ def _prove(
     y = own()
     if not y.any() or not y.isfinite().all():
         return y, after()  # from which nothing can be told
-    lasting, differs, fitting = [], False, []
+    asked, differs, fitting = [], False, []
     for writer in writers:
+        asked.append(ModuleParts(module, matrices))
         try:
-            step = _Step(module, writer, x, states, y, matrices)
+            step = _Step(asked[-1], writer, x, states, y)
         except UnservedError as error:
             known.why = f"no program is written for it: {error}".removesuffix(": ")
-            lasting.append(error.lasts)
             continue
         changed = [state.clone() for state in before]
         ours = step(x, changed)
@@ -456,7 +476,6 @@ def _prove(
                 break
         else:
             differs = True
-            lasting.append(step.parts.unchanged)
     if fitting:
         known.step, ours, changed = min(fitting, key=lambda found: apart(found[1], y))
         known.refused = known.why = None
@@ -465,11 +484,16 @@ def _prove(
         known.why = GAVE_OTHER_NUMBERS
         _log.info("%s decodes by its own code: programs gave other numbers", type(module).__name__)
     kind = x.dtype
-    if len(lasting) == 1:
-        (lasts,) = lasting
-        known.refused = lambda x: x.dtype is kind and lasts()
-    else:
-        known.refused = lambda x: x.dtype is kind and all(lasts() for lasts in lasting)
+
+    def refused(x: Tensor, looked: dict[Any, Any] | None) -> bool:
+        if x.dtype is not kind:
+            return False
+        for parts in asked:  # noqa: SIM110 (a generator is a call more)
+            if not (parts.same_code(looked) and parts.unchanged()):
+                return False
+        return True
+
+    known.refused = refused
     return y, after()
 
 

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from ssmzoo_kernels.token_step import Program, Value
 
 
+_LINEAR = nn.Linear.forward
+
+
 class Linear(nn.Linear):
     """``nn.Linear`` by kernels of our own where they are faster: on CPUs, by the number of rows."""
 
@@ -33,13 +36,18 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., out_features]``."""
-        # a compiler would take the number of rows for a constant, and a DTensor is torch's to split
-        if not torch.compiler.is_compiling() and type(input) is Tensor:
+        # a compiler would take the number of rows for a constant, a DTensor is torch's to split,
+        # and somebody may have replaced what this stands for
+        if (
+            not torch.compiler.is_compiling()
+            and type(input) is Tensor
+            and nn.Linear.forward is _LINEAR
+        ):
             if not torch.is_grad_enabled() and input.numel() <= MOST_ROWS * self.in_features:
                 return few_rows_linear(input, self.weight, self.bias)
             if input.dtype.itemsize == 2 or input.numel() * self.out_features >= MUCH_WORK:
                 return many_rows_linear(input, self.weight, self.bias)
-        return F.linear(input, self.weight, self.bias)
+        return nn.Linear.forward(self, input)
 
 
 class CausalConv1d(nn.Module):

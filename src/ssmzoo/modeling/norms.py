@@ -49,11 +49,14 @@ class GroupRMSNorm(RMSNorm):
         return (y * self.weight.to(exact)).to(self.weight.dtype)
 
 
+_OWN = RMSNorm.forward, RMSNorm.forward.__code__
+
+
 def add_and_norm(x: Tensor, y: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor | None]:
     """Return ``x + y`` and, where one kernel gives both, its norm; else None for the norm.
 
-    Nobody may call the norm on the sum then; so a norm that something watches or wraps stands
-    alone, as does one whose weight is sharded or lies on another device.
+    Nobody may call the norm on the sum then; so a norm that something watches, wraps or replaces
+    stands alone, as does one whose weight is sharded or lies on another device.
     """
     if (
         takes_op(x)
@@ -62,6 +65,7 @@ def add_and_norm(x: Tensor, y: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor | 
         and x.shape == y.shape
         and torch.promote_types(x.dtype, y.dtype) is x.dtype
         and not is_watched(norm)
+        and (RMSNorm.forward, RMSNorm.forward.__code__) == _OWN
     ):
         return add_rms_norm(x, y, norm.weight, eps=norm.eps)
     return x + y, None

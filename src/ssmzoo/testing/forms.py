@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -233,7 +235,10 @@ def check_state_adapter(subject: Subject) -> Measured:
 
 
 def check_fused_steps(subject: Subject) -> Measured:
-    """A token in one call of C equals its layers one by one, and sees what is put on them later."""
+    """A token in one call of C equals its layers one by one, and sees what is put on them later.
+
+    So it does a ``forward`` that is replaced in a layer's class, and what it no longer has.
+    """
     measured, model, ids = Measured(), subject.fresh(), subject.ids(3, 12)
     for dtype, budget in BUDGETS.items():
         model = subject.fresh(dtype)
@@ -250,6 +255,12 @@ def check_fused_steps(subject: Subject) -> Measured:
             with use_backend("eager"):
                 layered = _in_tokens(model, ids)
             measured.compare(f"{dtype} logits of {rows} rows", fused, layered, budget)
+    inside = [m for m in model.modules() if KEPT_AS in m.__dict__ and m.__dict__[KEPT_AS].step]
+    for kind in {type(layer): None for module in inside for layer in module.modules()}:
+        _require_followed(model, ids, kind)
+    with watch() as ran:
+        _in_tokens(model, ids)
+    require(("token_step", "cpu") in ran, "a class's own forward, set back, has no program")
     calls: list[nn.Module] = []
     for module in model.modules():
         module.register_forward_hook(lambda module, *_: calls.append(module))
@@ -259,6 +270,23 @@ def check_fused_steps(subject: Subject) -> Measured:
         _in_tokens(model, ids)
     require(len(calls) == 2 * seen, "a hook that was put on later is not called at every token")
     return measured
+
+
+def _require_followed(model: SSMForCausalLM, ids: Tensor, kind: type[nn.Module]) -> None:
+    """Fail if a class's forward, replaced after a first token, is not called at every token."""
+    own, calls = kind.forward, []
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls.append(self)
+        return own(self, *args, **kwargs)
+
+    with mock.patch.object(kind, "forward", forward):
+        _in_tokens(model, ids)
+        seen = len(calls)
+        with use_backend("eager"):
+            _in_tokens(model, ids)
+    wrong = f"the forward that was put into {kind.__name__} later is not called at every token"
+    require(len(calls) == 2 * seen, wrong)
 
 
 def check_batch(subject: Subject) -> Measured:

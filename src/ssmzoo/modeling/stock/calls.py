@@ -25,6 +25,7 @@ class Call(threading.local):
         fused: Whether a function may read the weights of the mixer's projections.
         dt_limit: The least and greatest step size of a Mamba2 mixer.
         seen: The scans that run, with their arguments, while somebody asks; else None.
+        looked: What the call has found of its layers' code; None outside a model's forward.
     """
 
     packing: PackedRow | None = None
@@ -34,6 +35,7 @@ class Call(threading.local):
     fused: bool = False
     dt_limit: tuple[float, float] | None = None
     seen: list[tuple[Callable[..., Any], dict[str, Any]]] | None = None
+    looked: dict[Any, Any] | None = None
 
 
 call = Call()

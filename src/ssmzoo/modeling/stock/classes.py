@@ -11,12 +11,13 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import ModelOutput
 
@@ -29,6 +30,7 @@ from ssmzoo.modeling.cache import (
     require_same_start,
 )
 from ssmzoo.modeling.compat import CACHE, MIXER_CACHE, cache_name, renamed_cache
+from ssmzoo.modeling.forward_code import ForwardCode, current_code
 from ssmzoo.modeling.layers import Linear
 from ssmzoo.modeling.sequence_parallel import CutRows, require_shifted
 from ssmzoo.modeling.stock import steps
@@ -77,11 +79,15 @@ def _remake(stock: type[nn.Module]) -> nn.Module:
 
 def subclass(stock: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass that a module of a stock class takes on."""
-    return _subclass(stock, stock.forward)  # which somebody may replace in a stock class
+    if stock is nn.Linear:
+        return _subclass(stock, None)
+    # somebody may replace either; our convolution has a silu inside
+    code = current_code((stock, type(ACT2FN["silu"]))) if functions_of(stock) else stock.forward
+    return _subclass(stock, code)
 
 
 @functools.cache
-def _subclass(stock: type[nn.Module], forward: Any) -> type[nn.Module]:
+def _subclass(stock: type[nn.Module], code: Any) -> type[nn.Module]:
     if stock is nn.Linear:
         base, body = Linear, {}
     else:
@@ -93,7 +99,7 @@ def _subclass(stock: type[nn.Module], forward: Any) -> type[nn.Module]:
         elif writers := writers_of(stock):
             body = _part(stock, writers)
         else:
-            body = _mixer(stock)
+            body = _mixer(stock, code)
     body |= {"stock_class": stock, "__module__": stock.__module__, "__doc__": stock.__doc__}
     made: Any = types.new_class(
         stock.__name__, (Accelerated, base), exec_body=lambda ns: ns.update(body)
@@ -169,7 +175,7 @@ def _unlike(name: str, taken: Any, known: Any) -> str:
     )
 
 
-def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
+def _mixer(stock: type[nn.Module], code: ForwardCode) -> dict[str, Any]:
     names = functions_of(stock)
     stock_forward = stock.__dict__["forward"]
     # without its __name__, which would lead torch.compile to the module's own globals
@@ -193,6 +199,10 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
         **kwargs: Any,
     ) -> Any:
         length, cache = hidden_states.shape[1], cache_params if cache is None else cache
+        if not torch.compiler.is_compiling() and not code.unchanged(call.looked):
+            _require_plain(self, cache, length, continues)
+            given = (hidden_states, cache, attention_mask)
+            return stock.forward(self, *given, **kwargs)
         if length == 1 and writers and not torch.compiler.is_compiling():
             states = _states_of_one_token(self, hidden_states, cache, attention_mask)
             if states:
@@ -202,6 +212,7 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
                     hidden_states,
                     states,
                     lambda: layered(self, hidden_states, cache, attention_mask, **kwargs),
+                    looked=call.looked,
                 )
         return layered(self, hidden_states, cache, attention_mask, **kwargs)
 
@@ -253,6 +264,24 @@ def _mixer(stock: type[nn.Module]) -> dict[str, Any]:
     return {"forward": forward, "dynamics": dynamics}
 
 
+def _require_plain(mixer: Any, cache: Any, length: int, continues: bool) -> None:
+    """Fail for what a stock mixer cannot read, in a class that somebody changed."""
+    needs = ""
+    if call.packing is not None:
+        needs = "packed or padded sequences need"
+    elif call.passing is not None:
+        needs = "states that come from elsewhere need"
+    elif continues and cache is not None and length > 1:
+        layer = cache.layers[mixer.layer_idx]
+        needs = "several tokens behind a cache need" if layer.has_previous_state[0] else ""
+    if needs:
+        raise RuntimeError(
+            f"{type(mixer).__name__}: its forward, or what that calls, was replaced after "
+            f"accelerate(), and {needs} ssmzoo's kernels; undo that, or restore the model and "
+            "accelerate it again"
+        )
+
+
 def _states_of_one_token(
     mixer: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None
 ) -> tuple[Tensor, ...]:
@@ -274,16 +303,16 @@ def _states_of_one_token(
 
 
 def _part(stock: type[nn.Module], writers: tuple[decoding.Writer, ...]) -> dict[str, Any]:
-    stock_forward: Any = stock.forward
     whole = normalised if writers is _NORMS else lambda _, __, forward: forward()
 
-    @functools.wraps(stock_forward)
+    @functools.wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         if kwargs or len(args) != 1:  # Zamba2's MLP has adapters of its own
-            return stock_forward(self, *args, **kwargs)
+            return stock.forward(self, *args, **kwargs)
         (x,) = args
-        layered = functools.partial(whole, self, x, lambda: stock_forward(self, x))
-        return decoding.token(self, writers, x, (), layered, by_column=writers is _NORMS)
+        layered = functools.partial(whole, self, x, lambda: stock.forward(self, x))
+        norm, looked = writers is _NORMS, call.looked
+        return decoding.token(self, writers, x, (), layered, looked=looked, by_column=norm)
 
     return {"forward": forward}
 
@@ -369,31 +398,31 @@ def _with_globals(
 
 
 def _block(stock: type[nn.Module]) -> dict[str, Any]:
-    stock_forward: Any = stock.forward
-
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         now = call.packing, call.passing
         if now != (None, None):  # for when checkpointing calls the forward again, alone
             kwargs["told_by_call"] = now
         return stock.__call__(self, *args, **kwargs)  # before 5.23 it checkpoints
 
-    @functools.wraps(stock_forward)
+    @functools.wraps(stock.forward)
     def forward(self: Any, *args: Any, told_by_call: Any = None, **kwargs: Any) -> Any:
         if told_by_call is None:
-            return stock_forward(self, *args, **kwargs)
+            return stock.forward(self, *args, **kwargs)
         with told_of(*told_by_call):
-            return stock_forward(self, *args, **kwargs)
+            return stock.forward(self, *args, **kwargs)
 
     return {"__call__": __call__, "forward": forward}
 
 
 def _model(stock: type[nn.Module]) -> dict[str, Any]:
-    stock_forward: Any = stock.forward
-    names = tuple(inspect.signature(stock_forward).parameters)[1:]
+    names = tuple(inspect.signature(stock.forward).parameters)[1:]
     # some count positions from 0 in every call, whatever their cache has seen
-    used = inspect.unwrap(stock_forward).__code__.co_names
+    used = inspect.unwrap(cast(Any, stock.forward)).__code__.co_names
     forgets = "position_ids" in names and "arange" in used and "get_seq_length" not in used
     name_of_cache = cache_name(names) or CACHE
+
+    def stock_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return stock.forward(self, *args, **kwargs)  # which somebody may replace
 
     def read(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = stock_forward(self, *args, **kwargs)
@@ -405,8 +434,17 @@ def _model(stock: type[nn.Module]) -> dict[str, Any]:
         output.last_hidden_state = hidden_states
         return output
 
-    @functools.wraps(stock_forward)
+    @functools.wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or call.looked is not None:
+            return run(self, *args, **kwargs)
+        call.looked = {}
+        try:
+            return run(self, *args, **kwargs)
+        finally:
+            call.looked = None
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False))
         # as generate and our own code call it, whatever the model does
         asked = renamed_cache(kwargs, name_of_cache)

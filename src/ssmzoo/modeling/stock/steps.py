@@ -214,7 +214,7 @@ def _convolution(program: Program, parts: ModuleParts, x: Value, state: State) -
     silu = parts.setting(parts.root, "activation") in ("silu", "swish")
     _, width, kept = state.like.shape
     if not silu or width != x.width or weight.shape[:2] != (width, 1) or kept < weight.shape[2]:
-        raise UnservedError(parts.unchanged)
+        raise UnservedError
     return program.causal_conv1d(x, weight, bias, state.number, kept, state.like.dtype, silu=True)
 
 
