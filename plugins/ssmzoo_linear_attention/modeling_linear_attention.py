@@ -80,6 +80,7 @@ class LinearAttentionMixer(SSMMixer):
         groups = {"head": config.head_v_dim, "gated": inner}
         groups["gated_group"] = inner // config.key_heads
         group, normed = groups.get(config.out_norm), inner if config.norms_gated else groups["head"]
+        self.norms_gated = config.norms_gated
         self.out_norm = GroupRMSNorm(normed, config.rms_norm_eps, group) if group else None
         self.out_proj = Linear(inner, config.hidden_size, bias=False)
 
@@ -123,7 +124,7 @@ class LinearAttentionMixer(SSMMixer):
             y = (y[..., :-1] / (y[..., -1:] + _EPS)).to(v.dtype)
         if self.D is not None:
             y = (y.to(exact) + self.D.to(exact)[:, None] * v).to(v.dtype)
-        if self.out_norm is not None and not config.norms_gated:
+        if self.out_norm is not None and not self.norms_gated:
             y = self.out_norm(y)
         y = y.flatten(2)
         if config.out_gate != "none":
@@ -131,7 +132,7 @@ class LinearAttentionMixer(SSMMixer):
             if config.out_norm == "gated_group":  # in float32, as Mamba2's code has it
                 gate = gate.to(exact)
             y = y * (F.silu(gate) if config.out_gate == "silu" else torch.sigmoid(gate))
-        if self.out_norm is not None and config.norms_gated:
+        if self.out_norm is not None and self.norms_gated:
             y = self.out_norm(y)
         return self.out_proj(y)
 
