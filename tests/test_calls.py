@@ -54,8 +54,8 @@ def language_model(name, layers):
 # by family: calls and files of a forward pass of one layer without a cache, calls of a decoding
 # step of four layers (in one call each, but those of S4, S5 and H3, of DSS where modes grow, and of
 # B'MOJO with the last token of a chunk, which is not counted). Each may fall; a rise must pay: DSS
-# asks for every token whether what has no program has changed, linear attention's norm whether it is
-# one of groups
+# asks for every token whether what has no program has changed, and linear attention's norm whether
+# it is one of groups
 MOST = {
     "longhorn": (60, 14, 120),
     "coffee": (75, 16, 120),
