@@ -233,7 +233,9 @@ BLOCKS: list[tuple[str, dict[str, Any], set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "fields", "own"), BLOCKS, ids=str)
+@pytest.mark.parametrize(
+    ("name", "fields", "own"), BLOCKS, ids=lambda x: None if isinstance(x, set) else str(x)
+)
 def test_a_forward_put_into_a_class_runs_from_the_next_token_on(
     name: str, fields: dict[str, Any], own: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
