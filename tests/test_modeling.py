@@ -220,11 +220,19 @@ def test_labels_with_only_some_logits_are_refused(model, ids):
 # --- padding and packing -----------------------------------------------------------------------
 
 
-def test_a_mask_with_holes_is_refused_and_the_row_named(model, ids):
+@torch.no_grad()
+def test_padding_between_tokens_changes_neither_logits_nor_loss(model, ids):
     mask = torch.ones_like(ids)
-    mask[1, 3] = 0
-    with pytest.raises(ValueError, match=r"attention_mask must .* zeros between ones in row 1"):
-        model(ids, attention_mask=mask)
+    mask[1, 3] = mask[1, 5:] = 0
+    real, labels = mask.bool(), ids.masked_fill(mask == 0, -100)
+    padded = model(ids[1:], attention_mask=mask[1:], labels=labels[1:], output_hidden_states=True)
+    alone = model(ids[1:, real[1]], labels=ids[1:, real[1]], output_hidden_states=True)
+    torch.testing.assert_close(padded.logits[:, real[1]], alone.logits)
+    torch.testing.assert_close(padded.loss, alone.loss)
+    for shown, wanted in zip(padded.hidden_states, alone.hidden_states, strict=True):
+        torch.testing.assert_close(shown[:, real[1]], wanted)
+    both = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(both[real], torch.cat([model(ids[:1]).logits[0], alone.logits[0]]))
 
 
 @pytest.mark.parametrize("width", [1, 6, 8])
@@ -341,8 +349,8 @@ def test_a_pad_token_between_others_is_content_where_no_mask_is_given(model):
     options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     wanted = model.generate(ids, attention_mask=mask, **options)
     assert torch.equal(model.generate(ids, **options), wanted)
-    with pytest.raises(ValueError, match="attention_mask must have contiguous ones"):
-        model.generate(ids, attention_mask=(ids != 0).long(), **options)
+    others = model.generate(ids, attention_mask=(ids != 0).long(), **options)
+    assert not torch.equal(others, wanted)  # a mask that is given is as it is
 
 
 def test_padding_becomes_sequences_of_its_own():
@@ -351,6 +359,26 @@ def test_padding_becomes_sequences_of_its_own():
     assert packing.offsets.tolist() == [0, 2, 4, 4, 4, 7, 8, 8, 8, 12]
     assert packing.rows.tolist() == [1, 4, 7]
     assert packing.count == 9
+
+
+def test_padding_between_tokens_goes_behind_them():
+    mask = torch.tensor([[0, 1, 0, 1], [1, 1, 1, 1]])
+    packing = find_packing(2, 4, 0, mask, None, None, None)
+    assert packing.order.tolist() == [1, 3, 0, 2, 4, 5, 6, 7]
+    assert packing.offsets.tolist() == [0, 0, 2, 4, 4, 8, 8]
+    assert packing.mask(2).tolist() == mask.bool().tolist()
+    x = torch.arange(8.0).view(2, 4, 1)
+    assert torch.equal(packing.batch(packing.flat(x), 2), x)
+
+
+@pytest.mark.parametrize(
+    ("positions", "rows"),
+    [([0, 1, 0, 0, 2, 3], 1), ([0, 1, 2, 3, 4, 5], 1), ([0, 1, 1, 1, 0, 1], 2)],
+)
+def test_positions_tell_whether_tokens_behind_padding_go_on(positions, rows):
+    mask = torch.tensor([[1, 1, 0, 0, 1, 1]])
+    packing = find_packing(1, 6, 0, mask, torch.tensor([positions]), None, None)
+    assert packing.sequences == rows
 
 
 def test_only_the_new_tokens_columns_of_a_mask_count():

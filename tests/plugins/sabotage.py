@@ -126,12 +126,18 @@ class CutsTheGraphAfterAFirstSingleToken(LonghornMixer):
 class ForgetsWhatHasPaddingBehindIt(LonghornMixer):
     def forward(self, hidden_states, state, packing=None):
         out = super().forward(hidden_states, state, packing)
-        if packing is not None and packing.rows is not None:
+        if packing is not None and packing.rows is not None and packing.order is None:
             lengths = packing.offsets.diff()
             forgotten = (lengths[packing.rows] > 0) & (lengths[packing.rows + 1] > 0)
             for tensor in state.final.values():
                 tensor[forgotten] *= 0
         return out
+
+
+class ReadsAroundPadding(LonghornModel):
+    def find_packing(self, *args):
+        packing = super().find_packing(*args)
+        return packing and replace(packing, order=None)
 
 
 class MixesUpPackedStates(LonghornMixer):
@@ -724,9 +730,9 @@ def broad(*fails, patch=None, **parts):
     return Sabotage("", parts, patch, frozenset(fails))
 
 
-def planted(first, *more, mixer):
+def planted(first, *more, **parts):
     """Return a sabotage that fails the check that names it first, and these."""
-    return Sabotage("", {"mixer": mixer}, None, frozenset({first, *more}), oracle=False)
+    return Sabotage("", parts, None, frozenset({first, *more}), oracle=False)
 
 
 NARROW = {
@@ -869,6 +875,9 @@ PLANTED = {
             "padding", "prompt_state", "state_adapter", mixer=IgnoresTheStateWhenPadded
         ),
         "lost in rows without a token": planted("padding", mixer=LosesIdleRows),
+        "padding between tokens": planted(
+            "padding", "assisted", "compile", model=ReadsAroundPadding
+        ),
     },
     "batch": {
         "row 0 in others of eight or more": planted("batch", mixer=MixesTheFirstRowIntoEight),

@@ -431,7 +431,8 @@ class SSMModel(SSMPreTrainedModel):
         Args:
             input_ids: Token ids ``[B, L]``; or give ``inputs_embeds``.
             attention_mask: 1 for tokens, 0 for padding, ``[B, L]`` or, with a cache,
-                ``[B, past + L]``. Padding before or after a row's tokens does not change them.
+                ``[B, past + L]``. Padding before, after or between a row's tokens does not change
+                what comes out at them.
             position_ids: ``[B, L]``; only used to find packed sequences: one begins where positions
                 do not go up by one, as in batches of transformers' flattening collator. A cache's
                 sequence goes on with the first token, whatever its position.
@@ -472,7 +473,7 @@ class SSMModel(SSMPreTrainedModel):
         if return_dict is None:
             return_dict = config.return_dict
         hidden_states = self._embed(input_ids, inputs_embeds, input_values, pixel_values)
-        batch, length, width = hidden_states.shape
+        batch, length = hidden_states.shape[:2]
         for name, given in token_inputs.items():
             _check_token_input(name, given, batch, length)
         if packing is None:
@@ -515,14 +516,14 @@ class SSMModel(SSMPreTrainedModel):
                 packing = PackedRow(ends, batch, None, 1)
 
         if packing is not None:
-            hidden_states = hidden_states.reshape(1, batch * length, width)
+            hidden_states = packing.flat(hidden_states)
         if self.dropout.training:
             hidden_states = self.dropout(hidden_states, packing)
         all_hidden_states: list[Tensor] = []
         states: list[LayerState] = []
         shared: dict[Any, Any] = {}
         for name, given in token_inputs.items():
-            shared[name] = given if packing is None else given.reshape(1, batch * length)
+            shared[name] = given if packing is None else packing.flat(given)
         room = None if cache is None else cache.max_cache_len
         passing = cache if isinstance(cache, SequenceParallelCache) else None
         next_norms: Iterable[nn.Module | None] = itertools.repeat(None)
@@ -541,8 +542,9 @@ class SSMModel(SSMPreTrainedModel):
         for index, layer, next_norm in numbered:
             if output_hidden_states:
                 # the layer goes on from what is returned, so that a gradient can be retained there
-                all_hidden_states.append(hidden_states.view(batch, length, width))
-                hidden_states = all_hidden_states[-1].view_as(hidden_states)
+                shown = hidden_states if packing is None else packing.batch(hidden_states, batch)
+                all_hidden_states.append(shown)
+                hidden_states = shown.view_as(shown) if packing is None else packing.flat(shown)
             initial, keep = {}, cache is not None
             if starts is not None:  # some mixers look at no state unless they leave one
                 initial, keep = starts.get(index, {}), True
@@ -561,7 +563,8 @@ class SSMModel(SSMPreTrainedModel):
                 hidden_states = self.norm(hidden_states, packing.real())
             else:
                 hidden_states = self.norm(hidden_states)
-        hidden_states = hidden_states.view(batch, length, width)
+        if packing is not None:
+            hidden_states = packing.batch(hidden_states, batch)
         if output_hidden_states:
             all_hidden_states.append(hidden_states)
 

@@ -566,9 +566,8 @@ class StateCache(RecurrentCache):
         """
         inputs: dict[str, Tensor] | None = {"inputs_embeds": inputs_embeds.detach(), **token_inputs}
         if packing is not None:
-            mask = packing.real() if packing.padded else None
-            shape = inputs_embeds.shape[:2]
-            inputs = None if mask is None else {**inputs, "attention_mask": mask.view(shape)}
+            mask = packing.mask(len(inputs_embeds)) if packing.padded else None
+            inputs = None if mask is None else {**inputs, "attention_mask": mask}
         return self.record(inputs)
 
     def save(self, path: str | os.PathLike[str]) -> None:

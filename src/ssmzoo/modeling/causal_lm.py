@@ -157,6 +157,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
             hidden_states = hidden_states[:, -logits_to_keep:]
         logits = self.lm_head(hidden_states)
         loss = read = None
+        logits_read = logits
         for name, targets in (("labels", labels), ("shift_labels", shift_labels)):
             if targets is None:
                 continue
@@ -170,7 +171,10 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         if shift_labels is not None:
             read = "shift_labels", shift_labels
         elif labels is not None:
-            given, labels = labels, _without_first_tokens(labels, packing)
+            given = labels
+            if packing and packing.order is not None:  # nothing stands between a row's tokens
+                logits_read, labels = (packing.flat(x).view_as(x) for x in (logits, labels))
+            labels = _without_first_tokens(labels, packing)
             read = "labels", labels[:, 1:]
             if items is not None and labels is not given:  # Trainer counted first tokens, too
                 counted, left = ((x[:, 1:] != -100).sum().clamp(min=1) for x in (given, labels))
@@ -178,7 +182,7 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         if read is not None:
             with named_indices(*read, logits.shape[-1], ignored=-100):
                 loss = self.loss_function(
-                    logits=logits,
+                    logits=logits_read,
                     labels=labels,
                     vocab_size=self.config.vocab_size,
                     shift_labels=shift_labels,
@@ -413,7 +417,8 @@ def given_state(
     """Return the state that ``generate`` goes on from: the given one, or a copy with a row a beam.
 
     Raises:
-        ValueError: It has seen all tokens of the prompt already.
+        ValueError: It has seen all tokens of the prompt already, or the new ones would be read in
+            chunks by a transformers that reads those before them again.
     """
     length = prompt_length(generation_config, model_kwargs)
     if length is not None and length <= given.get_seq_length():
@@ -421,6 +426,13 @@ def given_state(
             f"cache has seen {given.get_seq_length()} tokens, and input_ids (or "
             "attention_mask, where they are the new ones alone) must have more, got "
             f"{length}; ssmzoo.modeling.prefill keeps a prompt that generate can go on from"
+        )
+    chunk = generation_config.prefill_chunk_size
+    if chunk is not None and CACHE != "cache" and given.get_seq_length():
+        raise ValueError(
+            f"prefill_chunk_size must be left out beside a cache before transformers 5.24, got "
+            f"{chunk}; read the prompt with ssmzoo.modeling.prefill(model, input_ids, cache=cache, "
+            f"chunk_size={chunk})"
         )
     expanded = max(generation_config.num_beams, generation_config.num_return_sequences)
     if expanded > 1 and given.batch_size == batch_size:  # as the prompt's rows were

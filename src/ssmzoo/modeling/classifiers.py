@@ -219,7 +219,7 @@ class SSMForTokenClassification(_LinearClassifier):
         return output if return_dict else output.to_tuple()
 
     def _loss(self, logits: Tensor, labels: Tensor, packing: PackedRow | Literal[False]) -> Tensor:
-        real = packing.real() if packing else None
+        real = packing.mask(len(logits)) if packing else None
         if self.config.problem_type != "regression":
             if labels.shape != logits.shape[:2]:
                 raise ValueError(
@@ -458,6 +458,8 @@ def pool(hidden_states: Tensor, packing: PackedRow | Literal[False], pooling: st
     """
     if not packing:
         return hidden_states[:, -1] if pooling == "last" else hidden_states.mean(dim=1)
+    if packing.order is not None:
+        hidden_states = packing.flat(hidden_states).view_as(hidden_states)
     lengths, ends = packing.offsets.diff(), packing.offsets[1:]
     if packing.rows is not None:
         lengths, ends = lengths[packing.rows], ends[packing.rows]

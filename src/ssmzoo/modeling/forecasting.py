@@ -158,7 +158,7 @@ class SSMForForecasting(SSMPreTrainedModel):
         hidden = outputs.last_hidden_state
         hidden = hidden.to(torch.promote_types(torch.float32, hidden.dtype))
         if packing:  # as one flat row
-            hidden = hidden.flatten(0, 1)[None]
+            hidden = packing.flat(hidden)
         later = self.decoder(hidden, packing or None, steps)
         if packing and packing.rows is not None:
             later = later[packing.rows]
@@ -172,7 +172,8 @@ class SSMForForecasting(SSMPreTrainedModel):
             loss = squared_error(logits, labels, ~labels.isnan())
             if self.config.open_loop_weight:
                 assert input_values is not None
-                values = input_values.reshape(*hidden.shape[:2], -1)
+                values = packing.flat(input_values) if packing else input_values
+                values = values.reshape(*hidden.shape[:2], -1)
                 errors = self._errors(hidden, values, labels[:, :1], packing)
                 loss = loss + self.config.open_loop_weight * errors
         if return_dict is None:

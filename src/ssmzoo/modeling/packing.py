@@ -1,8 +1,8 @@
 """Padding and packing are one thing: where, in a flat row of tokens, each sequence begins and ends.
 
 A padded batch is packed by treating the padding before and after each row's tokens as sequences of
-their own whose results nobody reads. Shapes stay those of the batch, so compilation survives, and a
-family that packs exactly pads exactly.
+their own whose results nobody reads. Padding between a row's tokens goes behind them first. Shapes
+stay those of the batch, so compilation survives, and a family that packs exactly pads exactly.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ class PackedRow(Packing):
         rows: The numbers of the sequences that are no padding; None: all of them.
         row_length: L of the batch, which bounds the sequences' lengths; None: unknown.
         padded: Whether the batch is padded only: every row is one sequence and its padding.
+        order: Which token of the batch stands at each place of the flat row, ``[B * L]``, where
+            padding between a row's tokens went behind them; None: all stand where they were.
     """
 
     rows: Tensor | None = None
     row_length: int | None = None
     padded: bool = False
+    order: Tensor | None = None
     _known: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -50,6 +53,23 @@ class PackedRow(Packing):
         """Return which sequence each of the row's tokens lies in, ``[length]``."""
         places = torch.arange(self.length, device=self.offsets.device)
         return torch.searchsorted(self.offsets[1:].contiguous(), places, right=True)
+
+    def flat(self, x: Tensor) -> Tensor:
+        """Return the batch ``[B, L, ...]`` as the flat row ``[1, B * L, ...]``."""
+        row = x.reshape(-1, *x.shape[2:])
+        return (row if self.order is None else row.index_select(0, self.order))[None]
+
+    def batch(self, row: Tensor, rows: int) -> Tensor:
+        """Return the flat row ``[1, B * L, ...]`` as the batch ``[B, L, ...]`` of so many rows."""
+        if self.order is not None:
+            places = torch.arange(self.length, device=self.order.device)
+            row = row.index_select(1, torch.empty_like(places).scatter(0, self.order, places))
+        return row.view(rows, -1, *row.shape[2:])
+
+    def mask(self, rows: int) -> Tensor | None:
+        """Return which tokens of the batch are not padding, ``[B, L]``; None: all of them."""
+        real = self.real()
+        return None if real is None else self.batch(real[None], rows)
 
     def real(self) -> Tensor | None:
         """Return which of the row's tokens are not padding, ``[length]``; None: all of them."""
@@ -198,8 +218,7 @@ def find_packing(
         cu_seqlens: Boundaries in a single packed row, ``[S + 1]``; goes before the other two.
 
     Raises:
-        ValueError: Shapes that do not fit, boundaries that do not rise from 0 to L, or padding
-            between a row's tokens.
+        ValueError: Shapes that do not fit, or boundaries that do not rise from 0 to L.
         TypeError: A mask or boundaries of another kind.
     """
     mask = None
@@ -211,7 +230,12 @@ def find_packing(
         if mask is not None and not torch.compiler.is_compiling() and not _all(mask):
             raise ValueError("attention_mask must be all ones where cu_seqlens is given")
         return PackedRow.of(cu_seqlens, length, "model")
-    starts = _starts(batch, length, mask, position_ids, seq_idx)
+    order = None if mask is None else _tokens_first(mask)
+    if order is not None:
+        mask = mask.gather(1, order)
+    starts = _starts(batch, length, mask, order, position_ids, seq_idx)
+    if order is not None:
+        order = (order + length * torch.arange(batch, device=order.device)[:, None]).flatten()
     if starts is not None:
         rows = None
         if mask is not None and not _all(mask):
@@ -220,10 +244,10 @@ def find_packing(
             rows = mask.flatten()[starts.flatten()].nonzero().flatten()
         flat = starts.flatten().nonzero().flatten()
         ends = torch.cat([flat, flat.new_tensor([batch * length])])
-        return PackedRow(ends, batch * length, rows, length)
+        return PackedRow(ends, batch * length, rows, length, order=order)
     if mask is None or (not torch.compiler.is_compiling() and _all(mask)):
         return None
-    return _padded(mask)
+    return _padded(mask, order)
 
 
 def _new_columns(mask: Tensor, batch: int, length: int, past_length: int) -> Tensor:
@@ -246,10 +270,28 @@ def _all(mask: Tensor) -> bool:
     return bool(mask.all())
 
 
+def _tokens_first(mask: Tensor) -> Tensor | None:
+    """Return the columns of a mask ``[B, L]``, tokens before padding; None: no token is between.
+
+    In a graph, where nobody looks, always.
+    """
+    if mask.shape[1] == 1:
+        return None
+    if not torch.compiler.is_compiling():
+        begins = mask[:, 1:] & ~mask[:, :-1]
+        if not bool((begins.sum(dim=1) + mask[:, 0] > 1).any()):
+            return None
+    count = mask.sum(dim=1, keepdim=True)
+    place = torch.where(mask, mask.cumsum(1) - 1, count + (~mask).cumsum(1) - 1)
+    columns = torch.arange(mask.shape[1], device=mask.device).expand_as(place)
+    return torch.empty_like(place).scatter(1, place, columns)
+
+
 def _starts(
     batch: int,
     length: int,
     mask: Tensor | None,
+    order: Tensor | None,
     position_ids: Tensor | None,
     seq_idx: Tensor | None,
 ) -> Tensor | None:
@@ -263,8 +305,12 @@ def _starts(
             f"{name} must have shape [B, L] = [{batch}, {length}], got {list(given.shape)}"
         )
     given = given.reshape(-1, length)
-    step = 0 if seq_idx is not None else 1
-    breaks = given[:, 1:] - given[:, :-1] != step
+    if order is not None:
+        given = given.expand(batch, -1).gather(1, order)
+    steps = given.diff(dim=1)
+    breaks = steps != (0 if seq_idx is not None else 1)
+    if order is not None and seq_idx is None:  # positions may count the padding between tokens
+        breaks &= steps != order.diff(dim=1)
     if mask is not None:  # positions of padding mean nothing
         breaks = breaks & mask[:, 1:] & mask[:, :-1]
     if not bool(breaks.any()):
@@ -283,23 +329,13 @@ def without_holes(mask: Tensor) -> Tensor:
     return (started & unfinished).to(mask.dtype)
 
 
-def _padded(mask: Tensor) -> PackedRow:
+def _padded(mask: Tensor, order: Tensor | None) -> PackedRow:
     batch, length = mask.shape
     count = mask.sum(dim=1)
     first = mask.int().argmax(dim=1)  # 0 for an empty row
     last = first + count
-    if not torch.compiler.is_compiling():
-        columns = torch.arange(length, device=mask.device)
-        whole = (columns >= first[:, None]) & (columns < last[:, None])
-        if bool((whole != mask).any()):
-            row = int((whole != mask).any(dim=1).int().argmax())
-            raise ValueError(
-                "attention_mask must have contiguous ones in every row (padding before or after "
-                f"them), got zeros between ones in row {row}; pad on the right with PEFT's prompt "
-                "tuning"
-            )
     ends = torch.stack([first, last, torch.full_like(first, length)], dim=1)  # [B, 3]
     ends = ends + torch.arange(batch, device=mask.device)[:, None] * length
     rows = torch.arange(batch, device=mask.device) * 3 + 1
     offsets = torch.cat([ends.new_zeros(1), ends.flatten()])
-    return PackedRow(offsets, batch * length, rows, length, padded=True)
+    return PackedRow(offsets, batch * length, rows, length, padded=True, order=order)

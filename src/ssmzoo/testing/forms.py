@@ -111,13 +111,13 @@ def check_packing(subject: Subject) -> Measured:
 
 
 def check_padding(subject: Subject) -> Measured:
-    """Padding changes nothing, neither in a ragged batch nor when its cache goes on, ragged too."""
+    """Padding anywhere changes nothing, in a ragged batch and when its cache goes on, ragged too."""
     measured = Measured()
     rows = _rows(subject, PADDED)
     for dtype in BUDGETS:
         model = subject.model(dtype)
         expected, true = alone(model, rows), None
-        for side in ("left", "right"):
+        for side in ("left", "right", "inner"):
             cache, turns, masks = None, [], []
             for lengths, pieces in zip(PADDED, _turns(rows, PADDED), strict=True):
                 ids, mask = _padded(subject, pieces, side)
@@ -405,11 +405,14 @@ def _turns(rows: Sequence[Tensor], turns: Sequence[Sequence[int]]) -> list[list[
 
 def _padded(subject: Subject, pieces: Sequence[Tensor], side: str) -> tuple[Tensor, Tensor]:
     """Pad pieces to one length with tokens that are not all alike."""
-    widest = max(map(len, pieces))
+    widest = max(map(len, pieces)) + 2 * (side == "inner")
     ids = subject.ids(len(pieces), widest, seed=99)
     mask = torch.zeros_like(ids)
     for i, piece in enumerate(pieces):
-        place = slice(widest - len(piece), None) if side == "left" else slice(len(piece))
+        place: Any = slice(widest - len(piece), None) if side == "left" else slice(len(piece))
+        if side == "inner":  # spread over the row
+            draw = torch.Generator().manual_seed(i)
+            place = torch.randperm(widest, generator=draw)[: len(piece)].sort().values
         ids[i, place], mask[i, place] = piece, 1
     return ids, mask
 

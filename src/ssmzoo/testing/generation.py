@@ -73,7 +73,8 @@ def check_beams(subject: Subject) -> Measured:
 def check_assisted(subject: Subject) -> Measured:
     """Assisted and prompt-lookup decoding, from a kept prompt too, take back and change nothing.
 
-    Also where the prompt is padded, and where the model emits its own pad token.
+    Also where the prompt is padded around and between its tokens, and where the model emits its own
+    pad token.
     """
     measured = Measured()
     model, helper = subject.model(), subject.fresh(torch.float64)
@@ -84,7 +85,9 @@ def check_assisted(subject: Subject) -> Measured:
     ids = torch.cat([ids, ids[:, :5]], dim=1)
     whole, back = torch.ones_like(ids), [0, 0]
     padded = whole.clone()
-    padded[:, :2] = 0
+    padded[:, :2] = padded[:, 6] = 0
+    ended = padded.clone()
+    ended[:, -2:] = 0
 
     class Counts(StateCache):
         def crop(self, max_length: int) -> None:
@@ -92,7 +95,7 @@ def check_assisted(subject: Subject) -> Measured:
             back[0] += max_length < 0
             back[1] += self.pending is not None
 
-    for mask in (whole, padded):
+    for mask in (whole, padded, ended):
         plain = _generate(model, ids, mask, new=12)
         pad = int(plain.sequences[0, ids.shape[1]])
         ways: dict[str, Any] = {
@@ -101,6 +104,8 @@ def check_assisted(subject: Subject) -> Measured:
         }
         for name, more in ways.items():
             caches = {"": Counts(model.config), " from a state": model.prefill(ids, mask).cache}
+            if mask is ended:  # the first token follows padding: any will do
+                del caches[" from a state"]
             for start, past in caches.items():
                 got = _generate(model, ids, mask, new=12, cache=past, pad_token_id=pad, **more)
                 what = f"{name}{start}"

@@ -128,6 +128,15 @@ class StockCache(RecurrentCache):
         return output
 
 
+def new_cache(config: PreTrainedConfig) -> DynamicCache | StockCache:
+    """Return the cache that a call makes: transformers', or ours where that counts no tokens.
+
+    It counts what its attention keeps.
+    """
+    cache = DynamicCache(config=config.get_text_config(decoder=True))
+    return StockCache(config) if all(cache.is_linear) else cache
+
+
 class StockSequenceParallelCache(PassingCache, StockCache):
     """What :class:`SequenceParallelCache` is, for an accelerated model.
 

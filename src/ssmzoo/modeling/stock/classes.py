@@ -39,14 +39,15 @@ from ssmzoo.modeling.stock.cache import (
     SCAN_STATE,
     StockCache,
     StockSequenceParallelCache,
+    new_cache,
 )
 from ssmzoo.modeling.stock.calls import call, told_of
 from ssmzoo.modeling.stock.dynamics import dynamics
 from ssmzoo.modeling.stock.functions import FUNCTIONS, STARTED
 from ssmzoo.modeling.stock.generation import overrides
 from ssmzoo.modeling.stock.norms import OFFSETS, normalised
-from ssmzoo.modeling.stock.packed_calls import enter, positions
-from ssmzoo.modeling.stock.starting import of_mixers, start
+from ssmzoo.modeling.stock.packed_calls import enter, inputs_of, positions
+from ssmzoo.modeling.stock.starting import HeadStates, of_mixers, read_apart, returns_cache
 from ssmzoo_kernels.dispatch import decodes_on_cpu
 from ssmzoo_kernels.few_rows_linear import many_rows_linear
 from ssmzoo_kernels.layers import OPS
@@ -186,6 +187,7 @@ def _mixer(stock: type[nn.Module], code: ForwardCode) -> dict[str, Any]:
     # the one function that stock code gives no state to start from
     continues = "mamba_selective_scan" in names
     fuses = "mamba_inner_fn" in names
+    by_head = continues and "n_mamba_heads" in inspect.unwrap(stock_forward).__code__.co_names
     linear = (nn.Linear, subclass(nn.Linear))
     writers = next((steps.MIXERS[name] for name in names if name in steps.MIXERS), ())
 
@@ -243,14 +245,35 @@ def _mixer(stock: type[nn.Module], code: ForwardCode) -> dict[str, Any]:
                     for layer in (self.x_proj, self.dt_proj, self.out_proj)
                 )
             )
+        packing = call.packing
+        if packing is None or packing.order is None:
+            return carried(self, hidden_states, cache, attention_mask, **kwargs)
+        if attention_mask is not None:
+            attention_mask = packing.flat(attention_mask).view_as(attention_mask)
+        x = packing.flat(hidden_states).view_as(hidden_states)
+        y = carried(self, x, cache, attention_mask, **kwargs)
+        return packing.batch(y.flatten(0, 1)[None], len(y))
+
+    def carried(
+        self: Any,
+        hidden_states: Tensor,
+        cache: Any,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the mixer from the states before its tokens, which lie as ``call.packing`` says."""
         if call.passing is not None:
             initial, final = call.passing.open_layer(self.layer_idx, hidden_states.device)
-            call.layer = LayerState(initial, keep=True, packing=call.packing, final=final)
+            state = LayerState(initial, keep=True, packing=call.packing, final=final)
+            call.layer = heads = HeadStates(state) if by_head else state
             try:
-                return run(self, hidden_states, None, attention_mask, **kwargs)
+                y = run(self, hidden_states, None, attention_mask, **kwargs)
+                if isinstance(heads, HeadStates):
+                    heads.close()
+                return y
             finally:
                 call.layer = None
-        if not continues or cache is None or length == 1:
+        if not continues or cache is None or hidden_states.shape[1] == 1:
             return run(self, hidden_states, cache, attention_mask, **kwargs)
         layer = cache.layers[self.layer_idx]
         if layer.has_previous_state[0]:
@@ -424,15 +447,32 @@ def _model(stock: type[nn.Module]) -> dict[str, Any]:
     def stock_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return stock.forward(self, *args, **kwargs)  # which somebody may replace
 
-    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = stock_forward(self, *args, **kwargs)
-        if call.passing is None or reader(self) is not self:
+    def read(self: Any, **kwargs: Any) -> Any:
+        output = stock_forward(self, **kwargs)
+        if call.passing is None:
             return output
         hidden_states = call.passing.close(output[0])
         if isinstance(output, tuple):
             return hidden_states, *output[1:]
         output.last_hidden_state = hidden_states
         return output
+
+    def placed(self: Any, cache: Any, given: dict[str, Any], packing: Any) -> dict[str, Any]:
+        """Return a call's arguments, with positions and a cache where these would not count."""
+        if packing is not None or call.packing is not None or call.passing is not None:
+            return given
+        inputs = inputs_of(given)
+        if "position_ids" in names and given.get("position_ids") is None and inputs is not None:
+            seen = 0 if cache is None else cache.get_seq_length()
+            places = positions(given, seen)
+            if places is None and forgets and cache is not None:
+                places = torch.arange(seen, seen + inputs.shape[1], device=inputs.device)[None]
+            given["position_ids"] = places
+        if cache is None and not torch.compiler.is_compiling() and returns_cache(self, given):
+            counts = new_cache(self.config)
+            if isinstance(counts, StockCache):
+                given[name_of_cache] = counts
+        return given
 
     @functools.wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -451,10 +491,6 @@ def _model(stock: type[nn.Module]) -> dict[str, Any]:
         cache, positional = kwargs.get(name_of_cache), given.get(name_of_cache)
         if asked is not None and positional is not None:
             raise ValueError(f"{asked} must be left out beside {name_of_cache}, got both")
-        told = kwargs.get("position_ids", given.get("position_ids")) is not None
-        if forgets and not told and cache is not None:
-            seen = cache.get_seq_length()
-            kwargs["position_ids"] = positions({**given, **kwargs}, seen)
         cache = positional if cache is None else cache
 
         def under_both_names(output: Any) -> Any:
@@ -472,23 +508,26 @@ def _model(stock: type[nn.Module]) -> dict[str, Any]:
             if isinstance(output, ModelOutput):
                 output[name_of_cache] = cache
             return under_both_names(output)
-        adapter = self._modules.get(STATE_ADAPTER)
-        if adapter is not None and call.passing is None:
-            begun = start(adapter, self, stock_forward, {**given, **kwargs}, name_of_cache)
-            if begun is not None:
-                return under_both_names(begun)
-        began = None if isinstance(cache, StockCache) else getattr(cache, "adapter", None)
-        if adapter is None and began is not None and reader(self) is self:
-            require_same_start(began, None)
         packing, kwargs = enter(self, cache, given, kwargs)
+        if packing is not None:
+            given, args = kwargs, ()
+        if reader(self) is not self:
+            if packing is None:
+                return under_both_names(stock_forward(self, *args, **kwargs))
+            with told_of(packing, call.passing):
+                return stock_forward(self, **kwargs)
+        if self._modules.get(STATE_ADAPTER) is None and not isinstance(cache, StockCache):
+            require_same_start(getattr(cache, "adapter", None), None)
+        kwargs = placed(self, cache, {**given, **kwargs}, packing)
+        output = read_apart(self, read, kwargs, name_of_cache, packing)
+        if output is not None:
+            return under_both_names(output)
         if packing is not None:
             with told_of(packing, call.passing):
                 return read(self, **kwargs)
-        if isinstance(cache, StockCache) and reader(self) is self:
-            passed = functools.partial(stock_forward, self, *args, **kwargs)
-            output = cache.run(self, passed, {**given, **kwargs})
-        else:
-            output = read(self, *args, **kwargs)
+        cache = kwargs.get(name_of_cache)
+        passed = functools.partial(read, self, **kwargs)
+        output = cache.run(self, passed, kwargs) if isinstance(cache, StockCache) else passed()
         return under_both_names(output)
 
     body = {"forward": forward, "cache_class": StockCache, "prompt_reader": property(reader)}

@@ -13,15 +13,15 @@ import inspect
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from ssmzoo.modeling.causal_lm import given_state, prompt_length
 from ssmzoo.modeling.compat import CACHE, given_cache
-from ssmzoo.modeling.stock.cache import StockCache, states_of
+from ssmzoo.modeling.stock.cache import StockCache, new_cache, states_of
 
 _REPLACED = (
     *("prepare_inputs_for_generation", "_prepare_cache_for_generation"),
-    *("_assisted_decoding", "_is_stateful"),
+    *("_assisted_decoding", "_is_stateful", "_prepare_position_ids_for_generation"),
 )
 
 
@@ -40,7 +40,12 @@ def overrides(stock: type[nn.Module]) -> dict[str, Any]:
         if isinstance(cache, StockCache) and cache.input_holds_seen:
             cache.input_holds_seen = False
             kwargs["next_sequence_length"] = input_ids.shape[1] - cache.seen_tokens
-        return stock_inputs(self, input_ids, **kwargs)
+        inputs, mask = stock_inputs(self, input_ids, **kwargs), kwargs.get("attention_mask")
+        read = inputs.get("input_ids")
+        if isinstance(cache, StockCache) and read is not None and read.shape[1] > 1:
+            if inputs.get("attention_mask") is None:  # dropped behind a prompt's first chunk
+                inputs["attention_mask"] = mask
+        return inputs
 
     functools.update_wrapper(prepare_inputs_for_generation, stock_inputs)
     # generate accepts the arguments that it finds named here
@@ -61,6 +66,8 @@ def overrides(stock: type[nn.Module]) -> dict[str, Any]:
         max_cache_length: int,
     ) -> None:
         name = given_cache(model_kwargs)
+        if name is not None:
+            _require_count(self, name, model_kwargs[name])
         if name is not None and (name == "cache" or isinstance(model_kwargs[name], StockCache)):
             model_kwargs[CACHE] = model_kwargs.pop(name)
         given = model_kwargs.get(CACHE)
@@ -76,6 +83,23 @@ def overrides(stock: type[nn.Module]) -> dict[str, Any]:
         theirs._prepare_cache_for_generation(self, *arguments)
         if generation_config.is_assistant:  # its proposals may be taken back
             _record(self, model_kwargs)
+        elif name is None and (made := given_cache(model_kwargs)) is not None:
+            if type(model_kwargs[made]) is DynamicCache:
+                counts = new_cache(self.prompt_reader.config)
+                if isinstance(counts, StockCache):
+                    del model_kwargs[made]
+                    model_kwargs[CACHE] = counts
+
+    @functools.wraps(theirs._prepare_position_ids_for_generation)
+    def _prepare_position_ids_for_generation(
+        self: Any, inputs_tensor: Tensor, model_kwargs: dict[str, Any]
+    ) -> Tensor:
+        made = theirs._prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs)
+        mask = model_kwargs.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.shape == made.shape:
+            # new tokens go on behind the last column, which transformers calls 0 in a padded row
+            made = (mask.long().cumsum(-1) - 1).clamp_min(0)
+        return made
 
     @functools.wraps(theirs._assisted_decoding)
     def _assisted_decoding(
@@ -109,8 +133,23 @@ def overrides(stock: type[nn.Module]) -> dict[str, Any]:
         "_is_stateful": False,  # to transformers: what cannot take tokens back
         "prepare_inputs_for_generation": prepare_inputs_for_generation,
         "_prepare_cache_for_generation": _prepare_cache_for_generation,
+        "_prepare_position_ids_for_generation": _prepare_position_ids_for_generation,
         "_assisted_decoding": _assisted_decoding,
     }
+
+
+def _require_count(model: Any, name: str, cache: Any) -> None:
+    """Check that a given cache of recurrent layers alone, which stock code counts not, is empty.
+
+    Raises:
+        ValueError: It holds states.
+    """
+    if isinstance(cache, Cache) and all(cache.is_linear) and any(map(states_of, cache.layers)):
+        raise ValueError(
+            f"{name} must count its tokens, so that generate of {type(model).__name__} reads the "
+            f"new ones alone, got a {type(cache).__name__}, which does not; give the one that the "
+            "accelerated model returns, or that of ssmzoo.modeling.prefill(model, input_ids)"
+        )
 
 
 def _record(model: Any, model_kwargs: dict[str, Any]) -> StockCache | None:

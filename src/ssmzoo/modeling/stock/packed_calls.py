@@ -45,7 +45,7 @@ def enter(
     explicit = cu_seqlens is not None or seq_idx is not None
     if not explicit and (not isinstance(positions, Tensor) or cache is not None):
         return None, kwargs
-    inputs = _inputs(given)
+    inputs = inputs_of(given)
     if not isinstance(inputs, Tensor) or inputs.shape[1] == 1:
         return None, kwargs
     batch, length = inputs.shape[:2]
@@ -60,14 +60,16 @@ def enter(
     if cache is not None or given.get("use_cache"):
         raise ValueError(
             f"{type(model).__name__} takes packed sequences without a cache, got "
-            f"{found.sequences} sequences in {batch} rows and a cache; pass use_cache=False"
+            f"{found.sequences} sequences in {batch} rows and a cache; leave it out and "
+            "pass use_cache=False"
         )
     given = {name: value for name, value in given.items() if name != "cu_seqlens"}
     if _attends(model):
         if mask is not None and not bool(mask.all()):
             raise ValueError(
                 f"{type(model).__name__} has attention, which takes packed sequences without "
-                "padding, got an attention_mask with zeros; pack without padding"
+                "padding, got an attention_mask with zeros; pack without padding, or let "
+                "position_ids go on behind it where a row is one sequence"
             )
         config = model.config.get_text_config()
         if strange := sorted(set(config.layer_types) - _MASKED):
@@ -96,13 +98,36 @@ def dtype_of(model: Any) -> torch.dtype:
     return model.get_input_embeddings().weight.dtype
 
 
-def positions(given: Mapping[str, Any], seen: int) -> Any:
-    """Return ``position_ids`` that go on from the tokens that a call's cache has seen."""
-    inputs = _inputs(given)
-    return torch.arange(seen, seen + inputs.shape[1], device=inputs.device)[None]
+def positions(given: Mapping[str, Any], seen: int) -> Tensor | None:
+    """Return ``position_ids`` ``[B, L]`` that leave out the padding behind a row's first token.
+
+    Args:
+        given: The arguments of a call, in which nobody says them.
+        seen: The tokens that its cache has seen.
+
+    Returns:
+        None: as the mask does not say where the tokens stand.
+
+    Raises:
+        ValueError: The mask lacks the tokens that attention finds in the cache.
+    """
+    inputs, mask = inputs_of(given), given.get("attention_mask")
+    length = inputs.shape[1]
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return None
+    if mask.shape[1] < seen + length:
+        raise ValueError(
+            f"attention_mask must cover the {seen} tokens that the cache has seen and the {length} "
+            f"new ones, got {mask.shape[1]} columns"
+        )
+    if mask.shape[1] != seen + length:
+        return None
+    tokens = mask.bool().long()
+    first = tokens.argmax(dim=1, keepdim=True)  # transformers counts the padding before it
+    return (first + tokens.cumsum(1) - 1).clamp_min(0)[:, seen:]
 
 
-def _inputs(given: Mapping[str, Any]) -> Any:
+def inputs_of(given: Mapping[str, Any]) -> Any:
     """Return what a call reads, ids or embeddings."""
     ids = given.get("input_ids")
     return given.get("inputs_embeds") if ids is None else ids

@@ -1,27 +1,32 @@
-"""A call of an accelerated model that starts from a state adapter.
+"""Calls of an accelerated model whose mixers get their states apart from transformers' cache.
 
-Its mixers get their states as in sequence parallelism, apart from transformers' cache, into which
-their final ones go after the call. Padding is then packing: a state that is not zero must not decay
-over it, as it would in the stock code, which only lets padding add nothing.
+They are those that start from a state adapter and those that are padded. Padding is packing here:
+a sequence of its own, over which a row's state neither moves nor decays, as it would in the stock
+code, which only lets padding add nothing. The mixers start from the states in the cache, and what
+they leave goes into it after the call; transformers' attention uses it as ever.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import Cache
 
-from ssmzoo.modeling.cache import refuse_reentrant_checkpointing, require_same_start
-from ssmzoo.modeling.packing import find_packing
-from ssmzoo.modeling.state_adapter import StateAdapter
-from ssmzoo.modeling.stock.cache import CONV_STATE, SCAN_STATE, StockCache, states_of
+from ssmzoo.modeling.cache import (
+    STATE_ADAPTER,
+    LayerState,
+    refuse_reentrant_checkpointing,
+    require_same_start,
+)
+from ssmzoo.modeling.packing import PackedRow, find_packing
+from ssmzoo.modeling.stock.cache import CONV_STATE, SCAN_STATE, StockCache, new_cache, states_of
 from ssmzoo.modeling.stock.calls import call, told_of
-from ssmzoo.modeling.stock.packed_calls import dtype_of, enter
+from ssmzoo.modeling.stock.packed_calls import dtype_of, inputs_of
 
 
 class StartingStates:
@@ -39,75 +44,137 @@ class StartingStates:
         """Return where a layer's states come from, and where they go to, by name."""
         return self._initial.get(index, {}), self.final.setdefault(index, {})
 
+    def close(self, hidden_states: Tensor) -> Tensor:
+        """Return what the last layer returned."""
+        return hidden_states
 
-def start(
-    adapter: StateAdapter,
-    model: Any,
-    forward: Callable[..., Any],
-    given: dict[str, Any],
-    name_of_cache: str,
-) -> Any:
-    """Return what a model makes of a call whose states the adapter begins, or None of others.
+    def leave(self, cache: Cache, adapter: Any) -> None:
+        """Write what the mixers left into a cache, without its graph where an adapter began."""
+        for index, final in self.final.items():
+            conv, scan = (
+                final[name] if adapter is None else final[name].detach()
+                for name in (CONV_STATE, SCAN_STATE)
+            )
+            # of [B, K - 1, D] transformers keeps [B, D, K]
+            cache.update_conv_state(F.pad(conv.transpose(1, 2), (1, 0)), index)
+            cache.update_recurrent_state(scan, index)
 
-    Others go on from a cache, and have no padding.
+
+class HeadStates:
+    """A mixer's states where its scans run head by head, each with its own ``[B, D, N]``.
 
     Args:
-        adapter: The model's.
+        states: Those of all heads, ``[B, H, D, N]``.
+    """
+
+    def __init__(self, states: LayerState) -> None:
+        self._states = states
+        self._starts: Iterator[Tensor] | None = None
+        self._final: list[Tensor] = []
+
+    def get(self, name: str) -> Tensor | None:
+        """Return the state to start from, of a scan the next head's."""
+        if name != SCAN_STATE:
+            return self._states.get(name)
+        if self._starts is None:
+            whole = self._states.get(name)
+            self._starts = iter(() if whole is None else whole.unbind(1))
+        return next(self._starts, None)
+
+    def put(self, name: str, state: Tensor) -> None:
+        """Leave a final state."""
+        if name == SCAN_STATE:
+            self._final.append(state)
+        else:
+            self._states.put(name, state)
+
+    def close(self) -> None:
+        """Leave those of the scans, which have all run."""
+        self._states.put(SCAN_STATE, torch.stack(self._final, dim=1))
+
+
+def read_apart(
+    model: Any,
+    read: Callable[..., Any],
+    given: dict[str, Any],
+    name_of_cache: str,
+    packing: PackedRow | None,
+) -> Any:
+    """Return what a model makes of a call that is padded or starts from an adapter; else None.
+
+    Args:
         model: The model around the layers.
-        forward: Its stock forward.
+        read: Its forward.
         given: The call's arguments by name.
         name_of_cache: The one of its cache.
+        packing: Packed sequences that were found in the call.
 
     Raises:
         ValueError: The cache began elsewhere, or gradients would be lost.
     """
-    cache = given.get(name_of_cache)
-    if isinstance(cache, StockCache):
-        cache.read_again(model)
-    ids = given.get("input_ids")
-    inputs = given.get("inputs_embeds") if ids is None else ids
+    inputs, cache = inputs_of(given), given.get(name_of_cache)
     if inputs is None:
         return None  # the stock code says what is missing
-    batch, length = inputs.shape[:2]
+    packing = packing or call.packing
+    padded = packing is None and (packing := padding_of(given, inputs)) is not None
+    adapter = model._modules.get(STATE_ADAPTER) if call.passing is None else None
+    if isinstance(cache, StockCache) and (padded or adapter is not None):
+        cache.read_again(model)
     held = [] if cache is None else [states_of(layer) for layer in cache.layers]
-    begins = not any(SCAN_STATE in states for states in held)
-    if not begins and not isinstance(cache, StockCache):  # which looks itself
+    begins = adapter is not None and not any(SCAN_STATE in states for states in held)
+    if adapter is not None and not begins and not isinstance(cache, StockCache):  # it looks itself
         began = getattr(cache, "adapter", None)
         if began is not adapter:
             require_same_start(began, adapter)
-    mask = given.get("attention_mask")
-    mask = mask[:, -length:] if isinstance(mask, Tensor) and mask.dim() == 2 else None
-    padded = mask is not None and not bool(mask.all())
-    if not (begins or padded):
+    if not begins and not padded:
         return None
-    if model.training and torch.is_grad_enabled():
+    trains = model.training and torch.is_grad_enabled()
+    if begins and trains:
         refuse_reentrant_checkpointing(model.modules())
-    packing, given = enter(model, cache, {}, given)
-    packing = packing or call.packing
-    if packing is None:
-        if padded:
-            packing = find_packing(batch, length, 0, mask, None, None, None)
-        use = given.get("use_cache")
-        if cache is None and (
-            use or (use is None and model.config.use_cache and not model.training)
-        ):
-            cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-            given |= {name_of_cache: cache, "use_cache": True}
+    if cache is None and call.passing is None and returns_cache(model, given):
+        cache = new_cache(model.config)
+        given |= {name_of_cache: cache, "use_cache": True}
     if begins:
-        initial = adapter(batch if packing is None else packing.sequences, dtype_of(model))
+        rows = len(inputs) if packing is None else packing.sequences
+        initial = adapter(rows, dtype_of(model))
+    elif cache is None or (trains and model.is_gradient_checkpointing):
+        with told_of(packing, call.passing):  # layers that are checkpointed drop their caches
+            return read(model, **given)
     else:
         initial = {i: of_mixers(states) for i, states in enumerate(held) if SCAN_STATE in states}
     states = StartingStates(initial)
-    run = functools.partial(forward, model, **given)
-    with told_of(packing, cast(Any, states)):
+    run = functools.partial(read, model, **given)
+    with told_of(packing, states):
         output = cache.run(model, run, given) if isinstance(cache, StockCache) else run()
     if cache is not None:
-        for index, final in states.final.items():
-            conv = F.pad(final[CONV_STATE].detach().transpose(1, 2), (1, 0))
-            cache.update_conv_state(conv, index)
-            cache.update_recurrent_state(final[SCAN_STATE].detach(), index)
-        cast(Any, cache).adapter = adapter
+        states.leave(cache, adapter)
+        if adapter is not None:
+            cast(Any, cache).adapter = adapter
     return output
+
+
+def returns_cache(model: Any, given: Mapping[str, Any]) -> bool:
+    """Return whether a call without a cache makes one, as transformers decides it."""
+    if model.training and model.is_gradient_checkpointing:
+        return False
+    use = given.get("use_cache")
+    return bool(model.config.use_cache and not model.training if use is None else use)
+
+
+def padding_of(given: Mapping[str, Any], inputs: Tensor) -> PackedRow | None:
+    """Return a call's padding as sequences of their own; None: it has none.
+
+    In a graph, where nobody looks, several tokens with a mask always have.
+    """
+    mask, (batch, length) = given.get("attention_mask"), inputs.shape[:2]
+    if isinstance(mask, dict):  # as generate makes them for caches of one size
+        mask = mask.get("linear_attention")
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return None
+    mask = mask[:, -length:]
+    if length == 1 and torch.compiler.is_compiling():  # a step's token, as transformers has it
+        return None
+    return find_packing(batch, length, 0, mask, None, None, None)
 
 
 def of_mixers(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
