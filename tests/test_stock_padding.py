@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -76,7 +77,7 @@ def test_a_padded_row_gives_what_it_gives_alone(model_type: str) -> None:
     for made in caches:
         for told in (False, True)[: 1 + (model_type in HYBRID)]:
             cache, turns = made(), []
-            for begin, end in zip(TURNS, TURNS[1:], strict=False):
+            for begin, end in itertools.pairwise(TURNS):
                 given = {"position_ids": places[:, begin:end]} if told else {}
                 given |= {} if cache is None else {CACHE: cache}
                 output = model(

@@ -36,7 +36,7 @@ class PromptState:
     Attributes:
         cache: The state after all tokens but the last.
         input_ids: ``[B, L]``.
-        attention_mask: ``[B, L]`` of 0 (padding on the left) and 1.
+        attention_mask: ``[B, L]`` of 0 (padding) and 1.
         model: The model that read it.
     """
 
@@ -125,7 +125,7 @@ def prefill(
         model: A language model of the zoo, or one of transformers that :func:`ssmzoo.accelerate`
             put on our kernels.
         input_ids: ``[B, L]``.
-        attention_mask: ``[B, L]``, 0 where a row is padded on the left.
+        attention_mask: ``[B, L]``, 0 where a row is padded.
         cache: The state after a prefix of ``input_ids``; only the tokens after the prefix
             are read, and the given state is not changed.
         past_key_values: The name of ``cache`` before transformers 5.24.

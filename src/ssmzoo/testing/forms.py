@@ -111,7 +111,7 @@ def check_packing(subject: Subject) -> Measured:
 
 
 def check_padding(subject: Subject) -> Measured:
-    """Padding anywhere changes nothing, in a ragged batch and when its cache goes on, ragged too."""
+    """Padding anywhere changes nothing, in a ragged batch or when its cache goes on, ragged too."""
     measured = Measured()
     rows = _rows(subject, PADDED)
     for dtype in BUDGETS:

@@ -42,9 +42,9 @@ def overrides(stock: type[nn.Module]) -> dict[str, Any]:
             kwargs["next_sequence_length"] = input_ids.shape[1] - cache.seen_tokens
         inputs, mask = stock_inputs(self, input_ids, **kwargs), kwargs.get("attention_mask")
         read = inputs.get("input_ids")
-        if isinstance(cache, StockCache) and read is not None and read.shape[1] > 1:
-            if inputs.get("attention_mask") is None:  # dropped behind a prompt's first chunk
-                inputs["attention_mask"] = mask
+        several = read is not None and read.shape[1] > 1
+        if isinstance(cache, StockCache) and several and inputs.get("attention_mask") is None:
+            inputs["attention_mask"] = mask  # dropped behind a prompt's first chunk
         return inputs
 
     functools.update_wrapper(prepare_inputs_for_generation, stock_inputs)
@@ -83,12 +83,13 @@ def overrides(stock: type[nn.Module]) -> dict[str, Any]:
         theirs._prepare_cache_for_generation(self, *arguments)
         if generation_config.is_assistant:  # its proposals may be taken back
             _record(self, model_kwargs)
-        elif name is None and (made := given_cache(model_kwargs)) is not None:
-            if type(model_kwargs[made]) is DynamicCache:
-                counts = new_cache(self.prompt_reader.config)
-                if isinstance(counts, StockCache):
-                    del model_kwargs[made]
-                    model_kwargs[CACHE] = counts
+            return
+        made = given_cache(model_kwargs) if name is None else None
+        if made is not None and type(model_kwargs[made]) is DynamicCache:
+            counts = new_cache(self.prompt_reader.config)
+            if isinstance(counts, StockCache):
+                del model_kwargs[made]
+                model_kwargs[CACHE] = counts
 
     @functools.wraps(theirs._prepare_position_ids_for_generation)
     def _prepare_position_ids_for_generation(

@@ -52,8 +52,9 @@ def accelerate(model: nn.Module) -> Acceleration:
     Mamba, Falcon-Mamba, Jamba, Zamba, Mamba2 and the hybrids that have its layers, gated DeltaNet
     and KDA are served: by what a layer calls, not by the model's name. Outputs and gradients stay
     the same to rounding, weights stay where they are, and other models of the class are not
-    touched. Besides, a cache can be continued with several tokens, and packed sequences
-    (``cu_seqlens``, ``seq_idx`` or ``position_ids`` that begin anew) are kept apart.
+    touched. Besides, a cache can be continued with several tokens, padding anywhere changes nothing
+    at tokens, and packed sequences (``cu_seqlens``, ``seq_idx`` or ``position_ids`` that begin
+    anew) are kept apart.
 
     Args:
         model: A model of transformers, or a PEFT model around one; changed in place.

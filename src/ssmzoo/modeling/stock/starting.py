@@ -118,7 +118,9 @@ def read_apart(
     packing = packing or call.packing
     padded = packing is None and (packing := padding_of(given, inputs)) is not None
     adapter = model._modules.get(STATE_ADAPTER) if call.passing is None else None
-    if isinstance(cache, StockCache) and (padded or adapter is not None):
+    if adapter is None and not padded:
+        return None
+    if isinstance(cache, StockCache):
         cache.read_again(model)
     held = [] if cache is None else [states_of(layer) for layer in cache.layers]
     begins = adapter is not None and not any(SCAN_STATE in states for states in held)
@@ -137,8 +139,11 @@ def read_apart(
     if begins:
         rows = len(inputs) if packing is None else packing.sequences
         initial = adapter(rows, dtype_of(model))
-    elif cache is None or (trains and model.is_gradient_checkpointing):
-        with told_of(packing, call.passing):  # layers that are checkpointed drop their caches
+    elif cache is None or (
+        # whose layers drop transformers' caches, and ours refuses
+        trains and model.is_gradient_checkpointing and not isinstance(cache, StockCache)
+    ):
+        with told_of(packing, call.passing):
             return read(model, **given)
     else:
         initial = {i: of_mixers(states) for i, states in enumerate(held) if SCAN_STATE in states}
