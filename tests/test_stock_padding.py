@@ -194,7 +194,8 @@ def test_a_second_turn_reads_what_is_new(model_type: str, name: str) -> None:
 
 @pytest.mark.parametrize("model_type", PURE)
 def test_a_cache_that_counts_no_tokens_is_refused(model_type: str) -> None:
-    model, x = tiny(model_type), ids(rows=2)
+    model: Any = tiny(model_type)
+    x = ids(rows=2)
     stock = model(x)
     cache = stock[cache_name(stock.keys())]
     ssmzoo.accelerate(model)

@@ -231,7 +231,7 @@ def find_packing(
             raise ValueError("attention_mask must be all ones where cu_seqlens is given")
         return PackedRow.of(cu_seqlens, length, "model")
     order = None if mask is None else _tokens_first(mask)
-    if order is not None:
+    if mask is not None and order is not None:
         mask = mask.gather(1, order)
     starts = _starts(batch, length, mask, order, position_ids, seq_idx)
     if order is not None:

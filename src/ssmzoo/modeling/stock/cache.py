@@ -55,6 +55,14 @@ class StockCache(RecurrentCache):
         return False
 
     @property
+    def batch_size(self) -> int:
+        """Return the number of sequences, or -1 before the first token."""
+        for layer in self.layers:  # every token asks
+            for state in states_of(layer).values():
+                return state.shape[0]
+        return -1
+
+    @property
     def is_linear(self) -> list[bool]:
         """Return which layers keep no tokens, but none of a model of such layers alone.
 

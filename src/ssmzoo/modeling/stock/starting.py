@@ -136,7 +136,7 @@ def read_apart(
     if cache is None and call.passing is None and returns_cache(model, given):
         cache = new_cache(model.config)
         given |= {name_of_cache: cache, "use_cache": True}
-    if begins:
+    if adapter is not None and begins:
         rows = len(inputs) if packing is None else packing.sequences
         initial = adapter(rows, dtype_of(model))
     elif cache is None or (
@@ -177,8 +177,8 @@ def padding_of(given: Mapping[str, Any], inputs: Tensor) -> PackedRow | None:
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return None
     mask = mask[:, -length:]
-    if length == 1 and torch.compiler.is_compiling():  # a step's token, as transformers has it
-        return None
+    if length == 1 if torch.compiler.is_compiling() else bool(mask.all()):
+        return None  # in a graph a step's token counts, as transformers has it
     return find_packing(batch, length, 0, mask, None, None, None)
 
 
