@@ -94,3 +94,9 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
     # 5.23 has renamed it and warns about the old name
     renamed = getattr(model, "activation_checkpointing_enable", None)
     (renamed or model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
+def is_checkpointing(model: PreTrainedModel) -> bool:
+    """Return whether a model computes its activations again in the backward pass."""
+    renamed = getattr(model, "is_activation_checkpointing", None)
+    return model.is_gradient_checkpointing if renamed is None else renamed

@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from ssmzoo.modeling.cache import STATE_ADAPTER, RecurrentCache, own_fields
+from ssmzoo.modeling.compat import is_checkpointing
 from ssmzoo.modeling.sequence_parallel import CutRows, PassingCache, StatePassing
 
 _ATTENTION = ("keys", "values")
@@ -119,7 +120,7 @@ class StockCache(RecurrentCache):
         name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
         if given.get(name) is None:
             return forward()  # which says what is missing
-        if model.training and model.is_gradient_checkpointing:
+        if model.training and is_checkpointing(model):
             raise ValueError(
                 f"cache must be left out where {type(model).__name__} trains with "
                 "gradient checkpointing, whose layers write into no cache; call model.eval() or "

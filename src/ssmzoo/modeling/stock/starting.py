@@ -23,6 +23,7 @@ from ssmzoo.modeling.cache import (
     refuse_reentrant_checkpointing,
     require_same_start,
 )
+from ssmzoo.modeling.compat import is_checkpointing
 from ssmzoo.modeling.packing import PackedRow, find_packing
 from ssmzoo.modeling.stock.cache import CONV_STATE, SCAN_STATE, StockCache, new_cache, states_of
 from ssmzoo.modeling.stock.calls import call, told_of
@@ -141,7 +142,7 @@ def read_apart(
         initial = adapter(rows, dtype_of(model))
     elif cache is None or (
         # whose layers drop transformers' caches, and ours refuses
-        trains and model.is_gradient_checkpointing and not isinstance(cache, StockCache)
+        trains and is_checkpointing(model) and not isinstance(cache, StockCache)
     ):
         with told_of(packing, call.passing):
             return read(model, **given)
@@ -160,7 +161,7 @@ def read_apart(
 
 def returns_cache(model: Any, given: Mapping[str, Any]) -> bool:
     """Return whether a call without a cache makes one, as transformers decides it."""
-    if model.training and model.is_gradient_checkpointing:
+    if model.training and is_checkpointing(model):
         return False
     use = given.get("use_cache")
     return bool(model.config.use_cache and not model.training if use is None else use)
