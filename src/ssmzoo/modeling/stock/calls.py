@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from ssmzoo.modeling.cache import LayerState
 from ssmzoo.modeling.packing import PackedRow
 from ssmzoo.modeling.sequence_parallel import StatePassing
-
-if TYPE_CHECKING:
-    from ssmzoo.modeling.stock.starting import HeadStates, StartingStates
+from ssmzoo.modeling.stock.mixer_states import HeadStates, StartingStates
 
 
 class Call(threading.local):

@@ -45,9 +45,10 @@ from ssmzoo.modeling.stock.calls import call, told_of
 from ssmzoo.modeling.stock.dynamics import dynamics
 from ssmzoo.modeling.stock.functions import FUNCTIONS, STARTED
 from ssmzoo.modeling.stock.generation import overrides
+from ssmzoo.modeling.stock.mixer_states import HeadStates
 from ssmzoo.modeling.stock.norms import OFFSETS, normalised
 from ssmzoo.modeling.stock.packed_calls import enter, inputs_of, positions
-from ssmzoo.modeling.stock.starting import HeadStates, of_mixers, read_apart, returns_cache
+from ssmzoo.modeling.stock.starting import of_mixers, read_apart, returns_cache
 from ssmzoo_kernels.dispatch import decodes_on_cpu
 from ssmzoo_kernels.few_rows_linear import many_rows_linear
 from ssmzoo_kernels.layers import OPS

@@ -9,17 +9,14 @@ they leave goes into it after the call; transformers' attention uses it as ever.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from transformers import Cache
 
 from ssmzoo.modeling.cache import (
     STATE_ADAPTER,
-    LayerState,
     refuse_reentrant_checkpointing,
     require_same_start,
 )
@@ -27,71 +24,8 @@ from ssmzoo.modeling.compat import is_checkpointing
 from ssmzoo.modeling.packing import PackedRow, find_packing
 from ssmzoo.modeling.stock.cache import CONV_STATE, SCAN_STATE, StockCache, new_cache, states_of
 from ssmzoo.modeling.stock.calls import call, told_of
+from ssmzoo.modeling.stock.mixer_states import StartingStates
 from ssmzoo.modeling.stock.packed_calls import dtype_of, inputs_of
-
-
-class StartingStates:
-    """What the mixers of one call start from, and what they leave; read as ``StatePassing`` is.
-
-    Args:
-        initial: By layer the states by name, a row a sequence.
-    """
-
-    def __init__(self, initial: Mapping[int, Mapping[str, Tensor]]) -> None:
-        self._initial = initial
-        self.final: dict[int, dict[str, Tensor]] = {}
-
-    def open_layer(self, index: int, device: torch.device) -> tuple[Any, Any]:
-        """Return where a layer's states come from, and where they go to, by name."""
-        return self._initial.get(index, {}), self.final.setdefault(index, {})
-
-    def close(self, hidden_states: Tensor) -> Tensor:
-        """Return what the last layer returned."""
-        return hidden_states
-
-    def leave(self, cache: Cache, adapter: Any) -> None:
-        """Write what the mixers left into a cache, without its graph where an adapter began."""
-        for index, final in self.final.items():
-            conv, scan = (
-                final[name] if adapter is None else final[name].detach()
-                for name in (CONV_STATE, SCAN_STATE)
-            )
-            # of [B, K - 1, D] transformers keeps [B, D, K]
-            cache.update_conv_state(F.pad(conv.transpose(1, 2), (1, 0)), index)
-            cache.update_recurrent_state(scan, index)
-
-
-class HeadStates:
-    """A mixer's states where its scans run head by head, each with its own ``[B, D, N]``.
-
-    Args:
-        states: Those of all heads, ``[B, H, D, N]``.
-    """
-
-    def __init__(self, states: LayerState) -> None:
-        self._states = states
-        self._starts: Iterator[Tensor] | None = None
-        self._final: list[Tensor] = []
-
-    def get(self, name: str) -> Tensor | None:
-        """Return the state to start from, of a scan the next head's."""
-        if name != SCAN_STATE:
-            return self._states.get(name)
-        if self._starts is None:
-            whole = self._states.get(name)
-            self._starts = iter(() if whole is None else whole.unbind(1))
-        return next(self._starts, None)
-
-    def put(self, name: str, state: Tensor) -> None:
-        """Leave a final state."""
-        if name == SCAN_STATE:
-            self._final.append(state)
-        else:
-            self._states.put(name, state)
-
-    def close(self) -> None:
-        """Leave those of the scans, which have all run."""
-        self._states.put(SCAN_STATE, torch.stack(self._final, dim=1))
 
 
 def read_apart(
