@@ -45,8 +45,12 @@ _HEADERS = (
     _ROOT / "scan" / "scan.h",
 )
 _REALS = {torch.float32: "float", torch.float64: "double"}
-# none of these lets the compiler assume finite numbers or reorder sums
-_BASE = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
+# none of these lets the compiler assume finite numbers or reorder sums; arrays as long as a caller
+# says fit no thread's stack
+_BASE = (
+    *("-O3", "-std=gnu11", "-shared", "-fPIC", "-Werror=vla"),
+    *("-fno-math-errno", "-fno-trapping-math"),
+)
 # by the compiler's macro, widest first
 _VECTORS = {
     "__AVX512F__": "avx512f",

@@ -113,12 +113,13 @@ class Packing:
             if on_cpu:
                 return cls(_checked_offsets(cu_seqlens, length, op), length)
             return cls(cu_seqlens.to(torch.int64).contiguous(), length)
-        if on_cpu:
-            check_boundaries(op, cu_seqlens, length)
-        # a copy: what was checked stays, whatever the caller writes into his
+        # a copy, which alone is checked: whoever holds the caller's may write into it at any time
         copy = on_cpu or cu_seqlens.is_inference()
         with torch.inference_mode(False):  # what is made inside it cannot be saved for a backward
-            return cls(cu_seqlens.to(torch.int64, copy=copy).contiguous(), length)
+            offsets = cu_seqlens.to(torch.int64, copy=copy).contiguous()
+        if on_cpu:
+            check_boundaries(op, offsets, length)
+        return cls(offsets, length)
 
 
 def segment_offsets(op: str, like: Tensor, cu_seqlens: Tensor | Packing | None) -> Tensor:
@@ -168,9 +169,9 @@ def segment_offsets(op: str, like: Tensor, cu_seqlens: Tensor | Packing | None) 
     return cu_seqlens.offsets
 
 
-def check_boundaries(op: str, cu_seqlens: Tensor, length: int) -> None:
+def check_boundaries(op: str, offsets: Tensor, length: int) -> None:
     """Check that boundaries rise from 0 to the row's length."""
-    values = cu_seqlens.tolist()
+    values = offsets.tolist()
     if values[0] != 0 or values[-1] != length or any(a > b for a, b in pairwise(values)):
         shown = values if len(values) <= 8 else [*values[:4], "...", *values[-3:]]
         raise ValueError(f"{op}: cu_seqlens must rise from 0 to L = {length}, got {shown}")
@@ -179,8 +180,9 @@ def check_boundaries(op: str, cu_seqlens: Tensor, length: int) -> None:
 @torch.library.custom_op("ssmzoo::checked_offsets", mutates_args=())
 def _checked_offsets(cu_seqlens: Tensor, length: int, op: str) -> Tensor:
     """Check in a compiled graph what could not be checked when it was traced."""
-    check_boundaries(op, cu_seqlens, length)
-    return cu_seqlens.to(torch.int64, copy=True).contiguous()
+    offsets = cu_seqlens.to(torch.int64, copy=True).contiguous()
+    check_boundaries(op, offsets, length)
+    return offsets
 
 
 @_checked_offsets.register_fake

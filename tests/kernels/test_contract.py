@@ -48,7 +48,7 @@ class Kernels:
                 after.append(state)
             finals.append(state)
         rows = [torch.stack(found) if found else torch.zeros_like(x) for found in (before, after)]
-        return *rows, torch.stack(finals)
+        return *rows, torch.stack(finals) if finals else x.new_zeros(0, x.shape[1])
 
     @classmethod
     def forward(cls, x, decay, initial_state, offsets):

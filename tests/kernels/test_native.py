@@ -108,6 +108,15 @@ def test_a_damaged_library_is_built_again(fresh, tmp_path, damage):
     assert len(path.read_bytes()) == len(whole)
 
 
+def test_arrays_as_long_as_a_caller_says_are_not_built(fresh, tmp_path):
+    source = tmp_path / "stack.c"
+    source.write_text(
+        "int last(int n) {\n  int all[n];\n  all[n - 1] = n;\n  return all[n - 1];\n}\n"
+    )
+    with pytest.raises(RuntimeError, match="variable length array"):
+        native.library(source, torch.float32)
+
+
 def test_another_source_flag_or_macro_is_another_library(fresh, tmp_path):
     source = tmp_path / "answer.c"
     source.write_text("#ifndef ANSWER\n#define ANSWER 1\n#endif\nint answer = ANSWER;\n")

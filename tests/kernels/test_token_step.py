@@ -482,6 +482,23 @@ def test_attend(
         close(y[row], torch.einsum("hs,shd->hd", weights, value).flatten(), size + sum(counts))
 
 
+@pytest.mark.parametrize("position", [-1, -7, -(2**62), 2**62])
+def test_a_position_of_any_kind_is_a_place_of_its_ring(position: int) -> None:
+    """As of a state from a file; what lies beside the ring stays."""
+    x, seen = random(1, 5), torch.tensor([position])
+    room, scores = torch.zeros(9, 3, 5), torch.zeros(9, 4)
+    ring, outputs = room[4:5], torch.zeros(1, 2, 5)
+
+    def write(program: Program, value: Value) -> Value:
+        program.keep(value, 2, 3, 5)
+        program.innovate(value, (2, 3), 5, torch.tensor([0.5]), (4, 4))
+        return value
+
+    run(write, x, [ring, outputs, scores[4:5], seen])
+    assert room.any(-1).nonzero().tolist() == [[4, position % 3]]
+    assert scores.nonzero().tolist() == [[4, position % 4]]
+
+
 @both
 @some_rows
 @pytest.mark.parametrize("relative", [False, True])

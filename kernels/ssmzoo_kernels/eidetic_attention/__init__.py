@@ -120,6 +120,11 @@ def eidetic_attention(
         RuntimeError: The machine lacks what the named backend needs.
     """
     given = (q, k, v, mem_k, mem_v, past_k, past_v, late_k, late_v, late_past_k, late_past_v)
+    # copies, which alone are checked: whoever holds the caller's may write into them at any time
+    mem_count, mem_positions, seen = (
+        x.clone() if isinstance(x, Tensor) and x.is_cpu else x
+        for x in (mem_count, mem_positions, seen)
+    )
     offsets: Tensor = ATTENTION.check((*given, mem_count, mem_positions, seen), cu_seqlens)
     heads, groups, width = q.shape[2], k.shape[2], q.shape[3]
     if groups < 1 or heads < 1 or heads % groups:

@@ -54,6 +54,7 @@ typedef struct {
   REAL *grad_errors;
   REAL *grad_q, *grad_k, *grad_left;
   REAL *grad_decay;
+  REAL *through; /* [keys] */
   REAL *grad_weights, *grad_known;
 } Work;
 
@@ -293,6 +294,7 @@ static int64_t lay_out_work(Work *w, const Inputs *in, REAL *from, int back) {
                         {&w->grad_k, keys},
                         {&w->grad_left, keys},
                         {&w->grad_decay, keys},
+                        {&w->through, padded(in->keys)},
                         {&w->grad_weights, pairs},
                         {&w->grad_known, pairs}};
   return lay_out(parts, back ? sizeof parts / sizeof *parts : 2, from);
@@ -301,7 +303,7 @@ static int64_t lay_out_work(Work *w, const Inputs *in, REAL *from, int back) {
 /* Copy a state [keys][width] to or from one whose rows are padded. */
 INLINE void copy_state(REAL *to, int64_t to_row, const REAL *from, int64_t from_row, int64_t keys,
                        int64_t width) {
-  for (int64_t c = 0; c < keys; c++)
+  for (int64_t c = 0; width && c < keys; c++) /* without numbers it lies nowhere */
     memcpy(to + c * to_row, from + c * from_row, (size_t)width * sizeof(REAL));
 }
 
@@ -427,7 +429,7 @@ static void tile_back(const Inputs *in, const Gradients *to, const Tile *x, Work
                       const REAL *state, REAL *carry, int64_t token, int64_t head) {
   int64_t count = x->count, keys = x->keys, width = x->width, heads = in->heads;
   int64_t both = x->delta ? 2 * TILE : TILE, three = 3 * TILE;
-  REAL through[keys], *last = x->kept + (count - 1) * keys, sums[TILE], values[width];
+  REAL *through = w->through, *last = x->kept + (count - 1) * keys, sums[TILE];
   memset(w->grad, 0, (size_t)(2 * TILE * width) * sizeof(REAL));
   for (int64_t i = 0; to->out && i < count; i++) {
     REAL *row = w->grad + i * width;
@@ -440,8 +442,8 @@ static void tile_back(const Inputs *in, const Gradients *to, const Tile *x, Work
   solve_back(x, w);
   for (int64_t i = 0; i < count; i++) {
     int64_t at = (token + i) * heads + head;
-    for (int64_t n = 0; n < width; n += LANES) store(values + n, -load(w->asks + i * width + n));
-    store_row(to->v + at * in->width, values, in->width);
+    for (int64_t n = 0; n < in->width; n += LANES)
+      store_some(to->v + at * in->width + n, -load(w->asks + i * width + n), in->width - n);
     if (to->beta) to->beta[at] = dot(x->errors + i * width, w->grad_errors + i * width, width);
   }
   /* what queries and keys read of the state before, and what is left of keys behind */

@@ -127,6 +127,7 @@ def inverse_series(
         ``[D_a, length]`` in float32, or float64 for float64 denominators.
     """
     check_leading("inverse_series", "a", a, "[D_a, n]")
+    _check_rows("inverse_series", "a", a)
     check_count("inverse_series", "length", length)
     chosen = SERIES.choose("auto", a)
     run = SERIES.judge if chosen == "reference" else partial(SERIES.run, chosen)
@@ -138,11 +139,18 @@ def check_polynomials(op: str, a: Tensor, b: Tensor) -> None:
     check_leading(op, "a", a, "[D_a, n]")
     check_leading(op, "b", b, "[D, n]")
     check_tensor(op, "b", b, (b.shape[0], a.shape[1]), a, "[D, n]")
-    if a.shape[0] < 1 or b.shape[0] % a.shape[0]:
+    _check_rows(op, "a", a)
+    _check_rows(op, "b", b)
+    if b.shape[0] % a.shape[0]:
         raise ValueError(
             f"{op}: the {a.shape[0]} rows of a must divide the {b.shape[0]} rows of b: "
             "each denominator serves equally many channels"
         )
+
+
+def _check_rows(op: str, name: str, x: Tensor) -> None:
+    if not x.shape[0]:  # no FFT takes none
+        raise ValueError(f"{op}: {name} must have at least one row, got {list(x.shape)}")
 
 
 def _grid(order: int, length: int, mode: str, trunc_len: int | None) -> int | None:

@@ -533,6 +533,12 @@ static void rotate(const Call *call, const Instruction *x) {
   }
 }
 
+/* Where a position lies in a ring, whatever a state may say: it is data. */
+INLINE int64_t ring_place(int64_t position, int64_t rows) {
+  int64_t place = position % rows;
+  return place < 0 ? place + rows : place;
+}
+
 /* Write a row of a ring: size: width, the ring's number, its rows, the number of the positions. */
 static void keep(const Call *call, const Instruction *x) {
   int64_t width = x->size[0], rows = x->size[2];
@@ -540,7 +546,7 @@ static void keep(const Call *call, const Instruction *x) {
   const int64_t *seen = call->given[x->size[3]];
   Span span = share(call, width, LANES);
   if (span.first < span.last) for (int64_t m = 0; m < call->rows; m++)
-    memcpy(ring + (m * rows + seen[m] % rows) * width + span.first,
+    memcpy(ring + (m * rows + ring_place(seen[m], rows)) * width + span.first,
            at(call, x->in[0]) + m * x->in[0].stride + span.first,
            (size_t)(span.last - span.first) * sizeof(REAL));
 }
@@ -647,7 +653,7 @@ static void innovate(const Call *call, const Instruction *x) {
         *call->failed = 2;
       }
       int64_t window = x->size[6], position = ((const int64_t *)call->given[x->size[5]])[m];
-      ((REAL *)call->given[x->size[4]])[m * window + position % window] = score;
+      ((REAL *)call->given[x->size[4]])[m * window + ring_place(position, window)] = score;
     }
     memmove(rows, rows + width, (size_t)((kept - 1) * width) * sizeof(REAL));
     memcpy(rows + (kept - 1) * width, y, (size_t)width * sizeof(REAL));

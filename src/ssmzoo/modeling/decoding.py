@@ -427,8 +427,9 @@ def _may_decode(
         if x.device.type != "cpu":
             known.step = None  # which would keep what was moved in memory
         return False
+    rows = x.numel() // x.shape[-1]
     for state in states:
-        if not (state.is_cpu and state.is_contiguous()):
+        if not (state.is_cpu and state.is_contiguous() and len(state) == rows):
             return False
     if (step := known.step) is None or step.parts.same_code(looked):
         return True

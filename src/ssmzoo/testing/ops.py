@@ -420,6 +420,24 @@ class OpContract:
             expected = self.results(tensors, case._replace(backend="reference"))
             self.compare(self.results(tensors, case), expected, 1e-9, least=1e-11)
 
+    @op_check()
+    def test_sizes_of_zero_are_refused_or_give_what_the_reference_gives(self, case: Case) -> None:
+        """Each size of its own, gradients included: tensors without numbers have no address."""
+        specs = self.declaration.inputs.values()
+        sizes = {letter: more for spec in specs for letter, more in sorted(spec.dims, reverse=True)}
+        for letter in sorted(x for x, more in sizes.items() if x != "S" and more >= 0):
+            size: dict[str, Any] = {letter: 0}
+            tensors = self.draw(**size)
+            try:
+                expected = self.results(tensors, case._replace(backend="reference"))
+            except (ValueError, TypeError) as error:
+                _fails(type(error), self.declaration.name, lambda x=tensors: self.run(x, case))
+                continue
+            try:
+                self.compare(self.results(tensors, case), expected, 1e-9, least=1e-11)
+            except AssertionError as error:
+                raise AssertionError(f"{letter} = 0: {error}") from error
+
     # --- states and sequences ---------------------------------------------------------------------
 
     @op_check(needs=("state",))
@@ -828,6 +846,35 @@ class OpContract:
         _close("output 0", compiled(right)[0], expected[0], 1e-12)
         for wrong in ([0, 7, 3, 12], [0, 3, 7, 10], [0, 3, 7, 300_000]):
             _fails(ValueError, ("cu_seqlens",), lambda x=wrong: compiled(torch.tensor(x)))
+
+    @op_check(needs=("packing",), once=("forms",))
+    def test_integers_that_change_after_the_look_change_nothing(self, case: Case) -> None:
+        """Another thread may write to them: what is checked must be what kernels read."""
+        tensors = self.draw(packed=(5, 7))
+        right = torch.tensor([0, 5, 12])
+        expected = self.results(tensors, case, cu_seqlens=right)
+        ends, given = right.clone(), dict(tensors)
+        whole = [n for n, x in tensors.items() if x is not None and x.dtype is torch.int64]
+        given |= {n: tensors[n].clone() for n in whole}
+        written = [(given[n], tensors[n].flip(0)) for n in whole]
+        look = Tensor.tolist
+
+        def write() -> None:
+            for x, other in ((ends, torch.tensor([0, 3, 12])), *written):
+                x.numpy()[...] = other.numpy()  # which torch does not notice
+
+        def watched(x: Tensor) -> Any:
+            found = look(x)
+            write()
+            return found
+
+        def call(leaves: Tensors, case: Case, **options: Any) -> tuple[Tensor, ...]:
+            with mock.patch.object(Tensor, "tolist", watched):
+                found = self.run(leaves, case, **options)
+            write()  # before the backward reads them again
+            return found
+
+        self.compare(self.results(given, case, call=call, cu_seqlens=ends), expected, 0)
 
     @op_check(needs=("packing",), over=(torch.int32, torch.int64), once=("forms",))
     def test_boundaries_may_lie_apart_in_memory(self, case: Case) -> None:
