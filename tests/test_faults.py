@@ -24,6 +24,7 @@ from tests.training import KilledError, killed_before
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import ssmzoo.auto  # noqa: F401
+from ssmzoo.checkpoints.weights import weights_revision
 from ssmzoo.cli.main import main
 from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.family import load_family
@@ -512,6 +513,14 @@ def unknown_model_with_code(model, harm):
     return "custom code"
 
 
+def with_more(message, **fields):
+    def change(model, harm):
+        change_json(model / "config.json", **fields)
+        return message
+
+    return change
+
+
 HOSTILE = {
     "pickle": pickled,
     "pickled shards": pickled_shards,
@@ -524,6 +533,8 @@ HOSTILE = {
     "tokenizers by version": tokenizer_from("fast_tokenizer_files", ["../tokenizer.4.0.0.json"]),
     "weights by the configuration": weights_from_the_configuration,
     "unknown model with code": unknown_model_with_code,
+    "more layers than tensors": with_more("num_hidden_layers = 9,000", num_hidden_layers=9000),
+    "more labels than numbers": with_more("num_labels", num_labels=10**9),
 }
 
 
@@ -553,6 +564,34 @@ def test_a_hostile_checkpoint_is_refused_by_every_command(case, place, model, tm
     assert not harm.exists()
     shutil.rmtree(tmp_path / "r")  # results or a run, without anything in it
     assert tree(tmp_path) == before
+
+
+def test_a_model_far_larger_than_its_file_is_refused_before_it_takes_memory(model, fails):
+    change_json(model / "config.json", vocab_size=10**9)
+    assert "do not belong together" in fails("generate", model, "ant")
+    for options in ({}, {"ignore_mismatched_sizes": True}):
+        with pytest.raises(ValueError, match=r"the weights hold [\d,]+ numbers, and the model of"):
+            AutoModelForCausalLM.from_pretrained(model, **options)
+
+
+def test_labels_that_no_name_can_be_made_for_are_refused():
+    with pytest.raises(ValueError, match="num_labels must be at most 1,000,000, got 1,000,000,000"):
+        load_family("longhorn").config(num_labels=10**9)
+
+
+@pytest.mark.parametrize("names", [("a", "a"), ("b", "a")])
+def test_adapters_that_are_each_others_base_have_a_digest(names, model, tmp_path):
+    for name, base in zip("ab", names, strict=True):
+        shutil.copytree(model, tmp_path / name)
+        where = tmp_path / name / "adapter_config.json"
+        change_json(where, peft_type="LORA", base_model_name_or_path=str(tmp_path / base))
+    assert weights_revision(tmp_path / "a").startswith("sha256:")
+
+
+def test_a_tokenizer_that_gives_up_on_a_text_is_one_line(model, fails):
+    split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated"}
+    change_json(model / "tokenizer.json", pre_tokenizer={**split, "invert": False})
+    assert "pattern in tokenizer.json" in fails("generate", model, "x" * 40)
 
 
 def tokenizer_with_code(model, harm):

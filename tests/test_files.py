@@ -1,6 +1,7 @@
 """Files appear complete or not at all."""
 
 import errno
+import itertools
 import os
 import pickle
 import signal
@@ -8,17 +9,70 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from ssmzoo import files
 from ssmzoo.files import (
     CannotWriteError,
     appears_whole,
+    json_of,
+    parse_yaml,
     write_folder,
     write_json,
     write_text,
     write_texts,
     writing,
 )
+
+REPEATED = "a: &a [1234567]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n"
+    for old, new in itertools.pairwise("abcdefghijkl")
+)
+# text that would take all memory or time, or end in an error of a library
+ENDLESS = {
+    "aliases of aliases": (parse_yaml, REPEATED, "aliases must repeat at most 100,000 characters"),
+    "an alias of itself": (parse_yaml, "a: &a [*a]", "aliases must repeat at most"),
+    "a long text, often": (parse_yaml, f"a: [&x {'y' * 99}{', *x' * 2000}]", "must repeat at most"),
+    "lists in lists": (parse_yaml, "a: " + "[" * 9999, "values must lie at most 64 deep"),
+    "mappings in mappings": (parse_yaml, "{a: " * 9999, "values must lie at most 64 deep"),
+    "a long key, twice": (parse_yaml, 2 * f"? {'x' * 9999}\n: 1\n", "characters left out"),
+    "arrays in arrays": (lambda text, _: json_of(text), "[" * 99999, "too deep"),
+}
+
+
+@pytest.mark.parametrize("case", ENDLESS)
+def test_a_text_that_stands_for_far_more_is_one_short_error(case):
+    read, text, message = ENDLESS[case]
+    with pytest.raises(ValueError, match=message) as caught:
+        read(text, "recipe.yaml")
+    assert len(str(caught.value)) < 1200
+    assert "\n" not in str(caught.value)
+
+
+def test_aliases_that_repeat_little_are_read():
+    assert parse_yaml("a: &a {x: &x [1, 2]}\nb: *a\nc: *x\n", "") == {
+        "a": {"x": [1, 2]},
+        "b": {"x": [1, 2]},
+        "c": [1, 2],
+    }
+
+
+def test_fields_that_appear_twice_are_looked_for_in_one_pass():
+    looks = []
+
+    class Key(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other):
+            looks.append(self)
+            return str.__eq__(self, other)
+
+    class Loader(files._yaml_loader()):
+        pass
+
+    Loader.add_constructor("tag:yaml.org,2002:str", lambda _, node: Key(node.value))
+    assert len(yaml.load("".join(f"f{i}: 0\n" for i in range(500)), Loader)) == 500
+    assert len(looks) < 5000
 
 
 def test_a_failed_write_leaves_the_earlier_file_and_no_rest(tmp_path):

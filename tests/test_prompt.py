@@ -201,6 +201,33 @@ def test_loading_a_prompt_tells_missing_bare_and_damaged_files_apart(model, ids,
         load_state(tmp_path, model)
 
 
+DAMAGES = {
+    "ids of one dimension": ({"other.input_ids": 7, "other.attention_mask": 7}, {}, "input_ids"),
+    "ids of another row": ({"other.input_ids": (1, 7), "other.attention_mask": (1, 7)}, {}, "rows"),
+    "ids of fewer tokens": ({"other.input_ids": (2, 3), "other.attention_mask": (2, 3)}, {}, "6"),
+    "a state of fewer rows": ({"1.conv": (1, 8, 3)}, {}, "a row a sequence"),
+    "a state without rows": ({"1.conv": ()}, {}, "a row a sequence"),
+    "fewer tokens than none": ({}, {"seen_tokens": "-1"}, "-1 tokens"),
+    "deep notes": ({}, {"owner": "[" * 99999}, "bad metadata"),
+    "a long owner": ({}, {"owner": json.dumps("x" * 9999)}, "characters left out"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_damaged_prompt_is_one_short_error(model, folder, tmp_path, case):
+    shapes, changes, message = DAMAGES[case]
+    path = folder / "state.safetensors"
+    with safe_open(path, framework="pt") as file:
+        notes = file.metadata()
+    tensors = load_file(path)
+    assert shapes.keys() <= tensors.keys()
+    tensors |= {name: torch.ones(shape).to(tensors[name]) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / path.name, metadata=notes | changes)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_state(tmp_path, model)
+    assert len(str(caught.value)) < 1500
+
+
 @pytest.mark.parametrize("name", ["9.ssm", "-1.ssm", "0", "x.ssm"])
 def test_a_state_of_a_missing_layer_is_refused(model, folder, tmp_path, name):
     path = folder / "state.safetensors"

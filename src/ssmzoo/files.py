@@ -14,11 +14,13 @@ import re
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
+
+from ssmzoo.environment.messages import shortened
 
 Listed: TypeAlias = dict[str, tuple[int, str]]  # size and sha256 of files, by their place
 
@@ -46,6 +48,8 @@ _EXPONENTS = (
     re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
     list("-+0123456789"),
 )
+# how deep YAML may lie, and how much of it aliases may repeat
+_DEEPEST, _MOST_REPEATED = 64, 100_000
 # how libraries written in Rust, safetensors and tokenizers, quote the system in errors of their own
 _NATIVE = re.compile(r"\(os error (\d+)\)")
 
@@ -194,7 +198,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def parse_json(content: bytes, path: Path) -> dict[str, Any]:
     """Return the JSON object in what was read from a file; see :func:`read_json`."""
     try:
-        value = json.loads(content.decode("utf-8"))
+        value = json_of(content.decode("utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is corrupt: {error}") from error
     if not isinstance(value, dict):
@@ -202,18 +206,32 @@ def parse_json(content: bytes, path: Path) -> dict[str, Any]:
     return value
 
 
+def json_of(text: str) -> Any:
+    """Return what a text of JSON holds.
+
+    Raises:
+        ValueError: It is not JSON, or lies too deep inside itself to be read.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("its values lie too deep inside each other") from error
+
+
 def parse_yaml(text: str, name: str) -> Any:
     """Read YAML without fields that appear twice, in which 1e-3 is a number, as in YAML 1.2.
 
     Raises:
-        ValueError: It is not YAML; the message begins with ``name``.
+        ValueError: It is not YAML, lies too deep inside itself, or repeats too much by aliases; the
+            message begins with ``name``.
     """
     import yaml
 
     try:
         return yaml.load(text, _yaml_loader())
     except yaml.YAMLError as error:
-        raise ValueError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
+        what = shortened(" ".join(str(error).split()))
+        raise ValueError(f"{name}: not valid YAML: {what}") from None
 
 
 def refuse_blank(path: str, rule: str) -> None:
@@ -237,16 +255,46 @@ def dump_yaml(value: Any) -> str:
 @cache
 def _yaml_loader() -> Any:
     import yaml
+    from yaml.composer import ComposerError
 
     class Loader(yaml.SafeLoader):
+        depth = size = repeated = 0  # of what was composed so far, in characters and nodes
+
+        def __init__(self, text: str) -> None:
+            super().__init__(text)
+            self.sizes: dict[str, int] = {}  # of what has an anchor, once it is whole
+
+        def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+            event, before = self.peek_event(), self.size
+            self.size += 1 + len(getattr(event, "value", ""))
+            self.depth += 1
+            if isinstance(event, yaml.AliasEvent):
+                # text of 1 kB could stand for more than any memory holds, by aliases of aliases
+                self.repeated += (again := self.sizes.get(event.anchor, _MOST_REPEATED + 1))
+                self.size += again
+            wrong = ""
+            if self.depth > _DEEPEST:
+                wrong = f"values must lie at most {_DEEPEST} deep"
+            if self.repeated > _MOST_REPEATED and event.anchor in self.anchors:
+                wrong = f"aliases must repeat at most {_MOST_REPEATED:,} characters"
+            if wrong:
+                raise ComposerError(None, None, wrong, event.start_mark)
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            if getattr(event, "anchor", None) is not None:
+                self.sizes.setdefault(event.anchor, self.size - before)
+            return node
+
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
             keys = [self.construct_object(key, deep=True) for key in own]
-            twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
-            if twice is not None:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the field {twice!r} appears twice", node.start_mark
-                )
+            seen = set()
+            for key in filter(lambda key: isinstance(key, Hashable), keys):  # others fail below
+                if key in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the field {key!r} appears twice", node.start_mark
+                    )
+                seen.add(key)
             return super().construct_mapping(node, deep=deep)
 
     Loader.add_implicit_resolver(*_EXPONENTS)

@@ -15,7 +15,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from ssmzoo.environment.hub_metadata import checked
-from ssmzoo.environment.messages import missing
+from ssmzoo.environment.messages import missing, shortened
 from ssmzoo.family import suggestion
 from ssmzoo.files import (
     STDLIB,
@@ -752,7 +752,9 @@ def load_recipe(source: str | Path | Recipe, overrides: Sequence[str] = ()) -> R
         path = _find(source)
         name, fields = path.name, _fields_of(path)
         if not isinstance(fields, dict):
-            raise ValueError(f"{name}: must hold the sections model, data, train; got {fields!r}")
+            raise ValueError(
+                f"{name}: must hold the sections model, data, train; got {shortened(repr(fields))}"
+            )
     for override in overrides:
         _override(fields, override)
     return read_sections(Recipe, fields, name)
@@ -772,7 +774,7 @@ def read_sections(kind: type[Checked], source: Path | dict[str, Any], name: str)
     """
     fields = _fields_of(source) if isinstance(source, Path) else source
     if not isinstance(fields, dict):
-        raise ValueError(f"{name}: must hold fields and values, got {fields!r}")
+        raise ValueError(f"{name}: must hold fields and values, got {shortened(repr(fields))}")
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
@@ -837,7 +839,7 @@ def _one_line(kind: type[Section], name: str, error: ValidationError) -> LookupE
     # An unknown field comes first: the missing one beside it is usually the same, misspelt.
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     path = [str(part) for part in first["loc"]]
-    where = ".".join(path)
+    where = shortened(".".join(path))
     if first["type"] == "extra_forbidden":
         section: Any = kind
         for part in path[:-1]:
@@ -845,13 +847,14 @@ def _one_line(kind: type[Section], name: str, error: ValidationError) -> LookupE
         owner = ".".join(path[:-1]) or f"the {kind.__name__.lower()}"
         known = section.model_fields
         hint = suggestion(path[-1], known) or f"; it has {', '.join(known)}"
-        return LookupError(f"{name}: {owner} has no field {path[-1]!r}{hint}")
+        return LookupError(f"{name}: {owner} has no field {shortened(repr(path[-1]))}{hint}")
     if first["type"] == "missing":
         return ValueError(f"{name}: {where} is missing")
     if first["type"] == "value_error":
-        return ValueError(f"{name}: {first.get('ctx', {}).get('error')}")
+        return ValueError(f"{name}: {shortened(str(first.get('ctx', {}).get('error')))}")
     rule = first["msg"].replace("Input should be", "must be").replace("Input should", "must")
-    return ValueError(f"{name}: {where} {rule[0].lower()}{rule[1:]}, got {first['input']!r}")
+    came = shortened(repr(first["input"]))
+    return ValueError(f"{name}: {where} {shortened(rule[0].lower() + rule[1:])}, got {came}")
 
 
 def _inside(section: Any, part: str) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from ssmzoo.checkpoints.trust import refuse_paths, trusted
+from ssmzoo.checkpoints.trust import refuse_requests, trusted
 from ssmzoo.checkpoints.weights import is_sharded
 from ssmzoo.environment.messages import first_line, without_bars, without_reports
 from ssmzoo.family import claims, load_family, suggestion
@@ -176,7 +176,7 @@ def load_tokenizer(model: str, folder: Path | None, trust: bool) -> PreTrainedTo
     local = folder is not None or not on_hub(model)
     try:
         with _loading("a tokenizer", model, folder):
-            refuse_paths(folder)
+            refuse_requests(folder)
             return AutoTokenizer.from_pretrained(
                 folder or model,
                 trust_remote_code=trust,

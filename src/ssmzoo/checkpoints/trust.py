@@ -1,4 +1,4 @@
-"""What a checkpoint may not ask for: a pickle, which can run code, or a file outside its folder.
+"""What a checkpoint may not ask for: pickles, which can run code, foreign files, endless parts.
 
 It imports nothing of ssmzoo: it travels with a checkpoint's own code.
 """
@@ -6,8 +6,9 @@ It imports nothing of ssmzoo: it travels with a checkpoint's own code.
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -33,9 +34,10 @@ def trusted(source: object, subfolder: str = "") -> Iterator[None]:
         subfolder: The part of it that is loaded.
 
     Raises:
-        ValueError: It asks for a pickle or for a file outside its folder; names which.
+        ValueError: It asks for a pickle, for a file outside its folder, or for more layers or
+            labels than its weights can have; names which.
     """
-    refuse_paths(source, subfolder)
+    refuse_requests(source, subfolder)
     _refuse_pickles(source, subfolder)
     before = os.environ.get(_NO_CONVERSION)
     os.environ[_NO_CONVERSION] = "1"
@@ -60,6 +62,37 @@ def _refuse_pickles(source: object, subfolder: str) -> None:
             raise ValueError(_no_pickles(str(pickles[0])))
 
 
+def _refuse_counts(folder: Path) -> None:
+    """Fail if a configuration asks for more parts than its weights' headers list.
+
+    transformers builds the layers, and names the labels, before it looks at any weight.
+    """
+    sizes = stored_numbers(folder.glob("model*.safetensors"))
+    if not sizes:
+        return
+    config = _read(folder / "config.json")
+    for field, most in (("num_hidden_layers", len(sizes)), ("num_labels", sum(sizes))):
+        if isinstance(count := config.get(field), int) and count > most:
+            raise ValueError(
+                f"{folder / 'config.json'} must describe the weights beside it, which hold "
+                f"{len(sizes):,} tensors of {sum(sizes):,} numbers, got {field} = {count:,}"
+            )
+
+
+def stored_numbers(files: Iterable[str | Path]) -> list[int]:
+    """Return how many numbers each stored tensor has; of a damaged file whoever loads it tells."""
+    from safetensors import SafetensorError, safe_open
+
+    found = []
+    for path in files:
+        try:
+            with safe_open(path, framework="np") as file:
+                found += [math.prod(file.get_slice(x).get_shape()) for x in file.keys()]  # noqa: SIM118
+        except (OSError, SafetensorError):
+            return []
+    return found
+
+
 def _no_pickles(what: str) -> str:
     return (
         f"{what} must be safetensors, got pickles, which can run code; ask for the model in that "
@@ -67,11 +100,16 @@ def _no_pickles(what: str) -> str:
     )
 
 
-def refuse_paths(source: object, subfolder: str = "") -> None:
-    """Fail if files of a checkpoint's folder name others outside of it; see :func:`trusted`."""
+def refuse_requests(source: object, subfolder: str = "") -> None:
+    """Fail if files of a checkpoint's folder ask for others outside of it, or for endless parts.
+
+    For all that a folder may hold, a tokenizer, too: transformers reads the configuration for it.
+    See :func:`trusted`.
+    """
     folder = _folder(source, subfolder)
     if folder is None:
         return
+    _refuse_counts(folder)
     named: dict[str, Any] = {}
     for file in sorted(folder.glob(_INDICES)):
         index = _read(file).get("weight_map")
@@ -106,6 +144,6 @@ def _read(path: Path) -> dict[str, Any]:
     """Return a JSON object; of what is none, or not there, whoever loads it says more."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -173,19 +173,22 @@ def parameter_count(tensors: Tensors) -> int:
     return sum(math.prod(x[1]) for name, x in tensors.items() if not name.endswith(_STATISTICS))
 
 
-def weights_revision(folder: Path) -> str:
+def weights_revision(folder: Path, above: frozenset[Path] = frozenset()) -> str:
     """Return a digest of a saved model's configuration and weights, ``sha256:`` and 16 digits.
 
-    That of an adapter of PEFT counts its base, if that is a folder.
+    That of an adapter of PEFT counts its base, if that is another folder: an adapter may lie beside
+    its base. ``above`` are the folders whose base this one is.
     """
+    above |= {folder.resolve()}
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if _OF_THE_MODEL.fullmatch(path.name):
             digest.update(bytes.fromhex(file_digest(path)))
     if (folder / "adapter_config.json").is_file():
         base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
-        if isinstance(base, str) and Path(base, "config.json").is_file():
-            digest.update(weights_revision(Path(base)).encode())
+        home = Path(base) if isinstance(base, str) else folder
+        if (home / "config.json").is_file() and home.resolve() not in above:
+            digest.update(weights_revision(home, above).encode())
     return f"sha256:{digest.hexdigest()[:16]}"
 
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from ssmzoo.cli import machine, models, publishing, scoring, training
 from ssmzoo.cli.options import Parser, UsageError
 from ssmzoo.environment.credentials import without_credentials
+from ssmzoo.environment.messages import shortened
 from ssmzoo.files import few_files
 
 # in the order of a day's work
@@ -86,6 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "--debug" in arguments:
             sys.stderr.write(without_credentials(traceback.format_exc()))
         return _report(error)
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        return _report(RuntimeError(f"{error}; {_OF_RUST}"))  # which is no Exception
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
@@ -125,6 +130,11 @@ def _run(arguments: Sequence[str]) -> int:
         return options.run(options)
 
 
+# in libraries written in Rust a failed assertion, which we see in tokenizers only
+_OF_RUST = (
+    "a library cannot go on: most often a pattern of the tokenizer's takes too many tries on a "
+    "text; correct the pattern in tokenizer.json, or take another tokenizer"
+)
 # what several processes do together, or, of exec, what the other program makes of them
 _FOR_MANY = ("train", "eval", "exec")
 
@@ -169,7 +179,7 @@ def _report(error: Exception) -> int:
     text = " ".join(str(error).split())
     if isinstance(error, UnicodeEncodeError):  # most often of a path
         text = f"{text}: {ascii(error.object)[:200]}"
-    text = without_credentials(text)
+    text = shortened(without_credentials(text), 4000)
     mistake = isinstance(
         error, ValueError | TypeError | LookupError | RuntimeError | OSError | ImportError
     )

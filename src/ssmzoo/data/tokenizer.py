@@ -21,7 +21,7 @@ from ssmzoo.checkpoints.load import (
     is_local,
     vocabulary_size,
 )
-from ssmzoo.checkpoints.trust import refuse_paths
+from ssmzoo.checkpoints.trust import refuse_requests
 from ssmzoo.environment.messages import first_line
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def named_tokenizer(name: str, argument: str = "data.tokenizer") -> PreTrainedTo
 
     local = is_local(name, argument)
     try:
-        refuse_paths(name)
+        refuse_requests(name)
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=local)
     except (OSError, ValueError) as error:
         if Path(name).is_dir():

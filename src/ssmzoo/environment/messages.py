@@ -15,6 +15,14 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def shortened(text: str, most: int = 1000) -> str:
+    """Return a message that a reader can take in: what is too long loses its middle."""
+    if len(text) <= most:
+        return text
+    tail = most // 4
+    return f"{text[: most - tail]} [{len(text) - most:,} characters left out] {text[-tail:]}"
+
+
 def missing(need: str, extra: str, error: ImportError) -> RuntimeError:
     """Return the error to raise where a package of an extra cannot be imported.
 

@@ -13,11 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeGuard, cast
 
-import yaml
-
 from ssmzoo.environment.credentials import without_credentials
 from ssmzoo.environment.portable import portable
-from ssmzoo.files import read_json, write_json
+from ssmzoo.files import parse_yaml, read_json, write_json
 
 if TYPE_CHECKING:
     from ssmzoo_kernels.machine import Environment
@@ -169,11 +167,11 @@ def recipe_of(path: Path) -> dict[str, Any]:
         ValueError: The file is no YAML mapping.
     """
     try:
-        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError) as error:
+        recipe = parse_yaml(path.read_text(encoding="utf-8"), path.name)
+    except ValueError as error:
         raise ValueError(f"{path} is corrupt: {error}") from error
     if not isinstance(recipe, dict):
-        raise ValueError(f"{path} is corrupt: it must hold a mapping, got {recipe!r}")
+        raise ValueError(f"{path} is corrupt: it must hold a mapping, got {type(recipe).__name__}")
     return cast("dict[str, Any]", portable(recipe))
 
 

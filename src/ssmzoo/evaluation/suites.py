@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from ssmzoo.evaluation.results import Score
 from ssmzoo.family import suggestion
-from ssmzoo.files import share
+from ssmzoo.files import parse_yaml, share
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,8 @@ def load_suite(name: str) -> Suite:
             f"no suite named {name!r}{suggestion(name, known)}; suites: {', '.join(known)}"
         )
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        content = parse_yaml(path.read_text(encoding="utf-8"), path.name)
+    except (OSError, ValueError) as error:
         raise ValueError(f"suite {str(path)!r} cannot be read: {error}") from error
     where = f"suite {str(path)!r}"
     entries = content.get("task") if isinstance(content, dict) else None

@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig
 
+from ssmzoo.environment.messages import shortened
 from ssmzoo.modeling.compat import CACHE
 from ssmzoo.modeling.packing import PackedRow
 
@@ -456,10 +457,12 @@ class RecurrentCache(Cache):
         try:
             owner, names = json.loads(metadata["owner"]), json.loads(metadata["states"])
             seen = int(metadata["seen_tokens"])
-        except (KeyError, ValueError) as error:
+        except (KeyError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} is a damaged StateCache: bad metadata {error}") from error
         if owner != cache.owner:
-            raise ValueError(f"{path} belongs to another model: {difference(owner, cache.owner)}")
+            raise ValueError(
+                f"{path} belongs to another model: {shortened(difference(owner, cache.owner))}"
+            )
         began, has = metadata.get("adapter"), None if adapter is None else adapter.digest()
         if began != has:
             way = "load the adapter" if began is not None else "remove the adapter"
@@ -479,6 +482,12 @@ class RecurrentCache(Cache):
             if not (index.isdecimal() and int(index) < len(held) and state_name):
                 raise ValueError(f"{path} is a damaged StateCache: it holds a state {name!r}")
             held[int(index)][state_name] = state
+        rows = {tuple(state.shape[:1]) for state in states.values()}
+        if len(rows) > 1 or () in rows or seen < 0:
+            raise ValueError(
+                f"{path} is a damaged StateCache: each state must have a row a sequence, "
+                f"got {sorted(rows)} rows after {seen} tokens"
+            )
         try:
             cache.set_states(held)
         except ValueError as error:

@@ -138,8 +138,10 @@ class SSMConfig(PreTrainedConfig):
             if not isinstance(labels, dict | None):
                 kind = type(labels).__name__
                 raise TypeError(f"{name} must be a dictionary or None, got {kind}")
-        if (labels := kwargs.get("num_labels")) is not None and not labels >= 1:
-            raise ValueError(f"num_labels must be at least 1, got {labels}")
+        if (labels := kwargs.get("num_labels")) is not None and not 1 <= labels <= _MOST_LABELS:
+            # transformers gives each a name
+            rule = "at least 1" if labels < 1 else f"at most {_MOST_LABELS:,}"
+            raise ValueError(f"num_labels must be {rule}, got {labels:,}")
         super().__post_init__(**kwargs)
         # code of the checkpoint's own, by Auto class: TRL reads it, transformers writes into it
         code: dict[str, str] = vars(self).get("auto_map") or {}
@@ -327,6 +329,7 @@ class SSMConfig(PreTrainedConfig):
 
 _LARGEST = 2**31 - 1
 _MOST_LAYERS = 10_000
+_MOST_LABELS = 1_000_000
 
 
 def _check_dtype(given: Any) -> None:

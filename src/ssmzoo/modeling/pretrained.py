@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from ssmzoo.checkpoints.trust import trusted
+from ssmzoo.checkpoints.trust import stored_numbers, trusted
 from ssmzoo.environment.messages import suggestion
 from ssmzoo.modeling.configuration import SSMConfig
 
@@ -53,6 +53,31 @@ class SSMPreTrainedModel(PreTrainedModel):
         except SafetensorError as error:
             damaged = next((p for p in Path(source).glob("*.safetensors") if not _whole(p)), source)
             raise ValueError(f"{damaged} is not a whole safetensors file: {error}") from error
+
+    @staticmethod
+    def _load_pretrained_model(
+        model: Any, state_dict: Any, checkpoint_files: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Load weights as transformers does, after a look at what their headers list.
+
+        It makes what a file lacks, or has in another shape, at the size that the configuration
+        says. Here the model is still empty.
+
+        Raises:
+            ValueError: The model is far larger than its files.
+        """
+        files = [str(file) for file in checkpoint_files or ()]
+        if state_dict is None and files and all(x.endswith(".safetensors") for x in files):
+            held = sum(stored_numbers(files))
+            needed = sum(x.numel() for x in model.state_dict().values())
+            if needed > _MOST_GROWTH * held + _SMALL:
+                raise ValueError(
+                    f"the weights hold {held:,} numbers, and the model of this configuration "
+                    f"{needed:,}; they do not belong together: correct config.json"
+                )
+        return super(SSMPreTrainedModel, SSMPreTrainedModel)._load_pretrained_model(
+            model, state_dict, checkpoint_files, *args, **kwargs
+        )
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """Give the embedding another number of rows, as transformers does.
@@ -310,6 +335,8 @@ def check_weights(
 
 
 _SETTINGS = ("lr", "weight_decay")
+# a model may have so many times the numbers of its files, and so many more, in a new head say
+_MOST_GROWTH, _SMALL = 4, 2**24
 
 
 def _whole(path: Path) -> bool:

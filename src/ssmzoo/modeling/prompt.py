@@ -236,6 +236,12 @@ def load_state(directory: str | os.PathLike[str], model: PreTrainedModel) -> Pro
             f"{path} holds a cache without its prompt; read it with StateCache.load, or save one "
             "with prefill(model, input_ids).save_pretrained(directory)"
         )
+    rows, seen = cache.batch_size, cache.seen_tokens
+    if ids.dim() != 2 or rows not in (-1, len(ids)) or ids.shape[1] <= seen:
+        raise ValueError(
+            f"{path} is damaged: input_ids must have shape [B, L] with the {rows} rows of the "
+            f"states and more than the {seen} tokens that they have seen, got {list(ids.shape)}"
+        )
     dtype = str(model.dtype).removeprefix("torch.")
     if notes.get("dtype") != dtype:
         raise ValueError(

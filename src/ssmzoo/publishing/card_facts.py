@@ -7,7 +7,6 @@ damaged file is one clear error and never a card with a hole in it.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -21,7 +20,7 @@ from ssmzoo.checkpoints.weights import parameter_count, read_weights, weights_re
 from ssmzoo.environment.portable import portable
 from ssmzoo.evaluation.results import is_number, read_results
 from ssmzoo.family import family_of
-from ssmzoo.files import read_json, share, write_json
+from ssmzoo.files import json_of, parse_yaml, read_json, share, write_json
 from ssmzoo.publishing.card_metadata import base_of, of_recipe
 
 NOT_MEASURED = "not measured"
@@ -281,14 +280,14 @@ def read_run(path: Path) -> RecordedRun:
         except (OSError, ValueError) as error:
             raise ValueError(f"{path / name} is corrupt: {error}") from error
     try:
-        recipe = yaml.safe_load(texts["recipe.yaml"])
-    except yaml.YAMLError as error:
+        recipe = parse_yaml(texts["recipe.yaml"], "recipe.yaml")
+    except ValueError as error:
         raise ValueError(f"{path / 'recipe.yaml'} is corrupt: {error}") from error
     records = []
     for number, line in enumerate(texts["metrics.jsonl"].splitlines(), 1):
         where = f"{path / 'metrics.jsonl'}, line {number}"
         try:
-            record = json.loads(line)
+            record = json_of(line)
         except ValueError as error:
             raise ValueError(f"{where} is corrupt: {error}") from error
         if not isinstance(record, dict):

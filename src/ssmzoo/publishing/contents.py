@@ -18,7 +18,7 @@ from urllib.parse import unquote
 import yaml
 
 from ssmzoo.checkpoints.loader import AUTO_MAP, LOADER, is_loader
-from ssmzoo.checkpoints.trust import refuse_paths
+from ssmzoo.checkpoints.trust import refuse_requests
 from ssmzoo.checkpoints.weights import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -207,7 +207,7 @@ def _check_model(folder: Path, sources: Mapping[str, Content], code: bool, state
             "out, or, with a model of ssmzoo's families, publish without --no-code"
         )
     read_weights(folder)
-    refuse_paths(folder)
+    refuse_requests(folder)
     if state and STATE not in sources:
         raise ValueError(
             f"{folder} holds no {STATE}; save a prompt with "

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 
 from ssmzoo.checkpoints.loader import is_loader
 from ssmzoo.family import Family, claims, family_of
-from ssmzoo.files import write_texts, writing
+from ssmzoo.files import read_json, write_texts, writing
 from ssmzoo.publishing.rewriting import (
     Editor,
     Resolver,
@@ -131,7 +131,7 @@ def export_code(model_or_folder: PreTrainedModel | str | Path, directory: str | 
     config = _config_of(model_or_folder)
     directory = Path(directory)
     if (directory / "config.json").is_file():
-        own = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        own = read_json(directory / "config.json")
         if own.get("model_type") != config.get("model_type"):
             raise ValueError(
                 f"{directory} holds a model of type {own.get('model_type')!r}, the code is of "
@@ -253,7 +253,7 @@ def _config_of(model_or_folder: PreTrainedModel | str | Path) -> dict[str, Any]:
         path = Path(model_or_folder) / "config.json"
         if not path.is_file():
             raise ValueError(f"{model_or_folder} must be a folder with a config.json")
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     config = getattr(model_or_folder, "config", None)
     if config is None or not hasattr(config, "to_diff_dict"):
         raise TypeError(
