@@ -67,7 +67,7 @@ class FromReference:
         if op.packing == "flat":
             lengths = offsets.diff().tolist()
             alike = len({*lengths}) < 2  # a batch, or what may pass for one
-            shape = (len(lengths), max(lengths)) if alike else (1, sum(lengths))
+            shape = (len(lengths), max(lengths, default=0)) if alike else (1, sum(lengths))
             offsets = None if alike else offsets
             for i, argument in enumerate(op.inputs.values()):
                 if argument.is_row and tensors[i] is not None:
