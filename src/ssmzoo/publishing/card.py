@@ -133,7 +133,7 @@ def render_card(
             )
         target = Path(output) if output is not None else place / CARD
         _require_card(target)
-        text = adapter_card(place, metadata, _template("adapter"), MARKER)
+        text = adapter_card(place, metadata, _text_of(share("model_cards/adapter.md")), MARKER)
         make_folder_of(target)
         write_text(target, _finished(text))
         return target
@@ -237,7 +237,7 @@ def _render(
     targets = _lora_targets(family, facts)
     card = ModelCard.from_template(
         _metadata(name, family, own, facts, head),
-        template_str=_template("template"),
+        template_str=_text_of(share("model_cards/template.md")),
         marker=MARKER,
         name=plain(name),
         source=json.dumps(name, ensure_ascii=False),
@@ -263,8 +263,8 @@ def _render(
     return _finished(str(card))
 
 
-def _template(name: str) -> str:
-    return share(f"model_cards/{name}.md").read_text(encoding="utf-8")
+def _text_of(template: Path) -> str:
+    return template.read_text(encoding="utf-8")
 
 
 def _finished(text: str) -> str:
