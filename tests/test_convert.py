@@ -5,7 +5,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedConfig,
+)
 
 import ssmzoo.auto  # noqa: F401
 from ssmzoo import load_family
@@ -89,6 +95,19 @@ def test_weights_go_to_official_names_and_back_bit_for_bit(name, by, tmp_path, c
     kind = load_family(name).converter.model_class
     assert AutoConfig.from_pretrained(target).architectures == [kind.__name__]
     assert isinstance(kind.from_pretrained(target), kind)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_configuration_may_have_all_fields_of_transformers_own(name):
+    """As ``config.to_dict()`` has, where a config.json leaves out what is usual."""
+    family, (fields, told) = load_family(name), SMALL[name]
+    converter, config = family.converter, family.config(**fields)
+    theirs = converter.to_official(converter.model_class(config).state_dict(), config)
+    weights, ours = converter.from_official(theirs, {**PreTrainedConfig().to_dict(), **told})
+    expected, known = converter.from_official(theirs, told)
+    assert ours.to_dict() == known.to_dict()
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in weights)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -1,6 +1,6 @@
 """Configuration of H3 (arXiv 2212.14052)."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
 
@@ -17,6 +17,8 @@ class H3Config(SSMConfig):
         head_dim: d of an H3 head, whose ``d * d`` products of keys and values share a state space.
         dt_min: Smallest initial time step.
         dt_max: Largest initial time step.
+        disc: How the diagonal state space is made discrete: by the bilinear rule, or with inputs
+            held for a time step (zero-order hold).
         attn_layer_idx: Layers, from 0 on, that attend to all tokens instead; their cache grows.
         num_attention_heads: Their heads.
         rotary_dim: Features of each of these that turn with the position; None: no positions.
@@ -33,6 +35,7 @@ class H3Config(SSMConfig):
     head_dim: int = 1
     dt_min: float | int = 1e-3
     dt_max: float | int = 1e-1
+    disc: Literal["bilinear", "zoh"] = "bilinear"
     attn_layer_idx: list[int] | None = None
     num_attention_heads: int = 1
     rotary_dim: int | None = None

@@ -37,7 +37,8 @@ def from_official(
 
     Both orders of norms that their code reads are taken; prefixes that wrappers add are stripped.
     ``config`` has what shapes do not say, under our names, and wins: ``num_attention_heads`` where
-    a layer attends, ``rotary_dim``.
+    a layer attends, ``rotary_dim``, ``disc`` (of their ``ssm_cfg``; the weights do not tell) where
+    it is not "bilinear".
 
     Raises:
         LookupError: A weight of the model is missing, or one belongs to no such model.

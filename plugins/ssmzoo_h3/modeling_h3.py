@@ -100,13 +100,16 @@ class H3Mixer(SSMMixer):
         return late[0].T.flip(1) + direct
 
     def modes(self) -> tuple[Tensor, Tensor]:
-        """Return exponents ``log Abar`` and ``2 C Bbar`` by the bilinear rule, ``[H, n]`` each."""
+        """Return exponents ``log Abar`` and ``2 C Bbar`` by the rule of ``disc``, [H, n] each."""
         A = torch.complex(-self.A_log.double().exp(), self.A_imag.double())
         B, C = (torch.view_as_complex(x.double()) for x in (self.B, self.C))
         dt = self.log_dt.double().exp()[:, None]
+        exact = torch.promote_types(torch.complex64, self.C.dtype)
+        if self.config.disc == "zoh":
+            exponent = dt * A
+            return exponent, (2 * C * B * torch.expm1(exponent) / A).to(exact)
         half = dt * A / 2
         readout = 2 * C * B * dt / (1 - half)
-        exact = torch.promote_types(torch.complex64, self.C.dtype)
         return torch.log((1 + half) / (1 - half)), readout.to(exact)
 
     def dynamics(self, hidden_states: Tensor) -> Dynamics | None:

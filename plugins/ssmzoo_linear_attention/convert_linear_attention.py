@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from ssmzoo.modeling import check_weights
 
@@ -28,7 +29,8 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _BACKBONE = ("norm_type", "prenorm", "residual", "directions", "input_channels", "image_size")
 # fields of theirs that change no output, and what others must be
 _IDLE = {
-    *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache"),
+    *PreTrainedConfig().to_dict(),  # which a config.json leaves out where they are usual
+    *("auto_map", "torch_dtype", "use_cache"),
     *("attn_mode", "chunk_size", "initializer_range", "max_position_embeddings", "use_l2warp"),
     *("fuse_norm", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy"),
     "share_conv_kernel",  # would show in the weights
@@ -54,12 +56,7 @@ def from_official(
     ours = _configuration(config)
     with torch.device("meta"):
         plan = _parts(LinearAttentionForCausalLM(ours).state_dict(), ours)
-    norm = ".g_norm." if ours.out_gate == "none" else ".g_norm_swish_gate."  # fuse_norm: either
-    theirs = {}
-    for name, tensor in state_dict.items():
-        usual = re.sub(r"\.g_norm(_swish_gate)?\.", norm, name)
-        if ours.decay != "scalar" or not name.endswith(".attn.D"):  # in early ones, but never read
-            theirs[name if usual in state_dict else usual] = tensor
+    theirs = _as_now(state_dict, ours)
     tied = theirs.get("model.embeddings.weight") if ours.tie_word_embeddings else None
     if tied is not None and not theirs.setdefault("lm_head.weight", tied).equal(tied):
         raise ValueError("tie_word_embeddings must be false: lm_head.weight is not the embedding")
@@ -69,6 +66,26 @@ def from_official(
         first, *others = (theirs[name] for name in names)
         weights[own] = torch.cat([first, *others]) if others else first
     return weights, ours
+
+
+def _as_now(state_dict: dict[str, Tensor], ours: LinearAttentionConfig) -> dict[str, Tensor]:
+    """Return weights by the names that fla has now; it had others before February 2025."""
+    norm = ".g_norm." if ours.out_gate == "none" else ".g_norm_swish_gate."  # fuse_norm: either
+    joined = (2 * (ours.intermediate_size or 0), ours.hidden_size)  # the gate's rows, then up's
+    theirs = {}
+    for name, tensor in state_dict.items():
+        if ours.decay == "scalar" and name.endswith(".attn.D"):  # in early ones, but never read
+            continue
+        usual = re.sub(r"\.g_norm(_swish_gate)?\.", norm, name)
+        if ours.delta_rule:
+            usual = usual.replace(".attn.norm.", ".attn.o_norm.")
+        name = name if usual in state_dict else usual
+        up = name.replace(".mlp.gate_proj.", ".mlp.up_proj.")
+        if up not in state_dict and up != name and tensor.shape == joined:
+            theirs[name], theirs[up] = tensor.chunk(2)
+        else:
+            theirs[name] = tensor
+    return theirs
 
 
 def to_official(state_dict: dict[str, Tensor], config: LinearAttentionConfig) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """H3 in float64 numpy, from the paper alone (Fu, Dao et al., arXiv 2212.14052).
 
 Both state spaces are stepped with their matrices, attention is a softmax for each query. What the
-paper leaves open (the bilinear rule, direct terms, biases, the order of a head's features) follows
+paper leaves open (the bilinear rule or ``disc``, direct terms, biases, the order of a head's features) follows
 its published code. Nothing is fast and nothing of ours is imported.
 
 Legend: B batch, L length, D hidden, d of a head, H = D / d heads, N order, n = N / 2 stored modes.
@@ -25,7 +25,7 @@ and around the mixers:
     lm_head.weight                                        [V, D]; the embedding where absent
 
 Fields of the configuration: num_hidden_layers, rms_norm_eps, norm_type, intermediate_size;
-head_dim, attn_layer_idx, num_attention_heads, rotary_dim.
+head_dim, disc, attn_layer_idx, num_attention_heads, rotary_dim.
 """
 
 from collections.abc import Mapping
@@ -58,8 +58,12 @@ def shift_ssm(u: Array, B: Array, C: Array, D: Array) -> Array:
     return y
 
 
-def discretize(A: Array, B: Array, dt: Array) -> tuple[Array, Array]:
-    """The bilinear rule of a diagonal A [H, n]: Abar and Bbar [H, n]."""
+def discretize(
+    A: Array, B: Array, dt: Array, disc: str = "bilinear"
+) -> tuple[Array, Array]:
+    """The bilinear rule of a diagonal A [H, n], or held inputs: Abar and Bbar [H, n]."""
+    if disc == "zoh":
+        return np.exp(dt * A), (np.exp(dt * A) - 1) / A * B
     return (1 + dt / 2 * A) / (1 - dt / 2 * A), dt * B / (1 - dt / 2 * A)
 
 
@@ -82,7 +86,9 @@ def kernel(Abar: Array, Bbar: Array, C: Array, length: int) -> Array:
 # --- the layer --------------------------------------------------------------------------------
 
 
-def h3(q: Array, k: Array, v: Array, weights: Weights, prefix: str, size: int) -> Array:
+def h3(
+    q: Array, k: Array, v: Array, weights: Weights, prefix: str, size: int, disc: str = "bilinear"
+) -> Array:
     """Algorithm 1 from the projections on, [B, L, D]; a head's features are neighbours.
 
     What the heads return stands with the feature first, then the head, as in the code.
@@ -90,7 +96,7 @@ def h3(q: Array, k: Array, v: Array, weights: Weights, prefix: str, size: int) -
     w = {name: weights[prefix + name] for name in ("shift_B", "shift_C", "shift_D", "D")}
     A = -np.exp(weights[prefix + "A_log"]) + 1j * weights[prefix + "A_imag"]
     B, C = as_complex(weights[prefix + "B"]), as_complex(weights[prefix + "C"])
-    Abar, Bbar = discretize(A, B, np.exp(weights[prefix + "log_dt"])[:, None])
+    Abar, Bbar = discretize(A, B, np.exp(weights[prefix + "log_dt"])[:, None], disc)
     k = shift_ssm(k, w["shift_B"], w["shift_C"], w["shift_D"])
     shape = (*q.shape[:2], -1, size)
     q, k, v = (x.reshape(shape) for x in (q, k, v))  # [B, L, H, d]
@@ -133,7 +139,7 @@ def mixer(weights: Weights, config: Config, layer: int, x: Array) -> Array:
     if layer in (config["attn_layer_idx"] or []):
         y = attention(q, k, v, config["num_attention_heads"], config["rotary_dim"])
     else:
-        y = h3(q, k, v, weights, prefix, config["head_dim"])
+        y = h3(q, k, v, weights, prefix, config["head_dim"], config["disc"])
     return linear(weights, prefix + "out_proj", y)
 
 

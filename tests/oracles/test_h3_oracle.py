@@ -46,6 +46,18 @@ def test_the_bilinear_rule_is_of_second_order():
     assert abs(errors[0] / errors[1] - 8) < 0.1
 
 
+def test_a_held_input_is_the_solution_of_the_differential_equation():
+    """``x' = A x + B u`` with u constant for a step, in many small ones."""
+    A, B, dt, count = np.array([[-0.5 + 2j]]), np.array([[1.5 - 1j]]), 0.3, 4096
+    x = np.array([[0.7 + 0.2j]])
+    Abar, Bbar = oracle.discretize(A, B, dt, "zoh")
+    expected = Abar * x + Bbar * 2.0
+    for _ in range(count):  # the midpoint rule, of second order
+        middle = x + dt / count / 2 * (A * x + B * 2.0)
+        x = x + dt / count * (A * middle + B * 2.0)
+    assert relative(x, expected) < 1e-7
+
+
 def test_with_a_sum_for_its_diagonal_h3_is_linear_attention():
     """Section 3.1: no shift, A = 0 and C Bbar = 1 leave ``q (sum k v^T)``."""
     q, k, v = (numbers(B, L, D, seed=seed) for seed in range(3))

@@ -88,7 +88,9 @@ def mixed(mixer, x, *cuts):
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"head_dim": 4}, {"head_dim": 12}, PAPER, ROTARY, {"d_state": 2}], ids=str
+    "fields",
+    [{}, {"head_dim": 4}, {"head_dim": 12}, PAPER, ROTARY, {"d_state": 2}, {"disc": "zoh"}],
+    ids=str,
 )
 def test_every_setting_matches_the_oracle(fields):
     model = build(**fields)
@@ -99,9 +101,10 @@ def test_every_setting_matches_the_oracle(fields):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("disc", ["bilinear", "zoh"])
 @pytest.mark.parametrize("size", [1, 4])
-def test_any_cuts_leave_the_outputs_and_states_of_the_recurrence(size):
-    model = build(head_dim=size)
+def test_any_cuts_leave_the_outputs_and_states_of_the_recurrence(size, disc):
+    model = build(head_dim=size, disc=disc)
     mixer, x = model.model.layers[0].mixer, torch.randn(2, 30, 12, dtype=torch.float64)
     expected, kept = mixed(mixer, x)
     weights = arrays(model)
@@ -281,9 +284,10 @@ def official(model, older):
 
 @pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize("size", [1, 4])
-def test_official_weights_become_ours(size, older):
-    model = build(torch.float32, **PAPER, head_dim=size)
-    weights, config = from_official(official(model, older), {"num_attention_heads": 2})
+@pytest.mark.parametrize("told", [{}, {"disc": "zoh"}], ids=str)
+def test_official_weights_become_ours(size, older, told):
+    model = build(torch.float32, **PAPER, **told, head_dim=size)
+    weights, config = from_official(official(model, older), {"num_attention_heads": 2, **told})
     assert config.to_diff_dict() == model.config.to_diff_dict()
     expected = model.state_dict()
     assert weights.keys() == expected.keys()

@@ -185,6 +185,37 @@ def test_what_fla_wrote_in_other_versions_is_read():
         from_official({**official(GLA), "model.layers.1.attn.D": torch.ones(2)}, GLA)
 
 
+def early(source):
+    """The same weights as fla wrote them before February 2025: gate and up projection are one."""
+    joined = {}
+    for name, tensor in source.items():
+        if ".mlp.up_proj." in name:
+            continue
+        up = source.get(name.replace(".mlp.gate_proj.", ".mlp.up_proj."))
+        joined[name] = torch.cat([tensor, up]) if ".mlp.gate_proj." in name else tensor
+    return joined
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_fla_wrote_before_february_2025_is_read(case):
+    config, source = CASES[case], official(CASES[case])
+    expected, _ = from_official(source, config)
+    assert_same(from_official(early(source), config)[0], expected)
+    earlier = {n.replace("attn.o_norm.", "attn.norm."): x for n, x in early(source).items()}
+    assert_same(from_official(earlier, config)[0], expected)
+    if "delta" not in config["model_type"]:
+        source["model.layers.0.attn.norm.weight"] = torch.ones(1)
+        with pytest.raises(LookupError, match=r"unknown \['model.layers.0.attn.norm.weight'\]"):
+            from_official(source, config)
+
+
+def test_one_half_of_gate_and_up_projection_is_no_early_checkpoint():
+    source = official(GLA)
+    del source["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(LookupError, match=r"missing \['model.layers.1.mlp.up_proj.weight'\]"):
+        from_official(source, GLA)
+
+
 def test_a_tied_head_is_filled_in_and_another_head_refused():
     source = official(GLA)
     head = source.pop("lm_head.weight")
