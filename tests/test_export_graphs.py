@@ -132,6 +132,21 @@ def test_the_code_of_a_checkpoint_leaves_python_by_torch_export(name):
     torch.testing.assert_close(logits, model(other).logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_graph_of_bmojos_logits_has_any_length_with_and_without_gradients(learns):
+    model = subject_of("bmojo").fresh()
+    moving = {"input_ids": {1: torch.export.Dim.DYNAMIC}, "use_cache": None}
+    with torch.no_grad():
+        program = torch.export.export(
+            model, (torch.randint(64, (2, 12)),), {"use_cache": False}, dynamic_shapes=moving
+        ).module()
+    for length in (3, 12, 33):
+        ids = torch.randint(64, (2, length))
+        with torch.set_grad_enabled(learns):
+            logits = program(ids, use_cache=False).logits
+        torch.testing.assert_close(logits, model(ids).logits, rtol=1e-5, atol=1e-5)
+
+
 @torch.no_grad()
 def test_where_modes_of_dss_grow_a_token_past_the_norm_length_is_out_of_bounds():
     model = subject_of("dss").fresh(kernel_norm_length=4)

@@ -333,6 +333,40 @@ def test_an_adapter_of_step_sizes_is_effective_which_stock_code_reads_past(
     assert distance(judge, exact) > 1e-3
 
 
+@pytest.mark.parametrize(
+    ("model_type", "target"),
+    [
+        ("mamba", "mixer.A_log"),
+        ("mamba", "mixer.dt_proj.weight"),
+        ("mamba2", "mixer.in_proj.weight"),
+    ],
+)
+def test_an_adapter_of_a_parameter_is_effective(model_type: str, target: str) -> None:
+    peft = pytest.importorskip("peft")
+    model, x = tiny(model_type).train(), ids()
+    exact = model(x, use_cache=False).logits.detach()
+    ssmzoo.accelerate(model)
+    config = peft.LoraConfig(
+        r=2, target_modules=[], target_parameters=[target], init_lora_weights=False
+    )
+    adapted = peft.get_peft_model(model, config)
+    logits, ours = gradients(adapted, x)
+    learnt = {name: slope for name, slope in ours.items() if "lora" in name}
+    assert learnt
+    assert all(slope.abs().max() > 0 for slope in learnt.values())
+    assert distance(logits, exact) > 1e-3
+    adapted.eval()
+    with torch.no_grad():
+        first, cache = cached(adapted, x[:, :30], {})
+        steps = [first]
+        for i in range(30, LENGTH):
+            found, cache = cached(adapted, x[:, i : i + 1], cache)
+            steps.append(found)
+        judge = adapted.merge_and_unload()(x, use_cache=False).logits
+    assert distance(torch.cat(steps, 1), judge) <= 1e-5
+    assert distance(judge, logits) <= 1e-5
+
+
 @pytest.mark.parametrize("model_type", ["mamba", "falcon_mamba"])
 def test_training_reads_weights_only_where_nothing_wraps_or_watches_a_layer(
     model_type: str, monkeypatch: pytest.MonkeyPatch

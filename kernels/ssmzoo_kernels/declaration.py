@@ -415,8 +415,10 @@ class Op:
         Returns:
             The outputs, a tuple if there are several.
         """
-        library = innermost_transform() is not None
-        sloped = self.gradients and torch.is_grad_enabled()
+        # a record is for calls that may want gradients, whatever this one does
+        traced = not torch.compiler.is_compiling() and torch._C._is_tracing()
+        library = traced or innermost_transform() is not None
+        sloped = self.gradients and (traced or torch.is_grad_enabled())
         save = library and sloped  # vmap's tensors do not tell who wants gradients
         library = library or needs_library(tensors[0])
         for x in tensors:

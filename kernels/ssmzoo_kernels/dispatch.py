@@ -103,12 +103,16 @@ def use_backend(backend: Backend) -> Iterator[None]:
         forced_backend.reset(token)
 
 
+def is_traced() -> bool:
+    """Tell whether a graph is made of what is done, by a compiler or by ``torch.jit.trace``."""
+    return torch.compiler.is_compiling() or torch._C._is_tracing()
+
+
 def is_plain(x: torch.Tensor) -> bool:
     """Tell whether a tensor is just numbers: no tracer, transform or mode watches what is done."""
     return (
         type(x) is torch.Tensor
-        and not torch.compiler.is_compiling()
-        and not torch._C._is_tracing()
+        and not is_traced()
         and not torch._C._len_torch_dispatch_stack()
         and not transformed()
         and not batched_gradient(x)

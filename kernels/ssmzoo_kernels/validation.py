@@ -62,12 +62,15 @@ def check_leading(op: str, name: str, tensor: Tensor, rule: str) -> None:
         raise TypeError(f"{op}: {name} must be floating point, got {tensor.dtype}")
 
 
-def check_count(op: str, name: str, value: int, least: int = 0) -> None:
-    """Check that an argument is an int, not a bool, and at least ``least``."""
+def check_count(op: str, name: str, value: int, least: int = 0) -> int:
+    """Return an argument that must be an int, not a bool, and at least ``least``."""
+    if isinstance(value, Tensor) and torch._C._is_tracing():  # where a size is one
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
     if value < least:
         raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
+    return value
 
 
 @dataclass(frozen=True)

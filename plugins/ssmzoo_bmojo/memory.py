@@ -421,7 +421,8 @@ def choose_eidetic(
         scores = grid.new_full((sequences, count), -torch.inf)
         rows = positions
     else:
-        scores, positions = before[0].masked_fill(call.empty_before(count), -torch.inf), before[1]
+        scores, positions = before[0].detach(), before[1]
+        scores = scores.masked_fill(call.empty_before(count), -torch.inf)
         rows = torch.arange(sequences * count, device=grid.device).view(sequences, count)
     # an exported graph has at least two steps, and merges the last chunk, which nobody reads, too
     first, more = [rows, positions, scores], call.depth() - (not torch.compiler.is_exporting())
@@ -438,6 +439,8 @@ def choose_eidetic(
         after = [rows, kept.positions, kept.scores]
         return after, after
 
-    _, found = scan(merge, first, [x.transpose(0, 1)[:more] for x in (new, places, grid)])
+    # no gradient flows here, also where a program runs that was traced without gradients
+    each = [x.transpose(0, 1)[:more] for x in (new, places, grid.detach())]
+    _, found = scan(merge, first, each)
     pairs = zip(first, found, strict=True)
     return Eidetic(*(torch.cat([x[None], y]).transpose(0, 1) for x, y in pairs))

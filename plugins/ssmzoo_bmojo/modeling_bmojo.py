@@ -106,7 +106,8 @@ class BMojoSSM(SSMMixer):
     ) -> Value:
         """Write one token of :meth:`forward`."""
         x, z = parts.linear(program, x, "in_proj").chunk(2)
-        u = self.conv1d.write_token(program, parts.within("conv1d"), x, states["conv"])
+        conv = parts.within("conv1d", CausalConv1d)
+        u = conv.root.write_token(program, conv, x, states["conv"])
         dt, B, C = parts.linear(program, u, "x_proj").split(*self.splits)
         y = program.selective(
             u,
@@ -526,16 +527,15 @@ class BMojoMixer(SSMMixer):
         """Write one token of :meth:`forward`."""
         y = None
         if self.ssm is not None:
-            if not self.ssm.writes_tokens:
-                raise UnservedError
-            y = self.ssm.write_token(program, parts.within("ssm"), x, states)
+            ssm = parts.within("ssm", BMojoSSM)
+            y = ssm.root.write_token(program, ssm, x, states)
         if self.attention is None:
             return cast(Value, y)
-        attention = parts.within("attention")
+        attention = parts.within("attention", BMojoAttention)
         if y is None or self.attn_norm is None:
-            return self.attention.write_token(program, attention, x, y, states)
+            return attention.root.write_token(program, attention, x, y, states)
         tokens = parts.norm(program, program.add(residual or x, y), "attn_norm")
-        return program.add(y, self.attention.write_token(program, attention, tokens, y, states))
+        return program.add(y, attention.root.write_token(program, attention, tokens, y, states))
 
     def next_is_written(self, state: LayerState) -> bool:
         """Tell whether the next token ends no chunk, after which memories are others."""

@@ -137,7 +137,8 @@ class CoffeeMixer(SSMMixer):
         variant = parts.setting(self.config, "variant")
         if self.gated:
             u, z = parts.linear(program, x, "in_proj").chunk(2)
-            x = self.conv1d.write_token(program, parts.within("conv1d"), u, states["conv"])
+            conv = parts.within("conv1d", CausalConv1d)
+            x = conv.root.write_token(program, conv, u, states["conv"])
         if variant == "s6":
             B, C = parts.linear(program, x, "x_proj").chunk(2)
             y = program.selective(

@@ -147,7 +147,8 @@ class LinearAttentionMixer(SSMMixer):
         if not served or self.conv1d is None or self.out_norm is None or config.rotary:
             raise UnservedError
         mixed, decay, beta, gate = parts.linear(program, x, "in_proj").split(*self.splits)
-        mixed = self.conv1d.write_token(program, parts.within("conv1d"), mixed, states["conv"])
+        conv = parts.within("conv1d", CausalConv1d)
+        mixed = conv.root.write_token(program, conv, mixed, states["conv"])
         q, k, v = mixed.split(*self.widths)
         if self.decay_proj is not None:
             decay = parts.linear(program, decay, "decay_proj")

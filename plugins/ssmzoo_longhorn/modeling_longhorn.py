@@ -149,7 +149,8 @@ class LonghornMixer(LonghornScan):
     ) -> Value:
         """Write one token of :meth:`forward`."""
         x, z = parts.linear(program, x, "in_proj").chunk(2)
-        u = self.conv1d.write_token(program, parts.within("conv1d"), x, states["conv"])
+        conv = parts.within("conv1d", CausalConv1d)
+        u = conv.root.write_token(program, conv, x, states["conv"])
         dt, k, q = parts.linear(program, u, "x_proj").split(*self.splits)
         o = program.longhorn(
             u,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ssmzoo.modeling import right_aligned
 from ssmzoo_kernels import inverse_series, rational_kernel, vandermonde, vandermonde_state
+from ssmzoo_kernels.dispatch import is_traced
 from ssmzoo_kernels.validation import Packing
 
 # taps of kernels that are kept between calls; longer ones would outweigh the model
@@ -43,7 +44,7 @@ class Recurrence:
 
     def series(self, length: int) -> tuple[Tensor, Tensor]:
         """Return ``1 / a`` and ``b / a`` to at least ``length`` terms, ``[D_a, K]``, ``[D, K]``."""
-        keeps, learning = not torch.compiler.is_compiling(), self._learn()
+        keeps, learning = not is_traced(), self._learn()
         if keeps and self.kept is not None and self.kept[0].shape[1] >= length:
             return self.kept
         keeps = keeps and not learning and length <= KEPT_TAPS

@@ -48,6 +48,7 @@ from ssmzoo_kernels import (
     rational_kernel,
 )
 from ssmzoo_kernels.companion_step import newest_first
+from ssmzoo_kernels.dispatch import is_traced
 from ssmzoo_kernels.token_step import Program, Value
 
 from .configuration_rtf import RTFConfig
@@ -180,8 +181,8 @@ class RTFMixer(SSMMixer):
         x0 = None
         if self.block == "hyena":
             wide = parts.linear(program, x, "in_proj")
-            own = parts.within("short_conv")
-            wide = self.short_conv.write_token(program, own, wide, states["conv"])
+            conv = parts.within("short_conv", CausalConv1d)
+            wide = conv.root.write_token(program, conv, wide, states["conv"])
             x0, x1, v = wide.chunk(3)
             x = program.gated(x1, v, by="itself")
         y = program.companion(x, a, b, recurrence.gain.detach(), ring, position)
@@ -375,7 +376,7 @@ class RTFMixer(SSMMixer):
         """Fail with layer, row and what came unless all parameters of the filters are finite."""
         for name in _SSM_PARAMETERS:
             parameter = getattr(self, name, None)
-            wrong = None if parameter is None else first_not_finite(parameter)
+            wrong = None if parameter is None else first_not_finite(parameter.detach())
             if wrong is not None:
                 raise ValueError(
                     f"{_CALLED.get(name, name)} {wrong[0]} of layer {self.layer_idx} must be "
@@ -396,7 +397,7 @@ class RTFMixer(SSMMixer):
             RuntimeWarning: A filter of the exact mode, or one that ``decode_mode="recurrent"``
                 makes a recurrence, has poles outside the unit disc.
         """
-        if torch.compiler.is_compiling() and not self._kept.is_constant:
+        if is_traced() and not self._kept.is_constant:
             return self._deploy()
         # every step asks, and a configuration's own attribute access is slow
         settings = _DEPLOYED_BY(vars(self.config))
@@ -410,9 +411,11 @@ class RTFMixer(SSMMixer):
         return self._deployed(*self._layout())
 
     @torch.compiler.assume_constant_result  # a graph has no values to look at
-    @torch.no_grad()
     def _layout(self) -> tuple[Tensor | None, Tensor | None, bool]:
-        """Check the parameters; return the channels of :meth:`_split`, and whether all window."""
+        """Check the parameters; return the channels of :meth:`_split`, and whether all window.
+
+        Not under ``no_grad``: what a parametrization gave here is used again for the filters.
+        """
         if not torch.compiler.is_exporting():
             self._check_parameters()
         if self.config.filter == "implicit":
@@ -425,7 +428,7 @@ class RTFMixer(SSMMixer):
     def _split(self) -> tuple[Tensor | None, Tensor | None]:
         """Return which channels decode by recurrence and which not; (None, all) if none does."""
         config, width = self.config, self.config.hidden_size
-        a = self.denominators()
+        a = self.denominators().detach()
         channels = torch.arange(width, device=a.device)
         if config.decode_mode == "fir":
             return None, channels
@@ -439,7 +442,7 @@ class RTFMixer(SSMMixer):
             self._warn_of_growth(a, outside)
             return None, None
         # a recurrence rings on where the window ends: only what has died away there may take one
-        b, _ = deployed_numerator(a, self.b, config.taps)
+        b, _ = deployed_numerator(a, self.b.detach(), config.taps)
         within = (outside == 0) & ends_within(a, b, config.taps)
         if bool(within.all()):
             return None, None

@@ -1,8 +1,8 @@
 """H3 in float64 numpy, from the paper alone (Fu, Dao et al., arXiv 2212.14052).
 
 Both state spaces are stepped with their matrices, attention is a softmax for each query. What the
-paper leaves open (the bilinear rule or ``disc``, direct terms, biases, the order of a head's features) follows
-its published code. Nothing is fast and nothing of ours is imported.
+paper leaves open (the rule of ``disc``, direct terms, biases, the order of a head's features)
+follows its published code. Nothing is fast and nothing of ours is imported.
 
 Legend: B batch, L length, D hidden, d of a head, H = D / d heads, N order, n = N / 2 stored modes.
 A trailing axis of 2 is (real, imaginary).
@@ -58,9 +58,7 @@ def shift_ssm(u: Array, B: Array, C: Array, D: Array) -> Array:
     return y
 
 
-def discretize(
-    A: Array, B: Array, dt: Array, disc: str = "bilinear"
-) -> tuple[Array, Array]:
+def discretize(A: Array, B: Array, dt: Array, disc: str = "bilinear") -> tuple[Array, Array]:
     """The bilinear rule of a diagonal A [H, n], or held inputs: Abar and Bbar [H, n]."""
     if disc == "zoh":
         return np.exp(dt * A), (np.exp(dt * A) - 1) / A * B

@@ -450,6 +450,22 @@ class GoesPastAnAdapter(LonghornMixer):
             self.out_proj = adapted
 
 
+class AsksItsConvolution(LonghornMixer):
+    def forward(self, hidden_states, state, packing=None):
+        return super().forward(hidden_states, state, packing)
+
+    def write_token(self, program, parts, x, states):
+        assert self.conv1d.write_token  # which nothing that wraps it has
+        return super().write_token(program, parts, x, states)
+
+
+class CountsTheBitsOfALength(LonghornMixer):
+    def forward(self, hidden_states, state, packing=None):
+        if not torch.compiler.is_compiling():
+            hidden_states.shape[1].bit_length()  # in torch.jit.trace a size is a tensor
+        return super().forward(hidden_states, state, packing)
+
+
 class IgnoresCheckpointing(LonghornForCausalLM):
     def gradient_checkpointing_enable(self, *args, **options):
         pass
@@ -771,6 +787,7 @@ NARROW = {
     "standalone": narrow("gradient of", patch=(standalone, "code_of", older_code)),
     "export": narrow("cannot be traced", mixer=TakesTheBatchForAConstant),
     "onnx": narrow("cannot be written as ONNX", mixer=HasAnOperatorThatONNXLacks),
+    "jit_trace": narrow("no attribute 'bit_length'", mixer=CountsTheBitsOfALength),
     "inputs_embeds": narrow("other tokens for embeddings", causal_lm=ReadsEmbeddingsBackwards),
     "logits_to_keep": narrow("were computed", causal_lm=ComputesAllLogits),
     "outputs": narrow("last hidden state", causal_lm=HandsOutTheStatesBeforeTheNorm),
@@ -784,6 +801,7 @@ NARROW = {
         mixer=GoesPastAnAdapter,
         lora_targets=("in_proj", "x_proj"),
     ),
+    "lora_parameters": narrow("no attribute 'write_token'", mixer=AsksItsConvolution),
     "gradient_checkpointing": narrow("2 blocks ran 2 times", causal_lm=IgnoresCheckpointing),
     "trainer": narrow("after resuming", mixer=CountsItsSteps),
     "compile": narrow("data-dependent", mixer=BreaksTheGraph),
@@ -842,7 +860,7 @@ MISTAKES = {
 }
 
 # those that need gradients of what a step of a rounding leaves out
-SLOPES = {"gradients", "lora", "lora_all_linear"}
+SLOPES = {"gradients", "lora", "lora_all_linear", "lora_parameters"}
 
 # by check, what it must be the first to fail
 PLANTED = {

@@ -32,6 +32,7 @@ class TestH3(FamilyConformance):
 
 # which see nothing in a hybrid that they do not see in the family's own model
 SAME = ("compile", "trainer", "fullgraph", "lora", "lora_all_linear", "standalone", "quantized")
+SAME += ("lora_parameters", "jit_trace")
 
 
 def conforms(fields, **chosen):

@@ -11,7 +11,8 @@ from ssmzoo.testing.conformance import CHECKS, name_of
 
 NAMES = [name_of(function) for function in CHECKS]
 SLOW = {"assisted", "trainer", "compile", "fullgraph", "export", "onnx"}
-QUICK = set(NAMES) - SLOW - {"bidirectional", "images"}  # these have much in common with others
+# these have much in common with others
+QUICK = set(NAMES) - SLOW - {"bidirectional", "images", "lora_parameters", "jit_trace"}
 BY_NAME = {name: first for first, rows in PLANTED.items() for name in rows}
 HIDDEN = {name: row for rows in PLANTED.values() for name, row in rows.items()}
 ROWS = {**NARROW, **MISTAKES, **HIDDEN}

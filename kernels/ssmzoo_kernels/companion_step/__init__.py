@@ -302,7 +302,7 @@ def companion_response(
     check_polynomials(op, a, b)
     rows, order, width = state.shape
     check_tensor(op, "b", b, (width, order), state, "[D, n]")
-    check_count(op, "length", length)
+    length = check_count(op, "length", length)
     exact = torch.promote_types(torch.float32, state.dtype)
     judged = _judged(op, backend, state)
     state, a, b = state.to(exact), a.to(exact), b.to(exact)

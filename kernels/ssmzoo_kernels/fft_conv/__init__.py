@@ -81,7 +81,7 @@ def fft_conv(
     if workspace is None:
         workspace = default_workspace(u)
     else:
-        check_count(OP, "workspace", workspace, 1)
+        workspace = check_count(OP, "workspace", workspace, 1)
     chosen = CONV.choose(backend, u)
     if chosen == "reference":
         y = CONV.judge(inputs, {}, offsets)

@@ -115,7 +115,7 @@ def gated_linear_attention(
     if isinstance(log_decay, Tensor) and log_decay.dim() == 3:
         log_decay = log_decay.unsqueeze(-1)
     if all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, v)):
-        scale = max(1, q.shape[3]) ** -0.5 if scale is None else float(scale)
+        scale = float(max(1, q.shape[3])) ** -0.5 if scale is None else float(scale)
         groups, heads = q.shape[2], v.shape[2]
         if groups < 1 or heads < 1 or heads % groups:
             raise ValueError(f"{OP}: v's heads must be a multiple of q's, got {heads} and {groups}")

@@ -98,7 +98,7 @@ def rational_kernel(
             on a CPU only: on a GPU it would stall the queue).
     """
     check_polynomials(OP, a, b)
-    check_count(OP, "length", length)
+    length = check_count(OP, "length", length)
     if mode not in get_args(Mode):
         raise ValueError(f"{OP}: mode must be 'exact' or 'truncated', got {mode!r}")
     grid = _grid(a.shape[1], length, mode, trunc_len)
@@ -128,7 +128,7 @@ def inverse_series(
     """
     check_leading("inverse_series", "a", a, "[D_a, n]")
     _check_rows("inverse_series", "a", a)
-    check_count("inverse_series", "length", length)
+    length = check_count("inverse_series", "length", length)
     chosen = SERIES.choose("auto", a)
     run = SERIES.judge if chosen == "reference" else partial(SERIES.run, chosen)
     return run((a.to(accumulator(a)),), {"length": length})
@@ -161,7 +161,7 @@ def _grid(order: int, length: int, mode: str, trunc_len: int | None) -> int | No
         return None
     if trunc_len is None:
         raise ValueError(f"{OP}: mode='truncated' needs trunc_len, the length trained with")
-    check_count(OP, "trunc_len", trunc_len, 1)
+    trunc_len = check_count(OP, "trunc_len", trunc_len, 1)
     grid = trunc_len + trunc_len % 2
     if length > grid:
         raise ValueError(

@@ -151,11 +151,9 @@ def vandermonde(
         raise TypeError(f"{OP}: weight must be a tensor [..., H, N], got {type(weight).__name__}")
     shape = (*weight.shape[:-2], *exponent.shape)
     check_complex(OP, "weight", weight, shape, exponent, "[..., H, N]")
-    check_count(OP, "length", length)
-    check_count(OP, "offset", offset)
+    length, offset = check_count(OP, "length", length), check_count(OP, "offset", offset)
     end = offset + length
-    norm_length = end if norm_length is None else norm_length
-    check_count(OP, "norm_length", norm_length)
+    norm_length = end if norm_length is None else check_count(OP, "norm_length", norm_length)
     if reversed is not None and norm_length < end:
         raise ValueError(
             f"{OP}: norm_length must be at least offset + length = {end} where modes are reversed, "
@@ -211,7 +209,7 @@ def vandermonde_state(
             f"{STATE}: u must have shape [B, L, H] with H = {exponent.shape[0]} on "
             f"{exponent.device}, got {list(u.shape)} on {u.device}"
         )
-    check_count(STATE, "offset", offset)
+    offset = check_count(STATE, "offset", offset)
     exponent = exponent.to(torch.complex128)
     chosen = _choose(STATES, backend, u)
 

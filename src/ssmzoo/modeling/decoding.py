@@ -74,7 +74,8 @@ class ModuleParts:
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        self.root, self.dtype = module, dtype
+        self.root: Any = module
+        self.dtype = dtype
         self._layers = [*module.modules()]
         self._children = [
             (layer._modules, [*layer._modules.values()]) for layer in self._layers if layer._modules
@@ -104,10 +105,10 @@ class ModuleParts:
             raise UnservedError
         return layer
 
-    def within(self, name: str) -> ModuleParts:
-        """Return the same parts, with names that are looked for in a submodule."""
+    def within(self, name: str, *kinds: type[nn.Module]) -> ModuleParts:
+        """Return the same parts, with names that are looked for in :meth:`layer`."""
         inner = copy.copy(self)
-        inner.root = self.layer(name)
+        inner.root = self.layer(name, *kinds)
         return inner
 
     def weight(self, owner: nn.Module, name: str = "weight", optional: bool = False) -> Any:

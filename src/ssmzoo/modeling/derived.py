@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ssmzoo_kernels.dispatch import is_traced
+
 if TYPE_CHECKING:
     from ssmzoo.modeling.cache import LayerState
 
@@ -58,7 +60,7 @@ class DerivedValue(Generic[T]):
         if "parametrizations" in owner._modules or owner._forward_pre_hooks:
             self.forget()
             return make()
-        if torch.compiler.is_compiling():
+        if is_traced():
             return self._value if _constant and self._value is not None else make()
         fits = self._value is not None and self._settings == settings
         count = 0
@@ -98,7 +100,7 @@ class DerivedValue(Generic[T]):
             hidden_states: What the mixer reads, ``[B, L, D]``.
             state: What it goes on from.
         """
-        if torch.compiler.is_compiling() or self._value is None:
+        if is_traced() or self._value is None:
             return
         if hidden_states.shape[1] == 1 and state.initial and not torch.is_grad_enabled():
             return
@@ -110,7 +112,7 @@ class DerivedValue(Generic[T]):
 
     def forget(self) -> None:
         """Drop the value, but not while a graph is traced."""
-        if not torch.compiler.is_compiling():
+        if not is_traced():
             self.__init__()
 
     def __getstate__(self) -> dict[str, object]:

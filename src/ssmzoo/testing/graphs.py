@@ -6,11 +6,12 @@ import importlib
 import importlib.util
 import json
 import tempfile
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ssmzoo.modeling import SSMForCausalLM
 from ssmzoo.publishing.export_graphs import (
@@ -61,6 +62,31 @@ def check_onnx(subject: Subject) -> Measured:
         return logits, [{name: next(left) for name in layer} for layer in states]
 
     return _compared(subject, model, read, (7, 1, 1, 3))
+
+
+class _Logits(nn.Module):
+    def __init__(self, model: SSMForCausalLM) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.model(input_ids, use_cache=False).logits
+
+
+def check_jit_trace(subject: Subject) -> Measured:
+    """torch.jit.trace, which TensorBoard's graphs are made by, records the logits of one shape."""
+    measured, model = Measured(), subject.model()
+    ids, others = subject.ids(2, 12), subject.ids(2, 12, seed=1)
+    with torch.no_grad():
+        expected = model(others, use_cache=False).logits
+    for learns in (False, True):
+        # torch warns of every size that becomes a constant, and that a trace is old-fashioned
+        with warnings.catch_warnings(), torch.set_grad_enabled(learns):
+            warnings.simplefilter("ignore")
+            traced: Any = torch.jit.trace(_Logits(model), ids)
+        what = "logits of other tokens" + " with gradients" * learns
+        measured.compare(what, traced(others), expected, BUDGETS[model.dtype])
+    return measured
 
 
 def _compared(

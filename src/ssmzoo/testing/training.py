@@ -6,10 +6,11 @@ import contextlib
 import copy
 import importlib.util
 import io
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +73,19 @@ def check_lora_all_linear(subject: Subject) -> Measured:
     linear = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     head = {n for n, m in model.named_modules() if m is model.get_output_embeddings()}
     return _adapted(subject, "all-linear", linear - head)
+
+
+def check_lora_parameters(subject: Subject) -> Measured:
+    """LoRA on any parameter, alone and beside others: it learns, decodes step by step, merges."""
+    measured, model = Measured(), subject.model()
+    head = cast(nn.Module, model.get_output_embeddings()).weight  # may be the embedding's, tied
+    matrices = [n for n, p in model.named_parameters() if p.dim() in (2, 3) and p is not head]
+    # PEFT takes names by their ends, here those of all layers
+    for target in dict.fromkeys(re.sub(r".*\.layers\.\d+\.", "", name) for name in matrices):
+        others = [x for x in subject.family.lora_targets if not target.endswith(f"{x}.weight")]
+        for modules in ([], others) if others else ([],):
+            _adapted_parameter(subject, measured, target, modules)
+    return measured
 
 
 def check_gradient_checkpointing(subject: Subject) -> Measured:
@@ -229,15 +243,40 @@ def _results(model: SSMForCausalLM, ids: Tensor) -> dict[str, Tensor]:
     return {k: v.detach().double() for k, v in {"logits": logits, **slopes}.items()}
 
 
-def _adapted(subject: Subject, targets: list[str] | str, expected: Any) -> Measured:
+def _with_lora(subject: Subject, **targets: Any) -> Any:
+    """Return a copy of the model with adapters that change its output."""
     if importlib.util.find_spec("peft") is None:
         raise NotApplicable("needs peft; pip install 'ssmzoo[peft]'")
     from peft import LoraConfig, get_peft_model
 
+    config = LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", **targets)
+    return get_peft_model(copy.deepcopy(subject.model()), config)
+
+
+def _adapted_parameter(
+    subject: Subject, measured: Measured, target: str, modules: list[str]
+) -> None:
+    """Check an adapter of a parameter beside those of some modules."""
+    what = f"{target} beside {', '.join(modules)}" if modules else target
+    ids = subject.ids(2, 12)
+    model = _with_lora(subject, target_parameters=[target], target_modules=modules)
+    whole = model(input_ids=ids, labels=ids, use_cache=False)
+    for output in (whole, model(input_ids=ids, labels=ids, use_cache=True)):
+        for name, slope in gradients(model, output.loss).items():
+            require(bool(slope.isfinite().all() and slope.any()), f"{what}: {name} learns nothing")
+    logits = whole.logits.detach()
+    with torch.no_grad():
+        cache = model(input_ids=ids[:, :8], use_cache=True).cache
+        steps = [model(input_ids=one, cache=cache).logits for one in ids[:, 8:].split(1, dim=1)]
+        measured.compare(f"{what}: steps", torch.cat(steps, dim=1), logits[:, 8:], EXACT)
+        merged = model.merge_and_unload()(ids).logits
+        measured.compare(f"{what}: logits after merging", merged, logits, EXACT)
+
+
+def _adapted(subject: Subject, targets: list[str] | str, expected: Any) -> Measured:
     measured = Measured()
     ids = subject.ids(2, 12)
-    config = LoraConfig(r=2, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
-    model = get_peft_model(copy.deepcopy(subject.model()), config)
+    model = _with_lora(subject, target_modules=targets)
     prefix = "base_model.model."
     adapters = {n.removeprefix(prefix): m for n, m in model.named_modules() if hasattr(m, "lora_B")}
     require(
