@@ -3,6 +3,8 @@
 import gc
 import json
 import math
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -35,9 +37,10 @@ from ssmzoo.analysis.ledger import (
     write_ledger,
 )
 from ssmzoo.analysis.sweep import impossible, searched_lines, sweep
-from ssmzoo.analysis.sweep_plan import Sweep, load_sweep, selection
+from ssmzoo.analysis.sweep_plan import Sweep, load_sweep, selected, selection
 from ssmzoo.checkpoints.load import load_model
-from ssmzoo.cli.main import main
+from ssmzoo.cli.main import main, parsers
+from ssmzoo.cli.training import SWEEP as SWEEP_VERB
 from ssmzoo.family import load_family
 from ssmzoo.files import share
 from ssmzoo.training import validation
@@ -389,6 +392,34 @@ def test_one_command_runs_one_cell_and_a_table_runs_none(tmp_path, capsys):
     assert main([*command, "--table"]) == 2
     assert "other holds neither runs nor a ledger" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
+
+
+def test_set_adds_a_model_to_a_sweep(tmp_path, capsys):
+    path, output = tmp_path / "sweep.yaml", tmp_path / "out"
+    path.write_text(yaml.safe_dump(SWEEP, sort_keys=False), encoding="utf-8")
+    mine = "models.mine={family: s4, config: {num_hidden_layers: 1, d_state: 4}}"
+    command = ["sweep", str(path), "--output", str(output), "--json", "--set", mine]
+    assert main([*command, "--only", "model=mine,lr=0.01"]) == 0
+    (line,) = json.loads(capsys.readouterr().out)
+    assert (line["model"], line["lr"], line["note"]) == ("mine", 0.01, None)
+    assert main([*command[:-1], "models.mine={familly: s4}", "--table"]) == 2
+    assert "familly" in capsys.readouterr().err
+
+
+def commands_of_sweeps():
+    """Return the commands that pages give, and the verb's own example, as their arguments."""
+    root = Path(__file__).parents[1]
+    pages = [root / name for name in ("README.md", "USING.md", "eval/zoo.md")]
+    text = "\n".join([*(page.read_text(encoding="utf-8") for page in pages), SWEEP_VERB.example])
+    found = re.findall(r"ssmzoo (sweep zoo [^`\n#]*)", text)
+    return [shlex.split(command) for command in found]
+
+
+@pytest.mark.parametrize("command", commands_of_sweeps(), ids=" ".join)
+def test_the_sweeps_that_pages_show_choose_runs(command):
+    options = parsers()[0].parse_args(command)
+    chosen = load_sweep(options.sweep, options.set)
+    assert selected(chosen, chosen.runs(), selection(options.only))
 
 
 @pytest.mark.parametrize("place", ["file", "file/below"])

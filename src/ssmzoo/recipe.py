@@ -730,7 +730,7 @@ def load_zoo(path: Path, overrides: Sequence[str] = ()) -> dict[str, Recipe]:
         sections = {**listed.shared, **own}
         fields = {part: {**listed.shared.get(part, {}), **own.get(part, {})} for part in sections}
         for override in overrides:
-            _override(fields, override)
+            set_field(fields, override)
         found[name] = read_sections(Recipe, fields, f"{path.name}, {name}")
     return found
 
@@ -750,13 +750,13 @@ def load_recipe(source: str | Path | Recipe, overrides: Sequence[str] = ()) -> R
         name, fields = "recipe", source.model_dump(exclude_none=True)
     else:
         path = _find(source)
-        name, fields = path.name, _fields_of(path)
+        name, fields = path.name, fields_of(path)
         if not isinstance(fields, dict):
             raise ValueError(
                 f"{name}: must hold the sections model, data, train; got {shortened(repr(fields))}"
             )
     for override in overrides:
-        _override(fields, override)
+        set_field(fields, override)
     return read_sections(Recipe, fields, name)
 
 
@@ -772,7 +772,7 @@ def read_sections(kind: type[Checked], source: Path | dict[str, Any], name: str)
         LookupError: No such file or field; the message suggests.
         ValueError: A wrong value, or a file that is not UTF-8 or not YAML.
     """
-    fields = _fields_of(source) if isinstance(source, Path) else source
+    fields = fields_of(source) if isinstance(source, Path) else source
     if not isinstance(fields, dict):
         raise ValueError(f"{name}: must hold fields and values, got {shortened(repr(fields))}")
     try:
@@ -781,7 +781,13 @@ def read_sections(kind: type[Checked], source: Path | dict[str, Any], name: str)
         raise _one_line(kind, name, error) from None
 
 
-def _fields_of(path: Path) -> Any:
+def fields_of(path: Path) -> Any:
+    """Return what a YAML file holds.
+
+    Raises:
+        LookupError: No such file.
+        ValueError: It is not UTF-8, or not YAML.
+    """
     if not path.is_file():
         raise LookupError(f"no file {str(path)!r}")
     try:
@@ -811,7 +817,12 @@ def _find(source: str | Path) -> Path:
     )
 
 
-def _override(fields: dict[str, Any], override: str) -> None:
+def set_field(fields: dict[str, Any], override: str) -> None:
+    """Change one field, ``section.field=value``, the value in YAML.
+
+    Raises:
+        ValueError: An override of another form, or into what is no section.
+    """
     key, equals, value = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):

@@ -15,7 +15,15 @@ from ssmzoo.analysis.ledger import Cell, Line, cell_of
 from ssmzoo.environment.messages import missing
 from ssmzoo.family import suggestion
 from ssmzoo.files import share
-from ssmzoo.recipe import DataSection, ModelSection, Recipe, Section, read_sections
+from ssmzoo.recipe import (
+    DataSection,
+    ModelSection,
+    Recipe,
+    Section,
+    fields_of,
+    read_sections,
+    set_field,
+)
 
 try:
     from pydantic import Field
@@ -153,11 +161,13 @@ class PlannedRun:
         return ", ".join(shown)
 
 
-def load_sweep(path: str | Path) -> Sweep:
+def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     """Read and check a sweep and all of its recipes.
 
     Args:
         path: A YAML file, or the name of a shipped sweep.
+        overrides: ``field=value``, the value in YAML; they win over the file, or add to it:
+            ``models.mine={family: mine}``.
 
     Raises:
         LookupError: No such file, or a field that a sweep or a recipe does not have.
@@ -170,7 +180,11 @@ def load_sweep(path: str | Path) -> Sweep:
         raise LookupError(
             f"no sweep {str(path)!r}{suggestion(str(path), names)}; shipped: {', '.join(names)}"
         )
-    found = read_sections(Sweep, file, file.name)
+    fields = fields_of(file)
+    if isinstance(fields, dict):
+        for override in overrides:
+            set_field(fields, override)
+    found = read_sections(Sweep, fields, file.name)
     found.runs()
     return found
 

@@ -132,10 +132,10 @@ DISTILL = Verb(
 def _sweep(options: argparse.Namespace) -> int:
     from ssmzoo.analysis.ledger import ledger_table
     from ssmzoo.analysis.sweep import sweep
-    from ssmzoo.analysis.sweep_plan import selection
+    from ssmzoo.analysis.sweep_plan import load_sweep, selection
 
     ledger = sweep(
-        options.sweep,
+        load_sweep(options.sweep, options.set),
         options.output,
         only=selection(options.only),
         train=not options.table,
@@ -161,6 +161,7 @@ SWEEP = Verb(
             metavar="FIELD=VALUE,...",
             help="run these alone: problem=NAME, model=NAME, width=N, lr=RATE, seed=N",
         ),
+        SET.but(help="change or add one field, e.g. models.mine='{family: mine}'; may be repeated"),
         Option("--table", action="store_true", help="train nothing: the ledger of what is there"),
         Option("--keep", action="store_true", help="keep the trained models"),
         STOCK,
