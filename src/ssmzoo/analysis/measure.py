@@ -9,7 +9,9 @@ Dimensions: B sequences, L length, D hidden, C channels, K lags, P rows of poles
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -33,6 +35,7 @@ MOST_FEATURES = 64  # rows of a measured response: each costs a backward pass of
 MOST_PATHS, MOST_STEPS = 8, 32  # of the trajectories: more would hide each other
 _PROMPT = 16  # positions that are read to see a state
 _CHUNK = 2**22  # numbers of input that one backward pass sees
+_KEPT = ("hidden_states", "residual", "shared")  # of a mixer's call
 
 Source = Literal["exact", "input", "measured"]
 
@@ -154,13 +157,13 @@ def measure_layers(
         raise ValueError(f"layers must be in [0, {max([*mixers, *others])}], got {layer}")
     model.eval()
     with torch.no_grad():
-        seen = _mixer_inputs(model, inputs, {layer: mixers[layer] for layer in chosen})
+        calls = _MixerCalls(model, inputs, {layer: mixers[layer] for layer in chosen})
         _, cache, state_bytes, note = cache_after(model, inputs[:1, :_PROMPT])
         if isinstance(cache, StateCache) and cache.config.state_grows:
             state_bytes, note = None, _growth(model, cache, inputs[:1, :1])
         found = []
         for layer in chosen:
-            found.append(_inspect_layer(mixers[layer], layer, seen.pop(layer), measured))
+            found.append(_inspect_layer(mixers[layer], layer, calls, measured))
         trajectories = None
         if isinstance(model, SSMModel) and model.config.input_channels is None:
             trajectories = model.trajectories(inputs[:MOST_PATHS, :MOST_STEPS])
@@ -183,11 +186,16 @@ def _others(model: PreTrainedModel) -> dict[int, str]:
     return {index: kind for index, kind in enumerate(kinds) if kind != "linear_attention"}
 
 
+def _nothing_around(row: int, copies: int) -> tuple[LayerState, dict[str, Tensor]]:
+    return LayerState(), {}
+
+
 def measured_response(
-    mixer: Callable[[Tensor, LayerState], Tensor],
+    mixer: Callable[..., Tensor],
     hidden_states: Tensor,
     features: Sequence[int],
     position: int,
+    around: Callable[[int, int], tuple[LayerState, dict[str, Tensor]]] = _nothing_around,
 ) -> Tensor:
     """Return the size of the derivative of some outputs at one position, ``[F, L]``.
 
@@ -195,50 +203,82 @@ def measured_response(
     differentiation: exact, and for a linear filter the size of its taps, whatever the input.
 
     Args:
-        mixer: Maps ``[B, L, D]`` and a state to ``[B, L, D]``.
+        mixer: Maps ``[B, L, D]``, a state and named tensors to ``[B, L, D]``.
         hidden_states: x, ``[B, L, D]``.
         features: The outputs i.
         position: Where these outputs are.
+        around: Returns the state and the named tensors of so many copies of a sequence.
     """
     sequences, length, width = hidden_states.shape
-    count = max(1, _CHUNK // (length * width))
+    count = max(1, min(_CHUNK // (length * width), len(features)))
     sizes = []
     for some in torch.as_tensor(features, device=hidden_states.device).split(count):
         energy = 0.0
-        for x in hidden_states:
+        for row, x in enumerate(hidden_states):
             # one copy of the sequence per output, so that one backward pass serves all
-            copies = x.expand(len(some), -1, -1).detach().clone().requires_grad_()
+            copies = x.expand(count, -1, -1).detach().clone().requires_grad_()
+            state, more = around(row, count)
             with torch.enable_grad():
-                y = mixer(copies, LayerState())
+                y = mixer(copies, state, **more)
                 picked = y[torch.arange(len(some), device=some.device), position, some]
                 (slope,) = torch.autograd.grad(picked.sum(), copies)
-            energy = energy + slope.double().square().sum(dim=2)
+            energy = energy + slope[: len(some)].double().square().sum(dim=2)
         sizes.append((cast(Tensor, energy) / sequences).sqrt())
     return torch.cat(sizes)
 
 
-def _mixer_inputs(
-    model: PreTrainedModel, inputs: Tensor, mixers: dict[int, nn.Module]
-) -> dict[int, Tensor]:
-    """Return what the mixers of some layers get when the model reads, ``[B, L, D]`` each."""
-    seen: dict[int, Tensor] = {}
+class _MixerCalls:
+    """What some layers' mixers get when the model reads: of all sequences, or of copies of one.
 
-    def keep(layer: int) -> Callable[..., None]:
-        def hook(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-            given = arguments[0] if arguments else named["hidden_states"]
-            seen[layer] = given.detach()
+    Copies are read again where layers share values, which may have any form.
+    """
 
-        return hook
+    def __init__(self, model: PreTrainedModel, inputs: Tensor, mixers: dict[int, Any]) -> None:
+        self._model, self._inputs, self._mixers = model, inputs, mixers
+        self._seen = self._read(inputs)
+        self._copies: dict[tuple[int, int], dict[int, dict[str, Any]]] = {}
 
-    hooks = [
-        mixer.register_forward_pre_hook(keep(i), with_kwargs=True) for i, mixer in mixers.items()
-    ]
-    try:
-        model(**as_arguments(model, inputs), use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return seen
+    def hidden_states(self, layer: int) -> Tensor:
+        """Return a mixer's input ``[B, L, D]``."""
+        return self._seen[layer]["hidden_states"]
+
+    def around(self, layer: int, row: int, copies: int) -> tuple[LayerState, dict[str, Tensor]]:
+        """Return the state and the residual stream of so many copies of a sequence."""
+        call = self._seen[layer]
+        residual, shared = call.get("residual"), call["shared"]
+        if shared:
+            if (row, copies) not in self._copies:
+                rows = self._inputs[row : row + 1]
+                again = self._read(rows.repeat_interleave(copies, dim=0))
+                found = {layer: call["shared"] for layer, call in again.items()}
+                self._copies[row, copies] = found
+            shared = dict(self._copies[row, copies][layer])
+        more = {} if residual is None else {"residual": residual[row].expand(copies, -1, -1)}
+        return LayerState(shared=shared), more
+
+    @torch.no_grad()
+    def _read(self, inputs: Tensor) -> dict[int, dict[str, Any]]:
+        seen: dict[int, dict[str, Any]] = {}
+
+        def keep(layer: int) -> Callable[..., None]:
+            def hook(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+                call = {**dict(zip(("hidden_states", "state"), arguments, strict=False)), **named}
+                call["shared"] = dict(getattr(call.pop("state", None), "shared", {}))
+                kept = {name: call[name] for name in call if name in _KEPT}
+                seen.setdefault(layer, kept)  # a block may call it again on the reversed sequence
+
+            return hook
+
+        hooks = [
+            mixer.register_forward_pre_hook(keep(i), with_kwargs=True)
+            for i, mixer in self._mixers.items()
+        ]
+        try:
+            self._model(**as_arguments(self._model, inputs), use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return seen
 
 
 def as_arguments(model: PreTrainedModel, inputs: Tensor) -> dict[str, Any]:
@@ -286,16 +326,16 @@ def _grows(growing: int, layers: int) -> str:
     return f"grows by every token in {growing} of {layers} layers"
 
 
-def _inspect_layer(
-    mixer: Any, layer: int, hidden_states: Tensor, measured: bool
-) -> LayerInspection:
+def _inspect_layer(mixer: Any, layer: int, calls: _MixerCalls, measured: bool) -> LayerInspection:
     tell = getattr(mixer, "dynamics", lambda _: None)  # a stock mixer that stayed so has none
-    known = tell(hidden_states) or Dynamics()
+    with _naming(layer, mixer):
+        known = tell(calls.hidden_states(layer)) or Dynamics()
     source: Source = "input" if known.depends_on_input else "exact"
     kernel, future = known.kernel, known.future_kernel
     if measured or kernel is None:
         source = "measured"
-        kernel, future = _measured_kernel(mixer, hidden_states)
+        with _naming(layer, mixer):
+            kernel, future = _measured_kernel(mixer, layer, calls)
     kernel = _plain(kernel)
     future = None if future is None else _plain(future)
     _check_finite(layer, kernel, future)
@@ -318,14 +358,30 @@ def _inspect_layer(
     )
 
 
-def _measured_kernel(mixer: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+@contextlib.contextmanager
+def _naming(layer: int, mixer: nn.Module) -> Iterator[None]:
+    """Let what a mixer raises name its layer."""
+    try:
+        yield
+    except Exception as error:
+        kind = ValueError if isinstance(error, ValueError) else RuntimeError
+        what = str(error) if kind is ValueError else f"{type(error).__name__}: {error}"
+        where = f"layer {layer} ({type(mixer).__name__}) cannot be inspected"
+        raise kind(f"{where}: {what}") from error
+
+
+def _measured_kernel(
+    mixer: nn.Module, layer: int, calls: _MixerCalls
+) -> tuple[Tensor, Tensor | None]:
+    hidden_states = calls.hidden_states(layer)
     length, width = hidden_states.shape[1:]
     features = torch.linspace(0, width - 1, min(width, MOST_FEATURES)).round().long().tolist()
-    own = isinstance(mixer, SSMMixer)
-    causal = not own or mixer.config.causal
+    if isinstance(mixer, SSMMixer):
+        causal, run, around = mixer.config.causal, mixer, functools.partial(calls.around, layer)
+    else:  # transformers' take no state of ours
+        causal, run, around = True, lambda x, _: mixer(x), _nothing_around
     position = length - 1 if causal else length // 2
-    run = mixer if own else lambda x, _: mixer(x)  # transformers' take no state of ours
-    response = measured_response(run, hidden_states, features, position)
+    response = measured_response(run, hidden_states, features, position, around)
     past = response[:, : position + 1].flip(1)
     return past, None if causal else response[:, position + 1 :]
 
