@@ -553,7 +553,6 @@ class BMojoPreTrainedModel(SSMPreTrainedModel):
     """Loading and initialisation of B'MOJO models."""
 
     config: BMojoConfig
-    _keep_in_fp32_modules_strict = ["ssm.A_log", "ssm.D", "ssm.dt_bias"]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

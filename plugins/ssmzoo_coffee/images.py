@@ -15,7 +15,7 @@ from transformers.modeling_outputs import ImageClassifierOutput
 from ssmzoo.modeling import LayerState, Linear
 
 from .configuration_coffee import CoffeeConfig
-from .modeling_coffee import SSM_PARAMETERS, CoffeeMixer, CoffeePreTrainedModel
+from .modeling_coffee import CoffeeMixer, CoffeePreTrainedModel
 
 _SIDES = 4
 
@@ -31,9 +31,6 @@ class CoffeeForImageClassification(CoffeePreTrainedModel):
     supports_gradient_checkpointing = False
     # the loss is a batch's mean, so a Trainer that accumulates has to divide
     accepts_loss_kwargs = False
-    _keep_in_fp32_modules_strict = [
-        f"scans.{side}.{name}" for side in range(_SIDES) for name in SSM_PARAMETERS
-    ]
 
     def __init__(self, config: CoffeeConfig) -> None:
         super().__init__(config)

@@ -330,7 +330,6 @@ class CoffeePreTrainedModel(SSMPreTrainedModel):
     """Loading and initialisation of COFFEE models."""
 
     config: CoffeeConfig
-    _keep_in_fp32_modules_strict = [f"mixer.{name}" for name in SSM_PARAMETERS]
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:

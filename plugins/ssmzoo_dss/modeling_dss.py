@@ -330,7 +330,7 @@ class DSSMixer(SSMMixer):
             if bool(wrong.any()):
                 place = wrong.nonzero()[0].tolist()
                 raise ValueError(
-                    f"{name} must be finite, got {complex(tensor[tuple(place)])} in layer "
+                    f"{name} must be finite, got {tensor[tuple(place)].item()} in layer "
                     f"{self.layer_idx}, feature {place[-2]}, mode {place[-1]}"
                 )
         wrong = ~self.D.isfinite()
@@ -448,7 +448,6 @@ class DSSPreTrainedModel(SSMPreTrainedModel):
     """Loading and initialisation of DSS models."""
 
     config: DSSConfig
-    _keep_in_fp32_modules_strict = [f"mixer.{name}" for name in (*_SSM_PARAMETERS, "D")]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -221,9 +221,6 @@ class H3PreTrainedModel(SSMPreTrainedModel):
     """Loading and initialisation of H3 models."""
 
     config: H3Config
-    _keep_in_fp32_modules_strict = [
-        f"mixer.{name}" for name in (*_SLOW, "C", "D", "shift_C", "shift_D")
-    ]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

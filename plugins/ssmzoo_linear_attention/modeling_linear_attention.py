@@ -239,7 +239,6 @@ class LinearAttentionPreTrainedModel(SSMPreTrainedModel):
     """Loading and initialisation of linear attention."""
 
     config: LinearAttentionConfig
-    _keep_in_fp32_modules_strict = ["mixer.A_log", "mixer.dt_bias", "mixer.D"]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

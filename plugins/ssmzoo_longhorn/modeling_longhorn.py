@@ -206,9 +206,6 @@ class LonghornPreTrainedModel(SSMPreTrainedModel):
     """Loading and initialisation of Longhorn models."""
 
     config: LonghornConfig
-    _keep_in_fp32_modules_strict = [
-        f"mixer.{name}" for name in ("D", "dt_bias", "reverse.D", "reverse.dt_bias")
-    ]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -623,7 +623,6 @@ class RTFPreTrainedModel(SSMPreTrainedModel):
     """Loading and initialisation of RTF models."""
 
     config: RTFConfig
-    _keep_in_fp32_modules_strict = [f"mixer.{name}" for name in _SSM_PARAMETERS]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -169,7 +169,6 @@ class S4PreTrainedModel(SSMPreTrainedModel):
     """Loading and initialisation of S4 models."""
 
     config: S4Config
-    _keep_in_fp32_modules_strict = [f"mixer.{name}" for name in (*_SLOW, "C", "D")]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -156,7 +156,6 @@ class S5PreTrainedModel(SSMPreTrainedModel):
     """Loading and initialisation of S5 and LRU models."""
 
     config: S5Config
-    _keep_in_fp32_modules_strict = [f"mixer.{name}" for name in (*_S5, *_LRU, "B", "C", "D")]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -199,7 +199,6 @@ class SpaceTimePreTrainedModel(SSMPreTrainedModel):
     """Loading and initialisation of SpaceTime models."""
 
     config: SpaceTimeConfig
-    _keep_in_fp32_modules_strict = [*(f"mixer.{x}" for x in (*"aBCD", "fixed")), "decoder"]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -51,7 +51,7 @@ from ssmzoo.modeling.norms import (
     takes_op,
 )
 from ssmzoo.modeling.packing import PackedRow, find_packing, flip, flip_steps
-from ssmzoo.modeling.pretrained import SSMPreTrainedModel
+from ssmzoo.modeling.pretrained import SSMPreTrainedModel, empty_is_nan
 from ssmzoo.modeling.sequence_parallel import CutRows, PassingCache, SequenceParallelCache
 from ssmzoo.modeling.static_cache import StaticStateCache
 from ssmzoo_kernels.token_step import Program, Value
@@ -66,12 +66,20 @@ _NOTHING = None, None
 _Norm: TypeAlias = RMSNorm | LayerNorm | BatchNorm | NoNorm
 
 
-class SSMMixer(nn.Module):
+class _NaNUntilDrawn(type):
+    """Fill what a mixer makes by ``torch.empty`` with NaN: one that no model draws must be seen."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        with empty_is_nan():
+            return super().__call__(*args, **kwargs)
+
+
+class SSMMixer(nn.Module, metaclass=_NaNUntilDrawn):
     """Base class of a family's mixer: ``[B, L, D] -> [B, L, D]`` with a state.
 
     Parameters that belong to the mixer itself, not to a submodule of it, are SSM parameters: they
-    are float32 at least, and no cast to a lower precision (``.to(bfloat16)``, ``.half()``) touches
-    them.
+    are float32 at least, and no cast to a lower precision (``.to(bfloat16)``, ``.half()``, loading
+    in bfloat16) touches them. What a mixer makes by ``torch.empty`` is NaN until a model draws it.
 
     Attributes:
         param_group_names: Maps a parameter's name to its optimizer group. Parameters in these
@@ -110,6 +118,17 @@ class SSMMixer(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
 
+    def __call__(self, hidden_states: Tensor, *given: Any, **named: Any) -> Any:
+        """Call :meth:`forward`; boundaries ``[S + 1]`` are a packing, too."""
+        if isinstance(named.get("packing"), Tensor):
+            named["packing"] = self._packed(named["packing"], hidden_states)
+        elif len(given) > 1 and isinstance(given[1], Tensor):
+            given = (given[0], self._packed(given[1], hidden_states), *given[2:])
+        return super().__call__(hidden_states, *given, **named)
+
+    def _packed(self, cu_seqlens: Tensor, hidden_states: Tensor) -> PackedRow:
+        return PackedRow.of(cu_seqlens, hidden_states.shape[1], type(self).__name__)
+
     def forward(
         self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
     ) -> Tensor:
@@ -119,7 +138,7 @@ class SSMMixer(nn.Module):
             hidden_states: ``[B, L, D]``.
             state: The state of this layer.
             packing: Where the sequences in the flat row ``[1, T, D]`` begin and end; None: every
-                row is one. Ops take it for ``cu_seqlens``.
+                row is one. Ops take it for ``cu_seqlens``; a call may also give ``cu_seqlens``.
 
         Returns:
             ``[B, L, D]``.
@@ -174,13 +193,18 @@ class SSMMixer(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register an SSM parameter; one that was made in a low default dtype, in float32.
 
-        transformers loads under a default dtype, bfloat16 say, and makes parameters that a
-        checkpoint lacks in the dtype that was registered.
+        transformers loads under a default dtype, bfloat16 say, and gives parameters and buffers the
+        dtype that was registered, whether the checkpoint has them or not.
         """
-        default = torch.get_default_dtype()
-        if param is not None and param.dtype == default and default.itemsize < 4:
+        if param is not None and _in_low_default(param):
             param = nn.Parameter(param.detach().float(), param.requires_grad)
         super().register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Register a buffer, as :meth:`register_parameter` does."""
+        if tensor is not None and _in_low_default(tensor):
+            tensor = tensor.float()
+        super().register_buffer(name, tensor, persistent)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SSMMixer:
         if recurse:
@@ -193,6 +217,10 @@ class SSMMixer(nn.Module):
             return tensor.to(out.device) if lowered else out
 
         return super()._apply(keep_precision, recurse=False)
+
+
+def _in_low_default(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.get_default_dtype() and tensor.dtype.itemsize < 4
 
 
 class SSMBlock(GradientCheckpointingLayer):
@@ -209,7 +237,6 @@ class SSMBlock(GradientCheckpointingLayer):
 
     def __init__(self, config: SSMConfig, mixer: SSMMixer, reverse: SSMMixer | None = None) -> None:
         super().__init__()
-        self.token_inputs = config.token_inputs
         self.both_ways = config.directions != "forward" and not mixer.reads_both_ways
         self.residual_in_fp32 = config.residual_in_fp32
         self.prenorm = config.prenorm
@@ -270,11 +297,7 @@ class SSMBlock(GradientCheckpointingLayer):
         if self.both_ways:
             other = self.mixer if self.reverse is None else self.reverse["mixer"]
             more = {name: flip(given, packing) for name, given in more.items()}
-            shared = state.shared
-            if self.token_inputs:
-                turned = {name: flip_steps(shared[name], packing) for name in self.token_inputs}
-                shared = {**shared, **turned}
-            fresh = LayerState(packing=packing, shared=shared)
+            fresh = LayerState(packing=packing, shared=state.reversed_shared)
             mixed = mixed + flip(other(flip(y, packing), fresh, packing, **more), packing)
         after = state.next_norm if self.mlp is None else self.mlp_norm
         x, y = self._added(x, mixed, self.norm, after, real, packing)
@@ -524,6 +547,7 @@ class SSMModel(SSMPreTrainedModel):
         shared: dict[Any, Any] = {}
         for name, given in token_inputs.items():
             shared[name] = given if packing is None else packing.flat(given)
+        reversed_shared = {} if causal else {n: flip_steps(x, packing) for n, x in shared.items()}
         room = None if cache is None else cache.max_cache_len
         passing = cache if isinstance(cache, SequenceParallelCache) else None
         next_norms: Iterable[nn.Module | None] = itertools.repeat(None)
@@ -550,7 +574,15 @@ class SSMModel(SSMPreTrainedModel):
                 initial, keep = starts.get(index, {}), True
             elif cache is not None:
                 initial = cache.layers[index].states
-            state = LayerState(initial, keep, packing, room, shared=shared, next_norm=next_norm)
+            state = LayerState(
+                initial,
+                keep,
+                packing,
+                room,
+                shared=shared,
+                reversed_shared=reversed_shared,
+                next_norm=next_norm,
+            )
             if passing is not None:
                 passing.open_layer(index, state, hidden_states)
             hidden_states = layer(hidden_states, state, packing)

@@ -74,6 +74,7 @@ class LayerState:
     room: int | None = None  # for how many tokens the cache is; None: no bound
     final: dict[str, Tensor] = field(default_factory=dict)
     shared: dict[Any, Any] = field(default_factory=dict)  # worked out once for all layers
+    reversed_shared: dict[Any, Any] = field(default_factory=dict)  # by mixers on reversed sequences
     next_norm: nn.Module | None = None  # what the block's output goes to, where one may run both
 
     def get(self, name: str) -> Tensor | None:

@@ -19,9 +19,8 @@ from ssmzoo.modeling.configuration import SSMConfig
 class SSMPreTrainedModel(PreTrainedModel):
     """Base of all models: loading, initialisation, optimizer groups.
 
-    A family's subclass sets ``config`` and extends :meth:`_init_weights`. Its float32 parameters
-    are listed in ``_keep_in_fp32_modules_strict`` for loading; casting a model in memory leaves
-    them alone because :class:`~ssmzoo.modeling.SSMMixer` does.
+    A family's subclass sets ``config`` and extends :meth:`_init_weights`. Mixers keep their own
+    parameters in float32, see :class:`~ssmzoo.modeling.SSMMixer`.
     """
 
     config: SSMConfig
@@ -271,6 +270,19 @@ class SSMPreTrainedModel(PreTrainedModel):
                     f"a parameter group has no setting {key!r}{suggestion(key, _SETTINGS)}; "
                     f"settings: {', '.join(_SETTINGS)}"
                 )
+
+
+@contextmanager
+def empty_is_nan() -> Iterator[None]:
+    """Let ``torch.empty`` return NaN instead of what lies in memory."""
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode(
+        "warn"
+    )  # torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
 
 
 @contextmanager

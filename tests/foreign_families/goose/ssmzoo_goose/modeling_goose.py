@@ -175,7 +175,6 @@ def token_before(x: Tensor, name: str, state: LayerState, packing: PackedRow | N
 
 class GoosePreTrainedModel(SSMPreTrainedModel):
     config: GooseConfig
-    _keep_in_fp32_modules_strict = [f"mixer.{name}" for name in _OWN]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

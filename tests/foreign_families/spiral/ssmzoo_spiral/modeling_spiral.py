@@ -63,7 +63,6 @@ class SpiralMixer(SSMMixer):
 
 class SpiralPreTrainedModel(SSMPreTrainedModel):
     config: SpiralConfig
-    _keep_in_fp32_modules_strict = ["mixer.log_decay", "mixer.angle"]
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
