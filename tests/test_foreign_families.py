@@ -4,6 +4,7 @@ import importlib
 import inspect
 import tomllib
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,11 +12,12 @@ import torch
 from tests.environments import import_package
 from tests.oracles import goose as oracle
 from tests.oracles.judging import numbers, relative
+from tests.plugins.causes import ONE_DICTIONARY
 
+from ssmzoo.analysis.measure import measure_layers
 from ssmzoo.cli.main import main
 from ssmzoo.recipe import Recipe
-from ssmzoo.testing import FamilyConformance, OpContract
-from ssmzoo.testing.conformance import name_of
+from ssmzoo.testing import FamilyConformance, OpContract, check
 from ssmzoo.testing.subject import Subject
 from ssmzoo.training.distributed import _what_must_agree
 from ssmzoo_kernels import use_backend
@@ -26,7 +28,10 @@ FAMILIES = {
     name: import_package(FOLDER / name / f"ssmzoo_{name}").FAMILY
     for name in ("gru", "spiral", "window", "goose")
 }
-DELTA_RULE = importlib.import_module("ssmzoo_goose.delta_rule")
+DELTA_RULE, GOOSE, CPU = (
+    importlib.import_module(f"ssmzoo_goose.{name}")
+    for name in ("delta_rule", "modeling_goose", "delta_rule.cpu")
+)
 
 
 class TestGRU(FamilyConformance):
@@ -41,22 +46,15 @@ class TestWindow(FamilyConformance):
     family = FAMILIES["window"]
 
 
-# what the kit says against a right family, to go as soon as it no longer does
-FALSE_ALARMS = {
-    "cache_precision": "its values were rounded to bfloat16",  # of a state of one past activation
-    "bidirectional": "reversed outputs",  # both directions have one `state.shared`
-}
-
-
 class TestGoose(FamilyConformance):
     family = FAMILIES["goose"]
     oracle = staticmethod(oracle.logits)
 
-    def test_promise(self, promise):
-        if (alarm := FALSE_ALARMS.get(name_of(promise))) is None:
-            return super().test_promise(promise)
-        with pytest.raises(AssertionError, match=alarm):
-            super().test_promise(promise)
+
+def test_one_dictionary_for_both_directions_fails():
+    with mock.patch.object(*ONE_DICTIONARY):
+        (result,) = check(FAMILIES["goose"], only=["bidirectional"]).results
+    assert (result.status, result.detail) == ("failed", "reversed outputs")
 
 
 class TestDeltaRule(OpContract):
@@ -92,6 +90,46 @@ def test_a_model_runs_its_packages_kernel_and_is_the_same_in_torch():
         torch.testing.assert_close(model(ids).logits, logits, rtol=1e-12, atol=1e-14)
 
 
+def slopes_in_the_model(model, ids, layer):
+    """Return the derivatives of a mixer's last output, feature by feature, ``[D, L]``, as sizes."""
+    mixer, seen = model.layers[layer].mixer, {}
+
+    def enter(_, given, named):
+        seen["x"] = given[0].detach().requires_grad_()
+        return (seen["x"], *given[1:]), named
+
+    with (
+        mixer.register_forward_pre_hook(enter, with_kwargs=True),
+        mixer.register_forward_hook(lambda _, given, y: seen.update(y=y)),
+    ):
+        model(ids, use_cache=False)
+    last = seen["y"][0, -1]
+    found = [torch.autograd.grad(y, seen["x"], retain_graph=True)[0][0] for y in last]
+    return torch.stack(found).norm(dim=2)
+
+
+def test_inspect_measures_a_mixer_as_it_is_in_its_model():
+    model, ids = Subject(FAMILIES["goose"]).fresh().double().model, torch.arange(1, 25).view(2, 12)
+    for layer in measure_layers(model, ids).layers:
+        each = torch.stack([slopes_in_the_model(model, row[None], layer.layer) for row in ids])
+        expected = each.square().mean(dim=0).sqrt().flip(1)
+        torch.testing.assert_close(layer.kernel, expected, rtol=1e-10, atol=1e-14)
+
+
+def test_inspect_names_the_layer_of_a_mixer_that_fails(tmp_path, capsys, monkeypatch):
+    def fail(mixer, x, state, packing):
+        if torch.is_grad_enabled():
+            raise KeyError("first_values")
+        return torch.zeros_like(x)
+
+    monkeypatch.setattr(GOOSE.GooseMixer, "mix_time", fail)
+    Subject(FAMILIES["goose"]).fresh().save_pretrained(tmp_path / "goose")
+    given = ["--length", "8", "--layers", "1", "--output", str(tmp_path / "found")]
+    assert main(["inspect", str(tmp_path / "goose"), *given]) != 0
+    told = capsys.readouterr().err
+    assert "layer 1 (GooseMixer) cannot be inspected: KeyError: 'first_values'" in told
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_is_a_package_that_names_its_family_in_an_entry_point(name):
     with (FOLDER / name / "pyproject.toml").open("rb") as file:
@@ -100,9 +138,6 @@ def test_each_is_a_package_that_names_its_family_in_an_entry_point(name):
     assert project["entry-points"]["ssmzoo.families"] == {name: f"ssmzoo_{name}:FAMILY"}
 
 
-GOOSE, CPU = (
-    importlib.import_module(f"ssmzoo_goose.{x}") for x in ("modeling_goose", "delta_rule.cpu")
-)
 SHOWN = {
     "plugins": (
         *(FAMILIES[name].model_class.mixer_class.forward for name in ("gru", "spiral", "goose")),

@@ -68,17 +68,15 @@ def broken(
 ):
     """Return a family like Longhorn with some parts replaced."""
     parts = (mixer, config, model, causal_lm, classifier, image_classifier)
-    named = {"model_type": "_".join(part.__name__ for part in parts if part is not None)}
+    kind = "_".join(part.__name__ for part in parts if part is not None)
+    named = {"model_type": f"ssmzoo_broken_{kind}"}
     config = config or type("BrokenConfig", (LonghornConfig,), named)
     own = {"config": config, "config_class": config}
     backbone = type("BrokenModel", (model,), {**own, "mixer_class": mixer})
-    own |= {
-        "model_class": backbone,
-        "_keep_in_fp32_modules_strict": backbone._keep_in_fp32_modules_strict,
-    }
+    own |= {"model_class": backbone}
     return replace(
         FAMILY,
-        name="broken",
+        name=config.model_type.removeprefix("ssmzoo_"),
         config_class=config,
         model_class=backbone,
         # transformers takes the loss for the one that a class is named for
@@ -89,6 +87,15 @@ def broken(
         image_classification_class=type("BrokenForImageClassification", (image_classifier,), own),
         lora_targets=lora_targets,
     )
+
+
+class SetsItsGainWhenMade(LonghornMixer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.gain = nn.Parameter(torch.ones(config.hidden_size))
+
+    def forward(self, hidden_states, state, packing=None):
+        return super().forward(hidden_states, state, packing) * self.gain
 
 
 # --- forms -------------------------------------------------------------------------------------
@@ -327,10 +334,6 @@ class ClearsARowOnSaving(LonghornForCausalLM):
         super().save_pretrained(folder, **options)
 
 
-class LoadsLow(LonghornModel):
-    _keep_in_fp32_modules_strict = []
-
-
 class MakesLow(LonghornMixer):
     def register_parameter(self, name, param):
         torch.nn.Module.register_parameter(self, name, param)
@@ -343,7 +346,7 @@ class LoadsAllBits(LonghornForCausalLM):
 
 
 class OpenConfig(LonghornConfig):
-    model_type = "broken_open_config"
+    model_type = "ssmzoo_broken_open"
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**{k: v for k, v in kwargs.items() if k == "num_labels"})
@@ -752,6 +755,7 @@ def planted(first, *more, **parts):
 
 
 NARROW = {
+    "initialization": Sabotage("mixer.gain", {"mixer": SetsItsGainWhenMade}, oracle=False),
     "oracle": narrow("logits", mixer=IsSlightlyWrong),
     "precision": Sabotage("float32 logits", {"model": RoundsFloat32Embeddings}, oracle=False),
     "chunks": narrow("gradient of", mixer=CutsTheGraphBeforeLongChunks),
@@ -780,7 +784,7 @@ NARROW = {
     "cache_precision": narrow("it accumulates", mixer=KeepsALowState),
     "wrong_cache": narrow("TypeError was not raised", model=TakesAForeignCacheForNone),
     "save_and_load": narrow("embed_tokens", causal_lm=ClearsARowOnSaving),
-    "load_in_bfloat16": narrow("bfloat16 instead of torch.float32", model=LoadsLow, mixer=MakesLow),
+    "load_in_bfloat16": narrow("bfloat16 instead of torch.float32", mixer=MakesLow),
     "quantized": narrow("in full precision", causal_lm=LoadsAllBits),
     "closed_config": narrow("accepted in silence", config=OpenConfig),
     "resized_embeddings": narrow("old logits", causal_lm=DrawsAllAnewOnResizing),

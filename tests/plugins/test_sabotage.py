@@ -5,6 +5,7 @@ over every check. Faults that few lengths, batches or layouts show must be named
 """
 
 import pytest
+from tests.plugins.causes import CAUSES
 from tests.plugins.sabotage import MISTAKES, NARROW, PLANTED
 
 from ssmzoo.testing.conformance import CHECKS, name_of
@@ -34,6 +35,13 @@ def assert_fails(name, only):
 
 def test_every_check_has_a_sabotage_of_its_own():
     assert list(NARROW) == NAMES
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_the_message_names_the_cause(name):
+    (result,) = CAUSES[name].report([name]).results
+    assert result.status == "failed"
+    assert CAUSES[name].says in result.detail
 
 
 @pytest.mark.long

@@ -28,6 +28,7 @@ from ssmzoo.environment.messages import without_bars, without_reports
 from ssmzoo.family import Family, load_family, suggestion
 from ssmzoo.testing import (
     arguments,
+    drawing,
     encoders,
     files,
     forms,
@@ -41,6 +42,7 @@ from ssmzoo.testing.subject import SEED, Measured, NotApplicable, Oracle, Subjec
 Check: TypeAlias = Callable[[Subject], Measured]
 
 CHECKS: tuple[Check, ...] = (
+    drawing.check_initialization,  # of NaN all others fail
     forms.check_oracle,
     forms.check_precision,
     forms.check_chunks,
@@ -233,7 +235,7 @@ def run(function: Check, subject: Subject) -> CheckResult:
         measured = measure(function, subject)
         worst = measured.worst
         status = "passed" if worst is None or worst.ok else "failed"
-        detail = worst.told if worst is not None else ""
+        detail = measured.told
     except NotApplicable as reason:
         status, detail = "skipped", str(reason)
     except AssertionError as broken:
@@ -307,7 +309,7 @@ class FamilyConformance:
         worst = measured.worst
         if worst is not None and not worst.ok:
             raise AssertionError(
-                f"{promise_of(promise)} {worst.told}: error {worst.size:.2e} exceeds "
+                f"{promise_of(promise)} {measured.told}: error {worst.size:.2e} exceeds "
                 f"{worst.budget:.2e}"
             )
 

@@ -164,8 +164,13 @@ def _torchao() -> tuple[Any, Any]:
 
 
 def check_closed_config(subject: Subject) -> Measured:
-    """A configuration survives its file, and a misspelt field is an error with a suggestion."""
+    """A configuration is named after its family, survives its file, and refuses misspelt fields."""
     config = subject.config()
+    wanted = f"ssmzoo_{subject.family.name}"
+    require(
+        config.model_type == wanted,
+        f"model_type must be {wanted!r}, got {config.model_type!r}, which may be another's",
+    )
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         loaded = {**AutoConfig.from_pretrained(folder).to_dict(), "_name_or_path": ""}

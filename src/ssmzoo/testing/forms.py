@@ -5,8 +5,9 @@ The judge is each sequence run alone, in one piece, without a cache.
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DataCollatorWithFlattening
 
-from ssmzoo.modeling import SSMForCausalLM, add_state_adapter, load_state_adapter
+from ssmzoo.modeling import LayerState, SSMForCausalLM, add_state_adapter, load_state_adapter
 from ssmzoo.modeling.decoding import GAVE_OTHER_NUMBERS, KEPT_AS
 from ssmzoo.testing.subject import (
     BUDGETS,
@@ -102,7 +103,8 @@ def check_packing(subject: Subject) -> Measured:
             else:
                 ends = torch.tensor([0, *lengths]).cumsum(0).int()
                 given = {"input_ids": torch.cat(pieces)[None], "cu_seqlens": ends}
-            output = model(**given, cache=cache, use_cache=True)
+            with states_left(measured):
+                output = model(**given, cache=cache, use_cache=True)
             cache = output.cache
             turns.append(output.logits.flatten(0, 1).split(lengths))
         got = [torch.cat(parts) for parts in zip(*turns, strict=True)]
@@ -124,7 +126,8 @@ def check_padding(subject: Subject) -> Measured:
                 masks.append(mask)
                 # a mask of all tokens, or of the new ones
                 given = torch.cat(masks, dim=1) if side == "left" else mask
-                output = model(ids, attention_mask=given, cache=cache, use_cache=True)
+                with states_left(measured):
+                    output = model(ids, attention_mask=given, cache=cache, use_cache=True)
                 cache = output.cache
                 turns.append(output.logits[mask.bool()].split(lengths))
             got = [torch.cat(parts) for parts in zip(*turns, strict=True)]
@@ -220,7 +223,7 @@ def check_state_adapter(subject: Subject) -> Measured:
         got = model(whole, cu_seqlens=ends, use_cache=False).logits[0]
         _compare(measured, model, f"{dtype} packed:", got, expected, true)
         for what, sizes in (("chunks", [5, 1, 2, 5]), ("tokens", [1] * 13)):
-            got = _carried(model, rows[0][None], sizes)[0]
+            got = _carried(measured, model, rows[0][None], sizes)[0]
             _compare(measured, model, f"{dtype} {what}:", got, expected[0])
         for name, slope in gradients(model, (expected[0] * probe(expected[0])).sum()).items():
             require(bool(slope.isfinite().all() and slope.any()), f"{name} learns nothing")
@@ -300,10 +303,36 @@ def check_batch(subject: Subject) -> Measured:
             for count in (4, 8, 9):
                 chosen = order[order < count]
                 whole = model(ids[chosen]).logits
-                steps = _carried(model, ids[chosen], [8, 1, 1, 1])
+                steps = _carried(measured, model, ids[chosen], [8, 1, 1, 1])
                 measured.compare(f"{dtype} {count} rows", whole, single[chosen], budget)
                 measured.compare(f"{dtype} {count} rows in steps", steps, single[chosen], budget)
     return measured
+
+
+@contextlib.contextmanager
+def states_left(measured: Measured) -> Iterator[None]:
+    """Note where a mixer reads a state of the cache and leaves none for the next call.
+
+    A right one may, too: one that keeps a state in another form, under another name.
+    """
+    read: dict[tuple[int, str], LayerState] = {}
+
+    def watching(get: Callable[[LayerState, str], Tensor | None]) -> Any:
+        def watched(state: LayerState, name: str) -> Tensor | None:
+            if state.keep:
+                read[id(state), name] = state
+            return get(state, name)
+
+        return watched
+
+    with (
+        mock.patch.object(LayerState, "get", watching(LayerState.get)),
+        mock.patch.object(LayerState, "get_row", watching(LayerState.get_row)),
+    ):
+        yield
+    lost = sorted({name for (_, name), state in read.items() if name not in state.final})
+    if lost:
+        measured.cause = f"a mixer reads the state {', '.join(map(repr, lost))} and leaves none"
 
 
 @torch.no_grad()
@@ -371,16 +400,17 @@ def _in_pieces(subject: Subject, sizes: list[int]) -> Measured:
     ids = subject.ids(2, sum(sizes))
     for dtype in BUDGETS:
         model = subject.model(dtype)
-        got, expected = _carried(model, ids, sizes), model(ids, use_cache=False).logits
+        got, expected = _carried(measured, model, ids, sizes), model(ids, use_cache=False).logits
         _compare(measured, model, f"{dtype}", got, expected)
     return measured
 
 
-def _carried(model: SSMForCausalLM, ids: Tensor, sizes: list[int]) -> Tensor:
+def _carried(measured: Measured, model: SSMForCausalLM, ids: Tensor, sizes: list[int]) -> Tensor:
     """Return the logits ``[B, L, V]`` of pieces read one after the other with a cache."""
     cache, parts, seen = None, [], 0
     for piece in ids.split(sizes, dim=1):
-        output = model(piece, cache=cache, use_cache=True)
+        with states_left(measured):
+            output = model(piece, cache=cache, use_cache=True)
         cache = output.cache
         parts.append(output.logits)
         seen += piece.shape[1]

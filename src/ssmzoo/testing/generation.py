@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -237,24 +238,32 @@ def check_cache_precision(subject: Subject) -> Measured:
         model = model or subject.model(torch.float32)
         with torch.no_grad(), lowered:
             cache = model(ids, use_cache=True).cache
-            size, before = cache.nbytes, _states(cache)
+            size, earlier = cache.nbytes, copy.deepcopy(cache)
             model(ids[:, :1], cache=cache)
-        require(cache.nbytes == size, f"{name}: the cache grew from {size} to {cache.nbytes} bytes")
-        for state, now in _states(cache).items():
-            require(
+            before, after = _states(earlier), _states(cache)
+            require(cache.nbytes == size, f"{name}: the cache grew from {size} to {cache.nbytes}")
+            for state, now in after.items():
+                rounded = now.dtype.itemsize < 4 or (
+                    now.is_floating_point()
+                    and torch.equal(now.to(torch.bfloat16).to(now.dtype), now)
+                    and not torch.equal(now.round(), now)  # a count is exact in bfloat16
+                )
                 # a lower precision loses nothing where past activations are kept as they were
-                now.dtype.itemsize >= 4 or _only_kept(before[state], now),
-                f"{name}: state {state} is {now.dtype}, and it accumulates",
-            )
-            rounded = (
-                now.is_floating_point()
-                and torch.equal(now.to(torch.bfloat16).to(now.dtype), now)
-                and not torch.equal(now.round(), now)  # a count is exact in bfloat16
-            )
-            require(
-                not rounded or _only_kept(before[state], now),
-                f"{name}: state {state} is {now.dtype}, and its values were rounded to bfloat16",
-            )
+                if not rounded or _only_kept(before[state], now):
+                    continue
+                begun = copy.deepcopy(earlier)
+                _states(begun)[state].zero_()
+                model(ids[:, :1], cache=begun)
+                what = (
+                    "and it accumulates"
+                    if now.dtype.itemsize < 4
+                    else "and was rounded to bfloat16"
+                )
+                require(
+                    torch.equal(_states(begun)[state], now),  # so it is of the last token alone
+                    f"{name}: state {state} is {now.dtype}, {what}, though what it was before "
+                    "goes into it",
+                )
     return Measured()
 
 
@@ -301,9 +310,12 @@ def check_fullgraph(subject: Subject) -> Measured:
     measured = Measured()
     model, ids = copy.deepcopy(subject.model()), subject.ids(2, 8 + STEPS)
     parts = ids.split([8, *[1] * STEPS], dim=1)
-    plain = StateCache(model.config)
+    plain, layouts, logits = StateCache(model.config), [], []
     with torch.no_grad(), use_backend("eager"):  # layer by layer, as the graph
-        expected = torch.cat([model(x, cache=plain).logits for x in parts], dim=1)
+        for tokens in parts:
+            logits.append(model(tokens, cache=plain).logits)
+            layouts.append(_layout(plain))
+    expected = torch.cat(logits, dim=1)
     grows = model.config.state_grows
     static = StaticStateCache(model.config, ids.shape[1] if grows else None)
     caches: list[Any] = [static] if grows else [static, StateCache(model.config)]  # sizes change
@@ -325,11 +337,39 @@ def check_fullgraph(subject: Subject) -> Measured:
         finally:
             torch._dynamo.reset()
         kind = type(cache).__name__
-        require(len(graphs) == 2, f"a prompt and {STEPS} steps took {len(graphs)} graphs: {kind}")
+        if len(graphs) != 2:
+            why = "" if cache is static else _first_change(layouts)
+            took = f"a prompt and {STEPS} steps took {len(graphs)} graphs: {kind}{why}"
+            raise AssertionError(took)
         if cache is static:
             require(len(places) == 1, f"the state had {len(places)} places in memory")
         measured.compare(f"logits, {kind}", torch.cat(got, dim=1), expected, EXACT)
     return measured
+
+
+def _layout(cache: StateCache) -> dict[str, str]:
+    """Return what a graph looks at in every state, in the states' order."""
+    return {
+        name: f"{state.dtype}, shape {list(state.shape)}, strides {list(state.stride())}"
+        for name, state in _states(cache).items()
+    }
+
+
+def _first_change(layouts: list[dict[str, str]]) -> str:
+    """Tell which state one call leaves otherwise than the call before, "" if none."""
+    for before, now in pairwise(layouts):
+        if list(before) != list(now):
+            orders = (", ".join(names) for names in (before, now))
+            return "; one call leaves {}, the next {}: leave the same states in one order".format(
+                *orders
+            )
+        for name in before:
+            if before[name] != now[name]:
+                return (
+                    f"; state {name} is left as {before[name]} by one call, as {now[name]} by the "
+                    "next: put it in one layout, such as .contiguous()"
+                )
+    return ""
 
 
 def _refused(kind: type[Exception], call: Any, *args: Any, **kwargs: Any) -> None:
@@ -383,7 +423,7 @@ def _recomputed(model: SSMForCausalLM, sequences: Tensor) -> Tensor:
 
 def _states(cache: StateCache) -> dict[str, Tensor]:
     return {
-        f"{name!r} of layer {index}": state.clone()
+        f"{name!r} of layer {index}": state
         for index, layer in enumerate(cache.layers)
         for name, state in layer.states.items()
     }

@@ -46,14 +46,6 @@ class Error:
         return self.size <= self.budget
 
     @property
-    def told(self) -> str:
-        """What was compared, with the cause where the size of the error gives it away."""
-        exact, rounded = BUDGETS[torch.float64], BUDGETS[torch.float32]
-        if exact == self.budget < self.size <= rounded:
-            return f"{self.what} (as if something computed in float32)"
-        return self.what
-
-    @property
     def share(self) -> float:
         """The error in units of its budget; infinite for any error where none is allowed."""
         if self.size == 0:
@@ -63,9 +55,10 @@ class Error:
 
 @dataclass
 class Measured:
-    """All comparisons of one check."""
+    """All comparisons of one check, and what may explain one that fails."""
 
     errors: list[Error] = field(default_factory=list)
+    cause: str = ""
 
     def compare(self, what: str, got: Tensor, expected: Tensor, budget: float) -> None:
         """Note the largest error relative to the largest expected entry."""
@@ -93,6 +86,26 @@ class Measured:
     def worst(self) -> Error | None:
         """The comparison nearest to its budget, or furthest beyond it."""
         return max(self.errors, key=lambda error: error.share, default=None)
+
+    @property
+    def told(self) -> str:
+        """What the worst comparison is of, with the cause where the errors' sizes give it away."""
+        worst, exact, rounded = self.worst, BUDGETS[torch.float64], BUDGETS[torch.float32]
+        if worst is None or worst.ok:
+            return "" if worst is None else worst.what
+        if self.cause:
+            return f"{worst.what} ({self.cause})"
+        if exact == worst.budget < worst.size <= rounded:
+            return f"{worst.what} (as if something computed in float32)"
+        twin = worst.what.replace("float32", "float64")
+        same = [error for error in self.errors if error.what == twin and error.budget == exact]
+        small = rounded == worst.budget < worst.size <= 100 * rounded
+        if small and same and all(error.ok for error in same):
+            return (
+                f"{worst.what} (rounding only: float64 is off by {max(e.size for e in same):.1e}; "
+                "look for a difference of large numbers, or for what float32 computes otherwise)"
+            )
+        return worst.what
 
 
 def require(condition: bool, sentence: str) -> None:
