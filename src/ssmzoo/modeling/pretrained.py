@@ -14,6 +14,8 @@ from transformers import initialization as init
 from ssmzoo.checkpoints.trust import stored_numbers, trusted
 from ssmzoo.environment.messages import suggestion
 from ssmzoo.modeling.configuration import SSMConfig
+from ssmzoo.modeling.images import ImageEmbedding
+from ssmzoo.modeling.layers import CausalConv1d
 
 
 class SSMPreTrainedModel(PreTrainedModel):
@@ -171,11 +173,11 @@ class SSMPreTrainedModel(PreTrainedModel):
             bound = (module.weight.numel() / module.out_channels) ** -0.5
             init.uniform_(module.weight, -bound, bound)
             init.zeros_(cast(Tensor, module.bias))
-        elif type(module).__name__ == "ImageEmbedding":
+        elif isinstance(module, ImageEmbedding):
             for name in ("class_token", "positions"):
                 init.normal_(getattr(module, name), std=self.config.initializer_range)
-        elif type(module).__name__ == "CausalConv1d":
-            bound = cast(Tensor, module.weight).shape[-1] ** -0.5
+        elif isinstance(module, CausalConv1d):
+            bound = module.weight.shape[-1] ** -0.5
             for parameter in module.parameters():
                 init.uniform_(parameter, -bound, bound)
 
