@@ -54,7 +54,8 @@ class TestGoose(FamilyConformance):
 def test_one_dictionary_for_both_directions_fails():
     with mock.patch.object(*ONE_DICTIONARY):
         (result,) = check(FAMILIES["goose"], only=["bidirectional"]).results
-    assert (result.status, result.detail) == ("failed", "reversed outputs")
+    assert result.status == "failed"
+    assert "reversed outputs" in result.detail
 
 
 class TestDeltaRule(OpContract):
