@@ -30,6 +30,11 @@ def record(op: str, backend: str) -> None:
     _ran[op] = backend
 
 
+def is_traced() -> bool:
+    """Tell whether a graph is made of what is done, by a compiler or by ``torch.jit.trace``."""
+    return torch.compiler.is_compiling() or torch._C._is_tracing()
+
+
 def decodes_on_cpu(x: torch.Tensor) -> bool:
     """Tell whether a kernel for CPUs may take a tensor: none is here."""
     return False
