@@ -131,7 +131,8 @@ def test_a_ledger_has_a_line_a_run_and_a_killed_sweep_goes_on(tmp_path, monkeypa
         with pytest.raises(KilledError):
             sweep(path, output)
     assert main(["sweep", str(path), "--output", str(output)]) == 0
-    shown = capsys.readouterr().out
+    shown, told = capsys.readouterr()
+    assert [line.split()[0] for line in told.splitlines()] == ["1/4", "2/4", "3/4", "4/4"]
     written = json.loads((output / "ledger.json").read_text())
     ledger = written["ledger"]
     assert [(line["model"], line["lr"]) for line in ledger] == [

@@ -339,7 +339,7 @@ def _train_all(
 ) -> list[str]:
     """Train runs one after the other; return what failed, and why."""
     failed: list[str] = []
-    with _little_garbage():
+    with _little_garbage(), _without_metrics():
         for number, run in enumerate(todo, 1):
             folder = output / "runs" / run.folder
             try:
@@ -372,6 +372,18 @@ def _little_garbage() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def _without_metrics() -> Iterator[None]:
+    """Keep each run's lines of metrics off the log, which has one line a run."""
+    metrics = logging.getLogger("ssmzoo.metrics")
+    level = metrics.level
+    metrics.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        metrics.setLevel(level)
 
 
 def _trained(run: PlannedRun, folder: Path, sources: Sources, *, keep: bool, stock: bool) -> Line:

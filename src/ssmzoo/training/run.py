@@ -54,7 +54,8 @@ def train(
     least a second later, stops at once, unless a launcher started the process. Signals are handled
     only while this function runs in the main thread, and as before afterwards.
 
-    Away from a terminal the logger ``ssmzoo`` tells of every line of ``metrics.jsonl``, at INFO.
+    Away from a terminal the logger ``ssmzoo.metrics`` shows every line of ``metrics.jsonl``, at
+    INFO.
     An ``Accelerator`` that was made before neither changes the run nor is changed by it.
 
     Args:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from ssmzoo.training.shards import Background
 
 logger = logging.getLogger("ssmzoo")
+metrics_logger = logging.getLogger("ssmzoo.metrics")
 
 T = TypeVar("T")
 Metrics: TypeAlias = dict[str, float | int | None]
@@ -320,7 +321,7 @@ class Run:
         if self._metrics is not None:
             self._metrics.write(**line)
             if self._bar.disable:  # as away from a terminal
-                logger.info("%s", in_words(line, self.plan.total))
+                metrics_logger.info("%s", in_words(line, self.plan.total))
 
     def _validate(self) -> bool:
         """Measure what is held out; return whether the model is the best so far."""
