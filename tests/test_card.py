@@ -661,7 +661,8 @@ def test_a_card_apart_from_its_model_keeps_its_metadata(run, scored, tmp_path):
     ("field", "value", "says"),
     [
         ("license", "Apache 2.0", r"card\.license must be .* got 'Apache 2\.0'; did you mean 'apa"),
-        ("license_name", "mine", r"card\.license_name needs card\.license 'other', got None"),
+        ("license_name", "mine", r"card\.license_name needs card\.license 'other', got 'none'; g"),
+        ("license_link", "terms.pdf", r"card\.license_link must be an address .* got 'terms\.pdf'"),
         ("language", "English", r"card\.language must be codes .* got 'English'"),
         ("datasets", ["user/texts", "../texts"], r"card\.datasets must be ids .* got '\.\./texts'"),
         (

@@ -345,6 +345,10 @@ BAD_FOLDERS = {
         _write("README.md", "![x](curve.png)"),
         "'curve.png', which is missing",
     ),
+    "card names a missing licence": (
+        _write("README.md", "---\nlicense: other\nlicense_link: LICENSE\n---\n"),
+        "names the file 'LICENSE', which is missing",
+    ),
     "card climbs out": (_write("README.md", "![x](../x.png)"), "outside the model folder"),
     "card climbs out, encoded": (_write("README.md", "![x](%2e%2e/x.png)"), "outside the model"),
     "card shows an absolute path": (
@@ -383,6 +387,16 @@ def test_a_run_directory_is_told_from_its_model(model, tmp_path):
     model.rename(tmp_path / "run" / "model")
     with pytest.raises(ValueError, match=r"has no config.json.*, here .*/run/model$"):
         publish(tmp_path / "run", str(tmp_path / "out"))
+
+
+def test_the_licence_that_a_card_links_is_published(model, tmp_path):
+    (model / "LICENSE").write_text("terms")
+    assert "LICENSE" in publish(model, tmp_path / "out").left_out
+    card = "---\nlicense: other\nlicense_name: mine\nlicense_link: LICENSE\n---\n"
+    (model / "README.md").write_text(card)
+    for _ in range(2):  # and is known as ours when it is replaced
+        publish(model, tmp_path / "out")
+    assert (tmp_path / "out" / "LICENSE").read_text() == "terms"
 
 
 def test_pictures_on_the_web_are_not_copied(model, tmp_path):

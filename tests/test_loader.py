@@ -119,7 +119,7 @@ def read(saved, tmp_path_factory):
     return start
 
 
-def test_without_the_users_word_nothing_runs_and_no_upgrade_is_advised(read):
+def test_without_trust_remote_code_nothing_runs_and_no_upgrade_is_advised(read):
     refused = [(call, trust, "") for call in CALLS for trust in (None, False)]
     few = (("model", None, ""), ("tokenizer", None, ""))
     for who, cases in (("owner", [*refused, ("model", None, "n\n")]), ("stranger", few)):
@@ -133,7 +133,7 @@ def test_without_the_users_word_nothing_runs_and_no_upgrade_is_advised(read):
         assert "upgrade" not in log
 
 
-def test_with_it_the_installed_ssmzoo_loads_the_model(read, saved):
+def test_with_trust_remote_code_the_installed_ssmzoo_loads_the_model(read, saved):
     cases = [(call, True, "") for call in CALLS]
     told, _ = read("owner", *cases, ("model", None, "y\n"))
     for (call, *_), (module, _) in told.items():
@@ -144,7 +144,7 @@ def test_with_it_the_installed_ssmzoo_loads_the_model(read, saved):
     assert json.loads((again / "config.json").read_text())["auto_map"] == AUTO_MAP
 
 
-def test_where_it_is_not_installed_one_line_names_it(read):
+def test_without_ssmzoo_one_line_says_how_to_get_it(read):
     told, log = read("stranger", *[(call, True, "") for call in ("model", "tokenizer", "peft")])
     for kind, said in told.values():
         assert kind == "ImportError"
@@ -164,7 +164,7 @@ def test_after_importing_ssmzoo_auto_nothing_is_asked_warned_of_or_run(read):
 
 
 @pytest.mark.parametrize("name", sorted(families()))
-def test_every_familys_configuration_leads_to_it(name, tmp_path):
+def test_every_familys_configuration_names_the_loader(name, tmp_path):
     family = load_family(name)
     config = family.config(**family.tiny)
     config.save_pretrained(tmp_path)

@@ -60,7 +60,7 @@ def test_accelerates_variables_change_no_number(finished, recipe, tmp_path, monk
         {"gradient_accumulation_steps": 4, "dynamo_backend": "eager", "cpu": True},
     ],
 )
-def test_an_accelerator_of_before_neither_changes_a_run_nor_is_changed(
+def test_an_earlier_accelerator_neither_changes_a_run_nor_is_changed(
     made, finished, recipe, tmp_path, request
 ):
     request.addfinalizer(lambda: AcceleratorState._reset_state(reset_partial_state=True))
@@ -119,7 +119,7 @@ def test_several_processes_without_a_launcher_are_refused(
     assert message in line
 
 
-def test_away_from_a_terminal_every_line_of_the_metrics_is_told(recipe, tmp_path, capsys):
+def test_away_from_a_terminal_every_line_of_metrics_is_printed(recipe, tmp_path, capsys):
     assert main(["train", str(recipe), "--output", str(tmp_path / "run")]) == 0
     told = capsys.readouterr().err.splitlines()
     measured = read_metrics(tmp_path / "run" / "metrics.jsonl")

@@ -178,7 +178,7 @@ def test_every_signal_is_a_request_unless_it_was_ignored_at_the_start(number, cl
         signal.signal(number, before)
 
 
-def test_a_limit_of_time_that_the_system_repeats_is_one_request(clock, monkeypatch):
+def test_a_repeated_sigxcpu_is_one_request(clock, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     before = signal.signal(signal.SIGXCPU, lambda *_: None)
     try:

@@ -177,7 +177,7 @@ def test_rows_packed_by_trl_are_separate_sequences(family, folder, tmp_path):
             torch.testing.assert_close(together[:, start:end], alone, rtol=1e-9, atol=1e-9)
 
 
-def test_a_configuration_writes_no_code_but_what_leads_to_ssmzoo(family, folder, tmp_path):
+def test_a_configuration_writes_no_code_but_the_loader(family, folder, tmp_path):
     config = AutoConfig.from_pretrained(folder)
     assert config.auto_map == {}
     config.auto_map["AutoModel"] = "another.Model"

@@ -70,9 +70,9 @@ class CannotWriteError(RuntimeError):
 
 
 def reason_of(error: Exception) -> str:
-    """Return the first line of why something cannot be read, and what helps, where that is known.
+    """Return the first line of an error, without the file's name, and the way out if it is known.
 
-    Too many open files may be told by a library, in an error of its own.
+    A library may report too many open files in an error of its own.
     """
     reason = error.strerror if isinstance(error, OSError) else None
     reason = reason or (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -81,10 +81,10 @@ def reason_of(error: Exception) -> str:
 
 @contextmanager
 def few_files() -> Iterator[None]:
-    """Say of an error inside, if it is of too many open files, what helps.
+    """Turn an error inside about too many open files into one that names ``ulimit -n``.
 
     Raises:
-        RuntimeError: It is, and did not say so itself.
+        RuntimeError: That error; any other passes as it is.
     """
     try:
         yield

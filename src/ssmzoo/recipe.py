@@ -514,12 +514,13 @@ class CardSection(Section):
 
     Attributes:
         license: The weights' licence, by its id on the Hub, e.g. ``apache-2.0``; ``other`` for one
-            that has none.
-        license_name: The name of another licence.
-        license_link: Where its text is.
+            that the Hub has no id for.
+        license_name: With ``other``, the licence's name.
+        license_link: With ``other``, where its text is: an address, or ``LICENSE`` (``.md``) for
+            that file in the model's folder, which is then published too.
         language: Codes of the languages that the model reads, e.g. ``en``.
         datasets: Data sets on the Hub that it was trained on; ``data.dataset`` if absent.
-        base_model: The models on the Hub that it was made of; ``model.init_from`` if absent.
+        base_model: The models on the Hub that it was trained from; ``model.init_from`` if absent.
         pipeline_tag: The task on the Hub; that of the model's head if absent.
     """
 

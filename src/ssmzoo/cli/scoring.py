@@ -107,12 +107,12 @@ def _card(options: argparse.Namespace) -> int:
 
 
 _METADATA = {
-    "license": ("ID", "the weights' licence by its id on the Hub, apache-2.0 say, or other"),
-    "license_name": ("NAME", "the name of another licence"),
-    "license_link": ("LINK", "where its text is"),
-    "language": ("CODE", "a language of the model, en say; may be repeated"),
+    "license": ("ID", "the weights' licence: its id on the Hub, e.g. apache-2.0, or other"),
+    "license_name": ("NAME", "with --license other: the licence's name"),
+    "license_link": ("LINK", "with --license other: its address, or LICENSE, a file in MODEL"),
+    "language": ("CODE", "a language of the model, e.g. en; may be repeated"),
     "datasets": ("ID", "a data set on the Hub that it was trained on; may be repeated"),
-    "base_model": ("ID", "the model on the Hub that it was made of; may be repeated"),
+    "base_model": ("ID", "the model on the Hub that it was trained from; may be repeated"),
     "pipeline_tag": ("TASK", "its task on the Hub (default: that of its head)"),
 }
 _REPEATED = ("language", "datasets", "base_model")

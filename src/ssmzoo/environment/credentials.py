@@ -1,8 +1,8 @@
 """Credentials that carry a mark: found in texts and files, and struck out of what is told.
 
-Marked are tokens of services that begin theirs alike, private keys, and addresses that carry a
-password, a token or a signature. A password that stands alone looks like any other word and is not
-found, nor is one that was encrypted or encoded anew.
+Marked are tokens with the prefix of a service, private keys, and addresses with a password, a token
+or a signature. A password that stands alone looks like any other word and is not found, nor is one
+that was encrypted or encoded.
 """
 
 from __future__ import annotations

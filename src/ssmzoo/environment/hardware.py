@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 # as Accelerate knows them, of launchers and of MPI
 _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
-# what variables begin with by which torch, transformers, Accelerate's sharding and the libraries
-# below them compute otherwise
+# prefixes of the variables that change how torch, transformers, Accelerate's sharding and the
+# libraries below them compute
 _NUMERIC = (
     *("ATEN_", "MKL_", "ONEDNN_", "DNNL_", "OPENBLAS_", "OMP_", "KMP_"),
     *("NVIDIA_TF32_OVERRIDE", "CUBLAS", "CUDNN_", "NCCL_", "HSA_", "MIOPEN_", "XLA_"),

@@ -1,7 +1,7 @@
-"""What the Hub takes in a model card's metadata, found out without the Hub.
+"""The Hub's rules for a model card's metadata, checked without the Hub.
 
-The Hub lists models by licence, language, data and base, and refuses a card with a wrong one when
-it is sent: after the model is trained.
+The Hub lists models by licence, language, data and base. It refuses a wrong value when the card is
+sent, after the model was trained; here it is refused before.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ FIELDS = (
     "pipeline_tag",
 )
 _LISTS = ("language", "datasets", "base_model")
+LICENSE_FILES = ("LICENSE", "LICENSE.md")  # what the Hub takes in place of an address
 _LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]{2,8})*|code|multilingual")
 # https://huggingface.co/docs/hub/repositories-licenses
 _LICENSES = """
@@ -61,9 +62,9 @@ def checked(fields: Mapping[str, Any]) -> dict[str, Any]:
         fields: Some of :data:`FIELDS`; None is absent.
 
     Raises:
-        LookupError: A field that there is not; the message suggests.
+        LookupError: An unknown field; the message suggests one.
         TypeError: A value that is no string, nor a list of strings where there may be several.
-        ValueError: A value that the Hub does not know, or one that holds a credential.
+        ValueError: A value that the Hub would refuse, or one that holds a credential.
     """
     found: dict[str, Any] = {}
     for name, value in fields.items():
@@ -82,7 +83,8 @@ def checked(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("license_name", "license_link"):
         if name in found and found.get("license") != "other":
             raise ValueError(
-                f"card.{name} needs card.license 'other', got {found.get('license')!r}"
+                f"card.{name} needs card.license 'other', got {found.get('license', 'none')!r}; "
+                f"give that, or leave out card.{name}"
             )
     return {name: found[name] for name in FIELDS if name in found}
 
@@ -110,6 +112,12 @@ def _check(name: str, value: str) -> None:
             "card.license must be a licence's id on the Hub, such as 'apache-2.0', or 'other' with "
             f"card.license_name and card.license_link, got {value!r}"
             f"{suggestion(value.lower(), known)}"
+        )
+    address = value.startswith(("https://", "http://"))
+    if name == "license_link" and not (address or value in LICENSE_FILES):
+        raise ValueError(
+            "card.license_link must be an address (https://...), or LICENSE or LICENSE.md for that "
+            f"file in the model's folder, got {value!r}"
         )
     if name == "pipeline_tag" and value not in (known := _PIPELINES.split()):
         raise ValueError(

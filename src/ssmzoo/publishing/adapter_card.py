@@ -15,10 +15,11 @@ from ssmzoo.publishing.markdown import as_table, code, plain
 
 
 def adapter_card(folder: Path, metadata: Mapping[str, Any], template: str, marker: str) -> str:
-    """Return the card of a folder as ``adapter.save_pretrained`` writes it, or ``ssmzoo train``.
+    """Return the card of a state adapter.
 
     Args:
-        folder: The adapter's; of a run's, the run's recipe tells base and data.
+        folder: As ``adapter.save_pretrained`` or ``ssmzoo train`` writes it. If a run made it, base
+            and data come from the run's recipe.
         metadata: Fields of a recipe's section ``card``, which win over the recipe's.
         template: Of Jinja2.
         marker: The sentence that our cards are known by.
@@ -26,7 +27,7 @@ def adapter_card(folder: Path, metadata: Mapping[str, Any], template: str, marke
     Raises:
         FileNotFoundError: A part of the adapter is missing.
         ValueError: A file is damaged, or the Hub would not take a field of the metadata.
-        LookupError: A field that there is not.
+        LookupError: An unknown field.
     """
     from huggingface_hub import ModelCard, ModelCardData
 

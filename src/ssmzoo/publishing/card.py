@@ -103,15 +103,15 @@ def render_card(
         output: The card's path; ``README.md`` in the model's folder, or beside the ``.json``, if
             absent. It ends in ``.md``, and its folder is made. A file there that ``ssmzoo card``
             did not write is never overwritten.
-        metadata: Fields of a recipe's section ``card``, such as ``{"license": "apache-2.0"}``: what
-            the Hub is told besides. They win over what the run's recipe says, and the ``.json``
-            beside a card keeps them.
+        metadata: Fields of a recipe's section ``card``, such as ``{"license": "apache-2.0"}``. They
+            win over the run's recipe. Give them at each call, but for a card outside the model's
+            folder, whose ``.json`` keeps them.
 
     Raises:
         ValueError: A file is missing, corrupt, or not of this model, and the message names it; or
             ``output`` does not end in ``.md``; or the Hub would not take a field of the metadata.
-        LookupError: A field of the metadata that there is not.
-        TypeError: One that is no text.
+        LookupError: An unknown field of the metadata.
+        TypeError: A field of the metadata that is no text.
         FileNotFoundError: The folder holds a part of a state adapter.
         RuntimeError: Jinja2 is not installed, or the card cannot be written.
     """

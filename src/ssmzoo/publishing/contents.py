@@ -1,9 +1,9 @@
 """What a publication consists of, and the checks that everything in it passes.
 
 It is a closed list, by name: configuration, safetensors weights, tokenizer or image processor,
-generation configuration, card, the pictures that the card links, scores of benchmarks on the Hub,
-golden logits and, where asked for, the model's code and a prompt that it has read. All but weights
-are read once: what was checked is what goes.
+generation configuration, card, the pictures and the licence's text that the card links, scores of
+benchmarks on the Hub, golden logits and, where asked for, the model's code and a prompt that it has
+read. All but weights are read once: what was checked is what goes.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from ssmzoo.checkpoints.weights import (
     read_weights,
 )
 from ssmzoo.environment.credentials import credential_in_file, without_credentials
+from ssmzoo.environment.hub_metadata import LICENSE_FILES
 from ssmzoo.files import parse_json
 
 CARD = "README.md"
@@ -142,7 +143,7 @@ def publication_of(folder: Path, *, code: bool, state: bool) -> Publication:
             read_tensors(content)
     if CARD not in sources:
         raise ValueError(f"{folder} has no card {CARD}; write one with: ssmzoo card {folder}")
-    for name in _pictures(folder, sources[CARD]):
+    for name in _linked(folder, sources[CARD]):
         sources[name] = _bytes(folder, folder / name)
     left_out = [name for name in left_out if name not in sources]
     return Publication(dict(sorted(sources.items())), tuple(left_out))
@@ -248,8 +249,8 @@ def _eval_results(folder: Path, path: Path) -> bytes:
     return content
 
 
-def _pictures(folder: Path, content: Content) -> list[str]:
-    """Return the pictures beside the card that it links, and check the card's metadata."""
+def _linked(folder: Path, content: Content) -> list[str]:
+    """Return the pictures and the licence that the card links, and check that it has metadata."""
     from huggingface_hub import ModelCard
 
     path = folder / CARD
@@ -259,6 +260,10 @@ def _pictures(folder: Path, content: Content) -> list[str]:
     except Exception as error:  # yaml.YAMLError, ValueError, UnicodeDecodeError: all mean one thing
         raise ValueError(f"{path} has no readable metadata block: {error}") from error
     names = set()
+    if (licence := card.data.get("license_link")) in LICENSE_FILES:
+        if not (folder / licence).is_file():
+            raise ValueError(f"{path} names the file {licence!r}, which is missing; put it there")
+        names.add(licence)
     for match in _LINKED_PICTURE.finditer(card.text):
         link = match[1] or match[2]
         if _ELSEWHERE.match(link):

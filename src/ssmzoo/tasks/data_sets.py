@@ -79,10 +79,10 @@ def _require_columns(task: str, data: str, rows: Dataset, columns: Sequence[str]
 
 @contextmanager
 def caching() -> Iterator[None]:
-    """Say of an error inside, if it is about a cache of ``datasets`` or the Hub, what moves it.
+    """Turn an error inside about writing a cache into one that names the cache's variable.
 
     Raises:
-        RuntimeError: The machine refused to write there.
+        RuntimeError: The cache of ``datasets`` or of the Hub cannot be written.
     """
     try:
         yield

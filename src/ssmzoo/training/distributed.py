@@ -259,10 +259,10 @@ def settle_buckets(model: DistributedDataParallel) -> None:
 
 
 def require_launched() -> None:
-    """Raise if several processes were asked for, and no launcher started them.
+    """Check that the processes which were asked for were started by a launcher.
 
     Raises:
-        RuntimeError: So it is.
+        RuntimeError: They were not.
     """
     launched_processes()
     alone = "WORLD_SIZE" not in os.environ
@@ -277,7 +277,7 @@ def require_launched() -> None:
 def make_accelerator(recipe: Recipe) -> Accelerator:
     """Return Accelerate's engine for the recipe's dtype and the processes there are.
 
-    What the recipe says, or has no word for, is not the environment's to choose.
+    Accelerate's own variables choose nothing that a recipe chooses, nor dynamo's backend.
 
     Raises:
         RuntimeError: Not as many processes as ``WORLD_SIZE`` asks for, or another way to share a
