@@ -198,7 +198,7 @@ def test_an_unfit_target_is_one_clear_error(model, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="target") as caught:
             publish(model, target)
         assert message in str(caught.value), target
-    with pytest.raises(ValueError, match="are for Hub repositories"):
+    with pytest.raises(ValueError, match=r"^private must be left out for a folder, got"):
         publish(model, "./out", private=True)
 
 

@@ -49,7 +49,7 @@ def expand(paths: Sequence[str], field: str) -> list[Path]:
         for file in files:
             found.setdefault(os.path.realpath(file), file)
     if lost:
-        logger.warning("left out %d links that lead nowhere, the first is %s", len(lost), lost[0])
+        logger.warning("left out links that lead nowhere: %d, the first is %s", len(lost), lost[0])
     return list(found.values())
 
 

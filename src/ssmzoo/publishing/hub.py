@@ -122,10 +122,12 @@ def publish(
     if not folder.is_dir():
         raise ValueError(f"model_dir must be a folder with a saved model, got {str(model_dir)!r}")
     folder = folder.resolve()
-    if kind == "folder" and (private or revision or commit_message):
+    asked = {"private": private, "revision": revision, "commit_message": commit_message}
+    of_the_hub = [name for name, value in asked.items() if value]
+    if kind == "folder" and of_the_hub:
         raise ValueError(
-            "private, revision and commit_message are for Hub repositories, "
-            f"got them with the folder {place!r}"
+            f"{' and '.join(of_the_hub)} must be left out for a folder, got the folder {place!r}; "
+            "publish without, or to the Hub (user/name)"
         )
     if commit_message and find_credential(commit_message):
         raise ValueError("commit_message must hold no credential, and holds one; write another")
