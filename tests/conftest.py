@@ -23,6 +23,9 @@ def pytest_addoption(parser):
 # checks of the conformance kit that `make quick` leaves out, as it does tests marked `long`
 LONG_PROMISES = ("assisted", "compile", "export", "fullgraph", "onnx", "standalone", "trainer")
 
+# of another setting of a family, what its other checks and the family's own say nearly as well
+SLOW_OF_VARIANTS = ("compile", "onnx")
+
 
 # a GPU backend joins where there is a GPU: tests/kernels/test_triton_gpu.py
 BACKENDS = ("eager", "cpu")
@@ -85,10 +88,12 @@ def pytest_collection_finish():
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.get_closest_marker("variant") and item.name.endswith("[compile]"):
+        if getattr(item, "originalname", "") != "test_promise":
+            continue
+        check, variant = item.callspec.id, item.get_closest_marker("variant")
+        if variant and check in SLOW_OF_VARIANTS:
             item.add_marker(pytest.mark.slow)
-        promise = getattr(item, "originalname", "") == "test_promise"
-        if promise and item.callspec.id in LONG_PROMISES:
+        if check in LONG_PROMISES:
             item.add_marker(pytest.mark.long)
     if torch.cuda.is_available():
         return
