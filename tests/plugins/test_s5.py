@@ -307,6 +307,12 @@ def test_irregular_steps_give_the_same_logits_in_every_form():
     padded = model(ids, time_steps=steps, attention_mask=mask, use_cache=False).logits
     torch.testing.assert_close(padded[:1], whole[:1], rtol=0, atol=1e-5)
     torch.testing.assert_close(padded[1:, 8:], short, rtol=0, atol=1e-5)
+    mask[1, :] = 0
+    mask[1, [0, 1, 3, 4, 6, 7, 15]] = 1  # padding between tokens, too
+    real = mask[1].bool()
+    short = model(ids[1:, real], time_steps=steps[1:, real], use_cache=False).logits
+    padded = model(ids, time_steps=steps, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(padded[1:, real], short, rtol=0, atol=1e-5)
     packed = model(
         ids.view(1, 40), time_steps=steps.view(1, 40), cu_seqlens=torch.tensor([0, 20, 40])
     )

@@ -795,9 +795,9 @@ def _check_token_input(name: str, given: object, batch: int, length: int) -> Non
 
 def _real_steps(name: str, steps: Tensor, packing: PackedRow | None) -> Tensor:
     """Return steps ``[B, L]`` with 1 for padding's; check on a CPU that all can be steps."""
-    real = None if packing is None else packing.real()
+    real = None if packing is None else packing.mask(len(steps))
     if real is not None:
-        steps = torch.where(real.view(steps.shape), steps, 1)
+        steps = torch.where(real, steps, 1)
     if steps.is_cpu and not torch.compiler.is_compiling():
         wrong = ~((steps > 0) & steps.isfinite())
         if wrong.any():

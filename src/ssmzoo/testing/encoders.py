@@ -109,13 +109,16 @@ def _batches(
 ) -> list[tuple[str, dict[str, Tensor], tuple[Any, ...]]]:
     """Return batches of all rows, and where in ``[B, L]`` the rows' tokens then lie, in order."""
     found, widest = [], max(map(len, rows)) + 2
-    for side in ("left", "right"):
+    for side in ("left", "right", "inner"):
         ids = torch.ones(len(rows), widest, dtype=torch.long)
         mask = torch.zeros_like(ids)
         # what stands beside padding may be nothing
         more = {name: torch.zeros(ids.shape, dtype=torch.float64) for name in steps[0]}
         for i, row in enumerate(rows):
-            place = slice(len(row)) if side == "right" else slice(widest - len(row), None)
+            place: Any = slice(len(row)) if side == "right" else slice(widest - len(row), None)
+            if side == "inner":  # behind the second token
+                place = torch.arange(len(row))
+                place[2:] += widest - len(row)
             ids[i, place], mask[i, place] = row, 1
             for name in more:
                 more[name][i, place] = steps[i][name]
