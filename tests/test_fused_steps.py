@@ -366,6 +366,28 @@ def test_derived_tables_follow_their_parameters(name: str) -> None:
     assert distance(after, before) > 1e-4
 
 
+# by family, a method that makes the values which its mixer keeps
+MADE_BY = {
+    **{"dss": "eigenvalues", "s4": "_tables", "s5": "poles"},
+    **{"h3": "modes", "rtf": "gain", "spacetime": "filters"},
+}
+
+
+@pytest.mark.parametrize(("name", "method"), MADE_BY.items())
+def test_derived_tables_follow_the_code_that_makes_them(
+    name: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = model_of(name), ids()
+    kind = type(model.model.layers[0].mixer)
+    before = decode(model, x)
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, method, larger(getattr(kind, method)))
+        after = decode(model, x)
+        assert distance(after, decode(copy.deepcopy(model), x)) <= 1e-6  # which keeps no tables
+        assert distance(after, before) > 1e-5
+    assert distance(decode(model, x), before) <= 1e-6
+
+
 @pytest.mark.parametrize("name", ["longhorn", "coffee", "rtf"])
 def test_adapters_put_on_later_take_effect(name: str) -> None:
     model, x = model_of(name), ids()

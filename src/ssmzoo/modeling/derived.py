@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ssmzoo.modeling.forward_code import ForwardCode, current_code
 from ssmzoo_kernels.dispatch import is_traced
 
 if TYPE_CHECKING:
@@ -36,14 +37,15 @@ class DerivedValue(Generic[T]):
     """A value computed from parameters, recomputed when one of them has changed.
 
     A parameter has changed if another tensor is in its place or its version counter went up.
-    Sharding (FSDP) and writes through ``.data``, as of averaged weights, do not count versions, so
-    a mixer calls :meth:`refresh` wherever it reads. The value has no graph and is left out of
-    copies and files.
+    Sharding (FSDP) and writes through ``.data``, as of averaged weights, do not count versions, and
+    code may be replaced, so a mixer calls :meth:`refresh` wherever it reads. The value has no graph
+    and is left out of copies and files.
     """
 
     def __init__(self) -> None:
         self._seen: list[tuple[Tensor, int, Tensor]] = []
         self._settings: object = None
+        self._code: ForwardCode | None = None
         self._value: T | None = None
 
     def get(self, owner: nn.Module, settings: object, make: Callable[[], T]) -> T:
@@ -84,6 +86,7 @@ class DerivedValue(Generic[T]):
                 seen = [(p.detach(), p._version, p.detach().clone()) for p in own]
                 self._value = make()
             self._seen, self._settings = seen, settings
+            self._code = current_code((type(owner),))
         return self._value
 
     @property
@@ -92,7 +95,7 @@ class DerivedValue(Generic[T]):
         return _constant and self._value is not None
 
     def refresh(self, hidden_states: Tensor, state: LayerState) -> None:
-        """Drop the value if the parameters' numbers are not those that it was computed from.
+        """Drop the value if the parameters' numbers, or the code, are not what it was made from.
 
         One token that goes on from a state is not worth the look, nor does a graph look.
 
@@ -103,6 +106,9 @@ class DerivedValue(Generic[T]):
         if is_traced() or self._value is None:
             return
         if hidden_states.shape[1] == 1 and state.initial and not torch.is_grad_enabled():
+            return
+        if self._code is not None and not self._code.unchanged():
+            self.forget()
             return
         for seen, _, numbers in self._seen:
             freed = not seen.untyped_storage().size()  # by sharding
