@@ -278,9 +278,8 @@ class SSMPreTrainedModel(PreTrainedModel):
 def empty_is_nan() -> Iterator[None]:
     """Let ``torch.empty`` return NaN instead of what lies in memory."""
     before = torch.get_deterministic_debug_mode()
-    torch.set_deterministic_debug_mode(
-        "warn"
-    )  # torch.utils.deterministic.fill_uninitialized_memory
+    # in which torch.utils.deterministic.fill_uninitialized_memory acts
+    torch.set_deterministic_debug_mode("warn")
     try:
         yield
     finally:
