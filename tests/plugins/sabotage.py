@@ -6,6 +6,7 @@ only some lengths, batches or layouts show, and the check that must name it, wit
 Where a promise is the shared layer's, a piece of that is replaced instead of one of the family's.
 """
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,15 @@ import torch
 from tests.oracles import longhorn as oracle
 from torch import nn
 
-from ssmzoo.modeling import CausalConv1d, LayerState, Linear, PromptState, StateCache
+from ssmzoo.modeling import (
+    CausalConv1d,
+    LayerState,
+    Linear,
+    PromptState,
+    StateCache,
+    backbone,
+    flip,
+)
 from ssmzoo.modeling.compat import CACHE
 from ssmzoo.testing import Report, check, standalone
 from ssmzoo_longhorn import FAMILY, LonghornConfig, modeling_longhorn
@@ -36,7 +45,7 @@ class Sabotage:
     Attributes:
         says: Part of what the report says of every check that fails.
         parts: What :func:`broken` replaces.
-        patch: Or an owner, a name and what to put there.
+        patch: An owner, a name and what to put there.
         fails: The checks that fail, where it is not the one that the row is named for; the first
             in order names the fault.
         oracle: Whether there is one to compare with.
@@ -50,11 +59,10 @@ class Sabotage:
 
     def report(self, only: Sequence[str] | None = None) -> Report:
         """Return what the kit says."""
-        if self.patch is None:
-            second = oracle.logits if self.oracle else None
-            return check(broken(**self.parts), oracle=second, only=only)
-        with mock.patch.object(*self.patch):
-            return check(FAMILY, oracle=oracle.logits, only=only)
+        family = broken(**self.parts) if self.parts else FAMILY
+        second = oracle.logits if self.oracle else None
+        with mock.patch.object(*self.patch) if self.patch else contextlib.nullcontext():
+            return check(family, oracle=second, only=only)
 
 
 def broken(
@@ -401,7 +409,7 @@ def flipped_whole(x, packing):
 
 
 class EncoderWithStepsConfig(LonghornConfig):
-    model_type = "broken_steps_config"
+    model_type = "ssmzoo_broken_steps_config"
 
     @property
     def token_inputs(self):
@@ -409,12 +417,12 @@ class EncoderWithStepsConfig(LonghornConfig):
         return ("time_steps",) if encodes else ()
 
 
-class KeepsItsStepsForBothDirections(LonghornMixer):
+class ScalesBySteps(LonghornMixer):
     reads_both_ways = False  # so that the block has it read backwards
 
     def forward(self, hidden_states, state, packing=None):
         if "time_steps" in state.shared:
-            steps = state.shared.setdefault("steps", state.shared["time_steps"].unsqueeze(-1))
+            steps = state.shared["time_steps"].unsqueeze(-1)
             hidden_states = hidden_states * steps.to(hidden_states.dtype)
         return super().forward(hidden_states, state, packing)
 
@@ -855,9 +863,10 @@ MISTAKES = {
         causal_lm=SavesHalf,
     ),
     "names two kinds of labels": broad("trainer", causal_lm=NamesTwoKindsOfLabels),
-    "keeps its steps for both directions": Sabotage(
+    "turns steps as it turns tokens": Sabotage(
         "reversed outputs",
-        {"config": EncoderWithStepsConfig, "mixer": KeepsItsStepsForBothDirections},
+        {"config": EncoderWithStepsConfig, "mixer": ScalesBySteps},
+        patch=(backbone, "flip_steps", flip),
         fails=frozenset({"bidirectional"}),
     ),
     "counts its calls": broad("gradient_checkpointing", "trainer", mixer=CountsItsCalls),
