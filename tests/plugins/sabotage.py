@@ -847,7 +847,7 @@ MISTAKES = {
     "convolves across boundaries": broad(
         *SEVERAL,
         *("greedy", "sampling", "beams", "continuing", "chunked_prefill", "prompt_state"),
-        "state_adapter",
+        *("state_adapter", "assisted", "compile"),
         mixer=ConvolvesAcrossBoundaries,
     ),
     "leaks the future": broad(
@@ -907,7 +907,7 @@ PLANTED = {
         ),
         "lost in rows without a token": planted("padding", mixer=LosesIdleRows),
         "padding between tokens": planted(
-            "padding", "assisted", "compile", model=ReadsAroundPadding
+            "padding", "assisted", "bidirectional", "compile", model=ReadsAroundPadding
         ),
     },
     "batch": {
