@@ -672,7 +672,7 @@ def test_check_runs_only_what_is_named_and_not_what_is_skipped(prints, fails):
     command = ("check", "longhorn", "--json", "--only", "batch, outputs,causality")
     report = json.loads(prints(*command, "--skip", "outputs"))
     assert [row["name"] for row in report["checks"]] == ["causality", "batch"]
-    line = "only: no check named 'outptus'; did you mean 'outputs'?; checks: oracle, "
+    line = "only: no check named 'outptus'; did you mean 'outputs'?; checks: initialization, "
     assert line in fails("check", "longhorn", "--only", "batch,outptus")
     assert "skip: no check named 'bacth'" in fails("check", "longhorn", "--skip", "bacth")
     nothing = fails("check", "longhorn", "--only", "batch", "--skip", "batch")

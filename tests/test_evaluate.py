@@ -806,7 +806,7 @@ def test_unusable_models_are_one_clear_error(models, tmp_path):
     with pytest.raises(ValueError, match="cannot load a causal language model from"):
         score(cut)
     few = save(tmp_path / "few", RuleConfig(vocab_size=256))
-    with pytest.raises(ValueError, match="259 tokens and the model embeds only 256"):
+    with pytest.raises(ValueError, match="ids up to 258 and the model embeds only 256 tokens"):
         score(few)
 
 

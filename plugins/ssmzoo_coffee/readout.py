@@ -35,7 +35,7 @@ def softmin_logits(
     """
     scores = -distances
     place = scores.argmax(dim=-1, keepdim=True)
-    nearest = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, place, True)
+    nearest = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, place, 1)
     others = scores.masked_fill(nearest, -torch.inf).logsumexp(dim=-1, keepdim=True)
     # not amax: among several that are nearest it would share its slope out
     total = torch.logaddexp(scores.gather(-1, place), others)

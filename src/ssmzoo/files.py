@@ -20,7 +20,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ssmzoo.environment.messages import shortened
 
 Listed: TypeAlias = dict[str, tuple[int, str]]  # size and sha256 of files, by their place
 
@@ -230,7 +229,7 @@ def parse_yaml(text: str, name: str) -> Any:
     try:
         return yaml.load(text, _yaml_loader())
     except yaml.YAMLError as error:
-        what = shortened(" ".join(str(error).split()))
+        what = " ".join(str(error).split())[:1000]
         raise ValueError(f"{name}: not valid YAML: {what}") from None
 
 

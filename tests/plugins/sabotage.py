@@ -806,7 +806,11 @@ NARROW = {
     "sequence_classification": narrow("padding", classifier=ReadsTheLastColumn),
     "bidirectional": narrow("both-", patch=(modeling_longhorn, "flip", flipped_whole)),
     "images": narrow("logits of a batch", image_classifier=TakesTheMeanImageAway),
-    "gradients": narrow("unused is zero", mixer=ForgetsAParameter),
+    "gradients": Sabotage(
+        "unused",
+        {"mixer": ForgetsAParameter},
+        fails=frozenset({"initialization", "gradients"}),
+    ),
     "lora": narrow("no module is called", lora_targets=(*FAMILY.lora_targets, "k_proj")),
     "lora_all_linear": narrow(
         "learns nothing",
@@ -841,9 +845,7 @@ MISTAKES = {
         fails=frozenset({"save_and_load"}),
     ),
     "begins no row anew": broad("cache_rows", patch=(StateCache, "reset_rows", lambda *_: None)),
-    "drops the conv state": broad(
-        *CACHED, "padding", "packing", "cache_precision", "quantized", mixer=DropsConvState
-    ),
+    "drops the conv state": broad(*CACHED, "padding", "packing", "quantized", mixer=DropsConvState),
     "convolves across boundaries": broad(
         *SEVERAL,
         *("greedy", "sampling", "beams", "continuing", "chunked_prefill", "prompt_state"),

@@ -10,7 +10,12 @@ from ssmzoo_kernels.companion_step import continuation, eager, reference
 from ssmzoo_kernels.declaration import Op
 from ssmzoo_kernels.dispatch import Backend, choose, record
 from ssmzoo_kernels.fft_conv import fft_conv
-from ssmzoo_kernels.rational_kernel import check_polynomials, inverse_series, rational_kernel
+from ssmzoo_kernels.rational_kernel import (
+    check_polynomials,
+    check_rows,
+    inverse_series,
+    rational_kernel,
+)
 from ssmzoo_kernels.segments import by_length
 from ssmzoo_kernels.validation import (
     Packing,
@@ -230,6 +235,7 @@ def companion_scan(
     op = "companion_scan"
     check_leading(op, "u", u, "[B, L, D]")
     check_polynomials(op, a, b)
+    check_rows(op, "b", b)
     check_tensor(op, "b", b, (u.shape[2], a.shape[1]), u, "[D, n]")
     if u.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"{op}: u must be float32 or float64, got {u.dtype}")
@@ -300,6 +306,7 @@ def companion_response(
     op = "companion_response"
     check_leading(op, "state", state, "[B, n, D]")
     check_polynomials(op, a, b)
+    check_rows(op, "b", b)
     rows, order, width = state.shape
     check_tensor(op, "b", b, (width, order), state, "[D, n]")
     length = check_count(op, "length", length)

@@ -98,6 +98,7 @@ def rational_kernel(
             on a CPU only: on a GPU it would stall the queue).
     """
     check_polynomials(OP, a, b)
+    check_rows(OP, "b", b)
     length = check_count(OP, "length", length)
     if mode not in get_args(Mode):
         raise ValueError(f"{OP}: mode must be 'exact' or 'truncated', got {mode!r}")
@@ -127,7 +128,7 @@ def inverse_series(
         ``[D_a, length]`` in float32, or float64 for float64 denominators.
     """
     check_leading("inverse_series", "a", a, "[D_a, n]")
-    _check_rows("inverse_series", "a", a)
+    check_rows("inverse_series", "a", a)
     length = check_count("inverse_series", "length", length)
     chosen = SERIES.choose("auto", a)
     run = SERIES.judge if chosen == "reference" else partial(SERIES.run, chosen)
@@ -139,8 +140,7 @@ def check_polynomials(op: str, a: Tensor, b: Tensor) -> None:
     check_leading(op, "a", a, "[D_a, n]")
     check_leading(op, "b", b, "[D, n]")
     check_tensor(op, "b", b, (b.shape[0], a.shape[1]), a, "[D, n]")
-    _check_rows(op, "a", a)
-    _check_rows(op, "b", b)
+    check_rows(op, "a", a)
     if b.shape[0] % a.shape[0]:
         raise ValueError(
             f"{op}: the {a.shape[0]} rows of a must divide the {b.shape[0]} rows of b: "
@@ -148,7 +148,8 @@ def check_polynomials(op: str, a: Tensor, b: Tensor) -> None:
         )
 
 
-def _check_rows(op: str, name: str, x: Tensor) -> None:
+def check_rows(op: str, name: str, x: Tensor) -> None:
+    """Check that there is a row."""
     if not x.shape[0]:  # no FFT takes none
         raise ValueError(f"{op}: {name} must have at least one row, got {list(x.shape)}")
 
@@ -186,4 +187,4 @@ def _warn_of_poles_on_the_grid(a: Tensor, grid: int) -> None:
         )
 
 
-__all__ = ["check_polynomials", "inverse_series", "rational_kernel"]
+__all__ = ["check_polynomials", "check_rows", "inverse_series", "rational_kernel"]
