@@ -20,7 +20,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-
 Listed: TypeAlias = dict[str, tuple[int, str]]  # size and sha256 of files, by their place
 
 # how commands and recipes name the sources and documentation of Python's standard library
@@ -229,7 +228,8 @@ def parse_yaml(text: str, name: str) -> Any:
     try:
         return yaml.load(text, _yaml_loader())
     except yaml.YAMLError as error:
-        what = " ".join(str(error).split())[:1000]
+        what = " ".join(str(error).split())
+        what = what if len(what) <= 1000 else f"{what[:700]} [...] {what[-250:]}"
         raise ValueError(f"{name}: not valid YAML: {what}") from None
 
 

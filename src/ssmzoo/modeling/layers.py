@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo_kernels import causal_conv1d
-from ssmzoo_kernels.dispatch import is_traced
 from ssmzoo_kernels.few_rows_linear import (
     MOST_ROWS,
     MUCH_WORK,
@@ -37,9 +36,13 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., out_features]``."""
-        # a graph would take the number of rows for a constant, a DTensor is torch's to split,
-        # and somebody may have replaced what this stands for
-        if not is_traced() and type(input) is Tensor and nn.Linear.forward is _LINEAR:
+        # a graph would take the number of rows for a constant (`is_traced`, without the call), a
+        # DTensor is torch's to split, and somebody may have replaced what this stands for
+        if (
+            not (torch.compiler.is_compiling() or torch._C._is_tracing())
+            and type(input) is Tensor
+            and nn.Linear.forward is _LINEAR
+        ):
             if not torch.is_grad_enabled() and input.numel() <= MOST_ROWS * self.in_features:
                 return few_rows_linear(input, self.weight, self.bias)
             if input.dtype.itemsize == 2 or input.numel() * self.out_features >= MUCH_WORK:
