@@ -141,7 +141,7 @@ class DSSMixer(SSMMixer):
         tables = self._decode_tables()
         if tables.decay is None or tables.growing is not None or "ssm" not in states:
             raise UnservedError
-        tables = parts.derived(self._decode_tables)  # not before: growing ones often change
+        parts.derived(self._decode_tables)  # not before: growing ones often change
         if parts.setting(parts.layer("dropout"), "training"):
             raise UnservedError
         decay, readout = (
