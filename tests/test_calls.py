@@ -127,6 +127,7 @@ def test_packing_is_looked_for_once(head, given, monkeypatch):
     assert len(looked) == len(given)
 
 
+@pytest.mark.long
 def test_a_checkpoint_imports_its_own_family_only(tmp_path):
     language_model("longhorn", layers=1).save_pretrained(tmp_path)
     code = f"""

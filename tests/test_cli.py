@@ -405,6 +405,7 @@ def test_generate_takes_the_largest_seed(prints, model):
     assert prints("generate", model, "x", "--max-new-tokens", 2, "--seed", 2**64 - 1)
 
 
+@pytest.mark.long
 def test_generate_goes_on_from_a_state_that_another_process_kept(prints, fails, model, tmp_path):
     greedy = ("--max-new-tokens", 8, "--temperature", 0)
     once, longer = (prints("generate", model, text, *greedy) for text in ("Once", "Once upon"))
@@ -828,6 +829,7 @@ def test_bench_measures_all_families_unless_some_are_named(capsys, monkeypatch):
         ("bench longhon", "did you mean 'longhorn'?"),
     ],
 )
+@pytest.mark.long
 def test_a_missing_input_prints_one_line_and_writes_nothing(
     fails, tmp_path, model, arguments, answer
 ):

@@ -42,6 +42,7 @@ def goes_on(model, cache, ids, kept):
 
 @pytest.mark.parametrize("kept", range(4, 15))
 @pytest.mark.parametrize("name", sorted(families()))
+@pytest.mark.long
 def test_a_cropped_state_continues_as_if_the_rest_was_never_read(name, ids, kept):
     model = build(name)
     cache = read(model, None, ids[:, :4])

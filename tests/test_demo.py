@@ -118,6 +118,7 @@ def scores(output):
     return found
 
 
+@pytest.mark.long
 def test_the_demo_ends_in_the_table_and_says_where_everything_lies(place, whole):
     _, out = whole
     output = Path("demo")
@@ -163,6 +164,7 @@ def test_the_commands_that_it_suggests_run(place, whole, capsys):
         assert cli.main(words[1:]) == 0, capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_its_publication_loads_without_ssmzoo(place, whole):
     done = subprocess.run(
         [sys.executable, "-c", STRANGER + demo.LOAD, "demo/published", demo.PROMPT],
@@ -175,6 +177,7 @@ def test_its_publication_loads_without_ssmzoo(place, whole):
     assert done.stdout.startswith(demo.PROMPT)
 
 
+@pytest.mark.long
 def test_an_interrupted_demo_resumes_to_the_same_result(place, whole, monkeypatch, capsys):
     parts = Interrupted(monkeypatch)
     parts.stops = [

@@ -925,6 +925,7 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", fake)
 
 
+@pytest.mark.long
 def test_the_tables_of_bmojo_name_tasks_that_run(models, tmp_path, monkeypatch):
     stand_in(monkeypatch)
     path = evaluate(models("mamba2"), suite="bmojo-table1", output_dir=tmp_path)
@@ -1094,6 +1095,7 @@ def test_the_run_names_its_models(tmp_path, folder, name):
     assert evaluation.model_name("user/model") == "user__model"
 
 
+@pytest.mark.long
 def test_scoring_is_quiet_and_needs_no_network_and_import_is_cheap(models, tmp_path):
     code = f"""
 import sys

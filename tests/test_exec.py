@@ -39,6 +39,7 @@ def run(folder, *arguments, expect=0, **variables):
     return done.stdout
 
 
+@pytest.mark.long
 def test_a_script_and_its_child_processes_get_the_arguments_unchanged(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('mine')")
     (tmp_path / "child.py").write_text(
@@ -56,6 +57,7 @@ def test_a_script_and_its_child_processes_get_the_arguments_unchanged(tmp_path):
     assert out.splitlines() == [*["mine"] * 3, f"__main__ True {['child.py', *arguments]}"]
 
 
+@pytest.mark.long
 def test_families_are_registered_when_transformers_is_imported(tmp_path):
     (tmp_path / "late.py").write_text(
         "import importlib.util, os, sys\n"

@@ -59,6 +59,7 @@ def test_what_evaluates_goes_on_doing_so_after_an_export():
     ["coffee", "dss", "gru", "longhorn", *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)],
 )
 @torch.no_grad()
+@pytest.mark.long
 def test_a_prompt_of_any_length_is_read_at_once(name):
     model, rows = subject_of(name).fresh(), torch.export.Dim("rows", max=64)
     length = torch.export.Dim("length", min=2, max=128)  # DSS's modes that grow are to 128
@@ -133,6 +134,7 @@ def test_the_code_of_a_checkpoint_leaves_python_by_torch_export(name):
 
 
 @pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.long
 def test_a_graph_of_bmojos_logits_has_any_length_with_and_without_gradients(learns):
     model = subject_of("bmojo").fresh()
     moving = {"input_ids": {1: torch.export.Dim.DYNAMIC}, "use_cache": None}
@@ -197,6 +199,7 @@ def test_a_model_is_left_as_it_was():
         *(pytest.param(x, marks=pytest.mark.slow) for x in ("bmojo", "dss", "rtf")),
     ],
 )
+@pytest.mark.long
 def test_the_exporter_of_transformers_takes_our_models(name):
     exporters = pytest.importorskip("transformers.exporters.exporter_dynamo")
     model, other = subject_of(name).fresh(), torch.randint(64, (3, 12 if name == "bmojo" else 20))

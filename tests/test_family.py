@@ -185,6 +185,7 @@ def test_broken_plugins_break_no_other_plugin(tmp_path):
     assert "No module named 'no_such_thing'" in done.stderr
 
 
+@pytest.mark.long
 def test_a_family_without_a_model_type_is_refused(tmp_path):
     nameless = PLUGIN.replace('model_type="toy"', 'model_type="", __name__="ToyConfig"')
     module = nameless + "FAMILY = family('toy')"
@@ -259,11 +260,13 @@ def test_an_unknown_family_gets_a_suggestion_and_the_list(tmp_path):
     ],
     ids=["not a Family", "another name", "no such attribute", "no model classes"],
 )
+@pytest.mark.long
 def test_a_plugin_that_holds_no_usable_family_says_what_is_wrong(tmp_path, module, message):
     distribution(tmp_path, "toy-family", {"toy": "toy_family:FAMILY"}, module)
     assert failure(tmp_path, "toy", "RuntimeError").startswith(message)
 
 
+@pytest.mark.long
 def test_loading_one_model_imports_one_family(tmp_path):
     thief = THIEF.replace('"llama"', '"ssmzoo_dss"')  # another package's family is imported at once
     distribution(tmp_path, "thieving-family", {"thieving": "thieving_family:FAMILY"}, thief)
@@ -354,6 +357,7 @@ print(json.dumps([foreign_versions(config) for config in (*configs, GPT2Config()
 """
 
 
+@pytest.mark.long
 def test_results_tell_the_version_and_commit_of_a_foreign_familys_package(tmp_path):
     """That of its distribution, whose code makes the numbers, beside ssmzoo's own."""
     toy = Path(__file__).with_name("toy_family")

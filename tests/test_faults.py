@@ -211,6 +211,7 @@ def test_a_new_run_names_the_tokens_that_cannot_be_finished(place, tmp_path, fai
 
 
 @pytest.mark.parametrize("name", [name for name in WRITING if name != "train"])
+@pytest.mark.long
 def test_a_failed_write_keeps_the_old_file_and_leaves_no_partial_file(
     name, place, tmp_path, fails, capsys
 ):
@@ -231,6 +232,7 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_no_partial_file(
     assert tree(tmp_path) == before
 
 
+@pytest.mark.long
 def test_a_failed_export_keeps_existing_files(place, model, tmp_path):
     export_code(model, model)
     export_kernels(tmp_path / "kernels")
@@ -329,6 +331,7 @@ def files_of(folder):
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.mark.long
 def test_a_run_with_a_truncated_file_names_it_or_resumes_exactly(place, tmp_path, fails):
     shutil.rmtree((run := shutil.copytree(place / "run", tmp_path / "run")) / "model")
     named = set()
@@ -539,6 +542,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
+@pytest.mark.long
 def test_a_hostile_checkpoint_is_refused_by_every_command(case, place, model, tmp_path, fails):
     message = HOSTILE[case](model, harm := tmp_path / "harm")
     out, recipe = tmp_path / "out", tuned(place, model, tmp_path)

@@ -40,6 +40,7 @@ def committed(pages):
     return {entry.path.stem: entry for entry in pages.results()}
 
 
+@pytest.mark.long
 def test_the_tables_of_the_pages_are_what_was_measured(pages):
     for page in pages.pages():
         assert pages.rendered(page) == page.read_text(encoding="utf-8"), f"{page}: run make pages"

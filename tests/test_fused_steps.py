@@ -120,6 +120,7 @@ def steps(model: nn.Module) -> list[bool]:
 
 @pytest.mark.parametrize(("name", "fields"), SERVED, ids=str)
 @pytest.mark.parametrize(("dtype", "budget"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+@pytest.mark.long
 def test_programs_give_what_layers_give(
     name: str, fields: dict[str, Any], dtype: torch.dtype, budget: float
 ) -> None:
@@ -236,6 +237,7 @@ BLOCKS: list[tuple[str, dict[str, Any], set[str]]] = [
 @pytest.mark.parametrize(
     ("name", "fields", "own"), BLOCKS, ids=lambda x: None if isinstance(x, set) else str(x)
 )
+@pytest.mark.long
 def test_a_forward_put_into_a_class_runs_from_the_next_token_on(
     name: str, fields: dict[str, Any], own: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,6 +85,7 @@ junk = st.one_of(
 
 
 @pytest.mark.parametrize("name", sorted(families()))
+@pytest.mark.long
 def test_a_configuration_is_built_or_refused(name):
     family = load_family(name)
     own = [field.name for field in dataclasses.fields(family.config_class)]
@@ -121,6 +122,7 @@ def places(value, path=()):
 
 @fuzz(300)
 @given(st.sampled_from(RECIPES), st.data())
+@pytest.mark.long
 def test_a_recipe_is_read_or_refused(tmp_path_factory, path, data):
     fields = yaml.safe_load(path.read_text())
     *parents, last = data.draw(st.sampled_from(sorted(places(fields), key=str)))
@@ -237,6 +239,7 @@ COMMANDS = (
 
 @fuzz(350)
 @given(st.sampled_from(COMMANDS), st.lists(st.sampled_from(WORDS), max_size=5))
+@pytest.mark.long
 def test_a_command_line_is_answered_with_0_or_2_and_one_line(capsys, command, words):
     before = {path.name for path in Path.cwd().iterdir()}
     status = main([command, *words])
@@ -303,6 +306,7 @@ def damaged(content, data):
 
 @fuzz(150)
 @given(st.data())
+@pytest.mark.long
 def test_damaged_weights_load_or_are_named(model, tmp_path_factory, data):
     folder = copied(model, tmp_path_factory)
     weights = folder / "model.safetensors"

@@ -87,6 +87,7 @@ def check(path, exact, rounded):
 
 
 @pytest.mark.parametrize("name", sorted(families()))
+@pytest.mark.long
 def test_twenty_steps_meet_the_golden_losses(name, request):
     family, path = load_family(name), FOLDER / f"{name}.json"
     exact, rounded = curve(family, torch.float64), curve(family, torch.float32)

@@ -310,6 +310,7 @@ def pushed(server, narrow, wide, tmp_path_factory):
     return {**dict(zip(names, reports, strict=True)), "before": before}
 
 
+@pytest.mark.long
 def test_the_hub_gets_exactly_what_the_dry_run_showed(server, narrow, pushed):
     for dry, real, repo, revision in (
         ("dry", "real", "tester/published", "v1"),
@@ -397,6 +398,7 @@ def expected(folder: Path, input_ids: torch.Tensor) -> np.ndarray:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.long
 def test_a_pushed_model_loads_by_its_name_bit_for_bit(loaded, narrow, wide):
     input_ids = torch.arange(24).reshape(2, 12)
     for name in ("v1", "main", "private"):

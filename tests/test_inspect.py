@@ -346,11 +346,13 @@ def test_a_state_that_grows_has_no_size(family, fields):
     assert found.state_note == "grows by every token in 1 of 2 layers"
 
 
+@pytest.mark.long
 def test_without_a_length_the_model_decides(tmp_path):
     assert inspect_model("dss", tmp_path / "a")["input"]["length"] == 128
     assert inspect_model("dss", tmp_path / "b", length=77)["input"]["length"] == 77
 
 
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_report(tmp_path):
     one, two, other = (
         inspect_model("longhorn", tmp_path / str(i), length=40, seed=seed)
@@ -421,6 +423,7 @@ class Wanderer(LeakyModel):
         return Trajectories(input_ids, circle.expand(len(input_ids), -1, -1), 2 * torch.eye(2))
 
 
+@pytest.mark.long
 def test_a_models_trajectories_are_drawn_few_and_short(tmp_path):
     from matplotlib.image import imread
 

@@ -301,6 +301,7 @@ def curve(run):
     )
 
 
+@pytest.mark.long
 def test_two_processes_train_as_one_does(together):
     assert json.loads((together / "two/run.json").read_text())["processes"] == 2
     assert_alike(together / "one", together / "two")
@@ -640,6 +641,7 @@ def test_a_full_disk_of_one_process_is_one_line_in_all_and_older_checkpoints_sta
     assert damage_of(folder / "step-00000004") is None
 
 
+@pytest.mark.long
 def test_shards_are_joined_by_the_command(together, tmp_path, capsys):
     checkpoint = together / "two-single/checkpoints/step-00000008"
     # in a process of its own, which knows no family yet, and by a path from where it is typed

@@ -1126,6 +1126,7 @@ def test_compile_to_one_graph_under_a_default_device(name, ids):
 @pytest.mark.parametrize(
     ("name", "kind"), [("longhorn", {}), ("bmojo", {"mixer_types": ["attention"]})]
 )
+@pytest.mark.long
 def test_prefill_and_steps_with_a_cache_that_counts_or_grows_are_three_graphs(name, kind):
     """A step, and one that knows that what it counts changes; the kit has every family's layers."""
     family, graphs = load_family(name), []
@@ -1156,6 +1157,7 @@ def test_prefill_and_steps_with_a_cache_that_counts_or_grows_are_three_graphs(na
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", sorted(families()))
+@pytest.mark.long
 def test_logits_leave_python_by_torch_export(name, ids):
     family = load_family(name)
     model = family.causal_lm_class(family.config(**family.tiny)).eval()

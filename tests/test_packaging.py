@@ -145,6 +145,7 @@ def test_the_wheels_entry_points_are_the_command_and_one_family_a_plugin(wheel):
     }
 
 
+@pytest.mark.long
 def test_the_installed_wheel_is_what_runs_and_it_lists_its_families(installed):
     out = python(
         installed, "import ssmzoo, ssmzoo_kernels; print(ssmzoo.__file__, ssmzoo_kernels.__file__)"
@@ -177,6 +178,7 @@ assert not {"torch", "transformers", "numpy"} & set(sys.modules)
     assert "longhorn" in python(installed, code)
 
 
+@pytest.mark.long
 def test_models_and_kernels_need_torch_and_transformers_only(installed):
     code = f"""
 import sys

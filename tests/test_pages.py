@@ -244,6 +244,7 @@ def run(piece, page, names, capsys):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if pieces(page)])
+@pytest.mark.long
 def test_commands_of_a_page_run_as_written(page, reader, capsys):
     names = reader(page)
     for piece in pieces(page):

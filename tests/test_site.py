@@ -147,6 +147,7 @@ def test_a_site_replaces_the_earlier_one_and_its_links_lead_somewhere(repository
         assert "library_name" not in (built / f"model_cards/{card}.html").read_text()
 
 
+@pytest.mark.long
 def test_the_zoos_table_gets_a_picture_of_each_problem_that_is_searched(repository, site, capsys):
     (repository / "eval/zoo.md").write_text("# Zoo\n")
     change(repository, "eval/site/index.md", "other\n", "other\neval/zoo\n")

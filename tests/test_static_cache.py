@@ -296,6 +296,7 @@ def test_generate_compiles_one_graph_for_prompts_of_all_lengths(name, ids):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.long
 def test_generate_compiles_a_padded_prompt_in_chunks(ids):
     model, (ids, mask) = build("longhorn", num_hidden_layers=1), ragged(ids)
     torch._dynamo.reset()

@@ -424,6 +424,7 @@ def test_offloaded_weights_are_fetched(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "mamba2", "qwen3_5_text"])
+@pytest.mark.long
 def test_compiled_models_have_our_ops_in_their_graphs(model_type: str) -> None:
     linear = {"layer_types": ["linear_attention"]} if model_type in DELTA else {}
     model, x = tiny(model_type, num_hidden_layers=1, **linear), ids()

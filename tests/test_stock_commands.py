@@ -279,6 +279,7 @@ def test_the_command_that_goes_on_with_a_stock_run_asks_for_stock():
     assert _resuming(Path("run"), stock=False).endswith(" --resume")
 
 
+@pytest.mark.long
 def test_a_sweep_trains_on_our_kernels_or_stock(said, tmp_path):
     from ssmzoo.analysis.sweep import sweep
     from ssmzoo.analysis.sweep_plan import Sweep
@@ -306,6 +307,7 @@ def test_a_sweep_trains_on_our_kernels_or_stock(said, tmp_path):
         assert bool(ran) is not stock
 
 
+@pytest.mark.long
 def test_models_of_the_zoo_are_left_as_they_are(recipe, said, tmp_path):
     fields = {"hidden_size": 16, "num_hidden_layers": 1, "d_state": 4, "dt_rank": 2}
     path = recipe({"family": "longhorn", "config": fields}, {"steps": 2})

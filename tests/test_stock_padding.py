@@ -63,6 +63,7 @@ def alone(model: Any, x: Tensor, mask: Tensor, new: Tensor) -> Tensor:
 
 @every_type
 @torch.no_grad()
+@pytest.mark.long
 def test_a_padded_row_gives_what_it_gives_alone(model_type: str) -> None:
     model, x = ours(model_type), ids()
     places = (MASK.cumsum(1) - 1).clamp_min(0)
@@ -90,6 +91,7 @@ def test_a_padded_row_gives_what_it_gives_alone(model_type: str) -> None:
 
 @every_type
 @torch.no_grad()
+@pytest.mark.long
 def test_generate_goes_on_from_rows_padded_anywhere(model_type: str) -> None:
     model, x, mask = ours(model_type), ids(), MASK[:, :15]
     x = x[:, :15]
@@ -122,6 +124,7 @@ def test_generate_goes_on_from_rows_padded_anywhere(model_type: str) -> None:
 @every_type
 @pytest.mark.parametrize("row", [0, 1])
 @torch.no_grad()
+@pytest.mark.long
 def test_assisted_decoding_goes_on_from_a_row_padded_anywhere(model_type: str, row: int) -> None:
     model, assistant = ours(model_type), ours(model_type)
     draw = torch.Generator().manual_seed(0)
@@ -139,6 +142,7 @@ def test_assisted_decoding_goes_on_from_a_row_padded_anywhere(model_type: str, r
 
 
 @torch.no_grad()
+@pytest.mark.long
 def test_a_graph_reads_padding_anywhere_as_python_does() -> None:
     model, x = ours("mamba2", num_hidden_layers=1), ids()
     torch.compiler.reset()

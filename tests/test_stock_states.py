@@ -57,6 +57,7 @@ def assert_close(x: Tensor, judge: Tensor) -> None:
 
 
 @every_type
+@pytest.mark.long
 def test_a_prompt_read_once_goes_on_as_one_read_anew(model_type: str, tmp_path: Path) -> None:
     model, (x, mask) = ours(model_type), padded()
     whole = logits(model, input_ids=x, attention_mask=mask)
@@ -220,6 +221,7 @@ def test_a_cropped_cache_goes_on_as_if_the_rest_was_never_read(model_type: str, 
 
 
 @every_type
+@pytest.mark.long
 def test_assisted_decoding_chooses_what_greedy_decoding_chooses(
     model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

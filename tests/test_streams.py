@@ -126,6 +126,7 @@ def test_any_number_of_ranks_reads_each_token_of_an_epoch_once_through_resumes(k
     }
 
 
+@pytest.mark.long
 def test_workers_write_the_same_store(tmp_path):
     texts = [("", f"{i} " + "ant bee " * (i % 400)) for i in range(15_000)]
     tokenizer = byte_tokenizer()
@@ -203,6 +204,7 @@ def raise_error(encode):
     raise ValueError("data.text must be text")
 
 
+@pytest.mark.long
 def test_an_error_in_a_worker_is_raised_and_the_worker_goes_on():
     with closing(Workers(byte_tokenizer(), 1)) as workers:
         with pytest.raises(ValueError, match=r"data\.text must be text"):

@@ -123,6 +123,7 @@ def finished(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_a_ledger_has_a_line_a_run_and_a_killed_sweep_goes_on(tmp_path, monkeypatch, capsys):
     path, output = tmp_path / "sweep.yaml", tmp_path / "out"
     path.write_text(yaml.safe_dump(SWEEP, sort_keys=False), encoding="utf-8")
@@ -417,6 +418,7 @@ def commands_of_sweeps():
 
 
 @pytest.mark.parametrize("command", commands_of_sweeps(), ids=" ".join)
+@pytest.mark.long
 def test_the_sweeps_that_pages_show_choose_runs(command):
     options = parsers()[0].parse_args(command)
     chosen = load_sweep(options.sweep, options.set)
@@ -891,6 +893,7 @@ def test_a_wrong_sweep_is_refused_before_any_run(changes, kind, message, tmp_pat
 
 
 @pytest.mark.parametrize("path", sorted(share("eval/sweeps").glob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.long
 def test_shipped_sweeps_are_valid_down_to_the_configurations(path):
     runs = load_sweep(path.stem).runs()
     if path.stem != "zoo":

@@ -112,6 +112,7 @@ def test_a_missing_tokenizer_is_named(tmp_path, monkeypatch):
     assert named_tokenizer(str(tmp_path)).decode([104, 105]) == "hi"
 
 
+@pytest.mark.long
 def test_the_tokenizer_of_a_model_of_the_zoo_loads_in_silence():
     folder = Path(__file__).parents[1] / "model_cards/small/longhorn-text"
     line = "import sys; from ssmzoo.data.tokenizer import named_tokenizer as f; f(sys.argv[1])"

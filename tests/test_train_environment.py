@@ -131,6 +131,7 @@ def test_away_from_a_terminal_every_line_of_metrics_is_printed(recipe, tmp_path,
         assert ("tokens_per_second " in words) == ("loss" in line)
 
 
+@pytest.mark.long
 def test_too_many_open_files_name_the_limit(recipe, tmp_path):
     """A stream keeps a file open for each of its lanes."""
     (tmp_path / "data").mkdir()

@@ -211,6 +211,7 @@ ON_A_TERMINAL = (
 )
 
 
+@pytest.mark.long
 def test_a_run_whose_terminal_is_closed_is_saved(recipe, tmp_path):
     """The system sends SIGHUP, and the bar of progress can no longer be drawn."""
     ours, theirs = os.openpty()

@@ -153,6 +153,7 @@ TRAINERS = [
 
 
 @pytest.mark.parametrize("make", TRAINERS)
+@pytest.mark.long
 def test_every_family_trains_under_trl(family, folder, make, tmp_path):
     trainer = make(family, folder, tmp_path)
     named = trainer.model.named_parameters()

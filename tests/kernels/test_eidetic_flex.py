@@ -38,6 +38,7 @@ def uncompiled(monkeypatch):
 @pytest.mark.parametrize("late", [False, True], ids=["", "late"])
 @pytest.mark.parametrize("mask", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.long
 def test_flex_equals_the_loop_with_all_gradients(uncompiled, layout, mask, late):
     assert_equals_the_loop(draw(layout, mask=mask, late=late), "flex")
 

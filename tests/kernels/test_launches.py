@@ -105,6 +105,7 @@ def calls(dtype=torch.bfloat16):
     }
 
 
+@pytest.mark.long
 def test_a_launch_that_was_seen_is_the_one_that_triton_makes(gpu, monkeypatch):
     made = calls()
     for run in made.values():

@@ -38,6 +38,7 @@ def test_every_check_has_a_sabotage_of_its_own():
 
 
 @pytest.mark.parametrize("name", CAUSES)
+@pytest.mark.long
 def test_the_message_names_the_cause(name):
     (result,) = CAUSES[name].report([name]).results
     assert result.status == "failed"

@@ -134,6 +134,7 @@ def written(recipe, tmp_path):
     return load_recipe(path)
 
 
+@pytest.mark.long
 def test_a_forecaster_trains_and_its_results_are_its_errors_on_the_test_split(recipe, tmp_path):
     given = recipe["data"]["task_args"]
     run = train(written(recipe, tmp_path), output_dir=tmp_path / "run")
