@@ -34,14 +34,17 @@ DELTA_RULE, GOOSE, CPU = (
 )
 
 
+@pytest.mark.variant  # goose, below, has all of them
 class TestGRU(FamilyConformance):
     family = FAMILIES["gru"]
 
 
+@pytest.mark.variant
 class TestSpiral(FamilyConformance):
     family = FAMILIES["spiral"]
 
 
+@pytest.mark.variant
 class TestWindow(FamilyConformance):
     family = FAMILIES["window"]
 
