@@ -80,8 +80,8 @@ endif
 	@echo "== all tests on the versions of constraints.txt =="
 	$(PYTEST) -p tests.versions -p tests.skip_guard -m "not slow and not gpu" $(TESTS)
 
-quick: $(INSTALLED) ## Run the tests of a few minutes, for the inner loop of a change
-	$(PYTEST) -m "not slow and not gpu and not long" $(TESTS)
+quick: $(INSTALLED) ## Run the tests of a few minutes, for the inner loop of a change outside the kernels
+	$(PYTEST) -m "not slow and not gpu and not long and not variant" $(if $(filter tests,$(TESTS)),--ignore=tests/kernels) $(TESTS)
 
 test-kit: $(INSTALLED) $(TORCHAO_DIR)/.installed $(ONNX_DIR)/.installed ## Run every check of the conformance kit on every family; write tests/kit.csv
 	PYTHONPATH=$(TORCHAO_DIR):$(ONNX_DIR) $(PYTEST) -p tests.versions -p tests.kit_report -k promise tests
