@@ -133,7 +133,9 @@ def render_card(
             )
         target = Path(output) if output is not None else place / CARD
         _require_card(target)
-        text = adapter_card(place, metadata, _text_of(share("model_cards/adapter.md")), MARKER)
+        text = adapter_card(
+            place, metadata, share("model_cards/adapter.md").read_text("utf-8"), MARKER
+        )
         make_folder_of(target)
         write_text(target, _finished(text))
         return target
@@ -237,7 +239,7 @@ def _render(
     targets = _lora_targets(family, facts)
     card = ModelCard.from_template(
         _metadata(name, family, own, facts, head),
-        template_str=_text_of(share("model_cards/template.md")),
+        template_str=share("model_cards/template.md").read_text("utf-8"),
         marker=MARKER,
         name=plain(name),
         source=json.dumps(name, ensure_ascii=False),
@@ -261,10 +263,6 @@ def _render(
         recipe=fenced("yaml", facts.recipe.strip()) if facts.recipe else None,
     )
     return _finished(str(card))
-
-
-def _text_of(template: Path) -> str:
-    return template.read_text(encoding="utf-8")
 
 
 def _finished(text: str) -> str:

@@ -15,8 +15,6 @@ from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 from urllib.parse import unquote
 
-import yaml
-
 from ssmzoo.checkpoints.loader import AUTO_MAP, LOADER, is_loader
 from ssmzoo.checkpoints.trust import refuse_requests
 from ssmzoo.checkpoints.weights import (
@@ -34,7 +32,7 @@ from ssmzoo.checkpoints.weights import (
 )
 from ssmzoo.environment.credentials import credential_in_file, without_credentials
 from ssmzoo.environment.hub_metadata import LICENSE_FILES
-from ssmzoo.files import parse_json
+from ssmzoo.files import parse_json, parse_yaml
 
 CARD = "README.md"
 EVAL_RESULTS = ".eval_results"  # what the Hub's leaderboards read
@@ -239,8 +237,8 @@ def _eval_results(folder: Path, path: Path) -> bytes:
 
     content = _bytes(folder, path)
     try:
-        parse_eval_result_entries(yaml.safe_load(content))
-    except Exception as error:  # yaml.YAMLError, KeyError, TypeError: all mean one thing
+        parse_eval_result_entries(parse_yaml(content.decode("utf-8"), path.name))
+    except Exception as error:  # ValueError, KeyError, TypeError: all mean one thing
         raise ValueError(
             f"{path} must be a list of entries as the Hub reads them, each with dataset.id, "
             f"dataset.task_id and value, got {type(error).__name__}: {' '.join(str(error).split())}"
