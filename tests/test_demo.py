@@ -144,6 +144,7 @@ def test_the_demo_ends_in_the_table_and_says_where_everything_lies(place, whole)
     assert (output / "longhorn" / "loss.png").is_file()
 
 
+@pytest.mark.long
 def test_mamba2_is_timed_stock_and_on_our_kernels_and_trained_stock(place, whole):
     run = Path("demo/mamba2")
     assert json.loads((run / "run.json").read_text())["recurrent_layers"] == [

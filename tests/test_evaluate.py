@@ -732,6 +732,7 @@ def test_an_unwritable_output_folder_is_refused_before_scoring(models, tmp_path)
         evaluate(models("recall"), tasks=TEXT_TASKS[:1], output_dir=tmp_path / "file")
 
 
+@pytest.mark.long
 def test_the_output_folder_appears_with_the_first_scores(models, tmp_path, monkeypatch):
     folder = tmp_path / "new" / "results"
     with pytest.raises(LookupError, match="ssmzoo_recal_text"):
@@ -943,6 +944,7 @@ def test_the_tables_of_bmojo_name_tasks_that_run(models, tmp_path, monkeypatch):
         assert scores(path)["ssmzoo_pg19", "bits_per_byte"]["settings"] == {"version": 1.0, **own}
 
 
+@pytest.mark.long
 def test_table2_names_lm_evals_tasks_and_scores_each_by_the_papers_metric(
     models, tmp_path, monkeypatch
 ):

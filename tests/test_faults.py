@@ -184,6 +184,7 @@ def test_a_run_names_the_file_that_cannot_be_finished_and_resumes(place, begun, 
 @pytest.mark.parametrize(
     ("method", "name"), [("describe", "recipe.yaml"), ("draw", "loss.png"), ("finish", "model")]
 )
+@pytest.mark.long
 def test_the_file_written_when_the_disk_is_full_is_named(
     method, name, place, begun, tmp_path, fails, monkeypatch
 ):

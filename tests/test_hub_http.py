@@ -330,6 +330,7 @@ def test_the_hub_gets_exactly_what_the_dry_run_showed(server, narrow, pushed):
     assert pushed["real"]["url"] == f"{server.url}/tester/published"
 
 
+@pytest.mark.long
 def test_a_publication_is_one_commit_of_what_changed(server, pushed):
     repo = server.repos["tester/published"]
     _, first, second = repo.trees
@@ -406,6 +407,7 @@ def test_a_pushed_model_loads_by_its_name_bit_for_bit(loaded, narrow, wide):
     assert np.array_equal(loaded["logits"]["pushed"], expected(wide, input_ids))
 
 
+@pytest.mark.long
 def test_a_saved_prompt_continues_after_loading(loaded, narrow):
     model = AutoModelForCausalLM.from_pretrained(narrow).eval()
     state = load_state(narrow, model)

@@ -57,6 +57,7 @@ def test_runs_killed_anywhere_end_with_the_weights_and_lines_of_one_left_alone(c
     assert counts[0]["inside_a_checkpoint"] >= 1
 
 
+@pytest.mark.long
 def test_runs_told_to_stop_anywhere_are_saved_and_end_as_one_left_alone(counts):
     assert counts[1]["kills"] >= 4
     assert counts[1]["while_resuming"] >= 1

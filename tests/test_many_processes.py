@@ -310,6 +310,7 @@ def test_two_processes_train_as_one_does(together):
 
 
 @pytest.mark.parametrize("run", ["pieces", "pieces-then-two", "two-then-pieces"])
+@pytest.mark.long
 def test_two_processes_that_read_rows_together_train_as_one_does(run, together):
     assert_alike(together / "one", together / run)
 

@@ -25,6 +25,7 @@ def test_runs():
         ("*::test_skips", 0, 4),
     ],
 )
+@pytest.mark.long
 def test_only_a_listed_skip_for_the_listed_reason_passes(tmp_path, request, line, workers, status):
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")

@@ -531,6 +531,7 @@ def test_a_wrong_model_is_refused_before_any_work(changes, kind, message, recipe
 
 
 @pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.long
 def test_a_vocabulary_has_every_id_of_a_tokenizer_whose_ids_leave_gaps(streaming, recipe, tmp_path):
     tokenizer_with_gap(70_000).save_pretrained(tmp_path / "gap")
     lines = ['{"text": "one two one two one"}\n'] * 80 + ['{"text": "rare rare"}\n'] * 80

@@ -627,7 +627,7 @@ def check_kind(cache: object, kind: type[RecurrentCache] = StateCache) -> None:
     if cache is not None and not isinstance(cache, kind):
         raise TypeError(
             f"cache must be a {kind.__name__}, got {type(cache).__name__}; "
-            "leave it out, or take the cache of a prompt that prefill read (where prefix tuning "
+            "leave it out, or pass prefill(...).cache (where prefix tuning "
             "makes it, train a state adapter)"
         )
 

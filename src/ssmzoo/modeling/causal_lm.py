@@ -431,8 +431,8 @@ def given_state(
     if chunk is not None and CACHE != "cache" and given.get_seq_length():
         raise ValueError(
             f"prefill_chunk_size must be left out beside a cache before transformers 5.24, got "
-            f"{chunk}; read the prompt with ssmzoo.modeling.prefill(model, input_ids, cache=cache, "
-            f"chunk_size={chunk})"
+            f"{chunk}; call generate(**ssmzoo.modeling.prefill(model, input_ids, cache=cache, "
+            f"chunk_size={chunk}).inputs())"
         )
     expanded = max(generation_config.num_beams, generation_config.num_return_sequences)
     if expanded > 1 and given.batch_size == batch_size:  # as the prompt's rows were

@@ -68,8 +68,7 @@ def enter(
         if mask is not None and not bool(mask.all()):
             raise ValueError(
                 f"{type(model).__name__} has attention, which takes packed sequences without "
-                "padding, got an attention_mask with zeros; pack without padding, or let "
-                "position_ids go on behind it where a row is one sequence"
+                "padding, got an attention_mask with zeros; pack without padding"
             )
         config = model.config.get_text_config()
         if strange := sorted(set(config.layer_types) - _MASKED):
