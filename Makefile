@@ -36,7 +36,7 @@ MODELS = $(wildcard $(RUNS)/*/model)
 RESULTS = $(sort $(wildcard eval/results/*.json))
 # checks of what torch makes of a model, which is the same torch there
 OF_TORCH := compile or fullgraph or export or onnx
-OLDEST_TESTS := $(wildcard tests/plugins tests/test_compat.py tests/test_modeling*.py tests/test_stock.py tests/test_stock_states.py)
+OLDEST_TESTS := $(wildcard tests/plugins tests/modeling/test_compat.py tests/modeling/test_modeling.py tests/modeling/stock/test_stock.py tests/modeling/stock/test_stock_states.py)
 
 # bytecode is kept, whatever the shell says: each process would compile torch and transformers anew, 15 s
 export PYTHONDONTWRITEBYTECODE :=

@@ -76,7 +76,14 @@ def release(version: str, twine: str) -> None:
             run(twine, "check", "--strict", wheel, sdist)
             # away from the checkout, in a fresh environment, with the tests of packaging
             roots = os.pathsep.join(str(tree / name) for name in ("src", "kernels", "plugins"))
-            tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_packaging.py")
+            tests = (
+                "-m",
+                "pytest",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "tests/repository/test_packaging.py",
+            )
             told = {"PYTHONPATH": roots, "SSMZOO_TEST_WHEEL": wheel, "SOURCE_DATE_EPOCH": epoch}
             run(sys.executable, *tests, at=tree, **told)
         finally:

@@ -20,7 +20,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from tests.training import KilledError, killed_before
+from tests.training.runs import KilledError, killed_before
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import ssmzoo.auto  # noqa: F401

@@ -16,7 +16,7 @@ import torch
 import yaml
 from huggingface_hub.errors import StrictDataclassError
 from tests.oracles import bmojo as oracle
-from tests.test_segmented import relative, run, some_rows
+from tests.training.test_segmented import relative, run, some_rows
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode

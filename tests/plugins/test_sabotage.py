@@ -23,7 +23,7 @@ def assert_fails(name, only):
     """Fail unless a sabotage fails what it should, for the reason that it should.
 
     Without torchao the check `quantized` ends early, and without onnx the check `onnx`;
-    tests/test_quantized.py and tests/test_onnx.py have them.
+    tests/modeling/test_quantized.py and tests/publishing/test_onnx.py have them.
     """
     row = ROWS[name]
     report = row.report([check for check in NAMES if check in only])

@@ -1,6 +1,6 @@
 """transformers' common tests on its own recurrent models, stock or on our kernels.
 
-`tests/test_stock_suite.py` runs this file twice and compares; SSMZOO_KERNELS=1 is the second time.
+`test_stock_suite.py` runs this file twice and compares; SSMZOO_KERNELS=1 is the second time.
 A model goes over to our kernels when it is first called, however a test made it.
 """
 

@@ -1,0 +1,655 @@
+import gzip
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from tests.data.test_tokenizer import word_tokenizer
+
+from ssmzoo.data.documents import read_files
+from ssmzoo.data.rows import IGNORED, PackedRows
+from ssmzoo.data.sources import data_source
+from ssmzoo.data.tokenizer import byte_tokenizer, encoder
+from ssmzoo.data.tokens import TokenStore
+from ssmzoo.recipe import Recipe
+
+BOS, EOS = 257, 258
+
+
+def documents(count, seed=0):
+    rng = np.random.default_rng(seed)
+    words = ["ant", "bee", "cat", "dodo", "elk", "fox", "gnu"]
+    return [f"{i}: " + " ".join(rng.choice(words, size=rng.integers(3, 40))) for i in range(count)]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i, text in enumerate(documents(40)):
+        (folder / f"{i:03d}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+def make_recipe(seq_len=16, batch_size=4, batches=3, seed=0, **data):
+    return Recipe.model_validate(
+        {
+            "model": {"config_of": "llama"},
+            "data": data,
+            "train": {
+                "steps": 1,
+                "batch_size": batch_size,
+                "seq_len": seq_len,
+                "lr": 1.0,
+                "seed": seed,
+            },
+            "eval": {"batches": batches},
+        }
+    )
+
+
+def opened(recipe, cache, rank=0, world=1, before=None):
+    source = data_source(recipe)
+    return source.open(cache, source.prepare(cache, before), rank=rank, world=world)
+
+
+def segments(rows):
+    """Every run of tokens between two seams."""
+    found = []
+    for ids, starts in zip(rows.input_ids, rows.starts, strict=True):
+        bounds = [*np.flatnonzero(starts), len(ids)]
+        found += [tuple(ids[a:b]) for a, b in pairwise(bounds)]
+    return found
+
+
+def test_an_epoch_holds_every_token_once_but_for_the_last_row(texts, tmp_path):
+    recipe = make_recipe(text=[str(texts)])
+    data = opened(recipe, tmp_path / "cache")
+    whole = Counter()
+    for document in encoder(byte_tokenizer())(documents(40)):
+        whole.update(document.tolist())
+    rows = data.train.take(data.epoch_rows)
+    got = Counter(rows.input_ids.ravel().tolist())
+    assert not got - whole
+    assert (whole - got).total() == whole.total() % 16
+
+
+def test_no_row_joins_two_documents_without_a_seam(texts, tmp_path):
+    data = opened(make_recipe(text=[str(texts)]), tmp_path / "cache")
+    joined = ["".join(map(chr, d)) for d in encoder(byte_tokenizer())(documents(40))]
+    rows = data.train.take(data.epoch_rows)
+    for segment in segments(rows):
+        text = "".join(map(chr, segment))
+        assert any(text in document for document in joined)
+    assert rows.starts[:, 0].all()
+    assert (rows.input_ids[:, 1:] == BOS).sum() == rows.starts[:, 1:].sum() > 10
+
+
+def test_no_loss_crosses_a_packing_boundary(texts, tmp_path):
+    rows = opened(make_recipe(text=[str(texts)]), tmp_path / "cache").train.take(8)
+    assert (rows.labels[rows.starts] == IGNORED).all()
+    assert (rows.labels[~rows.starts] == rows.input_ids[~rows.starts]).all()
+    assert rows.targets == (~rows.starts).sum()
+
+
+def test_the_order_is_the_seeds_and_differs_between_epochs(texts, tmp_path):
+    def epochs(seed):
+        data = opened(make_recipe(text=[str(texts)], seed=seed), tmp_path / "cache")
+        return [data.train.take(data.epoch_rows).input_ids for _ in range(2)]
+
+    one, same, other = epochs(0), epochs(0), epochs(1)
+    assert (one[0] == same[0]).all()
+    assert (one[1] == same[1]).all()
+    assert (one[0] != one[1]).any()
+    assert (one[0] != other[0]).any()
+
+
+def test_a_position_continues_exactly_across_the_border_of_epochs(texts, tmp_path):
+    recipe = make_recipe(text=[str(texts)])
+    whole = opened(recipe, tmp_path / "cache").train
+    count = len(whole) // 5 + 1
+    expected = [whole.take(5).input_ids for _ in range(2 * count)]
+    for stop in (1, count - 1, count):
+        first = opened(recipe, tmp_path / "cache").train
+        for _ in range(stop):
+            first.take(5)
+        second = opened(recipe, tmp_path / "cache").train
+        second.seek(json.loads(json.dumps(first.position())))
+        assert (second.take(5).input_ids == expected[stop]).all()
+
+
+def test_processes_share_the_rows_of_one_without_overlap(texts, tmp_path):
+    recipe = make_recipe(text=[str(texts)], batch_size=8, validation=0.2)
+    alone = opened(recipe, tmp_path / "cache")
+    ranks = [opened(recipe, tmp_path / "cache", rank, 4) for rank in range(4)]
+    for _ in range(5):
+        together = np.concatenate([data.train.take(2).input_ids for data in ranks])
+        assert (together == alone.train.take(8).input_ids).all()
+    held_out = [np.concatenate([r.input_ids for r in data.validation]) for data in ranks]
+    assert len({len(part) for part in held_out}) == 1
+    one = np.concatenate([r.input_ids for r in alone.validation])
+    assert (np.concatenate(held_out) == one[: len(held_out[0]) * 4]).all()
+
+
+def test_held_out_documents_are_never_trained_on_whatever_the_seed(texts, tmp_path):
+    chosen = []
+    for seed in (0, 1):
+        recipe = make_recipe(text=[str(texts)], validation=0.2, seed=seed, batches=1000)
+        source = data_source(recipe)
+        manifest = source.prepare(tmp_path / "cache")
+        data = source.open(tmp_path / "cache", manifest)
+        chosen.append(manifest["held_out"])
+        # only document starts are sure to be told apart: their number stands there
+        starts = [segment[:5] for segment in segments(data.train.take(data.epoch_rows))]
+        for name in manifest["held_out"]:
+            head = (BOS, *Path(name).read_bytes()[:4])
+            assert head not in starts
+    assert chosen[0] == chosen[1]
+    assert len(chosen[0]) == 8
+
+
+def test_a_copy_of_a_held_out_document_is_held_out_too(texts, tmp_path):
+    for path in list(texts.iterdir()):
+        (texts / f"copy-{path.name}").write_bytes(path.read_bytes())
+    recipe = make_recipe(text=[str(texts)], validation=8)
+    manifest = data_source(recipe).prepare(tmp_path / "cache")
+    contents = Counter(Path(name).read_text() for name in manifest["held_out"])
+    assert set(contents.values()) == {2}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_held_out_files_are_not_trained_on_where_the_text_covers_them(streaming, tmp_path):
+    for name, text in (("a", "ant " * 30), ("b", "bee " * 30)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    held_out = str(tmp_path / "b.jsonl")
+    recipe = make_recipe(
+        jsonl=[str(tmp_path / "*.jsonl")], validation=held_out, streaming=streaming
+    )
+    data = opened(recipe, tmp_path / "cache")
+    trained = {i for ids in data.train.take(6).input_ids for i in ids.tolist()}
+    assert {chr(i) for i in trained if i < 128} == set("ant ")
+    judged = {i for rows in data.validation for i in rows.input_ids.ravel().tolist()}
+    assert {chr(i) for i in judged if i < 128} == set("be ")
+    recipe = make_recipe(jsonl=[held_out], validation=held_out, streaming=streaming)
+    with pytest.raises(ValueError, match=r"data\.(validation must leave documents|jsonl)"):
+        opened(recipe, tmp_path / "other").train.take(1)
+
+
+def test_the_end_of_a_single_document_is_held_out(tmp_path):
+    (tmp_path / "book.txt").write_text("a" * 900 + "b" * 100, encoding="utf-8")
+    recipe = make_recipe(text=[str(tmp_path / "book.txt")], validation=0.1)
+    data = opened(recipe, tmp_path / "cache")
+    trained = set(data.train.take(data.epoch_rows).input_ids.ravel().tolist())
+    assert trained <= {BOS, ord("a"), ord("b")}
+    held_out = {i for rows in data.validation for i in rows.input_ids.ravel().tolist()}
+    assert held_out <= {ord("b"), EOS}
+
+
+def split(store, validation):
+    return store.split(validation, ends=store.takes_ends(validation))
+
+
+@pytest.mark.parametrize("share", [0.001, 0.02])
+def test_a_small_share_of_several_documents_is_whole_documents(share, texts, tmp_path):
+    source = data_source(make_recipe(text=[str(texts)], validation=share))
+    manifest = source.prepare(tmp_path / "cache")
+    assert len(manifest["held_out"]) == 1
+    data = source.open(tmp_path / "cache", manifest)
+    rows = data.train.take(data.epoch_rows)
+    assert (rows.input_ids == EOS).sum() > 30  # of 39 documents, but for the last row
+
+
+def test_of_a_document_and_its_copies_the_ends_are_held_out():
+    store = TokenStore(np.arange(20), np.array([10, 10, 20]), np.array([5, 7, 5], np.uint64), [])
+    kept, _, held_out = split(store, 0.2)
+    assert kept.tolist() == [[0, 8], [10, 18]]
+    assert held_out.tolist() == [[8, 10], [18, 20]]
+
+
+def test_of_a_few_long_documents_the_ends_are_held_out():
+    hashes = np.array([5, 7], np.uint64)
+    kept, _, held_out = split(TokenStore(np.arange(2000), np.array([800, 2000]), hashes, []), 0.1)
+    assert kept.tolist() == [[0, 720], [800, 1880]]
+    assert held_out.tolist() == [[720, 800], [1880, 2000]]
+    short = TokenStore(np.arange(1000), np.array([450, 1000]), hashes, [])
+    assert split(short, 0.1)[1].tolist() == [0]  # whole, where ends would be of 45 and 55 tokens
+    uneven = TokenStore(np.arange(9_010), np.array([9_000, 9_010]), hashes, [])
+    assert uneven.takes_ends(0.3)
+    assert not uneven.takes_ends(0.5)  # of as many documents as there are
+
+
+def test_what_a_run_held_out_stays_held_out(tmp_path, texts):
+    source = data_source(make_recipe(text=[str(texts)], validation=0.02))
+    manifest = source.prepare(tmp_path / "cache")
+    assert (manifest["ends"], len(manifest["held_out"])) == (False, 1)
+    del manifest["ends"]  # as of a run that was begun when ends of any few documents were taken
+    again = source.prepare(tmp_path / "cache", manifest)
+    assert (again["ends"], again["held_out"]) == (True, [])
+    assert source.prepare(tmp_path / "cache", again)["ends"]
+
+
+@pytest.mark.parametrize("validation", [0.5, 1])
+def test_documents_without_tokens_are_not_held_out(validation):
+    hashes = np.array([9, 1, 8], np.uint64)
+    store = TokenStore(np.arange(9), np.array([5, 5, 9]), hashes, [])
+    kept, chosen, held_out = split(store, validation)
+    assert chosen.tolist() == [2]
+    assert held_out.tolist() == [[5, 9]]
+    assert kept.tolist() == [[0, 5], [5, 5]]
+
+
+def test_held_out_rows_without_anything_to_predict_are_refused(tmp_path):
+    word_tokenizer().save_pretrained(tmp_path / "words")
+    for name, text in (("a", "one two " * 40), ("b", "one")):
+        lines = json.dumps({"text": text}) + "\n"
+        (tmp_path / f"{name}.jsonl").write_text(lines * 20, encoding="utf-8")
+    recipe = make_recipe(
+        jsonl=[str(tmp_path / "a.jsonl")],
+        validation=[str(tmp_path / "b.jsonl")],
+        tokenizer=str(tmp_path / "words"),
+    )
+    with pytest.raises(ValueError, match=r"data\.validation must hold out .* to predict, got none"):
+        opened(recipe, tmp_path / "cache")
+
+
+def test_records_in_a_folder_of_text_are_not_read_as_text(tmp_path):
+    (tmp_path / "a.txt").write_text("abc" * 400, encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('{"text": "abc"}\n' * 40, encoding="utf-8")
+    recipe = make_recipe(text=[str(tmp_path)])
+    with pytest.raises(ValueError, match=r"data\.text reads plain text, and .*b\.jsonl is jsonl"):
+        data_source(recipe).prepare(tmp_path / "cache")
+    opened(make_recipe(text=[str(tmp_path / "**" / "*.txt")]), tmp_path / "cache")
+
+
+def write_records(folder):
+    folder.mkdir()  # of files that were put together, with the mark that Windows begins one with
+    records = [{"body": text, "id": i} for i, text in enumerate(documents(40))]
+    lines = [json.dumps(record) + "\n" for record in records]
+    for name, opener, part in (
+        ("a.jsonl", open, lines[:15]),
+        ("b.jsonl.gz", gzip.open, lines[15:]),
+    ):
+        with opener(folder / name, "wt", encoding="utf-8") as file:
+            file.writelines(["\ufeff\n", *part[:5], "\ufeff", *part[5:], "\n"])
+    table = pyarrow.Table.from_pylist(records)
+    pyarrow.parquet.write_table(table.slice(0, 15), folder / "a.parquet")
+    pyarrow.parquet.write_table(table.slice(15), folder / "b.parquet", row_group_size=7)
+    return folder
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"jsonl": ["a.jsonl", "b.jsonl.gz"]},
+        {"parquet": ["*.parquet"]},
+        {"dataset": "hub"},
+        {"dataset": "hub", "streaming": True},
+        {"jsonl": ["a.jsonl", "b.jsonl.gz"], "streaming": True},
+        {"parquet": ["*.parquet"], "streaming": True},
+    ],
+    ids=lambda source: "-".join(source),
+)
+def test_every_source_gives_the_same_documents(source, tmp_path, offline):
+    folder = write_records(tmp_path / "records")
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    for name in ("a", "b"):
+        (hub / f"train-{name}.parquet").write_bytes((folder / f"{name}.parquet").read_bytes())
+    fields = {
+        kind: [str(folder / name) for name in value] if isinstance(value, list) else value
+        for kind, value in source.items()
+    }
+    if "dataset" in fields:
+        fields["dataset"] = str(hub)
+    total = sum(len(d) for d in encoder(byte_tokenizer())(documents(40)))
+    recipe = make_recipe(seq_len=4, text_field="body", **fields)
+    rows = opened(recipe, tmp_path / "cache").train.take(total // 4)
+    expected = Counter()
+    for document in encoder(byte_tokenizer())(documents(40)):
+        expected.update(document.tolist())
+    assert (expected - Counter(rows.input_ids.ravel().tolist())).total() == total % 4
+
+
+def streamed(recipe, cache, rank=0, world=1):
+    return opened(recipe, cache, rank, world).train
+
+
+def test_a_stream_continues_exactly_wherever_it_was_left(tmp_path, offline):
+    folder = write_records(tmp_path / "records")
+    recipe = make_recipe(
+        parquet=[str(folder / "*.parquet")], text_field="body", streaming=True, shuffle_buffer=6
+    )
+    whole = streamed(recipe, tmp_path / "cache")
+    taken = [whole.take(7) for _ in range(60)]
+    assert whole.position()["lanes"]["0"]["turn"] >= whole.position()["pieces"]
+    position = streamed(recipe, tmp_path / "cache").position()
+    for rows in taken:  # killed and resumed after every step
+        resumed = streamed(recipe, tmp_path / "cache")
+        resumed.seek(json.loads(json.dumps(position)))
+        again = resumed.take(7)
+        assert (again.input_ids == rows.input_ids).all()
+        assert (again.starts == rows.starts).all()
+        position = resumed.position()
+
+
+@pytest.mark.parametrize("kind", ["gz", "hub"])
+def test_what_only_reads_from_its_beginning_and_a_hubs_shard_continue_exactly(
+    kind, tmp_path, offline
+):
+    folder = write_records(tmp_path / "records")
+    where = {"jsonl": [str(folder / "b.jsonl.gz")]}
+    if kind == "hub":
+        (tmp_path / "hub").mkdir()
+        (folder / "b.parquet").rename(tmp_path / "hub" / "train-b.parquet")
+        where = {"dataset": str(tmp_path / "hub")}
+    recipe = make_recipe(**where, text_field="body", streaming=True, shuffle_buffer=4)
+    whole = streamed(recipe, tmp_path / "cache")
+    whole.take(20)
+    resumed = streamed(recipe, tmp_path / "cache")
+    resumed.seek(json.loads(json.dumps(whole.position())))
+    assert (resumed.take(300).input_ids == whole.take(300).input_ids).all()
+
+
+def test_streams_of_several_processes_do_not_overlap(tmp_path, offline):
+    folder = write_records(tmp_path / "records")
+    recipe = make_recipe(
+        parquet=[str(folder / "*.parquet")], text_field="body", streaming=True, seq_len=64
+    )
+    heads = []
+    for rank in range(2):
+        # within the first epoch of either share
+        rows = streamed(recipe, tmp_path / "cache", rank, 2).take(20)
+        heads.append({s[:5] for s in segments(rows) if s[0] == BOS and len(s) >= 5})
+    assert all(len(share) > 5 for share in heads)
+    assert not heads[0] & heads[1]
+
+
+def test_the_first_documents_of_a_stream_can_be_held_out(tmp_path, offline):
+    folder = write_records(tmp_path / "records")
+    recipe = make_recipe(
+        parquet=[str(folder / "*.parquet")],
+        text_field="body",
+        streaming=True,
+        validation=5,
+        seq_len=4,
+        batches=1000,
+    )
+    data = opened(recipe, tmp_path / "cache")
+    heads = {s for s in segments(data.train.take(1500)) if s[0] == BOS and len(s) == 4}
+    held_out = {(BOS, *f"{i}: ".encode()[:3]) for i in range(5)}
+    assert heads
+    assert not heads & held_out
+    seen = {s[:4] for rows in data.validation for s in segments(rows) if s[0] == BOS}
+    assert held_out & seen
+
+
+def test_validation_paths_and_splits_are_read(texts, tmp_path, offline):
+    (tmp_path / "held.txt").write_text("z" * 100, encoding="utf-8")
+    recipe = make_recipe(text=[str(texts)], validation=str(tmp_path / "held.txt"))
+    data = opened(recipe, tmp_path / "cache")
+    ids = {i for rows in data.validation for i in rows.input_ids.ravel().tolist()}
+    assert ids <= {ord("z"), BOS, EOS}
+
+    folder, hub = write_records(tmp_path / "records"), tmp_path / "hub"
+    hub.mkdir()
+    (hub / "train-0.parquet").write_bytes((folder / "a.parquet").read_bytes())
+    (hub / "test-0.parquet").write_bytes((folder / "b.parquet").read_bytes())
+    for streaming in (False, True):
+        recipe = make_recipe(
+            dataset=str(hub), text_field="body", validation="test", streaming=streaming
+        )
+        assert opened(recipe, tmp_path / f"cache-{streaming}").validation
+
+
+def test_a_tasks_rows_are_fresh_seeded_and_resumable(tmp_path):
+    recipe = make_recipe(
+        seq_len=32, task="mqar", task_args={"num_pairs": 2, "vocab_size": 64}, validation=10
+    )
+    data = opened(recipe, tmp_path / "cache")
+    one, two = data.train.take(1500), data.train.take(1500)
+    again = opened(recipe, tmp_path / "cache").train
+    again.seek(json.loads(json.dumps({"row": 1500})))
+    assert (again.take(1500).input_ids == two.input_ids).all()
+    rows = {row.tobytes() for part in (one, two) for row in part.input_ids}
+    assert len(rows) == 3000
+    held_out = {row.tobytes() for part in data.validation for row in part.input_ids}
+    assert len(held_out) == 10
+    assert not held_out & rows
+    assert one.targets == 2 * 1500
+
+
+@pytest.mark.parametrize(
+    ("task", "arguments", "message"),
+    [
+        ("mqarr", {}, "no task 'mqarr'; did you mean 'mqar'?"),
+        ("mqar", {"num_pears": 1}, "mqar has no argument 'num_pears'; did you mean 'num_pairs'?"),
+        ("mqar", {"random_filler": "no"}, "random_filler of task mqar must be bool, got 'no'"),
+        ("induction_heads", {"vocab_size": 9.0}, "vocab_size of task induction_heads must be int"),
+        (
+            "induction_heads",
+            {"vocab_size": 9, "trigger": "67"},
+            "trigger of task induction_heads must be Sequence or None, got '67'",
+        ),
+        ("induction_heads", {}, "task induction_heads needs the argument 'vocab_size'"),
+    ],
+)
+def test_wrong_tasks_are_refused(task, arguments, message):
+    with pytest.raises((LookupError, ValueError, TypeError)) as caught:
+        data_source(make_recipe(task=task, task_args=arguments))
+    assert message in str(caught.value)
+
+
+def prepared(cache, before=None, **data):
+    return data_source(make_recipe(**data)).prepare(cache, before)
+
+
+def test_missing_empty_and_unreadable_data_is_named(tmp_path):
+    cache = tmp_path / "cache"
+    with pytest.raises(ValueError, match=r"data\.text: .*nothing.* does not exist"):
+        prepared(cache, text=[str(tmp_path / "nothing")])
+    with pytest.raises(ValueError, match=r"data\.text: .*/\*\.md' does not exist"):
+        prepared(cache, text=[str(tmp_path / "*.md")])
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match="holds no file"):
+        prepared(cache, text=[str(tmp_path / "folder")])
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(ValueError, match=r"data\.text must hold text, got none"):
+        prepared(cache, text=[str(tmp_path / "empty.txt")])
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"latin\.txt must be UTF-8.* 0xe9 at 3"):
+        prepared(cache, text=[str(tmp_path / "latin.txt")])
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "a"}\n{"text": \n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"bad\.jsonl:2 must be JSON"):
+        prepared(cache, jsonl=[str(bad)])
+    bad.write_text('{"txt": "a"}\n', encoding="utf-8")
+    with pytest.raises(LookupError, match=r"no field 'text'.* txt; set data\.text_field"):
+        prepared(cache, jsonl=[str(bad)])
+    bad.write_text('{"text": 5}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match="'text' must be text, got int"):
+        prepared(cache, jsonl=[str(bad)])
+    bad.write_text('{"text": "whole"}\n{"text": "half \\ud83d"}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"bad\.jsonl:2: 'text' must be whole .* \\ud83d of one"):
+        prepared(cache, jsonl=[str(bad)])
+    packed = bytearray(gzip.compress(b'{"text": "a"}\n' * 999))
+    packed[12:20] = bytes(8 * [255])
+    (tmp_path / "bad.jsonl.gz").write_bytes(packed)
+    with pytest.raises(ValueError, match=r"bad\.jsonl\.gz: cannot be read after line 0: "):
+        prepared(cache, jsonl=[str(tmp_path / "bad.jsonl.gz")])
+    with pytest.raises(ValueError, match=r"data\.text must name files or folders, got ''"):
+        prepared(cache, text=[""])
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(ValueError, match=r"bad\.parquet must be a parquet file"):
+        prepared(cache, parquet=[str(tmp_path / "bad.parquet")])
+    (tmp_path / "one.txt").write_text("one", encoding="utf-8")
+    with pytest.raises(ValueError, match="holds out all of the 1"):
+        prepared(cache, text=[str(tmp_path / "one.txt")], validation=3)
+    assert not [p for p in tmp_path.iterdir() if "unfinished" in p.name]
+
+
+def test_a_folders_binary_files_are_left_out_with_a_warning(texts, tmp_path, caplog):
+    (texts / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
+    manifest = prepared(tmp_path / "cache", text=[str(texts)])
+    assert manifest["documents"] == 40
+    assert "left out 1 files that are not UTF-8 text" in caplog.text
+
+
+def test_text_shorter_than_a_row_is_refused(tmp_path):
+    (tmp_path / "short.txt").write_text("short", encoding="utf-8")
+    recipe = make_recipe(text=[str(tmp_path / "short.txt")])
+    with pytest.raises(ValueError, match=r"train\.seq_len = 16 tokens, got 7"):
+        opened(recipe, tmp_path / "cache")
+
+
+def test_an_empty_stream_is_refused(tmp_path, offline):
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n', encoding="utf-8")
+    recipe = make_recipe(jsonl=[str(tmp_path / "empty.jsonl")], streaming=True)
+    with pytest.raises(ValueError, match="must hold documents, got none"):
+        opened(recipe, tmp_path / "cache").train.take(1)
+
+
+def test_a_missing_split_is_named(tmp_path, offline):
+    folder, hub = write_records(tmp_path / "records"), tmp_path / "hub"
+    hub.mkdir()
+    (hub / "train-0.parquet").write_bytes((folder / "a.parquet").read_bytes())
+    recipe = make_recipe(dataset=str(hub), text_field="body", split="validation")
+    with pytest.raises(LookupError, match=r"data\.dataset: .*validation"):
+        opened(recipe, tmp_path / "cache")
+
+
+def test_another_split_of_a_folder_is_other_data(tmp_path, offline):
+    folder, cache = tmp_path / "folder", tmp_path / "cache"
+    folder.mkdir()
+    for split, count in (("train", 12), ("test", 3)):
+        lines = [json.dumps({"text": text}) + "\n" for text in documents(count)]
+        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+    test = prepared(cache, dataset=str(folder), split="test")
+    train = prepared(cache, dataset=str(folder))
+    assert (test["documents"], train["documents"]) == (3, 12)
+    assert test["digest"] != train["digest"]
+    # of a run that was begun before the split was written down
+    before = {key: value for key, value in train.items() if key not in ("split", "config")}
+    assert prepared(cache, before, dataset=str(folder)) == train
+
+
+def test_a_revision_of_a_folder_is_refused(tmp_path, offline):
+    (tmp_path / "train.jsonl").write_text('{"text": "ant"}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"data\.revision needs a data set on the Hub"):
+        prepared(tmp_path / "cache", dataset=str(tmp_path), revision="v1")
+
+
+def test_what_is_neither_a_folder_nor_a_hub_id_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"data\.dataset must be a folder or a Hub id.*missing'"):
+        prepared(tmp_path / "cache", dataset="./missing")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_damaged_parquet_names_file_and_row(streaming, tmp_path):
+    file = tmp_path / "bad.parquet"
+    table = pyarrow.table({"text": documents(2000)})
+    pyarrow.parquet.write_table(table, file, compression="none", use_dictionary=False)
+    content = bytearray(file.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 3000] = b"\xff" * 3000
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"bad\.parquet: cannot be read after row \d+: "):
+        opened(
+            make_recipe(parquet=[str(file)], streaming=streaming), tmp_path / "cache"
+        ).train.take(4000)
+
+
+@pytest.mark.parametrize(
+    "value", ["1" * 5000, "[" * 100_000 + "]" * 100_000], ids=["digits", "depth"]
+)
+def test_json_that_python_cannot_read_is_named_with_its_line(value, tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(f'{{"text": "a"}}\n{{"text": "b", "n": {value}}}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"bad\.jsonl:2 must be JSON"):
+        prepared(tmp_path / "cache", jsonl=[str(bad)])
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
+def test_an_error_of_reading_is_no_error_of_writing(kind, tmp_path, monkeypatch):
+    file = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": ["ant"]}), file)
+    else:
+        file.write_text('{"text": "ant"}\n', encoding="utf-8")
+    read = Path.read_bytes
+
+    def fail(path, *given, **named):
+        if path == file:
+            raise OSError(5, "Input/output error")
+        return read(path, *given, **named)
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    monkeypatch.setattr("builtins.open", fail)
+    monkeypatch.setattr("pyarrow.parquet.ParquetFile.iter_batches", lambda *_, **__: fail(file))
+    with pytest.raises(ValueError, match=rf"a\.{kind}: cannot be read.*Input/output"):
+        list(read_files(kind, [file], "text", skip_binary=False))
+
+
+def test_changed_data_is_noticed_and_a_touched_file_is_not_a_change(texts, tmp_path):
+    cache, arguments = tmp_path / "cache", {"text": [str(texts)]}
+    before = json.loads(json.dumps(prepared(cache, **arguments)))
+    (texts / "003.txt").touch()
+    assert prepared(cache, before, **arguments)["digest"] == before["digest"]
+    (texts / "new.txt").write_text("new", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"new\.txt was added since the run began"):
+        prepared(cache, before, **arguments)
+    (texts / "new.txt").unlink()
+    content = (texts / "003.txt").read_text()
+    (texts / "003.txt").write_text(content.replace("3", "4", 1), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"003\.txt was changed .* start a new run"):
+        prepared(cache, before, **arguments)
+    (texts / "003.txt").unlink()
+    with pytest.raises(ValueError, match=r"003\.txt was removed since the run began"):
+        prepared(cache, before, **arguments)
+
+
+def test_the_digest_is_of_the_content_not_of_the_place(texts, tmp_path):
+    one = prepared(tmp_path / "one", text=[str(texts)])
+    moved = texts.rename(tmp_path / "moved")
+    assert prepared(tmp_path / "two", text=[str(moved)])["digest"] == one["digest"]
+    (moved / "003.txt").write_text("other", encoding="utf-8")
+    assert prepared(tmp_path / "three", text=[str(moved)])["digest"] != one["digest"]
+
+
+def test_text_is_tokenised_once(texts, tmp_path, monkeypatch):
+    prepared(tmp_path / "cache", text=[str(texts)])
+    monkeypatch.setattr(
+        "ssmzoo.data.sources.write_store", lambda *_: pytest.fail("tokenised again")
+    )
+    prepared(tmp_path / "cache", text=[str(texts)])
+
+
+def test_a_hub_data_set_is_pinned_to_the_commit_found_first(tmp_path, monkeypatch):
+    class Info:
+        sha = "c0ffee"
+
+    asked = []
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.dataset_info",
+        lambda self, name, revision: asked.append((name, revision)) or Info,
+    )
+    arguments = {"dataset": "user/name", "revision": "main", "streaming": True}
+    before = prepared(tmp_path / "cache", **arguments)
+    assert (before["revision"], asked) == ("c0ffee", [("user/name", "main")])
+    assert prepared(tmp_path / "cache", before, **arguments) == before
+    assert len(asked) == 1
+
+
+def test_rows_of_long_documents_in_the_middle_start_with_a_seam():
+    tokens = np.arange(100, dtype=np.uint16)
+    rows = PackedRows(tokens, np.array([[0, 100]]), 10, 0).take(10)
+    assert sorted(rows.input_ids.ravel().tolist()) == list(range(100))
+    assert rows.starts.sum() == 10

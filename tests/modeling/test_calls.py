@@ -1,0 +1,144 @@
+"""The way of a token: how many Python calls and files one forward pass goes through.
+
+Counted are calls of Python functions (``sys.setprofile``, event "call": functions, properties and
+comprehensions) whose file lies in this repository, after a few passes that fill the caches; torch's
+and transformers' are not. The models are the families' tiny ones, with the layers that a test
+names. The numbers depend on the code alone, not on the machine.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ssmzoo_kernels
+from ssmzoo import families, load_family
+from ssmzoo.modeling import PackedRow
+from ssmzoo_kernels import validation
+
+ROOT = Path(__file__).parents[2]
+OURS = tuple(str(ROOT / folder) + os.sep for folder in ("src", "plugins", "kernels"))
+
+
+def count(run):
+    """Return the file of every call of a Python function of ours, in order."""
+    files = []
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(OURS):
+            files.append(frame.f_code.co_filename)
+
+    for _ in range(3):
+        run()
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return files
+
+
+def language_model(name, layers):
+    family = load_family(name)
+    fields = {**family.tiny, "num_hidden_layers": layers}
+    if "mixer_types" in fields:
+        fields |= {"mixer_types": fields["mixer_types"][:1], "sliding_window": 64}
+    torch.manual_seed(0)
+    return family.causal_lm_class(family.config(**fields)).eval()
+
+
+# by family: calls and files of a forward pass of one layer without a cache, calls of a decoding
+# step of four layers (in one call each, but those of S4, S5 and H3, of DSS where modes grow, and of
+# B'MOJO with the last token of a chunk, which is not counted). Each may fall; a rise must pay: DSS
+# asks for every token whether what has no program has changed, linear attention's norm whether it
+# is one of groups, mixers whether they got boundaries, kept values whether torch.jit traces them
+MOST = {
+    "longhorn": (60, 14, 120),
+    "coffee": (75, 16, 120),
+    "h3": (205, 19, 265),
+    "s4": (170, 21, 177),
+    "s5": (50, 14, 190),
+    "dss": (102, 19, 258),
+    "rtf": (118, 21, 140),
+    "spacetime": (95, 18, 135),
+    "bmojo": (250, 26, 340),
+    "linear_attention": (82, 16, 120),
+}
+
+
+def test_every_family_has_its_numbers():
+    assert set(families()) >= set(MOST)
+
+
+@pytest.mark.parametrize("name", MOST)
+@torch.no_grad()
+def test_a_layer_and_a_decoding_step_take_few_calls(name):
+    ids = torch.arange(32).view(2, 16)
+    model = language_model(name, layers=1)
+    forward = count(lambda: model(ids, use_cache=False))
+    model = language_model(name, layers=4)
+    cache = model(ids, use_cache=True).cache
+    step = count(lambda: model(ids[:, :1], cache=cache))
+    calls, files, steps = MOST[name]
+    assert len(forward) <= calls
+    assert len(set(forward)) <= files
+    assert len(step) <= steps
+
+
+@pytest.mark.parametrize("name", MOST)
+@torch.no_grad()
+def test_packing_is_checked_once_for_all_layers(name, monkeypatch):
+    checks, found = [], []
+    check, of = validation.check_boundaries, PackedRow.of.__func__
+    monkeypatch.setattr(
+        validation, "check_boundaries", lambda *given: (checks.append(given), check(*given))[1]
+    )
+    monkeypatch.setattr(
+        PackedRow, "of", classmethod(lambda *given: (found.append(given), of(*given))[1])
+    )
+    model = language_model(name, layers=4)
+    ids = torch.arange(12)[None]
+    model(ids, labels=ids, cu_seqlens=torch.tensor([0, 5, 12]))
+    assert len(checks) == len(found) == 1
+
+
+@pytest.mark.parametrize("given", [{}, {"attention_mask": torch.ones(2, 8)}])
+@pytest.mark.parametrize("head", ["causal_lm", "sequence_classification", "token_classification"])
+@torch.no_grad()
+def test_packing_is_looked_for_once(head, given, monkeypatch):
+    from ssmzoo.modeling import backbone
+
+    family = load_family("longhorn")
+    model = getattr(family, f"{head}_class")(family.config(**family.tiny)).eval()
+    asked, looked = [], []
+    find, ask = backbone.find_packing, type(model.model).find_packing
+    monkeypatch.setattr(
+        backbone, "find_packing", lambda *given: (looked.append(given), find(*given))[1]
+    )
+    monkeypatch.setattr(
+        type(model.model), "find_packing", lambda *given: (asked.append(given), ask(*given))[1]
+    )
+    model(torch.arange(16).view(2, 8), **given)
+    assert len(asked) == 1
+    assert len(looked) == len(given)
+
+
+@pytest.mark.long
+def test_a_checkpoint_imports_its_own_family_only(tmp_path):
+    language_model("longhorn", layers=1).save_pretrained(tmp_path)
+    code = f"""
+import sys, ssmzoo.auto, torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoModelForSequenceClassification as Classifier
+for kind in (AutoConfig, AutoModel, AutoModelForCausalLM, Classifier):
+    kind.from_pretrained({str(tmp_path)!r})
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
+model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2)
+print(sorted({{name.split(".")[0] for name in sys.modules if name.startswith("ssmzoo_")}}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == f"{[ssmzoo_kernels.__name__, 'ssmzoo_longhorn']}"
