@@ -747,9 +747,9 @@ class HalvesAGradient(LonghornMixer):
 # --- the tables --------------------------------------------------------------------------------
 
 
-def narrow(says, patch=None, **parts):
-    """Return a sabotage that fails the check it is listed under."""
-    return Sabotage(says, parts, patch)
+def narrow(says, *fails, patch=None, **parts):
+    """Return a sabotage that fails the check it is listed under; with names, these alone."""
+    return Sabotage(says, parts, patch, frozenset(fails))
 
 
 def broad(*fails, patch=None, **parts):
@@ -772,16 +772,14 @@ NARROW = {
     "padding": narrow("right padding", mixer=ForgetsWhatHasPaddingBehindIt),
     "flattening_collator": narrow("seq_idx", model=IgnoresSeqIdx),
     "causality": narrow("gradient from later tokens", model=LetsGradientsLeak),
-    "fused_steps": Sabotage(
-        "rows", {"mixer": WritesAnotherToken}, fails=frozenset({"fused_steps", "batch"})
-    ),
+    "fused_steps": narrow("rows", "fused_steps", "batch", mixer=WritesAnotherToken),
     "batch": narrow("rows", mixer=LooksAcrossLanesOfEight),
     "state_adapter": narrow("does not start", mixer=StartsAnewBeforeItsFirstToken),
     "greedy": narrow("not the likeliest", causal_lm=ForbidsEveryOtherToken),
     "sampling": narrow("another seed", causal_lm=DrawsByItsOwnSeed),
     "beams": narrow("the beams hold other tokens", causal_lm=LeavesBeamsWhereTheyAre),
     "assisted": narrow("prompt lookup", patch=(StateCache, "read_again", read_nothing_again)),
-    "continuing": narrow("logits", causal_lm=HandsBackACacheThatForgot),
+    "continuing": narrow("logits", "continuing", "assisted", causal_lm=HandsBackACacheThatForgot),
     "chunked_prefill": narrow("11 tokens were read", causal_lm=ReadsAPromptAtOnce),
     "cache_rows": narrow(
         "batch_repeat_interleave",
@@ -797,7 +795,7 @@ NARROW = {
     "closed_config": narrow("accepted in silence", config=OpenConfig),
     "resized_embeddings": narrow("old logits", causal_lm=DrawsAllAnewOnResizing),
     "standalone": narrow("gradient of", patch=(standalone, "code_of", older_code)),
-    "export": narrow("cannot be traced", mixer=TakesTheBatchForAConstant),
+    "export": narrow("cannot be traced", "export", "jit_trace", mixer=TakesTheBatchForAConstant),
     "onnx": narrow("cannot be written as ONNX", mixer=HasAnOperatorThatONNXLacks),
     "jit_trace": narrow("no attribute 'bit_length'", mixer=CountsTheBitsOfALength),
     "inputs_embeds": narrow("other tokens for embeddings", causal_lm=ReadsEmbeddingsBackwards),
@@ -806,21 +804,18 @@ NARROW = {
     "sequence_classification": narrow("padding", classifier=ReadsTheLastColumn),
     "bidirectional": narrow("both-", patch=(modeling_longhorn, "flip", flipped_whole)),
     "images": narrow("logits of a batch", image_classifier=TakesTheMeanImageAway),
-    "gradients": Sabotage(
-        "unused",
-        {"mixer": ForgetsAParameter},
-        fails=frozenset({"initialization", "gradients"}),
-    ),
+    "gradients": narrow("unused", "initialization", "gradients", mixer=ForgetsAParameter),
     "lora": narrow("no module is called", lora_targets=(*FAMILY.lora_targets, "k_proj")),
     "lora_all_linear": narrow(
         "learns nothing",
+        *("lora_all_linear", "lora_parameters"),
         mixer=GoesPastAnAdapter,
         lora_targets=("in_proj", "x_proj"),
     ),
     "lora_parameters": narrow("no attribute 'write_token'", mixer=AsksItsConvolution),
     "gradient_checkpointing": narrow("2 blocks ran 2 times", causal_lm=IgnoresCheckpointing),
     "trainer": narrow("after resuming", mixer=CountsItsSteps),
-    "compile": narrow("data-dependent", mixer=BreaksTheGraph),
+    "compile": narrow("data-dependent", "compile", "jit_trace", mixer=BreaksTheGraph),
     "fullgraph": narrow("data-dependent", mixer=LooksAtItsState),
     "bfloat16": narrow("bfloat16", mixer=ComputesTooCoarsely),
 }
@@ -837,7 +832,13 @@ MISTAKES = {
         "chunks", "packing", "padding", "export", mixer=ForgetsAfter64Tokens
     ),
     "rounds its state": broad(
-        *CACHED, "padding", "packing", "cache_precision", "quantized", mixer=RoundsItsState
+        *CACHED,
+        "lora_parameters",
+        "padding",
+        "packing",
+        "cache_precision",
+        "quantized",
+        mixer=RoundsItsState,
     ),
     "draws anew in plain torch": Sabotage(
         "where the file lacks model.layers.0.mixer.",
@@ -845,7 +846,9 @@ MISTAKES = {
         fails=frozenset({"save_and_load"}),
     ),
     "begins no row anew": broad("cache_rows", patch=(StateCache, "reset_rows", lambda *_: None)),
-    "drops the conv state": broad(*CACHED, "padding", "packing", "quantized", mixer=DropsConvState),
+    "drops the conv state": broad(
+        *CACHED, "lora_parameters", "padding", "packing", "quantized", mixer=DropsConvState
+    ),
     "convolves across boundaries": broad(
         *SEVERAL,
         *("greedy", "sampling", "beams", "continuing", "chunked_prefill", "prompt_state"),
@@ -853,10 +856,16 @@ MISTAKES = {
         mixer=ConvolvesAcrossBoundaries,
     ),
     "leaks the future": broad(
-        *CACHED, *SEVERAL, "oracle", "causality", "quantized", mixer=LeaksTheFuture
+        *CACHED,
+        *SEVERAL,
+        *("oracle", "causality", "quantized", "lora_parameters", "compile"),
+        mixer=LeaksTheFuture,
     ),
     "looks at other rows": broad(
-        *CACHED, *SEVERAL, "oracle", "gradients", "quantized", "images", mixer=LooksAtTheBatch
+        *CACHED,
+        *SEVERAL,
+        *("oracle", "gradients", "quantized", "images", "lora_parameters"),
+        mixer=LooksAtTheBatch,
     ),
     "looks at no cache": broad("wrong_cache", patch=(StateCache, "check", lambda *_: None)),
     "needs plain weights": broad("quantized", mixer=NeedsPlainWeights),
@@ -880,7 +889,9 @@ SLOPES = {"gradients", "lora", "lora_all_linear", "lora_parameters"}
 # by check, what it must be the first to fail
 PLANTED = {
     "precision": {
-        "gates in bfloat16": planted("precision", "chunks", *SLOPES, mixer=HasGatesInBfloat16),
+        "gates in bfloat16": planted(
+            "precision", "chunks", "tokens", *SLOPES, mixer=HasGatesInBfloat16
+        ),
         "scan inputs in bfloat16": planted("precision", *SLOPES, mixer=HasScanInputsInBfloat16),
         "angles in float32": planted("precision", "gradients", mixer=HasAnglesInFloat32),
     },
@@ -899,8 +910,8 @@ PLANTED = {
         "half its gradient when packed": planted(
             "packing", "state_adapter", mixer=HalvesTheStatesGradientWhenPacked
         ),
-        "a leak at the boundary at 64": planted("packing", mixer=LeaksAt64),
-        "a leak at a boundary past 128": planted("packing", mixer=LeaksPast128),
+        "a leak at the boundary at 64": planted("packing", "compile", mixer=LeaksAt64),
+        "a leak at a boundary past 128": planted("packing", "compile", mixer=LeaksPast128),
     },
     "padding": {
         "detached when padded": planted("padding", "state_adapter", mixer=DetachesWhenPadded),
