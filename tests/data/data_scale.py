@@ -76,7 +76,7 @@ def read(folder, megabytes, form, workers):
     data = source.open(folder / "cache", source.prepare(folder / "cache"))
     prepared = time.perf_counter()
     rows = (characters + 2 * documents) // 1024
-    starts = sum(int((data.train.take(64).input_ids == 257).sum()) for _ in range(rows // 64))
+    starts = sum(int((data.train.next_batch(64).input_ids == 257).sum()) for _ in range(rows // 64))
     data.close()
     seconds = time.perf_counter() - begun
     mine, together = memory.end()

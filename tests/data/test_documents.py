@@ -11,8 +11,9 @@ import pyarrow.parquet
 import pytest
 
 from ssmzoo.data import documents
-from ssmzoo.data.documents import documents_of, read_files
+from ssmzoo.data.documents import documents_of
 from ssmzoo.data.paths import expand
+from ssmzoo.data.readers import read_files
 from ssmzoo.evaluation.text import read_documents
 from ssmzoo.recipe import DataSection
 
@@ -45,38 +46,38 @@ def written(folder, kind, ends):
 CASES = [
     ("text", "\n", False),
     *((kind, "\n", streamed) for kind in ("parquet", "dataset") for streamed in (False, True)),
-    *product(("jsonl", "gz"), ("\n", "\r\n", "\r"), (False, True)),
+    *product(("jsonl", "gz"), ("\n", "\r\n"), (False, True)),
 ]
 
 
 @pytest.mark.parametrize(("kind", "ends", "streaming"), CASES)
 def test_every_way_in_gives_the_same_texts(kind, ends, streaming, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
-    monkeypatch.setattr(documents, "PIECE", 7)
+    monkeypatch.setattr(documents, "SHARD_BYTES", 7)
     fields = written(tmp_path / "data", kind, ends)
     found = documents_of(DataSection.model_validate({**fields, "streaming": streaming}))
     manifest = found.find(None)
     if streaming:
-        texts = [*chain.from_iterable(piece(None) for piece in found.pieces(manifest))]
+        texts = [*chain.from_iterable(open_shard(None) for open_shard in found.shards(manifest))]
     else:
         texts = [text for _, text in found.training(manifest)]
     assert texts == TEXTS
 
 
-@pytest.mark.parametrize("ends", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
 def test_a_stream_goes_on_at_any_line_however_it_is_cut(ends, tmp_path, monkeypatch):
     fields = written(tmp_path / "data", "jsonl", ends)
     for size in range(1, 80):
-        monkeypatch.setattr(documents, "PIECE", size)
+        monkeypatch.setattr(documents, "SHARD_BYTES", size)
         found = documents_of(DataSection.model_validate({**fields, "streaming": True}))
-        pieces = found.pieces(found.find(None))
+        shards = found.shards(found.find(None))
         texts = []
-        for open_piece in pieces:
-            piece = open_piece(None)
-            for text in piece:
+        for open_shard in shards:
+            shard = open_shard(None)
+            for text in shard:
                 texts.append(text)
-                rest = [*open_piece(json.loads(json.dumps(piece.place())))]
-                later = chain.from_iterable(p(None) for p in pieces[pieces.index(open_piece) + 1 :])
+                rest = [*open_shard(json.loads(json.dumps(shard.position())))]
+                later = chain.from_iterable(p(None) for p in shards[shards.index(open_shard) + 1 :])
                 assert [*texts, *rest, *later] == TEXTS
         assert texts == TEXTS
 

@@ -42,7 +42,7 @@ LENGTHS = {chr(c): 1 + c * c % 37 for c in range(35, 125) if chr(c) != "\\"} | {
 
 
 def write(folder, kind):
-    """Write the documents as small pieces; return what reads them."""
+    """Write the documents as small shards; return what reads them."""
     folder.mkdir()
     records = [{"text": character * length} for character, length in LENGTHS.items()]
     lines = [json.dumps(record) + "\n" for record in records]
@@ -62,8 +62,8 @@ def write(folder, kind):
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch, tmp_path):
-    monkeypatch.setattr(documents, "PIECE", 250)
+def small_shards(monkeypatch, tmp_path):
+    monkeypatch.setattr(documents, "SHARD_BYTES", 250)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
 
 
@@ -81,7 +81,7 @@ class Ranks:
 
     def step(self, accumulate=1):
         n = BATCH // len(self.ranks) // accumulate
-        parts = [rank.take(n) for _ in range(accumulate) for rank in self.ranks]
+        parts = [rank.next_batch(n) for _ in range(accumulate) for rank in self.ranks]
         return Rows(*(np.concatenate(part) for part in zip(*parts, strict=True)))
 
     def positions(self):
@@ -96,7 +96,7 @@ def test_any_number_of_ranks_reads_each_token_of_an_epoch_once_through_resumes(k
     assert {*pairwise(walk)} >= {*permutations((1, 2, 3, 4), 2)}
     fields = recipe(**write(tmp_path / "data", kind), shuffle_buffer=30)
     alone = Ranks(fields, tmp_path, 1)
-    lanes, pieces = alone.ranks[0].lanes, alone.positions()[0]["pieces"]
+    lanes, shards = alone.ranks[0].lanes, alone.positions()[0]["shards"]
     assert lanes > 2
     taken = [[] for _ in range(lanes)]  # the rows of each lane
     counts = [None] * lanes  # its tokens in three epochs
@@ -115,7 +115,7 @@ def test_any_number_of_ranks_reads_each_token_of_an_epoch_once_through_resumes(k
             taken[lane].extend(part)
         for positions in ranks.positions():
             for lane, now in positions["lanes"].items():
-                epoch = (now["turn"] * lanes + int(lane)) // pieces
+                epoch = (now["turn"] * lanes + int(lane)) // shards
                 if epoch >= 3 and counts[int(lane)] is None:
                     whole = [*taken[int(lane)][: now["first"]], now["carry"]]
                     counts[int(lane)] = Counter(int(token) for row in whole for token in row)
@@ -286,23 +286,23 @@ def children_of(pid):
 
 
 def test_ranks_read_their_own_parts_of_a_file(tmp_path, monkeypatch):
-    lines, opened = documents._lines, []
+    open_jsonl, opened = documents.open_jsonl, []
 
-    def watch(file, field, begin, end, place=None):
+    def watch(file, field, begin, end, position=None):
         opened.append((file.name, begin))
-        return lines(file, field, begin, end, place)
+        return open_jsonl(file, field, begin, end, position)
 
-    monkeypatch.setattr(documents, "_lines", watch)
+    monkeypatch.setattr(documents, "open_jsonl", watch)
     fields = recipe(**write(tmp_path / "data", "jsonl"), shuffle_buffer=3)
     ranks = Ranks(fields, tmp_path, 4).ranks
     assert ranks[0].lanes == 4
-    each = ranks[0].position()["pieces"] // 4  # of the first epoch
+    each = ranks[0].position()["shards"] // 4  # of the first epoch
     parts = []
     for rank in ranks:
         opened.clear()
-        while len(opened) < each:
-            rank.take(3)
-        parts += opened[:each]
+        while len(opened) <= each:
+            rank.next_batch(3)
+        parts += opened[1 : each + 1]  # the first one shows whether there is text
     assert len(parts) == len({*parts}) >= 16
 
 
@@ -314,7 +314,7 @@ def test_fewer_records_than_ranks_are_shared(tmp_path):
         assert (four.step().input_ids == one.step().input_ids).all()
 
 
-def test_empty_pieces_are_passed_over(tmp_path):
+def test_empty_shards_are_passed_over(tmp_path):
     lines = [
         '{"text": "' + "a" * 3000 + '"}\n',
         "\n" * 3000,
@@ -362,15 +362,12 @@ def test_a_file_that_shrank_is_named(tmp_path):
     ranks = Ranks(fields, tmp_path, 1)
     os.truncate(tmp_path / "data" / "a.jsonl", 40)
     with pytest.raises(ValueError, match=r"a\.jsonl must have \d+ bytes at least.* got 40; put it"):
-        ranks.ranks[0].take(BATCH * 30)
+        ranks.ranks[0].next_batch(BATCH * 30)
 
 
-def test_positions_of_other_pieces_and_of_earlier_versions_are_refused(tmp_path, monkeypatch):
+def test_positions_of_other_shards_are_refused(tmp_path, monkeypatch):
     fields = recipe(**write(tmp_path / "data", "jsonl"))
     (position,) = Ranks(fields, tmp_path, 1).positions()
-    monkeypatch.setattr(documents, "PIECE", 700)
-    with pytest.raises(ValueError, match=r"data\.jsonl must come in the \d+ pieces .* got"):
+    monkeypatch.setattr(documents, "SHARD_BYTES", 700)
+    with pytest.raises(ValueError, match=r"data\.jsonl must come in the \d+ shards .* got"):
         Ranks(fields, tmp_path, 1, [position])
-    before = {"epoch": 0, "block": 1, "stream": None, "records": 4, "carry": [], "seams": []}
-    with pytest.raises(ValueError, match="of an earlier version of ssmzoo"):
-        Ranks(fields, tmp_path, 2, [before, before])

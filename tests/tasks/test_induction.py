@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from ssmzoo.data.labelled import ExampleSource, Share
+from ssmzoo.data.labelled import ExampleSource, HeldOutExamples
 from ssmzoo.tasks import IGNORED, induction_documents, induction_heads, load_task
 from ssmzoo.tasks.induction import induction_heads_zero
 
@@ -212,9 +212,9 @@ def test_fresh_rows_are_a_function_of_index_and_epoch():
 def test_fresh_rows_come_in_order_and_each_validation_has_others():
     task = load_task("induction_heads", "train", 0, **FRESH)
     source = ExampleSource(task, 0, 512)
-    first = source.take(512).batch
+    first = source.next_batch(512).batch
     assert (first.inputs == task.batch(np.arange(512)).inputs).all()
-    held_out = Share(load_task("induction_heads", "validation", 0, **FRESH), 700, 512)
+    held_out = HeldOutExamples(load_task("induction_heads", "validation", 0, **FRESH), 700, 512)
     rows = {
         step: np.concatenate([part.batch.inputs for part in held_out.after(step)])
         for step in (0, 10, 20)
@@ -224,7 +224,7 @@ def test_fresh_rows_come_in_order_and_each_validation_has_others():
     assert (rows[10] != rows[20]).any()
     assert rows[10].shape == (700, 17)
     fixed = load_task("induction_heads", "test", 0, **FRESH)
-    share = Share(fixed, 700, 512)
+    share = HeldOutExamples(fixed, 700, 512)
     assert share.after(5) is share
 
 
@@ -241,9 +241,9 @@ def test_a_batch_of_the_papers_size_is_drawn_at_once_and_not_row_by_row():
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    source.take(512)
+    source.next_batch(512)
     sys.setprofile(count)
     for _ in range(2):  # every second one draws a block
-        source.take(512)
+        source.next_batch(512)
     sys.setprofile(None)
     assert calls < 512

@@ -510,7 +510,7 @@ def test_shares_of_a_stream_are_all_of_it_once(world, files, tmp_path, monkeypat
             share = source.open(tmp_path, manifest, **where).train
             if position is not None:
                 share.seek(json.loads(position))
-            epochs[step * world // 12] += cells_of(share.take(2).input_ids)
+            epochs[step * world // 12] += cells_of(share.next_batch(2).input_ids)
             position = json.dumps(share.position())
     assert [Counter(epoch) for epoch in epochs] == [Counter(NAMES)] * 2
 

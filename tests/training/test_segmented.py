@@ -132,7 +132,7 @@ def test_consecutive_rows_continue_where_the_last_step_ended_and_lose_nothing():
     tokens = np.arange(1000)
     pieces = np.array([[0, 400], [400, 430], [430, 1000]])
     source = ConsecutiveRows(tokens, pieces, 10, 4, seed=3)
-    steps = [source.take(4) for _ in range(len(source) // 4)]
+    steps = [source.next_batch(4) for _ in range(len(source) // 4)]
     assert len(steps) == 25
     lanes = [np.concatenate([step.input_ids[lane] for step in steps]) for lane in range(4)]
     begins = [np.concatenate([step.starts[lane] for step in steps]) for lane in range(4)]
@@ -142,7 +142,7 @@ def test_consecutive_rows_continue_where_the_last_step_ended_and_lose_nothing():
         assert set(breaks) <= set(np.flatnonzero(begin))
         # an epoch's first row, and where documents begin
         assert set(np.flatnonzero(begin)) <= {0, *np.flatnonzero(np.isin(lane, pieces[:, 0]))}
-    again = source.take(4)  # the next epoch begins anew
+    again = source.next_batch(4)  # the next epoch begins anew
     assert again.starts[:, 0].all()
 
 
@@ -155,8 +155,8 @@ def test_processes_share_the_lanes_of_one(world):
         for rank in range(world)
     ]
     for _ in range(12):
-        parts = [source.take(4 // world).input_ids for source in together]
-        assert np.array_equal(alone.take(4).input_ids, np.concatenate(parts))
+        parts = [source.next_batch(4 // world).input_ids for source in together]
+        assert np.array_equal(alone.next_batch(4).input_ids, np.concatenate(parts))
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from transformers import (
     LlamaConfig,
 )
 
-from ssmzoo.data.labelled import Examples, ExampleSource, Share
+from ssmzoo.data.labelled import Examples, ExampleSource, HeldOutExamples
 from ssmzoo.data.rows import Rows
 from ssmzoo.environment.portable import portable
 from ssmzoo.family import load_family
@@ -719,7 +719,7 @@ def numbered(size):
 
 
 def taken(sources, n, times):
-    parts = [source.take(n) for _ in range(times) for source in sources]
+    parts = [source.next_batch(n) for _ in range(times) for source in sources]
     return [part.batch.inputs[:, 0].tolist() for part in parts if part.counts]
 
 
@@ -760,10 +760,10 @@ def test_a_source_continues_from_a_position_of_other_processes():
 @pytest.mark.parametrize("count", [1, 4, 7, 12])
 def test_shares_are_the_whole_split_in_as_many_batches_each(world, count):
     """Or what is wanted of it, which is the same on any number of processes."""
-    shares = [Share(numbered(12), count, 2, rank=r, world=world) for r in range(world)]
+    shares = [HeldOutExamples(numbered(12), count, 2, rank=r, world=world) for r in range(world)]
     assert {len(list(s)) for s in shares} == {len(shares[0])}
     found = [i for s in shares for e in s if e.counts for i in e.batch.inputs[:, 0]]
-    alone = [i for e in Share(numbered(12), count, 2) for i in e.batch.inputs[:, 0]]
+    alone = [i for e in HeldOutExamples(numbered(12), count, 2) for i in e.batch.inputs[:, 0]]
     assert sorted(found) == sorted(alone)
     assert len(set(found)) == count
     assert count < 12 or sorted(found) == list(range(12))
@@ -1051,11 +1051,11 @@ def test_a_part_of_a_split_in_the_order_of_its_classes_has_all_classes(world):
         return Batch(indices[:, None], (indices >= 500).astype(int), np.ones(len(indices), int))
 
     task = Supervised("tokens", "classification", 1000, make, vocab_size=1000, num_labels=2)
-    shares = [Share(task, 320, 16, rank=rank, world=world) for rank in range(world)]
+    shares = [HeldOutExamples(task, 320, 16, rank=rank, world=world) for rank in range(world)]
     seen = np.concatenate([part.batch.labels for share in shares for part in share])
     assert len(seen) == 320
     assert 100 < seen.sum() < 220
-    whole = [part.batch.inputs[:, 0] for part in Share(task, 1000, 16)]
+    whole = [part.batch.inputs[:, 0] for part in HeldOutExamples(task, 1000, 16)]
     assert np.concatenate(whole).tolist() == list(range(1000))
 
 

@@ -19,8 +19,8 @@ from ssmzoo.checkpoints.load import (
     model_name,
     model_source,
 )
-from ssmzoo.data.documents import read_files
 from ssmzoo.data.paths import expand
+from ssmzoo.data.readers import read_files
 from ssmzoo.environment.hardware import usable_device
 from ssmzoo.family import load_family
 from ssmzoo.modeling import SSMModel

@@ -106,8 +106,8 @@ def split_text(sources: Sequence[str], target: Path) -> None:
     Raises:
         ValueError: No text, or too little of it.
     """
-    from ssmzoo.data.documents import read_files
     from ssmzoo.data.paths import expand
+    from ssmzoo.data.readers import read_files
 
     files = expand(sources, "TEXT")
     documents = [content for _, content in read_files("text", files, "text", skip_binary=True)]

@@ -1,9 +1,9 @@
-"""A task's labelled examples: in a seeded order to train on, split by split to judge by.
+"""A task's labelled examples: in a seeded order to train on, and held-out splits.
 
 - An epoch holds every example once; its last step has those that are left. A task that draws its
   examples anew gives each epoch, and each validation, others.
-- All processes take equally many parts. Where there are more parts than examples, one stands in
-  that does not count.
+- All processes read equally many batches. Where there are fewer examples than batches, an example
+  that does not count stands in.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ExampleSource:
         self._epoch, self._row, self._part = 0, 0, 0
         self._order = self._in_order()
 
-    def take(self, n: int) -> Examples:
+    def next_batch(self, n: int) -> Examples:
         """Return this process's next part of a step: ``n`` examples, or fewer at an epoch's end."""
         parts = self._batch_size // n
         step = self._order[self._row : self._row + self._batch_size]
@@ -75,7 +75,7 @@ class ExampleSource:
         return np.random.default_rng([self._seed, self._epoch]).permutation(len(self._task))
 
 
-class Share:
+class HeldOutExamples:
     """One process's batches of a split's first examples.
 
     Args:
@@ -102,12 +102,12 @@ class Share:
             self._order = np.random.default_rng(0).permutation(len(task))[:count]
         self._rank, self._world, self._epoch = rank, world, epoch
 
-    def after(self, step: int) -> Share:
+    def after(self, step: int) -> HeldOutExamples:
         """Return the batches for the validation after a step: others each time if drawn anew."""
         if not self._task.fresh:
             return self
         place = {"rank": self._rank, "world": self._world}
-        return Share(self._task, self._count, self._n, **place, epoch=step)
+        return HeldOutExamples(self._task, self._count, self._n, **place, epoch=step)
 
     def __len__(self) -> int:
         """Return how many batches each process has."""

@@ -160,7 +160,7 @@ def _entry_if_same(before: dict[str, Any], file: Path) -> dict[str, Any]:
     same = (status.st_size, status.st_mtime_ns) == (before["bytes"], before["mtime_ns"])
     if same and before["sha256"] is None:  # of a stream there is no more to compare
         return before
-    if same and status.st_ctime_ns == before.get("ctime_ns"):
+    if same and status.st_ctime_ns == before["ctime_ns"]:
         return before
     if before["sha256"] is None or file_digest(file) != before["sha256"]:
         raise ValueError(

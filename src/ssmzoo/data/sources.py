@@ -17,17 +17,17 @@ import numpy as np
 
 from ssmzoo import tasks
 from ssmzoo.data.documents import documents_of
-from ssmzoo.data.labelled import ExampleSource, Share
+from ssmzoo.data.labelled import ExampleSource, HeldOutExamples
 from ssmzoo.data.rows import (
     ConsecutiveRows,
+    HeldOut,
     HeldOutRows,
     PackedRows,
-    Parts,
     Rows,
     RowSource,
-    StreamedRows,
     TaskRows,
 )
+from ssmzoo.data.streams import StreamedRows
 from ssmzoo.data.tokenizer import encoder, named_tokenizer, tokenizer_digest
 from ssmzoo.data.tokens import TokenStore, is_store, read_store, text_hash, tokens_of, write_store
 from ssmzoo.data.workers import Workers
@@ -53,10 +53,10 @@ class Data:
     """
 
     train: RowSource[Any]
-    validation: Parts[Any]
+    validation: HeldOut[Any]
     epoch_rows: int | None
-    test: Parts[Any] | None = None
-    lengths: Mapping[int, Parts[Any]] = field(default_factory=dict)
+    test: HeldOut[Any] | None = None
+    lengths: Mapping[int, HeldOut[Any]] = field(default_factory=dict)
     close: Callable[[], None] = lambda: None
 
 
@@ -118,7 +118,7 @@ def data_source(recipe: Recipe) -> DataSource:
     return StreamedText(recipe) if recipe.data.streaming else StoredText(recipe)
 
 
-class _OfRows(DataSource):
+class _RowData(DataSource):
     """Data that is read in rows of ``train.seq_len`` tokens."""
 
     @property
@@ -153,7 +153,7 @@ class _OfRows(DataSource):
         return HeldOutRows(rows(p) if p else rows(numbers[:1]).unlabelled() for p in parts)
 
 
-class _Text(_OfRows):
+class _Text(_RowData):
     """Documents, tokenised and packed into rows."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -172,8 +172,8 @@ class _Text(_OfRows):
         manifest["digest"] = json_digest(without_places(manifest), data.text_field)
         digest = tokenizer_digest(self.tokenizer)
         manifest["tokenizer"] = {"name": data.tokenizer, "digest": digest}
-        was = manifest["tokenizer"] if before is None else before.get("tokenizer")
-        if was and was["name"] != data.tokenizer and was["digest"] != digest:
+        was = manifest["tokenizer"] if before is None else before["tokenizer"]
+        if was["name"] != data.tokenizer and was["digest"] != digest:
             raise ValueError(
                 f"data.tokenizer must be {was['name']!r}, with which the run began, or a copy of "
                 f"it, got {data.tokenizer!r}, which encodes otherwise; start a new run to change it"
@@ -188,15 +188,15 @@ class _Text(_OfRows):
         return tokens_of(self._documents.held_out(manifest), encoder(self.tokenizer), need)
 
     def _packed_held_out(
-        self, store: TokenStore | None, pieces: np.ndarray | None, rank: int, world: int
+        self, store: TokenStore | None, spans: np.ndarray | None, rank: int, world: int
     ) -> tuple[HeldOutRows, dict[int, HeldOutRows]]:
         """Return what a validation reads, and what the finished model reads at other lengths."""
         if store is None:
             return HeldOutRows(), {}
-        pieces = store.pieces if pieces is None else pieces
+        spans = store.spans if spans is None else spans
 
         def of(length: int, name: str) -> HeldOutRows:
-            rows = PackedRows(store.tokens, pieces, length, 0, what="held-out", field=name)
+            rows = PackedRows(store.tokens, spans, length, 0, what="held-out", field=name)
             return self._held_out(rows.rows, len(rows), length, rank, world)
 
         longer = {length: of(length, "eval.lengths") for length in self.recipe.eval.lengths}
@@ -217,11 +217,7 @@ class StoredText(_Text):
             field, workers = self._documents.field, data.workers
             write_store(documents, self.tokenizer, cache, key, field, workers)
         store = read_store(cache)
-        if before is None:
-            ends = store.takes_ends(data.validation)
-        else:  # what was held out stays so; runs once took ends of any few documents
-            few = isinstance(data.validation, float) and data.validation * len(store.ends) < 1
-            ends = before.get("ends", few)
+        ends = store.holds_out_ends(data.validation) if before is None else before["ends"]
         _, held_out, _ = store.split(data.validation, ends=ends)
         manifest |= {"documents": len(store.ends), "tokens": len(store.tokens), "ends": ends}
         manifest["held_out"] = [store.names[i] for i in held_out] if store.names else []
@@ -230,11 +226,11 @@ class StoredText(_Text):
     def open(self, cache: Path, manifest: dict[str, Any], *, rank: int = 0, world: int = 1) -> Data:
         """Open rows that are all at hand."""
         train, store = self.recipe.train, read_store(cache)
-        pieces, _, rest = store.split(self.recipe.data.validation, ends=manifest["ends"])
+        spans, _, rest = store.split(self.recipe.data.validation, ends=manifest["ends"])
         named = self._named_held_out(manifest)
         if named is not None:
-            pieces = store.without(named)
-        given = store.tokens, pieces, self._seq_len
+            spans = store.without(named)
+        given = store.tokens, spans, self._seq_len
         if train.segments is not None and train.segments.carry:
             lanes = train.batch_size
             rows = ConsecutiveRows(*given, lanes, train.seed, rank=rank, world=world)
@@ -252,14 +248,14 @@ class StreamedText(_Text):
         """Open this process's share of the stream."""
         data, documents = self.recipe.data, self._documents
         encode, held_out = encoder(self.tokenizer), self._named_held_out(manifest)
-        pieces = documents.pieces(manifest)
+        shards = documents.shards(manifest)
         if isinstance(data.validation, int):
-            texts = chain.from_iterable(open_piece(None) for open_piece in pieces)
+            texts = chain.from_iterable(open_shard(None) for open_shard in shards)
             held_out = tokens_of(islice(texts, data.validation), encode, None)
         hashes = frozenset(held_out.hashes.tolist() if held_out is not None else ())
         workers = Workers(self.tokenizer, data.workers)
         rows = StreamedRows(
-            pieces,
+            shards,
             workers,
             self._seq_len,
             self.recipe.train.batch_size,
@@ -274,7 +270,7 @@ class StreamedText(_Text):
         return Data(rows, validation, None, lengths=lengths, close=workers.close)
 
 
-class GeneratedRows(_OfRows):
+class GeneratedRows(_RowData):
     """A problem of rows of one length, drawn without end."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -364,10 +360,13 @@ class LabelledExamples(DataSource):
         longer = {length: self._test_of(length) for length in self.recipe.eval.lengths}
         return Data(
             ExampleSource(splits.train, train.seed, train.batch_size, **place),
-            Share(splits.validation, held_out, micro, **place),
+            HeldOutExamples(splits.validation, held_out, micro, **place),
             len(splits.train),
-            Share(splits.test, len(splits.test), micro, **place),
-            {length: Share(task, len(task), micro, **place) for length, task in longer.items()},
+            HeldOutExamples(splits.test, len(splits.test), micro, **place),
+            {
+                length: HeldOutExamples(task, len(task), micro, **place)
+                for length, task in longer.items()
+            },
         )
 
     def _test_of(self, length: int) -> tasks.Supervised:

@@ -69,7 +69,7 @@ class TokenStore:
     names: list[str]
 
     @property
-    def pieces(self) -> np.ndarray:
+    def spans(self) -> np.ndarray:
         """Beginning and end of each document [n, 2]."""
         return np.stack([np.concatenate([[0], self.ends[:-1]]), self.ends], axis=1)
 
@@ -81,35 +81,35 @@ class TokenStore:
     def split(
         self, validation: float | int | list[str] | None, *, ends: bool
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Return the pieces to train on, the held-out documents, and their pieces if there are any.
+        """Return the spans to train on, the held-out documents, and their spans if there are any.
 
         Documents without tokens are not counted. What lies elsewhere is not held out here; see
         :meth:`without`.
 
         Args:
             validation: The recipe's ``data.validation``.
-            ends: Whether a share is the end of every document; see :meth:`takes_ends`.
+            ends: Whether a share is the end of every document; see :meth:`holds_out_ends`.
 
         Raises:
             ValueError: Nothing would be left to train on.
         """
-        pieces, none = self.pieces, np.empty(0, np.int64)
+        spans, none = self.spans, np.empty(0, np.int64)
         if validation is None or isinstance(validation, list):
-            return pieces, none, None
+            return spans, none, None
         if ends:
-            begins, stops = pieces[self.lengths > 0].T
+            begins, stops = spans[self.lengths > 0].T
             cuts = stops - np.maximum(1, ((stops - begins) * validation).astype(np.int64))
             kept, held_out = (np.stack(x, axis=1) for x in ((begins, cuts), (cuts, stops)))
             return kept[kept[:, 0] < kept[:, 1]], none, held_out
         chosen = self._chosen(validation)
         if self.lengths[~chosen].any():
-            return pieces[~chosen], np.flatnonzero(chosen), pieces[chosen]
+            return spans[~chosen], np.flatnonzero(chosen), spans[chosen]
         raise ValueError(
             f"data.validation must leave documents to train on: {validation} holds out all of the "
             f"{np.count_nonzero(self.lengths)} there are"
         )
 
-    def takes_ends(self, validation: float | int | list[str] | None) -> bool:
+    def holds_out_ends(self, validation: float | int | list[str] | None) -> bool:
         """Tell whether the ends of documents are held out, and not whole ones.
 
         A single document, or copies of one, gives its end. So do several if the share is less than
@@ -139,7 +139,7 @@ class TokenStore:
         return chosen
 
     def without(self, held_out: TokenStore) -> np.ndarray:
-        """Return the pieces to train on, which are no copies of documents of another store.
+        """Return the spans to train on, which are no copies of documents of another store.
 
         Raises:
             ValueError: Nothing would be left to train on.
@@ -150,7 +150,7 @@ class TokenStore:
                 f"data.validation must leave documents to train on: it names all of the "
                 f"{len(copies)} there are"
             )
-        return self.pieces[~copies]
+        return self.spans[~copies]
 
 
 def tokens_of(texts: Iterator[str], encode: Encoder, need: int | None) -> TokenStore:

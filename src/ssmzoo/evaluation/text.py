@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ssmzoo.data.documents import read_files
 from ssmzoo.data.paths import expand
+from ssmzoo.data.readers import read_files
 from ssmzoo.files import kind_of_records
 from ssmzoo.tasks.common import at_least, lm_eval_split
 

@@ -149,7 +149,7 @@ class Learner:
         Raises:
             ValueError: Nothing to predict, where there is no mean.
         """
-        parts = [source.take(self.micro_batch) for _ in range(self.accumulate)]
+        parts = [source.next_batch(self.micro_batch) for _ in range(self.accumulate)]
         targets = [self.objective.targets(part) for part in parts]
         if self.processes.count == 1 and not sum(targets):  # others may have some
             raise ValueError(NOTHING_TO_PREDICT)
