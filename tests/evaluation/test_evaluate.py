@@ -4,6 +4,7 @@ The models are rules in place of weights ("recall" looks back for the longest re
 just read; "even" gives every byte the same chance), so that the right score is known beforehand.
 """
 
+import functools
 import itertools
 import json
 import logging
@@ -244,6 +245,7 @@ def test_a_model_that_answers_one_byte_late_fails_every_text_task(models, tmp_pa
 def test_wrong_labels_lower_the_score_of_a_model_that_recalls(models, tmp_path, monkeypatch):
     from ssmzoo import tasks
 
+    @functools.wraps(tasks.mqar)
     def shifted(*args, **kwargs):
         input_ids, labels = right(*args, **kwargs)
         return input_ids, np.roll(labels, 1, axis=1)

@@ -88,11 +88,11 @@ def test_imdb_holds_out_a_tenth_or_validates_on_the_test_reviews(imdb):
 def test_imdb_refuses_a_share_that_holds_out_nothing_and_reviews_without_label(imdb, tmp_path):
     columns = {"text": ["a"], "label": [-1]}
     unlabelled = written(tmp_path / "unlabelled", train=dict(columns), test=dict(columns))
-    with pytest.raises(ValueError, match="hold_out must leave some of the 30 reviews"):
+    with pytest.raises(ValueError, match="hold_out must hold out some of the 30 training"):
         load_task("imdb", "train", 0, data=imdb, hold_out=0.01)
     with pytest.raises(ValueError, match=r"hold_out must be at least 0 and below 1, got 1\.0"):
         load_task("imdb", "train", 0, data=imdb, hold_out=1.0)
-    with pytest.raises(ValueError, match=r"labels of .* must be 0 or 1, got \[-1\]"):
+    with pytest.raises(ValueError, match=r"column 'label' of .* must hold classes 0 to 1, got -1"):
         load_task("imdb", "test", 0, data=unlabelled)
 
 

@@ -1,7 +1,9 @@
-"""What the tasks share: the mark of a place without a label, checks, draws, symbols as text."""
+"""What generated tasks share: the label that is ignored, checks, draws, symbols as text."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,20 +15,10 @@ IGNORED = -100
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-def is_whole(value: object) -> bool:
-    """Return whether this is a whole number, Python's or numpy's."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def whole(name: str, value: int) -> None:
-    """Raise a TypeError unless an argument is a whole number."""
-    if not is_whole(value):
-        raise TypeError(f"{name} must be a whole number, got {value!r}")
-
-
 def at_least(name: str, value: int, least: int) -> None:
     """Raise unless an argument is a whole number and at least ``least``."""
-    whole(name, value)
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a whole number, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
@@ -49,6 +41,11 @@ def distinct(rng: np.random.Generator, rows: int, count: int, low: int, high: in
 def symbols(ids: np.ndarray) -> str:
     """Write token ids as the text of :func:`symbol_tokenizer`."""
     return " ".join(f"t{i}" for i in ids)
+
+
+def own_arguments(function: Callable[..., Any], metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a function in the metadata of an lm-eval task."""
+    return {k: v for k, v in metadata.items() if k in inspect.signature(function).parameters}
 
 
 def lm_eval_split(**columns: list[Any]) -> dict[str, Dataset]:

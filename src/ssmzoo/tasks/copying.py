@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ssmzoo.tasks.common import IGNORED, at_least
-from ssmzoo.tasks.supervised import SPLITS, Batch, Supervised, require_split
+from ssmzoo.tasks.supervised import Batch, Supervised, drawn_examples, size_of
 
 
 def load_copying(
@@ -25,8 +25,6 @@ def load_copying(
     ``vocab_size - 1``; the i-th recall token is to be answered with the i-th token.
 
     Args:
-        split: ``train``, ``validation`` or ``test``.
-        seed: Same seed, same rows.
         length: Tokens to remember.
         vocab_size: The recall token counted.
         num_train: Training rows an epoch.
@@ -35,32 +33,28 @@ def load_copying(
         fresh: Draw new training rows every epoch.
 
     Raises:
-        LookupError: No such split.
-        ValueError: A size below 1, ``vocab_size`` below 2, or a negative ``seed``.
+        ValueError: A size below 1, or ``vocab_size`` below 2.
     """
-    require_split(split)
-    sizes = {"train": num_train, "validation": num_validation, "test": num_test}
-    for name, size in [("length", length), *((f"num_{k}", v) for k, v in sizes.items())]:
-        at_least(name, size, 1)
+    size = size_of(split, num_train, num_validation, num_test)
+    at_least("length", length, 1)
     at_least("vocab_size", vocab_size, 2)
-    at_least("seed", seed, 0)
-    anew = fresh and split == "train"
 
-    def make(indices: np.ndarray, epoch: int) -> Batch:
-        inputs = np.full((len(indices), 2 * length), vocab_size - 1, dtype=np.int64)
-        for row, index in zip(inputs, indices, strict=True):
-            rng = np.random.default_rng([seed, SPLITS.index(split), epoch if anew else 0, index])
+    def make(generators: list[np.random.Generator]) -> Batch:
+        inputs = np.full((len(generators), 2 * length), vocab_size - 1, dtype=np.int64)
+        for row, rng in zip(inputs, generators, strict=True):
             row[:length] = rng.integers(0, vocab_size - 1, size=length)
         labels = np.full_like(inputs, IGNORED)
         labels[:, length:] = inputs[:, :length]
-        return Batch(inputs, labels, np.full(len(indices), 2 * length))
+        return Batch(inputs, labels, np.full(len(generators), 2 * length))
 
-    return Supervised(
-        "tokens",
-        "token_classification",
-        sizes[split],
+    return drawn_examples(
+        split,
+        seed,
+        size,
+        fresh,
         make,
+        kind="tokens",
+        objective="token_classification",
         vocab_size=vocab_size,
         num_labels=vocab_size,
-        fresh=anew,
     )

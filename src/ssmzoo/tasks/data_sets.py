@@ -15,6 +15,7 @@ from ssmzoo.environment.messages import first_line, missing
 if TYPE_CHECKING:
     from datasets import Dataset
 
+_SPLIT_SEED = 42
 _SPECIAL = 3  # padding, unknown, end of text
 UNKNOWN, END = 1, 2
 _TOGETHER = 1000
@@ -126,11 +127,47 @@ def require_pillow() -> None:
         raise missing("images need Pillow", "train", error) from error
 
 
-def grey_images(data: str, rows: Dataset, column: str, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return square images in grey, uint8 [n, size, size], and their labels 0 .. 9 [n].
+def hold_out(rows: Dataset, split: str, count: int, argument: str) -> Dataset:
+    """Return the training or validation part of a training split: always the same rows.
+
+    Args:
+        rows: The training split.
+        split: Which part: ``train`` or ``validation``.
+        count: How many rows are for validation.
+        argument: Which argument of the task gave the count, for errors.
 
     Raises:
-        ValueError: An image of another size, or another label.
+        ValueError: One of the parts would be empty.
+    """
+    if not 0 < count < len(rows):
+        raise ValueError(
+            f"{argument} must hold out some of the {len(rows)} training examples, not all, "
+            f"got {count}"
+        )
+    order = np.random.default_rng(_SPLIT_SEED).permutation(len(rows))
+    return rows.select(np.sort(order[:count] if split == "validation" else order[count:]))
+
+
+def class_labels(data: str, rows: Dataset, column: str, classes: int) -> np.ndarray:
+    """Return the labels of all rows, int64 [n].
+
+    Raises:
+        ValueError: A label that is not one of the classes 0, 1, ...
+    """
+    labels = np.array(rows[column])
+    if not (known := np.isin(labels, np.arange(classes))).all():
+        raise ValueError(
+            f"column {column!r} of {data!r} must hold classes 0 to {classes - 1}, "
+            f"got {labels[~known][0]}"
+        )
+    return labels.astype(np.int64)
+
+
+def grey_images(data: str, rows: Dataset, column: str, size: int) -> np.ndarray:
+    """Return square images in grey, uint8 [n, size, size].
+
+    Raises:
+        ValueError: An image of another size.
         RuntimeError: Pillow is not installed.
     """
     require_pillow()
@@ -140,12 +177,7 @@ def grey_images(data: str, rows: Dataset, column: str, size: int) -> tuple[np.nd
         if image.size != (size, size):
             raise ValueError(f"images of {data!r} must be {size} by {size}, got {image.size}")
         pixels[index] = np.asarray(image.convert("L"))
-    labels = np.array(rows["label"])
-    if not np.isin(labels, np.arange(10)).all():
-        raise ValueError(
-            f"labels of {data!r} must be 0 to 9, got {np.unique(labels)[-5:].tolist()}"
-        )
-    return pixels, labels
+    return pixels
 
 
 def texts(rows: Dataset, column: str) -> Iterator[str]:

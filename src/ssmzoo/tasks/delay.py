@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from ssmzoo.tasks.common import at_least
-from ssmzoo.tasks.supervised import SPLITS, Batch, Supervised, require_split
+from ssmzoo.tasks.supervised import Batch, Supervised, drawn_examples, size_of
 
 
 def load_delay(
@@ -29,8 +29,6 @@ def load_delay(
     """Return the delay task, made when it is asked for. The defaults are the RTF paper's.
 
     Args:
-        split: ``train``, ``validation`` or ``test``.
-        seed: Same seed, same signals.
         length: Samples of a signal.
         delay: Samples between input and label.
         cutoff: Highest frequency, in cycles a sample: 1 kHz at 4000 samples a second is 0.25.
@@ -41,46 +39,40 @@ def load_delay(
         fresh: Draw new training signals every epoch.
 
     Raises:
-        LookupError: No such split.
-        ValueError: A size below 1, a delay outside of the signal, a band without a frequency, or a
-            negative ``seed``.
+        ValueError: A size below 1, a delay outside of the signal, or a band without a frequency.
     """
-    require_split(split)
-    sizes = {"train": num_train, "validation": num_validation, "test": num_test}
-    for name, size in sizes.items():
-        at_least(f"num_{name}", size, 1)
+    size = size_of(split, num_train, num_validation, num_test)
     at_least("length", length, 2)
-    at_least("seed", seed, 0)
     if not 0 <= delay < length:
         raise ValueError(f"delay must be between 0 and length - 1 = {length - 1}, got {delay}")
     if not 1 / length <= cutoff <= 0.5:
         raise ValueError(f"cutoff must be between 1 / length and 0.5, got {cutoff}")
     if not rms > 0:
         raise ValueError(f"rms must be positive, got {rms}")
-    anew = fresh and split == "train"
     # half the sampling rate is left out: a wave of that frequency has no phase
     band = min(int(cutoff * length), (length - 1) // 2)
     at_least("frequencies below cutoff", band, 1)
     deviation = rms * length / np.sqrt(4 * band)
 
-    def make(indices: np.ndarray, epoch: int) -> Batch:
-        spectrum = np.zeros((len(indices), length // 2 + 1), dtype=np.complex128)
-        for row, index in zip(spectrum, indices, strict=True):
-            rng = np.random.default_rng([seed, SPLITS.index(split), epoch if anew else 0, index])
+    def make(generators: list[np.random.Generator]) -> Batch:
+        spectrum = np.zeros((len(generators), length // 2 + 1), dtype=np.complex128)
+        for row, rng in zip(spectrum, generators, strict=True):
             real, imaginary = rng.normal(scale=deviation, size=(2, band))
             row[1 : band + 1] = real + 1j * imaginary
         signals = np.fft.irfft(spectrum, n=length, axis=1)
         signals = (signals - signals[:, :1]).astype(np.float32)
         labels = np.zeros_like(signals)
         labels[:, delay:] = signals[:, : length - delay]
-        return Batch(signals[..., None], labels, np.full(len(indices), length))
+        return Batch(signals[..., None], labels, np.full(len(generators), length))
 
-    return Supervised(
-        "values",
-        "token_regression",
-        sizes[split],
+    return drawn_examples(
+        split,
+        seed,
+        size,
+        fresh,
         make,
+        kind="values",
+        objective="token_regression",
         num_labels=1,
         input_channels=1,
-        fresh=anew,
     )

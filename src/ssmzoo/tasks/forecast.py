@@ -15,7 +15,7 @@ import numpy as np
 
 from ssmzoo.family import suggestion
 from ssmzoo.tasks.common import at_least
-from ssmzoo.tasks.supervised import SPLITS, Batch, Supervised, require_split
+from ssmzoo.tasks.supervised import SPLITS, Batch, Supervised
 
 
 def load_forecast(
@@ -34,8 +34,6 @@ def load_forecast(
     What is foretold lies within the split. Windows of validation and test may begin before it.
 
     Args:
-        split: ``train``, ``validation`` or ``test``.
-        seed: Unused: nothing is drawn.
         data: A CSV file in UTF-8 whose first line names the columns; a row is a step of time.
         columns: The columns to read and to foretell, one channel each.
         lag: Rows that the model reads.
@@ -45,11 +43,10 @@ def load_forecast(
         center: Take a window's mean over ``lag`` off it and off what follows.
 
     Raises:
-        LookupError: No such split, file or column.
+        LookupError: No such file or column.
         ValueError: A cell is no finite number, a column is constant, a size is below 1, or a split
             has too few rows for one window.
     """
-    require_split(split)
     at_least("lag", lag, 1)
     at_least("horizon", horizon, 1)
     values = _columns(data, columns)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-
+from ssmzoo.tasks import data_sets
 from ssmzoo.tasks.common import at_least
-from ssmzoo.tasks.data_sets import Characters, open_split, texts
-from ssmzoo.tasks.supervised import Ragged, Supervised, require_split, token_rows
+from ssmzoo.tasks.data_sets import Characters, class_labels, open_split, texts
+from ssmzoo.tasks.supervised import Ragged, Supervised, token_rows
 
 
 def load_imdb(
@@ -23,8 +22,6 @@ def load_imdb(
     The vocabulary is that of all training reviews. Which reviews are held out never changes.
 
     Args:
-        split: ``train``, ``validation`` or ``test``.
-        seed: Not used.
         data: A Hub id or a folder with the splits train and test, columns ``text`` and ``label``.
         max_length: Characters that are read, the end of the text counted. The RTF paper has 4096.
         min_frequency: Rarer characters are unknown.
@@ -32,10 +29,9 @@ def load_imdb(
             the papers do.
 
     Raises:
-        LookupError: No such split, or no such data.
+        LookupError: No such data.
         ValueError: An argument is out of range.
     """
-    require_split(split)
     at_least("max_length", max_length, 1)
     if not 0 <= hold_out < 1:
         raise ValueError(f"hold_out must be at least 0 and below 1, got {hold_out}")
@@ -45,19 +41,10 @@ def load_imdb(
     if split == "test" or (split == "validation" and not hold_out):
         rows = open_split("imdb", data, "test", columns)
     else:
-        held_out = round(hold_out * len(train))
-        if hold_out and not 0 < held_out < len(train):
-            raise ValueError(
-                f"hold_out must leave some of the {len(train)} reviews on both sides, "
-                f"got {hold_out}"
-            )
-        order = np.random.default_rng(42).permutation(len(train))
-        chosen = order[:held_out] if split == "validation" else order[held_out:]
-        rows = train.select(np.sort(chosen))
+        count = round(hold_out * len(train))
+        rows = data_sets.hold_out(train, split, count, "hold_out") if hold_out else train
     tokens = Ragged.of([characters.encode(text, max_length) for text in texts(rows, "text")])
-    labels = np.array(rows["label"])
-    if not np.isin(labels, (0, 1)).all():
-        raise ValueError(f"labels of {data!r} must be 0 or 1, got {np.unique(labels)[:5].tolist()}")
+    labels = class_labels(data, rows, "label", 2)
     return token_rows(
         tokens, labels, vocab_size=characters.vocab_size, label_names=("negative", "positive")
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ssmzoo.tasks.common import IGNORED, LETTERS, at_least, is_whole, lm_eval_split, symbols, whole
+from ssmzoo.tasks.common import IGNORED, LETTERS, at_least, lm_eval_split, own_arguments, symbols
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -58,7 +58,6 @@ def induction_heads(
         TypeError: The trigger is no list of whole numbers, or a number is not whole.
     """
     at_least("num_examples", num_examples, 1)
-    whole("seq_len", seq_len)
     at_least("target_length", target_length, 1)
     at_least("noise_length", noise_length, 0)
     at_least("vocab_size", vocab_size, 3)
@@ -66,6 +65,7 @@ def induction_heads(
     known = _known_symbols(vocab_size, num_symbols)
     triggers = _trigger(trigger, known)
     parts = 2 * len(triggers) + noise_length + target_length
+    at_least("seq_len", seq_len, 1)
     if seq_len < parts:
         raise ValueError(
             f"seq_len must be at least {parts} to hold two triggers of {len(triggers)}, "
@@ -129,32 +129,13 @@ def induction_heads_zero() -> tuple[np.ndarray, np.ndarray]:
     return input_ids, labels
 
 
-def induction_documents(
-    *,
-    num_examples: int,
-    seq_len: int,
-    vocab_size: int,
-    seed: int,
-    num_symbols: int | None = None,
-    trigger: Sequence[int] | None = None,
-    target_length: int = 1,
-    noise_length: int = 0,
-    **_: Any,
-) -> dict[str, Dataset]:
-    """Return induction heads for lm-eval, in symbols: one document a row.
+def induction_documents(*, seq_len: int, **metadata: Any) -> dict[str, Dataset]:
+    """Return :func:`induction_heads` for lm-eval, in symbols: one document a row.
 
     :class:`ssmzoo.tasks.answers.SymbolAnswers` asks for an answer's symbols one by one.
     """
-    input_ids, labels = induction_heads(
-        num_examples,
-        seq_len=seq_len,
-        vocab_size=vocab_size,
-        num_symbols=num_symbols,
-        trigger=trigger,
-        target_length=target_length,
-        noise_length=noise_length,
-        seed=seed,
-    )
+    made = own_arguments(induction_heads, metadata)
+    input_ids, labels = induction_heads(seq_len=seq_len, **made)
     return lm_eval_split(
         context=[symbols(row[:seq_len]) for row in input_ids],
         answer=[f" {symbols(row[seq_len:])}" for row in labels],
@@ -188,10 +169,10 @@ def induction_text_documents(
 
 def _known_symbols(vocab_size: int, num_symbols: int | None) -> int:
     known = vocab_size - 1 if num_symbols is None else num_symbols
-    whole("num_symbols", known)
-    if not 2 <= known < vocab_size:
+    at_least("num_symbols", known, 2)
+    if known >= vocab_size:
         raise ValueError(
-            f"num_symbols must be between 2 and vocab_size - 1 = {vocab_size - 1}, got {known}"
+            f"num_symbols must be at most vocab_size - 1 = {vocab_size - 1}, got {known}"
         )
     return known
 
@@ -199,20 +180,15 @@ def _known_symbols(vocab_size: int, num_symbols: int | None) -> int:
 def _trigger(trigger: Sequence[int] | None, known: int) -> np.ndarray:
     if trigger is None:
         return np.array([known])
-    several = isinstance(trigger, Sequence | np.ndarray) and not isinstance(trigger, str)
-    several = several and getattr(trigger, "ndim", 1) > 0
-    symbols = list(trigger) if several else []
-    if not several or not all(map(is_whole, symbols)):
-        way_out = "" if several else f"; for a trigger of one symbol give [{trigger}]"
-        raise TypeError(f"trigger must be a list of symbols, got {trigger!r}{way_out}")
-    if not symbols:
-        raise ValueError("trigger must hold at least one symbol, got []; leave it out for the last")
-    if not all(1 <= x <= known for x in symbols):
+    found = np.array(trigger, dtype=object)
+    if found.ndim != 1 or not all(type(x) is int or isinstance(x, np.integer) for x in found):
+        raise TypeError(f"trigger must be a list of symbols, as [7], got {trigger!r}")
+    if not len(found) or not all(1 <= x <= known for x in found):
         raise ValueError(
-            f"trigger must consist of symbols of 1 .. {known}, got {symbols}; choose among them, "
-            "or raise vocab_size and num_symbols"
+            f"trigger must consist of symbols of 1 .. {known}, got {found.tolist()}; choose among "
+            "them, or raise vocab_size and num_symbols"
         )
-    return np.array(symbols)
+    return found.astype(np.int64)
 
 
 def _noise(

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ssmzoo.tasks.common import at_least
-from ssmzoo.tasks.supervised import DIGITS, Ragged, Supervised, require_split, token_rows
+from ssmzoo.tasks.supervised import DIGITS, Ragged, Supervised, size_of, token_rows
 
 LISTOPS_SYMBOLS = (
     *("<pad>", "<unk>", "<eos>"),
@@ -100,17 +100,10 @@ def load_listops(
 
     See :func:`listops_trees` for the other arguments and the errors.
     """
-    require_split(split)
-    sizes = {"test": num_test, "validation": num_validation, "train": num_train}
-    for name, size in sizes.items():
-        at_least(f"num_{name}", size, 1)
-    first = 0
-    for name, size in sizes.items():
-        if name == split:
-            break
-        first += size
+    size = size_of(split, num_train, num_validation, num_test)
+    first = {"test": 0, "validation": num_test, "train": num_test + num_validation}[split]
     rows, labels = listops_trees(
-        first + sizes[split],
+        first + size,
         min_length=min_length,
         max_length=max_length,
         max_depth=max_depth,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
@@ -20,7 +20,7 @@ from ssmzoo.tasks.forecast import load_forecast
 from ssmzoo.tasks.imdb import load_imdb
 from ssmzoo.tasks.induction import induction_heads, induction_heads_zero
 from ssmzoo.tasks.listops import load_listops
-from ssmzoo.tasks.mad import MAD_PROBLEMS
+from ssmzoo.tasks.mad import MAD_PROBLEMS, Rows
 from ssmzoo.tasks.mnist import load_mnist
 from ssmzoo.tasks.pathfinder import load_pathfinder
 from ssmzoo.tasks.pictures import load_pictures
@@ -28,7 +28,7 @@ from ssmzoo.tasks.recall import mqar
 from ssmzoo.tasks.retrieval import load_retrieval
 from ssmzoo.tasks.speech_commands import load_speech_commands
 from ssmzoo.tasks.state_tracking import group_vocab_size, state_tracking
-from ssmzoo.tasks.supervised import SPLITS, Batch, Supervised, require_split
+from ssmzoo.tasks.supervised import SPLITS, Batch, Supervised, size_of
 
 _BLOCK = 1024  # rows drawn together; part of what a seed means
 
@@ -39,13 +39,13 @@ def load_task(name: str, split: str, seed: int, **args: Any) -> Supervised:
     Args:
         name: One of :data:`SUPERVISED_TASKS`.
         split: ``train``, ``validation`` or ``test``.
-        seed: What is generated is drawn from it; data sets that exist do not depend on it, save how
-            their training images are turned.
+        seed: What is generated is drawn from it, the turning of training images too. Which examples
+            of a data set are held out does not depend on it.
         **args: The task's own arguments.
 
     Raises:
         LookupError: No such task, split, argument, or data set.
-        ValueError: An argument is missing or out of range.
+        ValueError: An argument is missing or out of range, or the seed is negative.
         TypeError: An argument is of another kind.
         RuntimeError: A library that the task's data needs is not installed.
     """
@@ -54,9 +54,13 @@ def load_task(name: str, split: str, seed: int, **args: Any) -> Supervised:
             f"no task {name!r}{suggestion(name, SUPERVISED_TASKS)}; "
             f"there are {', '.join(SUPERVISED_TASKS)}"
         )
-    function = SUPERVISED_TASKS[name]
-    task_arguments(name, function, args, said=("split", "seed"))
-    return function(split, seed, **args)
+    if split not in SPLITS:
+        raise LookupError(
+            f"split must be one of {', '.join(SPLITS)}, got {split!r}{suggestion(split, SPLITS)}"
+        )
+    at_least("seed", seed, 0)
+    load = SUPERVISED_TASKS[name]
+    return load(split, seed, **task_arguments(name, load, args, said=("split", "seed")))
 
 
 def task_arguments(
@@ -113,93 +117,29 @@ def _kinds(annotation: Any) -> tuple[type, ...]:
 
 
 def _load_induction_heads_zero(split: str, seed: int) -> Supervised:
-    """Return IH0: there are but eight sequences, and every split is all of them."""
-    require_split(split)
-    inputs, labels = induction_heads_zero()
+    """Return IH0: there are only eight sequences, and every split is all of them."""
+    return _language(*induction_heads_zero(), vocab_size=3)
+
+
+def _language(inputs: np.ndarray, labels: np.ndarray, vocab_size: int) -> Supervised:
+    """Return rows that lie in memory."""
 
     def make(indices: np.ndarray, _epoch: int) -> Batch:
         return Batch(inputs[indices], labels[indices], np.full(len(indices), inputs.shape[1]))
-
-    return Supervised("tokens", "causal_lm", len(inputs), make, vocab_size=3)
-
-
-def _recall(
-    problem: Callable[..., tuple[np.ndarray, np.ndarray]],
-    *sizes: int,
-    may_be_fresh: bool = False,
-    vocab_size_of: Callable[..., int] | None = None,
-) -> Callable[..., Supervised]:
-    """Return the loader of a problem of rows: its own arguments, and the splits' sizes.
-
-    The number of ids is the argument ``vocab_size``, or what ``vocab_size_of`` says of the others.
-    """
-    own = inspect.signature(problem, eval_str=True).parameters
-    counted = {f"num_{split}": size for split, size in zip(SPLITS, sizes, strict=True)}
-
-    def load(split: str, seed: int, **args: Any) -> Supervised:
-        counts = tuple(args.pop(name, size) for name, size in counted.items())
-        language = _fresh_language if args.pop("fresh", False) else _language
-
-        def make(count: int, drawn: int) -> tuple[np.ndarray, np.ndarray]:
-            return problem(count, seed=drawn, **args)
-
-        if vocab_size_of is None:
-            vocab_size = args.get("vocab_size", own["vocab_size"].default)
-        else:
-            wanted = inspect.signature(vocab_size_of).parameters
-            vocab_size = vocab_size_of(**{name: args[name] for name in wanted if name in args})
-        return language(split, seed, counts, vocab_size, make)
-
-    def keyword(name: str, default: int) -> inspect.Parameter:
-        kind = inspect.Parameter.KEYWORD_ONLY
-        return inspect.Parameter(name, kind, default=default, annotation=type(default))
-
-    load.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter("split", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=str),
-            inspect.Parameter("seed", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=int),
-            *(p for name, p in own.items() if name not in ("num_examples", "seed")),
-            *(keyword(name, size) for name, size in counted.items()),
-            *([keyword("fresh", False)] if may_be_fresh else []),
-        ]
-    )
-    return load
-
-
-def _language(
-    split: str,
-    seed: int,
-    sizes: tuple[int, int, int],
-    vocab_size: int,
-    make_rows: Callable[[int, int], tuple[np.ndarray, np.ndarray]],
-) -> Supervised:
-    """Return a recall problem whose rows lie in memory."""
-    number = _number_of(split, sizes)
-    drawn = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
-    inputs, labels = make_rows(sizes[number], drawn)
-
-    def make(indices: np.ndarray, _epoch: int) -> Batch:
-        lengths = np.full(len(indices), inputs.shape[1])
-        return Batch(inputs[indices], labels[indices], lengths)
 
     return Supervised("tokens", "causal_lm", len(inputs), make, vocab_size=vocab_size)
 
 
 def _fresh_language(
-    split: str,
-    seed: int,
-    sizes: tuple[int, int, int],
-    vocab_size: int,
-    make_rows: Callable[[int, int], tuple[np.ndarray, np.ndarray]],
+    split: str, seed: int, size: int, vocab_size: int, problem: Callable[..., Rows]
 ) -> Supervised:
-    """Return a recall problem whose rows are drawn when they are read, others every epoch."""
-    number = _number_of(split, sizes)
+    """Return rows that are drawn when they are read, others every epoch."""
+    number = SPLITS.index(split)
 
-    # neighbouring batches share a block
-    @lru_cache(maxsize=2)
-    def block(epoch: int, which: int) -> tuple[np.ndarray, np.ndarray]:
+    @lru_cache(maxsize=2)  # neighbouring batches share a block
+    def block(epoch: int, which: int) -> Rows:
         entropy = np.random.SeedSequence([seed, number, epoch, which])
-        return make_rows(_BLOCK, int(entropy.generate_state(1, np.uint64)[0]))
+        return problem(_BLOCK, seed=int(entropy.generate_state(1, np.uint64)[0]))
 
     def make(indices: np.ndarray, epoch: int) -> Batch:
         blocks, place = np.unique(indices // _BLOCK, return_inverse=True)
@@ -208,23 +148,44 @@ def _fresh_language(
         inputs, labels = (np.concatenate(part)[rows] for part in zip(*drawn, strict=True))
         return Batch(inputs, labels, np.full(len(indices), inputs.shape[1]))
 
-    make(np.zeros(1, np.int64), 0)  # wrong arguments show now
-    return Supervised(
-        "tokens",
-        "causal_lm",
-        sizes[number],
-        make,
-        vocab_size=vocab_size,
-        fresh=split != "test",
-        shuffle=False,
-    )
+    block(0, 0)  # wrong arguments are errors now, not during training
+    meaning = {"vocab_size": vocab_size, "fresh": split != "test", "shuffle": False}
+    return Supervised("tokens", "causal_lm", size, make, **meaning)
 
 
-def _number_of(split: str, sizes: tuple[int, int, int]) -> int:
-    require_split(split)
-    for name, size in zip(SPLITS, sizes, strict=True):
-        at_least(f"num_{name}", size, 1)
-    return SPLITS.index(split)
+def _recall(
+    problem: Callable[..., Rows],
+    *sizes: int,
+    may_be_fresh: bool = False,
+    vocab_size_of: Callable[[dict[str, Any]], int] = lambda args: args["vocab_size"],
+) -> Callable[..., Supervised]:
+    """Return the loader of a problem of rows.
+
+    Args:
+        problem: Makes rows from their number, a seed, and the task's own arguments.
+        sizes: The splits' default sizes.
+        may_be_fresh: Whether the task has the argument ``fresh``.
+        vocab_size_of: How many ids there are, from the problem's arguments.
+    """
+    own = inspect.signature(problem, eval_str=True).parameters
+    counts = {f"num_{split}": size for split, size in zip(SPLITS, sizes, strict=True)}
+
+    def load(split: str, seed: int, **args: Any) -> Supervised:
+        size = size_of(split, *(args.pop(name) for name in counts))
+        fresh, vocab_size = args.pop("fresh", False), vocab_size_of(args)
+        if fresh:
+            return _fresh_language(split, seed, size, vocab_size, partial(problem, **args))
+        drawn = np.random.SeedSequence([seed, SPLITS.index(split)]).generate_state(1)[0]
+        return _language(*problem(size, seed=int(drawn), **args), vocab_size=vocab_size)
+
+    parameters = [p for name, p in own.items() if name not in ("num_examples", "seed")]
+    for name, default in (counts | {"fresh": False} if may_be_fresh else counts).items():
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(name, kind, default=default, annotation=type(default)))
+    split_and_seed = list(inspect.signature(load, eval_str=True).parameters.values())[:2]
+    signature = inspect.Signature([*split_and_seed, *parameters])
+    load.__signature__ = signature  # type: ignore[attr-defined]
+    return load
 
 
 SUPERVISED_TASKS: dict[str, Callable[..., Supervised]] = {
@@ -247,7 +208,7 @@ SUPERVISED_TASKS: dict[str, Callable[..., Supervised]] = {
         state_tracking,
         *(100_000, 3_000, 3_000),
         may_be_fresh=True,
-        vocab_size_of=group_vocab_size,
+        vocab_size_of=lambda args: group_vocab_size(args["group"]),
     ),
     **{name: _recall(problem, 12_800, 1_280, 1_280) for name, problem in MAD_PROBLEMS.items()},
 }

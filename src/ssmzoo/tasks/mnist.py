@@ -7,12 +7,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from ssmzoo.tasks.common import at_least
-from ssmzoo.tasks.data_sets import grey_images, open_split
-from ssmzoo.tasks.supervised import DIGITS, Supervised, images, require_split
+from ssmzoo.tasks.data_sets import class_labels, grey_images, hold_out, open_split
+from ssmzoo.tasks.supervised import DIGITS, Supervised, images
 
 _SIDE = 28
-_SPLIT_SEED = 42
 
 
 def load_mnist(
@@ -35,7 +33,6 @@ def load_mnist(
     model must cut them as COFFEE's classifier does.
 
     Args:
-        split: ``train``, ``validation`` or ``test``.
         seed: Of the angles.
         data: A Hub id or a folder with the splits train and test, columns ``image`` and ``label``.
         crop: Side of the square that is cut from the middle.
@@ -43,29 +40,19 @@ def load_mnist(
         num_validation: Training images that are held out, at random.
 
     Raises:
-        LookupError: No such split, or no such data.
+        LookupError: No such data.
         ValueError: An argument is out of range, an image that is not 28 by 28, or a label that is
             not 0 .. 9.
         RuntimeError: ``datasets`` or Pillow is not installed.
     """
-    require_split(split)
-    at_least("num_validation", num_validation, 1)
-    at_least("seed", seed, 0)
     if not 1 <= crop <= _SIDE:
         raise ValueError(f"crop must be between 1 and {_SIDE}, got {crop}")
     if not 0 <= rotation <= 180:
         raise ValueError(f"rotation must be between 0 and 180 degrees, got {rotation}")
     rows = open_split("mnist", data, "test" if split == "test" else "train", ("image", "label"))
     if split != "test":
-        if num_validation >= len(rows):
-            raise ValueError(
-                f"num_validation must leave some of the {len(rows)} training images, "
-                f"got {num_validation}"
-            )
-        order = np.random.default_rng(_SPLIT_SEED).permutation(len(rows))
-        held_out = split == "validation"
-        rows = rows.select(np.sort(order[:num_validation] if held_out else order[num_validation:]))
-    pixels, labels = grey_images(data, rows, "image", _SIDE)
+        rows = hold_out(rows, split, num_validation, "num_validation")
+    pixels, labels = grey_images(data, rows, "image", _SIDE), class_labels(data, rows, "label", 10)
     turns = split == "train" and rotation > 0
 
     @lru_cache(maxsize=1)

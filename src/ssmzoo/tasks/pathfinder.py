@@ -23,7 +23,7 @@ import numpy as np
 
 from ssmzoo.files import appears_whole
 from ssmzoo.tasks.common import at_least
-from ssmzoo.tasks.supervised import SPLITS, Supervised, require_split, value_rows
+from ssmzoo.tasks.supervised import SPLITS, Supervised, size_of, value_rows
 
 _SCALE = 2  # drawn at twice the size
 _CANDIDATES = 256  # images tried together; part of what a seed means
@@ -112,27 +112,20 @@ def load_pathfinder(
     """Return Pathfinder as rows of pixels in [-1, 1], row by row.
 
     Args:
-        split: ``train``, ``validation`` or ``test``.
-        seed: Same seed, same images.
-        resolution: 32, or 128 for Path-X.
-        contour_length: Dashes of the two curves: 6, 9 or 14, from easy to hard.
+        resolution: As for :func:`pathfinder_images`, and ``contour_length``.
+        contour_length: See there.
         num_train: Training images.
         num_validation: Validation images.
         num_test: Test images.
         cache: A folder to keep the images in, and to find them in the next time.
 
     Raises:
-        LookupError: No such split.
         ValueError: An argument is out of range.
     """
-    require_split(split)
     _check(resolution, contour_length)
-    sizes = {"train": num_train, "validation": num_validation, "test": num_test}
-    for name, size in sizes.items():
-        at_least(f"num_{name}", size, 1)
-    at_least("seed", seed, 0)
+    size = size_of(split, num_train, num_validation, num_test)
     drawn = int(np.random.SeedSequence([seed, SPLITS.index(split)]).generate_state(1)[0])
-    settings, size = _SETTINGS[resolution], sizes[split]
+    settings = _SETTINGS[resolution]
     if cache is None:
         rows = np.empty((size, resolution**2 + 1), dtype=np.uint8)
         _fill(rows, settings, contour_length, drawn)

@@ -9,10 +9,15 @@ import numpy as np
 
 from ssmzoo.environment.messages import first_line
 from ssmzoo.tasks.common import at_least
-from ssmzoo.tasks.data_sets import open_split, require_datasets, require_pillow
-from ssmzoo.tasks.supervised import Supervised, images, require_split
+from ssmzoo.tasks.data_sets import (
+    class_labels,
+    hold_out,
+    open_split,
+    require_datasets,
+    require_pillow,
+)
+from ssmzoo.tasks.supervised import Supervised, images
 
-_SPLIT_SEED = 42
 _SCALES, _RATIOS = (0.08, 1.0), (3 / 4, 4 / 3)  # of what is cut out in training, as usual
 _ATTEMPTS = 10
 
@@ -40,7 +45,6 @@ def load_pictures(
     4/3, is resized instead, and half of them are mirrored; every epoch draws anew.
 
     Args:
-        split: ``train``, ``validation`` or ``test``.
         seed: Of what training draws; which pictures are held out never changes.
         data: A Hub id or a folder that ``datasets`` loads, with a split train.
         size: Side of the square that the model gets.
@@ -56,14 +60,12 @@ def load_pictures(
         mirror: Whether training mirrors.
 
     Raises:
-        LookupError: No such split, or no such data.
+        LookupError: No such data.
         ValueError: An argument is out of range, a label is not a class, or a picture is damaged.
         RuntimeError: ``datasets`` or Pillow is not installed.
     """
-    require_split(split)
     require_pillow()
-    for name, value, least in (("size", size, 1), ("num_validation", num_validation, 1)):
-        at_least(name, value, least)
+    at_least("size", size, 1)
     resize = size if resize is None else resize
     at_least("resize", resize, size)
     if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
@@ -71,29 +73,16 @@ def load_pictures(
             f"mean and std must be three numbers, of std above 0, got {list(mean)} and {list(std)}"
         )
     rows = open_split("pictures", data, test if split == "test" else "train", (image, label))
-    labels = np.array(rows[label])
-    if not np.issubdtype(labels.dtype, np.integer):
-        raise ValueError(f"column {label!r} of {data!r} must hold numbers, got {rows[0][label]!r}")
     feature: Any = rows.features[label]
+    if "int" not in str(feature.dtype):
+        raise ValueError(f"column {label!r} of {data!r} must hold numbers, got {rows[0][label]!r}")
     classes = getattr(feature, "num_classes", None)
     if classes is None:
         trained = rows if split != "test" else open_split("pictures", data, "train", (label,))
         classes = int(np.max(trained[label])) + 1
     if split != "test":
-        if num_validation >= len(rows):
-            raise ValueError(
-                f"num_validation must leave some of the {len(rows)} pictures to train on, "
-                f"got {num_validation}"
-            )
-        order = np.random.default_rng(_SPLIT_SEED).permutation(len(rows))
-        held_out = split == "validation"
-        chosen = np.sort(order[:num_validation] if held_out else order[num_validation:])
-        rows, labels = rows.select(chosen), labels[chosen]
-    wrong = labels[(labels < 0) | (labels >= classes)]
-    if len(wrong):
-        raise ValueError(
-            f"column {label!r} of {data!r} must hold classes 0 to {classes - 1}, got {wrong[0]}"
-        )
+        rows = hold_out(rows, split, num_validation, "num_validation")
+    labels = class_labels(data, rows, label, classes)
     rows = rows.cast_column(image, require_datasets().Image())
     draws = split == "train" and (crop or mirror)
 

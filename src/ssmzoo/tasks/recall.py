@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ssmzoo.tasks.common import IGNORED, at_least, distinct, lm_eval_split, symbols
+from ssmzoo.tasks.common import IGNORED, at_least, distinct, lm_eval_split, own_arguments, symbols
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -88,31 +88,15 @@ def mqar(
 
 
 def mqar_documents(
-    *,
-    num_examples: int,
-    seq_len: int,
-    num_pairs: int,
-    vocab_size: int,
-    seed: int,
-    power: float = 0.01,
-    random_filler: bool = False,
-    **_: Any,
+    *, num_examples: int, num_pairs: int, seed: int, **metadata: Any
 ) -> dict[str, Dataset]:
-    """Return MQAR for lm-eval, in symbols: one document a row, asking one of its keys.
+    """Return :func:`mqar` for lm-eval, in symbols: one document a row, asking one of its keys.
 
     The key is drawn evenly, so accuracy has the expectation of scoring every query, and documents
-    are independent, as the standard error supposes. Other keywords (lm-eval passes all of a
-    task's metadata) are ignored.
+    are independent, as the standard error supposes. Other metadata of a task is ignored.
     """
-    input_ids, labels = mqar(
-        num_examples,
-        seq_len=seq_len,
-        num_pairs=num_pairs,
-        vocab_size=vocab_size,
-        power=power,
-        random_filler=random_filler,
-        seed=seed,
-    )
+    made = own_arguments(mqar, metadata)
+    input_ids, labels = mqar(num_examples, num_pairs=num_pairs, seed=seed, **made)
     asked = np.random.default_rng([seed, 1]).integers(num_pairs, size=num_examples)
     answers = np.nonzero(labels != IGNORED)[1].reshape(num_examples, num_pairs)
     ends = answers[np.arange(num_examples), asked]

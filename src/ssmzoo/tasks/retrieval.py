@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from ssmzoo.tasks.common import at_least
-from ssmzoo.tasks.data_sets import Characters, caching, open_split, require_datasets, texts
-from ssmzoo.tasks.supervised import Batch, Ragged, Supervised, require_split
+from ssmzoo.tasks.data_sets import (
+    Characters,
+    caching,
+    class_labels,
+    open_split,
+    require_datasets,
+    texts,
+)
+from ssmzoo.tasks.supervised import Batch, Ragged, Supervised
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -25,17 +32,14 @@ def load_retrieval(split: str, seed: int, *, data: str, max_length: int = 4000) 
     The vocabulary is that of both papers of all training pairs.
 
     Args:
-        split: ``train``, ``validation`` or ``test``.
-        seed: Not used.
         data: The folder of the arena's ``new_aan_pairs.train.tsv``, ``.eval.tsv``, ``.test.tsv``;
             or a Hub id or a folder with the three splits, columns ``label``, ``text1``, ``text2``.
         max_length: Characters of a paper that are read, the end of the text counted.
 
     Raises:
-        LookupError: No such split, or no such data.
+        LookupError: No such data.
         ValueError: ``max_length`` below 1, or a label that is not 0 or 1.
     """
-    require_split(split)
     at_least("max_length", max_length, 1)
     train = _open(data, "train")
     characters = Characters(
@@ -46,9 +50,7 @@ def load_retrieval(split: str, seed: int, *, data: str, max_length: int = 4000) 
         Ragged.of([characters.encode(text, max_length) for text in texts(rows, column)])
         for column in ("text1", "text2")
     )
-    labels = np.array([float(label) for label in rows["label"]])
-    if not np.isin(labels, (0, 1)).all():
-        raise ValueError(f"labels of {data!r} must be 0 or 1, got {np.unique(labels)[:5].tolist()}")
+    labels = class_labels(data, rows, "label", 2)
 
     def make(indices: np.ndarray, _epoch: int) -> Batch:
         sides = [side.padded(indices) for side in (first, second)]
@@ -57,7 +59,7 @@ def load_retrieval(split: str, seed: int, *, data: str, max_length: int = 4000) 
         for number, (tokens, _) in enumerate(sides):
             inputs[:, number, : tokens.shape[1]] = tokens
         lengths = np.stack([lengths for _, lengths in sides], axis=1)
-        return Batch(inputs, labels[indices].astype(np.int64), lengths)
+        return Batch(inputs, labels[indices], lengths)
 
     return Supervised(
         "token_pairs",

@@ -12,7 +12,7 @@ import numpy as np
 
 from ssmzoo.tasks.common import at_least
 from ssmzoo.tasks.data_sets import open_splits, require_datasets
-from ssmzoo.tasks.supervised import Supervised, require_split, value_rows
+from ssmzoo.tasks.supervised import Supervised, value_rows
 
 WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
 _RATE = 16_000
@@ -26,8 +26,6 @@ def load_speech_commands(split: str, seed: int, *, data: str, length: int = _RAT
     papers add 1e-5 to the deviation after a division by 2**15; here nothing is added.
 
     Args:
-        split: ``train``, ``validation`` or ``test``.
-        seed: Not used.
         data: The folder of the unpacked archive, one folder of wav files a word; or a Hub id or a
             folder with the columns ``audio`` and ``label``, all its splits taken together.
         length: Samples of a clip, 16000 a second.
@@ -36,7 +34,6 @@ def load_speech_commands(split: str, seed: int, *, data: str, length: int = _RAT
         LookupError: No such split, no such data, or a word without a clip.
         ValueError: A file that is not 16-bit mono sound at 16 kHz.
     """
-    require_split(split)
     at_least("length", length, 1)
     clips: list[np.ndarray] = []
     labels: list[int] = []

@@ -56,7 +56,7 @@ def state_tracking(
     return input_ids, labels
 
 
-def group_vocab_size(group: str = "S3") -> int:
+def group_vocab_size(group: str) -> int:
     """Return how many ids :func:`state_tracking` uses: the filler and the group's elements."""
     return 1 + len(_products(group))
 

@@ -1,4 +1,4 @@
-"""What the trainer sees of a task: batches of inputs, labels and lengths, and what they mean.
+"""A task as a trainer reads it: batches of inputs, labels and lengths, and what they mean.
 
 A batch is a pure function of the indices and the epoch, so a run resumes on the same examples.
 Rows end at different places; they are padded on the right with zeros, and ``lengths`` says where
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ssmzoo.family import suggestion
+from ssmzoo.tasks.common import at_least
 
 Kind = Literal["tokens", "values", "token_pairs", "images"]
 Objective = Literal[
@@ -26,8 +26,6 @@ Objective = Literal[
 ]
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
-
-
 DIGITS = tuple("0123456789")  # the names of classes that are digits
 
 
@@ -131,6 +129,33 @@ class Ragged:
         inside = column < lengths[:, None]
         places = np.where(inside, starts[:, None] + column, 0)
         return np.where(inside, self.values[places], 0).astype(np.int64), lengths
+
+
+def drawn_examples(
+    split: str,
+    seed: int,
+    size: int,
+    fresh: bool,
+    make: Callable[[list[np.random.Generator]], Batch],
+    **meaning: Any,
+) -> Supervised:
+    """Return examples of which each is drawn by a generator of its own.
+
+    Args:
+        split: The split.
+        seed: Same seed, same examples.
+        size: Examples.
+        fresh: Draw new training examples every epoch.
+        make: One example for each generator.
+        **meaning: The other fields of :class:`Supervised`.
+    """
+    anew = fresh and split == "train"
+
+    def make_batch(indices: np.ndarray, epoch: int) -> Batch:
+        place = SPLITS.index(split), epoch if anew else 0
+        return make([np.random.default_rng([seed, *place, index]) for index in indices])
+
+    return Supervised(size=size, make=make_batch, fresh=anew, **meaning)
 
 
 def token_rows(
@@ -237,9 +262,8 @@ def images(
     )
 
 
-def require_split(split: str) -> None:
-    """Raise a LookupError unless a split has one of the three names."""
-    if split not in SPLITS:
-        raise LookupError(
-            f"split must be one of {', '.join(SPLITS)}, got {split!r}{suggestion(split, SPLITS)}"
-        )
+def size_of(split: str, *sizes: int) -> int:
+    """Return the size of a split, after a check of those of all three, num_train and so on."""
+    for name, size in zip(SPLITS, sizes, strict=True):
+        at_least(f"num_{name}", size, 1)
+    return sizes[SPLITS.index(split)]
