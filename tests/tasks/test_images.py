@@ -156,10 +156,7 @@ def test_turning_takes_the_nearest_pixel_as_torch_does(crop):
     [
         ({"crop": 29}, "crop must be between 1 and 28, got 29"),
         ({"rotation": -1.0}, r"rotation must be between 0 and 180 degrees, got -1\.0"),
-        (
-            {"num_validation": 24},
-            "num_validation must hold out some of the 24 training examples, not all, got 24",
-        ),
+        ({"num_validation": 24}, "num_validation must hold out some of the 24 .*, got 24"),
         (
             {"num_validation": 0},
             "num_validation must hold out some of the 24 training examples, not all, got 0",
@@ -176,9 +173,7 @@ def test_mnist_refuses_other_images_and_labels(tmp_path):
     with pytest.raises(ValueError, match=r"images of .*large' must be 28 by 28, got \(30, 30\)"):
         load_task("mnist", "test", 0, data=large)
     letters, _ = stand_in(tmp_path / "letters", labels=range(5, 15))
-    with pytest.raises(
-        ValueError, match=r"column 'label' of .*letters' must hold classes 0 to 9, got 1"
-    ):
+    with pytest.raises(ValueError, match=r"column 'label' of .*letters' must hold classes 0 to 9"):
         load_task("mnist", "test", 0, data=letters)
 
 
@@ -287,8 +282,8 @@ def test_training_pictures_are_cut_and_mirrored_anew_every_epoch(tmp_path):
         ({}, {"size": 0}, "size must be at least 1, got 0"),
         ({}, {"resize": 7}, "resize must be at least 8, got 7"),
         ({}, {"num_validation": 8}, "num_validation must hold out some of the 8"),
-        ({}, {"mean": [0.5]}, "mean and std must be three numbers"),
-        ({}, {"std": [1.0, 0.0, 1.0]}, "of std above 0"),
+        ({}, {"mean": [0.5]}, "mean and std > 0 must be three numbers"),
+        ({}, {"std": [1.0, 0.0, 1.0]}, "mean and std > 0 must be three numbers"),
         ({"classes": 0, "labels": [0, 1, 2, -1] * 2}, {}, "must hold classes 0 to 2, got -1"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Long filters of a model, those of a Hyena say, replaced by filters of small order with a state.
+"""Replace a model's long filters, as those of a Hyena, by recurrent filters of small order.
 
 A family takes part if its configuration has ``distilled(order, kind)``, that of the model to be,
 and its mixers have ``kernel(length)``, ``gain()``, ``set_filters(a, b, h0)`` for rational filters
@@ -92,8 +92,8 @@ def distill(
         order: n, what a channel's state will hold.
         kind: "rational" fits coefficients; "modal" fits n / 2 damped oscillations a channel, as
             Laughing Hyena does.
-        output_dir: Where to save the model and its report: a new or an empty folder, or that of an
-            earlier call to which nothing was added, which is replaced when all is done. None saves
+        output_dir: Where to save the model and its report: a new or an empty folder, or one that an
+            earlier call wrote and nothing was added to, which is replaced at the end. None saves
             nothing.
         steps: Steps of descent after the initial fit.
         lr: Their first rate.
@@ -106,17 +106,13 @@ def distill(
     Raises:
         ValueError: An order or length that does not fit, or the folder holds something.
         LookupError: No such kind, or the Hub has no such model.
-        TypeError: The model's family has no long filters that could be replaced, it has adapters or
-            other parts that its class has not, or a number is not whole.
+        TypeError: The model has no long filters, it has adapters or other parts that its class does
+            not have, or a number is not whole.
     """
-    import torch
-
-    from ssmzoo.distillation.fit import ModalFit, fit_modal, fit_rational
-
     if kind not in get_args(Kind):
         raise LookupError(f"no kind of filter named {kind!r}; kinds: {', '.join(get_args(Kind))}")
     for name, value in (("order", order), ("steps", steps), ("length", length)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        if value is not None and type(value) is not int:
             raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if steps < 0:
         raise ValueError(f"steps must be at least 0, got {steps}")
@@ -132,7 +128,26 @@ def distill(
             tokenizer = _tokenizer(source, folder)
     mixers = _mixers(teacher)
     _require_own_weights(teacher)
-    taps = getattr(teacher.config, "taps", None)
+    count = _count_taps(getattr(teacher.config, "taps", None), length)
+    fitted = []
+    for number, mixer in enumerate(mixers):
+        if progress is not None:
+            progress(number, len(mixers))
+        fitted.append(_fit(mixer, count, order, kind, steps, lr))
+    if progress is not None:
+        progress(len(mixers), len(mixers))
+    student = _student(teacher, order, kind, fitted)
+    errors = [_errors(*pair, count) for pair in zip(mixers, _mixers(student), strict=True)]
+    report = DistillReport(
+        kind, order, steps, count, tuple(errors), None if output_dir is None else str(output_dir)
+    )
+    if output_dir is not None:
+        _save(student, report, tokenizer, Path(output_dir))
+    return student, report
+
+
+def _count_taps(taps: int | None, length: int | None) -> int:
+    """Return how many taps to fit, of as many as there are and are asked for."""
     count = taps if length is None else length
     if count is None:
         raise ValueError(
@@ -142,31 +157,24 @@ def distill(
     if count < 3 or (taps is not None and count > taps):
         most = "" if taps is None else f" and at most {taps}, the taps there are"
         raise ValueError(f"length must be at least 3{most}, got {count}")
-    if not 1 <= order <= (count - 1) // 2:
-        raise ValueError(
-            f"order must be between 1 and half of the {count - 1} taps to fit, got {order}"
-        )
-    fit = fit_rational if kind == "rational" else fit_modal
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
-    for number, mixer in enumerate(mixers):
-        if progress is not None:
-            progress(number, len(mixers))
-        with torch.no_grad():
-            kernel, gain = mixer.kernel(count), mixer.gain()
-        fitted = fit(kernel[:, 1:], order, steps=steps, lr=lr)
-        modal = isinstance(fitted, ModalFit)
-        pair = (fitted.poles, fitted.residues) if modal else (fitted.a, fitted.b)
-        found.append((*pair, gain + kernel[:, 0]))
-    if progress is not None:
-        progress(len(mixers), len(mixers))
-    student = _student(teacher, order, kind, found)
-    errors = [_errors(*pair, count) for pair in zip(mixers, _mixers(student), strict=True)]
-    report = DistillReport(
-        kind, order, steps, count, tuple(errors), None if output_dir is None else str(output_dir)
-    )
-    if output_dir is not None:
-        _save(student, report, tokenizer, Path(output_dir))
-    return student, report
+    return count
+
+
+def _fit(
+    mixer: Any, count: int, order: int, kind: Kind, steps: int, lr: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the mixer's ``set_filters`` or ``set_modes`` takes."""
+    import torch
+
+    from ssmzoo.distillation.fit import fit_modal, fit_rational
+
+    with torch.no_grad():
+        kernel, gain = mixer.kernel(count), mixer.gain()
+    if kind == "modal":
+        modal = fit_modal(kernel[:, 1:], order, steps=steps, lr=lr)
+        return modal.poles, modal.residues, gain + kernel[:, 0]
+    rational = fit_rational(kernel[:, 1:], order, steps=steps, lr=lr)
+    return rational.a, rational.b, gain + kernel[:, 0]
 
 
 def _check_target(target: Path) -> None:
@@ -181,7 +189,6 @@ def _check_target(target: Path) -> None:
 
 
 def _tokenizer(source: str, folder: Path | None) -> PreTrainedTokenizerBase | None:
-    """Return the teacher's tokenizer, which the student keeps, or None if it has none."""
     if folder is not None and not holds_tokenizer(folder):
         return None
     try:
@@ -262,6 +269,3 @@ def _save(
         (folder / REPORT).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
     write_folder(target, write)
-
-
-__all__ = ["DistillReport", "distill"]

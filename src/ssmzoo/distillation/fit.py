@@ -1,8 +1,8 @@
 """Filters of small order fitted to given long ones.
 
-What surprises: a filter may need poles so close to each other that float32 coefficients cannot hold
-them. Every candidate is therefore judged after rounding, as it will be used, and a lower order
-whose coefficients survive rounding wins against a higher one whose do not. Modes survive it.
+A filter may need poles so close to each other that float32 coefficients cannot represent them.
+Errors are therefore measured after rounding, as the filter will be used: a lower order whose
+coefficients survive rounding wins over a higher one whose coefficients do not. Modes survive it.
 
 Dimensions: D channels, K taps (1, 2, ...; tap 0 belongs to the direct gain), n order.
 """
@@ -318,6 +318,3 @@ def _descend_modes(
                 kept[better] = new[better]
     _, exponent, residue = best
     return exponent.exp(), residue * scale[:, None]
-
-
-__all__ = ["ModalFit", "RationalFit", "fit_modal", "fit_rational", "relative_error"]

@@ -216,87 +216,110 @@ def _grow(
     settings: _Settings, contour_length: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return two curves and the distractors of those of ``_CANDIDATES`` images that have room."""
-    count, size = _CANDIDATES, settings.size
-    margin = rng.choice(settings.margins, size=count).astype(np.float32)
-    reach = margin + settings.thickness  # between the axes of two dashes
-    pad = _window(settings.length / 2 + float(reach.max())) + 2 * _SCALE
-    side = size * _SCALE + 2 * pad
-    taken = np.zeros((count, side, side), dtype=np.int8)  # how many dashes forbid a place
-    steps = np.linspace(0, 1, 1 + 2 * int(np.ceil(settings.length)), dtype=np.float32)[:, None]
+    room = _Room(settings, rng)
+    two, alive = room.grow_two(contour_length)
+    others, alive = room.grow_distractors(alive, contour_length // 3)
+    return two[alive], others[alive]
 
-    def stamp(ids: np.ndarray, dash: np.ndarray, sign: int = 1) -> None:
-        where, inside = _covered(ids, dash, reach[ids], pad)
-        taken[where] += sign * inside.astype(np.int8)
 
-    def free(ids: np.ndarray, dash: np.ndarray) -> np.ndarray:  # [n], [n, K, 4] -> [n, K]
-        places = dash[..., None, :2] * (1 - steps) + dash[..., None, 2:] * steps
-        inside = (places >= settings.padding) & (places <= size - settings.padding)
-        cell = (places.clip(0, size - 0.5) * _SCALE).astype(np.int32) + pad
-        clear = taken[ids[:, None, None], cell[..., 1], cell[..., 0]] == 0
+class _Room:
+    """The free places of ``_CANDIDATES`` images, in which curves grow dash by dash."""
+
+    def __init__(self, settings: _Settings, rng: np.random.Generator) -> None:
+        self.settings, self.rng, self.count = settings, rng, _CANDIDATES
+        self.margin = rng.choice(settings.margins, size=self.count).astype(np.float32)
+        self.reach = self.margin + settings.thickness  # between the axes of two dashes
+        self.pad = _window(settings.length / 2 + float(self.reach.max())) + 2 * _SCALE
+        side = settings.size * _SCALE + 2 * self.pad
+        # how many dashes forbid a place
+        self.taken = np.zeros((self.count, side, side), dtype=np.int8)
+        steps = np.linspace(0, 1, 1 + 2 * int(np.ceil(settings.length)), dtype=np.float32)
+        self.steps = steps[:, None]
+
+    def grow_two(self, contour_length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return two curves an image [n, 2, K, 4], and which images had room for them."""
+        size, distance = self.settings.size, self.settings.seed_distance
+        middle = self.rng.uniform(2 * distance, size - 2 * distance, size=(self.count, 2))
+        apart = distance * _unit(self.rng.uniform(0, 2 * np.pi, size=self.count))
+        two = np.zeros((self.count, 2, contour_length, 4), dtype=np.float32)
+        two[:, 0, 0], two[:, 1, 0] = self._dashes_at(middle), self._dashes_at(middle + apart)
+        alive = np.arange(self.count)
+        self._stamp(alive, two[:, 1, 0])
+        for curve in (0, 1):
+            if curve:
+                self._stamp(alive, two[alive, 1, 0], -1)
+            for step in range(1, contour_length):
+                # the newest dash is not stamped yet: the next one may be near it, and near no other
+                dash, room = self._extend(alive, two[alive, curve, step - 1])
+                alive, dash = alive[room], dash[room]
+                self._stamp(alive, two[alive, curve, step - 1])
+                two[alive, curve, step] = dash
+            self._stamp(alive, two[alive, curve, -1])
+        return two, alive
+
+    def grow_distractors(self, alive: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return distractors of ``length`` dashes [n, M, J, 4], and which images had room."""
+        number = self.settings.distractor_dashes // length
+        others = np.zeros((self.count, number, length, 4), dtype=np.float32)
+        for i in range(number):
+            missing = alive
+            for _ in range(_TRIALS):
+                missing = np.setdiff1d(missing, self._grow_one(missing, others[:, i]))
+                if not len(missing):
+                    break
+            alive = np.setdiff1d(alive, missing)
+        return others, alive
+
+    def _grow_one(self, missing: np.ndarray, curve: np.ndarray) -> np.ndarray:
+        """Try to grow a distractor [n, J, 4] in images; return in which it has room."""
+        seeds = self._dashes_at(
+            self.rng.uniform(0, self.settings.size, size=(len(missing), _DIRECTIONS, 2))
+        )
+        room = self._free(missing, seeds)
+        ids = missing[room.any(axis=1)]
+        grown = [seeds[np.arange(len(missing)), room.argmax(axis=1)][room.any(axis=1)]]
+        for _ in range(curve.shape[1] - 1):
+            dash, room = self._extend(ids, grown[-1])
+            ids = ids[room]
+            grown = [*(before[room] for before in grown), dash[room]]
+        clear = _apart(np.stack(grown, axis=1), self.reach[ids], self.steps)
+        ids = ids[clear]
+        for step, dash in enumerate(grown):
+            curve[ids, step] = dash[clear]
+            self._stamp(ids, dash[clear])
+        return ids
+
+    def _stamp(self, ids: np.ndarray, dash: np.ndarray, sign: int = 1) -> None:
+        where, inside = _covered(ids, dash, self.reach[ids], self.pad)
+        self.taken[where] += sign * inside.astype(np.int8)
+
+    def _free(self, ids: np.ndarray, dash: np.ndarray) -> np.ndarray:  # [n], [n, K, 4] -> [n, K]
+        size, padding = self.settings.size, self.settings.padding
+        places = dash[..., None, :2] * (1 - self.steps) + dash[..., None, 2:] * self.steps
+        inside = (places >= padding) & (places <= size - padding)
+        cell = (places.clip(0, size - 0.5) * _SCALE).astype(np.int32) + self.pad
+        clear = self.taken[ids[:, None, None], cell[..., 1], cell[..., 0]] == 0
         return (inside.all(axis=3) & clear).all(axis=2)
 
-    def extend(ids: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _extend(self, ids: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Draw a dash behind the last one of each image; return them and which have room."""
         angle = np.arctan2(last[:, 3] - last[:, 1], last[:, 2] - last[:, 0])
-        gap = margin[ids, None] / 2
+        gap = self.margin[ids, None] / 2
         pivot = last[:, 2:] + gap * _unit(angle)
-        jitter = rng.random((len(ids), 1), dtype=np.float32)
+        jitter = self.rng.random((len(ids), 1), dtype=np.float32)
         bend = ((np.arange(_DIRECTIONS) + jitter) / _DIRECTIONS * 2 - 1) * np.pi / 2
-        ahead = _unit(angle[:, None] + bend / settings.continuity)
+        ahead = _unit(angle[:, None] + bend / self.settings.continuity)
         start = pivot[:, None] + gap[:, None] * ahead
-        dashes = np.concatenate([start, start + settings.length * ahead], axis=2)
-        total = (np.cos(bend) ** 2 * free(ids, dashes)).cumsum(axis=1)
-        drawn = rng.random((len(ids), 1), dtype=np.float32) * total[:, -1:]
+        dashes = np.concatenate([start, start + self.settings.length * ahead], axis=2)
+        total = (np.cos(bend) ** 2 * self._free(ids, dashes)).cumsum(axis=1)
+        drawn = self.rng.random((len(ids), 1), dtype=np.float32) * total[:, -1:]
         chosen = (total <= drawn).sum(axis=1).clip(max=_DIRECTIONS - 1)
         return dashes[np.arange(len(ids)), chosen], total[:, -1] > 0
 
-    def dashes_at(middle: np.ndarray) -> np.ndarray:
-        half = settings.length / 2 * _unit(rng.uniform(0, 2 * np.pi, size=middle.shape[:-1]))
+    def _dashes_at(self, middle: np.ndarray) -> np.ndarray:
+        turn = _unit(self.rng.uniform(0, 2 * np.pi, size=middle.shape[:-1]))
+        half = self.settings.length / 2 * turn
         return np.concatenate([middle - half, middle + half], axis=-1).astype(np.float32)
-
-    far = 2 * settings.seed_distance
-    middle = rng.uniform(far, size - far, size=(count, 2))
-    apart = settings.seed_distance * _unit(rng.uniform(0, 2 * np.pi, size=count))
-    two = np.zeros((count, 2, contour_length, 4), dtype=np.float32)
-    two[:, 0, 0], two[:, 1, 0] = dashes_at(middle), dashes_at(middle + apart)
-    alive = np.arange(count)
-    stamp(alive, two[:, 1, 0])
-    for curve in (0, 1):
-        if curve:
-            stamp(alive, two[alive, 1, 0], -1)
-        for step in range(1, contour_length):
-            # the newest dash is not stamped yet: the next one may be near it, and near no other
-            dash, room = extend(alive, two[alive, curve, step - 1])
-            alive, dash = alive[room], dash[room]
-            stamp(alive, two[alive, curve, step - 1])
-            two[alive, curve, step] = dash
-        stamp(alive, two[alive, curve, -1])
-
-    per_curve = contour_length // 3
-    others = np.zeros(
-        (count, settings.distractor_dashes // per_curve, per_curve, 4), dtype=np.float32
-    )
-    for number in range(others.shape[1]):
-        missing = alive
-        for _ in range(_TRIALS):
-            seeds = dashes_at(rng.uniform(0, size, size=(len(missing), _DIRECTIONS, 2)))
-            room = free(missing, seeds)
-            chosen = room.argmax(axis=1)
-            ids = missing[room.any(axis=1)]
-            grown = [seeds[np.arange(len(missing)), chosen][room.any(axis=1)]]
-            for _ in range(per_curve - 1):
-                dash, room = extend(ids, grown[-1])
-                ids = ids[room]
-                grown = [*(before[room] for before in grown), dash[room]]
-            clear = _apart(np.stack(grown, axis=1), reach[ids], steps)
-            ids = ids[clear]
-            for step, dash in enumerate(grown):
-                others[ids, number, step] = dash[clear]
-                stamp(ids, dash[clear])
-            missing = np.setdiff1d(missing, ids)
-            if not len(missing):
-                break
-        alive = np.setdiff1d(alive, missing)
-    return two[alive], others[alive]
 
 
 def _apart(curve: np.ndarray, reach: np.ndarray, steps: np.ndarray) -> np.ndarray:

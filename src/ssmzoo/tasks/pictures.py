@@ -69,41 +69,33 @@ def load_pictures(
     resize = size if resize is None else resize
     at_least("resize", resize, size)
     if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
-        raise ValueError(
-            f"mean and std must be three numbers, of std above 0, got {list(mean)} and {list(std)}"
-        )
+        raise ValueError(f"mean and std > 0 must be three numbers, got {list(mean)}, {list(std)}")
     rows = open_split("pictures", data, test if split == "test" else "train", (image, label))
     feature: Any = rows.features[label]
-    if "int" not in str(feature.dtype):
-        raise ValueError(f"column {label!r} of {data!r} must hold numbers, got {rows[0][label]!r}")
-    classes = getattr(feature, "num_classes", None)
-    if classes is None:
-        trained = rows if split != "test" else open_split("pictures", data, "train", (label,))
-        classes = int(np.max(trained[label])) + 1
+    classes = getattr(feature, "num_classes", None) or _count_classes(data, label)
     if split != "test":
         rows = hold_out(rows, split, num_validation, "num_validation")
     labels = class_labels(data, rows, label, classes)
     rows = rows.cast_column(image, require_datasets().Image())
     draws = split == "train" and (crop or mirror)
 
+    def draw(index: int, epoch: int) -> np.ndarray:
+        try:
+            picture = rows[index][image].convert("RGB")
+        except (OSError, AttributeError) as error:
+            raise ValueError(
+                f"picture {index} of the {split} split of {data!r} is damaged: {first_line(error)}"
+            ) from error
+        rng = np.random.default_rng([seed, epoch, index])
+        if draws and crop:
+            picture = picture.resize((size, size), 3, box=_part(picture.size, rng))
+        else:
+            picture = _middle(picture, size, resize)
+        pixels = np.asarray(picture)
+        return pixels[:, ::-1] if draws and mirror and rng.random() < 0.5 else pixels
+
     def make(indices: np.ndarray, epoch: int) -> np.ndarray:
-        pixels = np.empty((len(indices), size, size, 3), np.uint8)
-        for place, index in enumerate(indices.tolist()):
-            try:
-                picture = rows[index][image].convert("RGB")
-            except (OSError, AttributeError) as error:
-                raise ValueError(
-                    f"picture {index} of the {split} split of {data!r} is damaged: "
-                    f"{first_line(error)}"
-                ) from error
-            rng = np.random.default_rng([seed, epoch, index])
-            if draws and crop:
-                picture = picture.resize((size, size), 3, box=_part(picture.size, rng))
-            else:
-                picture = _middle(picture, size, resize)
-            found = np.asarray(picture)
-            pixels[place] = found[:, ::-1] if draws and mirror and rng.random() < 0.5 else found
-        return pixels.transpose(0, 3, 1, 2)
+        return np.stack([draw(i, epoch) for i in indices.tolist()]).transpose(0, 3, 1, 2)
 
     return images(
         make,
@@ -118,6 +110,13 @@ def load_pictures(
         mean=mean,
         std=std,
     )
+
+
+def _count_classes(data: str, label: str) -> int:
+    labels = np.array(open_split("pictures", data, "train", (label,))[label])
+    if not np.issubdtype(labels.dtype, np.integer):
+        raise ValueError(f"column {label!r} of {data!r} must hold numbers, got {labels.dtype}")
+    return int(labels.max()) + 1
 
 
 def _middle(picture: Any, size: int, resize: int) -> Any:
