@@ -1,8 +1,8 @@
 """Read a corpus that is made on the spot, and tell how fast and in how much memory.
 
-``python -m tests.data.data_scale FOLDER MEGABYTES {stored,streamed} WORKERS`` prints JSON.
-A corpus that lies in FOLDER already is used again. Memory is the largest resident size that each
-process of the tree ever had, summed.
+``python -m tests.data.data_scale FOLDER MEGABYTES {stored,streamed,both} WORKERS`` prints JSON, a
+line for each form. A corpus that lies in FOLDER already is used again. Memory is the largest
+resident size that each process of the tree ever had, summed.
 """
 
 import json
@@ -98,5 +98,6 @@ def read(folder, megabytes, form, workers):
 
 
 if __name__ == "__main__":
-    place, size, way, count = sys.argv[1:]
-    print(json.dumps(read(Path(place), int(size), way, int(count))))  # noqa: T201
+    place, size, forms, count = sys.argv[1:]
+    for form in ("stored", "streamed") if forms == "both" else (forms,):
+        print(json.dumps(read(Path(place), int(size), form, int(count))))  # noqa: T201

@@ -78,7 +78,7 @@ def test_an_epoch_holds_every_token_once_but_for_the_last_row(texts, tmp_path):
     assert (whole - got).total() == whole.total() % 16
 
 
-def test_no_row_joins_two_documents_without_a_seam(texts, tmp_path):
+def test_documents_in_a_row_are_marked_and_no_loss_crosses_from_one_to_the_next(texts, tmp_path):
     data = opened(make_recipe(text=[str(texts)]), tmp_path / "cache")
     joined = ["".join(map(chr, d)) for d in encoder(byte_tokenizer())(documents(40))]
     rows = data.train.next_batch(data.epoch_rows)
@@ -87,10 +87,6 @@ def test_no_row_joins_two_documents_without_a_seam(texts, tmp_path):
         assert any(text in document for document in joined)
     assert rows.starts[:, 0].all()
     assert (rows.input_ids[:, 1:] == BOS).sum() == rows.starts[:, 1:].sum() > 10
-
-
-def test_no_loss_crosses_a_packing_boundary(texts, tmp_path):
-    rows = opened(make_recipe(text=[str(texts)]), tmp_path / "cache").train.next_batch(8)
     assert (rows.labels[rows.starts] == IGNORED).all()
     assert (rows.labels[~rows.starts] == rows.input_ids[~rows.starts]).all()
     assert rows.targets == (~rows.starts).sum()
@@ -203,14 +199,10 @@ def test_a_small_share_of_several_documents_is_whole_documents(share, texts, tmp
     assert (rows.input_ids == EOS).sum() > 30  # of 39 documents, but for the last row
 
 
-def test_of_a_document_and_its_copies_the_ends_are_held_out():
-    store = TokenStore(np.arange(20), np.array([10, 10, 20]), np.array([5, 7, 5], np.uint64), [])
-    kept, _, held_out = split(store, 0.2)
-    assert kept.tolist() == [[0, 8], [10, 18]]
-    assert held_out.tolist() == [[8, 10], [18, 20]]
-
-
-def test_of_a_few_long_documents_the_ends_are_held_out():
+def test_the_ends_of_copies_and_of_a_few_long_documents_are_held_out():
+    copies = TokenStore(np.arange(20), np.array([10, 10, 20]), np.array([5, 7, 5], np.uint64), [])
+    kept, _, held_out = split(copies, 0.2)
+    assert (kept.tolist(), held_out.tolist()) == ([[0, 8], [10, 18]], [[8, 10], [18, 20]])
     hashes = np.array([5, 7], np.uint64)
     kept, _, held_out = split(TokenStore(np.arange(2000), np.array([800, 2000]), hashes, []), 0.1)
     assert kept.tolist() == [[0, 720], [800, 1880]]
@@ -285,39 +277,6 @@ def offline(monkeypatch, tmp_path):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        {"jsonl": ["a.jsonl", "b.jsonl.gz"]},
-        {"parquet": ["*.parquet"]},
-        {"dataset": "hub"},
-        {"dataset": "hub", "streaming": True},
-        {"jsonl": ["a.jsonl", "b.jsonl.gz"], "streaming": True},
-        {"parquet": ["*.parquet"], "streaming": True},
-    ],
-    ids=lambda source: "-".join(source),
-)
-def test_every_source_gives_the_same_documents(source, tmp_path, offline):
-    folder = write_records(tmp_path / "records")
-    hub = tmp_path / "hub"
-    hub.mkdir()
-    for name in ("a", "b"):
-        (hub / f"train-{name}.parquet").write_bytes((folder / f"{name}.parquet").read_bytes())
-    fields = {
-        kind: [str(folder / name) for name in value] if isinstance(value, list) else value
-        for kind, value in source.items()
-    }
-    if "dataset" in fields:
-        fields["dataset"] = str(hub)
-    total = sum(len(d) for d in encoder(byte_tokenizer())(documents(40)))
-    recipe = make_recipe(seq_len=4, text_field="body", **fields)
-    rows = opened(recipe, tmp_path / "cache").train.next_batch(total // 4)
-    expected = Counter()
-    for document in encoder(byte_tokenizer())(documents(40)):
-        expected.update(document.tolist())
-    assert (expected - Counter(rows.input_ids.ravel().tolist())).total() == total % 4
-
-
 def streamed(recipe, cache, rank=0, world=1):
     return opened(recipe, cache, rank, world).train
 
@@ -338,38 +297,6 @@ def test_a_stream_continues_exactly_wherever_it_was_left(tmp_path, offline):
         assert (again.input_ids == rows.input_ids).all()
         assert (again.starts == rows.starts).all()
         position = resumed.position()
-
-
-@pytest.mark.parametrize("kind", ["gz", "hub"])
-def test_what_only_reads_from_its_beginning_and_a_hubs_shard_continue_exactly(
-    kind, tmp_path, offline
-):
-    folder = write_records(tmp_path / "records")
-    where = {"jsonl": [str(folder / "b.jsonl.gz")]}
-    if kind == "hub":
-        (tmp_path / "hub").mkdir()
-        (folder / "b.parquet").rename(tmp_path / "hub" / "train-b.parquet")
-        where = {"dataset": str(tmp_path / "hub")}
-    recipe = make_recipe(**where, text_field="body", streaming=True, shuffle_buffer=4)
-    whole = streamed(recipe, tmp_path / "cache")
-    whole.next_batch(20)
-    resumed = streamed(recipe, tmp_path / "cache")
-    resumed.seek(json.loads(json.dumps(whole.position())))
-    assert (resumed.next_batch(300).input_ids == whole.next_batch(300).input_ids).all()
-
-
-def test_streams_of_several_processes_do_not_overlap(tmp_path, offline):
-    folder = write_records(tmp_path / "records")
-    recipe = make_recipe(
-        parquet=[str(folder / "*.parquet")], text_field="body", streaming=True, seq_len=64
-    )
-    heads = []
-    for rank in range(2):
-        # within the first epoch of either share
-        rows = streamed(recipe, tmp_path / "cache", rank, 2).next_batch(20)
-        heads.append({s[:5] for s in segments(rows) if s[0] == BOS and len(s) >= 5})
-    assert all(len(share) > 5 for share in heads)
-    assert not heads[0] & heads[1]
 
 
 def test_the_first_documents_of_a_stream_can_be_held_out(tmp_path, offline):
@@ -426,73 +353,60 @@ def test_a_tasks_rows_are_fresh_seeded_and_resumable(tmp_path):
     assert one.targets == 2 * 1500
 
 
-@pytest.mark.parametrize(
-    ("task", "arguments", "message"),
-    [
-        ("mqarr", {}, "no task 'mqarr'; did you mean 'mqar'?"),
-        ("mqar", {"num_pears": 1}, "mqar has no argument 'num_pears'; did you mean 'num_pairs'?"),
-        ("mqar", {"random_filler": "no"}, "random_filler of task mqar must be bool, got 'no'"),
-        ("induction_heads", {"vocab_size": 9.0}, "vocab_size of task induction_heads must be int"),
-        (
-            "induction_heads",
-            {"vocab_size": 9, "trigger": "67"},
-            "trigger of task induction_heads must be Sequence or None, got '67'",
-        ),
-        ("induction_heads", {}, "task induction_heads needs the argument 'vocab_size'"),
-    ],
-)
-def test_wrong_tasks_are_refused(task, arguments, message):
-    with pytest.raises((LookupError, ValueError, TypeError)) as caught:
-        data_source(make_recipe(task=task, task_args=arguments))
-    assert message in str(caught.value)
-
-
 def prepared(cache, before=None, **data):
     return data_source(make_recipe(**data)).prepare(cache, before)
 
 
-def test_missing_empty_and_unreadable_data_is_named(tmp_path):
-    cache = tmp_path / "cache"
-    with pytest.raises(ValueError, match=r"data\.text: .*nothing.* does not exist"):
-        prepared(cache, text=[str(tmp_path / "nothing")])
-    with pytest.raises(ValueError, match=r"data\.text: .*/\*\.md' does not exist"):
-        prepared(cache, text=[str(tmp_path / "*.md")])
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(ValueError, match="holds no file"):
-        prepared(cache, text=[str(tmp_path / "folder")])
-    (tmp_path / "empty.txt").touch()
-    with pytest.raises(ValueError, match=r"data\.text must hold text, got none"):
-        prepared(cache, text=[str(tmp_path / "empty.txt")])
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(ValueError, match=r"latin\.txt must be UTF-8.* 0xe9 at 3"):
-        prepared(cache, text=[str(tmp_path / "latin.txt")])
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"text": "a"}\n{"text": \n', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"bad\.jsonl:2 must be JSON"):
-        prepared(cache, jsonl=[str(bad)])
-    bad.write_text('{"txt": "a"}\n', encoding="utf-8")
-    with pytest.raises(LookupError, match=r"no field 'text'.* txt; set data\.text_field"):
-        prepared(cache, jsonl=[str(bad)])
-    bad.write_text('{"text": 5}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match="'text' must be text, got int"):
-        prepared(cache, jsonl=[str(bad)])
-    bad.write_text('{"text": "whole"}\n{"text": "half \\ud83d"}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"bad\.jsonl:2: 'text' must be whole .* \\ud83d of one"):
-        prepared(cache, jsonl=[str(bad)])
+def gz_with_damage():
     packed = bytearray(gzip.compress(b'{"text": "a"}\n' * 999))
     packed[12:20] = bytes(8 * [255])
-    (tmp_path / "bad.jsonl.gz").write_bytes(packed)
-    with pytest.raises(ValueError, match=r"bad\.jsonl\.gz: cannot be read after byte 0: "):
-        prepared(cache, jsonl=[str(tmp_path / "bad.jsonl.gz")])
-    with pytest.raises(ValueError, match=r"data\.text must name files or folders, got ''"):
-        prepared(cache, text=[""])
-    (tmp_path / "bad.parquet").write_bytes(b"PAR1 not really")
-    with pytest.raises(ValueError, match=r"bad\.parquet must be a parquet file"):
-        prepared(cache, parquet=[str(tmp_path / "bad.parquet")])
+    return bytes(packed)
+
+
+GOOD = b'{"text": "a"}\n'
+
+
+@pytest.mark.parametrize(
+    ("field", "name", "content", "message"),
+    [
+        ("text", "nothing", None, r"data\.text: .*nothing.* does not exist"),
+        ("text", "*.md", None, r"data\.text: .*/\*\.md' does not exist"),
+        ("text", "", None, "data.text: .* holds no file"),
+        ("text", "empty.txt", b"", r"data\.text must hold text, got none"),
+        ("text", "latin.txt", b"caf\xe9", r"latin\.txt must be UTF-8.* 0xe9 at 3"),
+        ("jsonl", "a.jsonl", GOOD + b'{"text": \n', r"a\.jsonl:2 must be JSON"),
+        ("jsonl", "a.jsonl", GOOD + b'{"n": %s}\n' % (b"1" * 5000), r"a\.jsonl:2 must be JSON"),
+        ("jsonl", "a.jsonl", GOOD + b"[" * 100_000 + b"]" * 100_000, r"a\.jsonl:2 must be JSON"),
+        ("jsonl", "a.jsonl", b"caf\xe9", r"a\.jsonl:1 must be UTF-8 text"),
+        ("jsonl", "a.jsonl", b'{"txt": "a"}\n', r"no field 'text'.* txt; set data\.text_field"),
+        ("jsonl", "a.jsonl", b'{"text": 5}\n', "'text' must be text, got int"),
+        (
+            "jsonl",
+            "a.jsonl",
+            GOOD + b'{"text": "half \\ud83d"}\n',
+            r"a\.jsonl:2: 'text' must be whole .* \\ud83d of one",
+        ),
+        ("jsonl", "a.jsonl.gz", gz_with_damage(), r"a\.jsonl\.gz: cannot be read after byte 0: "),
+        ("parquet", "a.parquet", b"PAR1 not really", r"a\.parquet must be a parquet file"),
+    ],
+)
+def test_missing_empty_and_unreadable_data_is_named(field, name, content, message, tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    if content is not None:
+        (folder / name).write_bytes(content)
+    for streaming in (False,) if field == "text" else (False, True):
+        recipe = make_recipe(**{field: [str(folder / name)], "streaming": streaming})
+        with pytest.raises((ValueError, LookupError), match=message) as caught:
+            opened(recipe, tmp_path / "cache").train.next_batch(100)
+        assert "\n" not in str(caught.value)
+    assert not [path for path in tmp_path.iterdir() if "unfinished" in path.name]
+
+
+def test_a_share_that_holds_out_everything_is_refused(tmp_path):
     (tmp_path / "one.txt").write_text("one", encoding="utf-8")
     with pytest.raises(ValueError, match="holds out all of the 1"):
-        prepared(cache, text=[str(tmp_path / "one.txt")], validation=3)
-    assert not [p for p in tmp_path.iterdir() if "unfinished" in p.name]
+        prepared(tmp_path / "cache", text=[str(tmp_path / "one.txt")], validation=3)
 
 
 def test_a_folders_binary_files_are_left_out_with_a_warning(texts, tmp_path, caplog):
@@ -507,13 +421,6 @@ def test_text_shorter_than_a_row_is_refused(tmp_path):
     recipe = make_recipe(text=[str(tmp_path / "short.txt")])
     with pytest.raises(ValueError, match=r"train\.seq_len = 16 tokens, got 7"):
         opened(recipe, tmp_path / "cache")
-
-
-def test_an_empty_stream_is_refused(tmp_path, offline):
-    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n', encoding="utf-8")
-    recipe = make_recipe(jsonl=[str(tmp_path / "empty.jsonl")], streaming=True)
-    with pytest.raises(ValueError, match="must hold documents, got none"):
-        opened(recipe, tmp_path / "cache").train.next_batch(1)
 
 
 def test_a_missing_split_is_named(tmp_path, offline):
@@ -561,16 +468,6 @@ def test_damaged_parquet_names_file_and_row(streaming, tmp_path):
         opened(
             make_recipe(parquet=[str(file)], streaming=streaming), tmp_path / "cache"
         ).train.next_batch(4000)
-
-
-@pytest.mark.parametrize(
-    "value", ["1" * 5000, "[" * 100_000 + "]" * 100_000], ids=["digits", "depth"]
-)
-def test_json_that_python_cannot_read_is_named_with_its_line(value, tmp_path):
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text(f'{{"text": "a"}}\n{{"text": "b", "n": {value}}}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"bad\.jsonl:2 must be JSON"):
-        prepared(tmp_path / "cache", jsonl=[str(bad)])
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])

@@ -138,10 +138,11 @@ def test_workers_write_the_same_store(tmp_path):
     assert len(read_store(tmp_path / "2").tokens) > 5 * 4_000_000  # of more batches than fit ahead
 
 
+@pytest.mark.long
 def test_workers_change_no_row_of_a_stream_and_no_position(tmp_path):
     fields = write(tmp_path / "data", "jsonl")
     alone = Ranks(recipe(**fields, shuffle_buffer=30), tmp_path, 1)
-    helped = Ranks(recipe(**fields, shuffle_buffer=30, workers=2), tmp_path, 1)
+    helped = Ranks(recipe(**fields, shuffle_buffer=30, workers=1), tmp_path, 1)
     for _ in range(30):
         assert (alone.step().input_ids == helped.step().input_ids).all()
         assert alone.positions() == helped.positions()
@@ -149,10 +150,19 @@ def test_workers_change_no_row_of_a_stream_and_no_position(tmp_path):
 
 
 @pytest.mark.long
-def test_a_killed_worker_is_told_in_one_line():
+def test_a_worker_hears_no_signal_raises_errors_and_is_named_when_it_was_killed(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "random.py").write_text("raise SystemExit(7)\n")
+    monkeypatch.chdir(tmp_path)  # whose modules no worker imports
     with closing(Workers(byte_tokenizer(), 1)) as workers:
-        assert workers.submit(encoded, ["ab"])()[0].tolist() == [257, 97, 98, 258]
         pid = workers.submit(pid_of)()
+        for number in SIGNALS:  # as all of a job's processes get them
+            os.kill(pid, number)
+            assert workers.submit(pid_of)() == pid
+        with pytest.raises(ValueError, match=r"data\.text must be text"):
+            workers.submit(raise_error)()
+        assert workers.submit(encoded, ["ab"])()[0].tolist() == [257, 97, 98, 258]
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(
             RuntimeError, match=rf"data\.workers: worker process {pid} .*status -9"
@@ -161,39 +171,31 @@ def test_a_killed_worker_is_told_in_one_line():
     assert "\n" not in str(caught.value)
 
 
-def test_a_worker_runs_nothing_of_the_working_directory(tmp_path, monkeypatch):
-    (tmp_path / "random.py").write_text("raise SystemExit(7)\n")
-    monkeypatch.chdir(tmp_path)
-    with closing(Workers(byte_tokenizer(), 1)) as workers:
-        assert workers.submit(encoded, ["ab"])()[0].tolist() == [257, 97, 98, 258]
-
-
-def test_a_worker_finds_a_tokenizer_beside_the_script(tmp_path):
+@pytest.mark.long
+def test_a_worker_finds_a_tokenizer_beside_the_script_and_does_not_outlive_it(tmp_path):
     (tmp_path / "own.py").write_text(
         "from transformers import PreTrainedTokenizerFast\n\n"
         "class Own(PreTrainedTokenizerFast):\n    pass\n"
     )
     (tmp_path / "script.py").write_text(
+        "import os, signal\n"
         "from own import Own\n"
         "from ssmzoo.data.tokenizer import byte_tokenizer\n"
         "from ssmzoo.data.workers import Workers, encoded\n\n"
         "tokenizer = byte_tokenizer()\n"
         "tokenizer.__class__ = Own\n"
-        "print(Workers(tokenizer, 1).submit(encoded, ['ab'])()[0].tolist())\n"
+        "workers = Workers(tokenizer, 1)\n"
+        "print(workers.submit(encoded, ['ab'])()[0].tolist())\n"
+        "print(workers._processes[0].pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run(
         [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, cwd="/"
     )
-    assert done.stdout == "[257, 97, 98, 258]\n", done.stderr
-
-
-@pytest.mark.long
-def test_a_worker_works_on_when_all_of_a_jobs_processes_are_told_to_stop():
-    with closing(Workers(byte_tokenizer(), 1)) as workers:
-        pid = workers.submit(pid_of)()
-        for number in SIGNALS:
-            os.kill(pid, number)
-            assert workers.submit(pid_of)() == pid
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    tokens, pid = done.stdout.splitlines()
+    assert tokens == "[257, 97, 98, 258]"
+    assert gone(int(pid))
 
 
 def pid_of(encode):
@@ -204,14 +206,6 @@ def raise_error(encode):
     raise ValueError("data.text must be text")
 
 
-@pytest.mark.long
-def test_an_error_in_a_worker_is_raised_and_the_worker_goes_on():
-    with closing(Workers(byte_tokenizer(), 1)) as workers:
-        with pytest.raises(ValueError, match=r"data\.text must be text"):
-            workers.submit(raise_error)()
-        assert len(workers.submit(encoded, ["ab", ""])()) == 2
-
-
 def gone(pid):
     """Return whether a process has ended, after a while."""
     for _ in range(200):
@@ -220,21 +214,6 @@ def gone(pid):
             return True
         time.sleep(0.05)
     return False
-
-
-@pytest.mark.long
-def test_no_worker_outlives_a_run_that_was_killed():
-    script = """
-import os, signal, sys
-from ssmzoo.data.tokenizer import byte_tokenizer
-from ssmzoo.data.workers import Workers
-from tests.data.test_streams import pid_of
-print(Workers(byte_tokenizer(), 1).submit(pid_of)(), flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert gone(int(done.stdout))
 
 
 @pytest.mark.long
@@ -280,9 +259,6 @@ def children_of(pid):
         for task in Path(f"/proc/{pid}/task").iterdir()
         for child in (task / "children").read_text().split()
     ]
-
-
-# -- shares, and what cannot be --------------------------------------------------------------
 
 
 def test_ranks_read_their_own_parts_of_a_file(tmp_path, monkeypatch):
@@ -335,18 +311,15 @@ def test_a_stream_without_text_is_refused(content, tmp_path):
         Ranks(recipe(jsonl=str(tmp_path / "a.jsonl")), tmp_path, 1).step()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_documents_without_tokens_are_passed_over(workers, tmp_path):
+def test_documents_without_tokens_are_passed_over(tmp_path):
     word_tokenizer().save_pretrained(tmp_path / "words")
     texts = ["one two " * 9, " ", " "] * 20
     lines = [json.dumps({"text": text}) + "\n" for text in texts]
     (tmp_path / "a.jsonl").write_text("".join(lines), encoding="utf-8")
     fields = {"jsonl": str(tmp_path / "a.jsonl"), "tokenizer": str(tmp_path / "words")}
-    stream = Ranks(recipe(**fields, shuffle_buffer=2, workers=workers), tmp_path, 2)
+    stream = Ranks(recipe(**fields, shuffle_buffer=2), tmp_path, 2)
     rows = [stream.step() for _ in range(20)]
     assert {int(token) for part in rows for token in part.input_ids.ravel()} == {3, 4}
-    for close in stream.close:
-        close()
 
 
 def test_a_stream_of_documents_without_tokens_is_refused(tmp_path):

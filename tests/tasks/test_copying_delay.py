@@ -21,13 +21,6 @@ def test_copying_asks_for_the_tokens_in_order_at_the_recall_tokens():
     assert np.abs(counts / counts.sum() * 8 - 1).max() < 5 * np.sqrt(8 / counts.sum())
 
 
-def test_copying_has_the_papers_sizes_by_default():
-    task = load_task("copying", "train", 0)
-    assert len(task) == 10_000
-    assert task.batch([9_999]).inputs.shape == (1, 2048)
-    assert task.vocab_size == 64
-
-
 def test_delay_labels_are_the_signal_some_places_before():
     task = load_task("delay", "train", 1, length=200, delay=30, num_train=20)
     assert (task.kind, task.objective) == ("values", "token_regression")
@@ -85,26 +78,3 @@ def test_an_example_depends_on_seed_split_epoch_and_index_alone(name, arguments,
     train = task.batch([0]).inputs
     assert (first != test).any()
     assert (first != train).any()
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "message"),
-    [
-        ("copying", {"length": 0}, "length must be at least 1, got 0"),
-        ("copying", {"vocab_size": 1}, "vocab_size must be at least 2, got 1"),
-        ("copying", {"num_test": 0}, "num_test must be at least 1, got 0"),
-        ("delay", {"delay": 4000}, "delay must be between 0 and length - 1 = 3999, got 4000"),
-        ("delay", {"cutoff": 0.6}, "cutoff must be between 1 / length and 0.5, got 0.6"),
-        ("delay", {"rms": 0.0}, "rms must be positive, got 0.0"),
-        ("delay", {"length": 1}, "length must be at least 2, got 1"),
-    ],
-)
-def test_sizes_out_of_range_are_named(name, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        load_task(name, "train", 0, **arguments)
-
-
-@pytest.mark.parametrize("name", ["copying", "delay", "listops", "pathfinder"])
-def test_a_negative_seed_is_named(name):
-    with pytest.raises(ValueError, match="seed must be at least 0, got -1"):
-        load_task(name, "train", -1)

@@ -58,8 +58,8 @@ def tree_of(row):
 @pytest.mark.parametrize(
     ("count", "arguments"),
     [
-        (150, {}),
-        (600, SMALL),
+        (40, {}),
+        (300, SMALL),
         (300, SMALL | {"max_depth": 4, "max_args": 6}),
         (200, {"min_length": 1, "max_length": 9, "max_args": 2}),
     ],
@@ -85,11 +85,6 @@ def test_every_label_is_the_value_of_its_expression_and_every_bound_holds(count,
     assert len({row.tobytes() for row in rows_of(trees)}) == count
 
 
-def test_the_vocabulary_has_eighteen_symbols_and_padding_is_zero():
-    assert len(set(LISTOPS_SYMBOLS)) == len(LISTOPS_SYMBOLS) == 18
-    assert LISTOPS_SYMBOLS[0] == "<pad>"
-
-
 def test_trees_have_the_probabilities_of_the_recursive_draw():
     # with two arguments and three levels a tree of 1, 4, 7, 10 tokens has 0, 1, 2, 3 operators
     lengths = np.zeros(4)
@@ -111,17 +106,6 @@ def test_trees_have_the_probabilities_of_the_recursive_draw():
     assert np.abs(lengths[1:] / total / exact[1:] - 1).max() < 0.15
     assert np.abs(operators / operators.sum(axis=1, keepdims=True) * 4 - 1).max() < 0.3
     assert np.abs(digits / digits.sum() * 10 - 1).max() < 0.3
-
-
-def test_numbers_of_arguments_are_drawn_evenly():
-    arity = [
-        len(row) - 3
-        for chunk in range(6)
-        for row, _ in listops._trees(np.random.default_rng(chunk), 4, 12, 2, 10)
-    ]
-    counts = np.bincount(arity, minlength=11)[2:]
-    assert len(counts) == 9
-    assert np.abs(counts / len(arity) * 9 - 1).max() < 5 * np.sqrt(9 / len(arity))
 
 
 def test_a_reduced_data_set_is_the_beginning_of_a_larger_one():
@@ -154,22 +138,7 @@ def test_splits_of_trees_are_disjoint_and_together_one_draw():
     assert not rows["validation"] & rows["test"]
 
 
-def test_more_trees_than_there_are_is_an_error_that_says_how_many():
+def test_more_trees_than_there_are_is_an_error_that_says_how_many(monkeypatch):
+    monkeypatch.setattr(listops, "_CANDIDATES", 200)
     with pytest.raises(ValueError, match=r"num_examples must be at most .* 10 "):
         listops_trees(11, min_length=1, max_length=3, seed=0)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"num_examples": 0},
-        {"min_length": 0},
-        {"max_length": 500},
-        {"max_depth": 0},
-        {"max_args": 1},
-        {"seed": -1},
-    ],
-)
-def test_sizes_out_of_range_are_named(arguments):
-    with pytest.raises(ValueError, match=f"{next(iter(arguments))} must be at least"):
-        listops_trees(**{"num_examples": 1, "seed": 0} | arguments)

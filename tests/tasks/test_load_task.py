@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ssmzoo.tasks import SUPERVISED_TASKS, Ragged, induction_heads_zero, load_task, mqar
+from ssmzoo.tasks import Ragged, induction_heads_zero, load_task, mqar
 
 SMALL = {
     "listops": {"num_train": 20, "min_length": 4, "max_length": 60},
@@ -66,21 +66,22 @@ def test_indices_outside_of_the_split_are_an_error(indices):
         task.batch(indices)
 
 
-def test_an_unknown_task_split_or_argument_is_named_with_a_suggestion():
-    with pytest.raises(LookupError, match="no task 'listop'; did you mean 'listops'"):
-        load_task("listop", "train", 0)
-    with pytest.raises(LookupError, match="listops has no argument 'max_len'; did you mean"):
-        load_task("listops", "train", 0, max_len=3)
-    with pytest.raises(LookupError, match=r"task aan has no argument 'zzz'.* max_leng"):
-        load_task("aan", "train", 0, zzz=3)
-
-
-@pytest.mark.parametrize("name", sorted(SUPERVISED_TASKS))
-def test_every_task_refuses_another_split(name):
-    needed = {"data": "x"} if name in ("aan", "forecast", "pictures", "speech_commands") else {}
-    needed |= {"columns": ["OT"]} if name == "forecast" else {}
-    with pytest.raises(LookupError, match=r"split must be one of .* got 'valid'; did you mean"):
-        load_task(name, "valid", 0, **SMALL.get(name, {}), **needed)
+@pytest.mark.parametrize(
+    ("name", "split", "seed", "arguments", "error", "message"),
+    [
+        ("listop", "train", 0, {}, LookupError, "no task 'listop'; did you mean 'listops'"),
+        ("mqar", "valid", 0, {}, LookupError, "split must be one of .* got 'valid'; did you mean"),
+        ("mqar", "train", -1, {}, ValueError, "seed must be at least 0, got -1"),
+        ("listops", "train", 0, {"max_len": 3}, LookupError, "has no argument 'max_len'; did you"),
+        ("aan", "train", 0, {"zzz": 3}, LookupError, "task aan has no argument 'zzz'.* max_leng"),
+        ("aan", "train", 0, {}, ValueError, "task aan needs the argument 'data'"),
+    ],
+)
+def test_names_that_do_not_exist_and_what_is_missing_are_named(
+    name, split, seed, arguments, error, message
+):
+    with pytest.raises(error, match=message):
+        load_task(name, split, seed, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -91,11 +92,9 @@ def test_every_task_refuses_another_split(name):
         ("copying", {"fresh": 1}, "fresh of task copying must be bool, got 1"),
         ("delay", {"cutoff": "x"}, "cutoff of task delay must be float, got 'x'"),
         ("pathfinder", {"cache": 3}, "cache of task pathfinder must be"),
-        (
-            "induction_heads",
-            {"trigger": 7},
-            r"trigger of task induction_heads must be Sequence or None, got 7; give \[7\]$",
-        ),
+        ("mqar", {"random_filler": "no"}, "random_filler of task mqar must be bool, got 'no'"),
+        ("induction_heads", {"trigger": 7}, r"trigger .* must be Sequence or None.* give \[7\]$"),
+        ("induction_heads", {"trigger": "67"}, "trigger .* must be Sequence or None, got '67'"),
     ],
 )
 def test_an_argument_of_the_wrong_type_is_a_type_error(name, arguments, message):
@@ -103,9 +102,58 @@ def test_an_argument_of_the_wrong_type_is_a_type_error(name, arguments, message)
         load_task(name, "train", 0, **arguments)
 
 
-def test_a_missing_argument_is_named_and_a_whole_number_is_a_float():
-    with pytest.raises(ValueError, match="task aan needs the argument 'data'"):
-        load_task("aan", "train", 0)
+PAPER = {"seq_len": 16, "vocab_size": 9, "num_symbols": 7}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("copying", {"length": 0}, "length must be at least 1, got 0"),
+        ("copying", {"vocab_size": 1}, "vocab_size must be at least 2, got 1"),
+        ("copying", {"num_test": 0}, "num_test must be at least 1, got 0"),
+        ("delay", {"delay": 4000}, "delay must be between 0 and length - 1 = 3999, got 4000"),
+        ("delay", {"cutoff": 0.6}, "cutoff must be between 1 / length and 0.5, got 0.6"),
+        ("delay", {"rms": 0.0}, "rms must be positive, got 0.0"),
+        ("delay", {"length": 1}, "length must be at least 2, got 1"),
+        ("noisy_recall", {"noise": 1.0}, "noise must be at least 0 and below 1, got 1.0"),
+        ("noisy_recall", {"vocab_size": 17}, "vocab_size must leave a key and a value"),
+        ("fuzzy_recall", {"num_pairs": 8}, "vocab_size must be at least 17 for 8 keys"),
+        ("selective_copying", {"seq_len": 32}, "seq_len must be at least 33"),
+        ("compression", {"vocab_size": 34}, "vocab_size must be at least 35 for 31 places"),
+        ("memorization", {"seq_len": 1}, "seq_len must be at least 2, got 1"),
+        ("memorization", {"num_train": 0}, "num_train must be at least 1, got 0"),
+        ("pathfinder", {"resolution": 64}, "resolution must be 32 or 128, got 64"),
+        ("pathfinder", {"contour_length": 10}, "contour_length must be 6, 9 or 14, got 10"),
+        ("pathfinder", {"num_train": 0}, "num_train must be at least 1, got 0"),
+        ("listops", {"min_length": 0}, "min_length must be at least 1, got 0"),
+        ("listops", {"max_length": 500}, "max_length must be at least 501, got 500"),
+        ("listops", {"max_depth": 0}, "max_depth must be at least 1, got 0"),
+        ("listops", {"max_args": 1}, "max_args must be at least 2, got 1"),
+        ("mqar", {"seq_len": 15}, r"seq_len must be at least 4 \* num_pairs = 16 .* got 15"),
+        ("mqar", {"vocab_size": 9}, "vocab_size must be at least 10 for 4 distinct keys, got 9"),
+        ("mqar", {"num_pairs": 0}, "num_pairs must be at least 1, got 0"),
+        ("mqar", {"power": 0.0}, "power must be positive, got 0.0"),
+        ("induction_heads", {"seq_len": 2}, "seq_len must be at least 3 to hold two triggers of 1"),
+        ("induction_heads", {"target_length": 15}, "at least 17 .* a target of 15, got 16"),
+        ("induction_heads", {"noise_length": 14}, "at least 17 .* 14 symbols between .* got 16"),
+        ("induction_heads", {"trigger": [1, 2] * 4}, "at least 17 to hold two triggers of 8"),
+        ("induction_heads", {"trigger": [8]}, r"symbols of 1 \.\. 7, got \[8\]; choose among"),
+        ("induction_heads", {"trigger": [2**70]}, r"symbols of 1 \.\. 7, got \[1180"),
+        ("induction_heads", {"trigger": []}, r"symbols of 1 \.\. 7, got \[\]"),
+        ("induction_heads", {"num_symbols": 9}, "num_symbols must be at most .* = 8, got 9"),
+        ("induction_heads", {"num_symbols": 1}, "num_symbols must be at least 2, got 1"),
+        ("induction_heads", {"target_length": 0}, "target_length must be at least 1, got 0"),
+        ("induction_heads", {"noise_length": -1}, "noise_length must be at least 0, got -1"),
+        ("induction_heads", {"target_length": 20, "fresh": True}, "a target of 20, got 16"),
+    ],
+)
+def test_an_argument_out_of_range_is_named(name, arguments, message):
+    given = {**PAPER, **arguments} if name == "induction_heads" else arguments
+    with pytest.raises(ValueError, match=message):
+        load_task(name, "train", 0, **given)
+
+
+def test_a_whole_number_is_a_float():
     assert len(load_task("delay", "train", 0, rms=1)) == 16_384
 
 

@@ -95,68 +95,6 @@ def test_distinct_draws_take_every_ordered_choice_alike(high):
     assert np.abs(counts / rows * len(choices) - 1).max() < 5 * np.sqrt(len(choices) / rows)
 
 
-@pytest.mark.parametrize(("seq_len", "vocab_size"), [(3, 3), (16, 8), (256, 8)])
-def test_induction_rows_hold_the_trigger_twice_and_end_with_the_target(seq_len, vocab_size):
-    input_ids, labels = induction_heads(60, seq_len=seq_len, vocab_size=vocab_size, seed=2)
-    assert input_ids.shape == labels.shape == (60, seq_len + 1)
-    assert input_ids.dtype == labels.dtype == np.int64
-    assert (labels[:, :-1] == IGNORED).all()
-    for row, target in zip(input_ids.tolist(), labels[:, -1].tolist(), strict=True):
-        places = [t for t, symbol in enumerate(row) if symbol == vocab_size - 1]
-        assert len(places) == 2
-        assert places[1] == seq_len - 1
-        assert row[places[0] + 1] == row[-1] == target
-        assert min(row) >= 1
-
-
-def test_induction_spreads_first_trigger_and_target_evenly():
-    rows = 40_000
-    input_ids, labels = induction_heads(rows, seq_len=16, vocab_size=8, seed=0)
-    first = np.bincount(np.argmax(input_ids == 7, axis=1), minlength=14) / rows
-    target = np.bincount(labels[:, -1], minlength=7)[1:] / rows
-    assert len(first) == 14
-    assert len(target) == 6
-    assert np.abs(first * 14 - 1).max() < 5 * np.sqrt(14 / rows)
-    assert np.abs(target * 6 - 1).max() < 5 * np.sqrt(6 / rows)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda seed: mqar(20, seed=seed),
-        lambda seed: induction_heads(20, seq_len=16, vocab_size=8, seed=seed),
-    ],
-    ids=["mqar", "induction_heads"],
-)
-def test_a_seed_gives_the_same_rows_and_another_seed_others(make):
-    assert all((a == b).all() for a, b in zip(make(5), make(5), strict=True))
-    assert (make(5)[0] != make(6)[0]).any()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_examples": 0}, "num_examples must be at least 1, got 0"),
-        ({"seq_len": 15}, r"seq_len must be at least 4 \* num_pairs = 16 .* got 15"),
-        ({"vocab_size": 9}, "vocab_size must be at least 10 for 4 distinct keys, got 9"),
-        ({"num_pairs": 0}, "num_pairs must be at least 1, got 0"),
-        ({"power": 0.0}, "power must be positive, got 0.0"),
-        ({"seed": -1}, "seed must be at least 0, got -1"),
-    ],
-)
-def test_mqar_refuses_what_does_not_fit(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        mqar(**{"num_examples": 2, "num_pairs": 4, "seed": 0, **arguments})
-
-
-@pytest.mark.parametrize(
-    "arguments", [{"seq_len": 2}, {"vocab_size": 2}, {"num_examples": 0}, {"seed": -1}]
-)
-def test_induction_heads_refuses_what_does_not_fit(arguments):
-    with pytest.raises(ValueError, match=f"{next(iter(arguments))} must be at least"):
-        induction_heads(**{"num_examples": 2, "seq_len": 8, "vocab_size": 8, "seed": 0} | arguments)
-
-
 def test_symbol_tokenizer_loads_without_our_code_and_means_its_ids(tmp_path):
     tasks.symbol_tokenizer(300).save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
