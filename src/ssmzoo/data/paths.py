@@ -111,10 +111,10 @@ def file_manifest(files: Sequence[Path], *, content: bool) -> list[dict[str, Any
 def same_files(
     manifest: Sequence[dict[str, Any]], files: Sequence[Path], root: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Return the manifest of the same files where they lie now, in the same order.
+    """Return the manifest of the same files where they are now, in the same order.
 
-    A file at its place with its times is trusted. Others are the same when name and digest are; of
-    a stream, whose content is not read, when name, size and time are.
+    A file with the same path and times is not read. Others are the same if their name and digest
+    are; files of a stream, whose content is not read, if name, size and time are.
 
     Args:
         manifest: What :func:`file_manifest` found before.
@@ -124,50 +124,38 @@ def same_files(
     Raises:
         ValueError: A file was changed, removed or added; the message names it.
     """
-    now = {str(file.absolute()): file for file in files}
-    found: list[dict[str, Any] | None] = [
-        _entry_if_same(entry, now.pop(entry["path"])) if entry["path"] in now else None
-        for entry in manifest
-    ]
     hint = "since the run began; put it back as it was, or start a new run"
-    by_name: dict[str, list[int]] = {}
-    for i, entry in enumerate(manifest):
-        if found[i] is None:
-            by_name.setdefault(Path(entry["path"]).name, []).append(i)
+    now = {str(file.absolute()): file for file in files}
+    found: dict[str, dict[str, Any]] = {}  # by the path that an entry had
+    for entry in manifest:
+        if (file := now.pop(entry["path"], None)) is not None:
+            if not _is_same(entry, file):
+                raise ValueError(f"the data file {file.absolute()} was changed {hint}")
+            found[entry["path"]] = entry
+    gone = {entry["path"]: entry for entry in manifest if entry["path"] not in found}
     for path, file in now.items():
-        name = str(file.relative_to(root)) if root is not None else file.name
-        gone = by_name.get(file.name, [])
-        gone = [i for i in gone if manifest[i]["path"].endswith(f"/{name}")]
-        if not gone:
+        name = file.name if root is None else str(file.relative_to(root))
+        named = [entry for entry in gone.values() if entry["path"].endswith(f"/{name}")]
+        if not named:
             raise ValueError(f"the data file {path} was added {hint}")
-        (moved,) = file_manifest([file], content=manifest[gone[0]]["sha256"] is not None)
-        same = "mtime_ns" if moved["sha256"] is None else "sha256"
-        keys = ("bytes", same)
-        match = next((i for i in gone if all(manifest[i][k] == moved[k] for k in keys)), None)
+        (moved,) = file_manifest([file], content=named[0]["sha256"] is not None)
+        keys = ("bytes", "mtime_ns" if moved["sha256"] is None else "sha256")
+        match = next((e for e in named if all(e[key] == moved[key] for key in keys)), None)
         if match is None:
             raise ValueError(f"the data file {path} was changed {hint}")
-        found[match] = moved
-        by_name[file.name].remove(match)
-    for entry, there in zip(manifest, found, strict=True):
-        if there is None:
-            raise ValueError(f"the data file {entry['path']} was removed {hint}")
-    return [there for there in found if there is not None]
+        found[gone.pop(match["path"])["path"]] = moved
+    if gone:
+        raise ValueError(f"the data file {next(iter(gone))} was removed {hint}")
+    return [found[entry["path"]] for entry in manifest]
 
 
-def _entry_if_same(before: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Return the entry of a file that is still at its place."""
+def _is_same(entry: dict[str, Any], file: Path) -> bool:
+    """Tell whether a file that is still at its place has the content that it had."""
     status = file.stat()
-    same = (status.st_size, status.st_mtime_ns) == (before["bytes"], before["mtime_ns"])
-    if same and before["sha256"] is None:  # of a stream there is no more to compare
-        return before
-    if same and status.st_ctime_ns == before["ctime_ns"]:
-        return before
-    if before["sha256"] is None or file_digest(file) != before["sha256"]:
-        raise ValueError(
-            f"the data file {file.absolute()} was changed since the run began; put it back as it "
-            "was, or start a new run"
-        )
-    return before
+    same = (status.st_size, status.st_mtime_ns) == (entry["bytes"], entry["mtime_ns"])
+    if entry["sha256"] is None or (same and status.st_ctime_ns == entry["ctime_ns"]):
+        return same
+    return file_digest(file) == entry["sha256"]
 
 
 def _standard_library() -> list[Path]:

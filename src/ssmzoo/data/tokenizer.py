@@ -85,8 +85,8 @@ def named_tokenizer(name: str, argument: str = "data.tokenizer") -> PreTrainedTo
 
 
 @contextmanager
-def reading(failure: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Turn what a tokenizer raises, without a token for the unknown say, into a ValueError."""
+def tokenizer_errors(failure: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Turn errors of a tokenizer, as that it has no unknown token, into a ValueError."""
     try:
         yield
     except ValueError:
@@ -119,7 +119,7 @@ def encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
         return documents
 
     def encode(texts: Sequence[str]) -> list[np.ndarray]:
-        with reading("the tokenizer cannot read the text", tokenizer):
+        with tokenizer_errors("the tokenizer cannot read the text", tokenizer):
             ids = tokenizer(
                 list(texts),
                 add_special_tokens=False,

@@ -1,4 +1,4 @@
-"""Work on texts with a tokenizer, in this process or in worker processes.
+"""Tokenise texts, in this process or in worker processes.
 
 A worker is a fresh interpreter on two pipes. It ends when its pipe is closed, so none outlives the
 run, however that ends; it hears no signal, so a run that is told to stop can finish its step.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 # on the path of this process: a tokenizer's class may lie beside the script that made it
 _START = """
@@ -38,7 +37,7 @@ serve_calls()
 
 
 class Workers:
-    """What calls functions of an encoder and texts, ahead of their use if there are workers.
+    """Call functions of an encoder and texts, ahead of their use if there are worker processes.
 
     Args:
         tokenizer: The tokenizer.
@@ -55,24 +54,27 @@ class Workers:
         self._mine = threading.local()
         self._threads = ThreadPoolExecutor(count) if count else None
 
-    def submit(
-        self, function: Callable[Concatenate[Encoder, P], T], *given: P.args, **named: P.kwargs
-    ) -> Callable[[], T]:
-        """Return what waits for ``function(encode, ...)``; without workers it is called only then.
+    def submit(self, function: Callable[..., T], *given: Any) -> Callable[[], T]:
+        """Return a function that waits for ``function(encode, *given)`` and returns its result.
+
+        Without workers the call is made only then.
 
         Raises:
-            RuntimeError: On waiting: a worker was killed. What the function raises is raised.
+            RuntimeError: On waiting: a worker was killed. Errors of the function are raised, too.
         """
         if self._threads is None:
-            return partial(function, self._encode, *given, **named)
-        return self._threads.submit(self._ask, (function, given, named)).result
+            return partial(function, self._encode, *given)
+        return self._threads.submit(self._ask, (function, given)).result
 
     def close(self) -> None:
         """End the workers; what was submitted and not begun is dropped."""
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
-            _stop(process)
+            with suppress(OSError):  # it was killed with something left to read
+                process.stdin.close()  # type: ignore[union-attr]
+            process.stdout.close()  # type: ignore[union-attr]
+            process.wait()
         self._processes.clear()
 
     def _ask(self, call: tuple[Any, ...]) -> Any:
@@ -113,25 +115,16 @@ class Workers:
         return process
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with suppress(OSError):  # it was killed with something left to read
-        process.stdin.close()
-    process.stdout.close()
-    process.wait()
-
-
 def serve_calls() -> None:
-    """Be a worker: call what comes on standard input, and write the results to standard output."""
+    """Run a worker: make the calls that standard input gives; results go to standard output."""
     calls, results = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is no result
     try:
         encode = encoder(pickle.load(calls))
         while True:
-            function, given, named = pickle.load(calls)
+            function, given = pickle.load(calls)
             try:
-                answer = function(encode, *given, **named), None
+                answer = function(encode, *given), None
             except Exception as error:
                 answer = None, error
             pickle.dump(answer, results, protocol=pickle.HIGHEST_PROTOCOL)

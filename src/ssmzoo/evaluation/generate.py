@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ssmzoo.checkpoints.load import Dtype, check_dtype, load_model, load_tokenizer, model_folder
-from ssmzoo.data.tokenizer import reading
+from ssmzoo.data.tokenizer import tokenizer_errors
 from ssmzoo.environment.hardware import usable_device
 from ssmzoo.files import writing
 
@@ -167,7 +167,9 @@ def _encode(
 ) -> dict[str, Any]:
     import torch
 
-    with reading(f"the model's tokenizer cannot read the prompt {prompt!r:.60}", tokenizer):
+    with tokenizer_errors(
+        f"the model's tokenizer cannot read the prompt {prompt!r:.60}", tokenizer
+    ):
         ids = cast(list[int], tokenizer.encode(prompt, add_special_tokens=special))
     if not ids:
         if tokenizer.bos_token_id is None:

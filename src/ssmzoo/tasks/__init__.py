@@ -33,8 +33,7 @@ from ssmzoo.tasks.mad import (
     selective_copying,
 )
 from ssmzoo.tasks.pathfinder import Pathfinder, pathfinder_images
-from ssmzoo.tasks.recall import mqar, mqar_documents
-from ssmzoo.tasks.recall_text import recall_text_documents
+from ssmzoo.tasks.recall import mqar, mqar_documents, recall_text_documents
 from ssmzoo.tasks.state_tracking import state_tracking
 from ssmzoo.tasks.supervised import Batch, Ragged, Supervised
 from ssmzoo.tasks.symbols import symbol_count, symbol_tokenizer

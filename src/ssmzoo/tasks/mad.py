@@ -1,6 +1,7 @@
 """Small problems after MAD (arXiv 2403.17844), each for one ability of a sequence model.
 
-Rows of symbols with labels: ``labels[:, t]`` is what position ``t - 1`` must say. Where the paper
+Every problem returns ``input_ids`` and ``labels``, int64 [num_examples, length of a row]; the same
+seed gives the same rows. ``labels[:, t]`` is what position ``t - 1`` must predict. Where the paper
 scores an encoder, compression is put as a language model's problem: it asks for symbols by place.
 """
 
@@ -34,15 +35,9 @@ def noisy_recall(
     follows it in the row.
 
     Args:
-        num_examples: Rows.
-        seq_len: Length of a row.
         vocab_size: Ids; half of those that are neither filler nor noise are keys, half values.
         num_noise: How many ids are noise: the last ones.
         noise: Share of noise among the places where a pair may begin; 0 is plain recall.
-        seed: Same seed, same rows.
-
-    Returns:
-        ``input_ids`` and ``labels``, int64 [num_examples, seq_len].
 
     Raises:
         ValueError: An argument is out of range, or no ids are left for keys and values.
@@ -94,15 +89,9 @@ def fuzzy_recall(
     No key begins another one. Of a key that comes again every symbol of the value is to be said.
 
     Args:
-        num_examples: Rows.
-        seq_len: Length of a row.
         vocab_size: Ids; half of those that are no filler make up keys, half values.
         num_pairs: Pairs in a row's dictionary.
         longest: Symbols of the longest motif.
-        seed: Same seed, same rows.
-
-    Returns:
-        ``input_ids`` and ``labels``, int64 [num_examples, seq_len].
 
     Raises:
         ValueError: An argument is out of range, or too few symbols for so many keys.
@@ -155,14 +144,8 @@ def selective_copying(
     The last ``num_tokens + 1`` places ask: the symbol ``vocab_size - 1``, once for each answer.
 
     Args:
-        num_examples: Rows.
-        seq_len: Length of a row.
         vocab_size: Ids; 1 .. vocab_size - 2 are copied.
         num_tokens: Symbols to copy.
-        seed: Same seed, same rows.
-
-    Returns:
-        ``input_ids`` and ``labels``, int64 [num_examples, seq_len].
 
     Raises:
         ValueError: An argument is out of range, or the symbols do not fit.
@@ -196,10 +179,8 @@ def compression(
     the places. Whatever is said must have gone through the state at the mark.
 
     Args:
-        num_examples: Rows.
         num_tokens: Symbols a row.
         vocab_size: Ids.
-        seed: Same seed, same rows.
 
     Returns:
         ``input_ids`` and ``labels``, int64 [num_examples, 3 num_tokens + 1]: a place is followed by
@@ -243,14 +224,8 @@ def memorization(
     A key is followed by filler, so nothing in the row helps; what must be learnt is the dictionary.
 
     Args:
-        num_examples: Rows.
-        seq_len: Length of a row.
         vocab_size: Ids; half of those that are no filler are keys, half values.
         dictionary: Seed of the dictionary.
-        seed: Same seed, same rows.
-
-    Returns:
-        ``input_ids`` and ``labels``, int64 [num_examples, seq_len].
 
     Raises:
         ValueError: An argument is out of range.
