@@ -11,7 +11,7 @@ import pytest
 from tests.data.test_tokenizer import word_tokenizer
 
 from ssmzoo.data.readers import read_files
-from ssmzoo.data.rows import IGNORED, PackedRows
+from ssmzoo.data.rows import IGNORED
 from ssmzoo.data.sources import data_source
 from ssmzoo.data.tokenizer import byte_tokenizer, encoder
 from ssmzoo.data.tokens import TokenStore
@@ -423,15 +423,6 @@ def test_text_shorter_than_a_row_is_refused(tmp_path):
         opened(recipe, tmp_path / "cache")
 
 
-def test_a_missing_split_is_named(tmp_path, offline):
-    folder, hub = write_records(tmp_path / "records"), tmp_path / "hub"
-    hub.mkdir()
-    (hub / "train-0.parquet").write_bytes((folder / "a.parquet").read_bytes())
-    recipe = make_recipe(dataset=str(hub), text_field="body", split="validation")
-    with pytest.raises(LookupError, match=r"data\.dataset: .*validation"):
-        opened(recipe, tmp_path / "cache")
-
-
 def test_another_split_of_a_folder_is_other_data(tmp_path, offline):
     folder, cache = tmp_path / "folder", tmp_path / "cache"
     folder.mkdir()
@@ -444,15 +435,20 @@ def test_another_split_of_a_folder_is_other_data(tmp_path, offline):
     assert test["digest"] != train["digest"]
 
 
-def test_a_revision_of_a_folder_is_refused(tmp_path, offline):
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"dataset": "./missing"}, ValueError, r"data\.dataset must be a folder or a Hub id.*mis"),
+        ({"revision": "v1"}, ValueError, r"data\.revision needs a data set on the Hub"),
+        ({"split": "validation"}, LookupError, r"data\.dataset: .*validation"),
+    ],
+)
+def test_a_data_set_revision_or_split_that_is_not_there_is_named(
+    given, error, message, tmp_path, offline
+):
     (tmp_path / "train.jsonl").write_text('{"text": "ant"}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"data\.revision needs a data set on the Hub"):
-        prepared(tmp_path / "cache", dataset=str(tmp_path), revision="v1")
-
-
-def test_what_is_neither_a_folder_nor_a_hub_id_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"data\.dataset must be a folder or a Hub id.*missing'"):
-        prepared(tmp_path / "cache", dataset="./missing")
+    with pytest.raises(error, match=message):
+        prepared(tmp_path / "cache", **{"dataset": str(tmp_path), **given})
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -523,26 +519,3 @@ def test_text_is_tokenised_once(texts, tmp_path, monkeypatch):
         "ssmzoo.data.sources.write_store", lambda *_: pytest.fail("tokenised again")
     )
     prepared(tmp_path / "cache", text=[str(texts)])
-
-
-def test_a_hub_data_set_is_pinned_to_the_commit_found_first(tmp_path, monkeypatch):
-    class Info:
-        sha = "c0ffee"
-
-    asked = []
-    monkeypatch.setattr(
-        "huggingface_hub.HfApi.dataset_info",
-        lambda self, name, revision: asked.append((name, revision)) or Info,
-    )
-    arguments = {"dataset": "user/name", "revision": "main", "streaming": True}
-    before = prepared(tmp_path / "cache", **arguments)
-    assert (before["revision"], asked) == ("c0ffee", [("user/name", "main")])
-    assert prepared(tmp_path / "cache", before, **arguments) == before
-    assert len(asked) == 1
-
-
-def test_rows_of_long_documents_in_the_middle_start_with_a_seam():
-    tokens = np.arange(100, dtype=np.uint16)
-    rows = PackedRows(tokens, np.array([[0, 100]]), 10, 0).next_batch(10)
-    assert sorted(rows.input_ids.ravel().tolist()) == list(range(100))
-    assert rows.starts.sum() == 10

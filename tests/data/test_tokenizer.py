@@ -56,25 +56,16 @@ def test_a_byte_tokenizer_is_known_wherever_it_comes_from(reloaded):
     assert not is_byte_tokenizer(word_tokenizer())
 
 
-def word_tokenizer(**special):
+def word_tokenizer(more=(), **special):
     words = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", "one", "two"])}
-    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend = Tokenizer(models.WordLevel(words | dict(more), unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", **special)
 
 
-def tokenizer_with_gap(greatest):
-    """Return a tokenizer of six tokens, of which the last has an id beyond a gap."""
-    words = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", "one", "two"])}
-    backend = Tokenizer(models.WordLevel(words | {"rare": greatest}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
-
-
 @pytest.mark.parametrize("greatest", [5, 300, 65_535, 65_536, 70_000])
 def test_ids_beyond_a_gap_are_stored_as_they_are(greatest, tmp_path):
-    tokenizer = tokenizer_with_gap(greatest)
+    tokenizer = word_tokenizer({"rare": greatest}, bos_token="<s>", eos_token="</s>")
     assert vocabulary_size(tokenizer) == greatest + 1
     (document,) = encoder(tokenizer)(["one rare"])
     assert document.tolist() == [1, 3, greatest, 2]

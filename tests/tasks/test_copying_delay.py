@@ -1,7 +1,6 @@
 """Copying and delay against their definitions, and the promise that an epoch can be made again."""
 
 import numpy as np
-import pytest
 
 from ssmzoo.tasks import IGNORED, load_task
 
@@ -48,33 +47,3 @@ def test_delay_signals_are_white_noise_of_the_band_that_begins_at_zero():
     assert abs(signals.std(axis=1).mean() - 0.5) < 0.01
     # the shift is minus the noise's first sample, of the same deviation
     assert abs(signals.mean(axis=1).std() - 0.5) < 0.5 * 5 / np.sqrt(2 * 200)
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "fresh"),
-    [
-        ("copying", {"length": 8}, False),
-        ("copying", {"length": 8, "fresh": True}, True),
-        ("delay", {"length": 50, "delay": 10}, True),
-        ("delay", {"length": 50, "delay": 10, "fresh": False}, False),
-    ],
-)
-def test_an_example_depends_on_seed_split_epoch_and_index_alone(name, arguments, fresh):
-    task = load_task(name, "train", 3, **arguments)
-    assert task.fresh == fresh
-    whole = task.batch(range(12), epoch=2)
-    for again in (task, load_task(name, "train", 3, **arguments)):
-        parts = [again.batch(part, epoch=2) for part in ([7, 3], [11])]
-        assert (np.concatenate([p.inputs for p in parts]) == whole.inputs[[7, 3, 11]]).all()
-        assert (np.concatenate([p.labels for p in parts]) == whole.labels[[7, 3, 11]]).all()
-    assert len(np.unique(whole.inputs.reshape(12, -1), axis=0)) == 12
-    assert (task.batch(range(12), epoch=0).inputs != whole.inputs).any() == fresh
-    assert (load_task(name, "train", 4, **arguments).batch([0]).inputs != whole.inputs[:1]).any()
-    validation = load_task(name, "validation", 3, **arguments)
-    assert not validation.fresh
-    first, second = validation.batch([0]).inputs, validation.batch([0], epoch=5).inputs
-    assert (first == second).all()
-    test = load_task(name, "test", 3, **arguments).batch([0]).inputs
-    train = task.batch([0]).inputs
-    assert (first != test).any()
-    assert (first != train).any()

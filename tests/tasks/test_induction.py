@@ -144,25 +144,6 @@ def test_documents_hold_all_symbols_of_an_answer():
 FRESH = {"seq_len": 16, **PAPER, "num_train": 3000, "num_validation": 700, "fresh": True}
 
 
-def test_fresh_rows_are_a_function_of_index_and_epoch():
-    one, two = (load_task("induction_heads", "train", 4, **FRESH) for _ in range(2))
-    whole = one.batch(np.arange(3000), 2)
-    some = np.array([2999, 0, 1023, 1024, 5, 0])
-    part = two.batch(some, 2)
-    assert (part.inputs == whole.inputs[some]).all()
-    assert (part.labels == whole.labels[some]).all()
-    assert (part.lengths == 17).all()
-    others = [
-        one.batch(np.arange(3000), 3),
-        load_task("induction_heads", "train", 5, **FRESH).batch(np.arange(3000), 2),
-        load_task("induction_heads", "validation", 4, **FRESH).batch(np.arange(700), 2),
-    ]
-    for other in others:
-        same = (other.inputs[:700] == whole.inputs[:700]).all(axis=1)
-        assert same.mean() < 0.01
-    assert len(np.unique(whole.inputs, axis=0)) == 3000
-
-
 def test_fresh_rows_come_in_order_and_each_validation_has_others():
     task = load_task("induction_heads", "train", 0, **FRESH)
     source = ExampleSource(task, 0, 512)

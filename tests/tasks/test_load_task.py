@@ -5,23 +5,32 @@ import pytest
 
 from ssmzoo.tasks import Ragged, induction_heads_zero, load_task, mqar
 
-SMALL = {
-    "listops": {"num_train": 20, "min_length": 4, "max_length": 60},
-    "pathfinder": {"num_train": 20},
-    "copying": {"length": 10},
-    "delay": {"length": 40, "delay": 5},
-    "mqar": {"num_train": 50},
-    "induction_heads": {"num_train": 50, "seq_len": 16, "vocab_size": 8},
-}
+ROWS = {"seq_len": 16, "vocab_size": 9, "num_symbols": 7, "num_train": 3000}
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_a_batch_holds_exactly_the_examples_at_its_indices(name):
-    task = load_task(name, "train", 2, **SMALL[name])
-    batch = task.batch([5, 0, 5])
-    assert (batch.inputs[0] == batch.inputs[2]).all()
-    for i, index in enumerate((5, 0)):
-        one = task.batch(np.array([index]))
+@pytest.mark.parametrize(
+    ("name", "arguments", "fresh"),
+    [
+        ("listops", {"num_train": 20, "min_length": 4, "max_length": 60}, False),
+        ("pathfinder", {"num_train": 20}, False),
+        ("mqar", {"num_train": 50}, False),
+        ("copying", {"length": 10}, False),
+        ("copying", {"length": 10, "fresh": True}, True),
+        ("delay", {"length": 40, "delay": 5, "rms": 1}, True),
+        ("delay", {"length": 40, "delay": 5, "fresh": False}, False),
+        ("induction_heads", ROWS, False),
+        ("induction_heads", {**ROWS, "fresh": True}, True),
+        ("state_tracking", {"group": "S3", "num_train": 50, "fresh": True}, True),
+    ],
+)
+def test_an_example_depends_on_seed_split_epoch_and_index_alone(name, arguments, fresh):
+    task, again = (load_task(name, "train", 3, **arguments) for _ in range(2))
+    assert task.fresh == fresh
+    last = len(task) - 1  # in another block of those drawn together
+    indices = [5, 0, last, 5]
+    batch = task.batch(indices, 2)
+    for i, index in enumerate(indices):
+        one = again.batch(np.array([index]), 2)
         length = int(one.lengths[0])
         assert batch.lengths[i] == length == one.inputs.shape[1]
         assert (batch.inputs[i, :length] == one.inputs[0]).all()
@@ -29,11 +38,17 @@ def test_a_batch_holds_exactly_the_examples_at_its_indices(name):
         assert (batch.labels[i] == one.labels[0]).all()
     if task.kind == "tokens":
         assert batch.inputs.dtype == np.int64
-        assert task.vocab_size is not None
         assert batch.inputs.max() < task.vocab_size
     else:
         assert batch.inputs.dtype == np.float32
         assert batch.inputs.shape[2] == task.input_channels
+    whole = task.batch(range(12), 2).inputs
+    assert len(np.unique(whole.reshape(12, -1), axis=0)) == 12
+    assert np.array_equal(task.batch(range(12), 0).inputs, whole) != fresh
+    for other in (("train", 4), ("validation", 3), ("test", 3)):
+        sizes = {f"num_{s}": 12 for s in ("validation", "test") if name != "copying"}
+        drawn = load_task(name, *other, **{**arguments, **sizes}).batch(range(12), 2)
+        assert not np.array_equal(drawn.inputs, whole)
 
 
 def test_recall_problems_come_in_the_same_form():
@@ -151,10 +166,6 @@ def test_an_argument_out_of_range_is_named(name, arguments, message):
     given = {**PAPER, **arguments} if name == "induction_heads" else arguments
     with pytest.raises(ValueError, match=message):
         load_task(name, "train", 0, **given)
-
-
-def test_a_whole_number_is_a_float():
-    assert len(load_task("delay", "train", 0, rms=1)) == 16_384
 
 
 def test_ragged_rows_come_back_padded_on_the_right():

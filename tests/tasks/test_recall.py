@@ -116,17 +116,6 @@ def test_symbol_tokenizer_names_what_is_no_symbol_of_it():
     assert pickle.loads(pickle.dumps(tokenizer)).encode("t3 t1") == [3, 1]
 
 
-def test_documents_refuse_a_negative_seed(tmp_path):
-    (tmp_path / "a.txt").write_text("some text")
-    for make in (
-        lambda seed: tasks.recall_text_documents(num_examples=2, num_pairs=2, seed=seed),
-        lambda seed: text_documents(text=str(tmp_path), seed=seed),
-    ):
-        assert make(0)
-        with pytest.raises(ValueError, match="seed must be at least 0, got -1"):
-            make(-1)
-
-
 def test_symbol_count_knows_other_tokenizers(tmp_path):
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

@@ -61,10 +61,3 @@ def test_it_is_a_task_with_splits_of_its_own_and_any_length():
     longer = load_task("state_tracking", "test", 0, **args, seq_len=100)
     assert longer.batch([0]).inputs.shape == (1, 101)
     assert load_task("state_tracking", "test", 0).vocab_size == 7
-
-
-def test_fresh_rows_are_others_every_epoch():
-    task = load_task("state_tracking", "train", 0, group="Z3", num_train=8, fresh=True)
-    one, other = (task.batch(range(8), epoch).inputs for epoch in (0, 1))
-    assert not np.array_equal(one, other)
-    assert np.array_equal(one, task.batch(range(8), 0).inputs)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from tests.data.test_tokenizer import tokenizer_with_gap
+from tests.data.test_tokenizer import word_tokenizer
 from tests.training.runs import (
     assert_same_run,
     assert_same_tensors,
@@ -533,7 +533,8 @@ def test_a_wrong_model_is_refused_before_any_work(changes, kind, message, recipe
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.long
 def test_a_vocabulary_has_every_id_of_a_tokenizer_whose_ids_leave_gaps(streaming, recipe, tmp_path):
-    tokenizer_with_gap(70_000).save_pretrained(tmp_path / "gap")
+    gap = word_tokenizer({"rare": 70_000}, bos_token="<s>", eos_token="</s>")
+    gap.save_pretrained(tmp_path / "gap")
     lines = ['{"text": "one two one two one"}\n'] * 80 + ['{"text": "rare rare"}\n'] * 80
     (tmp_path / "a.jsonl").write_text("".join(lines))
     data = {"jsonl": str(tmp_path / "a.jsonl"), "tokenizer": str(tmp_path / "gap")}
