@@ -20,6 +20,16 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
+from programs.papers import (
+    MEANING,
+    PaperTable,
+    counted,
+    paper_table,
+    papers,
+    rows_of,
+    whole_table,
+)
+
 from ssmzoo.analysis.ledger import (
     Line,
     beside_table,
@@ -38,15 +48,6 @@ from ssmzoo.publishing.card_facts import (
     ShownScore,
     family_words,
     scored_model,
-)
-from ssmzoo.publishing.papers import (
-    MEANING,
-    PaperTable,
-    counted,
-    paper_table,
-    papers,
-    rows_of,
-    whole_table,
 )
 from ssmzoo.recipe import load_recipe
 

@@ -38,7 +38,6 @@ from ssmzoo.files import share
 from ssmzoo.publishing import card, card_facts
 from ssmzoo.publishing.card import render_card
 from ssmzoo.publishing.hub import publish
-from ssmzoo.publishing.papers import PaperRow
 from ssmzoo.recipe import load_recipe
 from ssmzoo.tasks.symbols import symbol_tokenizer
 
@@ -433,19 +432,6 @@ def test_another_recipe_or_one_that_is_not_known_makes_no_seed(run):
     broken = write_results(run, "first-try", BPB, recipe={"train": 3})
     with pytest.raises(ValueError, match="recipe must be an object with train, got"):
         render_card(run / "model", results=[broken])
-
-
-def test_a_row_of_the_paper_stands_in_the_card_of_its_model(run, monkeypatch):
-    row = PaperRow("Table 9", ("first-try",), {"bits_per_byte": "3.14"}, "2", differs="smaller")
-    monkeypatch.setattr(card, "rows_of", lambda family: [row, replace(row, results=("other",))])
-    own, other = write_results(run, "first-try", BPB), write_results(run, "second", BPB)
-    text = render_card(run / "model", results=[own]).read_text()
-    assert (
-        "| Table 9; smaller | bits per byte 3.1416 | bits per byte 3.14 | 1 | 2 (not told) "
-        "| *not reached* |"
-    ) in text
-    assert text.count("Table 9") == 1
-    assert "Table 9" not in render_card(run / "model", results=[other]).read_text()
 
 
 def test_each_score_keeps_the_call_that_it_is_from(run):

@@ -48,7 +48,6 @@ from ssmzoo.publishing.card_facts import (
 )
 from ssmzoo.publishing.contents import CARD, ENTRIES
 from ssmzoo.publishing.markdown import Markdown, as_table, code, fenced, plain
-from ssmzoo.publishing.papers import paper_table, rows_of
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
@@ -226,7 +225,6 @@ def _render(
     head = _head(facts)
     tasks = {row.task for row in merged(own)}
     seeds = [entry for entry in others if any(entry.is_of_another_seed(o) for o in own)]
-    everything = [*own, *others]
     others = [entry for entry in others if entry not in seeds]
     if tasks:
         others = [entry for entry in others if tasks & {row.task for row in entry.scores}]
@@ -249,7 +247,6 @@ def _render(
         picture=quote(picture) if facts.picture else None,
         results=_results(name, own, others),
         seeds=_seeds(own, seeds),
-        paper=_paper(family, own, everything),
         origins=_origins([*own, *others]),
         packages=_packages(family),
         foreign=packages_of(family.name)[1:] if family else [],
@@ -455,15 +452,6 @@ def _seeds(own: Sequence[ScoredModel], others: Sequence[ScoredModel]) -> str | N
     text = f"The same recipe was trained with the seeds {', '.join(names)}; here is {mine.seed()}."
     header = ["Task", "Metric", "Seeds", "This one", "Median of all", "From", "To"]
     return f"{text}\n\n{as_table(header, lines)}"
-
-
-def _paper(
-    family: Family | None, own: Sequence[ScoredModel], results: Sequence[ScoredModel]
-) -> str | None:
-    """Set the model's scores beside what its paper reports, if that has such a row."""
-    mine = {entry.path.stem for entry in own}
-    rows = [row for row in rows_of(family.name) if mine & set(row.results)] if family else []
-    return paper_table(rows, results) if rows else None
 
 
 def _score(score: ShownScore | None) -> str:
