@@ -184,7 +184,6 @@ def test_an_unfit_target_is_one_clear_error(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for target, message in [
         (str(tmp_path / "file"), "is a file; name a folder"),
-        (str(tmp_path / "file" / "below"), "which is a file"),
         (str(model), "must lie outside the model folder"),
         (str(model / "inner"), "must lie outside the model folder"),
         ("word", "must be a folder"),
@@ -217,12 +216,10 @@ def test_a_path_is_a_folder_and_a_prefix_says_what_a_text_is(model, tmp_path, mo
         assert (report.kind, Path(report.target).is_absolute()) == (kind, kind == "folder"), target
 
 
-def test_an_unwritable_target_is_one_clear_error(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    for dry_run in (True, False):
-        with pytest.raises(RuntimeError, match="cannot write into"):
-            publish(model, str(tmp_path / "out"), dry_run=dry_run)
-    monkeypatch.undo()
+def test_an_unwritable_target_is_one_clear_error(model, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RuntimeError, match="/below cannot be written"):
+        publish(model, str(tmp_path / "file" / "below"))
     if sys.platform == "linux":
         with pytest.raises(RuntimeError, match="/proc/ssmzoo-out cannot be written"):
             publish(model, "/proc/ssmzoo-out")

@@ -10,7 +10,6 @@ earlier one as a whole.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -293,22 +292,16 @@ def _publish_folder(
 
 
 def _check_folder(folder: Path, target: Path) -> None:
+    """Check that a folder can be written, and holds nothing but what may be replaced."""
     if target == folder or target.is_relative_to(folder):
         raise ValueError(f"target {target} must lie outside the model folder {folder}")
     if target.exists() and not target.is_dir():
         raise ValueError(f"target {target} is a file; name a folder")
-    parent = next(path for path in target.parents if path.exists())
-    if not parent.is_dir():
-        raise ValueError(f"target {target} lies under {parent}, which is a file")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise RuntimeError(f"cannot write into {parent}; choose another target or its permissions")
-    if target.is_dir() and any(target.iterdir()):
-        reason = _why_foreign(folder, target)
-        if reason:
-            raise ValueError(
-                f"target {target} is not empty and no earlier publication of this model "
-                f"({reason}); choose another folder or empty it first"
-            )
+    if target.is_dir() and any(target.iterdir()) and (reason := _why_foreign(folder, target)):
+        raise ValueError(
+            f"target {target} is not empty and no earlier publication of this model ({reason}); "
+            "choose another folder or empty it first"
+        )
 
 
 def _why_foreign(folder: Path, target: Path) -> str | None:
@@ -324,19 +317,19 @@ def _why_foreign(folder: Path, target: Path) -> str | None:
     }
     if foreign := present - set(earlier.sources):
         return f"it holds {listed(foreign)}"
-    alone = is_state_adapter(folder)
-    if alone != is_state_adapter(target):
-        return "it holds a model" if alone else "it holds a state adapter without a model"
-    if alone:
-        one, other = read_adapter_config(target), read_adapter_config(folder)
-        same = all(one[name] == other[name] for name in ("model_type", "base", "states"))
-        return None if same else "it holds a state adapter of another model"
-    old, new = (read_json(place / "config.json").get("model_type") for place in (target, folder))
+    (old, *tensors), (new, *needed) = _kind(target), _kind(folder)
     if old != new:
-        return f"its model_type is {old!r}, this model's {new!r}"
-    if read_weights(target) != read_weights(folder):
-        return "its tensors have other names, types or shapes"
-    return None
+        return f"it holds {old}, not {new}"
+    return None if tensors == needed else "its tensors have other names, types or shapes"
+
+
+def _kind(folder: Path) -> tuple[str, object]:
+    """Return what a folder holds, in words, and its tensors' types and shapes."""
+    if is_state_adapter(folder):
+        config = read_adapter_config(folder)
+        return f"a state adapter of a {config['model_type']}", (config["base"], config["states"])
+    kind = read_json(folder / "config.json").get("model_type")
+    return f"a model of type {kind!r}", read_weights(folder)
 
 
 def _put(content: Content, place: Path, digest: str | None) -> None:
