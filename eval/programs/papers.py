@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from ssmzoo.files import parse_yaml
-from ssmzoo.publishing.card_facts import NOT_MEASURED, ScoredModel, ShownScore
+from ssmzoo.publishing.card_results import NOT_MEASURED, ScoredModel, ShownScore
 
 _FILE = "eval/papers.yaml"
 PLACE = Path(__file__).resolve().parents[2] / _FILE

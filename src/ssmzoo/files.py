@@ -474,8 +474,8 @@ def _refusal(error: Exception, target: Path) -> tuple[str, int | None] | None:
     return None
 
 
-def share(relative: str) -> Path:
-    """Return the path of a shipped file or folder, e.g. ``share("eval/tasks")``.
+def package_data(relative: str) -> Path:
+    """Return the path of a shipped file or folder, e.g. ``package_data("eval/tasks")``.
 
     An installed wheel carries them in the package, a checkout at its root.
 

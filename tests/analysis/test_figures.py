@@ -20,7 +20,7 @@ from programs.papers import (
 )
 
 from ssmzoo.analysis.sweep_plan import load_sweep
-from ssmzoo.publishing.card_facts import Origin, Row, ScoredModel, ShownScore
+from ssmzoo.publishing.card_results import Origin, Row, ScoredModel, ShownScore
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = ("coffee", "dss", "rtf")  # of the papers' tables

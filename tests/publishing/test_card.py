@@ -34,15 +34,15 @@ from ssmzoo.checkpoints.weights import (
 from ssmzoo.cli.main import main
 from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.environment import hub_metadata
-from ssmzoo.files import share
-from ssmzoo.publishing import card, card_facts
+from ssmzoo.files import package_data
+from ssmzoo.publishing import card, card_facts, card_results
 from ssmzoo.publishing.card import render_card
 from ssmzoo.publishing.hub import publish
 from ssmzoo.recipe import load_recipe
 from ssmzoo.tasks.symbols import symbol_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-TEMPLATE = share("model_cards/template.md").read_text(encoding="utf-8")
+TEMPLATE = package_data("model_cards/template.md").read_text(encoding="utf-8")
 RECIPE = "model:\n  family: longhorn\ntrain:\n  steps: 37\n"
 FACTS = {
     "command": "ssmzoo train recipe.yaml",
@@ -186,16 +186,18 @@ def test_every_number_in_a_card_is_in_its_sources(run, scored, sources):
 
 def test_a_number_typed_by_hand_is_found(run, scored, sources, monkeypatch, tmp_path):
     (tmp_path / "template.md").write_text(TEMPLATE + "\nIts accuracy is 0.9137, of 77 runs.\n")
-    real = card.share
+    real = card.package_data
     monkeypatch.setattr(
-        card, "share", lambda name: tmp_path / "template.md" if "template" in name else real(name)
+        card,
+        "package_data",
+        lambda name: tmp_path / "template.md" if "template" in name else real(name),
     )
     text = render_card(run / "model", results=[scored]).read_text()
     assert unsourced(text, sources) == {"0.9137", "77"}
 
 
 def test_the_texts_of_a_card_contain_no_numbers():
-    words = yaml.safe_load(share("model_cards/families/longhorn.yaml").read_text())
+    words = yaml.safe_load(package_data("model_cards/families/longhorn.yaml").read_text())
     said = {key: value for key, value in words.items() if key not in ("paper", "bibtex")}
     assert unsourced(json.dumps(said), []) == set()
     assert unsourced(TEMPLATE, []) == set()
@@ -998,7 +1000,9 @@ def test_a_committed_card_is_what_its_sources_give(path, tmp_path):
 
 
 def test_the_committed_card_is_of_the_median_seed():
-    results = [card_facts.scored_model(path) for path in (ROOT / "eval" / "results").glob("*.json")]
+    results = [
+        card_results.scored_model(path) for path in (ROOT / "eval" / "results").glob("*.json")
+    ]
     revisions = {
         json.loads(path.read_text())["revision"] for path in (ROOT / "model_cards").glob("*.json")
     }
