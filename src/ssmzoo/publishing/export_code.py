@@ -30,7 +30,6 @@ from ssmzoo.publishing.rewriting import (
     find_source,
     first_place,
     last_import,
-    own_namespace,
 )
 
 if TYPE_CHECKING:
@@ -315,7 +314,6 @@ class _Flat:
         """Return the flat file of a module."""
         source = self.sources[module]
         editor = Editor(source)
-        own_namespace(editor)
         behind = ""
         calls = list(source.dynamic_imports())
         for node, package, expression in calls:
