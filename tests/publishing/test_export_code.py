@@ -4,7 +4,6 @@ One process has torch, transformers and lm-eval, refuses every import of ours an
 finds no compiler; another has ssmzoo, whose kernels must take over.
 """
 
-import ast
 import importlib.util
 import json
 import logging
@@ -30,7 +29,7 @@ from ssmzoo.checkpoints.loader import AUTO_MAP, LOADER
 from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.publishing.export_code import code_of, export_code
 from ssmzoo.publishing.hub import publish
-from ssmzoo.publishing.rewriting import Resolver, Source, check_harmless
+from ssmzoo.publishing.rewriting import check_harmless
 from ssmzoo.testing import check
 from ssmzoo.testing.subject import Subject
 
@@ -161,36 +160,26 @@ def test_all_registered_families_are_tried(foreign):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_model_says_the_same_where_nothing_of_ours_is_installed(name, isolated, installed):
+def test_model_and_classifier_say_the_same_without_ssmzoo(name, isolated, installed):
     out, facts, _ = isolated
     got, expected = load_file(out / f"{name}.safetensors"), probe.answers(installed(name, LM))
     assert facts[name]["module"].startswith("transformers_modules.")
     assert got.keys() == expected.keys()
     assert torch.equal(got.pop("generation"), expected.pop("generation"))
     errors = {what: relative(got[what], answer) for what, answer in expected.items()}
+    got = load_file(out / f"{name}-classifier.safetensors")
+    errors["judged"] = relative(got["logits"], probe.judged(installed(name, CLASSIFIER))["logits"])
     assert max(errors.values()) <= EXACT, errors
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_classifier_says_the_same_where_nothing_of_ours_is_installed(name, isolated, installed):
-    got = load_file(isolated[0] / f"{name}-classifier.safetensors")
-    expected = probe.judged(installed(name, CLASSIFIER))
-    assert relative(got["logits"], expected["logits"]) <= EXACT
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_auto_class_finds_the_familys_class(name, isolated):
-    classes = {auto: kind.__name__ for auto, kind in load_family(name).auto_classes.items()}
-    assert isolated[1][name]["heads"] == classes
-    assert {"AutoConfig", "AutoModel", LM, CLASSIFIER} <= classes.keys()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_trained_model_is_saved_with_its_code(name, isolated, models):
+def test_every_auto_class_finds_the_familys_class_and_saves_its_code(name, isolated, models):
     facts = isolated[1][name]
+    classes = {auto: kind.__name__ for auto, kind in load_family(name).auto_classes.items()}
+    assert facts["heads"] == classes
+    assert {"AutoConfig", "AutoModel", LM, CLASSIFIER} <= classes.keys()
     assert facts["again"]
-    files = {path.name for path in (models / name / LM).iterdir()}
-    assert set(facts["copied"]) == files
+    assert set(facts["copied"]) == {path.name for path in (models / name / LM).iterdir()}
 
 
 def test_exported_code_runs_without_ssmzoo_and_says_that_it_is_slow(isolated):
@@ -367,7 +356,7 @@ def test_transformers_finds_every_file_from_the_entry(name, models):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_code_hides_nothing_and_says_where_it_is_from(name, models):
+def test_the_code_says_where_it_is_from(name, models):
     for path in (models / name / LM).glob("*.py"):
         first, second = path.read_text(encoding="utf-8").splitlines()[:2]
         toy = "toy" in path.name
@@ -375,13 +364,6 @@ def test_the_code_hides_nothing_and_says_where_it_is_from(name, models):
         assert first.startswith(f"# Exported by {ours}: ssmzoo")
         assert first.endswith(f" of {'ssmzoo-toy 0.4.2' if toy else ours}")
         assert second == f"# SPDX-License-Identifier: {'MIT' if toy else 'Apache-2.0'}"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            called = node.func.id if isinstance(getattr(node, "func", None), ast.Name) else None
-            assert called not in {"eval", "exec", "compile", "__import__"}
-            names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "name")]
-            module = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            roots = {name.split(".")[0] for name in [*names, *module]}
-            assert not roots & {"pickle", "ctypes", "subprocess", "marshal", "triton"}
 
 
 @pytest.mark.parametrize(
@@ -403,41 +385,11 @@ def test_obfuscated_code_is_not_exported(line, named):
     check_harmless("m.py", "model.eval()\nimport importlib.metadata\nre.compile('x')")
 
 
-SOURCES = {
-    "p": Source("p", "from p.a import f\nfrom p import b\nfrom torch import Tensor\n", True),
-    "p.a": Source("p.a", "def f(): ...\nx: int = 1\nif x:\n    y = 2\n", False),
-    "p.b": Source("p.b", "from .a import f as g\n", False),
-}
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "origin"),
-    [
-        ("p", "f", ("p.a", "f")),
-        ("p", "b", ("p.b", None)),
-        ("p", "a", ("p.a", None)),
-        ("p.b", "g", ("p.a", "f")),
-        ("p", "Tensor", ("p", "Tensor")),
-        ("p.a", "y", ("p.a", "y")),
-    ],
-)
-def test_a_name_is_followed_to_where_it_is_defined(module, name, origin):
-    resolver = Resolver(SOURCES.get, lambda module: module.split(".")[0] == "p")
-    assert resolver.origin(module, name, "here") == origin
-
-
-def test_an_undefined_name_is_an_error():
-    resolver = Resolver(SOURCES.get, lambda module: module.split(".")[0] == "p")
-    with pytest.raises(ValueError, match="here imports 'z' from p, which does not define it"):
-        resolver.origin("p", "z", "here")
-    with pytest.raises(ValueError, match="here imports q, which is not there"):
-        resolver.origin("q", "z", "here")
-
-
 REFUSED = {
     "from ssmzoo.publishing.hub import publish": r"imports ssmzoo\.publishing\.hub, which does not",
     "from ssmzoo_kernels.longhorn_scan import triton": r"imports .*\.triton, which does not travel",
     "import ssmzoo.modeling": "must say `from package import module` to travel",
+    "from ssmzoo.modeling import nothing": "from ssmzoo.modeling, which does not define it",
     "from ssmzoo.modeling import *": "must name what it imports from ssmzoo.modeling",
     "import importlib\nimportlib.import_module('math')": "an import by name must have the form",
     "import importlib\nimportlib.import_module(name='math')": "an import by name must",
