@@ -1,7 +1,7 @@
-"""Files and folders that appear under their names when they are complete, or not at all.
+"""Write files and folders that appear complete or not at all; read JSON and YAML within bounds.
 
-A full disk, a read-only folder and what else the machine refuses end in one error that names the
-file, the reason and the way out, whichever library was writing.
+A full disk, a read-only folder or another refusal of the machine is one error that names the file,
+the reason and the way out, whichever library was writing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ssmzoo.environment.messages import shortened
 
 Listed: TypeAlias = dict[str, tuple[int, str]]  # size and sha256 of files, by their place
 
-# how commands and recipes name the sources and documentation of Python's standard library
+# the name, in commands and recipes, of the sources of Python's standard library
 STDLIB = "python-stdlib"
 # an installed wheel carries what it shares in the package, a checkout at its root
 _PACKAGE = Path(__file__).resolve().parent
@@ -54,7 +54,7 @@ _NATIVE = re.compile(r"\(os error (\d+)\)")
 
 
 class CannotWriteError(RuntimeError):
-    """The machine refused to write a file or folder, and what was there is as it was."""
+    """The machine refused to write a file or folder; the earlier one is unchanged."""
 
     def __init__(self, target: str, reason: str, number: int | None) -> None:
         super().__init__(target, reason, number)  # so that it can be sent to other processes
@@ -95,9 +95,9 @@ def few_files() -> Iterator[None]:
 
 @contextmanager
 def writing(target: Path, unfinished: Path | None = None) -> Iterator[None]:
-    """Say of an error inside, if it is the machine's, that ``target`` cannot be written.
+    """Turn a refusal of the machine inside into a :class:`CannotWriteError` about ``target``.
 
-    What is written as ``unfinished``, or inside it, goes under the target's name.
+    One about ``unfinished``, or a file in it, names the target too.
 
     Raises:
         CannotWriteError: The machine refused.
@@ -236,7 +236,7 @@ def parse_yaml(text: str, name: str) -> Any:
 
 
 def refuse_blank(path: str, rule: str) -> None:
-    """Fail for a blank path: it would be this folder, with all that is in it.
+    """Refuse a blank path, which would mean the current folder.
 
     Args:
         path: What was given.
@@ -415,7 +415,7 @@ def _put(unfinished: Path, target: Path) -> None:
 
 
 def remove_folder(target: Path) -> None:
-    """Remove a folder that is under its name whole or not at all; its remains are hidden."""
+    """Remove a folder; it loses its name first, so half of it is never seen under that name."""
     replaced = target.with_name(f".{target.name}.replaced")
     os.replace(target, replaced)
     shutil.rmtree(replaced)

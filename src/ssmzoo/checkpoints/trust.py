@@ -1,4 +1,4 @@
-"""What a checkpoint may not ask for: pickles, which can run code, foreign files, endless parts.
+"""Refuse checkpoints that ask for pickles, for files elsewhere, or for more than they hold.
 
 It imports nothing of ssmzoo: it travels with a checkpoint's own code.
 """

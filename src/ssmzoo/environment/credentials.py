@@ -1,4 +1,4 @@
-"""Credentials that carry a mark: found in texts and files, and struck out of what is told.
+"""Find marked credentials in texts and files, and strike them out.
 
 Marked are tokens with the prefix of a service, private keys, and addresses with a password, a token
 or a signature. A password that stands alone looks like any other word and is not found, nor is one

@@ -1,4 +1,4 @@
-"""What a publication consists of, and the checks that everything in it passes.
+"""Choose and check the files of a publication.
 
 It is a closed list, by name: configuration, safetensors weights, tokenizer or image processor,
 generation configuration, card, the pictures and the licence's text that the card links, scores of
@@ -61,7 +61,7 @@ _NAMES = {
 _PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib"}
 _CODE = {".py", ".pyc", ".so", ".sh", ".ipynb"}
 _PICTURES = {".png", ".jpg", ".jpeg", ".svg", ".gif", ".webp"}
-# what no loader reads, for people and the Hub; LICENSE and .gitattributes have no ending
+# documents, which no loader reads; LICENSE and .gitattributes have no ending
 _DOCUMENTS = {"", ".md", ".txt", ".pdf", ".html", ".bib", ".cff", ".csv", ".tsv", ".yaml", ".yml"}
 _LINKED_PICTURE = re.compile(r"""!\[[^\]]*\]\(\s*<?([^)\s>]+)|<img\b[^>]*?\bsrc=["']([^"']+)["']""")
 _ELSEWHERE = re.compile(r"^(https?:|data:)", re.IGNORECASE)
@@ -71,7 +71,7 @@ Content: TypeAlias = bytes | Path  # of weights the file, which is too large to 
 
 @dataclass(frozen=True)
 class Publication:
-    """What goes, and the names in the model's folder that do not.
+    """The files that go, and the names in the model's folder that do not.
 
     Attributes:
         sources: Content by path inside the target, sorted.

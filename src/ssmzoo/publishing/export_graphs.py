@@ -1,9 +1,9 @@
 """Models as graphs without Python: programs of ``torch.export``, and ONNX.
 
-What surprises: one graph reads a prompt and goes on behind it. It takes tokens ``[B, L]`` and the
-states before them; states of zeros begin a new sequence, as in every family. A program with our ops
-reads a prompt at once. One without them, and ONNX, is the graph of one token, repeated by a scan,
-whose prompt's token costs as much as one that follows.
+One graph reads prompts and continues them: it takes tokens ``[B, L]`` and the states before them;
+states of zeros begin a new sequence, as in every family. A program with our ops reads a prompt at
+once. One without them, and ONNX, scans over the graph of one token, so a prompt's token costs as
+much as a generated one.
 """
 
 from __future__ import annotations

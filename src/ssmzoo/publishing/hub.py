@@ -49,7 +49,7 @@ class PublishedFile:
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What a publication holds and where it went; a dry run returns the same, undone.
+    """The files of a publication and where it went; a dry run returns the same plan.
 
     Attributes:
         kind: ``"folder"`` or ``"hub"``.

@@ -1,4 +1,4 @@
-"""Python modules that leave their packages: whom they import, and the same with other imports.
+"""Read and rewrite the imports of Python modules that travel without their packages.
 
 Texts are parsed, never matched; what is replaced lies exactly where the parser says, so comments
 and layout survive.
