@@ -125,19 +125,34 @@ def render_card(
     _require_card(target)
     text = _render(facts, own, others, picture=shown.name)
     entries = None if alone else benchmark_entries(own)
-    make_folder_of(target)
-    with ExitStack() as parts:  # none appears before all are written
-        if facts.picture and picture is not None and picture.resolve() != shown.resolve():
-            shutil.copyfile(picture, parts.enter_context(appears_whole(shown)))
-        if alone:
-            facts.write(parts.enter_context(appears_whole(target.with_suffix(".json"))))
-        if entries:
-            make_folder_of(target.parent / ENTRIES)
-            write_text(parts.enter_context(appears_whole(target.parent / ENTRIES)), entries)
-        write_text(parts.enter_context(appears_whole(target)), text)
-    if not alone and not entries:
-        (target.parent / ENTRIES).unlink(missing_ok=True)  # of former weights
+    if not facts.picture or (picture is not None and picture.resolve() == shown.resolve()):
+        picture = None  # there is none, or it is in its place
+    _write(target, text, entries, facts if alone else None, picture, shown)
     return target
+
+
+def _write(
+    target: Path,
+    text: str,
+    entries: str | None,
+    facts: CardFacts | None,
+    picture: Path | None,
+    shown: Path,
+) -> None:
+    """Write a card with the files beside it; none appears before all are written."""
+    make_folder_of(target)
+    beside = target.parent / ENTRIES
+    with ExitStack() as parts:
+        if picture is not None:
+            shutil.copyfile(picture, parts.enter_context(appears_whole(shown)))
+        if facts is not None:
+            facts.write(parts.enter_context(appears_whole(target.with_suffix(".json"))))
+        if entries is not None:
+            make_folder_of(beside)
+            write_text(parts.enter_context(appears_whole(beside)), entries)
+        write_text(parts.enter_context(appears_whole(target)), text)
+    if facts is None and entries is None:
+        beside.unlink(missing_ok=True)  # of former weights
 
 
 def _require_ours(target: Path, picture: Path) -> None:

@@ -26,7 +26,7 @@ from ssmzoo.checkpoints.weights import (
     read_weights,
 )
 from ssmzoo.environment.credentials import find_credential
-from ssmzoo.family import claims, family_of, packages_of
+from ssmzoo.family import family_of, packages_of
 from ssmzoo.files import file_digest, read_json, write_folder
 from ssmzoo.publishing.contents import (
     CARD,
@@ -207,17 +207,12 @@ def _how_to_load(folder: Path, place: str, code: bool) -> str:
             "ssmzoo generate MODEL PROMPT --adapter FOLDER"
         )
     config = read_json(folder / "config.json")
-    kind = str(config.get("model_type"))
-    name = kind.removeprefix("ssmzoo_")
-    if name == kind or name not in claims():  # another package's family may have any model_type
-        # a broken plugin, or one that is not installed: this command needs none
-        with suppress(RuntimeError, ValueError):
-            family = family_of(config)
-            if family is None:
-                return (
-                    f"to load it: from_pretrained({place!r}), with the code that transformers has"
-                )
-            name = family.name
+    name = str(config.get("model_type")).removeprefix("ssmzoo_")
+    with suppress(RuntimeError, ValueError):  # a family that is broken, or not installed
+        family = family_of(config)
+        if family is None:
+            return f"to load it: from_pretrained({place!r}), with the code that transformers has"
+        name = family.name
     others = packages_of(name)[1:]
     also = f" and {listed(others)} from its authors, not by its name alone" if others else ""
     return (
