@@ -1,4 +1,4 @@
-"""What the papers report, beside what was measured here, and which word the two deserve.
+"""Set the papers' figures beside our own, with the word that both deserve.
 
 ``eval/papers.yaml`` holds the papers' figures and the conditions of our runs; our own figures come
 from results. The word follows from both, so nobody chooses it.

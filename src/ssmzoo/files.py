@@ -26,7 +26,7 @@ Listed: TypeAlias = dict[str, tuple[int, str]]  # size and sha256 of files, by t
 
 # the name, in commands and recipes, of the sources of Python's standard library
 STDLIB = "python-stdlib"
-# an installed wheel carries what it shares in the package, a checkout at its root
+# shipped files lie in the package of an installed wheel, and at the root of a checkout
 _PACKAGE = Path(__file__).resolve().parent
 _READ_ONLY = "choose a place that may be written to"
 _FULL = "free some space, or choose another place"
@@ -195,7 +195,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(content: bytes, path: Path) -> dict[str, Any]:
-    """Return the JSON object in what was read from a file; see :func:`read_json`."""
+    """Return the JSON object in a file's content; see :func:`read_json`."""
     try:
         value = json_of(content.decode("utf-8"))
     except ValueError as error:
@@ -206,7 +206,7 @@ def parse_json(content: bytes, path: Path) -> dict[str, Any]:
 
 
 def json_of(text: str) -> Any:
-    """Return what a text of JSON holds.
+    """Parse JSON.
 
     Raises:
         ValueError: It is not JSON, or lies too deep inside itself to be read.
@@ -371,7 +371,7 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
 
 
 def _recover(target: Path) -> None:
-    """Remove what killed processes left beside a folder; one that they moved away comes back."""
+    """Remove remains of killed processes beside a folder; one that they moved away comes back."""
     name = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.(unfinished|replaced)")
     for remains in [path for path in target.parent.iterdir() if name.fullmatch(path.name)]:
         with suppress(OSError), _locked(remains):  # a living process holds the lock of its own

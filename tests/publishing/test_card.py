@@ -241,7 +241,7 @@ def test_loss_and_metric_are_called_what_they_are(run, model, problem, rows):
         assert f"| Last validation {row} |" in text
 
 
-def test_a_classifier_of_images_is_called_one_and_what_has_no_words_is_refused(run):
+def test_a_classifier_of_images_is_called_one_and_an_unknown_head_is_refused(run):
     change_config(run, architectures=["CoffeeForImageClassification"])
     text = render_card(run / "model").read_text()
     assert "pipeline_tag: image-classification" in text
@@ -705,7 +705,7 @@ def test_a_card_of_mamba_adapts_what_peft_takes(model_type, tmp_path):
     assert any("in_proj.lora" in name for name, _ in names["model"].named_parameters())
 
 
-def test_the_card_is_what_publish_asks_for(run, tmp_path):
+def test_publish_asks_for_a_card(run, tmp_path):
     with pytest.raises(ValueError, match="ssmzoo card"):
         publish(run / "model", str(tmp_path / "out"))
     path = render_card(run / "model")

@@ -449,7 +449,7 @@ def test_code_alone_goes_into_an_empty_folder_with_its_configuration(models, tmp
     assert config["auto_map"]["AutoModel"] == "modeling_dss.DSSModel"
 
 
-def test_what_export_code_cannot_take_is_one_clear_error(models, tmp_path):
+def test_wrong_arguments_of_export_code_are_one_clear_error(models, tmp_path):
     with pytest.raises(ValueError, match=r"must be a folder with a config\.json"):
         export_code(tmp_path, tmp_path)
     with pytest.raises(TypeError, match=r"must be a model or .*, got int"):

@@ -41,7 +41,7 @@ def reads(program, model, portions):
         torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_what_evaluates_goes_on_doing_so_after_an_export():
+def test_modules_keep_their_training_mode_through_an_export():
     family = load_family("longhorn")
     model = family.causal_lm_class(family.config(**family.tiny)).train()
     model.model.layers[0].eval()
@@ -136,7 +136,7 @@ def test_a_prompt_past_the_norm_length_fails_in_a_program_as_in_the_model():
         whole.module()(input_ids=ids, use_cache=False)
 
 
-def test_what_cannot_be_exported_is_refused_in_one_line():
+def test_models_whose_states_grow_are_refused_in_one_line():
     grows = subject_of("bmojo").fresh(num_hidden_layers=1, mixer_types=["attention"])
     with pytest.raises(ValueError, match="'keys' of layer 0, which grows"):
         export_step(grows)

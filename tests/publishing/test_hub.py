@@ -376,7 +376,7 @@ def test_pictures_on_the_web_are_not_copied(model, tmp_path):
     assert {file.path for file in report.files} == EXPECTED - {"loss.png"}
 
 
-def test_what_was_checked_is_what_goes(model, tmp_path, monkeypatch):
+def test_files_go_as_they_were_checked(model, tmp_path, monkeypatch):
     """A text that changes after the check goes as it was, and weights that change do not go."""
     checked = (model / "tokenizer.json").read_bytes()
     publication_of = hub.publication_of

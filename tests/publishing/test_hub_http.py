@@ -320,7 +320,7 @@ def test_the_hub_gets_exactly_what_the_dry_run_showed(server, narrow, pushed):
 
 
 @pytest.mark.long
-def test_a_publication_is_one_commit_of_what_changed(server, pushed):
+def test_a_publication_is_one_commit_of_changed_files(server, pushed):
     repo = server.repos["tester/published"]
     _, first, second = repo.trees
     assert (first, second) == (pushed["real"]["commit"], pushed["thought"]["commit"])
@@ -598,7 +598,7 @@ def test_a_publication_replaces_an_earlier_one_as_a_whole_in_one_commit(server, 
         ("adapter", ("state_adapter.json", "state_adapter.safetensors"), None),
     ],
 )
-def test_what_a_publication_does_not_replace_is_refused_by_name(
+def test_files_that_a_publication_does_not_replace_are_named_and_refused(
     server, small, run, way, there, config
 ):
     repo = repository(server, f"tester/{way}", there, config or b"")
@@ -627,7 +627,7 @@ def test_weights_that_change_while_they_are_sent_are_not_published(server, small
     assert held(server, "tester/changed") == {}
 
 
-def test_what_must_be_private_does_not_go_to_a_public_repository(server, small, run):
+def test_a_private_publication_is_refused_by_a_public_repository(server, small, run):
     server.repos["tester/open"] = repo = Repo(private=False)
     repo.commit("main", {".gitattributes": Blob(b"", lfs=False)})
     done = run(PUBLISH, small, "tester/open --private", small, "tester/closed --private")

@@ -1,4 +1,4 @@
-"""The weights of a saved model: what its files hold, and a digest that tells them from others."""
+"""The files of a saved model: their tensors by header, whether they are whole, their digest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ADAPTER_FORMAT = "ssmzoo-state-adapter-1"
 _ADAPTER_FIELDS = {"format": str, "model_type": str, "digest": str, "base": dict, "states": dict}
 OPTIMIZER = "optimizer.safetensors"  # of a run's checkpoint
 NO_WEIGHTS = {STATE, GOLDEN, ADAPTER_FILE, OPTIMIZER}  # what may lie beside weights
-SHARDS = "shards"  # the folder, in a checkpoint, of what several processes wrote
+SHARDS = "shards"  # the folder, in a checkpoint, that several processes wrote
 
 # a checkpoint's moments and a prompt's state are safetensors too
 _OF_THE_MODEL = re.compile(r"(adapter_)?(config\.json|model.*\.safetensors)")
@@ -67,7 +67,7 @@ def is_state_adapter(folder: str | Path) -> bool:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Return what a state adapter's files say, and check that they are of one adapter.
+    """Return a state adapter's configuration, and check that its files are of one adapter.
 
     Raises:
         FileNotFoundError: One of them is missing.

@@ -27,7 +27,7 @@ _SIGNATURE = (
     r"apikey|password)=[^&\s'\"<>*]+"
 )
 _ASSIGNED = r"['\"\\]*\s*[=:]\s*['\"\\]*"
-# kind, what a text has that holds one, pattern
+# kind, a substring of every text that holds one, pattern
 _SHAPED = (
     ("a password in an address", "://", _PASSWORD),
     ("a signature in an address", "=", _SIGNATURE),

@@ -1,4 +1,4 @@
-"""Write the card of a state adapter, which says what its files hold."""
+"""Write the card of a state adapter from its files."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _LAST = ("loss", *(f"validation_{name}" for name in ("loss", "accuracy", "rmse",
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a run directory says about the training."""
+    """The facts, recipe and metrics of a run directory."""
 
     facts: Mapping[str, Any]
     recipe: Any
@@ -56,7 +56,7 @@ class RecordedRun:
         return best["step"] if kept and best else None
 
     def until(self, step: int | None) -> RecordedRun:
-        """Return it with what was recorded up to a step; with all if None."""
+        """Return it with the records up to a step; with all if None."""
         if step is None:
             return self
         return replace(self, records=[r for r in self.records if r.get("step", 0) <= step])
@@ -168,13 +168,13 @@ def facts_of(folder: Path, run_dir: str | Path | None) -> tuple[CardFacts, Path 
         picture=bool(run and run.picture),
         card=of_recipe(run.recipe) if run else {},
     )
-    # what is committed beside cards names no folder of the machine that trained
+    # the file beside a card names no folder of the machine that trained
     plain: Any = portable(asdict(facts))
     return CardFacts(**plain), run.picture if run else None
 
 
 def read_facts(path: Path) -> CardFacts:
-    """Read what :meth:`CardFacts.write` wrote.
+    """Read a file of :meth:`CardFacts.write`.
 
     Raises:
         ValueError: The file is missing, corrupt, or holds something else.
@@ -212,7 +212,7 @@ def _run_of(
             return None
         run_dir = real.parent
     run, place = read_run(Path(run_dir)), Path(run_dir).resolve()
-    # a checkpoint knows nothing of what was recorded after it, nor does a model made of the best
+    # later records are not of a checkpoint, nor of a model made of the best step
     step = re.fullmatch(r"step-(\d+)", real.name) if real.parent.name == "checkpoints" else None
     if step is not None:
         run = run.until(int(step[1]))
@@ -235,7 +235,7 @@ def _run_of(
 
 
 def family_words(name: str, *, encoder: bool = False) -> dict[str, Any] | None:
-    """Return what ``model_cards/families/<name>.yaml`` says; None if there is no such file.
+    """Read ``model_cards/families/<name>.yaml``; None if there is no such file.
 
     Of an encoder ``model_cards/encoder.yaml`` has other words, and more on the architecture.
     """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def of_recipe(recipe: object) -> dict[str, Any]:
-    """Return what a run's recipe says for its model's card.
+    """Return the metadata of a card that follows from a run's recipe.
 
     That is its section ``card``; where this names no data set or no base, those of the run, if
     they are on the Hub.

@@ -16,7 +16,7 @@ _LONG = 3  # entries up to which a list is written out
 
 @dataclass(frozen=True)
 class Row:
-    """What two scores must share to stand in one row of the table."""
+    """A row of the table: scores that share these fields are comparable."""
 
     task: str
     metric: str
@@ -92,7 +92,7 @@ def scored_model(path: Path) -> ScoredModel:
             entry.get("num_fewshot"),
             entry.get("seed"),
         )
-        # a score of an earlier call carries what differs from the file's own
+        # a score of an earlier call has fields of its own where they differ from the file's
         call = {key: entry.get(key, whole.get(key)) for key in Origin.__annotations__}
         origin = {key: flat(value) for key, value in call.items()}
         origin["environment"] = recorded(call["environment"])
@@ -111,7 +111,7 @@ def scored_model(path: Path) -> ScoredModel:
 
 
 def _without_seed(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a recipe decides which model comes out, but for the seed."""
+    """Return the fields of a recipe that determine the model, without the seed."""
     train = {name: value for name, value in recipe["train"].items() if name != "seed"}
     others = {name: recipe.get(name) for name in ("model", "data", "adapter")}
     return {**others, "train": train}
@@ -165,7 +165,7 @@ def merged(results: Iterable[ScoredModel]) -> dict[Row, ShownScore]:
 
 
 def recorded(environment: object) -> str:
-    """Write what :func:`ssmzoo_kernels.machine.environment` recorded in one line."""
+    """Write a record of :func:`ssmzoo_kernels.machine.environment` in one line."""
     if not isinstance(environment, Mapping):
         return NOT_RECORDED
     return flat({str(name).replace("_", " "): value for name, value in environment.items()})

@@ -46,7 +46,7 @@ _OF_TEXT = ("Vocabulary", "Tied embeddings")
 
 
 class Head(NamedTuple):
-    """What kind of model a card is about: in words, by its class, by the Hub's name."""
+    """A kind of model: in words, its module and class, and the Hub's task."""
 
     words: str
     module: str
@@ -96,7 +96,7 @@ def summary(words: Mapping[str, Any] | None, facts: CardFacts, head: Head) -> st
 
 
 def packages(family: Family | None) -> str:
-    """Return what a reader must install: checkouts, since a name on an index may be anybody's."""
+    """Return arguments of pip: checkouts, since a name on an index may be anybody's."""
     if family is None:
         return "transformers torch"
     return " ".join(f"./{package}" for package in packages_of(family.name))
@@ -166,7 +166,7 @@ def _score(score: ShownScore | None) -> str:
 
 
 def origins_table(results: Sequence[ScoredModel]) -> str | None:
-    """Say when, where and by what command the scores came about."""
+    """Return date, machine and command of each score."""
     origins = dict.fromkeys(
         (entry.name, score.origin) for entry in results for score in entry.scores.values()
     )
@@ -204,7 +204,7 @@ def architecture_table(facts: CardFacts) -> str:
 
 
 def training_table(facts: CardFacts, head: Head) -> str:
-    """Tabulate what the run recorded."""
+    """Tabulate the run's facts and last metrics."""
 
     def fact(name: str) -> str:
         return flat((facts.run or {}).get(name))

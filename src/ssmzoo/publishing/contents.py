@@ -35,7 +35,7 @@ from ssmzoo.environment.hub_metadata import LICENSE_FILES
 from ssmzoo.files import parse_json, parse_yaml
 
 CARD = "README.md"
-EVAL_RESULTS = ".eval_results"  # what the Hub's leaderboards read
+EVAL_RESULTS = ".eval_results"  # read by the Hub's leaderboards
 ENTRIES = f"{EVAL_RESULTS}/ssmzoo.yaml"  # ours there
 
 _NAMES = {
@@ -114,7 +114,7 @@ def is_document(name: str) -> bool:
 
 
 def publication_of(folder: Path, *, code: bool, state: bool) -> Publication:
-    """List what goes of a model's folder, after checking every file of it.
+    """Return the files to publish of a model's folder, after checking each.
 
     Args:
         folder: The folder, without links in its path.
@@ -215,7 +215,7 @@ def _check_model(folder: Path, sources: Mapping[str, Content], code: bool, state
 
 
 def refuse_credentials(folder: Path, plan: Publication) -> None:
-    """Fail if a file that is to go holds what looks like a credential; the error does not show it.
+    """Refuse a publication with a marked credential, which the error does not show.
 
     Raises:
         ValueError: It does; the message says where.

@@ -287,7 +287,7 @@ def _publish_folder(
 
 
 def _check_folder(folder: Path, target: Path) -> None:
-    """Check that a folder can be written, and holds nothing but what may be replaced."""
+    """Check that a folder is outside the model's, and absent, empty or an earlier publication."""
     if target == folder or target.is_relative_to(folder):
         raise ValueError(f"target {target} must lie outside the model folder {folder}")
     if target.exists() and not target.is_dir():
@@ -319,7 +319,7 @@ def _why_foreign(folder: Path, target: Path) -> str | None:
 
 
 def _kind(folder: Path) -> tuple[str, object]:
-    """Return what a folder holds, in words, and its tensors' types and shapes."""
+    """Return a folder's kind of content, in words, and its tensors' types and shapes."""
     if is_state_adapter(folder):
         config = read_adapter_config(folder)
         return f"a state adapter of a {config['model_type']}", (config["base"], config["states"])

@@ -135,7 +135,7 @@ def find_source(name: str) -> Source | None:
 
 @dataclass(frozen=True)
 class Edit:
-    """What to put in the place of a node, or, with ``end == start``, between two."""
+    """A replacement of bytes ``start`` to ``end``; with ``end == start`` an insertion."""
 
     start: int
     end: int

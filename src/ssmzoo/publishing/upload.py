@@ -95,7 +95,7 @@ def _commit(
     digests: Mapping[str, str],
     message: str,
 ) -> Sent:
-    """Send what the Hub lacks, and commit it without the files that only an earlier one had."""
+    """Commit the files that the Hub lacks, and delete those that only an earlier one had."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, ModelCard
 
     stale = _stale(api, repository, revision, plan)
